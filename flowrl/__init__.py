@@ -1,0 +1,64 @@
+"""flowrl: a single-controller dataflow framework for post-training language models with reinforcement learning."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flowrl.config import Placement
+    from flowrl.controller.cluster import Cluster
+    from flowrl.controller.dispatch import register_dispatch_mode
+    from flowrl.controller.errors import ContractError, FlowError, WorkerError
+    from flowrl.controller.future import Future
+    from flowrl.controller.group import WorkerGroup
+    from flowrl.controller.pool import ResourcePool
+    from flowrl.controller.register import Dispatch, register
+    from flowrl.controller.worker import Worker
+    from flowrl.data.batch import Batch
+    from flowrl.data.table import make_table
+
+__version__ = "0.1.0"
+
+# Loaded on first use: a config check or `flowrl plan` needs neither torch nor ray.
+_HOMES = {
+    "Batch": "flowrl.data.batch",
+    "Cluster": "flowrl.controller.cluster",
+    "ContractError": "flowrl.controller.errors",
+    "Dispatch": "flowrl.controller.register",
+    "FlowError": "flowrl.controller.errors",
+    "Future": "flowrl.controller.future",
+    "Placement": "flowrl.config",
+    "ResourcePool": "flowrl.controller.pool",
+    "Worker": "flowrl.controller.worker",
+    "WorkerError": "flowrl.controller.errors",
+    "WorkerGroup": "flowrl.controller.group",
+    "make_table": "flowrl.data.table",
+    "register": "flowrl.controller.register",
+    "register_dispatch_mode": "flowrl.controller.dispatch",
+}
+
+__all__ = [
+    "Batch",
+    "Cluster",
+    "ContractError",
+    "Dispatch",
+    "FlowError",
+    "Future",
+    "Placement",
+    "ResourcePool",
+    "Worker",
+    "WorkerError",
+    "WorkerGroup",
+    "make_table",
+    "register",
+    "register_dispatch_mode",
+]
+
+
+def __getattr__(name: str) -> Any:  # Any: classes and functions
+    if name not in _HOMES:
+        raise AttributeError(f"module 'flowrl' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

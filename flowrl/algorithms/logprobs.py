@@ -1,0 +1,129 @@
+"""Log-probabilities and entropies of tokens from logits.
+
+Shape suffixes: B rows, T token positions, V vocabulary.
+
+Column t of a result belongs to token t and is read from the logits at t - 1, which are those that choose it; column 0
+is 0, because nothing comes before the first token. Work is done in float32 (float64 stays) on a few rows at a time, so
+neither pass makes a second [B, T, V] tensor beyond the gradient itself.
+"""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_CHUNK_ELEMENTS = 2**24
+"""Logits that are worked on at a time: 64 MiB in float32; a single row may exceed it."""
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """Log-probability of each token given those before it, under logits / temperature.
+
+    Arguments:
+        logits: [B, T, V], the model's output at each position, of any float dtype.
+        tokens: int64 [B, T], in [0, V), the model's input. Padding must be a valid id; what it gives is to be masked.
+        temperature: > 0, that of the rollout. It is applied here so that the caller need not copy the logits.
+    Returns: [B, T] in at least float32, differentiable (once) in the logits; column t is
+        log softmax(logits[:, t - 1] / temperature)[tokens[:, t]], column 0 is 0.
+    Raises: ValueError on shapes that do not fit or a temperature that is not above 0.
+    """
+    _check(logits, temperature)
+    if tokens.shape != logits.shape[:2]:
+        raise ValueError(f"tokens have shape {list(tokens.shape)}, it must be [B, T] = {list(logits.shape[:2])}")
+    return _TokenLogprobs.apply(logits, tokens, temperature)
+
+
+def token_entropy(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """Entropy, in nats, of the distribution from which each token is drawn: -sum_v p_v log p_v.
+
+    Arguments:
+        logits: [B, T, V], the model's output at each position, of any float dtype; -inf excludes a token.
+        temperature: > 0, that of the rollout.
+    Returns: [B, T] in at least float32, differentiable (once) in the logits; column t is the entropy of
+        softmax(logits[:, t - 1] / temperature), column 0 is 0.
+    Raises: ValueError on a shape that is not [B, T, V] or a temperature that is not above 0.
+    """
+    _check(logits, temperature)
+    return _TokenEntropy.apply(logits, temperature)
+
+
+class _Context(Protocol):
+    """What autograd hands to both passes, with what is kept between them; torch does not type it."""
+
+    saved_tensors: tuple[Tensor, ...]
+    temperature: float
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _Context, logits_BTV: Tensor, tokens_BT: Tensor, temperature: float) -> Tensor:
+        ctx.save_for_backward(logits_BTV, tokens_BT)
+        ctx.temperature = temperature
+        logprobs_BT = logits_BTV.new_zeros(tokens_BT.shape, dtype=_result_dtype(logits_BTV))
+        for rows, scaled_btV in _scaled_chunks(logits_BTV, temperature):
+            chosen_bt1 = tokens_BT[rows, 1:, None]
+            logprobs_BT[rows, 1:] = scaled_btV.log_softmax(-1).gather(-1, chosen_bt1).squeeze(-1)
+        return logprobs_BT
+
+    # The decorator hides the signature from the type checker.
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _Context, grad_BT: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """d logp(v) / d z_u = [u = v] - p_u."""
+        logits_BTV, tokens_BT = ctx.saved_tensors
+        grad_logits_BTV = torch.zeros_like(logits_BTV)
+        for rows, scaled_btV in _scaled_chunks(logits_BTV, ctx.temperature):
+            grad_bt1 = grad_BT[rows, 1:, None] / ctx.temperature
+            grad_btV = scaled_btV.softmax(-1).mul_(-grad_bt1)
+            grad_logits_BTV[rows, :-1] = grad_btV.scatter_add_(-1, tokens_BT[rows, 1:, None], grad_bt1)
+        return grad_logits_BTV, None, None
+
+
+class _TokenEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _Context, logits_BTV: Tensor, temperature: float) -> Tensor:
+        entropy_BT = logits_BTV.new_zeros(logits_BTV.shape[:2], dtype=_result_dtype(logits_BTV))
+        for rows, scaled_btV in _scaled_chunks(logits_BTV, temperature):
+            entropy_BT[rows, 1:] = torch.special.entr(scaled_btV.softmax(-1)).sum(-1)
+        ctx.save_for_backward(logits_BTV, entropy_BT)
+        ctx.temperature = temperature
+        return entropy_BT
+
+    # The decorator hides the signature from the type checker.
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _Context, grad_BT: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """d H / d z_u = -p_u (log p_u + H)."""
+        logits_BTV, entropy_BT = ctx.saved_tensors
+        grad_logits_BTV = torch.zeros_like(logits_BTV)
+        for rows, scaled_btV in _scaled_chunks(logits_BTV, ctx.temperature):
+            probs_btV = scaled_btV.softmax(-1)
+            # entr(p) = -p log p is 0 at p = 0, where the product of its factors would be NaN.
+            grad_btV = torch.special.entr(probs_btV).sub_(probs_btV.mul_(entropy_BT[rows, 1:, None]))
+            grad_logits_BTV[rows, :-1] = grad_btV.mul_(grad_BT[rows, 1:, None] / ctx.temperature)
+        return grad_logits_BTV, None
+
+
+def _scaled_chunks(logits_BTV: Tensor, temperature: float) -> Iterator[tuple[slice, Tensor]]:
+    """Slices of rows with their logits [b, T - 1, V] that choose a token, over the temperature, in float32."""
+    num_rows, num_positions, vocabulary = logits_BTV.shape
+    rows_per_chunk = max(1, _CHUNK_ELEMENTS // max(1, num_positions * vocabulary))
+    for start in range(0, num_rows, rows_per_chunk):
+        rows = slice(start, start + rows_per_chunk)
+        logits_btV = logits_BTV[rows, :-1].to(_result_dtype(logits_BTV))
+        yield rows, logits_btV if temperature == 1 else logits_btV / temperature
+
+
+def _result_dtype(logits: Tensor) -> torch.dtype:
+    return torch.promote_types(logits.dtype, torch.float32)
+
+
+def _check(logits: Tensor, temperature: float) -> None:
+    if logits.dim() != 3:
+        raise ValueError(f"logits have shape {list(logits.shape)}, it must be [B, T, V]")
+    if temperature <= 0:
+        raise ValueError(f"temperature is {temperature}, it must be above 0")

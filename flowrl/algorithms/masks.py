@@ -1,0 +1,71 @@
+"""Masked inputs and masked reductions: what every function of this package begins with.
+
+Shape suffixes: B rows, T token positions of a right- or left-padded row.
+
+A masked position changes nothing, whatever it holds (NaN and infinities included), in the value and in the gradient:
+inputs are replaced by zero there before any arithmetic, because zero times NaN is NaN.
+"""
+
+import torch
+from torch import Tensor
+
+
+def at_least_float32(values: Tensor) -> Tensor:
+    """`values` in float32, or in float64 if they are float64; half precision and integers are promoted."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def masked_tokens(mask: Tensor, **tokens: Tensor) -> list[Tensor]:
+    """The named token tensors, checked against the mask and ready for arithmetic.
+
+    Arguments:
+        mask: bool [B, T], true where a position counts.
+        tokens: tensors [B, T] of any real dtype; the keyword is the name used in errors.
+    Returns: the tensors in the order given, in at least float32, zero where the mask is false.
+    Raises: ValueError if the mask is not bool, or a tensor has another shape (broadcasting is refused: a [B, 1] tensor
+        against a [B, T] mask is a mistake more often than a wish).
+    """
+    if mask.dtype != torch.bool:
+        raise ValueError(f"mask is {mask.dtype}, it must be torch.bool: pass `mask.bool()`")
+    if mask.dim() != 2:
+        raise ValueError(f"mask has shape {list(mask.shape)}, it must be [B, T]")
+    for name, values in tokens.items():
+        if values.shape != mask.shape:
+            raise ValueError(f"{name} has shape {list(values.shape)}, it must be that of the mask, {list(mask.shape)}")
+    return [at_least_float32(values).masked_fill(~mask, 0) for values in tokens.values()]
+
+
+def masked_rows(mask: Tensor, **rows: Tensor) -> list[Tensor]:
+    """The named row tensors, checked to have one entry for each row of the mask.
+
+    Arguments:
+        mask: bool [B, T].
+        rows: tensors [B]; the keyword is the name used in errors.
+    Returns: the tensors in the order given, unchanged.
+    Raises: ValueError if a tensor is not [B].
+    """
+    for name, values in rows.items():
+        if values.shape != mask.shape[:1]:
+            raise ValueError(
+                f"{name} has shape {list(values.shape)}, it must have one entry per row of the mask, "
+                f"{list(mask.shape[:1])}"
+            )
+    return list(rows.values())
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean over the true positions of the mask, a scalar; 0 if there are none.
+
+    Arguments:
+        values: [B, T].
+        mask: bool [B, T].
+    Raises: ValueError on shapes that differ or a mask that is not bool.
+    """
+    (values,) = masked_tokens(mask, values=values)
+    return values.sum() / mask.sum().clamp(min=1)
+
+
+def last_masked(mask: Tensor) -> Tensor:
+    """bool [B, T], true at the last true position of each row of `mask`; a row without any stays false throughout."""
+    num_true_from_here = mask.flip(-1).cumsum(-1).flip(-1)
+    return mask & (num_true_from_here == 1)

@@ -1,0 +1,63 @@
+"""Losses and measures of the critic.
+
+Shape suffixes: B rows, T token positions.
+"""
+
+import torch
+from torch import Tensor
+
+from flowrl.algorithms.masks import masked_tokens
+
+
+def clipped_value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip: float | None
+) -> tuple[Tensor, Tensor]:
+    """Half the squared error of the values, with the change since the rollout clipped; per token, not reduced.
+
+        L = 1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)
+
+    Arguments:
+        values: [B, T], of the critic that is trained; the loss is differentiated by them.
+        old_values: [B, T], before this batch's updates. No gradient flows into them.
+        returns: [B, T], the targets. No gradient flows into them.
+        mask: bool [B, T], the tokens that count.
+        clip: > 0, in units of the value, or None for the plain squared error.
+    Returns: (loss [B, T], clip_fraction [B, T]): the second is 1 where the clip binds, has no gradient, and is all 0
+        without a clip. Both are 0 where the mask is false.
+    Raises: ValueError on a clip that is not above 0, on shapes that differ, on a mask that is not bool.
+
+    The value clipping of the published PPO code, as described by Engstrom et al. 2020,
+    https://arxiv.org/abs/2005.12729, section 3.
+    """
+    if clip is not None and clip <= 0:
+        raise ValueError(f"clip is {clip}, it must be above 0, or None to turn clipping off")
+    values_BT, old_values_BT, returns_BT = masked_tokens(
+        mask, values=values, old_values=old_values.detach(), returns=returns.detach()
+    )
+    unclipped_BT = (values_BT - returns_BT).square() / 2
+    if clip is None:
+        return unclipped_BT, torch.zeros_like(unclipped_BT)
+    near_BT = torch.clamp(values_BT, old_values_BT - clip, old_values_BT + clip)
+    clipped_BT = (near_BT - returns_BT).square() / 2
+    clip_binds_BT = clipped_BT > unclipped_BT
+    return torch.maximum(unclipped_BT, clipped_BT), clip_binds_BT.to(unclipped_BT.dtype)
+
+
+@torch.no_grad()
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+    """The share of the variance of the returns that the values explain: 1 - var(R - V) / var(R).
+
+    Arguments:
+        values: [B, T].
+        returns: [B, T].
+        mask: bool [B, T], the tokens that count. Pass the whole batch: the mean over parts of it is another number.
+    Returns: a scalar in (-inf, 1]: 1 for perfect values, 0 for any constant, negative for worse than a constant. 0 if
+        the returns do not vary, or the mask is empty: there is nothing to explain.
+    Raises: ValueError on shapes that differ or a mask that is not bool.
+    """
+    values_BT, returns_BT = masked_tokens(mask, values=values, returns=returns)
+    returns_N = returns_BT[mask].double()
+    errors_N = returns_N - values_BT[mask].double()
+    total = (returns_N - returns_N.mean()).square().sum()
+    unexplained = (errors_N - errors_N.mean()).square().sum()
+    return torch.where(total > 0, 1 - unexplained / total, 0).to(values_BT.dtype)

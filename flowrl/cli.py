@@ -1,0 +1,94 @@
+"""The command `flowrl`, and how every program of this project ends: 0, or 2 with one sentence about what to correct."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from flowrl.config import ConfigError, Placement, RunConfig, UserError, load, recipe_class
+from flowrl.config.source import read
+from flowrl.controller.inventory import local_inventory
+from flowrl.controller.plan import plan, render_plan
+
+RecipeConfig = TypeVar("RecipeConfig", bound=RunConfig)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line `argv` (the process's own by default) and returns its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="flowrl", description="Reinforcement learning of language models.", allow_abbrev=False
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for add in (_add_plan,):
+        add(commands)
+    arguments, rest = parser.parse_known_args(argv)
+    # argparse gives up on key=value words that follow an option; they belong to the ones before it.
+    if rest and ("overrides" not in arguments or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.overrides += rest
+    return exit_code(lambda: arguments.run(arguments))
+
+
+def exit_code(program: Callable[[], object]) -> int:
+    """Runs `program`: 0 when it returns; 2 for a `UserError`, whose sentence goes to stderr. Others are raised."""
+    try:
+        program()
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    return 0
+
+
+def run_recipe(schema: type[RecipeConfig], train: Callable[[RecipeConfig], object], argv: Sequence[str] | None = None) -> int:
+    """The command line of a recipe: `CONFIG [KEY=VALUE ...]`. Reads the config, calls `train`, returns the exit code."""
+    parser = argparse.ArgumentParser(description=(schema.__doc__ or "").strip(), allow_abbrev=False)
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="the recipe's YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings put over the file's")
+    arguments = parser.parse_args(argv)
+    return exit_code(lambda: train(load(arguments.config, arguments.overrides, schema)))
+
+
+def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "plan", help="print which role runs on which device, and start nothing", allow_abbrev=False
+    )
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="a recipe's YAML file, or one of placement/")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings put over the file's")
+    parser.add_argument(
+        "--devices", type=_counts, metavar="N[,N...]", help="devices per node, instead of this machine's"
+    )
+    parser.set_defaults(run=_plan)
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    roles = devices = None
+    if "pools" in read(arguments.config).values:
+        placement = load(arguments.config, arguments.overrides, Placement)
+    else:
+        config = load(arguments.config, arguments.overrides, _run_config(arguments.config))
+        placement, roles, devices = config.placement, type(config).roles, config.devices
+    inventory = local_inventory(placement.device, arguments.devices or devices)
+    sys.stdout.write(render_plan(plan(placement, inventory, roles)) + "\n")
+
+
+def _run_config(path: Path) -> type[RunConfig]:
+    # A recipe beside the working folder is found as `python -m` finds it; a console script's path lacks that folder.
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    found = recipe_class(path)
+    if not issubclass(found, RunConfig):
+        raise ConfigError(f"{path}: recipe is {found.__name__}, which is not the config of a run and has no placement")
+    return found
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    counts = tuple(int(part) if part.isdecimal() else -1 for part in text.split(","))
+    if min(counts) < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of counts: write 8, or 4,4 for two nodes")
+    return counts
+
+
+if __name__ == "__main__":
+    sys.exit(main())

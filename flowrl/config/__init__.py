@@ -1,0 +1,36 @@
+"""What may be set: frozen pydantic models and the reader of YAML files. Loads neither torch nor ray."""
+
+from flowrl.config.algorithm import AdvantageConfig
+from flowrl.config.base import Config, ConfigError
+from flowrl.config.data import DataConfig
+from flowrl.config.errors import UserError
+from flowrl.config.load import load, recipe_class, to_yaml
+from flowrl.config.model import EngineConfig, ModelConfig, OptimizerConfig
+from flowrl.config.placement import ROLES, SINGLE, Placement, RolePlacement
+from flowrl.config.roles import ActorConfig, CriticConfig, ReferenceConfig, RewardConfig, RolloutConfig
+from flowrl.config.run import OnPolicyConfig, RunConfig
+
+__all__ = [
+    "ROLES",
+    "SINGLE",
+    "ActorConfig",
+    "AdvantageConfig",
+    "Config",
+    "ConfigError",
+    "CriticConfig",
+    "DataConfig",
+    "EngineConfig",
+    "ModelConfig",
+    "OnPolicyConfig",
+    "OptimizerConfig",
+    "Placement",
+    "ReferenceConfig",
+    "RewardConfig",
+    "RolePlacement",
+    "RolloutConfig",
+    "RunConfig",
+    "UserError",
+    "load",
+    "recipe_class",
+    "to_yaml",
+]

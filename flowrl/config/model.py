@@ -1,0 +1,67 @@
+"""What a model is, how it is optimised, and how much of a batch it sees at once."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from flowrl.config.base import Config, FilePath
+
+
+class ModelConfig(Config):
+    """The weights a role starts from."""
+
+    path: FilePath
+    """Folder written by `save_pretrained` (weights, config, tokenizer), or a hub name."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights in memory; bfloat16 halves the memory and rounds updates."""
+
+
+class OptimizerConfig(Config):
+    """AdamW, its learning rate over time, and gradient clipping."""
+
+    lr: PositiveFloat
+    """Peak learning rate."""
+
+    betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.999)
+    """Decay of Adam's running mean and running square, each in [0, 1)."""
+
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the running square, so that a small one does not give a large step."""
+
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay per unit of learning rate."""
+
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps over which the rate rises linearly from 0 to `lr`."""
+
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """The rate after the warmup: unchanged, or falling to 0 at `total_steps`."""
+
+    total_steps: PositiveInt | None = None
+    """Optimizer steps after which a linear or cosine schedule has reached 0; unused by a constant one."""
+
+    max_grad_norm: PositiveFloat | None = 1.0
+    """The gradient is scaled down to this global norm; null turns clipping off."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "OptimizerConfig":
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas are {list(self.betas)}, but each must be at least 0 and below 1")
+        if self.schedule != "constant" and self.total_steps is None:
+            raise ValueError(f"schedule {self.schedule} needs an end: set total_steps, or schedule: constant")
+        if self.total_steps is not None and self.warmup_steps >= self.total_steps:
+            raise ValueError(
+                f"warmup_steps is {self.warmup_steps}, but must be below total_steps, which is {self.total_steps}"
+            )
+        return self
+
+
+class EngineConfig(Config):
+    """How a model runs over its share of a batch. Changes time and memory, never the numbers."""
+
+    strategy: Literal["auto", "single", "ddp"] = "auto"
+    """`single`: one process; `ddp`: a copy of the model per rank, gradients summed; `auto`: by the number of ranks."""
+
+    max_tokens_per_microbatch: PositiveInt = 16384
+    """Tokens, padding included, of one forward pass; a longer row stands alone. Lower it when memory runs out."""

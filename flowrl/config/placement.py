@@ -1,0 +1,66 @@
+"""Where roles run: pools of devices, and the map from role to pool."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+from pydantic import BeforeValidator, PlainValidator, PositiveInt
+
+from flowrl.config.base import Config, Device
+
+ROLES = ("actor", "rollout", "reference", "critic", "reward")
+_SHARE = re.compile(r"([1-9]\d*)/([1-9]\d*)")
+
+
+class RolePlacement(Config):
+    """A role's pool and how its ranks are laid out there; data parallelism takes what the sizes leave."""
+
+    pool: str
+    """Name of the pool whose devices the role runs on, one rank per device."""
+
+    tp: PositiveInt = 1
+    """Tensor-parallel size: ranks that share each layer's weights."""
+
+    sp: PositiveInt = 1
+    """Sequence-parallel size: ranks that share each sequence."""
+
+    pp: PositiveInt = 1
+    """Pipeline-parallel size: ranks that share the stack of layers."""
+
+
+def _read_role(value: object) -> RolePlacement:
+    if isinstance(value, str):
+        return RolePlacement(pool=value)
+    if isinstance(value, Mapping | RolePlacement):
+        return RolePlacement.model_validate(value)
+    raise ValueError("a role is the name of its pool, or a mapping of pool, tp, sp and pp")
+
+
+def _read_pool(value: object) -> tuple[int, ...] | str:
+    if isinstance(value, str) and (value == "all" or _SHARE.fullmatch(value)):
+        return value
+    counts = tuple(value) if isinstance(value, list | tuple) else (value,)
+    if isinstance(value, list | tuple) and all(type(count) is int and count >= 0 for count in counts):
+        return tuple(count for count in counts if isinstance(count, int))
+    raise ValueError("a pool is a list of devices per node like [8, 8], a share of every node like 1/2, or all")
+
+
+class Placement(Config):
+    """Pools and roles. Whether they fit a machine is for `flowrl.controller.plan.plan` to say."""
+
+    device: Device = "auto"
+    """`cuda` gives each rank a GPU, `cpu` a process; `auto` is cuda where the machine has GPUs, else cpu."""
+
+    pools: Mapping[str, Annotated[Sequence[int] | str, PlainValidator(_read_pool)]]
+    """Its devices: a count per node (`[8, 8]`), a share of every node (`1/2`), or `all`. Pools never overlap."""
+
+    roles: Mapping[str, Annotated[str | RolePlacement, BeforeValidator(_read_role)]]
+    """The pool of each role: its name, or a mapping with parallel sizes too. Roles of one pool share its devices."""
+
+    def role(self, name: str) -> RolePlacement:
+        """The placement of role `name`, which must be one of `roles`."""
+        return _read_role(self.roles[name])
+
+
+SINGLE = Placement(pools={"main": [1]}, roles=dict.fromkeys(ROLES, "main"))
+"""Every role on one device."""

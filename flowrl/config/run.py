@@ -1,0 +1,123 @@
+"""What every recipe sets, and what every recipe that learns from its own rollouts sets."""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+
+from flowrl.config.algorithm import AdvantageConfig
+from flowrl.config.base import Config, FilePath, ImportName
+from flowrl.config.data import DataConfig
+from flowrl.config.placement import SINGLE, Placement
+from flowrl.config.roles import ActorConfig, ReferenceConfig, RewardConfig, RolloutConfig
+
+
+class RunConfig(Config):
+    """The base of recipe configs. A recipe adds its roles, its algorithm and its sizes, all in sequences."""
+
+    roles: ClassVar[tuple[str, ...]] = ()
+    """Roles that the recipe drives; its placement must give each of them a pool."""
+
+    recipe: ImportName | None = None
+    """`module:Class` of the config class that reads this file; `flowrl` commands find it by this key."""
+
+    output: FilePath
+    """Folder of the run's results; one that holds another run is refused."""
+
+    seed: NonNegativeInt = 0
+    """Fixes the order of the data and every sampled token."""
+
+    backend: Literal["ray", "inline"] = "ray"
+    """`ray`: a process per device; `inline`: everything in the driver's process, for debugging."""
+
+    address: str | None = None
+    """Ray cluster to join (`auto`, or host:port); null starts one here for the length of the run."""
+
+    placement: Placement = SINGLE
+    """Where roles run: a mapping, or the path of a file such as placement/split.yaml."""
+
+    devices: Annotated[tuple[NonNegativeInt, ...], Field(strict=False, min_length=1)] | None = None
+    """Devices of each node that the run may use, for example [8, 8]; null asks the machine."""
+
+    threads: PositiveInt | None = None
+    """CPU threads that torch uses in each process; null shares the cores evenly among the processes."""
+
+    steps: PositiveInt
+    """Steps of the recipe's loop."""
+
+    evaluate_every: NonNegativeInt = 0
+    """Steps between evaluations; 0 evaluates before the first step and after the last only."""
+
+    @model_validator(mode="after")
+    def _check_address(self) -> "RunConfig":
+        if self.backend == "inline" and self.address is not None:
+            raise ValueError(f"address is {self.address}, but backend inline joins no cluster: set backend: ray")
+        return self
+
+
+class OnPolicyConfig(RunConfig):
+    """What recipes that train on fresh rollouts share: generate, score, then a few updates per step."""
+
+    roles: ClassVar[tuple[str, ...]] = ("actor", "rollout", "reference", "reward")
+
+    actor: ActorConfig
+    """The policy."""
+
+    reference: ReferenceConfig
+    """Where the KL is measured from."""
+
+    reward: RewardConfig
+    """What scores responses."""
+
+    rollout: RolloutConfig
+    """How responses are sampled."""
+
+    algorithm: AdvantageConfig
+    """From scores to advantages."""
+
+    data: DataConfig
+    """The prompts."""
+
+    rows_per_step: PositiveInt
+    """Sequences generated and trained on in one step, all samples of all prompts counted."""
+
+    samples_per_prompt: PositiveInt = 1
+    """Responses to each prompt; a step reads rows_per_step / samples_per_prompt prompts."""
+
+    minibatch_rows: PositiveInt
+    """Sequences of one optimizer step, over all ranks."""
+
+    epochs: PositiveInt = 1
+    """Passes over a step's sequences."""
+
+    @property
+    def prompts_per_step(self) -> int:
+        """Prompts read in one step."""
+        return self.rows_per_step // self.samples_per_prompt
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> "OnPolicyConfig":
+        rows, samples = self.rows_per_step, self.samples_per_prompt
+        if rows % samples:
+            near = max(rows // samples, 1) * samples
+            raise ValueError(
+                f"rows_per_step is {rows}, not a multiple of samples_per_prompt, {samples}: set it to {near}"
+            )
+        if self.minibatch_rows > rows:
+            raise ValueError(f"minibatch_rows is {self.minibatch_rows}, more than rows_per_step: set at most {rows}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_evaluation(self) -> "OnPolicyConfig":
+        if self.evaluate_every and self.data.test is None:
+            raise ValueError(f"evaluate_every is {self.evaluate_every}, but there is no test file: set data.test")
+        return self
+
+    @model_validator(mode="after")
+    def _check_sampling(self) -> "OnPolicyConfig":
+        rollout = self.rollout
+        if rollout.top_k or rollout.top_p < 1:
+            raise ValueError(
+                f"rollout.top_k is {rollout.top_k} and rollout.top_p is {rollout.top_p:g}: the loss would be "
+                "that of another distribution than the one sampled from; set top_k: 0 and top_p: 1.0"
+            )
+        return self

@@ -1,0 +1,118 @@
+"""YAML text as plain values that remember the line they came from."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml
+
+from flowrl.config.base import ConfigError
+
+Key = tuple[str | int, ...]
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people write it: 1e-4 is a number (PyYAML wants a dot), 2026-01-31 is text, not a date."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d[\d_]*[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Settings as plain values, and for each key where it was written (`file:line`, or the override itself)."""
+
+    values: dict[str, Any]
+    origins: dict[Key, str]
+
+    def origin(self, key: Key) -> str:
+        """Where `key` was written, or the nearest mapping around it that was."""
+        while key and key not in self.origins:
+            key = key[:-1]
+        return self.origins[key]
+
+    def set(self, key: Key, value: Any, origins: dict[Key, str]) -> "Source":
+        """A copy in which `key` holds `value`; mappings on the way are made. `origins` is keyed from `key` down."""
+        values = dict(self.values)
+        inner = values
+        for name in key[:-1]:
+            child = inner.get(str(name), {})
+            if not isinstance(child, dict):
+                raise ConfigError(f"{origins[()]}: {name} is {child!r}, which has no settings inside it")
+            inner[str(name)] = inner = dict(child)
+        inner[str(key[-1])] = value
+        kept = {old: origin for old, origin in self.origins.items() if old[: len(key)] != key}
+        return Source(values, kept | {key + below: origin for below, origin in origins.items()})
+
+
+def parse(text: str, where: str, *, numbered: bool) -> tuple[Any, dict[Key, str]]:
+    """The value that YAML `text` holds, and the origin of each key in it: `where`, with line numbers if `numbered`.
+
+    Raises: ConfigError when the text is not YAML, or a mapping has a key twice or one that is not text.
+    """
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        value = loader.construct_document(node) if node is not None else None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        spot = f"{where}:{mark.line + 1}" if numbered and mark else where
+        raise ConfigError(f"{spot}: not valid YAML, {error.problem or error.context}") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a tag such as !!int on what is no number
+        raise ConfigError(f"{where}: not valid YAML, {error}") from error
+    finally:
+        loader.dispose()
+    origins: dict[Key, str] = {(): where}
+    _note_origins(node, (), where, numbered, origins)
+    return value, origins
+
+
+def read(path: Path) -> Source:
+    """The settings in the YAML file `path`.
+
+    Raises: ConfigError when it cannot be read or is not a mapping of settings.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"{path}: cannot be read, {reason}") from error
+    values, origins = parse(text, str(path), numbered=True)
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: holds {type(values).__name__}, but settings are a mapping of keys to values")
+    return Source(values, origins)
+
+
+def _note_origins(node: yaml.Node | None, key: Key, where: str, numbered: bool, origins: dict[Key, str]) -> None:
+    """Adds the origin of everything below `node` to `origins`."""
+    if isinstance(node, yaml.SequenceNode):
+        children = [(index, child, child) for index, child in enumerate(node.value)]
+    elif isinstance(node, yaml.MappingNode):
+        children = [(_name(name, where), name, child) for name, child in node.value]
+    else:
+        return
+    for name, mark, child in children:
+        origin = f"{where}:{mark.start_mark.line + 1}" if numbered else where
+        if (*key, name) in origins:
+            raise ConfigError(f"{origin}: {dotted((*key, name))} is set twice in one file: remove one")
+        origins[(*key, name)] = origin
+        _note_origins(child, (*key, name), where, numbered, origins)
+
+
+def _name(node: yaml.Node, where: str) -> str:
+    if not isinstance(node, yaml.ScalarNode) or node.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
+        raise ConfigError(f"{where}:{node.start_mark.line + 1}: {node.value!r} is a key, and keys are text: quote it")
+    return node.value
+
+
+def dotted(key: Key) -> str:
+    """`key` as it is written on a command line."""
+    return ".".join(map(str, key))

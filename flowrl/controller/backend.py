@@ -1,0 +1,47 @@
+"""The protocol between the driver's controller and whatever runs its hosts: Ray, or this process."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from flowrl.controller.host import Construction
+from flowrl.controller.plan import PoolPlan, Slot
+from flowrl.controller.wire import Request
+from flowrl.data.block import Ref
+from flowrl.data.payload import Payload
+
+
+class Backend(Protocol):
+    """Runs hosts. `Ref`s that it returns raise `WorkerError` on `get` when what should fill them failed."""
+
+    def start_pool(self, pool: PoolPlan, kind: str) -> None:
+        """Starts a host per slot. Raises `PlacementError` when the devices are not to be had."""
+        ...
+
+    def join(self, pool: PoolPlan, kind: str) -> None:
+        """Makes the pool's process group, for roles whose ranks talk to each other."""
+        ...
+
+    def construct(self, slot: Slot, construction: Construction) -> Ref:
+        """Makes a worker in a slot's host; the reference is its `Report`."""
+        ...
+
+    def call(self, slot: Slot, request: Request, refs: Sequence[Ref]) -> tuple[Ref, Ref]:
+        """Runs a method in a slot's host: references to the result and to its `Report`."""
+        ...
+
+    def share(self, payload: Payload) -> Ref:
+        """Puts rows of the driver where every host can read them."""
+        ...
+
+    def wait(self, refs: Sequence[Ref], timeout_s: float | None) -> list[Ref]:
+        """Waits until at least one of these reports is there (or failed); returns those that are, none after the timeout."""
+        ...
+
+    def end_pool(self, name: str) -> None:
+        """Ends the hosts of a pool at once."""
+        ...
+
+    def close(self) -> None:
+        """Ends everything that this backend started."""
+        ...
+

@@ -1,0 +1,133 @@
+"""Calls in flight: where every call is settled, timed, and its failure becomes the run's."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flowrl.controller.backend import Backend
+from flowrl.controller.errors import FlowError, WorkerError
+from flowrl.controller.host import Report
+from flowrl.controller.plan import Slot
+from flowrl.data.block import Description, Ref
+from flowrl.data.events import CallEvent
+
+
+@dataclass(eq=False)
+class CallRecord:
+    """One call on one rank, from its submission until the driver has read its report."""
+
+    report_ref: Ref
+    role: str
+    method: str
+    slot: Slot
+    device: str
+    submitted_ns: int
+    report: Report | None = None
+    error: FlowError | None = None
+
+    @property
+    def settled(self) -> bool:
+        return self.report is not None or self.error is not None
+
+
+@dataclass(eq=False)
+class Tracked:
+    """A reference to a call's result or description whose `get` first settles the call."""
+
+    carrier: Ref
+    """What travels in its place."""
+    record: CallRecord
+    calls: "Calls"
+    describes: bool = False
+
+    def get(self) -> Any:  # Any: a payload, a description or a method's own result
+        self.calls.settle([self.record], None)
+        return self.carrier.get() if not self.describes else self.description
+
+    @property
+    def description(self) -> Description | None:
+        return self.record.report.description if self.record.report else None
+
+    def done(self) -> bool:
+        return self.record.settled or self.record.report_ref.done()
+
+
+@dataclass(eq=False)
+class Calls:
+    """Every call that the driver has submitted and not yet settled, and the events of those it has."""
+
+    backend: Backend
+    events: list[CallEvent] = field(default_factory=list)
+    broken: dict[str, FlowError] = field(default_factory=dict)
+    """Pool -> why its processes were ended."""
+    on_settled: Callable[[CallEvent], None] | None = None
+    _pending: dict[int, CallRecord] = field(default_factory=dict)
+
+    def add(self, record: CallRecord) -> None:
+        self._pending[id(record)] = record
+
+    def pending(self) -> list[CallRecord]:
+        """What is in flight now, in the order of submission."""
+        return list(self._pending.values())
+
+    def check(self, pool: str) -> None:
+        """Reads the reports that are there, without waiting. Raises the failure of this pool, even one nobody asked for."""
+        if self._pending:
+            self._collect(0.0)
+        if pool in self.broken:
+            raise self.broken[pool]
+
+    def settle(self, records: Sequence[CallRecord], timeout_s: float | None) -> None:
+        """Waits until these calls are done.
+
+        Raises:
+            FlowError: one of them failed; the error is the first failure of the run, which may be another call's.
+            TimeoutError: after `timeout_s` seconds, naming a call that is not done.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while waiting := [record for record in records if not record.settled]:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not self._collect(left) and left is not None and left <= 0:
+                late = waiting[0]
+                raise TimeoutError(f"{late.role}.{late.method} on rank {late.slot.rank} is not done after {timeout_s:g} s")
+        for record in records:
+            if record.error is not None:
+                raise next(iter(self.broken.values()), record.error)
+
+    def _collect(self, timeout_s: float | None) -> bool:
+        by_ref = {id(record.report_ref): record for record in self._pending.values()}
+        ready = self.backend.wait([record.report_ref for record in self._pending.values()], timeout_s)
+        for ref in ready:
+            self._settle_one(by_ref[id(ref)])
+        return bool(ready)
+
+    def _settle_one(self, record: CallRecord) -> None:
+        del self._pending[id(record)]
+        try:
+            record.report = record.report_ref.get()
+        except FlowError as error:
+            record.error = error
+            # A call that failed because its input did names the input's role: its own processes are sound.
+            own = isinstance(error, WorkerError) and (error.role, error.method) == (record.role, record.method)
+            if own and record.slot.pool not in self.broken:
+                self.broken[record.slot.pool] = error
+                # Peers of the failed rank may wait for it in a collective, from which only their end frees them.
+                self.backend.end_pool(record.slot.pool)
+            return
+        assert record.report is not None
+        slot, report = record.slot, record.report
+        event = CallEvent(
+            role=record.role,
+            rank=slot.rank,
+            node=slot.node,
+            device=record.device,
+            pool=slot.pool,
+            method=record.method,
+            submitted_ns=record.submitted_ns,
+            started_ns=report.started_ns,
+            ended_ns=report.ended_ns,
+        )
+        self.events.append(event)
+        if self.on_settled:
+            self.on_settled(event)

@@ -1,0 +1,38 @@
+"""What goes wrong between the driver and its workers.
+
+FlowError
++-- WorkerError     a worker's method raised, or its process ended
+|   +-- RefusedError    what it raised is the user's to mend (a UserError too)
++-- ContractError   a call or a result breaks what `register` declares (a UserError too)
+"""
+
+from flowrl.config.errors import UserError
+
+
+class FlowError(Exception):
+    """The root of the controller's errors."""
+
+
+class ContractError(FlowError, UserError):
+    """A call, or a method's result, does not hold to the method's declared columns or rows."""
+
+
+class WorkerError(FlowError, RuntimeError):
+    """A worker failed. Names role, rank, node and method, and carries the traceback of the worker's process."""
+
+    def __init__(self, role: str, rank: int, node: int, method: str, cause: str, remote_traceback: str = "") -> None:
+        super().__init__(role, rank, node, method, cause, remote_traceback)
+        self.role, self.rank, self.node, self.method = role, rank, node, method
+        self.cause = cause
+        self.remote_traceback = remote_traceback
+
+    def __str__(self) -> str:
+        head = f"{self.role}.{self.method} failed on rank {self.rank} (node {self.node}): {self.cause}"
+        return f"{head}\n\nIn the worker:\n{self.remote_traceback.rstrip()}" if self.remote_traceback else head
+
+
+class RefusedError(WorkerError, UserError):
+    """A worker refused what a user set or gave. One sentence, without the traceback that is of no use to its reader."""
+
+    def __str__(self) -> str:
+        return f"{self.role}: {self.cause.partition(': ')[2]}"

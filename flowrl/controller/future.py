@@ -1,0 +1,34 @@
+"""Future: a result that is not a batch and perhaps not computed yet. Other groups take it as an argument."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flowrl.controller.dispatch import Gather
+from flowrl.controller.plan import Mesh
+from flowrl.data.block import Ref
+
+Settle = Callable[[float | None], None]
+
+
+class Future:
+    """The result of a call on every rank. Made by `group.method.submit(...)` and by methods that do not block."""
+
+    def __init__(self, refs: Sequence[Ref], gather: Gather, mesh: Mesh, settle: Settle) -> None:
+        self.refs = tuple(refs)
+        self.gather = gather
+        self.mesh = mesh
+        self._settle = settle
+
+    def get(self, timeout_s: float | None = None) -> Any:  # Any: whatever the method returns
+        """The value; waits for it.
+
+        Raises:
+            WorkerError: the first failure of the run, naming role, rank, node and method.
+            TimeoutError: it took longer than `timeout_s` seconds.
+        """
+        self._settle(timeout_s)
+        return self.gather(self.mesh, [ref.get() for ref in self.refs])
+
+    def done(self) -> bool:
+        """Whether the value is there (or the call has failed)."""
+        return all(ref.done() for ref in self.refs)

@@ -1,0 +1,148 @@
+"""WorkerGroup: the driver's handle of one role's ranks, and the one path through which every call passes."""
+
+import inspect
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from flowrl.controller.backend import Backend
+from flowrl.controller.calls import CallRecord, Calls, Tracked
+from flowrl.controller.dispatch import DispatchMode, Part, dispatch_mode, is_leader, leaders, order_of
+from flowrl.controller.errors import ContractError
+from flowrl.controller.future import Future
+from flowrl.controller.plan import Mesh, Slot
+from flowrl.controller.register import Contract, registered_methods
+from flowrl.controller.wire import References, Request, lower
+from flowrl.controller.worker import Worker
+from flowrl.data.batch import Batch, TaskRunner
+from flowrl.data.block import Block, Shard
+from flowrl.data.layout import Rows
+
+# Submissions of one process to many ranks must not interleave: collectives meet in the same order everywhere.
+_submission = threading.RLock()
+
+
+class RemoteMethod:
+    """A registered method of a group. Called, it waits if its contract says so; `submit` never waits."""
+
+    def __init__(self, group: "WorkerGroup", name: str, function: Callable, contract: Contract) -> None:
+        self._group, self._contract = group, contract
+        self.__name__ = name
+        self.__doc__ = function.__doc__
+        signature = inspect.signature(function)
+        self.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # Any: the worker's own types
+        result = self.submit(*args, **kwargs)
+        if not self._contract.blocking:
+            return result
+        if isinstance(result, Future):
+            return result.get()
+        self._group.settle_batch(result)
+        return result
+
+    def submit(self, *args: Any, **kwargs: Any) -> Any:  # Any: a Batch or a Future
+        """Starts the call and returns its `Batch` or `Future` at once. Wrong arguments raise here, before anything is sent."""
+        try:
+            bound = self.__signature__.bind(*args, **kwargs)
+        except TypeError as error:
+            raise ContractError(f"{self._group.role}.{self.__name__}{self.__signature__} was called wrongly: {error}") from None
+        return self._group.submit(self.__name__, self._contract, bound.arguments)
+
+
+class WorkerGroup:
+    """All ranks of one role. Has the worker class's registered methods, with their signatures. Made by `Cluster.group`."""
+
+    def __init__(
+        self, role: str, cls: type[Worker], slots: Sequence[Slot], mesh: Mesh, backend: Backend, calls: Calls, device: str
+    ) -> None:
+        self.role, self.cls, self.mesh = role, cls, mesh
+        self.slots = tuple(slots)
+        self.tasks: TaskRunner | None = None
+        self._backend, self._calls, self._device = backend, calls, device
+        for name, (function, contract) in registered_methods(cls).items():
+            dispatch_mode(contract.mode)
+            setattr(self, name, RemoteMethod(self, name, function, contract))
+
+    def __getattr__(self, name: str) -> RemoteMethod:
+        cls = self.__dict__.get("cls")
+        if cls is not None and hasattr(cls, name):
+            raise AttributeError(f"{cls.__name__}.{name} is not registered: add @register(Dispatch....) above its def to call it")
+        raise AttributeError(f"group {self.__dict__.get('role')!r} of {cls.__name__ if cls else '?'} has no method {name!r}")
+
+    @property
+    def world_size(self) -> int:
+        return len(self.slots)
+
+    @property
+    def pool(self) -> str:
+        """The name of the pool that the group runs on."""
+        return self.slots[0].pool
+
+    def shares_processes_with(self, other: "WorkerGroup") -> bool:
+        """Whether rank i of both groups lives in one process, for every i."""
+        return self.slots == other.slots
+
+    def __repr__(self) -> str:
+        return f"WorkerGroup({self.role}: {self.world_size} x {self.cls.__name__} on {self.pool})"
+
+    def submit(self, method: str, contract: Contract, arguments: Mapping[str, Any]) -> "Batch | Future":
+        """Sends one call to its ranks: checked, scattered, lowered, submitted and recorded here and nowhere else."""
+        self._calls.check(self.pool)
+        mode = dispatch_mode(contract.mode)
+        try:
+            per_rank = mode.scatter(self.mesh, contract, dict(arguments))
+        except ContractError as error:
+            raise ContractError(f"{self.role}.{method}: {error}") from None
+        if len(per_rank) != self.world_size:
+            raise ContractError(f"dispatch mode {mode.name} made {len(per_rank)} parts for the {self.world_size} ranks of {self.role}")
+        with _submission:
+            results = {rank: self._send(rank, method, contract, mode, a) for rank, a in enumerate(per_rank) if a is not None}
+        if mode.gather is None:
+            return self._as_batch(contract, [per_rank[rank] for rank in leaders(self.mesh)], results)
+        records = [record for _, record in results.values()]
+        refs = [value for value, _ in results.values()]
+        return Future(refs, mode.gather, self.mesh, lambda timeout_s: self._calls.settle(records, timeout_s))
+
+    def _send(
+        self, rank: int, method: str, contract: Contract, mode: DispatchMode, arguments: Mapping[str, Any]
+    ) -> tuple[Tracked, CallRecord]:
+        references = References(self._backend.share)
+        returns_batch = mode.gather is None
+        answers = not returns_batch or is_leader(self.mesh, rank)
+        request = Request(self.role, method, lower(dict(arguments), references), contract, returns_batch, answers)
+        slot, submitted_ns = self.slots[rank], time.time_ns()
+        value, report = self._backend.call(slot, request, references.refs)
+        record = CallRecord(report, self.role, method, slot, self._device, submitted_ns)
+        self._calls.add(record)
+        return Tracked(value, record, self._calls), record
+
+    def _as_batch(
+        self, contract: Contract, parts: Sequence[Mapping[str, Any] | None], results: Mapping[int, tuple[Tracked, CallRecord]]
+    ) -> Batch:
+        """The leaders' results as one batch, its rows in the order of the batch that went in."""
+        rows = [next(a.rows for a in part.values() if isinstance(a, Part)) for part in parts if part is not None]
+        shards = []
+        for rank, taken in zip(leaders(self.mesh), rows, strict=True):
+            value, record = results[rank]
+            description = Tracked(record.report_ref, record, self._calls, describes=True)
+            shards.append(Shard(value, description, _rows_after(contract, taken)))
+        block = Block(shards)
+        columns = contract.writes if contract.writes is not None else tuple(shards[0].description.get().columns)
+        order = order_of(rows) if contract.rows == "same" else None
+        return Batch.of_block(block, columns, order, self.tasks)
+
+    def settle_batch(self, batch: Batch, timeout_s: float | None = None) -> None:
+        """Waits until a batch that this group made is computed. Raises what the call raised."""
+        for name in batch.columns:
+            for shard in batch.column(name).block.shards:
+                if isinstance(shard.description, Tracked):
+                    self._calls.settle([shard.description.record], timeout_s)
+
+
+def _rows_after(contract: Contract, taken: Rows) -> int | None:
+    if contract.rows == "unknown":
+        return None
+    count = taken[1] - taken[0] if isinstance(taken, tuple) else len(taken)
+    return count if contract.rows == "same" else count * contract.rows

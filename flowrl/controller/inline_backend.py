@@ -1,0 +1,45 @@
+"""The inline backend: every host in the driver's process, every call done when it returns. `breakpoint()` works anywhere."""
+
+import copy
+from collections.abc import Sequence
+
+from flowrl.controller.host import Construction, Host
+from flowrl.controller.plan import PoolPlan, Slot
+from flowrl.controller.wire import Request
+from flowrl.data.block import LocalRef, Ref
+from flowrl.data.payload import Payload
+
+
+class InlineBackend:
+    """Runs ranks one after another. A failing call raises at once, with the worker's own frames below it."""
+
+    def __init__(self) -> None:
+        self._hosts: dict[tuple[str, int], Host] = {}
+
+    def start_pool(self, pool: PoolPlan, kind: str) -> None:
+        self._hosts |= {(pool.name, slot.rank): Host() for slot in pool.slots}
+
+    def join(self, pool: PoolPlan, kind: str) -> None:
+        raise RuntimeError(f"the ranks of pool {pool.name} talk to each other, which takes processes: use backend ray")
+
+    def construct(self, slot: Slot, construction: Construction) -> Ref:
+        _, report = self._hosts[slot.pool, slot.rank].construct(construction)
+        return LocalRef(report)
+
+    def call(self, slot: Slot, request: Request, refs: Sequence[Ref]) -> tuple[Ref, Ref]:
+        value, report = self._hosts[slot.pool, slot.rank].call(request, *(ref.get() for ref in refs))
+        # Across processes a result is a snapshot; here it may be the worker's own buffer, which later calls change.
+        snapshot = value.copy() if isinstance(value, Payload) else copy.deepcopy(value)
+        return LocalRef(snapshot), LocalRef(report)
+
+    def share(self, payload: Payload) -> Ref:
+        return LocalRef(payload)
+
+    def wait(self, refs: Sequence[Ref], timeout_s: float | None) -> list[Ref]:
+        return list(refs)
+
+    def end_pool(self, name: str) -> None:
+        self._hosts = {key: host for key, host in self._hosts.items() if key[0] != name}
+
+    def close(self) -> None:
+        self._hosts.clear()

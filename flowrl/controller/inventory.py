@@ -1,0 +1,56 @@
+"""What devices this machine has, found without loading torch. The one place where CUDA_VISIBLE_DEVICES is read."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+
+from flowrl.config.base import Device
+from flowrl.controller.plan import Inventory
+
+
+def local_inventory(device: Device, devices: Sequence[int] | None = None) -> Inventory:
+    """The devices of a run on this machine alone.
+
+    `device` `auto` is cuda where there are GPUs. `devices` states a count per node instead of asking the machine; CPU
+    slots that nobody stated are as many as there are cores, and a placement may ask for more of them.
+    """
+    gpus = _num_gpus() if device == "auto" or (device == "cuda" and devices is None) else 0
+    kind = "cuda" if device == "cuda" or gpus else "cpu"
+    if devices is not None:
+        return Inventory(tuple(devices), kind)
+    if kind == "cuda":
+        return Inventory((gpus,), kind)
+    return Inventory((_num_cores(),), kind, bounded=False)
+
+
+def _num_cores() -> int:
+    # A container or a job scheduler may give this process fewer cores than the machine has.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _num_gpus() -> int:
+    """GPUs that a CUDA program started now would see."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return 0
+    try:
+        listing = subprocess.run([command, "-L"], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    present = sum(line.startswith("GPU ") for line in listing.stdout.splitlines()) if listing.returncode == 0 else 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or not present:
+        return present
+    return _num_visible(visible, present)
+
+
+def _num_visible(visible: str, present: int) -> int:
+    """Devices that CUDA takes from `visible`: it stops at the first index that does not exist."""
+    count = 0
+    for name in visible.split(","):
+        name = name.strip()
+        if not name or (name.lstrip("-").isdigit() and not 0 <= int(name) < present):
+            break
+        count += 1
+    return count

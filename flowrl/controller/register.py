@@ -1,0 +1,91 @@
+"""`@register`: which methods of a worker the driver may call, how arguments are split, and which columns travel."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+Method = TypeVar("Method", bound=Callable)
+Rows = Literal["same", "unknown"] | int
+Reads = tuple[str, ...] | Mapping[str, tuple[str, ...]] | None
+
+_ATTRIBUTE = "__flowrl_contract__"
+
+
+class Dispatch:
+    """The names of the built-in dispatch modes; `register_dispatch_mode` adds others."""
+
+    ONE_TO_ALL = "one_to_all"
+    """The same arguments to every rank; a list with one result per rank back."""
+    ALL_TO_ALL = "all_to_all"
+    """Every argument is a list with one entry per rank; a list back."""
+    RANK_ZERO = "rank_zero"
+    """Rank 0 alone; its result back."""
+    DP_COMPUTE = "dp_compute"
+    """Every argument is a list with one entry per data-parallel rank; a list with one result per data-parallel rank back."""
+    DP_COMPUTE_PROTO = "dp_compute_proto"
+    """Batches are split by rows over the data-parallel ranks; a `Batch` back, at once."""
+    DP_COMPUTE_METRIC = "dp_compute_metric"
+    """Batches are split by rows; the ranks' dictionaries of metrics come back as one, each merged by its own reduction."""
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What `register` declares of a method."""
+
+    mode: str
+    blocking: bool = True
+    reads: Reads = None
+    writes: tuple[str, ...] | None = None
+    rows: Rows = "same"
+    balance: Literal["rows", "tokens"] = "rows"
+
+    def reads_of(self, parameter: str) -> tuple[str, ...] | None:
+        """The columns that a batch argument's parameter reads; None is all of them. `name?` travels when it is there."""
+        return self.reads.get(parameter, ()) if isinstance(self.reads, Mapping) else self.reads
+
+
+def register(
+    dispatch_mode: str,
+    *,
+    blocking: bool = True,
+    reads: Reads = None,
+    writes: tuple[str, ...] | None = None,
+    rows: Rows = "same",
+    balance: Literal["rows", "tokens"] = "rows",
+) -> Callable[[Method], Method]:
+    """Marks a worker method as callable from the driver.
+
+    Args:
+        dispatch_mode: a name in `Dispatch`, or one given to `register_dispatch_mode`.
+        blocking: whether `group.method(...)` waits; `group.method.submit(...)` never does.
+        reads: columns that the method's batches bring along; only these travel. None is all of them, `"name?"` comes when
+            the batch has it, `"*"` is the dataset's own columns: those that docs/batch.md does not name. A mapping gives
+            them per parameter, for a method of several batches.
+        writes: columns of the table that a `DP_COMPUTE_PROTO` method returns. None: whatever it returns (the driver then
+            waits for the call to know).
+        rows: rows of that table: as many as came in, this multiple of them, or "unknown".
+        balance: split rows into equal counts, or into equal sums of tokens (the driver then waits for the lengths).
+    """
+
+    def mark(method: Method) -> Method:
+        setattr(method, _ATTRIBUTE, Contract(dispatch_mode, blocking, reads, writes, rows, balance))
+        return method
+
+    return mark
+
+
+def contract_of(method: Callable) -> Contract | None:
+    """What `register` declared of a method; None if it did not."""
+    return vars(method).get(_ATTRIBUTE) if hasattr(method, "__dict__") else None
+
+
+def registered_methods(cls: type) -> dict[str, tuple[Callable, Contract]]:
+    """Name -> (function, contract) of every registered method of a worker class, inherited ones too."""
+    found = {}
+    for base in reversed(cls.__mro__):
+        for name, member in vars(base).items():
+            if callable(member) and (contract := contract_of(member)) is not None:
+                found[name] = (member, contract)
+            elif name in found:
+                del found[name]
+    return found

@@ -1,0 +1,46 @@
+"""How the hosts of a pool find each other: one store on the first rank, whose port nobody has to pick beforehand."""
+
+import socket
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_TIMEOUT = timedelta(minutes=30)
+_store: object | None = None
+
+
+def join_process_group(address: tuple[str, int] | None, rank: int, world_size: int, device: str) -> tuple[str, int] | None:
+    """Joins the pool's process group.
+
+    Rank 0 is called with the interface to listen on and port 0; it returns at once with the address for the others, and
+    the group forms when they have joined (`role_process_group` waits for it).
+    """
+    from torch.distributed import PrefixStore, TCPStore, init_process_group  # noqa: PLC0415 (only collective roles need torch)
+
+    global _store
+    assert address is not None
+    host, port = address
+    if rank == 0 and port == 0:
+        # The listening socket is ours, so that it is bound to one interface and its port is never free in between.
+        listener = socket.create_server((host, 0))
+        port = listener.getsockname()[1]
+        _store = TCPStore(
+            host, port, None, True, _TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
+        )
+        return host, port
+    store = _store if rank == 0 else TCPStore(host, port, None, False, _TIMEOUT, wait_for_workers=False)
+    backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
+    prefixed = PrefixStore("pool", store)  # pyright: ignore[reportArgumentType] (the TCPStore made above)
+    init_process_group(backend, store=prefixed, rank=rank, world_size=world_size, timeout=_TIMEOUT)
+    return None
+
+
+def role_process_group(world_size: int, num_threads: int) -> "ProcessGroup | None":
+    """A communicator of one role's own, so that roles of one process never wait on each other's traffic."""
+    import torch  # noqa: PLC0415 (only collective roles need torch)
+    from torch import distributed  # noqa: PLC0415 (only collective roles need torch)
+
+    torch.set_num_threads(num_threads)
+    return distributed.new_group(list(range(world_size))) if world_size > 1 else None

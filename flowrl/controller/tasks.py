@@ -1,0 +1,46 @@
+"""Pure functions run beside the data: the group behind `Batch.apply` and `Batch.reduce`."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from flowrl.controller.future import Future
+from flowrl.controller.group import WorkerGroup
+from flowrl.controller.register import Contract, Dispatch, register
+from flowrl.controller.worker import Worker
+from flowrl.data.batch import Batch
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+
+class Tasks(Worker):
+    """Runs whatever function it is handed, in a process of its own that no role occupies."""
+
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def apply(self, table: "TensorDict", fn: Callable, kwargs: dict) -> "TensorDict":
+        return fn(table, **kwargs)
+
+    @register(Dispatch.RANK_ZERO, blocking=False)
+    def reduce(self, table: "TensorDict", fn: Callable, kwargs: dict) -> Any:  # Any: the function's own result
+        return fn(table, **kwargs)
+
+
+class GroupTasks:
+    """The `TaskRunner` of a cluster: one rank of `Tasks`."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+        group.tasks = self
+
+    def apply(self, fn: Callable, batch: Batch, writes: tuple[str, ...], rows: str, kwargs: dict) -> Batch:
+        kind = "same" if rows == "same" else "unknown"
+        contract = Contract(Dispatch.DP_COMPUTE_PROTO, blocking=False, writes=writes, rows=kind)
+        result = self._group.submit("apply", contract, {"table": batch, "fn": fn, "kwargs": kwargs})
+        assert isinstance(result, Batch)
+        return result
+
+    def reduce(self, fn: Callable, batch: Batch, kwargs: dict) -> Future:
+        contract = Contract(Dispatch.RANK_ZERO, blocking=False)
+        result = self._group.submit("reduce", contract, {"table": batch, "fn": fn, "kwargs": kwargs})
+        assert isinstance(result, Future)
+        return result

@@ -1,0 +1,127 @@
+"""The form in which a call travels: a small request, and references beside it as top-level arguments.
+
+`lower` runs in the driver and turns the parts of a call into positions in a list of references. `raise_arguments` runs in
+the host and turns them back into tables and values, copying only where rows are picked out of order.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flowrl.controller.dispatch import Arguments, Gather, Part
+from flowrl.controller.future import Future
+from flowrl.controller.plan import Mesh
+from flowrl.controller.register import Contract
+from flowrl.data.batch import by_block
+from flowrl.data.block import LocalRef, Ref, Shard
+from flowrl.data.layout import block_rows, gather
+from flowrl.data.payload import Payload, RowSelection, concat, merge
+
+BY_VALUE_BYTES = 64 * 1024
+"""Driver-made rows up to this size travel inside the request: an object of their own costs milliseconds."""
+
+
+@dataclass(frozen=True)
+class BlockArgument:
+    """Rows of one block: pieces (a position among the objects, or the rows themselves), stacked and then ordered."""
+
+    columns: dict[str, str]
+    pieces: tuple[tuple[int | Payload, RowSelection], ...]
+    order: Any  # Any: RowSelection, an array or None
+
+    def read(self, objects: Sequence) -> Payload:
+        parts = [
+            source.take(None, self.columns) if isinstance(source, Payload) else objects[source].take(rows, self.columns)
+            for source, rows in self.pieces
+        ]
+        stacked = concat(parts)
+        return stacked if self.order is None else stacked.take(self.order, {name: name for name in stacked.columns})
+
+
+@dataclass(frozen=True)
+class TableArgument:
+    """One rank's part of a batch."""
+
+    num_rows: int
+    blocks: tuple[BlockArgument, ...]
+
+    def read(self, objects: Sequence) -> Payload:
+        parts = [block.read(objects) for block in self.blocks]
+        return merge(parts) if parts else Payload(self.num_rows)
+
+
+@dataclass(frozen=True)
+class FutureArgument:
+    """The result of an earlier call, gathered in the host that takes it."""
+
+    positions: tuple[int, ...]
+    gather: Gather
+    mesh: Mesh
+
+    def read(self, objects: Sequence) -> Any:
+        return self.gather(self.mesh, [objects[position] for position in self.positions])
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call for one rank."""
+
+    role: str
+    method: str
+    arguments: dict[str, Any]
+    contract: Contract
+    returns_batch: bool
+    """Whether the result is a table whose columns and rows the contract states."""
+    answers: bool = True
+    """False for a rank whose data-parallel leader answers for it: its result is dropped where it is."""
+
+
+@dataclass
+class References:
+    """The references that travel beside one request, each once."""
+
+    share: Callable[[Payload], Ref]
+    refs: list[Ref] = field(default_factory=list)
+    _positions: dict[int, int] = field(default_factory=dict)
+
+    def position(self, ref: Ref) -> int:
+        ref = ref.carrier
+        if id(ref) not in self._positions:
+            self._positions[id(ref)] = len(self.refs)
+            self.refs.append(ref)
+        return self._positions[id(ref)]
+
+    def argument(self, value: Any) -> Any:
+        """The travelling form of one argument."""
+        if isinstance(value, Part):
+            return self.table(value)
+        if isinstance(value, Future):
+            return FutureArgument(tuple(self.position(ref) for ref in value.refs), value.gather, value.mesh)
+        return value
+
+    def table(self, part: Part) -> TableArgument:
+        blocks = []
+        for (block, index), columns in by_block(part.batch, part.columns):
+            plan = gather(block.sizes, block_rows(index, part.rows))
+            pieces = tuple(self.piece(block.shards[p.shard], p.rows, columns) for p in plan.pieces)
+            blocks.append(BlockArgument(columns, pieces, plan.order))
+            if len(block.shards) > 1:
+                # A rank whose own shards are fine must not enter a collective alone when a peer's shard has failed.
+                for shard in block.shards:
+                    self.position(shard.description)
+        num_rows = part.rows[1] - part.rows[0] if isinstance(part.rows, tuple) else len(part.rows)
+        return TableArgument(num_rows, tuple(blocks))
+
+    def piece(self, shard: Shard, rows: RowSelection, columns: dict[str, str]) -> tuple[int | Payload, RowSelection]:
+        if not isinstance(shard.payload, LocalRef):
+            return self.position(shard.payload), rows
+        selected = shard.payload.value.take(rows, columns)
+        if selected.nbytes <= BY_VALUE_BYTES:
+            renamed = {source: name for name, source in columns.items()}
+            return selected.take(None, renamed), rows
+        return self.position(self.share(shard.payload.value)), rows
+
+
+def lower(arguments: Arguments, references: References) -> dict[str, Any]:
+    """Arguments as they travel; fills `references` with what they refer to."""
+    return {name: references.argument(value) for name, value in arguments.items()}

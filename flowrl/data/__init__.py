@@ -1,0 +1,1 @@
+"""What flows: batches, their field table, prompts and tokens."""

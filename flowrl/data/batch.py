@@ -1,0 +1,362 @@
+"""Batch: the driver's handle of rows x named columns, perhaps not computed yet. References and row indices, no tensors.
+
+Every edit here (select, rows, repeat, ...) rewrites the index and moves nothing; values reach this process through `get`
+alone. Names of columns: flowrl/data/fields.py.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from flowrl.data.block import Block, Column, Description, LocalRef, Shard
+from flowrl.data.layout import Rows, block_rows, gather
+from flowrl.data.payload import ColumnError, Payload, concat, merge
+
+if TYPE_CHECKING:
+    import torch
+    from tensordict import TensorDict
+
+
+class TaskRunner(Protocol):
+    """Runs a pure function beside the data."""
+
+    def apply(self, fn: Callable, batch: "Batch", writes: tuple[str, ...], rows: str, kwargs: dict) -> "Batch": ...
+
+    def reduce(self, fn: Callable, batch: "Batch", kwargs: dict) -> Any: ...  # Any: a Future of the function's result
+
+
+class Batch:
+    """Rows x named columns by reference. Made by groups' calls, `Batch.from_rows` and `Batch.from_columns`."""
+
+    def __init__(self, columns: Mapping[str, Column], num_rows: int | None = None, tasks: TaskRunner | None = None) -> None:
+        self._columns = dict(columns)
+        self._num_rows = num_rows
+        self._tasks = tasks
+
+    # Making one.
+
+    @staticmethod
+    def from_rows(rows: Sequence[Mapping[str, Any]]) -> "Batch":
+        """Rows as dictionaries with the same keys; numbers become arrays, everything else objects."""
+        names = list(rows[0]) if rows else []
+        for number, row in enumerate(rows):
+            if list(row) != names and set(row) != set(names):
+                raise ColumnError(f"row {number} has columns {', '.join(row)}, row 0 has {', '.join(names)}; give all rows the same")
+        return Batch.from_columns(rows={name: [row[name] for row in rows] for name in names}, num_rows=len(rows))
+
+    @staticmethod
+    def from_columns(
+        rows: Mapping[str, Any] | None = None,
+        tokens: Mapping[str, Any] | None = None,
+        lengths: Sequence[int] | np.ndarray | None = None,
+        num_rows: int | None = None,
+    ) -> "Batch":
+        """Row columns of B values each and flat token columns of T values, with `lengths` [B] summing to T."""
+        arrays = {name: _row_column(values) for name, values in (rows or {}).items()}
+        flat = {name: np.asarray(values) for name, values in (tokens or {}).items()}
+        sizes = {name: len(values) for name, values in arrays.items()} | ({} if lengths is None else {"lengths": len(lengths)})
+        count = num_rows if num_rows is not None else next(iter(sizes.values()), 0)
+        if any(size != count for size in sizes.values()):
+            raise ColumnError(f"columns of one batch have the same number of rows, but these have {sizes}")
+        total = None if lengths is None else int(np.sum(lengths))
+        if any(len(values) != total for values in flat.values()):
+            found = {name: len(values) for name, values in flat.items()}
+            raise ColumnError(f"token columns need lengths that sum to their tokens: lengths sum to {total}, tokens are {found}")
+        array = None if lengths is None or not flat else np.asarray(lengths, dtype=np.int64)
+        return Batch.of_payload(Payload(count, arrays, flat, array))
+
+    @staticmethod
+    def of_payload(payload: Payload) -> "Batch":
+        shard = Shard(LocalRef(payload), LocalRef(Description.of(payload)), payload.num_rows)
+        return Batch.of_block(Block([shard]), payload.columns)
+
+    @staticmethod
+    def of_block(
+        block: Block, columns: Iterable[str], index: np.ndarray | None = None, tasks: TaskRunner | None = None
+    ) -> "Batch":
+        """A view of a whole block, its rows taken by `index`."""
+        known = all(shard.num_rows is not None for shard in block.shards)
+        num_rows = len(index) if index is not None else block.num_rows if known else None
+        return Batch({name: Column(block, index, name) for name in columns}, num_rows, tasks)
+
+    # What it is.
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of the columns."""
+        return tuple(self._columns)
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows; waits only where a result's contract leaves it open (`rows="unknown"`)."""
+        if self._num_rows is None:
+            column = next(iter(self._columns.values()))
+            self._num_rows = column.block.num_rows if column.index is None else len(column.index)
+        return self._num_rows
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._columns
+
+    def __repr__(self) -> str:
+        count = "?" if self._num_rows is None else self._num_rows
+        return f"Batch({count} rows: {', '.join(self.columns)})"
+
+    @property
+    def tasks(self) -> TaskRunner | None:
+        """Where `apply` runs; None until a column comes from a worker group."""
+        return self._tasks
+
+    def column(self, name: str) -> Column:
+        """Where a column's values are. Raises `ColumnError` if there is no such column."""
+        if name not in self._columns:
+            raise ColumnError(f"the batch has no column {name!r}; it has {', '.join(self.columns) or 'none'}")
+        return self._columns[name]
+
+    def done(self) -> bool:
+        """Whether every column is computed."""
+        return all(column.block.done() for column in self._columns.values())
+
+    # Edits of the index.
+
+    def __getitem__(self, name: str) -> "Batch":
+        return self.select(name)
+
+    def __setitem__(self, name: str, value: "Batch") -> None:
+        """Adds the only column of `value` under this name."""
+        if not isinstance(value, Batch) or len(value.columns) != 1:
+            found = ", ".join(value.columns) if isinstance(value, Batch) else type(value).__name__
+            raise ColumnError(f"batch[{name!r}] takes a batch of one column, not {found}; use union for several")
+        self._check_rows(value, name)
+        self._columns[name] = value._columns[value.columns[0]]
+        self._num_rows = value._num_rows if self._num_rows is None else self._num_rows
+        self._tasks = self._tasks or value._tasks
+
+    def select(self, *names: str) -> "Batch":
+        """Only these columns."""
+        return Batch({name: self.column(name) for name in names}, self._num_rows, self._tasks)
+
+    def drop(self, *names: str) -> "Batch":
+        """All columns but these."""
+        return self.select(*(name for name in self._columns if name not in {self.column(n) and n for n in names}))
+
+    def rename(self, names: Mapping[str, str]) -> "Batch":
+        """Columns under new names: `{"old": "new"}`."""
+        for name in names:
+            self.column(name)
+        renamed = [names.get(name, name) for name in self._columns]
+        if len(set(renamed)) < len(renamed):
+            raise ColumnError(f"rename would give two columns one name: {', '.join(renamed)}")
+        columns = {names.get(name, name): column for name, column in self._columns.items()}
+        return Batch(columns, self._num_rows, self._tasks)
+
+    def union(self, other: "Batch") -> "Batch":
+        """The columns of both; a column of `other` replaces one of the same name."""
+        self._check_rows(other, ", ".join(other.columns))
+        num_rows = other._num_rows if self._num_rows is None else self._num_rows
+        return Batch(self._columns | other._columns, num_rows, self._tasks or other._tasks)
+
+    def _check_rows(self, other: "Batch", what: str) -> None:
+        known = self._num_rows is not None and other._num_rows is not None
+        if self._columns and known and self._num_rows != other._num_rows:
+            raise ColumnError(f"{what} has {other._num_rows} rows, the batch has {self._num_rows}; they must describe the same rows")
+
+    def rows(self, rows: slice | Sequence[int] | np.ndarray) -> "Batch":
+        """The rows at a slice, at positions, or where a bool mask is true."""
+        if isinstance(rows, slice):
+            positions = np.arange(*rows.indices(self.num_rows))
+        else:
+            positions = np.asarray(rows)
+            if positions.dtype == bool:
+                self._check_mask(positions)
+                positions = np.flatnonzero(positions)
+            positions = positions.astype(np.int64)
+        if len(positions) and (positions.min() < 0 or positions.max() >= self.num_rows):
+            raise ColumnError(f"rows {positions.min()} to {positions.max()} are asked for, the batch has rows 0 to {self.num_rows - 1}")
+        return self._taken(positions)
+
+    def _check_mask(self, mask: np.ndarray) -> None:
+        if len(mask) != self.num_rows:
+            raise ColumnError(f"a mask of {len(mask)} rows cannot choose among {self.num_rows}; give one bool per row")
+
+    def _taken(self, positions: np.ndarray) -> "Batch":
+        composed: dict[int | None, np.ndarray] = {}
+        columns = {}
+        for name, column in self._columns.items():
+            key = None if column.index is None else id(column.index)
+            if key not in composed:
+                composed[key] = positions if column.index is None else column.index[positions]
+            columns[name] = Column(column.block, composed[key], column.source)
+        return Batch(columns, len(positions), self._tasks)
+
+    def reorder(self, order: Sequence[int] | np.ndarray) -> "Batch":
+        """The same rows in another order, a permutation of all positions."""
+        positions = np.asarray(order, dtype=np.int64)
+        if not np.array_equal(np.sort(positions), np.arange(self.num_rows)):
+            raise ColumnError(f"an order of {self.num_rows} rows names each of 0 to {self.num_rows - 1} once; use rows() to choose")
+        return self._taken(positions)
+
+    def repeat(self, times: int, *, interleave: bool = True) -> "Batch":
+        """Each row `times` times: 0 0 1 1 with `interleave`, else 0 1 0 1."""
+        once = np.arange(self.num_rows)
+        return self._taken(np.repeat(once, times) if interleave else np.tile(once, times))
+
+    @staticmethod
+    def concat(batches: Sequence["Batch"]) -> "Batch":
+        """The rows of several batches with the same columns, one after another."""
+        if not batches:
+            raise ColumnError("concat needs at least one batch")
+        names = batches[0].columns
+        for batch in batches:
+            if set(batch.columns) != set(names):
+                raise ColumnError(f"concat needs the same columns everywhere, but finds {names} and {batch.columns}")
+        joined: dict[tuple, Column] = {}
+        columns = {}
+        for name in names:
+            parts = [batch.column(name) for batch in batches]
+            sources = {part.source for part in parts}
+            key = tuple((id(part.block), id(part.index) if part.index is not None else None) for part in parts)
+            if len(sources) > 1:
+                raise ColumnError(f"column {name!r} was renamed in some of these batches ({', '.join(sources)}); concat before renaming")
+            if key not in joined:
+                joined[key] = _join(parts)
+            columns[name] = joined[key]._replace(source=parts[0].source)
+        tasks = next((batch.tasks for batch in batches if batch.tasks), None)
+        return Batch(columns, sum(batch.num_rows for batch in batches), tasks)
+
+    def minibatches(self, rows: int, *, epochs: int = 1, seed: int | Sequence[int] = 0) -> Iterator["Batch"]:
+        """Every row once per epoch in a random order that depends on `seed` and the epoch alone.
+
+        Yields batches of `rows` rows; the last of an epoch has what is left.
+        """
+        if rows < 1:
+            raise ValueError(f"a minibatch has {rows} rows; ask for at least 1")
+        for epoch in range(epochs):
+            order = np.random.default_rng([*np.atleast_1d(seed), epoch]).permutation(self.num_rows)
+            for start in range(0, self.num_rows, rows):
+                yield self._taken(order[start : start + rows])
+
+    # Values.
+
+    def payload(self, *names: str) -> Payload:
+        """The values of these columns (all without names) in this process, as NumPy arrays; waits for them."""
+        return assemble(self, names or self.columns, (0, self.num_rows))
+
+    def table(self, *names: str) -> "TensorDict":
+        """The values of these columns (all without names) as a worker would see them; waits for them."""
+        from flowrl.data.table import to_table  # noqa: PLC0415 (a driver that reads no values needs no torch)
+
+        return to_table(self.payload(*names), copy=True)
+
+    def get(self, name: str) -> "torch.Tensor | list":
+        """One column's values: a tensor `[B, ...]` or `[T, ...]`, or a list of B objects. `length` `[B]` for token columns.
+
+        Raises whatever the call that computes them raised.
+        """
+        if name == "length" and name not in self._columns:
+            return self.table(*self._token_column())["rows", "length"]
+        payload = self.payload(name)
+        if isinstance(payload.rows.get(name), list):
+            return payload.rows[name]
+        from flowrl.data.table import to_table  # noqa: PLC0415 (see table)
+
+        return to_table(payload, copy=True)["tokens" if name in payload.tokens else "rows", name]
+
+    def _token_column(self) -> tuple[str]:
+        for name, column in self._columns.items():
+            if column.block.shards[0].description.get().columns.get(column.source) == "token":
+                return (name,)
+        raise ColumnError(f"the batch has no token column, so its rows have no length; it has {', '.join(self.columns)}")
+
+    def lengths(self) -> np.ndarray:
+        """Tokens per row `[B]`, from the descriptions alone: no column travels."""
+        column = self.column(self._token_column()[0])
+        lengths = column.block.lengths()
+        assert lengths is not None
+        return lengths if column.index is None else lengths[column.index]
+
+    def apply(
+        self, fn: Callable, reads: Sequence[str], writes: Sequence[str], *, rows: str = "same", **kwargs: Any
+    ) -> "Batch":
+        """Runs `fn(table, **kwargs) -> table` over the whole batch, as one task beside the data.
+
+        Returns this batch with the columns `writes` added, or, when `rows="unknown"` (the function drops or adds rows),
+        only what the function wrote. Does not wait.
+        """
+        read = self.select(*reads)
+        result = (self._tasks or LocalTasks()).apply(fn, read, tuple(writes), rows, kwargs)
+        return self.union(result) if rows == "same" else result
+
+    def reduce(self, fn: Callable, reads: Sequence[str], **kwargs: Any) -> Any:  # Any: a Future of the function's result
+        """Runs `fn(table, **kwargs)` beside the data and returns a future of its (small) result."""
+        return (self._tasks or LocalTasks()).reduce(fn, self.select(*reads), kwargs)
+
+
+class LocalTasks:
+    """Runs `apply` and `reduce` in this process: for batches that no worker group has touched yet."""
+
+    def apply(self, fn: Callable, batch: Batch, writes: tuple[str, ...], rows: str, kwargs: dict) -> Batch:
+        from flowrl.data.table import from_table  # noqa: PLC0415 (see Batch.table)
+
+        payload = batch.payload()
+        result = from_table(fn(batch.table(), **kwargs), payload.lengths)
+        if set(result.columns) != set(writes):
+            raise ColumnError(f"{fn.__name__} wrote {', '.join(result.columns)} where {', '.join(writes)} is declared")
+        return Batch.of_payload(result)
+
+    def reduce(self, fn: Callable, batch: Batch, kwargs: dict) -> LocalRef:
+        return LocalRef(fn(batch.table(), **kwargs))
+
+
+def assemble(batch: Batch, names: Sequence[str], rows: Rows) -> Payload:
+    """Reads some rows of some columns into this process."""
+    parts = []
+    for (block, index), columns in by_block(batch, names):
+        plan = gather(block.sizes, block_rows(index, rows))
+        pieces = [block.shards[p.shard].payload.get().take(p.rows, columns) for p in plan.pieces]
+        stacked = concat(pieces)
+        parts.append(stacked if plan.order is None else stacked.take(plan.order, {n: n for n in stacked.columns}))
+    merged = merge(parts) if parts else Payload(batch.num_rows)
+    return merged.take(None, {name: name for name in names})
+
+
+def by_block(batch: Batch, names: Iterable[str]) -> list[tuple[tuple[Block, np.ndarray | None], dict[str, str]]]:
+    """Groups columns by the block and index they share: `((block, index), {name: name in the block})`."""
+    groups: dict[tuple[int, int | None], tuple[tuple[Block, np.ndarray | None], dict[str, str]]] = {}
+    for name in names:
+        block, index, source = batch.column(name)
+        key = (id(block), None if index is None else id(index))
+        groups.setdefault(key, ((block, index), {}))[1][name] = source
+    return list(groups.values())
+
+
+def _join(parts: Sequence[Column]) -> Column:
+    """One column over the shards of several blocks, rows in the order of the parts."""
+    block = Block([shard for part in parts for shard in part.block.shards])
+    if all(part.index is None for part in parts):
+        return Column(block, None, parts[0].source)
+    offset, indices = 0, []
+    for part in parts:
+        size = part.block.num_rows
+        indices.append((np.arange(size) if part.index is None else part.index) + offset)
+        offset += size
+    return Column(block, np.concatenate(indices), parts[0].source)
+
+
+def _row_column(values: Any) -> np.ndarray | list:
+    """Numbers and arrays as an array, anything else as a list of objects."""
+    if hasattr(values, "numpy") or isinstance(values, np.ndarray):
+        array = np.asarray(values)
+        return array.tolist() if array.dtype == object else array
+    listed = list(values)
+    if listed and all(isinstance(value, bool) for value in listed):
+        return np.array(listed)
+    if listed and all(isinstance(value, int) and not isinstance(value, bool) for value in listed):
+        return np.array(listed, dtype=np.int64)
+    if listed and all(isinstance(value, int | float) and not isinstance(value, bool) for value in listed):
+        return np.array(listed, dtype=np.float32)
+    return listed
+

@@ -1,0 +1,31 @@
+"""What happened when: the record of one call on one rank, which the controller makes and `run/timeline.py` draws."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class CallEvent:
+    """One call of a worker method on one rank.
+
+    Times are nanoseconds since the epoch, so that those of several processes can be compared. `started_ns` is when the
+    method itself began on its rank: the time before it, from `submitted_ns` on, is waiting for inputs or the process.
+    """
+
+    role: str
+    rank: int
+    node: int | str
+    device: str
+    pool: str
+    method: str
+    submitted_ns: int
+    started_ns: int
+    ended_ns: int
+
+    @property
+    def device_label(self) -> str:
+        """Names a device among those of all nodes, such as `node0/cuda:1`."""
+        return f"node{self.node}/{self.device}" if isinstance(self.node, int) else f"{self.node}/{self.device}"
+
+    @property
+    def duration_s(self) -> float:
+        return (self.ended_ns - self.started_ns) / 1e9

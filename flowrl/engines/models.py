@@ -1,0 +1,188 @@
+"""Models from and to folders that transformers reads.
+
+Shape suffixes: B rows, L tokens of the longest row, V vocabulary.
+
+Inputs are right-padded, and causal attention keeps tokens from seeing what stands after them, so no attention mask is
+passed: the fastest attention kernels take none. Code in a folder is never run; only safetensors are read.
+"""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+)
+from transformers.utils import logging as transformers_logging
+
+from flowrl.config import ModelConfig, UserError
+
+_VALUE_HEAD = "value_head.safetensors"
+
+
+class ModelError(UserError):
+    """A model folder is not what its role needs."""
+
+
+def load_policy(config: ModelConfig) -> PreTrainedModel:
+    """A causal language model in evaluation mode.
+
+    Raises:
+        ModelError: the folder has no such model, lacks weights, or its configuration has dropout.
+    """
+    return _load(AutoModelForCausalLM, config, "a causal language model")
+
+
+def policy_logits(model: nn.Module, input_ids_BL: Tensor) -> Tensor:
+    """The logits [B, L, V] at each position of right-padded rows."""
+    return model(input_ids=input_ids_BL, use_cache=False).logits
+
+
+class CriticModel(nn.Module):
+    """The backbone of a causal language model with a linear value head, which starts at zero."""
+
+    def __init__(self, backbone: PreTrainedModel) -> None:
+        super().__init__()
+        self.backbone = backbone
+        hidden_size = backbone.config.get_text_config().hidden_size
+        self.value_head = nn.Linear(hidden_size, 1, dtype=backbone.dtype)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+    def forward(self, input_ids_BL: Tensor) -> Tensor:
+        """The value of the state in which each token is chosen.
+
+        Args:
+            input_ids_BL: int64 [B, L], right-padded.
+        Returns: [B, L] in at least float32; column t is read from the hidden state at t - 1, column 0 is 0.
+        """
+        hidden_BLD = self.backbone(input_ids=input_ids_BL, use_cache=False).last_hidden_state
+        values_BL = self.value_head(hidden_BLD[:, :-1]).squeeze(-1)
+        values_BL = values_BL.to(torch.promote_types(values_BL.dtype, torch.float32))
+        return nn.functional.pad(values_BL, (1, 0))
+
+
+def load_critic(config: ModelConfig) -> CriticModel:
+    """A value model on the backbone of any causal language model; a folder written by `save_model` brings its head.
+
+    Raises:
+        ModelError: as for `load_policy`.
+    """
+    critic = CriticModel(_load(AutoModel, config, "a language model"))
+    head = config.path / _VALUE_HEAD
+    if head.is_file():
+        critic.value_head.load_state_dict(load_file(head))
+    return critic.eval()
+
+
+class RewardModel(nn.Module):
+    """A sequence-classification model with one label, read at the last token of each row."""
+
+    def __init__(self, model: PreTrainedModel, head: nn.Module) -> None:
+        super().__init__()
+        self.backbone = model.base_model
+        self.head = head
+
+    def forward(self, input_ids_BL: Tensor, lengths_B: Tensor) -> Tensor:
+        """One score per row.
+
+        Args:
+            input_ids_BL: int64 [B, L], right-padded.
+            lengths_B: int64 [B], each at least 1.
+        Returns: [B] in at least float32.
+        """
+        hidden_BLD = self.backbone(input_ids=input_ids_BL, use_cache=False).last_hidden_state
+        last_BD = hidden_BLD[torch.arange(len(lengths_B), device=hidden_BLD.device), lengths_B - 1]
+        scores_B = self.head(last_BD).squeeze(-1)
+        return scores_B.to(torch.promote_types(scores_B.dtype, torch.float32))
+
+
+def load_reward_model(config: ModelConfig) -> RewardModel:
+    """A sequence-classification model with one label, in evaluation mode.
+
+    Raises:
+        ModelError: the folder has no such model, lacks weights (a language model has no such head), or its
+            configuration has dropout.
+    """
+    model = _load(AutoModelForSequenceClassification, config, "a sequence-classification model", num_labels=1)
+    heads = dict(model.named_children())
+    if "score" not in heads:
+        raise ModelError(f"the model in {config.path} has no linear head named score; use a decoder with such a head")
+    return RewardModel(model, heads["score"]).eval()
+
+
+def save_model(model: PreTrainedModel | CriticModel, tokenizer_path: Path, folder: Path) -> None:
+    """Writes a model and its tokenizer as a folder that transformers loads. The folder appears whole or not at all.
+
+    Raises:
+        ModelError: the folder exists already.
+    """
+    if folder.exists():
+        raise ModelError(f"{folder} exists already; a model is not written over another: name a new folder")
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    with _quiet():
+        (model.backbone if isinstance(model, CriticModel) else model).save_pretrained(partial)
+        AutoTokenizer.from_pretrained(tokenizer_path, local_files_only=True).save_pretrained(partial)
+    if isinstance(model, CriticModel):
+        head = {name: weight.detach().cpu().contiguous() for name, weight in model.value_head.state_dict().items()}
+        save_file(head, partial / _VALUE_HEAD)
+    partial.rename(folder)
+
+
+def _load(auto: Any, config: ModelConfig, wanted: str, **settings: Any) -> PreTrainedModel:
+    """`auto` is one of transformers' Auto classes, which share no typed base with `from_pretrained`."""
+    try:
+        with _quiet():
+            model, report = auto.from_pretrained(
+                str(config.path),
+                dtype=getattr(torch, config.dtype),
+                attn_implementation="sdpa",
+                use_safetensors=True,
+                trust_remote_code=False,
+                # A path that is a folder is never looked up anywhere else.
+                local_files_only=config.path.is_dir(),
+                output_loading_info=True,
+                **settings,
+            )
+    except (OSError, ValueError) as error:
+        reason = str(error).split("\n")[0]
+        raise ModelError(f"{wanted} cannot be loaded from {config.path}: {reason}") from error
+    if report["missing_keys"]:
+        names = ", ".join(sorted(report["missing_keys"])[:3])
+        raise ModelError(f"{config.path} is not {wanted}: it lacks the weights {names}; give a folder that has them")
+    _refuse_dropout(model, config.path)
+    return model.eval()
+
+
+def _refuse_dropout(model: PreTrainedModel, path: Path) -> None:
+    settings = model.config.get_text_config().to_dict()
+    for name, value in settings.items():
+        if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float) and value > 0:
+            raise ModelError(
+                f"{name} is {value} in {path}/config.json; with dropout the policy that is trained is not the one that "
+                f"sampled: set it to 0.0"
+            )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' progress bars and load reports: what matters of those is checked and raised here."""
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()

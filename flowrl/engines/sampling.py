@@ -1,0 +1,140 @@
+"""Which token comes next, as a pure function of the logits and of who asks.
+
+Shape suffixes: B rows, V vocabulary.
+
+A random number is a hash of what it decides (seed, prompt, sample, position), not the next one of a stream. So a row
+gets the same numbers on any rank, in any batch, whenever it is generated.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+_CHUNK_ELEMENTS = 2**22
+"""Probabilities that are worked on at a time: 32 MiB in float64; a single row may exceed it."""
+
+
+def row_keys(seed: int, prompt_id_B: Tensor, sample_B: Tensor) -> Tensor:
+    """The key of each row's random numbers.
+
+    Args:
+        seed: any integer; only its low 64 bits count.
+        prompt_id_B: int64 [B], identity of the prompt.
+        sample_B: int64 [B], number of the sample among those of its prompt.
+    Returns: int64 [B].
+    """
+    keys_B = torch.full_like(prompt_id_B, _signed(seed))
+    for part_B in (prompt_id_B, sample_B):
+        keys_B = _mix(_mix(keys_B) ^ part_B)
+    return keys_B
+
+
+def uniforms(keys_B: Tensor, positions_B: Tensor) -> Tensor:
+    """One random number per row for the token at a position.
+
+    Args:
+        keys_B: int64 [B], from `row_keys`.
+        positions_B: int64 [B], where in the row (prompt included) the token will stand.
+    Returns: float64 [B] in [0, 1), multiples of 2^-53.
+    """
+    bits_B = _mix(keys_B + positions_B * _GOLDEN)
+    return _shift_right(bits_B, 11).double() * 2.0**-53
+
+
+def sample_tokens(
+    logits_BV: Tensor,
+    uniforms_B: Tensor,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Draws a token per row by inverting the cumulative distribution, in the order of the vocabulary.
+
+    Args:
+        logits_BV: [B, V] of any float dtype.
+        uniforms_B: float64 [B] in [0, 1); not looked at when the temperature is 0.
+        temperature: >= 0, divides the logits; 0 takes the likeliest token.
+        top_k: keeps the k likeliest tokens (and those that tie with the last of them); 0 keeps all.
+        top_p: in (0, 1]; of what is left, keeps the likeliest tokens until they hold this probability, ties by token id.
+    Returns:
+        tokens: int64 [B].
+        logprobs: [B], float32 (float64 stays): under the distribution sampled from, that is after temperature, top-k
+            and top-p, renormalised. At temperature 0: under the model's own distribution (temperature 1, all tokens).
+    """
+    rows = max(1, _CHUNK_ELEMENTS // logits_BV.shape[1])
+    if temperature == 0:
+        drawn = [_greedy(logits_bV) for logits_bV in logits_BV.split(rows)]
+    else:
+        chunks = zip(logits_BV.split(rows), uniforms_B.split(rows), strict=True)
+        drawn = [_sample(logits_bV, uniforms_b, temperature, top_k, top_p) for logits_bV, uniforms_b in chunks]
+    if len(drawn) == 1:
+        return drawn[0]
+    return torch.cat([tokens for tokens, _ in drawn]), torch.cat([logprobs for _, logprobs in drawn])
+
+
+def _greedy(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
+    logits_BV = _at_least_float32(logits_BV)
+    tokens_B = logits_BV.argmax(-1)
+    return tokens_B, _logprobs(logits_BV, tokens_B)
+
+
+def _sample(
+    logits_BV: Tensor, uniforms_B: Tensor, temperature: float, top_k: int, top_p: float
+) -> tuple[Tensor, Tensor]:
+    logits_BV = _at_least_float32(logits_BV)
+    if temperature != 1:
+        logits_BV = logits_BV / temperature
+    if 0 < top_k < logits_BV.shape[1]:
+        smallest_B1 = logits_BV.topk(top_k, -1).values[:, -1:]
+        logits_BV = logits_BV.masked_fill(logits_BV < smallest_B1, -math.inf)
+    if top_p < 1:
+        logits_BV = _keep_top_p(logits_BV, top_p)
+    # float64: in float32 the sum over a large vocabulary moves borders by more than a rare token's probability.
+    cumulative_BV = logits_BV.softmax(-1).cumsum(-1, dtype=torch.float64)
+    total_B1 = cumulative_BV[:, -1:].contiguous()
+    tokens_B1 = torch.searchsorted(cumulative_BV, uniforms_B[:, None] * total_B1, right=True)
+    # The product can round up to the total, which lies behind the last token that has any probability.
+    tokens_B1 = torch.minimum(tokens_B1, torch.searchsorted(cumulative_BV, total_B1))
+    tokens_B = tokens_B1.squeeze(1)
+    return tokens_B, _logprobs(logits_BV, tokens_B)
+
+
+def _keep_top_p(logits_BV: Tensor, top_p: float) -> Tensor:
+    sorted_BV, order_BV = torch.sort(logits_BV.softmax(-1), dim=-1, descending=True, stable=True)
+    likelier_BV = sorted_BV.cumsum(-1, dtype=torch.float64) - sorted_BV
+    dropped_BV = torch.zeros_like(logits_BV, dtype=torch.bool).scatter_(1, order_BV, likelier_BV >= top_p)
+    return logits_BV.masked_fill(dropped_BV, -math.inf)
+
+
+def _logprobs(logits_BV: Tensor, tokens_B: Tensor) -> Tensor:
+    return logits_BV.log_softmax(-1).gather(1, tokens_B[:, None]).squeeze(1)
+
+
+def _at_least_float32(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _signed(bits: int) -> int:
+    """The low 64 bits of a number, read as an int64."""
+    return (bits + 2**63) % 2**64 - 2**63
+
+
+def _shift_right(bits: Tensor, places: int) -> Tensor:
+    """Logical shift of an int64; torch's own repeats the sign bit."""
+    return (bits >> places) & (2 ** (64 - places) - 1)
+
+
+# Constants of SplitMix64: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators", figure 16.
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_MIX_1 = _signed(0xBF58476D1CE4E5B9)
+_MIX_2 = _signed(0x94D049BB133111EB)
+
+
+def _mix(bits: Tensor) -> Tensor:
+    """SplitMix64's finalizer on int64, whose products wrap around."""
+    bits = bits + _GOLDEN
+    bits = (bits ^ _shift_right(bits, 30)) * _MIX_1
+    bits = (bits ^ _shift_right(bits, 27)) * _MIX_2
+    return bits ^ _shift_right(bits, 31)

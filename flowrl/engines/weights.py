@@ -1,0 +1,79 @@
+"""A model's weights as NumPy arrays, which every process can be handed, and back into a model.
+
+Names are those of the model's parameters and saved buffers; weights that share memory (a tied output layer) appear once.
+bfloat16 has no NumPy type: such an array is an int16 view and its name ends in `BFLOAT16`.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+BFLOAT16 = "|bfloat16"
+"""Ending of the name of an array that holds bfloat16 bits as int16."""
+
+
+class WeightsError(ValueError):
+    """Weights do not fit the model they should be loaded into."""
+
+
+def export_weights(model: nn.Module) -> dict[str, np.ndarray]:
+    """A copy of the weights, on the CPU, contiguous. Training on does not change it."""
+    return {name: _bits(weight).detach().cpu().clone().contiguous().numpy() for name, weight in _weights(model).items()}
+
+
+def load_weights(model: nn.Module, weights: Mapping[str, np.ndarray]) -> None:
+    """Writes exported weights into a model, in place and bit for bit. Read-only arrays are welcome.
+
+    Raises:
+        WeightsError: a name is missing or unknown, or an array has another shape or type than the model's weight. The
+            model is then unchanged.
+    """
+    targets = _weights(model)
+    _check(targets, weights)
+    with torch.no_grad():
+        for name, target in targets.items():
+            _write(_bits(target.detach()), weights[name])
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    """Every weight once, under the name it has in an export."""
+    named: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, weight in model.state_dict(keep_vars=True).items():
+        if id(weight) not in seen:
+            seen.add(id(weight))
+            named[name + BFLOAT16 if weight.dtype == torch.bfloat16 else name] = weight
+    return named
+
+
+def _bits(weight: Tensor) -> Tensor:
+    return weight.detach().view(torch.int16) if weight.dtype == torch.bfloat16 else weight
+
+
+def _check(targets: Mapping[str, Tensor], weights: Mapping[str, np.ndarray]) -> None:
+    missing = [name for name in targets if name not in weights]
+    unknown = [name for name in weights if name not in targets]
+    if missing or unknown:
+        parts = [f"{kind} {', '.join(names[:3])}" for kind, names in (("lack", missing), ("have also", unknown)) if names]
+        raise WeightsError(
+            f"the weights {' and '.join(parts)} ({len(missing)} missing, {len(unknown)} unknown of {len(targets)}); "
+            f"export them from a model of the same configuration and dtype"
+        )
+    for name, target in targets.items():
+        array, expected = weights[name], _bits(target)
+        same_type = array.dtype == np.dtype(str(expected.dtype).removeprefix("torch."))
+        if array.shape != tuple(expected.shape) or not same_type:
+            raise WeightsError(
+                f"weight {name} is {array.dtype} {list(array.shape)}, but the model has "
+                f"{expected.dtype} {list(expected.shape)}; export it from a model of the same configuration"
+            )
+
+
+def _write(target: Tensor, array: np.ndarray) -> None:
+    if target.device.type == "cpu":
+        # Through NumPy: torch warns about read-only arrays, and would need a copy of them first.
+        np.copyto(target.numpy(), array)
+    else:
+        target.copy_(torch.from_numpy(array if array.flags.writeable else array.copy()))

@@ -1,0 +1,1 @@
+"""What surrounds a loop: the run folder, metrics, progress, figures and the timeline."""

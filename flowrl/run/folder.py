@@ -1,0 +1,129 @@
+"""The run folder: everything that one run leaves behind, and nothing of any other run."""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flowrl.config.errors import UserError
+
+
+class RunFolderError(UserError):
+    """The output folder cannot take this run."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where one run writes. Make one with `RunFolder.create`."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, path: Path | str, resolved_config: Mapping[str, Any]) -> "RunFolder":
+        """Makes the folder and writes `config.yaml` into it.
+
+        Args:
+            path: a folder that does not exist yet, or is empty.
+            resolved_config: the whole configuration as plain values (`model_dump(mode="json")`).
+        Raises:
+            RunFolderError: the folder holds another run or other files, or cannot be made; nothing has been written.
+        """
+        folder = Path(path)
+        text = yaml.safe_dump(dict(resolved_config), sort_keys=False, allow_unicode=True)
+        _refuse_if_taken(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with replacing(folder / "config.yaml") as temporary:
+                temporary.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise RunFolderError(
+                f"output folder {folder} cannot be written ({error.strerror}); set output to a folder that can"
+            ) from error
+        return cls(folder)
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def curves(self) -> Path:
+        return self.path / "curves.png"
+
+    @property
+    def trace(self) -> Path:
+        return self.path / "trace.json"
+
+    @property
+    def timeline(self) -> Path:
+        return self.path / "timeline.png"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def model(self) -> Path:
+        """The trained policy as a `save_pretrained` folder; write it through `replacing`."""
+        return self.path / "model"
+
+
+def _refuse_if_taken(folder: Path) -> None:
+    if (folder / "config.yaml").exists():
+        raise RunFolderError(
+            f"output folder {folder} holds another run (it has a config.yaml); set output to a new folder or remove it"
+        )
+    if folder.exists() and not folder.is_dir():
+        raise RunFolderError(f"output {folder} is a file; set output to a folder")
+    if folder.exists() and (other := next(folder.iterdir(), None)) is not None:
+        raise RunFolderError(
+            f"output folder {folder} is not empty (it has {other.name}); set output to a new or an empty folder"
+        )
+
+
+def write_json(path: Path, value: Any, *, indent: int | None = 2) -> None:
+    """Writes `value` as strict JSON, whole or not at all. A number that is not finite becomes null."""
+    text = json.dumps(finite(value), indent=indent, allow_nan=False)
+    with replacing(path) as temporary:
+        temporary.write_text(text + "\n", encoding="utf-8")
+
+
+def finite(value: Any) -> Any:
+    """The same nested value, with null for every number that JSON cannot hold."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [finite(item) for item in value]
+    return value
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yields a temporary path beside `path`, which becomes `path` when the block ends without an error.
+
+    The block writes a file, or makes a folder. On an error what it wrote is removed and `path` is as before.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        if temporary.is_dir() and path.is_dir():
+            shutil.rmtree(path)
+        os.replace(temporary, path)
+    except BaseException:
+        if temporary.is_dir():
+            shutil.rmtree(temporary)
+        else:
+            temporary.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,236 @@
+"""Run: what surrounds a recipe's loop. Its groups, its steps, its metrics, its evaluation, its folder."""
+
+import time
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from flowrl.config import OnPolicyConfig, RunConfig
+from flowrl.controller.calls import CallRecord
+from flowrl.controller.cluster import Cluster
+from flowrl.controller.group import WorkerGroup
+from flowrl.controller.worker import Worker
+from flowrl.data.batch import Batch
+from flowrl.data.metric import Metric, merge_metrics
+from flowrl.data.prompts import PromptStream
+from flowrl.run.curves import draw_curves
+from flowrl.run.display import LiveProgress, before_after_table, completions_table
+from flowrl.run.evaluate import Evaluation, Outcome
+from flowrl.run.folder import RunFolder, replacing, write_json
+from flowrl.run.memory import resident_mb
+from flowrl.run.metrics import MetricsLog
+from flowrl.run.prompts import Examples
+from flowrl.run.timeline import busy_fractions, chrome_trace, draw_timeline
+
+
+class MetricFuture(Protocol):
+    """What `Run.log` takes: a future of a dictionary of metrics."""
+
+    def get(self) -> dict[str, Metric]: ...
+
+
+class Run:
+    """Makes the run folder, starts the cluster, and leaves the results. Use it as a context manager.
+
+    Raises:
+        RunFolderError: the output folder is another run's.
+        PlacementError: the placement does not fit the devices.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.started_s = time.monotonic()
+        self.started_ns = time.time_ns()
+        self.version = 0
+        """Version of the weights that were published last; 0 is what the model starts from."""
+        self._evaluation: Evaluation | None = None
+        self._outcomes: list[Outcome] = []
+        self._futures: dict[int, list[MetricFuture]] = {}
+        self._submitted: dict[int, list[CallRecord]] = {}
+        self._step = 0
+        self._step_ended_s = self.started_s
+        self._peak_mb = 0.0
+
+    def __enter__(self) -> Self:
+        config = self.config
+        # Planned before the folder is made: a placement that cannot be leaves nothing behind.
+        self.cluster = Cluster(
+            config.placement,
+            backend=config.backend,
+            address=config.address,
+            devices=config.devices,
+            roles=type(config).roles,
+            num_threads=config.threads,
+        )
+        try:
+            self.folder = RunFolder.create(config.output, config.model_dump(mode="json"))
+            self._metrics = MetricsLog(self.folder.path)
+        except BaseException:
+            self.cluster.close()
+            raise
+        self._progress = LiveProgress(config.steps)
+        return self
+
+    def group(self, role: str, cls: type[Worker], *args: Any, **kwargs: Any) -> WorkerGroup:
+        """Makes a role's workers where the placement says."""
+        return self.cluster.group(role, cls, *args, **kwargs)
+
+    # Steps.
+
+    def rollouts(self, rollout: WorkerGroup, prompts: PromptStream) -> Iterator[tuple[int, Batch]]:
+        """Step numbers from 1, each with a batch of responses to the next prompts, sampled from the last published weights.
+
+        Resolves step k-1 before it submits step k+1, so the driver runs ahead by one step at most.
+        """
+        config = self.config
+        assert isinstance(config, OnPolicyConfig)
+        for step in self._steps():
+            rows = prompts.take(config.prompts_per_step)
+            batch = Batch.from_rows(rows).repeat(config.samples_per_prompt)
+            batch["sample"] = Batch.from_rows([{"sample": i} for _ in rows for i in range(config.samples_per_prompt)])
+            yield step, batch.union(rollout.generate.submit(batch))
+
+    def batches(self, examples: Examples) -> Iterator[tuple[int, Batch]]:
+        """Step numbers from 1, each with the next batch of examples; ends after `steps`, or with the data's epochs."""
+        config = self.config
+        stream = examples.batches(
+            config.rows_per_step, seed=config.seed, shuffle=config.data.shuffle, epochs=config.epochs
+        )
+        for step, batch in zip(self._steps(), stream, strict=False):
+            yield step, batch
+
+    def _steps(self) -> Iterator[int]:
+        self.cluster.settle()
+        self._evaluate(0)
+        self._step_ended_s = time.monotonic()
+        for step in range(1, self.config.steps + 1):
+            if step > 2:
+                self._resolve(step - 2)
+            self._step = step
+            yield step
+            self._submitted[step] = self.cluster.calls.pending()
+            every = self.config.evaluate_every
+            if every and step % every == 0 and step < self.config.steps:
+                self._resolve_all()
+                self._evaluate(step)
+        self._resolve_all()
+
+    def publish(self, actor: WorkerGroup, rollout: WorkerGroup) -> None:
+        """Gives the actor's weights to the rollout as the next version. Does not wait.
+
+        In one process the rollout samples from the actor's own weights, and only their number changes.
+        """
+        self.version += 1
+        if rollout.shares_processes_with(actor):
+            rollout.set_version.submit(self.version)
+        else:
+            rollout.load_weights.submit(actor.weights.submit(), self.version)
+
+    # Metrics.
+
+    def log(self, *metrics: MetricFuture) -> None:
+        """Adds metrics to this step's line. Does not wait; several values of one name are merged."""
+        self._futures.setdefault(self._step, []).extend(metrics)
+
+    def _resolve_all(self) -> None:
+        for step in sorted({*self._futures, *self._submitted}):
+            self._resolve(step)
+
+    def _resolve(self, step: int) -> None:
+        """Waits until a step is done in every group, and writes its line."""
+        futures, calls = self._futures.pop(step, None), self._submitted.pop(step, None)
+        if futures is None and calls is None:
+            return
+        merged = merge_metrics([future.get() for future in futures or []])
+        self.cluster.calls.settle(calls or [], None)
+        values = {name: metric.result() for name, metric in merged.items()}
+        now_s = time.monotonic()
+        values["seconds"] = now_s - self._step_ended_s
+        values["elapsed_s"] = now_s - self.started_s
+        self._step_ended_s = now_s
+        if "response_tokens" in values:
+            values["tokens_per_s"] = values["response_tokens"] / values["seconds"]
+        self._peak_mb = max(self._peak_mb, resident_mb())
+        values["memory_mb"] = self._peak_mb
+        if self._outcomes and self._outcomes[-1].step == step - 1:
+            values["accuracy"] = self._outcomes[-1].accuracy
+        self._metrics.write(step, values)
+        self._progress.update(step, values)
+
+    # Evaluation.
+
+    def evaluate_with(self, rollout: WorkerGroup, reward: WorkerGroup, held_out: PromptStream | None) -> None:
+        """Measures greedy accuracy on held-out prompts before the first step, every `evaluate_every` steps and at the end."""
+        if held_out is not None:
+            rows = held_out.evaluation_rows(self.config.data.evaluation_rows)
+            self._evaluation = Evaluation(rollout, reward, rows)
+
+    def _evaluate(self, step: int) -> None:
+        if self._evaluation is None:
+            return
+        self._outcomes.append(self._evaluation.measure(step))
+        # Not the next step's time: its tokens per second are those of training.
+        self._step_ended_s = time.monotonic()
+
+    # The end.
+
+    def finish(self, actor: WorkerGroup) -> dict[str, Any]:
+        """Evaluates once more, writes the model and every result, shows the tables, and returns the summary."""
+        self._evaluate(self.config.steps)
+        with replacing(self.folder.model) as folder:
+            actor.save(folder.absolute())
+        self._progress.close()
+        self._write_accuracy()
+        self._write_trace()
+        draw_curves(self._metrics.history, self.folder.curves)
+        summary = self._summary()
+        write_json(self.folder.summary, summary)
+        self._show()
+        return summary
+
+    def _write_accuracy(self) -> None:
+        if self._outcomes:
+            last = self._outcomes[-1]
+            self._metrics.write(self.config.steps + 1, {"accuracy": last.accuracy})
+
+    def _write_trace(self) -> None:
+        self.cluster.settle()
+        events = self.cluster.calls.events
+        write_json(self.folder.trace, chrome_trace(events), indent=None)
+        draw_timeline(events, self.folder.timeline)
+
+    def _summary(self) -> dict[str, Any]:
+        events = self.cluster.calls.events
+        loop = [event for event in events if event.method != "__init__"]
+        start_ns = min((event.started_ns for event in loop), default=0)
+        end_ns = max((event.ended_ns for event in loop), default=0)
+        outcomes = self._outcomes
+        return {
+            "steps": int(self._metrics.history[-1]["step"]) if self._metrics.history else 0,
+            "seconds": time.monotonic() - self.started_s,
+            "accuracy_before": outcomes[0].accuracy if outcomes else None,
+            "accuracy_after": outcomes[-1].accuracy if outcomes else None,
+            "evaluation_rows": outcomes[-1].num_rows if outcomes else 0,
+            "peak_memory_mb": max(self._peak_mb, resident_mb()),
+            "busy_fraction": busy_fractions(loop, start_ns, end_ns),
+        }
+
+    def _show(self) -> None:
+        console = self._progress.console
+        if self._outcomes:
+            first, last = self._outcomes[0], self._outcomes[-1]
+            rows = [
+                ("held-out accuracy", first.accuracy, last.accuracy),
+                ("response length (tokens)", first.response_length, last.response_length),
+            ]
+            console.print(before_after_table(rows))
+            console.print(completions_table(last.samples))
+        console.print(f"results: {self.folder.path}", markup=False)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.close()
+        self._metrics.close()
+        self.cluster.close()
+

@@ -1,0 +1,57 @@
+"""Critic: the value model that is trained."""
+
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+from flowrl.algorithms import aggregate, clipped_value_loss
+from flowrl.config import CriticConfig
+from flowrl.controller.register import Dispatch, register
+from flowrl.controller.worker import Worker
+from flowrl.data.metric import Metric
+from flowrl.data.table import lengths, make_table
+from flowrl.engines.microbatch import MicroBatch
+from flowrl.engines.models import load_critic
+from flowrl.engines.train import Denominators, TrainEngine
+from flowrl.workers.actor import token_means
+
+
+class Critic(Worker):
+    """A causal language model's backbone with a value head, and an optimizer."""
+
+    collective = True
+
+    def __init__(self, config: CriticConfig) -> None:
+        self.config = config
+        model = load_critic(config.model).to(self.device)
+        self.engine = TrainEngine(
+            model, config.optimizer, config.engine, group=self.context.process_group, device=torch.device(self.device)
+        )
+
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("input_ids",), writes=("values",))
+    def values(self, batch: TensorDict) -> TensorDict:
+        """Value `[T]` of the state in which each token is chosen; 0 at position 0."""
+        return make_table(tokens={"values": self.engine.evaluate(batch, _values)}, lengths=lengths(batch))
+
+    @register(
+        Dispatch.DP_COMPUTE_METRIC, blocking=False, reads=("input_ids", "response_mask", "values", "returns")
+    )
+    def update(self, batch: TensorDict) -> dict[str, Metric]:
+        """One optimizer step on the clipped value loss."""
+        metrics = self.engine.update(batch, self._value_loss)
+        return {f"{self.context.role}/{name}": metric for name, metric in metrics.items()}
+
+    def _value_loss(
+        self, model: nn.Module, micro: MicroBatch, denominators: Denominators
+    ) -> tuple[torch.Tensor, dict[str, Metric]]:
+        mask_BL = micro.tokens["response_mask"]
+        values_BL = _values(model, micro)
+        loss_BL, clipped_BL = clipped_value_loss(
+            values_BL, micro.tokens["values"], micro.tokens["returns"], mask_BL, clip=self.config.value_clip
+        )
+        loss = aggregate(loss_BL, mask_BL, mode="token_mean", denominator=denominators.tokens)
+        return loss, token_means({"loss": loss_BL, "clip_fraction": clipped_BL}, mask_BL)
+
+
+def _values(model: nn.Module, micro: MicroBatch) -> torch.Tensor:
+    return model(micro.input_ids)

@@ -1,0 +1,97 @@
+"""Reward: what scores responses, a Python function or a model with a scalar head."""
+
+import importlib
+import math
+from collections.abc import Callable
+
+import torch
+from tensordict import TensorDict
+
+from flowrl.config import RewardConfig, UserError
+from flowrl.controller.register import Dispatch, register
+from flowrl.controller.worker import Worker
+from flowrl.data.table import make_table, num_rows, objects
+from flowrl.engines.models import load_reward_model
+from flowrl.engines.train import TrainEngine
+
+RewardFunction = Callable[..., float]
+
+
+class RewardError(UserError):
+    """A reward function cannot be found, or did not return a finite number."""
+
+
+def load_reward_function(name: str) -> RewardFunction:
+    """The function that `module:function` names. Raises `RewardError`."""
+    module, _, attribute = name.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise RewardError(f"reward function {name} cannot be loaded ({error}); name it as module:function") from error
+    if not callable(function):
+        raise RewardError(f"reward function {name} is a {type(function).__name__}, not a function")
+    return function
+
+
+def score_rows(batch: TensorDict, function: RewardFunction, name: str) -> TensorDict:
+    """Calls a reward function once per row, with the row's columns by name. Raises `RewardError` for what is no number."""
+    names = [column for column in batch["rows"].keys() if column != "length"]  # noqa: SIM118 (a TensorDict)
+    columns = {column: objects(batch, column) for column in names}
+    scores = []
+    for i in range(num_rows(batch)):
+        row = {column: values[i] for column, values in columns.items()}
+        value = float(function(**row))
+        if not math.isfinite(value):
+            raise RewardError(f"reward function {name} returned {value} for response {row['response']!r}; return a finite number")
+        scores.append(value)
+    return make_table({"scores": torch.tensor(scores, dtype=torch.float32)})
+
+
+class Reward(Worker):
+    """Scores rows by a Python function of `prompt, response, answer` and the dataset's other columns."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        assert config.function is not None
+        self.name, self.evaluation_name = config.function, config.evaluation or config.function
+        self._functions = {name: load_reward_function(name) for name in (self.name, self.evaluation_name)}
+
+    @register(
+        Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("prompt", "response", "answer?", "*"), writes=("scores",)
+    )
+    def score(self, batch: TensorDict, evaluation: bool = False) -> TensorDict:
+        """One score `[B]` per row; `evaluation` uses the function for held-out rows."""
+        name = self.evaluation_name if evaluation else self.name
+        return score_rows(batch, self._functions[name], name)
+
+
+class RewardModel(Worker):
+    """Scores rows by a sequence-classification model, read at the last token."""
+
+    collective = True
+
+    def __init__(self, config: RewardConfig) -> None:
+        assert config.model is not None
+        model = load_reward_model(config.model).to(self.device)
+        self.engine = TrainEngine(
+            model, None, config.engine, group=self.context.process_group, device=torch.device(self.device)
+        )
+        self._evaluation = load_reward_function(config.evaluation) if config.evaluation else None
+        self._evaluation_name = config.evaluation or ""
+
+    @register(
+        Dispatch.DP_COMPUTE_PROTO,
+        blocking=False,
+        reads=("input_ids", "prompt", "response", "answer?", "*"),
+        writes=("scores",),
+    )
+    def score(self, batch: TensorDict, evaluation: bool = False) -> TensorDict:
+        """One score `[B]` per row; `evaluation` uses the evaluation function where there is one."""
+        if evaluation and self._evaluation is not None:
+            return score_rows(batch, self._evaluation, self._evaluation_name)
+        scores_B = self.engine.evaluate_rows(batch, lambda model, micro: model(micro.input_ids, micro.lengths))
+        return make_table({"scores": scores_B.float()})
+
+
+def reward_worker(config: RewardConfig) -> type[Worker]:
+    """The worker class that a reward's config asks for."""
+    return Reward if config.model is None else RewardModel

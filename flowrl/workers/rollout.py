@@ -1,0 +1,81 @@
+"""Rollout: the actor's weights answering prompts."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from flowrl.config import ModelConfig, RolloutConfig
+from flowrl.controller.register import Dispatch, register
+from flowrl.controller.worker import Worker
+from flowrl.data.chat import ChatTokenizer
+from flowrl.data.table import make_table, objects
+from flowrl.engines.hf_rollout import HfRollout
+from flowrl.engines.models import load_policy
+from flowrl.engines.weights import load_weights
+from flowrl.workers.actor import Actor
+
+
+class Rollout(Worker):
+    """Samples responses. In one process with the actor it samples from the very weights that are trained.
+
+    Args:
+        config: the engine and how it samples.
+        model: what the actor starts from.
+        seed: keys the sampling, together with each row's `prompt_id` and `sample`.
+    """
+
+    collective = True
+
+    def __init__(self, config: RolloutConfig, model: ModelConfig, *, seed: int) -> None:
+        self.config, self.seed, self.version = config, seed, 0
+        actor = self.peer("actor")
+        self.shares_weights = isinstance(actor, Actor)
+        self.model = actor.model if isinstance(actor, Actor) else load_policy(model).to(self.device)
+        self.tokenizer = ChatTokenizer(model.path)
+        self.engine = HfRollout(self.model, self.tokenizer.tokenizer, config, torch.device(self.device))
+
+    @register(
+        Dispatch.DP_COMPUTE_PROTO,
+        blocking=False,
+        reads=("prompt_ids", "prompt_id", "sample"),
+        writes=("input_ids", "response_mask", "rollout_logprobs", "weight_version", "truncated", "response"),
+    )
+    def generate(self, batch: TensorDict, greedy: bool = False) -> TensorDict:
+        """A response to every row's prompt: sampled, or the likeliest token each time with `greedy`."""
+        prompts = objects(batch, "prompt_ids")
+        answers = self.engine.generate(
+            prompts, batch["rows", "prompt_id"], batch["rows", "sample"], seed=self.seed, greedy=greedy
+        )
+        responses = answers.ids()
+        prompt_lengths_B = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64)
+        lengths_B = prompt_lengths_B + answers.lengths
+        rows_T = torch.repeat_interleave(torch.arange(len(prompts)), lengths_B)
+        positions_T = torch.arange(len(rows_T)) - (torch.cumsum(lengths_B, 0) - lengths_B)[rows_T]
+        mask_T = positions_T >= prompt_lengths_B[rows_T]
+        input_ids_T = torch.empty(len(rows_T), dtype=torch.int64)
+        input_ids_T[mask_T] = answers.tokens
+        input_ids_T[~mask_T] = torch.tensor([token for prompt in prompts for token in prompt], dtype=torch.int64)
+        tokens = {
+            "input_ids": input_ids_T,
+            "response_mask": mask_T,
+            "rollout_logprobs": torch.zeros(len(rows_T)).masked_scatter(mask_T, answers.logprobs.float()),
+            "weight_version": torch.where(mask_T, self.version, -1).to(torch.int32),
+        }
+        rows = {"truncated": answers.truncated, "response": [self.tokenizer.decode(ids) for ids in responses]}
+        return make_table(rows, tokens, lengths_B)
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def set_version(self, version: int) -> None:
+        """Numbers the weights that are sampled from, where they are the actor's own."""
+        assert self.shares_weights, "weights of another process come through load_weights"
+        self.version = version
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def load_weights(self, weights: Mapping[str, np.ndarray], version: int) -> None:
+        """Takes the actor's weights from another process."""
+        assert not self.shares_weights, "these weights are the actor's own; set_version numbers them"
+        load_weights(self.model, weights)
+        self.version = version

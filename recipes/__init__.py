@@ -1,0 +1,1 @@
+"""The programs: one folder per algorithm or stage."""

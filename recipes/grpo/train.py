@@ -1,0 +1,48 @@
+"""GRPO: PPO's update, with advantages from comparing several responses to one prompt instead of a critic.
+
+Shao et al. (2024), https://arxiv.org/abs/2402.03300. `python -m recipes.grpo.train CONFIG [key=value ...]`
+"""
+
+import sys
+from typing import Any
+
+from flowrl.cli import run_recipe
+from flowrl.run.estimate import batch_metrics, estimate_advantages
+from flowrl.run.prompts import read_prompts
+from flowrl.run.run import Run
+from flowrl.workers import Actor, Reference, Rollout, reward_worker
+from recipes.grpo.config import GRPOConfig
+
+
+def train(config: GRPOConfig) -> dict[str, Any]:
+    """Trains the actor; returns the run's summary."""
+    prompts, held_out = read_prompts(config)
+    temperature = config.rollout.temperature
+    with Run(config) as run:
+        actor = run.group("actor", Actor, config.actor, temperature=temperature)
+        reference = run.group("reference", Reference, config.reference, temperature=temperature)
+        reward = run.group("reward", reward_worker(config.reward), config.reward)
+        rollout = run.group("rollout", Rollout, config.rollout, config.actor.model, seed=config.seed)
+        run.evaluate_with(rollout, reward, held_out)
+
+        for step, batch in run.rollouts(rollout, prompts):
+            # 1. Score the responses.
+            batch["scores"] = reward.score(batch)
+            batch["old_logprobs"] = actor.logprobs(batch)
+            batch["ref_logprobs"] = reference.logprobs(batch)
+
+            # 2. A response is as good as it is better than the others to its prompt.
+            batch = estimate_advantages(batch, config.algorithm)
+            run.log(batch_metrics(batch))
+
+            # 3. Improve the actor; the KL to the reference is part of its loss.
+            for minibatch in batch.minibatches(config.minibatch_rows, epochs=config.epochs, seed=(config.seed, step)):
+                run.log(actor.update(minibatch))
+
+            # 4. The next responses come from the new weights.
+            run.publish(actor, rollout)
+        return run.finish(actor)
+
+
+if __name__ == "__main__":
+    sys.exit(run_recipe(GRPOConfig, train))

@@ -1,0 +1,48 @@
+# Sourced by the scripts that a user starts. Defines one function and does nothing else.
+
+# ensure_environment EXTRAS: afterwards `python` is an environment with flowrl and its EXTRAS ("" or "dev") in it: the
+# active one, else .venv, made if need be. Installs only when pyproject.toml has changed since the last time.
+ensure_environment() {
+    local extras=$1 root env checksum stamp
+    root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+    env=${VIRTUAL_ENV:-}
+    if [[ -z $env && -n ${CONDA_PREFIX:-} && ${CONDA_DEFAULT_ENV:-} != base ]]; then
+        env=$CONDA_PREFIX
+    fi
+    if [[ -z $env ]]; then
+        env=$root/.venv
+        [[ -f $env/bin/activate ]] || _make_environment "$env" || return
+        # shellcheck disable=SC1091 # made above
+        source "$env/bin/activate"
+    fi
+    # The checkout is part of it: an environment that served another one would run that one's code.
+    checksum="$(cksum <"$root/pyproject.toml") $root"
+    stamp=$env/.flowrl-installed
+    if [[ -f $stamp-$extras && $(<"$stamp-$extras") == "$checksum" ]]; then
+        return
+    fi
+    _say "installing flowrl${extras:+[$extras]} into $env; the first time takes some minutes"
+    if [[ $(uname) == Linux && -z ${PIP_EXTRA_INDEX_URL:-}${PIP_FIND_LINKS:-} ]] && ! command -v nvidia-smi >/dev/null; then
+        _say "no NVIDIA driver here: README.md says how to get the smaller CPU build of torch"
+    fi
+    rm -f "$stamp"-*
+    python -m pip install --quiet --disable-pip-version-check --editable "$root${extras:+[$extras]}" || return
+    echo "$checksum" >"$stamp-$extras"
+    echo "$checksum" >"$stamp-"
+}
+
+_make_environment() {
+    local python
+    for python in python3 python python3.13 python3.12 python3.11; do
+        if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            _say "making $1 with $(command -v "$python")"
+            # venv writes bin/activate last, so a run that was interrupted here starts over.
+            "$python" -m venv --clear "$1"
+            return
+        fi
+    done
+    _say "no Python 3.11 or newer is on PATH: install one, or activate an environment that has it"
+    return 2
+}
+
+_say() { echo "flowrl: $*" >&2; }

@@ -1,0 +1,23 @@
+"""What a PPO run may set."""
+
+from typing import ClassVar
+
+from pydantic import model_validator
+
+from flowrl.config import CriticConfig, OnPolicyConfig
+
+
+class PPOConfig(OnPolicyConfig):
+    """PPO with a critic: see recipes/ppo/train.py."""
+
+    roles: ClassVar[tuple[str, ...]] = ("actor", "rollout", "reference", "critic", "reward")
+
+    critic: CriticConfig
+    """The value model."""
+
+    @model_validator(mode="after")
+    def _check_estimator(self) -> "PPOConfig":
+        if self.algorithm.estimator != "gae":
+            name = self.algorithm.estimator
+            raise ValueError(f"algorithm.estimator is {name}, which uses no critic: set gae, or use recipes.grpo")
+        return self

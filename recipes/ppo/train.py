@@ -1,0 +1,52 @@
+"""PPO with a critic and a KL penalty to the reference policy.
+
+Schulman et al. (2017), https://arxiv.org/abs/1707.06347, in the form in which Ouyang et al. (2022),
+https://arxiv.org/abs/2203.02155, train language models: one reward per response, on its last token, and a KL penalty on
+every token. `python -m recipes.ppo.train CONFIG [key=value ...]`
+"""
+
+import sys
+from typing import Any
+
+from flowrl.cli import run_recipe
+from flowrl.run.estimate import batch_metrics, estimate_advantages
+from flowrl.run.prompts import read_prompts
+from flowrl.run.run import Run
+from flowrl.workers import Actor, Critic, Reference, Rollout, reward_worker
+from recipes.ppo.config import PPOConfig
+
+
+def train(config: PPOConfig) -> dict[str, Any]:
+    """Trains the actor and the critic; returns the run's summary."""
+    prompts, held_out = read_prompts(config)
+    temperature = config.rollout.temperature
+    with Run(config) as run:
+        actor = run.group("actor", Actor, config.actor, temperature=temperature)
+        critic = run.group("critic", Critic, config.critic)
+        reference = run.group("reference", Reference, config.reference, temperature=temperature)
+        reward = run.group("reward", reward_worker(config.reward), config.reward)
+        rollout = run.group("rollout", Rollout, config.rollout, config.actor.model, seed=config.seed)
+        run.evaluate_with(rollout, reward, held_out)
+
+        for step, batch in run.rollouts(rollout, prompts):
+            # 1. Score the responses; the four calls wait only for the columns they read.
+            batch["scores"] = reward.score(batch)
+            batch["old_logprobs"] = actor.logprobs(batch)
+            batch["ref_logprobs"] = reference.logprobs(batch)
+            batch["values"] = critic.values(batch)
+
+            # 2. Rewards and advantages: pure functions on the columns they name, run beside the data.
+            batch = estimate_advantages(batch, config.algorithm)
+            run.log(batch_metrics(batch))
+
+            # 3. Improve critic and actor; on separate pools these run at the same time.
+            for minibatch in batch.minibatches(config.minibatch_rows, epochs=config.epochs, seed=(config.seed, step)):
+                run.log(critic.update(minibatch), actor.update(minibatch))
+
+            # 4. The next responses come from the new weights.
+            run.publish(actor, rollout)
+        return run.finish(actor)
+
+
+if __name__ == "__main__":
+    sys.exit(run_recipe(PPOConfig, train))

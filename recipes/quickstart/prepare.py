@@ -1,0 +1,134 @@
+"""Makes everything the quickstart reads: the data, a character tokenizer, and a small untrained model.
+
+python -m recipes.quickstart.prepare --output DIR --seed 0
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+
+from flowrl.config.errors import UserError
+from flowrl.run.folder import replacing, write_json
+from recipes.quickstart.task import Problem, deal
+
+SPECIAL = ("<pad>", "<eos>")
+CHARACTERS = "0123456789+-="
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}"
+    "{{ eos_token if message['role'] == 'assistant' else '=' }}{% endfor %}"
+)
+"""A question becomes `37+58=` and an answer `95<eos>`: ten tokens at most."""
+
+MANIFEST = "prepared.json"
+
+
+class PrepareError(UserError):
+    """The folder holds something else."""
+
+
+def prepare(output: Path, seed: int) -> bool:
+    """Makes the folder `output`, whole or not at all; one that was made with the same seed is left alone.
+
+    Writes `sft.jsonl` (conversations with answers), `train.jsonl` and `test.jsonl` (prompts, the answer beside them), and
+    `model/` (weights, config, tokenizer).
+
+    Returns:
+        Whether anything was made.
+    Raises:
+        PrepareError: `output` is there and holds something else.
+    """
+    manifest = {"task": "two-digit addition and subtraction", "seed": seed}
+    if (output / MANIFEST).exists() and json.loads((output / MANIFEST).read_text(encoding="utf-8")) == manifest:
+        return False
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise PrepareError(
+            f"{output} holds something else than the data of seed {seed}; choose another folder or remove it"
+        )
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(output) as folder:
+        folder.mkdir()
+        _write_data(folder, seed)
+        save_tokenizer(folder / "model")
+        save_model(folder / "model", seed)
+        write_json(folder / MANIFEST, manifest)
+    return True
+
+
+def _write_data(folder: Path, seed: int) -> None:
+    problems = deal(seed)
+    _write_lines(folder / "sft.jsonl", [_example(problem) for problem in problems.examples])
+    _write_lines(folder / "train.jsonl", [_prompt(problem) for problem in problems.prompts])
+    _write_lines(folder / "test.jsonl", [_prompt(problem) for problem in problems.held_out])
+
+
+def _write_lines(path: Path, lines: Sequence[dict]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def _question(problem: Problem) -> dict[str, str]:
+    return {"from": "human", "content": problem.prompt}
+
+
+def _example(problem: Problem) -> dict:
+    return {"messages": [_question(problem), {"from": "assistant", "content": problem.answer}]}
+
+
+def _prompt(problem: Problem) -> dict:
+    return {"messages": [_question(problem)], "answer": problem.answer}
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Saves a tokenizer with one token per character of the task, with end and padding tokens and a chat template.
+
+    It is a Qwen2 tokenizer without merges: beside a Qwen2 model, transformers loads no other kind.
+    """
+    vocabulary = {token: number for number, token in enumerate((*SPECIAL, *CHARACTERS))}
+    pad, eos = SPECIAL
+    tokenizer = Qwen2Tokenizer(
+        vocab=vocabulary, merges=[], unk_token=pad, pad_token=pad, eos_token=eos, chat_template=CHAT_TEMPLATE
+    )
+    tokenizer.save_pretrained(folder)
+
+
+def save_model(folder: Path, seed: int) -> None:
+    """Saves an untrained Qwen2 model of 330 thousand parameters, the same for the same seed."""
+    config = Qwen2Config(
+        vocab_size=len(SPECIAL) + len(CHARACTERS),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        Qwen2ForCausalLM(config).save_pretrained(folder)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Makes the data, the tokenizer and the model of the quickstart.")
+    parser.add_argument("--output", type=Path, required=True, help="folder to make")
+    parser.add_argument("--seed", type=int, default=0, help="deals the problems and draws the first weights")
+    options = parser.parse_args(arguments)
+    try:
+        made = prepare(options.output, options.seed)
+    except PrepareError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    sys.stdout.write(f"{options.output} {'made' if made else 'is there already'}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Supervised fine-tuning: imitate the answers of a file."""

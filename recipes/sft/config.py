@@ -1,0 +1,31 @@
+"""What a supervised fine-tuning run may set."""
+
+from typing import ClassVar
+
+from pydantic import PositiveInt
+
+from flowrl.config import DataConfig, EngineConfig, ModelConfig, OptimizerConfig, RunConfig
+
+
+class SFTConfig(RunConfig):
+    """Cross-entropy on the answers of a file: see recipes/sft/train.py."""
+
+    roles: ClassVar[tuple[str, ...]] = ("actor",)
+
+    model: ModelConfig
+    """Weights to start from."""
+
+    optimizer: OptimizerConfig
+    """How they are updated."""
+
+    engine: EngineConfig = EngineConfig()
+    """How the model runs."""
+
+    data: DataConfig
+    """Conversations to imitate."""
+
+    rows_per_step: PositiveInt
+    """Sequences of one optimizer step, over all ranks."""
+
+    epochs: PositiveInt | None = None
+    """Passes over the training file after which the run ends even if `steps` are left; null is no limit."""

@@ -1,0 +1,26 @@
+"""Supervised fine-tuning: cross-entropy on what the assistant says. `python -m recipes.sft.train CONFIG [key=value ...]`"""
+
+import sys
+from typing import Any
+
+from flowrl.cli import run_recipe
+from flowrl.config import ActorConfig
+from flowrl.run.prompts import Examples
+from flowrl.run.run import Run
+from flowrl.workers import Actor
+from recipes.sft.config import SFTConfig
+
+
+def train(config: SFTConfig) -> dict[str, Any]:
+    """Trains the model; returns the run's summary."""
+    examples = Examples(config.data.train, config.model.path, max_tokens=config.data.max_prompt_tokens)
+    policy = ActorConfig(model=config.model, optimizer=config.optimizer, engine=config.engine)
+    with Run(config) as run:
+        actor = run.group("actor", Actor, policy)
+        for _, batch in run.batches(examples):
+            run.log(actor.update_sft(batch))
+        return run.finish(actor)
+
+
+if __name__ == "__main__":
+    sys.exit(run_recipe(SFTConfig, train))

@@ -1,0 +1,105 @@
+"""Aggregation by hand, and that any split into parts adds up to the whole."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from flowrl.algorithms import AggregationMode, aggregate, aggregation_count
+
+MODES: list[AggregationMode] = ["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
+LOSS = torch.tensor([[1.0, 2.0, 3.0, 9.0], [9.0, 8.0, 9.0, 9.0], [9.0, 9.0, 9.0, 9.0]])
+MASK = torch.tensor([[True, True, True, False], [False, True, False, False], [False, False, False, False]])
+
+
+def step_loss(loss: Tensor, mask: Tensor, mode: AggregationMode, parts: list[list[int]]) -> Tensor:
+    """The loss of one optimizer step whose rows are divided over these parts."""
+    scale = 10.0 if mode == "seq_mean_token_sum_norm" else None
+    denominator = sum(int(aggregation_count(mask[rows], mode=mode)) for rows in parts)
+    shares = [aggregate(loss[rows], mask[rows], mode=mode, denominator=denominator, scale=scale) for rows in parts]
+    return torch.stack(shares).sum()
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("token_mean", 14 / 4),
+        ("seq_mean_token_sum", 14 / 2),
+        ("seq_mean_token_mean", (2 + 8) / 2),
+        ("seq_mean_token_sum_norm", 14 / (2 * 10)),
+    ],
+)
+def test_aggregate_by_hand(mode: AggregationMode, expected: float):
+    assert_close(step_loss(LOSS, MASK, mode, [[0, 1, 2]]), torch.tensor(expected))
+
+
+@pytest.mark.parametrize(("mode", "expected"), list(zip(MODES, [4, 2, 2, 2], strict=True)))
+def test_the_count_is_of_tokens_or_of_rows_that_have_one(mode: AggregationMode, expected: int):
+    assert aggregation_count(MASK, mode=mode).item() == expected
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "parts", [[[0, 1, 2], [3, 4, 5]], [[5], [0, 3], [], [1, 4, 2]], [[0], [1], [2], [3], [4], [5]]]
+)
+def test_any_split_gives_the_loss_and_the_gradient_of_the_whole(mode: AggregationMode, parts: list[list[int]]):
+    generator = torch.Generator().manual_seed(0)
+    loss = torch.randn(6, 7, generator=generator, dtype=torch.float64, requires_grad=True)
+    mask = torch.rand(6, 7, generator=generator) < torch.tensor([0.0, 0.2, 0.5, 0.6, 0.9, 1.0])[:, None]
+    whole = step_loss(loss, mask, mode, [[0, 1, 2, 3, 4, 5]])
+    split = step_loss(loss, mask, mode, parts)
+    assert_close(split, whole)
+    assert_close(torch.autograd.grad(split, loss), torch.autograd.grad(whole, loss))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_masked_tokens_change_neither_loss_nor_gradient(mode: AggregationMode):
+    dirty = LOSS.masked_fill(~MASK, float("nan")).requires_grad_()
+    total = step_loss(dirty, MASK, mode, [[0, 1, 2]])
+    assert_close(total, step_loss(LOSS, MASK, mode, [[0, 1, 2]]))
+    (gradient,) = torch.autograd.grad(total, dirty)
+    assert gradient[MASK].all() and not gradient[~MASK].any()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_aggregate_passes_a_gradient_check(mode: AggregationMode):
+    loss = LOSS.double().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: step_loss(x, MASK, mode, [[0, 1, 2]]), (loss,))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("denominator", [0, torch.tensor(0)])
+def test_a_step_without_tokens_has_the_loss_zero_and_the_gradient_zero(
+    mode: AggregationMode, denominator: int | Tensor
+):
+    loss, scale = LOSS.clone().requires_grad_(), 10.0 if mode == "seq_mean_token_sum_norm" else None
+    total = aggregate(loss, torch.zeros_like(MASK), mode=mode, denominator=denominator, scale=scale)
+    total.backward()
+    assert total.item() == 0 and loss.grad is not None and not loss.grad.any()
+
+
+def test_the_denominator_may_be_a_tensor():
+    assert_close(aggregate(LOSS, MASK, mode="token_mean", denominator=torch.tensor(4)), torch.tensor(3.5))
+
+
+def test_an_unknown_mode_is_refused_and_the_known_are_listed():
+    with pytest.raises(ValueError, match="mode is 'mean', it must be one of token_mean, seq_mean_token_sum, "):
+        aggregate(LOSS, MASK, mode="mean", denominator=1)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="mode is 'mean'"):
+        aggregation_count(MASK, mode="mean")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("scale", [None, 0.0])
+def test_the_norm_mode_needs_a_scale(scale: float | None):
+    with pytest.raises(ValueError, match="seq_mean_token_sum_norm needs one above 0"):
+        aggregate(LOSS, MASK, mode="seq_mean_token_sum_norm", denominator=2, scale=scale)
+
+
+def test_a_scale_without_use_is_refused():
+    with pytest.raises(ValueError, match=r"scale is 10.0, but token_mean has none"):
+        aggregate(LOSS, MASK, mode="token_mean", denominator=4, scale=10.0)
+
+
+def test_a_negative_denominator_is_refused():
+    with pytest.raises(ValueError, match="denominator is -1"):
+        aggregate(LOSS, MASK, mode="token_mean", denominator=-1)

@@ -1,0 +1,66 @@
+"""Masked inputs are checked, promoted and made harmless."""
+
+import pytest
+import torch
+
+from flowrl.algorithms.masks import at_least_float32, last_masked, masked_mean, masked_rows, masked_tokens
+
+
+def test_masked_tokens_zeroes_what_the_mask_excludes_even_nan():
+    mask = torch.tensor([[True, False, False]])
+    (values,) = masked_tokens(mask, values=torch.tensor([[2.0, float("nan"), float("inf")]]))
+    assert values.tolist() == [[2.0, 0.0, 0.0]]
+
+
+def test_masked_tokens_refuses_a_mask_that_is_not_bool():
+    with pytest.raises(ValueError, match=r"mask is torch.float32.*mask.bool\(\)"):
+        masked_tokens(torch.ones(1, 2))
+
+
+def test_masked_tokens_refuses_a_mask_that_is_not_two_dimensional():
+    with pytest.raises(ValueError, match=r"mask has shape \[2\]"):
+        masked_tokens(torch.ones(2, dtype=torch.bool))
+
+
+def test_masked_tokens_refuses_to_broadcast_and_names_the_tensor():
+    with pytest.raises(ValueError, match=r"values has shape \[2, 1\].*\[2, 3\]"):
+        masked_tokens(torch.ones(2, 3, dtype=torch.bool), values=torch.ones(2, 1))
+
+
+def test_masked_rows_refuses_another_number_of_rows_and_names_the_tensor():
+    with pytest.raises(ValueError, match=r"scores has shape \[3\].*\[2\]"):
+        masked_rows(torch.ones(2, 3, dtype=torch.bool), scores=torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+        (torch.int64, torch.float32),
+    ],
+)
+def test_at_least_float32_promotes_half_and_integers_only(given: torch.dtype, expected: torch.dtype):
+    assert at_least_float32(torch.ones(1, dtype=given)).dtype == expected
+
+
+def test_masked_mean_counts_true_positions_only():
+    mask = torch.tensor([[True, True, False], [False, True, False]])
+    values = torch.tensor([[1.0, 2.0, 100.0], [100.0, 6.0, 100.0]])
+    assert masked_mean(values, mask).item() == 3.0
+
+
+def test_masked_mean_of_nothing_is_zero():
+    assert masked_mean(torch.ones(2, 3), torch.zeros(2, 3, dtype=torch.bool)).item() == 0.0
+
+
+def test_last_masked_marks_the_last_true_position_and_nothing_in_an_empty_row():
+    mask = torch.tensor([[False, True, True, False], [True, False, False, True], [False, False, False, False]])
+    expected = [[False, False, True, False], [False, False, False, True], [False, False, False, False]]
+    assert last_masked(mask).tolist() == expected
+
+
+def test_last_masked_of_no_positions_is_empty():
+    assert last_masked(torch.ones(2, 0, dtype=torch.bool)).shape == (2, 0)

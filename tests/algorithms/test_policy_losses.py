@@ -1,0 +1,163 @@
+"""The clipped policy loss against literals, a NumPy formula and finite differences."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from flowrl.algorithms import clipped_policy_loss
+
+RATIOS = [2.0, 0.5, 2.0, 0.5, 1.1, 5.0]
+ADVANTAGES = [1.0, 1.0, -1.0, -1.0, 3.0, -2.0]
+
+
+def by_hand(dual_clip: float | None = None) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """loss, metrics and gradient by log-probability for the tokens above, clips 0.2 below and 0.3 above."""
+    old_logprobs = torch.full((1, 6), -1.0)
+    logprobs = (old_logprobs + torch.tensor([RATIOS]).log()).requires_grad_()
+    loss, metrics = clipped_policy_loss(
+        logprobs,
+        old_logprobs,
+        torch.tensor([ADVANTAGES]),
+        torch.ones(1, 6, dtype=torch.bool),
+        clip_low=0.2,
+        clip_high=0.3,
+        dual_clip=dual_clip,
+    )
+    return loss, metrics, torch.autograd.grad(loss.sum(), logprobs)[0]
+
+
+def random_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """logprobs (with gradient), old_logprobs, advantages, mask."""
+    generator = torch.Generator().manual_seed(seed)
+    logprobs, old_logprobs, advantages = torch.randn(3, 5, 9, generator=generator, dtype=torch.float64)
+    return logprobs.requires_grad_(), old_logprobs, advantages, torch.rand(5, 9, generator=generator) < 0.6
+
+
+def test_the_loss_by_hand():
+    assert_close(by_hand()[0], torch.tensor([[-1.3, -0.5, 2.0, 0.8, -3.3, 10.0]]))
+
+
+def test_the_gradient_by_hand_is_zero_where_a_clip_binds():
+    assert_close(by_hand()[2], torch.tensor([[0.0, -0.5, 2.0, 0.0, -3.3, 10.0]]))
+
+
+def test_the_dual_clip_bounds_the_loss_of_bad_tokens_and_stops_their_gradient():
+    loss, metrics, gradient = by_hand(dual_clip=3.0)
+    assert_close(loss, torch.tensor([[-1.3, -0.5, 2.0, 0.8, -3.3, 6.0]]))
+    assert_close(gradient, torch.tensor([[0.0, -0.5, 2.0, 0.0, -3.3, 0.0]]))
+    assert metrics["dual_clip_fraction"].tolist() == [[0, 0, 0, 0, 0, 1]]
+
+
+def test_clip_fractions_count_only_clips_that_bind():
+    metrics = by_hand()[1]
+    assert metrics["clip_fraction"].tolist() == [[1, 0, 0, 1, 0, 0]]
+    assert metrics["clip_fraction_high"].tolist() == [[1, 0, 0, 0, 0, 0]]
+    assert metrics["clip_fraction_low"].tolist() == [[0, 0, 0, 1, 0, 0]]
+    assert not metrics["dual_clip_fraction"].any()
+
+
+def test_ratio_and_approximate_divergence_by_hand():
+    metrics = by_hand()[1]
+    assert_close(metrics["ratio"], torch.tensor([RATIOS]))
+    assert_close(metrics["approx_kl"], torch.tensor([[w - 1 - math.log(w) for w in RATIOS]]))
+
+
+@pytest.mark.parametrize("dual_clip", [None, 3.0])
+def test_the_loss_agrees_with_the_formula_in_numpy(dual_clip: float | None):
+    logprobs, old_logprobs, advantages, mask = random_inputs(0)
+    loss, _ = clipped_policy_loss(
+        logprobs, old_logprobs, advantages, mask, clip_low=0.2, clip_high=0.28, dual_clip=dual_clip
+    )
+    a, w = advantages.numpy(), np.exp(logprobs.detach().numpy() - old_logprobs.numpy())
+    objective = np.minimum(w * a, np.clip(w, 0.8, 1.28) * a)
+    if dual_clip is not None:
+        objective = np.where(a < 0, np.maximum(objective, dual_clip * a), objective)
+    assert_close(loss.detach().numpy(), np.where(mask, -objective, 0.0))
+
+
+@pytest.mark.parametrize("dual_clip", [None, 1.5])
+def test_the_loss_passes_a_gradient_check(dual_clip: float | None):
+    logprobs, old_logprobs, advantages, mask = random_inputs(1)
+
+    def loss(x: Tensor) -> Tensor:
+        return clipped_policy_loss(x, old_logprobs, advantages, mask, clip_low=0.2, clip_high=0.3, dual_clip=dual_clip)[
+            0
+        ]
+
+    assert torch.autograd.gradcheck(loss, (logprobs,))
+
+
+def test_masked_tokens_change_neither_loss_nor_gradient_nor_metrics():
+    logprobs, old_logprobs, advantages, mask = random_inputs(2)
+    clean, clean_metrics = clipped_policy_loss(logprobs, old_logprobs, advantages, mask, clip_low=0.2, clip_high=0.2)
+    dirty_logprobs = logprobs.detach().masked_fill(~mask, float("nan")).requires_grad_()
+    old_logprobs, advantages = (x.masked_fill(~mask, float("inf")) for x in (old_logprobs, advantages))
+    loss, metrics = clipped_policy_loss(dirty_logprobs, old_logprobs, advantages, mask, clip_low=0.2, clip_high=0.2)
+    assert_close((loss, metrics), (clean, clean_metrics), rtol=0, atol=0)
+    gradients = torch.autograd.grad(clean.sum() + loss.sum(), (logprobs, dirty_logprobs))
+    assert_close(*gradients, rtol=0, atol=0)
+    assert not loss[~mask].any() and not any(metric[~mask].any() for metric in metrics.values())
+
+
+def test_a_split_batch_gives_the_parts_of_the_whole():
+    inputs = random_inputs(3)
+    whole, _ = clipped_policy_loss(*inputs, clip_low=0.2, clip_high=0.2)
+    parts = [
+        clipped_policy_loss(*(x[rows] for x in inputs), clip_low=0.2, clip_high=0.2)[0]
+        for rows in (slice(0, 2), slice(2, 2), slice(2, 5))
+    ]
+    assert_close(torch.cat(parts), whole, rtol=0, atol=0)
+
+
+def test_on_policy_the_ratio_is_one_nothing_is_clipped_and_the_gradient_is_reinforce():
+    logprobs, _, advantages, mask = random_inputs(4)
+    loss, metrics = clipped_policy_loss(logprobs, logprobs, advantages, mask, clip_low=0.2, clip_high=0.2)
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+    assert_close(gradient, torch.where(mask, -advantages, 0))
+    assert metrics["ratio"].equal(mask.double())
+    assert not metrics["clip_fraction"].any() and not metrics["approx_kl"].any()
+
+
+def test_no_gradient_flows_into_old_logprobs_advantages_or_metrics():
+    logprobs, old_logprobs, advantages, mask = random_inputs(5)
+    loss, metrics = clipped_policy_loss(
+        logprobs, old_logprobs.requires_grad_(), advantages.requires_grad_(), mask, clip_low=0.2, clip_high=0.2
+    )
+    loss.sum().backward()
+    assert old_logprobs.grad is None and advantages.grad is None
+    assert not any(metric.requires_grad for metric in metrics.values())
+
+
+def test_extreme_log_ratios_stay_finite():
+    logprobs = torch.tensor([[-1e4, 1e4, -1e4, 1e4]], requires_grad=True)
+    advantages, mask = torch.tensor([[1.0, 1.0, -1.0, -1.0]]), torch.ones(1, 4, dtype=torch.bool)
+    loss, metrics = clipped_policy_loss(logprobs, torch.zeros(1, 4), advantages, mask, clip_low=0.2, clip_high=0.2)
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+    assert all(x.isfinite().all() for x in (loss, gradient, *metrics.values()))
+
+
+def test_bfloat16_inputs_are_computed_in_float32():
+    logprobs, old_logprobs, advantages, mask = (x.detach() for x in random_inputs(6))
+    low, _ = clipped_policy_loss(
+        logprobs.bfloat16(), old_logprobs.bfloat16(), advantages.bfloat16(), mask, clip_low=0.2, clip_high=0.2
+    )
+    high, _ = clipped_policy_loss(logprobs, old_logprobs, advantages, mask, clip_low=0.2, clip_high=0.2)
+    assert low.dtype == torch.float32
+    assert_close(low.double(), high, rtol=0.03, atol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("clips", "message"),
+    [
+        ({"clip_low": 1.5, "clip_high": 0.2}, r"clip_low is 1.5, it must be in \[0, 1\]"),
+        ({"clip_low": 0.2, "clip_high": -0.2}, "clip_high is -0.2, it must be 0 or more"),
+        ({"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 1.0}, "dual_clip is 1.0, it must be above 1"),
+    ],
+)
+def test_clips_outside_their_range_are_refused(clips: dict[str, float], message: str):
+    with pytest.raises(ValueError, match=message):
+        clipped_policy_loss(*random_inputs(7), **clips)

@@ -1,0 +1,176 @@
+"""What a config file says reaches the config; what it says wrongly is named with file, line and the way out."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flowrl.config import ConfigError, Placement, load, recipe_class, to_yaml
+from recipes.grpo.config import GRPOConfig
+from recipes.ppo.config import PPOConfig
+
+PPO = """\
+recipe: recipes.ppo.config:PPOConfig
+output: runs/test
+steps: 2
+rows_per_step: 8
+minibatch_rows: 4
+actor:
+  model: {path: model}
+  optimizer: {lr: 1e-4}
+critic:
+  model: {path: model}
+  optimizer: {lr: 1e-4}
+reference:
+  model: {path: model}
+reward: {function: "rewards:score"}
+rollout: {max_response_tokens: 8}
+algorithm: {estimator: gae}
+data: {train: train.jsonl, max_prompt_tokens: 8}
+"""
+
+
+@pytest.fixture
+def ppo(tmp_path: Path) -> Path:
+    """The path of a PPO config that states what has no default."""
+    path = tmp_path / "ppo.yaml"
+    path.write_text(PPO)
+    return path
+
+
+def refusal(path: Path, *overrides: str) -> str:
+    """The sentence with which a PPO config is refused, its folder left out."""
+    with pytest.raises(ConfigError) as caught:
+        load(path, overrides, PPOConfig)
+    return str(caught.value).replace(f"{path.parent}/", "")
+
+
+def rewrite(path: Path, old: str, new: str) -> Path:
+    path.write_text(path.read_text().replace(old, new))
+    return path
+
+
+def test_a_number_with_an_exponent_and_no_dot_is_a_number(ppo: Path) -> None:
+    assert load(ppo, [], PPOConfig).actor.optimizer.lr == 1e-4
+
+
+def test_overrides_win_over_the_file_and_later_ones_over_earlier_ones(ppo: Path) -> None:
+    config = load(ppo, ["steps=3", "actor.optimizer.lr=1e-5", "steps=4", "rollout.stop_ids=[[1, 2]]"], PPOConfig)
+    assert (config.steps, config.actor.optimizer.lr, config.rollout.stop_ids) == (4, 1e-5, ((1, 2),))
+
+
+def test_a_written_config_reads_back_equal(ppo: Path, tmp_path: Path) -> None:
+    config = load(
+        ppo, ["placement.pools={a: [1], b: 1/2}", "placement.roles={actor: a, critic: {pool: b, tp: 2}}"], PPOConfig
+    )
+    written = tmp_path / "config.yaml"
+    written.write_text(to_yaml(config))
+    assert load(written, [], PPOConfig) == config
+
+
+def test_the_recipe_key_leads_to_the_config_class(ppo: Path) -> None:
+    assert recipe_class(ppo) is PPOConfig
+
+
+def test_a_file_of_another_recipe_is_refused(ppo: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"ppo.yaml:1: recipe is recipes.ppo.config:PPOConfig, but this program reads"
+    ):
+        load(ppo, [], GRPOConfig)
+
+
+@pytest.mark.parametrize("name", ["recipes.pqo.config:PPOConfig", "recipes.ppo.config:Nothing", "PPOConfig", "3"])
+def test_a_recipe_that_is_not_there_is_refused_by_line(ppo: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"ppo.yaml:1: recipe "):
+        recipe_class(rewrite(ppo, "recipes.ppo.config:PPOConfig", name))
+
+
+def test_an_unknown_key_is_named_with_its_line_and_its_neighbour(ppo: Path) -> None:
+    sentence = refusal(rewrite(ppo, "rows_per_step", "rows_per_stepp"))
+    assert sentence.startswith("ppo.yaml:4: rows_per_stepp is not a setting; did you mean rows_per_step?")
+
+
+def test_a_key_in_the_wrong_group_is_found_where_it_belongs(ppo: Path) -> None:
+    sentence = refusal(ppo, "lr=1e-5")
+    assert sentence == "lr=1e-5: lr is not a setting; did you mean actor.optimizer.lr or critic.optimizer.lr?"
+
+
+def test_a_key_like_no_other_is_answered_with_what_there_is(ppo: Path) -> None:
+    assert refusal(ppo, "data.zzz=1") == (
+        "data.zzz=1: data.zzz is not a setting; data takes train, test, max_prompt_tokens, evaluation_rows, shuffle"
+    )
+
+
+def test_a_wrong_type_is_named_with_key_line_value_and_what_it_must_be(ppo: Path) -> None:
+    assert (
+        refusal(rewrite(ppo, "steps: 2", "steps: many")) == "ppo.yaml:3: steps is 'many', but must be a valid integer"
+    )
+
+
+@pytest.mark.parametrize("value", ["true", "2.5", "'2'", "[2]", "0", "null"])
+def test_a_count_is_a_whole_positive_number(ppo: Path, value: str) -> None:
+    assert refusal(ppo, f"steps={value}").startswith(f"steps={value}: steps is ")
+
+
+def test_a_missing_setting_is_explained(ppo: Path) -> None:
+    assert refusal(rewrite(ppo, "steps: 2\n", "")) == "ppo.yaml: steps is missing: Steps of the recipe's loop."
+
+
+def test_several_faults_are_counted_and_a_misspelling_comes_first(ppo: Path) -> None:
+    sentence = refusal(rewrite(ppo, "estimator: gae", "estimatr: gae"))
+    assert "algorithm.estimatr is not a setting" in sentence and sentence.endswith("(and 1 more to correct)")
+
+
+def test_text_where_a_group_belongs_is_refused(ppo: Path) -> None:
+    assert refusal(ppo, "actor.model=tiny").endswith("actor.model is 'tiny', but it is a group of settings")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("a: [1, 2\nb: 3\n", "bad.yaml:2: not valid YAML"),
+        ("a: 1\nb: 2\na: 3\n", "bad.yaml:3: a is set twice"),
+        ("1: 2\n", "bad.yaml:1: '1' is a key, and keys are text"),
+        ("- 1\n", "bad.yaml: holds list"),
+        ("", "bad.yaml: holds NoneType"),
+        ("a: !!int x\n", "bad.yaml: not valid YAML"),
+    ],
+)
+def test_what_is_not_a_mapping_in_yaml_is_refused(tmp_path: Path, text: str, problem: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    assert refusal(path).startswith(problem)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    assert refusal(tmp_path / "none.yaml") == "none.yaml: cannot be read, No such file or directory"
+
+
+@pytest.mark.parametrize("override", ["steps", "=3", ".steps=3", "actor..model=x"])
+def test_what_is_not_an_override_is_refused(ppo: Path, override: str) -> None:
+    assert refusal(ppo, override) == f"{override!r} is not an override: write key=value, like actor.optimizer.lr=1e-5"
+
+
+def test_an_override_below_a_plain_value_is_refused(ppo: Path) -> None:
+    assert refusal(ppo, "steps.x=1") == "steps.x=1: steps is 2, which has no settings inside it"
+
+
+def test_a_placement_may_be_a_file_beside_the_config(ppo: Path) -> None:
+    (ppo.parent / "two.yaml").write_text("pools: {main: [2]}\nroles: {actor: main}\n")
+    config = load(ppo, ["placement=two.yaml", "placement.device=cpu"], PPOConfig)
+    assert config.placement == Placement(device="cpu", pools={"main": [2]}, roles={"actor": "main"})
+
+
+def test_a_fault_in_an_included_file_is_named_by_that_file_and_line(ppo: Path) -> None:
+    (ppo.parent / "bad.yaml").write_text("roles: {actor: main}\npools:\n  main: 3\n")
+    assert refusal(ppo, "placement=bad.yaml").startswith("bad.yaml:3: placement.pools.main: a pool is a list")
+
+
+def test_an_included_file_that_is_not_there_is_refused(ppo: Path) -> None:
+    assert refusal(ppo, "placement=none.yaml").endswith("placement is none.yaml, and there is no such file")
+
+
+def test_reading_a_config_loads_neither_torch_nor_ray() -> None:
+    code = "import sys, recipes.ppo.config, flowrl.cli; sys.exit(bool({'torch', 'ray'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,114 @@
+"""Settings that contradict each other are refused before anything starts, with the way out."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from flowrl.config import (
+    ActorConfig,
+    AdvantageConfig,
+    Config,
+    DataConfig,
+    OptimizerConfig,
+    Placement,
+    RewardConfig,
+    RolloutConfig,
+)
+from recipes.grpo.config import GRPOConfig
+from recipes.ppo.config import PPOConfig
+from recipes.sft.config import SFTConfig
+
+MODEL = {"path": "model"}
+TRAINED = {"model": MODEL, "optimizer": {"lr": 1e-4}}
+ON_POLICY: dict[str, Any] = {
+    "output": "runs/test",
+    "steps": 1,
+    "rows_per_step": 8,
+    "minibatch_rows": 4,
+    "samples_per_prompt": 2,
+    "actor": TRAINED,
+    "reference": {"model": MODEL},
+    "reward": {"function": "rewards:score"},
+    "rollout": {"max_response_tokens": 8},
+    "data": {"train": "train.jsonl", "max_prompt_tokens": 8},
+}
+PPO = ON_POLICY | {"critic": TRAINED, "algorithm": {"estimator": "gae"}}
+GRPO = ON_POLICY | {"algorithm": {"estimator": "grpo"}}
+
+
+@pytest.mark.parametrize(
+    ("cls", "settings", "way_out"),
+    [
+        (OptimizerConfig, {"lr": 1.0, "schedule": "linear"}, "set total_steps"),
+        (OptimizerConfig, {"lr": 1.0, "total_steps": 5, "warmup_steps": 5}, "must be below total_steps"),
+        (OptimizerConfig, {"lr": 1.0, "betas": [0.9, 1.0]}, "below 1"),
+        (OptimizerConfig, {"lr": float("nan")}, "finite number"),
+        (ActorConfig, TRAINED | {"aggregation": "seq_mean_token_sum_norm"}, "aggregation_scale: set it"),
+        (ActorConfig, TRAINED | {"aggregation_scale": 8.0}, "remove it"),
+        (RewardConfig, {}, "exactly one"),
+        (RewardConfig, {"function": "rewards:score", "model": MODEL}, "exactly one"),
+        (RewardConfig, {"function": "rewards.score"}, "form module:name"),
+        (RolloutConfig, {"max_response_tokens": 8, "temperature": 0.0}, "greater than 0"),
+        (RolloutConfig, {"max_response_tokens": 8, "stop_ids": [[1], []]}, "empty sequence"),
+        (AdvantageConfig, {"estimator": "grpo", "lam": 0.95}, "lam belongs to estimator gae"),
+        (AdvantageConfig, {"estimator": "gae", "normalize_std": False}, "belongs to estimator grpo"),
+        (DataConfig, {"train": "a", "max_prompt_tokens": 8, "evaluation_rows": 3}, "set test"),
+        (PPOConfig, PPO | {"rows_per_step": 9}, "set it to 8"),
+        (PPOConfig, PPO | {"minibatch_rows": 9}, "at most 8"),
+        (PPOConfig, PPO | {"rollout": {"max_response_tokens": 8, "top_p": 0.9}}, "top_p: 1.0"),
+        (PPOConfig, PPO | {"rollout": {"max_response_tokens": 8, "top_k": 5}}, "top_k: 0"),
+        (PPOConfig, PPO | {"algorithm": {"estimator": "grpo"}}, "set gae"),
+        (PPOConfig, PPO | {"evaluate_every": 2}, "set data.test"),
+        (PPOConfig, PPO | {"backend": "inline", "address": "auto"}, "backend: ray"),
+        (GRPOConfig, GRPO | {"algorithm": {"estimator": "gae"}}, "set grpo"),
+        (GRPOConfig, GRPO | {"samples_per_prompt": 1}, "2 or more"),
+    ],
+)
+def test_a_contradiction_is_refused_with_the_way_out(cls: type[Config], settings: dict[str, Any], way_out: str) -> None:
+    with pytest.raises(ValidationError, match=way_out):
+        cls.model_validate(settings)
+
+
+@pytest.mark.parametrize(("cls", "settings"), [(PPOConfig, PPO), (GRPOConfig, GRPO)])
+def test_a_step_reads_rows_over_samples_prompts(cls: type[PPOConfig], settings: dict[str, Any]) -> None:
+    assert cls.model_validate(settings).prompts_per_step == 4
+
+
+def test_a_config_cannot_be_written() -> None:
+    config = OptimizerConfig(lr=1.0)
+    with pytest.raises(ValidationError, match="frozen"):
+        config.lr = 2.0  # pyright: ignore[reportAttributeAccessIssue] (what is tested)
+
+
+def test_a_placement_reads_the_same_from_python_and_from_yaml_values() -> None:
+    ours = Placement(pools={"main": [2]}, roles={"actor": "main"})
+    assert ours == Placement.model_validate({"pools": {"main": [2]}, "roles": {"actor": {"pool": "main", "tp": 1}}})
+
+
+@pytest.mark.parametrize("pool", [2, "half", "1/0", "0/2", [True], [-1], [1.5], None, {}])
+def test_what_is_not_a_pool_is_refused(pool: object) -> None:
+    with pytest.raises(ValidationError, match="a pool is a list of devices per node"):
+        Placement.model_validate({"pools": {"main": pool}, "roles": {"actor": "main"}})
+
+
+@pytest.mark.parametrize("role", [None, 3, ["main"]])
+def test_what_is_not_a_role_is_refused(role: object) -> None:
+    with pytest.raises(ValidationError, match="a role is the name of its pool"):
+        Placement.model_validate({"pools": {"main": [1]}, "roles": {"actor": role}})
+
+
+def config_classes(cls: type[BaseModel] = Config) -> list[type[BaseModel]]:
+    return [found for child in cls.__subclasses__() for found in (child, *config_classes(child))]
+
+
+def test_every_setting_is_explained() -> None:
+    assert SFTConfig in config_classes()
+    shipped = [cls for cls in config_classes() if cls.__module__.startswith(("flowrl.", "recipes."))]
+    assert not [f"{c.__name__}.{n}" for c in shipped for n, field in c.model_fields.items() if not field.description]
+
+
+def test_a_placement_file_takes_fifteen_lines_at_most() -> None:
+    files = list((Path(__file__).parents[2] / "placement").glob("*.yaml"))
+    assert len(files) >= 4 and all(len(file.read_text().splitlines()) <= 15 for file in files)

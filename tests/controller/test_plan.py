@@ -1,0 +1,168 @@
+"""Every rank gets a device of its own, or one sentence says why not."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrl.config import Placement, RolePlacement, load
+from flowrl.controller.inventory import local_inventory
+from flowrl.controller.plan import Coordinates, Inventory, Mesh, PlacementError, Plan, plan, render_plan
+from recipes.grpo.config import GRPOConfig
+from recipes.ppo.config import PPOConfig
+
+SHIPPED = Path(__file__).parents[2] / "placement"
+
+
+def gpus(*nodes: int) -> Inventory:
+    return Inventory(nodes, "cuda")
+
+
+def places(made: Plan, role: str) -> list[tuple[int, int]]:
+    """(node, device) of each rank of `role`."""
+    return [(slot.node, slot.device) for slot in made.slots(role)]
+
+
+def shipped(name: str) -> Placement:
+    return load(SHIPPED / f"{name}.yaml", [], Placement)
+
+
+def test_single_puts_every_role_on_one_device() -> None:
+    made = plan(shipped("single"), gpus(8), PPOConfig.roles)
+    assert {role: places(made, role) for role in made.roles} == {role: [(0, 0)] for role in PPOConfig.roles}
+
+
+def test_colocated_puts_every_role_on_every_device() -> None:
+    made = plan(shipped("colocated"), gpus(2, 1), PPOConfig.roles)
+    assert places(made, "actor") == places(made, "critic") == [(0, 0), (0, 1), (1, 0)]
+
+
+def test_split_halves_every_node() -> None:
+    made = plan(shipped("split"), gpus(4, 2), PPOConfig.roles)
+    assert places(made, "actor") == places(made, "rollout") == [(0, 0), (0, 1), (1, 0)]
+    assert places(made, "critic") == places(made, "reward") == [(0, 2), (0, 3), (1, 1)]
+
+
+def test_standalone_gives_every_role_a_device_of_its_own() -> None:
+    made = plan(shipped("standalone"), gpus(3, 2), PPOConfig.roles)
+    assert [places(made, role) for role in PPOConfig.roles] == [[(0, 0)], [(0, 1)], [(0, 2)], [(1, 0)], [(1, 1)]]
+
+
+def test_a_role_that_the_recipe_does_not_drive_takes_no_device() -> None:
+    made = plan(shipped("standalone"), gpus(4), GRPOConfig.roles)
+    assert "critic" not in made.roles and "critic" not in made.pools
+
+
+def test_counts_per_node_are_ranked_node_by_node() -> None:
+    made = plan(Placement(pools={"main": [2, 2]}, roles={"actor": "main"}), gpus(2, 2))
+    assert [(slot.rank, slot.node, slot.local_rank, slot.device) for slot in made.slots("actor")] == [
+        (0, 0, 0, 0),
+        (1, 0, 1, 1),
+        (2, 1, 0, 0),
+        (3, 1, 1, 1),
+    ]
+
+
+def test_a_pool_goes_to_the_first_node_with_room() -> None:
+    made = plan(Placement(pools={"a": [3], "b": [2]}, roles={"actor": "a", "critic": "b"}), gpus(4, 4))
+    assert places(made, "critic") == [(1, 0), (1, 1)]
+
+
+def test_data_parallelism_takes_what_the_parallel_sizes_leave() -> None:
+    roles = {"actor": RolePlacement(pool="main", tp=2, pp=2)}
+    assert plan(Placement(pools={"main": [8]}, roles=roles), gpus(8)).roles["actor"].mesh == Mesh(
+        pp=2, dp=2, sp=1, tp=2
+    )
+
+
+def test_tensor_parallel_peers_are_neighbours() -> None:
+    mesh = Mesh(pp=2, dp=3, sp=2, tp=2)
+    assert mesh.size == 24 and mesh.rank(Coordinates(pp=1, dp=2, sp=0, tp=1)) == ((1 * 3 + 2) * 2 + 0) * 2 + 1
+    assert [mesh.rank(mesh.coordinates(rank)) for rank in range(24)] == list(range(24))
+
+
+@pytest.mark.parametrize(
+    ("pools", "roles", "sentence"),
+    [
+        ({"main": [1]}, {"rollout": "main"}, "placement.roles.actor is missing: give actor one of the pools main"),
+        ({"main": [1]}, {"actor": "mian"}, "placement.roles.actor is mian, which is not a pool; did you mean main?"),
+        (
+            {"main": [1]},
+            {"actor": "main", "acto": "main"},
+            "placement.roles.acto is not a role of this recipe; did you",
+        ),
+        ({"main": [0]}, {"actor": "main"}, "placement.pools.main is [0], an empty pool"),
+        ({"main": []}, {"actor": "main"}, "placement.pools.main is [], an empty pool"),
+        ({"main": [1], "b": [1]}, {"actor": "main"}, "placement.pools.b is empty of roles"),
+        ({"main": "1/2"}, {"actor": "main"}, "placement.pools.main is 1/2, an odd split of a node's 3 devices"),
+        ({"main": "3/2"}, {"actor": "main"}, "placement.pools.main is 3/2, more than every node has"),
+        ({"main": [4]}, {"actor": "main"}, "placement.pools.main is [4], more devices than there are: nodes have [3]"),
+        ({"main": [1, 1]}, {"actor": "main"}, "placement.pools.main is [1, 1], a count for each of 2 nodes, more than"),
+        (
+            {"main": "all"},
+            {"actor": {"pool": "main", "tp": 2}},
+            "placement.roles.actor has tp 2, which does not divide",
+        ),
+    ],
+)
+def test_the_impossible_is_refused_in_a_sentence_that_names_the_key(pools: dict, roles: dict, sentence: str) -> None:
+    with pytest.raises(PlacementError) as caught:
+        plan(Placement(pools=pools, roles=roles), gpus(3), ["actor"])
+    assert str(caught.value).startswith(sentence)
+
+
+def test_pools_that_overlap_are_refused() -> None:
+    placement = Placement(pools={"a": [2], "b": "all"}, roles={"actor": "a", "critic": "b"})
+    with pytest.raises(PlacementError, match=r"pools.b is \[4\], more devices .* and other pools take \[2\]"):
+        plan(placement, gpus(4))
+
+
+def test_without_a_gpu_a_cuda_placement_is_refused() -> None:
+    with pytest.raises(PlacementError, match=r"there are no cuda devices: set placement\.device: cpu"):
+        plan(shipped("split"), gpus(0))
+
+
+def test_cpu_slots_that_nobody_stated_are_no_limit() -> None:
+    made = plan(shipped("standalone"), Inventory((2,), "cpu", bounded=False))
+    assert places(made, "reward") == [(0, 4)]
+
+
+def test_a_share_of_an_odd_number_of_cores_is_rounded_down_but_never_to_nothing() -> None:
+    made = plan(shipped("split"), Inventory((1,), "cpu", bounded=False))
+    assert places(made, "actor") + places(made, "critic") == [(0, 0), (0, 1)]
+
+
+@given(st.lists(st.integers(0, 8), min_size=1, max_size=4), st.lists(st.integers(1, 4), min_size=1, max_size=4))
+def test_pools_are_disjoint_and_inside_the_inventory_or_refused(nodes: list[int], sizes: list[int]) -> None:
+    names = [f"pool{index}" for index in range(len(sizes))]
+    placement = Placement(pools={n: [s] for n, s in zip(names, sizes, strict=True)}, roles={n: n for n in names})
+    try:
+        made = plan(placement, gpus(*nodes))
+    except PlacementError:
+        # Refused only when no node has room: each then has fewer than 4 free devices.
+        assert max(sizes) > max(nodes) or sum(sizes) > sum(nodes) - 3 * len(nodes)
+        return
+    taken = [place for name in names for place in places(made, name)]
+    assert len(set(taken)) == len(taken) == sum(sizes)
+    assert all(device < nodes[node] for node, device in taken)
+
+
+def test_the_table_has_a_row_per_role_and_a_column_per_device() -> None:
+    table = render_plan(plan(shipped("split"), gpus(2, 2), GRPOConfig.roles)).splitlines()
+    assert table[1].split() == ["role", "pool", "mesh", "0:0", "0:1", "1:0", "1:1"]
+    assert table[2].split() == ["actor", "policy", "dp2", "0", ".", "1", "."]
+    assert table[5].split() == ["reward", "judges", "dp2", ".", "0", ".", "1"]
+
+
+def test_stated_devices_are_a_limit() -> None:
+    assert local_inventory("cpu", [3]) == Inventory((3,), "cpu", bounded=True)
+
+
+def test_stated_cuda_devices_need_not_be_here() -> None:
+    assert local_inventory("cuda", [8, 8]) == Inventory((8, 8), "cuda")
+
+
+def test_cores_that_nobody_stated_are_no_limit() -> None:
+    found = local_inventory("cpu")
+    assert found.nodes[0] >= 1 and not found.bounded

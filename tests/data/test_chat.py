@@ -1,0 +1,98 @@
+from pathlib import Path
+
+import pytest
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from tokenizers.decoders import Fuse
+from transformers import PreTrainedTokenizerFast
+
+from flowrl.data.chat import ChatTokenizer, DataError, Message
+
+MARKED = (
+    "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}"
+    "{{ '</s>' if m['role'] == 'assistant' else '' }}|{% endfor %}"
+    "{{ '<a>' if add_generation_prompt else '' }}"
+)
+"""Every turn ends with a bar; the assistant's has it after the end token, as many templates have a line break."""
+
+ASKED = [Message("user", "ab")]
+ANSWERED = [*ASKED, Message("assistant", "ba")]
+TWICE = [*ANSWERED, Message("user", "a"), Message("assistant", "b")]
+
+
+def make(folder: Path, template: str | None = MARKED, eos: str | None = "</s>") -> ChatTokenizer:
+    vocabulary = {token: number for number, token in enumerate(["<pad>", "</s>", *"<>uas|b"])}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="|"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    core.decoder = Fuse()
+    saved = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=eos, pad_token="<pad>", chat_template=template)
+    saved.save_pretrained(folder)
+    return ChatTokenizer(folder)
+
+
+def text(chat: ChatTokenizer, ids: list[int]) -> str:
+    return "".join(chat.tokenizer.convert_ids_to_tokens(ids))
+
+
+def test_a_prompt_ends_where_the_assistant_begins(tmp_path: Path) -> None:
+    chat = make(tmp_path)
+    assert text(chat, chat.encode_prompt(ASKED)) == "<u>ab|<a>"
+
+
+def test_an_example_trains_what_the_assistant_says_and_its_end_token(tmp_path: Path) -> None:
+    chat = make(tmp_path)
+    ids, mask = chat.encode_example(TWICE)
+    assert text(chat, ids) == "<u>ab|<a>ba</s>|<u>a|<a>b</s>|"
+    assert text(chat, [token for token, trained in zip(ids, mask, strict=True) if trained]) == "ba</s>b</s>"
+
+
+def test_an_example_begins_with_the_tokens_of_its_prompt(tmp_path: Path) -> None:
+    chat = make(tmp_path)
+    prompt = chat.encode_prompt(ASKED)
+    ids, mask = chat.encode_example(ANSWERED)
+    assert ids[: len(prompt)] == prompt
+    assert not any(mask[: len(prompt)])
+
+
+def test_turns_after_the_last_answer_are_not_trained(tmp_path: Path) -> None:
+    chat = make(tmp_path)
+    ids, mask = chat.encode_example(TWICE[:3])
+    assert text(chat, ids) == "<u>ab|<a>ba</s>|<u>a|"
+    assert sum(mask) == 3
+
+
+def test_decoding_leaves_special_tokens_out(tmp_path: Path) -> None:
+    chat = make(tmp_path)
+    ids, mask = chat.encode_example(ANSWERED)
+    assert chat.decode([token for token, trained in zip(ids, mask, strict=True) if trained]) == "ba"
+
+
+def test_end_and_padding_tokens_are_known(tmp_path: Path) -> None:
+    chat = make(tmp_path)
+    assert (chat.pad_id, chat.eos_id, len(chat)) == (0, 1, 9)
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no tokenizer can be loaded from .*nowhere"):
+        ChatTokenizer(tmp_path / "nowhere")
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="has no chat template"):
+        make(tmp_path, template=None)
+
+
+def test_a_tokenizer_without_an_end_token_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="has no end token"):
+        make(tmp_path, eos=None)
+
+
+def test_a_template_that_never_ends_an_answer_is_refused_for_examples(tmp_path: Path) -> None:
+    chat = make(tmp_path, template="{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    with pytest.raises(DataError, match="does not end what the assistant says with '</s>'"):
+        chat.encode_example(ANSWERED)
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_for_two_answers(tmp_path: Path) -> None:
+    chat = make(tmp_path, template="{% for m in messages[-2:] %}{{ m['content'] }}{% endfor %}</s>")
+    with pytest.raises(DataError, match="changes earlier turns"):
+        chat.encode_example(TWICE)

@@ -1,0 +1,161 @@
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrl.data.chat import ChatTokenizer, DataError, Message
+from flowrl.data.prompts import Conversation, PromptStream, read_conversations
+from recipes.quickstart.prepare import save_tokenizer
+
+ASK = {"messages": [{"from": "human", "content": "1+1"}], "answer": "2"}
+
+
+def write(folder: Path, *lines: Any) -> Path:
+    file = folder / "data.jsonl"
+    file.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return file
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder)
+    return ChatTokenizer(folder)
+
+
+def stream(tokenizer: ChatTokenizer, num_prompts: int = 5, *, seed: int = 0, shuffle: bool = True) -> PromptStream:
+    conversations = [Conversation((Message("user", f"{n}+1"),), {"answer": str(n + 1)}) for n in range(num_prompts)]
+    return PromptStream(conversations, tokenizer, seed=seed, max_prompt_tokens=8, shuffle=shuffle)
+
+
+def prompts(rows: list[dict[str, Any]]) -> list[str]:
+    return [row["prompt"] for row in rows]
+
+
+def test_both_names_of_a_speaker_are_read(tmp_path: Path) -> None:
+    turns = [
+        {"from": "system", "content": "s"},
+        {"role": "user", "content": "u"},
+        {"from": "assistant", "content": "a"},
+    ]
+    conversation = read_conversations(write(tmp_path, {"messages": turns}))[0]
+    assert [message.role for message in conversation.messages] == ["system", "user", "assistant"]
+
+
+def test_other_keys_become_columns_and_the_line_is_kept(tmp_path: Path) -> None:
+    conversation = read_conversations(write(tmp_path, ASK, {**ASK, "data_source": "sums"}))[1]
+    assert conversation.columns == {"answer": "2", "data_source": "sums"}
+    assert conversation.place == f"{tmp_path / 'data.jsonl'}, line 2"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "line 2: the line is empty"),
+        ('{"messages": [', "line 2: not valid JSON .*column 15"),
+        ([1], 'line 2: expected an object with "messages"'),
+        ({"messages": []}, 'line 2: expected an object with "messages"'),
+        ({"messages": ["hello"]}, 'line 2: a message is .*not "hello"'),
+        ({"messages": [{"from": "human"}]}, "line 2: a message is "),
+        ({"messages": [{"from": "robot", "content": "x"}]}, 'line 2: a message is from "robot"; allowed are human'),
+        ({**ASK, "values": 1}, "line 2: 'values' is a column that the run writes"),
+        ({"messages": ASK["messages"]}, "line 2: 'answer' is missing"),
+        (
+            {**ASK, "messages": [{"from": "assistant", "content": "2"}]},
+            "line 2: the last message is from the assistant",
+        ),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path: Path, line: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        read_conversations(write(tmp_path, ASK, line), last="user", needs=("answer",))
+
+
+def test_an_example_must_end_with_the_assistant(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="line 1: the last message is from the user, not from the assistant"):
+        read_conversations(write(tmp_path, ASK), last="assistant")
+
+
+def test_an_empty_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"data.jsonl is empty"):
+        read_conversations(write(tmp_path))
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nowhere.jsonl cannot be read \(No such file"):
+        read_conversations(tmp_path / "nowhere.jsonl")
+
+
+def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DataError, match="is not UTF-8 text"):
+        read_conversations(tmp_path / "data.jsonl")
+
+
+def test_rows_carry_the_tokens_of_the_prompt_and_the_columns(tokenizer: ChatTokenizer) -> None:
+    row = stream(tokenizer, 1).take(1)[0]
+    ids = tokenizer.encode_prompt([Message("user", "0+1")])
+    assert row == {"prompt": "0+1", "prompt_ids": ids, "answer": "1", "prompt_id": 0, "group": 0}
+
+
+def test_rows_of_uneven_lines_have_the_same_columns(tokenizer: ChatTokenizer) -> None:
+    lines = [Conversation((Message("user", "1+1"),), columns) for columns in ({"answer": "2"}, {"data_source": "sums"})]
+    rows = PromptStream(lines, tokenizer, seed=0, max_prompt_tokens=8).evaluation_rows()
+    assert [(row["answer"], row["data_source"]) for row in rows] == [("2", None), (None, "sums")]
+
+
+def test_every_epoch_has_every_prompt_once_and_draws_are_numbered(tokenizer: ChatTokenizer) -> None:
+    rows = stream(tokenizer).take(15)
+    assert set(Counter(prompts(rows)).values()) == {3}
+    assert {len(set(prompts(rows[start : start + 5]))) for start in (0, 5, 10)} == {5}
+    assert [row["prompt_id"] for row in rows] == [row["group"] for row in rows] == list(range(15))
+
+
+def test_epochs_and_seeds_differ_in_their_order(tokenizer: ChatTokenizer) -> None:
+    first = prompts(stream(tokenizer, 9).take(18))
+    assert first[:9] != first[9:]
+    assert first[:9] != prompts(stream(tokenizer, 9, seed=1).take(9))
+
+
+def test_without_shuffling_the_order_is_that_of_the_file(tokenizer: ChatTokenizer) -> None:
+    assert prompts(stream(tokenizer, 2, shuffle=False).take(3)) == ["0+1", "1+1", "0+1"]
+
+
+def test_the_size_of_a_draw_does_not_change_what_is_drawn(tokenizer: ChatTokenizer) -> None:
+    small, large = stream(tokenizer), stream(tokenizer)
+    assert [row for size in (1, 6, 0, 4) for row in small.take(size)] == large.take(11)
+
+
+def test_a_restored_stream_goes_on_where_it_was(tokenizer: ChatTokenizer) -> None:
+    first, second = stream(tokenizer), stream(tokenizer)
+    first.take(7)
+    second.restore(json.loads(json.dumps(first.state())))
+    assert first.take(6) == second.take(6)
+
+
+def test_the_state_of_another_dataset_or_seed_is_refused(tokenizer: ChatTokenizer) -> None:
+    with pytest.raises(DataError, match="has num_prompts 4, this run has 5"):
+        stream(tokenizer).restore(stream(tokenizer, 4).state())
+    with pytest.raises(DataError, match="has seed 1, this run has 0"):
+        stream(tokenizer).restore(stream(tokenizer, seed=1).state())
+
+
+def test_evaluation_reads_the_file_in_order_and_draws_nothing(tokenizer: ChatTokenizer) -> None:
+    test_set = stream(tokenizer, 3)
+    assert prompts(test_set.evaluation_rows()) == ["0+1", "1+1", "2+1"]
+    assert prompts(test_set.evaluation_rows(2)) == ["0+1", "1+1"]
+    assert test_set.take(1)[0]["prompt_id"] == 0
+
+
+def test_a_prompt_that_is_too_long_is_refused_with_its_line(tokenizer: ChatTokenizer) -> None:
+    long = Conversation((Message("user", "11111+1"),), {}, Path("data.jsonl"), 7)
+    with pytest.raises(DataError, match=r"data.jsonl, line 7: the prompt has 8 tokens, and at most 7 are allowed"):
+        PromptStream([long], tokenizer, seed=0, max_prompt_tokens=7)
+
+
+def test_a_stream_refuses_a_conversation_that_is_already_answered(tokenizer: ChatTokenizer) -> None:
+    answered = Conversation((Message("user", "1+1"), Message("assistant", "2")), {}, Path("data.jsonl"), 3)
+    with pytest.raises(DataError, match=r"data.jsonl, line 3: the last message is from the assistant"):
+        PromptStream([answered], tokenizer, seed=0, max_prompt_tokens=9)

@@ -1,0 +1,81 @@
+"""`flowrl` prints what was asked for, or one sentence and exit code 2."""
+
+from pathlib import Path
+
+import pytest
+
+from flowrl.cli import exit_code, main
+from flowrl.config import ConfigError
+
+ROOT = Path(__file__).parents[1]
+DEEPSEEK = str(ROOT / "recipes/ppo/deepseek7b.yaml")
+SPLIT = str(ROOT / "placement/split.yaml")
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """The one line on stderr with which `argv` is refused."""
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    return captured.err.strip()
+
+
+def test_the_seven_billion_recipe_splits_eight_gpus_in_halves(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", DEEPSEEK, "--devices", "8"]) == 0
+    rows = {row.split()[0]: row.split()[3:] for row in capsys.readouterr().out.splitlines()[2:]}
+    first, second = ["0", "1", "2", "3", *"...."], [*"....", "0", "1", "2", "3"]
+    assert rows == {"actor": first, "rollout": first, "reference": first, "critic": second, "reward": second}
+
+
+def test_the_seven_billion_recipe_is_refused_with_three_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refusal(capsys, "plan", DEEPSEEK, "--devices", "3") == (
+        "error: placement.pools.policy is 1/2, an odd split of a node's 3 devices: write counts per node, like [1]"
+    )
+
+
+def test_a_placement_file_is_planned_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", SPLIT, "device=cpu", "--devices", "2,2"]) == 0
+    assert capsys.readouterr().out.startswith("4 cpu devices")
+
+
+def test_settings_may_follow_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", DEEPSEEK, "--devices", "4", f"placement={SPLIT}", "placement.device=cpu"]) == 0
+    assert capsys.readouterr().out.startswith("4 cpu devices")
+
+
+def test_the_config_states_its_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", DEEPSEEK, "devices=[4, 4]"]) == 0
+    assert capsys.readouterr().out.startswith("8 cuda devices")
+
+
+def test_an_unknown_key_is_one_sentence_with_a_near_match(capsys: pytest.CaptureFixture[str]) -> None:
+    sentence = refusal(capsys, "plan", DEEPSEEK, "actor.optimzer.lr=1")
+    assert sentence.endswith("actor.optimzer is not a setting; did you mean actor.optimizer?")
+
+
+def test_a_file_without_a_recipe_is_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("steps: 3\n")
+    assert "recipe is None, but must be module:Class" in refusal(capsys, "plan", str(path))
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["paln"], ["plan"], ["plan", SPLIT, "--device", "3"], ["plan", SPLIT, "--devices", "x"]]
+)
+def test_a_wrong_command_line_ends_with_code_two(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2 and "flowrl" in capsys.readouterr().err
+
+
+def test_our_own_errors_become_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    def program() -> None:
+        raise ConfigError("a.yaml:1: steps is 0")
+
+    assert exit_code(program) == 2
+    assert capsys.readouterr().err == "error: a.yaml:1: steps is 0\n"
+
+
+def test_a_defect_keeps_its_traceback() -> None:
+    with pytest.raises(ValueError, match="invalid literal"):
+        exit_code(lambda: int("x"))
