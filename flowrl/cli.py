@@ -10,6 +10,7 @@ from flowrl.config import ConfigError, Placement, RunConfig, UserError, load, re
 from flowrl.config.source import read
 from flowrl.controller.inventory import local_inventory
 from flowrl.controller.plan import plan, render_plan
+from flowrl.run.start import plan_run
 
 RecipeConfig = TypeVar("RecipeConfig", bound=RunConfig)
 
@@ -41,8 +42,10 @@ def exit_code(program: Callable[[], object]) -> int:
     return 0
 
 
-def run_recipe(schema: type[RecipeConfig], train: Callable[[RecipeConfig], object], argv: Sequence[str] | None = None) -> int:
-    """The command line of a recipe: `CONFIG [KEY=VALUE ...]`. Reads the config, calls `train`, returns the exit code."""
+def run_recipe(
+    schema: type[RecipeConfig], train: Callable[[RecipeConfig], object], argv: Sequence[str] | None = None
+) -> int:
+    """The command line of a recipe: `CONFIG [KEY=VALUE ...]`. Reads the config, calls `train`, returns an exit code."""
     parser = argparse.ArgumentParser(description=(schema.__doc__ or "").strip(), allow_abbrev=False)
     parser.add_argument("config", type=Path, metavar="CONFIG", help="the recipe's YAML file")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings put over the file's")
@@ -63,14 +66,13 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    roles = devices = None
     if "pools" in read(arguments.config).values:
         placement = load(arguments.config, arguments.overrides, Placement)
+        planned = plan(placement, local_inventory(placement.device, arguments.devices))
     else:
         config = load(arguments.config, arguments.overrides, _run_config(arguments.config))
-        placement, roles, devices = config.placement, type(config).roles, config.devices
-    inventory = local_inventory(placement.device, arguments.devices or devices)
-    sys.stdout.write(render_plan(plan(placement, inventory, roles)) + "\n")
+        planned = plan_run(config, arguments.devices)
+    sys.stdout.write(render_plan(planned) + "\n")
 
 
 def _run_config(path: Path) -> type[RunConfig]:

@@ -34,7 +34,7 @@ class Backend(Protocol):
         ...
 
     def wait(self, refs: Sequence[Ref], timeout_s: float | None) -> list[Ref]:
-        """Waits until at least one of these reports is there (or failed); returns those that are, none after the timeout."""
+        """Waits until one of these reports is there (or failed); returns all that are, none after the timeout."""
         ...
 
     def end_pool(self, name: str) -> None:
@@ -44,4 +44,3 @@ class Backend(Protocol):
     def close(self) -> None:
         """Ends everything that this backend started."""
         ...
-

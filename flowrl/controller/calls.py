@@ -72,7 +72,7 @@ class Calls:
         return list(self._pending.values())
 
     def check(self, pool: str) -> None:
-        """Reads the reports that are there, without waiting. Raises the failure of this pool, even one nobody asked for."""
+        """Reads the reports that are there, without waiting. Raises this pool's failure, even one nobody asked for."""
         if self._pending:
             self._collect(0.0)
         if pool in self.broken:
@@ -90,7 +90,9 @@ class Calls:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             if not self._collect(left) and left is not None and left <= 0:
                 late = waiting[0]
-                raise TimeoutError(f"{late.role}.{late.method} on rank {late.slot.rank} is not done after {timeout_s:g} s")
+                raise TimeoutError(
+                    f"{late.role}.{late.method} on rank {late.slot.rank} is not done after {timeout_s:g} s"
+                )
         for record in records:
             if record.error is not None:
                 raise next(iter(self.broken.values()), record.error)

@@ -49,7 +49,9 @@ class Cluster:
     ) -> None:
         self._inline = backend == "inline"
         self._num_threads = num_threads
-        inventory = local_inventory(placement.device, devices) if address is None else _cluster_inventory(address, placement)
+        inventory = (
+            local_inventory(placement.device, devices) if address is None else _cluster_inventory(address, placement)
+        )
         self.plan: Plan = plan(placement, inventory, roles)
         slots = [slot for pool in self.plan.pools.values() for slot in pool.slots]
         self._per_node = Counter(slot.node for slot in slots)
@@ -74,7 +76,9 @@ class Cluster:
         if role in self._groups:
             raise ContractError(f"role {role!r} has its group already; a role is made once")
         if role not in self.plan.roles:
-            raise ContractError(f"role {role!r} is not in the placement, which has {', '.join(self.plan.roles)}; add it to roles")
+            raise ContractError(
+                f"role {role!r} is not in the placement, which has {', '.join(self.plan.roles)}; add it to roles"
+            )
         planned = self.plan.roles[role]
         pool, mesh = self.plan.pools[planned.pool], planned.mesh
         if cls.collective and self._inline:
@@ -87,12 +91,12 @@ class Cluster:
             self._backend.join(pool, self.plan.kind)
             self._joined.add(pool.name)
         self.calls.check(pool.name)
-        group = WorkerGroup(role, cls, pool.slots, mesh, self._backend, self.calls, self._device(pool.slots[0], pool.name))
+        group = WorkerGroup(role, cls, pool.slots, mesh, self._backend, self.calls, self.plan.kind)
         for slot in pool.slots:
             device = self._device(slot, pool.name)
             made = Construction(role, cls, args, kwargs, mesh, slot, device, self._threads(slot))
             report = self._backend.construct(slot, made)
-            self.calls.add(CallRecord(report, role, "__init__", slot, device, time.time_ns()))
+            self.calls.add(CallRecord(report, role, "__init__", slot, group.device_name(slot), time.time_ns()))
         self._groups[role] = group
         if role != TASKS:
             group.tasks = self._tasks
@@ -131,7 +135,7 @@ class Cluster:
         self.close()
 
 
-_TASK_POOL = PoolPlan(TASKS, (Slot(TASKS, 0, 0, 0, 0),))
+_TASK_POOL = PoolPlan(TASKS, (Slot(TASKS, 0, 0, 0, device=-1),))
 
 
 def _cluster_inventory(address: str, placement: Placement) -> Inventory:

@@ -49,9 +49,11 @@ def register_dispatch_mode(name: str, scatter: Scatter, gather: Gather) -> None:
 
     Args:
         name: not the name of a built-in mode.
-        scatter: `(mesh, contract, arguments) -> one dictionary of arguments per rank`, None for a rank that is not called.
+        scatter: `(mesh, contract, arguments) -> one dictionary of arguments per rank`, None for a rank that is not
+        called.
             A batch argument becomes a `Part`.
-        gather: `(mesh, results) -> value`; `results` has an entry per called rank, in rank order. It must be importable,
+        gather: `(mesh, results) -> value`; `results` has an entry per called rank, in rank order. It must be
+        importable,
             for futures that are passed on before they are there.
     Raises:
         ValueError: the name is a built-in mode's.
@@ -65,7 +67,9 @@ def dispatch_mode(name: str) -> DispatchMode:
     """The mode of this name. Raises `ValueError` that lists the known ones."""
     known = BUILT_IN | _modes
     if name not in known:
-        raise ValueError(f"dispatch mode {name!r} is unknown; known are {', '.join(known)}; register_dispatch_mode adds others")
+        raise ValueError(
+            f"dispatch mode {name!r} is unknown; known are {', '.join(known)}; register_dispatch_mode adds others"
+        )
     return known[name]
 
 
@@ -91,12 +95,16 @@ def _same_to_all(mesh: Mesh, contract: Contract, arguments: Arguments) -> list[A
 
 def _one_each(mesh: Mesh, contract: Contract, arguments: Arguments) -> list[Arguments]:
     _check_lists(arguments, mesh.size, "rank")
-    return [{name: values[rank] for name, values in arguments.items()} for rank in range(mesh.size)]
+    return [
+        _whole_batches(contract, {name: values[rank] for name, values in arguments.items()})
+        for rank in range(mesh.size)
+    ]
 
 
 def _one_per_dp_rank(mesh: Mesh, contract: Contract, arguments: Arguments) -> list[Arguments]:
     _check_lists(arguments, mesh.dp, "data-parallel rank")
-    return [{name: values[dp_rank(mesh, rank)] for name, values in arguments.items()} for rank in range(mesh.size)]
+    own = [_whole_batches(contract, {name: values[dp] for name, values in arguments.items()}) for dp in range(mesh.dp)]
+    return [own[dp_rank(mesh, rank)] for rank in range(mesh.size)]
 
 
 def _first_only(mesh: Mesh, contract: Contract, arguments: Arguments) -> list[Arguments | None]:
@@ -112,7 +120,9 @@ def _check_lists(arguments: Arguments, size: int, what: str) -> None:
 
 def _whole_batches(contract: Contract, arguments: Arguments) -> Arguments:
     return {
-        name: Part(value, (0, value.num_rows), read_columns(contract, name, value)) if isinstance(value, Batch) else value
+        name: Part(value, (0, value.num_rows), read_columns(contract, name, value))
+        if isinstance(value, Batch)
+        else value
         for name, value in arguments.items()
     }
 
@@ -127,9 +137,7 @@ def split_rows(mesh: Mesh, contract: Contract, arguments: Arguments) -> list[Arg
         raise ContractError(f"batches of one call must have the same number of rows, but have {counts}")
     columns = {name: read_columns(contract, name, batch) for name, batch in batches.items()}
     parts = split(next(iter(batches.values())), mesh.dp, contract)
-    per_dp = [
-        arguments | {name: Part(batch, rows, columns[name]) for name, batch in batches.items()} for rows in parts
-    ]
+    per_dp = [arguments | {name: Part(batch, rows, columns[name]) for name, batch in batches.items()} for rows in parts]
     return [per_dp[dp_rank(mesh, rank)] for rank in range(mesh.size)]
 
 
@@ -141,7 +149,7 @@ def split(batch: Batch, num_parts: int, contract: Contract) -> list[Rows]:
 
 
 def order_of(parts: Sequence[Rows]) -> np.ndarray | None:
-    """For results that come back part after part: which of their rows is row i of the batch. None: they are in order."""
+    """For results that come back part after part: which of their rows is row i of the batch. None: in order."""
     if all(isinstance(rows, tuple) for rows in parts):
         return None
     positions = np.concatenate([np.arange(*rows) if isinstance(rows, tuple) else rows for rows in parts])

@@ -43,24 +43,26 @@ class RemoteMethod:
         return result
 
     def submit(self, *args: Any, **kwargs: Any) -> Any:  # Any: a Batch or a Future
-        """Starts the call and returns its `Batch` or `Future` at once. Wrong arguments raise here, before anything is sent."""
+        """Starts the call and returns its `Batch` or `Future` at once. Wrong arguments raise before anything is sent."""
         try:
             bound = self.__signature__.bind(*args, **kwargs)
         except TypeError as error:
-            raise ContractError(f"{self._group.role}.{self.__name__}{self.__signature__} was called wrongly: {error}") from None
+            raise ContractError(
+                f"{self._group.role}.{self.__name__}{self.__signature__} was called wrongly: {error}"
+            ) from None
         return self._group.submit(self.__name__, self._contract, bound.arguments)
 
 
 class WorkerGroup:
-    """All ranks of one role. Has the worker class's registered methods, with their signatures. Made by `Cluster.group`."""
+    """All ranks of one role, with the worker class's registered methods. Made by `Cluster.group`."""
 
     def __init__(
-        self, role: str, cls: type[Worker], slots: Sequence[Slot], mesh: Mesh, backend: Backend, calls: Calls, device: str
+        self, role: str, cls: type[Worker], slots: Sequence[Slot], mesh: Mesh, backend: Backend, calls: Calls, kind: str
     ) -> None:
         self.role, self.cls, self.mesh = role, cls, mesh
         self.slots = tuple(slots)
         self.tasks: TaskRunner | None = None
-        self._backend, self._calls, self._device = backend, calls, device
+        self._backend, self._calls, self._kind = backend, calls, kind
         for name, (function, contract) in registered_methods(cls).items():
             dispatch_mode(contract.mode)
             setattr(self, name, RemoteMethod(self, name, function, contract))
@@ -68,8 +70,12 @@ class WorkerGroup:
     def __getattr__(self, name: str) -> RemoteMethod:
         cls = self.__dict__.get("cls")
         if cls is not None and hasattr(cls, name):
-            raise AttributeError(f"{cls.__name__}.{name} is not registered: add @register(Dispatch....) above its def to call it")
-        raise AttributeError(f"group {self.__dict__.get('role')!r} of {cls.__name__ if cls else '?'} has no method {name!r}")
+            raise AttributeError(
+                f"{cls.__name__}.{name} is not registered: add @register(Dispatch....) above its def to call it"
+            )
+        raise AttributeError(
+            f"group {self.__dict__.get('role')!r} of {cls.__name__ if cls else '?'} has no method {name!r}"
+        )
 
     @property
     def world_size(self) -> int:
@@ -79,6 +85,10 @@ class WorkerGroup:
     def pool(self) -> str:
         """The name of the pool that the group runs on."""
         return self.slots[0].pool
+
+    def device_name(self, slot: Slot) -> str:
+        """What traces call a slot's device; a CPU slot is a process, so it has a number too."""
+        return slot.pool if slot.device < 0 else f"{self._kind}:{slot.device}"
 
     def shares_processes_with(self, other: "WorkerGroup") -> bool:
         """Whether rank i of both groups lives in one process, for every i."""
@@ -96,9 +106,13 @@ class WorkerGroup:
         except ContractError as error:
             raise ContractError(f"{self.role}.{method}: {error}") from None
         if len(per_rank) != self.world_size:
-            raise ContractError(f"dispatch mode {mode.name} made {len(per_rank)} parts for the {self.world_size} ranks of {self.role}")
+            raise ContractError(
+                f"dispatch mode {mode.name} made {len(per_rank)} parts for the {self.world_size} ranks of {self.role}"
+            )
         with _submission:
-            results = {rank: self._send(rank, method, contract, mode, a) for rank, a in enumerate(per_rank) if a is not None}
+            results = {
+                rank: self._send(rank, method, contract, mode, a) for rank, a in enumerate(per_rank) if a is not None
+            }
         if mode.gather is None:
             return self._as_batch(contract, [per_rank[rank] for rank in leaders(self.mesh)], results)
         records = [record for _, record in results.values()]
@@ -114,12 +128,15 @@ class WorkerGroup:
         request = Request(self.role, method, lower(dict(arguments), references), contract, returns_batch, answers)
         slot, submitted_ns = self.slots[rank], time.time_ns()
         value, report = self._backend.call(slot, request, references.refs)
-        record = CallRecord(report, self.role, method, slot, self._device, submitted_ns)
+        record = CallRecord(report, self.role, method, slot, self.device_name(slot), submitted_ns)
         self._calls.add(record)
         return Tracked(value, record, self._calls), record
 
     def _as_batch(
-        self, contract: Contract, parts: Sequence[Mapping[str, Any] | None], results: Mapping[int, tuple[Tracked, CallRecord]]
+        self,
+        contract: Contract,
+        parts: Sequence[Mapping[str, Any] | None],
+        results: Mapping[int, tuple[Tracked, CallRecord]],
     ) -> Batch:
         """The leaders' results as one batch, its rows in the order of the batch that went in."""
         rows = [next(a.rows for a in part.values() if isinstance(a, Part)) for part in parts if part is not None]

@@ -1,4 +1,4 @@
-"""Host: what runs in one process, the workers of all roles placed on one device. Every backend calls it the same way."""
+"""Host: what runs in one process, the workers of all roles on one device. Every backend calls it the same way."""
 
 import time
 import traceback
@@ -57,7 +57,9 @@ class Host:
         try:
             self._construct(construction)
         except Exception as error:  # noqa: BLE001 (process boundary: raised again with role and rank)
-            raise _failure(construction.role, construction.slot.rank, construction.slot.node, "__init__", error) from None
+            raise _failure(
+                construction.role, construction.slot.rank, construction.slot.node, "__init__", error
+            ) from None
         return None, Report(started_ns, time.time_ns())
 
     def _construct(self, made: Construction) -> None:
@@ -143,7 +145,9 @@ def _as_payload(result: Any, inputs: list[Payload], request: Request) -> Payload
 
     contract = request.contract
     if not hasattr(result, "batch_size"):
-        raise ContractError(f"the method must return a table (a TensorDict of rows and tokens), not {type(result).__name__}")
+        raise ContractError(
+            f"the method must return a table (a TensorDict of rows and tokens), not {type(result).__name__}"
+        )
     lengths: np.ndarray | None = next((p.lengths for p in inputs if p.lengths is not None), None)
     payload = from_table(result, lengths if contract.rows == "same" else None)
     if contract.writes is not None and set(payload.columns) != set(contract.writes):

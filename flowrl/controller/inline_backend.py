@@ -1,4 +1,4 @@
-"""The inline backend: every host in the driver's process, every call done when it returns. `breakpoint()` works anywhere."""
+"""The inline backend: every host in the driver's process, every call done when it returns. `breakpoint()` works."""
 
 import copy
 from collections.abc import Sequence

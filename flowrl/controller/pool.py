@@ -17,7 +17,9 @@ class ResourcePool:
 
     def __post_init__(self) -> None:
         if not self.devices_per_node or min(self.devices_per_node) < 1:
-            raise PlacementError(f"a resource pool has at least one device on each of its nodes, not {list(self.devices_per_node)}")
+            raise PlacementError(
+                f"a resource pool has at least one device on each of its nodes, not {list(self.devices_per_node)}"
+            )
 
     @staticmethod
     def of(pool: PoolPlan) -> "ResourcePool":
@@ -34,7 +36,9 @@ class ResourcePool:
         """Equal pools with the same share of every node. Raises `PlacementError` where a node does not divide."""
         odd = [count for count in self.devices_per_node if count % parts]
         if odd:
-            raise PlacementError(f"a node of {odd[0]} devices does not split into {parts} equal pools; choose a divisor of {odd[0]}")
+            raise PlacementError(
+                f"a node of {odd[0]} devices does not split into {parts} equal pools; choose a divisor of {odd[0]}"
+            )
         return [ResourcePool(tuple(count // parts for count in self.devices_per_node)) for _ in range(parts)]
 
     @staticmethod

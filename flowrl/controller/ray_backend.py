@@ -27,7 +27,8 @@ class _RayHost(Host):
 
     def __init__(self, loopback: bool) -> None:
         super().__init__()
-        # Objects are read from shared memory that is not writable; `Host` checks that no method writes, so torch need not say.
+        # Objects are read from shared memory that is not writable; `Host` checks that no method writes, so torch need
+        # not say.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         self._interface = _LOOPBACK if loopback else ray.util.get_node_ip_address()
         if loopback:
@@ -87,8 +88,8 @@ class RayBackend:
         if not group.wait(_PLACEMENT_TIMEOUT_S):
             remove_placement_group(group)
             raise PlacementError(
-                f"placement.pools.{pool.name} waited {_PLACEMENT_TIMEOUT_S:.0f} s for {counts} {resource} per node and did not "
-                f"get them; the cluster has {ray.available_resources().get(resource, 0):g} free: make the pool smaller"
+                f"placement.pools.{pool.name} waited {_PLACEMENT_TIMEOUT_S:.0f} s for {counts} {resource} per node "
+                f"and did not get them; the cluster has {ray.available_resources().get(resource, 0):g} free: make the pool smaller"
             )
         self._groups[pool.name] = group
         nodes = sorted({slot.node for slot in pool.slots})
@@ -96,7 +97,9 @@ class RayBackend:
         for slot in pool.slots:
             bundle = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=nodes.index(slot.node))
             devices = {"num_gpus": 1, "num_cpus": 0} if kind == "cuda" else {"num_cpus": 1}
-            self._hosts[pool.name, slot.rank] = actor.options(scheduling_strategy=bundle, **devices).remote(self._loopback)
+            self._hosts[pool.name, slot.rank] = actor.options(scheduling_strategy=bundle, **devices).remote(
+                self._loopback
+            )
 
     def join(self, pool: PoolPlan, kind: str) -> None:
         size = len(pool.slots)
@@ -170,4 +173,3 @@ def _start_ray(address: str | None, num_slots: int) -> None:
         logging_level="error",
         log_to_driver=False,
     )
-

@@ -21,11 +21,11 @@ class Dispatch:
     RANK_ZERO = "rank_zero"
     """Rank 0 alone; its result back."""
     DP_COMPUTE = "dp_compute"
-    """Every argument is a list with one entry per data-parallel rank; a list with one result per data-parallel rank back."""
+    """Every argument is a list with one entry per data-parallel rank; such a list of results back."""
     DP_COMPUTE_PROTO = "dp_compute_proto"
     """Batches are split by rows over the data-parallel ranks; a `Batch` back, at once."""
     DP_COMPUTE_METRIC = "dp_compute_metric"
-    """Batches are split by rows; the ranks' dictionaries of metrics come back as one, each merged by its own reduction."""
+    """Batches are split by rows; the ranks' metrics come back as one dictionary, each merged by its own reduction."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Contract:
     balance: Literal["rows", "tokens"] = "rows"
 
     def reads_of(self, parameter: str) -> tuple[str, ...] | None:
-        """The columns that a batch argument's parameter reads; None is all of them. `name?` travels when it is there."""
+        """The columns that a batch parameter reads; None is all of them. `name?` travels when it is there."""
         return self.reads.get(parameter, ()) if isinstance(self.reads, Mapping) else self.reads
 
 
@@ -58,10 +58,12 @@ def register(
     Args:
         dispatch_mode: a name in `Dispatch`, or one given to `register_dispatch_mode`.
         blocking: whether `group.method(...)` waits; `group.method.submit(...)` never does.
-        reads: columns that the method's batches bring along; only these travel. None is all of them, `"name?"` comes when
-            the batch has it, `"*"` is the dataset's own columns: those that docs/batch.md does not name. A mapping gives
-            them per parameter, for a method of several batches.
-        writes: columns of the table that a `DP_COMPUTE_PROTO` method returns. None: whatever it returns (the driver then
+        reads: columns that the method's batches bring along; only these travel. None is all of them, `"name?"` comes
+        when
+            the batch has it, `"*"` is the dataset's own columns: those that docs/batch.md does not name. A mapping
+            gives them per parameter, for a method of several batches.
+        writes: columns of the table that a `DP_COMPUTE_PROTO` method returns. None: whatever it returns (the driver
+        then
             waits for the call to know).
         rows: rows of that table: as many as came in, this multiple of them, or "unknown".
         balance: split rows into equal counts, or into equal sums of tokens (the driver then waits for the lengths).

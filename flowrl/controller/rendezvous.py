@@ -11,13 +11,19 @@ _TIMEOUT = timedelta(minutes=30)
 _store: object | None = None
 
 
-def join_process_group(address: tuple[str, int] | None, rank: int, world_size: int, device: str) -> tuple[str, int] | None:
+def join_process_group(
+    address: tuple[str, int] | None, rank: int, world_size: int, device: str
+) -> tuple[str, int] | None:
     """Joins the pool's process group.
 
     Rank 0 is called with the interface to listen on and port 0; it returns at once with the address for the others, and
     the group forms when they have joined (`role_process_group` waits for it).
     """
-    from torch.distributed import PrefixStore, TCPStore, init_process_group  # noqa: PLC0415 (only collective roles need torch)
+    from torch.distributed import (  # noqa: PLC0415 (only collective roles need torch)
+        PrefixStore,
+        TCPStore,  # pyright: ignore[reportPrivateImportUsage] (documented there, but not re-exported)
+        init_process_group,
+    )
 
     global _store
     assert address is not None
@@ -43,4 +49,8 @@ def role_process_group(world_size: int, num_threads: int) -> "ProcessGroup | Non
     from torch import distributed  # noqa: PLC0415 (only collective roles need torch)
 
     torch.set_num_threads(num_threads)
-    return distributed.new_group(list(range(world_size))) if world_size > 1 else None
+    if world_size == 1:
+        return None
+    group = distributed.new_group(list(range(world_size)))
+    assert isinstance(group, distributed.ProcessGroup)
+    return group

@@ -1,7 +1,7 @@
 """The form in which a call travels: a small request, and references beside it as top-level arguments.
 
-`lower` runs in the driver and turns the parts of a call into positions in a list of references. `raise_arguments` runs in
-the host and turns them back into tables and values, copying only where rows are picked out of order.
+`lower` runs in the driver and turns the parts of a call into positions in a list of references. `raise_arguments` runs
+in the host and turns them back into tables and values, copying only where rows are picked out of order.
 """
 
 from collections.abc import Callable, Sequence
@@ -108,7 +108,8 @@ class References:
             if len(block.shards) > 1:
                 # A rank whose own shards are fine must not enter a collective alone when a peer's shard has failed.
                 for shard in block.shards:
-                    self.position(shard.description)
+                    if not isinstance(shard.description, LocalRef):
+                        self.position(shard.description)
         num_rows = part.rows[1] - part.rows[0] if isinstance(part.rows, tuple) else len(part.rows)
         return TableArgument(num_rows, tuple(blocks))
 

@@ -31,7 +31,7 @@ class Worker:
     """Inherit, take what you need in `__init__`, and mark the methods that the driver calls with `@register`."""
 
     collective: ClassVar[bool] = False
-    """Whether the ranks talk to each other: they then get a process group, and CPU threads are shared out among hosts."""
+    """Whether the ranks talk to each other: they then get a process group, and a fair share of CPU threads."""
 
     context: WorkerContext
 

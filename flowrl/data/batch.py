@@ -1,7 +1,7 @@
 """Batch: the driver's handle of rows x named columns, perhaps not computed yet. References and row indices, no tensors.
 
-Every edit here (select, rows, repeat, ...) rewrites the index and moves nothing; values reach this process through `get`
-alone. Names of columns: flowrl/data/fields.py.
+Every edit here (select, rows, repeat, ...) rewrites the index and moves nothing; values reach this process through
+`get` alone. Names of columns: flowrl/data/fields.py.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +29,9 @@ class TaskRunner(Protocol):
 class Batch:
     """Rows x named columns by reference. Made by groups' calls, `Batch.from_rows` and `Batch.from_columns`."""
 
-    def __init__(self, columns: Mapping[str, Column], num_rows: int | None = None, tasks: TaskRunner | None = None) -> None:
+    def __init__(
+        self, columns: Mapping[str, Column], num_rows: int | None = None, tasks: TaskRunner | None = None
+    ) -> None:
         self._columns = dict(columns)
         self._num_rows = num_rows
         self._tasks = tasks
@@ -42,7 +44,9 @@ class Batch:
         names = list(rows[0]) if rows else []
         for number, row in enumerate(rows):
             if list(row) != names and set(row) != set(names):
-                raise ColumnError(f"row {number} has columns {', '.join(row)}, row 0 has {', '.join(names)}; give all rows the same")
+                raise ColumnError(
+                    f"row {number} has columns {', '.join(row)}, row 0 has {', '.join(names)}; give all rows the same"
+                )
         return Batch.from_columns(rows={name: [row[name] for row in rows] for name in names}, num_rows=len(rows))
 
     @staticmethod
@@ -55,14 +59,18 @@ class Batch:
         """Row columns of B values each and flat token columns of T values, with `lengths` [B] summing to T."""
         arrays = {name: _row_column(values) for name, values in (rows or {}).items()}
         flat = {name: np.asarray(values) for name, values in (tokens or {}).items()}
-        sizes = {name: len(values) for name, values in arrays.items()} | ({} if lengths is None else {"lengths": len(lengths)})
+        sizes = {name: len(values) for name, values in arrays.items()} | (
+            {} if lengths is None else {"lengths": len(lengths)}
+        )
         count = num_rows if num_rows is not None else next(iter(sizes.values()), 0)
         if any(size != count for size in sizes.values()):
             raise ColumnError(f"columns of one batch have the same number of rows, but these have {sizes}")
         total = None if lengths is None else int(np.sum(lengths))
         if any(len(values) != total for values in flat.values()):
             found = {name: len(values) for name, values in flat.items()}
-            raise ColumnError(f"token columns need lengths that sum to their tokens: lengths sum to {total}, tokens are {found}")
+            raise ColumnError(
+                f"token columns need lengths that sum to their tokens: lengths sum to {total}, tokens are {found}"
+            )
         array = None if lengths is None or not flat else np.asarray(lengths, dtype=np.int64)
         return Batch.of_payload(Payload(count, arrays, flat, array))
 
@@ -130,9 +138,8 @@ class Batch:
         if not isinstance(value, Batch) or len(value.columns) != 1:
             found = ", ".join(value.columns) if isinstance(value, Batch) else type(value).__name__
             raise ColumnError(f"batch[{name!r}] takes a batch of one column, not {found}; use union for several")
-        self._check_rows(value, name)
+        self._num_rows = self._check_rows(value, name)
         self._columns[name] = value._columns[value.columns[0]]
-        self._num_rows = value._num_rows if self._num_rows is None else self._num_rows
         self._tasks = self._tasks or value._tasks
 
     def select(self, *names: str) -> "Batch":
@@ -155,14 +162,19 @@ class Batch:
 
     def union(self, other: "Batch") -> "Batch":
         """The columns of both; a column of `other` replaces one of the same name."""
-        self._check_rows(other, ", ".join(other.columns))
-        num_rows = other._num_rows if self._num_rows is None else self._num_rows
+        num_rows = self._check_rows(other, ", ".join(other.columns))
         return Batch(self._columns | other._columns, num_rows, self._tasks or other._tasks)
 
-    def _check_rows(self, other: "Batch", what: str) -> None:
+    def _check_rows(self, other: "Batch", what: str) -> int | None:
+        """The rows of both, None while neither count is known. A batch without columns takes any."""
+        if not self._columns:
+            return other._num_rows
         known = self._num_rows is not None and other._num_rows is not None
-        if self._columns and known and self._num_rows != other._num_rows:
-            raise ColumnError(f"{what} has {other._num_rows} rows, the batch has {self._num_rows}; they must describe the same rows")
+        if known and self._num_rows != other._num_rows:
+            raise ColumnError(
+                f"{what} has {other._num_rows} rows, the batch has {self._num_rows}; they must describe the same rows"
+            )
+        return other._num_rows if self._num_rows is None else self._num_rows
 
     def rows(self, rows: slice | Sequence[int] | np.ndarray) -> "Batch":
         """The rows at a slice, at positions, or where a bool mask is true."""
@@ -175,7 +187,9 @@ class Batch:
                 positions = np.flatnonzero(positions)
             positions = positions.astype(np.int64)
         if len(positions) and (positions.min() < 0 or positions.max() >= self.num_rows):
-            raise ColumnError(f"rows {positions.min()} to {positions.max()} are asked for, the batch has rows 0 to {self.num_rows - 1}")
+            raise ColumnError(
+                f"rows {positions.min()} to {positions.max()} are asked for, the batch has 0 to {self.num_rows - 1}"
+            )
         return self._taken(positions)
 
     def _check_mask(self, mask: np.ndarray) -> None:
@@ -196,7 +210,9 @@ class Batch:
         """The same rows in another order, a permutation of all positions."""
         positions = np.asarray(order, dtype=np.int64)
         if not np.array_equal(np.sort(positions), np.arange(self.num_rows)):
-            raise ColumnError(f"an order of {self.num_rows} rows names each of 0 to {self.num_rows - 1} once; use rows() to choose")
+            raise ColumnError(
+                f"an order of {self.num_rows} rows names each of 0 to {self.num_rows - 1} once; use rows() to choose"
+            )
         return self._taken(positions)
 
     def repeat(self, times: int, *, interleave: bool = True) -> "Batch":
@@ -220,7 +236,9 @@ class Batch:
             sources = {part.source for part in parts}
             key = tuple((id(part.block), id(part.index) if part.index is not None else None) for part in parts)
             if len(sources) > 1:
-                raise ColumnError(f"column {name!r} was renamed in some of these batches ({', '.join(sources)}); concat before renaming")
+                raise ColumnError(
+                    f"column {name!r} was renamed in some batches ({', '.join(sources)}); concat before renaming"
+                )
             if key not in joined:
                 joined[key] = _join(parts)
             columns[name] = joined[key]._replace(source=parts[0].source)
@@ -252,15 +270,16 @@ class Batch:
         return to_table(self.payload(*names), copy=True)
 
     def get(self, name: str) -> "torch.Tensor | list":
-        """One column's values: a tensor `[B, ...]` or `[T, ...]`, or a list of B objects. `length` `[B]` for token columns.
+        """One column's values: a tensor `[B, ...]` or `[T, ...]`, or a list of B objects. `length` is `[B]`.
 
         Raises whatever the call that computes them raised.
         """
         if name == "length" and name not in self._columns:
-            return self.table(*self._token_column())["rows", "length"]
+            return self._lengths_tensor()
         payload = self.payload(name)
-        if isinstance(payload.rows.get(name), list):
-            return payload.rows[name]
+        column = payload.rows.get(name)
+        if isinstance(column, list):
+            return copy.deepcopy(column)
         from flowrl.data.table import to_table  # noqa: PLC0415 (see table)
 
         return to_table(payload, copy=True)["tokens" if name in payload.tokens else "rows", name]
@@ -269,7 +288,9 @@ class Batch:
         for name, column in self._columns.items():
             if column.block.shards[0].description.get().columns.get(column.source) == "token":
                 return (name,)
-        raise ColumnError(f"the batch has no token column, so its rows have no length; it has {', '.join(self.columns)}")
+        raise ColumnError(
+            f"the batch has no token column, so its rows have no length; it has {', '.join(self.columns)}"
+        )
 
     def lengths(self) -> np.ndarray:
         """Tokens per row `[B]`, from the descriptions alone: no column travels."""
@@ -290,7 +311,9 @@ class Batch:
         result = (self._tasks or LocalTasks()).apply(fn, read, tuple(writes), rows, kwargs)
         return self.union(result) if rows == "same" else result
 
-    def reduce(self, fn: Callable, reads: Sequence[str], **kwargs: Any) -> Any:  # Any: a Future of the function's result
+    def reduce(
+        self, fn: Callable, reads: Sequence[str], **kwargs: Any
+    ) -> Any:  # Any: a Future of the function's result
         """Runs `fn(table, **kwargs)` beside the data and returns a future of its (small) result."""
         return (self._tasks or LocalTasks()).reduce(fn, self.select(*reads), kwargs)
 
@@ -359,4 +382,3 @@ def _row_column(values: Any) -> np.ndarray | list:
     if listed and all(isinstance(value, int | float) and not isinstance(value, bool) for value in listed):
         return np.array(listed, dtype=np.float32)
     return listed
-

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from flowrl.config.errors import UserError
 
@@ -39,7 +39,9 @@ class ChatTokenizer:
         """
         self.path = Path(path)
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+            # A path that is a folder is never looked up anywhere else.
+            local = self.path.is_dir()
+            self._tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=local, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise DataError(
                 f"no tokenizer can be loaded from {path}; give a folder with tokenizer.json and tokenizer_config.json"
@@ -107,6 +109,22 @@ class ChatTokenizer:
         text = self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
+
+    def max_positions(self) -> int | None:
+        """The longest sequence that the model beside the tokenizer takes, where its config says so.
+
+        Raises:
+            DataError: there is no model config.
+        """
+        try:
+            local = self.path.is_dir()
+            config = AutoConfig.from_pretrained(str(self.path), local_files_only=local, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"no model config can be read from {self.path}; give a folder written by save_pretrained"
+            ) from error
+        stated = config.get_text_config().to_dict()
+        return next((stated[name] for name in ("max_position_embeddings", "n_positions") if name in stated), None)
 
     def _render(self, messages: Sequence[Message], *, generate: bool) -> str:
         turns = [asdict(message) for message in messages]

@@ -13,9 +13,13 @@ class Field(NamedTuple):
 
 FIELDS: dict[str, Field] = {
     "input_ids": Field("token, int64", "rollout", "prompt, then response"),
-    "response_mask": Field("token, bool", "rollout", "the policy produced this token and it is trained on (EOS included)"),
+    "response_mask": Field(
+        "token, bool", "rollout", "the policy produced this token and it is trained on (EOS included)"
+    ),
     "rollout_logprobs": Field("token, f32", "rollout", "behaviour log-probability under the distribution sampled from"),
-    "weight_version": Field("token, int32", "rollout", "version of the weights that sampled the token; -1 in the prompt"),
+    "weight_version": Field(
+        "token, int32", "rollout", "version of the weights that sampled the token; -1 in the prompt"
+    ),
     "truncated": Field("row, bool", "rollout", "ended by length, not by a stop"),
     "response": Field("row, object", "rollout", "the response as text, special tokens left out"),
     "old_logprobs": Field("token, f32", "actor", "trainer's log-probability before the update; 0 at position 0"),

@@ -64,8 +64,8 @@ Metric = Mean | Sum | Max | Min
 def merge_metrics(reports: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
     """Merges the reports of several ranks or calls, each metric by its own reduction.
 
-    A metric that only some reports have is merged over those. Raises `ValueError` if two reports give one name different
-    kinds of metric.
+    A metric that only some reports have is merged over those. Raises `ValueError` if two reports give one name
+    different kinds of metric.
     """
     merged: dict[str, Metric] = {}
     for report in reports:

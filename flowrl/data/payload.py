@@ -1,7 +1,7 @@
 """The stored form of rows: NumPy arrays and lists, which every Ray cluster reads without a copy.
 
-A payload holds row columns `[B, ...]` and token columns `[T, ...]`. All its token columns share one `lengths` `[B]` with
-sum T. bfloat16 has no NumPy type: such a column is kept as an int16 view and named in `bfloat16`.
+A payload holds row columns `[B, ...]` and token columns `[T, ...]`. All its token columns share one `lengths` `[B]`
+with sum T. bfloat16 has no NumPy type: such a column is kept as an int16 view and named in `bfloat16`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,7 +43,9 @@ class Payload:
         """The same values in memory of their own."""
         rows = {name: c.copy() for name, c in self.rows.items()}
         tokens = {name: c.copy() for name, c in self.tokens.items()}
-        return Payload(self.num_rows, rows, tokens, None if self.lengths is None else self.lengths.copy(), self.bfloat16)
+        return Payload(
+            self.num_rows, rows, tokens, None if self.lengths is None else self.lengths.copy(), self.bfloat16
+        )
 
     def take(self, rows: RowSelection, columns: Mapping[str, str]) -> "Payload":
         """The selected rows of some columns, renamed: `columns` maps the new name to the name here.
@@ -52,7 +54,9 @@ class Payload:
         """
         for source in columns.values():
             if source not in self.rows and source not in self.tokens:
-                raise ColumnError(f"column {source!r} is not in this payload; it has {', '.join(self.columns) or 'none'}")
+                raise ColumnError(
+                    f"column {source!r} is not in this payload; it has {', '.join(self.columns) or 'none'}"
+                )
         row_columns = {name: _take_rows(self.rows[s], rows) for name, s in columns.items() if s in self.rows}
         token_names = {name: s for name, s in columns.items() if s in self.tokens}
         bfloat16 = frozenset(name for name, s in columns.items() if s in self.bfloat16)
@@ -134,7 +138,7 @@ def merge(parts: Sequence[Payload]) -> Payload:
             )
         if part.lengths is not None and lengths is not None and not np.array_equal(part.lengths, lengths):
             raise ColumnError(
-                f"token columns {', '.join(tokens)} and {', '.join(part.tokens)} give different lengths to the same rows; "
+                f"token columns {', '.join(tokens)} and {', '.join(part.tokens)} differ in the lengths of rows; "
                 f"token columns of one batch are aligned with input_ids"
             )
         lengths = part.lengths if lengths is None else lengths

@@ -151,7 +151,9 @@ def from_table(table: TensorDictBase, input_lengths: np.ndarray | None = None) -
         raise ValueError(f"token columns {', '.join(tokens)} need rows['length']: the number of tokens of each row")
     for name, column in tokens.items():
         if len(column) != int(lengths_B.sum()):
-            raise ValueError(f"token column {name!r} has {len(column)} tokens where the lengths sum to {lengths_B.sum()}")
+            raise ValueError(
+                f"token column {name!r} has {len(column)} tokens where the lengths sum to {lengths_B.sum()}"
+            )
     return Payload(count, rows, tokens, np.asarray(lengths_B, dtype=np.int64), frozenset(bfloat16))
 
 

@@ -2,24 +2,23 @@
 
 Shape suffixes: B rows of a batch, U different prompts of a batch, L tokens, N rows of a call, V vocabulary.
 
-What a row says is a function of the weights, its prompt and its keys, and of nothing beside it: random numbers are keyed
+What a row says is a function of the weights, its prompt and its keys, and of nothing beside it: random numbers are
+keyed
 (`sampling`), a row's tokens stand in the same slots in any batch (`kv_cache`), and on the CPU the shapes are chosen so
 that the same arithmetic runs for few rows as for many. Prompts are prefilled without their last token, once per
 different prompt; the last token is the first decode step, so that every sampled token comes out of the same code.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from flowrl.config import RolloutConfig, UserError
 from flowrl.data.table import row_positions
-from flowrl.engines.kv_cache import SlotCache, round_up
+from flowrl.engines.kv_cache import SlotCache, round_up, with_slot_attention
 from flowrl.engines.sampling import row_keys, sample_tokens, uniforms
 
 _MIN_ROWS = 16
@@ -99,7 +98,8 @@ class HfRollout:
         Raises:
             RolloutError: the model has layers without keys and values, so that there is nothing to cache.
         """
-        self._model = model.to(device).eval()  # pyright: ignore[reportArgumentType] (transformers narrows `to`)
+        model.to(device).eval()  # pyright: ignore[reportArgumentType] (transformers narrows `to`)
+        self._model = with_slot_attention(model)
         self._config = config
         self._device = torch.device(device)
         text_config = model.config.get_text_config()
@@ -185,8 +185,7 @@ class HfRollout:
             done=(torch.arange(num_rows) >= len(prompts)).to(self._device),
         )
         cache.take(prompt_B)
-        with self._decode_kernels():
-            return self._decode(rows, cache, logits_UV[prompt_B], int(lengths_B.max()), len(prompts), greedy)
+        return self._decode(rows, cache, logits_UV[prompt_B], int(lengths_B.max()), len(prompts), greedy)
 
     def _prefill(self, prompts: list[tuple[int, ...]]) -> tuple[SlotCache, Tensor]:
         """Keys and values of the prompts, and the logits [U, V] of the tokens that follow them."""
@@ -203,8 +202,7 @@ class HfRollout:
             cache.begin_prefill(rows)
             self._model.base_model(input_ids=ids_UL[rows, :width], past_key_values=cache, use_cache=True)
         last_U = ids_UL.gather(1, lengths_U[:, None] - 1).squeeze(1)
-        with self._decode_kernels():
-            return cache, self._step(last_U, lengths_U - 1, longest, cache)
+        return cache, self._step(last_U, lengths_U - 1, longest, cache)
 
     def _step(self, tokens_B: Tensor, positions_B: Tensor, longest: int, cache: SlotCache) -> Tensor:
         """Feeds one token per row and gives the logits [B, V] of the next."""
@@ -267,18 +265,15 @@ class HfRollout:
                 ends_B |= (tokens_BL[:, -len(stop) :] == stop).all(-1)
         return ends_B
 
-    def _decode_kernels(self) -> AbstractContextManager:
-        # On the CPU the fused kernel's sums depend on where its scratch memory lies, and so on the batch; for one query
-        # per row the plain one is as fast.
-        return sdpa_kernel(SDPBackend.MATH) if self._device.type == "cpu" else nullcontext()
-
 
 def _max_length(settings: dict) -> int:
     """The longest row that the model takes, and that all its layers see whole."""
     layer_types = settings.get("layer_types") or []
     without_cache = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
     if without_cache:
-        raise RolloutError(f"the model has {', '.join(without_cache)} layers; the hf rollout generates with attention alone")
+        raise RolloutError(
+            f"the model has {', '.join(without_cache)} layers; the hf rollout generates with attention alone"
+        )
     limits = [settings.get("max_position_embeddings")]
     if "sliding_attention" in layer_types or not layer_types:
         limits.append(settings.get("sliding_window"))

@@ -1,26 +1,71 @@
-"""Keys and values of past tokens, kept so that a row's arithmetic does not depend on the rows beside it.
+"""Keys and values of past tokens, and attention over them, so that a row's arithmetic ignores the rows beside it.
 
-Shape suffixes: B rows, H key-value heads, C slots, D head dimension.
+Shape suffixes: B rows, H key-value heads, G queries per key-value head, C slots, L tokens, D head dimension.
 
 A row's token at position p stands in slot p, whatever the other rows hold; slots it has not reached are masked. So rows
 of different lengths decode together, new tokens are written in place, and a row sees the same numbers in the same order
 in any batch. The number of slots in use is a multiple of 32 for the same reason: vector code handles a ragged end in
 another order.
+
+A decode step has its own attention: torch's CPU kernel sums in an order that depends on where its scratch memory lies,
+and transformers copies keys and values once per query head before it calls a kernel with a mask.
 """
 
 import math
+from copy import deepcopy
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 SLOT_MULTIPLE = 32
+_ATTENTION = "flowrl_slots"
 
 
 def round_up(number: int, multiple: int) -> int:
     """The smallest multiple that is not below a number."""
     return -(-number // multiple) * multiple
+
+
+def with_slot_attention(model: PreTrainedModel) -> PreTrainedModel:
+    """A second frame around the same weights, which reads a `SlotCache` fast.
+
+    Parameters and buffers are the model's own: training one trains the other, and nothing of the model is changed.
+    """
+    AttentionInterface.register(_ATTENTION, _slot_attention)
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    frame = deepcopy(model, shared)
+    frame.set_attn_implementation(_ATTENTION)
+    return frame
+
+
+def _slot_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it: queries [B, H x G, L, D], keys and values [B, H, C, D]; gives [B, L, H x G, D].
+
+    Without a mask this is a prefill, causal from the first slot; with one, additive [B, 1, 1, C], a decode step.
+    """
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    grouped = query.shape[1] != key.shape[1]
+    if attention_mask is None:
+        output = nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped
+        )
+        return output.transpose(1, 2), None
+    num_rows, num_heads, _, head_dim = query.shape
+    query_BHGD = (query * scaling).view(num_rows, key.shape[1], -1, head_dim)
+    weights_BHGC = torch.matmul(query_BHGD, key.transpose(2, 3)).add_(attention_mask).softmax(-1)
+    return torch.matmul(weights_BHGC, value).view(num_rows, 1, num_heads, -1), None
 
 
 class _SlotLayer(CacheLayerMixin):
@@ -115,7 +160,9 @@ class SlotCache(Cache):
         """What is added to a decode step's scores, [B, 1, 1, slots in use]: 0 for tokens of the row, -inf for others."""
         slots = torch.arange(self.width, device=self.positions.device)
         unseen = slots > self.positions[:, None]
-        return torch.zeros(unseen.shape, dtype=dtype, device=unseen.device).masked_fill_(unseen, -math.inf)[:, None, None]
+        return torch.zeros(unseen.shape, dtype=dtype, device=unseen.device).masked_fill_(unseen, -math.inf)[
+            :, None, None
+        ]
 
     def take(self, rows: Tensor, capacity: int | None = None) -> None:
         """Keeps the rows at an index, which may repeat them; `capacity` adds slots."""

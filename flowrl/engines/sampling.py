@@ -24,10 +24,8 @@ def row_keys(seed: int, prompt_id_B: Tensor, sample_B: Tensor) -> Tensor:
         sample_B: int64 [B], number of the sample among those of its prompt.
     Returns: int64 [B].
     """
-    keys_B = torch.full_like(prompt_id_B, _signed(seed))
-    for part_B in (prompt_id_B, sample_B):
-        keys_B = _mix(_mix(keys_B) ^ part_B)
-    return keys_B
+    seed_B = torch.full_like(prompt_id_B, _signed(seed))
+    return _mix(_mix(_mix(seed_B) ^ prompt_id_B) ^ sample_B)
 
 
 def uniforms(keys_B: Tensor, positions_B: Tensor) -> Tensor:
@@ -57,7 +55,8 @@ def sample_tokens(
         uniforms_B: float64 [B] in [0, 1); not looked at when the temperature is 0.
         temperature: >= 0, divides the logits; 0 takes the likeliest token.
         top_k: keeps the k likeliest tokens (and those that tie with the last of them); 0 keeps all.
-        top_p: in (0, 1]; of what is left, keeps the likeliest tokens until they hold this probability, ties by token id.
+        top_p: in (0, 1]; of what is left, keeps the likeliest tokens until they hold this probability, ties by token
+        id.
     Returns:
         tokens: int64 [B].
         logprobs: [B], float32 (float64 stays): under the distribution sampled from, that is after temperature, top-k

@@ -3,8 +3,9 @@
 Shape suffixes: B rows, L the longest row of a micro-batch, T tokens of the table.
 
 One optimizer step is a sum over all its rows, on every rank and in every micro-batch. Its denominators (tokens, rows)
-are counted over all ranks before any backward pass, so each micro-batch adds its share of the one gradient, and how rows
-were split changes time and memory only. Ranks meet twice per step whatever they hold, so one without rows holds up nobody.
+are counted over all ranks before any backward pass, so each micro-batch adds its share of the one gradient, and how
+rows were split changes time and memory only. Ranks meet twice per step whatever they hold, so one without rows holds up
+nobody.
 """
 
 import math
@@ -183,8 +184,8 @@ class TrainEngine:
     def _clip(self, flat_gradients: list[Tensor]) -> float:
         """Scales the gradient to the largest norm allowed and returns the norm it had."""
         assert self._config is not None
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g).double() for g in flat_gradients])).item()
-        if not math.isfinite(norm):
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g).double() for g in
+        flat_gradients])).item() if not math.isfinite(norm):
             self._drop_gradients()
             raise FloatingPointError(
                 f"the gradient's norm is {norm} in optimizer step {self._num_steps}: the loss has overflowed; "

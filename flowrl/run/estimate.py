@@ -3,7 +3,16 @@
 import torch
 from tensordict import TensorDict
 
-from flowrl.algorithms import explained_variance, gae, grpo, kl_estimate, kl_shaped_rewards, last_masked, masked_mean, whiten
+from flowrl.algorithms import (
+    explained_variance,
+    gae,
+    grpo,
+    kl_estimate,
+    kl_shaped_rewards,
+    last_masked,
+    masked_mean,
+    whiten,
+)
 from flowrl.config import AdvantageConfig
 from flowrl.controller.future import Future
 from flowrl.data.batch import Batch
@@ -15,8 +24,8 @@ from flowrl.data.table import lengths, make_table, pad_tokens, unpad_tokens
 def estimate_advantages(batch: Batch, config: AdvantageConfig) -> Batch:
     """The batch with `token_rewards` and `advantages`, and for gae with `returns`. Does not wait.
 
-    Reads `scores` and `response_mask`; gae reads `values`, and `old_logprobs` and `ref_logprobs` for its KL penalty; grpo
-    reads `group`.
+    Reads `scores` and `response_mask`; gae reads `values`, and `old_logprobs` and `ref_logprobs` for its KL penalty;
+    grpo reads `group`.
     """
     if config.estimator == "grpo":
         return batch.apply(

@@ -1,6 +1,5 @@
 """From a recipe's config to the data it reads, checked before anything starts."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,14 +15,17 @@ def read_prompts(config: OnPolicyConfig) -> tuple[PromptStream, PromptStream | N
     """Training prompts, and held-out ones where the config names a file.
 
     Raises:
-        DataError: naming file and line, for a row that is no prompt or longer than `data.max_prompt_tokens`; or naming the
+        DataError: naming file and line, for a row that is no prompt or longer than `data.max_prompt_tokens`; or naming
+        the
             keys, when prompt and response together are longer than the model takes.
     """
     tokenizer = ChatTokenizer(config.actor.model.path)
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    check_context(config.actor.model.path, longest, "data.max_prompt_tokens + rollout.max_response_tokens")
+    check_context(tokenizer, longest, "data.max_prompt_tokens + rollout.max_response_tokens")
     train = read_stream(config.data.train, config.data, tokenizer, seed=config.seed)
-    held_out = None if config.data.test is None else read_stream(config.data.test, config.data, tokenizer, seed=config.seed)
+    held_out = (
+        None if config.data.test is None else read_stream(config.data.test, config.data, tokenizer, seed=config.seed)
+    )
     return train, held_out
 
 
@@ -35,15 +37,13 @@ def read_stream(path: Path, data: DataConfig, tokenizer: ChatTokenizer, *, seed:
     )
 
 
-def check_context(model: Path, num_tokens: int, what: str) -> None:
+def check_context(tokenizer: ChatTokenizer, num_tokens: int, what: str) -> None:
     """Refuses sequences longer than the model's positions, where its config states them."""
-    try:
-        stated = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(f"no model can be read from {model} ({error.strerror}); give a folder written by save_pretrained") from error
-    limit = stated.get("max_position_embeddings")
+    limit = tokenizer.max_positions()
     if limit is not None and num_tokens > limit:
-        raise DataError(f"{what} is {num_tokens}, but the model in {model} takes at most {limit} tokens; lower one of them")
+        raise DataError(
+            f"{what} is {num_tokens}, but the model in {tokenizer.path} takes {limit} tokens at most; lower one of them"
+        )
 
 
 class Examples:
@@ -56,15 +56,15 @@ class Examples:
 
     def __init__(self, path: Path, model: Path, *, max_tokens: int) -> None:
         tokenizer = ChatTokenizer(model)
-        check_context(model, max_tokens, "data.max_prompt_tokens")
+        check_context(tokenizer, max_tokens, "data.max_prompt_tokens")
         self._ids: list[list[int]] = []
         self._masks: list[list[bool]] = []
         for conversation in read_conversations(path, last="assistant"):
             ids, mask = tokenizer.encode_example(conversation.messages)
             if len(ids) > max_tokens:
                 raise DataError(
-                    f"{conversation.place}: the conversation has {len(ids)} tokens, and at most {max_tokens} are allowed; "
-                    f"shorten it or raise data.max_prompt_tokens"
+                    f"{conversation.place}: the conversation has {len(ids)} tokens, and at most {max_tokens} are "
+                    f"allowed; shorten it or raise data.max_prompt_tokens"
                 )
             self._ids.append(ids)
             self._masks.append(mask)
@@ -73,7 +73,7 @@ class Examples:
         return len(self._ids)
 
     def batches(self, rows: int, *, seed: int, shuffle: bool, epochs: int | None = None) -> Iterator[Batch]:
-        """Batches of `rows` examples: every example once per epoch, in an order of the seed; the last batch may be short."""
+        """Batches of `rows` examples, each once per epoch in an order of the seed; the last batch may be short."""
         epoch = 0
         while epochs is None or epoch < epochs:
             order = np.random.default_rng([seed, epoch]).permutation(len(self)) if shuffle else np.arange(len(self))

@@ -1,5 +1,6 @@
 """Run: what surrounds a recipe's loop. Its groups, its steps, its metrics, its evaluation, its folder."""
 
+import shutil
 import time
 from collections.abc import Iterator
 from types import TracebackType
@@ -19,7 +20,7 @@ from flowrl.run.evaluate import Evaluation, Outcome
 from flowrl.run.folder import RunFolder, replacing, write_json
 from flowrl.run.memory import resident_mb
 from flowrl.run.metrics import MetricsLog
-from flowrl.run.prompts import Examples
+from flowrl.run.start import plan_run
 from flowrl.run.timeline import busy_fractions, chrome_trace, draw_timeline
 
 
@@ -47,13 +48,16 @@ class Run:
         self._outcomes: list[Outcome] = []
         self._futures: dict[int, list[MetricFuture]] = {}
         self._submitted: dict[int, list[CallRecord]] = {}
+        self._spans: dict[int, tuple[int, int]] = {}
         self._step = 0
-        self._step_ended_s = self.started_s
+        self._step_ended_ns = self.started_ns
         self._peak_mb = 0.0
 
     def __enter__(self) -> Self:
         config = self.config
-        # Planned before the folder is made: a placement that cannot be leaves nothing behind.
+        # Planned before anything is made: a placement that cannot be leaves nothing behind.
+        if config.address is None:
+            plan_run(config)
         self.cluster = Cluster(
             config.placement,
             backend=config.backend,
@@ -78,7 +82,7 @@ class Run:
     # Steps.
 
     def rollouts(self, rollout: WorkerGroup, prompts: PromptStream) -> Iterator[tuple[int, Batch]]:
-        """Step numbers from 1, each with a batch of responses to the next prompts, sampled from the last published weights.
+        """Step numbers from 1, each with responses to the next prompts, sampled from the last published weights.
 
         Resolves step k-1 before it submits step k+1, so the driver runs ahead by one step at most.
         """
@@ -90,29 +94,29 @@ class Run:
             batch["sample"] = Batch.from_rows([{"sample": i} for _ in rows for i in range(config.samples_per_prompt)])
             yield step, batch.union(rollout.generate.submit(batch))
 
-    def batches(self, examples: Examples) -> Iterator[tuple[int, Batch]]:
-        """Step numbers from 1, each with the next batch of examples; ends after `steps`, or with the data's epochs."""
-        config = self.config
-        stream = examples.batches(
-            config.rows_per_step, seed=config.seed, shuffle=config.data.shuffle, epochs=config.epochs
-        )
-        for step, batch in zip(self._steps(), stream, strict=False):
-            yield step, batch
+    def batches(self, stream: Iterator[Batch]) -> Iterator[tuple[int, Batch]]:
+        """Step numbers from 1, each with the stream's next batch; ends after `steps`, or with the stream."""
+        yield from zip(self._steps(), stream, strict=False)
 
     def _steps(self) -> Iterator[int]:
         self.cluster.settle()
         self._evaluate(0)
-        self._step_ended_s = time.monotonic()
+        if self._outcomes:
+            self._metrics.write(0, {"accuracy": self._outcomes[-1].accuracy})
+        self._step_ended_ns = time.time_ns()
         for step in range(1, self.config.steps + 1):
             if step > 2:
                 self._resolve(step - 2)
             self._step = step
+            begun_ns = time.time_ns()
             yield step
             self._submitted[step] = self.cluster.calls.pending()
+            self._spans[step] = (begun_ns, time.time_ns())
             every = self.config.evaluate_every
-            if every and step % every == 0 and step < self.config.steps:
-                self._resolve_all()
+            if step == self.config.steps or (every and step % every == 0):
+                self._resolve(step - 1)
                 self._evaluate(step)
+                self._resolve(step)
         self._resolve_all()
 
     def publish(self, actor: WorkerGroup, rollout: WorkerGroup) -> None:
@@ -144,24 +148,34 @@ class Run:
         merged = merge_metrics([future.get() for future in futures or []])
         self.cluster.calls.settle(calls or [], None)
         values = {name: metric.result() for name, metric in merged.items()}
-        now_s = time.monotonic()
-        values["seconds"] = now_s - self._step_ended_s
-        values["elapsed_s"] = now_s - self.started_s
-        self._step_ended_s = now_s
+        values["seconds"] = self._step_seconds(step)
+        values["elapsed_s"] = time.monotonic() - self.started_s
         if "response_tokens" in values:
             values["tokens_per_s"] = values["response_tokens"] / values["seconds"]
         self._peak_mb = max(self._peak_mb, resident_mb())
         values["memory_mb"] = self._peak_mb
-        if self._outcomes and self._outcomes[-1].step == step - 1:
+        if self._outcomes and self._outcomes[-1].step == step:
             values["accuracy"] = self._outcomes[-1].accuracy
+            # The evaluation is not the next step's time: tokens per second are those of training.
+            self._step_ended_ns = time.time_ns()
         self._metrics.write(step, values)
         self._progress.update(step, values)
+
+    def _step_seconds(self, step: int) -> float:
+        """From the end of the step before to the end of this one's last call, wherever the driver stands meanwhile."""
+        begun_ns, submitted_ns = self._spans.pop(step)
+        own = [e.ended_ns for e in self.cluster.calls.events if begun_ns <= e.submitted_ns <= submitted_ns]
+        ended_ns = max(own, default=submitted_ns)
+        seconds = (ended_ns - self._step_ended_ns) / 1e9
+        self._step_ended_ns = ended_ns
+        return seconds
 
     # Evaluation.
 
     def evaluate_with(self, rollout: WorkerGroup, reward: WorkerGroup, held_out: PromptStream | None) -> None:
-        """Measures greedy accuracy on held-out prompts before the first step, every `evaluate_every` steps and at the end."""
+        """Has greedy answers to held-out prompts scored before the first step, every `evaluate_every` and at the end."""
         if held_out is not None:
+            assert isinstance(self.config, OnPolicyConfig)
             rows = held_out.evaluation_rows(self.config.data.evaluation_rows)
             self._evaluation = Evaluation(rollout, reward, rows)
 
@@ -169,29 +183,20 @@ class Run:
         if self._evaluation is None:
             return
         self._outcomes.append(self._evaluation.measure(step))
-        # Not the next step's time: its tokens per second are those of training.
-        self._step_ended_s = time.monotonic()
 
     # The end.
 
     def finish(self, actor: WorkerGroup) -> dict[str, Any]:
-        """Evaluates once more, writes the model and every result, shows the tables, and returns the summary."""
-        self._evaluate(self.config.steps)
+        """Writes the model and every result, shows the tables, and returns the summary."""
         with replacing(self.folder.model) as folder:
             actor.save(folder.absolute())
         self._progress.close()
-        self._write_accuracy()
         self._write_trace()
         draw_curves(self._metrics.history, self.folder.curves)
         summary = self._summary()
         write_json(self.folder.summary, summary)
         self._show()
         return summary
-
-    def _write_accuracy(self) -> None:
-        if self._outcomes:
-            last = self._outcomes[-1]
-            self._metrics.write(self.config.steps + 1, {"accuracy": last.accuracy})
 
     def _write_trace(self) -> None:
         self.cluster.settle()
@@ -233,4 +238,6 @@ class Run:
         self._progress.close()
         self._metrics.close()
         self.cluster.close()
-
+        if error is not None and not self._metrics.history:
+            # It failed before it had a result: the next try may use the same folder.
+            shutil.rmtree(self.folder.path)

@@ -32,9 +32,13 @@ class Actor(Worker):
 
     def __init__(self, config: ActorConfig, *, temperature: float = 1.0) -> None:
         self.config, self.temperature = config, temperature
-        self.model = load_policy(config.model).to(self.device)
+        self.model = load_policy(config.model)
         self.engine = TrainEngine(
-            self.model, config.optimizer, config.engine, group=self.context.process_group, device=torch.device(self.device)
+            self.model,
+            config.optimizer,
+            config.engine,
+            group=self.context.process_group,
+            device=torch.device(self.device),
         )
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("input_ids",), writes=("logprobs",))
@@ -49,9 +53,11 @@ class Actor(Worker):
         reads=("input_ids", "response_mask", "old_logprobs", "advantages", "ref_logprobs?"),
     )
     def update(self, batch: TensorDict) -> dict[str, Metric]:
-        """One optimizer step on the clipped policy loss, with entropy bonus and KL to the reference where configured."""
+        """One optimizer step on the clipped policy loss, with the configured entropy bonus and KL."""
         if self.config.kl_loss_coef and "ref_logprobs" not in batch["tokens"].keys():  # noqa: SIM118 (a TensorDict)
-            raise ValueError("kl_loss_coef is set, but the batch has no column 'ref_logprobs'; compute it before the update")
+            raise ValueError(
+                "kl_loss_coef is set, but the batch has no column 'ref_logprobs'; compute it before the update"
+            )
         return self._named(self.engine.update(batch, self._policy_loss))
 
     @register(Dispatch.DP_COMPUTE_METRIC, blocking=False, reads=("input_ids", "response_mask"))

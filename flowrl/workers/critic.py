@@ -23,7 +23,7 @@ class Critic(Worker):
 
     def __init__(self, config: CriticConfig) -> None:
         self.config = config
-        model = load_critic(config.model).to(self.device)
+        model = load_critic(config.model)
         self.engine = TrainEngine(
             model, config.optimizer, config.engine, group=self.context.process_group, device=torch.device(self.device)
         )
@@ -33,9 +33,7 @@ class Critic(Worker):
         """Value `[T]` of the state in which each token is chosen; 0 at position 0."""
         return make_table(tokens={"values": self.engine.evaluate(batch, _values)}, lengths=lengths(batch))
 
-    @register(
-        Dispatch.DP_COMPUTE_METRIC, blocking=False, reads=("input_ids", "response_mask", "values", "returns")
-    )
+    @register(Dispatch.DP_COMPUTE_METRIC, blocking=False, reads=("input_ids", "response_mask", "values", "returns"))
     def update(self, batch: TensorDict) -> dict[str, Metric]:
         """One optimizer step on the clipped value loss."""
         metrics = self.engine.update(batch, self._value_loss)

@@ -19,7 +19,7 @@ class Reference(Worker):
 
     def __init__(self, config: ReferenceConfig, *, temperature: float = 1.0) -> None:
         self.temperature = temperature
-        model = load_policy(config.model).to(self.device)
+        model = load_policy(config.model)
         self.engine = TrainEngine(
             model, None, config.engine, group=self.context.process_group, device=torch.device(self.device)
         )

@@ -3,6 +3,7 @@
 import importlib
 import math
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from tensordict import TensorDict
@@ -30,11 +31,11 @@ def load_reward_function(name: str) -> RewardFunction:
         raise RewardError(f"reward function {name} cannot be loaded ({error}); name it as module:function") from error
     if not callable(function):
         raise RewardError(f"reward function {name} is a {type(function).__name__}, not a function")
-    return function
+    return cast("RewardFunction", function)  # its result is checked at every call
 
 
 def score_rows(batch: TensorDict, function: RewardFunction, name: str) -> TensorDict:
-    """Calls a reward function once per row, with the row's columns by name. Raises `RewardError` for what is no number."""
+    """Calls a reward function once per row, with the row's columns by name. Raises `RewardError`."""
     names = [column for column in batch["rows"].keys() if column != "length"]  # noqa: SIM118 (a TensorDict)
     columns = {column: objects(batch, column) for column in names}
     scores = []
@@ -42,7 +43,9 @@ def score_rows(batch: TensorDict, function: RewardFunction, name: str) -> Tensor
         row = {column: values[i] for column, values in columns.items()}
         value = float(function(**row))
         if not math.isfinite(value):
-            raise RewardError(f"reward function {name} returned {value} for response {row['response']!r}; return a finite number")
+            raise RewardError(
+                f"reward function {name} returned {value} for response {row['response']!r}; return a finite number"
+            )
         scores.append(value)
     return make_table({"scores": torch.tensor(scores, dtype=torch.float32)})
 
@@ -71,7 +74,7 @@ class RewardModel(Worker):
 
     def __init__(self, config: RewardConfig) -> None:
         assert config.model is not None
-        model = load_reward_model(config.model).to(self.device)
+        model = load_reward_model(config.model)
         self.engine = TrainEngine(
             model, None, config.engine, group=self.context.process_group, device=torch.device(self.device)
         )

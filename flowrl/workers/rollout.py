@@ -1,7 +1,6 @@
 """Rollout: the actor's weights answering prompts."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +32,7 @@ class Rollout(Worker):
         self.config, self.seed, self.version = config, seed, 0
         actor = self.peer("actor")
         self.shares_weights = isinstance(actor, Actor)
-        self.model = actor.model if isinstance(actor, Actor) else load_policy(model).to(self.device)
+        self.model = actor.model if isinstance(actor, Actor) else load_policy(model)
         self.tokenizer = ChatTokenizer(model.path)
         self.engine = HfRollout(self.model, self.tokenizer.tokenizer, config, torch.device(self.device))
 

@@ -1,4 +1,7 @@
-"""Supervised fine-tuning: cross-entropy on what the assistant says. `python -m recipes.sft.train CONFIG [key=value ...]`"""
+"""Supervised fine-tuning: cross-entropy on what the assistant says.
+
+`python -m recipes.sft.train CONFIG [key=value ...]`
+"""
 
 import sys
 from typing import Any
@@ -17,7 +20,10 @@ def train(config: SFTConfig) -> dict[str, Any]:
     policy = ActorConfig(model=config.model, optimizer=config.optimizer, engine=config.engine)
     with Run(config) as run:
         actor = run.group("actor", Actor, policy)
-        for _, batch in run.batches(examples):
+        stream = examples.batches(
+            config.rows_per_step, seed=config.seed, shuffle=config.data.shuffle, epochs=config.epochs
+        )
+        for _, batch in run.batches(stream):
             run.log(actor.update_sft(batch))
         return run.finish(actor)
 

@@ -1,0 +1,54 @@
+"""What every test folder shares: one Ray for the session, and clusters on either backend that end with their test."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any, Literal
+
+import pytest
+
+from flowrl import Cluster, Placement
+
+BackendName = Literal["inline", "ray"]
+NUM_CPUS = 16
+"""Logical: worker processes that Ray will hold at a time, whatever the machine has."""
+
+ClusterMaker = Callable[..., Cluster]
+
+
+@pytest.fixture(scope="session")
+def ray_session() -> Iterator[None]:
+    """One Ray on the loopback interface. Clusters that find it use it, and leave it running when they close."""
+    os.environ |= {"RAY_IGNORE_UNHANDLED_ERRORS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    import ray  # noqa: PLC0415 (a session that starts no Ray does not pay for its import)
+
+    ray.init(
+        num_cpus=NUM_CPUS,
+        include_dashboard=False,
+        _node_ip_address="127.0.0.1",
+        object_store_memory=512 * 1024**2,
+        logging_level="error",
+        log_to_driver=False,
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(params=["inline", "ray"], scope="session")
+def backend(request: pytest.FixtureRequest) -> BackendName:
+    """Either backend; Ray is started when a test first needs it."""
+    if request.param == "ray":
+        request.getfixturevalue("ray_session")
+    return request.param
+
+
+@pytest.fixture
+def open_cluster() -> Iterator[ClusterMaker]:
+    """Makes CPU clusters: `open_cluster("inline", pools={"main": [2]}, roles={"actor": "main"})`. Closed after the test."""
+    with ExitStack() as stack:
+
+        def make(backend: BackendName, pools: dict[str, Any], roles: dict[str, Any], **settings: Any) -> Cluster:
+            placement = Placement(device="cpu", pools=pools, roles=roles)
+            return stack.enter_context(Cluster(placement, backend=backend, **settings))
+
+        yield make

@@ -1,0 +1,62 @@
+"""A cluster per backend that all tests of calls that succeed share: starting processes is what costs time."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from flowrl import Batch, Cluster, Placement, WorkerGroup, register_dispatch_mode
+from tests.conftest import BackendName
+from tests.controller.dispatch_modes import second_ranks, to_every_second
+from tests.controller.workers import Arithmetic, Summing
+
+PLACEMENT = Placement.model_validate(
+    {
+        "device": "cpu",
+        "pools": {"three": [3], "two": [2]},
+        "roles": {
+            "first": "three",
+            "guest": "three",
+            "second": "two",
+            "tensor": {"pool": "two", "tp": 2},
+            "pipeline": {"pool": "two", "pp": 2},
+            "sum_a": "three",
+            "sum_b": "three",
+            "sum_two": "two",
+        },
+    }
+)
+
+
+@dataclass
+class Shared:
+    """Groups of two pools of three and two processes. No test may let a call fail in a worker here."""
+
+    backend: BackendName
+    cluster: Cluster
+    first: WorkerGroup
+    guest: WorkerGroup
+    second: WorkerGroup
+    tensor: WorkerGroup
+    pipeline: WorkerGroup
+    sums: dict[str, WorkerGroup]
+
+
+@pytest.fixture(scope="session")
+def shared(backend: BackendName) -> Iterator[Shared]:
+    register_dispatch_mode("every_second", to_every_second, second_ranks)
+    with Cluster(PLACEMENT, backend=backend, num_threads=1) as cluster:
+        sums = {role: cluster.group(role, Summing, factor) for role, factor in (("sum_a", 1), ("sum_b", 10), ("sum_two", 1))}
+        arithmetic = {"first": 2, "guest": 7, "second": 5, "tensor": 3, "pipeline": 3}
+        groups = {role: cluster.group(role, Arithmetic, factor=factor) for role, factor in arithmetic.items()}
+        yield Shared(backend, cluster, **groups, sums=sums)
+
+
+@pytest.fixture
+def batch() -> Batch:
+    """Seven rows: too many for three ranks to share evenly."""
+    return Batch.from_columns(
+        rows={"x": list(range(7)), "text": [f"t{i}" for i in range(7)]},
+        tokens={"ids": list(range(28))},
+        lengths=[1, 2, 3, 4, 5, 6, 7],
+    )

@@ -1,0 +1,50 @@
+"""What each process of a rank test runs: the same optimizer steps on 3, 2 and 1 of the ranks."""
+
+from pathlib import Path
+
+import torch
+from torch import distributed
+
+from flowrl.config import EngineConfig, OptimizerConfig
+from flowrl.data.table import take_rows
+from flowrl.engines.train import TrainEngine
+from tests.engines.losses import Bigram, bigram_loss
+from tests.engines.tiny import VOCABULARY, table
+
+SPLITS = {
+    "three uneven": [[0, 1], [2, 3, 4, 5, 6, 7, 8], [9, 10]],
+    "three with an empty one": [[4, 1, 0, 8, 9], [], [2, 3, 10, 7, 6, 5]],
+    "two": [[0, 2, 4, 6, 8, 10], [1, 3, 5, 7, 9]],
+    "one": [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]],
+}
+NUM_STEPS = 3
+
+
+def train(rows: list[int], dtype: torch.dtype, group: distributed.ProcessGroup | None, max_tokens: int) -> dict:
+    """Three steps on this rank's rows of three tables; a fourth has nothing to train on anywhere."""
+    model = Bigram(VOCABULARY, 16).to(dtype)
+    optimizer = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=0.5)
+    engine = TrainEngine(model, optimizer, EngineConfig(max_tokens_per_microbatch=max_tokens), group=group)
+    reports = []
+    for step in range(NUM_STEPS + 1):
+        part = take_rows(table(11, seed=step), torch.tensor(rows, dtype=torch.int64))
+        if step == NUM_STEPS:
+            part["tokens", "response_mask"] = torch.zeros_like(part["tokens", "response_mask"])
+        report = engine.update(part, bigram_loss)
+        reports.append({name: metric.result() for name, metric in report.items() if name != "loss"})
+    return {"weights": {n: p.detach() for n, p in model.named_parameters()}, "reports": reports}
+
+
+def main(rank: int, folder: Path) -> None:
+    """Joins two others through a file and writes what this rank ended with."""
+    torch.set_num_threads(1)
+    store = distributed.FileStore(str(folder / "store"), 3)
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=3)
+    groups = {size: distributed.new_group(list(range(size))) for size in (3, 2, 1)}
+    results = {}
+    for name, split in SPLITS.items():
+        if rank < len(split):
+            for dtype in (torch.float32, torch.float64):
+                results[name, dtype] = train(split[rank], dtype, groups[len(split)], max_tokens=20)
+    torch.save(results, folder / f"{rank}.pt")
+    distributed.destroy_process_group()

@@ -1,0 +1,78 @@
+"""Real models, small: two layers, random weights, and a tokenizer of 32 letters."""
+
+from pathlib import Path
+
+import torch
+from tensordict import TensorDict
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
+)
+
+from flowrl.data.table import make_table
+
+VOCABULARY = 32
+END = 1
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "eos_token_id": END,
+    "pad_token_id": 0,
+    "initializer_range": 0.3,
+}
+
+
+def qwen2(dtype: torch.dtype = torch.float32, seed: int = 0, **settings) -> Qwen2ForCausalLM:
+    """Large weights, so that what a model says depends on what it was told."""
+    torch.manual_seed(seed)
+    config = Qwen2Config(**{"hidden_size": 64, "tie_word_embeddings": True, **SIZES, **settings})
+    return Qwen2ForCausalLM(config).to(dtype).eval()  # pyright: ignore[reportArgumentType] (transformers narrows `to`)
+
+
+def llama(seed: int = 0) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**{"hidden_size": 32, **SIZES})).eval()
+
+
+def classifier() -> Qwen2ForSequenceClassification:
+    torch.manual_seed(0)
+    return Qwen2ForSequenceClassification(Qwen2Config(**{"hidden_size": 32, "num_labels": 1, **SIZES})).eval()
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = {"<pad>": 0, "<end>": END, **{chr(95 + i): i for i in range(2, VOCABULARY)}}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<pad>")), eos_token="<end>", pad_token="<pad>"
+    )
+
+
+def save(model: PreTrainedModel, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def table(num_rows: int, seed: int = 0, longest: int = 12) -> TensorDict:
+    """Random rows of 2 to `longest` tokens; every row's first token is a prompt, some rows have no response."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(2, longest + 1, (num_rows,), generator=generator)
+    total = int(lengths.sum())
+    mask = torch.rand(total, generator=generator) < 0.7
+    mask[torch.cumsum(lengths, 0) - lengths] = False
+    tokens = {
+        "input_ids": torch.randint(2, VOCABULARY, (total,), generator=generator),
+        "response_mask": mask,
+        "weight": torch.rand(total, generator=generator, dtype=torch.float64),
+    }
+    return make_table({"prompt_id": torch.arange(num_rows)}, tokens, lengths, num_rows)

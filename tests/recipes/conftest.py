@@ -1,0 +1,68 @@
+"""A small task on disk, and configs of recipes that read it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.grpo.config import GRPOConfig
+from recipes.ppo.config import PPOConfig
+from recipes.quickstart.prepare import prepare
+
+TASK = "recipes.quickstart.task"
+
+
+@pytest.fixture(scope="session")
+def task_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quickstart's data, tokenizer and untrained model."""
+    folder = tmp_path_factory.mktemp("task") / "data"
+    prepare(folder, seed=0)
+    return folder
+
+
+def settings(folder: Path, output: Path) -> dict[str, Any]:
+    model = {"path": folder / "model"}
+    return {
+        "output": output,
+        "backend": "inline",
+        "steps": 3,
+        "rows_per_step": 32,
+        "minibatch_rows": 16,
+        "data": {
+            "train": folder / "train.jsonl",
+            "test": folder / "test.jsonl",
+            "max_prompt_tokens": 16,
+            "evaluation_rows": 8,
+        },
+        "actor": {"model": model, "optimizer": {"lr": 1e-3, "warmup_steps": 2}, "entropy_coef": 0.01},
+        "reference": {"model": model},
+        "reward": {"function": f"{TASK}:score", "evaluation": f"{TASK}:exact"},
+        "rollout": {"max_response_tokens": 6},
+    }
+
+
+@pytest.fixture
+def ppo_config(task_folder: Path, tmp_path: Path) -> Callable[..., PPOConfig]:
+    """Makes a PPO config; keyword arguments replace its settings."""
+
+    def make(**changes: Any) -> PPOConfig:
+        base = settings(task_folder, tmp_path / "run")
+        critic = {"model": {"path": task_folder / "model"}, "optimizer": {"lr": 1e-3}}
+        algorithm = {"estimator": "gae", "lam": 0.95, "whiten": True, "kl_coef": 0.05}
+        return PPOConfig.model_validate(base | {"critic": critic, "algorithm": algorithm} | changes)
+
+    return make
+
+
+@pytest.fixture
+def grpo_config(task_folder: Path, tmp_path: Path) -> Callable[..., GRPOConfig]:
+    """Makes a GRPO config; keyword arguments replace its settings."""
+
+    def make(**changes: Any) -> GRPOConfig:
+        base = settings(task_folder, tmp_path / "run")
+        actor = base["actor"] | {"kl_loss_coef": 0.02}
+        extra = {"algorithm": {"estimator": "grpo"}, "samples_per_prompt": 4, "actor": actor}
+        return GRPOConfig.model_validate(base | extra | changes)
+
+    return make

@@ -1,0 +1,134 @@
+"""What a user can get wrong: one sentence, exit code 2, and nothing half-written."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flowrl.cli import run_recipe
+from flowrl.config import to_yaml
+from recipes.ppo.config import PPOConfig
+from recipes.ppo.train import train
+from recipes.sft.config import SFTConfig
+from recipes.sft.train import train as train_sft
+
+
+@pytest.fixture
+def refusal(
+    ppo_config: Callable[..., PPOConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """Runs PPO with overrides; returns the sentence on stderr, and checks that there is nothing else."""
+
+    def run(*overrides: str) -> str:
+        config = ppo_config(recipe="recipes.ppo.config:PPOConfig")
+        file = tmp_path / "config.yaml"
+        file.write_text(to_yaml(config))
+        assert run_recipe(PPOConfig, train, [str(file), *overrides]) == 2
+        printed = capsys.readouterr()
+        assert "Traceback" not in printed.err
+        assert printed.err.startswith("error: ") and printed.err.count("\n") == 1
+        return printed.err
+
+    return run
+
+
+def data_file(tmp_path: Path, *lines: str) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(line + "\n" for line in lines))
+    return path
+
+
+def prompt(content: str) -> str:
+    return json.dumps({"messages": [{"from": "human", "content": content}], "answer": "2"})
+
+
+def test_a_malformed_line_is_named_by_file_and_line(refusal: Callable[..., str], tmp_path: Path) -> None:
+    path = data_file(tmp_path, prompt("1+1"), '{"messages": [')
+    assert f"{path}, line 2" in refusal(f"data.train={path}")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_empty_dataset_is_refused(refusal: Callable[..., str], tmp_path: Path) -> None:
+    assert "is empty" in refusal(f"data.train={data_file(tmp_path)}")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_dataset_is_refused(refusal: Callable[..., str], tmp_path: Path) -> None:
+    assert "nowhere.jsonl" in refusal(f"data.train={tmp_path}/nowhere.jsonl")
+
+
+def test_a_prompt_longer_than_allowed_is_named_by_line(refusal: Callable[..., str], tmp_path: Path) -> None:
+    path = data_file(tmp_path, prompt("1+1"), prompt("1+1+1+1+1+1+1+1+1+1"))
+    sentence = refusal(f"data.train={path}", "data.max_prompt_tokens=8")
+    assert f"{path}, line 2" in sentence and "max_prompt_tokens" in sentence
+
+
+def test_prompt_and_response_longer_than_the_model_are_refused(refusal: Callable[..., str], tmp_path: Path) -> None:
+    sentence = refusal("rollout.max_response_tokens=60")
+    assert "76" in sentence and "64 tokens" in sentence
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unknown_key_names_the_nearest_one(refusal: Callable[..., str]) -> None:
+    assert "minibatch_rows" in refusal("minibatch_row=8")
+
+
+def test_a_wrong_type_names_the_key(refusal: Callable[..., str]) -> None:
+    assert "steps" in refusal("steps=many")
+
+
+def test_the_folder_of_another_run_is_refused_and_left_as_it_was(refusal: Callable[..., str], tmp_path: Path) -> None:
+    other = tmp_path / "run"
+    other.mkdir()
+    (other / "config.yaml").write_text("mine")
+    assert "another run" in refusal()
+    assert [path.name for path in other.iterdir()] == ["config.yaml"]
+
+
+def test_a_folder_without_a_model_is_refused(refusal: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert str(tmp_path / "empty") in refusal(f"actor.model.path={tmp_path}/empty")
+
+
+def test_a_critic_without_a_model_is_refused_and_leaves_no_run(refusal: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    sentence = refusal(f"critic.model.path={tmp_path}/empty")
+    assert "critic" in sentence and str(tmp_path / "empty") in sentence
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unknown_reward_function_is_refused_and_leaves_no_run(refusal: Callable[..., str], tmp_path: Path) -> None:
+    assert "recipes.quickstart.task:scor" in refusal("reward.function=recipes.quickstart.task:scor")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_placement_that_does_not_fit_is_refused(refusal: Callable[..., str], tmp_path: Path) -> None:
+    sentence = refusal("backend=ray", "placement=placement/split.yaml", "devices=[3]", "placement.device=cpu")
+    assert "placement.pools.policy" in sentence
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_single_strategy_on_two_ranks_is_refused(refusal: Callable[..., str]) -> None:
+    sentence = refusal(
+        "backend=ray", "placement.device=cpu", "placement.pools.main=[2]", "actor.engine.strategy=single"
+    )
+    assert "actor.engine.strategy" in sentence
+
+
+def test_a_tensor_parallel_role_is_refused_while_no_strategy_has_it(refusal: Callable[..., str]) -> None:
+    roles = "placement.roles.actor={pool: main, tp: 2}"
+    assert "tp 2" in refusal("backend=ray", "placement.device=cpu", "placement.pools.main=[2]", roles)
+
+
+def test_an_example_that_ends_with_the_question_is_refused(
+    task_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = data_file(tmp_path, prompt("1+1"))
+    file = tmp_path / "sft.yaml"
+    file.write_text(
+        f"output: {tmp_path}/run\nbackend: inline\nsteps: 1\nrows_per_step: 1\nmodel: {{path: {task_folder}/model}}\n"
+        f"optimizer: {{lr: 1.0e-3}}\ndata: {{train: {path}, max_prompt_tokens: 16}}\n"
+    )
+    assert run_recipe(SFTConfig, train_sft, [str(file)]) == 2
+    assert f"{path}, line 1" in capsys.readouterr().err

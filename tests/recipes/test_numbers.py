@@ -1,0 +1,105 @@
+"""Numbers that cannot move: placement, backend and ranks change time, never what is sampled or learned."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flowrl import Batch, Cluster, Placement
+from flowrl.config import ModelConfig, RolloutConfig, load
+from flowrl.workers import Rollout
+from recipes.grpo.config import GRPOConfig
+from recipes.grpo.train import train as train_grpo
+from recipes.ppo.config import PPOConfig
+from recipes.ppo.train import train as train_ppo
+
+ROLES = ("actor", "critic", "reference", "reward", "rollout")
+CLOCK = {"seconds", "elapsed_s", "tokens_per_s", "memory_mb", "rollout_gap"}
+"""What a placement may change; the gap between rollout and trainer is itself a rounding error."""
+
+PLACEMENTS = {
+    "one rank": Placement(device="cpu", pools={"main": [1]}, roles=dict.fromkeys(ROLES, "main")),
+    "colocated on 2": Placement(device="cpu", pools={"main": [2]}, roles=dict.fromkeys(ROLES, "main")),
+    "colocated on 3": Placement(device="cpu", pools={"main": [3]}, roles=dict.fromkeys(ROLES, "main")),
+    "split": load(Path("placement/split.yaml"), ["device=cpu"], Placement),
+    "standalone": load(Path("placement/standalone.yaml"), ["device=cpu"], Placement),
+}
+
+
+def metrics_of(config: PPOConfig | GRPOConfig) -> list[dict[str, float]]:
+    lines = (config.output / "metrics.jsonl").read_text().splitlines()
+    return [{name: value for name, value in json.loads(line).items() if name not in CLOCK} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def inline_metrics() -> dict[str, list[dict[str, float]]]:
+    """The metrics of the inline run, filled by the first test that needs them."""
+    return {}
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_ppo_gives_the_same_metrics_under_every_placement(
+    name: str, ray_session: None, ppo_config: Callable[..., PPOConfig], tmp_path: Path, inline_metrics: dict
+) -> None:
+    if not inline_metrics:
+        inline = ppo_config(output=tmp_path / "inline")
+        train_ppo(inline)
+        inline_metrics["ppo"] = metrics_of(inline)
+    placed = ppo_config(output=tmp_path / "placed", backend="ray", placement=PLACEMENTS[name])
+    train_ppo(placed)
+    found = metrics_of(placed)
+    assert [line["step"] for line in found] == [0, 1, 2, 3]
+    for expected, line in zip(inline_metrics["ppo"], found, strict=True):
+        assert line == pytest.approx(expected, abs=1e-5)
+
+
+def test_grpo_gives_the_same_metrics_on_one_and_two_ranks(
+    ray_session: None, grpo_config: Callable[..., GRPOConfig], tmp_path: Path
+) -> None:
+    inline = grpo_config(output=tmp_path / "inline")
+    two = Placement(device="cpu", pools={"main": [2]}, roles=dict.fromkeys(ROLES, "main"))
+    placed = grpo_config(output=tmp_path / "placed", backend="ray", placement=two)
+    train_grpo(inline)
+    train_grpo(placed)
+    for expected, line in zip(metrics_of(inline), metrics_of(placed), strict=True):
+        assert line == pytest.approx(expected, abs=1e-5)
+
+
+def test_micro_batches_change_no_metric(ppo_config: Callable[..., PPOConfig], tmp_path: Path) -> None:
+    whole = ppo_config(output=tmp_path / "whole")
+    actor = whole.actor.model_dump() | {"engine": {"max_tokens_per_microbatch": 40}}
+    cut = ppo_config(output=tmp_path / "cut", actor=actor)
+    train_ppo(whole)
+    train_ppo(cut)
+    for expected, line in zip(metrics_of(whole), metrics_of(cut), strict=True):
+        assert line == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_first_on_policy_step_has_ratio_one_and_no_kl(ppo_config: Callable[..., PPOConfig]) -> None:
+    config = ppo_config(steps=1, minibatch_rows=32)
+    train_ppo(config)
+    first = metrics_of(config)[1]
+    assert first["kl"] == 0
+    assert first["actor/ratio"] == pytest.approx(1, abs=1e-6)
+    assert first["actor/approx_kl"] == pytest.approx(0, abs=1e-9)
+
+
+def sampled(folder: Path, num_ranks: int, backend: str, order: list[int]) -> list[int]:
+    """Response tokens of eight rows in the order of their ids, sampled in another order on some ranks."""
+    prompts = [
+        {"prompt_ids": [2, 3 + i % 4, 12, 3] + [4] * (i % 3), "prompt_id": i // 2, "sample": i % 2} for i in range(8)
+    ]
+    placement = Placement(device="cpu", pools={"main": [num_ranks]}, roles={"rollout": "main"})
+    model = ModelConfig(path=folder / "model")
+    with Cluster(placement, backend=backend) as cluster:
+        rollout = cluster.group("rollout", Rollout, RolloutConfig(max_response_tokens=6, max_rows=3), model, seed=5)
+        batch = Batch.from_rows(prompts).rows(order)
+        answered = rollout.generate(batch).reorder(sorted(range(8), key=order.__getitem__))
+        return answered.get("input_ids").tolist()
+
+
+def test_sampled_tokens_depend_on_neither_ranks_nor_order(ray_session: None, task_folder: Path) -> None:
+    expected = sampled(task_folder, 1, "inline", list(range(8)))
+    assert sampled(task_folder, 3, "ray", [5, 2, 7, 0, 1, 6, 3, 4]) == expected
+    assert sampled(task_folder, 1, "inline", [5, 2, 7, 0, 1, 6, 3, 4]) == expected
