@@ -4,12 +4,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from flowrl.controller.backend import Backend
 from flowrl.controller.errors import FlowError, WorkerError
 from flowrl.controller.host import Report
 from flowrl.controller.plan import Slot
-from flowrl.data.block import Description, Ref
+from flowrl.data.block import Description, LocalRef, Ref
 from flowrl.data.events import CallEvent
 
 
@@ -63,9 +64,16 @@ class Calls:
     """Pool -> why its processes were ended."""
     on_settled: Callable[[CallEvent], None] | None = None
     _pending: dict[int, CallRecord] = field(default_factory=dict)
+    _shared: WeakKeyDictionary[LocalRef, Ref] = field(default_factory=WeakKeyDictionary)
 
     def add(self, record: CallRecord) -> None:
         self._pending[id(record)] = record
+
+    def share(self, rows: LocalRef) -> Ref:
+        """Rows of the driver where every host can read them: put there once, while some batch holds them."""
+        if rows not in self._shared:
+            self._shared[rows] = self.backend.share(rows.value)
+        return self._shared[rows]
 
     def pending(self) -> list[CallRecord]:
         """What is in flight now, in the order of submission."""

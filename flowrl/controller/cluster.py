@@ -33,6 +33,7 @@ class Cluster:
         devices: devices per node that may be used; None asks the machine.
         roles: the roles that will be made; None is all that the placement names.
         num_threads: CPU threads of torch in each process; None shares the cores evenly.
+        prepare: modules that functions given to `Batch.apply` need, loaded early where those run.
     Raises:
         PlacementError: the placement does not fit, before anything starts.
     """
@@ -46,6 +47,7 @@ class Cluster:
         devices: tuple[int, ...] | None = None,
         roles: tuple[str, ...] | None = None,
         num_threads: int | None = None,
+        prepare: tuple[str, ...] = (),
     ) -> None:
         self._inline = backend == "inline"
         self._num_threads = num_threads
@@ -66,9 +68,12 @@ class Cluster:
         except BaseException:
             self.close()
             raise
-        self._tasks = GroupTasks(self._make(TASKS, Tasks, _TASK_POOL, Mesh(1, 1, 1, 1), (), {}))
+        tasks = self._make(TASKS, Tasks, _TASK_POOL, Mesh(1, 1, 1, 1), (), {})
+        if prepare:
+            tasks.prepare.submit(prepare)
+        self._tasks = GroupTasks(tasks)
 
-    def group(self, role: str, cls: type[Worker], *args: Any, **kwargs: Any) -> WorkerGroup:
+    def group(self, role: str, cls: type[Worker], /, *args: Any, **kwargs: Any) -> WorkerGroup:
         """Makes a role's workers, one `cls(*args, **kwargs)` per rank. Does not wait for their constructors.
 
         Futures are not taken as arguments. A constructor that raises is told at the group's next call.

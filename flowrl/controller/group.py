@@ -43,14 +43,22 @@ class RemoteMethod:
         return result
 
     def submit(self, *args: Any, **kwargs: Any) -> Any:  # Any: a Batch or a Future
-        """Starts the call and returns its `Batch` or `Future` at once. Wrong arguments raise before anything is sent."""
+        """Starts the call and returns its `Batch` or `Future` at once. Wrong arguments raise before a thing is sent."""
         try:
             bound = self.__signature__.bind(*args, **kwargs)
         except TypeError as error:
             raise ContractError(
                 f"{self._group.role}.{self.__name__}{self.__signature__} was called wrongly: {error}"
             ) from None
-        return self._group.submit(self.__name__, self._contract, bound.arguments)
+        return self._group.submit(self.__name__, self._contract, self._by_name(bound))
+
+    def _by_name(self, bound: inspect.BoundArguments) -> dict[str, Any]:
+        """Every argument under a name of its own, those that the method takes as `**others` too."""
+        arguments = dict(bound.arguments)
+        for parameter in self.__signature__.parameters.values():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                arguments |= arguments.pop(parameter.name, {})
+        return arguments
 
 
 class WorkerGroup:
@@ -122,7 +130,7 @@ class WorkerGroup:
     def _send(
         self, rank: int, method: str, contract: Contract, mode: DispatchMode, arguments: Mapping[str, Any]
     ) -> tuple[Tracked, CallRecord]:
-        references = References(self._backend.share)
+        references = References(self._calls.share)
         returns_batch = mode.gather is None
         answers = not returns_batch or is_leader(self.mesh, rank)
         request = Request(self.role, method, lower(dict(arguments), references), contract, returns_batch, answers)

@@ -1,5 +1,6 @@
 """The Ray backend: one actor process per device. The only module that imports ray."""
 
+import logging
 import os
 import warnings
 from collections.abc import Sequence
@@ -89,7 +90,8 @@ class RayBackend:
             remove_placement_group(group)
             raise PlacementError(
                 f"placement.pools.{pool.name} waited {_PLACEMENT_TIMEOUT_S:.0f} s for {counts} {resource} per node "
-                f"and did not get them; the cluster has {ray.available_resources().get(resource, 0):g} free: make the pool smaller"
+                f"and did not get them; the cluster has {ray.available_resources().get(resource, 0):g} free: "
+                f"make the pool smaller"
             )
         self._groups[pool.name] = group
         nodes = sorted({slot.node for slot in pool.slots})
@@ -164,12 +166,12 @@ def _start_ray(address: str | None, num_slots: int) -> None:
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address is not None:
-        ray.init(address=address, logging_level="warning", log_to_driver=False)
+        ray.init(address=address, logging_level=logging.WARNING, log_to_driver=False)
         return
     ray.init(
         num_cpus=max(num_slots, os.cpu_count() or 1),
         include_dashboard=False,
         _node_ip_address=_LOOPBACK,
-        logging_level="error",
+        logging_level=logging.ERROR,
         log_to_driver=False,
     )

@@ -1,5 +1,6 @@
 """`@register`: which methods of a worker the driver may call, how arguments are split, and which columns travel."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -67,9 +68,19 @@ def register(
             waits for the call to know).
         rows: rows of that table: as many as came in, this multiple of them, or "unknown".
         balance: split rows into equal counts, or into equal sums of tokens (the driver then waits for the lengths).
+    Raises:
+        ValueError: the declaration contradicts itself, or the method's parameters have no names to travel under.
     """
 
+    if balance == "tokens" and rows != "same":
+        raise ValueError(f"balance='tokens' restores the order of rows, which needs rows='same', not {rows!r}")
+
     def mark(method: Method) -> Method:
+        for parameter in inspect.signature(method).parameters.values():
+            if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+                raise ValueError(
+                    f"{method.__qualname__} takes *{parameter.name}; arguments travel by name: give each one"
+                )
         setattr(method, _ATTRIBUTE, Contract(dispatch_mode, blocking, reads, writes, rows, balance))
         return method
 

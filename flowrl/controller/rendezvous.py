@@ -20,7 +20,7 @@ def join_process_group(
     the group forms when they have joined (`role_process_group` waits for it).
     """
     from torch.distributed import (  # noqa: PLC0415 (only collective roles need torch)
-        PrefixStore,
+        PrefixStore,  # pyright: ignore[reportPrivateImportUsage] (as TCPStore)
         TCPStore,  # pyright: ignore[reportPrivateImportUsage] (documented there, but not re-exported)
         init_process_group,
     )

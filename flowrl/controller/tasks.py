@@ -1,5 +1,6 @@
 """Pure functions run beside the data: the group behind `Batch.apply` and `Batch.reduce`."""
 
+import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +17,18 @@ if TYPE_CHECKING:
 class Tasks(Worker):
     """Runs whatever function it is handed, in a process of its own that no role occupies."""
 
+    @register(Dispatch.RANK_ZERO, blocking=False)
+    def prepare(self, modules: tuple[str, ...]) -> None:
+        """Loads what later calls need, while the roles' own processes are still starting."""
+        for module in modules:
+            importlib.import_module(module)
+
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
-    def apply(self, table: "TensorDict", fn: Callable, kwargs: dict) -> "TensorDict":
+    def apply(self, table: "TensorDict", fn: Callable, **kwargs: Any) -> "TensorDict":  # Any: the function's own
         return fn(table, **kwargs)
 
     @register(Dispatch.RANK_ZERO, blocking=False)
-    def reduce(self, table: "TensorDict", fn: Callable, kwargs: dict) -> Any:  # Any: the function's own result
+    def reduce(self, table: "TensorDict", fn: Callable, **kwargs: Any) -> Any:  # Any: the function's own result
         return fn(table, **kwargs)
 
 
@@ -35,12 +42,12 @@ class GroupTasks:
     def apply(self, fn: Callable, batch: Batch, writes: tuple[str, ...], rows: str, kwargs: dict) -> Batch:
         kind = "same" if rows == "same" else "unknown"
         contract = Contract(Dispatch.DP_COMPUTE_PROTO, blocking=False, writes=writes, rows=kind)
-        result = self._group.submit("apply", contract, {"table": batch, "fn": fn, "kwargs": kwargs})
+        result = self._group.submit("apply", contract, {"table": batch, "fn": fn, **kwargs})
         assert isinstance(result, Batch)
         return result
 
     def reduce(self, fn: Callable, batch: Batch, kwargs: dict) -> Future:
         contract = Contract(Dispatch.RANK_ZERO, blocking=False)
-        result = self._group.submit("reduce", contract, {"table": batch, "fn": fn, "kwargs": kwargs})
+        result = self._group.submit("reduce", contract, {"table": batch, "fn": fn, **kwargs})
         assert isinstance(result, Future)
         return result

@@ -80,7 +80,8 @@ class Request:
 class References:
     """The references that travel beside one request, each once."""
 
-    share: Callable[[Payload], Ref]
+    share: Callable[[LocalRef], Ref]
+    """Puts rows of the driver where every host can read them."""
     refs: list[Ref] = field(default_factory=list)
     _positions: dict[int, int] = field(default_factory=dict)
 
@@ -120,7 +121,7 @@ class References:
         if selected.nbytes <= BY_VALUE_BYTES:
             renamed = {source: name for name, source in columns.items()}
             return selected.take(None, renamed), rows
-        return self.position(self.share(shard.payload.value)), rows
+        return self.position(self.share(shard.payload)), rows
 
 
 def lower(arguments: Arguments, references: References) -> dict[str, Any]:

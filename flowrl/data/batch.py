@@ -4,6 +4,7 @@ Every edit here (select, rows, repeat, ...) rewrites the index and moves nothing
 `get` alone. Names of columns: flowrl/data/fields.py.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -58,7 +59,7 @@ class Batch:
     ) -> "Batch":
         """Row columns of B values each and flat token columns of T values, with `lengths` [B] summing to T."""
         arrays = {name: _row_column(values) for name, values in (rows or {}).items()}
-        flat = {name: np.asarray(values) for name, values in (tokens or {}).items()}
+        flat = {name: np.asarray(values).copy(order="C") for name, values in (tokens or {}).items()}
         sizes = {name: len(values) for name, values in arrays.items()} | (
             {} if lengths is None else {"lengths": len(lengths)}
         )
@@ -71,7 +72,7 @@ class Batch:
             raise ColumnError(
                 f"token columns need lengths that sum to their tokens: lengths sum to {total}, tokens are {found}"
             )
-        array = None if lengths is None or not flat else np.asarray(lengths, dtype=np.int64)
+        array = None if lengths is None or not flat else np.array(lengths, dtype=np.int64)
         return Batch.of_payload(Payload(count, arrays, flat, array))
 
     @staticmethod
@@ -275,7 +276,9 @@ class Batch:
         Raises whatever the call that computes them raised.
         """
         if name == "length" and name not in self._columns:
-            return self._lengths_tensor()
+            import torch  # noqa: PLC0415 (see table)
+
+            return torch.from_numpy(self.lengths().copy())
         payload = self.payload(name)
         column = payload.rows.get(name)
         if isinstance(column, list):
@@ -370,10 +373,10 @@ def _join(parts: Sequence[Column]) -> Column:
 
 
 def _row_column(values: Any) -> np.ndarray | list:
-    """Numbers and arrays as an array, anything else as a list of objects."""
+    """Numbers and arrays as an array of their own, anything else as a list of objects."""
     if hasattr(values, "numpy") or isinstance(values, np.ndarray):
-        array = np.asarray(values)
-        return array.tolist() if array.dtype == object else array
+        array = np.asarray(values).copy(order="C")
+        return array if array.dtype.kind in "biufc" else array.tolist()
     listed = list(values)
     if listed and all(isinstance(value, bool) for value in listed):
         return np.array(listed)

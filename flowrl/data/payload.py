@@ -4,6 +4,7 @@ A payload holds row columns `[B, ...]` and token columns `[T, ...]`. All its tok
 with sum T. bfloat16 has no NumPy type: such a column is kept as an int16 view and named in `bfloat16`.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -41,7 +42,7 @@ class Payload:
 
     def copy(self) -> "Payload":
         """The same values in memory of their own."""
-        rows = {name: c.copy() for name, c in self.rows.items()}
+        rows = {name: copy.deepcopy(c) for name, c in self.rows.items()}
         tokens = {name: c.copy() for name, c in self.tokens.items()}
         return Payload(
             self.num_rows, rows, tokens, None if self.lengths is None else self.lengths.copy(), self.bfloat16

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-from tensordict import NonTensorStack, TensorDict, TensorDictBase
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from flowrl.data.payload import Payload
 
@@ -50,8 +50,9 @@ def make_table(
     return TensorDict({"rows": row_table, "tokens": token_table}, batch_size=[])
 
 
-def _object_column(values: Sequence) -> NonTensorStack | torch.Tensor:
-    return NonTensorStack(*values) if len(values) else torch.zeros(0)
+def _object_column(values: Sequence) -> NonTensorStack | NonTensorData:
+    # A stack of nothing cannot be made; a list of nothing stays a list.
+    return NonTensorStack(*values) if len(values) else NonTensorData(data=[], batch_size=[0])
 
 
 def num_rows(table: TensorDictBase) -> int:

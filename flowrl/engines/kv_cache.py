@@ -51,19 +51,20 @@ def _slot_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: queries [B, H x G, L, D], keys and values [B, H, C, D]; gives [B, L, H x G, D].
+    """Attention as transformers calls it: of queries [B, H x G, L, D] over keys and values [B, H, C, D].
 
-    Without a mask this is a prefill, causal from the first slot; with one, additive [B, 1, 1, C], a decode step.
+    Gives [B, L, H x G, D]. Without a mask this is a prefill, causal from the first slot; with one, additive
+    [B, 1, 1, C], a decode step.
     """
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     grouped = query.shape[1] != key.shape[1]
     if attention_mask is None:
         output = nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped
+            query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
         )
         return output.transpose(1, 2), None
     num_rows, num_heads, _, head_dim = query.shape
-    query_BHGD = (query * scaling).view(num_rows, key.shape[1], -1, head_dim)
+    query_BHGD = (query * scale).view(num_rows, key.shape[1], -1, head_dim)
     weights_BHGC = torch.matmul(query_BHGD, key.transpose(2, 3)).add_(attention_mask).softmax(-1)
     return torch.matmul(weights_BHGC, value).view(num_rows, 1, num_heads, -1), None
 
@@ -157,12 +158,11 @@ class SlotCache(Cache):
             self.take(self.row_numbers, 2 * self.width)
 
     def mask(self, dtype: torch.dtype) -> Tensor:
-        """What is added to a decode step's scores, [B, 1, 1, slots in use]: 0 for tokens of the row, -inf for others."""
-        slots = torch.arange(self.width, device=self.positions.device)
-        unseen = slots > self.positions[:, None]
-        return torch.zeros(unseen.shape, dtype=dtype, device=unseen.device).masked_fill_(unseen, -math.inf)[
-            :, None, None
-        ]
+        """What is added to a decode step's scores, [B, 1, 1, slots in use]: 0 for the row's tokens, -inf for others."""
+        slots_C = torch.arange(self.width, device=self.positions.device)
+        unseen_BC = slots_C > self.positions[:, None]
+        mask_BC = torch.zeros(unseen_BC.shape, dtype=dtype, device=unseen_BC.device)
+        return mask_BC.masked_fill_(unseen_BC, -math.inf)[:, None, None]
 
     def take(self, rows: Tensor, capacity: int | None = None) -> None:
         """Keeps the rows at an index, which may repeat them; `capacity` adds slots."""

@@ -27,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 from flowrl.config import ModelConfig, UserError
 
 _VALUE_HEAD = "value_head.safetensors"
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class ModelError(UserError):
@@ -145,7 +146,7 @@ def _load(auto: Any, config: ModelConfig, wanted: str, **settings: Any) -> PreTr
         with _quiet():
             model, report = auto.from_pretrained(
                 str(config.path),
-                dtype=getattr(torch, config.dtype),
+                dtype=_DTYPES[config.dtype],
                 attn_implementation="sdpa",
                 use_safetensors=True,
                 trust_remote_code=False,

@@ -55,8 +55,7 @@ def sample_tokens(
         uniforms_B: float64 [B] in [0, 1); not looked at when the temperature is 0.
         temperature: >= 0, divides the logits; 0 takes the likeliest token.
         top_k: keeps the k likeliest tokens (and those that tie with the last of them); 0 keeps all.
-        top_p: in (0, 1]; of what is left, keeps the likeliest tokens until they hold this probability, ties by token
-        id.
+        top_p: in (0, 1]; of what is left, keeps the likeliest tokens until they hold this probability; ties by id.
     Returns:
         tokens: int64 [B].
         logprobs: [B], float32 (float64 stays): under the distribution sampled from, that is after temperature, top-k

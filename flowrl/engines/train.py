@@ -4,8 +4,8 @@ Shape suffixes: B rows, L the longest row of a micro-batch, T tokens of the tabl
 
 One optimizer step is a sum over all its rows, on every rank and in every micro-batch. Its denominators (tokens, rows)
 are counted over all ranks before any backward pass, so each micro-batch adds its share of the one gradient, and how
-rows were split changes time and memory only. Ranks meet twice per step whatever they hold, so one without rows holds up
-nobody.
+rows were split changes time and memory only. Every rank takes part in the same sums whatever it holds, so one without
+rows holds up nobody.
 """
 
 import math
@@ -152,9 +152,9 @@ class TrainEngine:
     def _denominators(self, table: TensorDictBase, mask_column: str) -> Denominators:
         mask_T, lengths_B = table["tokens", mask_column], lengths(table)
         rows_T = torch.repeat_interleave(torch.arange(len(lengths_B)), lengths_B)
-        counts = torch.stack([mask_T.sum(), rows_T[mask_T].unique().numel() * torch.ones((), dtype=torch.int64)])
-        counts = self._sum_over_ranks(counts.to(self.device))
-        return Denominators(*counts.tolist())
+        counts = torch.tensor([int(mask_T.sum()), len(rows_T[mask_T].unique())], device=self.device)
+        tokens, rows = self._sum_over_ranks(counts).tolist()
+        return Denominators(tokens, rows)
 
     def _zero_gradients(self) -> list[Tensor]:
         """One zero buffer per dtype, of which the gradients are views.
@@ -184,8 +184,8 @@ class TrainEngine:
     def _clip(self, flat_gradients: list[Tensor]) -> float:
         """Scales the gradient to the largest norm allowed and returns the norm it had."""
         assert self._config is not None
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g).double() for g in
-        flat_gradients])).item() if not math.isfinite(norm):
+        norm = math.hypot(*(torch.linalg.vector_norm(flat).item() for flat in flat_gradients))
+        if not math.isfinite(norm):
             self._drop_gradients()
             raise FloatingPointError(
                 f"the gradient's norm is {norm} in optimizer step {self._num_steps}: the loss has overflowed; "

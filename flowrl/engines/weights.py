@@ -1,7 +1,7 @@
 """A model's weights as NumPy arrays, which every process can be handed, and back into a model.
 
-Names are those of the model's parameters and saved buffers; weights that share memory (a tied output layer) appear
-once. bfloat16 has no NumPy type: such an array is an int16 view and its name ends in `BFLOAT16`.
+Names are those of the model's parameters and saved buffers; a weight that has two (a tied output layer) appears once.
+bfloat16 has no NumPy type: such an array is an int16 view and its name ends in `BFLOAT16`.
 """
 
 from collections.abc import Mapping
@@ -56,11 +56,10 @@ def _check(targets: Mapping[str, Tensor], weights: Mapping[str, np.ndarray]) -> 
     missing = [name for name in targets if name not in weights]
     unknown = [name for name in weights if name not in targets]
     if missing or unknown:
-        parts = [
-            f"{kind} {', '.join(names[:3])}" for kind, names in (("lack", missing), ("have also", unknown)) if names
-        ]
+        lack = [f"lack {', '.join(missing[:3])}"] if missing else []
+        extra = [f"have also {', '.join(unknown[:3])}"] if unknown else []
         raise WeightsError(
-            f"the weights {' and '.join(parts)} ({len(missing)} missing, {len(unknown)} unknown of {len(targets)}); "
+            f"the weights {' and '.join(lack + extra)} ({len(missing)} missing, {len(unknown)} unknown); "
             f"export them from a model of the same configuration and dtype"
         )
     for name, target in targets.items():

@@ -24,6 +24,10 @@ from flowrl.run.start import plan_run
 from flowrl.run.timeline import busy_fractions, chrome_trace, draw_timeline
 
 
+_STARTING = ("__init__", "prepare")
+"""Calls that belong to the start of a run, not to its loop."""
+
+
 class MetricFuture(Protocol):
     """What `Run.log` takes: a future of a dictionary of metrics."""
 
@@ -65,6 +69,7 @@ class Run:
             devices=config.devices,
             roles=type(config).roles,
             num_threads=config.threads,
+            prepare=("flowrl.run.estimate",),
         )
         try:
             self.folder = RunFolder.create(config.output, config.model_dump(mode="json"))
@@ -173,7 +178,7 @@ class Run:
     # Evaluation.
 
     def evaluate_with(self, rollout: WorkerGroup, reward: WorkerGroup, held_out: PromptStream | None) -> None:
-        """Has greedy answers to held-out prompts scored before the first step, every `evaluate_every` and at the end."""
+        """Has greedy answers to held-out prompts scored: before the first step, every `evaluate_every`, at the end."""
         if held_out is not None:
             assert isinstance(self.config, OnPolicyConfig)
             rows = held_out.evaluation_rows(self.config.data.evaluation_rows)
@@ -202,11 +207,11 @@ class Run:
         self.cluster.settle()
         events = self.cluster.calls.events
         write_json(self.folder.trace, chrome_trace(events), indent=None)
-        draw_timeline(events, self.folder.timeline)
+        draw_timeline([event for event in events if event.method not in _STARTING], self.folder.timeline)
 
     def _summary(self) -> dict[str, Any]:
         events = self.cluster.calls.events
-        loop = [event for event in events if event.method != "__init__"]
+        loop = [event for event in events if event.method not in _STARTING]
         start_ns = min((event.started_ns for event in loop), default=0)
         end_ns = max((event.ended_ns for event in loop), default=0)
         outcomes = self._outcomes

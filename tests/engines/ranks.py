@@ -9,7 +9,7 @@ from flowrl.config import EngineConfig, OptimizerConfig
 from flowrl.data.table import take_rows
 from flowrl.engines.train import TrainEngine
 from tests.engines.losses import Bigram, bigram_loss
-from tests.engines.tiny import VOCABULARY, table
+from tests.engines.tables import VOCABULARY, table
 
 SPLITS = {
     "three uneven": [[0, 1], [2, 3, 4, 5, 6, 7, 8], [9, 10]],
@@ -38,13 +38,15 @@ def train(rows: list[int], dtype: torch.dtype, group: distributed.ProcessGroup |
 def main(rank: int, folder: Path) -> None:
     """Joins two others through a file and writes what this rank ended with."""
     torch.set_num_threads(1)
-    store = distributed.FileStore(str(folder / "store"), 3)
-    distributed.init_process_group("gloo", store=store, rank=rank, world_size=3)
+    rendezvous = f"file://{folder}/store"
+    distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=3)
     groups = {size: distributed.new_group(list(range(size))) for size in (3, 2, 1)}
     results = {}
     for name, split in SPLITS.items():
         if rank < len(split):
+            group = groups[len(split)]
+            assert isinstance(group, distributed.ProcessGroup)
             for dtype in (torch.float32, torch.float64):
-                results[name, dtype] = train(split[rank], dtype, groups[len(split)], max_tokens=20)
+                results[name, dtype] = train(split[rank], dtype, group, max_tokens=20)
     torch.save(results, folder / f"{rank}.pt")
     distributed.destroy_process_group()

@@ -5,7 +5,8 @@ from flowrl.config import RolloutConfig
 from flowrl.engines.hf_rollout import HfRollout, Responses, RolloutError
 from flowrl.engines.models import policy_logits
 from flowrl.engines.sampling import row_keys, sample_tokens, uniforms
-from tests.engines.tiny import END, VOCABULARY, llama, qwen2, tokenizer
+from tests.engines.tables import VOCABULARY
+from tests.engines.tiny import END, llama, qwen2, tokenizer
 
 
 def rollout(model=None, device: str = "cpu", **settings) -> HfRollout:
@@ -31,13 +32,14 @@ def said(responses: Responses) -> list[tuple[list[int], list[float]]]:
     return list(zip(responses.ids(), logprobs, strict=True))
 
 
-def one_by_one(model, prompt: list[int], number: int, *, greedy: bool, limit: int = 10) -> tuple[list[int], list[float]]:
+def one_by_one(model, prompt: list[int], number: int, greedy: bool) -> tuple[list[int], list[float]]:
     """Without cache or batch: the whole row is run again for each token."""
     row, logprobs, key = list(prompt), [], row_keys(5, torch.tensor([number]), torch.tensor([number % 3]))
-    for _ in range(limit):
+    for _ in range(10):
         logits = policy_logits(model, torch.tensor([row]))[:, -1]
-        token, logprob = sample_tokens(logits, uniforms(key, torch.tensor([len(row)])), temperature=0 if greedy else
-        1.0) row.append(int(token))
+        numbers = uniforms(key, torch.tensor([len(row)]))
+        token, logprob = sample_tokens(logits, numbers, temperature=0.0 if greedy else 1.0)
+        row.append(int(token))
         logprobs.append(float(logprob))
         if row[-1] == END:
             break
@@ -50,9 +52,10 @@ def test_responses_are_those_of_a_model_without_cache_or_batch(build, greedy: bo
     model, prompt_ids = build(), prompts(18)
     answers = said(generate(rollout(model), prompt_ids, greedy=greedy))
     with torch.no_grad():
-        expected = [one_by_one(model, prompt, i, greedy=greedy) for i, prompt in enumerate(prompt_ids)]
+        expected = [one_by_one(model, prompt, i, greedy) for i, prompt in enumerate(prompt_ids)]
     assert [ids for ids, _ in answers] == [ids for ids, _ in expected]
-    assert sum((x for _, x in answers), []) == pytest.approx(sum((x for _, x in expected), []), abs=1e-4)
+    for (_, logprobs), (_, wanted) in zip(answers, expected, strict=True):
+        assert logprobs == pytest.approx(wanted, abs=1e-4)
 
 
 @pytest.mark.parametrize("settings", [{}, {"hidden_size": 128, "num_key_value_heads": 1}, {"num_key_value_heads": 4}])
@@ -171,7 +174,7 @@ def test_generation_leaves_the_model_as_it_was():
 
 
 def test_a_prompt_that_does_not_fit_is_refused():
-    with pytest.raises(RolloutError, match="prompt 1 has 120 tokens, with a response of up to 10 .* the model takes 128"):
+    with pytest.raises(RolloutError, match=r"prompt 1 has 120 tokens, 130 with .* the model takes 128"):
         generate(rollout(), [[5], [5] * 120])
 
 

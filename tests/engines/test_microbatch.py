@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from flowrl.data.table import lengths, make_table
 from flowrl.engines.microbatch import microbatches
-from tests.engines.tiny import table
+from tests.engines.tables import table
 
 
 def table_of(*row_lengths: int):

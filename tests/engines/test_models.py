@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from tests.engines.tiny import END, classifier, llama, qwen2, save
 IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
 
 
-def config(folder: Path, dtype="float32") -> ModelConfig:
+def config(folder: Path, dtype: Literal["float32", "bfloat16"] = "float32") -> ModelConfig:
     return ModelConfig(path=folder, dtype=dtype)
 
 

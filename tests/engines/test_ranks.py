@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import multiprocessing
+from torch.multiprocessing.spawn import spawn
 
 from tests.engines.ranks import NUM_STEPS, SPLITS, main, train
 
@@ -11,7 +11,7 @@ from tests.engines.ranks import NUM_STEPS, SPLITS, main, train
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """What three real processes ended with, each a map from (split, dtype)."""
     folder: Path = tmp_path_factory.mktemp("ranks")
-    multiprocessing.start_processes(main, (folder,), nprocs=3, start_method="spawn")
+    spawn(main, (folder,), nprocs=3)
     return [torch.load(folder / f"{rank}.pt") for rank in range(3)]
 
 

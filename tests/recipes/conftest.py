@@ -26,6 +26,7 @@ def settings(folder: Path, output: Path) -> dict[str, Any]:
     return {
         "output": output,
         "backend": "inline",
+        "threads": 1,
         "steps": 3,
         "rows_per_step": 32,
         "minibatch_rows": 16,

@@ -92,7 +92,7 @@ def sampled(folder: Path, num_ranks: int, backend: str, order: list[int]) -> lis
     ]
     placement = Placement(device="cpu", pools={"main": [num_ranks]}, roles={"rollout": "main"})
     model = ModelConfig(path=folder / "model")
-    with Cluster(placement, backend=backend) as cluster:
+    with Cluster(placement, backend=backend, num_threads=1) as cluster:
         rollout = cluster.group("rollout", Rollout, RolloutConfig(max_response_tokens=6, max_rows=3), model, seed=5)
         batch = Batch.from_rows(prompts).rows(order)
         answered = rollout.generate(batch).reorder(sorted(range(8), key=order.__getitem__))

@@ -1,0 +1,56 @@
+from flowrl import Batch
+from flowrl.data.events import CallEvent
+from tests.conftest import ClusterMaker
+from tests.controller.conftest import Shared
+from tests.controller.failing import Failing
+from tests.controller.workers import Arithmetic
+
+
+def test_every_call_on_every_rank_is_an_event(shared: Shared):
+    before = len(shared.cluster.calls.events)
+    shared.second.identify()
+    shared.cluster.settle()
+    new = [(event.role, event.rank, event.method, event.pool) for event in shared.cluster.calls.events[before:]]
+    assert [("second", rank, "identify", "two") for rank in (0, 1)] == sorted(new)
+
+
+def test_times_of_an_event_are_in_order(shared: Shared):
+    shared.second.identify()
+    event = shared.cluster.calls.events[-1]
+    assert event.submitted_ns <= event.started_ns <= event.ended_ns
+
+
+def test_constructors_are_calls_too(open_cluster: ClusterMaker):
+    cluster = open_cluster("inline", {"main": [2]}, {"actor": "main"})
+    cluster.group("actor", Failing)
+    cluster.settle()
+    assert [(e.role, e.rank, e.method) for e in cluster.calls.events if e.role == "actor"] == [
+        ("actor", 0, "__init__"),
+        ("actor", 1, "__init__"),
+    ]
+
+
+def test_a_listener_hears_of_every_settled_call(open_cluster: ClusterMaker):
+    heard: list[CallEvent] = []
+    cluster = open_cluster("inline", {"main": [2]}, {"actor": "main"})
+    group = cluster.group("actor", Failing)
+    cluster.calls.on_settled = heard.append
+    group.add_one(1).get()
+    assert [event.method for event in heard if event.role == "actor"][-2:] == ["add_one", "add_one"]
+
+
+def test_large_rows_of_the_driver_are_shared_once_for_all_ranks_and_calls(shared: Shared):
+    batch = Batch.from_columns({"x": list(range(100_000))})
+    rows = batch.column("x").block.shards[0].payload
+    shared.first.scaled(batch)
+    once = shared.cluster.calls.share(rows)  # pyright: ignore[reportArgumentType] (a LocalRef: the driver made it)
+    shared.second.scaled(batch)
+    assert shared.cluster.calls.share(rows) is once  # pyright: ignore[reportArgumentType] (see above)
+
+
+def test_the_devices_of_events_are_told_apart(open_cluster: ClusterMaker):
+    cluster = open_cluster("inline", {"a": [2], "b": [1]}, {"actor": "a", "critic": "b"})
+    for role in ("actor", "critic"):
+        cluster.group(role, Arithmetic).process_id()
+    labels = {(event.role, event.rank): event.device_label for event in cluster.calls.events}
+    assert len({labels[key] for key in (("actor", 0), ("actor", 1), ("critic", 0))}) == 3

@@ -1,0 +1,42 @@
+import pytest
+
+from flowrl import ContractError
+from flowrl.controller.plan import PlacementError
+from tests.conftest import BackendName, ClusterMaker
+from tests.controller.failing import Failing
+
+
+def test_a_role_is_made_once(open_cluster: ClusterMaker):
+    cluster = open_cluster("inline", {"main": [1]}, {"actor": "main"})
+    cluster.group("actor", Failing)
+    with pytest.raises(ContractError, match="role 'actor' has its group already"):
+        cluster.group("actor", Failing)
+
+
+def test_a_role_needs_a_place(open_cluster: ClusterMaker):
+    cluster = open_cluster("inline", {"main": [1]}, {"actor": "main"})
+    with pytest.raises(ContractError, match="role 'critic' is not in the placement, which has actor; add it to roles"):
+        cluster.group("critic", Failing)
+
+
+def test_a_placement_that_does_not_fit_starts_nothing(open_cluster: ClusterMaker):
+    with pytest.raises(PlacementError, match="placement.pools.main"):
+        open_cluster("ray", {"main": [3]}, {"actor": "main"}, devices=(2,))
+
+
+def test_a_pool_of_the_placement_is_read_back(open_cluster: ClusterMaker):
+    cluster = open_cluster("inline", {"main": [2, 1]}, {"actor": "main"}, devices=(2, 2))
+    assert cluster.pool("main").devices_per_node == (2, 1)
+
+
+def test_settle_waits_for_every_call_in_flight(backend: BackendName, open_cluster: ClusterMaker):
+    cluster = open_cluster(backend, {"main": [1]}, {"actor": "main"})
+    future = cluster.group("actor", Failing).sleep(0.1)
+    cluster.settle(timeout_s=60)
+    assert future.done() and not cluster.calls.pending()
+
+
+def test_the_processes_of_a_closed_cluster_are_free_for_the_next(backend: BackendName, open_cluster: ClusterMaker):
+    for _ in range(2):
+        cluster = open_cluster(backend, {"main": [9]}, {"actor": "main"})
+        cluster.close()

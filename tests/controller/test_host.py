@@ -1,0 +1,50 @@
+"""What a host checks of every method: its inputs, its result and its contract."""
+
+import pytest
+
+from flowrl import Batch, WorkerError
+from flowrl.controller.errors import RefusedError
+from tests.conftest import BackendName, ClusterMaker
+from tests.controller.workers import Wrong
+
+BROKEN = [
+    ("misnamed", r"declares writes=\(y\) but returned z"),
+    ("short", r"declares rows='same', which is 3 rows here, but returned 2"),
+    ("not_thrice", r"declares rows=3, which is 9 rows here, but returned 6"),
+    ("not_a_table", r"must return a table \(a TensorDict of rows and tokens\), not list"),
+    ("scribbles", r"wrote into column 'x' of its argument 'table'.*work on a clone"),
+]
+
+
+def batch() -> Batch:
+    return Batch.from_columns({"x": [1, 2, 3]})
+
+
+@pytest.mark.parametrize(("method", "message"), BROKEN)
+def test_a_broken_contract_is_named(open_cluster: ClusterMaker, method: str, message: str):
+    group = open_cluster("inline", {"main": [1]}, {"actor": "main"}).group("actor", Wrong)
+    with pytest.raises(WorkerError, match=rf"actor.{method} failed on rank 0 \(node 0\): ContractError: .*{message}"):
+        getattr(group, method)(batch())
+
+
+@pytest.mark.parametrize("made_by", ["driver by value", "driver by reference"])
+def test_a_write_into_an_input_is_refused_in_another_process(ray_session: None, open_cluster: ClusterMaker, made_by: str):
+    group = open_cluster("ray", {"main": [1]}, {"actor": "main"}).group("actor", Wrong)
+    rows = batch() if made_by == "driver by value" else Batch.from_columns({"x": list(range(20_000))})
+    with pytest.raises(WorkerError, match="wrote into column 'x'"):
+        group.scribbles(rows)
+    assert rows.rows([0, 1, 2]).get("x").tolist() == ([1, 2, 3] if made_by == "driver by value" else [0, 1, 2])
+
+
+def test_a_broken_contract_in_another_process_is_named(ray_session: None, open_cluster: ClusterMaker):
+    group = open_cluster("ray", {"main": [2]}, {"actor": "main"}).group("actor", Wrong)
+    with pytest.raises(WorkerError, match=r"actor.misnamed failed on rank \d .*writes=\(y\) but returned z"):
+        group.misnamed(batch())
+
+
+def test_token_columns_that_do_not_fit_are_the_users_to_mend(backend: BackendName, open_cluster: ClusterMaker):
+    group = open_cluster(backend, {"main": [1]}, {"actor": "main"}).group("actor", Wrong)
+    columns = Batch.from_columns(tokens={"ids": [1, 2, 3]}, lengths=[1, 2])
+    columns["others"] = Batch.from_columns(tokens={"others": [1, 2, 3]}, lengths=[2, 1])
+    with pytest.raises(RefusedError, match="^actor: token columns ids and others"):
+        group.misaligned(columns)

@@ -1,0 +1,57 @@
+import pytest
+
+from flowrl.controller.register import Contract, Dispatch, contract_of, register, registered_methods
+from flowrl.controller.worker import Worker
+
+
+class Base(Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def kept(self) -> None: ...
+
+    @register(Dispatch.ONE_TO_ALL)
+    def replaced(self) -> None: ...
+
+    @register(Dispatch.ONE_TO_ALL)
+    def withdrawn(self) -> None: ...
+
+
+class Derived(Base):
+    @register(Dispatch.RANK_ZERO, blocking=False, reads=("x",), writes=("y",), rows=2)
+    def replaced(self) -> None: ...
+
+    def withdrawn(self) -> None: ...
+
+
+def test_a_registered_method_is_still_a_plain_function():
+    assert Base().kept() is None and contract_of(Base.kept) == Contract(Dispatch.ONE_TO_ALL)
+
+
+def test_a_subclass_inherits_replaces_and_withdraws_methods():
+    found = registered_methods(Derived)
+    assert set(found) == {"kept", "replaced"}
+    assert found["replaced"][1] == Contract(Dispatch.RANK_ZERO, False, ("x",), ("y",), 2)
+
+
+def test_an_undecorated_method_has_no_contract():
+    assert contract_of(Derived.withdrawn) is None
+
+
+def test_columns_may_be_declared_per_parameter():
+    contract = Contract(Dispatch.RANK_ZERO, reads={"left": ("x",)})
+    assert (contract.reads_of("left"), contract.reads_of("right")) == (("x",), ())
+
+
+def test_a_method_that_declares_nothing_reads_everything():
+    assert Contract(Dispatch.RANK_ZERO).reads_of("batch") is None
+
+
+def test_balancing_needs_as_many_rows_out_as_in():
+    with pytest.raises(ValueError, match="balance='tokens' restores the order of rows, which needs rows='same', not 2"):
+        register(Dispatch.DP_COMPUTE_PROTO, rows=2, balance="tokens")
+
+
+def test_arguments_without_names_are_refused_where_the_method_is_written():
+    with pytest.raises(ValueError, match=r"method takes \*values; arguments travel by name"):
+
+        @register(Dispatch.ONE_TO_ALL)
+        def method(self: Worker, *values: int) -> None: ...

@@ -1,0 +1,54 @@
+import os
+
+import torch
+from tensordict import TensorDict
+
+from flowrl import Batch, Future
+from flowrl.data.table import lengths, make_table, num_rows, take_rows
+from tests.controller.conftest import Shared
+
+
+def centred(table: TensorDict, scale: int = 1) -> TensorDict:
+    """Needs the whole batch."""
+    y = table["rows", "y"].double()
+    return make_table({"centred": (y - y.mean()) * scale}, {"more": table["tokens", "ids"] + 1}, lengths(table))
+
+
+def large(table: TensorDict, least: int) -> TensorDict:
+    return take_rows(table, torch.nonzero(table["rows", "y"] >= least).flatten())
+
+
+def process_of(table: TensorDict) -> TensorDict:
+    return make_table({"process": torch.full((num_rows(table),), os.getpid())})
+
+
+def total(table: TensorDict) -> int:
+    return int(table["rows", "y"].sum())
+
+
+def test_a_function_sees_the_whole_batch_and_adds_its_columns(shared: Shared, batch: Batch):
+    result = batch.union(shared.first.scaled(batch)).apply(centred, ("y", "ids"), ("centred", "more"), scale=2)
+    assert result.columns == ("x", "text", "ids", "y", "centred", "more")
+    assert result.get("centred").tolist() == [-12, -8, -4, 0, 4, 8, 12]
+    assert shared.second.echo(result).get("more").tolist() == list(range(1, 29))
+
+
+def test_a_function_may_drop_rows_beside_the_data(shared: Shared, batch: Batch):
+    kept = batch.union(shared.first.scaled(batch)).apply(large, ("y",), ("y",), rows="unknown", least=8)
+    assert shared.second.echo(kept).get("y").tolist() == [8, 10, 12]
+
+
+def test_a_future_is_a_setting_of_a_function(shared: Shared, batch: Batch):
+    kept = shared.first.scaled(batch).apply(large, ("y",), ("y",), rows="unknown", least=shared.first.double(5))
+    assert kept.get("y").tolist() == [10, 12]
+
+
+def test_reduce_gives_a_future(shared: Shared, batch: Batch):
+    future = shared.first.scaled(batch).reduce(total, ("y",))
+    assert isinstance(future, Future) and future.get() == 42
+
+
+def test_functions_run_in_a_process_that_no_role_occupies(shared: Shared, batch: Batch):
+    found = set(shared.first.scaled(batch).apply(process_of, ("y",), ("process",)).get("process").tolist())
+    workers = set(shared.first.process_id() + shared.second.process_id())
+    assert len(found) == 1 and (shared.backend == "inline" or not found & (workers | {os.getpid()}))

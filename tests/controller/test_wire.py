@@ -1,0 +1,74 @@
+import numpy as np
+import pytest
+
+from flowrl import Batch
+from flowrl.controller.dispatch import Part
+from flowrl.controller.wire import BY_VALUE_BYTES, References, TableArgument, lower
+from flowrl.data.block import Block, Description, LocalRef, Shard
+from flowrl.data.payload import Payload
+
+
+class StoredRef(LocalRef):
+    """A value that counts as being elsewhere."""
+
+
+def stored(*shards: list[int]) -> Batch:
+    """A batch of the column `x` whose shards are elsewhere."""
+    payloads = [Payload(len(shard), {"x": np.array(shard), "y": np.zeros(len(shard))}) for shard in shards]
+    block = Block([Shard(StoredRef(p), StoredRef(Description.of(p)), p.num_rows) for p in payloads])
+    return Batch.of_block(block, ("x", "y"))
+
+
+def sent(batch: Batch, rows, columns=("x",)) -> tuple[TableArgument, References]:
+    references = References(lambda local: StoredRef(local.value))
+    return lower({"table": Part(batch, rows, columns)}, references)["table"], references
+
+
+def read(argument: TableArgument, references: References) -> Payload:
+    return argument.read([ref.get() for ref in references.refs])
+
+
+@pytest.mark.parametrize("rows", [(0, 2), (1, 4), (0, 5), (2, 2), np.array([4, 0, 0, 2]), np.array([], dtype=np.int64)])
+def test_rows_arrive_as_they_were_asked_for(rows):
+    batch = Batch.concat([stored([10, 11], [12]), Batch.from_columns({"x": [13, 14], "y": [0.0, 0.0]})])
+    expected = np.arange(10, 15)[slice(*rows) if isinstance(rows, tuple) else rows]
+    payload = read(*sent(batch, rows))
+    assert payload.columns == ("x",) and payload.rows["x"].tolist() == expected.tolist()
+
+
+def test_a_column_under_two_names_arrives_under_both():
+    batch = Batch.from_columns({"x": [1, 2]})
+    batch["y"] = batch["x"]
+    payload = read(*sent(batch.rows([1]), (0, 1), ("x", "y")))
+    assert (payload.rows["x"].tolist(), payload.rows["y"].tolist()) == ([2], [2])
+
+
+def test_small_rows_of_the_driver_travel_in_the_request():
+    _, references = sent(Batch.from_columns({"x": [1, 2]}), (0, 2))
+    assert references.refs == []
+
+
+def test_only_the_selected_rows_and_columns_count_as_small():
+    batch = Batch.from_columns({"x": np.arange(BY_VALUE_BYTES), "y": np.zeros((BY_VALUE_BYTES, 4))})
+    assert sent(batch, (10, 20))[1].refs == []
+    assert len(sent(batch, (0, BY_VALUE_BYTES))[1].refs) == 1
+
+
+def test_a_rank_also_waits_for_the_shards_that_its_peers_read():
+    batch = stored([1], [2], [3])
+    _, references = sent(batch, (0, 1))
+    shards = batch.column("x").block.shards
+    assert references.refs == [shards[0].payload, *(shard.description for shard in shards)]
+
+
+def test_a_reference_travels_once_however_often_it_is_read():
+    batch = stored([1, 2]).repeat(2)
+    assert len(sent(batch.union(batch.rename({"x": "z", "y": "w"})), (0, 4), ("x", "z"))[1].refs) == 1
+
+
+def test_a_table_of_no_columns_still_has_its_rows():
+    assert read(*sent(Batch.from_columns({"x": [1, 2]}), (0, 2), ())).num_rows == 2
+
+
+def test_other_arguments_travel_as_they_are():
+    assert lower({"x": [1, {"y": None}]}, References(lambda local: local)) == {"x": [1, {"y": None}]}

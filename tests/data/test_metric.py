@@ -1,0 +1,38 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrl.data.metric import Max, Mean, Min, Sum, merge_metrics
+
+
+def test_a_mean_is_weighted_by_its_counts():
+    assert Mean(6.0, 2).merge(Mean(0.0, 1)).result() == 2.0
+
+
+def test_a_mean_of_nothing_is_not_a_number():
+    assert math.isnan(Mean(0.0, 0).result())
+
+
+def test_each_kind_merges_in_its_own_way():
+    left = {"loss": Mean(4.0, 1), "rows": Sum(2), "longest": Max(3), "shortest": Min(3)}
+    right = {"loss": Mean(2.0, 1), "rows": Sum(5), "longest": Max(7), "shortest": Min(7)}
+    merged = {name: metric.result() for name, metric in merge_metrics([left, right]).items()}
+    assert merged == {"loss": 3.0, "rows": 7, "longest": 7, "shortest": 3}
+
+
+def test_a_metric_of_some_ranks_is_merged_over_those():
+    assert merge_metrics([{"a": Sum(1)}, {}, {"a": Sum(2)}, {"b": Max(1)}]) == {"a": Sum(3), "b": Max(1)}
+
+
+def test_one_name_with_two_kinds_is_refused():
+    with pytest.raises(ValueError, match=r"metric 'loss' is reported as Mean and Sum; a name has one kind"):
+        merge_metrics([{"loss": Mean(1, 1)}, {"loss": Sum(1)}])
+
+
+@given(st.lists(st.lists(st.integers(-50, 50), min_size=1), min_size=1))
+def test_any_division_over_ranks_gives_the_same_mean(ranks: list[list[int]]):
+    together = [value for rank in ranks for value in rank]
+    merged = merge_metrics([{"x": Mean(sum(rank), len(rank))} for rank in ranks])
+    assert merged["x"].result() == sum(together) / len(together)

@@ -1,0 +1,23 @@
+"""Random tables of tokens. Loads no transformers, so that processes of a test start fast."""
+
+import torch
+from tensordict import TensorDict
+
+from flowrl.data.table import make_table
+
+VOCABULARY = 32
+
+
+def table(num_rows: int, seed: int = 0, longest: int = 12) -> TensorDict:
+    """Random rows of 2 to `longest` tokens; every row's first token is a prompt, some rows have no response."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(2, longest + 1, (num_rows,), generator=generator)
+    total = int(lengths.sum())
+    mask = torch.rand(total, generator=generator) < 0.7
+    mask[torch.cumsum(lengths, 0) - lengths] = False
+    tokens = {
+        "input_ids": torch.randint(2, VOCABULARY, (total,), generator=generator),
+        "response_mask": mask,
+        "weight": torch.rand(total, generator=generator, dtype=torch.float64),
+    }
+    return make_table({"prompt_id": torch.arange(num_rows)}, tokens, lengths, num_rows)

@@ -1,0 +1,188 @@
+"""The roles on the inline backend: what they read and write, checked against the models themselves."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from flowrl import Batch, Cluster, Placement, WorkerGroup
+from flowrl.config import (
+    ActorConfig,
+    CriticConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ReferenceConfig,
+    RewardConfig,
+    RolloutConfig,
+)
+from flowrl.controller.errors import RefusedError, WorkerError
+from flowrl.workers import Actor, Critic, Reference, Rollout, reward_worker
+from recipes.quickstart.prepare import prepare
+
+IDS, LENGTHS = [2, 3, 12, 4, 14, 5, 6, 1, 7, 8, 12, 3], [8, 4]
+MASK = [False] * 5 + [True] * 3 + [False] * 2 + [True] * 2
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    folder = tmp_path_factory.mktemp("workers") / "data"
+    prepare(folder, seed=0)
+    return ModelConfig(path=folder / "model")
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    roles = ("actor", "critic", "reference", "reward", "rollout")
+    with Cluster(Placement(pools={"main": [1]}, roles=dict.fromkeys(roles, "main")), backend="inline", num_threads=1) as started:
+        yield started
+
+
+def batch(**columns: list[float]) -> Batch:
+    tokens = {"input_ids": IDS, "response_mask": MASK}
+    floats = {name: torch.tensor(values, dtype=torch.float32) for name, values in columns.items()}
+    return Batch.from_columns(tokens=tokens | floats, lengths=LENGTHS)
+
+
+def actor_of(cluster: Cluster, model: ModelConfig, **settings: object) -> WorkerGroup:
+    optimizer = OptimizerConfig(lr=0.01)
+    return cluster.group("actor", Actor, ActorConfig(model=model, optimizer=optimizer, **settings), temperature=0.5)
+
+
+def test_logprobs_are_those_of_the_model_at_the_rollout_temperature(cluster: Cluster, model: ModelConfig) -> None:
+    network = AutoModelForCausalLM.from_pretrained(model.path)
+    expected = torch.zeros(12)
+    for start, length in ((0, 8), (8, 4)):
+        ids = torch.tensor(IDS[start : start + length])
+        with torch.no_grad():
+            table = (network(ids[None]).logits[0] / 0.5).log_softmax(-1)
+        expected[start + 1 : start + length] = table[:-1].gather(-1, ids[1:, None])[:, 0]
+    found = actor_of(cluster, model).logprobs(batch()).get("logprobs")
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+def test_reference_and_actor_agree_before_training_and_differ_after(cluster: Cluster, model: ModelConfig) -> None:
+    actor = actor_of(cluster, model)
+    reference = cluster.group("reference", Reference, ReferenceConfig(model=model), temperature=0.5)
+    old = actor.logprobs(batch()).get("logprobs")
+    assert torch.equal(reference.logprobs(batch()).get("logprobs"), old)
+    actor.update(batch(old_logprobs=old.tolist(), advantages=[1.0] * 12)).get()
+    assert torch.equal(reference.logprobs(batch()).get("logprobs"), old)
+    assert not torch.equal(actor.logprobs(batch()).get("logprobs"), old)
+
+
+def test_an_update_raises_the_probability_of_tokens_with_positive_advantage(cluster: Cluster, model: ModelConfig) -> None:
+    actor = actor_of(cluster, model)
+    old = actor.logprobs(batch()).get("logprobs")
+    metrics = actor.update(batch(old_logprobs=old.tolist(), advantages=[1.0] * 12)).get()
+    assert metrics["actor/ratio"].result() == pytest.approx(1, abs=1e-6)
+    assert metrics["actor/loss"].result() == pytest.approx(-1, abs=1e-6)
+    gain = (actor.logprobs(batch()).get("logprobs") - old)[torch.tensor(MASK)]
+    assert gain.mean() > 0
+
+
+def test_a_kl_loss_without_reference_logprobs_is_told(cluster: Cluster, model: ModelConfig) -> None:
+    actor = actor_of(cluster, model, kl_loss_coef=0.1)
+    with pytest.raises(WorkerError, match="ref_logprobs"):
+        actor.update(batch(old_logprobs=[0.0] * 12, advantages=[1.0] * 12))
+
+
+def test_supervised_steps_lower_the_cross_entropy(cluster: Cluster, model: ModelConfig) -> None:
+    actor = actor_of(cluster, model)
+    reference = cluster.group("reference", Reference, ReferenceConfig(model=model))
+    cross_entropy = -reference.logprobs(batch()).get("logprobs")[torch.tensor(MASK)].mean().item()
+    losses = [actor.update_sft(batch()).get()["loss"].result() for _ in range(4)]
+    assert losses[0] == pytest.approx(cross_entropy, abs=1e-6)
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_a_critic_starts_at_zero_and_learns_its_returns(cluster: Cluster, model: ModelConfig) -> None:
+    config = CriticConfig(model=model, optimizer=OptimizerConfig(lr=0.01), value_clip=None)
+    critic = cluster.group("critic", Critic, config)
+    assert critic.values(batch()).get("values").tolist() == [0.0] * 12
+    rows = batch(values=[0.0] * 12, returns=[1.0] * 12)
+    losses = [critic.update(rows).get()["critic/loss"].result() for _ in range(20)]
+    assert losses[0] == pytest.approx(0.5)
+    assert losses[-1] < 0.1
+
+
+def test_a_colocated_rollout_samples_from_the_weights_that_are_trained(cluster: Cluster, model: ModelConfig) -> None:
+    actor = actor_of(cluster, model)
+    rollout = cluster.group("rollout", Rollout, RolloutConfig(max_response_tokens=4, temperature=0.5), model, seed=0)
+    prompts = Batch.from_rows([{"prompt_ids": [2, 3, 12, 4, 14], "prompt_id": i, "sample": 0} for i in range(4)])
+    for version in (1, 2):
+        answered = rollout.generate(prompts)
+        mask = answered.get("response_mask")
+        gap = actor.logprobs(answered).get("logprobs") - answered.get("rollout_logprobs")
+        assert gap[mask].abs().max() < 1e-5
+        assert set(answered.get("weight_version")[mask].tolist()) == {version - 1}
+        answered["old_logprobs"] = actor.logprobs(answered)
+        actor.update(answered.apply(ones, ["input_ids"], ["advantages"])).get()
+        rollout.set_version(version)
+
+
+def ones(table):  # noqa: ANN001, ANN201 (a TensorDict)
+    from flowrl import make_table  # noqa: PLC0415 (runs beside the data)
+
+    return make_table(tokens={"advantages": torch.ones(len(table["tokens", "input_ids"]))}, lengths=table["rows", "length"])
+
+
+def test_a_rollout_elsewhere_takes_the_weights_that_are_sent(model: ModelConfig) -> None:
+    pools = Placement(pools={"a": [1], "b": [1]}, roles={"actor": "a", "rollout": "b"})
+    with Cluster(pools, backend="inline", num_threads=1) as cluster:
+        actor = actor_of(cluster, model)
+        rollout = cluster.group("rollout", Rollout, RolloutConfig(max_response_tokens=4, temperature=0.5), model, seed=0)
+        prompts = Batch.from_rows([{"prompt_ids": [2, 3, 12], "prompt_id": i, "sample": 0} for i in range(4)])
+        actor.update_sft(batch()).get()
+        rollout.load_weights(actor.weights(), 7).get()
+        answered = rollout.generate(prompts)
+        mask = answered.get("response_mask")
+        gap = actor.logprobs(answered).get("logprobs") - answered.get("rollout_logprobs")
+        assert gap[mask].abs().max() < 1e-5
+        assert set(answered.get("weight_version").tolist()) == {-1, 7}
+
+
+def rows_with(**columns: list) -> Batch:
+    return Batch.from_columns(rows={"prompt": ["p", "q"], "response": ["1", "2"], "answer": ["1", "1"]} | columns)
+
+
+def exact(prompt: str, response: str, answer: str, **columns: object) -> float:
+    return float(response == answer)
+
+
+def weighted(prompt: str, response: str, answer: str, weight: float, **columns: object) -> float:
+    return weight * (response == answer)
+
+
+def broken(**columns: object) -> float:
+    return float("nan")
+
+
+def test_a_reward_function_sees_the_datasets_own_columns(cluster: Cluster) -> None:
+    config = RewardConfig(function=f"{__name__}:weighted", evaluation=f"{__name__}:exact")
+    reward = cluster.group("reward", reward_worker(config), config)
+    assert reward.score(rows_with(weight=[0.25, 9.0])).get("scores").tolist() == [0.25, 0.0]
+    assert reward.score(rows_with(), evaluation=True).get("scores").tolist() == [1.0, 0.0]
+
+
+def test_a_reward_that_is_no_number_is_refused(cluster: Cluster) -> None:
+    config = RewardConfig(function=f"{__name__}:broken")
+    with pytest.raises(RefusedError, match="reward: .*returned nan for response '1'"):
+        cluster.group("reward", reward_worker(config), config).score(rows_with())
+
+
+def test_a_reward_model_scores_rows_at_their_last_token(cluster: Cluster, tmp_path: Path) -> None:
+    from transformers import Qwen2Config, Qwen2ForSequenceClassification  # noqa: PLC0415 (only here)
+
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2} | heads
+    scorer = Qwen2ForSequenceClassification(Qwen2Config(vocab_size=16, num_labels=1, pad_token_id=0, **shape)).eval()
+    scorer.save_pretrained(tmp_path / "scorer")
+    config = RewardConfig(model=ModelConfig(path=tmp_path / "scorer"))
+    reward = cluster.group("reward", reward_worker(config), config)
+    found = reward.score(batch().union(rows_with())).get("scores")
+    with torch.no_grad():
+        expected = [scorer(torch.tensor([ids])).logits.item() for ids in (IDS[:8], IDS[8:])]
+    assert found.tolist() == pytest.approx(expected, abs=1e-6)
