@@ -1,5 +1,6 @@
 """What every test folder shares: one Ray for the session, and clusters on either backend that end with their test."""
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -27,7 +28,7 @@ def ray_session() -> Iterator[None]:
         include_dashboard=False,
         _node_ip_address="127.0.0.1",
         object_store_memory=512 * 1024**2,
-        logging_level="error",
+        logging_level=logging.ERROR,
         log_to_driver=False,
     )
     yield
@@ -44,7 +45,7 @@ def backend(request: pytest.FixtureRequest) -> BackendName:
 
 @pytest.fixture
 def open_cluster() -> Iterator[ClusterMaker]:
-    """Makes CPU clusters: `open_cluster("inline", pools={"main": [2]}, roles={"actor": "main"})`. Closed after the test."""
+    """Makes CPU clusters, closed after the test: `open_cluster("inline", {"main": [2]}, {"actor": "main"})`."""
     with ExitStack() as stack:
 
         def make(backend: BackendName, pools: dict[str, Any], roles: dict[str, Any], **settings: Any) -> Cluster:

@@ -63,6 +63,7 @@ class Calls:
     broken: dict[str, FlowError] = field(default_factory=dict)
     """Pool -> why its processes were ended."""
     on_settled: Callable[[CallEvent], None] | None = None
+    _closed: FlowError | None = None
     _pending: dict[int, CallRecord] = field(default_factory=dict)
     _shared: WeakKeyDictionary[LocalRef, Ref] = field(default_factory=WeakKeyDictionary)
 
@@ -79,8 +80,17 @@ class Calls:
         """What is in flight now, in the order of submission."""
         return list(self._pending.values())
 
+    def close(self) -> None:
+        """Ends the taking of calls; those in flight have failed, as their processes are gone."""
+        self._closed = FlowError("the cluster is closed and its processes have ended; read results before it closes")
+        for record in self._pending.values():
+            record.error = self._closed
+        self._pending.clear()
+
     def check(self, pool: str) -> None:
         """Reads the reports that are there, without waiting. Raises this pool's failure, even one nobody asked for."""
+        if self._closed is not None:
+            raise self._closed
         if self._pending:
             self._collect(0.0)
         if pool in self.broken:

@@ -129,6 +129,7 @@ class Cluster:
 
     def close(self) -> None:
         """Ends every process that this cluster started."""
+        self.calls.close()
         self._backend.close()
 
     def __enter__(self) -> Self:

@@ -75,6 +75,11 @@ def register(
     if balance == "tokens" and rows != "same":
         raise ValueError(f"balance='tokens' restores the order of rows, which needs rows='same', not {rows!r}")
 
+    if dispatch_mode == Dispatch.DP_COMPUTE_PROTO and writes == ():
+        raise ValueError(
+            "writes=() promises a batch without columns; name some, or choose a mode that returns no batch"
+        )
+
     def mark(method: Method) -> Method:
         for parameter in inspect.signature(method).parameters.values():
             if parameter.kind is inspect.Parameter.VAR_POSITIONAL:

@@ -15,7 +15,6 @@ from flowrl.data.layout import Rows, block_rows, gather
 from flowrl.data.payload import ColumnError, Payload, concat, merge
 
 if TYPE_CHECKING:
-    import torch
     from tensordict import TensorDict
 
 
@@ -99,6 +98,8 @@ class Batch:
     @property
     def num_rows(self) -> int:
         """The number of rows; waits only where a result's contract leaves it open (`rows="unknown"`)."""
+        if self._num_rows is None and not self._columns:
+            return 0
         if self._num_rows is None:
             column = next(iter(self._columns.values()))
             self._num_rows = column.block.num_rows if column.index is None else len(column.index)
@@ -270,7 +271,7 @@ class Batch:
 
         return to_table(self.payload(*names), copy=True)
 
-    def get(self, name: str) -> "torch.Tensor | list":
+    def get(self, name: str) -> Any:  # Any: a tensor or a list, as the column's kind says
         """One column's values: a tensor `[B, ...]` or `[T, ...]`, or a list of B objects. `length` is `[B]`.
 
         Raises whatever the call that computes them raised.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 NUM_HELD_OUT = 1_200
-NUM_EXAMPLES = 4_000
+NUM_EXAMPLES = 2_000
 
 
 @dataclass(frozen=True, order=True)
@@ -43,7 +43,7 @@ class Problems:
 
 
 def deal(seed: int) -> Problems:
-    """The three sets for a seed: 4,000 examples, 1,200 held out, and the other 11,000 as prompts."""
+    """The three sets for a seed: 2,000 examples, 1,200 held out, and the other 13,000 as prompts."""
     every = [Problem(a, operator, b) for operator in "+-" for a in range(10, 100) for b in range(10, 100)]
     random.Random(seed).shuffle(every)
     held_out, examples = every[:NUM_HELD_OUT], every[NUM_HELD_OUT : NUM_HELD_OUT + NUM_EXAMPLES]

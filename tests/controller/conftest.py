@@ -46,7 +46,9 @@ class Shared:
 def shared(backend: BackendName) -> Iterator[Shared]:
     register_dispatch_mode("every_second", to_every_second, second_ranks)
     with Cluster(PLACEMENT, backend=backend, num_threads=1) as cluster:
-        sums = {role: cluster.group(role, Summing, factor) for role, factor in (("sum_a", 1), ("sum_b", 10), ("sum_two", 1))}
+        sums = {
+            role: cluster.group(role, Summing, factor) for role, factor in (("sum_a", 1), ("sum_b", 10), ("sum_two", 1))
+        }
         arithmetic = {"first": 2, "guest": 7, "second": 5, "tensor": 3, "pipeline": 3}
         groups = {role: cluster.group(role, Arithmetic, factor=factor) for role, factor in arithmetic.items()}
         yield Shared(backend, cluster, **groups, sums=sums)

@@ -7,6 +7,7 @@ from tests.controller.workers import Arithmetic
 
 
 def test_every_call_on_every_rank_is_an_event(shared: Shared):
+    shared.cluster.settle()
     before = len(shared.cluster.calls.events)
     shared.second.identify()
     shared.cluster.settle()

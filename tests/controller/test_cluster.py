@@ -1,6 +1,6 @@
 import pytest
 
-from flowrl import ContractError
+from flowrl import ContractError, FlowError
 from flowrl.controller.plan import PlacementError
 from tests.conftest import BackendName, ClusterMaker
 from tests.controller.failing import Failing
@@ -20,7 +20,7 @@ def test_a_role_needs_a_place(open_cluster: ClusterMaker):
 
 
 def test_a_placement_that_does_not_fit_starts_nothing(open_cluster: ClusterMaker):
-    with pytest.raises(PlacementError, match="placement.pools.main"):
+    with pytest.raises(PlacementError, match=r"placement\.pools\.main"):
         open_cluster("ray", {"main": [3]}, {"actor": "main"}, devices=(2,))
 
 
@@ -40,3 +40,19 @@ def test_the_processes_of_a_closed_cluster_are_free_for_the_next(backend: Backen
     for _ in range(2):
         cluster = open_cluster(backend, {"main": [9]}, {"actor": "main"})
         cluster.close()
+
+
+def test_a_closed_cluster_takes_no_calls(backend: BackendName, open_cluster: ClusterMaker):
+    cluster = open_cluster(backend, {"main": [1]}, {"actor": "main"})
+    group = cluster.group("actor", Failing)
+    cluster.close()
+    with pytest.raises(FlowError, match="the cluster is closed and its processes have ended"):
+        group.add_one(1)
+
+
+def test_a_call_in_flight_when_the_cluster_closes_has_failed(ray_session: None, open_cluster: ClusterMaker):
+    cluster = open_cluster("ray", {"main": [1]}, {"actor": "main"})
+    future = cluster.group("actor", Failing).sleep(60.0)
+    cluster.close()
+    with pytest.raises(FlowError, match="the cluster is closed"):
+        future.get()

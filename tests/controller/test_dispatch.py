@@ -82,7 +82,9 @@ def test_balancing_by_tokens_restores_the_order_of_the_rows(shared: Shared, batc
 
 def test_balancing_by_tokens_gives_every_rank_as_many_tokens(shared: Shared, batch: Batch):
     ranks = shared.first.balanced(batch).get("rank")
-    tokens = [sum(length for length, at in zip(range(1, 8), ranks.tolist(), strict=True) if at == rank) for rank in range(3)]
+    tokens = [
+        sum(length for length, at in zip(range(1, 8), ranks.tolist(), strict=True) if at == rank) for rank in range(3)
+    ]
     assert max(tokens) - min(tokens) <= 1
 
 
@@ -134,7 +136,9 @@ def test_an_optional_column_and_those_of_the_dataset_travel_when_they_are_there(
 
 @pytest.mark.parametrize("entries", [[1, 2], 5])
 def test_a_list_needs_an_entry_per_rank(shared: Shared, entries):
-    with pytest.raises(ContractError, match=r"first.share: argument 'x' must be a list with one entry per data-parallel rank \(3\)"):
+    with pytest.raises(
+        ContractError, match=r"first.share: argument 'x' must be a list with one entry per data-parallel rank \(3\)"
+    ):
         shared.first.share(entries)
 
 
@@ -144,7 +148,9 @@ def test_splitting_needs_a_batch(shared: Shared):
 
 
 @pytest.mark.parametrize(("peers", "leader"), [("tensor", 0), ("pipeline", 1)])
-def test_the_first_of_tensor_peers_and_the_last_of_pipeline_stages_answers(shared: Shared, batch: Batch, peers: str, leader: int):
+def test_the_first_of_tensor_peers_and_the_last_of_pipeline_stages_answers(
+    shared: Shared, batch: Batch, peers: str, leader: int
+):
     group = getattr(shared, peers)
     assert group.ranks(batch).get("rank").tolist() == [leader] * 7
     assert group.scaled(batch).get("y").tolist() == [3 * x for x in range(7)]
@@ -155,7 +161,9 @@ def test_metrics_of_peers_count_once(shared: Shared, batch: Batch, peers: str):
     assert getattr(shared, peers).statistics(batch)["rows"].result() == 7
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 2}, {"sp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}, {"tp": 2, "sp": 2, "pp": 2}, {"tp": 8}])
+@pytest.mark.parametrize(
+    "sizes", [{"tp": 2}, {"sp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}, {"tp": 2, "sp": 2, "pp": 2}, {"tp": 8}]
+)
 def test_worlds_of_eight_ranks_give_the_rows_of_one(open_cluster, batch: Batch, sizes: dict[str, int]):
     register_dispatch_mode("every_second", to_every_second, second_ranks)
     cluster = open_cluster("inline", {"main": [8]}, {"actor": {"pool": "main", **sizes}})

@@ -18,7 +18,9 @@ def failing(backend: BackendName, open_cluster: ClusterMaker) -> WorkerGroup:
 
 
 def test_a_failure_names_role_rank_node_and_method(failing: WorkerGroup):
-    with pytest.raises(WorkerError, match=r"actor.fail_on failed on rank 1 \(node 0\): KeyError: 'nothing there'") as caught:
+    with pytest.raises(
+        WorkerError, match=r"actor.fail_on failed on rank 1 \(node 0\): KeyError: 'nothing there'"
+    ) as caught:
         failing.fail_on(1).get()
     error = caught.value
     assert (error.role, error.rank, error.node, error.method) == ("actor", 1, 0, "fail_on")
@@ -76,7 +78,9 @@ def test_peers_that_would_wait_for_ever_are_ended(ray_session: None, open_cluste
     assert time.monotonic() - started < 5
 
 
-def test_a_group_given_a_failed_result_tells_the_first_cause_and_lives_on(ray_session: None, open_cluster: ClusterMaker):
+def test_a_group_given_a_failed_result_tells_the_first_cause_and_lives_on(
+    ray_session: None, open_cluster: ClusterMaker
+):
     cluster = open_cluster("ray", {"a": [2], "b": [1]}, {"actor": "a", "critic": "b"})
     actor, critic = cluster.group("actor", Failing), cluster.group("critic", Failing)
     with pytest.raises(WorkerError, match=r"actor.fail_on failed on rank 0"):

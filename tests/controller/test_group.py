@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from flowrl import Batch, ContractError
+from flowrl import Batch, ContractError, make_table
 from flowrl.data.payload import ColumnError
 from tests.controller.conftest import Shared
 from tests.controller.workers import Arithmetic
@@ -19,7 +19,9 @@ def test_a_method_shows_the_workers_signature_and_docstring(shared: Shared):
 
 
 def test_wrong_arguments_fail_in_the_driver(shared: Shared):
-    with pytest.raises(ContractError, match=r"first.identify\(x: int = 1.* was called wrongly: got an unexpected keyword argument 'y'"):
+    with pytest.raises(
+        ContractError, match=r"first.identify\(x: int = 1.* was called wrongly: got an unexpected keyword argument 'y'"
+    ):
         shared.first.identify(y=1)
 
 
@@ -49,7 +51,9 @@ def test_submit_never_waits_and_a_blocking_call_does(shared: Shared):
 
 def test_a_missing_column_is_named_before_anything_is_sent(shared: Shared, batch: Batch):
     sent = len(shared.cluster.calls.pending())
-    with pytest.raises(ContractError, match=r"first.scaled: the batch lacks 'x', which the method reads; it has text, ids"):
+    with pytest.raises(
+        ContractError, match=r"first.scaled: the batch lacks 'x', which the method reads; it has text, ids"
+    ):
         shared.first.scaled(batch.drop("x"))
     assert len(shared.cluster.calls.pending()) <= sent
 
@@ -143,8 +147,6 @@ def test_types_travel_as_they_are(shared: Shared, dtype: torch.dtype):
 
 
 def cast(table, dtype: str):
-    from flowrl.data.table import make_table  # noqa: PLC0415 (a task's process imports what its function needs)
-
     return make_table({"z": table["rows", "x"].to(getattr(torch, dtype))})
 
 

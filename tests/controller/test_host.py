@@ -28,7 +28,9 @@ def test_a_broken_contract_is_named(open_cluster: ClusterMaker, method: str, mes
 
 
 @pytest.mark.parametrize("made_by", ["driver by value", "driver by reference"])
-def test_a_write_into_an_input_is_refused_in_another_process(ray_session: None, open_cluster: ClusterMaker, made_by: str):
+def test_a_write_into_an_input_is_refused_in_another_process(
+    ray_session: None, open_cluster: ClusterMaker, made_by: str
+):
     group = open_cluster("ray", {"main": [1]}, {"actor": "main"}).group("actor", Wrong)
     rows = batch() if made_by == "driver by value" else Batch.from_columns({"x": list(range(20_000))})
     with pytest.raises(WorkerError, match="wrote into column 'x'"):
@@ -46,5 +48,5 @@ def test_token_columns_that_do_not_fit_are_the_users_to_mend(backend: BackendNam
     group = open_cluster(backend, {"main": [1]}, {"actor": "main"}).group("actor", Wrong)
     columns = Batch.from_columns(tokens={"ids": [1, 2, 3]}, lengths=[1, 2])
     columns["others"] = Batch.from_columns(tokens={"others": [1, 2, 3]}, lengths=[2, 1])
-    with pytest.raises(RefusedError, match="^actor: token columns ids and others"):
+    with pytest.raises(RefusedError, match=r"^actor: token columns ids and others"):
         group.misaligned(columns)

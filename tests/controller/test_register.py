@@ -55,3 +55,8 @@ def test_arguments_without_names_are_refused_where_the_method_is_written():
 
         @register(Dispatch.ONE_TO_ALL)
         def method(self: Worker, *values: int) -> None: ...
+
+
+def test_a_batch_of_no_columns_is_not_promised():
+    with pytest.raises(ValueError, match=r"writes=\(\) promises a batch without columns"):
+        register(Dispatch.DP_COMPUTE_PROTO, writes=())

@@ -85,7 +85,9 @@ class Arithmetic(Worker):
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("text",), writes=("loud", "letters"))
     def shout(self, table: TensorDict) -> TensorDict:
         texts = objects(table, "text")
-        return make_table({"loud": [t.upper() for t in texts], "letters": [list(t) for t in texts]}, num_rows=len(texts))
+        return make_table(
+            {"loud": [t.upper() for t in texts], "letters": [list(t) for t in texts]}, num_rows=len(texts)
+        )
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("x",), writes=("copy",), rows=2)
     def twice(self, table: TensorDict) -> TensorDict:

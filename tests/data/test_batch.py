@@ -97,7 +97,9 @@ def test_a_minibatch_of_no_rows_is_refused():
 
 
 def test_rows_given_as_dictionaries_become_arrays_and_objects():
-    batch = Batch.from_rows([{"a": 1, "b": 0.5, "c": True, "d": "x", "e": [1]}, {"a": 2, "b": 1, "c": False, "d": "y", "e": []}])
+    batch = Batch.from_rows(
+        [{"a": 1, "b": 0.5, "c": True, "d": "x", "e": [1]}, {"a": 2, "b": 1, "c": False, "d": "y", "e": []}]
+    )
     dtypes = {name: getattr(batch.get(name), "dtype", list) for name in batch.columns}
     assert dtypes == {"a": torch.int64, "b": torch.float32, "c": torch.bool, "d": list, "e": list}
 
@@ -144,7 +146,9 @@ def test_select_drop_and_rename_change_the_columns_alone():
     assert rows_of(batch.select("x", "name").rename({"x": "name", "name": "x"}))[1] == {"name": 1, "x": "r1"}
 
 
-@pytest.mark.parametrize("edit", [lambda b: b["y"], lambda b: b.drop("y"), lambda b: b.rename({"y": "z"}), lambda b: b.get("y")])
+@pytest.mark.parametrize(
+    "edit", [lambda b: b["y"], lambda b: b.drop("y"), lambda b: b.rename({"y": "z"}), lambda b: b.get("y")]
+)
 def test_a_column_that_is_not_there_is_named_with_those_that_are(edit):
     with pytest.raises(ColumnError, match="no column 'y'; it has x, name, ids"):
         edit(batch_of(numbered(2)))
@@ -252,3 +256,7 @@ def test_a_function_that_writes_another_column_is_refused():
 
 def test_reduce_gives_a_small_value():
     assert batch_of(numbered(4)).reduce(lambda table: int(table["rows", "x"].sum()), ("x",)).get() == 6
+
+
+def test_a_batch_of_nothing_has_no_rows():
+    assert len(Batch({})) == len(Batch.from_columns()) == len(Batch.from_rows([])) == 0

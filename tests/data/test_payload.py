@@ -10,27 +10,30 @@ def payload_of(*lengths: int) -> Payload:
     return Payload(len(lengths), rows, {"ids": np.arange(sum(lengths))}, np.array(lengths, dtype=np.int64))
 
 
+def lists(payload: Payload) -> dict[str, list]:
+    """Every column's values, and the lengths, as lists."""
+    columns = payload.rows | payload.tokens | ({} if payload.lengths is None else {"lengths": payload.lengths})
+    return {name: column if isinstance(column, list) else column.tolist() for name, column in columns.items()}
+
+
 def test_a_slice_takes_rows_with_their_tokens():
     taken = payload_of(1, 2, 3).take(slice(1, 3), {"x": "x", "ids": "ids"})
-    assert taken.rows["x"].tolist() == [1, 2]
-    assert taken.tokens["ids"].tolist() == [1, 2, 3, 4, 5]
-    assert taken.lengths.tolist() == [2, 3]
+    assert lists(taken) == {"x": [1, 2], "ids": [1, 2, 3, 4, 5], "lengths": [2, 3]}
 
 
 def test_positions_take_rows_in_their_own_order():
     taken = payload_of(1, 2, 3).take(np.array([2, 0, 2]), {"name": "name", "ids": "ids"})
-    assert taken.rows["name"] == ["r2", "r0", "r2"]
-    assert taken.tokens["ids"].tolist() == [3, 4, 5, 0, 3, 4, 5]
+    assert lists(taken) == {"name": ["r2", "r0", "r2"], "ids": [3, 4, 5, 0, 3, 4, 5], "lengths": [3, 1, 3]}
 
 
 def test_rows_without_tokens_can_be_taken():
     taken = payload_of(0, 2, 0).take(np.array([0, 2]), {"ids": "ids"})
-    assert (taken.lengths.tolist(), taken.tokens["ids"].tolist()) == ([0, 0], [])
+    assert lists(taken) == {"ids": [], "lengths": [0, 0]}
 
 
 def test_no_rows_at_all_can_be_taken():
     taken = payload_of(1, 2).take(slice(0, 0), {"x": "x", "name": "name", "ids": "ids"})
-    assert (taken.num_rows, taken.rows["name"], len(taken.tokens["ids"])) == (0, [], 0)
+    assert taken.num_rows == 0 and lists(taken) == {"x": [], "name": [], "ids": [], "lengths": []}
 
 
 def test_lengths_stay_behind_without_a_token_column():
@@ -51,9 +54,8 @@ def test_concat_stacks_every_kind_of_column():
     whole = payload_of(1, 2, 3)
     every = {name: name for name in whole.columns}
     joined = concat([whole.take(slice(2, 3), every), whole.take(slice(0, 2), every)])
-    assert joined.rows["name"] == ["r2", "r0", "r1"]
-    assert joined.tokens["ids"].tolist() == [3, 4, 5, 0, 1, 2]
-    assert joined.lengths.tolist() == [3, 1, 2]
+    expected = {"x": [2, 0, 1], "name": ["r2", "r0", "r1"], "ids": [3, 4, 5, 0, 1, 2], "lengths": [3, 1, 2]}
+    assert lists(joined) == expected
 
 
 def test_an_empty_part_may_not_know_that_its_column_holds_objects():
@@ -79,12 +81,14 @@ def test_merge_refuses_token_columns_of_different_lengths():
 
 def test_merge_puts_columns_side_by_side():
     merged = merge([payload_of(1, 2).take(None, {"ids": "ids"}), Payload(2, {"y": np.arange(2)})])
-    assert (merged.columns, merged.lengths.tolist()) == (("y", "ids"), [1, 2])
+    assert lists(merged) == {"y": [0, 1], "ids": [0, 1, 2], "lengths": [1, 2]}
 
 
 def test_a_copy_shares_nothing():
     whole = Payload(1, {"x": np.zeros(1), "names": [["a"]]}, {"ids": np.zeros(2)}, np.array([2]))
     copied = whole.copy()
-    copied.rows["x"][0], copied.tokens["ids"][0], copied.lengths[0] = 1, 1, 1
+    for array in (copied.rows["x"], copied.tokens["ids"], copied.lengths):
+        assert isinstance(array, np.ndarray)
+        array[:] = 9
     copied.rows["names"][0].append("b")
-    assert (whole.rows["x"][0], whole.tokens["ids"][0], whole.lengths[0], whole.rows["names"]) == (0, 0, 2, [["a"]])
+    assert lists(whole) == {"x": [0], "names": [["a"]], "ids": [0, 0], "lengths": [2]}

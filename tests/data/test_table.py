@@ -5,7 +5,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrl.data.payload import Payload
-from flowrl.data.table import from_table, lengths, make_table, num_rows, objects, pad_tokens, take_rows, to_table, unpad_tokens
+from flowrl.data.table import (
+    from_table,
+    lengths,
+    make_table,
+    num_rows,
+    objects,
+    pad_tokens,
+    take_rows,
+    to_table,
+    unpad_tokens,
+)
 
 
 def table_of(*row_lengths: int):
@@ -86,19 +96,20 @@ def test_every_type_survives_the_stored_form(dtype: torch.dtype):
 
 def test_bfloat16_is_stored_as_int16_under_a_mark():
     payload = from_table(make_table({"x": torch.zeros(2, dtype=torch.bfloat16)}))
-    assert (payload.rows["x"].dtype, payload.bfloat16) == (np.int16, {"x"})
+    assert (np.asarray(payload.rows["x"]).dtype, payload.bfloat16) == (np.int16, {"x"})
 
 
 def test_a_copy_can_be_written_without_harm():
     payload = Payload(2, {"x": np.zeros(2)})
     to_table(payload, copy=True)["rows", "x"].fill_(1)
-    assert payload.rows["x"].tolist() == [0, 0]
+    assert list(payload.rows["x"]) == [0, 0]
 
 
 def test_token_columns_take_the_lengths_of_the_input_where_they_state_none():
     table = table_of(2, 1)
     del table["rows"]["length"]
-    assert from_table(table, np.array([2, 1])).lengths.tolist() == [2, 1]
+    taken = from_table(table, np.array([2, 1])).lengths
+    assert taken is not None and taken.tolist() == [2, 1]
 
 
 def test_token_columns_that_fit_no_lengths_are_refused():

@@ -49,8 +49,8 @@ def test_the_evaluation_reward_asks_for_the_whole_answer() -> None:
 
 
 def test_prepared_files_are_read_as_what_they_are(folder: Path) -> None:
-    assert len(read_conversations(folder / "sft.jsonl", last="assistant")) == 4_000
-    assert len(read_conversations(folder / "train.jsonl", last="user", needs=("answer",))) == 11_000
+    assert len(read_conversations(folder / "sft.jsonl", last="assistant")) == 2_000
+    assert len(read_conversations(folder / "train.jsonl", last="user", needs=("answer",))) == 13_000
     held_out = read_conversations(folder / "test.jsonl", last="user", needs=("answer",))
     assert [c.messages[0].content for c in held_out] == [problem.prompt for problem in deal(0).held_out]
 

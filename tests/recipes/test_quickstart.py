@@ -1,0 +1,57 @@
+"""The first command of the README, end to end: real Ray, a real model, and an accuracy that rises."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+# The short form that recipes/quickstart/ppo.yaml names.
+SHORT = ("steps=40", "actor.optimizer.total_steps=160", "critic.optimizer.total_steps=160")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of the short form for seed 0."""
+    output = tmp_path_factory.mktemp("quickstart")
+    environment = Path(sys.prefix)
+    command = ["bash", "recipes/quickstart/run_quickstart.sh", *SHORT]
+    variables = {"OUTPUT": str(output), "SEED": "0", "VIRTUAL_ENV": str(environment), "HOME": str(Path.home())}
+    path = f"{environment / 'bin'}:/usr/local/bin:/usr/bin:/bin"
+    done = subprocess.run(
+        command, env=variables | {"PATH": path}, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return output / "seed0" / "ppo"
+
+
+def test_ppo_raises_held_out_accuracy_by_a_tenth(run: Path) -> None:
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["evaluation_rows"] >= 1000
+    assert 0.2 <= summary["accuracy_before"] <= 0.35
+    assert summary["accuracy_after"] >= summary["accuracy_before"] + 0.10
+    assert summary["peak_memory_mb"] < 4000
+
+
+def test_the_run_folder_has_every_result(run: Path) -> None:
+    files = {path.name for path in run.iterdir()}
+    pictures = {"curves.png", "timeline.png"}
+    assert files >= pictures | {"config.yaml", "metrics.jsonl", "summary.json", "trace.json", "tensorboard", "model"}
+    assert all((run / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(41))
+    calls = {event["name"] for event in json.loads((run / "trace.json").read_text())["traceEvents"]}
+    assert calls >= {"generate", "score", "logprobs", "values", "update", "apply"}
+
+
+def test_transformers_loads_the_trained_model_and_it_answers(run: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(run / "model")
+    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "37+58"}], return_tensors="pt", return_dict=True)
+    with torch.no_grad():
+        answer = model.generate(**prompt, max_new_tokens=5, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert answer[-1] == tokenizer.eos_token_id
+    assert tokenizer.decode(answer[:-1]).lstrip("-").isdigit()

@@ -1,0 +1,185 @@
+"""The import picture of docs/architecture.md, and the caps on size."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import flowrl
+
+ROOT = Path(__file__).parents[1]
+
+LEVELS = {
+    "recipes": 0,
+    "flowrl.cli": 1,
+    "flowrl.workers": 2,
+    "flowrl.run": 2,
+    "flowrl.controller": 3,
+    "flowrl.engines": 3,
+    "flowrl.algorithms": 3,
+    "flowrl.rewards": 3,
+    "flowrl.data": 4,
+    "flowrl.config": 5,
+}
+"""Imports go to a larger number, or stay within the package."""
+
+HOMES = {
+    "ray": ("flowrl/controller/ray_backend.py",),
+    "vllm": (),
+    "transformers": ("flowrl/engines/", "flowrl/data/"),
+    "tensordict": ("flowrl/data/", "flowrl/engines/", "flowrl/workers/", "flowrl/run/", "flowrl/controller/tasks.py"),
+    "pydantic": ("flowrl/config/", "recipes/"),
+    "yaml": ("flowrl/config/", "flowrl/run/"),
+}
+"""Package -> the only places that import it."""
+
+RECIPE_MAKERS = {"recipes/quickstart/prepare.py"}
+"""Files of a recipe that make a model or its data, and are no driver: they may import what makes it."""
+
+CONFIG_LOOKUPS = {"flowrl/run/start.py": "a role's name is the name of its settings, which not every role has"}
+"""Path -> why it looks a config's field up by a name."""
+
+LONG_FILES: dict[str, str] = {}
+"""Path -> why it is longer than `MAX_LINES`."""
+
+LONG_FUNCTIONS: dict[str, str] = {}
+"""path:name -> why its body is longer than `MAX_BODY`."""
+
+MAX_LINES, MAX_BODY, MAX_DRIVER = 400, 40, 100
+
+SOURCES = sorted(path for folder in ("flowrl", "recipes") for path in (ROOT / folder).rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and full name of every module that a file imports, lazily or for its types too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name_of(path)}:{node.lineno} imports relatively"
+            yield node.lineno, node.module or ""
+
+
+def package_of(module: str) -> str | None:
+    """The package of `LEVELS` that a module is in; None for flowrl itself and for others' modules."""
+    known = (package for package in LEVELS if module == package or module.startswith(f"{package}."))
+    return next(known, None)
+
+
+def wrong_way(path: Path) -> list[str]:
+    own = package_of(name_of(path).removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+    found = [(line, module, package_of(module)) for line, module in imports(path)]
+    return [
+        f"{name_of(path)}:{line} imports {module}"
+        for line, module, package in found
+        if own and package and package != own and LEVELS[package] <= LEVELS[own]
+    ]
+
+
+def test_every_package_has_its_place_in_the_picture():
+    packages = {f"flowrl.{path.parent.name}" for path in (ROOT / "flowrl").glob("*/__init__.py")}
+    assert packages | {"flowrl.cli", "recipes"} == set(LEVELS)
+
+
+def test_imports_go_down_only():
+    assert [line for path in SOURCES for line in wrong_way(path)] == []
+
+
+@pytest.mark.parametrize("library", HOMES)
+def test_a_library_is_imported_in_its_home_alone(library: str):
+    strays = [
+        f"{name_of(path)}:{line}"
+        for path in SOURCES
+        for line, module in imports(path)
+        if module.split(".")[0] == library
+        and not name_of(path).startswith((*HOMES[library], "-"))
+        and name_of(path) not in RECIPE_MAKERS
+    ]
+    assert strays == []
+
+
+def test_the_root_is_for_users_and_not_imported_from_within():
+    """Names of `flowrl` itself load lazily from everywhere below: inside, that would be a circle."""
+    inner = [path for path in SOURCES if name_of(path).startswith("flowrl/") and path.name != "cli.py"]
+    assert [f"{name_of(p)}:{line}" for p in inner for line, module in imports(p) if module == "flowrl"] == []
+
+
+def test_the_maths_knows_no_config():
+    files = (ROOT / "flowrl/algorithms").glob("*.py")
+    assert [name_of(p) for p in files for _, module in imports(p) if package_of(module) == "flowrl.config"] == []
+
+
+def test_importing_flowrl_loads_neither_torch_nor_ray():
+    code = "import sys, flowrl, flowrl.cli; print([m for m in ('torch', 'ray', 'transformers') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_public_name_is_exported_lazily():
+    assert sorted(flowrl.__all__) == sorted(flowrl._HOMES)
+    assert all(getattr(flowrl, name).__name__ == name for name in flowrl.__all__)
+
+
+def test_the_type_checker_sees_the_names_that_users_get():
+    tree = ast.parse((ROOT / "flowrl/__init__.py").read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    seen = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert seen == flowrl._HOMES
+
+
+def config_lookups(path: Path) -> Iterator[str]:
+    """Every `getattr(config, ...)`, `hasattr(config, ...)` and `config.get(...)`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Call):
+            continue
+        if isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr", "setattr"):
+            looked_at = ast.unparse(node.args[0])
+        elif isinstance(node.func, ast.Attribute) and node.func.attr == "get":
+            looked_at = ast.unparse(node.func.value)
+        else:
+            continue
+        if looked_at.split(".")[-1].endswith("config"):
+            yield ast.unparse(node)
+
+
+def test_configs_are_read_by_attribute():
+    assert {name_of(path) for path in SOURCES if list(config_lookups(path))} == set(CONFIG_LOOKUPS)
+
+
+def test_files_are_one_noun_long():
+    long = {name_of(path) for path in [*SOURCES, *TESTS] if len(path.read_text().splitlines()) > MAX_LINES}
+    assert long == set(LONG_FILES)
+
+
+def functions(path: Path) -> Iterator[tuple[str, int]]:
+    """Name and lines of the body, without its docstring, of every function."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+            yield node.name, (node.end_lineno or 0) - body[0].lineno + 1 if body else 0
+
+
+def test_functions_fit_a_screen():
+    drivers = set((ROOT / "recipes").glob("*/train.py"))
+    long = {
+        f"{name_of(p)}:{name}" for p in SOURCES if p not in drivers for name, lines in functions(p) if lines > MAX_BODY
+    }
+    assert long == set(LONG_FUNCTIONS)
+
+
+def test_a_driver_is_read_in_one_go():
+    drivers = sorted((ROOT / "recipes").glob("*/train.py"))
+    assert drivers and [name_of(path) for path in drivers if len(path.read_text().splitlines()) > MAX_DRIVER] == []
+
+
+@pytest.mark.parametrize("name", ["utils.py", "helpers.py", "common.py", "manager.py"])
+def test_no_file_is_named_after_nothing(name: str):
+    assert [name_of(path) for path in [*SOURCES, *TESTS] if path.name == name] == []
