@@ -14,7 +14,7 @@ from flowrl.controller.group import WorkerGroup
 from flowrl.controller.host import Construction
 from flowrl.controller.inline_backend import InlineBackend
 from flowrl.controller.inventory import local_inventory
-from flowrl.controller.plan import Inventory, Mesh, Plan, PoolPlan, Slot, plan
+from flowrl.controller.plan import Inventory, Mesh, PlacementError, Plan, PoolPlan, Slot, plan
 from flowrl.controller.pool import ResourcePool
 from flowrl.controller.tasks import GroupTasks, Tasks
 from flowrl.controller.worker import Worker
@@ -54,6 +54,8 @@ class Cluster:
         inventory = (
             local_inventory(placement.device, devices) if address is None else _cluster_inventory(address, placement)
         )
+        if TASKS in placement.pools or TASKS in placement.roles:
+            raise PlacementError(f"placement names a pool or role {TASKS}, which is flowrl's own: choose another name")
         self.plan: Plan = plan(placement, inventory, roles)
         slots = [slot for pool in self.plan.pools.values() for slot in pool.slots]
         self._per_node = Counter(slot.node for slot in slots)

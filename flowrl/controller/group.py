@@ -73,6 +73,10 @@ class WorkerGroup:
         self._backend, self._calls, self._kind = backend, calls, kind
         for name, (function, contract) in registered_methods(cls).items():
             dispatch_mode(contract.mode)
+            if name in dir(type(self)) or name in self.__dict__:
+                raise ContractError(
+                    f"{cls.__name__}.{name} has the name of something every group has; rename the method"
+                )
             setattr(self, name, RemoteMethod(self, name, function, contract))
 
     def __getattr__(self, name: str) -> RemoteMethod:

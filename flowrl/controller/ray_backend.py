@@ -76,6 +76,8 @@ class RayBackend:
     def __init__(self, address: str | None, num_slots: int) -> None:
         self._hosts: dict[tuple[str, int], Any] = {}  # Any: ray.actor.ActorHandle, whose methods Ray does not type
         self._groups: dict[str, PlacementGroup] = {}
+        # Failures reach the driver through the calls that made them; Ray's own print of each would say it twice.
+        os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
         self._owns_ray = not ray.is_initialized()
         self._loopback = address is None
         if self._owns_ray:
@@ -162,8 +164,6 @@ def _object_ref(ref: Ref) -> ray.ObjectRef:
 
 
 def _start_ray(address: str | None, num_slots: int) -> None:
-    # Failures reach the driver through the calls that made them; Ray's own print of each would say it twice.
-    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address is not None:
         ray.init(address=address, logging_level=logging.WARNING, log_to_driver=False)

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flowrl.controller.dispatch import Arguments, Gather, Part
+from flowrl.controller.errors import ContractError
 from flowrl.controller.future import Future
 from flowrl.controller.plan import Mesh
 from flowrl.controller.register import Contract
-from flowrl.data.batch import by_block
+from flowrl.data.batch import Batch, by_block
 from flowrl.data.block import LocalRef, Ref, Shard
 from flowrl.data.layout import block_rows, gather
 from flowrl.data.payload import Payload, RowSelection, concat, merge
@@ -96,6 +97,10 @@ class References:
         """The travelling form of one argument."""
         if isinstance(value, Part):
             return self.table(value)
+        if isinstance(value, dict | list | tuple) and _holds_reference(value):
+            raise ContractError(
+                "a Batch or Future inside a list or dictionary is not followed; pass it as an argument of its own"
+            )
         if isinstance(value, Future):
             return FutureArgument(tuple(self.position(ref) for ref in value.refs), value.gather, value.mesh)
         return value
@@ -127,3 +132,7 @@ class References:
 def lower(arguments: Arguments, references: References) -> dict[str, Any]:
     """Arguments as they travel; fills `references` with what they refer to."""
     return {name: references.argument(value) for name, value in arguments.items()}
+
+
+def _holds_reference(value: dict | list | tuple) -> bool:
+    return any(isinstance(item, Batch | Future) for item in (value.values() if isinstance(value, dict) else value))

@@ -109,6 +109,11 @@ def concat(parts: Sequence[Payload]) -> Payload:
     if len(parts) == 1:
         return parts[0]
     first = parts[0]
+    mixed = set().union(*(part.bfloat16 ^ first.bfloat16 for part in parts))
+    if mixed:
+        raise ColumnError(
+            f"column {', '.join(sorted(mixed))} is bfloat16 in some shards only; give it one dtype on every rank"
+        )
     rows: dict[str, np.ndarray | list] = {}
     for name in first.rows:
         pieces = [part.rows[name] for part in parts]

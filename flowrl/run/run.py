@@ -23,7 +23,6 @@ from flowrl.run.metrics import MetricsLog
 from flowrl.run.start import plan_run
 from flowrl.run.timeline import busy_fractions, chrome_trace, draw_timeline
 
-
 _STARTING = ("__init__", "prepare")
 """Calls that belong to the start of a run, not to its loop."""
 

@@ -50,7 +50,9 @@ def test_the_run_folder_has_every_result(run: Path) -> None:
 def test_transformers_loads_the_trained_model_and_it_answers(run: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(run / "model")
     tokenizer = AutoTokenizer.from_pretrained(run / "model")
-    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "37+58"}], return_tensors="pt", return_dict=True)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "37+58"}], return_tensors="pt", return_dict=True
+    )
     with torch.no_grad():
         answer = model.generate(**prompt, max_new_tokens=5, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     assert answer[-1] == tokenizer.eos_token_id

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensordict import TensorDict
 from transformers import AutoModelForCausalLM
 
-from flowrl import Batch, Cluster, Placement, WorkerGroup
+from flowrl import Batch, Cluster, Placement, WorkerGroup, make_table
 from flowrl.config import (
     ActorConfig,
     CriticConfig,
@@ -35,7 +36,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
     roles = ("actor", "critic", "reference", "reward", "rollout")
-    with Cluster(Placement(pools={"main": [1]}, roles=dict.fromkeys(roles, "main")), backend="inline", num_threads=1) as started:
+    with Cluster(
+        Placement(pools={"main": [1]}, roles=dict.fromkeys(roles, "main")), backend="inline", num_threads=1
+    ) as started:
         yield started
 
 
@@ -72,7 +75,9 @@ def test_reference_and_actor_agree_before_training_and_differ_after(cluster: Clu
     assert not torch.equal(actor.logprobs(batch()).get("logprobs"), old)
 
 
-def test_an_update_raises_the_probability_of_tokens_with_positive_advantage(cluster: Cluster, model: ModelConfig) -> None:
+def test_an_update_raises_the_probability_of_tokens_with_positive_advantage(
+    cluster: Cluster, model: ModelConfig
+) -> None:
     actor = actor_of(cluster, model)
     old = actor.logprobs(batch()).get("logprobs")
     metrics = actor.update(batch(old_logprobs=old.tolist(), advantages=[1.0] * 12)).get()
@@ -122,17 +127,20 @@ def test_a_colocated_rollout_samples_from_the_weights_that_are_trained(cluster: 
         rollout.set_version(version)
 
 
-def ones(table):  # noqa: ANN001, ANN201 (a TensorDict)
-    from flowrl import make_table  # noqa: PLC0415 (runs beside the data)
+def ones(table: TensorDict) -> TensorDict:
 
-    return make_table(tokens={"advantages": torch.ones(len(table["tokens", "input_ids"]))}, lengths=table["rows", "length"])
+    return make_table(
+        tokens={"advantages": torch.ones(len(table["tokens", "input_ids"]))}, lengths=table["rows", "length"]
+    )
 
 
 def test_a_rollout_elsewhere_takes_the_weights_that_are_sent(model: ModelConfig) -> None:
     pools = Placement(pools={"a": [1], "b": [1]}, roles={"actor": "a", "rollout": "b"})
     with Cluster(pools, backend="inline", num_threads=1) as cluster:
         actor = actor_of(cluster, model)
-        rollout = cluster.group("rollout", Rollout, RolloutConfig(max_response_tokens=4, temperature=0.5), model, seed=0)
+        rollout = cluster.group(
+            "rollout", Rollout, RolloutConfig(max_response_tokens=4, temperature=0.5), model, seed=0
+        )
         prompts = Batch.from_rows([{"prompt_ids": [2, 3, 12], "prompt_id": i, "sample": 0} for i in range(4)])
         actor.update_sft(batch()).get()
         rollout.load_weights(actor.weights(), 7).get()
@@ -168,7 +176,7 @@ def test_a_reward_function_sees_the_datasets_own_columns(cluster: Cluster) -> No
 
 def test_a_reward_that_is_no_number_is_refused(cluster: Cluster) -> None:
     config = RewardConfig(function=f"{__name__}:broken")
-    with pytest.raises(RefusedError, match="reward: .*returned nan for response '1'"):
+    with pytest.raises(RefusedError, match=r"reward: .*returned nan for response '1'"):
         cluster.group("reward", reward_worker(config), config).score(rows_with())
 
 
