@@ -8,16 +8,18 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source recipes/install.sh
 ensure_environment ""
 
-seed=${SEED:-0}
-output=${OUTPUT:-runs/quickstart}/seed$seed
-here=recipes/quickstart
+source recipes/quickstart/warm_start.sh
 
-python -m recipes.quickstart.prepare --output "$output/data" --seed "$seed"
-# The warm start of a seed is the same every time: one that is there is used.
-if [[ ! -f $output/sft/summary.json ]]; then
-    python -m recipes.sft.train $here/sft.yaml output="$output/sft" seed="$seed" \
-        model.path="$output/data/model" data.train="$output/data/sft.jsonl"
-fi
-exec python -m recipes.ppo.train $here/ppo.yaml output="$output/ppo" seed="$seed" \
-    actor.model.path="$output/sft/model" critic.model.path="$output/sft/model" reference.model.path="$output/sft/model" \
-    data.train="$output/data/train.jsonl" data.test="$output/data/test.jsonl" "$@"
+seed=${SEED:-0}
+task=${OUTPUT:-runs/quickstart}/seed$seed
+warm_start "$task" "$seed"
+
+# Every run has a folder of its own: ppo, ppo2, ppo3, ...
+output=$task/ppo
+for ((number = 2; ; number++)); do
+    [[ -e $output ]] || break
+    output=$task/ppo$number
+done
+exec python -m recipes.ppo.train recipes/quickstart/ppo.yaml output="$output" seed="$seed" \
+    actor.model.path="$task/sft/model" critic.model.path="$task/sft/model" reference.model.path="$task/sft/model" \
+    data.train="$task/data/train.jsonl" data.test="$task/data/test.jsonl" "$@"

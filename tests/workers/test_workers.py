@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ def batch(**columns: list[float]) -> Batch:
     return Batch.from_columns(tokens=tokens | floats, lengths=LENGTHS)
 
 
-def actor_of(cluster: Cluster, model: ModelConfig, **settings: object) -> WorkerGroup:
+def actor_of(cluster: Cluster, model: ModelConfig, **settings: Any) -> WorkerGroup:
     optimizer = OptimizerConfig(lr=0.01)
     return cluster.group("actor", Actor, ActorConfig(model=model, optimizer=optimizer, **settings), temperature=0.5)
 
@@ -184,9 +185,10 @@ def test_a_reward_model_scores_rows_at_their_last_token(cluster: Cluster, tmp_pa
     from transformers import Qwen2Config, Qwen2ForSequenceClassification  # noqa: PLC0415 (only here)
 
     torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2} | heads
-    scorer = Qwen2ForSequenceClassification(Qwen2Config(vocab_size=16, num_labels=1, pad_token_id=0, **shape)).eval()
+    settings = {"vocab_size": 16, "num_labels": 1, "pad_token_id": 0} | shape | heads
+    scorer = Qwen2ForSequenceClassification(Qwen2Config.from_dict(settings)).eval()
     scorer.save_pretrained(tmp_path / "scorer")
     config = RewardConfig(model=ModelConfig(path=tmp_path / "scorer"))
     reward = cluster.group("reward", reward_worker(config), config)
