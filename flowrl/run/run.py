@@ -27,6 +27,10 @@ _STARTING = ("__init__", "prepare")
 """Calls that belong to the start of a run, not to its loop."""
 
 
+_DRAWN_STEPS = 4
+"""Steps that `timeline.png` shows; `trace.json` has all."""
+
+
 class MetricFuture(Protocol):
     """What `Run.log` takes: a future of a dictionary of metrics."""
 
@@ -206,7 +210,9 @@ class Run:
         self.cluster.settle()
         events = self.cluster.calls.events
         write_json(self.folder.trace, chrome_trace(events), indent=None)
-        draw_timeline([event for event in events if event.method not in _STARTING], self.folder.timeline)
+        # A whole run would be stripes; the last steps show what overlaps.
+        window_s = sum(line.get("seconds", 0.0) for line in self._metrics.history[-_DRAWN_STEPS:])
+        draw_timeline([e for e in events if e.method not in _STARTING], self.folder.timeline, window_s=window_s)
 
     def _summary(self) -> dict[str, Any]:
         events = self.cluster.calls.events

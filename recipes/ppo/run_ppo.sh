@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# PPO on the quickstart's task, every role on all devices. Further arguments are settings: key=value.
+# PPO on the quickstart's task, every role in the same two processes. Further arguments are settings: key=value.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-exec bash recipes/quickstart/run_quickstart.sh placement=placement/colocated.yaml output=runs/ppo "$@"
+exec bash recipes/quickstart/run_quickstart.sh output=runs/ppo "$@"

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# PPO on the quickstart's task with actor, rollout and reference on the first half of the devices, and critic and reward on
-# the second: actor and critic are updated at the same time. Further arguments are settings: key=value.
+# PPO on the quickstart's task with actor, rollout and reference on the first half of two CPU slots, and critic and reward
+# on the second: actor and critic are updated at the same time. Further arguments are settings: key=value, such as
+# placement.device=cuda devices=[8].
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-exec bash recipes/quickstart/run_quickstart.sh placement=placement/split.yaml output=runs/ppo_split "$@"
+exec bash recipes/quickstart/run_quickstart.sh placement=placement/split.yaml placement.device=cpu devices=[2] output=runs/ppo_split "$@"
