@@ -1,0 +1,121 @@
+"""Random chains of edits and calls: the same rows in the same order on the oracle, inline and on Ray."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flowrl import Batch, Cluster, Placement, WorkerGroup
+from tests.conftest import BackendName
+from tests.controller.chain import Chain
+from tests.controller.oracle import METHODS, SAME_ROWS, Rows, concat
+
+TOKENS = ("ids", "next")
+PLACEMENT = Placement.model_validate(
+    {
+        "device": "cpu",
+        "pools": {"three": [3], "four": [4]},
+        "roles": {"flat": "three", "tensor": {"pool": "four", "tp": 2}, "deep": {"pool": "four", "sp": 2, "pp": 2}},
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def groups(backend: BackendName) -> Iterator[list[WorkerGroup]]:
+    """Three data-parallel ranks; two with tensor-parallel peers; one behind sequence and pipeline peers."""
+    with Cluster(PLACEMENT, backend=backend, num_threads=1) as cluster:
+        yield [cluster.group(role, Chain) for role in ("flat", "tensor", "deep")]
+
+
+@dataclass
+class Pair:
+    """The real thing, and what it has to be."""
+
+    batch: Batch
+    rows: Rows
+
+
+row = st.tuples(st.integers(-5, 5), st.lists(st.integers(0, 9), min_size=0, max_size=4), st.text("ab", max_size=2))
+
+
+def made(rows: list[tuple[int, list[int], str]]) -> Pair:
+    expected = Rows(tuple({"x": x, "ids": ids, "name": name} for x, ids, name in rows))
+    batch = Batch.from_columns(
+        rows={"x": np.array([x for x, _, _ in rows], dtype=np.int64), "name": [name for _, _, name in rows]},
+        tokens={"ids": np.array([token for _, ids, _ in rows for token in ids], dtype=np.int64)},
+        lengths=[len(ids) for _, ids, _ in rows],
+    )
+    return Pair(batch, expected)
+
+
+def edited(pair: Pair, data: st.DataObject, groups: list[WorkerGroup]) -> Pair:
+    """One random edit or call on both."""
+    kind = data.draw(
+        st.sampled_from(["take", "repeat", "reorder", "minibatch", "concat", "rename", "call", "call", "call"])
+    )
+    count = len(pair.rows.rows)
+    if kind == "call":
+        return called(pair, data, groups)
+    if kind == "rename":
+        # There and back: what a column is called in a batch is not what its block calls it.
+        swap = {"ids": "other"}
+        moved = Pair(pair.batch.rename(swap), pair.rows.rename(swap))
+        return Pair(moved.batch.rename({"other": "ids"}), moved.rows.rename({"other": "ids"}))
+    if kind == "repeat":
+        times, interleave = data.draw(st.integers(0, 3)), data.draw(st.booleans())
+        return Pair(pair.batch.repeat(times, interleave=interleave), pair.rows.repeat(times, interleave=interleave))
+    if kind == "reorder":
+        order = data.draw(st.permutations(range(count)))
+        return Pair(pair.batch.reorder(order), pair.rows.take(order))
+    if kind == "minibatch":
+        size, seed = data.draw(st.integers(1, 5)), data.draw(st.integers(0, 3))
+        order = np.random.default_rng([seed, 0]).permutation(count)[:size]
+        first = next(pair.batch.minibatches(size, seed=seed), pair.batch.rows([]))
+        return Pair(first, pair.rows.take(order.tolist()))
+    if kind == "concat":
+        cut = data.draw(st.integers(0, count))
+        parts = [list(range(cut, count)), list(range(count)), list(range(cut))]
+        return Pair(
+            Batch.concat([pair.batch.rows(part) for part in parts]), concat([pair.rows.take(part) for part in parts])
+        )
+    positions = data.draw(st.lists(st.integers(0, count - 1), max_size=6)) if count else []
+    return Pair(pair.batch.rows(positions), pair.rows.take(positions))
+
+
+def called(pair: Pair, data: st.DataObject, groups: list[WorkerGroup]) -> Pair:
+    name = data.draw(st.sampled_from(sorted(METHODS)))
+    group = data.draw(st.sampled_from(groups))
+    result = Pair(getattr(group, name)(pair.batch), pair.rows.call(METHODS[name]))
+    if name not in SAME_ROWS:
+        return result
+    return Pair(pair.batch.union(result.batch), pair.rows.union(result.rows))
+
+
+def values_of(batch: Batch) -> list[dict[str, Any]]:
+    """The batch as the oracle's rows: token columns cut by the lengths."""
+    columns: dict[str, list] = {}
+    for name in batch.columns:
+        values = batch.get(name)
+        if name in TOKENS:
+            values = [part.tolist() for part in values.split(batch.get("length").tolist())] if len(batch) else []
+        columns[name] = values if isinstance(values, list) else values.tolist()
+    return [{name: values[i] for name, values in columns.items()} for i in range(len(batch))]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rows=st.lists(row, max_size=9), length=st.integers(1, 6), data=st.data())
+def test_any_chain_of_edits_and_calls_gives_the_oracles_rows(
+    groups: list[WorkerGroup], rows: list[tuple[int, list[int], str]], length: int, data: st.DataObject
+) -> None:
+    first = made(rows)
+    pair = first
+    for _ in range(length):
+        pair = edited(pair, data, groups)
+    assert values_of(pair.batch) == list(pair.rows.rows)
+    assert len(pair.batch) == len(pair.rows.rows)
+    # What went in is as it was.
+    assert values_of(first.batch) == list(made(rows).rows.rows)
