@@ -39,10 +39,9 @@ class Pair:
     rows: Rows
 
 
-row = st.tuples(st.integers(-5, 5), st.lists(st.integers(0, 9), min_size=0, max_size=4), st.text("ab", max_size=2))
-
-
-def made(rows: list[tuple[int, list[int], str]]) -> Pair:
+def made(count: int) -> Pair:
+    """Rows that all differ, so that no two can be exchanged unseen; some have no tokens."""
+    rows = [(x, [(3 * x + k) % 10 for k in range(x % 4)], f"n{x}") for x in range(count)]
     expected = Rows(tuple({"x": x, "ids": ids, "name": name} for x, ids, name in rows))
     batch = Batch.from_columns(
         rows={"x": np.array([x for x, _, _ in rows], dtype=np.int64), "name": [name for _, _, name in rows]},
@@ -55,7 +54,7 @@ def made(rows: list[tuple[int, list[int], str]]) -> Pair:
 def edited(pair: Pair, data: st.DataObject, groups: list[WorkerGroup]) -> Pair:
     """One random edit or call on both."""
     kind = data.draw(
-        st.sampled_from(["take", "repeat", "reorder", "minibatch", "concat", "rename", "call", "call", "call"])
+        st.sampled_from(["call", "reorder", "call", "take", "minibatch", "concat", "call", "repeat", "rename"])
     )
     count = len(pair.rows.rows)
     if kind == "call":
@@ -82,7 +81,7 @@ def edited(pair: Pair, data: st.DataObject, groups: list[WorkerGroup]) -> Pair:
         return Pair(
             Batch.concat([pair.batch.rows(part) for part in parts]), concat([pair.rows.take(part) for part in parts])
         )
-    positions = data.draw(st.lists(st.integers(0, count - 1), max_size=6)) if count else []
+    positions = data.draw(st.lists(st.integers(0, count - 1), max_size=8)) if count else []
     return Pair(pair.batch.rows(positions), pair.rows.take(positions))
 
 
@@ -106,16 +105,16 @@ def values_of(batch: Batch) -> list[dict[str, Any]]:
     return [{name: values[i] for name, values in columns.items()} for i in range(len(batch))]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(rows=st.lists(row, max_size=9), length=st.integers(1, 6), data=st.data())
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(count=st.one_of(st.just(0), st.integers(1, 12)), length=st.integers(2, 7), data=st.data())
 def test_any_chain_of_edits_and_calls_gives_the_oracles_rows(
-    groups: list[WorkerGroup], rows: list[tuple[int, list[int], str]], length: int, data: st.DataObject
+    groups: list[WorkerGroup], count: int, length: int, data: st.DataObject
 ) -> None:
-    first = made(rows)
+    first = made(count)
     pair = first
     for _ in range(length):
         pair = edited(pair, data, groups)
     assert values_of(pair.batch) == list(pair.rows.rows)
     assert len(pair.batch) == len(pair.rows.rows)
     # What went in is as it was.
-    assert values_of(first.batch) == list(made(rows).rows.rows)
+    assert values_of(first.batch) == list(made(count).rows.rows)
