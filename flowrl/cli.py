@@ -8,9 +8,10 @@ from typing import TypeVar
 
 from flowrl.config import ConfigError, Placement, RunConfig, UserError, load, recipe_class
 from flowrl.config.source import read
+from flowrl.controller.errors import WorkerError
 from flowrl.controller.inventory import local_inventory
 from flowrl.controller.plan import plan, render_plan
-from flowrl.run.start import plan_run
+from flowrl.run.start import check_run, plan_run
 
 RecipeConfig = TypeVar("RecipeConfig", bound=RunConfig)
 
@@ -21,8 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="flowrl", description="Reinforcement learning of language models.", allow_abbrev=False
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_add_plan,):
-        add(commands)
+    _add_plan(commands)
     arguments, rest = parser.parse_known_args(argv)
     # argparse gives up on key=value words that follow an option; they belong to the ones before it.
     if rest and ("overrides" not in arguments or any(word.startswith("-") for word in rest)):
@@ -33,12 +33,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def exit_code(program: Callable[[], object]) -> int:
-    """Runs `program`: 0 when it returns; 2 for a `UserError`, whose sentence goes to stderr. Others are raised."""
+    """Runs `program` and tells what ended it.
+
+    Returns: 0 when it returns; 2 for a `UserError`, whose sentence goes to stderr; 1 when a worker failed, with its own
+    traceback instead of the driver's; 130 when it was interrupted. Any other exception is a defect, and is raised.
+    """
     try:
         program()
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
+    except WorkerError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return 130
     return 0
 
 
@@ -50,7 +60,13 @@ def run_recipe(
     parser.add_argument("config", type=Path, metavar="CONFIG", help="the recipe's YAML file")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings put over the file's")
     arguments = parser.parse_args(argv)
-    return exit_code(lambda: train(load(arguments.config, arguments.overrides, schema)))
+
+    def program() -> None:
+        config = load(arguments.config, arguments.overrides, schema)
+        check_run(config)
+        train(config)
+
+    return exit_code(program)
 
 
 def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

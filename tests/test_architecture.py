@@ -39,7 +39,7 @@ HOMES = {
 RECIPE_MAKERS = {"recipes/quickstart/prepare.py"}
 """Files of a recipe that make a model or its data, and are no driver: they may import what makes it."""
 
-CONFIG_LOOKUPS = {"flowrl/run/start.py": "a role's name is the name of its settings, which not every role has"}
+CONFIG_LOOKUPS: dict[str, str] = {}
 """Path -> why it looks a config's field up by a name."""
 
 LONG_FILES: dict[str, str] = {}

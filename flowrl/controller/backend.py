@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+from flowrl.config.base import Device
 from flowrl.controller.host import Construction
-from flowrl.controller.plan import PoolPlan, Slot
+from flowrl.controller.plan import Inventory, PoolPlan, Slot
 from flowrl.controller.wire import Request
 from flowrl.data.block import Ref
 from flowrl.data.payload import Payload
@@ -13,12 +14,20 @@ from flowrl.data.payload import Payload
 class Backend(Protocol):
     """Runs hosts. `Ref`s that it returns raise `WorkerError` on `get` when what should fill them failed."""
 
-    def start_pool(self, pool: PoolPlan, kind: str) -> None:
-        """Starts a host per slot. Raises `PlacementError` when the devices are not to be had."""
+    def inventory(self, device: Device, devices: Sequence[int] | None) -> Inventory:
+        """The devices that its hosts may have; `devices` states a count per node instead."""
         ...
 
-    def join(self, pool: PoolPlan, kind: str) -> None:
-        """Makes the pool's process group, for roles whose ranks talk to each other."""
+    def start_pools(self, pools: Sequence[PoolPlan], kind: str) -> None:
+        """Starts a host per slot of each. Raises `PlacementError` when the devices are not to be had."""
+        ...
+
+    def start_tasks(self, pool: PoolPlan) -> None:
+        """Starts the host that runs pure functions, which takes no device."""
+        ...
+
+    def join(self, pool: PoolPlan, kind: str) -> list[Ref]:
+        """Makes the pool's process group, for roles whose ranks talk to each other; the references are `Report`s."""
         ...
 
     def construct(self, slot: Slot, construction: Construction) -> Ref:

@@ -1,7 +1,9 @@
 """Calls in flight: where every call is settled, timed, and its failure becomes the run's."""
 
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,6 +14,9 @@ from flowrl.controller.host import Report
 from flowrl.controller.plan import Slot
 from flowrl.data.block import Description, LocalRef, Ref
 from flowrl.data.events import CallEvent
+
+KEPT_EVENTS = 200_000
+"""Calls that a driver remembers for its trace: about 34 MB, whatever the length of the run."""
 
 
 @dataclass(eq=False)
@@ -44,7 +49,10 @@ class Tracked:
 
     def get(self) -> Any:  # Any: a payload, a description or a method's own result
         self.calls.settle([self.record], None)
-        return self.carrier.get() if not self.describes else self.description
+        if self.describes:
+            return self.description
+        self.calls.check_open()
+        return self.carrier.get()
 
     @property
     def description(self) -> Description | None:
@@ -59,16 +67,19 @@ class Calls:
     """Every call that the driver has submitted and not yet settled, and the events of those it has."""
 
     backend: Backend
-    events: list[CallEvent] = field(default_factory=list)
+    events: deque[CallEvent] = field(default_factory=lambda: deque(maxlen=KEPT_EVENTS))
+    """The calls that ended last, in the order in which the driver heard of them."""
     broken: dict[str, FlowError] = field(default_factory=dict)
     """Pool -> why its processes were ended."""
-    on_settled: Callable[[CallEvent], None] | None = None
     _closed: FlowError | None = None
+    _bookkeeping: threading.Lock = field(default_factory=threading.Lock)
+    """Several threads of a driver may wait at once; each call is settled by one of them."""
     _pending: dict[int, CallRecord] = field(default_factory=dict)
     _shared: WeakKeyDictionary[LocalRef, Ref] = field(default_factory=WeakKeyDictionary)
 
     def add(self, record: CallRecord) -> None:
-        self._pending[id(record)] = record
+        with self._bookkeeping:
+            self._pending[id(record)] = record
 
     def share(self, rows: LocalRef) -> Ref:
         """Rows of the driver where every host can read them: put there once, while some batch holds them."""
@@ -78,19 +89,25 @@ class Calls:
 
     def pending(self) -> list[CallRecord]:
         """What is in flight now, in the order of submission."""
-        return list(self._pending.values())
+        with self._bookkeeping:
+            return list(self._pending.values())
 
     def close(self) -> None:
         """Ends the taking of calls; those in flight have failed, as their processes are gone."""
         self._closed = FlowError("the cluster is closed and its processes have ended; read results before it closes")
-        for record in self._pending.values():
+        for record in self.pending():
             record.error = self._closed
-        self._pending.clear()
+        with self._bookkeeping:
+            self._pending.clear()
+
+    def check_open(self) -> None:
+        """Raises the sentence of `close` once it was called."""
+        if self._closed is not None:
+            raise self._closed
 
     def check(self, pool: str) -> None:
         """Reads the reports that are there, without waiting. Raises this pool's failure, even one nobody asked for."""
-        if self._closed is not None:
-            raise self._closed
+        self.check_open()
         if self._pending:
             self._collect(0.0)
         if pool in self.broken:
@@ -116,14 +133,18 @@ class Calls:
                 raise next(iter(self.broken.values()), record.error)
 
     def _collect(self, timeout_s: float | None) -> bool:
-        by_ref = {id(record.report_ref): record for record in self._pending.values()}
-        ready = self.backend.wait([record.report_ref for record in self._pending.values()], timeout_s)
+        by_ref = {id(record.report_ref): record for record in self.pending()}
+        if not by_ref:
+            return False
+        ready = self.backend.wait([record.report_ref for record in by_ref.values()], timeout_s)
         for ref in ready:
-            self._settle_one(by_ref[id(ref)])
+            with self._bookkeeping:
+                record = by_ref[id(ref)]
+                if self._pending.pop(id(record), None) is not None:
+                    self._settle_one(record)
         return bool(ready)
 
     def _settle_one(self, record: CallRecord) -> None:
-        del self._pending[id(record)]
         try:
             record.report = record.report_ref.get()
         except FlowError as error:
@@ -137,17 +158,16 @@ class Calls:
             return
         assert record.report is not None
         slot, report = record.slot, record.report
-        event = CallEvent(
-            role=record.role,
-            rank=slot.rank,
-            node=slot.node,
-            device=record.device,
-            pool=slot.pool,
-            method=record.method,
-            submitted_ns=record.submitted_ns,
-            started_ns=report.started_ns,
-            ended_ns=report.ended_ns,
+        self.events.append(
+            CallEvent(
+                role=record.role,
+                rank=slot.rank,
+                node=slot.node,
+                device=record.device,
+                pool=slot.pool,
+                method=record.method,
+                submitted_ns=record.submitted_ns,
+                started_ns=report.started_ns,
+                ended_ns=report.ended_ns,
+            )
         )
-        self.events.append(event)
-        if self.on_settled:
-            self.on_settled(event)

@@ -13,8 +13,7 @@ from flowrl.controller.errors import ContractError
 from flowrl.controller.group import WorkerGroup
 from flowrl.controller.host import Construction
 from flowrl.controller.inline_backend import InlineBackend
-from flowrl.controller.inventory import local_inventory
-from flowrl.controller.plan import Inventory, Mesh, PlacementError, Plan, PoolPlan, Slot, plan
+from flowrl.controller.plan import Mesh, PlacementError, Plan, PoolPlan, Slot, plan
 from flowrl.controller.pool import ResourcePool
 from flowrl.controller.tasks import GroupTasks, Tasks
 from flowrl.controller.worker import Worker
@@ -32,7 +31,8 @@ class Cluster:
         address: a Ray cluster to join; None starts one here.
         devices: devices per node that may be used; None asks the machine.
         roles: the roles that will be made; None is all that the placement names.
-        num_threads: CPU threads of torch in each process; None shares the cores evenly.
+        num_threads: CPU threads of torch in the processes of roles whose ranks talk to each other; None shares the
+            cores evenly among the processes of a node.
         prepare: modules that functions given to `Batch.apply` need, loaded early where those run.
     Raises:
         PlacementError: the placement does not fit, before anything starts.
@@ -51,28 +51,24 @@ class Cluster:
     ) -> None:
         self._inline = backend == "inline"
         self._num_threads = num_threads
-        inventory = (
-            local_inventory(placement.device, devices) if address is None else _cluster_inventory(address, placement)
-        )
         if TASKS in placement.pools or TASKS in placement.roles:
             raise PlacementError(f"placement names a pool or role {TASKS}, which is flowrl's own: choose another name")
-        self.plan: Plan = plan(placement, inventory, roles)
-        slots = [slot for pool in self.plan.pools.values() for slot in pool.slots]
-        self._per_node = Counter(slot.node for slot in slots)
-        self._backend: Backend = InlineBackend() if self._inline else _ray_backend(address, len(slots) + 1)
+        self._backend: Backend = InlineBackend() if self._inline else _ray_backend(address)
         self.calls = Calls(self._backend)
         self._joined: set[str] = set()
         self._groups: dict[str, WorkerGroup] = {}
         try:
-            for pool in self.plan.pools.values():
-                self._backend.start_pool(pool, self.plan.kind)
-            self._backend.start_pool(_TASK_POOL, "cpu")
+            self.plan: Plan = plan(placement, self._backend.inventory(placement.device, devices), roles)
+            pools = list(self.plan.pools.values())
+            self._per_node = Counter(slot.node for pool in pools for slot in pool.slots)
+            self._backend.start_pools(pools, self.plan.kind)
+            self._backend.start_tasks(_TASK_POOL)
+            tasks = self._make(TASKS, Tasks, _TASK_POOL, Mesh(1, 1, 1, 1), (), {})
+            if prepare:
+                tasks.prepare.submit(prepare)
         except BaseException:
             self.close()
             raise
-        tasks = self._make(TASKS, Tasks, _TASK_POOL, Mesh(1, 1, 1, 1), (), {})
-        if prepare:
-            tasks.prepare.submit(prepare)
         self._tasks = GroupTasks(tasks)
 
     def group(self, role: str, cls: type[Worker], /, *args: Any, **kwargs: Any) -> WorkerGroup:
@@ -95,8 +91,7 @@ class Cluster:
 
     def _make(self, role: str, cls: type[Worker], pool: PoolPlan, mesh: Mesh, args: tuple, kwargs: dict) -> WorkerGroup:
         if cls.collective and len(pool.slots) > 1 and pool.name not in self._joined:
-            self._backend.join(pool, self.plan.kind)
-            self._joined.add(pool.name)
+            self._join(pool)
         self.calls.check(pool.name)
         group = WorkerGroup(role, cls, pool.slots, mesh, self._backend, self.calls, self.plan.kind)
         for slot in pool.slots:
@@ -108,6 +103,15 @@ class Cluster:
         if role != TASKS:
             group.tasks = self._tasks
         return group
+
+    def _join(self, pool: PoolPlan) -> None:
+        self._joined.add(pool.name)
+        reports = self._backend.join(pool, self.plan.kind)
+        # The first rank is called twice: it opens the rendezvous before it joins like the others.
+        for slot, report in zip((pool.slots[0], *pool.slots), reports, strict=True):
+            self.calls.add(
+                CallRecord(report, pool.name, "join", slot, f"{self.plan.kind}:{slot.device}", time.time_ns())
+            )
 
     def _device(self, slot: Slot, pool: str) -> str:
         if self.plan.kind == "cpu" or pool == TASKS:
@@ -146,13 +150,7 @@ class Cluster:
 _TASK_POOL = PoolPlan(TASKS, (Slot(TASKS, 0, 0, 0, device=-1),))
 
 
-def _cluster_inventory(address: str, placement: Placement) -> Inventory:
-    from flowrl.controller.ray_backend import cluster_inventory  # noqa: PLC0415 (see _ray_backend)
-
-    return cluster_inventory(address, placement.device)
-
-
-def _ray_backend(address: str | None, num_slots: int) -> Backend:
+def _ray_backend(address: str | None) -> Backend:
     from flowrl.controller.ray_backend import RayBackend  # noqa: PLC0415 (the one lazy import: inline runs need no ray)
 
-    return RayBackend(address, num_slots)
+    return RayBackend(address)

@@ -50,11 +50,10 @@ def register_dispatch_mode(name: str, scatter: Scatter, gather: Gather) -> None:
     Args:
         name: not the name of a built-in mode.
         scatter: `(mesh, contract, arguments) -> one dictionary of arguments per rank`, None for a rank that is not
-        called.
-            A batch argument becomes a `Part`.
+            called. A batch argument becomes a `Part`. `mesh` has `size`, the sizes `dp`, `tp`, `sp`, `pp`, and
+            `coordinates(rank)`.
         gather: `(mesh, results) -> value`; `results` has an entry per called rank, in rank order. It must be
-        importable,
-            for futures that are passed on before they are there.
+            importable, for futures that are passed on before they are there.
     Raises:
         ValueError: the name is a built-in mode's.
     """
@@ -64,10 +63,10 @@ def register_dispatch_mode(name: str, scatter: Scatter, gather: Gather) -> None:
 
 
 def dispatch_mode(name: str) -> DispatchMode:
-    """The mode of this name. Raises `ValueError` that lists the known ones."""
+    """The mode of this name. Raises `ContractError` that lists the known ones."""
     known = BUILT_IN | _modes
     if name not in known:
-        raise ValueError(
+        raise ContractError(
             f"dispatch mode {name!r} is unknown; known are {', '.join(known)}; register_dispatch_mode adds others"
         )
     return known[name]

@@ -3,6 +3,7 @@
 FlowError
 +-- WorkerError     a worker's method raised, or its process ended
 |   +-- RefusedError    what it raised is the user's to mend (a UserError too)
++-- BackendError    processes cannot be started or joined as asked (a UserError too)
 +-- ContractError   a call or a result breaks what `register` declares (a UserError too)
 """
 
@@ -15,6 +16,10 @@ class FlowError(Exception):
 
 class ContractError(FlowError, UserError):
     """A call, or a method's result, does not hold to the method's declared columns or rows."""
+
+
+class BackendError(FlowError, UserError):
+    """Ray cannot be started or joined as the environment or the config asks."""
 
 
 class WorkerError(FlowError, RuntimeError):

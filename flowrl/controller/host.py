@@ -47,9 +47,17 @@ class Host:
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
 
-    def join(self, address: tuple[str, int] | None, rank: int, world_size: int, device: str) -> tuple[str, int] | None:
-        """Enters the process group of the pool; rank 0 opens the rendezvous and returns its address."""
-        return join_process_group(address, rank, world_size, device)
+    def join(self, address: tuple[str, int], slot: Slot, world_size: int, kind: str) -> tuple[Any, Report]:
+        """Enters the pool's process group. Called with port 0, rank 0 opens the rendezvous and returns its address.
+
+        Raises `WorkerError`.
+        """
+        started_ns = time.time_ns()
+        try:
+            opened = join_process_group(address, slot.rank, world_size, kind)
+        except Exception as error:  # noqa: BLE001 (process boundary: raised again with pool and rank)
+            raise _failure(slot.pool, slot.rank, slot.node, "join", error) from None
+        return opened, Report(started_ns, time.time_ns())
 
     def construct(self, construction: Construction) -> tuple[None, Report]:
         """Makes a worker. Raises `WorkerError`."""

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -12,8 +13,9 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from flowrl.config.base import Device
-from flowrl.controller.errors import FlowError, WorkerError
-from flowrl.controller.host import Construction, Host
+from flowrl.controller.errors import BackendError, FlowError, WorkerError
+from flowrl.controller.host import Construction, Host, Report
+from flowrl.controller.inventory import local_inventory
 from flowrl.controller.plan import Inventory, PlacementError, PoolPlan, Slot
 from flowrl.controller.wire import Request
 from flowrl.data.block import Ref
@@ -33,11 +35,11 @@ class _RayHost(Host):
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         self._interface = _LOOPBACK if loopback else ray.util.get_node_ip_address()
         if loopback:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
 
-    def open_rendezvous(self, world_size: int, device: str) -> tuple[str, int] | None:
+    def open_rendezvous(self, slot: Slot, world_size: int, kind: str) -> tuple[Any, Report]:
         """Opens the pool's rendezvous on this host, its first rank."""
-        return self.join((self._interface, 0), 0, world_size, device)
+        return self.join((self._interface, 0), slot, world_size, kind)
 
 
 class RayRef:
@@ -57,8 +59,6 @@ class RayRef:
         except RayTaskError as error:
             cause = error.cause
             raise (cause if isinstance(cause, FlowError) else self._failure(error)) from None
-        except RayActorError as error:
-            raise self._failure(error) from None
         except RayError as error:
             raise self._failure(error) from None
 
@@ -67,23 +67,50 @@ class RayRef:
 
     def _failure(self, error: Exception) -> WorkerError:
         role, rank, node, method = self._what
+        if isinstance(error, RayActorError):
+            # Which call it was that met the dead process says nothing of why it died.
+            return WorkerError(role, rank, node, method, f"its process has ended ({type(error).__name__})", str(error))
         return WorkerError(role, rank, node, method, f"{type(error).__name__}: {error}")
 
 
 class RayBackend:
     """Hosts as Ray actors, on a Ray of this run's own or on the cluster at `address`."""
 
-    def __init__(self, address: str | None, num_slots: int) -> None:
+    def __init__(self, address: str | None) -> None:
         self._hosts: dict[tuple[str, int], Any] = {}  # Any: ray.actor.ActorHandle, whose methods Ray does not type
         self._groups: dict[str, PlacementGroup] = {}
         # Failures reach the driver through the calls that made them; Ray's own print of each would say it twice.
         os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-        self._owns_ray = not ray.is_initialized()
-        self._loopback = address is None
-        if self._owns_ray:
-            _start_ray(address, num_slots)
+        self._owns_ray = False
+        self._address = address
+        if address is not None:
+            self._connect(0)
 
-    def start_pool(self, pool: PoolPlan, kind: str) -> None:
+    def inventory(self, device: Device, devices: Sequence[int] | None) -> Inventory:
+        if self._address is None or devices is not None:
+            return local_inventory(device, devices)
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        gpus = [int(node.get("GPU", 0)) for node in nodes]
+        if device == "cuda" or (device == "auto" and sum(gpus)):
+            return Inventory(tuple(count for count in gpus if count), "cuda")
+        return Inventory(tuple(int(node.get("CPU", 0)) for node in nodes), "cpu")
+
+    def _connect(self, num_slots: int) -> None:
+        if not ray.is_initialized():
+            self._owns_ray = True
+            _start_ray(self._address, num_slots)
+
+    def start_tasks(self, pool: PoolPlan) -> None:
+        # Beside the driver, on whichever node Ray likes: it takes part of no device's time worth counting.
+        actor = ray.remote(_RayHost).options(num_cpus=0)
+        self._hosts[pool.name, 0] = actor.remote(self._address is None)
+
+    def start_pools(self, pools: Sequence[PoolPlan], kind: str) -> None:
+        self._connect(sum(len(pool.slots) for pool in pools))
+        for pool in pools:
+            self._start_pool(pool, kind)
+
+    def _start_pool(self, pool: PoolPlan, kind: str) -> None:
         counts = [sum(slot.node == node for slot in pool.slots) for node in sorted({slot.node for slot in pool.slots})]
         resource = "GPU" if kind == "cuda" else "CPU"
         strategy = "STRICT_SPREAD" if len(counts) > 1 else "PACK"
@@ -102,15 +129,18 @@ class RayBackend:
             bundle = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=nodes.index(slot.node))
             devices = {"num_gpus": 1, "num_cpus": 0} if kind == "cuda" else {"num_cpus": 1}
             self._hosts[pool.name, slot.rank] = actor.options(scheduling_strategy=bundle, **devices).remote(
-                self._loopback
+                self._address is None
             )
 
-    def join(self, pool: PoolPlan, kind: str) -> None:
-        size = len(pool.slots)
-        first = self._hosts[pool.name, 0]
-        address = first.open_rendezvous.remote(size, kind)
+    def join(self, pool: PoolPlan, kind: str) -> list[Ref]:
+        size, reports = len(pool.slots), []
+        first = self._hosts[pool.name, 0].open_rendezvous.options(num_returns=2)
+        address, opened = first.remote(pool.slots[0], size, kind)
+        reports.append(RayRef(opened, (pool.name, 0, pool.slots[0].node, "join")))
         for slot in pool.slots:
-            self._hosts[pool.name, slot.rank].join.remote(address, slot.rank, size, kind)
+            _, report = self._hosts[pool.name, slot.rank].join.options(num_returns=2).remote(address, slot, size, kind)
+            reports.append(RayRef(report, (pool.name, slot.rank, slot.node, "join")))
+        return reports
 
     def construct(self, slot: Slot, construction: Construction) -> Ref:
         method = self._hosts[slot.pool, slot.rank].construct
@@ -141,21 +171,10 @@ class RayBackend:
             remove_placement_group(self._groups.pop(name))
 
     def close(self) -> None:
-        for name in list(self._groups):
+        for name in {pool for pool, _ in self._hosts} | set(self._groups):
             self.end_pool(name)
         if self._owns_ray:
             ray.shutdown()
-
-
-def cluster_inventory(address: str, device: Device) -> Inventory:
-    """The devices of the Ray cluster at an address, which this process joins."""
-    if not ray.is_initialized():
-        _start_ray(address, 0)
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    gpus = [int(node.get("GPU", 0)) for node in nodes]
-    if device == "cuda" or (device == "auto" and sum(gpus)):
-        return Inventory(tuple(count for count in gpus if count), "cuda")
-    return Inventory(tuple(int(node.get("CPU", 0)) for node in nodes), "cpu")
 
 
 def _object_ref(ref: Ref) -> ray.ObjectRef:
@@ -168,10 +187,13 @@ def _start_ray(address: str | None, num_slots: int) -> None:
     if address is not None:
         ray.init(address=address, logging_level=logging.WARNING, log_to_driver=False)
         return
+    # Ray's own processes listen on every interface, whatever address a node is given: what keeps others out is Ray's
+    # token, which is on unless the environment says otherwise.
+    if os.environ.get("RAY_AUTH_MODE") == "disabled":
+        raise BackendError("RAY_AUTH_MODE is disabled, so anyone on the network could run code in this run: unset it")
     ray.init(
         num_cpus=max(num_slots, os.cpu_count() or 1),
         include_dashboard=False,
-        _node_ip_address=_LOOPBACK,
         logging_level=logging.ERROR,
         log_to_driver=False,
     )

@@ -60,12 +60,10 @@ def register(
         dispatch_mode: a name in `Dispatch`, or one given to `register_dispatch_mode`.
         blocking: whether `group.method(...)` waits; `group.method.submit(...)` never does.
         reads: columns that the method's batches bring along; only these travel. None is all of them, `"name?"` comes
-        when
-            the batch has it, `"*"` is the dataset's own columns: those that docs/batch.md does not name. A mapping
+            when the batch has it, `"*"` is the dataset's own columns: those that docs/batch.md does not name. A mapping
             gives them per parameter, for a method of several batches.
         writes: columns of the table that a `DP_COMPUTE_PROTO` method returns. None: whatever it returns (the driver
-        then
-            waits for the call to know).
+            then waits for the call to know).
         rows: rows of that table: as many as came in, this multiple of them, or "unknown".
         balance: split rows into equal counts, or into equal sums of tokens (the driver then waits for the lengths).
     Raises:

@@ -11,9 +11,7 @@ _TIMEOUT = timedelta(minutes=30)
 _store: object | None = None
 
 
-def join_process_group(
-    address: tuple[str, int] | None, rank: int, world_size: int, device: str
-) -> tuple[str, int] | None:
+def join_process_group(address: tuple[str, int], rank: int, world_size: int, kind: str) -> tuple[str, int] | None:
     """Joins the pool's process group.
 
     Rank 0 is called with the interface to listen on and port 0; it returns at once with the address for the others, and
@@ -26,7 +24,6 @@ def join_process_group(
     )
 
     global _store
-    assert address is not None
     host, port = address
     if rank == 0 and port == 0:
         # The listening socket is ours, so that it is bound to one interface and its port is never free in between.
@@ -37,7 +34,7 @@ def join_process_group(
         )
         return host, port
     store = _store if rank == 0 else TCPStore(host, port, None, False, _TIMEOUT, wait_for_workers=False)
-    backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     prefixed = PrefixStore("pool", store)  # pyright: ignore[reportArgumentType] (the TCPStore made above)
     init_process_group(backend, store=prefixed, rank=rank, world_size=world_size, timeout=_TIMEOUT)
     return None

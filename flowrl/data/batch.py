@@ -374,15 +374,15 @@ def _join(parts: Sequence[Column]) -> Column:
 
 
 def _row_column(values: Any) -> np.ndarray | list:
-    """Numbers and arrays as an array of their own, anything else as a list of objects."""
+    """Numbers of one kind and arrays as an array of their own, anything else as a list of objects.
+
+    What a worker reads of a row must not depend on the rows beside it: integers and floats are kept whole, in 64 bits,
+    and a mixture stays objects.
+    """
     if hasattr(values, "numpy") or isinstance(values, np.ndarray):
         array = np.asarray(values).copy(order="C")
         return array if array.dtype.kind in "biufc" else array.tolist()
-    listed = list(values)
-    if listed and all(isinstance(value, bool) for value in listed):
-        return np.array(listed)
-    if listed and all(isinstance(value, int) and not isinstance(value, bool) for value in listed):
-        return np.array(listed, dtype=np.int64)
-    if listed and all(isinstance(value, int | float) and not isinstance(value, bool) for value in listed):
-        return np.array(listed, dtype=np.float32)
-    return listed
+    listed = [value.item() if isinstance(value, np.generic) else value for value in values]
+    kinds = {type(value) for value in listed}
+    fits = kinds != {int} or max(map(abs, listed)) < 2**63
+    return np.array(listed) if len(kinds) == 1 and kinds < {bool, int, float} and fits else listed

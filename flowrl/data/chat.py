@@ -44,7 +44,8 @@ class ChatTokenizer:
             self._tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=local, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise DataError(
-                f"no tokenizer can be loaded from {path}; give a folder with tokenizer.json and tokenizer_config.json"
+                f"no tokenizer can be loaded from {path}, neither as a folder with tokenizer.json and "
+                f"tokenizer_config.json nor, now, from a hub"
             ) from error
         if not self.tokenizer.chat_template:
             raise DataError(f"the tokenizer in {path} has no chat template; add a chat_template.jinja to the folder")

@@ -6,7 +6,7 @@ with sum T. bfloat16 has no NumPy type: such a column is kept as an int16 view a
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -47,6 +47,11 @@ class Payload:
         return Payload(
             self.num_rows, rows, tokens, None if self.lengths is None else self.lengths.copy(), self.bfloat16
         )
+
+    def with_own_objects(self) -> "Payload":
+        """The same arrays beside copies of the objects."""
+        rows = {name: c if isinstance(c, np.ndarray) else copy.deepcopy(c) for name, c in self.rows.items()}
+        return replace(self, rows=rows)
 
     def take(self, rows: RowSelection, columns: Mapping[str, str]) -> "Payload":
         """The selected rows of some columns, renamed: `columns` maps the new name to the name here.

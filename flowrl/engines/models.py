@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
@@ -155,7 +156,7 @@ def _load(auto: Any, config: ModelConfig, wanted: str, **settings: Any) -> PreTr
                 output_loading_info=True,
                 **settings,
             )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         reason = str(error).split("\n")[0]
         raise ModelError(f"{wanted} cannot be loaded from {config.path}: {reason}") from error
     if report["missing_keys"]:

@@ -49,12 +49,13 @@ class LiveProgress:
         self.console = console or Console()
         self._num_steps, self._title, self._every, self._shown = num_steps, title, every, shown
         self._latest: dict[str, float] = {}
-        self._ends_s: deque[float] = deque([time.monotonic()], maxlen=RECENT_STEPS + 1)
+        self._seconds: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._updated_s = time.monotonic()
         self._bar: Progress | None = None
         if self.console.is_terminal:
             self._bar = Progress(
                 TextColumn("[bold]{task.description}"),
-                BarColumn(bar_width=24),
+                BarColumn(bar_width=12),
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[line]}", markup=False),
                 console=self.console,
@@ -63,11 +64,13 @@ class LiveProgress:
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
         """Shows a finished step with its metrics."""
-        self._ends_s.append(time.monotonic())
+        now_s = time.monotonic()
+        # The first update comes after the start of everything, which is no step's time.
+        self._seconds.append(values.get("seconds", now_s - self._updated_s))
+        self._updated_s = now_s
         self._latest.update({name: value for name, value in values.items() if name in self._shown and not isnan(value)})
         parts = [form.format(self._latest[name]) for name, form in self._shown.items() if name in self._latest]
-        parts.append(f"{clock(self._seconds_left(step))} left")
-        line = "  ".join(parts)
+        line = self._fitted([*parts, f"{clock(self._seconds_left(step))} left"])
         if self._bar is not None:
             self._bar.start()
             self._bar.update(self._task, completed=step, line=line)
@@ -75,8 +78,18 @@ class LiveProgress:
             self.console.print(Text(f"{self._title} {step}/{self._num_steps}  {line}"), soft_wrap=True)
 
     def _seconds_left(self, step: int) -> float:
-        seconds_per_step = (self._ends_s[-1] - self._ends_s[0]) / (len(self._ends_s) - 1)
-        return max(0, self._num_steps - step) * seconds_per_step
+        return max(0, self._num_steps - step) * sum(self._seconds) / len(self._seconds)
+
+    def _fitted(self, parts: list[str]) -> str:
+        """The parts on one line; on a narrow terminal without those before the time left, the last first."""
+        room = self.console.width - len(self._title) - 2 * len(str(self._num_steps)) - 18
+        while self._bar is not None and len(parts) > 2 and len("  ".join(parts)) > room:
+            del parts[-2]
+        return "  ".join(parts)
+
+    def say(self, text: str) -> None:
+        """Prints a line above the bar."""
+        self.console.print(Text(text))
 
     def close(self) -> None:
         """Leaves the last line where it is. Closing twice is fine."""
@@ -109,9 +122,12 @@ def before_after_table(rows: Sequence[tuple[str, float, float]], *, title: str =
 
 
 def completions_table(samples: Sequence[Mapping[str, Any]], *, title: str = "Sample completions") -> Table:
-    """A table of what a model wrote. Each sample has `prompt` and `response`, and may have `answer` and `score`."""
+    """A table of what a model wrote. A sample has `prompt` and `response`, and may have `before`, `answer`, `score`."""
     table = Table(title=title, title_justify="left", show_lines=any("\n" in str(s["response"]) for s in samples))
     table.add_column("prompt")
+    before = any("before" in sample for sample in samples)
+    if before:
+        table.add_column("before training")
     table.add_column("response")
     answers = any("answer" in sample for sample in samples)
     scores = any("score" in sample for sample in samples)
@@ -121,7 +137,10 @@ def completions_table(samples: Sequence[Mapping[str, Any]], *, title: str = "Sam
         table.add_column("score", justify="right")
     for sample in samples:
         # Text, not str: what a model writes may look like console markup.
-        cells = [Text(str(sample["prompt"])), Text(str(sample["response"]))]
+        cells = [Text(str(sample["prompt"]))]
+        if before:
+            cells.append(Text(str(sample.get("before", ""))))
+        cells.append(Text(str(sample["response"])))
         if answers:
             cells.append(Text(str(sample.get("answer", ""))))
         if scores:

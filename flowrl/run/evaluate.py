@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from flowrl.controller.group import WorkerGroup
 from flowrl.data.batch import Batch
 
-NUM_SAMPLES = 5
+NUM_SAMPLES = 8
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,12 @@ class Evaluation:
         batch["scores"] = self.reward.score.submit(batch, evaluation=True)
         scores, mask = batch.get("scores"), batch.get("response_mask")
         assert isinstance(scores, torch.Tensor) and isinstance(mask, torch.Tensor)
-        shown = batch.rows(slice(0, NUM_SAMPLES))
+        # Spread over the set, and the same at every evaluation, so that before and after can be compared.
+        places = np.linspace(0, len(batch) - 1, num=min(NUM_SAMPLES, len(batch)), dtype=np.int64)
+        shown = batch.rows(places)
         texts = {name: shown.get(name) for name in ("prompt", "response", "answer")}
         samples = [
-            {name: values[i] for name, values in texts.items()} | {"score": float(scores[i])} for i in range(len(shown))
+            {name: values[i] for name, values in texts.items()} | {"score": float(scores[place])}
+            for i, place in enumerate(places)
         ]
         return Outcome(step, float(scores.mean()), float(mask.sum()) / len(batch), len(batch), samples)

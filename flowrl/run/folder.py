@@ -37,7 +37,7 @@ class RunFolder:
         """
         folder = Path(path)
         text = yaml.safe_dump(dict(resolved_config), sort_keys=False, allow_unicode=True)
-        _refuse_if_taken(folder)
+        refuse_if_taken(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with replacing(folder / "config.yaml") as temporary:
@@ -78,7 +78,8 @@ class RunFolder:
         return self.path / "model"
 
 
-def _refuse_if_taken(folder: Path) -> None:
+def refuse_if_taken(folder: Path) -> None:
+    """Raises `RunFolderError` where a run's folder cannot be made: it holds another run, or something else."""
     if (folder / "config.yaml").exists():
         raise RunFolderError(
             f"output folder {folder} holds another run (it has a config.yaml); set output to a new folder or remove it"

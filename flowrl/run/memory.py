@@ -9,7 +9,9 @@ def resident_mb() -> float:
     total = 0
     for process in (driver, *driver.children(recursive=True)):
         try:
-            total += process.memory_full_info().pss
+            # Linux alone tells how much of a shared page is one process's.
+            info = process.memory_full_info()._asdict()
+            total += info.get("pss", info["rss"])
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
     return total / 1e6

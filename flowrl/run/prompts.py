@@ -16,8 +16,7 @@ def read_prompts(config: OnPolicyConfig) -> tuple[PromptStream, PromptStream | N
 
     Raises:
         DataError: naming file and line, for a row that is no prompt or longer than `data.max_prompt_tokens`; or naming
-        the
-            keys, when prompt and response together are longer than the model takes.
+            the keys, when prompt and response together are longer than the model takes.
     """
     tokenizer = ChatTokenizer(config.actor.model.path)
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens

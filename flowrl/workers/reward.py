@@ -1,9 +1,11 @@
 """Reward: what scores responses, a Python function or a model with a scalar head."""
 
 import importlib
+import inspect
 import math
+import traceback
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDict
@@ -31,6 +33,7 @@ def load_reward_function(name: str) -> RewardFunction:
         raise RewardError(f"reward function {name} cannot be loaded ({error}); name it as module:function") from error
     if not callable(function):
         raise RewardError(f"reward function {name} is a {type(function).__name__}, not a function")
+    _check_signature(cast("RewardFunction", function), name)
     return cast("RewardFunction", function)  # its result is checked at every call
 
 
@@ -40,14 +43,31 @@ def score_rows(batch: TensorDict, function: RewardFunction, name: str) -> Tensor
     columns = {column: objects(batch, column) for column in names}
     scores = []
     for i in range(num_rows(batch)):
-        row = {column: values[i] for column, values in columns.items()}
-        value = float(function(**row))
-        if not math.isfinite(value):
-            raise RewardError(
-                f"reward function {name} returned {value} for response {row['response']!r}; return a finite number"
-            )
-        scores.append(value)
+        scores.append(_score(function, name, {column: values[i] for column, values in columns.items()}))
     return make_table({"scores": torch.tensor(scores, dtype=torch.float32)})
+
+
+def _score(function: RewardFunction, name: str, row: dict[str, Any]) -> float:
+    asked = f"for prompt {row.get('prompt')!r}, response {row.get('response')!r} and answer {row.get('answer')!r}"
+    try:
+        value = function(**row)
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)[1:]
+        where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+        raise RewardError(f"reward function {name} raised {type(error).__name__}: {error}{where} {asked}") from error
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise RewardError(f"reward function {name} returned {value!r} {asked}; return a finite number")
+    return float(value)
+
+
+def _check_signature(function: RewardFunction, name: str) -> None:
+    try:
+        inspect.signature(function).bind_partial(prompt="", response="", answer="")
+    except TypeError as error:
+        raise RewardError(
+            f"reward function {name}{inspect.signature(function)} cannot be called by name ({error}); "
+            f"write it as (prompt, response, answer, **columns)"
+        ) from None
 
 
 class Reward(Worker):

@@ -2,4 +2,5 @@
 # PPO on the quickstart's task, every role in the same two processes. Further arguments are settings: key=value.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-exec bash recipes/quickstart/run_quickstart.sh output=runs/ppo "$@"
+source recipes/quickstart/warm_start.sh
+exec bash recipes/quickstart/run_quickstart.sh output="$(next_folder runs/ppo)" "$@"

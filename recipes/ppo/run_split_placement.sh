@@ -4,4 +4,6 @@
 # placement.device=cuda devices=[8].
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-exec bash recipes/quickstart/run_quickstart.sh placement=placement/split.yaml placement.device=cpu devices=[2] output=runs/ppo_split "$@"
+source recipes/quickstart/warm_start.sh
+exec bash recipes/quickstart/run_quickstart.sh placement=placement/split.yaml placement.device=cpu devices=[2] \
+    output="$(next_folder runs/ppo_split)" "$@"

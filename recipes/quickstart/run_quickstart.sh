@@ -14,12 +14,6 @@ seed=${SEED:-0}
 task=${OUTPUT:-runs/quickstart}/seed$seed
 warm_start "$task" "$seed"
 
-# Every run has a folder of its own: ppo, ppo2, ppo3, ...
-output=$task/ppo
-for ((number = 2; ; number++)); do
-    [[ -e $output ]] || break
-    output=$task/ppo$number
-done
-exec python -m recipes.ppo.train recipes/quickstart/ppo.yaml output="$output" seed="$seed" \
+exec python -m recipes.ppo.train recipes/quickstart/ppo.yaml output="$(next_folder "$task/ppo")" seed="$seed" \
     actor.model.path="$task/sft/model" critic.model.path="$task/sft/model" reference.model.path="$task/sft/model" \
     data.train="$task/data/train.jsonl" data.test="$task/data/test.jsonl" "$@"

@@ -1,4 +1,14 @@
-# Sourced by scripts that train on the quickstart's task, from the top of the repository. Defines one function.
+# Sourced by scripts that train on the quickstart's task, from the top of the repository. Defines two functions.
+
+# next_folder FOLDER: prints FOLDER, or the first of FOLDER2, FOLDER3, ... that is free: every run has a folder of its own.
+next_folder() {
+    local folder=$1 number
+    for ((number = 2; ; number++)); do
+        [[ -e $folder ]] || break
+        folder=$1$number
+    done
+    echo "$folder"
+}
 
 # warm_start FOLDER SEED: afterwards FOLDER has data/ (prompts, examples, an untrained model) and sft/model, the model after
 # supervised fine-tuning. A seed's are the same every time, so those that are there are used.

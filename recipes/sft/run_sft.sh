@@ -4,9 +4,10 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source recipes/install.sh
 ensure_environment ""
+source recipes/quickstart/warm_start.sh
 
 seed=${SEED:-0}
 task=runs/quickstart/seed$seed
 python -m recipes.quickstart.prepare --output "$task/data" --seed "$seed"
-exec python -m recipes.sft.train recipes/quickstart/sft.yaml output=runs/sft seed="$seed" \
+exec python -m recipes.sft.train recipes/quickstart/sft.yaml output="$(next_folder runs/sft)" seed="$seed" \
     model.path="$task/data/model" data.train="$task/data/sft.jsonl" "$@"

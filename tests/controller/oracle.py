@@ -1,7 +1,7 @@
 """The oracle: a batch as a list of rows, an edit as a loop over it, a call as a function of each row.
 
-It knows nothing of shards, references, indices or ranks. Whatever chain of edits and calls is made on it and on the real
-thing, the same rows have to come out in the same order.
+It knows nothing of shards, references, indices or ranks. Whatever chain of edits and calls is made on it and on the
+real thing, the same rows have to come out in the same order.
 """
 
 from collections.abc import Callable, Sequence

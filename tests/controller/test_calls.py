@@ -1,6 +1,11 @@
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
 from flowrl import Batch
-from flowrl.data.events import CallEvent
-from tests.conftest import ClusterMaker
+from flowrl.controller.calls import KEPT_EVENTS
+from flowrl.controller.errors import FlowError
+from tests.conftest import BackendName, ClusterMaker
 from tests.controller.conftest import Shared
 from tests.controller.failing import Failing
 from tests.controller.workers import Arithmetic
@@ -11,7 +16,7 @@ def test_every_call_on_every_rank_is_an_event(shared: Shared):
     before = len(shared.cluster.calls.events)
     shared.second.identify()
     shared.cluster.settle()
-    new = [(event.role, event.rank, event.method, event.pool) for event in shared.cluster.calls.events[before:]]
+    new = [(event.role, event.rank, event.method, event.pool) for event in list(shared.cluster.calls.events)[before:]]
     assert [("second", rank, "identify", "two") for rank in (0, 1)] == sorted(new)
 
 
@@ -31,15 +36,6 @@ def test_constructors_are_calls_too(open_cluster: ClusterMaker):
     ]
 
 
-def test_a_listener_hears_of_every_settled_call(open_cluster: ClusterMaker):
-    heard: list[CallEvent] = []
-    cluster = open_cluster("inline", {"main": [2]}, {"actor": "main"})
-    group = cluster.group("actor", Failing)
-    cluster.calls.on_settled = heard.append
-    group.add_one(1).get()
-    assert [event.method for event in heard if event.role == "actor"][-2:] == ["add_one", "add_one"]
-
-
 def test_large_rows_of_the_driver_are_shared_once_for_all_ranks_and_calls(shared: Shared):
     batch = Batch.from_columns({"x": list(range(100_000))})
     rows = batch.column("x").block.shards[0].payload
@@ -55,3 +51,25 @@ def test_the_devices_of_events_are_told_apart(open_cluster: ClusterMaker):
         cluster.group(role, Arithmetic).process_id()
     labels = {(event.role, event.rank): event.device_label for event in cluster.calls.events}
     assert len({labels[key] for key in (("actor", 0), ("actor", 1), ("critic", 0))}) == 3
+
+
+def test_threads_of_one_driver_may_wait_at_once(shared: Shared):
+    def use(number: int) -> list[int]:
+        return [shared.first.double(number + i).get() for i in range(10)]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(use, range(4))) == [[2 * (n + i) for i in range(10)] for n in range(4)]
+
+
+def test_a_result_is_not_read_after_its_cluster_has_closed(backend: BackendName, open_cluster: ClusterMaker):
+    cluster = open_cluster(backend, {"main": [1]}, {"actor": "main"})
+    settled = cluster.group("actor", Failing).add_one.submit(1)
+    settled.get()
+    cluster.close()
+    with pytest.raises(FlowError, match="the cluster is closed"):
+        settled.get()
+
+
+def test_a_driver_remembers_a_bounded_number_of_calls(open_cluster: ClusterMaker):
+    cluster = open_cluster("inline", {"main": [1]}, {"actor": "main"})
+    assert cluster.calls.events.maxlen == KEPT_EVENTS

@@ -98,10 +98,10 @@ def test_a_minibatch_of_no_rows_is_refused():
 
 def test_rows_given_as_dictionaries_become_arrays_and_objects():
     batch = Batch.from_rows(
-        [{"a": 1, "b": 0.5, "c": True, "d": "x", "e": [1]}, {"a": 2, "b": 1, "c": False, "d": "y", "e": []}]
+        [{"a": 1, "b": 0.5, "c": True, "d": "x", "e": [1]}, {"a": 2, "b": 1.5, "c": False, "d": "y", "e": []}]
     )
     dtypes = {name: getattr(batch.get(name), "dtype", list) for name in batch.columns}
-    assert dtypes == {"a": torch.int64, "b": torch.float32, "c": torch.bool, "d": list, "e": list}
+    assert dtypes == {"a": torch.int64, "b": torch.float64, "c": torch.bool, "d": list, "e": list}
 
 
 def test_rows_with_different_keys_are_refused():

@@ -1,6 +1,8 @@
 """What a user can get wrong: one sentence, exit code 2, and nothing half-written."""
 
 import json
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -100,6 +102,32 @@ def test_a_critic_without_a_model_is_refused_and_leaves_no_run(refusal: Callable
 
 def test_an_unknown_reward_function_is_refused_and_leaves_no_run(refusal: Callable[..., str], tmp_path: Path) -> None:
     assert "recipes.quickstart.task:scor" in refusal("reward.function=recipes.quickstart.task:scor")
+    assert not (tmp_path / "run").exists()
+
+
+def raises(prompt: str, response: str, answer: str, **columns: object) -> float:
+    return 1 / 0
+
+
+def without_answer(prompt: str, response: str) -> float:
+    return 0.0
+
+
+@pytest.mark.parametrize("function", ["raises", "without_answer"])
+def test_a_reward_function_at_fault_is_named_with_its_line(
+    function: str, refusal: Callable[..., str], tmp_path: Path
+) -> None:
+    sentence = refusal(f"reward.function={__name__}:{function}")
+    told = {"raises": r"raised ZeroDivisionError: division by zero \(.*test_bad_input\.py, line \d+\) for prompt"}
+    assert re.search(told.get(function, r"cannot be called by name .*write it as"), sentence)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_truncated_model_file_is_refused(refusal: Callable[..., str], task_folder: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(task_folder / "model", broken)
+    (broken / "model.safetensors").write_bytes(b"0" * 100)
+    assert str(broken) in refusal(f"critic.model.path={broken}")
     assert not (tmp_path / "run").exists()
 
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 # The short form that recipes/quickstart/ppo.yaml names.
-SHORT = ("steps=40", "actor.optimizer.total_steps=160", "critic.optimizer.total_steps=160")
+SHORT = ("steps=40", "actor.optimizer.total_steps=80", "critic.optimizer.total_steps=80")
 
 
 @pytest.fixture(scope="module")

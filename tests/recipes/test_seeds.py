@@ -15,6 +15,8 @@ def test_the_quickstart_gains_a_fifth_for_every_seed(seed: int, tmp_path: Path) 
     variables = os.environ | {"OUTPUT": str(tmp_path), "SEED": str(seed)}
     subprocess.run(["bash", "recipes/quickstart/run_quickstart.sh"], env=variables, check=True, capture_output=True)
     summary = json.loads((tmp_path / f"seed{seed}" / "ppo" / "summary.json").read_text())
+    assert summary["evaluation_rows"] >= 1000
+    assert summary["peak_memory_mb"] < 4000
     assert 0.2 <= summary["accuracy_before"] <= 0.35
     assert summary["accuracy_after"] >= summary["accuracy_before"] + 0.20
 

@@ -1,6 +1,7 @@
 """The loop around a recipe, driven by workers that only do arithmetic."""
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from flowrl import Dispatch, Placement, Worker, WorkerError, make_table, register
+from flowrl import Batch, Dispatch, Placement, Worker, WorkerError, make_table, register
 from flowrl.config import ModelConfig, OnPolicyConfig
 from flowrl.data.metric import Mean, Metric
 from flowrl.data.prompts import PromptStream, read_conversations
@@ -40,6 +41,8 @@ class Echo(Worker):
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("version",), writes=("scores",))
     def score(self, batch: TensorDict, evaluation: bool = False) -> TensorDict:
+        if evaluation:
+            time.sleep(0.3)
         return make_table({"scores": batch["rows", "version"].float() / 10})
 
     @register(Dispatch.DP_COMPUTE_METRIC, blocking=False, reads=("version", "sample"))
@@ -154,8 +157,51 @@ def test_the_same_numbers_come_through_ray(
 
 def test_steps_take_no_time_from_an_evaluation(config: Callable[..., EchoConfig]) -> None:
     made = config(evaluate_every=1)
-    train(made)
-    assert all(0 <= line["seconds"] <= line["elapsed_s"] for line in lines(made)[1:])
+    train(made)  # every evaluation sleeps 0.3 s
+    assert all(0 <= line["seconds"] < 0.25 for line in lines(made)[1:])
+    assert lines(made)[-1]["elapsed_s"] > 4 * 0.3
+
+
+def test_a_stream_that_ends_early_ends_the_run_with_every_line(config: Callable[..., EchoConfig]) -> None:
+    made = config(steps=9)
+    rows = Batch.from_rows([{"version": i, "sample": 0} for i in range(6)])
+    with Run(made) as run:
+        actor = run.group("actor", Echo)
+        for _, batch in run.batches(rows.minibatches(2)):
+            run.log(actor.update(batch))
+        assert run.finish(actor)["steps"] == 3
+    assert [line["step"] for line in lines(made)] == [1, 2, 3]
+
+
+def test_a_loop_that_is_left_early_ends_the_run_with_every_line(config: Callable[..., EchoConfig]) -> None:
+    made, prompts = config(), None
+    with Run(made) as run:
+        actor, prompts = run.group("actor", Echo), stream(made)
+        run.evaluate_with(actor, actor, prompts)
+        for step, batch in run.rollouts(actor, prompts):
+            run.log(actor.update(batch))
+            run.publish(actor, actor)
+            if step == 2:
+                break
+        run.finish(actor)
+    assert [line["step"] for line in lines(made)] == [0, 1, 2]
+    assert lines(made)[-1]["accuracy"] == pytest.approx(0.2)
+
+
+def test_metrics_outside_of_a_step_are_refused_at_once(config: Callable[..., EchoConfig]) -> None:
+    with pytest.raises(RuntimeError, match=r"run\.log was called outside"), Run(config()) as run:
+        run.log(run.group("actor", Echo).update(Batch.from_rows([{"version": 0, "sample": 0}])))
+
+
+def test_the_driver_is_one_step_ahead_of_the_lines_and_no_further(config: Callable[..., EchoConfig]) -> None:
+    made, written = config(), []
+    with Run(made) as run:
+        actor = run.group("actor", Echo)
+        for _, batch in run.rollouts(actor, stream(made)):
+            written.append(len(lines(made)))
+            run.log(actor.update(batch))
+        run.finish(actor)
+    assert written == [0, 0, 1, 2]
 
 
 def test_the_model_and_all_results_are_left(config: Callable[..., EchoConfig]) -> None:
@@ -181,6 +227,8 @@ def test_a_run_that_fails_later_keeps_the_steps_it_made(config: Callable[..., Ec
         train(made, fails_at=3)
     assert [line["step"] for line in lines(made)] == [0, 1, 2]
     assert not (made.output / "summary.json").exists()
+    calls = {event["name"] for event in json.loads((made.output / "trace.json").read_text())["traceEvents"]}
+    assert "update" in calls and (made.output / "curves.png").exists()
 
 
 def test_examples_come_once_per_epoch(task: Path) -> None:

@@ -177,7 +177,7 @@ def test_a_reward_function_sees_the_datasets_own_columns(cluster: Cluster) -> No
 
 def test_a_reward_that_is_no_number_is_refused(cluster: Cluster) -> None:
     config = RewardConfig(function=f"{__name__}:broken")
-    with pytest.raises(RefusedError, match=r"reward: .*returned nan for response '1'"):
+    with pytest.raises(RefusedError, match=r"reward: .*returned nan for prompt 'p', response '1'"):
         cluster.group("reward", reward_worker(config), config).score(rows_with())
 
 

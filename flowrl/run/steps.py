@@ -1,0 +1,95 @@
+"""Which calls and metrics belong to which step of a loop, and when the step is done."""
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from flowrl.controller.calls import CallRecord, Calls
+from flowrl.data.events import CallEvent
+from flowrl.data.metric import Mean, Metric, merge_metrics
+
+
+class MetricFuture(Protocol):
+    """A future of a dictionary of metrics."""
+
+    def get(self) -> Mapping[str, Metric | float]: ...
+
+
+Logged = MetricFuture | Mapping[str, Metric | float]
+"""What `Run.log` takes: metrics, or a future of them. A plain number is a mean over the values of that name."""
+
+
+def _as_metrics(logged: Logged) -> dict[str, Metric]:
+    values = logged if isinstance(logged, Mapping) else logged.get()
+    return {name: Mean(float(v), 1) if isinstance(v, int | float) else v for name, v in values.items()}
+
+
+@dataclass
+class _Step:
+    begun_ns: int
+    submitted_ns: int = 0
+    metrics: list[Logged] = field(default_factory=list)
+    calls: list[CallRecord] = field(default_factory=list)
+
+
+class StepLog:
+    """The steps that were begun and not yet resolved: the driver runs ahead of the workers."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        self._started_ns = self._ended_ns = time.time_ns()
+        self._steps: dict[int, _Step] = {}
+        self._open: int | None = None
+
+    def begin(self, step: int) -> None:
+        """Opens a step: what is submitted and logged from now on is its own."""
+        self._steps[step] = _Step(time.time_ns())
+        self._open = step
+
+    def end(self) -> None:
+        """Closes the step that is open, if one is."""
+        if self._open is not None:
+            self._steps[self._open].submitted_ns = time.time_ns()
+            self._steps[self._open].calls = self._calls.pending()
+            self._open = None
+
+    def add(self, metrics: tuple[Logged, ...]) -> None:
+        """Adds metrics to the open step. Raises `RuntimeError` outside of one: they would have no line to stand on."""
+        if self._open is None:
+            raise RuntimeError("run.log was called outside of the loop over steps; metrics belong to a step")
+        self._steps[self._open].metrics.extend(metrics)
+
+    @property
+    def unresolved(self) -> list[int]:
+        """The steps without a line, oldest first."""
+        return sorted(self._steps)
+
+    def resolve(self, step: int) -> dict[str, float]:
+        """Waits until a step is done in every group; its metrics, and when it was done.
+
+        `seconds` runs from the end of the step before to the end of this one's last call, wherever the driver stands.
+        """
+        done = self._steps.pop(step)
+        merged = merge_metrics([_as_metrics(logged) for logged in done.metrics])
+        self._calls.settle(done.calls, None)
+        ended_ns = max((event.ended_ns for event in self._events_of(done)), default=done.submitted_ns)
+        values = {name: metric.result() for name, metric in merged.items()}
+        values["seconds"] = (ended_ns - self._ended_ns) / 1e9
+        values["elapsed_s"] = (ended_ns - self._started_ns) / 1e9
+        self._ended_ns = ended_ns
+        if "response_tokens" in values:
+            values["tokens_per_s"] = values["response_tokens"] / values["seconds"]
+        return values
+
+    def _events_of(self, step: _Step) -> Iterator[CallEvent]:
+        # Newest first, and calls of the step before may be heard of after this one's: two steps are in flight at most.
+        for event in reversed(self._calls.events):
+            if event.ended_ns < step.begun_ns:
+                return
+            if step.begun_ns <= event.submitted_ns <= step.submitted_ns:
+                yield event
+
+    def pause(self) -> None:
+        """What was done until now, an evaluation say, is no step's time."""
+        self._ended_ns = time.time_ns()

@@ -1,0 +1,24 @@
+"""Workers that take time. Importable, so that Ray's processes find them."""
+
+import time
+
+from tensordict import TensorDict
+
+from flowrl.controller.register import Dispatch, register
+from flowrl.controller.worker import Worker
+from flowrl.data.metric import Metric, Sum
+from flowrl.data.table import make_table, num_rows
+
+
+class Sleeping(Worker):
+    """Updates and scores by sleeping."""
+
+    @register(Dispatch.DP_COMPUTE_METRIC, blocking=False, reads=("x",))
+    def update(self, table: TensorDict) -> dict[str, Metric]:
+        time.sleep(0.4)
+        return {"rows": Sum(num_rows(table))}
+
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("x",), writes=("y",))
+    def values(self, table: TensorDict) -> TensorDict:
+        time.sleep(0.4)
+        return make_table({"y": table["rows", "x"] + 1})
