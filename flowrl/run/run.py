@@ -23,7 +23,7 @@ from flowrl.run.start import check_engines, plan_run
 from flowrl.run.steps import Logged, StepLog
 from flowrl.run.timeline import busy_fractions, chrome_trace, draw_timeline
 
-_STARTING = ("__init__", "prepare")
+_STARTING = ("__init__", "join", "prepare")
 """Calls that belong to the start of a run, not to its loop."""
 
 
