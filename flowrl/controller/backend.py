@@ -1,7 +1,7 @@
 """The protocol between the driver's controller and whatever runs its hosts: Ray, or this process."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from flowrl.config.base import Device
 from flowrl.controller.host import Construction
@@ -42,8 +42,12 @@ class Backend(Protocol):
         """Puts rows of the driver where every host can read them."""
         ...
 
-    def wait(self, refs: Sequence[Ref], timeout_s: float | None) -> list[Ref]:
-        """Waits until one of these reports is there (or failed); returns all that are, none after the timeout."""
+    def wait(self, refs: Sequence[Ref], timeout_s: float) -> list[Ref]:
+        """Waits until all of these reports are there (or failed), at most so long; returns those that are."""
+        ...
+
+    def get(self, refs: Sequence[Ref]) -> list[Any]:
+        """The values of several references at once. Raises as the first that failed."""
         ...
 
     def end_pool(self, name: str) -> None:

@@ -19,6 +19,10 @@ KEPT_EVENTS = 200_000
 """Calls that a driver remembers for its trace: about 34 MB, whatever the length of the run."""
 
 
+LOOK_AROUND_S = 0.1
+"""While a driver waits for some calls, it looks this often whether others have failed."""
+
+
 @dataclass(eq=False)
 class CallRecord:
     """One call on one rank, from its submission until the driver has read its report."""
@@ -109,7 +113,7 @@ class Calls:
         """Reads the reports that are there, without waiting. Raises this pool's failure, even one nobody asked for."""
         self.check_open()
         if self._pending:
-            self._collect(0.0)
+            self._collect(self.pending(), 0.0)
         if pool in self.broken:
             raise self.broken[pool]
 
@@ -122,8 +126,13 @@ class Calls:
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while waiting := [record for record in records if not record.settled]:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not self._collect(left) and left is not None and left <= 0:
+            left = LOOK_AROUND_S if deadline is None else max(0.0, deadline - time.monotonic())
+            self._collect(waiting, min(left, LOOK_AROUND_S))
+            if all(record.settled for record in waiting):
+                break
+            # What is waited for may hang because of a failure elsewhere, which ends it once it is known.
+            self._collect(self.pending(), 0.0)
+            if left <= 0:
                 late = waiting[0]
                 raise TimeoutError(
                     f"{late.role}.{late.method} on rank {late.slot.rank} is not done after {timeout_s:g} s"
@@ -132,23 +141,36 @@ class Calls:
             if record.error is not None:
                 raise next(iter(self.broken.values()), record.error)
 
-    def _collect(self, timeout_s: float | None) -> bool:
-        by_ref = {id(record.report_ref): record for record in self.pending()}
-        if not by_ref:
-            return False
-        ready = self.backend.wait([record.report_ref for record in by_ref.values()], timeout_s)
-        for ref in ready:
-            with self._bookkeeping:
-                record = by_ref[id(ref)]
-                if self._pending.pop(id(record), None) is not None:
-                    self._settle_one(record)
-        return bool(ready)
+    def fetch(self, refs: Sequence[Ref]) -> list[Any]:  # Any: the methods' own results
+        """The values behind references to settled calls, read together."""
+        self.check_open()
+        return self.backend.get([ref.carrier for ref in refs])
 
-    def _settle_one(self, record: CallRecord) -> None:
+    def _collect(self, records: Sequence[CallRecord], timeout_s: float) -> None:
+        """Settles, in the order of submission, those that are done after at most this wait."""
+        by_ref = {id(record.report_ref): record for record in records}
+        if not by_ref:
+            return
+        ready = self.backend.wait([record.report_ref for record in by_ref.values()], timeout_s)
+        reports = dict(zip(map(id, ready), self._reports(ready), strict=True))
+        every = self.pending()
+        if any(isinstance(report, FlowError) for report in reports.values()) and len(every) > len(by_ref):
+            # The cause may be an earlier call's failure, which nobody has asked for yet.
+            return self._collect(every, 0.0)
+        with self._bookkeeping:
+            for key, record in by_ref.items():
+                if key in reports and self._pending.pop(id(record), None) is not None:
+                    self._settle_one(record, reports[key])
+
+    def _reports(self, ready: Sequence[Ref]) -> list[Report | FlowError]:
         try:
-            record.report = record.report_ref.get()
-        except FlowError as error:
-            record.error = error
+            return self.backend.get(ready)
+        except FlowError:
+            return [_report_or_error(ref) for ref in ready]
+
+    def _settle_one(self, record: CallRecord, report: Report | FlowError) -> None:
+        if isinstance(report, FlowError):
+            record.error = error = report
             # A call that failed because its input did names the input's role: its own processes are sound.
             own = isinstance(error, WorkerError) and (error.role, error.method) == (record.role, record.method)
             if own and record.slot.pool not in self.broken:
@@ -156,8 +178,8 @@ class Calls:
                 # Peers of the failed rank may wait for it in a collective, from which only their end frees them.
                 self.backend.end_pool(record.slot.pool)
             return
-        assert record.report is not None
-        slot, report = record.slot, record.report
+        record.report = report
+        slot = record.slot
         self.events.append(
             CallEvent(
                 role=record.role,
@@ -171,3 +193,10 @@ class Calls:
                 ended_ns=report.ended_ns,
             )
         )
+
+
+def _report_or_error(ref: Ref) -> Report | FlowError:
+    try:
+        return ref.get()
+    except FlowError as error:
+        return error

@@ -16,7 +16,7 @@ from flowrl.controller.register import Contract, registered_methods
 from flowrl.controller.wire import References, Request, lower
 from flowrl.controller.worker import Worker
 from flowrl.data.batch import Batch, TaskRunner
-from flowrl.data.block import Block, Shard
+from flowrl.data.block import Block, Ref, Shard
 from flowrl.data.layout import Rows
 
 # Submissions of one process to many ranks must not interleave: collectives meet in the same order everywhere.
@@ -129,7 +129,12 @@ class WorkerGroup:
             return self._as_batch(contract, [per_rank[rank] for rank in leaders(self.mesh)], results)
         records = [record for _, record in results.values()]
         refs = [value for value, _ in results.values()]
-        return Future(refs, mode.gather, self.mesh, lambda timeout_s: self._calls.settle(records, timeout_s))
+
+        def fetch(refs: Sequence[Ref], timeout_s: float | None) -> list[Any]:
+            self._calls.settle(records, timeout_s)
+            return self._calls.fetch(refs)
+
+        return Future(refs, mode.gather, self.mesh, fetch)
 
     def _send(
         self, rank: int, method: str, contract: Contract, mode: DispatchMode, arguments: Mapping[str, Any]

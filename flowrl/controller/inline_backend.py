@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 from flowrl.config.base import Device
 from flowrl.controller.host import Construction, Host
@@ -45,8 +46,11 @@ class InlineBackend:
     def share(self, payload: Payload) -> Ref:
         return LocalRef(payload)
 
-    def wait(self, refs: Sequence[Ref], timeout_s: float | None) -> list[Ref]:
+    def wait(self, refs: Sequence[Ref], timeout_s: float) -> list[Ref]:
         return list(refs)
+
+    def get(self, refs: Sequence[Ref]) -> list[Any]:
+        return [ref.get() for ref in refs]
 
     def end_pool(self, name: str) -> None:
         self._hosts = {key: host for key, host in self._hosts.items() if key[0] != name}

@@ -78,6 +78,7 @@ class RayBackend:
 
     def __init__(self, address: str | None) -> None:
         self._hosts: dict[tuple[str, int], Any] = {}  # Any: ray.actor.ActorHandle, whose methods Ray does not type
+        self._methods: dict[tuple[str, int], Any] = {}  # Any: as above; each costs as much as a call
         self._groups: dict[str, PlacementGroup] = {}
         # Failures reach the driver through the calls that made them; Ray's own print of each would say it twice.
         os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
@@ -103,7 +104,11 @@ class RayBackend:
     def start_tasks(self, pool: PoolPlan) -> None:
         # Beside the driver, on whichever node Ray likes: it takes part of no device's time worth counting.
         actor = ray.remote(_RayHost).options(num_cpus=0)
-        self._hosts[pool.name, 0] = actor.remote(self._address is None)
+        self._add_host(pool.slots[0], actor.remote(self._address is None))
+
+    def _add_host(self, slot: Slot, host: Any) -> None:  # Any: ray.actor.ActorHandle
+        self._hosts[slot.pool, slot.rank] = host
+        self._methods[slot.pool, slot.rank] = host.call.options(num_returns=2)
 
     def start_pools(self, pools: Sequence[PoolPlan], kind: str) -> None:
         self._connect(sum(len(pool.slots) for pool in pools))
@@ -128,9 +133,8 @@ class RayBackend:
         for slot in pool.slots:
             bundle = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=nodes.index(slot.node))
             devices = {"num_gpus": 1, "num_cpus": 0} if kind == "cuda" else {"num_cpus": 1}
-            self._hosts[pool.name, slot.rank] = actor.options(scheduling_strategy=bundle, **devices).remote(
-                self._address is None
-            )
+            host = actor.options(scheduling_strategy=bundle, **devices).remote(self._address is None)
+            self._add_host(slot, host)
 
     def join(self, pool: PoolPlan, kind: str) -> list[Ref]:
         size, reports = len(pool.slots), []
@@ -149,23 +153,27 @@ class RayBackend:
 
     def call(self, slot: Slot, request: Request, refs: Sequence[Ref]) -> tuple[Ref, Ref]:
         objects = [_object_ref(ref) for ref in refs]
-        method = self._hosts[slot.pool, slot.rank].call
-        value, report = method.options(num_returns=2).remote(request, *objects)
+        value, report = self._methods[slot.pool, slot.rank].remote(request, *objects)
         what = (request.role, slot.rank, slot.node, request.method)
         return RayRef(value, what), RayRef(report, what)
 
     def share(self, payload: Payload) -> Ref:
         return RayRef(ray.put(payload), ("driver", 0, 0, "put"))
 
-    def wait(self, refs: Sequence[Ref], timeout_s: float | None) -> list[Ref]:
+    def wait(self, refs: Sequence[Ref], timeout_s: float) -> list[Ref]:
         by_object = {_object_ref(ref): ref for ref in refs}
-        ready, _ = ray.wait(list(by_object), num_returns=1, timeout=timeout_s, fetch_local=False)
-        if ready:
-            ready, _ = ray.wait(list(by_object), num_returns=len(by_object), timeout=0, fetch_local=False)
+        ready, _ = ray.wait(list(by_object), num_returns=len(by_object), timeout=timeout_s, fetch_local=False)
         return [by_object[ref] for ref in ready]
+
+    def get(self, refs: Sequence[Ref]) -> list[Any]:
+        try:
+            return ray.get([_object_ref(ref) for ref in refs])
+        except RayError:
+            return [ref.get() for ref in refs]
 
     def end_pool(self, name: str) -> None:
         for key in [key for key in self._hosts if key[0] == name]:
+            del self._methods[key]
             ray.kill(self._hosts.pop(key), no_restart=True)
         if name in self._groups:
             remove_placement_group(self._groups.pop(name))
