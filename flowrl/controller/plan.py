@@ -100,6 +100,8 @@ class Plan:
     kind: Literal["cpu", "cuda"]
     pools: Mapping[str, PoolPlan]
     roles: Mapping[str, RolePlan]
+    num_devices: int | None = None
+    """Devices of the inventory, used or not; None for CPU slots that nobody stated."""
 
     def slots(self, role: str) -> tuple[Slot, ...]:
         """The slots of `role` in rank order."""
@@ -120,7 +122,8 @@ def plan(placement: Placement, inventory: Inventory, roles: Sequence[str] | None
     role_plans = {}
     for role, place in wanted.items():
         role_plans[role] = RolePlan(role, place.pool, _mesh(role, place, len(slots[place.pool])))
-    return Plan(inventory.kind, pool_plans, role_plans)
+    num_devices = sum(inventory.nodes) if inventory.bounded else None
+    return Plan(inventory.kind, pool_plans, role_plans, num_devices)
 
 
 def _wanted_roles(placement: Placement, roles: Sequence[str] | None) -> dict[str, RolePlacement]:
@@ -248,7 +251,9 @@ def render_plan(plan: Plan) -> str:
         sizes = (("pp", mesh.pp), ("dp", mesh.dp), ("sp", mesh.sp), ("tp", mesh.tp))
         shape = " ".join(f"{name}{size}" for name, size in sizes if size > 1 or name == "dp")
         rows.append([role, role_plan.pool, shape, *(ranks.get(place, ".") for place in places)])
-    title = f"{len(places)} {plan.kind} devices; columns are node:device, cells are ranks"
+    idle = (plan.num_devices or 0) - len(places)
+    used = f"{len(places)} of {plan.num_devices}" if idle > 0 else f"{len(places)}"
+    title = f"{used} {plan.kind} devices; columns are node:device, cells are ranks"
     return "\n".join([title, *_aligned(rows)])
 
 

@@ -111,6 +111,7 @@ class HfRollout:
         ends |= {model_ends} if isinstance(model_ends, int) else set(model_ends or ())
         self._end_ids = torch.tensor(sorted(ends), dtype=torch.int64, device=device)
         self._stops = [torch.tensor(stop, dtype=torch.int64, device=device) for stop in config.stop_ids]
+        self._longest_stop = max((len(stop) for stop in config.stop_ids), default=1)
 
     @torch.no_grad()
     def generate(
@@ -234,7 +235,7 @@ class HfRollout:
             number = rows.number[going]
             output.tokens[number, step] = tokens_B[going]
             output.logprobs[number, step] = logprobs_B[going].float()
-            ended = number[self._ends(output.tokens[number, : step + 1])]
+            ended = number[self._ends(output.tokens[number, max(0, step + 1 - self._longest_stop) : step + 1])]
             output.lengths[ended] = step + 1
             output.stopped[ended] = True
             rows.done = rows.done | output.stopped[rows.number]

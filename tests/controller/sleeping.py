@@ -15,10 +15,10 @@ class Sleeping(Worker):
 
     @register(Dispatch.DP_COMPUTE_METRIC, blocking=False, reads=("x",))
     def update(self, table: TensorDict) -> dict[str, Metric]:
-        time.sleep(0.4)
+        time.sleep(1.0)
         return {"rows": Sum(num_rows(table))}
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("x",), writes=("y",))
     def values(self, table: TensorDict) -> TensorDict:
-        time.sleep(0.4)
+        time.sleep(1.0)
         return make_table({"y": table["rows", "x"] + 1})

@@ -166,3 +166,9 @@ def test_stated_cuda_devices_need_not_be_here() -> None:
 def test_cores_that_nobody_stated_are_no_limit() -> None:
     found = local_inventory("cpu")
     assert found.nodes[0] >= 1 and not found.bounded
+
+
+def test_a_rendered_plan_says_when_devices_stay_idle() -> None:
+    one = Placement(device="cpu", pools={"main": [1]}, roles={"actor": "main"})
+    assert render_plan(plan(one, Inventory((8,), "cpu"))).startswith("1 of 8 cpu devices;")
+    assert render_plan(plan(one, Inventory((2,), "cpu", bounded=False))).startswith("1 cpu devices;")
