@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 import sys
 import warnings
 from collections.abc import Sequence
@@ -85,6 +86,7 @@ class RayBackend:
         self._owns_ray = False
         self._address = address
         if address is not None:
+            _check_reachable(address)
             self._connect(0)
 
     def inventory(self, device: Device, devices: Sequence[int] | None) -> Inventory:
@@ -205,3 +207,17 @@ def _start_ray(address: str | None, num_slots: int) -> None:
         logging_level=logging.ERROR,
         log_to_driver=False,
     )
+
+
+def _check_reachable(address: str) -> None:
+    """Refuses an address that nothing answers at: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal() or "://" in address:
+        return  # `auto` and the addresses of Ray's client are Ray's to resolve
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except OSError as error:
+        raise BackendError(
+            f"address is {address}, where no Ray cluster answers ({error}): start one with ray start --head, "
+            f"or remove address"
+        ) from None

@@ -3,7 +3,11 @@
 import subprocess
 import sys
 
+import pytest
 import ray
+
+from flowrl import Cluster, Placement
+from flowrl.controller.errors import BackendError
 
 
 def test_a_driver_joins_a_cluster_by_its_address_and_leaves_it_running(ray_session: None) -> None:
@@ -15,3 +19,9 @@ def test_a_driver_joins_a_cluster_by_its_address_and_leaves_it_running(ray_sessi
     assert "placement.pools.main is [2], more devices than there are" in refused
     assert weights == "[7, 11, 9]"
     assert ray.get(ray.put(1)) == 1
+
+
+def test_an_address_where_nothing_answers_is_refused() -> None:
+    placement = Placement(device="cpu", pools={"main": [1]}, roles={"actor": "main"})
+    with pytest.raises(BackendError, match=r"address is 127\.0\.0\.1:1, where no Ray cluster answers"):
+        Cluster(placement, address="127.0.0.1:1")
