@@ -27,7 +27,7 @@ LEVELS = {
 """Imports go to a larger number, or stay within the package."""
 
 HOMES = {
-    "ray": ("flowrl/controller/ray_backend.py",),
+    "ray": ("flowrl/controller/ray_backend.py", "flowrl/controller/ray_nodes.py"),
     "vllm": (),
     "transformers": ("flowrl/engines/", "flowrl/data/"),
     "tensordict": ("flowrl/data/", "flowrl/engines/", "flowrl/workers/", "flowrl/run/", "flowrl/controller/tasks.py"),

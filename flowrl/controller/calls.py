@@ -27,12 +27,15 @@ LOOK_AROUND_S = 0.1
 class CallRecord:
     """One call on one rank, from its submission until the driver has read its report."""
 
+    number: int
     report_ref: Ref
     role: str
     method: str
     slot: Slot
     device: str
     submitted_ns: int
+    inputs: tuple["CallRecord", ...] = ()
+    """The calls whose results it reads, until it is settled."""
     report: Report | None = None
     error: FlowError | None = None
 
@@ -76,14 +79,31 @@ class Calls:
     broken: dict[str, FlowError] = field(default_factory=dict)
     """Pool -> why its processes were ended."""
     _closed: FlowError | None = None
+    _submitted: int = 0
     _bookkeeping: threading.Lock = field(default_factory=threading.Lock)
     """Several threads of a driver may wait at once; each call is settled by one of them."""
     _pending: dict[int, CallRecord] = field(default_factory=dict)
     _shared: WeakKeyDictionary[LocalRef, Ref] = field(default_factory=WeakKeyDictionary)
 
-    def add(self, record: CallRecord) -> None:
+    def add(
+        self,
+        report: Ref,
+        role: str,
+        method: str,
+        slot: Slot,
+        device: str,
+        submitted_ns: int,
+        inputs: Sequence[Ref] = (),
+    ) -> CallRecord:
+        """Takes up a call that was submitted: `inputs` are the references that it reads."""
+        sources = {id(ref.record): ref.record for ref in inputs if isinstance(ref, Tracked)}
         with self._bookkeeping:
-            self._pending[id(record)] = record
+            self._submitted += 1
+            record = CallRecord(
+                self._submitted, report, role, method, slot, device, submitted_ns, tuple(sources.values())
+            )
+            self._pending[record.number] = record
+        return record
 
     def share(self, rows: LocalRef) -> Ref:
         """Rows of the driver where every host can read them: put there once, while some batch holds them."""
@@ -159,7 +179,7 @@ class Calls:
             return self._collect(every, 0.0)
         with self._bookkeeping:
             for key, record in by_ref.items():
-                if key in reports and self._pending.pop(id(record), None) is not None:
+                if key in reports and self._pending.pop(record.number, None) is not None:
                     self._settle_one(record, reports[key])
 
     def _reports(self, ready: Sequence[Ref]) -> list[Report | FlowError]:
@@ -179,20 +199,27 @@ class Calls:
                 self.backend.end_pool(record.slot.pool)
             return
         record.report = report
-        slot = record.slot
-        self.events.append(
-            CallEvent(
-                role=record.role,
-                rank=slot.rank,
-                node=slot.node,
-                device=record.device,
-                pool=slot.pool,
-                method=record.method,
-                submitted_ns=record.submitted_ns,
-                started_ns=report.started_ns,
-                ended_ns=report.ended_ns,
-            )
-        )
+        self.events.append(_event(record, report))
+        record.inputs = ()  # or every call would keep all calls before it
+
+
+def _event(record: CallRecord, report: Report) -> CallEvent:
+    slot = record.slot
+    return CallEvent(
+        number=record.number,
+        inputs=tuple(source.number for source in record.inputs),
+        role=record.role,
+        rank=slot.rank,
+        node=slot.node,
+        device=record.device,
+        pool=slot.pool,
+        method=record.method,
+        submitted_ns=record.submitted_ns,
+        arrived_ns=report.arrived_ns,
+        started_ns=report.started_ns,
+        ended_ns=report.ended_ns,
+        finished_ns=report.finished_ns,
+    )
 
 
 def _report_or_error(ref: Ref) -> Report | FlowError:

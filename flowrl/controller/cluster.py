@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 from flowrl.config import Placement
 from flowrl.controller.backend import Backend
-from flowrl.controller.calls import CallRecord, Calls
+from flowrl.controller.calls import Calls
 from flowrl.controller.errors import ContractError
 from flowrl.controller.group import WorkerGroup
 from flowrl.controller.host import Construction
@@ -98,7 +98,7 @@ class Cluster:
             device = self._device(slot, pool.name)
             made = Construction(role, cls, args, kwargs, mesh, slot, device, self._threads(slot))
             report = self._backend.construct(slot, made)
-            self.calls.add(CallRecord(report, role, "__init__", slot, group.device_name(slot), time.time_ns()))
+            self.calls.add(report, role, "__init__", slot, group.device_name(slot), time.time_ns())
         self._groups[role] = group
         if role != TASKS:
             group.tasks = self._tasks
@@ -109,9 +109,7 @@ class Cluster:
         reports = self._backend.join(pool, self.plan.kind)
         # The first rank is called twice: it opens the rendezvous before it joins like the others.
         for slot, report in zip((pool.slots[0], *pool.slots), reports, strict=True):
-            self.calls.add(
-                CallRecord(report, pool.name, "join", slot, f"{self.plan.kind}:{slot.device}", time.time_ns())
-            )
+            self.calls.add(report, pool.name, "join", slot, f"{self.plan.kind}:{slot.device}", time.time_ns())
 
     def _device(self, slot: Slot, pool: str) -> str:
         if self.plan.kind == "cpu" or pool == TASKS:

@@ -145,8 +145,8 @@ class WorkerGroup:
         request = Request(self.role, method, lower(dict(arguments), references), contract, returns_batch, answers)
         slot, submitted_ns = self.slots[rank], time.time_ns()
         value, report = self._backend.call(slot, request, references.refs)
-        record = CallRecord(report, self.role, method, slot, self.device_name(slot), submitted_ns)
-        self._calls.add(record)
+        device = self.device_name(slot)
+        record = self._calls.add(report, self.role, method, slot, device, submitted_ns, references.sources)
         return Tracked(value, record, self._calls), record
 
     def _as_batch(

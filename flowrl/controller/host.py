@@ -2,7 +2,7 @@
 
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,8 +36,10 @@ class Construction:
 class Report:
     """What the driver reads of every call: when it ran, and a batch result's description."""
 
+    arrived_ns: int
     started_ns: int
     ended_ns: int
+    finished_ns: int
     description: Description | None = None
 
 
@@ -57,7 +59,7 @@ class Host:
             opened = join_process_group(address, slot.rank, world_size, kind)
         except Exception as error:  # noqa: BLE001 (process boundary: raised again with pool and rank)
             raise _failure(slot.pool, slot.rank, slot.node, "join", error) from None
-        return opened, Report(started_ns, time.time_ns())
+        return opened, _untimed(started_ns)
 
     def construct(self, construction: Construction) -> tuple[None, Report]:
         """Makes a worker. Raises `WorkerError`."""
@@ -68,7 +70,7 @@ class Host:
             raise _failure(
                 construction.role, construction.slot.rank, construction.slot.node, "__init__", error
             ) from None
-        return None, Report(started_ns, time.time_ns())
+        return None, _untimed(started_ns)
 
     def _construct(self, made: Construction) -> None:
         group = None
@@ -92,14 +94,18 @@ class Host:
 
     def call(self, request: Request, *objects: Any) -> tuple[Any, Report]:  # Any: payloads and results
         """Runs one method. Returns its result and the report that travels apart from it. Raises `WorkerError`."""
-        started_ns = time.time_ns()
+        arrived_ns = time.time_ns()
         worker = self._workers[request.role]
         try:
-            value, description = _run(worker, request, objects)
+            arguments, payloads = _read(request, objects)
+            started_ns = time.time_ns()
+            result = _run(worker, request, arguments, payloads)
+            ended_ns = time.time_ns()
+            value, description = _packed(result, list(payloads.values()), request)
         except Exception as error:  # noqa: BLE001 (process boundary: raised again with role and rank)
             at = worker.context
             raise _failure(request.role, at.rank, at.node, request.method, error) from None
-        return value, Report(started_ns, time.time_ns(), description)
+        return value, Report(arrived_ns, started_ns, ended_ns, time.time_ns(), description)
 
 
 def _failure(role: str, rank: int, node: int, method: str, error: Exception) -> WorkerError:
@@ -107,22 +113,39 @@ def _failure(role: str, rank: int, node: int, method: str, error: Exception) -> 
     return kind(role, rank, node, method, f"{type(error).__name__}: {error}", traceback.format_exc())
 
 
-def _run(worker: Worker, request: Request, objects: Sequence) -> tuple[Any, Description | None]:
+def _untimed(started_ns: int) -> Report:
+    """The report of a call that reads nothing and returns nothing."""
+    ended_ns = time.time_ns()
+    return Report(started_ns, started_ns, ended_ns, ended_ns)
+
+
+def _read(request: Request, objects: Sequence) -> tuple[dict[str, Any], dict[str, Payload]]:
+    """The arguments as the method takes them, and the payloads behind those that are tables."""
     payloads = {n: a.read(objects) for n, a in request.arguments.items() if isinstance(a, TableArgument)}
     arguments = {n: a.read(objects) if isinstance(a, FutureArgument) else a for n, a in request.arguments.items()}
     if payloads:
         from flowrl.data.table import to_table  # noqa: PLC0415 (torch only where a table is used)
 
         arguments |= {name: to_table(payload) for name, payload in payloads.items()}
-    versions = {name: _versions(arguments[name]) for name in payloads}
+    return arguments, payloads
+
+
+def _run(worker: Worker, request: Request, arguments: Mapping[str, Any], tables: Collection[str]) -> Any:
+    """Calls the method. Raises `ContractError` if it wrote into its inputs."""
+    versions = {name: _versions(arguments[name]) for name in tables}
     result = getattr(worker, request.method)(**arguments)
     for name, before in versions.items():
         _check_unwritten(name, before)
+    return result
+
+
+def _packed(result: Any, inputs: list[Payload], request: Request) -> tuple[Any, Description | None]:
+    """The result as it is stored, and what the driver is told of it."""
     if not request.answers:
         return None, None
     if not request.returns_batch:
         return result, None
-    payload = _as_payload(result, list(payloads.values()), request)
+    payload = _as_payload(result, inputs, request)
     return payload, Description.of(payload)
 
 

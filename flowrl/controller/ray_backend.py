@@ -1,8 +1,6 @@
-"""The Ray backend: one actor process per device. The only module that imports ray."""
+"""The Ray backend: one actor process per device. With ray_nodes.py the only module that imports ray."""
 
-import logging
 import os
-import socket
 import sys
 import warnings
 from collections.abc import Sequence
@@ -10,20 +8,17 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from flowrl.config.base import Device
-from flowrl.controller.errors import BackendError, FlowError, WorkerError
+from flowrl.controller.errors import FlowError, WorkerError
 from flowrl.controller.host import Construction, Host, Report
-from flowrl.controller.inventory import local_inventory
-from flowrl.controller.plan import Inventory, PlacementError, PoolPlan, Slot
+from flowrl.controller.plan import Inventory, PoolPlan, Slot
+from flowrl.controller.ray_nodes import RayNodes
 from flowrl.controller.wire import Request
 from flowrl.data.block import Ref
 from flowrl.data.payload import Payload
 
 _LOOPBACK = "127.0.0.1"
-_PLACEMENT_TIMEOUT_S = 120.0
 
 
 class _RayHost(Host):
@@ -80,63 +75,29 @@ class RayBackend:
     def __init__(self, address: str | None) -> None:
         self._hosts: dict[tuple[str, int], Any] = {}  # Any: ray.actor.ActorHandle, whose methods Ray does not type
         self._methods: dict[tuple[str, int], Any] = {}  # Any: as above; each costs as much as a call
-        self._groups: dict[str, PlacementGroup] = {}
-        # Failures reach the driver through the calls that made them; Ray's own print of each would say it twice.
-        os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-        self._owns_ray = False
-        self._address = address
-        if address is not None:
-            _check_reachable(address)
-            self._connect(0)
+        self._nodes = RayNodes(address)
 
     def inventory(self, device: Device, devices: Sequence[int] | None) -> Inventory:
-        if self._address is None or devices is not None:
-            return local_inventory(device, devices)
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        gpus = [int(node.get("GPU", 0)) for node in nodes]
-        if device == "cuda" or (device == "auto" and sum(gpus)):
-            return Inventory(tuple(count for count in gpus if count), "cuda")
-        return Inventory(tuple(int(node.get("CPU", 0)) for node in nodes), "cpu")
-
-    def _connect(self, num_slots: int) -> None:
-        if not ray.is_initialized():
-            self._owns_ray = True
-            _start_ray(self._address, num_slots)
+        return self._nodes.inventory(device, devices)
 
     def start_tasks(self, pool: PoolPlan) -> None:
         # Beside the driver, on whichever node Ray likes: it takes part of no device's time worth counting.
         actor = ray.remote(_RayHost).options(num_cpus=0)
-        self._add_host(pool.slots[0], actor.remote(self._address is None))
+        self._add_host(pool.slots[0], actor.remote(self._nodes.address is None))
 
     def _add_host(self, slot: Slot, host: Any) -> None:  # Any: ray.actor.ActorHandle
         self._hosts[slot.pool, slot.rank] = host
         self._methods[slot.pool, slot.rank] = host.call.options(num_returns=2)
 
     def start_pools(self, pools: Sequence[PoolPlan], kind: str) -> None:
-        self._connect(sum(len(pool.slots) for pool in pools))
-        for pool in pools:
-            self._start_pool(pool, kind)
-
-    def _start_pool(self, pool: PoolPlan, kind: str) -> None:
-        counts = [sum(slot.node == node for slot in pool.slots) for node in sorted({slot.node for slot in pool.slots})]
-        resource = "GPU" if kind == "cuda" else "CPU"
-        strategy = "STRICT_SPREAD" if len(counts) > 1 else "PACK"
-        group = placement_group([{resource: count} for count in counts], strategy=strategy)
-        if not group.wait(_PLACEMENT_TIMEOUT_S):
-            remove_placement_group(group)
-            raise PlacementError(
-                f"placement.pools.{pool.name} waited {_PLACEMENT_TIMEOUT_S:.0f} s for {counts} {resource} per node "
-                f"and did not get them; the cluster has {ray.available_resources().get(resource, 0):g} free: "
-                f"make the pool smaller"
-            )
-        self._groups[pool.name] = group
-        nodes = sorted({slot.node for slot in pool.slots})
+        self._nodes.connect(sum(len(pool.slots) for pool in pools))
         actor = ray.remote(_RayHost)
-        for slot in pool.slots:
-            bundle = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=nodes.index(slot.node))
-            devices = {"num_gpus": 1, "num_cpus": 0} if kind == "cuda" else {"num_cpus": 1}
-            host = actor.options(scheduling_strategy=bundle, **devices).remote(self._address is None)
-            self._add_host(slot, host)
+        devices = {"num_gpus": 1, "num_cpus": 0} if kind == "cuda" else {"num_cpus": 1}
+        for pool in pools:
+            self._nodes.reserve(pool, kind)
+            for slot in pool.slots:
+                options = actor.options(scheduling_strategy=self._nodes.bundle(slot), **devices)
+                self._add_host(slot, options.remote(self._nodes.address is None))
 
     def join(self, pool: PoolPlan, kind: str) -> list[Ref]:
         size, reports = len(pool.slots), []
@@ -177,47 +138,14 @@ class RayBackend:
         for key in [key for key in self._hosts if key[0] == name]:
             del self._methods[key]
             ray.kill(self._hosts.pop(key), no_restart=True)
-        if name in self._groups:
-            remove_placement_group(self._groups.pop(name))
+        self._nodes.release(name)
 
     def close(self) -> None:
-        for name in {pool for pool, _ in self._hosts} | set(self._groups):
+        for name in {pool for pool, _ in self._hosts}:
             self.end_pool(name)
-        if self._owns_ray:
-            ray.shutdown()
+        self._nodes.close()
 
 
 def _object_ref(ref: Ref) -> ray.ObjectRef:
     assert isinstance(ref, RayRef), f"a {type(ref).__name__} cannot travel by reference"
     return ref.ref
-
-
-def _start_ray(address: str | None, num_slots: int) -> None:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if address is not None:
-        ray.init(address=address, logging_level=logging.WARNING, log_to_driver=False)
-        return
-    # Ray's own processes listen on every interface, whatever address a node is given: what keeps others out is Ray's
-    # token, which is on unless the environment says otherwise.
-    if os.environ.get("RAY_AUTH_MODE") == "disabled":
-        raise BackendError("RAY_AUTH_MODE is disabled, so anyone on the network could run code in this run: unset it")
-    ray.init(
-        num_cpus=max(num_slots, os.cpu_count() or 1),
-        include_dashboard=False,
-        logging_level=logging.ERROR,
-        log_to_driver=False,
-    )
-
-
-def _check_reachable(address: str) -> None:
-    """Refuses an address that nothing answers at: Ray itself would try for minutes."""
-    host, _, port = address.rpartition(":")
-    if not port.isdecimal() or "://" in address:
-        return  # `auto` and the addresses of Ray's client are Ray's to resolve
-    try:
-        socket.create_connection((host, int(port)), timeout=10).close()
-    except OSError as error:
-        raise BackendError(
-            f"address is {address}, where no Ray cluster answers ({error}): start one with ray start --head, "
-            f"or remove address"
-        ) from None

@@ -84,14 +84,17 @@ class References:
     share: Callable[[LocalRef], Ref]
     """Puts rows of the driver where every host can read them."""
     refs: list[Ref] = field(default_factory=list)
+    sources: list[Ref] = field(default_factory=list)
+    """The same references as the driver holds them, which know their calls."""
     _positions: dict[int, int] = field(default_factory=dict)
 
     def position(self, ref: Ref) -> int:
-        ref = ref.carrier
-        if id(ref) not in self._positions:
-            self._positions[id(ref)] = len(self.refs)
-            self.refs.append(ref)
-        return self._positions[id(ref)]
+        carrier = ref.carrier
+        if id(carrier) not in self._positions:
+            self._positions[id(carrier)] = len(self.refs)
+            self.refs.append(carrier)
+            self.sources.append(ref)
+        return self._positions[id(carrier)]
 
     def argument(self, value: Any) -> Any:
         """The travelling form of one argument."""

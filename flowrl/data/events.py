@@ -1,4 +1,4 @@
-"""What happened when: the record of one call on one rank, which the controller makes and `run/timeline.py` draws."""
+"""What happened when: the record of one call on one rank, which the controller makes and `run/` draws and explains."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,15 @@ from dataclasses import dataclass
 class CallEvent:
     """One call of a worker method on one rank.
 
-    Times are nanoseconds since the epoch, so that those of several processes can be compared. `started_ns` is when the
-    method itself began on its rank: the time before it, from `submitted_ns` on, is waiting for inputs or the process.
+    Times are nanoseconds since the epoch, so that those of several processes can be compared. In order: the driver
+    submitted the call, the process had its arguments, the method began, the method returned, its result was packed.
     """
+
+    number: int
+    """Counts the calls of a run, each rank's on its own, in the order of submission."""
+
+    inputs: tuple[int, ...]
+    """Numbers of the calls whose results it reads."""
 
     role: str
     rank: int
@@ -18,8 +24,10 @@ class CallEvent:
     pool: str
     method: str
     submitted_ns: int
+    arrived_ns: int
     started_ns: int
     ended_ns: int
+    finished_ns: int
 
     @property
     def device_label(self) -> str:

@@ -10,7 +10,7 @@ from flowrl.run.timeline import busy_fractions, chrome_trace, draw_timeline
 
 
 def call(role: str, start: int, end: int, *, rank: int = 0, device: str = "cpu:0", pool: str = "main") -> CallEvent:
-    return CallEvent(role, rank, 0, device, pool, "update", start - 1_000, start, end)
+    return CallEvent(1, (), role, rank, 0, device, pool, "update", start - 1_000, start, start, end, end)
 
 
 EVENTS = [
@@ -71,7 +71,7 @@ def test_busy_time_is_the_number_of_moments_with_a_call(spans: list[tuple[int, i
 
 
 def test_devices_of_two_nodes_are_told_apart() -> None:
-    other = CallEvent("actor", 1, 1, "cpu:0", "main", "update", 0, 0, 100_000)
+    other = CallEvent(1, (), "actor", 1, 1, "cpu:0", "main", "update", 0, 0, 0, 100_000, 100_000)
     assert list(busy_fractions([*EVENTS, other], 0, 100_000)) == ["node0/cpu:0", "node0/cpu:1", "node1/cpu:0"]
 
 
