@@ -1,6 +1,7 @@
 """The Ray backend: one actor process per device. With ray_nodes.py the only module that imports ray."""
 
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -26,6 +27,8 @@ class _RayHost(Host):
 
     def __init__(self, loopback: bool) -> None:
         super().__init__()
+        # A terminal sends Ctrl-C to every process in it; how a run ends is for its driver to say.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         # Objects are read from shared memory that is not writable; `Host` checks that no method writes, so torch need
         # not say.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
