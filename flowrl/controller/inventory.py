@@ -1,4 +1,4 @@
-"""What devices this machine has, found without loading torch. The one place where CUDA_VISIBLE_DEVICES is read."""
+"""What devices a run may use, found without loading torch. The one place where CUDA_VISIBLE_DEVICES is read."""
 
 import os
 import shutil
@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Sequence
 
 from flowrl.config.base import Device
-from flowrl.controller.plan import Inventory
+from flowrl.controller.plan import Inventory, PlacementError
 
 
 def local_inventory(device: Device, devices: Sequence[int] | None = None) -> Inventory:
@@ -22,6 +22,33 @@ def local_inventory(device: Device, devices: Sequence[int] | None = None) -> Inv
     if kind == "cuda":
         return Inventory((gpus,), kind)
     return Inventory((_num_cores(),), kind, bounded=False)
+
+
+def cluster_inventory(
+    device: Device, devices: Sequence[int] | None, *, names: Sequence[str], cpus: Sequence[int], gpus: Sequence[int]
+) -> Inventory:
+    """The devices of a run on the nodes `names`, which have so many `cpus` and `gpus`.
+
+    A node without a device of the run's kind counts with zero, so that every node keeps its number. `devices` takes
+    fewer from each node, in their order. Raises: PlacementError, where it states more than there is.
+    """
+    kind = "cuda" if device == "cuda" or (device == "auto" and sum(gpus)) else "cpu"
+    present = tuple(gpus if kind == "cuda" else cpus)
+    if devices is None:
+        return Inventory(present, kind)
+    has = ", ".join(f"{count} on {name}" for count, name in zip(present, names, strict=True))
+    if len(devices) > len(present):
+        raise PlacementError(
+            f"devices is {list(devices)}, a count for each of {len(devices)} nodes, but the cluster has "
+            f"{len(present)}: {kind} devices {has}; remove entries, or start Ray on more hosts"
+        )
+    for node, (count, there) in enumerate(zip(devices, present, strict=False)):
+        if count > there:
+            raise PlacementError(
+                f"devices is {list(devices)}, more than node {node} ({names[node]}) has: the cluster's {kind} devices "
+                f"are {has}; state at most these, in this order"
+            )
+    return Inventory(tuple(devices), kind)
 
 
 def _num_cores() -> int:

@@ -1,29 +1,80 @@
 """The nodes of a Ray cluster: starting one here or joining one, its devices, and the placement groups of pools."""
 
+import errno
+import ipaddress
 import logging
 import os
 import socket
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
+import psutil
 import ray
+from ray._private.state import available_resources_per_node  # Ray 2.60 has no other count per node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from flowrl.config.base import Device
 from flowrl.controller.errors import BackendError
-from flowrl.controller.inventory import local_inventory
+from flowrl.controller.inventory import cluster_inventory, local_inventory
 from flowrl.controller.plan import Inventory, PlacementError, PoolPlan, Slot
 
-_PLACEMENT_TIMEOUT_S = 120.0
+_logger = logging.getLogger("flowrl")
+_WAIT_LIMIT_S = 120.0
+_FIRST_WORD_S, _NEXT_WORDS_S = 5.0, 30.0
+_PROBE_TIMEOUT_S = 0.2
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A Ray node as it was when this run started or joined Ray."""
+
+    id: str
+    name: str
+    address: str
+    port: int
+    """Where its raylet listens."""
+    devices: Mapping[str, int]
+    """CPU and GPU -> how many it has."""
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """The devices that a pool asks for: plan node -> how many."""
+
+    pool: str
+    resource: str
+    counts: Mapping[int, int]
 
 
 class RayNodes:
-    """A Ray of this run's own (no `address`), or the cluster that somebody started at `address`."""
+    """A Ray of this run's own (no `address`), or the cluster that somebody started at `address`.
 
-    def __init__(self, address: str | None) -> None:
+    Plans number its nodes in an order that is fixed here, once: the driver's own, then by address and id. Nodes that
+    join later are not used.
+
+    Args:
+        address: the cluster to join.
+        say: is told, every so often, what a pool waits for.
+        wait_limit_s: for how long a pool waits for devices that others use.
+    Raises:
+        BackendError: nothing answers at `address`.
+    """
+
+    def __init__(
+        self,
+        address: str | None,
+        *,
+        say: Callable[[str], None] = _logger.warning,
+        wait_limit_s: float = _WAIT_LIMIT_S,
+    ) -> None:
         self._groups: dict[str, PlacementGroup] = {}
         self._bundles: dict[str, list[int]] = {}
+        self._nodes: list[_Node] = []
         self._owns_ray = False
+        self._say, self._wait_limit_s = say, wait_limit_s
         self.address = address
         # Failures reach the driver through the calls that made them; Ray's own print of each would say it twice.
         os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
@@ -32,45 +83,110 @@ class RayNodes:
             self.connect(0)
 
     def inventory(self, device: Device, devices: Sequence[int] | None) -> Inventory:
-        """The devices of the nodes, in the order in which plans number them."""
-        if self.address is None or devices is not None:
-            return local_inventory(device, devices)
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        gpus = [int(node.get("GPU", 0)) for node in nodes]
-        if device == "cuda" or (device == "auto" and sum(gpus)):
-            return Inventory(tuple(count for count in gpus if count), "cuda")
-        return Inventory(tuple(int(node.get("CPU", 0)) for node in nodes), "cpu")
+        """The devices of the nodes, in the order in which plans number them. Raises `PlacementError`."""
+        if self.address is not None:
+            names = [node.name for node in self._nodes]
+            cpus, gpus = ([node.devices[resource] for node in self._nodes] for resource in ("CPU", "GPU"))
+            return cluster_inventory(device, devices, names=names, cpus=cpus, gpus=gpus)
+        if devices is not None and len(devices) > 1:
+            raise PlacementError(
+                f"devices is {list(devices)}, a count for each of {len(devices)} nodes, but a run without address has "
+                f"one node, this machine: state one count, or set address"
+            )
+        return local_inventory(device, devices)
 
     def connect(self, num_slots: int) -> None:
-        """Starts or joins Ray, if this process is not in it yet."""
+        """Starts or joins Ray, if this process is not in it yet, and fixes the order of its nodes."""
         if not ray.is_initialized():
             self._owns_ray = True
             _start_ray(self.address, num_slots)
+        self._nodes = _nodes_in_order()
 
     def reserve(self, pool: PoolPlan, kind: str) -> None:
-        """Takes a pool's devices. Raises `PlacementError` when they are not to be had."""
-        nodes = sorted({slot.node for slot in pool.slots})
-        counts = [sum(slot.node == node for slot in pool.slots) for node in nodes]
-        resource = "GPU" if kind == "cuda" else "CPU"
-        strategy = "STRICT_SPREAD" if len(counts) > 1 else "PACK"
-        group = placement_group([{resource: count} for count in counts], strategy=strategy)
-        if not group.wait(_PLACEMENT_TIMEOUT_S):
-            remove_placement_group(group)
-            raise PlacementError(
-                f"placement.pools.{pool.name} waited {_PLACEMENT_TIMEOUT_S:.0f} s for {counts} {resource} per node "
-                f"and did not get them; the cluster has {ray.available_resources().get(resource, 0):g} free: "
-                f"make the pool smaller"
-            )
-        self._groups[pool.name], self._bundles[pool.name] = group, nodes
+        """Takes a pool's devices, each on its planned node. Raises `PlacementError` when they are not to be had."""
+        counts = Counter(slot.node for slot in pool.slots)
+        wanted = _Wanted(pool.name, "GPU" if kind == "cuda" else "CPU", dict(sorted(counts.items())))
+        for node, count in wanted.counts.items():
+            if count > self._nodes[node].devices[wanted.resource]:
+                raise PlacementError(
+                    f"placement.pools.{pool.name} needs {count} {wanted.resource} on {self._named(node)}, which has "
+                    f"{self._nodes[node].devices[wanted.resource]}: make the pool smaller"
+                )
+        group = placement_group(
+            [{wanted.resource: count} for count in wanted.counts.values()],
+            bundle_label_selector=[{"ray.io/node-id": self._nodes[node].id} for node in wanted.counts],
+        )
+        self._groups[pool.name], self._bundles[pool.name] = group, list(wanted.counts)
+        try:
+            self._wait(group, wanted)
+        except BaseException:
+            self.release(pool.name)
+            raise
+
+    def _wait(self, group: PlacementGroup, wanted: _Wanted) -> None:
+        started, next_word_s = time.monotonic(), _FIRST_WORD_S
+        while not group.wait(0.5):
+            waited_s = time.monotonic() - started
+            gone = self._gone(wanted.counts)
+            if gone:
+                raise PlacementError(
+                    f"placement.pools.{wanted.pool} needs {self._named(min(gone))}, which has left the cluster: "
+                    f"bring it back, or make the pool smaller"
+                )
+            if waited_s >= self._wait_limit_s:
+                raise PlacementError(
+                    f"placement.pools.{wanted.pool} waited {waited_s:.0f} s for {self._shortage(wanted)}: "
+                    f"end what uses them, or make the pool smaller"
+                )
+            if waited_s >= next_word_s:
+                next_word_s += _NEXT_WORDS_S
+                left_s = self._wait_limit_s - waited_s
+                self._say(f"pool {wanted.pool} waits for {self._shortage(wanted)}; gives up in {left_s:.0f} s")
+
+    def _shortage(self, wanted: _Wanted) -> str:
+        """What is asked of which nodes and what they have free; only those that have too little, where Ray says so."""
+        free = available_resources_per_node()
+        counts = {node: int(free.get(self._nodes[node].id, {}).get(wanted.resource, 0)) for node in wanted.counts}
+        short = [node for node, count in wanted.counts.items() if counts[node] < count] or list(wanted.counts)
+        return ", and ".join(
+            f"{wanted.counts[node]} {wanted.resource} on {self._named(node)}, which has {counts[node]} of "
+            f"{self._nodes[node].devices[wanted.resource]} free"
+            for node in short
+        )
+
+    def _named(self, node: int) -> str:
+        return f"node {node} ({self._nodes[node].name})"
 
     def bundle(self, slot: Slot) -> PlacementGroupSchedulingStrategy:
         """Where Ray is to start the process of a slot, whose pool is reserved."""
         index = self._bundles[slot.pool].index(slot.node)
         return PlacementGroupSchedulingStrategy(self._groups[slot.pool], placement_group_bundle_index=index)
 
+    def beside_driver(self) -> NodeAffinitySchedulingStrategy:
+        """Where Ray is to start a process that takes no device: left alone it picks any node."""
+        return NodeAffinitySchedulingStrategy(self._nodes[0].id, soft=False)
+
+    def lost(self) -> dict[int, str]:
+        """Plan node -> name of every node that a pool is on and that is no longer alive.
+
+        Costs a connection to each such node and, when all of them answer, one request to Ray.
+        """
+        used = {node for nodes in self._bundles.values() for node in nodes} if self.address is not None else set()
+        return {node: self._nodes[node].name for node in sorted(self._gone(used))}
+
+    def _gone(self, nodes: Collection[int]) -> set[int]:
+        # Ray calls a node dead after a quarter of a minute without a sign of it; a port that nobody holds any more
+        # tells at once that its raylet has ended.
+        refusing = {node for node in nodes if _refuses(self._nodes[node])}
+        if refusing or not nodes:
+            return refusing
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        return {node for node in nodes if self._nodes[node].id not in alive}
+
     def release(self, pool: str) -> None:
         """Gives a pool's devices back, and ends what still runs on them."""
         if pool in self._groups:
+            del self._bundles[pool]
             remove_placement_group(self._groups.pop(pool))
 
     def close(self) -> None:
@@ -79,6 +195,43 @@ class RayNodes:
             self.release(pool)
         if self._owns_ray:
             ray.shutdown()
+
+
+def _nodes_in_order() -> list[_Node]:
+    own = ray.get_runtime_context().get_node_id()
+    nodes = [_read_node(node) for node in ray.nodes() if node["Alive"]]
+    return sorted(nodes, key=lambda node: (node.id != own, _numerical(node.address), node.id))
+
+
+def _read_node(node: Mapping) -> _Node:
+    address, name = node["NodeManagerAddress"], node["NodeName"]
+    devices = {resource: int(node["Resources"].get(resource, 0)) for resource in ("CPU", "GPU")}
+    text = address if name in ("", address) else f"{name}, {address}"
+    return _Node(node["NodeID"], text, address, node["NodeManagerPort"], devices)
+
+
+def _numerical(address: str) -> tuple[int, bytes]:
+    """A key that puts 10.0.0.9 before 10.0.0.10, and names that are no addresses last."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return 9, address.encode()
+    return parsed.version, parsed.packed
+
+
+def _refuses(node: _Node) -> bool:
+    """Whether the node's machine says that nothing listens where its raylet did; silence is no answer."""
+    try:
+        socket.create_connection((node.address, node.port), timeout=_PROBE_TIMEOUT_S).close()
+    except OSError as error:
+        return error.errno == errno.ECONNREFUSED
+    return False
+
+
+def interface_of(address: str) -> str | None:
+    """The name of this machine's network interface that has `address`."""
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, found in interfaces if any(one.address == address for one in found)), None)
 
 
 def _start_ray(address: str | None, num_slots: int) -> None:

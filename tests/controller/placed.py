@@ -1,0 +1,124 @@
+"""Drivers that join the Ray cluster at the address they are given, and print what they find there as a line of JSON."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import ray
+
+from flowrl import Cluster, Dispatch, Placement, Worker, register
+from flowrl.controller.plan import PlacementError, PoolPlan, Slot
+from flowrl.controller.ray_nodes import RayNodes
+
+Row = tuple[int, int, int, str]
+
+
+class Placed(Worker):
+    """Says where it is: rank, local rank, planned node, and the id of the Ray node that it truly runs on."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def where(self) -> Row:
+        return self.rank, self.context.local_rank, self.context.node, ray.get_runtime_context().get_node_id()
+
+
+def layout(
+    address: str, pools: dict[str, Sequence[int] | str], devices: tuple[int, ...] | None = None
+) -> dict[str, list[Row]]:
+    """Pool -> its workers, in the order of their ranks."""
+    placement = Placement(device="cpu", pools=pools, roles={pool: pool for pool in pools})
+    with Cluster(placement, address=address, devices=devices, num_threads=1) as cluster:
+        return {pool: cluster.group(pool, Placed).where() for pool in pools}
+
+
+def layouts(address: str) -> object:
+    """Every placement of the test beside the nodes' ids in the order in which plans number them."""
+    ray.init(address=address, log_to_driver=False)
+    ids = [node.id for node in RayNodes(address)._nodes]
+    own = ray.get_runtime_context().get_node_id()
+    cases = {
+        "three nodes": layout(address, {"main": [2, 1, 3]}),
+        "three pools": layout(address, {"uneven": [1, 2], "even": [1, 1], "one node": [2]}),
+        "half": layout(address, {"main": "1/2"}),
+        "stated": layout(address, {"main": "all"}, devices=(0, 1, 2)),
+    }
+    stated = {(2, 4, 4, 1): [1], (2, 5): [1], (2, 4): [3, 4]}
+    refused = [refusal(address, pool, devices) for devices, pool in stated.items()]
+    return {"ids": ids, "own": own, "cases": cases, "refused": refused}
+
+
+def sums(address: str) -> object:
+    """What three ranks on two nodes add up to in their process group."""
+    from tests.controller.workers import Summing  # noqa: PLC0415 (the other drivers do without torch)
+
+    placement = Placement(device="cpu", pools={"main": [1, 2]}, roles={"sum": "main"})
+    with Cluster(placement, address=address, num_threads=1) as cluster:
+        return cluster.group("sum", Summing, 10).total(1).get()
+
+
+def refusal(address: str, pool: list[int], devices: tuple[int, ...]) -> str:
+    try:
+        layout(address, {"main": pool}, devices)
+    except PlacementError as error:
+        return str(error)
+    raise AssertionError(f"{pool} of {devices} was not refused")
+
+
+def waiting(address: str) -> object:
+    """What a pool says whose devices another pool has, the refusal, and the devices that are free in the end."""
+    words: list[str] = []
+    nodes = RayNodes(address, say=words.append, wait_limit_s=6)
+    before = free_cpus()
+    nodes.reserve(pool_of("first", 0, 2, 1), "cpu")
+    try:
+        nodes.reserve(pool_of("second", 0, 3, 3), "cpu")
+    except PlacementError as error:
+        nodes.release("first")
+        until(lambda: free_cpus() == before)
+        return {"words": words, "error": str(error)}
+    raise AssertionError("devices were given twice")
+
+
+def pool_of(name: str, *counts: int) -> PoolPlan:
+    """A pool of so many devices on each node."""
+    places = [(node, index) for node, count in enumerate(counts) for index in range(count)]
+    return PoolPlan(name, tuple(Slot(name, rank, node, index, index) for rank, (node, index) in enumerate(places)))
+
+
+def free_cpus() -> float:
+    return ray.available_resources().get("CPU", 0)
+
+
+def until(claim: Callable[[], bool]) -> float:
+    """Waits until it holds; returns the seconds that took."""
+    started = time.monotonic()
+    while not claim():
+        assert time.monotonic() - started < 30
+        time.sleep(0.05)
+    return time.monotonic() - started
+
+
+def dying(address: str) -> object:
+    """What is lost before and after the last node, which a pool is on, ends; what a question costs.
+
+    It says `ready` when the node may be ended, and is told on its input when it has been.
+    """
+    nodes = RayNodes(address)
+    last = len(nodes._nodes) - 1
+    nodes.reserve(pool_of("main", 1, *[0] * (last - 1), 1), "cpu")
+    before, started = nodes.lost(), time.monotonic()
+    for _ in range(20):
+        nodes.lost()
+    cost_ms = (time.monotonic() - started) / 20 * 1000
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    sys.stdin.readline()
+    seconds, lost = until(lambda: bool(nodes.lost())), nodes.lost()
+    nodes.release("main")
+    return {"before": before, "lost": lost, "after": nodes.lost(), "seconds": seconds, "cost_ms": cost_ms}
+
+
+DRIVERS = {driver.__name__: driver for driver in (layouts, sums, waiting, dying)}
+
+if __name__ == "__main__":
+    sys.stdout.write(f"result {json.dumps(DRIVERS[sys.argv[1]](sys.argv[2]))}\n")

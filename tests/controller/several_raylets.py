@@ -1,0 +1,51 @@
+"""A Ray cluster of several nodes on this machine, as a program: each node has an address of the loopback network.
+
+Prints the cluster's address, then obeys a line at a time, each answered with a line: `add CPUS ADDRESS`; `kill` ends
+the node that was added last; `freeze` stops it without a word, as a machine that lost its power does. It ends its nodes
+when its input ends.
+"""
+
+import os
+import signal
+import sys
+
+from ray._private.node import Node
+from ray.cluster_utils import Cluster
+
+NODES = ((2, "127.0.0.2"), (4, "127.0.0.3"), (4, "127.0.0.3"))
+"""CPU slots and address; the last two are on one machine, as far as addresses tell."""
+
+
+def main() -> None:
+    cluster = Cluster()
+    added = [add(cluster, cpus, address) for cpus, address in NODES]
+    say(cluster.address)
+    for line in sys.stdin:
+        words = line.split()
+        if words[0] == "add":
+            added.append(add(cluster, int(words[1]), words[2]))
+        elif words[0] == "freeze":
+            os.kill(added[-1].all_processes["raylet"][0].process.pid, signal.SIGSTOP)
+        else:
+            cluster.remove_node(added.pop(), allow_graceful=False)
+        say("done")
+    cluster.shutdown()
+
+
+def add(cluster: Cluster, cpus: int, address: str) -> Node:
+    return cluster.add_node(
+        num_cpus=cpus,
+        node_ip_address=address,
+        include_dashboard=False,
+        include_log_monitor=False,
+        object_store_memory=80 * 1024**2,
+    )
+
+
+def say(line: object) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

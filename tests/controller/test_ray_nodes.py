@@ -1,0 +1,171 @@
+"""Plans on several nodes: a real Ray cluster of three, each with an address of the loopback network."""
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import IO, Any
+
+import pytest
+
+from flowrl.controller.plan import PlacementError
+from flowrl.controller.ray_nodes import RayNodes, interface_of
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a machine has one loopback address elsewhere")
+
+
+HEALTH = {
+    "RAY_health_check_initial_delay_ms": "0",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "1000",
+}
+"""Ray gives a silent node up after seconds instead of a minute."""
+
+
+class Several:
+    """The cluster of several_raylets.py."""
+
+    def __init__(self) -> None:
+        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        self.environment = (
+            os.environ | token | HEALTH | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
+        )
+        self._process = self.start("-m", "tests.controller.several_raylets")
+        self.address = said(self._process)
+
+    def start(self, *arguments: str) -> "subprocess.Popen[str]":
+        pipe = subprocess.PIPE
+        command = [sys.executable, *arguments]
+        return subprocess.Popen(command, env=self.environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+    def obey(self, command: str) -> None:
+        tell(self._process, command)
+        assert said(self._process) == "done"
+
+    def driver(self, name: str) -> "subprocess.Popen[str]":
+        return self.start("-m", "tests.controller.placed", name, self.address)
+
+    def close(self) -> None:
+        self._process.communicate(timeout=60)
+
+
+def tell(process: "subprocess.Popen[str]", line: str) -> None:
+    stream: IO[str] = process.stdin  # pyright: ignore[reportAssignmentType] (a pipe)
+    stream.write(f"{line}\n")
+    stream.flush()
+
+
+def said(process: "subprocess.Popen[str]") -> str:
+    stream: IO[str] = process.stdout  # pyright: ignore[reportAssignmentType] (a pipe)
+    line = stream.readline().strip()
+    assert line, process.communicate()[1][-3000:]
+    return line
+
+
+def result_in(out: str) -> Any:
+    """What a driver of placed.py found; Ray prints of its own beside it."""
+    return json.loads(next(line for line in out.splitlines() if line.startswith("result ")).removeprefix("result "))
+
+
+@pytest.fixture(scope="module")
+def several() -> Iterator[Several]:
+    with closing(Several()) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def found(several: Several) -> Callable[[str], Any]:
+    """What a driver of placed.py prints."""
+
+    def run(name: str) -> Any:
+        with several.driver(name) as process:
+            out, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors[-3000:]
+        return result_in(out)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def layouts(found: Callable[[str], Any]) -> dict[str, Any]:
+    return found("layouts")
+
+
+PLANNED = {
+    "three nodes": {"main": [(0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 0, 2), (4, 1, 2), (5, 2, 2)]},
+    "three pools": {
+        "uneven": [(0, 0, 0), (1, 0, 1), (2, 1, 1)],
+        "even": [(0, 0, 0), (1, 0, 1)],
+        "one node": [(0, 0, 2), (1, 1, 2)],
+    },
+    "half": {"main": [(0, 0, 0), (1, 0, 1), (2, 1, 1), (3, 0, 2), (4, 1, 2)]},
+    "stated": {"main": [(0, 0, 1), (1, 0, 2), (2, 1, 2)]},
+}
+"""Pool -> rank, local rank and node of each of its workers, on nodes of 2, 4 and 4 CPU slots."""
+
+
+@pytest.mark.parametrize("case", PLANNED)
+def test_ranks_are_where_the_plan_says(case: str, layouts: dict[str, Any]) -> None:
+    ids, pools = layouts["ids"], layouts["cases"][case]
+    assert {pool: [tuple(row[:3]) for row in rows] for pool, rows in pools.items()} == PLANNED[case]
+    assert [row[3] for rows in pools.values() for row in rows] == [
+        ids[row[2]] for rows in pools.values() for row in rows
+    ]
+
+
+def test_nodes_are_numbered_from_the_drivers_own_by_address_and_id(layouts: dict[str, Any]) -> None:
+    ids = layouts["ids"]
+    assert len(set(ids)) == 3
+    assert ids == [layouts["own"], *sorted(ids[1:])]
+
+
+def test_a_process_group_forms_across_nodes(found: Callable[[str], Any]) -> None:
+    assert found("sums") == [60, 60, 60]  # (1 + 2 + 3) * 10
+
+
+def test_devices_that_the_cluster_does_not_have_are_refused(layouts: dict[str, Any]) -> None:
+    too_many, too_large, planned = layouts["refused"]
+    assert too_many == (
+        "devices is [2, 4, 4, 1], a count for each of 4 nodes, but the cluster has 3: cpu devices 2 on 127.0.0.2, "
+        "4 on 127.0.0.3, 4 on 127.0.0.3; remove entries, or start Ray on more hosts"
+    )
+    assert too_large.startswith("devices is [2, 5], more than node 1 (127.0.0.3) has: ")
+    assert planned.startswith("placement.pools.main is [3, 4], more devices than there are: nodes have [2, 4]")
+
+
+def test_a_pool_says_what_it_waits_for_and_leaves_nothing_reserved(found: Callable[[str], Any]) -> None:
+    waited = found("waiting")
+    shortage = "3 CPU on node 1 (127.0.0.3), which has 2 of 4 free"
+    assert waited["words"] == [f"pool second waits for {shortage}; gives up in 1 s"]
+    assert waited["error"] == (
+        f"placement.pools.second waited 6 s for {shortage}: end what uses them, or make the pool smaller"
+    )
+
+
+@pytest.mark.parametrize(("end", "limit_s"), [("kill", 1), ("freeze", 15)])
+def test_a_node_that_dies_is_named(end: str, limit_s: float, several: Several) -> None:
+    several.obey("add 1 127.0.0.4")
+    with several.driver("dying") as process:
+        assert said(process) == "ready"
+        several.obey(end)
+        tell(process, "done")
+        out, errors = process.communicate(timeout=60)
+    if end == "freeze":
+        several.obey("kill")
+    assert process.returncode == 0, errors[-3000:]
+    told = result_in(out)
+    assert (told["before"], told["lost"], told["after"]) == ({}, {"3": "127.0.0.4"}, {})
+    assert told["seconds"] < limit_s and told["cost_ms"] < 100
+
+
+def test_a_run_without_address_has_one_node() -> None:
+    with pytest.raises(PlacementError, match=r"devices is \[2, 2\], a count for each of 2 nodes, but a run without"):
+        RayNodes(None).inventory("cpu", (2, 2))
+
+
+def test_an_interface_is_found_by_its_address() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("203.0.113.1") is None
