@@ -2,21 +2,54 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
-from pydantic import BeforeValidator, PlainValidator, PositiveInt
+from pydantic import AfterValidator, BeforeValidator, PlainValidator, PositiveInt
 
 from flowrl.config.base import Config, Device
 
 ROLES = ("actor", "rollout", "reference", "critic", "reward")
 _SHARE = re.compile(r"([1-9]\d*)/([1-9]\d*)")
+_PART = re.compile(r"(?P<name>[^\[\]+:]+)(?:\[(?P<start>\d*):(?P<stop>\d*)\])?")
+
+
+class PoolPart(NamedTuple):
+    """Ranks `start` to `stop` (not included; None is the pool's end) of a pool."""
+
+    pool: str
+    start: int
+    stop: int | None
+
+
+def pool_parts(text: str) -> tuple[PoolPart, ...]:
+    """What a role's `pool` names: `main`, `main[0:2]`, `policy+judges`. Raises `ValueError`."""
+    found = [_PART.fullmatch(part.strip()) for part in text.split("+")]
+    if not all(found):
+        raise ValueError(
+            f"{text!r} does not name pools: write a pool's name, some of its ranks as main[0:2], or several as a+b"
+        )
+    return tuple(
+        PoolPart(part["name"].strip(), int(part["start"] or 0), int(part["stop"]) if part["stop"] else None)
+        for part in found
+        if part
+    )
+
+
+def _checked_parts(text: str) -> str:
+    pool_parts(text)
+    return text
 
 
 class RolePlacement(Config):
     """A role's pool and how its ranks are laid out there; data parallelism takes what the sizes leave."""
 
-    pool: str
-    """Name of the pool whose devices the role runs on, one rank per device."""
+    pool: Annotated[str, AfterValidator(_checked_parts)]
+    """Where the role runs, one rank per device: a pool's name, some of its ranks (`main[0:2]`), or several (`a+b`)."""
+
+    @property
+    def parts(self) -> tuple[PoolPart, ...]:
+        """The pools of the role, and which of their ranks."""
+        return pool_parts(self.pool)
 
     tp: PositiveInt = 1
     """Tensor-parallel size: ranks that share each layer's weights."""

@@ -1,11 +1,12 @@
 """The protocol between the driver's controller and whatever runs its hosts: Ray, or this process."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from flowrl.config.base import Device
 from flowrl.controller.host import Construction
-from flowrl.controller.plan import Inventory, PoolPlan, Slot
+from flowrl.controller.plan import HostSet, Inventory, PoolPlan, Slot
+from flowrl.controller.revival import Revival
 from flowrl.controller.wire import Request
 from flowrl.data.block import Ref
 from flowrl.data.payload import Payload
@@ -18,24 +19,34 @@ class Backend(Protocol):
         """The devices that its hosts may have; `devices` states a count per node instead."""
         ...
 
-    def start_pools(self, pools: Sequence[PoolPlan], kind: str) -> None:
-        """Starts a host per slot of each. Raises `PlacementError` when the devices are not to be had."""
+    def reserve(self, pools: Sequence[PoolPlan], kind: str) -> None:
+        """Takes the devices of pools. Raises `PlacementError` when they are not to be had."""
         ...
 
-    def start_tasks(self, pool: PoolPlan) -> None:
-        """Starts the host that runs pure functions, which takes no device."""
+    def start_hosts(self, hosts: HostSet, kind: str, *, restarts: int) -> None:
+        """Starts a host per slot of a set, whose devices are reserved.
+
+        `restarts`: how often another process may take the place of one that is lost.
+        """
         ...
 
-    def join(self, pool: PoolPlan, kind: str) -> list[Ref]:
-        """Makes the pool's process group, for roles whose ranks talk to each other; the references are `Report`s."""
+    def join(self, hosts: HostSet, kind: str) -> list[tuple[Slot, Ref]]:
+        """Makes the process group of a host set; the references are `Report`s."""
         ...
 
-    def construct(self, slot: Slot, construction: Construction) -> Ref:
+    def open_group(self, slot: Slot, role: str, ranks: Sequence[int], rank: int) -> Ref:
+        """Makes a role's communicator in a process of a set that was joined; the reference is its `Report`."""
+        ...
+
+    def construct(self, slot: Slot, construction: Construction, revival: Revival | None) -> Ref:
         """Makes a worker in a slot's host; the reference is its `Report`."""
         ...
 
-    def call(self, slot: Slot, request: Request, refs: Sequence[Ref]) -> tuple[Ref, Ref]:
-        """Runs a method in a slot's host: references to the result and to its `Report`."""
+    def call(self, slot: Slot, request: Request, refs: Sequence[Ref], revival: Revival | None) -> tuple[Ref, Ref]:
+        """Runs a method in a slot's host: references to the result and to its `Report`.
+
+        With a `revival`, a process that is lost is replaced, and the same references are filled by the new one.
+        """
         ...
 
     def share(self, payload: Payload) -> Ref:
@@ -48,6 +59,23 @@ class Backend(Protocol):
 
     def get(self, refs: Sequence[Ref]) -> list[Any]:
         """The values of several references at once. Raises as the first that failed."""
+        ...
+
+    def probe(self, slot: Slot) -> Ref:
+        """A reference that is filled when the slot's process next has time, and raises once it has ended."""
+        ...
+
+    def stacks(self, slots: Sequence[Slot]) -> Mapping[Slot, str]:
+        """What the threads of these slots' processes are at now, as `faulthandler` tells it; a process that has not
+        started, or has ended, is left out."""
+        ...
+
+    def restart(self, slot: Slot) -> None:
+        """Ends a slot's process at once, for another to take its place."""
+        ...
+
+    def lost_nodes(self) -> Mapping[int, str]:
+        """Nodes that were in use and are gone: number -> name."""
         ...
 
     def end_pool(self, name: str) -> None:

@@ -1,26 +1,29 @@
-"""Calls in flight: where every call is settled, timed, and its failure becomes the run's."""
+"""Calls in flight: where every call is settled, timed, held to its deadline, and its failure becomes the run's."""
 
+import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from flowrl.controller.backend import Backend
+from flowrl.controller.deadlines import Deadlines
 from flowrl.controller.errors import FlowError, WorkerError
+from flowrl.controller.failures import Failures
 from flowrl.controller.host import Report
 from flowrl.controller.plan import Slot
+from flowrl.controller.revival import Revivals
 from flowrl.data.block import Description, LocalRef, Ref
 from flowrl.data.events import CallEvent
 
 KEPT_EVENTS = 200_000
 """Calls that a driver remembers for its trace: about 34 MB, whatever the length of the run."""
 
-
 LOOK_AROUND_S = 0.1
-"""While a driver waits for some calls, it looks this often whether others have failed."""
+"""While a driver waits for some calls, it looks this often whether others have failed or are late."""
 
 
 @dataclass(eq=False)
@@ -30,12 +33,20 @@ class CallRecord:
     number: int
     report_ref: Ref
     role: str
+    rank: int
     method: str
     slot: Slot
     device: str
     submitted_ns: int
+    timeout_s: float | None
     inputs: tuple["CallRecord", ...] = ()
     """The calls whose results it reads, until it is settled."""
+    running_since_s: float | None = None
+    """When nothing was before it any more, on the monotonic clock; None until then."""
+    times_late: int = 0
+    """How often it was past its deadline because its process was only starting."""
+    symptom: WorkerError | None = None
+    """It lost the connection to a rank that failed; what that rank did is not known yet."""
     report: Report | None = None
     error: FlowError | None = None
 
@@ -74,36 +85,60 @@ class Calls:
     """Every call that the driver has submitted and not yet settled, and the events of those it has."""
 
     backend: Backend
+    timeout_s: float | None = None
+    """Seconds that a call may run, where its method does not say."""
+    say: Callable[[str], None] = lambda text: None
+    """Tells the user what happened and did not end the run."""
     events: deque[CallEvent] = field(default_factory=lambda: deque(maxlen=KEPT_EVENTS))
     """The calls that ended last, in the order in which the driver heard of them."""
-    broken: dict[str, FlowError] = field(default_factory=dict)
-    """Pool -> why its processes were ended."""
+    revivals: Revivals = field(default_factory=Revivals)
     _closed: FlowError | None = None
-    _submitted: int = 0
-    _bookkeeping: threading.Lock = field(default_factory=threading.Lock)
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    _bookkeeping: threading.RLock = field(default_factory=threading.RLock)
     """Several threads of a driver may wait at once; each call is settled by one of them."""
     _pending: dict[int, CallRecord] = field(default_factory=dict)
+    _deadlines: Deadlines = field(default_factory=Deadlines)
     _shared: WeakKeyDictionary[LocalRef, Ref] = field(default_factory=WeakKeyDictionary)
+
+    def __post_init__(self) -> None:
+        self.failures = Failures(self.backend, self.revivals, self._deadlines, self.say)
 
     def add(
         self,
         report: Ref,
         role: str,
+        rank: int,
         method: str,
         slot: Slot,
         device: str,
-        submitted_ns: int,
+        *,
+        number: int | None = None,
+        submitted_ns: int | None = None,
         inputs: Sequence[Ref] = (),
+        timeout_s: float | None = None,
     ) -> CallRecord:
         """Takes up a call that was submitted: `inputs` are the references that it reads."""
         sources = {id(ref.record): ref.record for ref in inputs if isinstance(ref, Tracked)}
         with self._bookkeeping:
-            self._submitted += 1
             record = CallRecord(
-                self._submitted, report, role, method, slot, device, submitted_ns, tuple(sources.values())
+                number or self.next_number(),
+                report,
+                role,
+                rank,
+                method,
+                slot,
+                device,
+                submitted_ns or time.time_ns(),
+                timeout_s or self.timeout_s,
+                tuple(sources.values()),
             )
             self._pending[record.number] = record
+            self._deadlines.add(record)
         return record
+
+    def next_number(self) -> int:
+        """Counts the calls of a run, each rank's on its own."""
+        return next(self._numbers)
 
     def share(self, rows: LocalRef) -> Ref:
         """Rows of the driver where every host can read them: put there once, while some batch holds them."""
@@ -133,9 +168,9 @@ class Calls:
         """Reads the reports that are there, without waiting. Raises this pool's failure, even one nobody asked for."""
         self.check_open()
         if self._pending:
-            self._collect(self.pending(), 0.0)
-        if pool in self.broken:
-            raise self.broken[pool]
+            self._look_around()
+        if error := self.failures.of(pool):
+            raise error
 
     def settle(self, records: Sequence[CallRecord], timeout_s: float | None) -> None:
         """Waits until these calls are done.
@@ -151,35 +186,44 @@ class Calls:
             if all(record.settled for record in waiting):
                 break
             # What is waited for may hang because of a failure elsewhere, which ends it once it is known.
-            self._collect(self.pending(), 0.0)
+            self._look_around()
             if left <= 0:
                 late = waiting[0]
-                raise TimeoutError(
-                    f"{late.role}.{late.method} on rank {late.slot.rank} is not done after {timeout_s:g} s"
-                )
+                raise TimeoutError(f"{late.role}.{late.method} on rank {late.rank} is not done after {timeout_s:g} s")
         for record in records:
             if record.error is not None:
-                raise next(iter(self.broken.values()), record.error)
+                raise self.failures.first or record.error
 
     def fetch(self, refs: Sequence[Ref]) -> list[Any]:  # Any: the methods' own results
         """The values behind references to settled calls, read together."""
         self.check_open()
         return self.backend.get([ref.carrier for ref in refs])
 
+    def _look_around(self) -> None:
+        """Settles what is done, resolves what is doubtful, and ends what is late."""
+        self._collect(self.pending(), 0.0)
+        with self._bookkeeping:
+            self.failures.look(time.monotonic())
+            for record in self.pending():
+                if record.symptom is not None and (error := self.failures.of(record.slot.pool)):
+                    self._pending.pop(record.number)
+                    record.error = error
+
     def _collect(self, records: Sequence[CallRecord], timeout_s: float) -> None:
         """Settles, in the order of submission, those that are done after at most this wait."""
-        by_ref = {id(record.report_ref): record for record in records}
+        by_ref = {id(record.report_ref): record for record in records if record.symptom is None}
         if not by_ref:
-            return
+            # All that is waited for lost its peers: why, will show.
+            return time.sleep(timeout_s)
         ready = self.backend.wait([record.report_ref for record in by_ref.values()], timeout_s)
         reports = dict(zip(map(id, ready), self._reports(ready), strict=True))
         every = self.pending()
-        if any(isinstance(report, FlowError) for report in reports.values()) and len(every) > len(by_ref):
+        if any(isinstance(report, FlowError) for report in reports.values()) and len(every) > len(records):
             # The cause may be an earlier call's failure, which nobody has asked for yet.
             return self._collect(every, 0.0)
         with self._bookkeeping:
             for key, record in by_ref.items():
-                if key in reports and self._pending.pop(record.number, None) is not None:
+                if key in reports and record.number in self._pending:
                     self._settle_one(record, reports[key])
 
     def _reports(self, ready: Sequence[Ref]) -> list[Report | FlowError]:
@@ -190,16 +234,17 @@ class Calls:
 
     def _settle_one(self, record: CallRecord, report: Report | FlowError) -> None:
         if isinstance(report, FlowError):
-            record.error = error = report
             # A call that failed because its input did names the input's role: its own processes are sound.
-            own = isinstance(error, WorkerError) and (error.role, error.method) == (record.role, record.method)
-            if own and record.slot.pool not in self.broken:
-                self.broken[record.slot.pool] = error
-                # Peers of the failed rank may wait for it in a collective, from which only their end frees them.
-                self.backend.end_pool(record.slot.pool)
-            return
-        record.report = report
-        self.events.append(_event(record, report))
+            own = isinstance(report, WorkerError) and (report.role, report.method) == (record.role, record.method)
+            if own and isinstance(report, WorkerError) and self.failures.doubt(record, report):
+                return
+            record.error = report
+        else:
+            record.report = report
+            self.events.append(_event(record, report))
+            if report.revived:
+                self.say(f"{record.role} on rank {record.rank} lost its process; another took its place and goes on")
+        del self._pending[record.number]
         record.inputs = ()  # or every call would keep all calls before it
 
 
@@ -209,7 +254,7 @@ def _event(record: CallRecord, report: Report) -> CallEvent:
         number=record.number,
         inputs=tuple(source.number for source in record.inputs),
         role=record.role,
-        rank=slot.rank,
+        rank=record.rank,
         node=slot.node,
         device=record.device,
         pool=slot.pool,

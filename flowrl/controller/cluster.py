@@ -1,8 +1,10 @@
 """Cluster: a placement, planned and started. Where groups come from."""
 
+import logging
 import os
-import time
 from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -13,10 +15,12 @@ from flowrl.controller.errors import ContractError
 from flowrl.controller.group import WorkerGroup
 from flowrl.controller.host import Construction
 from flowrl.controller.inline_backend import InlineBackend
-from flowrl.controller.plan import Mesh, PlacementError, Plan, PoolPlan, Slot, plan
+from flowrl.controller.plan import HostSet, Mesh, PlacementError, Plan, PoolPlan, RolePlan, Slot, plan
 from flowrl.controller.pool import ResourcePool
 from flowrl.controller.tasks import GroupTasks, Tasks
 from flowrl.controller.worker import Worker
+
+_log = logging.getLogger("flowrl")
 
 TASKS = "tasks"
 """Role and pool of the process that runs pure functions beside the data."""
@@ -48,22 +52,30 @@ class Cluster:
         roles: tuple[str, ...] | None = None,
         num_threads: int | None = None,
         prepare: tuple[str, ...] = (),
+        call_timeout_s: float | None = 1800.0,
+        restarts: int = 3,
+        say: Callable[[str], None] | None = None,
     ) -> None:
         self._inline = backend == "inline"
         self._num_threads = num_threads
         if TASKS in placement.pools or TASKS in placement.roles:
             raise PlacementError(f"placement names a pool or role {TASKS}, which is flowrl's own: choose another name")
         self._backend: Backend = InlineBackend() if self._inline else _ray_backend(address)
-        self.calls = Calls(self._backend)
+        self.calls = Calls(self._backend, call_timeout_s, say or _log.warning)
+        self._sets: dict[str, HostSet] = {}
+        self._restarts = restarts
+        self._started: set[str] = set()
         self._joined: set[str] = set()
         self._groups: dict[str, WorkerGroup] = {}
         try:
             self.plan: Plan = plan(placement, self._backend.inventory(placement.device, devices), roles)
             pools = list(self.plan.pools.values())
+            for hosts in (*self.plan.host_sets(), HostSet(TASKS, (_TASK_POOL,))):
+                self.calls.failures.watch(hosts)
+                self._sets |= {pool.name: hosts for pool in hosts.pools}
             self._per_node = Counter(slot.node for pool in pools for slot in pool.slots)
-            self._backend.start_pools(pools, self.plan.kind)
-            self._backend.start_tasks(_TASK_POOL)
-            tasks = self._make(TASKS, Tasks, _TASK_POOL, Mesh(1, 1, 1, 1), (), {})
+            self._backend.reserve(pools, self.plan.kind)
+            tasks = self._make(RolePlan(TASKS, TASKS, _TASK_POOL.slots, Mesh(1, 1, 1, 1)), Tasks, (), {})
             if prepare:
                 tasks.prepare.submit(prepare)
         except BaseException:
@@ -83,36 +95,56 @@ class Cluster:
                 f"role {role!r} is not in the placement, which has {', '.join(self.plan.roles)}; add it to roles"
             )
         planned = self.plan.roles[role]
-        pool, mesh = self.plan.pools[planned.pool], planned.mesh
-        if cls.collective and self._inline:
+        if self._inline and (cls.collective or cls.replicated):
             # One process cannot hold several members of a process group; with one rank the numbers are the same.
-            pool, mesh = PoolPlan(pool.name, pool.slots[:1]), Mesh(1, 1, 1, 1)
-        return self._make(role, cls, pool, mesh, args, kwargs)
+            planned = replace(planned, slots=planned.slots[:1], mesh=Mesh(1, 1, 1, 1))
+        return self._make(planned, cls, args, kwargs)
 
-    def _make(self, role: str, cls: type[Worker], pool: PoolPlan, mesh: Mesh, args: tuple, kwargs: dict) -> WorkerGroup:
-        if cls.collective and len(pool.slots) > 1 and pool.name not in self._joined:
-            self._join(pool)
-        self.calls.check(pool.name)
-        group = WorkerGroup(role, cls, pool.slots, mesh, self._backend, self.calls, self.plan.kind)
-        for slot in pool.slots:
-            device = self._device(slot, pool.name)
-            made = Construction(role, cls, args, kwargs, mesh, slot, device, self._threads(slot))
-            report = self._backend.construct(slot, made)
-            self.calls.add(report, role, "__init__", slot, group.device_name(slot), time.time_ns())
+    def _make(self, planned: RolePlan, cls: type[Worker], args: tuple, kwargs: dict) -> WorkerGroup:
+        role, slots = planned.role, planned.slots
+        self.calls.check(slots[0].pool)
+        hosts = self._sets[slots[0].pool]
+        talks = cls.collective and len(slots) > 1
+        replaceable = cls.stateless and not talks
+        if hosts.name not in self._started:
+            self._started.add(hosts.name)
+            # Ray tells why a process ended only of those that it does not start again.
+            self._backend.start_hosts(hosts, self.plan.kind, restarts=self._restarts if replaceable else 0)
+        if talks:
+            self._open_group(role, slots)
+        if not replaceable:
+            self.calls.revivals.rule_out([pool.name for pool in hosts.pools])
+        group = WorkerGroup(role, cls, slots, planned.mesh, self._backend, self.calls, self.plan.kind)
+        for rank, slot in enumerate(slots):
+            device, local_rank = self._device(slot), planned.local_rank(rank)
+            threads = self._threads(slot)
+            made = Construction(role, cls, args, kwargs, planned.mesh, rank, local_rank, slot.node, device, threads)
+            report = self._backend.construct(slot, made, self.calls.revivals.of(slot))
+            self.calls.revivals.constructed(slot, made)
+            self.calls.add(report, role, rank, "__init__", slot, group.device_name(slot))
         self._groups[role] = group
         if role != TASKS:
             group.tasks = self._tasks
         return group
 
-    def _join(self, pool: PoolPlan) -> None:
-        self._joined.add(pool.name)
-        reports = self._backend.join(pool, self.plan.kind)
-        # The first rank is called twice: it opens the rendezvous before it joins like the others.
-        for slot, report in zip((pool.slots[0], *pool.slots), reports, strict=True):
-            self.calls.add(report, pool.name, "join", slot, f"{self.plan.kind}:{slot.device}", time.time_ns())
+    def _open_group(self, role: str, slots: Sequence[Slot]) -> None:
+        """Gives a role a communicator. Every process of its host set takes part, in the order of `group` calls."""
+        hosts = self._sets[slots[0].pool]
+        if hosts.name not in self._joined:
+            self._joined.add(hosts.name)
+            ranks = {slot: rank for rank, slot in enumerate(hosts.slots)}
+            for slot, report in self._backend.join(hosts, self.plan.kind):
+                self.calls.add(report, hosts.name, ranks[slot], "join", slot, self._device_name(slot))
+        ranks = [hosts.slots.index(slot) for slot in slots]
+        for rank, slot in enumerate(hosts.slots):
+            report = self._backend.open_group(slot, role, ranks, rank)
+            self.calls.add(report, role, rank, "join", slot, self._device_name(slot))
 
-    def _device(self, slot: Slot, pool: str) -> str:
-        if self.plan.kind == "cpu" or pool == TASKS:
+    def _device_name(self, slot: Slot) -> str:
+        return f"{self.plan.kind}:{slot.device}"
+
+    def _device(self, slot: Slot) -> str:
+        if self.plan.kind == "cpu" or slot.pool == TASKS:
             return "cpu"
         # Ray shows a process only the device that it was given.
         return f"cuda:{slot.device}" if self._inline else "cuda:0"

@@ -1,8 +1,10 @@
 """What goes wrong between the driver and its workers.
 
 FlowError
-+-- WorkerError     a worker's method raised, or its process ended
++-- WorkerError     a worker's method raised
 |   +-- RefusedError    what it raised is the user's to mend (a UserError too)
+|   +-- ProcessLost     its process has ended
+|   +-- DeadlineError   it did not return in time
 +-- BackendError    processes cannot be started or joined as asked (a UserError too)
 +-- ContractError   a call or a result breaks what `register` declares (a UserError too)
 """
@@ -23,17 +25,38 @@ class BackendError(FlowError, UserError):
 
 
 class WorkerError(FlowError, RuntimeError):
-    """A worker failed. Names role, rank, node and method, and carries the traceback of the worker's process."""
+    """A worker failed. Names role, rank, node and method, and carries the traceback of the worker's process.
 
-    def __init__(self, role: str, rank: int, node: int, method: str, cause: str, remote_traceback: str = "") -> None:
-        super().__init__(role, rank, node, method, cause, remote_traceback)
+    `symptom` marks a lost connection to another rank: what that rank did is the cause.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        rank: int,
+        node: int,
+        method: str,
+        cause: str,
+        remote_traceback: str = "",
+        symptom: bool = False,
+    ) -> None:
+        super().__init__(role, rank, node, method, cause, remote_traceback, symptom)
         self.role, self.rank, self.node, self.method = role, rank, node, method
         self.cause = cause
         self.remote_traceback = remote_traceback
+        self.symptom = symptom
 
     def __str__(self) -> str:
         head = f"{self.role}.{self.method} failed on rank {self.rank} (node {self.node}): {self.cause}"
         return f"{head}\n\nIn the worker:\n{self.remote_traceback.rstrip()}" if self.remote_traceback else head
+
+
+class ProcessLost(WorkerError):
+    """A worker's process has ended: killed, out of memory, or crashed."""
+
+
+class DeadlineError(WorkerError):
+    """A call ran longer than it may. `remote_traceback` is where its process stood."""
 
 
 class RefusedError(WorkerError, UserError):
@@ -41,3 +64,8 @@ class RefusedError(WorkerError, UserError):
 
     def __str__(self) -> str:
         return f"{self.role}: {self.cause.partition(': ')[2]}"
+
+
+def unpicklable(error: BaseException) -> str:
+    """The cause of a `WorkerError` for a result that cannot leave its process."""
+    return f"its result cannot be pickled ({type(error).__name__}: {error}); return plain values, arrays or a table"

@@ -12,7 +12,7 @@ from flowrl.controller.dispatch import DispatchMode, Part, dispatch_mode, is_lea
 from flowrl.controller.errors import ContractError
 from flowrl.controller.future import Future
 from flowrl.controller.plan import Mesh, Slot
-from flowrl.controller.register import Contract, registered_methods
+from flowrl.controller.register import Contract, Dispatch, registered_methods
 from flowrl.controller.wire import References, Request, lower
 from flowrl.controller.worker import Worker
 from flowrl.data.batch import Batch, TaskRunner
@@ -50,15 +50,7 @@ class RemoteMethod:
             raise ContractError(
                 f"{self._group.role}.{self.__name__}{self.__signature__} was called wrongly: {error}"
             ) from None
-        return self._group.submit(self.__name__, self._contract, self._by_name(bound))
-
-    def _by_name(self, bound: inspect.BoundArguments) -> dict[str, Any]:
-        """Every argument under a name of its own, those that the method takes as `**others` too."""
-        arguments = dict(bound.arguments)
-        for parameter in self.__signature__.parameters.values():
-            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-                arguments |= arguments.pop(parameter.name, {})
-        return arguments
+        return self._group.submit(self.__name__, self._contract, _by_name(bound))
 
 
 class WorkerGroup:
@@ -95,7 +87,7 @@ class WorkerGroup:
 
     @property
     def pool(self) -> str:
-        """The name of the pool that the group runs on."""
+        """The name of the pool that the group's first rank is in."""
         return self.slots[0].pool
 
     def device_name(self, slot: Slot) -> str:
@@ -108,6 +100,37 @@ class WorkerGroup:
 
     def __repr__(self) -> str:
         return f"WorkerGroup({self.role}: {self.world_size} x {self.cls.__name__} on {self.pool})"
+
+    def run(
+        self, fn: Callable, /, *args: Any, rank_zero: bool = False, **kwargs: Any
+    ) -> Any:  # Any: the function's own
+        """Runs `fn(worker, *args, **kwargs)` on every rank and returns their results in a list; waits for them.
+
+        For a look at a worker or a change to it that needs no method of its own. Batches arrive as tables, futures as
+        their values, as in any call; the function itself is pickled.
+
+        Args:
+            rank_zero: run it on rank 0 alone, and return its result.
+        Raises:
+            ContractError: the arguments do not fit the function.
+            WorkerError: it raised.
+        """
+        try:
+            bound = inspect.signature(fn).bind(None, *args, **kwargs)
+        except TypeError as error:
+            name = getattr(fn, "__name__", repr(fn))
+            raise ContractError(f"{self.role}.run: {name}(worker, ...) was called wrongly: {error}") from None
+        worker, *others = bound.signature.parameters.values()
+        if {p.kind for p in others} & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY}:
+            raise ContractError(f"{self.role}.run: arguments travel by name: give each parameter of the function one")
+        named = _by_name(bound)
+        del named[worker.name]
+        contract = Contract(Dispatch.RANK_ZERO if rank_zero else Dispatch.ONE_TO_ALL)
+        result = self.submit(
+            "run_function", contract, {"fn": fn} | {f"of_{name}": value for name, value in named.items()}
+        )
+        assert isinstance(result, Future)
+        return result.get()
 
     def submit(self, method: str, contract: Contract, arguments: Mapping[str, Any]) -> "Batch | Future":
         """Sends one call to its ranks: checked, scattered, lowered, submitted and recorded here and nowhere else."""
@@ -142,11 +165,23 @@ class WorkerGroup:
         references = References(self._calls.share)
         returns_batch = mode.gather is None
         answers = not returns_batch or is_leader(self.mesh, rank)
-        request = Request(self.role, method, lower(dict(arguments), references), contract, returns_batch, answers)
-        slot, submitted_ns = self.slots[rank], time.time_ns()
-        value, report = self._backend.call(slot, request, references.refs)
-        device = self.device_name(slot)
-        record = self._calls.add(report, self.role, method, slot, device, submitted_ns, references.sources)
+        slot, submitted_ns, number = self.slots[rank], time.time_ns(), self._calls.next_number()
+        lowered = lower(dict(arguments), references)
+        request = Request(number, self.role, rank, slot.node, method, lowered, contract, returns_batch, answers)
+        value, report = self._backend.call(slot, request, references.refs, self._calls.revivals.of(slot))
+        self._calls.revivals.called(slot, request, references.refs)
+        record = self._calls.add(
+            report,
+            self.role,
+            rank,
+            method,
+            slot,
+            self.device_name(slot),
+            number=number,
+            submitted_ns=submitted_ns,
+            inputs=references.sources,
+            timeout_s=contract.timeout_s,
+        )
         return Tracked(value, record, self._calls), record
 
     def _as_batch(
@@ -173,6 +208,15 @@ class WorkerGroup:
             for shard in batch.column(name).block.shards:
                 if isinstance(shard.description, Tracked):
                     self._calls.settle([shard.description.record], timeout_s)
+
+
+def _by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
+    """Every argument under a name of its own, those that go into `**others` too."""
+    arguments = dict(bound.arguments)
+    for parameter in bound.signature.parameters.values():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            arguments |= arguments.pop(parameter.name, {})
+    return arguments
 
 
 def _rows_after(contract: Contract, taken: Rows) -> int | None:

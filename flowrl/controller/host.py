@@ -1,21 +1,26 @@
 """Host: what runs in one process, the workers of all roles on one device. Every backend calls it the same way."""
 
+import sys
 import time
 import traceback
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from flowrl.config import UserError
-from flowrl.controller.errors import ContractError, FlowError, RefusedError, WorkerError
-from flowrl.controller.plan import Mesh, Slot
+from flowrl.controller.errors import ContractError, FlowError, ProcessLost, RefusedError, WorkerError
+from flowrl.controller.plan import Mesh
 from flowrl.controller.rendezvous import join_process_group, role_process_group
 from flowrl.controller.wire import FutureArgument, Request, TableArgument
 from flowrl.controller.worker import Worker, WorkerContext
 from flowrl.data.block import Description
 from flowrl.data.payload import Payload
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,9 @@ class Construction:
     args: tuple
     kwargs: Mapping[str, Any]
     mesh: Mesh
-    slot: Slot
+    rank: int
+    local_rank: int
+    node: int
     device: str
     num_threads: int
 
@@ -41,6 +48,8 @@ class Report:
     ended_ns: int
     finished_ns: int
     description: Description | None = None
+    revived: bool = False
+    """Whether the process took a lost one's place for this call."""
 
 
 class Host:
@@ -48,69 +57,106 @@ class Host:
 
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
+        self._groups: dict[str, ProcessGroup | None] = {}
+        self._states: dict[str, int] = {}
 
-    def join(self, address: tuple[str, int], slot: Slot, world_size: int, kind: str) -> tuple[Any, Report]:
-        """Enters the pool's process group. Called with port 0, rank 0 opens the rendezvous and returns its address.
+    def join(
+        self, name: str, address: tuple[str, int], rank: int, world_size: int, node: int, kind: str
+    ) -> tuple[Any, Report]:
+        """Enters the process group of the host set `name`.
 
-        Raises `WorkerError`.
+        Called with port 0, rank 0 opens the rendezvous and returns its address. Raises `WorkerError`.
         """
-        started_ns = time.time_ns()
-        try:
-            opened = join_process_group(address, slot.rank, world_size, kind)
-        except Exception as error:  # noqa: BLE001 (process boundary: raised again with pool and rank)
-            raise _failure(slot.pool, slot.rank, slot.node, "join", error) from None
-        return opened, _untimed(started_ns)
+        with _told_to_driver(name, rank, node, "join"):
+            started_ns = time.time_ns()
+            opened = join_process_group(address, rank, world_size, kind)
+            return opened, _untimed(started_ns)
 
-    def construct(self, construction: Construction) -> tuple[None, Report]:
+    def open_group(self, role: str, ranks: Sequence[int], rank: int, node: int) -> tuple[None, Report]:
+        """Makes a role's communicator among processes of the set that was joined. Raises `WorkerError`."""
+        with _told_to_driver(role, rank, node, "join"):
+            started_ns = time.time_ns()
+            self._groups[role] = role_process_group(ranks)
+            return None, _untimed(started_ns)
+
+    def construct(self, made: Construction) -> tuple[None, Report]:
         """Makes a worker. Raises `WorkerError`."""
-        started_ns = time.time_ns()
-        try:
-            self._construct(construction)
-        except Exception as error:  # noqa: BLE001 (process boundary: raised again with role and rank)
-            raise _failure(
-                construction.role, construction.slot.rank, construction.slot.node, "__init__", error
-            ) from None
-        return None, _untimed(started_ns)
+        with _told_to_driver(made.role, made.rank, made.node, "__init__"):
+            started_ns = time.time_ns()
+            self._construct(made)
+            return None, _untimed(started_ns)
 
     def _construct(self, made: Construction) -> None:
-        group = None
-        if made.cls.collective:
-            group = role_process_group(made.mesh.size, made.num_threads)
-        slot = made.slot
+        if torch := sys.modules.get("torch"):
+            torch.set_num_threads(made.num_threads)
         worker = made.cls.__new__(made.cls)
         worker.context = WorkerContext(
             role=made.role,
-            rank=slot.rank,
+            rank=made.rank,
             world_size=made.mesh.size,
-            local_rank=slot.local_rank,
-            node=slot.node,
+            local_rank=made.local_rank,
+            node=made.node,
             device=made.device,
             mesh=made.mesh,
-            process_group=group,
+            process_group=self._groups.get(made.role),
             colocated=self._workers,
         )
         worker.__init__(*made.args, **made.kwargs)
         self._workers[made.role] = worker
+        self._states[made.role] = 0
 
     def call(self, request: Request, *objects: Any) -> tuple[Any, Report]:  # Any: payloads and results
         """Runs one method. Returns its result and the report that travels apart from it. Raises `WorkerError`."""
         arrived_ns = time.time_ns()
-        worker = self._workers[request.role]
-        try:
+        if request.role not in self._workers:
+            cause = "the process of its worker has ended, and with it what the worker held"
+            raise ProcessLost(request.role, request.rank, request.node, request.method, cause)
+        with _told_to_driver(request.role, request.rank, request.node, request.method):
             arguments, payloads = _read(request, objects)
             started_ns = time.time_ns()
-            result = _run(worker, request, arguments, payloads)
+            result = _run(self._workers[request.role], request, arguments, payloads)
             ended_ns = time.time_ns()
             value, description = _packed(result, list(payloads.values()), request)
-        except Exception as error:  # noqa: BLE001 (process boundary: raised again with role and rank)
-            at = worker.context
-            raise _failure(request.role, at.rank, at.node, request.method, error) from None
+        if request.contract.replay:
+            self._states[request.role] = request.number
         return value, Report(arrived_ns, started_ns, ended_ns, time.time_ns(), description)
 
+    def lacks(self, constructions: Sequence[Construction]) -> bool:
+        """Whether a worker is missing that was made in the process before this one."""
+        return any(made.role not in self._workers for made in constructions)
 
-def _failure(role: str, rank: int, node: int, method: str, error: Exception) -> WorkerError:
-    kind = RefusedError if isinstance(error, UserError) and not isinstance(error, FlowError) else WorkerError
-    return kind(role, rank, node, method, f"{type(error).__name__}: {error}", traceback.format_exc())
+    def behind(self, role: str, states: Sequence[Request]) -> bool:
+        """Whether a role's worker was not given the last of these states as its last: calls to a process that took
+        another's place may come in any order."""
+        return self._states.get(role, 0) != max((state.number for state in states if state.role == role), default=0)
+
+
+@contextmanager
+def _told_to_driver(role: str, rank: int, node: int, method: str) -> Iterator[None]:
+    """What is raised in here leaves the process as a `WorkerError` with role, rank and traceback."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 (process boundary: everything is raised again)
+        kind = RefusedError if isinstance(error, UserError) and not isinstance(error, FlowError) else WorkerError
+        cause = f"{type(error).__name__}: {error}"
+        raise kind(role, rank, node, method, cause, traceback.format_exc(), _connection_lost(error)) from None
+
+
+_CONNECTION_LOST = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "failed to recv",
+    "socket closed",
+    "remote process exited",
+    "communicator was aborted",
+)
+"""What gloo, NCCL and TCPStore say on a rank whose peer has gone."""
+
+
+def _connection_lost(error: Exception) -> bool:
+    return isinstance(error, RuntimeError | OSError) and any(text in str(error).lower() for text in _CONNECTION_LOST)
 
 
 def _untimed(started_ns: int) -> Report:

@@ -86,11 +86,30 @@ class Mesh:
 
 @dataclass(frozen=True)
 class RolePlan:
-    """A role's pool, all of whose slots it uses, and the mesh of its ranks there."""
+    """The processes of a role, in the order of its ranks, and its mesh."""
 
     role: str
     pool: str
+    """As the placement writes it: a pool, some of its ranks, or several pools."""
+    slots: Sequence[Slot]
     mesh: Mesh
+
+    def local_rank(self, rank: int) -> int:
+        """How many ranks of the role before this one are on its node."""
+        return sum(slot.node == self.slots[rank].node for slot in self.slots[:rank])
+
+
+@dataclass(frozen=True)
+class HostSet:
+    """Pools that some role spans: their processes may wait for each other, and fail together."""
+
+    name: str
+    pools: tuple[PoolPlan, ...]
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """All processes; a process's place here is its rank in what they share."""
+        return tuple(slot for pool in self.pools for slot in pool.slots)
 
 
 @dataclass(frozen=True)
@@ -103,9 +122,19 @@ class Plan:
     num_devices: int | None = None
     """Devices of the inventory, used or not; None for CPU slots that nobody stated."""
 
-    def slots(self, role: str) -> tuple[Slot, ...]:
+    def slots(self, role: str) -> Sequence[Slot]:
         """The slots of `role` in rank order."""
-        return self.pools[self.roles[role].pool].slots
+        return self.roles[role].slots
+
+    def host_sets(self) -> list[HostSet]:
+        """The pools, those together that a role spans."""
+        sets = [{name} for name in self.pools]
+        for role in self.roles.values():
+            spanned = {slot.pool for slot in role.slots}
+            touched = [names for names in sets if names & spanned]
+            sets = [names for names in sets if not names & spanned] + [set().union(*touched)]
+        ordered = [[name for name in self.pools if name in names] for names in sets]
+        return [HostSet("+".join(names), tuple(self.pools[name] for name in names)) for names in ordered]
 
 
 def plan(placement: Placement, inventory: Inventory, roles: Sequence[str] | None = None) -> Plan:
@@ -121,7 +150,8 @@ def plan(placement: Placement, inventory: Inventory, roles: Sequence[str] | None
     pool_plans = {name: PoolPlan(name, slots[name]) for name in pools}
     role_plans = {}
     for role, place in wanted.items():
-        role_plans[role] = RolePlan(role, place.pool, _mesh(role, place, len(slots[place.pool])))
+        chosen = _role_slots(role, place, slots)
+        role_plans[role] = RolePlan(role, place.pool, chosen, _mesh(role, place, len(chosen)))
     num_devices = sum(inventory.nodes) if inventory.bounded else None
     return Plan(inventory.kind, pool_plans, role_plans, num_devices)
 
@@ -144,13 +174,35 @@ def _wanted_pools(placement: Placement, wanted: Mapping[str, RolePlacement]) -> 
     """The pools of the wanted roles in the placement's order."""
     places = {role: placement.role(role) for role in placement.roles}
     for role, place in places.items():
-        if place.pool not in placement.pools:
-            near = _nearest(place.pool, placement.pools)
-            raise PlacementError(f"placement.roles.{role} is {place.pool}, which is not a pool; {near}")
+        for part in place.parts:
+            if part.pool not in placement.pools:
+                near = _nearest(part.pool, placement.pools)
+                what = "which" if part.pool == place.pool else f"but {part.pool}"
+                raise PlacementError(f"placement.roles.{role} is {place.pool}, {what} is not a pool; {near}")
+    named = {part.pool for place in places.values() for part in place.parts}
     for name in placement.pools:
-        if not any(place.pool == name for place in places.values()):
+        if name not in named:
             raise PlacementError(f"placement.pools.{name} is empty of roles: remove it, or name it in placement.roles")
-    return [name for name in placement.pools if any(place.pool == name for place in wanted.values())]
+    used = {part.pool for place in wanted.values() for part in place.parts}
+    return [name for name in placement.pools if name in used]
+
+
+def _role_slots(role: str, place: RolePlacement, slots: Mapping[str, tuple[Slot, ...]]) -> tuple[Slot, ...]:
+    """The processes of a role: pools in the placement's order, each in the order of its ranks."""
+    chosen = set()
+    for part in place.parts:
+        pool = slots[part.pool]
+        stop = len(pool) if part.stop is None else part.stop
+        if not part.start < stop <= len(pool):
+            raise PlacementError(
+                f"placement.roles.{role} is {place.pool}, but pool {part.pool} has ranks 0 to {len(pool) - 1}: "
+                f"write {part.pool}[0:{len(pool)}] or less"
+            )
+        taken = set(pool[part.start : stop])
+        if chosen & taken:
+            raise PlacementError(f"placement.roles.{role} is {place.pool}, which names a rank twice: name each once")
+        chosen |= taken
+    return tuple(slot for pool in slots.values() for slot in pool if slot in chosen)
 
 
 def _nearest(word: str, allowed: Collection[str]) -> str:
@@ -230,7 +282,7 @@ def _mesh(role: str, place: RolePlacement, ranks: int) -> Mesh:
             f"{name} {value}" for name, value in (("tp", place.tp), ("sp", place.sp), ("pp", place.pp)) if value > 1
         ]
         raise PlacementError(
-            f"placement.roles.{role} has {' x '.join(parts)}, which does not divide the {ranks} devices of pool "
+            f"placement.roles.{role} has {' x '.join(parts)}, which does not divide the {ranks} devices of "
             f"{place.pool}: change the parallel size or the pool"
         )
     return Mesh(pp=place.pp, dp=ranks // size, sp=place.sp, tp=place.tp)
@@ -246,7 +298,7 @@ def render_plan(plan: Plan) -> str:
     places = sorted({(slot.node, slot.device) for slot in slots})
     rows = [["role", "pool", "mesh", *(f"{node}:{device}" for node, device in places)]]
     for role, role_plan in plan.roles.items():
-        ranks = {(slot.node, slot.device): str(slot.rank) for slot in plan.slots(role)}
+        ranks = {(slot.node, slot.device): str(rank) for rank, slot in enumerate(plan.slots(role))}
         mesh = role_plan.mesh
         sizes = (("pp", mesh.pp), ("dp", mesh.dp), ("sp", mesh.sp), ("tp", mesh.tp))
         shape = " ".join(f"{name}{size}" for name, size in sizes if size > 1 or name == "dp")

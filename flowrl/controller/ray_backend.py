@@ -1,25 +1,32 @@
 """The Ray backend: one actor process per device. With ray_nodes.py the only module that imports ray."""
 
+import contextlib
 import os
 import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pickle import PicklingError
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flowrl.config.base import Device
-from flowrl.controller.errors import FlowError, WorkerError
+from flowrl.controller.errors import FlowError, ProcessLost, WorkerError, unpicklable
 from flowrl.controller.host import Construction, Host, Report
-from flowrl.controller.plan import Inventory, PoolPlan, Slot
+from flowrl.controller.plan import HostSet, Inventory, PoolPlan, Slot
 from flowrl.controller.ray_nodes import RayNodes
+from flowrl.controller.revival import Revival
+from flowrl.controller.stacks import arm, dump_of
 from flowrl.controller.wire import Request
 from flowrl.data.block import Ref
 from flowrl.data.payload import Payload
 
 _LOOPBACK = "127.0.0.1"
+_STACKS_TIMEOUT_S = 10.0
 
 
 class _RayHost(Host):
@@ -32,13 +39,38 @@ class _RayHost(Host):
         # Objects are read from shared memory that is not writable; `Host` checks that no method writes, so torch need
         # not say.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        self._stacks = arm()
         self._interface = _LOOPBACK if loopback else ray.util.get_node_ip_address()
         if loopback:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
 
-    def open_rendezvous(self, slot: Slot, world_size: int, kind: str) -> tuple[Any, Report]:
-        """Opens the pool's rendezvous on this host, its first rank."""
-        return self.join((self._interface, 0), slot, world_size, kind)
+    def whereabouts(self) -> tuple[str, int, int]:
+        """Node, process and file of `stacks.dump_of`."""
+        return ray.get_runtime_context().get_node_id(), os.getpid(), self._stacks
+
+    def open_rendezvous(self, name: str, world_size: int, node: int, kind: str) -> tuple[Any, Report]:
+        """Opens the rendezvous of a host set on this host, its first rank."""
+        return self.join(name, (self._interface, 0), 0, world_size, node, kind)
+
+    def call(self, request: Request, revival: Revival | None, *objects: Any) -> tuple[Any, Report]:
+        """As `Host.call`, in a process that may have taken a lost one's place."""
+        lost = revival is not None and self.lacks(revival.made)
+        if revival is not None:
+            self._revive(revival, request.role)
+        value, report = super().call(request, *objects)
+        return value, replace(report, revived=True) if lost else report
+
+    def _revive(self, revival: Revival, role: str) -> None:
+        for made in revival.made:
+            if self.lacks([made]):
+                self.construct(made)
+        if self.behind(role, [state for state, _ in revival.states]):
+            for made in revival.made:
+                if made.role == role:
+                    self.construct(made)
+            for state, refs in revival.states:
+                if state.role == role:
+                    super().call(state, *ray.get([_object_ref(ref) for ref in refs]))
 
 
 class RayRef:
@@ -68,8 +100,20 @@ class RayRef:
         role, rank, node, method = self._what
         if isinstance(error, RayActorError):
             # Which call it was that met the dead process says nothing of why it died.
-            return WorkerError(role, rank, node, method, f"its process has ended ({type(error).__name__})", str(error))
+            return ProcessLost(role, rank, node, method, _why_ended(str(error)))
+        if isinstance(error, RayTaskError) and isinstance(error.cause, TypeError | PicklingError | AttributeError):
+            # Whatever the method itself raises comes as a WorkerError: this was raised when its result was stored.
+            return WorkerError(role, rank, node, method, unpicklable(error.cause))
         return WorkerError(role, rank, node, method, f"{type(error).__name__}: {error}")
+
+
+def _why_ended(text: str) -> str:
+    """What Ray knows of a process's end, in a sentence."""
+    if "memory" in text and "OOM killer" not in text:
+        return "its process was ended because its node ran out of memory"
+    if "node" in text and "died" in text and "worker process" not in text:
+        return "its node is gone"
+    return "its process has ended: it was killed, perhaps for lack of memory, or it crashed"
 
 
 class RayBackend:
@@ -77,49 +121,63 @@ class RayBackend:
 
     def __init__(self, address: str | None) -> None:
         self._hosts: dict[tuple[str, int], Any] = {}  # Any: ray.actor.ActorHandle, whose methods Ray does not type
-        self._methods: dict[tuple[str, int], Any] = {}  # Any: as above; each costs as much as a call
+        self._methods: dict[tuple[str, int, bool], Any] = {}  # Any: as above; each costs as much as a call
+        self._whereabouts: dict[tuple[str, int], ray.ObjectRef] = {}
         self._nodes = RayNodes(address)
 
     def inventory(self, device: Device, devices: Sequence[int] | None) -> Inventory:
         return self._nodes.inventory(device, devices)
 
-    def start_tasks(self, pool: PoolPlan) -> None:
-        # Beside the driver, on whichever node Ray likes: it takes part of no device's time worth counting.
-        actor = ray.remote(_RayHost).options(num_cpus=0)
-        self._add_host(pool.slots[0], actor.remote(self._nodes.address is None))
-
-    def _add_host(self, slot: Slot, host: Any) -> None:  # Any: ray.actor.ActorHandle
-        self._hosts[slot.pool, slot.rank] = host
-        self._methods[slot.pool, slot.rank] = host.call.options(num_returns=2)
-
-    def start_pools(self, pools: Sequence[PoolPlan], kind: str) -> None:
+    def reserve(self, pools: Sequence[PoolPlan], kind: str) -> None:
         self._nodes.connect(sum(len(pool.slots) for pool in pools))
-        actor = ray.remote(_RayHost)
-        devices = {"num_gpus": 1, "num_cpus": 0} if kind == "cuda" else {"num_cpus": 1}
         for pool in pools:
             self._nodes.reserve(pool, kind)
-            for slot in pool.slots:
-                options = actor.options(scheduling_strategy=self._nodes.bundle(slot), **devices)
-                self._add_host(slot, options.remote(self._nodes.address is None))
 
-    def join(self, pool: PoolPlan, kind: str) -> list[Ref]:
-        size, reports = len(pool.slots), []
-        first = self._hosts[pool.name, 0].open_rendezvous.options(num_returns=2)
-        address, opened = first.remote(pool.slots[0], size, kind)
-        reports.append(RayRef(opened, (pool.name, 0, pool.slots[0].node, "join")))
-        for slot in pool.slots:
-            _, report = self._hosts[pool.name, slot.rank].join.options(num_returns=2).remote(address, slot, size, kind)
-            reports.append(RayRef(report, (pool.name, slot.rank, slot.node, "join")))
+    def start_hosts(self, hosts: HostSet, kind: str, *, restarts: int) -> None:
+        devices = {"num_gpus": 1, "num_cpus": 0} if kind == "cuda" else {"num_cpus": 1}
+        for slot in hosts.slots:
+            if slot.device < 0:
+                # Wherever Ray likes: it takes part of no device's time worth counting.
+                self._add_host(slot, restarts, {"num_cpus": 0})
+            else:
+                self._add_host(slot, restarts, {"scheduling_strategy": self._nodes.bundle(slot), **devices})
+
+    def _add_host(self, slot: Slot, restarts: int, options: dict[str, Any]) -> None:
+        host = ray.remote(_RayHost).options(max_restarts=restarts, **options).remote(self._nodes.address is None)
+        key = slot.pool, slot.rank
+        self._hosts[key] = host
+        # A call whose process is lost is made again on the one that takes its place, if its state can be brought back.
+        for replaceable in (False, True):
+            retries = {"num_returns": 2, "max_task_retries": -1 if replaceable else 0}
+            self._methods[(*key, replaceable)] = host.call.options(**retries)
+        self._ask_whereabouts(slot)
+
+    def join(self, hosts: HostSet, kind: str) -> list[tuple[Slot, Ref]]:
+        slots, name = hosts.slots, hosts.name
+        first = slots[0]
+        opening = self._hosts[first.pool, first.rank].open_rendezvous.options(num_returns=2)
+        address, opened = opening.remote(name, len(slots), first.node, kind)
+        reports: list[tuple[Slot, Ref]] = [(first, RayRef(opened, (name, 0, first.node, "join")))]
+        for rank, slot in enumerate(slots):
+            joining = self._hosts[slot.pool, slot.rank].join.options(num_returns=2)
+            _, report = joining.remote(name, address, rank, len(slots), slot.node, kind)
+            reports.append((slot, RayRef(report, (name, rank, slot.node, "join"))))
         return reports
 
-    def construct(self, slot: Slot, construction: Construction) -> Ref:
-        method = self._hosts[slot.pool, slot.rank].construct
-        _, report = method.options(num_returns=2).remote(construction)
-        return RayRef(report, (construction.role, slot.rank, slot.node, "__init__"))
+    def open_group(self, slot: Slot, role: str, ranks: Sequence[int], rank: int) -> Ref:
+        method = self._hosts[slot.pool, slot.rank].open_group.options(num_returns=2)
+        _, report = method.remote(role, tuple(ranks), rank, slot.node)
+        return RayRef(report, (role, rank, slot.node, "join"))
 
-    def call(self, slot: Slot, request: Request, refs: Sequence[Ref]) -> tuple[Ref, Ref]:
+    def construct(self, slot: Slot, construction: Construction, revival: Revival | None) -> Ref:
+        method = self._hosts[slot.pool, slot.rank].construct
+        _, report = method.options(num_returns=2, max_task_retries=-1 if revival else 0).remote(construction)
+        return RayRef(report, (construction.role, construction.rank, slot.node, "__init__"))
+
+    def call(self, slot: Slot, request: Request, refs: Sequence[Ref], revival: Revival | None) -> tuple[Ref, Ref]:
         objects = [_object_ref(ref) for ref in refs]
-        value, report = self._methods[slot.pool, slot.rank].remote(request, *objects)
+        method = self._methods[slot.pool, slot.rank, revival is not None]
+        value, report = method.remote(request, revival, *objects)
         what = (request.role, slot.rank, slot.node, request.method)
         return RayRef(value, what), RayRef(report, what)
 
@@ -137,9 +195,50 @@ class RayBackend:
         except RayError:
             return [ref.get() for ref in refs]
 
+    def probe(self, slot: Slot) -> Ref:
+        return RayRef(
+            self._hosts[slot.pool, slot.rank].whereabouts.remote(), (slot.pool, slot.rank, slot.node, "probe")
+        )
+
+    def stacks(self, slots: Sequence[Slot]) -> Mapping[Slot, str]:
+        here = ray.get_runtime_context().get_node_id()
+        asked: dict[Slot, ray.ObjectRef] = {}
+        dumps: dict[Slot, str] = {}
+        for slot in slots:
+            try:
+                node, process_id, file = ray.get(self._whereabouts[slot.pool, slot.rank], timeout=0)
+            except (GetTimeoutError, RayError):
+                continue  # the process has not started yet, or has ended
+            if node == here:
+                dumps[slot] = dump_of(process_id, file)
+            else:
+                there = NodeAffinitySchedulingStrategy(node, soft=False)
+                asked[slot] = (
+                    ray.remote(num_cpus=0)(dump_of).options(scheduling_strategy=there).remote(process_id, file)
+                )
+        for slot, ref in asked.items():
+            with contextlib.suppress(RayError):
+                dumps[slot] = ray.get(ref, timeout=_STACKS_TIMEOUT_S)
+        found = {slot: dump for slot, dump in dumps.items() if dump}
+        for slot in set(slots) - set(found):
+            self._ask_whereabouts(slot)
+        return found
+
+    def _ask_whereabouts(self, slot: Slot) -> None:
+        key = slot.pool, slot.rank
+        self._whereabouts[key] = self._hosts[key].whereabouts.remote()
+
+    def restart(self, slot: Slot) -> None:
+        ray.kill(self._hosts[slot.pool, slot.rank], no_restart=False)
+        self._ask_whereabouts(slot)
+
+    def lost_nodes(self) -> Mapping[int, str]:
+        return {}
+
     def end_pool(self, name: str) -> None:
         for key in [key for key in self._hosts if key[0] == name]:
-            del self._methods[key]
+            for replaceable in (False, True):
+                del self._methods[(*key, replaceable)]
             ray.kill(self._hosts.pop(key), no_restart=True)
         self._nodes.release(name)
 

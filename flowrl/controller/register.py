@@ -39,6 +39,8 @@ class Contract:
     writes: tuple[str, ...] | None = None
     rows: Rows = "same"
     balance: Literal["rows", "tokens"] = "rows"
+    replay: bool = False
+    timeout_s: float | None = None
 
     def reads_of(self, parameter: str) -> tuple[str, ...] | None:
         """The columns that a batch parameter reads; None is all of them. `name?` travels when it is there."""
@@ -53,6 +55,8 @@ def register(
     writes: tuple[str, ...] | None = None,
     rows: Rows = "same",
     balance: Literal["rows", "tokens"] = "rows",
+    replay: bool = False,
+    timeout_s: float | None = None,
 ) -> Callable[[Method], Method]:
     """Marks a worker method as callable from the driver.
 
@@ -73,6 +77,9 @@ def register(
     if balance == "tokens" and rows != "same":
         raise ValueError(f"balance='tokens' restores the order of rows, which needs rows='same', not {rows!r}")
 
+    if timeout_s is not None and timeout_s <= 0:
+        raise ValueError(f"timeout_s={timeout_s:g} gives a call no time; give seconds, or None for the cluster's limit")
+
     if dispatch_mode == Dispatch.DP_COMPUTE_PROTO and writes == ():
         raise ValueError(
             "writes=() promises a batch without columns; name some, or choose a mode that returns no batch"
@@ -84,7 +91,7 @@ def register(
                 raise ValueError(
                     f"{method.__qualname__} takes *{parameter.name}; arguments travel by name: give each one"
                 )
-        setattr(method, _ATTRIBUTE, Contract(dispatch_mode, blocking, reads, writes, rows, balance))
+        setattr(method, _ATTRIBUTE, Contract(dispatch_mode, blocking, reads, writes, rows, balance, replay, timeout_s))
         return method
 
     return mark

@@ -1,6 +1,7 @@
-"""How the hosts of a pool find each other: one store on the first rank, whose port nobody has to pick beforehand."""
+"""How processes that talk find each other: one store on the first of them, whose port nobody has to pick beforehand."""
 
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ _store: object | None = None
 
 
 def join_process_group(address: tuple[str, int], rank: int, world_size: int, kind: str) -> tuple[str, int] | None:
-    """Joins the pool's process group.
+    """Joins the process group of a host set.
 
     Rank 0 is called with the interface to listen on and port 0; it returns at once with the address for the others, and
     the group forms when they have joined (`role_process_group` waits for it).
@@ -35,19 +36,18 @@ def join_process_group(address: tuple[str, int], rank: int, world_size: int, kin
         return host, port
     store = _store if rank == 0 else TCPStore(host, port, None, False, _TIMEOUT, wait_for_workers=False)
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-    prefixed = PrefixStore("pool", store)  # pyright: ignore[reportArgumentType] (the TCPStore made above)
+    prefixed = PrefixStore("hosts", store)  # pyright: ignore[reportArgumentType] (the TCPStore made above)
     init_process_group(backend, store=prefixed, rank=rank, world_size=world_size, timeout=_TIMEOUT)
     return None
 
 
-def role_process_group(world_size: int, num_threads: int) -> "ProcessGroup | None":
-    """A communicator of one role's own, so that roles of one process never wait on each other's traffic."""
-    import torch  # noqa: PLC0415 (only collective roles need torch)
+def role_process_group(ranks: Sequence[int]) -> "ProcessGroup | None":
+    """A communicator of one role's own, so that roles of one process never wait on each other's traffic.
+
+    Every process of the host set calls it, with the ranks (in the set) of the role's processes, in the same order of
+    roles; one that is not among them gets None.
+    """
     from torch import distributed  # noqa: PLC0415 (only collective roles need torch)
 
-    torch.set_num_threads(num_threads)
-    if world_size == 1:
-        return None
-    group = distributed.new_group(list(range(world_size)))
-    assert isinstance(group, distributed.ProcessGroup)
-    return group
+    group = distributed.new_group(list(ranks))
+    return group if isinstance(group, distributed.ProcessGroup) else None

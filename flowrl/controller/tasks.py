@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 class Tasks(Worker):
     """Runs whatever function it is handed, in a process of its own that no role occupies."""
 
+    stateless = True
+
     @register(Dispatch.RANK_ZERO, blocking=False)
     def prepare(self, modules: tuple[str, ...]) -> None:
         """Loads what later calls need, while the roles' own processes are still starting."""

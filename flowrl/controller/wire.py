@@ -67,7 +67,11 @@ class FutureArgument:
 class Request:
     """One call for one rank."""
 
+    number: int
+    """Counts the driver's requests."""
     role: str
+    rank: int
+    node: int
     method: str
     arguments: dict[str, Any]
     contract: Contract

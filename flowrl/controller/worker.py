@@ -1,8 +1,8 @@
 """Worker: the class whose registered methods run on every rank of a group."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from flowrl.controller.plan import Mesh
 
@@ -31,7 +31,14 @@ class Worker:
     """Inherit, take what you need in `__init__`, and mark the methods that the driver calls with `@register`."""
 
     collective: ClassVar[bool] = False
-    """Whether the ranks talk to each other: they then get a process group, and a fair share of CPU threads."""
+    """Whether the ranks talk to each other: they then get a process group."""
+
+    replicated: ClassVar[bool] = False
+    """Whether every rank holds a copy of the same model, and talks to no other: the inline backend then makes one."""
+
+    stateless: ClassVar[bool] = False
+    """Whether another process can take a lost one's place: the constructor's arguments, and the last call of each
+    method registered with `replay=True`, make up all that it holds."""
 
     context: WorkerContext
 
@@ -55,3 +62,7 @@ class Worker:
     def peer(self, role: str) -> "Worker | None":
         """The worker of another role in this process; None if that role lives elsewhere."""
         return self.context.colocated.get(role)
+
+    def run_function(self, fn: Callable, **arguments: Any) -> Any:  # Any: the function's own
+        """What `group.run` calls: `fn(self, ...)`, its arguments named `of_` and their own name."""
+        return fn(self, **{name.removeprefix("of_"): value for name, value in arguments.items()})

@@ -2,12 +2,10 @@
 
 from collections.abc import Sequence
 
-from flowrl.config import ActorConfig, ConfigError, CriticConfig, ReferenceConfig, RewardConfig, RunConfig
+from flowrl.config import ActorConfig, ConfigError, CriticConfig, RunConfig
 from flowrl.controller.inventory import local_inventory
 from flowrl.controller.plan import Plan, plan
 from flowrl.run.folder import refuse_if_taken
-
-_WITH_ENGINE = (ActorConfig, CriticConfig, ReferenceConfig, RewardConfig)
 
 
 def plan_run(config: RunConfig, devices: Sequence[int] | None = None) -> Plan:
@@ -40,7 +38,7 @@ def check_run(config: RunConfig) -> None:
 
 def check_engines(config: RunConfig, planned: Plan) -> None:
     """Refuses a role whose engine cannot run on the ranks of its mesh. Raises `ConfigError`."""
-    settings = {name: value for name, value in config if isinstance(value, _WITH_ENGINE)}
+    trained = {name: value for name, value in config if isinstance(value, ActorConfig | CriticConfig)}
     for role, place in planned.roles.items():
         mesh = place.mesh
         for name, size in (("tp", mesh.tp), ("sp", mesh.sp), ("pp", mesh.pp)):
@@ -49,7 +47,7 @@ def check_engines(config: RunConfig, planned: Plan) -> None:
                     f"placement.roles.{role} has {name} {size}, but every strategy here holds the whole model on each "
                     f"rank: remove {name}, so that the ranks of its pool are data-parallel"
                 )
-        single = role in settings and settings[role].engine.strategy == "single"
+        single = role in trained and trained[role].engine.strategy == "single"
         if single and mesh.size > 1 and config.backend == "ray":
             raise ConfigError(
                 f"{role}.engine.strategy is single, but pool {place.pool} gives the role {mesh.size} ranks: "

@@ -15,7 +15,7 @@ from flowrl.workers.forward import policy_logprobs
 class Reference(Worker):
     """A causal language model that nothing changes; `temperature` as the actor's."""
 
-    collective = True
+    replicated = stateless = True
 
     def __init__(self, config: ReferenceConfig, *, temperature: float = 1.0) -> None:
         self.temperature = temperature

@@ -73,6 +73,8 @@ def _check_signature(function: RewardFunction, name: str) -> None:
 class Reward(Worker):
     """Scores rows by a Python function of `prompt, response, answer` and the dataset's other columns."""
 
+    stateless = True
+
     def __init__(self, config: RewardConfig) -> None:
         assert config.function is not None
         self.name, self.evaluation_name = config.function, config.evaluation or config.function
@@ -90,7 +92,7 @@ class Reward(Worker):
 class RewardModel(Worker):
     """Scores rows by a sequence-classification model, read at the last token."""
 
-    collective = True
+    replicated = stateless = True
 
     def __init__(self, config: RewardConfig) -> None:
         assert config.model is not None

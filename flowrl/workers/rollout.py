@@ -26,7 +26,7 @@ class Rollout(Worker):
         seed: keys the sampling, together with each row's `prompt_id` and `sample`.
     """
 
-    collective = True
+    replicated = stateless = True
 
     def __init__(self, config: RolloutConfig, model: ModelConfig, *, seed: int) -> None:
         self.config, self.seed, self.version = config, seed, 0
@@ -72,7 +72,7 @@ class Rollout(Worker):
         assert self.shares_weights, "weights of another process come through load_weights"
         self.version = version
 
-    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    @register(Dispatch.ONE_TO_ALL, blocking=False, replay=True)
     def load_weights(self, weights: Mapping[str, np.ndarray], version: int) -> None:
         """Takes the actor's weights from another process."""
         assert not self.shares_weights, "these weights are the actor's own; set_version numbers them"

@@ -10,6 +10,9 @@ from tests.conftest import BackendName
 from tests.controller.dispatch_modes import second_ranks, to_every_second
 from tests.controller.workers import Arithmetic, Summing
 
+# Workers of these tests use it, whichever fixture makes them.
+register_dispatch_mode("every_second", to_every_second, second_ranks)
+
 PLACEMENT = Placement.model_validate(
     {
         "device": "cpu",
@@ -44,7 +47,6 @@ class Shared:
 
 @pytest.fixture(scope="session")
 def shared(backend: BackendName) -> Iterator[Shared]:
-    register_dispatch_mode("every_second", to_every_second, second_ranks)
     with Cluster(PLACEMENT, backend=backend, num_threads=1) as cluster:
         sums = {
             role: cluster.group(role, Summing, factor) for role, factor in (("sum_a", 1), ("sum_b", 10), ("sum_two", 1))

@@ -4,6 +4,7 @@ import os
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 
 from flowrl import Batch, ContractError, make_table
 from flowrl.data.payload import ColumnError
@@ -177,3 +178,35 @@ def test_ranks_of_the_ray_backend_are_processes(shared: Shared):
 def test_a_worker_reads_its_peer_in_the_same_process(shared: Shared):
     assert shared.first.peer_factor("guest") == [7, 7, 7]
     assert shared.first.peer_factor("second") == [None, None, None]
+
+
+def test_run_calls_a_function_with_every_worker(shared: Shared):
+    def described(worker: Arithmetic, x: int, *, fn: str = "", **others: int) -> tuple:
+        return worker.rank, worker.factor, x, fn, others
+
+    assert shared.second.run(described, 4, fn="a", b=1) == [(rank, 5, 4, "a", {"b": 1}) for rank in (0, 1)]
+    assert shared.second.run(described, x=4, rank_zero=True) == (0, 5, 4, "", {})
+
+
+def test_run_takes_tables_and_futures(shared: Shared, batch: Batch):
+    def total(worker: Arithmetic, table: TensorDict, extra: int) -> int:
+        return int(table["rows", "x"].sum()) + extra + worker.rank
+
+    assert shared.second.run(total, batch.select("x"), shared.first.double(10)) == [41, 42]
+
+
+def test_run_can_change_a_worker(shared: Shared):
+    def remember(worker: Arithmetic) -> None:
+        worker.names = [[worker.rank]]
+
+    shared.second.run(remember)
+    assert shared.second.run(lambda worker: worker.names) == [[[0]], [[1]]]
+
+
+def test_run_refuses_what_does_not_fit_the_function(shared: Shared):
+    with pytest.raises(
+        ContractError, match=r"second\.run: <lambda>\(worker, \.\.\.\) was called wrongly: too many positional"
+    ):
+        shared.second.run(lambda worker: None, 1)
+    with pytest.raises(ContractError, match="arguments travel by name"):
+        shared.second.run(lambda worker, *args: None, 1)

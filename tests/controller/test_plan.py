@@ -172,3 +172,63 @@ def test_a_rendered_plan_says_when_devices_stay_idle() -> None:
     one = Placement(device="cpu", pools={"main": [1]}, roles={"actor": "main"})
     assert render_plan(plan(one, Inventory((8,), "cpu"))).startswith("1 of 8 cpu devices;")
     assert render_plan(plan(one, Inventory((2,), "cpu", bounded=False))).startswith("1 cpu devices;")
+
+
+SHARED_POOLS = {"main": [4], "side": [2]}
+
+
+@pytest.mark.parametrize(
+    ("where", "expected"),
+    [
+        ("main[0:2]", [("main", 0), ("main", 1)]),
+        ("main[2:]", [("main", 2), ("main", 3)]),
+        ("main[:1]+main[3:]", [("main", 0), ("main", 3)]),
+        ("main[3:4]+side", [("main", 3), ("side", 0), ("side", 1)]),
+        ("side + main[:1]", [("main", 0), ("side", 0), ("side", 1)]),
+    ],
+)
+def test_a_role_takes_some_ranks_of_a_pool_or_several_pools(where: str, expected: list[tuple[str, int]]) -> None:
+    made = plan(Placement(pools=SHARED_POOLS, roles={"actor": where, "critic": "main", "reward": "side"}), gpus(8))
+    assert [(slot.pool, slot.rank) for slot in made.slots("actor")] == expected
+    assert made.roles["actor"].mesh.dp == len(expected)
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        (
+            "main[0:5]",
+            r"placement\.roles\.actor is main\[0:5\], but pool main has ranks 0 to 3: write main\[0:4\] or less",
+        ),
+        ("main[2:2]", "but pool main has ranks 0 to 3"),
+        ("main[0:3]+main[2:4]", "which names a rank twice: name each once"),
+        ("main+sid", r"is main\+sid, but sid is not a pool; did you mean side\?"),
+    ],
+)
+def test_ranks_that_are_not_there_are_refused(where: str, message: str) -> None:
+    placement = Placement(pools=SHARED_POOLS, roles={"actor": where, "critic": "main", "reward": "side"})
+    with pytest.raises(PlacementError, match=message):
+        plan(placement, gpus(8))
+
+
+def test_pools_that_a_role_spans_are_one_host_set() -> None:
+    roles = {"actor": "a+b", "critic": "b[1:2]", "reward": "c"}
+    made = plan(Placement(pools={"a": [1], "b": [2], "c": [1]}, roles=roles), gpus(4))
+    sets = {hosts.name: [(slot.pool, slot.rank) for slot in hosts.slots] for hosts in made.host_sets()}
+    assert sets == {"a+b": [("a", 0), ("b", 0), ("b", 1)], "c": [("c", 0)]}
+
+
+def test_local_ranks_count_on_each_node() -> None:
+    made = plan(Placement(pools={"main": [2, 1, 3]}, roles={"actor": "main[1:5]", "critic": "main"}), gpus(2, 1, 3))
+    role = made.roles["actor"]
+    assert [(slot.node, role.local_rank(rank)) for rank, slot in enumerate(role.slots)] == [
+        (0, 0),
+        (1, 0),
+        (2, 0),
+        (2, 1),
+    ]
+
+
+def test_the_table_shows_the_ranks_of_the_role() -> None:
+    made = plan(Placement(pools={"main": [3]}, roles={"actor": "main", "critic": "main[1:]"}), gpus(3))
+    assert render_plan(made).splitlines()[-1].split() == ["critic", "main[1:]", "dp2", ".", "0", "1"]

@@ -1,0 +1,61 @@
+"""What lets a new process take a lost one's place: how its workers were made, and the states they were given last."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flowrl.controller.host import Construction
+from flowrl.controller.plan import Slot
+from flowrl.controller.wire import Request
+from flowrl.data.block import Ref
+
+
+@dataclass(frozen=True)
+class Revival:
+    """Goes along with every call to a process that may be replaced. A process that has all of it ignores it."""
+
+    made: tuple[Construction, ...]
+    """Its workers, in the order in which they were made."""
+
+    states: tuple[tuple[Request, tuple[Ref, ...]], ...]
+    """The last call of each `replay` method with the references that it reads, in the order of submission."""
+
+
+class Revivals:
+    """The driver's record of every process whose workers are all stateless."""
+
+    def __init__(self) -> None:
+        self._made: defaultdict[Slot, list[Construction]] = defaultdict(list)
+        self._states: defaultdict[Slot, dict[tuple[str, str], tuple[Request, tuple[Ref, ...]]]] = defaultdict(dict)
+        self._irreplaceable: set[str] = set()
+        self._known: dict[Slot, Revival] = {}
+
+    def constructed(self, slot: Slot, construction: Construction) -> None:
+        """A worker is made in a slot."""
+        self._made[slot].append(construction)
+        self._known.pop(slot, None)
+
+    def first_role(self, slot: Slot) -> tuple[str, int]:
+        """Role and rank of the first worker in a slot; the pool's where it has none yet."""
+        for made in self._made[slot][:1]:
+            return made.role, made.rank
+        return slot.pool, slot.rank
+
+    def called(self, slot: Slot, request: Request, refs: Sequence[Ref]) -> None:
+        """A method is called; if it gives its worker a state, the references stay alive until the next such call."""
+        if request.contract.replay:
+            self._states[slot].pop((request.role, request.method), None)
+            self._states[slot][request.role, request.method] = (request, tuple(refs))
+            self._known.pop(slot, None)
+
+    def rule_out(self, pools: Sequence[str]) -> None:
+        """The processes of these pools hold what nothing brings back."""
+        self._irreplaceable.update(pools)
+
+    def of(self, slot: Slot) -> Revival | None:
+        """What brings a slot's process back; None if nothing does."""
+        if slot.pool in self._irreplaceable:
+            return None
+        if slot not in self._known:
+            self._known[slot] = Revival(tuple(self._made[slot]), tuple(self._states[slot].values()))
+        return self._known[slot]
