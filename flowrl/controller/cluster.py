@@ -60,8 +60,9 @@ class Cluster:
         self._num_threads = num_threads
         if TASKS in placement.pools or TASKS in placement.roles:
             raise PlacementError(f"placement names a pool or role {TASKS}, which is flowrl's own: choose another name")
-        self._backend: Backend = InlineBackend() if self._inline else _ray_backend(address)
-        self.calls = Calls(self._backend, call_timeout_s, say or _log.warning)
+        say = say or _log.warning
+        self._backend: Backend = InlineBackend() if self._inline else _ray_backend(address, say)
+        self.calls = Calls(self._backend, call_timeout_s, say)
         self._sets: dict[str, HostSet] = {}
         self._restarts = restarts
         self._started: set[str] = set()
@@ -180,7 +181,7 @@ class Cluster:
 _TASK_POOL = PoolPlan(TASKS, (Slot(TASKS, 0, 0, 0, device=-1),))
 
 
-def _ray_backend(address: str | None) -> Backend:
+def _ray_backend(address: str | None, say: Callable[[str], None]) -> Backend:
     from flowrl.controller.ray_backend import RayBackend  # noqa: PLC0415 (the one lazy import: inline runs need no ray)
 
-    return RayBackend(address)
+    return RayBackend(address, say)

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pickle import PicklingError
 from typing import Any
@@ -119,11 +119,11 @@ def _why_ended(text: str) -> str:
 class RayBackend:
     """Hosts as Ray actors, on a Ray of this run's own or on the cluster at `address`."""
 
-    def __init__(self, address: str | None) -> None:
+    def __init__(self, address: str | None, say: Callable[[str], None]) -> None:
         self._hosts: dict[tuple[str, int], Any] = {}  # Any: ray.actor.ActorHandle, whose methods Ray does not type
         self._methods: dict[tuple[str, int, bool], Any] = {}  # Any: as above; each costs as much as a call
         self._whereabouts: dict[tuple[str, int], ray.ObjectRef] = {}
-        self._nodes = RayNodes(address)
+        self._nodes = RayNodes(address, say=say)
 
     def inventory(self, device: Device, devices: Sequence[int] | None) -> Inventory:
         return self._nodes.inventory(device, devices)
@@ -233,7 +233,7 @@ class RayBackend:
         self._ask_whereabouts(slot)
 
     def lost_nodes(self) -> Mapping[int, str]:
-        return {}
+        return self._nodes.lost()
 
     def end_pool(self, name: str) -> None:
         for key in [key for key in self._hosts if key[0] == name]:
