@@ -11,7 +11,7 @@ from pickle import PicklingError
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flowrl.config.base import Device
@@ -98,20 +98,20 @@ class RayRef:
 
     def _failure(self, error: Exception) -> WorkerError:
         role, rank, node, method = self._what
-        if isinstance(error, RayActorError):
+        if isinstance(error, RayActorError | OutOfMemoryError):
             # Which call it was that met the dead process says nothing of why it died.
-            return ProcessLost(role, rank, node, method, _why_ended(str(error)))
+            return ProcessLost(role, rank, node, method, _why_ended(error))
         if isinstance(error, RayTaskError) and isinstance(error.cause, TypeError | PicklingError | AttributeError):
             # Whatever the method itself raises comes as a WorkerError: this was raised when its result was stored.
             return WorkerError(role, rank, node, method, unpicklable(error.cause))
         return WorkerError(role, rank, node, method, f"{type(error).__name__}: {error}")
 
 
-def _why_ended(text: str) -> str:
+def _why_ended(error: RayError) -> str:
     """What Ray knows of a process's end, in a sentence."""
-    if "memory" in text and "OOM killer" not in text:
+    if isinstance(error, OutOfMemoryError):
         return "its process was ended because its node ran out of memory"
-    if "node" in text and "died" in text and "worker process" not in text:
+    if isinstance(error, ActorDiedError) and "node" in str(error) and "worker process has died" not in str(error):
         return "its node is gone"
     return "its process has ended: it was killed, perhaps for lack of memory, or it crashed"
 

@@ -1,6 +1,7 @@
 """Failures in workers, as the driver sees them. Every test has processes of its own, which a failure ends."""
 
 import pickle
+import threading
 import time
 
 import pytest
@@ -98,3 +99,9 @@ def test_a_deadline_names_the_call_that_is_late(ray_session: None, open_cluster:
 def test_every_error_is_a_flow_error():
     assert issubclass(ContractError, FlowError) and issubclass(WorkerError, FlowError)
     assert issubclass(ContractError, UserError) and not issubclass(WorkerError, UserError)
+
+
+def test_a_result_that_cannot_leave_its_process_is_told_inline_too(open_cluster: ClusterMaker):
+    group = open_cluster("inline", {"main": [1]}, {"actor": "main"}).group("actor", Failing)
+    with pytest.raises(WorkerError, match=r"actor\.run_function failed on rank 0 .*: its result cannot be pickled"):
+        group.run(lambda worker: threading.Lock())
