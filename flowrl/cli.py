@@ -1,6 +1,7 @@
 """The command `flowrl`, and how every program of this project ends: 0, or 2 with one sentence about what to correct."""
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +12,9 @@ from flowrl.config.source import read
 from flowrl.controller.errors import WorkerError
 from flowrl.controller.inventory import local_inventory
 from flowrl.controller.plan import plan, render_plan
+from flowrl.run.chrome import TraceError, read_trace
 from flowrl.run.start import check_run, plan_run
+from flowrl.run.trace import loop_events
 
 RecipeConfig = TypeVar("RecipeConfig", bound=RunConfig)
 
@@ -23,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_plan(commands)
+    _add_trace(commands)
     arguments, rest = parser.parse_known_args(argv)
     # argparse gives up on key=value words that follow an option; they belong to the ones before it.
     if rest and ("overrides" not in arguments or any(word.startswith("-") for word in rest)):
@@ -99,6 +103,43 @@ def _run_config(path: Path) -> type[RunConfig]:
     if not issubclass(found, RunConfig):
         raise ConfigError(f"{path}: recipe is {found.__name__}, which is not the config of a run and has no placement")
     return found
+
+
+def _add_trace(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "trace", help="print where the time of a run went, and what bounds it", allow_abbrev=False
+    )
+    parser.add_argument("trace", type=Path, metavar="RUN", help="the output folder of a run, or its trace.json")
+    parser.add_argument("--last", type=_seconds, metavar="SECONDS", help="look at the end of the run only")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the timeline too")
+    parser.set_defaults(run=_trace)
+
+
+def _trace(arguments: argparse.Namespace) -> None:
+    events = loop_events(read_trace(arguments.trace))
+    if not events:
+        raise TraceError(f"{arguments.trace} has no calls after the start of the run: there is nothing to explain")
+
+    from flowrl.run.explain import explain  # noqa: PLC0415 (rich only where tables are printed)
+
+    explain(events, window_s=arguments.last)
+    if arguments.png is not None:
+        from flowrl.run.timeline import draw_timeline  # noqa: PLC0415 (matplotlib only where a picture is asked for)
+
+        try:
+            draw_timeline(events, arguments.png, window_s=arguments.last)
+        except OSError as error:
+            raise UserError(f"--png {arguments.png} cannot be written ({error.strerror}); name another file") from error
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds: write one above 0, like 30")
+    return seconds
 
 
 def _counts(text: str) -> tuple[int, ...]:

@@ -1,11 +1,16 @@
 """`flowrl` prints what was asked for, or one sentence and exit code 2."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from flowrl.cli import exit_code, main
 from flowrl.config import ConfigError
+from flowrl.run.chrome import chrome_trace
+from flowrl.run.folder import write_json
+from tests.run.call_events import STEP
 
 ROOT = Path(__file__).parents[1]
 DEEPSEEK = str(ROOT / "recipes/ppo/deepseek7b.yaml")
@@ -59,8 +64,67 @@ def test_a_file_without_a_recipe_is_one_sentence(capsys: pytest.CaptureFixture[s
     assert "recipe is None, but must be module:Class" in refusal(capsys, "plan", str(path))
 
 
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """What a run leaves of its trace, in a folder of its own."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    write_json(folder / "trace.json", chrome_trace(STEP), indent=None)
+    return folder
+
+
+@pytest.mark.parametrize("named", ["", "trace.json"])
+def test_a_run_is_explained_by_its_folder_or_its_trace(
+    capsys: pytest.CaptureFixture[str], run_folder: Path, named: str
+) -> None:
+    assert main(["trace", str(run_folder / named)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("5 calls in 0.00 ms\n") and "Critical path" in printed
+    assert "Bound by compute: 66%" in printed
+
+
+def test_the_end_of_a_run_is_explained_and_drawn(capsys: pytest.CaptureFixture[str], run_folder: Path) -> None:
+    picture = run_folder / "end.png"
+    assert main(["trace", str(run_folder), "--last", "50e-9", "--png", str(picture)]) == 0
+    assert capsys.readouterr().out.startswith("2 calls")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_folder_without_a_trace_is_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert refusal(capsys, "trace", str(tmp_path)).startswith(f"error: {tmp_path}/trace.json cannot be read (No such")
+
+
+def test_a_trace_of_the_start_alone_is_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    write_json(tmp_path / "trace.json", chrome_trace([]), indent=None)
+    assert "has no calls after the start of the run" in refusal(capsys, "trace", str(tmp_path))
+
+
+def test_a_picture_that_cannot_be_written_is_one_sentence(capsys: pytest.CaptureFixture[str], run_folder: Path) -> None:
+    assert main(["trace", str(run_folder), "--png", str(run_folder / "none/a.png")]) == 2
+    assert capsys.readouterr().err == (
+        f"error: --png {run_folder}/none/a.png cannot be written (No such file or directory); name another file\n"
+    )
+
+
+def test_the_command_starts_without_what_draws_tables_and_pictures() -> None:
+    code = "import sys, flowrl.cli; print([m for m in ('rich', 'matplotlib', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 @pytest.mark.parametrize(
-    "argv", [[], ["paln"], ["plan"], ["plan", SPLIT, "--device", "3"], ["plan", SPLIT, "--devices", "x"]]
+    "argv",
+    [
+        [],
+        ["paln"],
+        ["plan"],
+        ["plan", SPLIT, "--device", "3"],
+        ["plan", SPLIT, "--devices", "x"],
+        ["trace"],
+        ["trace", "run", "--last", "0"],
+        ["trace", "run", "--last", "soon"],
+        ["trace", "run", "--last", "nan"],
+    ],
 )
 def test_a_wrong_command_line_ends_with_code_two(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:

@@ -13,6 +13,7 @@ from flowrl.controller.group import WorkerGroup
 from flowrl.controller.worker import Worker
 from flowrl.data.batch import Batch
 from flowrl.data.prompts import PromptStream
+from flowrl.run.chrome import chrome_trace
 from flowrl.run.curves import draw_curves
 from flowrl.run.display import LiveProgress, before_after_table, completions_table
 from flowrl.run.evaluate import Evaluation, Outcome
@@ -21,11 +22,8 @@ from flowrl.run.memory import resident_mb
 from flowrl.run.metrics import MetricsLog
 from flowrl.run.start import check_engines, plan_run
 from flowrl.run.steps import Logged, StepLog
-from flowrl.run.timeline import busy_fractions, chrome_trace, draw_timeline
-
-_STARTING = ("__init__", "join", "prepare")
-"""Calls that belong to the start of a run, not to its loop."""
-
+from flowrl.run.timeline import draw_timeline
+from flowrl.run.trace import busy_fractions, loop_events
 
 _DRAWN_STEPS = 4
 """Steps that `timeline.png` shows; `trace.json` has all."""
@@ -184,23 +182,22 @@ class Run:
             actor.save(folder.absolute())
         self._progress.close()
         self.cluster.settle()
-        self._draw()
+        self._draw(self._log.last_ended_ns)
         summary = self._summary()
         write_json(self.folder.summary, summary)
         self._show()
         return summary
 
-    def _draw(self) -> None:
+    def _draw(self, until_ns: int | None = None) -> None:
         draw_curves(self._metrics.history, self.folder.curves)
         events = list(self.cluster.calls.events)
         write_json(self.folder.trace, chrome_trace(events), indent=None)
         # A whole run would be stripes; the last steps show what overlaps.
         window_s = sum(line.get("seconds", 0.0) for line in self._metrics.history[-_DRAWN_STEPS:])
-        draw_timeline([e for e in events if e.method not in _STARTING], self.folder.timeline, window_s=window_s)
+        draw_timeline(loop_events(events), self.folder.timeline, window_s=window_s, until_ns=until_ns)
 
     def _summary(self) -> dict[str, Any]:
-        events = list(self.cluster.calls.events)
-        loop = [event for event in events if event.method not in _STARTING]
+        loop = loop_events(self.cluster.calls.events)
         start_ns = min((event.started_ns for event in loop), default=0)
         end_ns = max((event.ended_ns for event in loop), default=0)
         outcomes = self._outcomes

@@ -39,6 +39,8 @@ class StepLog:
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
         self._started_ns = self._ended_ns = time.time_ns()
+        self.last_ended_ns: int | None = None
+        """When the step had ended that was resolved last."""
         self._steps: dict[int, _Step] = {}
         self._open: int | None = None
 
@@ -77,7 +79,7 @@ class StepLog:
         values = {name: metric.result() for name, metric in merged.items()}
         values["seconds"] = (ended_ns - self._ended_ns) / 1e9
         values["elapsed_s"] = (ended_ns - self._started_ns) / 1e9
-        self._ended_ns = ended_ns
+        self._ended_ns = self.last_ended_ns = ended_ns
         if "response_tokens" in values:
             values["tokens_per_s"] = values["response_tokens"] / values["seconds"]
         return values

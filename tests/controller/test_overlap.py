@@ -2,7 +2,7 @@
 
 from flowrl import Batch, Cluster, Placement
 from flowrl.data.events import CallEvent
-from flowrl.run.timeline import busy_fractions
+from flowrl.run.trace import busy_fractions
 from tests.controller.sleeping import Sleeping
 
 COLOCATED = Placement(device="cpu", pools={"main": [2]}, roles={"actor": "main", "critic": "main"})
