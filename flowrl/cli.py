@@ -13,6 +13,7 @@ from flowrl.controller.errors import WorkerError
 from flowrl.controller.inventory import local_inventory
 from flowrl.controller.plan import plan, render_plan
 from flowrl.run.chrome import TraceError, read_trace
+from flowrl.run.interrupt import Interrupted
 from flowrl.run.start import check_run, plan_run
 from flowrl.run.trace import loop_events
 
@@ -40,7 +41,8 @@ def exit_code(program: Callable[[], object]) -> int:
     """Runs `program` and tells what ended it.
 
     Returns: 0 when it returns; 2 for a `UserError`, whose sentence goes to stderr; 1 when a worker failed, with its own
-    traceback instead of the driver's; 130 when it was interrupted. Any other exception is a defect, and is raised.
+    traceback instead of the driver's; 130 when it was interrupted and 143 when SIGTERM ended it, with a line that says
+    where its results are. Any other exception is a defect, and is raised.
     """
     try:
         program()
@@ -50,6 +52,9 @@ def exit_code(program: Callable[[], object]) -> int:
     except WorkerError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
+    except Interrupted as ended:
+        sys.stderr.write(f"{ended}\n")
+        return ended.exit_code
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return 130

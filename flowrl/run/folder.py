@@ -116,15 +116,29 @@ def replacing(path: Path) -> Iterator[Path]:
 
     The block writes a file, or makes a folder. On an error what it wrote is removed and `path` is as before.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}{_temporary_suffix()}")
     try:
         yield temporary
         if temporary.is_dir() and path.is_dir():
             shutil.rmtree(path)
         os.replace(temporary, path)
     except BaseException:
-        if temporary.is_dir():
-            shutil.rmtree(temporary)
-        else:
-            temporary.unlink(missing_ok=True)
+        _remove(temporary)
         raise
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Removes what this program began in `folder` and nobody writes any more: a worker may go on for a while."""
+    for path in folder.glob(f".*{_temporary_suffix()}"):
+        _remove(path)
+
+
+def _temporary_suffix() -> str:
+    return f".{os.getpid()}.tmp"
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)  # a worker may still write into it
+    else:
+        path.unlink(missing_ok=True)

@@ -17,7 +17,8 @@ from flowrl.run.chrome import chrome_trace
 from flowrl.run.curves import draw_curves
 from flowrl.run.display import LiveProgress, before_after_table, completions_table
 from flowrl.run.evaluate import Evaluation, Outcome
-from flowrl.run.folder import RunFolder, replacing, write_json
+from flowrl.run.folder import RunFolder, remove_unfinished, replacing, write_json
+from flowrl.run.interrupt import Interruption
 from flowrl.run.memory import resident_mb
 from flowrl.run.metrics import MetricsLog
 from flowrl.run.start import check_engines, plan_run
@@ -32,9 +33,13 @@ _DRAWN_STEPS = 4
 class Run:
     """Makes the run folder, starts the cluster, and leaves the results. Use it as a context manager.
 
+    Ctrl-C or SIGTERM ends the loop after the step in progress, and `finish` then leaves the results without a last
+    evaluation; a second one ends the run where it stands, and so does one that comes before the first step.
+
     Raises:
         RunFolderError: the output folder is another run's.
         PlacementError: the placement does not fit the devices.
+        Interrupted: on leaving, where the run was asked to end.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -54,8 +59,11 @@ class Run:
             plan_run(config)
         with ExitStack() as made:
             self._progress = made.enter_context(LiveProgress(config.steps))
+            self._interruption = made.enter_context(Interruption(self._progress.say))
             self._progress.say(f"starting {', '.join(type(config).roles)} ({config.backend})")
+            made.callback(remove_unfinished, config.output)  # once the processes that write there are gone
             self.cluster = made.enter_context(self._cluster())
+            self._interruption.take()  # Ray has set handlers of its own
             check_engines(config, self.cluster.plan)
             self.folder = RunFolder.create(config.output, config.model_dump(mode="json"))
             self._metrics = made.enter_context(MetricsLog(self.folder.path))
@@ -73,6 +81,8 @@ class Run:
             roles=type(config).roles,
             num_threads=config.threads,
             prepare=("flowrl.run.estimate",),
+            call_timeout_s=config.call_timeout_s,
+            say=self._progress.say,
         )
 
     def group(self, role: str, cls: type[Worker], *args: Any, **kwargs: Any) -> WorkerGroup:
@@ -110,13 +120,20 @@ class Run:
         while self._step < self.config.steps:
             if self._step > 1:
                 self._write_line(self._step - 1)
+            if self._interruption.signal is not None:
+                return  # to `finish`, which keeps what there is
             self._step += 1
             self._log.begin(self._step)
+            self._hold(f"stopping after step {self._step}", f"in step {self._step}")
             yield self._step
             self._log.end()
             every = self.config.evaluate_every
             if every and self._step % every == 0:
                 self._write_lines_and_evaluate()
+
+    def _hold(self, doing: str, where: str) -> None:
+        """From here on there is something to keep, so that the first Ctrl-C waits for the next good place to end."""
+        self._interruption.hold(doing, f"{where} of {self.config.steps}; results: {self.folder.path}")
 
     def publish(self, actor: WorkerGroup, rollout: WorkerGroup) -> None:
         """Gives the actor's weights to the rollout as the next version. Does not wait.
@@ -168,25 +185,39 @@ class Run:
             self._evaluation = Evaluation(rollout, reward, rows)
 
     def _evaluate(self) -> None:
-        """Once per number of steps trained."""
-        if self._evaluation is not None and not (self._outcomes and self._outcomes[-1].step == self._step):
-            self._outcomes.append(self._evaluation.measure(self._step))
+        """Once per number of steps trained, and not when the run was asked to end."""
+        if self._evaluation is None or self._is_evaluated or self._interruption.signal is not None:
+            return
+        self._outcomes.append(self._evaluation.measure(self._step))
+
+    @property
+    def _is_evaluated(self) -> bool:
+        return bool(self._outcomes) and self._outcomes[-1].step == self._step
 
     # The end.
 
     def finish(self, actor: WorkerGroup) -> dict[str, Any]:
-        """Evaluates, writes the model and every result, shows the tables, and returns the summary."""
+        """Evaluates, writes the model and every result, shows the tables, and returns the summary.
+
+        A run that was asked to end is not evaluated: whoever waits for its end wants its results.
+        """
         self._log.end()
+        self._hold("stopping when the results are written", f"after step {self._step}")
         self._write_lines_and_evaluate()
-        with replacing(self.folder.model) as folder:
-            actor.save(folder.absolute())
+        self._keep(actor)
         self._progress.close()
         self.cluster.settle()
         self._draw(self._log.last_ended_ns)
         summary = self._summary()
         write_json(self.folder.summary, summary)
-        self._show()
+        if self._interruption.signal is None:
+            self._show()
         return summary
+
+    def _keep(self, actor: WorkerGroup) -> None:
+        """Writes what training can go on from, for a run that is over as for one that was asked to end."""
+        with replacing(self.folder.model) as folder:
+            actor.save(folder.absolute())
 
     def _draw(self, until_ns: int | None = None) -> None:
         draw_curves(self._metrics.history, self.folder.curves)
@@ -203,9 +234,11 @@ class Run:
         outcomes = self._outcomes
         return {
             "steps": int(self._metrics.history[-1]["step"]) if self._metrics.history else 0,
+            "steps_asked": self.config.steps,
+            "interrupted_by": None if self._interruption.signal is None else self._interruption.signal.name,
             "seconds": time.monotonic() - self.started_s,
             "accuracy_before": outcomes[0].accuracy if outcomes else None,
-            "accuracy_after": outcomes[-1].accuracy if outcomes else None,
+            "accuracy_after": outcomes[-1].accuracy if self._is_evaluated else None,
             "evaluation_rows": outcomes[-1].num_rows if outcomes else 0,
             "peak_memory_mb": max(self._peak_mb, resident_mb()),
             "busy_fraction": busy_fractions(loop, start_ns, end_ns),
@@ -227,12 +260,17 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._made:
-            if error is None:
-                return
-            if any(line["step"] for line in self._metrics.history):
-                # What happened up to a failure is what one wants to see of it.
-                self._draw()
-            else:
-                # It failed before it had a result: the next try may use the same folder.
-                shutil.rmtree(self.folder.path)
+        try:
+            if error is not None:
+                self._leave_early()
+        finally:
+            self._made.__exit__(kind, error, trace)
+
+    def _leave_early(self) -> None:
+        if any(line["step"] for line in self._metrics.history):
+            # What happened up to a failure is what one wants to see of it.
+            self._draw()
+        else:
+            # It failed before it had a result: the next try may use the same folder.
+            shutil.rmtree(self.folder.path)
+            self._interruption.left = "before a step was done; nothing was kept"

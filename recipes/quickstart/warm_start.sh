@@ -15,7 +15,7 @@ next_folder() {
 warm_start() {
     local folder=$1 seed=$2
     python -m recipes.quickstart.prepare --output "$folder/data" --seed "$seed"
-    if [[ ! -f $folder/sft/summary.json ]]; then
+    if ! grep -qs '"interrupted_by": null' "$folder/sft/summary.json"; then
         # What an interrupted warm start left is of no use.
         rm -rf "$folder/sft"
         python -m recipes.sft.train recipes/quickstart/sft.yaml output="$folder/sft" seed="$seed" \

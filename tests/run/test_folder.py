@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flowrl.run.folder import RunFolder, RunFolderError, replacing, write_json
+from flowrl.run.folder import RunFolder, RunFolderError, remove_unfinished, replacing, write_json
 
 
 def test_a_new_folder_holds_the_resolved_config(tmp_path: Path) -> None:
@@ -71,3 +71,13 @@ def test_a_folder_is_replaced_whole(tmp_path: Path) -> None:
             temporary.mkdir()
             (temporary / name).write_text("")
     assert [str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*")] == ["model", "model/new.txt"]
+
+
+def test_what_a_worker_wrote_after_its_driver_gave_up_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), replacing(tmp_path / "model") as temporary:
+        raise KeyboardInterrupt
+    temporary.mkdir()
+    (temporary / "weights").write_text("half")
+    (tmp_path / ".model.0.tmp").write_text("another program's")
+    remove_unfinished(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [".model.0.tmp"]

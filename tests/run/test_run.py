@@ -1,8 +1,10 @@
 """The loop around a recipe, driven by workers that only do arithmetic."""
 
 import json
+import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from flowrl.config import ModelConfig, OnPolicyConfig
 from flowrl.data.metric import Mean, Metric
 from flowrl.data.prompts import PromptStream, read_conversations
 from flowrl.data.table import num_rows
+from flowrl.run.interrupt import Interrupted
 from flowrl.run.prompts import Examples
 from flowrl.run.run import Run
 from recipes.quickstart.prepare import prepare
@@ -229,6 +232,43 @@ def test_a_run_that_fails_later_keeps_the_steps_it_made(config: Callable[..., Ec
     assert not (made.output / "summary.json").exists()
     calls = {event["name"] for event in json.loads((made.output / "trace.json").read_text())["traceEvents"]}
     assert "update" in calls and (made.output / "curves.png").exists()
+
+
+def train_until_asked(config: EchoConfig, number: signal.Signals, at_step: int) -> None:
+    with Run(config) as run:
+        actor, prompts = run.group("actor", Echo), stream(config)
+        run.evaluate_with(actor, actor, prompts)
+        for step, batch in run.rollouts(actor, prompts):
+            if step == at_step:
+                signal.raise_signal(number)
+            run.log(actor.update(batch))
+            run.publish(actor, actor)
+        run.finish(actor)
+
+
+def test_a_run_that_is_asked_to_end_does_its_step_and_keeps_everything(config: Callable[..., EchoConfig]) -> None:
+    made = config(evaluate_every=2)
+    with pytest.raises(Interrupted, match=r"^ended by SIGTERM after step 2 of 4; results: .*out$"):
+        train_until_asked(made, signal.SIGTERM, at_step=2)
+    assert [line["step"] for line in lines(made)] == [0, 1, 2]
+    assert (made.output / "model" / "weights").read_text() == "2"
+    assert all((made.output / name).exists() for name in ("curves.png", "timeline.png", "trace.json"))
+
+
+def test_the_summary_says_what_ended_a_run_and_claims_no_last_evaluation(config: Callable[..., EchoConfig]) -> None:
+    made = config()
+    with pytest.raises(Interrupted, match="interrupted after step 1 of 4"):
+        train_until_asked(made, signal.SIGINT, at_step=1)
+    told = json.loads((made.output / "summary.json").read_text())
+    ending = {name: told[name] for name in ("steps", "steps_asked", "interrupted_by")}
+    assert ending == {"steps": 1, "steps_asked": 4, "interrupted_by": "SIGINT"}
+    assert told["accuracy_before"] is not None and told["accuracy_after"] is None
+
+
+def test_a_run_on_another_thread_is_not_interrupted_and_ends_as_ever(config: Callable[..., EchoConfig]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        summary = pool.submit(train, config()).result()
+    assert summary["steps"] == 4 and summary["interrupted_by"] is None
 
 
 def test_examples_come_once_per_epoch(task: Path) -> None:

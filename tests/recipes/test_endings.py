@@ -1,0 +1,199 @@
+"""However a driver ends, nothing of it stays: no process, no shared memory, nothing taken from a cluster.
+
+The programs are tests/recipes/endings.py, each in a session of its own, to which signals go as a terminal sends them: to
+all of its processes.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+from ray.util import placement_group_table
+
+from tests.conftest import NUM_CPUS
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are found by /proc, segments in /dev/shm")
+
+ROOT = Path(__file__).parents[2]
+GONE_S = 15.0
+"""Nothing may be left so long after a driver's end."""
+
+
+def eventually(holds: Callable[[], object], within_s: float) -> None:
+    """Waits until `holds()` is true, and fails after `within_s` seconds."""
+    deadline = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline, f"after {within_s:g} s it is still false"
+        time.sleep(0.05)
+
+
+class Program:
+    """A Python program in a session of its own; every process below it inherits a mark in its environment."""
+
+    def __init__(self, code: str, *arguments: str, folder: Path, **environment: str) -> None:
+        self._mark = uuid.uuid4().hex
+        self._segments = set(os.listdir("/dev/shm"))
+        self._printed = folder / f"printed-{self._mark}"
+        with self._printed.open("w") as printed:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", code, *arguments],
+                cwd=ROOT,
+                env=os.environ | {"FLOWRL_TEST_MARK": self._mark} | environment,
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def printed(self) -> str:
+        return self._printed.read_text()
+
+    def signal_all(self, number: signal.Signals) -> None:
+        os.killpg(self.process.pid, number)
+
+    def code(self, within_s: float = 60.0) -> int:
+        """The exit code; a negative one is the signal that ended it."""
+        return self.process.wait(within_s)
+
+    def running(self) -> list[psutil.Process]:
+        return [process for process in psutil.process_iter() if self._is_own(process)]
+
+    def _is_own(self, process: psutil.Process) -> bool:
+        try:
+            own = process.environ().get("FLOWRL_TEST_MARK") == self._mark
+            return own and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return False
+
+    def leaves_nothing(self) -> bool:
+        eventually(lambda: not self.running(), GONE_S)
+        eventually(lambda: set(os.listdir("/dev/shm")) <= self._segments, GONE_S)
+        return True
+
+
+StartRecipe = Callable[..., Program]
+
+
+@pytest.fixture
+def start_recipe(tmp_path: Path) -> Iterator[StartRecipe]:
+    """Starts a hundred steps of `SlowConfig` on a Ray of its own, with settings put over it."""
+    # Ray's sockets lie in it, and the path of a socket is short.
+    ray_folder = tempfile.mkdtemp(prefix="fr", dir="/tmp")
+    started: list[Program] = []
+
+    def start(*overrides: str) -> Program:
+        config = tmp_path / "config.yaml"
+        config.write_text(
+            f"output: {tmp_path}/out\nsteps: 100\nthreads: 1\n"
+            "placement: {device: cpu, pools: {main: [2]}, roles: {actor: main}}\n"
+        )
+        code = "import sys; from tests.recipes.endings import main; sys.exit(main(sys.argv[1:]))"
+        started.append(Program(code, str(config), *overrides, folder=tmp_path, RAY_TMPDIR=ray_folder))
+        return started[-1]
+
+    yield start
+    for program in started:
+        for process in program.running():
+            process.kill()
+    shutil.rmtree(ray_folder, ignore_errors=True)
+
+
+def lines(folder: Path) -> int:
+    path = folder / "out" / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_recipe_asked_to_end_leaves_whole_results(
+    number: signal.Signals, code: int, start_recipe: StartRecipe, tmp_path: Path
+) -> None:
+    program, out = start_recipe(), tmp_path / "out"
+    eventually(lambda: lines(tmp_path) >= 2, 60)
+    if number is signal.SIGINT:
+        program.signal_all(number)
+    else:
+        program.process.send_signal(number)
+    assert program.code() == code and program.leaves_nothing()
+    told = json.loads((out / "summary.json").read_text())
+    assert told["interrupted_by"] == number.name and 2 <= told["steps"] == lines(tmp_path) < told["steps_asked"] == 100
+    assert (out / "model" / "weights").read_text() == "whole"
+    assert {"curves.png", "timeline.png", "trace.json"} < {path.name for path in out.iterdir()}
+    assert f"stopping after step {told['steps']}; " in program.printed()
+    assert program.printed().splitlines()[-1].endswith(f"after step {told['steps']} of 100; results: {out}")
+
+
+def test_a_second_ctrl_c_ends_a_recipe_now(start_recipe: StartRecipe, tmp_path: Path) -> None:
+    program = start_recipe("steps=3000")
+    eventually(lambda: lines(tmp_path) >= 2, 60)
+    program.signal_all(signal.SIGINT)
+    time.sleep(0.4)
+    program.signal_all(signal.SIGINT)
+    assert program.code(within_s=5) == 130 and program.leaves_nothing()
+    out = tmp_path / "out"
+    assert not [path.name for path in out.iterdir() if path.name.startswith(".")]
+    assert all(json.loads(line)["rows"] == 4 for line in (out / "metrics.jsonl").read_text().splitlines())
+    assert json.loads((out / "trace.json").read_text())["traceEvents"]
+
+
+def test_ctrl_c_while_a_recipe_starts_leaves_no_folder(start_recipe: StartRecipe, tmp_path: Path) -> None:
+    program = start_recipe()
+    eventually(lambda: any("RayHost" in process.name() for process in program.running()), 60)
+    program.signal_all(signal.SIGINT)
+    assert program.code(within_s=10) == 130 and program.leaves_nothing()
+    assert "nothing was kept" in program.printed() and not (tmp_path / "out").exists()
+
+
+def test_a_killed_recipe_leaves_whole_lines_and_no_process(start_recipe: StartRecipe, tmp_path: Path) -> None:
+    program = start_recipe()
+    eventually(lambda: lines(tmp_path) >= 2, 60)
+    program.process.kill()
+    assert program.code() == -signal.SIGKILL and program.leaves_nothing()
+    metrics = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    assert all(json.loads(line)["rows"] == 4 for line in metrics)
+
+
+def hosts() -> list[str]:
+    """The processes of workers on this session's Ray, those that take no CPU slot too."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            found.append(process.name())
+    return [name for name in found if "RayHost" in name]
+
+
+def all_is_free() -> bool:
+    groups = {group["state"] for group in placement_group_table().values()}
+    return ray.available_resources().get("CPU") == NUM_CPUS and groups <= {"REMOVED"} and not hosts()
+
+
+@pytest.mark.parametrize(("ending", "code"), [(None, 0), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_a_cluster_that_a_driver_joined_goes_on_with_all_that_it_had(
+    ending: signal.Signals | None, code: int, ray_session: None, tmp_path: Path
+) -> None:
+    eventually(all_is_free, GONE_S)
+    program = Program(
+        "import sys; from flowrl.cli import exit_code; from tests.recipes.endings import drive;"
+        "sys.exit(exit_code(lambda: drive(sys.argv[1], float(sys.argv[2]))))",
+        *(ray.get_runtime_context().gcs_address, "0.1" if ending is None else "600"),
+        folder=tmp_path,
+    )
+    eventually(lambda: "holding" in program.printed(), 60)
+    assert ending is None or not all_is_free()
+    if ending is signal.SIGKILL:
+        program.process.kill()
+    elif ending is not None:
+        program.signal_all(ending)
+    assert program.code() == code and program.leaves_nothing()
+    eventually(all_is_free, GONE_S)
+    assert ray.get(ray.put(1)) == 1
