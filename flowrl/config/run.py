@@ -2,7 +2,7 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from flowrl.config.algorithm import AdvantageConfig
 from flowrl.config.base import Config, FilePath, ImportName
@@ -40,6 +40,9 @@ class RunConfig(Config):
 
     threads: PositiveInt | None = None
     """CPU threads that torch uses in each process; null shares the cores evenly among the processes."""
+
+    call_timeout_s: PositiveFloat | None = 1800.0
+    """Seconds that one call of a worker may run before its process counts as stuck; null: no limit."""
 
     steps: PositiveInt
     """Steps of the recipe's loop."""
