@@ -1,5 +1,6 @@
 """`flowrl` prints what was asked for, or one sentence and exit code 2."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from flowrl.cli import exit_code, main
 from flowrl.config import ConfigError
 from flowrl.run.chrome import chrome_trace
 from flowrl.run.folder import write_json
+from flowrl.run.interrupt import Interrupted
 from tests.run.call_events import STEP
 
 ROOT = Path(__file__).parents[1]
@@ -138,6 +140,23 @@ def test_our_own_errors_become_a_sentence(capsys: pytest.CaptureFixture[str]) ->
 
     assert exit_code(program) == 2
     assert capsys.readouterr().err == "error: a.yaml:1: steps is 0\n"
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "line"),
+    [
+        (Interrupted(signal.SIGTERM, "ended by SIGTERM after step 3"), 143, "ended by SIGTERM after step 3\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ],
+)
+def test_an_interrupted_program_ends_with_its_signal_and_a_line(
+    ending: KeyboardInterrupt, code: int, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def program() -> None:
+        raise ending
+
+    assert exit_code(program) == code
+    assert capsys.readouterr().err == line
 
 
 def test_a_defect_keeps_its_traceback() -> None:

@@ -42,7 +42,7 @@ class LiveProgress:
         Args:
             num_steps: steps of the whole run; the first is step 1.
             title: the word before the bar.
-            every: steps per line where the output is not a terminal; the last step is always shown.
+            every: steps per line where the output is not a terminal; the last step that was done is always shown.
             shown: metric name -> format of its value. A metric keeps its last value until a new one comes.
             console: where to write; the standard output unless stated.
         """
@@ -52,6 +52,7 @@ class LiveProgress:
         self._seconds: deque[float] = deque(maxlen=RECENT_STEPS)
         self._updated_s = time.monotonic()
         self._bar: Progress | None = None
+        self._unshown: Text | None = None
         if self.console.is_terminal:
             self._bar = Progress(
                 TextColumn("[bold]{task.description}"),
@@ -74,8 +75,15 @@ class LiveProgress:
         if self._bar is not None:
             self._bar.start()
             self._bar.update(self._task, completed=step, line=line)
-        elif step % self._every == 0 or step == self._num_steps:
-            self.console.print(Text(f"{self._title} {step}/{self._num_steps}  {line}"), soft_wrap=True)
+            return
+        self._unshown = Text(f"{self._title} {step}/{self._num_steps}  {line}")
+        if step % self._every == 0 or step == self._num_steps:
+            self._show()
+
+    def _show(self) -> None:
+        if self._unshown is not None:
+            self.console.print(self._unshown, soft_wrap=True)
+            self._unshown = None
 
     def _seconds_left(self, step: int) -> float:
         return max(0, self._num_steps - step) * sum(self._seconds) / len(self._seconds)
@@ -92,9 +100,10 @@ class LiveProgress:
         self.console.print(Text(text))
 
     def close(self) -> None:
-        """Leaves the last line where it is. Closing twice is fine."""
+        """Leaves the last line where it is; a run that ends early has its last step shown. Closing twice is fine."""
         if self._bar is not None:
             self._bar.stop()
+        self._show()
 
     def __enter__(self) -> Self:
         return self

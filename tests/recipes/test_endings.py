@@ -1,7 +1,7 @@
 """However a driver ends, nothing of it stays: no process, no shared memory, nothing taken from a cluster.
 
-The programs are tests/recipes/endings.py, each in a session of its own, to which signals go as a terminal sends them: to
-all of its processes.
+The programs are tests/recipes/endings.py, each in a session of its own, to which signals go as a terminal sends them:
+to all of its processes.
 """
 
 import json

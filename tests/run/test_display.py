@@ -28,6 +28,15 @@ def test_a_plain_output_has_one_line_per_n_steps_and_the_last() -> None:
     assert [line.split()[1] for line in lines] == ["10/25", "20/25", "25/25"]
 
 
+def test_a_run_that_ends_early_shows_its_last_step_once() -> None:
+    out = io.StringIO()
+    with LiveProgress(40, console=Console(file=out, width=200)) as progress:
+        for step in range(1, 13):
+            progress.update(step, {"reward": 0.5})
+        progress.close()
+    assert [line.split()[1] for line in out.getvalue().splitlines()] == ["10/40", "12/40"]
+
+
 def test_a_line_shows_reward_kl_length_speed_and_time_left() -> None:
     line = progress_output(1, terminal=False, reward=0.5, kl=0.01, response_length=3.2, tokens_per_s=12345.0)
     assert line == "training 1/1  reward 0.500  KL 0.0100  length 3.2  12,345 tokens/s  0:00 left\n"
