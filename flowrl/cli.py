@@ -64,14 +64,19 @@ def exit_code(program: Callable[[], object]) -> int:
 def run_recipe(
     schema: type[RecipeConfig], train: Callable[[RecipeConfig], object], argv: Sequence[str] | None = None
 ) -> int:
-    """The command line of a recipe: `CONFIG [KEY=VALUE ...]`. Reads the config, calls `train`, returns an exit code."""
+    """The command line of a recipe: `CONFIG [KEY=VALUE ...] [--address HOST:PORT]`.
+
+    Reads the config, calls `train`, and returns an exit code.
+    """
     parser = argparse.ArgumentParser(description=(schema.__doc__ or "").strip(), allow_abbrev=False)
     parser.add_argument("config", type=Path, metavar="CONFIG", help="the recipe's YAML file")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings put over the file's")
-    arguments = parser.parse_args(argv)
+    parser.add_argument("--address", metavar="HOST:PORT", help="the Ray cluster to join, as address=HOST:PORT")
+    arguments = parser.parse_intermixed_args(argv)
+    address = [] if arguments.address is None else [f"address={arguments.address}"]
 
     def program() -> None:
-        config = load(arguments.config, arguments.overrides, schema)
+        config = load(arguments.config, [*arguments.overrides, *address], schema)
         check_run(config)
         train(config)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import psutil
 import ray
 from ray._private.state import available_resources_per_node  # Ray 2.60 has no other count per node
+from ray.exceptions import AuthenticationError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -237,7 +238,7 @@ def interface_of(address: str) -> str | None:
 def _start_ray(address: str | None, num_slots: int) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address is not None:
-        ray.init(address=address, logging_level=logging.WARNING, log_to_driver=False)
+        _join_ray(address)
         return
     # Ray's own processes listen on every interface, whatever address a node is given: what keeps others out is Ray's
     # token, which is on unless the environment says otherwise.
@@ -249,6 +250,24 @@ def _start_ray(address: str | None, num_slots: int) -> None:
         logging_level=logging.ERROR,
         log_to_driver=False,
     )
+
+
+def _join_ray(address: str) -> None:
+    try:
+        ray.init(address=address, logging_level=logging.WARNING, log_to_driver=False)
+    except (ConnectionError, AuthenticationError) as error:
+        # Ray's own cause is a traceback as text.
+        cause = str(error.__cause__ or error)
+        if isinstance(error, AuthenticationError) or AuthenticationError.__name__ in cause:
+            raise BackendError(
+                f"the Ray cluster at address {address} asks for its token, which this process does not give: set "
+                f"RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file with the token of its nodes"
+            ) from None
+        last = cause.strip().rpartition("\n")[2]
+        raise BackendError(
+            f"the Ray cluster at address {address} cannot be joined ({last}): see that Ray runs there, and start the run "
+            f"on one of its nodes"
+        ) from None
 
 
 def _check_reachable(address: str) -> None:

@@ -1,0 +1,48 @@
+"""A driver with a Ray of its own: prints where it listens as a line of JSON, and stays until its input ends."""
+
+import json
+import sys
+
+import psutil
+import ray
+from ray._private.worker import get_dashboard_url
+
+from flowrl import Cluster, Dispatch, Placement, register
+from tests.controller.workers import Summing
+
+
+class Listening(Summing):
+    """Says which addresses its process listens on."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def listens_on(self) -> list[tuple[str, int]]:
+        found = psutil.Process().net_connections(kind="inet")
+        return sorted((one.laddr.ip, one.laddr.port) for one in found if one.status == psutil.CONN_LISTEN)
+
+
+class Alone(Listening):
+    """Made before any process group is."""
+
+    collective = False
+
+
+def main() -> None:
+    placement = Placement(device="cpu", pools={"main": [2]}, roles={"before": "main", "sum": "main"})
+    with Cluster(placement, num_threads=1) as cluster:
+        before = cluster.group("before", Alone, 1).listens_on()
+        group = cluster.group("sum", Listening, 1)
+        total = group.total(1).get()
+        found = {
+            "total": total,
+            "address": ray.get_runtime_context().gcs_address,
+            "dashboard": get_dashboard_url(),
+            "before": before,
+            "after": group.listens_on(),
+        }
+        sys.stdout.write(f"{json.dumps(found)}\n")
+        sys.stdout.flush()
+        sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main()

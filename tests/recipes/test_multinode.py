@@ -1,0 +1,147 @@
+"""recipes/cluster/run_multinode.sh: two hosts on this machine, each with an address of the loopback network.
+
+A shell without this one's environment stands in for ssh; a host whose name starts with `off` cannot be reached.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from flowrl.cli import run_recipe
+from flowrl.config import Placement, to_yaml
+from recipes.cluster.multinode import main
+from recipes.ppo.config import PPOConfig
+from recipes.ppo.train import train
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a machine has one loopback address elsewhere")
+
+SSH = """#!/bin/sh
+host=$1
+shift
+case $host in off*) echo "ssh: connect to host $host port 22: Connection refused" >&2; exit 255;; esac
+exec env -i HOME="$HOME" PATH="$PATH" sh -c "$*"
+"""
+ROLES = ("actor", "critic", "reference", "reward", "rollout")
+
+
+@pytest.fixture
+def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "ssh"
+    path.write_text(SSH)
+    path.chmod(0o755)
+    monkeypatch.setenv("FLOWRL_SSH", str(path))
+
+
+@pytest.fixture
+def hostfile(tmp_path: Path) -> Callable[..., Path]:
+    def write(*lines: str) -> Path:
+        path = tmp_path / "hosts"
+        path.write_text("".join(f"{line}\n" for line in lines))
+        return path
+
+    return write
+
+
+def test_ppo_trains_on_two_hosts(
+    ssh: None, hostfile: Callable[..., Path], ppo_config: Callable[..., PPOConfig], tmp_path: Path
+) -> None:
+    placement = Placement(device="cpu", pools={"main": [1, 1]}, roles=dict.fromkeys(ROLES, "main"))
+    config = ppo_config(recipe="recipes.ppo.config:PPOConfig", backend="ray", placement=placement)
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(config))
+    hosts = hostfile("# two of them", "127.0.0.2", "", "127.0.0.3  # the other")
+    command = [
+        "recipes/cluster/run_multinode.sh",
+        str(hosts),
+        "python",
+        "-m",
+        "recipes.ppo.train",
+        str(file),
+        "steps=1",
+    ]
+    environment = os.environ | {"VIRTUAL_ENV": sys.prefix, "PATH": f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", *command], env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(r"2 nodes at 127\.0\.0\.2:\d+: 127\.0\.0\.2, 127\.0\.0\.3", done.stderr)
+    trace = json.loads((config.output / "trace.json").read_text())
+    updates = [event["args"] for event in trace["traceEvents"] if event["name"] == "update" and "args" in event]
+    assert {event["node"] for event in updates} == {0, 1}
+
+
+@pytest.mark.parametrize(("ending", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_all_nodes_end_with_it_and_the_token_is_on_no_command_line(
+    ending: signal.Signals, code: int, ssh: None, hostfile: Callable[..., Path]
+) -> None:
+    hosts = str(hostfile("127.0.0.2", "127.0.0.3"))
+    command = [sys.executable, "-m", "recipes.cluster.multinode", hosts, sys.executable, "-m", "tests.recipes.on_hosts"]
+    with subprocess.Popen([*command, "x=1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None and launcher.stderr is not None
+        line = launcher.stdout.readline()
+        assert line, launcher.stderr.read()
+        found = json.loads(line)
+        started = psutil.Process(launcher.pid).children(recursive=True)
+        launcher.send_signal(ending)
+        assert launcher.wait(60) == code
+        if ending == signal.SIGKILL:  # nobody was left to pass it on
+            os.kill(found["process"], signal.SIGINT)
+        _, left = psutil.wait_procs(started, timeout=20)
+    assert left == [] and found["num_raylets"] == 2
+    assert found["arguments"][:2] == ["x=1", "--address"] and not found["token_is_seen"]
+
+
+def test_an_unreachable_host_is_one_sentence_and_ends_the_others(
+    ssh: None, hostfile: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = psutil.Process().children(recursive=True)
+    assert main([str(hostfile("127.0.0.2", "off-1")), "true"]) == 2
+    refused = "error: host off-1 cannot be reached: ssh: connect to host off-1 port 22: Connection refused\n"
+    assert capsys.readouterr().err == refused
+    started = [process for process in psutil.Process().children(recursive=True) if process not in before]
+    assert psutil.wait_procs(started, timeout=20)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        ((), "hosts names no host: write one per line, this machine first"),
+        (("# none",), "hosts names no host: write one per line, this machine first"),
+        (("a", "b slots=8"), "hosts:2: 'b slots=8' is not a host: write one name or address per line"),
+        (("-oProxyCommand=x",), "hosts:1: '-oProxyCommand=x' is not a host: write one name or address per line"),
+        (("a", "a"), "hosts:2: a stands there twice: remove one"),
+    ],
+)
+def test_a_wrong_hostfile_is_one_sentence(
+    lines: tuple[str, ...], sentence: str, hostfile: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(hostfile(*lines)), "true"]) == 2
+    printed = capsys.readouterr().err
+    assert printed.endswith(f"{sentence}\n") and printed.count("\n") == 1
+
+
+def test_a_missing_hostfile_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / "none"), "true"]) == 2
+    assert "none cannot be read" in capsys.readouterr().err
+    assert main([str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err.startswith("error: usage: run_multinode.sh HOSTFILE COMMAND...")
+
+
+@pytest.mark.parametrize("where", [0, 2])
+def test_the_option_address_is_the_setting_address(
+    where: int, ppo_config: Callable[..., PPOConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(ppo_config(recipe="recipes.ppo.config:PPOConfig", backend="ray")))
+    argv = [str(file), "steps=1"]
+    argv[where:where] = ["--address", "127.0.0.1:1"]
+    assert run_recipe(PPOConfig, train, argv) == 2
+    assert "address is 127.0.0.1:1, where no Ray cluster answers" in capsys.readouterr().err
+    assert run_recipe(PPOConfig, train, [*argv, "backend=inline"]) == 2
+    assert "backend inline joins no cluster" in capsys.readouterr().err
