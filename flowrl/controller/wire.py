@@ -13,10 +13,11 @@ from flowrl.controller.errors import ContractError
 from flowrl.controller.future import Future
 from flowrl.controller.plan import Mesh
 from flowrl.controller.register import Contract
-from flowrl.data.batch import Batch, by_block
+from flowrl.data.batch import Batch
 from flowrl.data.block import LocalRef, Ref, Shard
-from flowrl.data.layout import block_rows, gather
-from flowrl.data.payload import Payload, RowSelection, concat, merge
+from flowrl.data.columns import gathers
+from flowrl.data.layout import GatherPlan
+from flowrl.data.payload import Payload, RowSelection, Source, collect, merge
 
 BY_VALUE_BYTES = 64 * 1024
 """Driver-made rows up to this size travel inside the request: an object of their own costs milliseconds."""
@@ -24,19 +25,23 @@ BY_VALUE_BYTES = 64 * 1024
 
 @dataclass(frozen=True)
 class BlockArgument:
-    """Rows of one block: pieces (a position among the objects, or the rows themselves), stacked and then ordered."""
+    """Rows of one block: how to gather them, and where each piece's shard is.
 
-    columns: dict[str, str]
-    pieces: tuple[tuple[int | Payload, RowSelection], ...]
-    order: Any  # Any: RowSelection, an array or None
+    A piece comes from an object beside the request, by its position, or holds its rows itself. With each goes
+    `{name: name in that piece}`.
+    """
+
+    plan: GatherPlan
+    pieces: tuple[tuple[int | Payload, dict[str, str]], ...]
 
     def read(self, objects: Sequence) -> Payload:
-        parts = [
-            source.take(None, self.columns) if isinstance(source, Payload) else objects[source].take(rows, self.columns)
-            for source, rows in self.pieces
-        ]
-        stacked = concat(parts)
-        return stacked if self.order is None else stacked.take(self.order, {name: name for name in stacked.columns})
+        sources = []
+        for piece, (where, columns) in zip(self.plan.pieces, self.pieces, strict=True):
+            if isinstance(where, Payload):
+                sources.append(Source(where, columns, None, piece.at))
+            else:
+                sources.append(Source(objects[where], columns, piece.rows, piece.at))
+        return collect(self.plan.num_rows, sources)
 
 
 @dataclass(frozen=True)
@@ -114,26 +119,25 @@ class References:
 
     def table(self, part: Part) -> TableArgument:
         blocks = []
-        for (block, index), columns in by_block(part.batch, part.columns):
-            plan = gather(block.sizes, block_rows(index, part.rows))
-            pieces = tuple(self.piece(block.shards[p.shard], p.rows, columns) for p in plan.pieces)
-            blocks.append(BlockArgument(columns, pieces, plan.order))
+        for block, columns, plan in gathers({n: part.batch.column(n) for n in part.columns}, part.rows):
+            pieces = tuple(self.piece(block.shards[piece.shard], piece.rows, columns) for piece in plan.pieces)
+            blocks.append(BlockArgument(plan, pieces))
             if len(block.shards) > 1:
                 # A rank whose own shards are fine must not enter a collective alone when a peer's shard has failed.
-                for shard in block.shards:
-                    if not isinstance(shard.description, LocalRef):
-                        self.position(shard.description)
+                for description in block.remote_descriptions:
+                    self.position(description)
         num_rows = part.rows[1] - part.rows[0] if isinstance(part.rows, tuple) else len(part.rows)
         return TableArgument(num_rows, tuple(blocks))
 
-    def piece(self, shard: Shard, rows: RowSelection, columns: dict[str, str]) -> tuple[int | Payload, RowSelection]:
+    def piece(self, shard: Shard, rows: RowSelection, columns: dict[str, str]) -> tuple[int | Payload, dict[str, str]]:
+        """Where a piece's rows are, and what its columns are called there."""
+        own = columns if shard.names is None else {name: shard.source(source) for name, source in columns.items()}
         if not isinstance(shard.payload, LocalRef):
-            return self.position(shard.payload), rows
-        selected = shard.payload.value.take(rows, columns)
-        if selected.nbytes <= BY_VALUE_BYTES:
-            renamed = {source: name for name, source in columns.items()}
-            return selected.take(None, renamed), rows
-        return self.position(self.share(shard.payload)), rows
+            return self.position(shard.payload), own
+        held: Payload = shard.payload.value
+        if held.nbytes_of(rows, own) <= BY_VALUE_BYTES:
+            return held.take(rows, own), {name: name for name in own}
+        return self.position(self.share(shard.payload)), own
 
 
 def lower(arguments: Arguments, references: References) -> dict[str, Any]:

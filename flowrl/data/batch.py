@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from flowrl.data.block import Block, Column, Description, LocalRef, Shard
-from flowrl.data.layout import Rows, block_rows, gather
-from flowrl.data.payload import ColumnError, Payload, concat, merge
+from flowrl.data.columns import compact, gathers, joined
+from flowrl.data.layout import Rows
+from flowrl.data.payload import ColumnError, Payload, Source, collect, merge
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -211,7 +212,7 @@ class Batch:
     def reorder(self, order: Sequence[int] | np.ndarray) -> "Batch":
         """The same rows in another order, a permutation of all positions."""
         positions = np.asarray(order, dtype=np.int64)
-        if not np.array_equal(np.sort(positions), np.arange(self.num_rows)):
+        if not _is_permutation(positions, self.num_rows):
             raise ColumnError(
                 f"an order of {self.num_rows} rows names each of 0 to {self.num_rows - 1} once; use rows() to choose"
             )
@@ -231,19 +232,7 @@ class Batch:
         for batch in batches:
             if set(batch.columns) != set(names):
                 raise ColumnError(f"concat needs the same columns everywhere, but finds {names} and {batch.columns}")
-        joined: dict[tuple, Column] = {}
-        columns = {}
-        for name in names:
-            parts = [batch.column(name) for batch in batches]
-            sources = {part.source for part in parts}
-            key = tuple((id(part.block), id(part.index) if part.index is not None else None) for part in parts)
-            if len(sources) > 1:
-                raise ColumnError(
-                    f"column {name!r} was renamed in some batches ({', '.join(sources)}); concat before renaming"
-                )
-            if key not in joined:
-                joined[key] = _join(parts)
-            columns[name] = joined[key]._replace(source=parts[0].source)
+        columns = joined(names, [batch._columns for batch in batches])
         tasks = next((batch.tasks for batch in batches if batch.tasks), None)
         return Batch(columns, sum(batch.num_rows for batch in batches), tasks)
 
@@ -258,6 +247,19 @@ class Batch:
             order = np.random.default_rng([*np.atleast_1d(seed), epoch]).permutation(self.num_rows)
             for start in range(0, self.num_rows, rows):
                 yield self._taken(order[start : start + rows])
+
+    def compacted(self) -> "Batch":
+        """The same rows, holding less memory: a buffer of few rows of many batches then keeps little more than its own.
+
+        Shards of which fewer than half of the rows are in this batch are read into new ones, as a task beside the data;
+        they are freed with the last batch that has them. Does not wait, except for the counts of rows not known yet.
+        """
+        return Batch(compact(self._columns, self._rewrite), self._num_rows, self._tasks)
+
+    def _rewrite(self, columns: dict[str, Column], num_rows: int) -> Block:
+        view = Batch(columns, num_rows, self._tasks)
+        result = (self._tasks or LocalTasks()).apply(_unchanged, view, view.columns, "same", {})
+        return result.column(view.columns[0]).block
 
     # Values.
 
@@ -290,7 +292,7 @@ class Batch:
 
     def _token_column(self) -> tuple[str]:
         for name, column in self._columns.items():
-            if column.block.shards[0].description.get().columns.get(column.source) == "token":
+            if column.block.kind(column.source) == "token":
                 return (name,)
         raise ColumnError(
             f"the batch has no token column, so its rows have no length; it has {', '.join(self.columns)}"
@@ -322,6 +324,10 @@ class Batch:
         return (self._tasks or LocalTasks()).reduce(fn, self.select(*reads), kwargs)
 
 
+def _unchanged(table: "TensorDict") -> "TensorDict":
+    return table
+
+
 class LocalTasks:
     """Runs `apply` and `reduce` in this process: for batches that no worker group has touched yet."""
 
@@ -341,36 +347,23 @@ class LocalTasks:
 def assemble(batch: Batch, names: Sequence[str], rows: Rows) -> Payload:
     """Reads some rows of some columns into this process."""
     parts = []
-    for (block, index), columns in by_block(batch, names):
-        plan = gather(block.sizes, block_rows(index, rows))
-        pieces = [block.shards[p.shard].payload.get().take(p.rows, columns) for p in plan.pieces]
-        stacked = concat(pieces)
-        parts.append(stacked if plan.order is None else stacked.take(plan.order, {n: n for n in stacked.columns}))
+    for block, columns, plan in gathers({name: batch.column(name) for name in names}, rows):
+        sources = []
+        for piece in plan.pieces:
+            shard = block.shards[piece.shard]
+            own = {name: shard.source(source) for name, source in columns.items()}
+            sources.append(Source(shard.payload.get(), own, piece.rows, piece.at))
+        parts.append(collect(plan.num_rows, sources))
     merged = merge(parts) if parts else Payload(batch.num_rows)
     return merged.take(None, {name: name for name in names})
 
 
-def by_block(batch: Batch, names: Iterable[str]) -> list[tuple[tuple[Block, np.ndarray | None], dict[str, str]]]:
-    """Groups columns by the block and index they share: `((block, index), {name: name in the block})`."""
-    groups: dict[tuple[int, int | None], tuple[tuple[Block, np.ndarray | None], dict[str, str]]] = {}
-    for name in names:
-        block, index, source = batch.column(name)
-        key = (id(block), None if index is None else id(index))
-        groups.setdefault(key, ((block, index), {}))[1][name] = source
-    return list(groups.values())
-
-
-def _join(parts: Sequence[Column]) -> Column:
-    """One column over the shards of several blocks, rows in the order of the parts."""
-    block = Block([shard for part in parts for shard in part.block.shards])
-    if all(part.index is None for part in parts):
-        return Column(block, None, parts[0].source)
-    offset, indices = 0, []
-    for part in parts:
-        size = part.block.num_rows
-        indices.append((np.arange(size) if part.index is None else part.index) + offset)
-        offset += size
-    return Column(block, np.concatenate(indices), parts[0].source)
+def _is_permutation(positions: np.ndarray, num_rows: int) -> bool:
+    if len(positions) != num_rows or (num_rows and (positions.min() < 0 or positions.max() >= num_rows)):
+        return False
+    seen = np.zeros(num_rows, dtype=bool)
+    seen[positions] = True
+    return bool(seen.all())
 
 
 def _row_column(values: Any) -> np.ndarray | list:

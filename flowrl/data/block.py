@@ -1,7 +1,8 @@
 """Blocks: columns that were computed together, as shards of rows behind references."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -62,6 +63,16 @@ class Shard:
     description: Ref
     num_rows: int | None
     """None until the description says it."""
+    names: Mapping[str, str] | None = None
+    """Column of the block -> what the payload calls it. None: the same."""
+
+    def source(self, name: str) -> str:
+        """What the payload calls a column of the block."""
+        return name if self.names is None else self.names[name]
+
+    def renamed(self, names: Mapping[str, str]) -> "Shard":
+        """The same rows in a block that calls columns otherwise: `names` maps its names to this block's."""
+        return replace(self, names={name: self.source(source) for name, source in names.items()})
 
 
 class Block:
@@ -70,14 +81,29 @@ class Block:
     def __init__(self, shards: Sequence[Shard]) -> None:
         self.shards = tuple(shards)
 
-    @property
-    def sizes(self) -> list[int]:
+    @cached_property
+    def sizes(self) -> np.ndarray:
         """Rows per shard; waits for the descriptions of results whose row count no contract states."""
-        return [s.description.get().num_rows if s.num_rows is None else s.num_rows for s in self.shards]
+        known = (s.description.get().num_rows if s.num_rows is None else s.num_rows for s in self.shards)
+        return np.fromiter(known, dtype=np.int64, count=len(self.shards))
+
+    @cached_property
+    def layout(self) -> bytes:
+        """Equal for blocks whose shards have the same sizes."""
+        return self.sizes.tobytes()
 
     @property
     def num_rows(self) -> int:
-        return sum(self.sizes)
+        return int(self.sizes.sum())
+
+    @cached_property
+    def remote_descriptions(self) -> list[Ref]:
+        """The descriptions of the shards that are not in this process."""
+        return [s.description for s in self.shards if not isinstance(s.description, LocalRef)]
+
+    def kind(self, name: str) -> str | None:
+        """One of "row", "object" and "token"; waits for the first description. None: there is no such column."""
+        return self.shards[0].description.get().columns.get(self.shards[0].source(name))
 
     def done(self) -> bool:
         return all(shard.description.done() for shard in self.shards)

@@ -13,18 +13,20 @@ Rows = tuple[int, int] | np.ndarray
 
 @dataclass(frozen=True)
 class Piece:
-    """Some rows of one shard."""
+    """Some rows of one shard, and where they go."""
 
     shard: int
     rows: RowSelection
+    at: RowSelection = None
+    """Which of the gathered rows they become; None: all."""
 
 
 @dataclass(frozen=True)
-class Gather:
-    """How to build rows out of shards: stack the pieces, then take `order` of the stack (None: as stacked)."""
+class GatherPlan:
+    """How to build rows out of shards."""
 
+    num_rows: int
     pieces: tuple[Piece, ...]
-    order: np.ndarray | None = None
 
 
 def split_evenly(num_rows: int, num_parts: int) -> list[tuple[int, int]]:
@@ -53,38 +55,93 @@ def block_rows(index: np.ndarray | None, rows: Rows) -> Rows:
     if index is None:
         return rows
     taken = index[rows[0] : rows[1]] if isinstance(rows, tuple) else index[rows]
-    is_range = len(taken) > 0 and taken[-1] - taken[0] == len(taken) - 1 and bool(np.all(np.diff(taken) == 1))
-    return (int(taken[0]), int(taken[-1]) + 1) if is_range else taken
+    return (int(taken[0]), int(taken[-1]) + 1) if _is_range(taken) else taken
 
 
-def gather(sizes: Sequence[int], rows: Rows) -> Gather:
+def _is_range(positions: np.ndarray) -> bool:
+    count = len(positions)
+    return count > 0 and positions[-1] - positions[0] == count - 1 and bool(np.all(np.diff(positions) == 1))
+
+
+def _selection(positions: np.ndarray) -> slice | np.ndarray:
+    return slice(int(positions[0]), int(positions[-1]) + 1) if _is_range(positions) else positions
+
+
+def gather(sizes: Sequence[int] | np.ndarray, rows: Rows) -> GatherPlan:
     """The pieces of shards of these sizes that make up `rows` of the block."""
     ends = np.cumsum(sizes)
     if isinstance(rows, tuple):
         return _gather_range(ends, *rows)
+    if not len(rows):
+        return _nothing()
     shard_of_row = np.searchsorted(ends, rows, side="right")
-    order = None
-    if len(rows) and np.any(np.diff(shard_of_row) < 0):
+    by_shard = None
+    if np.any(np.diff(shard_of_row) < 0):
         by_shard = np.argsort(shard_of_row, kind="stable")
-        order = np.empty_like(by_shard)
-        order[by_shard] = np.arange(len(by_shard))
         rows, shard_of_row = rows[by_shard], shard_of_row[by_shard]
-    cuts = np.flatnonzero(np.diff(shard_of_row)) + 1
+    cuts = [0, *(np.flatnonzero(np.diff(shard_of_row)) + 1).tolist(), len(rows)]
+    shards = shard_of_row[cuts[:-1]]
+    firsts = ends[shards] - np.asarray(sizes)[shards]
     pieces = []
-    for part in np.split(np.arange(len(rows)), cuts) if len(rows) else ():
-        shard = int(shard_of_row[part[0]])
+    for shard, first, start, stop in zip(shards.tolist(), firsts.tolist(), cuts, cuts[1:], strict=False):
+        at = slice(start, stop) if by_shard is None else _selection(by_shard[start:stop])
+        pieces.append(Piece(shard, _selection(rows[start:stop] - first), at))
+    return GatherPlan(len(rows), tuple(pieces))
+
+
+def _gather_range(ends: np.ndarray, start: int, stop: int) -> GatherPlan:
+    if start >= stop:
+        return _nothing()
+    pieces = []
+    shard = int(np.searchsorted(ends, start, side="right"))
+    low = start
+    while low < stop:
         first = int(ends[shard - 1]) if shard else 0
-        pieces.append(Piece(shard, rows[part] - first))
-    return Gather(tuple(pieces) or (Piece(0, slice(0, 0)),), order)
-
-
-def _gather_range(ends: np.ndarray, start: int, stop: int) -> Gather:
-    pieces = []
-    first = 0
-    for shard, end in enumerate(ends):
-        low, high = max(start, first) - first, min(stop, int(end)) - first
+        end = int(ends[shard])
+        high = min(stop, end)
         if low < high:
-            whole = low == 0 and high == int(end) - first
-            pieces.append(Piece(shard, None if whole else slice(low, high)))
-        first = int(end)
-    return Gather(tuple(pieces) or (Piece(0, slice(0, 0)),))
+            rows = None if (low, high) == (first, end) else slice(low - first, high - first)
+            pieces.append(Piece(shard, rows, slice(low - start, high - start)))
+        low, shard = high, shard + 1
+    return GatherPlan(stop - start, tuple(pieces))
+
+
+def _nothing() -> GatherPlan:
+    # There is always a piece: it tells which columns there are.
+    return GatherPlan(0, (Piece(0, slice(0, 0)),))
+
+
+@dataclass(frozen=True)
+class Compaction:
+    """What becomes of a block: the shards that stay, and behind them the rows that are rewritten."""
+
+    rewritten: np.ndarray
+    """Bool `[shards]`."""
+    moved: np.ndarray
+    """The rows of the block that are rewritten, in their order."""
+    places: np.ndarray
+    """Row of the block -> its row afterwards."""
+
+
+def compaction(sizes: np.ndarray, taken: np.ndarray) -> Compaction | None:
+    """Rewrites the shards of which fewer than half of the rows are `taken` (bool per row); None if there are none.
+
+    Smaller shards are rewritten with them, so that many compactions leave few shards.
+    """
+    before = np.concatenate([[0], np.cumsum(taken)])
+    ends = np.cumsum(sizes)
+    counts = before[ends] - before[ends - sizes]
+    rewritten = counts * 2 < sizes
+    if not rewritten.any():
+        return None
+    total = int(counts[rewritten].sum())
+    for shard in np.argsort(counts, kind="stable"):
+        if not rewritten[shard] and counts[shard] <= total:
+            rewritten[shard] = True
+            total += int(counts[shard])
+    leaves = np.repeat(rewritten, sizes)
+    moved, stays = np.flatnonzero(leaves & taken), np.flatnonzero(~leaves)
+    places = np.full(len(taken), -1)
+    places[stays] = np.arange(len(stays))
+    places[moved] = np.arange(len(moved)) + len(stays)
+    return Compaction(rewritten, moved, places)

@@ -15,6 +15,7 @@ from tests.controller.chain import Chain
 from tests.controller.oracle import METHODS, SAME_ROWS, Rows, concat
 
 TOKENS = ("ids", "next")
+EDITS = ("rename", "reorder", "repeat", "take", "minibatch", "concat", "store") + ("compact",) * 2 + ("call",) * 3
 PLACEMENT = Placement.model_validate(
     {
         "device": "cpu",
@@ -53,12 +54,14 @@ def made(count: int) -> Pair:
 
 def edited(pair: Pair, data: st.DataObject, groups: list[WorkerGroup]) -> Pair:
     """One random edit or call on both."""
-    kind = data.draw(
-        st.sampled_from(["call", "reorder", "call", "take", "minibatch", "concat", "call", "repeat", "rename"])
-    )
+    kind = data.draw(st.sampled_from(EDITS))
     count = len(pair.rows.rows)
     if kind == "call":
         return called(pair, data, groups)
+    if kind == "compact":
+        return Pair(pair.batch.compacted(), pair.rows)
+    if kind == "store":
+        return stored(pair, data.draw(st.sampled_from(groups)))
     if kind == "rename":
         # There and back: what a column is called in a batch is not what its block calls it.
         swap = {"ids": "other"}
@@ -92,6 +95,14 @@ def called(pair: Pair, data: st.DataObject, groups: list[WorkerGroup]) -> Pair:
     if name not in SAME_ROWS:
         return result
     return Pair(pair.batch.union(result.batch), pair.rows.union(result.rows))
+
+
+def stored(pair: Pair, group: WorkerGroup) -> Pair:
+    """Behind the rows come the same with other tokens, a column whose block calls it otherwise."""
+    batch, rows = pair.batch.select(*pair.batch.columns), pair.rows
+    batch["ids"] = group.shift(pair.batch)
+    rows = rows.union(rows.call(METHODS["shift"]).rename({"next": "ids"}))
+    return Pair(Batch.concat([pair.batch, batch]), concat([pair.rows, rows]))
 
 
 def values_of(batch: Batch) -> list[dict[str, Any]]:

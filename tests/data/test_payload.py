@@ -1,7 +1,9 @@
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from flowrl.data.payload import ColumnError, Payload, concat, merge
+from flowrl.data.payload import ColumnError, Payload, Source, collect, merge
 
 
 def payload_of(*lengths: int) -> Payload:
@@ -50,22 +52,88 @@ def test_a_missing_column_is_named_with_those_there():
         payload_of(1).take(None, {"y": "y"})
 
 
-def test_concat_stacks_every_kind_of_column():
+def stacked(*parts: Payload) -> Payload:
+    """All rows of several payloads, one after another."""
+    ends = np.cumsum([part.num_rows for part in parts])
+    every = [
+        Source(part, {name: name for name in part.columns}, None, slice(int(end) - part.num_rows, int(end)))
+        for part, end in zip(parts, ends, strict=True)
+    ]
+    return collect(int(ends[-1]), every)
+
+
+def test_rows_of_every_kind_of_column_are_stacked():
     whole = payload_of(1, 2, 3)
     every = {name: name for name in whole.columns}
-    joined = concat([whole.take(slice(2, 3), every), whole.take(slice(0, 2), every)])
+    joined = stacked(whole.take(slice(2, 3), every), whole.take(slice(0, 2), every))
     expected = {"x": [2, 0, 1], "name": ["r2", "r0", "r1"], "ids": [3, 4, 5, 0, 1, 2], "lengths": [3, 1, 2]}
     assert lists(joined) == expected
 
 
 def test_an_empty_part_may_not_know_that_its_column_holds_objects():
     empty = Payload(0, {"name": np.zeros(0, dtype=np.float32)})
-    assert concat([empty, Payload(1, {"name": ["a"]}), empty]).rows["name"] == ["a"]
+    assert stacked(empty, Payload(1, {"name": ["a"]}), empty).rows["name"] == ["a"]
 
 
-def test_concat_keeps_the_mark_of_bfloat16_columns():
+def test_stacked_rows_keep_the_mark_of_bfloat16_columns():
     part = Payload(1, {"x": np.array([7], dtype=np.int16)}, bfloat16=frozenset({"x"}))
-    assert concat([part, part]).bfloat16 == {"x"}
+    assert stacked(part, part).bfloat16 == {"x"}
+
+
+def test_numbers_beside_objects_become_objects():
+    assert stacked(Payload(1, {"x": np.array([1])}), Payload(1, {"x": ["a"]})).rows["x"] == [1, "a"]
+
+
+def test_the_wider_of_two_types_holds_both():
+    joined = stacked(Payload(1, {"x": np.array([1])}), Payload(1, {"x": np.array([0.5])})).rows["x"]
+    assert (np.asarray(joined).dtype, list(joined)) == (np.float64, [1, 0.5])
+
+
+def test_a_column_is_of_one_shape():
+    parts = [Payload(1, {"x": np.zeros((1, width))}) for width in (2, 3)]
+    with pytest.raises(ColumnError, match=r"column x has values of the shapes \(2,\) and \(3,\); give it one shape"):
+        stacked(*parts)
+
+
+def test_a_column_is_of_one_kind():
+    parts = [Payload(1, {"x": np.zeros(1)}), Payload(1, {}, {"x": np.zeros(2)}, np.array([2]))]
+    with pytest.raises(ColumnError, match="column 'x' has a value per token in some shards only"):
+        stacked(*parts)
+
+
+SHARDS = st.lists(st.lists(st.integers(0, 4), max_size=5), min_size=1, max_size=4)
+
+
+@given(SHARDS, st.data(), st.integers(1, 300))
+@settings(deadline=None)
+def test_rows_of_shards_go_wherever_they_are_sent(shards: list[list[int]], data: st.DataObject, width: int):
+    """Short and long runs of rows and tokens, in and out of order."""
+    shards = [[length * width for length in lengths] for lengths in shards]
+    rows = [(s, i) for s, lengths in enumerate(shards) for i in range(len(lengths))]
+    order = data.draw(st.permutations(range(len(rows))))
+    sources, expected, done = [], [[]] * len(rows), 0
+    for lengths in shards:
+        payload = payload_of(*lengths)
+        chosen = data.draw(st.permutations(range(len(lengths))))
+        at = order[done : done + len(lengths)]
+        done += len(lengths)
+        every = {name: name for name in payload.columns}
+        sources.append(Source(payload, every, np.array(chosen, dtype=int), np.array(at, dtype=int)))
+        for target, source in zip(at, chosen, strict=True):
+            first = sum(lengths[:source])
+            expected[target] = [source, f"r{source}", list(range(first, first + lengths[source]))]
+    found = collect(len(rows), sources)
+    assert found.lengths is not None
+    tokens = np.split(found.tokens["ids"], np.cumsum(found.lengths)[:-1]) if rows else []
+    columns = zip(found.rows["x"], found.rows["name"], tokens, strict=True)
+    assert [[x, name, ids.tolist()] for x, name, ids in columns] == expected
+
+
+@pytest.mark.parametrize("rows", [None, slice(1, 3), np.array([2, 0, 2])])
+def test_the_size_of_rows_is_known_before_they_are_taken(rows):
+    columns = {"a": "x", "name": "name", "ids": "ids"}
+    whole = payload_of(1, 2, 3)
+    assert whole.nbytes_of(rows, columns) == whole.take(rows, columns).nbytes
 
 
 def test_merge_refuses_columns_of_different_rows():

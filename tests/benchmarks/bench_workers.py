@@ -1,0 +1,111 @@
+"""The workers that dispatch is measured with, and raw Ray's actors that do the same by hand."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import psutil
+import ray
+import torch
+from tensordict import TensorDict
+
+from flowrl import Dispatch, Worker, make_table, register
+from flowrl.data.table import lengths, num_rows
+
+RANKS = 4
+ROWS, TOKENS = 512, 8192
+"""A payload of 64 MiB: 512 rows of 8,192 tokens in four float32 columns."""
+
+COLUMNS = ("a", "b", "c", "d")
+WIDE = tuple(f"c{i}" for i in range(8))
+"""Columns that eight calls made."""
+
+Columns = dict[str, np.ndarray]
+
+
+class Bench(Worker):
+    """What is called: nothing, small tables, large ones."""
+
+    held_bytes = 0
+
+    @register(Dispatch.ONE_TO_ALL)
+    def nothing(self) -> None:
+        return None
+
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=COLUMNS, writes=COLUMNS)
+    def echo(self, table: TensorDict) -> TensorDict:
+        return make_table(tokens=dict(table["tokens"].items()), lengths=lengths(table))
+
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("x",), writes=COLUMNS)
+    def make(self, table: TensorDict) -> TensorDict:
+        count = num_rows(table)
+        return make_table(
+            tokens={name: torch.ones(count * TOKENS) for name in COLUMNS},
+            lengths=torch.full((count,), TOKENS, dtype=torch.int64),
+        )
+
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("x",), writes=("y",))
+    def column(self, table: TensorDict) -> TensorDict:
+        return make_table({"y": table["rows", "x"]})
+
+    @register(Dispatch.DP_COMPUTE_METRIC, blocking=False, reads=COLUMNS)
+    def read(self, table: TensorDict) -> dict:
+        """Reads a value of every column, so that every column has arrived."""
+        assert all(len(column) == 0 or column[-1] == 1 for column in table["tokens"].values())
+        return {}
+
+    @register(Dispatch.DP_COMPUTE_METRIC, blocking=False, reads=WIDE)
+    def read_wide(self, table: TensorDict) -> dict:
+        return {}
+
+    @register(Dispatch.ONE_TO_ALL)
+    def remember_memory(self) -> None:
+        self.held_bytes = private_bytes()
+
+    @register(Dispatch.DP_COMPUTE, blocking=False, reads=("a",))
+    def growth(self, table: TensorDict) -> int:
+        """Private bytes since `remember_memory`, while a column is held and every value of it was read."""
+        assert float(table["tokens", "a"].min()) == 1
+        return private_bytes() - self.held_bytes
+
+
+def private_bytes() -> int:
+    """Memory of this process that no other shares: the object store's pages are not in it."""
+    return psutil.Process().memory_full_info().uss
+
+
+@ray.remote(num_cpus=0)
+class Raw:
+    """The same by hand, on dictionaries of flat arrays."""
+
+    def nothing(self) -> None:
+        return None
+
+    def echo(self, columns: Columns) -> Columns:
+        return columns
+
+    def make(self, count: int) -> Columns:
+        return {name: np.ones(count * TOKENS, dtype=np.float32) for name in COLUMNS}
+
+    def read(self, columns: Columns) -> None:
+        """What every reader ends with: all columns there, a value of each read."""
+        assert all(column[-1] == 1 for column in columns.values())
+
+    def read_ranges(self, ranges: Sequence[tuple[int, int]], *parts: Columns) -> None:
+        """Rows of several objects, one after another."""
+        whole = {
+            name: np.concatenate(
+                [p[name][first * TOKENS : last * TOKENS] for p, (first, last) in zip(parts, ranges, strict=True)]
+            )
+            for name in COLUMNS
+        }
+        self.read(whole)
+
+    def read_rows(self, rows: Sequence[np.ndarray], places: Sequence[np.ndarray], *parts: Columns) -> None:
+        """Rows of several objects, each to its place."""
+        whole = {}
+        for name in COLUMNS:
+            column = np.empty((sum(map(len, places)), TOKENS), dtype=np.float32)
+            for part, taken, at in zip(parts, rows, places, strict=True):
+                column[at] = part[name].reshape(-1, TOKENS)[taken]
+            whole[name] = column.reshape(-1)
+        self.read(whole)

@@ -1,0 +1,137 @@
+"""The driver's own time per call, against ranks: a backend that replies at once leaves nothing else to measure."""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from flowrl import Batch, WorkerGroup
+from flowrl.config.base import Device
+from flowrl.controller.calls import Calls
+from flowrl.controller.host import Construction, Report
+from flowrl.controller.plan import HostSet, Inventory, Mesh, PoolPlan, Slot
+from flowrl.controller.revival import Revival
+from flowrl.controller.tasks import GroupTasks
+from flowrl.controller.wire import Request, TableArgument
+from flowrl.data.block import Description, LocalRef, Ref
+from flowrl.data.payload import Payload
+from tests.benchmarks.bench_workers import WIDE, Bench
+from tests.benchmarks.measure import Figure, alone
+
+RANKS = (4, 16, 64, 256)
+ROWS_PER_RANK = 16
+
+
+class InstantRef:
+    """A value that counts as being elsewhere."""
+
+    def __init__(self, value: Any = None) -> None:  # Any: a payload or a report
+        self._value = value
+
+    @property
+    def carrier(self) -> "InstantRef":
+        return self
+
+    def get(self) -> Any:
+        return self._value
+
+    def done(self) -> bool:
+        return True
+
+
+class InstantBackend:
+    """Hosts that do nothing, at once: a call's report says that its rows are as its contract promised."""
+
+    def inventory(self, device: Device, devices: Sequence[int] | None) -> Inventory:
+        return Inventory((max(RANKS),), "cpu")
+
+    def reserve(self, pools: Sequence[PoolPlan], kind: str) -> None: ...
+
+    def start_hosts(self, hosts: HostSet, kind: str, *, restarts: int) -> None: ...
+
+    def join(self, hosts: HostSet, kind: str) -> list[tuple[Slot, Ref]]:
+        return []
+
+    def open_group(self, slot: Slot, role: str, ranks: Sequence[int], rank: int) -> Ref:
+        return InstantRef(Report(0, 0, 0, 0))
+
+    def construct(self, slot: Slot, construction: Construction, revival: Revival | None) -> Ref:
+        return InstantRef(Report(0, 0, 0, 0))
+
+    def call(self, slot: Slot, request: Request, refs: Sequence[Ref], revival: Revival | None) -> tuple[Ref, Ref]:
+        tables = [a for a in request.arguments.values() if isinstance(a, TableArgument)]
+        columns = dict.fromkeys(request.contract.writes or (), "row")
+        description = Description(tables[0].num_rows, columns) if tables else None
+        return InstantRef({} if not request.returns_batch else None), InstantRef(Report(0, 0, 0, 0, description))
+
+    def share(self, payload: Payload) -> Ref:
+        return LocalRef(payload)
+
+    def wait(self, refs: Sequence[Ref], timeout_s: float) -> list[Ref]:
+        return list(refs)
+
+    def get(self, refs: Sequence[Ref]) -> list[Any]:
+        return [ref.get() for ref in refs]
+
+    def probe(self, slot: Slot) -> Ref:
+        return InstantRef()
+
+    def stacks(self, slots: Sequence[Slot]) -> Mapping[Slot, str]:
+        return {}
+
+    def restart(self, slot: Slot) -> None: ...
+
+    def lost_nodes(self) -> Mapping[int, str]:
+        return {}
+
+    def end_pool(self, name: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def group_of(num_ranks: int) -> WorkerGroup:
+    """A group whose calls are submitted to nobody."""
+    slots = [Slot("p", rank, 0, rank, rank) for rank in range(num_ranks)]
+    backend = InstantBackend()
+    group = WorkerGroup("bench", Bench, slots, Mesh(1, num_ranks, 1, 1), backend, Calls(backend), "cpu")
+    GroupTasks(group)
+    return group
+
+
+def figures(repeats: int) -> list[Figure]:
+    """Microseconds per call and rank: submission, and reading what came back."""
+    found = []
+    for num_ranks in RANKS:
+        group = group_of(num_ranks)
+        rows = num_ranks * ROWS_PER_RANK
+        x = Batch.from_columns({"x": np.arange(rows)})
+        four = group.make(x)
+        wide = x.select("x")
+        for name in WIDE:
+            wide[name] = group.column(x)
+        # The order is new each time: nothing of an earlier call's plan may be left to use.
+        orders = iter([np.random.default_rng(i).permutation(rows) for i in range(4 * repeats)])
+        calls: dict[str, Callable[[], object]] = {
+            "no-op": group.nothing,
+            "4 columns": lambda group=group, four=four: group.echo(four).done(),
+            "8 blocks, shuffled": lambda group=group, wide=wide, o=orders: group.read_wide(wide.reorder(next(o))).get(),
+        }
+        for name, call in calls.items():
+            what = f"driver's time per rank, {num_ranks} ranks, {name}"
+            found.append(alone(what, "us", _per_call_us(call, repeats) / num_ranks, 100))
+    return found
+
+
+def _per_call_us(call: Callable[[], object], repeats: int) -> float:
+    """The driver's CPU time: what other processes of the machine take is not in it."""
+    times = []
+    gc.collect()
+    for number in range(repeats + 1):
+        start_s = time.process_time()
+        call()
+        if number:
+            times.append((time.process_time() - start_s) * 1e6)
+    return statistics.median(times)

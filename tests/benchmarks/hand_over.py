@@ -1,0 +1,122 @@
+"""64 MiB handed from one group of four to another, and what that costs in memory and in the driver."""
+
+import socket
+import struct
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import psutil
+import ray
+
+from flowrl import Batch, WorkerGroup
+from tests.benchmarks.bench_workers import RANKS, ROWS, TOKENS, private_bytes
+from tests.benchmarks.measure import MIB, Figure, alone, paired
+
+EACH = ROWS // RANKS
+SHIFT = EACH // 2
+"""By how many rows another split lies beside the first."""
+
+ORDER = np.random.default_rng(0).permutation(ROWS)
+_RECEIVED_AT = 128
+"""Where Linux's tcp_info has tcpi_bytes_received."""
+
+
+def figures(first: WorkerGroup, second: WorkerGroup, raws: list, others: list, repeats: int) -> list[Figure]:
+    """Times beside raw Ray reading the same rows of the same objects, each with and without making them."""
+    seeds = Batch.from_columns(rows={"x": np.zeros(ROWS, dtype=np.int64)})
+    splits: dict[str, tuple[Callable[[Batch], Batch], Callable[[list], object], float]] = {
+        "same split": (lambda batch: batch, partial(_raw_same, others), 1.3),
+        "another split": (lambda b: b.rows(np.r_[SHIFT:ROWS, 0:SHIFT]), partial(_raw_shifted, others), 1.5),
+        "shuffled": (lambda batch: batch.reorder(ORDER), partial(_raw_shuffled, others), 2.0),
+    }
+    made, refs = first.make(seeds), _raw_make(raws)
+    second.read(made).get()
+    found = []
+    for name, (edit, raw, bound) in splits.items():
+        what = f"64 MiB handed on, {name}"
+        batch = edit(made)
+        read = partial(lambda batch: second.read(batch).get(), batch)
+        same = partial(_raw_same, others)
+        found.append(paired(what, read, partial(raw, refs), repeats, bound))
+        if name != "same split":
+            found.append(paired(f"{what}; raw passes it in the same split", read, partial(same, refs), repeats))
+        both = partial(lambda edit: second.read(edit(first.make(seeds))).get(), edit)
+        what = f"64 MiB made and handed on, {name}"
+        found.append(paired(what, both, lambda raw=raw: raw(_raw_make(raws)), repeats, bound))
+        if name != "same split":
+            raw_same = partial(lambda same: same(_raw_make(raws)), same)
+            found.append(paired(f"{what}; raw passes it in the same split", both, raw_same, repeats, bound))
+    return found + _memory(second, made) + _driver(first, second, seeds)
+
+
+def _raw_make(raws: list) -> list:
+    return [actor.make.remote(EACH) for actor in raws]
+
+
+def _raw_same(others: list, refs: list) -> None:
+    ray.get([actor.read.remote(ref) for actor, ref in zip(others, refs, strict=True)])
+
+
+def _raw_shifted(others: list, refs: list) -> None:
+    ranges = [(SHIFT, EACH), (0, SHIFT)]
+    calls = [a.read_ranges.remote(ranges, refs[i], refs[(i + 1) % RANKS]) for i, a in enumerate(others)]
+    ray.get(calls)
+
+
+def _raw_shuffled(others: list, refs: list) -> None:
+    calls = []
+    for i, actor in enumerate(others):
+        wanted = ORDER[EACH * i : EACH * (i + 1)]
+        places = [np.flatnonzero(wanted // EACH == part) for part in range(RANKS)]
+        rows = [wanted[at] % EACH for at in places]
+        calls.append(actor.read_rows.remote(rows, places, *refs))
+    ray.get(calls)
+
+
+def _memory(second: WorkerGroup, made: Batch) -> list[Figure]:
+    """Private memory of the consumers: shared pages of the object store are not in it."""
+    shard = ROWS * TOKENS * 4 * 4 / RANKS
+    shuffled, found = made.reorder(ORDER), []
+    for name, batch in (("same split", made), ("shuffled", shuffled)):
+        parts = [batch.rows(slice(EACH * i, EACH * (i + 1))) for i in range(RANKS)]
+        # What a first call loads is not what it reads.
+        second.growth([part.rows([0]) for part in parts]).get()
+        second.remember_memory()
+        worst = max(second.growth(parts).get())
+        what = f"consumer's private memory (USS) per byte of its shard, one column of four, {name}"
+        found.append(alone(what, "x", worst / shard, 0.3))
+    return found
+
+
+def _driver(first: WorkerGroup, second: WorkerGroup, seeds: Batch) -> list[Figure]:
+    """What reaches the driver's process of a hand-over: bytes from its TCP sockets, and all its memory."""
+    second.read(first.make(seeds)).get()
+    process = psutil.Process()
+    before, private, resident = _received(), private_bytes(), process.memory_info().rss
+    second.read(first.make(seeds)).get()
+    after = _received()
+    received = sum(size - before.get(inode, 0) for inode, size in after.items())
+    grown = max(process.memory_info().rss - resident, private_bytes() - private)
+    return [
+        alone("driver receives over TCP, 64 MiB made and handed on", "KiB", received / 1024, 64),
+        alone("driver's memory growth, shared pages too, 64 MiB made and handed on", "MiB", grown / MIB),
+    ]
+
+
+def _received() -> dict[str, int]:
+    """Bytes that every TCP socket of this process has received: socket -> bytes, as the kernel counts them."""
+    counts = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            target = entry.readlink().name
+            if not target.startswith("socket:"):
+                continue
+            with socket.socket(fileno=socket.dup(int(entry.name))) as own:
+                if own.family in (socket.AF_INET, socket.AF_INET6) and own.type == socket.SOCK_STREAM:
+                    info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
+                    counts[target] = struct.unpack_from("Q", info, _RECEIVED_AT)[0]
+        except OSError:
+            continue  # a descriptor that was closed meanwhile
+    return counts

@@ -1,0 +1,93 @@
+"""Measuring two sides in turn, and what a measurement ran on."""
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Required, TypedDict
+
+import psutil
+
+WARMUP = 3
+MIB = 1024**2
+
+
+class Figure(TypedDict, total=False):
+    """One line of the table. `bound` is what the ratio, or `ours`, may be."""
+
+    what: Required[str]
+    unit: Required[str]
+    ours: Required[float]
+    raw: float
+    ratio: float
+    bound: float
+
+
+def paired(
+    what: str, ours: Callable[[], object], raw: Callable[[], object], repeats: int, bound: float | None = None
+) -> Figure:
+    """Medians of both in milliseconds, measured in turn; the ratio is the median of the pairs' ratios."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for number in range(repeats + WARMUP):
+        # Each side goes first half of the time: what one leaves behind, the other pays for.
+        for side in (0, 1) if number % 2 else (1, 0):
+            start_s = time.perf_counter()
+            (ours, raw)[side]()
+            if number >= WARMUP:
+                times[side].append((time.perf_counter() - start_s) * 1e3)
+    mine, theirs = map(statistics.median, times)
+    ratio = statistics.median(a / b for a, b in zip(*times, strict=True))
+    figure = Figure(what=what, unit="ms", ours=round(mine, 2), raw=round(theirs, 2), ratio=round(ratio, 2))
+    return _bounded(figure, bound)
+
+
+def alone(what: str, unit: str, value: float, bound: float | None = None) -> Figure:
+    """A figure that nothing stands beside."""
+    return _bounded(Figure(what=what, unit=unit, ours=round(value, 3)), bound)
+
+
+def _bounded(figure: Figure, bound: float | None) -> Figure:
+    if bound is not None:
+        figure["bound"] = bound
+    return figure
+
+
+def median_ms(call: Callable[[], object], repeats: int) -> float:
+    """Milliseconds of one call."""
+    times = []
+    for number in range(repeats + WARMUP):
+        start_s = time.perf_counter()
+        call()
+        if number >= WARMUP:
+            times.append((time.perf_counter() - start_s) * 1e3)
+    return statistics.median(times)
+
+
+def machine() -> dict[str, str]:
+    """What the figures ran on."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    packages = {name: version(name) for name in ("ray", "torch", "numpy", "tensordict")}
+    return {
+        "cpu": f"{os.cpu_count()} x {model}",
+        "memory": f"{psutil.virtual_memory().total / 1024**3:.0f} GiB",
+        "load before": f"{os.getloadavg()[0]:.2f}",
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+    } | packages
+
+
+def table(figures: list[Figure]) -> str:
+    """The figures as markdown."""
+    lines = ["| what | ours | raw Ray | ratio | bound |", "|---|---|---|---|---|"]
+    for figure in figures:
+        unit = figure["unit"]
+        raw = f"{figure['raw']:g} {unit}" if "raw" in figure else ""
+        ratio = f"{figure['ratio']:g}" if "ratio" in figure else ""
+        limit = f"{figure['bound']:g}" if "bound" in figure else ""
+        bound = limit if "ratio" in figure or not limit else f"{limit} {unit}"
+        lines.append(f"| {figure['what']} | {figure['ours']:g} {unit} | {raw} | {ratio} | {bound} |")
+    return "\n".join(lines)
