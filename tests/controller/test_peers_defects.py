@@ -1,0 +1,100 @@
+"""What users of other single-controller frameworks were bitten by, each as a test that it cannot happen here."""
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+
+from flowrl import Batch, ContractError, Placement
+from flowrl.controller.plan import Inventory, PlacementError, plan
+from tests.conftest import BackendName, ClusterMaker
+from tests.controller.conftest import Shared
+from tests.controller.workers import Arithmetic
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("entries", [2, 4])
+def test_lists_are_never_split_by_their_length(shared: Shared, entries: int):
+    """One entry per rank, or a sentence: what is split is declared."""
+    assert shared.first.own_entry([10, 11, 12]) == [(0, 10), (1, 11), (2, 12)]
+    with pytest.raises(ContractError, match=r"argument 'x' must be a list with one entry per rank \(3\)"):
+        shared.first.own_entry(list(range(entries)))
+    assert shared.first.options([1, 2, 3]) == [{"x": [1, 2, 3]}] * 3
+
+
+def test_rows_that_do_not_divide_come_back_as_many_without_waiting(shared: Shared):
+    batch = Batch.from_columns({"x": list(range(10))})
+    result = shared.first.scaled.submit(batch)
+    assert result.num_rows == 10
+    assert result.get("y").tolist() == [2 * x for x in range(10)]
+
+
+def test_the_callers_batch_stays_as_it_is(shared: Shared):
+    batch = Batch.from_columns({"x": list(range(10))})
+    shared.first.scaled(batch).get("y")
+    assert batch.columns == ("x",) and batch.get("x").tolist() == list(range(10))
+
+
+def test_fewer_rows_than_ranks_are_no_special_case(shared: Shared):
+    assert shared.first.scaled(Batch.from_columns({"x": [3]})).get("y").tolist() == [6]
+
+
+def test_a_rank_receives_its_rows_and_columns_alone(ray_session: None, open_cluster: ClusterMaker):
+    cluster = open_cluster("ray", {"main": [2], "next": [2]}, {"maker": "main", "reader": "next"}, num_threads=1)
+    maker, reader = cluster.group("maker", Arithmetic), cluster.group("reader", Arithmetic)
+    batch = Batch.from_columns({"x": torch.arange(100_000), "z": torch.arange(100_000)})
+    made = maker.scaled(batch).rename({"y": "x"})
+    assert reader.received_bytes(made.union(batch.select("z"))) == 8 * 100_000
+
+
+def test_arguments_by_name_alone_are_enough(shared: Shared):
+    assert shared.first.share(x=[1, 2, 3]) == [(0, 2), (1, 4), (2, 6)]
+    assert shared.first.scaled(table=Batch.from_columns({"x": [1]}), shift=1).get("y").tolist() == [3]
+
+
+def test_uneven_nodes_are_counted_each_on_its_own():
+    placement = Placement(pools={"main": [1, 2]}, roles={"actor": "main"})
+    role = plan(placement, Inventory((2, 2), "cuda")).roles["actor"]
+    assert [(slot.node, role.local_rank(rank)) for rank, slot in enumerate(role.slots)] == [(0, 0), (1, 0), (1, 1)]
+    assert role.mesh.size == 3
+    with pytest.raises(PlacementError, match=r"placement\.pools\.main is \[1, 2\], more devices than there are"):
+        plan(placement, Inventory((1, 1), "cuda"))
+
+
+def test_roles_whose_names_contain_each_other_are_apart(backend: BackendName, open_cluster: ClusterMaker):
+    roles = ["actor", "actor_rollout", "rollout", "actor_rollout_ref"]
+    cluster = open_cluster(backend, {"main": [1]}, dict.fromkeys(roles, "main"))
+    groups = {role: cluster.group(role, Arithmetic, factor) for factor, role in enumerate(roles, start=1)}
+    assert [group.share([10])[0][1] for group in groups.values()] == [10, 20, 30, 40]
+    assert groups["actor"].peer_factor("rollout") == [3]
+
+
+def test_whether_a_call_waits_is_the_callers_choice(shared: Shared):
+    assert not isinstance(shared.first.identify(), type(shared.first.identify.submit()))
+    assert shared.first.identify.submit().get() == shared.first.identify()
+
+
+def test_methods_have_signatures(shared: Shared):
+    assert list(inspect.signature(shared.first.scaled).parameters) == ["table", "shift"]
+
+
+def test_two_runs_on_one_cluster_do_not_meet(ray_session: None, open_cluster: ClusterMaker):
+    """Nothing here has a name that another run could have too, and no port is chosen before it is bound."""
+    clusters = [open_cluster("ray", {"main": [1]}, {"actor": "main"}, num_threads=1) for _ in range(2)]
+    first, second = (cluster.group("actor", Arithmetic, factor) for factor, cluster in enumerate(clusters, start=1))
+    assert (first.share([1]), second.share([1])) == ([(0, 1)], [(0, 2)])
+    assert first.process_id() != second.process_id()
+
+
+def test_only_public_parts_of_ray_are_used():
+    strays = []
+    for path in (ROOT / "flowrl").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [ast.unparse(node)] if isinstance(node, ast.Attribute) else []
+            strays += [f"{path.name}: {n}" for n in names if n.startswith(("ray._", "ray.experimental", "ray.core"))]
+    assert strays == []
