@@ -24,6 +24,7 @@ def ray_session() -> Iterator[None]:
     import ray  # noqa: PLC0415 (a session that starts no Ray does not pay for its import)
 
     ray.init(
+        address="local",
         num_cpus=NUM_CPUS,
         include_dashboard=False,
         _node_ip_address="127.0.0.1",

@@ -243,8 +243,9 @@ class RayBackend:
         self._nodes.release(name)
 
     def close(self) -> None:
-        for name in {pool for pool, _ in self._hosts}:
-            self.end_pool(name)
+        if not self._nodes.end_with_run:
+            for name in {pool for pool, _ in self._hosts}:
+                self.end_pool(name)
         self._nodes.close()
 
 

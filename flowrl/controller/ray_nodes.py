@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import psutil
 import ray
-from ray._private.state import available_resources_per_node  # Ray 2.60 has no other count per node
 from ray.exceptions import AuthenticationError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from flowrl.config.base import Device
@@ -145,13 +144,17 @@ class RayNodes:
                 self._say(f"pool {wanted.pool} waits for {self._shortage(wanted)}; gives up in {left_s:.0f} s")
 
     def _shortage(self, wanted: _Wanted) -> str:
-        """What is asked of which nodes and what they have free; only those that have too little, where Ray says so."""
-        free = available_resources_per_node()
-        counts = {node: int(free.get(self._nodes[node].id, {}).get(wanted.resource, 0)) for node in wanted.counts}
-        short = [node for node, count in wanted.counts.items() if counts[node] < count] or list(wanted.counts)
+        """What is asked of which nodes and what pools have taken there; only those with too little, where that tells.
+
+        What others use without a placement group, Ray counts for the whole cluster only.
+        """
+        taken = _taken(wanted.resource)
+        has = {node: self._nodes[node].devices[wanted.resource] for node in wanted.counts}
+        held = {node: taken[self._nodes[node].id] for node in wanted.counts}
+        short = [node for node, count in wanted.counts.items() if has[node] - held[node] < count] or list(wanted.counts)
         return ", and ".join(
-            f"{wanted.counts[node]} {wanted.resource} on {self._named(node)}, which has {counts[node]} of "
-            f"{self._nodes[node].devices[wanted.resource]} free"
+            f"{wanted.counts[node]} {wanted.resource} on {self._named(node)}, where pools hold "
+            f"{held[node]} of {has[node]}"
             for node in short
         )
 
@@ -190,12 +193,29 @@ class RayNodes:
             del self._bundles[pool]
             remove_placement_group(self._groups.pop(pool))
 
+    @property
+    def end_with_run(self) -> bool:
+        """Whether the nodes are this run's own: their end takes everything with it, and nothing is to be released
+        first. Parts of them may be gone already, where a scheduler signals every process, and then that would wait."""
+        return self._owns_ray and self.address is None
+
     def close(self) -> None:
         """Releases every pool, and ends the Ray that was started here."""
-        for pool in list(self._groups):
-            self.release(pool)
+        if not self.end_with_run:
+            for pool in list(self._groups):
+                self.release(pool)
         if self._owns_ray:
             ray.shutdown()
+
+
+def _taken(resource: str) -> Counter[str]:
+    """Node id -> how much of a resource the placement groups of all jobs hold there."""
+    held: Counter[str] = Counter()
+    for group in placement_group_table().values():
+        if group["state"] == "CREATED":
+            for index, node in group["bundles_to_node_id"].items():
+                held[node] += int(group["bundles"][index].get(resource, 0))
+    return held
 
 
 def _nodes_in_order() -> list[_Node]:
@@ -245,6 +265,7 @@ def _start_ray(address: str | None, num_slots: int) -> None:
     if os.environ.get("RAY_AUTH_MODE") == "disabled":
         raise BackendError("RAY_AUTH_MODE is disabled, so anyone on the network could run code in this run: unset it")
     ray.init(
+        address="local",  # not a cluster that somebody else has left running on this machine
         num_cpus=max(num_slots, os.cpu_count() or 1),
         include_dashboard=False,
         logging_level=logging.ERROR,
@@ -265,8 +286,8 @@ def _join_ray(address: str) -> None:
             ) from None
         last = cause.strip().rpartition("\n")[2]
         raise BackendError(
-            f"the Ray cluster at address {address} cannot be joined ({last}): see that Ray runs there, and start the run "
-            f"on one of its nodes"
+            f"the Ray cluster at address {address} cannot be joined ({last}): see that Ray runs there, and start the "
+            f"run on one of its nodes"
         ) from None
 
 

@@ -138,7 +138,7 @@ def test_devices_that_the_cluster_does_not_have_are_refused(layouts: dict[str, A
 
 def test_a_pool_says_what_it_waits_for_and_leaves_nothing_reserved(found: Callable[[str], Any]) -> None:
     waited = found("waiting")
-    shortage = "3 CPU on node 1 (127.0.0.3), which has 2 of 4 free"
+    shortage = "3 CPU on node 1 (127.0.0.3), where pools hold 2 of 4"
     assert waited["words"] == [f"pool second waits for {shortage}; gives up in 1 s"]
     assert waited["error"] == (
         f"placement.pools.second waited 6 s for {shortage}: end what uses them, or make the pool smaller"
