@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +17,7 @@ from flowrl.config.base import Device
 from flowrl.controller.errors import FlowError, ProcessLost, WorkerError, unpicklable
 from flowrl.controller.host import Construction, Host, Report
 from flowrl.controller.plan import HostSet, Inventory, PoolPlan, Slot
-from flowrl.controller.ray_nodes import RayNodes
+from flowrl.controller.ray_nodes import RayNodes, interface_of
 from flowrl.controller.revival import Revival
 from flowrl.controller.stacks import arm, dump_of
 from flowrl.controller.wire import Request
@@ -41,8 +40,9 @@ class _RayHost(Host):
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         self._stacks = arm()
         self._interface = _LOOPBACK if loopback else ray.util.get_node_ip_address()
-        if loopback:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+        # Left alone, gloo takes the interface that the host's name stands for, which may be none that others reach.
+        if name := interface_of(self._interface):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
     def whereabouts(self) -> tuple[str, int, int]:
         """Node, process and file of `stacks.dump_of`."""
@@ -137,8 +137,8 @@ class RayBackend:
         devices = {"num_gpus": 1, "num_cpus": 0} if kind == "cuda" else {"num_cpus": 1}
         for slot in hosts.slots:
             if slot.device < 0:
-                # Wherever Ray likes: it takes part of no device's time worth counting.
-                self._add_host(slot, restarts, {"num_cpus": 0})
+                # It takes part of no device's time worth counting.
+                self._add_host(slot, restarts, {"num_cpus": 0, "scheduling_strategy": self._nodes.beside_driver()})
             else:
                 self._add_host(slot, restarts, {"scheduling_strategy": self._nodes.bundle(slot), **devices})
 
