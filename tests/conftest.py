@@ -20,7 +20,11 @@ ClusterMaker = Callable[..., Cluster]
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
     """One Ray on the loopback interface. Clusters that find it use it, and leave it running when they close."""
-    os.environ |= {"RAY_IGNORE_UNHANDLED_ERRORS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    os.environ |= {
+        "RAY_IGNORE_UNHANDLED_ERRORS": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_lineage_pinning_enabled": "0",
+    }
     import ray  # noqa: PLC0415 (a session that starts no Ray does not pay for its import)
 
     ray.init(

@@ -78,6 +78,9 @@ class RayNodes:
         self.address = address
         # Failures reach the driver through the calls that made them; Ray's own print of each would say it twice.
         os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+        # Or whatever the driver has put would stay for as long as any result that was ever computed from it. Calls are
+        # made again without it; only results that are lost with a whole node would need it.
+        os.environ.setdefault("RAY_lineage_pinning_enabled", "0")
         if address is not None:
             _check_reachable(address)
             self.connect(0)

@@ -4,8 +4,11 @@
 in the host and turns them back into tables and values, copying only where rows are picked out of order.
 """
 
+import pickle
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 
 from flowrl.controller.dispatch import Arguments, Gather, Part
@@ -14,10 +17,13 @@ from flowrl.controller.future import Future
 from flowrl.controller.plan import Mesh
 from flowrl.controller.register import Contract
 from flowrl.data.batch import Batch
-from flowrl.data.block import LocalRef, Ref, Shard
+from flowrl.data.block import Block, LocalRef, Ref, Shard
 from flowrl.data.columns import gathers
 from flowrl.data.layout import GatherPlan
 from flowrl.data.payload import Payload, RowSelection, Source, collect, merge
+
+_FOR_RAY = re.compile(rb"__main__|\x8c.ray[.\x94]", re.DOTALL)
+"""In a pickle: the program that the user started, or the module or a package of Ray."""
 
 BY_VALUE_BYTES = 64 * 1024
 """Driver-made rows up to this size travel inside the request: an object of their own costs milliseconds."""
@@ -40,7 +46,7 @@ class BlockArgument:
             if isinstance(where, Payload):
                 sources.append(Source(where, columns, None, piece.at))
             else:
-                sources.append(Source(objects[where], columns, piece.rows, piece.at))
+                sources.append(Source(decode(objects[where]), columns, piece.rows, piece.at))
         return collect(self.plan.num_rows, sources)
 
 
@@ -96,14 +102,20 @@ class References:
     sources: list[Ref] = field(default_factory=list)
     """The same references as the driver holds them, which know their calls."""
     _positions: dict[int, int] = field(default_factory=dict)
+    """Of the first `_indexed` references: those of whole blocks are added without a look at each."""
+    _indexed: int = 0
+    _awaited: set[int] = field(default_factory=set)
+    _read: set[int] = field(default_factory=set)
 
     def position(self, ref: Ref) -> int:
         carrier = ref.carrier
+        for number in range(self._indexed, len(self.refs)):
+            self._positions.setdefault(id(self.refs[number]), number)
+        self._indexed = len(self.refs)
         if id(carrier) not in self._positions:
-            self._positions[id(carrier)] = len(self.refs)
             self.refs.append(carrier)
             self.sources.append(ref)
-        return self._positions[id(carrier)]
+        return self._positions.get(id(carrier), self._indexed)
 
     def argument(self, value: Any) -> Any:
         """The travelling form of one argument."""
@@ -120,18 +132,38 @@ class References:
     def table(self, part: Part) -> TableArgument:
         blocks = []
         for block, columns, plan in gathers({n: part.batch.column(n) for n in part.columns}, part.rows):
-            pieces = tuple(self.piece(block.shards[piece.shard], piece.rows, columns) for piece in plan.pieces)
-            blocks.append(BlockArgument(plan, pieces))
+            blocks.append(BlockArgument(plan, self.pieces(block, plan, columns)))
             if len(block.shards) > 1:
-                # A rank whose own shards are fine must not enter a collective alone when a peer's shard has failed.
-                for description in block.remote_descriptions:
-                    self.position(description)
+                self._await(block)
         num_rows = part.rows[1] - part.rows[0] if isinstance(part.rows, tuple) else len(part.rows)
         return TableArgument(num_rows, tuple(blocks))
 
+    def _await(self, block: Block) -> None:
+        """A rank whose own shards are fine must not enter a collective alone when a peer's shard has failed."""
+        if id(block) not in self._awaited:
+            self._awaited.add(id(block))
+            descriptions, carriers = block.remote_descriptions
+            self.refs.extend(carriers)
+            self.sources.extend(descriptions)
+
+    def pieces(
+        self, block: Block, plan: GatherPlan, columns: dict[str, str]
+    ) -> tuple[tuple[int | Payload, dict[str, str]], ...]:
+        """Where the rows of every piece of a block are, and what their columns are called there."""
+        if block.remote_payloads is None or id(block) in self._read:
+            return tuple(self.piece(block.shards[piece.shard], piece.rows, columns) for piece in plan.pieces)
+        # One by one, the pieces of shuffled rows would be most of what a call costs the driver.
+        self._read.add(id(block))
+        payloads, carriers = block.remote_payloads
+        shards = [piece.shard for piece in plan.pieces]
+        positions = range(len(self.refs), len(self.refs) + len(shards))
+        self.refs.extend(map(carriers.__getitem__, shards))
+        self.sources.extend(map(payloads.__getitem__, shards))
+        return tuple(zip(positions, repeat(columns)))
+
     def piece(self, shard: Shard, rows: RowSelection, columns: dict[str, str]) -> tuple[int | Payload, dict[str, str]]:
         """Where a piece's rows are, and what its columns are called there."""
-        own = columns if shard.names is None else {name: shard.source(source) for name, source in columns.items()}
+        own = shard.sources(columns)
         if not isinstance(shard.payload, LocalRef):
             return self.position(shard.payload), own
         held: Payload = shard.payload.value
@@ -143,6 +175,33 @@ class References:
 def lower(arguments: Arguments, references: References) -> dict[str, Any]:
     """Arguments as they travel; fills `references` with what they refer to."""
     return {name: references.argument(value) for name, value in arguments.items()}
+
+
+def encode(value: Any) -> Any:  # Any: requests, reports and payloads
+    """The value as bytes, or as it is where it is large or takes more than pickle.
+
+    Ray pickles in Python, and stores bytes as they are: this is three times as fast for the small objects that every
+    call sends and returns. What is large stays outside of the pickle, to be read without a copy; functions and classes
+    of the program that the user started are for Ray to pickle by value, and its own objects for it to count.
+    """
+    budget = BY_VALUE_BYTES
+
+    def inside(buffer: pickle.PickleBuffer) -> bool:
+        nonlocal budget
+        budget -= buffer.raw().nbytes
+        return budget >= 0
+
+    try:
+        data = pickle.dumps(value, protocol=5, buffer_callback=inside)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return value
+    fits = budget >= 0 and len(data) <= 2 * BY_VALUE_BYTES
+    return data if fits and not _FOR_RAY.search(data) else value
+
+
+def decode(value: Any) -> Any:
+    """What `encode` was given."""
+    return pickle.loads(value) if isinstance(value, bytes) else value
 
 
 def _holds_reference(value: dict | list | tuple) -> bool:

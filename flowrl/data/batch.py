@@ -348,11 +348,8 @@ def assemble(batch: Batch, names: Sequence[str], rows: Rows) -> Payload:
     """Reads some rows of some columns into this process."""
     parts = []
     for block, columns, plan in gathers({name: batch.column(name) for name in names}, rows):
-        sources = []
-        for piece in plan.pieces:
-            shard = block.shards[piece.shard]
-            own = {name: shard.source(source) for name, source in columns.items()}
-            sources.append(Source(shard.payload.get(), own, piece.rows, piece.at))
+        read = [(piece, block.shards[piece.shard]) for piece in plan.pieces]
+        sources = [Source(shard.payload.get(), shard.sources(columns), p.rows, p.at) for p, shard in read]
         parts.append(collect(plan.num_rows, sources))
     merged = merge(parts) if parts else Payload(batch.num_rows)
     return merged.take(None, {name: name for name in names})

@@ -70,6 +70,10 @@ class Shard:
         """What the payload calls a column of the block."""
         return name if self.names is None else self.names[name]
 
+    def sources(self, columns: dict[str, str]) -> dict[str, str]:
+        """`{name: column of the block}` as `{name: column of the payload}`."""
+        return columns if self.names is None else {name: self.names[column] for name, column in columns.items()}
+
     def renamed(self, names: Mapping[str, str]) -> "Shard":
         """The same rows in a block that calls columns otherwise: `names` maps its names to this block's."""
         return replace(self, names={name: self.source(source) for name, source in names.items()})
@@ -97,9 +101,18 @@ class Block:
         return int(self.sizes.sum())
 
     @cached_property
-    def remote_descriptions(self) -> list[Ref]:
-        """The descriptions of the shards that are not in this process."""
-        return [s.description for s in self.shards if not isinstance(s.description, LocalRef)]
+    def remote_descriptions(self) -> tuple[list[Ref], list[Ref]]:
+        """The descriptions of the shards that are not in this process, and what travels in their place."""
+        found = [s.description for s in self.shards if not isinstance(s.description, LocalRef)]
+        return found, [description.carrier for description in found]
+
+    @cached_property
+    def remote_payloads(self) -> tuple[list[Ref], list[Ref]] | None:
+        """The payloads of all shards, and what travels in their place; None where one needs a look of its own, as it is
+        in this process or calls its columns otherwise."""
+        if any(isinstance(s.payload, LocalRef) or s.names is not None for s in self.shards):
+            return None
+        return [s.payload for s in self.shards], [s.payload.carrier for s in self.shards]
 
     def kind(self, name: str) -> str | None:
         """One of "row", "object" and "token"; waits for the first description. None: there is no such column."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -63,10 +64,6 @@ def _is_range(positions: np.ndarray) -> bool:
     return count > 0 and positions[-1] - positions[0] == count - 1 and bool(np.all(np.diff(positions) == 1))
 
 
-def _selection(positions: np.ndarray) -> slice | np.ndarray:
-    return slice(int(positions[0]), int(positions[-1]) + 1) if _is_range(positions) else positions
-
-
 def gather(sizes: Sequence[int] | np.ndarray, rows: Rows) -> GatherPlan:
     """The pieces of shards of these sizes that make up `rows` of the block."""
     ends = np.cumsum(sizes)
@@ -74,19 +71,27 @@ def gather(sizes: Sequence[int] | np.ndarray, rows: Rows) -> GatherPlan:
         return _gather_range(ends, *rows)
     if not len(rows):
         return _nothing()
-    shard_of_row = np.searchsorted(ends, rows, side="right")
+    shard_of_row = ends.searchsorted(rows, side="right")
     by_shard = None
-    if np.any(np.diff(shard_of_row) < 0):
-        by_shard = np.argsort(shard_of_row, kind="stable")
+    if (shard_of_row[1:] < shard_of_row[:-1]).any():
+        by_shard = shard_of_row.argsort(kind="stable")
         rows, shard_of_row = rows[by_shard], shard_of_row[by_shard]
-    cuts = [0, *(np.flatnonzero(np.diff(shard_of_row)) + 1).tolist(), len(rows)]
-    shards = shard_of_row[cuts[:-1]]
-    firsts = ends[shards] - np.asarray(sizes)[shards]
-    pieces = []
-    for shard, first, start, stop in zip(shards.tolist(), firsts.tolist(), cuts, cuts[1:], strict=False):
-        at = slice(start, stop) if by_shard is None else _selection(by_shard[start:stop])
-        pieces.append(Piece(shard, _selection(rows[start:stop] - first), at))
-    return GatherPlan(len(rows), tuple(pieces))
+    cuts = [0, *((shard_of_row[1:] != shard_of_row[:-1]).nonzero()[0] + 1).tolist(), len(rows)]
+    rows = rows - (ends - sizes)[shard_of_row]
+    shards = shard_of_row[cuts[:-1]].tolist()
+    read = _selections(rows, cuts)
+    written = [slice(*cut) for cut in pairwise(cuts)] if by_shard is None else _selections(by_shard, cuts)
+    return GatherPlan(len(rows), tuple(map(Piece, shards, read, written)))
+
+
+def _selections(positions: np.ndarray, cuts: Sequence[int]) -> list[slice | np.ndarray]:
+    """The positions between each cut and the next, as a slice where they are consecutive."""
+    jumps = [0, *(positions[1:] - positions[:-1] != 1).cumsum().tolist()]
+    firsts = positions[cuts[:-1]].tolist()
+    return [
+        slice(first, first + stop - start) if jumps[start] == jumps[stop - 1] else positions[start:stop]
+        for first, (start, stop) in zip(firsts, pairwise(cuts), strict=True)
+    ]
 
 
 def _gather_range(ends: np.ndarray, start: int, stop: int) -> GatherPlan:

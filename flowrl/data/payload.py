@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.config.errors import UserError
-from flowrl.data.runs import Runs, offsets, one_dtype
+from flowrl.data.runs import Runs, bytes_each, offsets, one_dtype
 
 OBJECT_BYTES = 64
 """What an object counts as where sizes are compared."""
@@ -197,9 +197,7 @@ def _filled(name: str, size: int, columns: Sequence, runs: Sequence[Runs]) -> An
 
 
 def _bytes_each(column: np.ndarray | list) -> int:
-    if isinstance(column, list):
-        return OBJECT_BYTES
-    return column.itemsize * int(np.prod(column.shape[1:]))
+    return bytes_each(column) if isinstance(column, np.ndarray) else OBJECT_BYTES
 
 
 def _range(rows: slice | None, num_rows: int) -> range:

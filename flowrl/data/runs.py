@@ -1,6 +1,7 @@
 """Runs: stretches of consecutive rows or tokens, and copying them from one flat column straight into another."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -37,47 +38,45 @@ class Runs:
         counts = source_offsets[self.sources + self.counts] - starts
         return Runs(starts, target_offsets[self.targets], counts)
 
-    @cached_property
-    def num_elements(self) -> int:
-        return int(self.counts.sum())
-
-    @cached_property
-    def _each(self) -> list[tuple[int, int, int]]:
-        return list(zip(self.sources.tolist(), self.targets.tolist(), self.counts.tolist(), strict=True))
-
-    @cached_property
-    def _source_positions(self) -> np.ndarray:
-        return self._positions(self.sources)
-
-    @cached_property
-    def _target_positions(self) -> np.ndarray | slice:
-        before = np.cumsum(self.counts) - self.counts
-        if len(self.targets) and np.array_equal(self.targets - self.targets[0], before):
-            return slice(int(self.targets[0]), int(self.targets[0]) + self.num_elements)
-        return self._positions(self.targets)
-
-    def _positions(self, starts: np.ndarray) -> np.ndarray:
-        if self.num_elements == len(starts) and np.all(self.counts == 1):
-            return starts
-        before = np.cumsum(self.counts) - self.counts
-        return np.repeat(starts - before, self.counts) + np.arange(self.num_elements)
-
     def copy(self, column: np.ndarray, out: np.ndarray) -> None:
         """Copies the runs of `column` to their places in `out`."""
-        bytes_each = column.itemsize * int(np.prod(column.shape[1:]))
-        if self.num_elements * bytes_each >= LONG_RUN_BYTES * len(self.counts):
-            for source, target, count in self._each:
+        if len(self.counts) == 1 or self._is_long(bytes_each(column)):
+            for source, target, count in self._each():
                 out[target : target + count] = column[source : source + count]
-        elif isinstance(self._target_positions, slice) and column.dtype == out.dtype:
+            return
+        sources, targets = self._elements
+        if isinstance(targets, slice) and column.dtype == out.dtype:
             # With another mode than clip NumPy fills a buffer of its own and copies it.
-            np.take(column, self._source_positions, axis=0, out=out[self._target_positions], mode="clip")
+            np.take(column, sources, axis=0, out=out[targets], mode="clip")
         else:
-            out[self._target_positions] = column[self._source_positions]
+            out[targets] = column[sources]
+
+    def _is_long(self, size: int) -> bool:
+        return int(self.counts.sum()) * size >= LONG_RUN_BYTES * len(self.counts)
+
+    def _each(self) -> Iterator[tuple[int, int, int]]:
+        return zip(self.sources.tolist(), self.targets.tolist(), self.counts.tolist(), strict=True)
+
+    @cached_property
+    def _elements(self) -> tuple[np.ndarray, np.ndarray | slice]:
+        """Where every element comes from and where it goes."""
+        ends = np.cumsum(self.counts)
+        total = int(ends[-1]) if len(ends) else 0
+        within = np.arange(total) - np.repeat(ends - self.counts, self.counts)
+        sources = np.repeat(self.sources, self.counts) + within
+        if total and np.array_equal(self.targets - self.targets[0], ends - self.counts):
+            return sources, slice(int(self.targets[0]), int(self.targets[0]) + total)
+        return sources, np.repeat(self.targets, self.counts) + within
 
     def copy_objects(self, values: list | np.ndarray, out: list) -> None:
         """The same for a column of objects."""
-        for source, target, count in self._each:
+        for source, target, count in self._each():
             out[target : target + count] = values[source : source + count]
+
+
+def bytes_each(column: np.ndarray) -> int:
+    """Bytes of one row or token."""
+    return column.itemsize * math.prod(column.shape[1:])
 
 
 def offsets(lengths: np.ndarray) -> np.ndarray:

@@ -1,12 +1,14 @@
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
+import ray
 
 from flowrl import Batch
 from flowrl.controller.dispatch import Part
-from flowrl.controller.wire import BY_VALUE_BYTES, References, TableArgument, lower
+from flowrl.controller.wire import BY_VALUE_BYTES, References, TableArgument, decode, encode, lower
 from flowrl.data.block import Block, Description, Shard
 from flowrl.data.payload import Payload
 
@@ -88,3 +90,47 @@ def test_a_table_of_no_columns_still_has_its_rows():
 
 def test_other_arguments_travel_as_they_are():
     assert lower({"x": [1, {"y": None}]}, References(lambda local: local)) == {"x": [1, {"y": None}]}
+
+
+@pytest.mark.parametrize("value", [None, {"x": [1, None]}, b"bytes", ("a", 1.5)])
+def test_small_values_travel_as_bytes(value):
+    encoded = encode(value)
+    assert isinstance(encoded, bytes) and decode(encoded) == value
+
+
+def test_small_arrays_travel_in_the_bytes():
+    payload = decode(encode(Payload(2, {"x": np.arange(2)}, bfloat16=frozenset({"y"}))))
+    assert payload.rows["x"].tolist() == [0, 1] and payload.bfloat16 == {"y"}
+
+
+def test_a_view_of_large_rows_travels_alone():
+    assert len(encode(np.arange(BY_VALUE_BYTES)[:4])) < 1000
+
+
+def test_large_arrays_stay_outside_to_be_read_without_a_copy():
+    large = Payload(1, {"x": np.zeros(BY_VALUE_BYTES)})
+    assert encode(large) is large and decode(large) is large
+
+
+def test_many_small_arrays_are_large_together():
+    parts = [np.zeros(BY_VALUE_BYTES // 16) for _ in range(3)]
+    assert encode(parts) is parts
+
+
+def test_functions_without_an_importable_name_are_left_to_ray():
+    def local() -> None: ...
+
+    arguments = {"fn": local}
+    assert encode(arguments) is arguments
+
+
+def test_what_the_started_program_defines_is_left_to_ray(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys.modules["__main__"], "StoredRef", StoredRef, raising=False)
+    monkeypatch.setattr(StoredRef, "__module__", "__main__")
+    value = StoredRef(1)
+    assert encode(value) is value
+
+
+def test_rays_own_references_are_left_to_ray_which_counts_them():
+    reference = ray.ObjectRef.from_random()
+    assert encode([reference]) == [reference]
