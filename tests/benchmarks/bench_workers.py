@@ -68,6 +68,12 @@ class Bench(Worker):
         return private_bytes() - self.held_bytes
 
 
+class Talking(Bench):
+    """Ranks that talk to each other: each waits for the inputs of all."""
+
+    collective = True
+
+
 def private_bytes() -> int:
     """Memory of this process that no other shares: the object store's pages are not in it."""
     return psutil.Process().memory_full_info().uss

@@ -3,7 +3,8 @@
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from flowrl.controller.tasks import GroupTasks
 from flowrl.controller.wire import Request, TableArgument
 from flowrl.data.block import Description, LocalRef, Ref
 from flowrl.data.payload import Payload
-from tests.benchmarks.bench_workers import WIDE, Bench
+from tests.benchmarks.bench_workers import WIDE, Bench, Talking
 from tests.benchmarks.measure import Figure, alone
 
 RANKS = (4, 16, 64, 256)
@@ -92,11 +93,11 @@ class InstantBackend:
     def close(self) -> None: ...
 
 
-def group_of(num_ranks: int) -> WorkerGroup:
+def group_of(num_ranks: int, cls: type[Bench] = Bench) -> WorkerGroup:
     """A group whose calls are submitted to nobody."""
     slots = [Slot("p", rank, 0, rank, rank) for rank in range(num_ranks)]
     backend = InstantBackend()
-    group = WorkerGroup("bench", Bench, slots, Mesh(1, num_ranks, 1, 1), backend, Calls(backend), "cpu")
+    group = WorkerGroup("bench", cls, slots, Mesh(1, num_ranks, 1, 1), backend, Calls(backend), "cpu")
     GroupTasks(group)
     return group
 
@@ -105,7 +106,7 @@ def figures(repeats: int) -> list[Figure]:
     """Microseconds per call and rank: submission, and reading what came back."""
     found = []
     for num_ranks in RANKS:
-        group = group_of(num_ranks)
+        group, talking = group_of(num_ranks), group_of(num_ranks, Talking)
         rows = num_ranks * ROWS_PER_RANK
         x = Batch.from_columns({"x": np.arange(rows)})
         four = group.make(x)
@@ -114,10 +115,15 @@ def figures(repeats: int) -> list[Figure]:
             wide[name] = group.column(x)
         # The order is new each time: nothing of an earlier call's plan may be left to use.
         orders = iter([np.random.default_rng(i).permutation(rows) for i in range(4 * repeats)])
+
+        def shuffled(group: WorkerGroup, wide: Batch = wide, orders: Iterator[np.ndarray] = orders) -> None:
+            group.read_wide(wide.reorder(next(orders))).get()
+
         calls: dict[str, Callable[[], object]] = {
             "no-op": group.nothing,
             "4 columns": lambda group=group, four=four: group.echo(four).done(),
-            "8 blocks, shuffled": lambda group=group, wide=wide, o=orders: group.read_wide(wide.reorder(next(o))).get(),
+            "8 blocks, shuffled": partial(shuffled, group),
+            "8 blocks, shuffled, for ranks that talk to each other": partial(shuffled, talking),
         }
         for name, call in calls.items():
             what = f"driver's time per rank, {num_ranks} ranks, {name}"
