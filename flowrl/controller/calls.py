@@ -43,8 +43,9 @@ class CallRecord:
     """The calls whose results it reads, until it is settled."""
     running_since_s: float | None = None
     """When nothing was before it any more, on the monotonic clock; None until then."""
-    times_late: int = 0
-    """How often it was past its deadline because its process was only starting."""
+    start_timeout_s: float | None = None
+    """Seconds that a process may take to become what a lost one was, before it comes to the call."""
+    starting_since_s: float | None = None
     symptom: WorkerError | None = None
     """It lost the connection to a rank that failed; what that rank did is not known yet."""
     report: Report | None = None
@@ -131,6 +132,7 @@ class Calls:
                 submitted_ns or time.time_ns(),
                 timeout_s or self.timeout_s,
                 tuple(sources.values()),
+                start_timeout_s=self.timeout_s,
             )
             self._pending[record.number] = record
             self._deadlines.add(record)
@@ -176,7 +178,7 @@ class Calls:
         """Waits until these calls are done.
 
         Raises:
-            FlowError: one of them failed; the error is the first failure of the run, which may be another call's.
+            FlowError: one of them failed; the error is the first failure of its host set, which may be another call's.
             TimeoutError: after `timeout_s` seconds, naming a call that is not done.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -192,7 +194,7 @@ class Calls:
                 raise TimeoutError(f"{late.role}.{late.method} on rank {late.rank} is not done after {timeout_s:g} s")
         for record in records:
             if record.error is not None:
-                raise self.failures.first or record.error
+                raise self.failures.of(record.slot.pool) or record.error
 
     def fetch(self, refs: Sequence[Ref]) -> list[Any]:  # Any: the methods' own results
         """The values behind references to settled calls, read together."""
@@ -234,18 +236,23 @@ class Calls:
 
     def _settle_one(self, record: CallRecord, report: Report | FlowError) -> None:
         if isinstance(report, FlowError):
-            # A call that failed because its input did names the input's role: its own processes are sound.
-            own = isinstance(report, WorkerError) and (report.role, report.method) == (record.role, record.method)
-            if own and isinstance(report, WorkerError) and self.failures.doubt(record, report):
+            if isinstance(report, WorkerError) and _is_own(record, report) and self.failures.doubt(record, report):
                 return
             record.error = report
         else:
             record.report = report
+            self.failures.went_well(record.slot)
             self.events.append(_event(record, report))
             if report.revived:
                 self.say(f"{record.role} on rank {record.rank} lost its process; another took its place and goes on")
         del self._pending[record.number]
         record.inputs = ()  # or every call would keep all calls before it
+
+
+def _is_own(record: CallRecord, error: WorkerError) -> bool:
+    """Whether a call failed in its own process, and not because what it reads did: then its processes are sound."""
+    named = error.role, error.method
+    return named == (record.role, record.method) or named not in {(s.role, s.method) for s in record.inputs}
 
 
 def _event(record: CallRecord, report: Report) -> CallEvent:

@@ -47,7 +47,8 @@ class WorkerError(FlowError, RuntimeError):
         self.symptom = symptom
 
     def __str__(self) -> str:
-        head = f"{self.role}.{self.method} failed on rank {self.rank} (node {self.node}): {self.cause}"
+        what = f"{self.role}.{self.method}" if self.method else self.role
+        head = f"{what} failed on rank {self.rank} (node {self.node}): {self.cause}"
         return f"{head}\n\nIn the worker:\n{self.remote_traceback.rstrip()}" if self.remote_traceback else head
 
 

@@ -1,5 +1,6 @@
 """What failed first, and why: processes that may wait for each other fail together, with one cause."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ from flowrl.controller.deadlines import Deadlines
 from flowrl.controller.errors import DeadlineError, FlowError, ProcessLost, WorkerError
 from flowrl.controller.plan import HostSet, Slot
 from flowrl.controller.revival import Revivals
-from flowrl.controller.stacks import Frame, method_frames
+from flowrl.controller.stacks import Stack, host_stack
 from flowrl.data.block import Ref
 
 if TYPE_CHECKING:
@@ -17,9 +18,6 @@ if TYPE_CHECKING:
 
 GRACE_S = 2.0
 """A lost connection says that another rank is gone; so long its own failure, or its end, may take to be known."""
-
-_STARTS = 5
-"""Deadlines that a replaced process may take to start."""
 
 NODES_EVERY_S = 1.0
 """How often a driver that waits asks which nodes are alive."""
@@ -39,13 +37,12 @@ class Failures:
     """The failures of every host set. The first of a set ends its processes, for peers may wait in a collective."""
 
     def __init__(self, backend: Backend, revivals: Revivals, deadlines: Deadlines, say: Callable[[str], None]) -> None:
-        self.first: FlowError | None = None
-        """The first failure of the run."""
         self._backend, self._revivals, self._deadlines, self._say = backend, revivals, deadlines, say
         self._sets: dict[str, HostSet] = {}
         self._broken: dict[str, FlowError] = {}
         self._suspicions: dict[str, _Suspicion] = {}
-        self._now_s = self._nodes_asked_s = 0.0
+        self._late: dict[Slot, DeadlineError] = {}
+        self._nodes_asked_s = 0.0
 
     def watch(self, hosts: HostSet) -> None:
         """Takes up a host set that was started."""
@@ -62,16 +59,21 @@ class Failures:
         if record.slot.pool in self._broken:
             return False
         if not error.symptom:
-            self._break(hosts, error)
+            # A process that is replaced until no more will be is told with what it was ended for.
+            late = self._late.get(record.slot) if isinstance(error, ProcessLost) else None
+            self._break(hosts, late or error)
             return False
         record.symptom = error
         if hosts.name not in self._suspicions:
             probes = [(slot, self._backend.probe(slot)) for slot in hosts.slots]
-            self._suspicions[hosts.name] = _Suspicion(record, error, probes, self._now_s + GRACE_S)
+            self._suspicions[hosts.name] = _Suspicion(record, error, probes, time.monotonic() + GRACE_S)
         return True
 
+    def went_well(self, slot: Slot) -> None:
+        """A call of a slot's process is done."""
+        self._late.pop(slot, None)
+
     def _break(self, hosts: HostSet, error: FlowError) -> None:
-        self.first = self.first or error
         self._suspicions.pop(hosts.name, None)
         for pool in hosts.pools:
             self._broken[pool.name] = error
@@ -79,74 +81,91 @@ class Failures:
 
     def look(self, now_s: float) -> None:
         """Resolves suspicions, and ends what is past its deadline or lost with its node."""
-        self._now_s = now_s
         for suspicion in list(self._suspicions.values()):
-            self._resolve(suspicion)
+            self._resolve(suspicion, now_s)
         for record in self._deadlines.overdue(now_s):
             if record.slot.pool not in self._broken:
-                self._end_late(record)
+                self._end_late(record, now_s)
         if now_s - self._nodes_asked_s > NODES_EVERY_S:
             self._nodes_asked_s = now_s
             self._end_on_lost_nodes()
 
-    def _resolve(self, suspicion: _Suspicion) -> None:
+    def _resolve(self, suspicion: _Suspicion, now_s: float) -> None:
         hosts = self._sets[suspicion.record.slot.pool]
         for slot, probe in suspicion.probes:
             if probe.done():
                 try:
                     probe.get()
                 except WorkerError as error:
-                    return self._break(hosts, self._lost(slot, error.cause, suspicion.record.method))
-        if self._now_s > suspicion.until_s:
+                    return self._break(hosts, self._lost(slot, error.cause))
+        if now_s > suspicion.until_s:
             self._break(hosts, suspicion.symptom)
 
-    def _lost(self, slot: Slot, cause: str, method: str) -> ProcessLost:
+    def _lost(self, slot: Slot, cause: str) -> ProcessLost:
         """A process's end, named by what ran there, or by the first role that lived there."""
         current = self._deadlines.current(slot.pool, slot.rank)
         if current is not None:
             return ProcessLost(current.role, current.rank, slot.node, current.method, cause)
         role, rank = self._revivals.first_role(slot)
-        return ProcessLost(role, rank, slot.node, method, cause)
+        return ProcessLost(role, rank, slot.node, "", cause)
 
     def _end_on_lost_nodes(self) -> None:
         for node, name in self._backend.lost_nodes().items():
             for hosts in {hosts.name: hosts for hosts in self._sets.values()}.values():
                 gone = [slot for slot in hosts.slots if slot.node == node and slot.pool not in self._broken]
                 if gone:
-                    self._break(hosts, self._lost(gone[0], f"its node ({name}) is gone", "?"))
+                    self._break(hosts, self._lost(gone[0], f"its node ({name}) is gone"))
 
     # Deadlines.
 
-    def _end_late(self, record: "CallRecord") -> None:
+    def _end_late(self, record: "CallRecord", now_s: float) -> None:
         """Ends a call that is past its deadline: with all processes that may wait for it, or for a new one to do it."""
         replaceable = self._revivals.of(record.slot) is not None
-        peers = [record] if replaceable else self._same_call(record)
+        peers = [record] if replaceable else self._running(record)
         dumps = self._backend.stacks([peer.slot for peer in peers])
-        if replaceable and record.slot not in dumps and record.times_late < _STARTS:
-            # Another process is about to take its place, or has: the time it needs for that is not the call's.
-            record.times_late += 1
-            record.running_since_s = None
+        stacks = {peer.number: host_stack(dumps.get(peer.slot, "")) for peer in peers}
+        if replaceable and self._is_starting(record, stacks[record.number], now_s):
             return
-        stacks = {peer.number: method_frames(dumps.get(peer.slot, "")) for peer in peers}
-        waiting = [p for p in peers if stacks[p.number] and any(frame.in_collective for frame in stacks[p.number][:3])]
-        silent = [peer for peer in peers if peer not in waiting] or [record]
-        error = _deadline_error(silent[0], stacks[silent[0].number], [peer.rank for peer in waiting])
+        waiting = [peer for peer in peers if stacks[peer.number].in_collective]
+        silent = next((peer for peer in peers if peer not in waiting and stacks[peer.number].frames), None)
+        late = record if silent is None or record not in waiting else silent
+        error = _deadline_error(record, late, stacks[late.number], [peer.rank for peer in waiting if peer is not late])
         if not replaceable:
             return self._break(self._sets[record.slot.pool], error)
         self._say(f"{error.role}.{error.method} on rank {error.rank} was {error.cause}; its process is replaced")
-        record.running_since_s, record.times_late = None, 0
+        self._late[record.slot] = error
+        record.running_since_s = record.starting_since_s = None
         self._backend.restart(record.slot)
 
-    def _same_call(self, record: "CallRecord") -> "list[CallRecord]":
-        """What the processes of a host set run of the same method."""
+    def _is_starting(self, record: "CallRecord", stack: Stack, now_s: float) -> bool:
+        """Whether another process is taking the place of the call's, which has its own time: that of a constructor.
+
+        Such a process is not there yet, loads what it needs to read its first call, or makes its workers.
+        """
+        if stack.frames and not stack.revives:
+            return False
+        if record.starting_since_s is None:
+            record.starting_since_s = now_s
+        if record.start_timeout_s is not None and now_s - record.starting_since_s > record.start_timeout_s:
+            return False
+        record.running_since_s = now_s
+        return True
+
+    def _running(self, record: "CallRecord") -> "list[CallRecord]":
+        """What the processes are at that a call may wait for, the call itself first."""
         slots = self._sets[record.slot.pool].slots
         current = [self._deadlines.current(slot.pool, slot.rank) for slot in slots]
-        return [c for c in current if c is not None and (c.role, c.method) == (record.role, record.method)]
+        return [record, *(other for other in current if other is not None and other is not record)]
 
 
-def _deadline_error(record: "CallRecord", stack: Sequence[Frame], waiting: Sequence[int]) -> DeadlineError:
-    where = f", in {stack[0]}" if stack else ""
-    others = f"; rank {', '.join(map(str, waiting))} waits for it" if waiting and record.rank not in waiting else ""
-    lines = [f'  File "{frame.file}", line {frame.line}, in {frame.function}' for frame in reversed(stack)]
-    cause = f"not done after its deadline of {record.timeout_s:g} s{where}{others}"
-    return DeadlineError(record.role, record.rank, record.slot.node, record.method, cause, "\n".join(lines))
+def _deadline_error(record: "CallRecord", late: "CallRecord", stack: Stack, waiting: Sequence[int]) -> DeadlineError:
+    """`record` is past its deadline, and `late` is the call that it waits for, or itself."""
+    where = f", in {stack.frames[0]}" if stack.frames else ""
+    if (late.role, late.method) == (record.role, record.method):
+        others = f"; rank {', '.join(map(str, waiting))} waits for it" if waiting else ""
+        cause = f"not done after its deadline of {record.timeout_s:g} s{where}{others}"
+    else:
+        waits = f"{record.role}.{record.method} on rank {record.rank} waits for it past its deadline"
+        cause = f"still running{where}, while {waits} of {record.timeout_s:g} s"
+    lines = [f'  File "{frame.file}", line {frame.line}, in {frame.function}' for frame in reversed(stack.frames)]
+    return DeadlineError(late.role, late.rank, late.slot.node, late.method, cause, "\n".join(lines))

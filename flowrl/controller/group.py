@@ -145,6 +145,8 @@ class WorkerGroup:
                 f"dispatch mode {mode.name} made {len(per_rank)} parts for the {self.world_size} ranks of {self.role}"
             )
         with _submission:
+            # Scattering may have waited, and its processes may have been ended meanwhile.
+            self._calls.check(self.pool)
             results = {
                 rank: self._send(rank, method, contract, mode, a) for rank, a in enumerate(per_rank) if a is not None
             }

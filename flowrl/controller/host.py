@@ -125,10 +125,17 @@ class Host:
         """Whether a worker is missing that was made in the process before this one."""
         return any(made.role not in self._workers for made in constructions)
 
-    def behind(self, role: str, states: Sequence[Request]) -> bool:
-        """Whether a role's worker was not given the last of these states as its last: calls to a process that took
-        another's place may come in any order."""
-        return self._states.get(role, 0) != max((state.number for state in states if state.role == role), default=0)
+    def is_behind(self, role: str, states: Sequence[Request]) -> bool:
+        """Whether a role was not given the last of these states yet."""
+        return self._states.get(role, 0) < _last_of(role, states)
+
+    def is_ahead(self, role: str, states: Sequence[Request]) -> bool:
+        """Whether a role was given a state after the last of these: calls to a new process may come in any order."""
+        return self._states.get(role, 0) > _last_of(role, states)
+
+
+def _last_of(role: str, states: Sequence[Request]) -> int:
+    return max((state.number for state in states if state.role == role), default=0)
 
 
 @contextmanager

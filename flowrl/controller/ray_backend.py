@@ -3,14 +3,16 @@
 import contextlib
 import os
 import signal
+import uuid
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pickle import PicklingError
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flowrl.config.base import Device
@@ -19,7 +21,7 @@ from flowrl.controller.host import Construction, Host, Report
 from flowrl.controller.plan import HostSet, Inventory, PoolPlan, Slot
 from flowrl.controller.ray_nodes import RayNodes, interface_of
 from flowrl.controller.revival import Revival
-from flowrl.controller.stacks import arm, dump_of
+from flowrl.controller.stacks import arm, dumps_of
 from flowrl.controller.wire import Request
 from flowrl.data.block import Ref
 from flowrl.data.payload import Payload
@@ -31,22 +33,21 @@ _STACKS_TIMEOUT_S = 10.0
 class _RayHost(Host):
     """A host in a process of its own."""
 
-    def __init__(self, loopback: bool) -> None:
+    def __init__(self, name: str, loopback: bool) -> None:
         super().__init__()
         # A terminal sends Ctrl-C to every process in it; how a run ends is for its driver to say.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         # Objects are read from shared memory that is not writable; `Host` checks that no method writes, so torch need
         # not say.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        self._stacks = arm()
+        arm(name)
         self._interface = _LOOPBACK if loopback else ray.util.get_node_ip_address()
         # Left alone, gloo takes the interface that the host's name stands for, which may be none that others reach.
-        if name := interface_of(self._interface):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        if device := interface_of(self._interface):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", device)
 
-    def whereabouts(self) -> tuple[str, int, int]:
-        """Node, process and file of `stacks.dump_of`."""
-        return ray.get_runtime_context().get_node_id(), os.getpid(), self._stacks
+    def answer(self) -> None:
+        """Says that this process lives."""
 
     def open_rendezvous(self, name: str, world_size: int, node: int, kind: str) -> tuple[Any, Report]:
         """Opens the rendezvous of a host set on this host, its first rank."""
@@ -56,18 +57,18 @@ class _RayHost(Host):
         """As `Host.call`, in a process that may have taken a lost one's place."""
         lost = revival is not None and self.lacks(revival.made)
         if revival is not None:
-            self._revive(revival, request.role)
+            self.revive(revival, request.role)
         value, report = super().call(request, *objects)
         return value, replace(report, revived=True) if lost else report
 
-    def _revive(self, revival: Revival, role: str) -> None:
-        for made in revival.made:
-            if self.lacks([made]):
-                self.construct(made)
-        if self.behind(role, [state for state, _ in revival.states]):
-            for made in revival.made:
-                if made.role == role:
-                    self.construct(made)
+    def revive(self, revival: Revival, role: str) -> None:
+        """Makes the workers that the process lacks, and gives the role the state that its call expects."""
+        lacking = [made for made in revival.made if self.lacks([made])]
+        # A state that was given after the call was submitted is undone with all that came of it.
+        stale = [made for made in revival.made if made.role == role and self.is_ahead(role, revival.requests)]
+        for made in [*lacking, *stale]:
+            self.construct(made)
+        if self.is_behind(role, revival.requests):
             for state, refs in revival.states:
                 if state.role == role:
                     super().call(state, *ray.get([_object_ref(ref) for ref in refs]))
@@ -109,10 +110,13 @@ class RayRef:
 
 def _why_ended(error: RayError) -> str:
     """What Ray knows of a process's end, in a sentence."""
+    text = str(error)
     if isinstance(error, OutOfMemoryError):
         return "its process was ended because its node ran out of memory"
-    if isinstance(error, ActorDiedError) and "node" in str(error) and "worker process has died" not in str(error):
+    if "its node has died" in text:
         return "its node is gone"
+    if "creation task" in text:
+        return f"its process could not start: {text.strip().splitlines()[-1]}"
     return "its process has ended: it was killed, perhaps for lack of memory, or it crashed"
 
 
@@ -122,7 +126,7 @@ class RayBackend:
     def __init__(self, address: str | None, say: Callable[[str], None]) -> None:
         self._hosts: dict[tuple[str, int], Any] = {}  # Any: ray.actor.ActorHandle, whose methods Ray does not type
         self._methods: dict[tuple[str, int, bool], Any] = {}  # Any: as above; each costs as much as a call
-        self._whereabouts: dict[tuple[str, int], ray.ObjectRef] = {}
+        self._names: dict[tuple[str, int], str] = {}
         self._nodes = RayNodes(address, say=say)
 
     def inventory(self, device: Device, devices: Sequence[int] | None) -> Inventory:
@@ -143,14 +147,14 @@ class RayBackend:
                 self._add_host(slot, restarts, {"scheduling_strategy": self._nodes.bundle(slot), **devices})
 
     def _add_host(self, slot: Slot, restarts: int, options: dict[str, Any]) -> None:
-        host = ray.remote(_RayHost).options(max_restarts=restarts, **options).remote(self._nodes.address is None)
         key = slot.pool, slot.rank
-        self._hosts[key] = host
+        self._names[key] = f"flowrl-{uuid.uuid4().hex}"
+        made = ray.remote(_RayHost).options(max_restarts=restarts, **options)
+        self._hosts[key] = host = made.remote(self._names[key], self._nodes.address is None)
         # A call whose process is lost is made again on the one that takes its place, if its state can be brought back.
         for replaceable in (False, True):
             retries = {"num_returns": 2, "max_task_retries": -1 if replaceable else 0}
             self._methods[(*key, replaceable)] = host.call.options(**retries)
-        self._ask_whereabouts(slot)
 
     def join(self, hosts: HostSet, kind: str) -> list[tuple[Slot, Ref]]:
         slots, name = hosts.slots, hosts.name
@@ -176,9 +180,11 @@ class RayBackend:
 
     def call(self, slot: Slot, request: Request, refs: Sequence[Ref], revival: Revival | None) -> tuple[Ref, Ref]:
         objects = [_object_ref(ref) for ref in refs]
+        if (slot.pool, slot.rank) not in self._hosts:
+            raise ProcessLost(request.role, request.rank, slot.node, request.method, "its process was ended")
         method = self._methods[slot.pool, slot.rank, revival is not None]
         value, report = method.remote(request, revival, *objects)
-        what = (request.role, slot.rank, slot.node, request.method)
+        what = (request.role, request.rank, slot.node, request.method)
         return RayRef(value, what), RayRef(report, what)
 
     def share(self, payload: Payload) -> Ref:
@@ -196,41 +202,26 @@ class RayBackend:
             return [ref.get() for ref in refs]
 
     def probe(self, slot: Slot) -> Ref:
-        return RayRef(
-            self._hosts[slot.pool, slot.rank].whereabouts.remote(), (slot.pool, slot.rank, slot.node, "probe")
-        )
+        return RayRef(self._hosts[slot.pool, slot.rank].answer.remote(), (slot.pool, slot.rank, slot.node, "answer"))
 
     def stacks(self, slots: Sequence[Slot]) -> Mapping[Slot, str]:
-        here = ray.get_runtime_context().get_node_id()
-        asked: dict[Slot, ray.ObjectRef] = {}
-        dumps: dict[Slot, str] = {}
+        by_node: defaultdict[str, dict[str, Slot]] = defaultdict(dict)
         for slot in slots:
-            try:
-                node, process_id, file = ray.get(self._whereabouts[slot.pool, slot.rank], timeout=0)
-            except (GetTimeoutError, RayError):
-                continue  # the process has not started yet, or has ended
-            if node == here:
-                dumps[slot] = dump_of(process_id, file)
-            else:
-                there = NodeAffinitySchedulingStrategy(node, soft=False)
-                asked[slot] = (
-                    ray.remote(num_cpus=0)(dump_of).options(scheduling_strategy=there).remote(process_id, file)
-                )
-        for slot, ref in asked.items():
+            by_node[self._nodes.id_of(slot)][self._names[slot.pool, slot.rank]] = slot
+        here = ray.get_runtime_context().get_node_id()
+        asked = {}
+        for node in set(by_node) - {here}:
+            there = NodeAffinitySchedulingStrategy(node, soft=False)
+            task = ray.remote(num_cpus=0)(dumps_of).options(scheduling_strategy=there)
+            asked[node] = task.remote(list(by_node[node]))
+        dumps = {here: dumps_of(list(by_node[here]))} if here in by_node else {}
+        for node, ref in asked.items():
             with contextlib.suppress(RayError):
-                dumps[slot] = ray.get(ref, timeout=_STACKS_TIMEOUT_S)
-        found = {slot: dump for slot, dump in dumps.items() if dump}
-        for slot in set(slots) - set(found):
-            self._ask_whereabouts(slot)
-        return found
-
-    def _ask_whereabouts(self, slot: Slot) -> None:
-        key = slot.pool, slot.rank
-        self._whereabouts[key] = self._hosts[key].whereabouts.remote()
+                dumps[node] = ray.get(ref, timeout=_STACKS_TIMEOUT_S)
+        return {by_node[node][name]: dump for node, found in dumps.items() for name, dump in found.items()}
 
     def restart(self, slot: Slot) -> None:
         ray.kill(self._hosts[slot.pool, slot.rank], no_restart=False)
-        self._ask_whereabouts(slot)
 
     def lost_nodes(self) -> Mapping[int, str]:
         return self._nodes.lost()

@@ -169,6 +169,10 @@ class RayNodes:
         index = self._bundles[slot.pool].index(slot.node)
         return PlacementGroupSchedulingStrategy(self._groups[slot.pool], placement_group_bundle_index=index)
 
+    def id_of(self, slot: Slot) -> str:
+        """Ray's name for the node of a slot."""
+        return self._nodes[slot.node].id
+
     def beside_driver(self) -> NodeAffinitySchedulingStrategy:
         """Where Ray is to start a process that takes no device: left alone it picks any node."""
         return NodeAffinitySchedulingStrategy(self._nodes[0].id, soft=False)

@@ -20,6 +20,11 @@ class Revival:
     states: tuple[tuple[Request, tuple[Ref, ...]], ...]
     """The last call of each `replay` method with the references that it reads, in the order of submission."""
 
+    @property
+    def requests(self) -> list[Request]:
+        """The calls of `states` alone."""
+        return [request for request, _ in self.states]
+
 
 class Revivals:
     """The driver's record of every process whose workers are all stateless."""

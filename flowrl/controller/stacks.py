@@ -6,12 +6,13 @@ import os
 import re
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 _DUMP_TIMEOUT_S = 2.0
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)')
-_HOST = "flowrl/controller/host.py"
+_HOST, _REVIVING = "flowrl/controller/host.py", "revive"
 
 
 class Frame(NamedTuple):
@@ -30,25 +31,41 @@ class Frame(NamedTuple):
         return f"{self.function} ({self.file}, line {self.line})"
 
 
-def arm() -> int:
-    """Lets other processes of this user ask for this one's stacks with SIGUSR1. Returns the file they go to.
+def arm(name: str) -> None:
+    """Lets other processes of this user ask for this one's stacks, by a name that no other process has.
 
-    The file has no name, so that it goes with the process: /proc shows it to who knows its number.
+    They go to a file without a place in any folder, which ends with the process; its name is how the process is found.
     """
-    file = os.memfd_create("stacks") if hasattr(os, "memfd_create") else os.open(os.devnull, os.O_WRONLY)
+    file = os.memfd_create(name) if hasattr(os, "memfd_create") else os.open(os.devnull, os.O_WRONLY)
     # Written by the signal handler itself, without the interpreter.
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
-    return file
 
 
-def dump_of(process_id: int, file: int) -> str:
-    """The stacks of all threads of an armed process on this machine; empty if it does not tell."""
-    path = Path(f"/proc/{process_id}/fd/{file}")
+def dumps_of(names: Sequence[str]) -> dict[str, str]:
+    """The stacks of all threads of armed processes on this machine; without those that are not there, or silent."""
+    before = {}
+    for name, (process_id, path) in _armed(names).items():
+        with contextlib.suppress(OSError):
+            before[name] = path, len(path.read_bytes())
+            os.kill(process_id, signal.SIGUSR1)
+    return {name: dump for name, (path, size) in before.items() if (dump := _settled_text(path, size))}
+
+
+def _armed(names: Sequence[str]) -> dict[str, tuple[int, Path]]:
+    """Name -> process and the file of its stacks."""
+    links = {f"/memfd:{name} (deleted)": name for name in names}
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if (name := links.get(os.readlink(path))) is not None:
+                found[name] = int(path.parts[2]), path
+    return found
+
+
+def _settled_text(path: Path, before: int) -> str:
+    """What a process adds to its file, once it has stopped adding."""
+    deadline, size = time.monotonic() + _DUMP_TIMEOUT_S, before
     with contextlib.suppress(OSError):
-        before = len(path.read_bytes())
-        os.kill(process_id, signal.SIGUSR1)
-        deadline = time.monotonic() + _DUMP_TIMEOUT_S
-        size = before
         while time.monotonic() < deadline:
             time.sleep(0.05)
             dump = path.read_bytes()
@@ -58,8 +75,22 @@ def dump_of(process_id: int, file: int) -> str:
     return ""
 
 
-def method_frames(dump: str) -> list[Frame]:
-    """The frames of the worker's method in a dump, the innermost first; empty when the process runs none."""
+class Stack(NamedTuple):
+    """What a host's process is at."""
+
+    frames: tuple[Frame, ...] = ()
+    """Of the worker's method or constructor, the innermost first; none between calls."""
+    revives: bool = False
+    """Whether the process is becoming what a lost one was, before it comes to the call itself."""
+
+    @property
+    def in_collective(self) -> bool:
+        """Whether it waits for other ranks."""
+        return any(frame.in_collective for frame in self.frames[:3])
+
+
+def host_stack(dump: str) -> Stack:
+    """The part of a dump that is the host's."""
     for thread in dump.split("\n\n"):
         frames = [
             Frame(match["file"], int(match["line"]), match["function"])
@@ -68,5 +99,5 @@ def method_frames(dump: str) -> list[Frame]:
         ]
         depth = next((i for i, frame in enumerate(frames) if frame.file.endswith(_HOST)), None)
         if depth is not None:
-            return frames[:depth]
-    return []
+            return Stack(tuple(frames[:depth]), any(frame.function == _REVIVING for frame in frames[depth:]))
+    return Stack()

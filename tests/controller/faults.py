@@ -62,6 +62,11 @@ class Faulty(Worker):
         distributed.all_reduce(total, group=self.context.process_group)
         return float(total)
 
+    @register(Dispatch.ONE_TO_ALL, blocking=False, timeout_s=600)
+    def linger(self, seconds: float) -> None:
+        """One rank takes its time."""
+        time.sleep(seconds if self.rank == self.bad_rank else 0.0)
+
     @register(PROTO, blocking=False, reads=("x",), writes=("y",))
     def misnamed(self, table: TensorDict) -> TensorDict:
         return make_table({"z" if self.rank == self.bad_rank else "y": table["rows", "x"]})
@@ -99,6 +104,19 @@ class Judge(Worker):
     def score(self, table: TensorDict, fault: str | None = None, once: Path | None = None) -> TensorDict:
         self._fail(fault, once)
         return make_table({"score": table["rows", "x"] * self.factor + self.offset})
+
+
+class Recovering(Judge):
+    """Leaves a line in a file each time it is made; from the second time on it takes long, or raises."""
+
+    def __init__(self, lines: Path, again: float | str) -> None:
+        super().__init__(1)
+        with lines.open("a") as file:
+            file.write("made\n")
+        if len(lines.read_text().splitlines()) > 1:
+            if isinstance(again, str):
+                raise ArithmeticError(again)
+            time.sleep(again)
 
 
 class Doubling(Worker):

@@ -1,13 +1,12 @@
 """Stacks of processes that answer nothing else."""
 
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from flowrl.controller.stacks import Frame, dump_of, method_frames
+from flowrl.controller.stacks import Frame, Stack, dumps_of, host_stack
 
 STUCK = """
 import sys
@@ -20,37 +19,37 @@ def in_python():
     while True:
         pass
 
-print(arm(), flush=True)
+arm({name!r})
+print(flush=True)
 {call}()
 """
 
 
 @contextmanager
-def stuck(call: str) -> Iterator[tuple[int, int]]:
-    """A process that is stuck in a function, and the file of its stacks."""
-    with subprocess.Popen(
-        [sys.executable, "-c", STUCK.format(call=call)], stdout=subprocess.PIPE, text=True
-    ) as process:
+def stuck(call: str, name: str) -> Iterator[None]:
+    """A process of this name that is stuck in a function."""
+    program = STUCK.format(call=call, name=name)
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        file = int(process.stdout.readline())
+        process.stdout.readline()
         time.sleep(0.2)
-        yield process.pid, file
+        yield
         process.kill()
 
 
-def test_a_process_tells_where_it_is_while_native_code_holds_its_interpreter():
-    for call in ("in_c", "in_python"):
-        with stuck(call) as (process_id, file):
-            first, second = dump_of(process_id, file), dump_of(process_id, file)
-        assert f"in {call}\n" in first
-        assert second.count("most recent call first") == first.count("most recent call first") == 1
+def test_processes_tell_where_they_are_while_native_code_holds_their_interpreter():
+    with stuck("in_c", "first-of-two"), stuck("in_python", "second-of-two"):
+        for _ in range(2):
+            dumps = dumps_of(["first-of-two", "second-of-two", "nobody"])
+            assert set(dumps) == {"first-of-two", "second-of-two"}
+            assert "in in_c\n" in dumps["first-of-two"] and "in in_python\n" in dumps["second-of-two"]
+            assert [dump.count("most recent call first") for dump in dumps.values()] == [1, 1]
 
 
 def test_a_process_that_has_ended_tells_nothing():
-    with stuck("in_python") as (process_id, file):
+    with stuck("in_python", "one-that-ends"):
         pass
-    assert dump_of(process_id, file) == ""
-    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    assert dumps_of(["one-that-ends"]) == {}
 
 
 DUMP = """Thread 0x00007f68110b86c0 (most recent call first):
@@ -66,14 +65,19 @@ Current thread 0x00007f6858c27b80 (most recent call first):
 
 
 def test_the_frames_of_a_method_are_those_above_its_host():
-    frames = method_frames(DUMP)
-    assert frames == [
+    stack = host_stack(DUMP)
+    assert stack.frames == (
         Frame("/site-packages/torch/distributed/distributed_c10d.py", 3200, "all_reduce"),
         Frame("/home/user/train.py", 16, "update"),
-    ]
-    assert [frame.in_collective for frame in frames] == [True, False]
-    assert str(frames[1]) == "update (/home/user/train.py, line 16)"
+    )
+    assert stack.in_collective and not stack.revives
+    assert str(stack.frames[1]) == "update (/home/user/train.py, line 16)"
+
+
+def test_a_process_that_takes_anothers_place_is_told_from_one_that_works():
+    revived = DUMP + '  File "/home/user/flowrl/controller/ray_backend.py", line 70 in revive\n'
+    assert host_stack(revived).revives
 
 
 def test_a_process_between_calls_has_no_frames():
-    assert method_frames(DUMP.split("\n\n")[0]) == []
+    assert host_stack(DUMP.split("\n\n")[0]) == Stack()
