@@ -64,7 +64,14 @@ def on_ray(parts: list[str], repeats: int) -> list[Figure]:
     if not {"calls", "hand_over", "start"} & set(parts):
         return []
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_lineage_pinning_enabled": "0"}  # as in a run
-    ray.init("local", num_cpus=16, include_dashboard=False, _node_ip_address="127.0.0.1", logging_level=logging.ERROR)
+    ray.init(
+        "local",
+        num_cpus=16,
+        include_dashboard=False,
+        _node_ip_address="127.0.0.1",
+        logging_level=logging.ERROR,
+        log_to_driver=False,  # stdout is for the figures
+    )
     found = group_start.figures(max(3, repeats // 5)) if "start" in parts else []
     if parts == ["start"]:
         return found
