@@ -46,7 +46,7 @@ class _RayHost(Host):
         if device := interface_of(self._interface):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", device)
 
-    def answer(self) -> None:
+    def live(self) -> None:
         """Says that this process lives."""
 
     def open_rendezvous(self, name: str, world_size: int, node: int, kind: str) -> tuple[Any, Report]:
@@ -202,7 +202,7 @@ class RayBackend:
             return [ref.get() for ref in refs]
 
     def probe(self, slot: Slot) -> Ref:
-        return RayRef(self._hosts[slot.pool, slot.rank].answer.remote(), (slot.pool, slot.rank, slot.node, "answer"))
+        return RayRef(self._hosts[slot.pool, slot.rank].live.remote(), (slot.pool, slot.rank, slot.node, "live"))
 
     def stacks(self, slots: Sequence[Slot]) -> Mapping[Slot, str]:
         by_node: defaultdict[str, dict[str, Slot]] = defaultdict(dict)

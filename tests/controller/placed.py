@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import ray
 
 from flowrl import Cluster, Dispatch, Placement, Worker, register
+from flowrl.controller.errors import WorkerError
 from flowrl.controller.plan import PlacementError, PoolPlan, Slot
 from flowrl.controller.ray_nodes import RayNodes
 
@@ -20,6 +21,14 @@ class Placed(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def where(self) -> Row:
         return self.rank, self.context.local_rank, self.context.node, ray.get_runtime_context().get_node_id()
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def stay(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False, timeout_s=2)
+    def stay_briefly(self, seconds: float) -> None:
+        time.sleep(seconds)
 
 
 def layout(
@@ -118,7 +127,43 @@ def dying(address: str) -> object:
     return {"before": before, "lost": lost, "after": nodes.lost(), "seconds": seconds, "cost_ms": cost_ms}
 
 
-DRIVERS = {driver.__name__: driver for driver in (layouts, sums, waiting, dying)}
+def bereft(address: str) -> object:
+    """What a run is told whose rank 1 was on the node that ends while its call is running, and how soon.
+
+    Says `ready`, and is told, as `dying`.
+    """
+    placement = Placement(device="cpu", pools={"main": [1, 1]}, roles={"actor": "main"})
+    last = len(RayNodes(address)._nodes) - 1
+    with Cluster(placement, address=address, devices=(1, *[0] * (last - 1), 1), num_threads=1) as cluster:
+        group = cluster.group("actor", Placed)
+        assert [row[2] for row in group.where()] == [0, last]
+        waiting = group.stay(600.0)
+        sys.stdout.write("ready\n")
+        sys.stdout.flush()
+        sys.stdin.readline()
+        started = time.monotonic()
+        try:
+            waiting.get()
+        except WorkerError as error:
+            told = [error.role, error.rank, error.node, error.method, error.cause]
+            return {"told": told, "seconds": time.monotonic() - started}
+    raise AssertionError("a call outlived its node")
+
+
+def overdue(address: str) -> object:
+    """What a run is told of a rank on another node that is past its deadline."""
+    placement = Placement(device="cpu", pools={"main": [1]}, roles={"actor": "main"})
+    with Cluster(placement, address=address, devices=(0, 1), num_threads=1) as cluster:
+        group = cluster.group("actor", Placed)
+        node = group.where()[0][2]
+        try:
+            group.stay_briefly(600.0).get()
+        except WorkerError as error:
+            return [node, error.rank, error.node, error.cause]
+    raise AssertionError("a call outlived its deadline")
+
+
+DRIVERS = {driver.__name__: driver for driver in (layouts, sums, waiting, dying, bereft, overdue)}
 
 if __name__ == "__main__":
     sys.stdout.write(f"result {json.dumps(DRIVERS[sys.argv[1]](sys.argv[2]))}\n")

@@ -161,6 +161,27 @@ def test_a_node_that_dies_is_named(end: str, limit_s: float, several: Several) -
     assert told["seconds"] < limit_s and told["cost_ms"] < 100
 
 
+def test_a_run_is_told_that_the_node_of_a_rank_is_gone(several: Several) -> None:
+    several.obey("add 1 127.0.0.4")
+    with several.driver("bereft") as process:
+        assert said(process) == "ready"
+        several.obey("kill")
+        tell(process, "done")
+        out, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors[-3000:]
+    found = result_in(out)
+    *place, cause = found["told"]
+    assert place == ["actor", 1, 3, "stay"]
+    assert cause.startswith("its node") and cause.endswith("is gone")
+    assert found["seconds"] < 5
+
+
+def test_a_rank_on_another_node_is_asked_where_it_is(found: Callable[[str], Any]) -> None:
+    node, rank, told_node, cause = found("overdue")
+    assert (node, rank, told_node) == (1, 0, 1)
+    assert cause.startswith("not done after its deadline of 2 s, in stay_briefly (")
+
+
 def test_a_run_without_address_has_one_node() -> None:
     with pytest.raises(PlacementError, match=r"devices is \[2, 2\], a count for each of 2 nodes, but a run without"):
         RayNodes(None).inventory("cpu", (2, 2))
