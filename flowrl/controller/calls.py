@@ -73,6 +73,13 @@ class Tracked:
         self.calls.check_open()
         return self.carrier.get()
 
+    def get_with(self, others: Sequence[Ref]) -> list[Any]:
+        tracked = [self, *(other for other in others if isinstance(other, Tracked))]
+        self.calls.settle([ref.record for ref in tracked], None)
+        if self.describes:
+            return [ref.description for ref in tracked]
+        return self.calls.fetch(tracked)
+
     @property
     def description(self) -> Description | None:
         return self.record.report.description if self.record.report else None

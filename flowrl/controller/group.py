@@ -164,7 +164,7 @@ class WorkerGroup:
     def _send(
         self, rank: int, method: str, contract: Contract, mode: DispatchMode, arguments: Mapping[str, Any]
     ) -> tuple[Tracked, CallRecord]:
-        references = References(self._calls.share)
+        references = References(self._calls.share, self.cls.collective)
         returns_batch = mode.gather is None
         answers = not returns_batch or is_leader(self.mesh, rank)
         slot, submitted_ns, number = self.slots[rank], time.time_ns(), self._calls.next_number()

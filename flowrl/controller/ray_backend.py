@@ -22,7 +22,7 @@ from flowrl.controller.plan import HostSet, Inventory, PoolPlan, Slot
 from flowrl.controller.ray_nodes import RayNodes, interface_of
 from flowrl.controller.revival import Revival
 from flowrl.controller.stacks import arm, dumps_of
-from flowrl.controller.wire import Request
+from flowrl.controller.wire import Request, decode, encode
 from flowrl.data.block import Ref
 from flowrl.data.payload import Payload
 
@@ -53,6 +53,12 @@ class _RayHost(Host):
         """Opens the rendezvous of a host set on this host, its first rank."""
         return self.join(name, (self._interface, 0), 0, world_size, node, kind)
 
+    def answer(self, encoded: Any, *objects: Any) -> tuple[Any, Any]:  # Any: what `encode` makes
+        """As `call`, request and answer in the form in which they travel."""
+        request, revival = decode(encoded)
+        value, report = self.call(request, revival, *objects)
+        return encode(value) if isinstance(value, Payload) else value, encode(report)
+
     def call(self, request: Request, revival: Revival | None, *objects: Any) -> tuple[Any, Report]:
         """As `Host.call`, in a process that may have taken a lost one's place."""
         lost = revival is not None and self.lacks(revival.made)
@@ -77,9 +83,10 @@ class _RayHost(Host):
 class RayRef:
     """A reference into the object store."""
 
-    def __init__(self, ref: ray.ObjectRef, what: tuple[str, int, int, str]) -> None:
+    def __init__(self, ref: ray.ObjectRef, what: tuple[str, int, int, str], encoded: bool = False) -> None:
         self.ref = ref
         self._what = what
+        self._encoded = encoded
 
     @property
     def carrier(self) -> "RayRef":
@@ -87,12 +94,19 @@ class RayRef:
 
     def get(self) -> Any:  # Any: whatever the method returned
         try:
-            return ray.get(self.ref)
+            return self.read(ray.get(self.ref))
         except RayTaskError as error:
             cause = error.cause
             raise (cause if isinstance(cause, FlowError) else self._failure(error)) from None
         except RayError as error:
             raise self._failure(error) from None
+
+    def read(self, stored: Any) -> Any:  # Any: as above
+        """The value behind what the object store has."""
+        return decode(stored) if self._encoded else stored
+
+    def get_with(self, others: Sequence[Ref]) -> list[Any]:
+        return [self.get(), *(other.get() for other in others)]
 
     def done(self) -> bool:
         return bool(ray.wait([self.ref], timeout=0, fetch_local=False)[0])
@@ -154,7 +168,7 @@ class RayBackend:
         # A call whose process is lost is made again on the one that takes its place, if its state can be brought back.
         for replaceable in (False, True):
             retries = {"num_returns": 2, "max_task_retries": -1 if replaceable else 0}
-            self._methods[(*key, replaceable)] = host.call.options(**retries)
+            self._methods[(*key, replaceable)] = host.answer.options(**retries)
 
     def join(self, hosts: HostSet, kind: str) -> list[tuple[Slot, Ref]]:
         slots, name = hosts.slots, hosts.name
@@ -183,9 +197,12 @@ class RayBackend:
         if (slot.pool, slot.rank) not in self._hosts:
             raise ProcessLost(request.role, request.rank, slot.node, request.method, "its process was ended")
         method = self._methods[slot.pool, slot.rank, revival is not None]
-        value, report = method.remote(request, revival, *objects)
+        if (slot.pool, slot.rank) not in self._hosts:
+            raise ProcessLost(request.role, request.rank, slot.node, request.method, "its process was ended")
+        method = self._methods[slot.pool, slot.rank, revival is not None]
+        value, report = method.remote(encode((request, revival)), *objects)
         what = (request.role, request.rank, slot.node, request.method)
-        return RayRef(value, what), RayRef(report, what)
+        return RayRef(value, what, encoded=request.returns_batch), RayRef(report, what, encoded=True)
 
     def share(self, payload: Payload) -> Ref:
         return RayRef(ray.put(payload), ("driver", 0, 0, "put"))
@@ -197,7 +214,8 @@ class RayBackend:
 
     def get(self, refs: Sequence[Ref]) -> list[Any]:
         try:
-            return ray.get([_object_ref(ref) for ref in refs])
+            stored = ray.get([_object_ref(ref) for ref in refs])
+            return [_ray_ref(ref).read(value) for ref, value in zip(refs, stored, strict=True)]
         except RayError:
             return [ref.get() for ref in refs]
 
@@ -241,5 +259,9 @@ class RayBackend:
 
 
 def _object_ref(ref: Ref) -> ray.ObjectRef:
+    return _ray_ref(ref).ref
+
+
+def _ray_ref(ref: Ref) -> RayRef:
     assert isinstance(ref, RayRef), f"a {type(ref).__name__} cannot travel by reference"
-    return ref.ref
+    return ref

@@ -1,7 +1,7 @@
 """The form in which a call travels: a small request, and references beside it as top-level arguments.
 
-`lower` runs in the driver and turns the parts of a call into positions in a list of references. `raise_arguments` runs
-in the host and turns them back into tables and values, copying only where rows are picked out of order.
+`lower` runs in the driver and turns the parts of a call into positions in a list of references. the `read` of each argument runs
+in the host and turns it back into tables and values, copying only where rows are picked out of order.
 """
 
 import pickle
@@ -98,6 +98,8 @@ class References:
 
     share: Callable[[LocalRef], Ref]
     """Puts rows of the driver where every host can read them."""
+    awaits_peers: bool = True
+    """Whether the rank talks to others, and so waits for the inputs of them all."""
     refs: list[Ref] = field(default_factory=list)
     sources: list[Ref] = field(default_factory=list)
     """The same references as the driver holds them, which know their calls."""
@@ -133,7 +135,7 @@ class References:
         blocks = []
         for block, columns, plan in gathers({n: part.batch.column(n) for n in part.columns}, part.rows):
             blocks.append(BlockArgument(plan, self.pieces(block, plan, columns)))
-            if len(block.shards) > 1:
+            if self.awaits_peers and len(block.shards) > 1:
                 self._await(block)
         num_rows = part.rows[1] - part.rows[0] if isinstance(part.rows, tuple) else len(part.rows)
         return TableArgument(num_rows, tuple(blocks))

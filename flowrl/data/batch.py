@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from flowrl.data.block import Block, Column, Description, LocalRef, Shard
+from flowrl.data.block import Block, Column, Description, LocalRef, Shard, read_together
 from flowrl.data.columns import compact, gathers, joined
 from flowrl.data.layout import Rows
 from flowrl.data.payload import ColumnError, Payload, Source, collect, merge
@@ -346,10 +346,13 @@ class LocalTasks:
 
 def assemble(batch: Batch, names: Sequence[str], rows: Rows) -> Payload:
     """Reads some rows of some columns into this process."""
+    plans = list(gathers({name: batch.column(name) for name in names}, rows))
+    shards = [block.shards[piece.shard] for block, _, plan in plans for piece in plan.pieces]
+    payloads = iter(read_together([shard.payload for shard in shards]))
     parts = []
-    for block, columns, plan in gathers({name: batch.column(name) for name in names}, rows):
-        read = [(piece, block.shards[piece.shard]) for piece in plan.pieces]
-        sources = [Source(shard.payload.get(), shard.sources(columns), p.rows, p.at) for p, shard in read]
+    for block, columns, plan in plans:
+        named = [(piece, block.shards[piece.shard].sources(columns)) for piece in plan.pieces]
+        sources = [Source(next(payloads), own, piece.rows, piece.at) for piece, own in named]
         parts.append(collect(plan.num_rows, sources))
     merged = merge(parts) if parts else Payload(batch.num_rows)
     return merged.take(None, {name: name for name in names})

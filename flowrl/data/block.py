@@ -20,6 +20,10 @@ class Ref(Protocol):
 
     def get(self) -> Any: ...  # Any: a payload, a description or a method's own result
 
+    def get_with(self, others: "Sequence[Ref]") -> list[Any]:
+        """The values of this and other references of its type, read together."""
+        ...
+
     def done(self) -> bool: ...
 
 
@@ -36,8 +40,22 @@ class LocalRef:
     def get(self) -> Any:
         return self.value
 
+    def get_with(self, others: Sequence[Ref]) -> list[Any]:
+        return [self.value, *(other.get() for other in others)]
+
     def done(self) -> bool:
         return True
+
+
+def read_together(refs: Sequence[Ref]) -> list[Any]:  # Any: see Ref
+    """The values of references, those of one type at once."""
+    values: dict[int, Any] = {}
+    by_type: dict[type, list[Ref]] = {}
+    for ref in refs:
+        by_type.setdefault(type(ref), []).append(ref)
+    for first, *others in by_type.values():
+        values |= zip(map(id, (first, *others)), first.get_with(others), strict=True)
+    return [values[id(ref)] for ref in refs]
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,9 @@ class InstantRef:
     def get(self) -> Any:
         return self._value
 
+    def get_with(self, others: Sequence[Ref]) -> list[Any]:
+        return [self.get(), *(other.get() for other in others)]
+
     def done(self) -> bool:
         return True
 

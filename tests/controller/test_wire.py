@@ -1,4 +1,5 @@
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import ray
 from flowrl import Batch
 from flowrl.controller.dispatch import Part
 from flowrl.controller.wire import BY_VALUE_BYTES, References, TableArgument, decode, encode, lower
-from flowrl.data.block import Block, Description, Shard
+from flowrl.data.block import Block, Description, Ref, Shard
 from flowrl.data.payload import Payload
 
 
@@ -25,6 +26,9 @@ class StoredRef:
 
     def get(self) -> Any:
         return self.value
+
+    def get_with(self, others: Sequence[Ref]) -> list[Any]:
+        return [self.get(), *(other.get() for other in others)]
 
     def done(self) -> bool:
         return True
@@ -76,6 +80,13 @@ def test_a_rank_also_waits_for_the_shards_that_its_peers_read():
     _, references = sent(batch, (0, 1))
     shards = batch.column("x").block.shards
     assert references.refs == [shards[0].payload, *(shard.description for shard in shards)]
+
+
+def test_a_rank_that_talks_to_no_other_waits_for_its_own_shards_alone():
+    batch = stored([1], [2], [3])
+    references = References(lambda local: StoredRef(local.value), awaits_peers=False)
+    lower({"table": Part(batch, (0, 1), ("x",))}, references)
+    assert references.refs == [batch.column("x").block.shards[0].payload]
 
 
 def test_a_reference_travels_once_however_often_it_is_read():
