@@ -1,7 +1,7 @@
 """The form in which a call travels: a small request, and references beside it as top-level arguments.
 
-`lower` runs in the driver and turns the parts of a call into positions in a list of references. the `read` of each argument runs
-in the host and turns it back into tables and values, copying only where rows are picked out of order.
+`lower` runs in the driver and turns the parts of a call into positions in a list of references. In the host each
+argument's `read` turns them back into tables and values, copying only where rows are picked out of order.
 """
 
 import pickle
