@@ -70,6 +70,11 @@ def test_a_result_is_not_read_after_its_cluster_has_closed(backend: BackendName,
         settled.get()
 
 
-def test_a_driver_remembers_a_bounded_number_of_calls(open_cluster: ClusterMaker):
+def test_a_driver_remembers_the_calls_that_ended_last(open_cluster: ClusterMaker):
     cluster = open_cluster("inline", {"main": [1]}, {"actor": "main"})
-    assert cluster.calls.events.maxlen == KEPT_EVENTS
+    group = cluster.group("actor", Failing)
+    group.add_one(1).get()
+    events = cluster.calls.events
+    events.extend([events[-1]] * KEPT_EVENTS)
+    group.sleep(0.0).get()
+    assert len(events) == KEPT_EVENTS and events[-1].method == "sleep"
