@@ -94,9 +94,9 @@ class WorkerGroup:
         """What traces call a slot's device; a CPU slot is a process, so it has a number too."""
         return slot.pool if slot.device < 0 else f"{self._kind}:{slot.device}"
 
-    def shares_processes_with(self, other: "WorkerGroup") -> bool:
-        """Whether rank i of both groups lives in one process, for every i."""
-        return self.slots == other.slots
+    def lives_in(self, other: "WorkerGroup") -> bool:
+        """Whether every rank of this group is in a process that has a rank of the other."""
+        return set(self.slots) <= set(other.slots)
 
     def __repr__(self) -> str:
         return f"WorkerGroup({self.role}: {self.world_size} x {self.cls.__name__} on {self.pool})"

@@ -141,7 +141,7 @@ class Run:
         In one process the rollout samples from the actor's own weights, and only their number changes.
         """
         self.version += 1
-        if rollout.shares_processes_with(actor):
+        if rollout.lives_in(actor):
             rollout.set_version.submit(self.version)
         else:
             rollout.load_weights.submit(actor.weights.submit(), self.version)

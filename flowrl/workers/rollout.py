@@ -74,7 +74,7 @@ class Rollout(Worker):
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, replay=True)
     def load_weights(self, weights: Mapping[str, np.ndarray], version: int) -> None:
-        """Takes the actor's weights from another process."""
-        assert not self.shares_weights, "these weights are the actor's own; set_version numbers them"
-        load_weights(self.model, weights)
+        """Takes the actor's weights from another process; a rank that has the actor's own has them already."""
+        if not self.shares_weights:
+            load_weights(self.model, weights)
         self.version = version

@@ -166,8 +166,8 @@ def test_token_columns_of_different_lengths_are_refused_when_read(shared: Shared
 
 def test_roles_of_one_pool_share_processes(shared: Shared):
     assert shared.first.process_id() == shared.guest.process_id()
-    assert shared.first.shares_processes_with(shared.guest)
-    assert not shared.first.shares_processes_with(shared.second)
+    assert shared.first.lives_in(shared.guest)
+    assert not shared.first.lives_in(shared.second)
 
 
 def test_ranks_of_the_ray_backend_are_processes(shared: Shared):

@@ -24,6 +24,16 @@ PLACEMENTS = {
     "colocated on 2": Placement(device="cpu", pools={"main": [2]}, roles=dict.fromkeys(ROLES, "main")),
     "colocated on 3": Placement(device="cpu", pools={"main": [3]}, roles=dict.fromkeys(ROLES, "main")),
     "split": load(Path("placement/split.yaml"), ["device=cpu"], Placement),
+    "overlapping": Placement(
+        device="cpu",
+        pools={"a": [1], "b": [1]},
+        roles={"actor": "a+b", "critic": "a+b", "reference": "b", "reward": "a", "rollout": "a"},
+    ),
+    "partly beside the actor": Placement(
+        device="cpu",
+        pools={"main": [2]},
+        roles={"actor": "main[0:1]", "rollout": "main", "critic": "main", "reference": "main[1:]", "reward": "main"},
+    ),
     "standalone": load(Path("placement/standalone.yaml"), ["device=cpu"], Placement),
 }
 
