@@ -7,6 +7,7 @@ from flowrl.config.base import Device
 from flowrl.controller.host import Construction
 from flowrl.controller.plan import HostSet, Inventory, PoolPlan, Slot
 from flowrl.controller.revival import Revival
+from flowrl.controller.stacks import Dump
 from flowrl.controller.wire import Request
 from flowrl.data.block import Ref
 from flowrl.data.payload import Payload
@@ -65,7 +66,7 @@ class Backend(Protocol):
         """A reference that is filled when the slot's process next has time, and raises once it has ended."""
         ...
 
-    def stacks(self, slots: Sequence[Slot]) -> Mapping[Slot, str]:
+    def stacks(self, slots: Sequence[Slot]) -> Mapping[Slot, Dump]:
         """What the threads of these slots' processes are at now, as `faulthandler` tells it; a process that has not
         started, or has ended, is left out."""
         ...

@@ -123,7 +123,7 @@ class Failures:
         replaceable = self._revivals.of(record.slot) is not None
         peers = [record] if replaceable else self._running(record)
         dumps = self._backend.stacks([peer.slot for peer in peers])
-        stacks = {peer.number: host_stack(dumps.get(peer.slot, "")) for peer in peers}
+        stacks = {peer.number: host_stack(dumps.get(peer.slot)) for peer in peers}
         if replaceable and self._is_starting(record, stacks[record.number], now_s):
             return
         waiting = [peer for peer in peers if stacks[peer.number].in_collective]
@@ -140,10 +140,17 @@ class Failures:
     def _is_starting(self, record: "CallRecord", stack: Stack, now_s: float) -> bool:
         """Whether another process is taking the place of the call's, which has its own time: that of a constructor.
 
-        Such a process is not there yet, loads what it needs to read its first call, or makes its workers.
+        Such a process is not there yet, loads what it needs to read its first call, makes its workers, or is younger
+        than the call's clock, which then starts anew.
         """
-        if stack.frames and not stack.revives:
-            return False
+        assert record.running_since_s is not None
+        is_younger = stack.age_s < now_s - record.running_since_s
+        if stack.frames and not stack.revives and not is_younger:
+            if record.starting_since_s is None:
+                return False
+            # It has come to the call since the last look, which is when the call's own time began at the earliest.
+            record.starting_since_s, record.running_since_s = None, now_s
+            return True
         if record.starting_since_s is None:
             record.starting_since_s = now_s
         if record.start_timeout_s is not None and now_s - record.starting_since_s > record.start_timeout_s:

@@ -10,6 +10,7 @@ from flowrl.controller.host import Construction, Host
 from flowrl.controller.inventory import local_inventory
 from flowrl.controller.plan import HostSet, Inventory, PoolPlan, Slot
 from flowrl.controller.revival import Revival
+from flowrl.controller.stacks import Dump
 from flowrl.controller.wire import Request
 from flowrl.data.block import LocalRef, Ref
 from flowrl.data.payload import Payload
@@ -59,7 +60,7 @@ class InlineBackend:
     def probe(self, slot: Slot) -> Ref:
         return LocalRef(None)
 
-    def stacks(self, slots: Sequence[Slot]) -> Mapping[Slot, str]:
+    def stacks(self, slots: Sequence[Slot]) -> Mapping[Slot, Dump]:
         return {}
 
     def restart(self, slot: Slot) -> None:

@@ -21,7 +21,7 @@ from flowrl.controller.host import Construction, Host, Report
 from flowrl.controller.plan import HostSet, Inventory, PoolPlan, Slot
 from flowrl.controller.ray_nodes import RayNodes, interface_of
 from flowrl.controller.revival import Revival
-from flowrl.controller.stacks import arm, dumps_of
+from flowrl.controller.stacks import Dump, arm, dumps_of
 from flowrl.controller.wire import Request, decode, encode
 from flowrl.data.block import Ref
 from flowrl.data.payload import Payload
@@ -222,7 +222,7 @@ class RayBackend:
     def probe(self, slot: Slot) -> Ref:
         return RayRef(self._hosts[slot.pool, slot.rank].live.remote(), (slot.pool, slot.rank, slot.node, "live"))
 
-    def stacks(self, slots: Sequence[Slot]) -> Mapping[Slot, str]:
+    def stacks(self, slots: Sequence[Slot]) -> Mapping[Slot, Dump]:
         by_node: defaultdict[str, dict[str, Slot]] = defaultdict(dict)
         for slot in slots:
             by_node[self._nodes.id_of(slot)][self._names[slot.pool, slot.rank]] = slot

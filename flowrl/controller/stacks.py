@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 _DUMP_TIMEOUT_S = 2.0
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)')
 _HOST, _REVIVING = "flowrl/controller/host.py", "revive"
@@ -41,14 +43,26 @@ def arm(name: str) -> None:
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
 
 
-def dumps_of(names: Sequence[str]) -> dict[str, str]:
+class Dump(NamedTuple):
+    """What a process tells of itself."""
+
+    age_s: float
+    """Seconds since it was started."""
+    text: str
+    """The stacks of all its threads, as `faulthandler` writes them."""
+
+
+def dumps_of(names: Sequence[str]) -> dict[str, Dump]:
     """The stacks of all threads of armed processes on this machine; without those that are not there, or silent."""
     before = {}
     for name, (process_id, path) in _armed(names).items():
-        with contextlib.suppress(OSError):
-            before[name] = path, len(path.read_bytes())
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):
+            age_s = time.time() - psutil.Process(process_id).create_time()
+            before[name] = age_s, path, len(path.read_bytes())
             os.kill(process_id, signal.SIGUSR1)
-    return {name: dump for name, (path, size) in before.items() if (dump := _settled_text(path, size))}
+    return {
+        name: Dump(age_s, text) for name, (age_s, path, size) in before.items() if (text := _settled_text(path, size))
+    }
 
 
 def _armed(names: Sequence[str]) -> dict[str, tuple[int, Path]]:
@@ -82,6 +96,8 @@ class Stack(NamedTuple):
     """Of the worker's method or constructor, the innermost first; none between calls."""
     revives: bool = False
     """Whether the process is becoming what a lost one was, before it comes to the call itself."""
+    age_s: float = 0.0
+    """Seconds since the process was started."""
 
     @property
     def in_collective(self) -> bool:
@@ -89,9 +105,11 @@ class Stack(NamedTuple):
         return any(frame.in_collective for frame in self.frames[:3])
 
 
-def host_stack(dump: str) -> Stack:
+def host_stack(dump: Dump | None) -> Stack:
     """The part of a dump that is the host's."""
-    for thread in dump.split("\n\n"):
+    if dump is None:
+        return Stack()
+    for thread in dump.text.split("\n\n"):
         frames = [
             Frame(match["file"], int(match["line"]), match["function"])
             for match in map(_FRAME.fullmatch, thread.splitlines())
@@ -99,5 +117,6 @@ def host_stack(dump: str) -> Stack:
         ]
         depth = next((i for i, frame in enumerate(frames) if frame.file.endswith(_HOST)), None)
         if depth is not None:
-            return Stack(tuple(frames[:depth]), any(frame.function == _REVIVING for frame in frames[depth:]))
-    return Stack()
+            revives = any(frame.function == _REVIVING for frame in frames[depth:])
+            return Stack(tuple(frames[:depth]), revives, dump.age_s)
+    return Stack(age_s=dump.age_s)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from flowrl.controller.stacks import Frame, Stack, dumps_of, host_stack
+from flowrl.controller.stacks import Dump, Frame, Stack, dumps_of, host_stack
 
 STUCK = """
 import sys
@@ -42,8 +42,9 @@ def test_processes_tell_where_they_are_while_native_code_holds_their_interpreter
         for _ in range(2):
             dumps = dumps_of(["first-of-two", "second-of-two", "nobody"])
             assert set(dumps) == {"first-of-two", "second-of-two"}
-            assert "in in_c\n" in dumps["first-of-two"] and "in in_python\n" in dumps["second-of-two"]
-            assert [dump.count("most recent call first") for dump in dumps.values()] == [1, 1]
+            assert "in in_c\n" in dumps["first-of-two"].text and "in in_python\n" in dumps["second-of-two"].text
+            assert [dump.text.count("most recent call first") for dump in dumps.values()] == [1, 1]
+            assert all(0 < dump.age_s < 60 for dump in dumps.values())
 
 
 def test_a_process_that_has_ended_tells_nothing():
@@ -65,19 +66,20 @@ Current thread 0x00007f6858c27b80 (most recent call first):
 
 
 def test_the_frames_of_a_method_are_those_above_its_host():
-    stack = host_stack(DUMP)
+    stack = host_stack(Dump(3.0, DUMP))
     assert stack.frames == (
         Frame("/site-packages/torch/distributed/distributed_c10d.py", 3200, "all_reduce"),
         Frame("/home/user/train.py", 16, "update"),
     )
-    assert stack.in_collective and not stack.revives
+    assert stack.in_collective and not stack.revives and stack.age_s == 3.0
     assert str(stack.frames[1]) == "update (/home/user/train.py, line 16)"
 
 
 def test_a_process_that_takes_anothers_place_is_told_from_one_that_works():
     revived = DUMP + '  File "/home/user/flowrl/controller/ray_backend.py", line 70 in revive\n'
-    assert host_stack(revived).revives
+    assert host_stack(Dump(3.0, revived)).revives
 
 
 def test_a_process_between_calls_has_no_frames():
-    assert host_stack(DUMP.split("\n\n")[0]) == Stack()
+    assert host_stack(Dump(3.0, DUMP.split("\n\n")[0])) == Stack(age_s=3.0)
+    assert host_stack(None) == Stack()
