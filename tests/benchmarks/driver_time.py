@@ -15,6 +15,7 @@ from flowrl.controller.calls import Calls
 from flowrl.controller.host import Construction, Report
 from flowrl.controller.plan import HostSet, Inventory, Mesh, PoolPlan, Slot
 from flowrl.controller.revival import Revival
+from flowrl.controller.stacks import Dump
 from flowrl.controller.tasks import GroupTasks
 from flowrl.controller.wire import Request, TableArgument
 from flowrl.data.block import Description, LocalRef, Ref
@@ -83,7 +84,7 @@ class InstantBackend:
     def probe(self, slot: Slot) -> Ref:
         return InstantRef()
 
-    def stacks(self, slots: Sequence[Slot]) -> Mapping[Slot, str]:
+    def stacks(self, slots: Sequence[Slot]) -> Mapping[Slot, Dump]:
         return {}
 
     def restart(self, slot: Slot) -> None: ...
