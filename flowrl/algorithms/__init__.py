@@ -1,28 +1,95 @@
 """The maths: pure functions on padded tensors with explicit masks. No config, no logging, no moves between devices."""
 
-from flowrl.algorithms.advantages import gae, grpo, whiten
+from flowrl.algorithms.advantages import gae, reinforce_plus_plus, remax, whiten
 from flowrl.algorithms.aggregation import AggregationMode, aggregate, aggregation_count
-from flowrl.algorithms.kl import KlKind, kl_estimate, kl_shaped_rewards
+from flowrl.algorithms.corrections import (
+    RatioLevel,
+    RejectionLevel,
+    WeightSums,
+    importance_ratios,
+    masked_weights,
+    normalized_weights,
+    rejection_mask,
+    truncated_weights,
+    weight_sums,
+)
+from flowrl.algorithms.dynamic_sampling import FullBatch, full_batches, informative_groups
+from flowrl.algorithms.group_advantages import (
+    gdpo,
+    gpg,
+    grpo,
+    opo,
+    pass_at_k,
+    reinforce_plus_plus_baseline,
+    rloo,
+)
+from flowrl.algorithms.kl import KlKind, kl_estimate, kl_loss, kl_shaped_rewards
+from flowrl.algorithms.kl_control import AdaptiveKlControl, FixedKlControl, KlControl
+from flowrl.algorithms.kl_exact import exact_kl
 from flowrl.algorithms.logprobs import token_entropy, token_logprobs
 from flowrl.algorithms.masks import last_masked, masked_mean
+from flowrl.algorithms.mismatch import Correlation, mismatch_metrics
 from flowrl.algorithms.policy_losses import clipped_policy_loss
+from flowrl.algorithms.rewards_shaping import (
+    RewardMoments,
+    clip_rewards,
+    length_penalty,
+    normalize_rewards,
+    overlong_penalty,
+    update_moments,
+)
+from flowrl.algorithms.token_baselines import optimal_token_baseline
 from flowrl.algorithms.values import clipped_value_loss, explained_variance
 
 __all__ = [
+    "AdaptiveKlControl",
     "AggregationMode",
+    "Correlation",
+    "FixedKlControl",
+    "FullBatch",
+    "KlControl",
     "KlKind",
+    "RatioLevel",
+    "RejectionLevel",
+    "RewardMoments",
+    "WeightSums",
     "aggregate",
     "aggregation_count",
+    "clip_rewards",
     "clipped_policy_loss",
     "clipped_value_loss",
+    "exact_kl",
     "explained_variance",
+    "full_batches",
     "gae",
+    "gdpo",
+    "gpg",
     "grpo",
+    "importance_ratios",
+    "informative_groups",
     "kl_estimate",
+    "kl_loss",
     "kl_shaped_rewards",
     "last_masked",
+    "length_penalty",
     "masked_mean",
+    "masked_weights",
+    "mismatch_metrics",
+    "normalize_rewards",
+    "normalized_weights",
+    "opo",
+    "optimal_token_baseline",
+    "overlong_penalty",
+    "pass_at_k",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "rejection_mask",
+    "remax",
+    "rloo",
     "token_entropy",
     "token_logprobs",
+    "truncated_weights",
+    "update_moments",
+    "weight_sums",
     "whiten",
 ]
