@@ -13,6 +13,14 @@ from flowrl.algorithms.corrections import (
     truncated_weights,
     weight_sums,
 )
+from flowrl.algorithms.covariance_losses import (
+    CovarianceKl,
+    clip_cov_loss,
+    kl_cov_loss,
+    select_clip_cov,
+    select_kl_cov,
+    token_covariances,
+)
 from flowrl.algorithms.dynamic_sampling import FullBatch, full_batches, informative_groups
 from flowrl.algorithms.group_advantages import (
     gdpo,
@@ -27,9 +35,9 @@ from flowrl.algorithms.kl import KlKind, kl_estimate, kl_loss, kl_shaped_rewards
 from flowrl.algorithms.kl_control import AdaptiveKlControl, FixedKlControl, KlControl
 from flowrl.algorithms.kl_exact import exact_kl
 from flowrl.algorithms.logprobs import token_entropy, token_logprobs
-from flowrl.algorithms.masks import last_masked, masked_mean
+from flowrl.algorithms.masks import last_masked, masked_mean, masked_range
 from flowrl.algorithms.mismatch import Correlation, mismatch_metrics
-from flowrl.algorithms.policy_losses import clipped_policy_loss
+from flowrl.algorithms.policy_losses import clipped_policy_loss, decoupled_policy_loss, sapo_loss
 from flowrl.algorithms.rewards_shaping import (
     RewardMoments,
     clip_rewards,
@@ -38,6 +46,8 @@ from flowrl.algorithms.rewards_shaping import (
     overlong_penalty,
     update_moments,
 )
+from flowrl.algorithms.score_losses import Divergence, cispo_loss, dppo_loss, gpg_loss, reinforce_loss
+from flowrl.algorithms.sequence_losses import gmpo_loss, gspo_loss, gspo_token_loss
 from flowrl.algorithms.token_baselines import optimal_token_baseline
 from flowrl.algorithms.values import clipped_value_loss, explained_variance
 
@@ -45,6 +55,8 @@ __all__ = [
     "AdaptiveKlControl",
     "AggregationMode",
     "Correlation",
+    "CovarianceKl",
+    "Divergence",
     "FixedKlControl",
     "FullBatch",
     "KlControl",
@@ -55,24 +67,34 @@ __all__ = [
     "WeightSums",
     "aggregate",
     "aggregation_count",
+    "cispo_loss",
+    "clip_cov_loss",
     "clip_rewards",
     "clipped_policy_loss",
     "clipped_value_loss",
+    "decoupled_policy_loss",
+    "dppo_loss",
     "exact_kl",
     "explained_variance",
     "full_batches",
     "gae",
     "gdpo",
+    "gmpo_loss",
     "gpg",
+    "gpg_loss",
     "grpo",
+    "gspo_loss",
+    "gspo_token_loss",
     "importance_ratios",
     "informative_groups",
+    "kl_cov_loss",
     "kl_estimate",
     "kl_loss",
     "kl_shaped_rewards",
     "last_masked",
     "length_penalty",
     "masked_mean",
+    "masked_range",
     "masked_weights",
     "mismatch_metrics",
     "normalize_rewards",
@@ -81,11 +103,16 @@ __all__ = [
     "optimal_token_baseline",
     "overlong_penalty",
     "pass_at_k",
+    "reinforce_loss",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
     "rejection_mask",
     "remax",
     "rloo",
+    "sapo_loss",
+    "select_clip_cov",
+    "select_kl_cov",
+    "token_covariances",
     "token_entropy",
     "token_logprobs",
     "truncated_weights",
