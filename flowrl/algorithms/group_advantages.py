@@ -188,8 +188,7 @@ def gdpo(
         scores: [B, K], a column per reward, K at least 1.
         weights: K numbers; None is 1 for each. They act on normalised rewards, so scales of rewards do not matter.
         eps: added to standard deviations.
-    Returns: [B, T]. A reward that is constant within a group adds nothing there. Scores that are constant within every
-        group give 0 everywhere; a group of one has s = 0.
+    Returns: [B, T]. A reward that is constant within a group adds nothing there.
     Raises: ValueError on a number of weights that is not K too.
 
     Liu et al. 2026, https://arxiv.org/abs/2601.05242, group reward-decoupled normalisation with batch-wise
@@ -205,8 +204,9 @@ def gdpo(
     deviations_BK, variances_BK = group_deviations(scores.double(), group_of_B)
     weights_K = torch.ones(num_rewards) if weights is None else torch.tensor(weights)
     sums_B = (deviations_BK / (variances_BK.sqrt() + eps)) @ weights_K.to(deviations_BK)
-    deviations_B, variances_B = group_deviations(sums_B, torch.zeros_like(group_of_B))
-    return _on_tokens(deviations_B / (variances_B.sqrt() + eps), scores, mask)
+    # Their mean is 0, group by group: to subtract it would only turn exact zeros into rounding errors.
+    std = (sums_B.square().sum() / max(len(sums_B) - 1, 1)).sqrt()
+    return _on_tokens(sums_B / (std + eps), scores, mask)
 
 
 def _scores_and_groups(scores: Tensor, groups: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

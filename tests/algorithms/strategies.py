@@ -1,10 +1,14 @@
 """What hypothesis draws for the functions on [B, T]: masks, group ids, scores, and orders of rows."""
 
 import torch
+from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 NAN = float("nan")
+
+quick = settings(deadline=None, max_examples=25)
+"""For tests that run once per function. The first call of a torch function may take a second, so no deadline."""
 
 SCORES = st.one_of(
     st.floats(-1e3, 1e3, width=32),
