@@ -73,8 +73,8 @@ def kl_loss(
         ref_logprobs: [B, T], under the reference. No gradient flows into them.
         mask: bool [B, T], the tokens that count.
         kind: estimator of the value, see `kl_estimate`.
-        gradient: estimator of the gradient, see `kl_estimate`; None: that of `kind`. The gradient of k2 is exact while
-            the policy is the one that sampled.
+        gradient: estimator of the gradient, see `kl_estimate`; None: that of `kind`. The gradient of k2 is unbiased
+            while the policy is the one that sampled.
         old_logprobs: [B, T], under the policy that sampled. With them the gradient also flows through w, and with k1
             and k3 value and gradient are unbiased for KL(policy || reference) on tokens of an older policy too.
     Returns: (loss [B, T], metrics), the loss zero where the mask is false. The metric:
@@ -83,7 +83,9 @@ def kl_loss(
         that is not bool.
 
     As a loss: Shao et al. 2024 (GRPO), https://arxiv.org/abs/2402.03300, eq. (3) and (4). With w: DeepSeek-V3.2,
-    https://arxiv.org/abs/2512.02556, section 3.1. Deviation: the log-ratio of w is held in [-20, 20], beyond which the
+    https://arxiv.org/abs/2512.02556, section 3.1. The expectations are those of a token given the tokens before it: that
+    these would be chosen differently, too, is in no gradient here, but is in that of a penalty in the reward (Tang and
+    Munos 2025, https://arxiv.org/abs/2506.09477). Deviation: the log-ratio of w is held in [-20, 20], beyond which the
     gradient through w is 0.
     """
     if gradient is not None and old_logprobs is not None:

@@ -27,7 +27,7 @@ class Correlation:
     products: float
 
     def merge(self, other: "Correlation") -> "Correlation":
-        """Chan et al. 1983, https://doi.org/10.1080/00031305.1983.10483115, eq. (2.1), with the products likewise."""
+        """Chan et al. 1983, https://doi.org/10.1080/00031305.1983.10483115, with the products likewise."""
         count = self.count + other.count
         if not count:
             return self
