@@ -35,7 +35,7 @@ def token_covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Ten
     Returns: [B, T], zero where the mask is false, without gradient.
     Raises: ValueError on shapes that differ or a mask that is not bool.
 
-    Cui et al. 2025, https://arxiv.org/abs/2505.22617, section 4.2. Means are in float64. Deviation: the paper takes the
+    Cui et al. 2025, https://arxiv.org/abs/2505.22617, eq. (10). Means are in float64. Deviation: the paper takes the
     log-probabilities of the policy at each update, over the tokens of that update.
     """
     logprobs_BT, advantages_BT = masked_tokens(mask, logprobs=logprobs, advantages=advantages)
@@ -60,7 +60,7 @@ def select_clip_cov(
     Returns: bool [B, T], false where the mask is.
     Raises: ValueError on a fraction or a range that cannot be, on shapes that differ, on a mask that is not bool.
 
-    Cui et al. 2025, https://arxiv.org/abs/2505.22617, section 4.2. Deviation: the authors' code draws one token at
+    Cui et al. 2025, https://arxiv.org/abs/2505.22617, eq. (11). Deviation: the authors' code draws one token at
     least, and none that the clip of the ratio silences already; here the choice is made before any ratio leaves 1.
     """
     if low > high:
@@ -85,7 +85,7 @@ def select_kl_cov(covariances: Tensor, mask: Tensor, *, fraction: float) -> Tens
     Returns: bool [B, T], false where the mask is.
     Raises: ValueError on a fraction outside [0, 1], on shapes that differ, on a mask that is not bool.
 
-    Cui et al. 2025, https://arxiv.org/abs/2505.22617, section 4.2. The authors' code takes one token at least.
+    Cui et al. 2025, https://arxiv.org/abs/2505.22617, eq. (13). The authors' code takes one token at least.
     """
     (covariances_BT,) = masked_tokens(mask, covariances=covariances)
     ranked_N = covariances_BT.masked_fill(~mask, -torch.inf).flatten().argsort(descending=True, stable=True)
@@ -111,7 +111,7 @@ def clip_cov_loss(
         tokens apart), selected_fraction, ratio, approx_kl.
     Raises: ValueError on a clip outside its range, on shapes that differ, on a mask or a selection that is not bool.
 
-    Cui et al. 2025, https://arxiv.org/abs/2505.22617, section 4.2. Deviations: the paper's formula has no clip of the
+    Cui et al. 2025, https://arxiv.org/abs/2505.22617, eq. (12). Deviations: the paper's formula has no clip of the
     ratio and its code has (clip_low 1 and a large clip_high turn it off); the log-ratio is held in [-20, 20].
     """
     check_clips(clip_low, clip_high)
@@ -152,7 +152,7 @@ def kl_cov_loss(
         ratio, approx_kl. Nothing is clipped, so there is no clip fraction.
     Raises: ValueError on a negative kl_coef, an unknown kl_kind, shapes that differ, a mask or selection not bool.
 
-    Cui et al. 2025, https://arxiv.org/abs/2505.22617, section 4.2. Deviation: the log-ratio of w is held in [-20, 20].
+    Cui et al. 2025, https://arxiv.org/abs/2505.22617, eq. (14). Deviation: the log-ratio of w is held in [-20, 20].
     """
     if kl_coef < 0:
         raise ValueError(f"kl_coef is {kl_coef}, it must be 0 or more: a negative one would reward leaving the policy")

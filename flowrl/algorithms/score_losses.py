@@ -121,7 +121,7 @@ def dppo_loss(
         advantages: [B, T]; no gradient flows into them.
         mask: bool [B, T], the tokens that count.
         divergence: see above.
-        delta_low, delta_high: >= 0, in units of D; the paper has one for both.
+        delta_low, delta_high: >= 0, in units of D; the paper has one for both, its code 0.15 for tv and 0.05 for kl.
         max_ratio: > 0 (20 is usual), a bound on the weight that keeps the token's gradient. None is off.
     Returns: (loss [B, T], metrics): clip_fraction, clip_fraction_low and clip_fraction_high, 1 where M is 0;
         max_ratio_fraction, 1 where max_ratio binds and M is 1; divergence, D; ratio, w; approx_kl.

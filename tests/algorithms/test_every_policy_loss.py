@@ -88,7 +88,7 @@ def test_half_precision_gives_the_float32_result_of_the_rounded_inputs(case: Cas
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.continuous])
 def test_half_precision_of_the_inputs_moves_a_continuous_loss_by_less_than_four_percent(name: str):
-    """Two log-probabilities within 4 have an error of 2^-9 * 4 each, 1.6 % of the ratio, and the advantage has 0.2 %."""
+    """Two log-probabilities within 4 are off by 2^-9 * 4 each, 1.6 % of the ratio, and the advantage by 0.2 %."""
     case, table = CASES[name], columns(4)
     low = {name: x if x.dtype == torch.bool else x.bfloat16() for name, x in table.items()}
     assert_close(case(low)[0].double(), case(table)[0], rtol=0.04, atol=0.02)

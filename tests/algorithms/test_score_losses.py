@@ -97,14 +97,18 @@ def test_max_ratio_bounds_the_weight_and_leaves_the_gradient():
     assert metrics["max_ratio_fraction"].tolist() == [[0, 0, 1, 0]]
 
 
+def test_max_ratio_binds_on_no_token_that_is_silent_already():
+    assert dppo_by_hand("tv", max_ratio=1.5)[1]["max_ratio_fraction"].tolist() == [[0, 1, 1, 0]]
+
+
 @pytest.mark.parametrize("divergence", ["tv", "kl"])
 def test_dppo_agrees_with_the_formula_in_numpy(divergence):
     logprobs, old_logprobs, advantages, mask = four(1)
-    options = {"divergence": divergence, "delta_low": 0.05, "delta_high": 0.04, "max_ratio": 1.8}
+    options = {"divergence": divergence, "delta_low": 0.1, "delta_high": 0.01, "max_ratio": 1.8}
     loss, _ = dppo_loss(logprobs, old_logprobs, advantages, mask, **options)
     p, q, a = np.exp(logprobs.detach().numpy()), np.exp(old_logprobs.numpy()), advantages.numpy()
     d = np.abs(p - q) if divergence == "tv" else q * np.log(q / p) + (1 - q) * np.log((1 - q) / (1 - p))
-    silent = ((a > 0) & (p > q) & (d > 0.04)) | ((a < 0) & (p < q) & (d > 0.05))
+    silent = ((a > 0) & (p > q) & (d > 0.01)) | ((a < 0) & (p < q) & (d > 0.1))
     expected = np.where(mask.numpy() & ~silent, -a * np.minimum(p / q, 1.8), 0.0)
     assert 0 < silent[mask].sum() < mask.sum()
     assert_close(loss.detach().numpy(), expected)
