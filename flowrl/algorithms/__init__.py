@@ -31,13 +31,27 @@ from flowrl.algorithms.group_advantages import (
     reinforce_plus_plus_baseline,
     rloo,
 )
+from flowrl.algorithms.hidden_logprobs import logprobs_and_entropy_from_hidden, logprobs_from_hidden
 from flowrl.algorithms.kl import KlKind, kl_estimate, kl_loss, kl_shaped_rewards
 from flowrl.algorithms.kl_control import AdaptiveKlControl, FixedKlControl, KlControl
 from flowrl.algorithms.kl_exact import exact_kl
+from flowrl.algorithms.kto import kto_loss, kto_reference_kl
 from flowrl.algorithms.logprobs import token_entropy, token_logprobs
 from flowrl.algorithms.masks import last_masked, masked_mean, masked_range
 from flowrl.algorithms.mismatch import Correlation, mismatch_metrics
 from flowrl.algorithms.policy_losses import clipped_policy_loss, decoupled_policy_loss, sapo_loss
+from flowrl.algorithms.preference import (
+    DpoKind,
+    SequenceMode,
+    dpo_loss,
+    log_exp_loss,
+    log_sig_loss,
+    orpo_loss,
+    pairwise_reward_loss,
+    sequence_logprobs,
+    simpo_loss,
+)
+from flowrl.algorithms.ptx import PtxForm, ptx_loss, ptx_weights
 from flowrl.algorithms.rewards_shaping import (
     RewardMoments,
     clip_rewards,
@@ -57,13 +71,16 @@ __all__ = [
     "Correlation",
     "CovarianceKl",
     "Divergence",
+    "DpoKind",
     "FixedKlControl",
     "FullBatch",
     "KlControl",
     "KlKind",
+    "PtxForm",
     "RatioLevel",
     "RejectionLevel",
     "RewardMoments",
+    "SequenceMode",
     "WeightSums",
     "aggregate",
     "aggregation_count",
@@ -73,6 +90,7 @@ __all__ = [
     "clipped_policy_loss",
     "clipped_value_loss",
     "decoupled_policy_loss",
+    "dpo_loss",
     "dppo_loss",
     "exact_kl",
     "explained_variance",
@@ -91,8 +109,14 @@ __all__ = [
     "kl_estimate",
     "kl_loss",
     "kl_shaped_rewards",
+    "kto_loss",
+    "kto_reference_kl",
     "last_masked",
     "length_penalty",
+    "log_exp_loss",
+    "log_sig_loss",
+    "logprobs_and_entropy_from_hidden",
+    "logprobs_from_hidden",
     "masked_mean",
     "masked_range",
     "masked_weights",
@@ -101,8 +125,12 @@ __all__ = [
     "normalized_weights",
     "opo",
     "optimal_token_baseline",
+    "orpo_loss",
     "overlong_penalty",
+    "pairwise_reward_loss",
     "pass_at_k",
+    "ptx_loss",
+    "ptx_weights",
     "reinforce_loss",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
@@ -112,6 +140,8 @@ __all__ = [
     "sapo_loss",
     "select_clip_cov",
     "select_kl_cov",
+    "sequence_logprobs",
+    "simpo_loss",
     "token_covariances",
     "token_entropy",
     "token_logprobs",
