@@ -83,7 +83,7 @@ def kl_loss(
         that is not bool.
 
     As a loss: Shao et al. 2024 (GRPO), https://arxiv.org/abs/2402.03300, eq. (3) and (4). With w: DeepSeek-V3.2,
-    https://arxiv.org/abs/2512.02556, section 3.1. The expectations are those of a token given the tokens before it: that
+    https://arxiv.org/abs/2512.02556, section 3.1. The expectations are those of a token given the tokens before: that
     these would be chosen differently, too, is in no gradient here, but is in that of a penalty in the reward (Tang and
     Munos 2025, https://arxiv.org/abs/2506.09477). Deviation: the log-ratio of w is held in [-20, 20], beyond which the
     gradient through w is 0.
