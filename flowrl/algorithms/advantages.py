@@ -39,7 +39,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
             raise ValueError(f"{name} is {value}, it must be in [0, 1]")
     rewards_BT, values_BT = masked_tokens(mask, rewards=rewards, values=values)
 
-    # With R = A + V the recursion reads R_t = r_t + c_t, with c_t = gamma * ((1 - lam) * V + lam * R) of the next chosen
+    # With R = A + V the recursion is R_t = r_t + c_t, with c_t = gamma * ((1 - lam) * V + lam * R) of the next chosen
     # token: one fused step per position, and nothing else to hand on. A masked step adds 0 with decay 1: c stays.
     # Time comes first so that each step of the recursion reads and writes contiguous memory.
     steps_TB = torch.lerp(values_BT, rewards_BT, lam).mul_(gamma).t().contiguous()
