@@ -23,7 +23,7 @@ _TILE_SIDES = {"cpu": (1024, 2048)}
 """Rows and columns of a tile by device type: 8 MiB in float32, which stays in a CPU's cache."""
 
 _OTHER_TILE_SIDES = (4096, 8192)
-"""On accelerators: 128 MiB, large enough to keep their matrix units busy."""
+"""On accelerators: 128 MiB in float32."""
 
 _LOWEST_LOGPROB = -1e4
 """exp of it is exactly 0 in float32 and in float64; unlike -inf it can be multiplied by that 0."""
