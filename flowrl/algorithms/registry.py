@@ -281,10 +281,10 @@ reward_shaping = Registry(
     "reward shaping",
     _homes(
         "rewards_shaping",
-        overlong="overlong_penalty",
-        length="length_penalty",
-        clip="clip_rewards",
-        normalize="normalize_rewards",
+        overlong_penalty="overlong_penalty",
+        length_penalty="length_penalty",
+        clip_rewards="clip_rewards",
+        normalize_rewards="normalize_rewards",
     ),
     optional=("rewards", "lengths", "correct", "groups", "moments"),
 )

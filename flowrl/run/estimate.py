@@ -18,7 +18,7 @@ from flowrl.data.batch import Batch
 from flowrl.data.block import LocalRef
 from flowrl.data.metric import Max, Mean, Metric, Sum
 from flowrl.data.table import lengths, make_table, pad_tokens, unpad_tokens
-from flowrl.run.loss_columns import correct_rollouts
+from flowrl.run.loss_columns import correct_rollouts, correction_metrics
 
 INPUT_COLUMNS = {
     "mask": "response_mask",
@@ -184,4 +184,6 @@ def measure(table: TensorDict) -> dict[str, Metric]:
         found["kl"] = Mean(float(masked_mean(kl_BT, mask_BT)) * count, count)
     if "values" in tokens and "returns" in tokens:
         found["explained_variance"] = Mean(float(explained_variance(tokens["values"], tokens["returns"], mask_BT)), 1)
+    if "loss_weights" in tokens:
+        found |= correction_metrics(tokens)
     return found

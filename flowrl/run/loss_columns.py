@@ -4,16 +4,24 @@ Shape suffixes: B rows, L the longest row.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 
-from flowrl.algorithms import normalized_weights, select_clip_cov, select_kl_cov, token_covariances, weight_sums
+from flowrl.algorithms import (
+    mismatch_metrics,
+    normalized_weights,
+    select_clip_cov,
+    select_kl_cov,
+    token_covariances,
+    weight_sums,
+)
 from flowrl.algorithms.registry import policy_losses, rollout_corrections
 from flowrl.config import ActorConfig, CorrectionConfig
 from flowrl.data.batch import Batch
+from flowrl.data.metric import Max, Mean, Metric
 from flowrl.data.table import lengths, make_table, pad_tokens, unpad_tokens
 
 
@@ -82,6 +90,21 @@ def correction_columns(table: TensorDict, config: CorrectionConfig) -> TensorDic
         weights_BL = normalized_weights(weights_BL, mask_BL, mean=mean)
     columns = {"loss_weights": weights_BL.float(), "loss_mask": kept_BL}
     return make_table(tokens={n: unpad_tokens(c, lengths_B) for n, c in columns.items()}, lengths=lengths_B)
+
+
+def correction_metrics(tokens: Mapping[str, torch.Tensor]) -> dict[str, Metric]:
+    """What a correction did to a batch, and how far rollout and trainer are apart; docs/metrics.md."""
+    mask_BL = tokens["response_mask"]
+    dropped = float((mask_BL & ~tokens["loss_mask"]).sum())
+    sums = weight_sums(tokens["loss_weights"], mask_BL, level="token")
+    found: dict[str, Metric] = {
+        "correction/weight": Mean(sums.total, sums.count),
+        "correction/effective_samples": Mean(sums.result(), 1),
+        "correction/rejected_fraction": Mean(dropped, sums.count),
+    }
+    for name, metric in mismatch_metrics(tokens["old_logprobs"], tokens["rollout_logprobs"], mask_BL).items():
+        found[f"mismatch/{name}"] = metric if isinstance(metric, Mean | Max) else Mean(metric.result(), 1)
+    return found
 
 
 def _options(config: CorrectionConfig) -> dict[str, Any]:  # Any: as the settings are
