@@ -1,28 +1,152 @@
 """The maths: pure functions on padded tensors with explicit masks. No config, no logging, no moves between devices."""
 
-from flowrl.algorithms.advantages import gae, grpo, whiten
+from flowrl.algorithms.advantages import gae, reinforce_plus_plus, remax, whiten
 from flowrl.algorithms.aggregation import AggregationMode, aggregate, aggregation_count
-from flowrl.algorithms.kl import KlKind, kl_estimate, kl_shaped_rewards
+from flowrl.algorithms.corrections import (
+    RatioLevel,
+    RejectionLevel,
+    WeightSums,
+    importance_ratios,
+    masked_weights,
+    normalized_weights,
+    rejection_mask,
+    truncated_weights,
+    weight_sums,
+)
+from flowrl.algorithms.covariance_losses import (
+    CovarianceKl,
+    clip_cov_loss,
+    kl_cov_loss,
+    select_clip_cov,
+    select_kl_cov,
+    token_covariances,
+)
+from flowrl.algorithms.dynamic_sampling import FullBatch, full_batches, informative_groups
+from flowrl.algorithms.group_advantages import (
+    gdpo,
+    gpg,
+    grpo,
+    opo,
+    pass_at_k,
+    reinforce_plus_plus_baseline,
+    rloo,
+)
+from flowrl.algorithms.hidden_logprobs import logprobs_and_entropy_from_hidden, logprobs_from_hidden
+from flowrl.algorithms.kl import KlKind, kl_estimate, kl_loss, kl_shaped_rewards
+from flowrl.algorithms.kl_control import AdaptiveKlControl, FixedKlControl, KlControl
+from flowrl.algorithms.kl_exact import exact_kl
+from flowrl.algorithms.kto import kto_loss, kto_reference_kl
 from flowrl.algorithms.logprobs import token_entropy, token_logprobs
-from flowrl.algorithms.masks import last_masked, masked_mean
-from flowrl.algorithms.policy_losses import clipped_policy_loss
+from flowrl.algorithms.masks import last_masked, masked_mean, masked_range
+from flowrl.algorithms.mismatch import Correlation, mismatch_metrics
+from flowrl.algorithms.policy_losses import clipped_policy_loss, decoupled_policy_loss, sapo_loss
+from flowrl.algorithms.preference import (
+    DpoKind,
+    SequenceMode,
+    dpo_loss,
+    log_exp_loss,
+    log_sig_loss,
+    orpo_loss,
+    pairwise_reward_loss,
+    sequence_logprobs,
+    simpo_loss,
+)
+from flowrl.algorithms.ptx import PtxForm, ptx_loss, ptx_weights
+from flowrl.algorithms.rewards_shaping import (
+    RewardMoments,
+    clip_rewards,
+    length_penalty,
+    normalize_rewards,
+    overlong_penalty,
+    update_moments,
+)
+from flowrl.algorithms.score_losses import Divergence, cispo_loss, dppo_loss, gpg_loss, reinforce_loss
+from flowrl.algorithms.sequence_losses import gmpo_loss, gspo_loss, gspo_token_loss
+from flowrl.algorithms.token_baselines import optimal_token_baseline
 from flowrl.algorithms.values import clipped_value_loss, explained_variance
 
 __all__ = [
+    "AdaptiveKlControl",
     "AggregationMode",
+    "Correlation",
+    "CovarianceKl",
+    "Divergence",
+    "DpoKind",
+    "FixedKlControl",
+    "FullBatch",
+    "KlControl",
     "KlKind",
+    "PtxForm",
+    "RatioLevel",
+    "RejectionLevel",
+    "RewardMoments",
+    "SequenceMode",
+    "WeightSums",
     "aggregate",
     "aggregation_count",
+    "cispo_loss",
+    "clip_cov_loss",
+    "clip_rewards",
     "clipped_policy_loss",
     "clipped_value_loss",
+    "decoupled_policy_loss",
+    "dpo_loss",
+    "dppo_loss",
+    "exact_kl",
     "explained_variance",
+    "full_batches",
     "gae",
+    "gdpo",
+    "gmpo_loss",
+    "gpg",
+    "gpg_loss",
     "grpo",
+    "gspo_loss",
+    "gspo_token_loss",
+    "importance_ratios",
+    "informative_groups",
+    "kl_cov_loss",
     "kl_estimate",
+    "kl_loss",
     "kl_shaped_rewards",
+    "kto_loss",
+    "kto_reference_kl",
     "last_masked",
+    "length_penalty",
+    "log_exp_loss",
+    "log_sig_loss",
+    "logprobs_and_entropy_from_hidden",
+    "logprobs_from_hidden",
     "masked_mean",
+    "masked_range",
+    "masked_weights",
+    "mismatch_metrics",
+    "normalize_rewards",
+    "normalized_weights",
+    "opo",
+    "optimal_token_baseline",
+    "orpo_loss",
+    "overlong_penalty",
+    "pairwise_reward_loss",
+    "pass_at_k",
+    "ptx_loss",
+    "ptx_weights",
+    "reinforce_loss",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "rejection_mask",
+    "remax",
+    "rloo",
+    "sapo_loss",
+    "select_clip_cov",
+    "select_kl_cov",
+    "sequence_logprobs",
+    "simpo_loss",
+    "token_covariances",
     "token_entropy",
     "token_logprobs",
+    "truncated_weights",
+    "update_moments",
+    "weight_sums",
     "whiten",
 ]

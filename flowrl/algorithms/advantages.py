@@ -1,7 +1,8 @@
 """Advantages: how much better a token was than expected.
 
-Shape suffixes: B rows, T token positions, G groups. Advantages and returns are targets: they carry no gradient.
-All results are in at least float32 and are zero where the mask is false.
+Shape suffixes: B rows, T token positions. Advantages and returns are targets: they carry no gradient.
+All results are in at least float32 and are zero where the mask is false. What compares the samples of one prompt is in
+group_advantages.py.
 """
 
 import torch
@@ -38,75 +39,61 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
             raise ValueError(f"{name} is {value}, it must be in [0, 1]")
     rewards_BT, values_BT = masked_tokens(mask, rewards=rewards, values=values)
 
+    # With R = A + V the recursion is R_t = r_t + c_t, with c_t = gamma * ((1 - lam) * V + lam * R) of the next chosen
+    # token: one fused step per position, and nothing else to hand on. A masked step adds 0 with decay 1: c stays.
     # Time comes first so that each step of the recursion reads and writes contiguous memory.
-    deltas_TB = torch.where(mask, rewards_BT + gamma * _next_values(values_BT, mask) - values_BT, 0).t().contiguous()
-    # A masked step has delta 0 and decay 1: it hands the advantage of the next chosen token on, unchanged.
-    decays_TB = torch.ones_like(deltas_TB).masked_fill_(mask.t(), gamma * lam)
-    advantages_TB = torch.empty_like(deltas_TB)
-    carry_B = deltas_TB.new_zeros(deltas_TB.shape[1])
-    for t in reversed(range(deltas_TB.shape[0])):
-        carry_B = torch.addcmul(deltas_TB[t], decays_TB[t], carry_B, out=advantages_TB[t])
-    advantages_BT = advantages_TB.t().contiguous().masked_fill_(~mask, 0)
-    return advantages_BT, advantages_BT + values_BT
-
-
-def _next_values(values_BT: Tensor, mask: Tensor) -> Tensor:
-    """[B, T]: the value at the next position after t where the mask is true; 0 where there is none."""
-    num_positions = mask.shape[1]
-    if num_positions == 0:
-        return values_BT
-    positions_T = torch.arange(num_positions, device=mask.device)
-    chosen_BT = torch.where(mask, positions_T, num_positions)
-    first_chosen_from_BT = chosen_BT.flip(-1).cummin(-1).values.flip(-1)
-    next_chosen_BT = torch.nn.functional.pad(first_chosen_from_BT[:, 1:], (0, 1), value=num_positions)
-    return torch.nn.functional.pad(values_BT, (0, 1)).gather(-1, next_chosen_BT)
+    steps_TB = torch.lerp(values_BT, rewards_BT, lam).mul_(gamma).t().contiguous()
+    decays_TB = torch.ones_like(steps_TB).masked_fill_(mask.t(), gamma * lam)
+    to_come_TB = torch.zeros_like(steps_TB)
+    for t in range(len(steps_TB) - 1, 0, -1):
+        torch.addcmul(steps_TB[t], decays_TB[t], to_come_TB[t], out=to_come_TB[t - 1])
+    returns_BT = to_come_TB.t().contiguous().masked_fill_(~mask, 0).add_(rewards_BT)
+    return returns_BT - values_BT, returns_BT
 
 
 @torch.no_grad()
-def grpo(scores: Tensor, groups: Tensor, mask: Tensor, *, normalize_std: bool, eps: float = 1e-4) -> Tensor:
-    """Group-relative advantages: the score against the other samples of the same prompt, at every token of the row.
+def reinforce_plus_plus(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0, eps: float = 1e-8) -> Tensor:
+    """The discounted sum of the rewards still to come, whitened over all tokens of the batch; no critic, no group.
 
-        A_i = (r_i - mean(r)) / (std(r) + eps)      over the rows of the group of row i
+        A_t = whiten(G_t)      G_t = r_t + gamma * G_s(t), s(t) the next position of the row at which the mask is true
+
+    Arguments:
+        rewards: [B, T], the reward received for token t, with the KL penalty of `kl_shaped_rewards` in the paper. Pass
+            the whole batch. Ignored where the mask is false.
+        mask: bool [B, T], true where the policy chose the token. Others are stepped over, as in `gae`.
+        gamma: discount per chosen token, in [0, 1]; 1 in the paper.
+        eps: added to the variance, as in `whiten`.
+    Returns: [B, T]. Where all sums are equal the result is 0.
+    Raises: ValueError on a gamma outside [0, 1], on shapes that differ, on a mask that is not bool.
+
+    Hu et al. 2025, https://arxiv.org/abs/2501.03262: the token's advantage is the score minus the sum of the KL
+    penalties from it on, normalised over the global batch. Deviation: the discount, which the published code has too.
+    """
+    # Without values and with lam 1 the advantage is the discounted sum of what is to come.
+    returns_BT, _ = gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma, lam=1.0)
+    return whiten(returns_BT, mask, eps=eps)
+
+
+@torch.no_grad()
+def remax(scores: Tensor, greedy_scores: Tensor, mask: Tensor) -> Tensor:
+    """The score minus that of the greedy answer to the same prompt, at every token of the row.
+
+        A_i = r_i - r(greedy answer to the prompt of i)
 
     Arguments:
         scores: [B], one score per row.
-        groups: integer [B], rows with equal ids form a group; ids are arbitrary, groups need be neither contiguous nor
-            of equal size.
-        mask: bool [B, T], the tokens that receive the advantage. A row without any still counts in its group.
-        normalize_std: divide by the group's standard deviation (GRPO); false is the advantage of Dr. GRPO.
-        eps: added to the standard deviation, in units of the score. It decides how much of a difference that is only
-            numerical noise survives: a spread of 1e-7 becomes an advantage of 1e-3 and not of 1.
-    Returns: [B, T]. A group whose scores are all equal gives 0, and so does a group of one: with nothing to compare
-        with there is no signal (other implementations give the raw score, or NaN).
-    Raises: ValueError on shapes that do not fit, on a mask that is not bool, on ids that are not integers.
+        greedy_scores: [B], the score of the answer decoded without sampling, by the same policy.
+        mask: bool [B, T], the tokens that receive the advantage.
+    Returns: [B, T]. There are no groups: one sample per prompt is enough.
+    Raises: ValueError on shapes that do not fit, on a mask that is not bool.
 
-    Shao et al. 2024, https://arxiv.org/abs/2402.03300, section 4.1.2 (outcome supervision); without the standard
-    deviation: Liu et al. 2025, https://arxiv.org/abs/2503.20783, section 3.2. The paper leaves the kind of standard
-    deviation open; it is the unbiased one (n - 1) here, as in most implementations. Statistics are in float64.
+    Li et al. 2023, https://arxiv.org/abs/2310.10505, algorithm 1. Deviation: none for a score of the whole answer;
+    a KL penalty belongs in the scores (some implementations keep it per token, as a sum of what is to come).
     """
     masked_tokens(mask)
-    scores_B, groups_B = masked_rows(mask, scores=scores, groups=groups)
-    if groups_B.is_floating_point() or groups_B.dtype == torch.bool:
-        raise ValueError(f"groups is {groups_B.dtype}, group ids must be integers")
-    _, group_of_B = torch.unique(groups_B, return_inverse=True)
-    deviations_B, variances_B = _group_deviations(scores_B.double(), group_of_B)
-    advantages_B = deviations_B / (variances_B.sqrt() + eps) if normalize_std else deviations_B
-    advantages_B = advantages_B.to(at_least_float32(scores_B).dtype)
+    scores_B, greedy_scores_B = masked_rows(mask, scores=scores, greedy_scores=greedy_scores)
+    advantages_B = (scores_B.double() - greedy_scores_B.double()).to(at_least_float32(scores_B).dtype)
     return torch.where(mask, advantages_B[:, None], 0)
-
-
-def _group_deviations(scores_B: Tensor, group_of_B: Tensor) -> tuple[Tensor, Tensor]:
-    """([B], [B]): score minus the mean of its group, and that group's unbiased variance (0 for a group of one)."""
-
-    def group_sums(values_B: Tensor) -> Tensor:
-        # At most B groups: a size known in advance spares a device synchronisation.
-        sums_G = values_B.new_zeros(len(values_B)).index_add_(0, group_of_B, values_B)
-        return sums_G[group_of_B]
-
-    sizes_B = group_sums(torch.ones_like(scores_B))
-    deviations_B = scores_B - group_sums(scores_B) / sizes_B
-    variances_B = group_sums(deviations_B.square()) / (sizes_B - 1).clamp(min=1)
-    return deviations_B, variances_B
 
 
 @torch.no_grad()

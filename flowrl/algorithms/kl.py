@@ -1,4 +1,4 @@
-"""Kullback-Leibler divergence from sampled tokens, as an estimate per token and as a penalty in the reward.
+"""Kullback-Leibler divergence from sampled tokens, as an estimate per token, a penalty in the reward, a loss.
 
 Shape suffixes: B rows, T token positions.
 """
@@ -16,7 +16,7 @@ MAX_LOG_RATIO = 20.0
 """Log-ratios are held below this before they are exponentiated: exp(20) = 5e8 is finite in float32."""
 
 
-def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, kind: KlKind) -> Tensor:
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, kind: KlKind, gradient: KlKind | None = None) -> Tensor:
     """Estimate, per token, of KL(policy || reference) from tokens that the policy sampled.
 
     With d = ref_logprobs - logprobs:
@@ -29,31 +29,76 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, kind: KlKind) -> Tens
     Arguments:
         logprobs: any shape, log-probability of the sampled token under the policy.
         ref_logprobs: the same shape, under the reference.
-        kind: see above. It matters which of them is differentiated: for a loss, the gradient of k2 is that of
-            KL(policy || reference), that of k3 is the gradient of KL(reference || policy), and that of k1 has the
-            expectation zero. As a penalty in the reward, which is not differentiated, k1 is the exact one.
+        kind: see above, the estimator that gives the value. It matters which of them is differentiated: for a loss, the
+            gradient of k2 is that of KL(policy || reference), that of k3 is the gradient of KL(reference || policy),
+            and that of k1 has the expectation zero. As a penalty in the reward, which is not differentiated, k1 is the
+            exact one.
+        gradient: straight-through: the estimator that gives the gradient, whatever gives the value; None: that of
+            `kind`. An unbiased value with an unbiased gradient is kind="k3" (or "k1") with gradient="k2".
     Returns: the same shape, in at least float32. Differentiable in both; beyond d = 20 the gradient of k3 is 0.
-    Raises: ValueError on shapes that differ or an unknown kind.
+    Raises: ValueError on shapes that differ or an unknown kind or gradient.
 
-    Schulman 2020, http://joschu.net/blog/kl-approx.html; k3 is eq. (4) of https://arxiv.org/abs/2402.03300.
+    Schulman 2020, http://joschu.net/blog/kl-approx.html; k3 is eq. (4) of https://arxiv.org/abs/2402.03300. Gradients:
+    Tang and Munos 2025, https://arxiv.org/abs/2506.09477.
     """
     if logprobs.shape != ref_logprobs.shape:
         raise ValueError(
             f"logprobs have shape {list(logprobs.shape)} and ref_logprobs {list(ref_logprobs.shape)}, they must agree"
         )
     differences = at_least_float32(ref_logprobs) - at_least_float32(logprobs)
-    match kind:
-        case "k1":
-            return -differences
-        case "k2":
-            return differences.square() / 2
-        case "k3":
-            differences = differences.clamp(max=MAX_LOG_RATIO)
-            return torch.expm1(differences) - differences
-        case "abs":
-            return differences.abs()
-        case _:
-            raise ValueError(f"kind is {kind!r}, it must be one of {', '.join(get_args(KlKind))}")
+    values = _estimate(differences, kind, name="kind")
+    if gradient is None or gradient == kind:
+        return values
+    differentiated = _estimate(differences, gradient, name="gradient")
+    # The bracket is exactly zero, so the value is not rounded.
+    return values.detach() + (differentiated - differentiated.detach())
+
+
+def kl_loss(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    kind: KlKind,
+    gradient: KlKind | None = None,
+    old_logprobs: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """KL to the reference as a loss, per token, not reduced and without its coefficient.
+
+        L = kl                                               without old_logprobs
+        L = w kl,  w = exp(logprobs - old_logprobs)          with them
+
+    Arguments:
+        logprobs: [B, T], of the sampled tokens under the policy that is trained; the loss is differentiated by them.
+        ref_logprobs: [B, T], under the reference. No gradient flows into them.
+        mask: bool [B, T], the tokens that count.
+        kind: estimator of the value, see `kl_estimate`.
+        gradient: estimator of the gradient, see `kl_estimate`; None: that of `kind`. The gradient of k2 is unbiased
+            while the policy is the one that sampled.
+        old_logprobs: [B, T], under the policy that sampled. With them the gradient also flows through w, and with k1
+            and k3 value and gradient are unbiased for KL(policy || reference) on tokens of an older policy too.
+    Returns: (loss [B, T], metrics), the loss zero where the mask is false. The metric:
+        kl: the estimate without w.
+    Raises: ValueError if both gradient and old_logprobs are given, on an unknown kind, on shapes that differ, on a mask
+        that is not bool.
+
+    As a loss: Shao et al. 2024 (GRPO), https://arxiv.org/abs/2402.03300, eq. (3) and (4). With w: DeepSeek-V3.2,
+    https://arxiv.org/abs/2512.02556, section 3.1. The expectations are those of a token given the tokens before: that
+    these would be chosen differently, too, is in no gradient here, but is in that of a penalty in the reward (Tang and
+    Munos 2025, https://arxiv.org/abs/2506.09477). Deviation: the log-ratio of w is held in [-20, 20], beyond which the
+    gradient through w is 0.
+    """
+    if gradient is not None and old_logprobs is not None:
+        raise ValueError(
+            "gradient and old_logprobs are both given, each corrects the gradient of the KL: leave one out"
+        )
+    logprobs_BT, ref_logprobs_BT = masked_tokens(mask, logprobs=logprobs, ref_logprobs=ref_logprobs.detach())
+    loss_BT = kl_estimate(logprobs_BT, ref_logprobs_BT, kind=kind, gradient=gradient)
+    metrics = {"kl": loss_BT.detach()}
+    if old_logprobs is not None:
+        (old_logprobs_BT,) = masked_tokens(mask, old_logprobs=old_logprobs.detach())
+        loss_BT = loss_BT * (logprobs_BT - old_logprobs_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return loss_BT, metrics
 
 
 @torch.no_grad()
@@ -84,3 +129,18 @@ def kl_shaped_rewards(
     (scores_B,) = masked_rows(mask, scores=scores)
     penalties_BT = coef * kl_estimate(logprobs_BT, ref_logprobs_BT, kind=kind)
     return torch.where(last_masked(mask), at_least_float32(scores_B)[:, None], 0) - penalties_BT
+
+
+def _estimate(differences: Tensor, kind: KlKind, *, name: str) -> Tensor:
+    match kind:
+        case "k1":
+            return -differences
+        case "k2":
+            return differences.square() / 2
+        case "k3":
+            differences = differences.clamp(max=MAX_LOG_RATIO)
+            return torch.expm1(differences) - differences
+        case "abs":
+            return differences.abs()
+        case _:
+            raise ValueError(f"{name} is {kind!r}, it must be one of {', '.join(get_args(KlKind))}")

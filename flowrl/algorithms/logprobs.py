@@ -3,8 +3,9 @@
 Shape suffixes: B rows, T token positions, V vocabulary.
 
 Column t of a result belongs to token t and is read from the logits at t - 1, which are those that choose it; column 0
-is 0, because nothing comes before the first token. Work is done in float32 (float64 stays) on a few rows at a time, so
-neither pass makes a second [B, T, V] tensor beyond the gradient itself.
+is 0, because nothing comes before the first token. Work is done in float32 (float64 stays) on a few positions at a
+time, so neither pass makes a second [B, T, V] or [T, V] tensor beyond the gradient itself, which has the dtype of the
+logits. Where the logits themselves are too much, `logprobs_from_hidden` does without them.
 """
 
 from collections.abc import Iterator
@@ -14,8 +15,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+_Slices = tuple[slice, slice]
+"""Of rows and of positions."""
+
 _CHUNK_ELEMENTS = 2**24
-"""Logits that are worked on at a time: 64 MiB in float32; a single row may exceed it."""
+"""Logits that are worked on at a time: 64 MiB in float32; a single position may exceed it."""
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, *, temperature: float = 1.0) -> Tensor:
@@ -64,9 +68,8 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.save_for_backward(logits_BTV, tokens_BT)
         ctx.temperature = temperature
         logprobs_BT = logits_BTV.new_zeros(tokens_BT.shape, dtype=_result_dtype(logits_BTV))
-        for rows, scaled_btV in _scaled_chunks(logits_BTV, temperature):
-            chosen_bt1 = tokens_BT[rows, 1:, None]
-            logprobs_BT[rows, 1:] = scaled_btV.log_softmax(-1).gather(-1, chosen_bt1).squeeze(-1)
+        for _, chosen, scaled_btV in _scaled_chunks(logits_BTV, temperature):
+            logprobs_BT[chosen] = scaled_btV.log_softmax(-1).gather(-1, tokens_BT[chosen][..., None]).squeeze(-1)
         return logprobs_BT
 
     # The decorator hides the signature from the type checker.
@@ -76,10 +79,10 @@ class _TokenLogprobs(torch.autograd.Function):
         """d logp(v) / d z_u = [u = v] - p_u."""
         logits_BTV, tokens_BT = ctx.saved_tensors
         grad_logits_BTV = torch.zeros_like(logits_BTV)
-        for rows, scaled_btV in _scaled_chunks(logits_BTV, ctx.temperature):
-            grad_bt1 = grad_BT[rows, 1:, None] / ctx.temperature
+        for choosing, chosen, scaled_btV in _scaled_chunks(logits_BTV, ctx.temperature):
+            grad_bt1 = grad_BT[chosen][..., None] / ctx.temperature
             grad_btV = scaled_btV.softmax(-1).mul_(-grad_bt1)
-            grad_logits_BTV[rows, :-1] = grad_btV.scatter_add_(-1, tokens_BT[rows, 1:, None], grad_bt1)
+            grad_logits_BTV[choosing] = grad_btV.scatter_add_(-1, tokens_BT[chosen][..., None], grad_bt1)
         return grad_logits_BTV, None, None
 
 
@@ -87,8 +90,8 @@ class _TokenEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _Context, logits_BTV: Tensor, temperature: float) -> Tensor:
         entropy_BT = logits_BTV.new_zeros(logits_BTV.shape[:2], dtype=_result_dtype(logits_BTV))
-        for rows, scaled_btV in _scaled_chunks(logits_BTV, temperature):
-            entropy_BT[rows, 1:] = torch.special.entr(scaled_btV.softmax(-1)).sum(-1)
+        for _, chosen, scaled_btV in _scaled_chunks(logits_BTV, temperature):
+            entropy_BT[chosen] = torch.special.entr(scaled_btV.softmax(-1)).sum(-1)
         ctx.save_for_backward(logits_BTV, entropy_BT)
         ctx.temperature = temperature
         return entropy_BT
@@ -100,22 +103,26 @@ class _TokenEntropy(torch.autograd.Function):
         """d H / d z_u = -p_u (log p_u + H)."""
         logits_BTV, entropy_BT = ctx.saved_tensors
         grad_logits_BTV = torch.zeros_like(logits_BTV)
-        for rows, scaled_btV in _scaled_chunks(logits_BTV, ctx.temperature):
+        for choosing, chosen, scaled_btV in _scaled_chunks(logits_BTV, ctx.temperature):
             probs_btV = scaled_btV.softmax(-1)
             # entr(p) = -p log p is 0 at p = 0, where the product of its factors would be NaN.
-            grad_btV = torch.special.entr(probs_btV).sub_(probs_btV.mul_(entropy_BT[rows, 1:, None]))
-            grad_logits_BTV[rows, :-1] = grad_btV.mul_(grad_BT[rows, 1:, None] / ctx.temperature)
+            grad_btV = torch.special.entr(probs_btV).sub_(probs_btV.mul_(entropy_BT[chosen][..., None]))
+            grad_logits_BTV[choosing] = grad_btV.mul_(grad_BT[chosen][..., None] / ctx.temperature)
         return grad_logits_BTV, None
 
 
-def _scaled_chunks(logits_BTV: Tensor, temperature: float) -> Iterator[tuple[slice, Tensor]]:
-    """Slices of rows with their logits [b, T - 1, V] that choose a token, over the temperature, in float32."""
+def _scaled_chunks(logits_BTV: Tensor, temperature: float) -> Iterator[tuple[_Slices, _Slices, Tensor]]:
+    """Where logits choose, where the tokens are that they choose, and the logits [b, t, V] over the temperature."""
     num_rows, num_positions, vocabulary = logits_BTV.shape
-    rows_per_chunk = max(1, _CHUNK_ELEMENTS // max(1, num_positions * vocabulary))
-    for start in range(0, num_rows, rows_per_chunk):
-        rows = slice(start, start + rows_per_chunk)
-        logits_btV = logits_BTV[rows, :-1].to(_result_dtype(logits_BTV))
-        yield rows, logits_btV if temperature == 1 else logits_btV / temperature
+    positions_at_once = max(1, min(num_positions, _CHUNK_ELEMENTS // max(1, vocabulary)))
+    rows_at_once = max(1, _CHUNK_ELEMENTS // max(1, positions_at_once * vocabulary))
+    for row in range(0, num_rows, rows_at_once):
+        rows = slice(row, row + rows_at_once)
+        for start in range(0, num_positions - 1, positions_at_once):
+            stop = min(start + positions_at_once, num_positions - 1)
+            choosing, chosen = (rows, slice(start, stop)), (rows, slice(start + 1, stop + 1))
+            logits_btV = logits_BTV[choosing].to(_result_dtype(logits_BTV))
+            yield choosing, chosen, logits_btV if temperature == 1 else logits_btV / temperature
 
 
 def _result_dtype(logits: Tensor) -> torch.dtype:

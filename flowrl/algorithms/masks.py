@@ -65,6 +65,21 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     return values.sum() / mask.sum().clamp(min=1)
 
 
+def masked_range(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The smallest and the largest value over the true positions of the mask, two scalars without gradient.
+
+    Arguments:
+        values: [B, T].
+        mask: bool [B, T].
+    Returns: (minimum, maximum); (inf, -inf) if the mask is empty, so that the parts of a batch merge by min and max.
+    Raises: ValueError on shapes that differ or a mask that is not bool.
+    """
+    (values,) = masked_tokens(mask, values=values.detach())
+    if values.numel() == 0:
+        return values.new_tensor(torch.inf), values.new_tensor(-torch.inf)
+    return values.masked_fill(~mask, torch.inf).amin(), values.masked_fill(~mask, -torch.inf).amax()
+
+
 def last_masked(mask: Tensor) -> Tensor:
     """bool [B, T], true at the last true position of each row of `mask`; a row without any stays false throughout."""
     num_true_from_here = mask.flip(-1).cumsum(-1).flip(-1)

@@ -1,6 +1,6 @@
 """What may be set: frozen pydantic models and the reader of YAML files. Loads neither torch nor ray."""
 
-from flowrl.config.algorithm import AdvantageConfig
+from flowrl.config.algorithm import AdvantageConfig, CorrectionConfig
 from flowrl.config.base import Config, ConfigError
 from flowrl.config.data import DataConfig
 from flowrl.config.errors import UserError
@@ -17,6 +17,7 @@ __all__ = [
     "AdvantageConfig",
     "Config",
     "ConfigError",
+    "CorrectionConfig",
     "CriticConfig",
     "DataConfig",
     "EngineConfig",

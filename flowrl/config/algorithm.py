@@ -1,48 +1,141 @@
-"""From scores to advantages."""
+"""From scores to advantages, and what is done about rollouts that another policy sampled."""
 
-from typing import ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, model_validator
+from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from flowrl.config.base import Config, KlKind
+from flowrl.config.choice import OWN, REQUIRED, ChoiceConfig, KlKind, Options, known_name
+
+_KL: dict[str, Any] = {"kl_coef": 0.0, "kl_kind": "k1"}
+
+ESTIMATORS: dict[str, dict[str, Any]] = {
+    "gae": {"gamma": 1.0, "lam": 1.0, "whiten": False} | _KL,
+    "grpo": {"normalize_std": True},
+    "rloo": _KL,
+    "reinforce_plus_plus": {"gamma": 1.0} | _KL,
+    "reinforce_plus_plus_baseline": {},
+    "remax": _KL,
+    "opo": {},
+    "gpg": {"normalize_std": False},
+    "pass_at_k": {"k": None},
+    "gdpo": {"reward_columns": ("scores",), "reward_weights": None},
+    "optimal_token_baseline": _KL,
+    OWN: _KL | {"options": {}},
+}
+"""Estimator -> its settings with their defaults. The names are those of flowrl/algorithms/registry.py."""
+
+CORRECTIONS: dict[str, dict[str, Any]] = {
+    "truncated": {"level": "token", "max_weight": 2.0, "min_weight": 0.0, "normalize": False},
+    "masked": {"level": "token", "max_weight": 2.0, "min_weight": 0.0, "normalize": False},
+    "rejection": {"rejection_level": "sequence_mean", "kl_kind": "k1", "high": REQUIRED, "low": None},
+    OWN: {"options": {}},
+}
+"""Correction -> its settings with their defaults."""
+
+Columns = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
+Weights = Annotated[tuple[float, ...], Field(strict=False, min_length=1)]
 
 
-class AdvantageConfig(Config):
-    """Which estimator turns scores into advantages. A setting of the other estimator is refused, not ignored."""
+class CorrectionConfig(ChoiceConfig):
+    """What is done about tokens that the policy would sample with another probability than the rollout did.
 
-    ONLY_FOR: ClassVar[dict[str, tuple[str, ...]]] = {
-        "gae": ("gamma", "lam", "whiten", "kl_coef", "kl_kind"),
-        "grpo": ("normalize_std",),
-    }
+    Probabilities are compared as the trainer (`old_logprobs`) and the rollout (`rollout_logprobs`) state them.
+    """
 
-    estimator: Literal["gae", "grpo"]
-    """`gae` uses a critic's values; `grpo` compares the samples of one prompt."""
+    CHOICE: ClassVar[str] = "kind"
+    CHOICES: ClassVar[Mapping[str, Mapping[str, Any]]] = CORRECTIONS
 
-    gamma: float = Field(default=1.0, ge=0, le=1)
-    """gae: discount per token."""
+    kind: Annotated[str, AfterValidator(known_name("correction", [name for name in CORRECTIONS if name != OWN]))]
+    """`truncated` and `masked` weigh each token's policy loss by an importance ratio, cut off at a bound or 0 beyond
+    it; `rejection` leaves tokens or rows out of the loss; `module:function` is your own."""
 
-    lam: float = Field(default=1.0, ge=0, le=1)
-    """gae: 0 trusts the critic's next value, 1 the whole return."""
+    level: Literal["token", "sequence", "geometric"] | None = None
+    """truncated, masked: the ratio of each token, of its row, or the geometric mean over its row; usually token."""
 
-    whiten: bool = False
-    """gae: scale the advantages of a step to mean 0 and variance 1 over its tokens."""
+    max_weight: PositiveFloat | None = None
+    """truncated, masked: the largest ratio that is used as it is; usually 2."""
 
-    kl_coef: NonNegativeFloat = 0.0
-    """gae: KL to the reference taken off each token's reward, in reward units per nat."""
+    min_weight: NonNegativeFloat | None = None
+    """truncated, masked: the smallest; usually 0."""
 
-    kl_kind: KlKind = "k1"
-    """gae: estimator of that KL."""
+    normalize: bool | None = None
+    """truncated, masked: divide by the mean weight of the step, so that the step keeps its size; usually not."""
 
-    normalize_std: bool = True
-    """grpo: divide by the standard deviation of the group's scores."""
+    rejection_level: Literal["token", "sequence_sum", "sequence_mean", "sequence_max"] | None = None
+    """rejection: what must be in bounds: each token for itself, or a row's sum, mean or each of its tokens; usually
+    sequence_mean."""
+
+    kl_kind: Literal["k1", "k2", "k3", "abs"] | None = None
+    """rejection: estimate of KL(rollout || policy) that is bounded; usually k1."""
+
+    high: float | None = None
+    """rejection: the largest estimate that stays, in nats."""
+
+    low: float | None = None
+    """rejection: the smallest, for k1 only; null is no bound."""
+
+    options: Options | None = None
+    """module:function: its keyword arguments."""
+
+
+class AdvantageConfig(ChoiceConfig):
+    """Which estimator turns scores into advantages. A setting of another estimator is refused, not ignored."""
+
+    CHOICE: ClassVar[str] = "estimator"
+    CHOICES: ClassVar[Mapping[str, Mapping[str, Any]]] = ESTIMATORS
+
+    GROUPED: ClassVar[frozenset[str]] = frozenset(
+        {"grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "pass_at_k", "gdpo", "optimal_token_baseline"}
+    )
+    """Estimators that compare the samples of one prompt, and so need several."""
+
+    COLUMNS: ClassVar[Mapping[str, str]] = {"remax": "greedy_scores", "optimal_token_baseline": "sum_squared_probs"}
+    """Estimators that read a column which no shipped recipe computes."""
+
+    estimator: Annotated[str, AfterValidator(known_name("estimator", [name for name in ESTIMATORS if name != OWN]))]
+    """`gae` uses a critic's values; the others need none, and most compare the samples of one prompt
+    (docs/algorithms.md). `module:function` is your own."""
+
+    gamma: float | None = Field(default=None, ge=0, le=1)
+    """gae, reinforce_plus_plus: discount per token; usually 1."""
+
+    lam: float | None = Field(default=None, ge=0, le=1)
+    """gae: 0 trusts the critic's next value, 1, the usual, the whole return."""
+
+    whiten: bool | None = None
+    """gae: scale the advantages of a step to mean 0 and variance 1 over its tokens; usually not."""
+
+    kl_coef: NonNegativeFloat | None = None
+    """gae, reinforce_plus_plus, rloo, remax, optimal_token_baseline: KL to the reference taken off each token's reward,
+    or its sum over the row off the row's score, in reward units per nat; usually 0."""
+
+    kl_kind: KlKind | None = None
+    """Those with kl_coef: estimator of that KL; usually k1. `module:function` is your own."""
+
+    normalize_std: bool | None = None
+    """grpo, gpg: divide by the standard deviation of the group's scores; usual for grpo, false is Dr. GRPO."""
+
+    k: int | None = Field(default=None, ge=2)
+    """pass_at_k: the best of how many samples counts; null is the size of the group."""
+
+    reward_columns: Columns | None = None
+    """gdpo: row columns that hold a reward each."""
+
+    reward_weights: Weights | None = None
+    """gdpo: the weight of each of them after it is normalised; null is 1."""
+
+    options: Options | None = None
+    """module:function: its keyword arguments."""
+
+    correction: CorrectionConfig | None = None
+    """For rollouts that another engine, precision or version sampled; null leaves them as they are."""
 
     @model_validator(mode="after")
-    def _check(self) -> "AdvantageConfig":
-        for estimator, names in self.ONLY_FOR.items():
-            for name in names:
-                value = getattr(self, name)  # the loop is over our own field names
-                if estimator != self.estimator and value != type(self).model_fields[name].default:
-                    raise ValueError(
-                        f"{name} belongs to estimator {estimator} and does nothing for {self.estimator}: remove it"
-                    )
+    def _check_rewards(self) -> "AdvantageConfig":
+        if self.reward_weights and len(self.reward_weights) != len(self.reward_columns or ()):
+            raise ValueError(
+                f"reward_weights has {len(self.reward_weights)} numbers for {len(self.reward_columns or ())} "
+                f"reward_columns: give one for each"
+            )
         return self

@@ -26,7 +26,8 @@ class Config(BaseModel):
     )
 
 
-def _check_import(name: str) -> str:
+def check_import(name: str) -> str:
+    """The name again, if it has the form module:name; what it names is not looked for."""
     if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
         raise ValueError(f"{name!r} is not of the form module:name, like flowrl.rewards.final_number:score")
     return name
@@ -35,8 +36,6 @@ def _check_import(name: str) -> str:
 # Strict mode refuses "3" for 3 and true for 1. YAML has neither paths nor tuples: these are read from text and lists.
 FilePath = Annotated[Path, Field(strict=False)]
 TokenIds = Annotated[tuple[int, ...], Field(strict=False)]
-ImportName = Annotated[str, AfterValidator(_check_import)]
+ImportName = Annotated[str, AfterValidator(check_import)]
 
 Device = Literal["auto", "cpu", "cuda"]
-KlKind = Literal["k1", "k2", "k3", "abs"]
-Aggregation = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"]

@@ -1,15 +1,49 @@
 """One class per role: its model and what it does with a batch."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
-from flowrl.config.base import Aggregation, Config, ImportName, KlKind, TokenIds
+from flowrl.config.base import Config, ImportName, TokenIds
+from flowrl.config.choice import OWN, Aggregation, ChoiceConfig, KlKind, Options, known_name
 from flowrl.config.model import EngineConfig, ModelConfig, OptimizerConfig
 
+_CLIPS: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.2}
+_COVARIANCE: dict[str, Any] = {"cov_fraction": 2e-4}
 
-class ActorConfig(Config):
-    """The policy that is trained, and its loss."""
+LOSSES: dict[str, dict[str, Any]] = {
+    "ppo": _CLIPS | {"dual_clip": None},
+    "decoupled_ppo": _CLIPS | {"dual_clip": None, "max_weight": None},
+    "sapo": {"temperature_positive": 1.0, "temperature_negative": 1.05},
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
+    "gspo_token": {"clip_low": 3e-4, "clip_high": 4e-4},
+    "gmpo": {"clip_low": 0.4, "clip_high": 0.4},
+    "reinforce": {},
+    "gpg": {},
+    "cispo": {"clip_low": 1.0, "clip_high": 4.0},
+    "dppo_tv": {"delta_low": 0.15, "delta_high": 0.15, "max_ratio": None},
+    "dppo_kl": {"delta_low": 0.05, "delta_high": 0.05, "max_ratio": None},
+    "clip_cov": _CLIPS | _COVARIANCE | {"cov_low": 1.0, "cov_high": 5.0},
+    "kl_cov": _COVARIANCE | {"cov_kl_coef": 1.0, "cov_kl_kind": "abs"},
+    OWN: {"loss_options": {}},
+}
+"""Policy loss -> its settings with their defaults. The names are those of flowrl/algorithms/registry.py."""
+
+
+class ActorConfig(ChoiceConfig):
+    """The policy that is trained, and its loss. A setting of another loss is refused, not ignored."""
+
+    CHOICE: ClassVar[str] = "loss"
+    CHOICES: ClassVar[Mapping[str, Mapping[str, Any]]] = LOSSES
 
     model: ModelConfig
     """Weights the policy starts from."""
@@ -20,14 +54,56 @@ class ActorConfig(Config):
     engine: EngineConfig = EngineConfig()
     """How it runs."""
 
-    clip_low: float = Field(default=0.2, ge=0, lt=1)
-    """Probability ratios below 1 - clip_low get no gradient (PPO)."""
+    loss: Annotated[str, AfterValidator(known_name("policy loss", [name for name in LOSSES if name != OWN]))] = "ppo"
+    """Policy loss, see docs/algorithms.md; `module:function` is your own."""
 
-    clip_high: NonNegativeFloat = 0.2
-    """Probability ratios above 1 + clip_high get no gradient (PPO)."""
+    clip_low: float | None = Field(default=None, ge=0, le=1)
+    """ppo, decoupled_ppo, clip_cov: ratios below 1 - clip_low get no gradient, usually 0.2; cispo: bounds the weight, 1
+    is no bound; gspo, gspo_token: of the row's mean ratio, usually 3e-4; gmpo: of the log-ratio, usually 0.4."""
+
+    clip_high: NonNegativeFloat | None = None
+    """The same above 1; usually 0.2, for cispo 4 (weights to 5, arXiv 2510.13786), gspo 4e-4, gmpo 0.4."""
 
     dual_clip: float | None = Field(default=None, gt=1)
-    """Bound on the loss of a token with negative advantage, as a multiple of the advantage; null is off."""
+    """ppo, decoupled_ppo: bound on the loss of a token with negative advantage, as a multiple of the advantage; null is
+    off."""
+
+    max_weight: PositiveFloat | None = None
+    """decoupled_ppo: tokens whose proximal over behaviour ratio is larger are left out; null keeps all."""
+
+    temperature_positive: PositiveFloat | None = None
+    """sapo: how fast the gate closes for tokens with positive advantage; usually 1."""
+
+    temperature_negative: PositiveFloat | None = None
+    """sapo: the same for the others; usually 1.05."""
+
+    delta_low: NonNegativeFloat | None = None
+    """dppo_tv, dppo_kl: divergence above which a token with negative advantage is not pushed further down, as a
+    difference of probabilities (usually 0.15) or in nats (usually 0.05)."""
+
+    delta_high: NonNegativeFloat | None = None
+    """dppo_tv, dppo_kl: the same for positive advantage and up."""
+
+    max_ratio: PositiveFloat | None = None
+    """dppo_tv, dppo_kl: bound on a token's weight; null is off."""
+
+    cov_fraction: float | None = Field(default=None, ge=0, le=1)
+    """clip_cov, kl_cov: share of a step's tokens that are treated apart; usually 2e-4."""
+
+    cov_low: float | None = None
+    """clip_cov: smallest covariance of a token that is, in nats times the advantage's unit; usually 1."""
+
+    cov_high: float | None = None
+    """clip_cov: the largest; usually 5."""
+
+    cov_kl_coef: NonNegativeFloat | None = None
+    """kl_cov: weight of their KL to the old policy, in units of the advantage per nat; usually 1."""
+
+    cov_kl_kind: Literal["abs", "k2", "k3"] | None = None
+    """kl_cov: estimator of that KL; usually abs."""
+
+    loss_options: Options | None = None
+    """module:function: its keyword arguments."""
 
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus in the loss."""
@@ -36,7 +112,10 @@ class ActorConfig(Config):
     """Weight of the KL to the reference in the loss; 0 leaves it out."""
 
     kl_loss_kind: KlKind = "k3"
-    """Estimator of that KL."""
+    """Estimator of that KL; `module:function` is your own."""
+
+    kl_loss_gradient: Literal["k1", "k2", "k3", "abs"] | None = None
+    """Straight-through: the estimator that gives the gradient of that KL; null is kl_loss_kind itself."""
 
     aggregation: Aggregation = "token_mean"
     """How per-token losses become one number: over tokens, or over rows of token sums or means."""
@@ -51,6 +130,10 @@ class ActorConfig(Config):
             raise ValueError("aggregation seq_mean_token_sum_norm divides by aggregation_scale: set it")
         if not needs_scale and self.aggregation_scale is not None:
             raise ValueError(f"aggregation {self.aggregation} does not use aggregation_scale: remove it")
+        if self.kl_loss_gradient is not None and ":" in self.kl_loss_kind:
+            raise ValueError(f"kl_loss_gradient does nothing for kl_loss_kind {self.kl_loss_kind}: remove it")
+        if self.cov_low is not None and self.cov_high is not None and self.cov_low > self.cov_high:
+            raise ValueError(f"cov_low is {self.cov_low:g}, above cov_high, {self.cov_high:g}: swap them")
         return self
 
 

@@ -5,81 +5,161 @@ from tensordict import TensorDict
 
 from flowrl.algorithms import (
     explained_variance,
-    gae,
-    grpo,
     kl_estimate,
-    kl_shaped_rewards,
     last_masked,
     masked_mean,
     whiten,
 )
-from flowrl.config import AdvantageConfig
+from flowrl.algorithms.masks import at_least_float32
+from flowrl.algorithms.registry import advantage_estimators, kl_kinds
+from flowrl.config import AdvantageConfig, UserError
 from flowrl.controller.future import Future
 from flowrl.data.batch import Batch
 from flowrl.data.block import LocalRef
 from flowrl.data.metric import Max, Mean, Metric, Sum
 from flowrl.data.table import lengths, make_table, pad_tokens, unpad_tokens
+from flowrl.run.loss_columns import correct_rollouts, correction_metrics
+
+INPUT_COLUMNS = {
+    "mask": "response_mask",
+    "scores": "scores",
+    "rewards": "scores",
+    "groups": "group",
+    "values": "values",
+    "logprobs": "old_logprobs",
+    "ref_logprobs": "ref_logprobs",
+    "greedy_scores": "greedy_scores",
+    "sum_squared_probs": "sum_squared_probs",
+    "importance_weights": "loss_weights",
+}
+"""Input of an estimator -> the column that it is, or is made of."""
+
+COLUMN_MAKERS = {
+    "greedy_scores": "the score of an answer to the row's prompt that was decoded without sampling",
+    "sum_squared_probs": "per token the sum over the vocabulary of the actor's squared probabilities",
+}
+"""Columns that a recipe must compute for an estimator which no shipped recipe drives."""
 
 
 def estimate_advantages(batch: Batch, config: AdvantageConfig) -> Batch:
-    """The batch with `token_rewards` and `advantages`, and for gae with `returns`. Does not wait.
+    """The batch with `token_rewards` and `advantages`, and from an estimator with a critic `returns`. Does not wait.
 
-    Reads `scores` and `response_mask`; gae reads `values`, and `old_logprobs` and `ref_logprobs` for its KL penalty;
-    grpo reads `group`.
+    Reads `response_mask` and what the estimator takes as its inputs (`INPUT_COLUMNS`); for a KL penalty `old_logprobs`
+    and `ref_logprobs`. With a correction it reads `rollout_logprobs` too, and adds `loss_weights` and `loss_mask`.
+
+    Raises: UserError for a column that the estimator reads and the batch has not.
     """
-    if config.estimator == "grpo":
-        return batch.apply(
-            grpo_columns, ("scores", "group", "response_mask"), ("token_rewards", "advantages"), config=config
-        )
-    reads = ["scores", "response_mask", "values"]
+    if config.correction is not None:
+        batch = correct_rollouts(batch, config.correction)
+    inputs = advantage_estimators.inputs(advantage_estimators.load(config.estimator))
+    reads = dict.fromkeys(INPUT_COLUMNS[name] for name in inputs if name != "importance_weights")
+    if config.reward_columns is not None:
+        reads = dict.fromkeys((*(name for name in reads if name != "scores"), *config.reward_columns))
+    else:
+        reads |= {"scores": None}
     if config.kl_coef:
-        reads += ["old_logprobs", "ref_logprobs"]
-    return batch.apply(gae_columns, reads, ("token_rewards", "advantages", "returns"), config=config)
+        reads |= {"old_logprobs": None, "ref_logprobs": None}
+    if "importance_weights" in inputs and "loss_weights" in batch:
+        reads |= {"loss_weights": None}
+    for name in reads:
+        if name not in batch:
+            meaning = f", {COLUMN_MAKERS[name]}" if name in COLUMN_MAKERS else ""
+            raise UserError(
+                f"algorithm.estimator {config.estimator} reads the column {name}{meaning}; the batch has none: "
+                f"store it in the recipe before the advantages, or choose another estimator"
+            )
+    writes = ("token_rewards", "advantages", *(("returns",) if "values" in inputs else ()))
+    return batch.apply(advantage_columns, list(reads), writes, config=config)
 
 
-def gae_columns(table: TensorDict, config: AdvantageConfig) -> TensorDict:
-    """Token rewards, GAE advantages (whitened over the whole batch where configured) and returns."""
+def advantage_columns(table: TensorDict, config: AdvantageConfig) -> TensorDict:
+    """Token rewards, advantages (whitened over the whole batch where configured), and returns for a critic."""
     lengths_B = lengths(table)
     padded = {name: pad_tokens(column_T, lengths_B) for name, column_T in table["tokens"].items()}
     mask_BT = padded["response_mask"]
+    scores = _scores(table, config)
+    rewards_BT = _token_rewards(_one_score(scores, config), padded, mask_BT, config)
     if config.kl_coef:
-        rewards_BT = kl_shaped_rewards(
-            table["rows", "scores"],
-            padded["old_logprobs"],
-            padded["ref_logprobs"],
-            mask_BT,
-            coef=config.kl_coef,
-            kind=config.kl_kind,
+        scores = rewards_BT.sum(-1)
+    rows = {name: column for name, column in table["rows"].items() if isinstance(column, torch.Tensor)}
+    found = {name: (padded | rows).get(column) for name, column in INPUT_COLUMNS.items()}
+    found |= {"mask": mask_BT, "scores": scores, "rewards": rewards_BT}
+    estimator = advantage_estimators.load(config.estimator)
+    inputs = {name: found[name] for name in advantage_estimators.inputs(estimator) if found[name] is not None}
+    result = estimator(**inputs, **_options(config))
+    columns = {"token_rewards": rewards_BT} | _advantages_and_returns(result, "values" in inputs, mask_BT, config)
+    return make_table(tokens={n: unpad_tokens(c, lengths_B) for n, c in columns.items()}, lengths=lengths_B)
+
+
+def _options(config: AdvantageConfig) -> dict[str, object]:
+    """The keyword arguments of the estimator's function."""
+    settings = config.settings()
+    if "options" in settings:
+        return dict(settings["options"])
+    if "reward_weights" in settings:
+        return {"weights": settings["reward_weights"]}
+    return {name: value for name, value in settings.items() if name not in ("whiten", "kl_coef", "kl_kind")}
+
+
+def _scores(table: TensorDict, config: AdvantageConfig) -> torch.Tensor:
+    """[B], or for several rewards [B, K]."""
+    if config.reward_columns is None:
+        return table["rows", "scores"]
+    return torch.stack([table["rows", name].float() for name in config.reward_columns], dim=-1)
+
+
+def _one_score(scores: torch.Tensor, config: AdvantageConfig) -> torch.Tensor:
+    """[B]: several rewards by their weights."""
+    if config.reward_columns is None:
+        return scores
+    weights_K = torch.tensor(config.reward_weights or [1.0] * scores.shape[1])
+    return scores @ weights_K.to(scores)
+
+
+def _token_rewards(
+    scores_B: torch.Tensor, padded: dict[str, torch.Tensor], mask_BT: torch.Tensor, config: AdvantageConfig
+) -> torch.Tensor:
+    """The score on the last token, and the KL penalty off every one; `kl_shaped_rewards` with any kind of estimate."""
+    if not config.kl_coef:
+        return scores_B[:, None] * last_masked(mask_BT)
+    assert config.kl_kind is not None
+    kl_BT = kl_kinds.load(config.kl_kind)(logprobs=padded["old_logprobs"], ref_logprobs=padded["ref_logprobs"])
+    rewards_BT = torch.where(last_masked(mask_BT), at_least_float32(scores_B)[:, None], 0)
+    return rewards_BT - (config.kl_coef * kl_BT).masked_fill(~mask_BT, 0)
+
+
+def _advantages_and_returns(
+    result: object, has_critic: bool, mask_BT: torch.Tensor, config: AdvantageConfig
+) -> dict[str, torch.Tensor]:
+    """The result of an estimator by name, checked: it may be a user's own."""
+    columns = list(result) if has_critic and isinstance(result, tuple) else [result]
+    names = ("advantages", "returns") if has_critic else ("advantages",)
+    fits = len(columns) == len(names)
+    if not fits or not all(isinstance(c, torch.Tensor) and c.shape == mask_BT.shape for c in columns):
+        raise UserError(
+            f"algorithm.estimator {config.estimator} returned {_described(result)}, it must return "
+            f"{' and '.join(names)}, {'each ' if has_critic else ''}of shape {list(mask_BT.shape)}"
         )
-    else:
-        rewards_BT = _scores_on_last_token(table["rows", "scores"], mask_BT)
-    advantages_BT, returns_BT = gae(rewards_BT, padded["values"], mask_BT, gamma=config.gamma, lam=config.lam)
+    found = {name: column for name, column in zip(names, columns, strict=True) if isinstance(column, torch.Tensor)}
     if config.whiten:
-        advantages_BT = whiten(advantages_BT, mask_BT)
-    columns = {"token_rewards": rewards_BT, "advantages": advantages_BT, "returns": returns_BT}
-    return make_table(tokens={n: unpad_tokens(c, lengths_B) for n, c in columns.items()}, lengths=lengths_B)
+        found["advantages"] = whiten(found["advantages"], mask_BT)
+    return found
 
 
-def grpo_columns(table: TensorDict, config: AdvantageConfig) -> TensorDict:
-    """Token rewards, and advantages that compare a row's score with those of its group."""
-    lengths_B = lengths(table)
-    mask_BT = pad_tokens(table["tokens", "response_mask"], lengths_B)
-    scores_B = table["rows", "scores"]
-    columns = {
-        "token_rewards": _scores_on_last_token(scores_B, mask_BT),
-        "advantages": grpo(scores_B, table["rows", "group"], mask_BT, normalize_std=config.normalize_std),
-    }
-    return make_table(tokens={n: unpad_tokens(c, lengths_B) for n, c in columns.items()}, lengths=lengths_B)
+def _described(result: object) -> str:
+    if isinstance(result, torch.Tensor):
+        return f"a tensor of shape {list(result.shape)}"
+    return f"a {type(result).__name__}" + (f" of {len(result)}" if isinstance(result, tuple) else "")
 
 
-def _scores_on_last_token(scores_B: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    return scores_B[:, None] * last_masked(mask_BT)
+MEASURED = ("old_logprobs", "ref_logprobs", "values", "returns", "loss_weights", "loss_mask")
+"""Columns that have metrics where a batch has them."""
 
 
 def batch_metrics(batch: Batch) -> Future | LocalRef:
     """What a step's batch was like: reward, response length, KL to the reference, fit of the critic. Does not wait."""
     reads = ["scores", "response_mask", "truncated", "rollout_logprobs"]
-    reads += [name for name in ("old_logprobs", "ref_logprobs", "values", "returns") if name in batch]
+    reads += [name for name in MEASURED if name in batch]
     return batch.reduce(measure, reads)
 
 
@@ -104,4 +184,6 @@ def measure(table: TensorDict) -> dict[str, Metric]:
         found["kl"] = Mean(float(masked_mean(kl_BT, mask_BT)) * count, count)
     if "values" in tokens and "returns" in tokens:
         found["explained_variance"] = Mean(float(explained_variance(tokens["values"], tokens["returns"], mask_BT)), 1)
+    if "loss_weights" in tokens:
+        found |= correction_metrics(tokens)
     return found

@@ -1,8 +1,9 @@
 """What is checked of a run before anything starts. Loads neither torch nor ray."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from flowrl.config import ActorConfig, ConfigError, CriticConfig, RunConfig
+from flowrl.config import ActorConfig, AdvantageConfig, ConfigError, CriticConfig, RunConfig
 from flowrl.controller.inventory import local_inventory
 from flowrl.controller.plan import Plan, plan
 from flowrl.run.folder import refuse_if_taken
@@ -27,13 +28,53 @@ def plan_run(config: RunConfig, devices: Sequence[int] | None = None) -> Plan:
 
 
 def check_run(config: RunConfig) -> None:
-    """Refuses what can be told before data and models are read: the placement, and the output folder.
+    """Refuses what can be told before data and models are read: functions, placement, and the output folder.
 
     Raises: as `plan_run`, and `RunFolderError`.
     """
+    check_functions(config)
     if config.address is None:
         plan_run(config)
     refuse_if_taken(config.output)
+
+
+def check_functions(config: RunConfig) -> None:
+    """Imports the estimators, losses and the like that the config names as `module:function`.
+
+    Raises: ConfigError for one that cannot be imported, does not fit its kind, or has other settings.
+    """
+    own = [chosen for chosen in _chosen_functions(config) if ":" in chosen[2]]
+    if not own:
+        return
+    from flowrl.algorithms import registry  # noqa: PLC0415 (torch, only where a config names a function of its own)
+
+    kinds = {
+        "estimator": registry.advantage_estimators,
+        "kind": registry.rollout_corrections,
+        "loss": registry.policy_losses,
+        "kl_kind": registry.kl_kinds,
+        "kl_loss_kind": registry.kl_kinds,
+        "aggregation": registry.aggregation_modes,
+    }
+    for group, key, name, options in own:
+        try:
+            kinds[key].check(name, options)
+        except registry.RegistryError as error:
+            raise ConfigError(f"{group}.{key}: {error}") from error
+
+
+def _chosen_functions(config: RunConfig) -> Iterator[tuple[str, str, str, Mapping[str, Any]]]:
+    """(group, key, name, settings) of every choice of a function."""
+    for group, value in config:
+        if isinstance(value, ActorConfig):
+            yield group, "loss", value.loss, value.loss_options or {}
+            yield group, "kl_loss_kind", value.kl_loss_kind, {}
+            yield group, "aggregation", value.aggregation, {}
+        elif isinstance(value, AdvantageConfig):
+            yield group, "estimator", value.estimator, value.options or {}
+            yield group, "kl_kind", value.kl_kind or "", {}
+            if value.correction is not None:
+                yield f"{group}.correction", "kind", value.correction.kind, value.correction.options or {}
 
 
 def check_engines(config: RunConfig, planned: Plan) -> None:

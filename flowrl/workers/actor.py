@@ -1,5 +1,6 @@
 """Actor: the policy that is trained."""
 
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -7,11 +8,12 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from flowrl.algorithms import aggregate, clipped_policy_loss, kl_estimate
-from flowrl.config import ActorConfig
+from flowrl.algorithms import aggregate, masked_range
+from flowrl.algorithms.registry import aggregation_modes, kl_kinds, policy_losses
+from flowrl.config import ActorConfig, UserError
 from flowrl.controller.register import Dispatch, register
 from flowrl.controller.worker import Worker
-from flowrl.data.metric import Mean, Metric
+from flowrl.data.metric import Max, Mean, Metric, Min
 from flowrl.data.table import lengths, make_table
 from flowrl.engines.microbatch import MicroBatch
 from flowrl.engines.models import load_policy, save_model
@@ -32,6 +34,7 @@ class Actor(Worker):
 
     def __init__(self, config: ActorConfig, *, temperature: float = 1.0) -> None:
         self.config, self.temperature = config, temperature
+        self._loss = policy_losses.load(config.loss)
         self.model = load_policy(config.model)
         self.engine = TrainEngine(
             self.model,
@@ -50,15 +53,33 @@ class Actor(Worker):
     @register(
         Dispatch.DP_COMPUTE_METRIC,
         blocking=False,
-        reads=("input_ids", "response_mask", "old_logprobs", "advantages", "ref_logprobs?"),
+        reads=(
+            "input_ids",
+            "response_mask",
+            "old_logprobs",
+            "advantages",
+            "ref_logprobs?",
+            "behavior_logprobs?",
+            "selected?",
+            "loss_weights?",
+            "loss_mask?",
+        ),
     )
     def update(self, batch: TensorDict) -> dict[str, Metric]:
-        """One optimizer step on the clipped policy loss, with the configured entropy bonus and KL."""
-        if self.config.kl_loss_coef and "ref_logprobs" not in batch["tokens"].keys():  # noqa: SIM118 (a TensorDict)
-            raise ValueError(
-                "kl_loss_coef is set, but the batch has no column 'ref_logprobs'; compute it before the update"
-            )
-        return self._named(self.engine.update(batch, self._policy_loss))
+        """One optimizer step on the configured policy loss, with entropy bonus and KL.
+
+        A batch that was corrected has `loss_weights`, by which the policy loss is multiplied, and `loss_mask`, the
+        tokens that the step is over instead of the response mask.
+        """
+        self._check_columns(batch)
+        mask_column = "loss_mask" if "loss_mask" in batch["tokens"].keys() else "response_mask"  # noqa: SIM118 (a TensorDict)
+
+        def loss(
+            model: nn.Module, micro: MicroBatch, denominators: Denominators
+        ) -> tuple[torch.Tensor, dict[str, Metric]]:
+            return self._policy_loss(model, micro, denominators, mask_column)
+
+        return self._named(self.engine.update(batch, loss, mask_column))
 
     @register(Dispatch.DP_COMPUTE_METRIC, blocking=False, reads=("input_ids", "response_mask"))
     def update_sft(self, batch: TensorDict) -> dict[str, Metric]:
@@ -75,40 +96,73 @@ class Actor(Worker):
         """Writes model and tokenizer as a `save_pretrained` folder."""
         save_model(self.model, self.config.model.path, folder)
 
+    def _check_columns(self, batch: TensorDict) -> None:
+        """Refuses a batch without a column that the loss reads. Raises UserError."""
+        inputs = policy_losses.inputs(self._loss)
+        wanted = {name: f"loss {self.config.loss}" for name in policy_losses.keywords if name in inputs}
+        if self.config.kl_loss_coef:
+            wanted["ref_logprobs"] = "kl_loss_coef"
+        for name, setting in wanted.items():
+            if name not in batch["tokens"].keys():  # noqa: SIM118 (a TensorDict)
+                how = (
+                    "the reference's logprobs"
+                    if name == "ref_logprobs"
+                    else "loss_columns(batch, config.actor, seed=...)"
+                )
+                raise UserError(
+                    f"actor.{setting} is set, but the batch has no column {name!r}; compute it before the update, "
+                    f"with {how}"
+                )
+
     def _policy_loss(
-        self, model: nn.Module, micro: MicroBatch, denominators: Denominators
+        self, model: nn.Module, micro: MicroBatch, denominators: Denominators, mask_column: str
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
-        config, mask_BL = self.config, micro.tokens["response_mask"]
+        config, mask_BL = self.config, micro.tokens[mask_column]
         logprobs_BL, entropy_BL = policy_logprobs_and_entropy(
             model, micro, self.temperature, entropy_gradient=config.entropy_coef > 0
         )
-        loss_BL, details = clipped_policy_loss(
-            logprobs_BL,
-            micro.tokens["old_logprobs"],
-            micro.tokens["advantages"],
-            mask_BL,
-            clip_low=config.clip_low,
-            clip_high=config.clip_high,
-            dual_clip=config.dual_clip,
-        )
+        loss_BL, details = self._loss_of_policy(logprobs_BL, micro, mask_BL)
+        if "loss_weights" in micro.tokens:
+            loss_BL = loss_BL * micro.tokens["loss_weights"]
         per_token = {"loss": loss_BL, "entropy": entropy_BL} | details
         if config.entropy_coef:
             loss_BL = loss_BL - config.entropy_coef * entropy_BL
         if config.kl_loss_coef:
-            kl_BL = kl_estimate(logprobs_BL, micro.tokens["ref_logprobs"], kind=config.kl_loss_kind)
+            straight = {} if config.kl_loss_gradient is None else {"gradient": config.kl_loss_gradient}
+            kl_estimate = kl_kinds.load(config.kl_loss_kind)
+            kl_BL = kl_estimate(logprobs=logprobs_BL, ref_logprobs=micro.tokens["ref_logprobs"], **straight)
             loss_BL = loss_BL + config.kl_loss_coef * kl_BL
             per_token["kl_loss"] = kl_BL
-        loss = aggregate(
-            loss_BL,
-            mask_BL,
-            mode=config.aggregation,
+        scale = {} if config.aggregation_scale is None else {"scale": config.aggregation_scale}
+        loss = aggregation_modes.load(config.aggregation)(
+            loss=loss_BL,
+            mask=mask_BL,
             denominator=denominators.tokens if config.aggregation == "token_mean" else denominators.rows,
-            scale=config.aggregation_scale,
+            **scale,
         )
-        return loss, token_means(per_token, mask_BL)
+        return loss, token_means(per_token, mask_BL) | ratio_range(details, mask_BL)
+
+    def _loss_of_policy(
+        self, logprobs_BL: torch.Tensor, micro: MicroBatch, mask_BL: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The configured loss per token `[B, L]`, and its metrics."""
+        columns = {"logprobs": logprobs_BL, "mask": mask_BL} | {
+            name: micro.tokens[name] for name in policy_losses.inputs(self._loss) if name not in ("logprobs", "mask")
+        }
+        return self._loss(**columns, **loss_options(self.config, policy_losses.settings(self._loss)))
 
     def _named(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
         return {f"{self.context.role}/{name}": metric for name, metric in metrics.items()}
+
+
+def loss_options(config: ActorConfig, taken: Container[str]) -> dict[str, Any]:  # Any: as the settings are
+    """The keyword arguments of the configured loss: what its own settings say, and what it takes of them."""
+    settings = config.settings()
+    if "loss_options" in settings:
+        return dict(settings["loss_options"])
+    # cov_fraction and its bounds go to the selection of tokens, cov_kl_coef to the loss as kl_coef.
+    named = {name.removeprefix("cov_"): value for name, value in settings.items()}
+    return {name: value for name, value in named.items() if name in taken}
 
 
 def _imitation_loss(
@@ -127,3 +181,11 @@ def token_means(values: dict[str, torch.Tensor], mask_BL: torch.Tensor) -> dict[
         name: Mean(float(value.detach().masked_fill(~mask_BL, 0).sum(dtype=torch.float64)), count)
         for name, value in values.items()
     }
+
+
+def ratio_range(details: dict[str, torch.Tensor], mask_BL: torch.Tensor) -> dict[str, Metric]:
+    """The smallest and the largest ratio over the mask, of a loss that reports its ratio."""
+    if "ratio" not in details or not mask_BL.any():
+        return {}
+    low, high = masked_range(details["ratio"], mask_BL)
+    return {"ratio_min": Min(float(low)), "ratio_max": Max(float(high))}

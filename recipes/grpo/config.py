@@ -6,14 +6,21 @@ from flowrl.config import OnPolicyConfig
 
 
 class GRPOConfig(OnPolicyConfig):
-    """PPO's update without a critic: a response is compared with others to its prompt. See recipes/grpo/train.py."""
+    """PPO's update without a critic: a response is compared with others to its prompt. See recipes/grpo/train.py.
+
+    Every estimator that needs no critic runs in it.
+    """
 
     @model_validator(mode="after")
     def _check_groups(self) -> "GRPOConfig":
-        if self.algorithm.estimator != "grpo":
+        estimator = self.algorithm.estimator
+        if estimator == "gae":
+            raise ValueError("algorithm.estimator is gae, which needs a critic: set grpo, or use recipes.ppo")
+        if estimator in self.algorithm.COLUMNS:
             raise ValueError(
-                f"algorithm.estimator is {self.algorithm.estimator}, which needs a critic: set grpo, or use recipes.ppo"
+                f"algorithm.estimator is {estimator}, which reads the column {self.algorithm.COLUMNS[estimator]}, and "
+                f"this recipe computes none: set grpo, or store that column in a recipe of your own"
             )
-        if self.samples_per_prompt < 2:
+        if estimator in self.algorithm.GROUPED and self.samples_per_prompt < 2:
             raise ValueError("samples_per_prompt is 1, so every advantage would be 0: set it to 2 or more")
         return self

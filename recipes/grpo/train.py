@@ -8,6 +8,7 @@ from typing import Any
 
 from flowrl.cli import run_recipe
 from flowrl.run.estimate import batch_metrics, estimate_advantages
+from flowrl.run.loss_columns import loss_columns
 from flowrl.run.prompts import read_prompts
 from flowrl.run.run import Run
 from flowrl.workers import Actor, Reference, Rollout, reward_worker
@@ -33,6 +34,7 @@ def train(config: GRPOConfig) -> dict[str, Any]:
 
             # 2. A response is as good as it is better than the others to its prompt.
             batch = estimate_advantages(batch, config.algorithm)
+            batch = loss_columns(batch, config.actor, seed=(config.seed, step))
             run.log(batch_metrics(batch))
 
             # 3. Improve the actor; the KL to the reference is part of its loss.

@@ -17,7 +17,7 @@ class PPOConfig(OnPolicyConfig):
 
     @model_validator(mode="after")
     def _check_estimator(self) -> "PPOConfig":
-        if self.algorithm.estimator != "gae":
-            name = self.algorithm.estimator
+        name = self.algorithm.estimator
+        if name != "gae" and ":" not in name:
             raise ValueError(f"algorithm.estimator is {name}, which uses no critic: set gae, or use recipes.grpo")
         return self

@@ -10,6 +10,7 @@ from typing import Any
 
 from flowrl.cli import run_recipe
 from flowrl.run.estimate import batch_metrics, estimate_advantages
+from flowrl.run.loss_columns import loss_columns
 from flowrl.run.prompts import read_prompts
 from flowrl.run.run import Run
 from flowrl.workers import Actor, Critic, Reference, Rollout, reward_worker
@@ -37,6 +38,7 @@ def train(config: PPOConfig) -> dict[str, Any]:
 
             # 2. Rewards and advantages: pure functions on the columns they name, run beside the data.
             batch = estimate_advantages(batch, config.algorithm)
+            batch = loss_columns(batch, config.actor, seed=(config.seed, step))
             run.log(batch_metrics(batch))
 
             # 3. Improve critic and actor; on separate pools these run at the same time.

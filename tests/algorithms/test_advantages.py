@@ -1,14 +1,16 @@
-"""GAE, group advantages and whitening against literals, a loop per row, and their properties."""
+"""GAE, REINFORCE++, ReMax and whitening against literals, formulas in NumPy, and their properties."""
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowrl.algorithms import gae, grpo, whiten
+from flowrl.algorithms import gae, reinforce_plus_plus, remax, whiten
+from tests.algorithms.strategies import NAN, quick, token_tensors
 
-NAN = float("nan")
 ONES = torch.ones(1, 3, dtype=torch.bool)
 
 
@@ -118,88 +120,77 @@ def test_gae_refuses_a_discount_outside_zero_to_one(gamma: float, lam: float, na
         gae(torch.ones(1, 3), torch.ones(1, 3), ONES, gamma=gamma, lam=lam)
 
 
-def group_advantages(scores: list[float], groups: list[int], *, normalize_std: bool, eps: float = 1e-4) -> Tensor:
-    """grpo over rows of one token, as a [B]."""
-    mask = torch.ones(len(scores), 1, dtype=torch.bool)
-    return grpo(torch.tensor(scores), torch.tensor(groups), mask, normalize_std=normalize_std, eps=eps)[:, 0]
+def test_gae_refuses_shapes_that_differ():
+    with pytest.raises(ValueError, match=r"values has shape \[1, 2\]"):
+        gae(torch.ones(1, 3), torch.ones(1, 2), ONES, gamma=1.0, lam=1.0)
 
 
-def test_grpo_by_hand():
-    # mean .5, unbiased std sqrt(4 * .25 / 3) = .5773503
-    advantages = group_advantages([1, 0, 1, 0], [0, 0, 0, 0], normalize_std=True, eps=0.0)
-    assert_close(advantages, torch.tensor([0.8660254, -0.8660254, 0.8660254, -0.8660254]))
+@quick
+@given(token_tensors(2), st.floats(0, 1), st.floats(0, 1))
+def test_gae_of_any_rows_agrees_with_a_loop_over_chosen_tokens(tokens: tuple[Tensor, ...], gamma: float, lam: float):
+    rewards, values, mask = tokens
+    advantages, returns = gae(rewards, values, mask, gamma=gamma, lam=lam)
+    for row, chosen in enumerate(mask):
+        expected = gae_of_one_row(rewards[row, chosen].numpy(), values[row, chosen].numpy(), gamma, lam)
+        assert_close(advantages[row, chosen].numpy(), expected, rtol=0, atol=1e-10)
+        assert_close(returns[row, chosen], advantages[row, chosen] + values[row, chosen])
 
 
-def test_grpo_adds_eps_to_the_standard_deviation():
-    # mean 1, std sqrt(2); 1 / (sqrt(2) + .1) = .6604130
-    advantages = group_advantages([0, 2], [5, 5], normalize_std=True, eps=0.1)
-    assert_close(advantages, torch.tensor([-0.6604130, 0.6604130]))
+def test_reinforce_plus_plus_by_hand():
+    # to come: [1 + .5 * 2 + .25 * 4, 2 + .5 * 4, 4] = [3, 4, 4] and [8]; mean 4.75, unbiased variance 14.75 / 3
+    mask = torch.tensor([[True, True, True], [False, True, False]])
+    rewards = torch.tensor([[1.0, 2.0, 4.0], [9.0, 8.0, 9.0]])
+    advantages = reinforce_plus_plus(rewards, mask, gamma=0.5)
+    assert_close(advantages, torch.tensor([[-0.7892283, -0.3382407, -0.3382407], [0.0, 1.4657098, 0.0]]))
 
 
-def test_grpo_without_std_is_the_difference_to_the_group_mean():
-    advantages = group_advantages([3.0, 1.0, 5.0], [0, 0, 0], normalize_std=False)
-    assert_close(advantages, torch.tensor([0.0, -2.0, 2.0]))
+@quick
+@given(token_tensors(1))
+def test_reinforce_plus_plus_agrees_with_the_formula_in_numpy(tokens: tuple[Tensor, ...]):
+    rewards, mask = tokens
+    advantages = reinforce_plus_plus(rewards, mask)
+    to_come = [np.cumsum(rewards[row, mask[row]].numpy()[::-1])[::-1] for row in range(len(mask))]
+    x = np.concatenate([*to_come, np.zeros(0)])
+    expected = (x - x.mean()) / np.sqrt(x.var(ddof=1) + 1e-8) if len(x) > 1 else np.zeros_like(x)
+    assert_close(advantages[mask].numpy(), expected, rtol=0, atol=1e-6)
+    assert not advantages[~mask].any()
 
 
-def test_grpo_groups_need_not_be_contiguous_or_equal_in_size():
-    # group 7: 1, 3 (mean 2); group -2: 4, 1, 1 (mean 2)
-    advantages = group_advantages([1, 4, 3, 1, 1], [7, -2, 7, -2, -2], normalize_std=False)
-    assert_close(advantages, torch.tensor([-1.0, 2.0, 1.0, -1.0, -1.0]))
+def test_reinforce_plus_plus_is_unchanged_by_what_masked_tokens_hold():
+    rewards, _, mask = random_inputs(6)
+    dirty = reinforce_plus_plus(rewards.masked_fill(~mask, NAN), mask)
+    assert_close(dirty, reinforce_plus_plus(rewards, mask), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("normalize_std", [False, True])
-def test_grpo_of_a_group_of_one_is_zero(normalize_std: bool):
-    advantages = group_advantages([5.0, 1.0, 3.0], [0, 1, 1], normalize_std=normalize_std)
-    assert advantages[0] == 0 and advantages[1] < 0 < advantages[2]
+def test_reinforce_plus_plus_of_equal_scores_of_one_token_is_zero():
+    assert not reinforce_plus_plus(torch.full((4, 1), 0.1), torch.ones(4, 1).bool()).any()
 
 
-@pytest.mark.parametrize("normalize_std", [False, True])
-@pytest.mark.parametrize("score", [0.1, 1 / 3, -7.3, 1e6])
-def test_grpo_of_equal_scores_is_exactly_zero(score: float, normalize_std: bool):
-    assert not group_advantages([score] * 7, [0, 1, 0, 1, 1, 0, 0], normalize_std=normalize_std).any()
+def test_reinforce_plus_plus_of_bfloat16_is_computed_in_float32():
+    rewards, _, mask = random_inputs(7)
+    low = reinforce_plus_plus(rewards.bfloat16(), mask)
+    assert low.dtype == torch.float32
+    assert_close(low.double(), reinforce_plus_plus(rewards, mask), rtol=0.01, atol=0.01)
 
 
-def test_grpo_gives_every_masked_token_the_advantage_of_its_row_and_the_rest_zero():
-    mask = torch.tensor([[False, True, True], [True, False, False]])
-    advantages = grpo(torch.tensor([0.0, 4.0]), torch.tensor([1, 1]), mask, normalize_std=False)
-    assert advantages.tolist() == [[0.0, -2.0, -2.0], [2.0, 0.0, 0.0]]
+def test_remax_by_hand():
+    mask = torch.tensor([[True, False, True], [True, False, False]])
+    advantages = remax(torch.tensor([1.0, 0.25]), torch.tensor([0.5, 1.0]), mask)
+    assert advantages.tolist() == [[0.5, 0.0, 0.5], [-0.75, 0.0, 0.0]]
 
 
-def test_grpo_counts_a_row_without_tokens_in_its_group():
-    mask = torch.tensor([[False], [True]])
-    advantages = grpo(torch.tensor([0.0, 4.0]), torch.tensor([1, 1]), mask, normalize_std=False)
-    assert advantages.tolist() == [[0.0], [2.0]]
+def test_remax_of_an_answer_as_good_as_the_greedy_one_is_zero():
+    assert not remax(torch.full((3,), 0.1), torch.full((3,), 0.1), torch.ones(3, 2).bool()).any()
 
 
-def test_grpo_agrees_with_the_formula_in_numpy():
-    scores, groups = torch.randn(40, dtype=torch.float64), torch.arange(40) * 7919 % 6
-    advantages = grpo(scores, groups, torch.ones(40, 1, dtype=torch.bool), normalize_std=True)[:, 0]
-    for group in range(6):
-        x = scores[groups == group].numpy()
-        assert_close(advantages[groups == group].numpy(), (x - x.mean()) / (x.std(ddof=1) + 1e-4))
+def test_remax_of_bfloat16_is_the_exact_difference_in_float32():
+    advantages = remax(torch.tensor([1.0]).bfloat16(), torch.tensor([2.0**-9]).bfloat16(), torch.ones(1, 1).bool())
+    assert advantages.dtype == torch.float32 and advantages.item() == 1 - 2.0**-9
 
 
-def test_grpo_of_permuted_rows_is_permuted():
-    scores, groups = torch.randn(9), torch.tensor([0, 1, 0, 2, 2, 1, 2, 0, 3])
-    order = torch.tensor([8, 3, 5, 0, 7, 1, 4, 6, 2])
-    mask = torch.ones(9, 2, dtype=torch.bool)
-    whole = grpo(scores, groups, mask, normalize_std=True)
-    assert_close(grpo(scores[order], groups[order], mask, normalize_std=True), whole[order])
-
-
-def test_grpo_of_no_rows_is_empty():
-    empty = grpo(torch.ones(0), torch.ones(0).long(), torch.ones(0, 3).bool(), normalize_std=True)
-    assert empty.shape == (0, 3)
-
-
-def test_grpo_refuses_group_ids_that_are_not_integers():
-    with pytest.raises(ValueError, match=r"groups is torch\.float32, group ids must be integers"):
-        grpo(torch.ones(2), torch.ones(2), torch.ones(2, 1).bool(), normalize_std=True)
-
-
-def test_grpo_refuses_scores_per_token():
-    with pytest.raises(ValueError, match=r"scores has shape \[2, 3\]"):
-        grpo(torch.ones(2, 3), torch.ones(2).long(), torch.ones(2, 3).bool(), normalize_std=True)
+def test_remax_refuses_greedy_scores_that_are_not_one_per_row():
+    with pytest.raises(ValueError, match=r"greedy_scores has shape \[1\]"):
+        remax(torch.ones(2), torch.ones(1), torch.ones(2, 1).bool())
 
 
 def test_whiten_by_hand():

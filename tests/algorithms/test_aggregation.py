@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowrl.algorithms import AggregationMode, aggregate, aggregation_count
+from flowrl.algorithms import AggregationMode, aggregate, aggregation_count, masked_range
+from tests.algorithms.policy_cases import CASES, Case, Columns, columns, take, with_gradient
 
 MODES: list[AggregationMode] = ["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
 LOSS = torch.tensor([[1.0, 2.0, 3.0, 9.0], [9.0, 8.0, 9.0, 9.0], [9.0, 9.0, 9.0, 9.0]])
@@ -50,6 +53,60 @@ def test_any_split_gives_the_loss_and_the_gradient_of_the_whole(mode: Aggregatio
     split = step_loss(loss, mask, mode, parts)
     assert_close(split, whole)
     assert_close(torch.autograd.grad(split, loss), torch.autograd.grad(whole, loss))
+
+
+@st.composite
+def splits(draw: st.DrawFn, num_rows: int) -> list[list[list[int]]]:
+    """Ranks with micro-batches with rows: every row once, in any order; ranks and micro-batches may be empty."""
+    order = draw(st.permutations(range(num_rows)))
+    num_ranks, num_micro_batches = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    homes = draw(st.lists(st.integers(0, num_ranks * num_micro_batches - 1), min_size=num_rows, max_size=num_rows))
+    parts = [[row for row, home in zip(order, homes, strict=True) if home == part] for part in range(max(homes) + 1)]
+    return [parts[start : start + num_micro_batches] for start in range(0, len(parts), num_micro_batches)]
+
+
+def share(case: Case, table: Columns, rows: list[int], mode: AggregationMode, denominator: int) -> Tensor:
+    part = take(table, rows)
+    scale = 7.0 if mode == "seq_mean_token_sum_norm" else None
+    return aggregate(case(part)[0], part["mask"], mode=mode, denominator=denominator, scale=scale)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**16), mode=st.sampled_from(MODES), ranks=splits(6))
+def test_any_split_into_ranks_and_micro_batches_gives_every_loss_and_its_gradient(
+    case: Case, seed: int, mode: AggregationMode, ranks: list[list[list[int]]]
+):
+    table = with_gradient(columns(seed))
+    denominator = int(aggregation_count(table["mask"], mode=mode))
+    whole = share(case, table, list(range(6)), mode, denominator)
+    total, expected = torch.zeros_like(whole), torch.autograd.grad(whole, table["logprobs"])[0]
+    gradient = torch.zeros_like(expected)
+    for rank in ranks:
+        for rows in rank:
+            part = share(case, table, rows, mode, denominator)
+            gradient += torch.autograd.grad(part, table["logprobs"])[0]
+            total += part.detach()
+    assert_close(total, whole.detach(), rtol=1e-12, atol=1e-13)
+    assert_close(gradient, expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@settings(max_examples=5, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**16), ranks=splits(6))
+def test_any_split_gives_every_metric_its_mean_and_the_ratio_its_range(
+    case: Case, seed: int, ranks: list[list[list[int]]]
+):
+    table = columns(seed)
+    parts = [take(table, rows) for rank in ranks for rows in rank]
+    reports = [case(part)[1] for part in parts]
+    whole = case(table)[1]
+    for name, metric in whole.items():
+        assert_close(torch.stack([report[name].sum() for report in reports]).sum(), metric.sum())
+    ranges = [masked_range(report["ratio"], part["mask"]) for report, part in zip(reports, parts, strict=True)]
+    smallest, largest = masked_range(whole["ratio"], table["mask"])
+    assert min(low.item() for low, _ in ranges) == pytest.approx(smallest.item(), rel=1e-12)
+    assert max(high.item() for _, high in ranges) == pytest.approx(largest.item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from flowrl.algorithms.masks import at_least_float32, last_masked, masked_mean, masked_rows, masked_tokens
+from flowrl.algorithms.masks import (
+    at_least_float32,
+    last_masked,
+    masked_mean,
+    masked_range,
+    masked_rows,
+    masked_tokens,
+)
 
 
 def test_masked_tokens_zeroes_what_the_mask_excludes_even_nan():
@@ -54,6 +61,20 @@ def test_masked_mean_counts_true_positions_only():
 
 def test_masked_mean_of_nothing_is_zero():
     assert masked_mean(torch.ones(2, 3), torch.zeros(2, 3, dtype=torch.bool)).item() == 0.0
+
+
+def test_masked_range_looks_at_true_positions_only_and_carries_no_gradient():
+    values = torch.tensor([[3.0, float("nan"), -1.0], [9.0, -9.0, 2.0]], requires_grad=True)
+    mask = torch.tensor([[True, False, True], [False, False, True]])
+    smallest, largest = masked_range(values, mask)
+    assert (smallest.item(), largest.item()) == (-1.0, 3.0)
+    assert not smallest.requires_grad and not largest.requires_grad
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (0, 3), (2, 0)])
+def test_the_masked_range_of_nothing_leaves_every_other_range_as_it_is(shape: tuple[int, int]):
+    smallest, largest = masked_range(torch.ones(shape), torch.zeros(shape, dtype=torch.bool))
+    assert (smallest.item(), largest.item()) == (float("inf"), float("-inf"))
 
 
 def test_last_masked_marks_the_last_true_position_and_nothing_in_an_empty_row():

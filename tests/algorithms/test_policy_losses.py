@@ -1,4 +1,4 @@
-"""The clipped policy loss against literals, a NumPy formula and finite differences."""
+"""PPO, decoupled PPO and SAPO against literals and formulas in NumPy."""
 
 import math
 
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowrl.algorithms import clipped_policy_loss
+from flowrl.algorithms import clipped_policy_loss, decoupled_policy_loss, sapo_loss
+from tests.algorithms.policy_cases import columns
 
 RATIOS = [2.0, 0.5, 2.0, 0.5, 1.1, 5.0]
 ADVANTAGES = [1.0, 1.0, -1.0, -1.0, 3.0, -2.0]
@@ -161,3 +162,110 @@ def test_bfloat16_inputs_are_computed_in_float32():
 def test_clips_outside_their_range_are_refused(clips: dict[str, float], message: str):
     with pytest.raises(ValueError, match=message):
         clipped_policy_loss(*random_inputs(7), **clips)
+
+
+def decoupled_by_hand(max_weight: float | None) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """loss, metrics and gradient; w is 2, 1, 0.5 and 2, the weights of the sampling policy 0.5, 3, 2 and 2."""
+    old_logprobs = torch.full((1, 4), -1.0)
+    logprobs = (old_logprobs + torch.tensor([[2.0, 1.0, 0.5, 2.0]]).log()).requires_grad_()
+    loss, metrics = decoupled_policy_loss(
+        logprobs,
+        old_logprobs,
+        torch.tensor([[1.0, 1.0, 1.0, -1.0]]),
+        torch.ones(1, 4, dtype=torch.bool),
+        behavior_logprobs=old_logprobs - torch.tensor([[0.5, 3.0, 2.0, 2.0]]).log(),
+        clip_low=0.2,
+        clip_high=0.3,
+        dual_clip=1.5,
+        max_weight=max_weight,
+    )
+    return loss, metrics, torch.autograd.grad(loss.sum(), logprobs)[0]
+
+
+def test_the_decoupled_loss_by_hand():
+    """PPO's are -1.3 (clipped), -1, -0.5 and 1.5 (dual clip)."""
+    loss, metrics, gradient = decoupled_by_hand(None)
+    assert_close(loss, torch.tensor([[-0.65, -3.0, -1.0, 3.0]]))
+    assert_close(gradient, torch.tensor([[0.0, -3.0, -1.0, 0.0]]))
+    assert_close(metrics["behavior_weight"], torch.tensor([[0.5, 3.0, 2.0, 2.0]]))
+    assert_close(metrics["ratio"], torch.tensor([[2.0, 1.0, 0.5, 2.0]]))
+    assert not metrics["weight_cap_fraction"].any()
+
+
+def test_the_decoupled_loss_leaves_out_tokens_whose_weight_is_too_large():
+    loss, metrics, gradient = decoupled_by_hand(2.5)
+    assert_close(loss, torch.tensor([[-0.65, 0.0, -1.0, 3.0]]))
+    assert_close(gradient, torch.tensor([[0.0, 0.0, -1.0, 0.0]]))
+    assert_close(metrics["behavior_weight"], torch.tensor([[0.5, 0.0, 2.0, 2.0]]))
+    assert metrics["weight_cap_fraction"].tolist() == [[0, 1, 0, 0]]
+
+
+def test_the_decoupled_loss_reports_how_stale_the_rollout_is():
+    """k3 of KL(behaviour || proximal): c - 1 - log c."""
+    expected = torch.tensor([[c - 1 - math.log(c) for c in (0.5, 3.0, 2.0, 2.0)]])
+    assert_close(decoupled_by_hand(None)[1]["behavior_kl"], expected)
+
+
+def test_the_decoupled_loss_agrees_with_the_formula_in_numpy():
+    table = columns(0)
+    four = [table[name] for name in ("logprobs", "old_logprobs", "advantages", "mask")]
+    loss, _ = decoupled_policy_loss(
+        *four, behavior_logprobs=table["behavior_logprobs"], clip_low=0.2, clip_high=0.28, max_weight=1.5
+    )
+    x, proximal, a, mask = (column.numpy() for column in four)
+    weights, ratios = np.exp(proximal - table["behavior_logprobs"].numpy()), np.exp(x - proximal)
+    objective = weights * np.minimum(ratios * a, np.clip(ratios, 0.8, 1.28) * a)
+    assert 0 < (weights > 1.5)[mask].sum() < mask.sum()
+    assert_close(loss.numpy(), np.where(mask & (weights <= 1.5), -objective, 0.0))
+
+
+def test_the_decoupled_loss_of_one_policy_that_sampled_and_is_proximal_is_ppo():
+    logprobs, old_logprobs, advantages, mask = random_inputs(8)
+    decoupled, _ = decoupled_policy_loss(
+        logprobs, old_logprobs, advantages, mask, behavior_logprobs=old_logprobs, clip_low=0.2, clip_high=0.3
+    )
+    ppo, _ = clipped_policy_loss(logprobs, old_logprobs, advantages, mask, clip_low=0.2, clip_high=0.3)
+    assert_close(decoupled, ppo, rtol=0, atol=0)
+
+
+def test_a_weight_that_leaves_no_token_is_refused():
+    logprobs, old_logprobs, advantages, mask = random_inputs(9)
+    with pytest.raises(ValueError, match=r"max_weight is 0.0, it must be above 0"):
+        decoupled_policy_loss(
+            logprobs,
+            old_logprobs,
+            advantages,
+            mask,
+            behavior_logprobs=old_logprobs,
+            clip_low=0.2,
+            clip_high=0.2,
+            max_weight=0.0,
+        )
+
+
+def test_sapo_by_hand():
+    """Gates sigmoid(0), sigmoid(1) at temperature 1, and sigmoid(-1) at temperature 2 where A < 0."""
+    logprobs = torch.tensor([[1.0, 2.0, 0.5]]).log().requires_grad_()
+    advantages, mask = torch.tensor([[1.0, 1.0, -1.0]]), torch.ones(1, 3, dtype=torch.bool)
+    loss, metrics = sapo_loss(
+        logprobs, torch.zeros(1, 3), advantages, mask, temperature_positive=1.0, temperature_negative=2.0
+    )
+    assert_close(loss, torch.tensor([[-2.0, -2.9242343, 0.5378828]]))
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+    assert_close(gradient, torch.tensor([[-1.0, -1.5728955, 0.3932239]]))
+    assert_close(metrics["gate"], torch.tensor([[1.0, 0.7864477, 0.7864477]]))
+
+
+def test_sapo_agrees_with_the_formula_in_numpy():
+    logprobs, old_logprobs, advantages, mask = random_inputs(10)
+    loss, _ = sapo_loss(logprobs, old_logprobs, advantages, mask, temperature_positive=0.8, temperature_negative=1.6)
+    w, a = np.exp(logprobs.detach().numpy() - old_logprobs.numpy()), advantages.numpy()
+    tau = np.where(a > 0, 0.8, 1.6)
+    expected = -a * 4 / tau / (1 + np.exp(-tau * (w - 1)))
+    assert_close(loss.detach().numpy(), np.where(mask, expected, 0.0))
+
+
+@pytest.mark.parametrize("name", ["temperature_positive", "temperature_negative"])
+def test_a_temperature_that_is_not_above_zero_is_refused(name: str):
+    with pytest.raises(ValueError, match=rf"{name} is 0.0, it must be above 0"):
+        sapo_loss(*random_inputs(11), **{name: 0.0})

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowrl.algorithms import clipped_value_loss, explained_variance
+from flowrl.algorithms import aggregate, clipped_value_loss, explained_variance
 
 ONES = torch.ones(1, 4, dtype=torch.bool)
 
@@ -80,6 +80,54 @@ def test_no_gradient_flows_into_the_targets():
 def test_a_clip_that_is_not_above_zero_is_refused():
     with pytest.raises(ValueError, match=r"clip is 0\.0, it must be above 0"):
         clipped_value_loss(*random_inputs(5), clip=0.0)
+
+
+def test_permuting_rows_permutes_the_loss_and_a_split_adds_up_in_value_and_gradient():
+    values, old_values, returns, mask = random_inputs(9)
+    parts = [
+        aggregate(
+            clipped_value_loss(values[rows], old_values[rows], returns[rows], mask[rows], clip=0.3)[0],
+            mask[rows],
+            mode="token_mean",
+            denominator=mask.sum(),
+        )
+        for rows in ([3, 0], [1, 4, 2], [0, 1, 2, 3, 4])
+    ]
+    assert_close(parts[0] + parts[1], parts[2])
+    assert_close(*(torch.autograd.grad(x, values)[0] for x in (parts[0] + parts[1], parts[2])))
+
+
+@pytest.mark.parametrize("clip", [None, 0.2])
+def test_errors_of_ten_thousand_stay_finite_in_value_and_gradient(clip: float | None):
+    values = torch.tensor([[1e4, -1e4, 1e4, 0.0]], requires_grad=True)
+    returns = torch.tensor([[-1e4, 1e4, 1e4, -1e4]])
+    loss, _ = clipped_value_loss(values, torch.zeros(1, 4), returns, ONES, clip=clip)
+    assert loss.isfinite().all() and torch.autograd.grad(loss.sum(), values)[0].isfinite().all()
+
+
+def test_bfloat16_values_are_worked_on_in_float32():
+    values, old_values, returns, mask = random_inputs(10)
+    v, v_old, r = (x.detach().bfloat16() for x in (values, old_values, returns))
+    found = clipped_value_loss(v, v_old, r, mask, clip=0.3), explained_variance(v, r, mask)
+    v, v_old, r = v.float(), v_old.float(), r.float()
+    expected = clipped_value_loss(v, v_old, r, mask, clip=0.3), explained_variance(v, r, mask)
+    assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_empty_masks_and_empty_batches_give_zeros():
+    values, old_values, returns, mask = random_inputs(11)
+    loss, clip_fraction = clipped_value_loss(values, old_values, returns, torch.zeros_like(mask), clip=0.3)
+    assert not loss.any() and not clip_fraction.any()
+    assert not torch.autograd.grad(loss.sum(), values)[0].any()
+    none = torch.zeros(0, 4)
+    assert clipped_value_loss(none, none, none, none.bool(), clip=0.3)[0].shape == (0, 4)
+    assert explained_variance(none, none, none.bool()).item() == 0.0
+
+
+def test_explained_variance_agrees_with_numpy():
+    values, _, returns, mask = random_inputs(12)
+    kept, predicted = returns[mask].numpy(), values.detach()[mask].numpy()
+    assert_close(explained_variance(values, returns, mask).item(), 1 - np.var(kept - predicted) / np.var(kept))
 
 
 def test_explained_variance_by_hand():

@@ -94,6 +94,25 @@ def test_a_kl_loss_without_reference_logprobs_is_told(cluster: Cluster, model: M
         actor.update(batch(old_logprobs=[0.0] * 12, advantages=[1.0] * 12))
 
 
+def test_a_loss_without_its_columns_is_told(cluster: Cluster, model: ModelConfig) -> None:
+    actor = actor_of(cluster, model, loss="decoupled_ppo")
+    with pytest.raises(RefusedError, match=r"loss decoupled_ppo .*no column 'behavior_logprobs'.*loss_columns\("):
+        actor.update(batch(old_logprobs=[0.0] * 12, advantages=[1.0] * 12))
+
+
+def test_weights_and_a_smaller_mask_change_the_loss(cluster: Cluster, model: ModelConfig) -> None:
+    actor = actor_of(cluster, model)
+    old = actor.logprobs(batch()).get("logprobs")
+    rows = batch(old_logprobs=old.tolist(), advantages=[1.0] * 12, loss_weights=[0.5] * 10 + [2.0] * 2)
+    rows["loss_mask"] = Batch.from_columns(
+        tokens={"kept": [False] * 7 + [True] + [False] * 2 + [True] * 2}, lengths=LENGTHS
+    )
+    # One token of weight 1/2 and two of weight 2, each with a ratio of 1: -(0.5 + 2 + 2) / 3.
+    metrics = actor.update(rows).get()
+    assert metrics["actor/loss"].result() == pytest.approx(-1.5, abs=1e-6)
+    assert metrics["actor/ratio_min"].result() == pytest.approx(1, abs=1e-6)
+
+
 def test_supervised_steps_lower_the_cross_entropy(cluster: Cluster, model: ModelConfig) -> None:
     actor = actor_of(cluster, model)
     reference = cluster.group("reference", Reference, ReferenceConfig(model=model))

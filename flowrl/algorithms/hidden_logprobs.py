@@ -1,0 +1,304 @@
+"""Log-probabilities and entropies of tokens from hidden states and the head's weight: the logits never exist at once.
+
+Shape suffixes: B rows, T token positions, H hidden size, V vocabulary, N the positions that count; n and v are the
+rows and the columns of one tile of the logits.
+
+The logits [N, V] are made tile by tile, reduced, and dropped; the backward pass makes them again. So memory is that of
+the hidden states, the weight and their gradients, plus one tile. The price is one matrix product more: four for a
+forward and backward pass instead of three. Tiles are about as many rows as columns, because both gradients are sums
+over the other side, and each tile reads and writes its part of both.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from flowrl.algorithms.masks import masked_tokens
+
+_TILE_SIDES = {"cpu": (4096, 2048)}
+"""Rows and columns of a tile by device type: 32 MiB in float32. Smaller ones stay in more of a CPU's cache, but threads
+wait for each other after every operation on a tile, which is slow where others use the cores."""
+
+_OTHER_TILE_SIDES = (4096, 8192)
+"""On accelerators: 128 MiB in float32."""
+
+_LOWEST_LOGPROB = -1e4
+"""exp of it is exactly 0 in float32 and in float64; unlike -inf it can be multiplied by that 0."""
+
+
+def logprobs_from_hidden(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    mask: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """Log-probability of each token given those before it, from the states that the head turns into logits.
+
+        logits = hidden weight^T + bias;      logits = softcap tanh(logits / softcap), if there is a softcap
+
+    Arguments:
+        hidden: [B, T, H], of any float dtype, the states that go into the head (after the last norm).
+        weight: [V, H], of the same dtype, the whole weight of the head, not a shard of it.
+        tokens: int64 [B, T], in [0, V) where the mask is true, the model's input.
+        mask: bool [B, T], the tokens that are wanted; no others cost anything but memory.
+        bias: [V] of the same dtype, or None. -inf excludes a token (without a softcap).
+        temperature: > 0, that of the rollout.
+        softcap: > 0, the bound of the logits (30 for Gemma 2), before the temperature; None is off.
+    Returns: [B, T] in at least float32, differentiable (once) in hidden, weight and bias; column t is
+        log softmax(logits[:, t - 1] / temperature)[tokens[:, t]] where the mask is true. Column 0, and all else, is 0.
+        The sums of both gradients are kept in float32 whatever the dtype.
+    Raises: ValueError on shapes or dtypes that do not fit, a temperature or softcap that is not above 0, a mask that is
+        not bool.
+
+    Gemma Team 2024, https://arxiv.org/abs/2408.00118, section 2 for the softcap. Wijmans et al. 2024,
+    https://arxiv.org/abs/2411.09009 for tiles that are made again in the backward pass.
+    Deviation: no tile is skipped because its probabilities are small; gradients are exact.
+    """
+    head = _checked_head(hidden, weight, tokens, mask, bias, temperature, softcap)
+    return _apply(hidden, tokens, mask, head, with_entropy=False)[0]
+
+
+def logprobs_and_entropy_from_hidden(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    mask: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`logprobs_from_hidden`, and the entropy of the distribution from which each token is drawn, from the same logits.
+
+    Arguments: those of `logprobs_from_hidden`.
+    Returns: (logprobs [B, T], entropy [B, T] in nats), both differentiable (once), zero where the mask is false and in
+        column 0. An entropy that is only looked at (detached) adds nothing to the backward pass.
+    Raises: as `logprobs_from_hidden`.
+    """
+    head = _checked_head(hidden, weight, tokens, mask, bias, temperature, softcap)
+    return _apply(hidden, tokens, mask, head, with_entropy=True)
+
+
+@dataclass(frozen=True)
+class _Head:
+    """What turns hidden states into the logits that tokens are drawn by."""
+
+    weight_VH: Tensor
+    bias_V: Tensor | None
+    temperature: float
+    softcap: float | None
+
+    def logits(self, hidden_nH: Tensor, columns: slice) -> Tensor:
+        """[n, v] in at least float32, as new memory. The product is taken in the model's dtype, as the model does."""
+        bias_v = None if self.bias_V is None else self.bias_V[columns]
+        logits_nv = torch.nn.functional.linear(hidden_nH, self.weight_VH[columns], bias_v)
+        logits_nv = logits_nv.to(torch.promote_types(logits_nv.dtype, torch.float32))
+        if self.softcap is not None:
+            logits_nv = logits_nv.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits_nv if self.temperature == 1 else logits_nv.div_(self.temperature)
+
+    def softcap_slope(self, logits_nv: Tensor) -> Tensor | None:
+        """d capped / d uncapped logit, [n, v]; None without a softcap."""
+        if self.softcap is None:
+            return None
+        return (logits_nv * (self.temperature / self.softcap)).square_().neg_().add_(1)
+
+
+class _Context(Protocol):
+    """What autograd hands to both passes, with what is kept between them; torch does not type it."""
+
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+    settings: tuple[float, float | None]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+
+    def set_materialize_grads(self, value: bool) -> None: ...
+
+
+_Gradients = tuple[Tensor | None, ...]
+"""One for every argument of the forward pass."""
+
+
+class _HiddenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: _Context,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        tokens_N: Tensor,
+        settings: tuple[float, float | None],
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        head = _Head(weight_VH, bias_V, *settings)
+        logsumexp_N, chosen_N, entropy_N = _reduce(head, hidden_NH, tokens_N, with_entropy)
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, tokens_N, logsumexp_N, entropy_N)
+        ctx.settings = settings
+        ctx.set_materialize_grads(False)
+        return chosen_N - logsumexp_N, entropy_N.clone()
+
+    # The decorator hides the signature from the type checker.
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _Context, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None) -> _Gradients:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """With log p(v) = z_v - logsumexp(z): d log p(v) / d z_u = [u = v] - p_u;  d H / d z_u = -p_u (log p_u + H)."""
+        hidden_NH, weight_VH, bias_V, tokens_N, logsumexp_N, entropy_N = ctx.saved_tensors
+        head = _Head(weight_VH, bias_V, *ctx.settings)
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        grad_hidden_NH = torch.zeros_like(hidden_NH, dtype=logsumexp_N.dtype) if wants_hidden else None
+        grad_weight_VH = torch.empty_like(weight_VH) if wants_weight else None
+        grad_bias_V = torch.empty_like(bias_V) if wants_bias else None
+        if grad_logprobs_N is None:
+            grad_logprobs_N = torch.zeros_like(logsumexp_N)
+        for columns in _tiles(len(weight_VH), _sides(hidden_NH)[1]):
+            weight_vH = weight_VH[columns]
+            grad_weight_vH = torch.zeros_like(weight_vH, dtype=logsumexp_N.dtype) if wants_weight else None
+            grad_bias_v = logsumexp_N.new_zeros(len(weight_vH)) if wants_bias else None
+            for rows in _tiles(len(hidden_NH), _sides(hidden_NH)[0]):
+                entropies = None if grad_entropy_N is None else (entropy_N[rows], grad_entropy_N[rows])
+                grad_nv = _tile_gradient(
+                    head, hidden_NH[rows], columns, tokens_N[rows], logsumexp_N[rows], grad_logprobs_N[rows], entropies
+                )
+                if grad_bias_v is not None:
+                    grad_bias_v += grad_nv.sum(0)
+                grad_nv = grad_nv.to(hidden_NH.dtype)
+                if grad_hidden_NH is not None:
+                    _add_product(grad_hidden_NH[rows], grad_nv, weight_vH)
+                if grad_weight_vH is not None:
+                    _add_product(grad_weight_vH, grad_nv.T, hidden_NH[rows])
+            if grad_weight_VH is not None and grad_weight_vH is not None:
+                grad_weight_VH[columns] = grad_weight_vH
+            if grad_bias_V is not None and grad_bias_v is not None:
+                grad_bias_V[columns] = grad_bias_v
+        grad_hidden_NH = None if grad_hidden_NH is None else grad_hidden_NH.to(hidden_NH.dtype)
+        return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None
+
+
+def _reduce(head: _Head, hidden_NH: Tensor, tokens_N: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(logsumexp, logit of the chosen token, entropy), each [N]; without entropies the last is 0."""
+    dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
+    logsumexp_N = hidden_NH.new_full(tokens_N.shape, -torch.inf, dtype=dtype)
+    chosen_N, entropy_N = torch.zeros_like(logsumexp_N), torch.zeros_like(logsumexp_N)
+    for columns in _tiles(len(head.weight_VH), _sides(hidden_NH)[1]):
+        for rows in _tiles(len(hidden_NH), _sides(hidden_NH)[0]):
+            logits_nv = head.logits(hidden_NH[rows], columns)
+            index_n1, is_inside_n1 = _places(tokens_N[rows], columns)
+            found_n = logits_nv.gather(-1, index_n1).squeeze(-1)
+            chosen_N[rows] = torch.where(is_inside_n1.squeeze(-1), found_n, chosen_N[rows])
+            # A tile of excluded tokens has the maximum -inf, and -inf - (-inf) would be NaN.
+            max_n = logits_nv.amax(-1).clamp_(min=torch.finfo(dtype).min)
+            shifted_nv = logits_nv.sub_(max_n[:, None])
+            weights_nv = shifted_nv.exp() if with_entropy else shifted_nv.exp_()
+            # The largest logit adds exactly 1, so only a tile of excluded tokens is changed by this.
+            sum_n = weights_nv.sum(-1).clamp_(min=1)
+            before_n, tile_n = logsumexp_N[rows].clone(), max_n + sum_n.log()
+            logsumexp_N[rows] = torch.logaddexp(before_n, tile_n)
+            if with_entropy:
+                mean_n = weights_nv.mul_(shifted_nv.clamp_(min=_LOWEST_LOGPROB)).sum(-1) / sum_n
+                # A choice in two stages: between what was seen and this tile, then within one of them.
+                share_before_n, share_n = (before_n - logsumexp_N[rows]).exp(), (tile_n - logsumexp_N[rows]).exp()
+                between_n = torch.special.entr(share_before_n) + torch.special.entr(share_n)
+                entropy_N[rows] = between_n + share_before_n * entropy_N[rows] + share_n * (sum_n.log() - mean_n)
+    return logsumexp_N, chosen_N, entropy_N
+
+
+def _tile_gradient(
+    head: _Head,
+    hidden_nH: Tensor,
+    columns: slice,
+    tokens_n: Tensor,
+    logsumexp_n: Tensor,
+    grad_n: Tensor,
+    entropies: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """Gradient [n, v] by the head's own product, before softcap and temperature; `entropies` are H and its gradient."""
+    logits_nv = head.logits(hidden_nH, columns)
+    slope_nv = head.softcap_slope(logits_nv)
+    grad_n1 = grad_n[:, None] / head.temperature
+    logprobs_nv = logits_nv.sub_(logsumexp_n[:, None])
+    if entropies is None:
+        grad_nv = logprobs_nv.exp_().mul_(-grad_n1)
+    else:
+        entropy_n1, grad_entropy_n1 = entropies[0][:, None], entropies[1][:, None] / head.temperature
+        probs_nv = logprobs_nv.exp()
+        surprise_nv = logprobs_nv.clamp_(min=_LOWEST_LOGPROB).add_(entropy_n1)
+        grad_nv = surprise_nv.mul_(-grad_entropy_n1).sub_(grad_n1).mul_(probs_nv)
+    index_n1, is_inside_n1 = _places(tokens_n, columns)
+    grad_nv.scatter_add_(-1, index_n1, torch.where(is_inside_n1, grad_n1, 0))
+    return grad_nv if slope_nv is None else grad_nv.mul_(slope_nv)
+
+
+def _places(tokens_n: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """(column of the tile, valid for any token, and whether the token is in the tile), each [n, 1]."""
+    index_n1 = (tokens_n - columns.start)[:, None]
+    last = columns.stop - columns.start - 1
+    return index_n1.clamp(0, last), (index_n1 >= 0) & (index_n1 <= last)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, where the total may be of higher precision than the factors."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
+
+
+def _tiles(count: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, count)) for start in range(0, count, size))
+
+
+def _sides(tensor: Tensor) -> tuple[int, int]:
+    return _TILE_SIDES.get(tensor.device.type, _OTHER_TILE_SIDES)
+
+
+def _apply(hidden: Tensor, tokens: Tensor, mask: Tensor, head: _Head, *, with_entropy: bool) -> tuple[Tensor, Tensor]:
+    """Both results [B, T] from the states that choose a wanted token."""
+    is_wanted_BT = mask.clone()
+    is_wanted_BT[:, :1] = False  # nothing comes before the first token
+    hidden_NH, tokens_N = hidden[:, :-1][is_wanted_BT[:, 1:]], tokens[is_wanted_BT]
+    results = _HiddenLogprobs.apply(
+        hidden_NH, head.weight_VH, head.bias_V, tokens_N, (head.temperature, head.softcap), with_entropy
+    )
+    logprobs_BT, entropy_BT = (x_N.new_zeros(mask.shape).masked_scatter(is_wanted_BT, x_N) for x_N in results)
+    return logprobs_BT, entropy_BT
+
+
+def _checked_head(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    mask: Tensor,
+    bias: Tensor | None,
+    temperature: float,
+    softcap: float | None,
+) -> _Head:
+    masked_tokens(mask)
+    if tokens.shape != mask.shape:
+        raise ValueError(f"tokens have shape {list(tokens.shape)}, it must be that of the mask, {list(mask.shape)}")
+    if hidden.dim() != 3 or hidden.shape[:2] != mask.shape:
+        raise ValueError(
+            f"hidden has shape {list(hidden.shape)}, it must be [B, T, H] with [B, T] = {list(mask.shape)}"
+        )
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[2]:
+        raise ValueError(f"weight has shape {list(weight.shape)}, it must be [V, H] with H = {hidden.shape[2]}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias has shape {list(bias.shape)}, it must be [V] = {list(weight.shape[:1])}")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.dtype != hidden.dtype:
+            raise ValueError(
+                f"{name} is {tensor.dtype} and hidden {hidden.dtype}, they must agree: convert one of them"
+            )
+    if temperature <= 0:
+        raise ValueError(f"temperature is {temperature}, it must be above 0")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap is {softcap}, it must be above 0, or None to turn it off")
+    return _Head(weight, bias, temperature, softcap)

@@ -1,0 +1,98 @@
+"""KTO: preference optimization from single answers, each marked as desirable or not.
+
+Shape suffix: B rows.
+"""
+
+import torch
+from torch import Tensor
+
+from flowrl.algorithms.masks import at_least_float32
+
+
+def kto_loss(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    desirable: Tensor,
+    *,
+    reference_kl: Tensor | float,
+    beta: float,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss per answer: how far its reward is from being clearly on the right side of the reference point.
+
+    With r = logprobs - ref_logprobs and z = reference_kl:
+
+        desirable    L = desirable_weight   (1 - sigmoid(beta (r - z)))
+        undesirable  L = undesirable_weight (1 - sigmoid(beta (z - r)))
+
+    Arguments:
+        logprobs: [B], of whole answers under the policy: sums over their tokens.
+        ref_logprobs: [B], under the reference. No gradient flows into them.
+        desirable: bool [B].
+        reference_kl: >= 0, a scalar, from `kto_reference_kl` over the whole batch. No gradient flows into it.
+        beta: > 0 (0.1 is usual).
+        desirable_weight, undesirable_weight: > 0. The paper balances n desirable and m undesirable
+            answers by choosing them such that (desirable_weight n) / (undesirable_weight m) is 1 or a little more.
+    Returns: (loss [B], metrics [B] without gradient). A step's loss is the sum over its rows by their number. Metrics:
+        accuracy: 1 where the reward is above the reference point exactly if the answer is desirable.
+        reward: beta r.
+        chosen_reward, rejected_reward: beta r of desirable and of undesirable answers, 0 for the others.
+        is_chosen: 1 for desirable answers; the sum of chosen_reward by the sum of this is its mean.
+    Raises: ValueError on shapes that differ, a `desirable` that is not bool, a beta or weight that is not above 0.
+
+    Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306, section 4, whose loss is weight - value.
+    """
+    for name, value in (
+        ("beta", beta),
+        ("desirable_weight", desirable_weight),
+        ("undesirable_weight", undesirable_weight),
+    ):
+        if value <= 0:
+            raise ValueError(f"{name} is {value}, it must be above 0")
+    if desirable.dtype != torch.bool:
+        raise ValueError(f"desirable is {desirable.dtype}, it must be torch.bool: pass `desirable.bool()`")
+    if not (logprobs.dim() == 1 and logprobs.shape == ref_logprobs.shape == desirable.shape):
+        shapes = f"{list(logprobs.shape)}, {list(ref_logprobs.shape)}, {list(desirable.shape)}"
+        raise ValueError(f"logprobs, ref_logprobs and desirable have shapes {shapes}, they must all be [B]")
+    point = reference_kl.detach() if isinstance(reference_kl, Tensor) else reference_kl
+    ratio_B = at_least_float32(logprobs) - at_least_float32(ref_logprobs.detach())
+    gain_B = beta * torch.where(desirable, ratio_B - point, point - ratio_B)
+    weight_B = torch.where(desirable, desirable_weight, undesirable_weight).to(ratio_B.dtype)
+    # 1 - sigmoid(x) = sigmoid(-x), which keeps its digits where sigmoid(x) is nearly 1.
+    return weight_B * torch.sigmoid(-gain_B), _metrics(beta * ratio_B.detach(), gain_B.detach(), desirable)
+
+
+@torch.no_grad()
+def kto_reference_kl(mismatched_logprobs: Tensor, mismatched_ref_logprobs: Tensor) -> Tensor:
+    """Estimate of KL(policy || reference) from answers that stand under prompts they were not written for.
+
+        z = max(0, mean(mismatched_logprobs - mismatched_ref_logprobs))
+
+    Arguments:
+        mismatched_logprobs: [B], sums over the tokens of the answer of row i + 1 (of row 0 for the last), given the
+            prompt of row i, under the policy. A batch of one row would be matched with itself: it needs two.
+        mismatched_ref_logprobs: [B], under the reference.
+    Returns: a scalar, >= 0, in at least float32, without gradient; 0 for an empty batch. Pass the rows of the whole
+        step, from all ranks: the maximum does not commute with a mean over parts.
+    Raises: ValueError on shapes that differ.
+
+    Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306, section 4.
+    Deviation: the paper takes the mean over each micro-batch, so its loss depends on how a step is split.
+    """
+    if mismatched_logprobs.dim() != 1 or mismatched_logprobs.shape != mismatched_ref_logprobs.shape:
+        shapes = f"{list(mismatched_logprobs.shape)} and {list(mismatched_ref_logprobs.shape)}"
+        raise ValueError(f"mismatched_logprobs and mismatched_ref_logprobs have shapes {shapes}, both must be [B]")
+    ratio_B = at_least_float32(mismatched_logprobs) - at_least_float32(mismatched_ref_logprobs)
+    mean = ratio_B.double().sum() / max(1, len(ratio_B))
+    return mean.clamp(min=0).to(ratio_B.dtype)
+
+
+def _metrics(reward_B: Tensor, gain_B: Tensor, desirable_B: Tensor) -> dict[str, Tensor]:
+    return {
+        "accuracy": (gain_B > 0).to(reward_B.dtype),
+        "reward": reward_B,
+        "chosen_reward": torch.where(desirable_B, reward_B, 0),
+        "rejected_reward": torch.where(desirable_B, 0, reward_B),
+        "is_chosen": desirable_B.to(reward_B.dtype),
+    }

@@ -1,0 +1,92 @@
+"""Settings that belong to one of several choices: an estimator, a loss, a correction."""
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import AfterValidator, model_validator
+
+from flowrl.config.base import Config, check_import
+
+OWN = "module:function"
+"""The entry of `CHOICES` for a function of the user's."""
+
+REQUIRED = ...
+"""In `CHOICES`, for a setting that has no default."""
+
+Options = Mapping[str, bool | int | float | str | None]
+"""Keyword arguments of a function of the user's."""
+
+
+def known_name(what: str, names: Iterable[str]) -> Callable[[str], str]:
+    """A check that a setting is one of the names, or `module:function`."""
+
+    def check(name: str) -> str:
+        if ":" in name:
+            return check_import(name)
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            meant = f"did you mean {near[0]}? " if near else ""
+            raise ValueError(
+                f"{name!r} is no {what}; {meant}There are {', '.join(names)}, and your own is named as module:function"
+            )
+        return name
+
+    return check
+
+
+KlKind = Annotated[str, AfterValidator(known_name("KL estimate", ("k1", "k2", "k3", "abs")))]
+Aggregation = Annotated[
+    str,
+    AfterValidator(
+        known_name(
+            "aggregation", ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm")
+        )
+    ),
+]
+
+
+class ChoiceConfig(Config):
+    """A group of settings of which one, the choice, says which of the others mean something.
+
+    A setting of another choice is refused, not ignored. Settings of the choice that are not given, or null, get the
+    choice's own default, so that a resolved config shows what is in force; those of others are null.
+    """
+
+    CHOICE: ClassVar[str]
+    """Name of the field that chooses."""
+
+    CHOICES: ClassVar[Mapping[str, Mapping[str, Any]]]
+    """What may be chosen -> its settings with their defaults."""
+
+    @classmethod
+    def settings_of(cls, choice: object) -> Mapping[str, Any]:
+        """The settings of a choice with their defaults; none for what is no choice."""
+        own = isinstance(choice, str) and ":" in choice
+        return cls.CHOICES.get(OWN if own else str(choice), {})
+
+    def settings(self) -> dict[str, Any]:
+        """The settings of what was chosen."""
+        return {name: getattr(self, name) for name in self.settings_of(getattr(self, self.CHOICE))}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_defaults(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        settings = cls.settings_of(values.get(cls.CHOICE, cls.model_fields[cls.CHOICE].default))
+        missing = {name: default for name, default in settings.items() if values.get(name) is None}
+        return {**values, **{name: default for name, default in missing.items() if default is not REQUIRED}}
+
+    @model_validator(mode="after")
+    def _check_choice(self) -> Self:
+        choice = getattr(self, self.CHOICE)
+        settings = self.settings_of(choice)
+        for name in dict.fromkeys(name for others in self.CHOICES.values() for name in others):
+            value = getattr(self, name)
+            if name in settings and value is None and settings[name] is REQUIRED:
+                raise ValueError(f"{name} is missing: {self.CHOICE} {choice} needs it and it has no usual value")
+            if name not in settings and value is not None:
+                owners = ", ".join(other for other, others in self.CHOICES.items() if name in others)
+                raise ValueError(f"{name} belongs to {self.CHOICE} {owners} and does nothing for {choice}: remove it")
+        return self

@@ -1,0 +1,44 @@
+"""Functions as users write them, named in configs as tests.algorithms.own_functions:name."""
+
+import torch
+from torch import Tensor
+
+from flowrl.algorithms.registry import policy_losses
+
+
+@policy_losses.register("half_reinforce")
+def half(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, weight: float = 0.5
+) -> tuple[Tensor, dict[str, Tensor]]:
+    return (-weight * advantages * logprobs).masked_fill(~mask, 0), {}
+
+
+def sign(scores: Tensor, mask: Tensor, *, bar: float) -> Tensor:
+    return torch.where(mask, (scores - bar).sign()[:, None], 0)
+
+
+def with_critic(rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    return (rewards - values).masked_fill(~mask, 0), rewards
+
+
+def rows_only(scores: Tensor, mask: Tensor) -> Tensor:
+    return scores
+
+
+def kept_half(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    return torch.full_like(logprobs, 0.5), {}
+
+
+def squared(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    return (logprobs - ref_logprobs).square()
+
+
+def tenth(loss: Tensor, mask: Tensor, *, denominator: float) -> Tensor:
+    return loss.masked_fill(~mask, 0).sum() / denominator / 10
+
+
+def wrong_inputs(logits: Tensor, mask: Tensor) -> Tensor:
+    return logits
+
+
+NOT_A_FUNCTION = 3

@@ -1,0 +1,376 @@
+"""Advantages within groups, against literals, formulas in NumPy, and what all of them have in common."""
+
+from collections.abc import Callable
+from functools import partial
+from itertools import combinations
+from math import comb
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from flowrl.algorithms import gdpo, gpg, grpo, opo, pass_at_k, reinforce_plus_plus_baseline, rloo
+from tests.algorithms.strategies import grouped_rows, masks, orders, quick
+
+Estimator = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def gdpo_of_one_reward(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
+    """gdpo with the signature of the others."""
+    return gdpo(scores[:, None], groups, mask)
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "grpo": partial(grpo, normalize_std=True),
+    "dr_grpo": partial(grpo, normalize_std=False),
+    "rloo": rloo,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "opo": opo,
+    "gpg": gpg,
+    "gpg_std": partial(gpg, normalize_std=True),
+    "pass_at_n": pass_at_k,
+    "pass_at_2": partial(pass_at_k, k=2),
+    "gdpo": gdpo_of_one_reward,
+}
+every_estimator = pytest.mark.parametrize("name", ESTIMATORS)
+
+
+def of_rows(
+    estimator: Callable[..., Tensor], scores: list[float], groups: list[int], **options: float | None
+) -> Tensor:
+    """The estimator over rows of one token, as a [B]."""
+    mask = torch.ones(len(scores), 1, dtype=torch.bool)
+    return estimator(torch.tensor(scores), torch.tensor(groups), mask, **options)[:, 0]
+
+
+def by_group(formula: Callable[[np.ndarray], np.ndarray], scores: Tensor, groups: Tensor) -> np.ndarray:
+    """A formula of one group's scores in NumPy, applied to each group; a group of one gives 0."""
+    found = np.zeros(len(scores))
+    for group in set(groups.tolist()):
+        members = (groups == group).numpy()
+        if members.sum() > 1:
+            found[members] = formula(scores.numpy()[members])
+    return found
+
+
+def assert_rows(advantages: Tensor, expected: np.ndarray, atol: float = 1e-6) -> None:
+    """Every token of a row has the row's value."""
+    assert_close(advantages, torch.from_numpy(expected)[:, None].expand_as(advantages), rtol=1e-6, atol=atol)
+
+
+ROWS = grouped_rows()
+
+
+@every_estimator
+@quick
+@given(data=st.data())
+def test_permuted_rows_give_permuted_advantages(name: str, data: st.DataObject):
+    scores, groups = data.draw(ROWS)
+    mask, order = data.draw(masks(len(scores))), data.draw(orders(len(scores)))
+    whole = ESTIMATORS[name](scores, groups, mask)
+    assert_close(ESTIMATORS[name](scores[order], groups[order], mask[order]), whole[order], rtol=1e-6, atol=1e-6)
+
+
+@every_estimator
+@quick
+@given(data=st.data())
+def test_scores_that_are_equal_within_groups_give_exactly_zero(name: str, data: st.DataObject):
+    _, groups = data.draw(ROWS)
+    scores = torch.sin(groups.double()) + 0.1
+    assert not ESTIMATORS[name](scores, groups, data.draw(masks(len(groups)))).any()
+
+
+@every_estimator
+@quick
+@given(data=st.data())
+def test_advantages_stand_at_the_mask_alike_for_all_tokens_of_a_row(name: str, data: st.DataObject):
+    scores, groups = data.draw(ROWS)
+    mask = data.draw(masks(len(scores)))
+    advantages = ESTIMATORS[name](scores, groups, mask)
+    assert advantages.shape == mask.shape and torch.isfinite(advantages).all()
+    assert not advantages[~mask].any()
+    for row, chosen in enumerate(mask):
+        assert len(advantages[row, chosen].unique()) <= 1
+
+
+@every_estimator
+@quick
+@given(ROWS)
+def test_renamed_groups_change_nothing(name: str, rows: tuple[Tensor, Tensor]):
+    scores, groups = rows
+    mask = torch.ones(len(scores), 1, dtype=torch.bool)
+    renamed = torch.unique(-groups, return_inverse=True)[1].to(torch.int32)
+    assert_close(ESTIMATORS[name](scores, renamed, mask), ESTIMATORS[name](scores, groups, mask), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name != "gdpo"])
+@quick
+@given(data=st.data())
+def test_a_shift_of_all_scores_changes_nothing(name: str, data: st.DataObject):
+    scores, groups = data.draw(ROWS)
+    mask = torch.ones(len(scores), 1, dtype=torch.bool)
+    whole = ESTIMATORS[name](scores.round(), groups, mask)
+    assert_close(ESTIMATORS[name](scores.round() + 4096, groups, mask), whole, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name != "reinforce_plus_plus_baseline"])
+def test_a_group_of_one_gives_zero(name: str):
+    advantages = of_rows(ESTIMATORS[name], [5.0, 1.0, 3.0], [9, 1, 1])
+    assert advantages[0] == 0 and advantages[1] <= 0 < advantages[2]
+
+
+@every_estimator
+def test_a_row_without_tokens_counts_in_its_group(name: str):
+    mask = torch.tensor([[False], [True], [True]])
+    scores, groups = torch.tensor([0.0, 4.0, 1.0]), torch.tensor([1, 1, 2])
+    if name == "opo":
+        assert not opo(scores, groups, mask).any()
+    else:
+        assert ESTIMATORS[name](scores, groups, mask)[1] > 0
+
+
+@every_estimator
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
+def test_no_rows_or_no_positions_give_an_empty_result(name: str, shape: tuple[int, int]):
+    assert ESTIMATORS[name](torch.ones(shape[0]), torch.arange(shape[0]), torch.ones(shape).bool()).shape == shape
+
+
+@every_estimator
+def test_scores_of_bfloat16_are_computed_in_float32(name: str):
+    scores, groups = torch.randn(32, generator=torch.Generator().manual_seed(0)), torch.arange(32) % 4
+    mask = torch.ones(32, 2, dtype=torch.bool)
+    low = ESTIMATORS[name](scores.bfloat16(), groups, mask)
+    assert low.dtype == torch.float32
+    # A score is off by up to 2^-9 of itself, an advantage by that of a few scores.
+    assert_close(low, ESTIMATORS[name](scores, groups, mask), rtol=0.02, atol=0.02)
+
+
+@every_estimator
+def test_advantages_carry_no_gradient(name: str):
+    scores = torch.tensor([1.0, 2.0], requires_grad=True)
+    assert not ESTIMATORS[name](scores, torch.tensor([0, 0]), torch.ones(2, 1).bool()).requires_grad
+
+
+@every_estimator
+def test_group_ids_that_are_not_integers_are_refused(name: str):
+    with pytest.raises(ValueError, match=r"groups is torch\.float32, group ids must be integers"):
+        ESTIMATORS[name](torch.ones(2), torch.ones(2), torch.ones(2, 1).bool())
+
+
+@every_estimator
+def test_a_mask_of_numbers_is_refused(name: str):
+    with pytest.raises(ValueError, match=r"mask is torch\.float32"):
+        ESTIMATORS[name](torch.ones(2), torch.ones(2).long(), torch.ones(2, 1))
+
+
+@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name != "gdpo"])
+def test_scores_per_token_are_refused(name: str):
+    with pytest.raises(ValueError, match=r"scores has shape \[2, 3\]"):
+        ESTIMATORS[name](torch.ones(2, 3), torch.ones(2).long(), torch.ones(2, 3).bool())
+
+
+def test_grpo_by_hand():
+    # mean .5, unbiased std sqrt(4 * .25 / 3) = .5773503
+    advantages = of_rows(grpo, [1, 0, 1, 0], [0, 0, 0, 0], normalize_std=True, eps=0.0)
+    assert_close(advantages, torch.tensor([0.8660254, -0.8660254, 0.8660254, -0.8660254]))
+
+
+def test_grpo_adds_eps_to_the_standard_deviation():
+    # mean 1, std sqrt(2); 1 / (sqrt(2) + .1) = .6604130
+    advantages = of_rows(grpo, [0, 2], [5, 5], normalize_std=True, eps=0.1)
+    assert_close(advantages, torch.tensor([-0.6604130, 0.6604130]))
+
+
+def test_grpo_without_std_is_the_difference_to_the_group_mean():
+    advantages = of_rows(grpo, [3.0, 1.0, 5.0], [0, 0, 0], normalize_std=False)
+    assert_close(advantages, torch.tensor([0.0, -2.0, 2.0]))
+
+
+def test_grpo_groups_need_not_be_contiguous_or_equal_in_size():
+    # group 7: 1, 3 (mean 2); group -2: 4, 1, 1 (mean 2)
+    advantages = of_rows(grpo, [1, 4, 3, 1, 1], [7, -2, 7, -2, -2], normalize_std=False)
+    assert_close(advantages, torch.tensor([-1.0, 2.0, 1.0, -1.0, -1.0]))
+
+
+@quick
+@given(ROWS)
+def test_grpo_agrees_with_the_formula_in_numpy(rows: tuple[Tensor, Tensor]):
+    expected = by_group(lambda x: (x - x.mean()) / (x.std(ddof=1) + 1e-4), *rows)
+    assert_rows(ESTIMATORS["grpo"](*rows, torch.ones(len(rows[0]), 2).bool()), expected)
+
+
+def test_rloo_by_hand():
+    # group 4: 1 - (0 + 2) / 2, 0 - (1 + 2) / 2, 2 - (1 + 0) / 2; group 5: 3 - 7, 7 - 3
+    advantages = of_rows(rloo, [1.0, 3.0, 0.0, 2.0, 7.0], [4, 5, 4, 4, 5])
+    assert_close(advantages, torch.tensor([0.0, -4.0, -1.5, 1.5, 4.0]))
+
+
+@quick
+@given(ROWS)
+def test_rloo_agrees_with_the_mean_of_the_others(rows: tuple[Tensor, Tensor]):
+    expected = by_group(lambda x: np.array([x[i] - np.delete(x, i).mean() for i in range(len(x))]), *rows)
+    assert_rows(rloo(*rows, torch.ones(len(rows[0]), 2).bool()), expected)
+
+
+def test_reinforce_plus_plus_baseline_by_hand():
+    # deviations -1, 1 and -3, 3; rows of 2, 1, 1 and 1 tokens: -1, -1, 1, -3, 3; mean -.2, variance 20.8 / 4
+    mask = torch.tensor([[True, True], [True, False], [False, True], [True, False]])
+    advantages = reinforce_plus_plus_baseline(torch.tensor([0.0, 2.0, 1.0, 7.0]), torch.tensor([0, 0, 1, 1]), mask)
+    expected = [[-0.3508232, -0.3508232], [0.5262348, 0.0], [0.0, -1.2278812], [1.4032928, 0.0]]
+    assert_close(advantages, torch.tensor(expected))
+
+
+@quick
+@given(ROWS)
+def test_reinforce_plus_plus_baseline_agrees_with_the_formula_in_numpy(rows: tuple[Tensor, Tensor]):
+    deviations = np.repeat(by_group(lambda x: x - x.mean(), *rows), 2)
+    expected = ((deviations - deviations.mean()) / np.sqrt(deviations.var(ddof=1) + 1e-8))[::2]
+    assert_rows(reinforce_plus_plus_baseline(*rows, torch.ones(len(rows[0]), 2).bool()), expected, atol=1e-5)
+
+
+def test_opo_by_hand():
+    # lengths 3, 1: baseline (3 * 1 + 1 * 5) / 4 = 2; the row of another group has its own score
+    mask = torch.tensor([[True, True, True], [False, True, False], [True, False, False]])
+    advantages = opo(torch.tensor([1.0, 5.0, 9.0]), torch.tensor([0, 0, 1]), mask)
+    assert advantages.tolist() == [[-1.0, -1.0, -1.0], [0.0, 3.0, 0.0], [0.0, 0.0, 0.0]]
+
+
+@quick
+@given(st.data())
+def test_opo_agrees_with_the_weighted_mean_in_numpy(data: st.DataObject):
+    scores, groups = data.draw(ROWS)
+    mask = data.draw(masks(len(scores)))
+    advantages, lengths = opo(scores, groups, mask), mask.sum(-1).numpy()
+    for row in mask.any(-1).nonzero()[:, 0].tolist():
+        members = (groups == groups[row]).numpy()
+        expected = scores[row].item() - np.average(scores.numpy()[members], weights=lengths[members])
+        assert_close(
+            advantages[row][mask[row]], torch.full((int(lengths[row]),), expected).double(), rtol=1e-6, atol=1e-6
+        )
+
+
+@quick
+@given(ROWS)
+def test_opo_of_equal_lengths_is_dr_grpo(rows: tuple[Tensor, Tensor]):
+    mask = torch.ones(len(rows[0]), 3, dtype=torch.bool)
+    assert_close(opo(*rows, mask), grpo(*rows, mask, normalize_std=False), rtol=1e-6, atol=1e-6)
+
+
+def test_gpg_by_hand():
+    # groups 0: 1, 0 (mean .5); 1: 1, 1 (no signal); 2: alone. alpha = 5 / 2
+    advantages = of_rows(gpg, [1.0, 1.0, 0.0, 1.0, 8.0], [0, 1, 0, 1, 2])
+    assert advantages.tolist() == [1.25, 0.0, -1.25, 0.0, 0.0]
+
+
+def test_gpg_can_divide_by_the_standard_deviation():
+    # alpha 1, deviations -1 and 1, unbiased std sqrt(2)
+    advantages = of_rows(gpg, [0.0, 2.0], [3, 3], normalize_std=True, eps=0.0)
+    assert_close(advantages, torch.tensor([-0.7071068, 0.7071068]))
+
+
+@quick
+@given(ROWS)
+def test_gpg_agrees_with_the_formula_in_numpy(rows: tuple[Tensor, Tensor]):
+    silent = sum(len(set(rows[0][rows[1] == group].tolist())) == 1 for group in rows[1].tolist())
+    alpha = len(rows[0]) / max(len(rows[0]) - silent, 1)
+    assert_rows(gpg(*rows, torch.ones(len(rows[0]), 2).bool()), alpha * by_group(lambda x: x - x.mean(), *rows), 1e-5)
+
+
+def pass_at_k_by_sets(scores: np.ndarray, k: int) -> np.ndarray:
+    """Every set of k rows, one by one."""
+    found = np.zeros(len(scores))
+    for rows in combinations(range(len(scores)), k):
+        for i in rows:
+            found[i] += max(scores[list(rows)]) - max(scores[[j for j in rows if j != i]])
+    return found / comb(len(scores), k)
+
+
+def test_pass_at_k_of_the_whole_group_is_the_lead_of_the_best_row():
+    advantages = of_rows(pass_at_k, [1.0, 5.0, 2.0, 7.0, 7.0], [0, 0, 0, 1, 1])
+    assert advantages.tolist() == [0.0, 3.0, 0.0, 0.0, 0.0]
+
+
+def test_pass_at_k_by_hand():
+    # pairs of 0, 1, 3: the better of (0, 1) adds 1, of (0, 3) adds 3, of (1, 3) adds 2; three pairs
+    advantages = of_rows(pass_at_k, [1.0, 3.0, 0.0], [0, 0, 0], k=2)
+    assert_close(advantages, torch.tensor([1 / 3, 5 / 3, 0.0]))
+
+
+def test_pass_at_k_of_one_right_answer_among_wrong_ones():
+    # one of eight is right: it is in 3 of every 8 sets of three, and decides each of them
+    advantages = of_rows(pass_at_k, [0.0] * 7 + [1.0], [0] * 8, k=3)
+    assert_close(advantages, torch.tensor([0.0] * 7 + [3 / 8]))
+
+
+def test_pass_at_k_of_fewer_than_k_rows_is_zero():
+    advantages = of_rows(pass_at_k, [0.0, 1.0, 0.0, 1.0, 1.0], [0, 0, 1, 1, 1], k=3)
+    assert_close(advantages, torch.tensor([0.0] * 5))
+
+
+@pytest.mark.parametrize("k", [2, 3, 5, None])
+@quick
+@given(rows=ROWS)
+def test_pass_at_k_agrees_with_all_sets_one_by_one(k: int | None, rows: tuple[Tensor, Tensor]):
+    def formula(x: np.ndarray) -> np.ndarray:
+        size = len(x) if k is None else k
+        return pass_at_k_by_sets(x, size) if len(x) >= size else np.zeros(len(x))
+
+    assert_rows(pass_at_k(*rows, torch.ones(len(rows[0]), 2).bool(), k=k), by_group(formula, *rows))
+
+
+def test_pass_at_k_of_a_thousand_rows_is_finite_and_exact_for_pairs():
+    # the best of n is better than every other by 1 when they are equal: n - 1 pairs of n (n - 1) / 2
+    advantages = of_rows(pass_at_k, [0.0] * 999 + [1.0], [0] * 1000, k=2)
+    assert_close(advantages[-1], torch.tensor(2 / 1000))
+
+
+def test_pass_at_k_refuses_best_of_one():
+    with pytest.raises(ValueError, match="k is 1, it must be 2 or more"):
+        of_rows(pass_at_k, [1.0, 2.0], [0, 0], k=1)
+
+
+def test_gdpo_by_hand():
+    # both rewards normalise to -+.7071068 in both groups; sums -1.4142136, 1.4142136 and 0, 0; std sqrt(4 / 3)
+    scores = torch.tensor([[0.0, 0.0], [1.0, 10.0], [0.0, 30.0], [5.0, 10.0]])
+    advantages = gdpo(scores, torch.tensor([0, 0, 1, 1]), torch.ones(4, 1).bool(), eps=0.0)
+    assert_close(advantages[:, 0], torch.tensor([-1.2247449, 1.2247449, 0.0, 0.0]))
+
+
+def test_gdpo_weighs_normalised_rewards():
+    # the same with weights 1 and 3: sums in units of .7071068 are -4, 4, 2, -2; std sqrt(40 / 3) of these units
+    scores = torch.tensor([[0.0, 0.0], [1.0, 10.0], [0.0, 30.0], [5.0, 10.0]])
+    advantages = gdpo(scores, torch.tensor([0, 0, 1, 1]), torch.ones(4, 1).bool(), weights=[1, 3], eps=0.0)
+    assert_close(advantages[:, 0], torch.tensor([-1.0954451, 1.0954451, 0.5477226, -0.5477226]))
+
+
+def test_gdpo_keeps_apart_what_a_sum_of_rewards_makes_equal():
+    # sums are 0, 1 and 0, 2: grpo gives both groups the same advantages
+    scores, groups = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 0.0], [1.0, 1.0]]), torch.tensor([0, 0, 1, 1])
+    advantages = gdpo(scores, groups, torch.ones(4, 1).bool())[:, 0]
+    assert_close(advantages[3], 2 * advantages[1], rtol=1e-3, atol=0)
+
+
+@quick
+@given(ROWS, st.integers(1, 3))
+def test_gdpo_agrees_with_the_formula_in_numpy(rows: tuple[Tensor, Tensor], num_rewards: int):
+    scores, groups = torch.stack([rows[0].roll(k) * (k + 1) for k in range(num_rewards)], 1), rows[1]
+    weights = [1.0, -0.5, 2.0][:num_rewards]
+    sums = np.zeros(len(groups))
+    for k in range(num_rewards):
+        sums += weights[k] * by_group(lambda x: (x - x.mean()) / (x.std(ddof=1) + 1e-4), scores[:, k], groups)
+    expected = (sums - sums.mean()) / (sums.std(ddof=1) + 1e-4) if len(sums) > 1 else np.zeros(1)
+    assert_rows(gdpo(scores, groups, torch.ones(len(groups), 2).bool(), weights=weights), expected, atol=1e-5)
+
+
+def test_gdpo_refuses_scores_without_a_column_per_reward():
+    with pytest.raises(ValueError, match=r"scores has shape \[2\], it must be \[B, K\]"):
+        gdpo(torch.ones(2), torch.ones(2).long(), torch.ones(2, 1).bool())
+
+
+def test_gdpo_refuses_weights_that_are_not_one_per_reward():
+    with pytest.raises(ValueError, match="weights has 1 numbers, it must have one per reward, 2"):
+        gdpo(torch.ones(2, 2), torch.ones(2).long(), torch.ones(2, 1).bool(), weights=[1.0])

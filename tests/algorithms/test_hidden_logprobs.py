@@ -1,0 +1,250 @@
+"""Log-probabilities and entropies from hidden states against literals, the whole logits, and finite differences."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flowrl.algorithms import hidden_logprobs as module
+from flowrl.algorithms import logprobs_and_entropy_from_hidden, logprobs_from_hidden, token_entropy, token_logprobs
+
+Inputs = dict[str, Any]  # Any: tensors, and settings beside them
+HEADS: list[Inputs] = [{}, {"temperature": 0.7}, {"softcap": 2.0, "temperature": 1.3}]
+
+
+def random_inputs(seed: int, rows: int = 3, length: int = 5, size: int = 4, vocabulary: int = 11) -> Inputs:
+    """hidden, weight and bias (with gradient), tokens, mask."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"hidden": (rows, length, size), "weight": (vocabulary, size), "bias": (vocabulary,)}
+    found: Inputs = {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for name, shape in shapes.items()
+    }
+    found["tokens"] = torch.randint(vocabulary, (rows, length), generator=generator)
+    found["mask"] = torch.rand((rows, length), generator=generator) < 0.7
+    return found
+
+
+def changed(inputs: Inputs, **change: Any) -> Inputs:  # Any: as in Inputs
+    return inputs | change
+
+
+def whole(inputs: Inputs, temperature: float = 1.0, softcap: float | None = None) -> tuple[Tensor, Tensor]:
+    """Both results from all logits at once."""
+    logits = inputs["hidden"] @ inputs["weight"].T + inputs["bias"]
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logprobs_all = (logits / temperature).log_softmax(-1)
+    chosen = logprobs_all[:, :-1].gather(-1, inputs["tokens"][:, 1:, None]).squeeze(-1)
+    entropy = -(logprobs_all.exp() * logprobs_all).sum(-1)[:, :-1]
+    pad = torch.nn.functional.pad
+    return torch.where(inputs["mask"], pad(chosen, (1, 0)), 0), torch.where(inputs["mask"], pad(entropy, (1, 0)), 0)
+
+
+def gradients(value: Tensor, inputs: Inputs) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(value, [inputs[name] for name in ("hidden", "weight", "bias")])
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(module._TILE_SIDES, "cpu", (3, 4))
+
+
+def test_by_hand():
+    # The head doubles the state for token 0 and adds ln 3 to token 1: logits [0, ln 3] then [2 ln 3, ln 3].
+    hidden = torch.tensor([[[0.0], [math.log(3)], [50.0]]])
+    weight, bias = torch.tensor([[2.0], [0.0]]), torch.tensor([0.0, math.log(3)])
+    tokens, mask = torch.tensor([[0, 1, 0]]), torch.ones(1, 3, dtype=torch.bool)
+    logprobs, entropy = logprobs_and_entropy_from_hidden(hidden, weight, tokens, mask, bias=bias)
+    assert_close(logprobs, torch.tensor([[0.0, math.log(0.75), math.log(0.75)]]))
+    assert_close(entropy, torch.tensor([[0.0, 0.5623351, 0.5623351]]))
+
+
+def test_softcap_and_temperature_by_hand():
+    # 2 tanh(1 / 2) = 0.9242343; over the temperature 0.5 that is 1.8484687 against 0.
+    hidden, weight = torch.tensor([[[1.0], [0.0]]]), torch.tensor([[1.0], [0.0]])
+    tokens, mask = torch.tensor([[0, 0]]), torch.ones(1, 2, dtype=torch.bool)
+    logprobs = logprobs_from_hidden(hidden, weight, tokens, mask, softcap=2.0, temperature=0.5)
+    assert_close(logprobs, torch.tensor([[0.0, -math.log1p(math.exp(-1.8484687))]]))
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.usefixtures("small_tiles")
+def test_both_and_their_gradients_agree_with_the_whole_logits(head: Inputs):
+    inputs = random_inputs(0)
+    ours, theirs = logprobs_and_entropy_from_hidden(**inputs, **head), whole(inputs, **head)
+    assert_close(ours, theirs)
+    weights = torch.randn(2, 3, 5, dtype=torch.float64)
+    value, expected = ((weights[0] * x[0] + weights[1] * x[1]).sum() for x in (ours, theirs))
+    assert_close(gradients(value, inputs), gradients(expected, inputs))
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.usefixtures("small_tiles")
+def test_both_pass_a_gradient_check(head: Inputs):
+    inputs = random_inputs(1, 2, 3, 2, 6)
+
+    def results(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        return logprobs_and_entropy_from_hidden(hidden, weight, inputs["tokens"], inputs["mask"], bias=bias, **head)
+
+    assert torch.autograd.gradcheck(results, [inputs[name] for name in ("hidden", "weight", "bias")])
+
+
+@given(seed=st.integers(0, 2**16), sides=st.tuples(st.integers(1, 20), st.integers(1, 20)))
+@settings(max_examples=25, deadline=None)
+def test_results_and_gradients_do_not_depend_on_the_tiles(seed: int, sides: tuple[int, int]):
+    inputs = random_inputs(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(module._TILE_SIDES, "cpu", sides)
+        logprobs, entropy = logprobs_and_entropy_from_hidden(**inputs)
+        found = gradients((logprobs - 0.3 * entropy).sum(), inputs)
+    expected = whole(inputs)
+    assert_close((logprobs, entropy), expected)
+    assert_close(found, gradients((expected[0] - 0.3 * expected[1]).sum(), inputs))
+
+
+def test_the_logprobs_alone_are_those_that_come_with_entropies():
+    inputs = random_inputs(2)
+    assert_close(logprobs_from_hidden(**inputs), logprobs_and_entropy_from_hidden(**inputs)[0], rtol=0, atol=0)
+
+
+def test_they_are_those_of_token_logprobs_and_token_entropy():
+    inputs = random_inputs(3)
+    logits, mask = inputs["hidden"] @ inputs["weight"].T + inputs["bias"], inputs["mask"]
+    expected = token_logprobs(logits, inputs["tokens"], temperature=0.9), token_entropy(logits, temperature=0.9)
+    found = logprobs_and_entropy_from_hidden(**inputs, temperature=0.9)
+    assert_close(found, tuple(x.masked_fill(~mask, 0) for x in expected))
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that any operation returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_no_tensor_of_either_pass_is_larger_than_the_inputs_or_a_tile():
+    inputs = random_inputs(4, 4, 40, 2, 40)
+    with Largest() as largest:
+        gradients(torch.stack(logprobs_and_entropy_from_hidden(**inputs, softcap=5.0)).sum(), inputs)
+    assert largest.elements == inputs["hidden"].numel() == 320  # weight: 80, tile: 12, logits: 6,400
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_masked_positions_change_neither_value_nor_gradient():
+    inputs = random_inputs(5)
+    choosing = torch.nn.functional.pad(inputs["mask"][:, 1:], (0, 1))
+    hidden = inputs["hidden"].detach().masked_fill(~choosing[..., None], float("nan")).requires_grad_()
+    dirty = changed(inputs, hidden=hidden, tokens=inputs["tokens"].masked_fill(~inputs["mask"], -100))
+    clean_value, dirty_value = (
+        sum(logprobs_and_entropy_from_hidden(**x), start=torch.tensor(0.0)) for x in (inputs, dirty)
+    )
+    assert_close(dirty_value, clean_value, rtol=0, atol=0)
+    assert_close(gradients(dirty_value.sum(), dirty), gradients(clean_value.sum(), inputs), rtol=0, atol=0)
+
+
+def test_a_split_batch_adds_up_to_the_whole():
+    inputs = random_inputs(6)
+    parts = [inputs | {name: inputs[name][rows] for name in ("hidden", "tokens", "mask")} for rows in ([0, 2], [1])]
+    values = [logprobs_from_hidden(**part) for part in parts]
+    assert_close(torch.cat(values), logprobs_from_hidden(**inputs)[[0, 2, 1]])
+    added = gradients(values[0].sum() + values[1].sum(), inputs)
+    assert_close(added, gradients(logprobs_from_hidden(**inputs).sum(), inputs))
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_an_excluded_token_has_logprob_minus_infinity_and_adds_nothing():
+    inputs = random_inputs(7, vocabulary=11)
+    bias = torch.zeros(11, dtype=torch.float64)
+    bias[:5] = -math.inf  # the whole first tile, and a part of the second
+    allowed = changed(inputs, tokens=inputs["tokens"] % 6, weight=inputs["weight"][5:], bias=bias[5:])
+    excluding = changed(inputs, tokens=allowed["tokens"] + 5, bias=bias.requires_grad_())
+    found = logprobs_and_entropy_from_hidden(**excluding)
+    assert_close(found, logprobs_and_entropy_from_hidden(**allowed))
+    grads = gradients((found[0] + found[1]).sum(), excluding)
+    assert all(x.isfinite().all() for x in grads) and not grads[1][:5].any()
+    none = logprobs_from_hidden(**changed(excluding, tokens=torch.zeros_like(inputs["tokens"])))
+    assert (none[:, 1:][inputs["mask"][:, 1:]] == -math.inf).all()
+
+
+def test_extreme_logits_stay_finite():
+    hidden, weight = torch.full((1, 2, 1), 1e4, requires_grad=True), torch.tensor([[1.0], [-1.0]], requires_grad=True)
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    logprobs, entropy = logprobs_and_entropy_from_hidden(hidden, weight, torch.tensor([[0, 1]]), mask)
+    assert logprobs.tolist() == [[0.0, -2e4]] and entropy.tolist() == [[0.0, 0.0]]
+    found = torch.autograd.grad((logprobs + entropy).sum(), (hidden, weight))
+    assert all(x.isfinite().all() for x in found)
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight", "bias"])
+def test_what_is_frozen_gets_no_gradient_and_the_rest_is_unchanged(frozen: str):
+    inputs = random_inputs(8)
+    names = [name for name in ("hidden", "weight", "bias") if name != frozen]
+    held = inputs | {frozen: inputs[frozen].detach()}
+    found, expected = (
+        torch.autograd.grad(logprobs_from_hidden(**x).sum(), [inputs[n] for n in names]) for x in (held, inputs)
+    )
+    assert_close(found, expected)
+
+
+def test_a_detached_entropy_leaves_the_gradient_of_the_logprobs():
+    inputs = random_inputs(9)
+    logprobs, entropy = logprobs_and_entropy_from_hidden(**inputs)
+    assert not entropy.detach().requires_grad
+    assert_close(gradients(logprobs.sum(), inputs), gradients(logprobs_from_hidden(**inputs).sum(), inputs))
+    (only_entropy,) = logprobs_and_entropy_from_hidden(**inputs)[1:]
+    assert_close(gradients(only_entropy.sum(), inputs), gradients(whole(inputs)[1].sum(), inputs))
+
+
+def test_bfloat16_agrees_with_float32_to_the_rounding_of_its_logits():
+    exact = random_inputs(10, 2, 9, 16, 50)
+    low = {n: x.detach().bfloat16().requires_grad_() if x.is_floating_point() else x for n, x in exact.items()}
+    same = {n: x.detach().float().requires_grad_() if x.is_floating_point() else x for n, x in low.items()}
+    found, expected = logprobs_and_entropy_from_hidden(**low), logprobs_and_entropy_from_hidden(**same)
+    assert all(x.dtype == torch.float32 for x in found)
+    # Logits of up to 16 are rounded to 8 bits: by at most 2^-5 each.
+    assert_close(found, expected, rtol=0, atol=0.07)
+    grads = gradients(found[0].sum(), low)
+    assert all(x.dtype == torch.bfloat16 for x in grads)
+    assert_close([x.float() for x in grads], list(gradients(expected[0].sum(), same)), rtol=0.05, atol=0.15)
+
+
+@pytest.mark.parametrize(("rows", "length"), [(0, 3), (2, 0), (2, 1), (2, 3)])
+def test_nothing_wanted_gives_zeros_and_a_gradient_of_zero(rows: int, length: int):
+    inputs = changed(random_inputs(11, rows, length), mask=torch.zeros(rows, length, dtype=torch.bool))
+    logprobs, entropy = logprobs_and_entropy_from_hidden(**inputs)
+    assert logprobs.equal(torch.zeros(rows, length)) and entropy.equal(logprobs)
+    assert not any(x.any() for x in gradients((logprobs + entropy).sum(), inputs))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"temperature": 0.0}, r"temperature is 0\.0, it must be above 0"),
+        ({"softcap": -1.0}, r"softcap is -1\.0, it must be above 0"),
+        ({"mask": torch.ones(3, 5)}, r"mask is torch\.float32, it must be torch\.bool"),
+        ({"tokens": torch.zeros(3, 4).long()}, r"tokens have shape \[3, 4\], it must be that of the mask, \[3, 5\]"),
+        (
+            {"hidden": torch.zeros(3, 4, 4)},
+            r"must be \[B, T, H\] with \[B, T\] = \[3, 5\]",
+        ),
+        ({"weight": torch.zeros(11, 3)}, r"weight has shape \[11, 3\], it must be \[V, H\] with H = 4"),
+        ({"bias": torch.zeros(10)}, r"bias has shape \[10\], it must be \[V\] = \[11\]"),
+        ({"weight": torch.zeros(11, 4)}, r"weight is torch\.float32 and hidden torch\.float64, they must agree"),
+    ],
+)
+def test_misuse_is_refused(change: dict[str, Any], sentence: str):
+    with pytest.raises(ValueError, match=sentence):
+        logprobs_from_hidden(**random_inputs(12) | change)

@@ -1,0 +1,112 @@
+"""Log-probabilities of tokens from hidden states in tiles, beside the whole logits: time and peak memory.
+
+python -m tests.benchmarks.logprobs [--repeats N] [--vocabulary 152000] [--table]
+
+Times are of a forward and a backward pass, by wall clock, measured in turn; CPU seconds of the process stand beside
+them, because they are steadier on a machine that others use. Peak memory is what a fresh process grows by in one such
+pass, inputs not counted, gradients counted.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+from flowrl.algorithms import logprobs_from_hidden
+from tests.benchmarks.measure import MIB, Figure, alone, machine, paired, table
+
+TOKENS, VOCABULARY = 4096, 32_000
+TIME_BOUNDS = {128: 1.2, 1024: 1.5}
+"""Hidden size -> what the time may be of the naive form's."""
+
+MEMORY_BOUND = 0.3
+
+
+def passes(size: int, vocabulary: int) -> dict[str, Callable[[], object]]:
+    """Name -> a forward and a backward pass, both on the same inputs."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn((1, TOKENS, size), generator=generator).requires_grad_()
+    weight = (torch.randn((vocabulary, size), generator=generator) / size**0.5).requires_grad_()
+    tokens = torch.randint(vocabulary, (1, TOKENS), generator=generator)
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+
+    def naive_logprobs() -> Tensor:
+        logits = torch.nn.functional.linear(hidden[:, :-1], weight)
+        return logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])
+
+    return {
+        "ours": lambda: torch.autograd.grad(logprobs_from_hidden(hidden, weight, tokens, mask).sum(), (hidden, weight)),
+        "naive": lambda: torch.autograd.grad(naive_logprobs().sum(), (hidden, weight)),
+    }
+
+
+def peak_mib(name: str, size: int, vocabulary: int) -> float:
+    """What a fresh process grows by."""
+    command = [sys.executable, "-m", "tests.benchmarks.logprobs", "--peak", name, str(size), str(vocabulary)]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def grown_mib(name: str, size: int, vocabulary: int) -> float:
+    """Growth of this process's largest size by one pass; what is there before is counted as it stands."""
+    run = passes(size, vocabulary)[name]
+    before = psutil.Process().memory_info().rss
+    run()
+    # Not ru_maxrss: a process inherits that of the one that started it.
+    (peak_kib,) = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return (int(peak_kib) * 1024 - before) / MIB
+
+
+def figures(size: int, vocabulary: int, repeats: int, bounded: bool) -> list[Figure]:
+    """Time and memory at one hidden size."""
+    what = f"{TOKENS} tokens, vocabulary {vocabulary}, hidden {size}"
+    run, bound = passes(size, vocabulary), TIME_BOUNDS[size] if bounded else None
+    found = [paired(f"{what}: time", run["ours"], run["naive"], repeats, bound)]
+    cpu = [[cpu_ms(run[name]) for name in ("ours", "naive")] for _ in range(3)]
+    found.append(alone(f"{what}: CPU time, of naive", "x", statistics.median(ours / naive for ours, naive in cpu)))
+    ours, naive = (peak_mib(name, size, vocabulary) for name in ("ours", "naive"))
+    found.append(alone(f"{what}: peak memory", "MiB", ours))
+    found.append(alone(f"{what}: peak memory, naive", "MiB", naive))
+    found.append(alone(f"{what}: peak memory, of naive", "x", ours / naive, MEMORY_BOUND if bounded else None))
+    return found
+
+
+def cpu_ms(call: Callable[[], object]) -> float:
+    """Milliseconds of all threads of this process."""
+    start_s = time.process_time()
+    call()
+    return (time.process_time() - start_s) * 1e3
+
+
+def main() -> None:
+    """Measures both hidden sizes; bounds are those of the vocabulary of 32,000."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--hidden", type=int, nargs="+", default=list(TIME_BOUNDS), choices=list(TIME_BOUNDS))
+    parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--peak", nargs=3, metavar=("NAME", "HIDDEN", "VOCABULARY"), help="one pass, its memory")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    if arguments.peak:
+        name, size, vocabulary = arguments.peak
+        sys.stdout.write(f"{grown_mib(name, int(size), int(vocabulary))}\n")
+        return
+    ran_on, bounded, found = machine(), arguments.vocabulary == VOCABULARY, []
+    for size in arguments.hidden:
+        found += figures(size, arguments.vocabulary, arguments.repeats, bounded)
+    text = table(found).replace("raw Ray", "naive") if arguments.table else None
+    sys.stdout.write(f"{text or json.dumps({'machine': ran_on, 'figures': found}, indent=2)}\n")
+
+
+if __name__ == "__main__":
+    main()

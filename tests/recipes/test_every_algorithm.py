@@ -1,0 +1,105 @@
+"""Every estimator, loss and correction that a step has the columns for, in a short run of the recipes."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrl import Placement
+from flowrl.config.algorithm import ESTIMATORS, AdvantageConfig
+from flowrl.config.choice import OWN
+from flowrl.config.roles import LOSSES
+from recipes.grpo.config import GRPOConfig
+from recipes.grpo.train import train
+
+CLOCK = {"seconds", "elapsed_s", "tokens_per_s", "memory_mb"}
+OWN_MODULE = "tests.algorithms.own_functions"
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    **{
+        name: ({"estimator": name}, {})
+        for name in ESTIMATORS
+        if name not in ("gae", OWN) and name not in AdvantageConfig.COLUMNS
+    },
+    **{f"loss {name}": ({"estimator": "grpo"}, {"loss": name}) for name in LOSSES if name != OWN},
+    "loss clip_cov that selects": (
+        {"estimator": "grpo"},
+        {"loss": "clip_cov", "cov_fraction": 0.1, "cov_low": -9.0, "cov_high": 9.0},
+    ),
+    "loss kl_cov that selects": ({"estimator": "grpo"}, {"loss": "kl_cov", "cov_fraction": 0.1}),
+    "truncated": ({"estimator": "rloo", "correction": {"kind": "truncated", "normalize": True}}, {}),
+    "masked": ({"estimator": "rloo", "correction": {"kind": "masked", "level": "geometric"}}, {}),
+    "rejection": ({"estimator": "rloo", "correction": {"kind": "rejection", "high": 0.1}}, {}),
+    "own": (
+        {"estimator": f"{OWN_MODULE}:sign", "options": {"bar": 0.5}, "correction": {"kind": f"{OWN_MODULE}:kept_half"}},
+        {
+            "loss": f"{OWN_MODULE}:half_reinforce",
+            "loss_options": {"weight": 0.25},
+            "kl_loss_coef": 0.1,
+            "kl_loss_kind": f"{OWN_MODULE}:squared",
+            "aggregation": f"{OWN_MODULE}:tenth",
+        },
+    ),
+    "straight-through": ({"estimator": "grpo"}, {"kl_loss_coef": 0.1, "kl_loss_gradient": "k2"}),
+}
+
+
+def configured(
+    make: Callable[..., GRPOConfig], name: str, engine: dict[str, int] | None = None, **changes: Any
+) -> GRPOConfig:
+    algorithm, actor = CASES[name]
+    base = make().actor
+    settings = {"model": base.model, "optimizer": base.optimizer, "engine": engine or {}} | actor
+    return make(algorithm=algorithm, actor=settings, steps=1, **changes)
+
+
+def metrics_of(config: GRPOConfig) -> dict[str, float]:
+    line = (config.output / "metrics.jsonl").read_text().splitlines()[1]
+    return {name: value for name, value in json.loads(line).items() if name not in CLOCK}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_ends_with_finite_numbers(name: str, grpo_config: Callable[..., GRPOConfig]) -> None:
+    config = configured(grpo_config, name)
+    train(config)
+    found = metrics_of(config)
+    assert math.isfinite(found["actor/loss"]) and found["actor/grad_norm"] >= 0
+    assert found["actor/skipped_update"] == 0
+    if "selects" in name:
+        assert found["actor/selected_fraction"] > 0
+    if "correction" in CASES[name][0]:
+        assert found["correction/weight"] > 0
+
+
+def assert_same(expected: GRPOConfig, found: GRPOConfig) -> None:
+    others = metrics_of(found)
+    for metric, value in metrics_of(expected).items():
+        # The gaps between rollout and trainer are rounding errors themselves.
+        if metric != "rollout_gap" and not metric.startswith("mismatch/"):
+            assert others[metric] == pytest.approx(value, rel=1e-4, abs=1e-5), metric
+
+
+@pytest.mark.parametrize("name", ["gpg", "loss gspo", "loss clip_cov that selects", "loss decoupled_ppo", "truncated"])
+def test_micro_batches_change_no_number(name: str, grpo_config: Callable[..., GRPOConfig], tmp_path: Path) -> None:
+    whole = configured(grpo_config, name, output=tmp_path / "whole")
+    cut = configured(grpo_config, name, output=tmp_path / "cut", engine={"max_tokens_per_microbatch": 40})
+    train(whole)
+    train(cut)
+    assert_same(whole, cut)
+
+
+@pytest.mark.parametrize("name", ["loss clip_cov that selects", "own"])
+def test_ranks_change_no_number(
+    name: str, ray_session: None, grpo_config: Callable[..., GRPOConfig], tmp_path: Path
+) -> None:
+    two = Placement(
+        device="cpu", pools={"main": [2]}, roles=dict.fromkeys(("actor", "reference", "reward", "rollout"), "main")
+    )
+    inline = configured(grpo_config, name, output=tmp_path / "inline")
+    placed = configured(grpo_config, name, output=tmp_path / "placed", backend="ray", placement=two)
+    train(inline)
+    train(placed)
+    assert_same(inline, placed)

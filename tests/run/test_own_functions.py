@@ -1,0 +1,99 @@
+"""A function of the user's, named in the config as module:function: checked first, then used like one of ours."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flowrl.config import AdvantageConfig, ConfigError, UserError
+from flowrl.data.batch import Batch
+from flowrl.run.estimate import estimate_advantages
+from flowrl.run.start import check_functions
+from recipes.grpo.config import GRPOConfig
+
+OWN = "tests.algorithms.own_functions"
+
+
+def batch(**tokens: list[float]) -> Batch:
+    rows = {"scores": torch.tensor([1.0, 3.0]), "group": [4, 4]}
+    columns = {name: torch.tensor(values) for name, values in tokens.items()}
+    mask = torch.tensor([False, True, True, False, False, True])
+    return Batch.from_columns(rows=rows, tokens=columns | {"response_mask": mask}, lengths=[3, 3])
+
+
+def run_with(algorithm: dict[str, Any], **actor: Any) -> GRPOConfig:
+    model = {"path": Path("model")}
+    return GRPOConfig.model_validate(
+        {
+            "output": Path("runs/own"),
+            "steps": 1,
+            "rows_per_step": 8,
+            "minibatch_rows": 8,
+            "samples_per_prompt": 2,
+            "actor": {"model": model, "optimizer": {"lr": 1e-4}} | actor,
+            "reference": {"model": model},
+            "reward": {"function": "rewards:score"},
+            "rollout": {"max_response_tokens": 8},
+            "data": {"train": Path("train.jsonl"), "max_prompt_tokens": 8},
+            "algorithm": algorithm,
+        }
+    )
+
+
+def test_an_estimator_gets_its_inputs_by_name_and_its_options() -> None:
+    config = AdvantageConfig(estimator=f"{OWN}:sign", options={"bar": 2.0})
+    assert estimate_advantages(batch(), config).get("advantages").tolist() == [0, -1, -1, 0, 0, 1]
+
+
+def test_an_estimator_that_reads_values_gives_returns() -> None:
+    found = estimate_advantages(batch(values=[0.5] * 6), AdvantageConfig(estimator=f"{OWN}:with_critic"))
+    assert found.get("advantages").tolist() == [0, -0.5, 0.5, 0, 0, 2.5]
+    assert found.get("returns").tolist() == [0, 0, 1, 0, 0, 3]
+
+
+def test_a_kl_estimate_of_ones_own_shapes_the_rewards() -> None:
+    config = AdvantageConfig(estimator="rloo", kl_coef=0.5, kl_kind=f"{OWN}:squared")
+    found = estimate_advantages(
+        batch(old_logprobs=[9.0, -1, -2, 9, 9, -1], ref_logprobs=[0.0, -3, -2, 0, 0, -1]), config
+    )
+    # The penalty is 0.5 * 4 on the first token of row 0; its score is -1 then, and that of row 1 is 3.
+    assert found.get("token_rewards").tolist() == [0, -2, 1, 0, 0, 3]
+    assert found.get("advantages").tolist() == [0, -4, -4, 0, 0, 4]
+
+
+def test_a_result_of_another_shape_is_told() -> None:
+    with pytest.raises(UserError, match=r"rows_only returned a tensor of shape \[2\], it must return advantages"):
+        estimate_advantages(batch(), AdvantageConfig(estimator=f"{OWN}:rows_only")).get("advantages")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "actor", "reason"),
+    [
+        ({"estimator": "nowhere:f"}, {}, r"algorithm\.estimator: .*cannot be loaded \(ModuleNotFoundError"),
+        ({"estimator": f"{OWN}:sign"}, {}, r"algorithm\.estimator: .*needs the setting bar"),
+        ({"estimator": f"{OWN}:half"}, {}, r"algorithm\.estimator: .*its inputs are mask"),
+        ({"estimator": "grpo"}, {"loss": f"{OWN}:sign"}, r"actor\.loss: .*its inputs are logprobs"),
+        (
+            {"estimator": "grpo"},
+            {"loss": f"{OWN}:half", "loss_options": {"wait": 1}},
+            "has no setting wait; it has weight",
+        ),
+        ({"estimator": "grpo"}, {"kl_loss_kind": f"{OWN}:half"}, r"actor\.kl_loss_kind: .*inputs are logprobs, ref"),
+        ({"estimator": "grpo"}, {"aggregation": f"{OWN}:absent"}, r"actor\.aggregation: .*cannot be loaded"),
+        ({"estimator": "grpo", "correction": {"kind": "nowhere:f"}}, {}, r"algorithm\.correction\.kind: .*nowhere"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_before_anything_starts(
+    algorithm: dict[str, Any], actor: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason) as refused:
+        check_functions(run_with(algorithm, **actor))
+    assert "\n" not in str(refused.value)
+
+
+def test_what_can_be_used_passes() -> None:
+    algorithm = {"estimator": f"{OWN}:sign", "options": {"bar": 0.5}, "correction": {"kind": f"{OWN}:kept_half"}}
+    check_functions(
+        run_with(algorithm, loss=f"{OWN}:half_reinforce", kl_loss_kind=f"{OWN}:squared", aggregation=f"{OWN}:tenth")
+    )
