@@ -20,13 +20,11 @@ ClusterMaker = Callable[..., Cluster]
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
     """One Ray on the loopback interface. Clusters that find it use it, and leave it running when they close."""
-    os.environ |= {
-        "RAY_IGNORE_UNHANDLED_ERRORS": "1",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_lineage_pinning_enabled": "0",
-    }
     import ray  # noqa: PLC0415 (a session that starts no Ray does not pay for its import)
 
+    from flowrl.controller.ray_nodes import RAY_SETTINGS  # noqa: PLC0415
+
+    os.environ |= RAY_SETTINGS
     ray.init(
         address="local",
         num_cpus=NUM_CPUS,

@@ -26,6 +26,18 @@ _WAIT_LIMIT_S = 120.0
 _FIRST_WORD_S, _NEXT_WORDS_S = 5.0, 30.0
 _PROBE_TIMEOUT_S = 0.2
 
+RAY_SETTINGS = {
+    # Failures reach the driver through the calls that made them; Ray's own print of each would say it twice.
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",
+    # Or whatever the driver has put would stay for as long as any result that was ever computed from it. Calls are made
+    # again without it; only results that are lost with a whole node would need it.
+    "RAY_lineage_pinning_enabled": "0",
+    # Ray gives its workers niceness 15: anything else that the machine runs, the driver too, would starve them.
+    "RAY_worker_niceness": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+"""The environment in which this run's Ray starts, where it does not say otherwise; nodes of a cluster have their own."""
+
 
 @dataclass(frozen=True)
 class _Node:
@@ -76,11 +88,8 @@ class RayNodes:
         self._owns_ray = False
         self._say, self._wait_limit_s = say, wait_limit_s
         self.address = address
-        # Failures reach the driver through the calls that made them; Ray's own print of each would say it twice.
-        os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-        # Or whatever the driver has put would stay for as long as any result that was ever computed from it. Calls are
-        # made again without it; only results that are lost with a whole node would need it.
-        os.environ.setdefault("RAY_lineage_pinning_enabled", "0")
+        for name, value in RAY_SETTINGS.items():
+            os.environ.setdefault(name, value)
         if address is not None:
             _check_reachable(address)
             self.connect(0)
@@ -263,7 +272,6 @@ def interface_of(address: str) -> str | None:
 
 
 def _start_ray(address: str | None, num_slots: int) -> None:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address is not None:
         _join_ray(address)
         return

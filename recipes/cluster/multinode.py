@@ -89,7 +89,9 @@ class Hosts:
         self._folder = f"/tmp/flowrl-ray-{secrets.token_hex(4)}"
         # This cluster's own: whoever holds it may run code on every host.
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        self._node_environment = token | {name: os.environ[name] for name in os.environ if name.startswith(_PASSED)}
+        passed = {name: os.environ[name] for name in os.environ if name.startswith(_PASSED)}
+        # Of workers: the driver's own. Ray's default is 15, at which anything else that the machine runs starves them.
+        self._node_environment = token | passed | {"RAY_worker_niceness": str(os.nice(0))}
         self.environment = os.environ | token
         """Of programs that join the cluster."""
 

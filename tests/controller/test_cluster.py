@@ -1,9 +1,12 @@
+import os
+
 import pytest
 
 from flowrl import ContractError, FlowError
 from flowrl.controller.plan import PlacementError
 from tests.conftest import BackendName, ClusterMaker
 from tests.controller.failing import Failing
+from tests.controller.workers import Arithmetic
 
 
 def test_a_role_is_made_once(open_cluster: ClusterMaker):
@@ -40,6 +43,11 @@ def test_the_processes_of_a_closed_cluster_are_free_for_the_next(backend: Backen
     for _ in range(2):
         cluster = open_cluster(backend, {"main": [9]}, {"actor": "main"})
         cluster.close()
+
+
+def test_workers_have_the_priority_of_their_driver(ray_session: None, open_cluster: ClusterMaker):
+    cluster = open_cluster("ray", {"main": [2]}, {"actor": "main"})
+    assert cluster.group("actor", Arithmetic).niceness() == [os.nice(0)] * 2
 
 
 def test_a_closed_cluster_takes_no_calls(backend: BackendName, open_cluster: ClusterMaker):

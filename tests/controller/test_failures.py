@@ -255,7 +255,8 @@ def test_a_call_that_sticks_again_and_again_is_told_with_its_stack(ray_session: 
         DeadlineError, match=r"judge\.score failed on rank 0 .*: not done after its deadline of 2 s, in commit"
     ):
         judge.score(Batch.from_columns({"x": [1]}), "spin").get("score")
-    assert [line for line in said if "in commit" in line] == [said[0], said[-1]] and len(said) == 2
+    late = [line for line in said if line.startswith("judge.score")]
+    assert len(late) == 2 and all("in commit" in line for line in late), said
 
 
 def test_a_new_process_has_the_time_of_a_constructor_and_makes_its_worker_once(

@@ -35,6 +35,10 @@ class Arithmetic(Worker):
         return os.getpid()
 
     @register(Dispatch.ONE_TO_ALL)
+    def niceness(self) -> int:
+        return os.nice(0)
+
+    @register(Dispatch.ONE_TO_ALL)
     def peer_factor(self, role: str) -> int | None:
         """Read from the worker of another role in this process."""
         peer = self.peer(role)
