@@ -36,7 +36,7 @@ RAY_SETTINGS = {
     "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-"""The environment in which this run's Ray starts, where it does not say otherwise; nodes of a cluster have their own."""
+"""The environment in which a run starts its Ray, where that says nothing else; nodes of a cluster have their own."""
 
 
 @dataclass(frozen=True)
