@@ -58,10 +58,50 @@ class OptimizerConfig(Config):
 
 
 class EngineConfig(Config):
-    """How a model runs over its share of a batch. Changes time and memory, never the numbers."""
+    """How a model runs over its share of a batch. Changes time and memory, never the numbers, which other dtypes
+    round."""
 
-    strategy: Literal["auto", "single", "ddp"] = "auto"
-    """`single`: one process; `ddp`: a copy of the model per rank, gradients summed; `auto`: by the number of ranks."""
+    strategy: Literal["auto", "single", "ddp", "fsdp"] = "auto"
+    """`single`: one process; `ddp`: a copy of the model per rank, gradients summed; `fsdp`: each rank holds a part of
+    weights, gradients and optimizer state; `auto`: by the number of ranks, fsdp where the role's placement has tp."""
+
+    shard_ranks: PositiveInt | None = None
+    """fsdp: data-parallel ranks that hold one copy between them, such as those of a node; null is all of them."""
+
+    reshard_after_forward: bool = True
+    """fsdp: put a layer's weights together anew for the backward pass. False keeps them: more memory, less traffic."""
+
+    offload: Literal["none", "optimizer", "parameters"] = "none"
+    """What lies in the CPU's memory between uses: Adam's state, or with fsdp weights, gradients and state. For GPUs."""
+
+    compute_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Type of matrix products, over weights in the model's dtype; null is that dtype. float16 scales the loss."""
+
+    gradient_checkpointing: bool = False
+    """Keep each layer's input only, and run the layer again in the backward pass: a third more time, less memory."""
+
+    attention: Literal["auto", "sdpa", "flash_attention_2"] = "auto"
+    """Attention kernels: torch's own, or flash-attn's, which needs a GPU and half precision. `auto` takes the latter
+    where it can."""
+
+    compile: bool = False
+    """Compile each layer with torch.compile; pays off on GPUs after the first steps."""
 
     max_tokens_per_microbatch: PositiveInt = 16384
-    """Tokens, padding included, of one forward pass; a longer row stands alone. Lower it when memory runs out."""
+    """Tokens per rank, padding included, of one forward pass; a longer row stands alone. Lower it when memory runs
+    out."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "EngineConfig":
+        if self.strategy in ("single", "ddp"):
+            for name, value, neutral in (
+                ("shard_ranks", self.shard_ranks, None),
+                ("reshard_after_forward", self.reshard_after_forward, True),
+                ("offload", self.offload == "parameters", False),
+            ):
+                if value != neutral:
+                    raise ValueError(
+                        f"{name} is {getattr(self, name)}, which is for strategy fsdp and not {self.strategy}: "
+                        f"remove it, or set strategy: fsdp"
+                    )
+        return self

@@ -96,6 +96,7 @@ class Cluster:
                 f"role {role!r} is not in the placement, which has {', '.join(self.plan.roles)}; add it to roles"
             )
         planned = self.plan.roles[role]
+        cls = cls.on(planned.mesh, *args, **kwargs)
         if self._inline and (cls.collective or cls.replicated):
             # One process cannot hold several members of a process group; with one rank the numbers are the same.
             planned = replace(planned, slots=planned.slots[:1], mesh=Mesh(1, 1, 1, 1))

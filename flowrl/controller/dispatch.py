@@ -194,6 +194,7 @@ BUILT_IN = {
     for mode in (
         DispatchMode(Dispatch.ONE_TO_ALL, _same_to_all, _as_list),
         DispatchMode(Dispatch.ALL_TO_ALL, _one_each, _as_list),
+        DispatchMode(Dispatch.ALL_TO_ONE, _same_to_all, _first),
         DispatchMode(Dispatch.RANK_ZERO, _first_only, _first),
         DispatchMode(Dispatch.DP_COMPUTE, _one_per_dp_rank, _leaders_only),
         DispatchMode(Dispatch.DP_COMPUTE_PROTO, split_rows, None),

@@ -19,6 +19,8 @@ class Dispatch:
     """The same arguments to every rank; a list with one result per rank back."""
     ALL_TO_ALL = "all_to_all"
     """Every argument is a list with one entry per rank; a list back."""
+    ALL_TO_ONE = "all_to_one"
+    """The same arguments to every rank, which may talk to each other; rank 0's result back."""
     RANK_ZERO = "rank_zero"
     """Rank 0 alone; its result back."""
     DP_COMPUTE = "dp_compute"

@@ -42,6 +42,12 @@ class Worker:
 
     context: WorkerContext
 
+    @classmethod
+    def on(cls, mesh: Mesh, *args: Any, **kwargs: Any) -> "type[Worker]":  # Any: the constructor's
+        """The class that is made on these ranks for the constructor's arguments: this one, or a variant of it whose
+        ranks talk."""
+        return cls
+
     @property
     def rank(self) -> int:
         return self.context.rank

@@ -94,13 +94,17 @@ class HfRollout:
         config: RolloutConfig,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Moves the model to the device. A response ends at the tokenizer's or the model's end-of-sequence tokens.
+        """Moves the model to the device, unless its weights are yet to come. A response ends at the tokenizer's or the
+        model's end-of-sequence tokens.
 
         Raises:
             RolloutError: the model has layers without keys and values, so that there is nothing to cache.
         """
-        model.to(device).eval()  # pyright: ignore[reportArgumentType] (transformers narrows `to`)
-        self._model = with_slot_attention(model)
+        if not any(parameter.is_meta for parameter in model.parameters()):
+            model.to(device)  # pyright: ignore[reportArgumentType] (transformers narrows `to`)
+        model.eval()
+        self.model = with_slot_attention(model)
+        """A frame of its own around the model's weights."""
         self._config = config
         self._device = torch.device(device)
         text_config = model.config.get_text_config()
@@ -202,17 +206,17 @@ class HfRollout:
         for start in range(0, len(prompts) if width else 0, rows_at_once):
             rows = slice(start, start + rows_at_once)
             cache.begin_prefill(rows)
-            self._model.base_model(input_ids=ids_UL[rows, :width], past_key_values=cache, use_cache=True)
+            self.model.base_model(input_ids=ids_UL[rows, :width], past_key_values=cache, use_cache=True)
         last_U = ids_UL.gather(1, lengths_U[:, None] - 1).squeeze(1)
         return cache, self._step(last_U, lengths_U - 1, longest, cache)
 
     def _step(self, tokens_B: Tensor, positions_B: Tensor, longest: int, cache: SlotCache) -> Tensor:
         """Feeds one token per row and gives the logits [B, V] of the next."""
         cache.begin_step(positions_B, longest)
-        output = self._model(
+        output = self.model(
             input_ids=tokens_B[:, None],
             position_ids=positions_B[:, None],
-            attention_mask=cache.mask(self._model.dtype),
+            attention_mask=cache.mask(self.model.dtype),
             past_key_values=cache,
             use_cache=True,
         )

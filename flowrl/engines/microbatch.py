@@ -66,6 +66,15 @@ def microbatches(table: TensorDictBase, max_tokens: int) -> list[MicroBatch]:
     return [_pad(table, index, lengths_B[index], starts_B[index]) for index in order_B.split(sizes)] if sizes else []
 
 
+def empty_microbatch(table: TensorDictBase) -> MicroBatch:
+    """A row of two tokens of which none counts, with the columns of a table: a pass that adds nothing."""
+    tokens = {name: column.new_zeros((1, 2, *column.shape[1:])) for name, column in table["tokens"].items()}
+    rows = {n: c.new_zeros((1, *c.shape[1:])) for n, c in table["rows"].items() if isinstance(c, Tensor)}
+    rows.pop("length", None)
+    mask_BL = torch.zeros((1, 2), dtype=torch.bool)
+    return MicroBatch(tokens.pop("input_ids"), mask_BL, tokens, rows, torch.zeros(0, dtype=torch.int64))
+
+
 def _sizes(ascending: list[int], max_tokens: int) -> list[int]:
     assert not ascending or ascending[0] > 0, "a row without tokens cannot be run"
     sizes: list[int] = []

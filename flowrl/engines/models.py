@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -26,9 +27,15 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from flowrl.config import ModelConfig, UserError
+from flowrl.engines.sequence import run_backbone, whole_rows
+from flowrl.engines.weights import whole_tensor
 
 _VALUE_HEAD = "value_head.safetensors"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+LanguageModel = PreTrainedModel
+"""A model of transformers with a head that gives logits."""
 
 
 class ModelError(UserError):
@@ -44,13 +51,11 @@ def load_policy(config: ModelConfig) -> PreTrainedModel:
     return _load(AutoModelForCausalLM, config, "a causal language model")
 
 
-def policy_logits(model: nn.Module, input_ids_BL: Tensor) -> Tensor:
-    """The logits [B, L, V] at each position of right-padded rows."""
-    return model(input_ids=input_ids_BL, use_cache=False).logits
-
-
 class CriticModel(nn.Module):
     """The backbone of a causal language model with a linear value head, which starts at zero."""
+
+    sequence: ProcessGroup | None = None
+    """Ranks that share each row."""
 
     def __init__(self, backbone: PreTrainedModel) -> None:
         super().__init__()
@@ -67,10 +72,10 @@ class CriticModel(nn.Module):
             input_ids_BL: int64 [B, L], right-padded.
         Returns: [B, L] in at least float32; column t is read from the hidden state at t - 1, column 0 is 0.
         """
-        hidden_BLD = self.backbone(input_ids=input_ids_BL, use_cache=False).last_hidden_state
-        values_BL = self.value_head(hidden_BLD[:, :-1]).squeeze(-1)
-        values_BL = values_BL.to(torch.promote_types(values_BL.dtype, torch.float32))
-        return nn.functional.pad(values_BL, (1, 0))
+        hidden_BlD = run_backbone(self.backbone, input_ids_BL, self.sequence)
+        values_Bl = at_least_float32(self.value_head(hidden_BlD).squeeze(-1))
+        values_BL = whole_rows(values_Bl, input_ids_BL.shape[1], self.sequence)
+        return nn.functional.pad(values_BL[:, :-1], (1, 0))
 
 
 def load_critic(config: ModelConfig) -> CriticModel:
@@ -89,6 +94,9 @@ def load_critic(config: ModelConfig) -> CriticModel:
 class RewardModel(nn.Module):
     """A sequence-classification model with one label, read at the last token of each row."""
 
+    sequence: ProcessGroup | None = None
+    """Ranks that share each row."""
+
     def __init__(self, model: PreTrainedModel, head: nn.Module) -> None:
         super().__init__()
         self.backbone = model.base_model
@@ -102,10 +110,16 @@ class RewardModel(nn.Module):
             lengths_B: int64 [B], each at least 1.
         Returns: [B] in at least float32.
         """
-        hidden_BLD = self.backbone(input_ids=input_ids_BL, use_cache=False).last_hidden_state
-        last_BD = hidden_BLD[torch.arange(len(lengths_B), device=hidden_BLD.device), lengths_B - 1]
-        scores_B = self.head(last_BD).squeeze(-1)
-        return scores_B.to(torch.promote_types(scores_B.dtype, torch.float32))
+        hidden_BlD = run_backbone(self.backbone, input_ids_BL, self.sequence)
+        scores_Bl = at_least_float32(self.head(hidden_BlD).squeeze(-1))
+        scores_BL = whole_rows(scores_Bl, input_ids_BL.shape[1], self.sequence)
+        # A row without tokens, which fills up a round, is read at its first place.
+        return scores_BL.gather(1, (lengths_B - 1).clamp(min=0)[:, None]).squeeze(1)
+
+
+def at_least_float32(values: Tensor) -> Tensor:
+    """The same in float32, or in float64 where it is."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def load_reward_model(config: ModelConfig) -> RewardModel:
@@ -122,22 +136,35 @@ def load_reward_model(config: ModelConfig) -> RewardModel:
     return RewardModel(model, heads["score"]).eval()
 
 
-def save_model(model: PreTrainedModel | CriticModel, tokenizer_path: Path, folder: Path) -> None:
+def save_model(
+    model: PreTrainedModel | CriticModel, tokenizer_path: Path, folder: Path, *, wanted: bool = True
+) -> None:
     """Writes a model and its tokenizer as a folder that transformers loads. The folder appears whole or not at all.
+
+    All ranks that hold parts of the model call it; those that are not wanted to write help with it.
 
     Raises:
         ModelError: the folder exists already.
     """
     if folder.exists():
         raise ModelError(f"{folder} exists already; a model is not written over another: name a new folder")
+    weights = {}
+    for name, weight in model.state_dict().items():
+        whole = whole_tensor(weight)
+        if wanted:
+            weights[name] = whole.cpu()
+    if not wanted:
+        return
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
+    heads = {name.removeprefix("value_head."): weights.pop(name) for name in list(weights) if "value_head." in name}
+    backbone = model.backbone if isinstance(model, CriticModel) else model
     with _quiet():
-        (model.backbone if isinstance(model, CriticModel) else model).save_pretrained(partial)
+        named = {name.removeprefix("backbone."): weight for name, weight in weights.items()} if heads else weights
+        backbone.save_pretrained(partial, state_dict=named)
         AutoTokenizer.from_pretrained(tokenizer_path, local_files_only=True).save_pretrained(partial)
-    if isinstance(model, CriticModel):
-        head = {name: weight.detach().cpu().contiguous() for name, weight in model.value_head.state_dict().items()}
-        save_file(head, partial / _VALUE_HEAD)
+    if heads:
+        save_file({name: weight.contiguous() for name, weight in heads.items()}, partial / _VALUE_HEAD)
     partial.rename(folder)
 
 
@@ -163,6 +190,7 @@ def _load(auto: Any, config: ModelConfig, wanted: str, **settings: Any) -> PreTr
         names = ", ".join(sorted(report["missing_keys"])[:3])
         raise ModelError(f"{config.path} is not {wanted}: it lacks the weights {names}; give a folder that has them")
     _refuse_dropout(model, config.path)
+    _refuse_scaled_logits(model, config.path)
     return model.eval()
 
 
@@ -173,6 +201,16 @@ def _refuse_dropout(model: PreTrainedModel, path: Path) -> None:
             raise ModelError(
                 f"{name} is {value} in {path}/config.json; with dropout the policy that is trained is not the one that "
                 f"sampled: set it to 0.0"
+            )
+
+
+def _refuse_scaled_logits(model: PreTrainedModel, path: Path) -> None:
+    """Log-probabilities are taken from hidden states and the head's weights, without the model's own last lines."""
+    settings = model.config.get_text_config().to_dict()
+    for name in ("logit_scale", "logits_scaling"):
+        if settings.get(name, 1.0) not in (None, 1.0):
+            raise ModelError(
+                f"{name} is {settings[name]} in {path}/config.json, which is not supported: choose a model without it"
             )
 
 

@@ -1,26 +1,36 @@
-"""Forward passes over a table, and optimizer steps.
+"""Forward passes over a table, and optimizer steps, whatever ranks the model is spread over.
 
 Shape suffixes: B rows, L the longest row of a micro-batch, T tokens of the table.
 
 One optimizer step is a sum over all its rows, on every rank and in every micro-batch. Its denominators (tokens, rows)
 are counted over all ranks before any backward pass, so each micro-batch adds its share of the one gradient, and how
 rows were split changes time and memory only. Every rank takes part in the same sums whatever it holds, so one without
-rows holds up nobody.
+rows holds up nobody; where a forward pass itself needs the others, ranks with fewer micro-batches fill up with empty
+ones.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor, distributed, nn
-from torch.distributed import ProcessGroup
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from flowrl.config import EngineConfig, OptimizerConfig
 from flowrl.data.metric import Max, Metric, merge_metrics
 from flowrl.data.table import lengths, num_rows
-from flowrl.engines.microbatch import MicroBatch, microbatches
+from flowrl.engines.gradients import Gradients, ShardedGradients, WholeGradients
+from flowrl.engines.loss_scale import LossScale
+from flowrl.engines.microbatch import MicroBatch, empty_microbatch, microbatches
+from flowrl.engines.rank_mesh import ALONE, RankMesh
+from flowrl.engines.residency import move_model, move_optimizer
+from flowrl.engines.sequence import share_attention
+from flowrl.engines.sharding import language_models, layers, shard_model
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -52,32 +62,42 @@ class TrainEngine:
         optimizer: OptimizerConfig | None,
         engine: EngineConfig,
         *,
-        group: ProcessGroup | None = None,
+        mesh: RankMesh = ALONE,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Moves the model to the device.
+        """Moves the model to the device, and cuts it where the strategy says so.
 
         Args:
-            model: the same weights on every rank. It is trained in place; others may hold it too.
+            model: the same weights on every rank. It is trained in place; others may hold it too, unless it is cut.
             optimizer: None for a model that is only run.
-            engine: strategy and token budget.
-            group: the ranks that train together; None is this process alone.
+            engine: strategy, precision and token budget.
+            mesh: the ranks that hold the model together.
             device: `cpu` or `cuda:N`.
         Raises:
-            ValueError: strategy `single` with a group of several ranks.
+            ValueError: strategy `single` with several ranks, or tensor parallelism without fsdp.
+            ShardingError: the model cannot be cut over tensor-parallel ranks.
         """
-        num_ranks = distributed.get_world_size(group) if group is not None else 1
-        if engine.strategy == "single" and num_ranks > 1:
-            raise ValueError(
-                f"strategy is single, but the model is trained on {num_ranks} ranks; use auto or ddp, or one device"
-            )
-        self.model = model.to(device).eval()
         self.device = torch.device(device)
-        self._group = group if num_ranks > 1 else None
-        self._max_tokens = engine.max_tokens_per_microbatch
-        self._config = optimizer
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._optimizer = None if optimizer is None else _adamw(self._parameters, optimizer)
+        self.mesh = mesh
+        self.is_sharded = is_sharded(engine, mesh)
+        self._engine, self._config = engine, optimizer
+        self._max_tokens = engine.max_tokens_per_microbatch * (1 if mesh.sequence is None else mesh.sequence.size())
+        self._compute_dtype = None if engine.compute_dtype is None else _DTYPES[engine.compute_dtype]
+        self.model = model.to(self.device).eval()
+        for language_model in language_models(model):
+            if engine.gradient_checkpointing:
+                language_model.gradient_checkpointing_enable({"use_reentrant": False})
+            if mesh.sequence is not None:
+                share_attention(language_model, mesh.sequence)
+                model.sequence = mesh.sequence  # pyright: ignore[reportAttributeAccessIssue] (of the models that can)
+        for layer in layers(model) if engine.compile else ():
+            layer.compile()
+        if self.is_sharded:
+            shard_model(model, mesh, engine, self._compute_dtype)
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._gradients: Gradients = (ShardedGradients if self.is_sharded else WholeGradients)(parameters, mesh)
+        self._optimizer = None if optimizer is None else _adamw(parameters, optimizer)
+        self.loss_scale = LossScale() if engine.compute_dtype == "float16" else None
         self._num_steps = 0
 
     @property
@@ -117,85 +137,129 @@ class TrainEngine:
             table: this rank's rows of the step, perhaps none.
             loss: gives each micro-batch's share, divided by the step's denominators.
             mask_column: bool token column, true for tokens that are trained on.
-        Returns: what `loss` reported, merged, and `grad_norm` (before clipping), `lr` and `skipped_update`, which is 1
-            when no rank had a token to train on: then there is no step and the other two are absent.
+        Returns: what `loss` reported, merged, and `grad_norm` (before clipping), `lr`, `skipped_update` and, in
+            float16, `loss_scale`. `skipped_update` is 1 when there was no step: no rank had a token to train on, or
+            float16 overflowed; `grad_norm` and `lr` are then absent.
         Raises:
             FloatingPointError: the gradient is not finite; the weights are unchanged.
         """
         assert self._config is not None and self._optimizer is not None, "this engine was made without an optimizer"
-        denominators = self._denominators(table, mask_column)
+        micros = microbatches(table, self._max_tokens)
+        denominators, num_rounds = self._agree(table, mask_column, len(micros))
         if denominators.tokens == 0:
             return {"skipped_update": Max(1.0)}
-        flat_gradients = self._zero_gradients()
+        factor = 1.0 if self.loss_scale is None else self.loss_scale.factor
+        self._gradients.zero()
         reports: list[Mapping[str, Metric]] = []
-        for micro in microbatches(table, self._max_tokens):
-            share, report = loss(self.model, micro.to(self.device), denominators)
-            share.backward()
-            reports.append(report)
-        for flat in flat_gradients:
-            self._sum_over_ranks(flat)
-        norm = self._clip(flat_gradients)
-        lr = learning_rate(self._config, self._num_steps)
-        for parameters in self._optimizer.param_groups:
-            parameters["lr"] = lr
-        self._optimizer.step()
-        self._num_steps += 1
-        self._drop_gradients()
-        own: dict[str, Metric] = {"grad_norm": Max(norm), "lr": Max(lr), "skipped_update": Max(0.0)}
-        return merge_metrics([*reports, own])
+        with self._training():
+            for number, micro in enumerate(self._filled_up(micros, table, num_rounds)):
+                with self._precision():
+                    share, report = loss(self.model, micro.to(self.device), denominators)
+                (share * factor).backward()
+                if number < len(micros):
+                    reports.append(report)
+        self._gradients.sum()
+        return merge_metrics([*reports, self._step(factor)])
+
+    def offload(self) -> None:
+        """Moves weights and optimizer state to the CPU, until `onload`: their device memory is for others."""
+        move_model(self.model, torch.device("cpu"))
+        if self._optimizer is not None:
+            move_optimizer(self._optimizer, torch.device("cpu"))
+
+    def onload(self) -> None:
+        """Moves them back."""
+        move_model(self.model, self.device)
+        if self._optimizer is not None and self._engine.offload == "none":
+            move_optimizer(self._optimizer, self.device)
 
     def _forward(self, table: TensorDictBase, forward: Forward) -> Iterator[tuple[MicroBatch, Tensor]]:
+        micros = microbatches(table, self._max_tokens)
+        num_rounds = int(self.mesh.gather(self._counts(len(micros))).max()) if self.is_sharded else len(micros)
         with torch.no_grad():
-            for micro in microbatches(table, self._max_tokens):
-                yield micro, forward(self.model, micro.to(self.device)).cpu()
+            for number, micro in enumerate(self._filled_up(micros, table, num_rounds)):
+                with self._precision():
+                    values = forward(self.model, micro.to(self.device)).cpu()
+                if number < len(micros):
+                    yield micro, values
 
-    def _denominators(self, table: TensorDictBase, mask_column: str) -> Denominators:
+    def _agree(self, table: TensorDictBase, mask_column: str, num_micros: int) -> tuple[Denominators, int]:
+        """The step's counts over all ranks, and the most micro-batches that one of them has."""
         mask_T, lengths_B = table["tokens", mask_column], lengths(table)
         rows_T = torch.repeat_interleave(torch.arange(len(lengths_B)), lengths_B)
-        counts = torch.tensor([int(mask_T.sum()), len(rows_T[mask_T].unique())], device=self.device)
-        tokens, rows = self._sum_over_ranks(counts).tolist()
-        return Denominators(tokens, rows)
+        answers = int(self.mesh.counts_rows)
+        num_tokens, num_trained_rows = int(mask_T.sum()), len(rows_T[mask_T].unique())
+        counts = self.mesh.gather(self._counts(num_tokens * answers, num_trained_rows * answers, num_micros))
+        tokens, rows, _ = counts.sum(0).tolist()
+        return Denominators(tokens, rows), int(counts[:, 2].max())
 
-    def _zero_gradients(self) -> list[Tensor]:
-        """One zero buffer per dtype, of which the gradients are views.
+    def _counts(self, *values: int) -> Tensor:
+        return torch.tensor(values, device=self.device)
 
-        Backward passes then add into what is summed over ranks, without a copy, and a parameter that none of them
-        reached has a gradient of 0 on every rank.
-        """
-        flat_gradients = []
-        for dtype in sorted({parameter.dtype for parameter in self._parameters}, key=str):
-            parameters = [parameter for parameter in self._parameters if parameter.dtype == dtype]
-            sizes = [parameter.numel() for parameter in parameters]
-            flat = torch.zeros(sum(sizes), dtype=dtype, device=self.device)
-            for parameter, gradient in zip(parameters, flat.split(sizes), strict=True):
-                parameter.grad = gradient.view_as(parameter)
-            flat_gradients.append(flat)
-        return flat_gradients
+    def _filled_up(self, micros: list[MicroBatch], table: TensorDictBase, num_rounds: int) -> Iterator[MicroBatch]:
+        """A sharded layer is put together from all ranks, so each of them makes as many passes as any other."""
+        yield from micros
+        if self.is_sharded:
+            yield from [empty_microbatch(table)] * (num_rounds - len(micros))
 
-    def _drop_gradients(self) -> None:
-        for parameter in self._parameters:
-            parameter.grad = None
+    @contextmanager
+    def _training(self) -> Iterator[None]:
+        """transformers checkpoints activations only of models that are in training mode."""
+        if self._engine.gradient_checkpointing:
+            self.model.train()
+        try:
+            yield
+        finally:
+            self.model.eval()
 
-    def _sum_over_ranks(self, values: Tensor) -> Tensor:
-        if self._group is not None:
-            distributed.all_reduce(values, group=self._group)
-        return values
+    def _precision(self) -> torch.autocast:
+        """FSDP2 computes in another dtype by itself."""
+        enabled = self._compute_dtype not in (None, torch.float32) and not self.is_sharded
+        return torch.autocast(self.device.type, self._compute_dtype, enabled=enabled)
 
-    def _clip(self, flat_gradients: list[Tensor]) -> float:
-        """Scales the gradient to the largest norm allowed and returns the norm it had."""
-        assert self._config is not None
-        norm = math.hypot(*(torch.linalg.vector_norm(flat).item() for flat in flat_gradients))
+    def _step(self, factor: float) -> dict[str, Metric]:
+        """Clips the gradient, `factor` times too large, and takes the step."""
+        assert self._config is not None and self._optimizer is not None
+        norm = self._gradients.norm() / factor
+        found: dict[str, Metric] = {} if self.loss_scale is None else {"loss_scale": Max(factor)}
+        if self.loss_scale is not None:
+            self.loss_scale = self.loss_scale.after(overflowed=not math.isfinite(norm))
         if not math.isfinite(norm):
-            self._drop_gradients()
+            self._gradients.drop()
+            if self.loss_scale is not None and factor > 1:
+                return found | {"skipped_update": Max(1.0)}
             raise FloatingPointError(
                 f"the gradient's norm is {norm} in optimizer step {self._num_steps}: the loss has overflowed; "
                 f"lower the learning rate, or look at the advantages and log-probabilities of this step"
             )
         limit = self._config.max_grad_norm
-        if limit is not None and norm > limit:
-            for flat in flat_gradients:
-                flat.mul_(limit / norm)
-        return norm
+        scale = (limit / norm if limit is not None and norm > limit else 1.0) / factor
+        if scale != 1:
+            self._gradients.scale(scale)
+        lr = learning_rate(self._config, self._num_steps)
+        for parameters in self._optimizer.param_groups:
+            parameters["lr"] = lr
+        move_optimizer(self._optimizer, self.device)
+        self._optimizer.step()
+        if self._engine.offload == "optimizer":
+            move_optimizer(self._optimizer, torch.device("cpu"))
+        self._num_steps += 1
+        self._gradients.drop()
+        return found | {"grad_norm": Max(norm), "lr": Max(lr), "skipped_update": Max(0.0)}
+
+
+def is_sharded(config: EngineConfig, mesh: RankMesh) -> bool:
+    """Whether ranks hold parts of the model. Raises ValueError for a strategy that the mesh does not allow."""
+    if mesh.everyone is None:
+        return False
+    num_ranks = mesh.everyone.size()
+    if config.strategy == "single":
+        raise ValueError(
+            f"strategy is single, but the model is trained on {num_ranks} ranks; use auto, ddp or fsdp, or one device"
+        )
+    if config.strategy == "ddp" and mesh.tp > 1:
+        raise ValueError(f"strategy is ddp, but tp is {mesh.tp}; tensor parallelism needs strategy fsdp")
+    return config.strategy == "fsdp" or mesh.tp > 1
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:
@@ -218,9 +282,18 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
 
 def _adamw(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
     # Decay is for matrices: on biases and norm scales it pulls towards an output of 0, not towards simpler weights.
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    # A fused update takes tensors that lie on the same ranks.
+    groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        ranks = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault((parameter.ndim >= 2, ranks), []).append(parameter)
+    return torch.optim.AdamW(
+        [
+            {"params": params, "weight_decay": config.weight_decay if is_matrix else 0.0}
+            for (is_matrix, _), params in groups.items()
+        ],
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        fused=True,
+    )

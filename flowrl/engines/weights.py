@@ -4,11 +4,15 @@ Names are those of the model's parameters and saved buffers; a weight that has t
 bfloat16 has no NumPy type: such an array is an int16 view and its name ends in `BFLOAT16`.
 """
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 BFLOAT16 = "|bfloat16"
 """Ending of the name of an array that holds bfloat16 bits as int16."""
@@ -18,9 +22,61 @@ class WeightsError(ValueError):
     """Weights do not fit the model they should be loaded into."""
 
 
-def export_weights(model: nn.Module) -> dict[str, np.ndarray]:
-    """A copy of the weights, on the CPU, contiguous. Training on does not change it."""
-    return {name: _bits(weight).detach().cpu().clone().contiguous().numpy() for name, weight in _weights(model).items()}
+def export_weights(model: nn.Module, *, wanted: bool = True) -> dict[str, np.ndarray] | None:
+    """A copy of the weights, on the CPU, contiguous. Training on does not change it.
+
+    All ranks that hold parts of the model call it; those that do not want the copy help with it and get None.
+    """
+    found = {}
+    for name, weight in _weights(model).items():
+        whole = whole_tensor(weight)
+        if wanted:
+            found[name] = _bits(whole).detach().cpu().clone().contiguous().numpy()
+    return found if wanted else None
+
+
+def whole_tensor(weight: Tensor) -> Tensor:
+    """A weight that ranks hold in parts, put together on each of them, who all call it; another one as it is."""
+    return weight.detach().full_tensor() if isinstance(weight, DTensor) else weight.detach()
+
+
+def empty_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model without weights, for `borrowed_weights`; whatever changes how the other runs does not reach it."""
+    config = copy.deepcopy(model.config)
+    config._attn_implementation = "sdpa"
+    with torch.device("meta"):
+        found = type(model)(config)
+    for name, buffer in model.named_buffers():
+        owner, _, leaf = name.rpartition(".")
+        found.get_submodule(owner)._buffers[leaf] = buffer
+    found.generation_config = model.generation_config
+    return found.eval()
+
+
+@contextmanager
+def borrowed_weights(borrower: nn.Module, lender: nn.Module) -> Iterator[None]:
+    """Fills an empty copy with the whole weights of a model that ranks hold in parts, for the length of the block.
+
+    All ranks of the lender enter it together; in the block each is on its own. One weight after another is put
+    together, so that beside the copy there is never more than one.
+    """
+    places = dict(borrower.named_parameters(remove_duplicate=False))
+    names = {id(parameter): name for name, parameter in lender.named_parameters(remove_duplicate=False)}
+    for parameter in lender.parameters():
+        whole = nn.Parameter(whole_tensor(parameter), requires_grad=False)
+        same = [name for name, other in places.items() if other is places[names[id(parameter)]]]
+        for name in same:
+            _put(borrower, name, whole)
+    try:
+        yield
+    finally:
+        for name, empty in places.items():
+            _put(borrower, name, empty)
+
+
+def _put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    owner, _, leaf = name.rpartition(".")
+    model.get_submodule(owner)._parameters[leaf] = parameter
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, np.ndarray]) -> None:

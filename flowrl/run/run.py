@@ -138,10 +138,10 @@ class Run:
     def publish(self, actor: WorkerGroup, rollout: WorkerGroup) -> None:
         """Gives the actor's weights to the rollout as the next version. Does not wait.
 
-        In one process the rollout samples from the actor's own weights, and only their number changes.
+        In the same processes the rollout samples from the actor's own weights, and only their number changes.
         """
         self.version += 1
-        if rollout.lives_in(actor):
+        if rollout.lives_in(actor) and actor.lives_in(rollout):
             rollout.set_version.submit(self.version)
         else:
             rollout.load_weights.submit(actor.weights.submit(), self.version)

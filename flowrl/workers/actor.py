@@ -1,6 +1,7 @@
 """Actor: the policy that is trained."""
 
 from collections.abc import Container
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from flowrl.engines.microbatch import MicroBatch
 from flowrl.engines.models import load_policy, save_model
 from flowrl.engines.train import Denominators, TrainEngine
 from flowrl.engines.weights import export_weights
-from flowrl.workers.forward import policy_logprobs, policy_logprobs_and_entropy
+from flowrl.workers.mesh import mesh_of
+from flowrl.workers.policy import PolicyModel, policy_logprobs
 
 
 class Actor(Worker):
@@ -37,17 +39,17 @@ class Actor(Worker):
         self._loss = policy_losses.load(config.loss)
         self.model = load_policy(config.model)
         self.engine = TrainEngine(
-            self.model,
+            PolicyModel(self.model),
             config.optimizer,
             config.engine,
-            group=self.context.process_group,
+            mesh=mesh_of(self, config.engine),
             device=torch.device(self.device),
         )
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("input_ids",), writes=("logprobs",))
     def logprobs(self, batch: TensorDict) -> TensorDict:
         """Log-probability `[T]` of every token under the present weights."""
-        values_T = self.engine.evaluate(batch, lambda model, micro: policy_logprobs(model, micro, self.temperature))
+        values_T = self.engine.evaluate(batch, partial(policy_logprobs, temperature=self.temperature))
         return make_table(tokens={"logprobs": values_T}, lengths=lengths(batch))
 
     @register(
@@ -86,15 +88,19 @@ class Actor(Worker):
         """One optimizer step of supervised fine-tuning: mean cross-entropy over the tokens of the response mask."""
         return self.engine.update(batch, _imitation_loss)
 
-    @register(Dispatch.RANK_ZERO, blocking=False)
-    def weights(self) -> dict[str, Any]:  # Any: NumPy arrays, see engines/weights.py
-        """The present weights, for a rollout in another process."""
-        return export_weights(self.model)
+    @register(Dispatch.ALL_TO_ONE, blocking=False)
+    def weights(self) -> dict[str, Any] | None:  # Any: NumPy arrays, see engines/weights.py
+        """The present weights, for a rollout in another process; of ranks that share them the first has the answer."""
+        return export_weights(self.model, wanted=self.rank == 0)
 
-    @register(Dispatch.RANK_ZERO)
+    @register(Dispatch.ALL_TO_ONE)
     def save(self, folder: Path) -> None:
         """Writes model and tokenizer as a `save_pretrained` folder."""
-        save_model(self.model, self.config.model.path, folder)
+        save_model(self.model, self.config.model.path, folder, wanted=self.rank == 0)
+
+    def lends_weights_to(self, other: Worker) -> bool:
+        """Whether a worker in this process may sample from this model's weights."""
+        return not self.engine.is_sharded or other.world_size == self.world_size
 
     def _check_columns(self, batch: TensorDict) -> None:
         """Refuses a batch without a column that the loss reads. Raises UserError."""
@@ -118,9 +124,8 @@ class Actor(Worker):
         self, model: nn.Module, micro: MicroBatch, denominators: Denominators, mask_column: str
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
         config, mask_BL = self.config, micro.tokens[mask_column]
-        logprobs_BL, entropy_BL = policy_logprobs_and_entropy(
-            model, micro, self.temperature, entropy_gradient=config.entropy_coef > 0
-        )
+        entropy = "gradient" if config.entropy_coef else "value"
+        logprobs_BL, entropy_BL = model(micro.input_ids, mask_BL, self.temperature, entropy)
         loss_BL, details = self._loss_of_policy(logprobs_BL, micro, mask_BL)
         if "loss_weights" in micro.tokens:
             loss_BL = loss_BL * micro.tokens["loss_weights"]
@@ -169,7 +174,7 @@ def _imitation_loss(
     model: nn.Module, micro: MicroBatch, denominators: Denominators
 ) -> tuple[torch.Tensor, dict[str, Metric]]:
     mask_BL = micro.tokens["response_mask"]
-    loss_BL = -policy_logprobs(model, micro, temperature=1.0)
+    loss_BL = -model(micro.input_ids, mask_BL)[0]
     loss = aggregate(loss_BL, mask_BL, mode="token_mean", denominator=denominators.tokens)
     return loss, token_means({"loss": loss_BL}, mask_BL)
 

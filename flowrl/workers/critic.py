@@ -14,6 +14,7 @@ from flowrl.engines.microbatch import MicroBatch
 from flowrl.engines.models import load_critic
 from flowrl.engines.train import Denominators, TrainEngine
 from flowrl.workers.actor import token_means
+from flowrl.workers.mesh import mesh_of
 
 
 class Critic(Worker):
@@ -25,7 +26,11 @@ class Critic(Worker):
         self.config = config
         model = load_critic(config.model)
         self.engine = TrainEngine(
-            model, config.optimizer, config.engine, group=self.context.process_group, device=torch.device(self.device)
+            model,
+            config.optimizer,
+            config.engine,
+            mesh=mesh_of(self, config.engine),
+            device=torch.device(self.device),
         )
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("input_ids",), writes=("values",))

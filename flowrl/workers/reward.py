@@ -11,11 +11,13 @@ import torch
 from tensordict import TensorDict
 
 from flowrl.config import RewardConfig, UserError
+from flowrl.controller.plan import Mesh
 from flowrl.controller.register import Dispatch, register
 from flowrl.controller.worker import Worker
 from flowrl.data.table import make_table, num_rows, objects
 from flowrl.engines.models import load_reward_model
 from flowrl.engines.train import TrainEngine
+from flowrl.workers.mesh import mesh_of, shares_model
 
 RewardFunction = Callable[..., float]
 
@@ -98,10 +100,15 @@ class RewardModel(Worker):
         assert config.model is not None
         model = load_reward_model(config.model)
         self.engine = TrainEngine(
-            model, None, config.engine, group=self.context.process_group, device=torch.device(self.device)
+            model, None, config.engine, mesh=mesh_of(self, config.engine), device=torch.device(self.device)
         )
         self._evaluation = load_reward_function(config.evaluation) if config.evaluation else None
         self._evaluation_name = config.evaluation or ""
+
+    @classmethod
+    def on(cls, mesh: Mesh, config: RewardConfig) -> type[Worker]:
+        """As for `Reference`."""
+        return _SharedRewardModel if shares_model(mesh, config.engine) else cls
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,
@@ -115,6 +122,10 @@ class RewardModel(Worker):
             return score_rows(batch, self._evaluation, self._evaluation_name)
         scores_B = self.engine.evaluate_rows(batch, lambda model, micro: model(micro.input_ids, micro.lengths))
         return make_table({"scores": scores_B.float()})
+
+
+class _SharedRewardModel(RewardModel):
+    collective, replicated, stateless = True, False, False
 
 
 def reward_worker(config: RewardConfig) -> type[Worker]:

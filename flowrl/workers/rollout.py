@@ -1,6 +1,7 @@
 """Rollout: the actor's weights answering prompts."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from flowrl.data.chat import ChatTokenizer
 from flowrl.data.table import make_table, objects
 from flowrl.engines.hf_rollout import HfRollout
 from flowrl.engines.models import load_policy
-from flowrl.engines.weights import load_weights
+from flowrl.engines.weights import borrowed_weights, empty_copy, load_weights
 from flowrl.workers.actor import Actor
 
 
@@ -31,8 +32,12 @@ class Rollout(Worker):
     def __init__(self, config: RolloutConfig, model: ModelConfig, *, seed: int) -> None:
         self.config, self.seed, self.version = config, seed, 0
         actor = self.peer("actor")
-        self.shares_weights = isinstance(actor, Actor)
-        self.model = actor.model if isinstance(actor, Actor) else load_policy(model)
+        # Of an actor that ranks hold in parts, all of them must live here: they put its weights together.
+        self._actor = actor if isinstance(actor, Actor) and actor.lends_weights_to(self) else None
+        if self._actor is None:
+            self.model = load_policy(model)
+        else:
+            self.model = empty_copy(self._actor.model) if self._actor.engine.is_sharded else self._actor.model
         self.tokenizer = ChatTokenizer(model.path)
         self.engine = HfRollout(self.model, self.tokenizer.tokenizer, config, torch.device(self.device))
 
@@ -45,9 +50,10 @@ class Rollout(Worker):
     def generate(self, batch: TensorDict, greedy: bool = False) -> TensorDict:
         """A response to every row's prompt: sampled, or the likeliest token each time with `greedy`."""
         prompts = objects(batch, "prompt_ids")
-        answers = self.engine.generate(
-            prompts, batch["rows", "prompt_id"], batch["rows", "sample"], seed=self.seed, greedy=greedy
-        )
+        with self._weights():
+            answers = self.engine.generate(
+                prompts, batch["rows", "prompt_id"], batch["rows", "sample"], seed=self.seed, greedy=greedy
+            )
         responses = answers.ids()
         prompt_lengths_B = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64)
         lengths_B = prompt_lengths_B + answers.lengths
@@ -65,6 +71,17 @@ class Rollout(Worker):
         }
         rows = {"truncated": answers.truncated, "response": [self.tokenizer.decode(ids) for ids in responses]}
         return make_table(rows, tokens, lengths_B)
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether it samples from the very weights that are trained."""
+        return self._actor is not None
+
+    def _weights(self) -> AbstractContextManager[None]:
+        """Whole weights, for a call: those of an actor in parts are put together for its length only."""
+        if self._actor is None or not self._actor.engine.is_sharded:
+            return nullcontext()
+        return borrowed_weights(self.engine.model, self._actor.model)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def set_version(self, version: int) -> None:

@@ -28,6 +28,10 @@ def bigram_logprobs(model: nn.Module, micro: MicroBatch) -> Tensor:
     return logprobs(model(micro.input_ids), micro.input_ids)
 
 
+def policy_logits(model: nn.Module, input_ids_BL: Tensor) -> Tensor:
+    return model(input_ids=input_ids_BL, use_cache=False).logits
+
+
 def logprobs(logits_BLV: Tensor, input_ids_BL: Tensor) -> Tensor:
     """Of each token given those before it; 0 at position 0."""
     chosen_BL = logits_BLV[:, :-1].log_softmax(-1).gather(-1, input_ids_BL[:, 1:, None]).squeeze(-1)

@@ -7,6 +7,7 @@ from torch import distributed
 
 from flowrl.config import EngineConfig, OptimizerConfig
 from flowrl.data.table import take_rows
+from flowrl.engines.rank_mesh import rank_mesh
 from flowrl.engines.train import TrainEngine
 from tests.engines.losses import Bigram, bigram_loss
 from tests.engines.tables import VOCABULARY, table
@@ -24,7 +25,9 @@ def train(rows: list[int], dtype: torch.dtype, group: distributed.ProcessGroup |
     """Three steps on this rank's rows of three tables; a fourth has nothing to train on anywhere."""
     model = Bigram(VOCABULARY, 16).to(dtype)
     optimizer = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=0.5)
-    engine = TrainEngine(model, optimizer, EngineConfig(max_tokens_per_microbatch=max_tokens), group=group)
+    engine = TrainEngine(
+        model, optimizer, EngineConfig(max_tokens_per_microbatch=max_tokens), mesh=rank_mesh(group, device="cpu")
+    )
     reports = []
     for step in range(NUM_STEPS + 1):
         part = take_rows(table(11, seed=step), torch.tensor(rows, dtype=torch.int64))

@@ -3,8 +3,8 @@ import torch
 
 from flowrl.config import RolloutConfig
 from flowrl.engines.hf_rollout import HfRollout, Responses, RolloutError
-from flowrl.engines.models import policy_logits
 from flowrl.engines.sampling import row_keys, sample_tokens, uniforms
+from tests.engines.losses import policy_logits
 from tests.engines.tables import VOCABULARY
 from tests.engines.tiny import END, llama, qwen2, tokenizer
 

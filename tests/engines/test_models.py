@@ -14,9 +14,9 @@ from flowrl.engines.models import (
     load_critic,
     load_policy,
     load_reward_model,
-    policy_logits,
     save_model,
 )
+from tests.engines.losses import policy_logits
 from tests.engines.tiny import END, classifier, llama, qwen2, save
 
 IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])

@@ -1,0 +1,35 @@
+"""Where weights and optimizer state lie: on the device, or on the CPU while others need its memory."""
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+def move_model(model: nn.Module, device: torch.device) -> None:
+    """Moves weights and buffers in place; whoever holds the model sees them there."""
+    if any(tensor.device != device for tensor in model.state_dict().values()):
+        model.to(device)
+
+
+def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Moves the running means and squares of each weight; step counts stay where they are."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.ndim:
+                state[name] = _moved(value, device)
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor.to(device)
+    part = tensor.to_local()
+    if part.device == device:
+        return tensor
+    return DTensor.from_local(
+        part.to(device),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )

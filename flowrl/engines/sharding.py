@@ -1,0 +1,95 @@
+"""Cutting a model over ranks: its layers' matrices over tensor-parallel peers, and all its weights over the rest.
+
+The cuts are torch's own: tensor parallelism by transformers' plan of the model, FSDP2 (`fully_shard`) around each
+layer and the whole. Gradients are made sums over ranks, which FSDP2 would make means.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from transformers import PreTrainedModel
+
+from flowrl.config import EngineConfig, UserError
+from flowrl.engines.rank_mesh import RankMesh
+
+_STYLES: Mapping[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+_UNCUT = {"colwise_rep", "colwise_gather_output", "embedding_rowwise"}
+"""Styles of embeddings and heads, which stay whole on each tensor-parallel rank: others hold the rest of them."""
+
+
+class ShardingError(UserError):
+    """A model cannot be cut as its placement asks."""
+
+
+def shard_model(model: nn.Module, mesh: RankMesh, config: EngineConfig, compute_dtype: torch.dtype | None) -> None:
+    """Cuts a model in place, so that each rank of the mesh holds its part of every weight.
+
+    Args:
+        model: the same on every rank.
+        mesh: of several ranks.
+        config: what happens to whole weights after a forward pass, and where parts lie.
+        compute_dtype: of weights and activations in forward and backward passes; None is the weights' own.
+    Raises:
+        ShardingError: tensor parallelism does not know or does not divide the model.
+    """
+    assert mesh.devices is not None, "a process that shares its model with no other cuts nothing"
+    if mesh.tp > 1:
+        for language_model in language_models(model):
+            _cut_layers(language_model, mesh)
+    reduce_dtype = torch.float32 if compute_dtype is not None else None
+    pinned = mesh.devices.device_type != "cpu"
+    offload = CPUOffloadPolicy(pin_memory=pinned) if config.offload == "parameters" else OffloadPolicy()
+    for unit in [*layers(model), model]:
+        fully_shard(
+            unit,
+            mesh=mesh.devices["replicate", "shard"],
+            reshard_after_forward=config.reshard_after_forward and unit is not model,
+            mp_policy=MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype),
+            offload_policy=offload,
+        )
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.set_gradient_divide_factor(1)
+            # Without it the factor is an operation that gloo does not have.
+            unit.set_force_sum_reduction_for_comms(True)
+
+
+def language_models(model: nn.Module) -> Iterator[PreTrainedModel]:
+    """The outermost models of transformers in a module."""
+    if isinstance(model, PreTrainedModel):
+        yield model
+    else:
+        for child in model.children():
+            yield from language_models(child)
+
+
+def layers(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of the language models in a module; none where transformers names none."""
+    found = []
+    for language_model in language_models(model):
+        names = set(language_model._no_split_modules or ())
+        found += [module for module in language_model.modules() if type(module).__name__ in names]
+    return found
+
+
+def _cut_layers(model: PreTrainedModel, mesh: RankMesh) -> None:
+    """Tensor parallelism of the layers' matrices; what is not in the plan is computed alike by all peers."""
+    name = type(model).__name__
+    plan = {pattern: style for pattern, style in (model.tp_plan or {}).items() if style not in _UNCUT}
+    unknown = sorted({style for style in plan.values() if style not in _STYLES})
+    if unknown or not plan:
+        why = f"it asks for {', '.join(unknown)}" if unknown else "transformers has no tensor-parallel plan for it"
+        raise ShardingError(f"{name} cannot run with tp {mesh.tp}: {why}; set tp: 1 and strategy: fsdp for this role")
+    settings = model.config.get_text_config()
+    for what, count in (
+        ("num_attention_heads", settings.num_attention_heads),
+        ("num_key_value_heads", getattr(settings, "num_key_value_heads", settings.num_attention_heads)),
+        ("intermediate_size", getattr(settings, "intermediate_size", 0)),
+    ):
+        if count % mesh.tp:
+            raise ShardingError(f"{name} has {what} {count}, which tp {mesh.tp} does not divide: set tp to a divisor")
+    assert mesh.devices is not None
+    parallelize_module(model, mesh.devices["tp"], {pattern: _STYLES[style]() for pattern, style in plan.items()})

@@ -1,0 +1,134 @@
+"""What each process of a strategy test runs: the same optimizer steps of a real model, cut in every way."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import distributed, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from flowrl.config import EngineConfig, OptimizerConfig, RolloutConfig
+from flowrl.data.table import take_rows
+from flowrl.engines.hf_rollout import HfRollout
+from flowrl.engines.microbatch import MicroBatch
+from flowrl.engines.models import CriticModel
+from flowrl.engines.rank_mesh import ALONE, rank_mesh
+from flowrl.engines.train import Denominators, TrainEngine
+from flowrl.engines.weights import borrowed_weights, empty_copy, export_weights
+from flowrl.workers.policy import PolicyModel, policy_logprobs
+from tests.engines.losses import weighted_loss
+from tests.engines.tables import table
+from tests.engines.tiny import llama, qwen2, tokenizer
+
+NUM_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to spread a model over `ranks`."""
+
+    ranks: int
+    settings: dict
+    tp: int = 1
+    sp: int = 1
+
+
+CASES = {
+    "ddp on 2": Case(2, {"strategy": "ddp"}),
+    "ddp on 4": Case(4, {"strategy": "ddp"}),
+    "fsdp on 2": Case(2, {"strategy": "fsdp"}),
+    "fsdp on 4": Case(4, {"strategy": "fsdp"}),
+    "fsdp on 2, parameters kept": Case(2, {"strategy": "fsdp", "reshard_after_forward": False}),
+    "fsdp on 2, parameters on the CPU": Case(2, {"strategy": "fsdp", "offload": "parameters"}),
+    "fsdp on 2, optimizer on the CPU": Case(2, {"strategy": "fsdp", "offload": "optimizer"}),
+    "fsdp on 2, checkpointed": Case(2, {"strategy": "fsdp", "gradient_checkpointing": True}),
+    "hybrid on 2 x 2": Case(4, {"strategy": "fsdp", "shard_ranks": 2}),
+    "tp on 2": Case(2, {}, tp=2),
+    "tp x fsdp on 2 x 2": Case(4, {"strategy": "fsdp"}, tp=2),
+    "tp x fsdp on 2 x 2, checkpointed": Case(4, {"strategy": "fsdp", "gradient_checkpointing": True}, tp=2),
+    "sp on 2": Case(2, {"strategy": "ddp"}, sp=2),
+    "sp x ddp on 2 x 2": Case(4, {"strategy": "ddp"}, sp=2),
+    "sp x fsdp on 2 x 2": Case(4, {"strategy": "fsdp"}, sp=2),
+    "sp x tp on 2 x 2": Case(4, {"strategy": "fsdp"}, sp=2, tp=2),
+}
+
+ROWS = {
+    1: [list(range(11))],
+    2: [[0, 2, 4, 6, 8, 10, 1, 3], [5, 7, 9]],
+    4: [[0, 1], [2, 3, 4, 5, 6, 7, 8], [], [9, 10]],
+}
+"""Data-parallel ranks -> whose rows are whose; one of four has none."""
+
+
+def policy_loss(model: nn.Module, micro: MicroBatch, counts: Denominators):
+    logprobs_BL, entropy_BL = model(micro.input_ids, micro.tokens["response_mask"], 0.7, "gradient")
+    return weighted_loss(logprobs_BL + 0.1 * entropy_BL, micro, counts)
+
+
+def critic_loss(model: nn.Module, micro: MicroBatch, counts: Denominators):
+    return weighted_loss(model(micro.input_ids) ** 2, micro, counts)
+
+
+def train(case: Case, group: distributed.ProcessGroup | None) -> dict:
+    """Three steps of a policy and of a critic, what they say before, and the weights after."""
+    rank = 0 if group is None else group.rank()
+    rows = ROWS[case.ranks // (case.tp * case.sp)][rank // (case.tp * case.sp)]
+    mesh = ALONE if group is None else _mesh(case, group)
+    engine = EngineConfig(max_tokens_per_microbatch=20, **case.settings)
+    optimizer = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=0.5)
+    language_model = qwen2()
+    policy = TrainEngine(PolicyModel(language_model), optimizer, engine, mesh=mesh)
+    critic = CriticModel(llama().base_model)
+    nn.init.normal_(critic.value_head.weight, generator=torch.Generator().manual_seed(0))
+    critic = TrainEngine(critic, optimizer, engine, mesh=mesh)
+    part = take_rows(table(11), torch.tensor(rows, dtype=torch.int64))
+    found = {
+        "logprobs": policy.evaluate(part, lambda m, micro: policy_logprobs(m, micro, temperature=0.7)),
+        "values": critic.evaluate(part, lambda m, micro: m(micro.input_ids)),
+    }
+    reports = []
+    for step in range(NUM_STEPS):
+        part = take_rows(table(11, seed=step), torch.tensor(rows, dtype=torch.int64))
+        for name, trained, loss in (("policy", policy, policy_loss), ("critic", critic, critic_loss)):
+            report = trained.update(part, loss)
+            reports.append((name, {n: m.result() for n, m in report.items() if n in ("grad_norm", "lr")}))
+    found["reports"] = reports
+    found["policy"] = {name: torch.from_numpy(w) for name, w in (export_weights(policy.model) or {}).items()}
+    found["critic"] = {name: torch.from_numpy(w) for name, w in (export_weights(critic.model) or {}).items()}
+    found["generated"] = _generated(language_model)
+    found["held"] = sum(_own_part(parameter).numel() for parameter in policy.model.parameters())
+    return found
+
+
+def _own_part(parameter: nn.Parameter) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _mesh(case: Case, group: distributed.ProcessGroup):
+    shard_ranks = case.settings.get("shard_ranks")
+    return rank_mesh(group, device="cpu", tp=case.tp, sp=case.sp, shard_ranks=shard_ranks)
+
+
+def _generated(model: PreTrainedModel) -> list[list[int]]:
+    """Sampled from whole weights that are there for the call only."""
+    rollout = HfRollout(empty_copy(model), tokenizer(), RolloutConfig(max_response_tokens=6))
+    with borrowed_weights(rollout.model, model):
+        answers = rollout.generate([[3, 4], [5]], torch.arange(2), torch.zeros(2, dtype=torch.int64), seed=0)
+    assert all(parameter.is_meta for parameter in rollout.model.parameters())
+    return answers.ids()
+
+
+def main(rank: int, folder: Path) -> None:
+    """Joins three others through a file and writes what this rank ended with."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
+    groups = {size: distributed.new_group(list(range(size))) for size in (4, 2)}
+    results = {}
+    for name, case in CASES.items():
+        if rank < case.ranks:
+            group = groups[case.ranks]
+            assert isinstance(group, distributed.ProcessGroup)
+            results[name] = train(case, group)
+    torch.save(results, folder / f"{rank}.pt")
+    distributed.destroy_process_group()

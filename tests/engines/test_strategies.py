@@ -1,0 +1,80 @@
+from pathlib import Path
+
+import pytest
+import torch
+from torch.multiprocessing.spawn import spawn
+
+from flowrl.config import EngineConfig
+from flowrl.data.table import lengths
+from flowrl.engines.rank_mesh import ALONE
+from flowrl.engines.train import is_sharded
+from tests.engines.strategies import CASES, ROWS, Case, main, train
+from tests.engines.tables import table
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """What four real processes ended with, each a map from the case; a process that is not in a case has none."""
+    folder: Path = tmp_path_factory.mktemp("strategies")
+    spawn(main, (folder,), nprocs=4)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(4)]
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict:
+    """What one process ends with."""
+    return train(Case(1, {}), None)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_three_steps_end_with_the_weights_of_one_process(results: list[dict], alone: dict, name: str):
+    for rank in range(CASES[name].ranks):
+        for model in ("policy", "critic"):
+            torch.testing.assert_close(results[rank][name][model], alone[model], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_have_the_norm_of_one_process(results: list[dict], alone: dict, name: str):
+    for rank in range(CASES[name].ranks):
+        for (model, report), (expected_model, expected) in zip(
+            results[rank][name]["reports"], alone["reports"], strict=True
+        ):
+            assert model == expected_model and report == pytest.approx(expected, rel=2e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_passes_without_gradient_say_what_one_process_says(results: list[dict], alone: dict, name: str):
+    case = CASES[name]
+    lengths_B = lengths(table(11)).tolist()
+    expected = {kind: alone[kind].split(lengths_B) for kind in ("logprobs", "values")}
+    for rank in range(case.ranks):
+        rows = ROWS[case.ranks // (case.tp * case.sp)][rank // (case.tp * case.sp)]
+        for kind, by_row in expected.items():
+            own = torch.cat([by_row[row] for row in rows]) if rows else torch.zeros(0)
+            torch.testing.assert_close(results[rank][name][kind], own, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.tp > 1 or "fsdp" in str(case.settings)])
+def test_ranks_generate_from_whole_weights(results: list[dict], alone: dict, name: str):
+    for rank in range(CASES[name].ranks):
+        assert results[rank][name]["generated"] == alone["generated"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rank_holds_its_part_of_the_weights(results: list[dict], alone: dict, name: str):
+    """Uneven parts are filled up, so a rank may hold a little more than its share; tensor parallelism leaves the
+    embedding and the norms to be cut by fsdp alone."""
+    case, whole = CASES[name], alone["held"]
+    parts = case.settings.get("shard_ranks", case.ranks // case.tp)
+    for rank in range(case.ranks):
+        held = results[rank][name]["held"]
+        if case.tp > 1:
+            assert whole / (parts * case.tp) <= held < 0.8 * whole / parts
+        elif case.settings["strategy"] == "fsdp":
+            assert whole / parts <= held <= 1.05 * whole / parts
+        else:
+            assert held == whole
+
+
+def test_a_process_alone_cuts_nothing():
+    assert not is_sharded(EngineConfig(strategy="fsdp"), ALONE)
