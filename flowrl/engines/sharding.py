@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from transformers import PreTrainedModel
+from transformers.utils import is_flash_attn_2_available
 
 from flowrl.config import EngineConfig, UserError
 from flowrl.engines.rank_mesh import RankMesh
@@ -20,8 +21,8 @@ _UNCUT = {"colwise_rep", "colwise_gather_output", "embedding_rowwise"}
 """Styles of embeddings and heads, which stay whole on each tensor-parallel rank: others hold the rest of them."""
 
 
-class ShardingError(UserError):
-    """A model cannot be cut as its placement asks."""
+class EngineError(UserError):
+    """A model cannot run as its placement or its engine asks."""
 
 
 def shard_model(model: nn.Module, mesh: RankMesh, config: EngineConfig, compute_dtype: torch.dtype | None) -> None:
@@ -33,7 +34,7 @@ def shard_model(model: nn.Module, mesh: RankMesh, config: EngineConfig, compute_
         config: what happens to whole weights after a forward pass, and where parts lie.
         compute_dtype: of weights and activations in forward and backward passes; None is the weights' own.
     Raises:
-        ShardingError: tensor parallelism does not know or does not divide the model.
+        EngineError: tensor parallelism does not know or does not divide the model.
     """
     assert mesh.devices is not None, "a process that shares its model with no other cuts nothing"
     if mesh.tp > 1:
@@ -55,6 +56,18 @@ def shard_model(model: nn.Module, mesh: RankMesh, config: EngineConfig, compute_
             unit.set_gradient_divide_factor(1)
             # Without it the factor is an operation that gloo does not have.
             unit.set_force_sum_reduction_for_comms(True)
+
+
+def choose_attention(model: PreTrainedModel, wanted: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Sets a model's attention kernels. Raises `EngineError` where those that were asked for cannot run."""
+    fits = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+    if wanted == "flash_attention_2" and not fits:
+        raise EngineError(
+            f"engine.attention is flash_attention_2, which needs a GPU and bfloat16 or float16, and the model is in "
+            f"{str(dtype).removeprefix('torch.')} on {device.type}: set attention: auto"
+        )
+    if wanted == "flash_attention_2" or (wanted == "auto" and fits and is_flash_attn_2_available()):
+        model.set_attn_implementation("flash_attention_2")
 
 
 def language_models(model: nn.Module) -> Iterator[PreTrainedModel]:
@@ -82,7 +95,7 @@ def _cut_layers(model: PreTrainedModel, mesh: RankMesh) -> None:
     unknown = sorted({style for style in plan.values() if style not in _STYLES})
     if unknown or not plan:
         why = f"it asks for {', '.join(unknown)}" if unknown else "transformers has no tensor-parallel plan for it"
-        raise ShardingError(f"{name} cannot run with tp {mesh.tp}: {why}; set tp: 1 and strategy: fsdp for this role")
+        raise EngineError(f"{name} cannot run with tp {mesh.tp}: {why}; set tp: 1 and strategy: fsdp for this role")
     settings = model.config.get_text_config()
     for what, count in (
         ("num_attention_heads", settings.num_attention_heads),
@@ -90,6 +103,6 @@ def _cut_layers(model: PreTrainedModel, mesh: RankMesh) -> None:
         ("intermediate_size", getattr(settings, "intermediate_size", 0)),
     ):
         if count % mesh.tp:
-            raise ShardingError(f"{name} has {what} {count}, which tp {mesh.tp} does not divide: set tp to a divisor")
+            raise EngineError(f"{name} has {what} {count}, which tp {mesh.tp} does not divide: set tp to a divisor")
     assert mesh.devices is not None
     parallelize_module(model, mesh.devices["tp"], {pattern: _STYLES[style]() for pattern, style in plan.items()})

@@ -28,7 +28,7 @@ from flowrl.engines.microbatch import MicroBatch, empty_microbatch, microbatches
 from flowrl.engines.rank_mesh import ALONE, RankMesh
 from flowrl.engines.residency import move_model, move_optimizer
 from flowrl.engines.sequence import share_attention
-from flowrl.engines.sharding import language_models, layers, shard_model
+from flowrl.engines.sharding import choose_attention, language_models, layers, shard_model
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -75,7 +75,7 @@ class TrainEngine:
             device: `cpu` or `cuda:N`.
         Raises:
             ValueError: strategy `single` with several ranks, or tensor parallelism without fsdp.
-            ShardingError: the model cannot be cut over tensor-parallel ranks.
+            EngineError: the model cannot be cut over these ranks, or lacks the attention that was asked for.
         """
         self.device = torch.device(device)
         self.mesh = mesh
@@ -87,6 +87,7 @@ class TrainEngine:
         for language_model in language_models(model):
             if engine.gradient_checkpointing:
                 language_model.gradient_checkpointing_enable({"use_reentrant": False})
+            choose_attention(language_model, engine.attention, self.device, self._compute_dtype or language_model.dtype)
             if mesh.sequence is not None:
                 share_attention(language_model, mesh.sequence)
                 model.sequence = mesh.sequence  # pyright: ignore[reportAttributeAccessIssue] (of the models that can)

@@ -3,9 +3,18 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from flowrl.config import ActorConfig, AdvantageConfig, ConfigError, CriticConfig, RunConfig
+from flowrl.config import (
+    ActorConfig,
+    AdvantageConfig,
+    ConfigError,
+    CriticConfig,
+    EngineConfig,
+    ReferenceConfig,
+    RewardConfig,
+    RunConfig,
+)
 from flowrl.controller.inventory import local_inventory
-from flowrl.controller.plan import Plan, plan
+from flowrl.controller.plan import Plan, RolePlan, plan
 from flowrl.run.folder import refuse_if_taken
 
 
@@ -79,18 +88,49 @@ def _chosen_functions(config: RunConfig) -> Iterator[tuple[str, str, str, Mappin
 
 def check_engines(config: RunConfig, planned: Plan) -> None:
     """Refuses a role whose engine cannot run on the ranks of its mesh. Raises `ConfigError`."""
-    trained = {name: value for name, value in config if isinstance(value, ActorConfig | CriticConfig)}
+    engines = {name: value.engine for name, value in config if isinstance(value, _MODELS) and _has_model(value)}
     for role, place in planned.roles.items():
-        mesh = place.mesh
-        for name, size in (("tp", mesh.tp), ("sp", mesh.sp), ("pp", mesh.pp)):
-            if size > 1:
-                raise ConfigError(
-                    f"placement.roles.{role} has {name} {size}, but every strategy here holds the whole model on each "
-                    f"rank: remove {name}, so that the ranks of its pool are data-parallel"
-                )
-        single = role in trained and trained[role].engine.strategy == "single"
-        if single and mesh.size > 1 and config.backend == "ray":
+        where, mesh = f"placement.roles.{role}", place.mesh
+        if mesh.pp > 1:
             raise ConfigError(
-                f"{role}.engine.strategy is single, but pool {place.pool} gives the role {mesh.size} ranks: "
-                f"set strategy: auto or ddp, or make the pool one device"
+                f"{where} has pp {mesh.pp}, but no engine runs a model's layers as a pipeline: remove pp, and cut the "
+                f"model with strategy: fsdp or tp"
             )
+        if role not in engines:
+            for name, size in (("tp", mesh.tp), ("sp", mesh.sp)):
+                if size > 1:
+                    raise ConfigError(f"{where} has {name} {size}, but each of its ranks holds all it needs: remove it")
+        elif config.backend == "ray":
+            _check_engine(role, place, engines[role])
+
+
+_MODELS = (ActorConfig, CriticConfig, ReferenceConfig, RewardConfig)
+
+
+def _has_model(config: ActorConfig | CriticConfig | ReferenceConfig | RewardConfig) -> bool:
+    return config.model is not None
+
+
+def _check_engine(role: str, place: RolePlan, engine: EngineConfig) -> None:
+    mesh, key = place.mesh, f"{role}.engine"
+    trains_alone = mesh.size > 1 and engine.strategy == "single" and role in ("actor", "critic")
+    if trains_alone:
+        raise ConfigError(
+            f"{key}.strategy is single, but pool {place.pool} gives the role {mesh.size} ranks: "
+            f"set strategy: auto, ddp or fsdp, or make the pool one device"
+        )
+    if mesh.tp > 1 and engine.strategy in ("single", "ddp"):
+        raise ConfigError(
+            f"{key}.strategy is {engine.strategy}, but placement.roles.{role} has tp {mesh.tp}, which cuts the model: "
+            f"set strategy: fsdp, or remove tp"
+        )
+    if engine.offload == "parameters" and mesh.size == 1:
+        raise ConfigError(
+            f"{key}.offload is parameters, but the role has one rank, which cuts nothing: set offload: optimizer, or "
+            f"give the role more ranks"
+        )
+    if engine.shard_ranks is not None and mesh.dp % engine.shard_ranks:
+        raise ConfigError(
+            f"{key}.shard_ranks is {engine.shard_ranks}, which does not divide the role's {mesh.dp} data-parallel "
+            f"ranks: set it to a divisor, or leave it out for all"
+        )

@@ -76,6 +76,36 @@ def test_ppo_gives_the_same_metrics_under_every_placement(
         assert_same(expected, line)
 
 
+STRATEGIES = {
+    "fsdp": ({"strategy": "fsdp"}, {}),
+    "fsdp, the rollout on a part of the ranks": ({"strategy": "fsdp"}, {"rollout": "main[1:]", "reward": "main[0:1]"}),
+    "tp": ({}, {role: {"pool": "main", "tp": 2} for role in ("actor", "critic", "reference")}),
+    "sp": ({"strategy": "ddp"}, {role: {"pool": "main", "sp": 2} for role in ("actor", "critic", "reference")}),
+}
+"""Engine of the three models, and where roles run instead of on both ranks."""
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_ppo_gives_the_same_metrics_under_every_strategy(
+    name: str, ray_session: None, ppo_config: Callable[..., PPOConfig], tmp_path: Path, inline_metrics: dict
+) -> None:
+    if not inline_metrics:
+        inline = ppo_config(output=tmp_path / "inline")
+        train_ppo(inline)
+        inline_metrics["ppo"] = metrics_of(inline)
+    engine, places = STRATEGIES[name]
+    placement = Placement.model_validate(
+        {"device": "cpu", "pools": {"main": [2]}, "roles": dict.fromkeys(ROLES, "main") | places}
+    )
+    config = ppo_config(output=tmp_path / "cut", backend="ray", placement=placement)
+    models = {
+        role: getattr(config, role).model_dump() | {"engine": engine} for role in ("actor", "critic", "reference")
+    }
+    train_ppo(PPOConfig.model_validate(config.model_dump() | models))
+    for expected, line in zip(inline_metrics["ppo"], metrics_of(config), strict=True):
+        assert_same(expected, line)
+
+
 def test_grpo_gives_the_same_metrics_on_one_and_two_ranks(
     ray_session: None, grpo_config: Callable[..., GRPOConfig], tmp_path: Path
 ) -> None:

@@ -23,10 +23,18 @@ class ActorRun(RunConfig):
     actor: ActorConfig
 
 
-def run_with(placement: Placement, strategy: str = "auto") -> ActorRun:
-    engine = EngineConfig.model_validate({"strategy": strategy})
-    actor = ActorConfig(model=ModelConfig(path=Path("m")), optimizer=OptimizerConfig(lr=1e-4), engine=engine)
+def run_with(placement: Placement, **engine: object) -> ActorRun:
+    actor = ActorConfig(
+        model=ModelConfig(path=Path("m")),
+        optimizer=OptimizerConfig(lr=1e-4),
+        engine=EngineConfig.model_validate(engine),
+    )
     return ActorRun(output=Path("out"), steps=1, placement=placement, actor=actor)
+
+
+def on(num_ranks: int, **sizes: int) -> Placement:
+    role = RolePlacement.model_validate({"pool": "main"} | sizes)
+    return Placement(device="cpu", pools={"main": [num_ranks]}, roles={"actor": role})
 
 
 def test_a_run_is_planned_on_a_stated_inventory() -> None:
@@ -34,13 +42,30 @@ def test_a_run_is_planned_on_a_stated_inventory() -> None:
     assert planned.kind == "cuda" and planned.roles["actor"].mesh.dp == 8
 
 
-def test_a_single_strategy_takes_one_rank() -> None:
-    two = Placement(device="cpu", pools={"main": [2]}, roles={"actor": "main"})
-    with pytest.raises(ConfigError, match=r"actor\.engine\.strategy is single, but pool main gives the role 2 ranks"):
-        plan_run(run_with(two, "single"))
+def test_a_mesh_that_the_engine_can_run_is_planned() -> None:
+    planned = plan_run(run_with(on(8, tp=2, sp=2), strategy="fsdp", shard_ranks=1))
+    assert (planned.roles["actor"].mesh.dp, planned.roles["actor"].mesh.tp) == (2, 2)
 
 
-def test_a_parallel_size_that_no_strategy_has_is_refused() -> None:
-    tensor = Placement(device="cpu", pools={"main": [2]}, roles={"actor": RolePlacement(pool="main", tp=2)})
-    with pytest.raises(ConfigError, match=r"placement\.roles\.actor has tp 2"):
-        plan_run(run_with(tensor))
+@pytest.mark.parametrize(
+    ("placement", "engine", "sentence"),
+    [
+        (on(2), {"strategy": "single"}, r"actor\.engine\.strategy is single, but pool main gives the role 2 ranks"),
+        (on(2, pp=2), {}, r"placement\.roles\.actor has pp 2, but no engine runs a model's layers as a pipeline"),
+        (on(2, tp=2), {"strategy": "ddp"}, r"strategy is ddp, but placement\.roles\.actor has tp 2, which cuts the"),
+        (on(1), {"strategy": "fsdp", "offload": "parameters"}, r"offload is parameters, but the role has one rank"),
+        (on(4), {"strategy": "fsdp", "shard_ranks": 3}, r"shard_ranks is 3, which does not divide the role's 4 data-"),
+    ],
+)
+def test_an_engine_that_its_ranks_cannot_run_is_refused(placement: Placement, engine: dict, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        plan_run(run_with(placement, **engine))
+
+
+def test_ranks_that_each_hold_all_they_need_take_no_parallel_size() -> None:
+    class RolloutRun(RunConfig):
+        roles = ("rollout",)
+
+    tensor = Placement(device="cpu", pools={"main": [2]}, roles={"rollout": RolePlacement(pool="main", tp=2)})
+    with pytest.raises(ConfigError, match=r"placement\.roles\.rollout has tp 2, but each of its ranks holds all"):
+        plan_run(RolloutRun(output=Path("out"), steps=1, placement=tensor))
