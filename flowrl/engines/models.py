@@ -16,7 +16,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -27,7 +26,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from flowrl.config import ModelConfig, UserError
-from flowrl.engines.sequence import run_backbone, whole_rows
+from flowrl.engines.sequence import SharesRows, run_backbone, whole_rows
 from flowrl.engines.weights import whole_tensor
 
 _VALUE_HEAD = "value_head.safetensors"
@@ -51,11 +50,8 @@ def load_policy(config: ModelConfig) -> PreTrainedModel:
     return _load(AutoModelForCausalLM, config, "a causal language model")
 
 
-class CriticModel(nn.Module):
+class CriticModel(SharesRows):
     """The backbone of a causal language model with a linear value head, which starts at zero."""
-
-    sequence: ProcessGroup | None = None
-    """Ranks that share each row."""
 
     def __init__(self, backbone: PreTrainedModel) -> None:
         super().__init__()
@@ -91,11 +87,8 @@ def load_critic(config: ModelConfig) -> CriticModel:
     return critic.eval()
 
 
-class RewardModel(nn.Module):
+class RewardModel(SharesRows):
     """A sequence-classification model with one label, read at the last token of each row."""
-
-    sequence: ProcessGroup | None = None
-    """Ranks that share each row."""
 
     def __init__(self, model: PreTrainedModel, head: nn.Module) -> None:
         super().__init__()

@@ -24,6 +24,13 @@ _groups: WeakKeyDictionary[nn.Module, ProcessGroup] = WeakKeyDictionary()
 """Layer -> its ranks. Not an attribute of the layer, which copies of the model would copy."""
 
 
+class SharesRows(nn.Module):
+    """A model whose rows several ranks can share: it runs its backbone with `run_backbone`."""
+
+    sequence: ProcessGroup | None = None
+    """Those ranks."""
+
+
 class SequenceError(UserError):
     """A model's attention cannot be shared by sequence-parallel ranks."""
 

@@ -27,7 +27,7 @@ from flowrl.engines.loss_scale import LossScale
 from flowrl.engines.microbatch import MicroBatch, empty_microbatch, microbatches
 from flowrl.engines.rank_mesh import ALONE, RankMesh
 from flowrl.engines.residency import move_model, move_optimizer
-from flowrl.engines.sequence import share_attention
+from flowrl.engines.sequence import SharesRows, share_attention
 from flowrl.engines.sharding import choose_attention, language_models, layers, shard_model
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -90,7 +90,9 @@ class TrainEngine:
             choose_attention(language_model, engine.attention, self.device, self._compute_dtype or language_model.dtype)
             if mesh.sequence is not None:
                 share_attention(language_model, mesh.sequence)
-                model.sequence = mesh.sequence  # pyright: ignore[reportAttributeAccessIssue] (of the models that can)
+        if mesh.sequence is not None:
+            assert isinstance(model, SharesRows), "sp is for models that run their backbone by stretches"
+            model.sequence = mesh.sequence
         for layer in layers(model) if engine.compile else ():
             layer.compile()
         if self.is_sharded:

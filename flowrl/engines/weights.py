@@ -22,22 +22,22 @@ class WeightsError(ValueError):
     """Weights do not fit the model they should be loaded into."""
 
 
-def export_weights(model: nn.Module, *, wanted: bool = True) -> dict[str, np.ndarray] | None:
+def export_weights(model: nn.Module, *, wanted: bool = True) -> dict[str, np.ndarray]:
     """A copy of the weights, on the CPU, contiguous. Training on does not change it.
 
-    All ranks that hold parts of the model call it; those that do not want the copy help with it and get None.
+    All ranks that hold parts of the model call it; those that do not want the copy help with it and get nothing.
     """
     found = {}
     for name, weight in _weights(model).items():
         whole = whole_tensor(weight)
         if wanted:
             found[name] = _bits(whole).detach().cpu().clone().contiguous().numpy()
-    return found if wanted else None
+    return found
 
 
 def whole_tensor(weight: Tensor) -> Tensor:
     """A weight that ranks hold in parts, put together on each of them, who all call it; another one as it is."""
-    return weight.detach().full_tensor() if isinstance(weight, DTensor) else weight.detach()
+    return weight.full_tensor().detach() if isinstance(weight, DTensor) else weight.detach()
 
 
 def empty_copy(model: PreTrainedModel) -> PreTrainedModel:

@@ -89,7 +89,7 @@ class Actor(Worker):
         return self.engine.update(batch, _imitation_loss)
 
     @register(Dispatch.ALL_TO_ONE, blocking=False)
-    def weights(self) -> dict[str, Any] | None:  # Any: NumPy arrays, see engines/weights.py
+    def weights(self) -> dict[str, Any]:  # Any: NumPy arrays, see engines/weights.py
         """The present weights, for a rollout in another process; of ranks that share them the first has the answer."""
         return export_weights(self.model, wanted=self.rank == 0)
 

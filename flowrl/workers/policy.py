@@ -7,7 +7,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from flowrl.algorithms import (
     logprobs_and_entropy_from_hidden,
@@ -17,7 +16,7 @@ from flowrl.algorithms import (
 )
 from flowrl.engines.microbatch import MicroBatch
 from flowrl.engines.models import LanguageModel
-from flowrl.engines.sequence import own_targets, run_backbone, whole_rows
+from flowrl.engines.sequence import SharesRows, own_targets, run_backbone, whole_rows
 
 _TILED_FROM = 8192
 """Vocabularies from here on never have their logits in memory at once; smaller ones fit, and that is faster."""
@@ -28,11 +27,8 @@ def policy_logprobs(model: nn.Module, micro: MicroBatch, *, temperature: float) 
     return model(micro.input_ids, micro.mask, temperature)[0]
 
 
-class PolicyModel(nn.Module):
+class PolicyModel(SharesRows):
     """What the actor trains and the reference runs. The language model stays usable by others."""
-
-    sequence: ProcessGroup | None = None
-    """Ranks that share each row."""
 
     def __init__(self, language_model: LanguageModel) -> None:
         super().__init__()

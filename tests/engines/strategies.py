@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import distributed, nn
@@ -70,7 +71,7 @@ def critic_loss(model: nn.Module, micro: MicroBatch, counts: Denominators):
     return weighted_loss(model(micro.input_ids) ** 2, micro, counts)
 
 
-def train(case: Case, group: distributed.ProcessGroup | None) -> dict:
+def train(case: Case, group: distributed.ProcessGroup | None) -> dict[str, Any]:
     """Three steps of a policy and of a critic, what they say before, and the weights after."""
     rank = 0 if group is None else group.rank()
     rows = ROWS[case.ranks // (case.tp * case.sp)][rank // (case.tp * case.sp)]
@@ -79,11 +80,11 @@ def train(case: Case, group: distributed.ProcessGroup | None) -> dict:
     optimizer = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=0.5)
     language_model = qwen2()
     policy = TrainEngine(PolicyModel(language_model), optimizer, engine, mesh=mesh)
-    critic = CriticModel(llama().base_model)
+    critic = CriticModel(llama().model)
     nn.init.normal_(critic.value_head.weight, generator=torch.Generator().manual_seed(0))
     critic = TrainEngine(critic, optimizer, engine, mesh=mesh)
     part = take_rows(table(11), torch.tensor(rows, dtype=torch.int64))
-    found = {
+    found: dict[str, Any] = {
         "logprobs": policy.evaluate(part, lambda m, micro: policy_logprobs(m, micro, temperature=0.7)),
         "values": critic.evaluate(part, lambda m, micro: m(micro.input_ids)),
     }
@@ -94,8 +95,8 @@ def train(case: Case, group: distributed.ProcessGroup | None) -> dict:
             report = trained.update(part, loss)
             reports.append((name, {n: m.result() for n, m in report.items() if n in ("grad_norm", "lr")}))
     found["reports"] = reports
-    found["policy"] = {name: torch.from_numpy(w) for name, w in (export_weights(policy.model) or {}).items()}
-    found["critic"] = {name: torch.from_numpy(w) for name, w in (export_weights(critic.model) or {}).items()}
+    found["policy"] = {name: torch.from_numpy(w) for name, w in export_weights(policy.model).items()}
+    found["critic"] = {name: torch.from_numpy(w) for name, w in export_weights(critic.model).items()}
     found["generated"] = _generated(language_model)
     found["held"] = sum(_own_part(parameter).numel() for parameter in policy.model.parameters())
     return found
