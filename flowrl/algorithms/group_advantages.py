@@ -57,7 +57,7 @@ def rloo(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
     Returns: [B, T]. A group whose scores are all equal gives 0.
 
     Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free!"; for language models Ahmadian et al. 2024,
-    https://arxiv.org/abs/2402.14740, the RLOO estimator of section 3. Deviation: none for two and more samples.
+    https://arxiv.org/abs/2402.14740, the RLOO estimator. Deviation: none for two and more samples.
     """
     scores_B, group_of_B = _scores_and_groups(scores, groups, mask)
     sizes_B = group_sizes(group_of_B)
@@ -115,10 +115,10 @@ def gpg(scores: Tensor, groups: Tensor, mask: Tensor, *, normalize_std: bool = F
         eps: in units of the score.
     Returns: [B, T]. A group whose scores are all equal gives 0; where that is every group, alpha is of no account.
 
-    Chu et al. 2025, https://arxiv.org/abs/2504.02546, the corrected advantage (accurate gradient estimation).
-    Deviations: a group of one counts in M. M counts groups without variance, as in the paper; one published
-    implementation counts rows with score 0 instead, which depends on where the zero of the score lies. The paper's
-    threshold below which a batch is topped up with new groups is `full_batches`.
+    Chu et al. 2025, https://arxiv.org/abs/2504.02546, accurate gradient estimation, where B and M count groups and
+    alpha multiplies the loss: with groups of equal size it is the same. Deviations: rows are counted; a group of one
+    counts in M. One published implementation counts rows with score 0 instead, which depends on where the zero of the
+    score lies. The paper's threshold below which a batch is topped up with new groups is `full_batches`.
     """
     scores_B, group_of_B = _scores_and_groups(scores, groups, mask)
     deviations_B, variances_B = group_deviations(scores_B, group_of_B)

@@ -120,8 +120,8 @@ def kl_shaped_rewards(
         nowhere.
     Raises: ValueError on a negative coef, an unknown kind, shapes that do not fit, a mask that is not bool.
 
-    Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, eq. (2), there for the whole row; per token as in Ouyang et
-    al. 2022, https://arxiv.org/abs/2203.02155, eq. (2).
+    Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, there for the whole row, as in eq. (2) of Ouyang et al. 2022,
+    https://arxiv.org/abs/2203.02155, whose text has it per token.
     """
     if coef < 0:
         raise ValueError(f"coef is {coef}, it must be 0 or more: a negative one would reward leaving the reference")

@@ -82,8 +82,8 @@ def clip_rewards(rewards: Tensor, *, low: float, high: float) -> Tensor:
     Returns: the same shape. NaN stays NaN: it is a defect of the reward, and no clip mends it.
     Raises: ValueError on a low that is not below high.
 
-    The reward clipping of the published PPO code, as described by Engstrom et al. 2020,
-    https://arxiv.org/abs/2005.12729, section 3.
+    The reward clipping of the published PPO code, one of the code-level optimizations of Engstrom et al. 2020,
+    https://arxiv.org/abs/2005.12729.
     """
     if not low < high:
         raise ValueError(f"low is {low} and high is {high}: low must be below high")
@@ -147,9 +147,9 @@ def normalize_rewards(rewards: Tensor, moments: RewardMoments, *, shift_mean: bo
     Returns: the same shape. Where there is no standard deviation, before the second reward or while all are equal, the
         scale is unknown and stays as it is.
 
-    The scaling by a running standard deviation of PPO code, as described by Engstrom et al. 2020,
-    https://arxiv.org/abs/2005.12729, section 3. Deviations: the moments are of rewards, as in code for language
-    models, and not of discounted returns; eps is a threshold and not a summand.
+    The scaling by a running standard deviation of PPO code, one of the code-level optimizations of Engstrom et al.
+    2020, https://arxiv.org/abs/2005.12729. Deviations: the moments are of rewards, as in code for language models, and
+    not of discounted returns; eps is a threshold and not a summand.
     """
     shifted = at_least_float32(rewards) - (moments.mean if shift_mean else 0)
     return shifted / moments.std if moments.std > eps else shifted
