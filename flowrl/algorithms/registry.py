@@ -281,14 +281,15 @@ reward_shaping = Registry(
     "reward shaping",
     _homes(
         "rewards_shaping",
-        overlong_penalty="overlong_penalty",
-        length_penalty="length_penalty",
+        overlong_penalty="with_overlong_penalty",
+        length_penalty="with_length_penalty",
         clip_rewards="clip_rewards",
         normalize_rewards="normalize_rewards",
     ),
-    optional=("rewards", "lengths", "correct", "groups", "moments"),
+    required=("rewards",),
+    optional=("lengths", "scores", "groups", "moments"),
 )
-"""(rewards, or lengths) -> rewards, or a penalty to add to them."""
+"""(rewards [B] as the one before left them) -> rewards [B]; `scores` are the task's, before any shaping."""
 
 REGISTRIES = (
     advantage_estimators,

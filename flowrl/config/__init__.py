@@ -7,6 +7,7 @@ from flowrl.config.errors import UserError
 from flowrl.config.load import load, recipe_class, to_yaml
 from flowrl.config.model import EngineConfig, ModelConfig, OptimizerConfig
 from flowrl.config.placement import ROLES, SINGLE, Placement, RolePlacement
+from flowrl.config.rewards import ShapingConfig
 from flowrl.config.roles import ActorConfig, CriticConfig, ReferenceConfig, RewardConfig, RolloutConfig
 from flowrl.config.run import OnPolicyConfig, RunConfig
 
@@ -30,6 +31,7 @@ __all__ = [
     "RolePlacement",
     "RolloutConfig",
     "RunConfig",
+    "ShapingConfig",
     "UserError",
     "load",
     "recipe_class",

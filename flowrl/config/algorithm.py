@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from flowrl.config.choice import OWN, REQUIRED, ChoiceConfig, KlKind, Options, known_name
+from flowrl.config.rewards import ShapingConfig
 
 _KL: dict[str, Any] = {"kl_coef": 0.0, "kl_kind": "k1"}
 
@@ -35,6 +36,7 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
 
 Columns = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 Weights = Annotated[tuple[float, ...], Field(strict=False, min_length=1)]
+Shaping = Annotated[tuple[ShapingConfig, ...], Field(strict=False)]
 
 
 class CorrectionConfig(ChoiceConfig):
@@ -131,11 +133,30 @@ class AdvantageConfig(ChoiceConfig):
     correction: CorrectionConfig | None = None
     """For rollouts that another engine, precision or version sampled; null leaves them as they are."""
 
+    shaping: Shaping = ()
+    """What is done to the scores before they are compared, one after another; `scores` itself stays the task's."""
+
     @model_validator(mode="after")
     def _check_rewards(self) -> "AdvantageConfig":
         if self.reward_weights and len(self.reward_weights) != len(self.reward_columns or ()):
             raise ValueError(
                 f"reward_weights has {len(self.reward_weights)} numbers for {len(self.reward_columns or ())} "
                 f"reward_columns: give one for each"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_shaping(self) -> "AdvantageConfig":
+        if not self.shaping:
+            return self
+        if self.estimator == "remax":
+            raise ValueError(
+                "shaping changes the scores and not the greedy_scores that remax takes off them, so that they say "
+                "nothing about each other: remove shaping, or shape both in the reward function"
+            )
+        if self.reward_columns not in (None, ("scores",)):
+            raise ValueError(
+                f"shaping changes the column scores alone, but reward_columns is {', '.join(self.reward_columns)}: "
+                f"remove shaping, and give what it does a reward column of its own"
             )
         return self

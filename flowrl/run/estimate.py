@@ -1,5 +1,7 @@
 """The adapter between batch columns and the pure functions of flowrl/algorithms: it runs beside the data."""
 
+from collections.abc import Iterable
+
 import torch
 from tensordict import TensorDict
 
@@ -19,6 +21,8 @@ from flowrl.data.block import LocalRef
 from flowrl.data.metric import Max, Mean, Metric, Sum
 from flowrl.data.table import lengths, make_table, pad_tokens, unpad_tokens
 from flowrl.run.loss_columns import correct_rollouts, correction_metrics
+from flowrl.run.reward_shaping import shaped_rewards, shaping_columns
+from flowrl.run.step_state import State, StepState, carries, first_state
 
 INPUT_COLUMNS = {
     "mask": "response_mask",
@@ -41,14 +45,29 @@ COLUMN_MAKERS = {
 """Columns that a recipe must compute for an estimator which no shipped recipe drives."""
 
 
-def estimate_advantages(batch: Batch, config: AdvantageConfig) -> Batch:
+def estimate_advantages(batch: Batch, config: AdvantageConfig, state: State | None = None) -> Batch:
     """The batch with `token_rewards` and `advantages`, and from an estimator with a critic `returns`. Does not wait.
 
     Reads `response_mask` and what the estimator takes as its inputs (`INPUT_COLUMNS`); for a KL penalty `old_logprobs`
-    and `ref_logprobs`. With a correction it reads `rollout_logprobs` too, and adds `loss_weights` and `loss_mask`.
+    and `ref_logprobs`. With a correction it reads `rollout_logprobs` too, and adds `loss_weights` and `loss_mask`. With
+    shaping it adds `shaped_scores`, and takes them where it would take `scores`.
 
-    Raises: UserError for a column that the estimator reads and the batch has not.
+    Args:
+        state: of flowrl/run/step_state.py, for algorithms that carry something from step to step.
+
+    Raises: UserError for a column that is read and that the batch has not, and for an algorithm that needs a state.
     """
+    if state is None:
+        if carries(config):
+            raise UserError(
+                "algorithm has settings that depend on the steps before, but this recipe keeps no state: pass that "
+                "of first_state and next_state (flowrl/run/step_state.py) to estimate_advantages, or remove them"
+            )
+        state = first_state(config)
+    if config.shaping:
+        reads = shaping_columns(config.shaping)
+        _check_columns(batch, reads, "algorithm.shaping")
+        batch = batch.apply(shape_scores, reads, ("shaped_scores",), config=config, state=state)
     if config.correction is not None:
         batch = correct_rollouts(batch, config.correction)
     inputs = advantage_estimators.inputs(advantage_estimators.load(config.estimator))
@@ -57,19 +76,33 @@ def estimate_advantages(batch: Batch, config: AdvantageConfig) -> Batch:
         reads = dict.fromkeys((*(name for name in reads if name != "scores"), *config.reward_columns))
     else:
         reads |= {"scores": None}
+    reads = dict.fromkeys(_score_column(config) if name == "scores" else name for name in reads)
     if config.kl_coef:
         reads |= {"old_logprobs": None, "ref_logprobs": None}
     if "importance_weights" in inputs and "loss_weights" in batch:
         reads |= {"loss_weights": None}
+    _check_columns(batch, reads, f"algorithm.estimator {config.estimator}")
+    writes = ("token_rewards", "advantages", *(("returns",) if "values" in inputs else ()))
+    return batch.apply(advantage_columns, list(reads), writes, config=config)
+
+
+def _check_columns(batch: Batch, reads: Iterable[str], who: str) -> None:
     for name in reads:
         if name not in batch:
             meaning = f", {COLUMN_MAKERS[name]}" if name in COLUMN_MAKERS else ""
             raise UserError(
-                f"algorithm.estimator {config.estimator} reads the column {name}{meaning}; the batch has none: "
-                f"store it in the recipe before the advantages, or choose another estimator"
+                f"{who} reads the column {name}{meaning}; the batch has none: "
+                f"store it in the recipe before the advantages, or choose another setting"
             )
-    writes = ("token_rewards", "advantages", *(("returns",) if "values" in inputs else ()))
-    return batch.apply(advantage_columns, list(reads), writes, config=config)
+
+
+def shape_scores(table: TensorDict, config: AdvantageConfig, state: StepState) -> TensorDict:
+    """The scores after every shaping, in the order of the config."""
+    return make_table({"shaped_scores": shaped_rewards(table, config.shaping, state.moments)[0]})
+
+
+def _score_column(config: AdvantageConfig) -> str:
+    return "shaped_scores" if config.shaping else "scores"
 
 
 def advantage_columns(table: TensorDict, config: AdvantageConfig) -> TensorDict:
@@ -104,8 +137,9 @@ def _options(config: AdvantageConfig) -> dict[str, object]:
 def _scores(table: TensorDict, config: AdvantageConfig) -> torch.Tensor:
     """[B], or for several rewards [B, K]."""
     if config.reward_columns is None:
-        return table["rows", "scores"]
-    return torch.stack([table["rows", name].float() for name in config.reward_columns], dim=-1)
+        return table["rows", _score_column(config)]
+    names = [_score_column(config) if name == "scores" else name for name in config.reward_columns]
+    return torch.stack([table["rows", name].float() for name in names], dim=-1)
 
 
 def _one_score(scores: torch.Tensor, config: AdvantageConfig) -> torch.Tensor:
@@ -152,7 +186,7 @@ def _described(result: object) -> str:
     return f"a {type(result).__name__}" + (f" of {len(result)}" if isinstance(result, tuple) else "")
 
 
-MEASURED = ("old_logprobs", "ref_logprobs", "values", "returns", "loss_weights", "loss_mask")
+MEASURED = ("old_logprobs", "ref_logprobs", "values", "returns", "loss_weights", "loss_mask", "shaped_scores")
 """Columns that have metrics where a batch has them."""
 
 
@@ -176,6 +210,8 @@ def measure(table: TensorDict) -> dict[str, Metric]:
         "response_tokens": Sum(count),
         "truncated_fraction": Mean(float(table["rows", "truncated"].sum()), rows),
     }
+    if "shaped_scores" in table["rows"].keys():  # noqa: SIM118 (a TensorDict)
+        found["reward_shaping"] = Mean(float((table["rows", "shaped_scores"] - scores_B).sum()), rows)
     if "old_logprobs" in tokens:
         gap_BT = (tokens["old_logprobs"] - tokens["rollout_logprobs"]).abs()
         found["rollout_gap"] = Mean(float(masked_mean(gap_BT, mask_BT)) * count, count)

@@ -48,33 +48,29 @@ def check_functions(config: RunConfig) -> None:
         return
     from flowrl.algorithms import registry  # noqa: PLC0415 (torch, only where a config names a function of its own)
 
-    kinds = {
-        "estimator": registry.advantage_estimators,
-        "kind": registry.rollout_corrections,
-        "loss": registry.policy_losses,
-        "kl_kind": registry.kl_kinds,
-        "kl_loss_kind": registry.kl_kinds,
-        "aggregation": registry.aggregation_modes,
-    }
-    for group, key, name, options in own:
+    kinds = {known.kind: known for known in registry.REGISTRIES}
+    for key, kind, name, options in own:
         try:
-            kinds[key].check(name, options)
+            kinds[kind].check(name, options)
         except registry.RegistryError as error:
-            raise ConfigError(f"{group}.{key}: {error}") from error
+            raise ConfigError(f"{key}: {error}") from error
 
 
 def _chosen_functions(config: RunConfig) -> Iterator[tuple[str, str, str, Mapping[str, Any]]]:
-    """(group, key, name, settings) of every choice of a function."""
+    """(key, kind of function, name, settings) of every choice of a function."""
     for group, value in config:
         if isinstance(value, ActorConfig):
-            yield group, "loss", value.loss, value.loss_options or {}
-            yield group, "kl_loss_kind", value.kl_loss_kind, {}
-            yield group, "aggregation", value.aggregation, {}
+            yield f"{group}.loss", "policy loss", value.loss, value.loss_options or {}
+            yield f"{group}.kl_loss_kind", "KL estimate", value.kl_loss_kind, {}
+            yield f"{group}.aggregation", "aggregation", value.aggregation, {}
         elif isinstance(value, AdvantageConfig):
-            yield group, "estimator", value.estimator, value.options or {}
-            yield group, "kl_kind", value.kl_kind or "", {}
+            yield f"{group}.estimator", "advantage estimator", value.estimator, value.options or {}
+            yield f"{group}.kl_kind", "KL estimate", value.kl_kind or "", {}
             if value.correction is not None:
-                yield f"{group}.correction", "kind", value.correction.kind, value.correction.options or {}
+                kind, options = value.correction.kind, value.correction.options or {}
+                yield f"{group}.correction.kind", "rollout correction", kind, options
+            for i, shaping in enumerate(value.shaping):
+                yield f"{group}.shaping.{i}.kind", "reward shaping", shaping.kind, shaping.options or {}
 
 
 def check_engines(config: RunConfig, planned: Plan) -> None:

@@ -41,4 +41,12 @@ def wrong_inputs(logits: Tensor, mask: Tensor) -> Tensor:
     return logits
 
 
+def scaled(rewards: Tensor, *, by: float) -> Tensor:
+    return rewards * by
+
+
+def summed(rewards: Tensor) -> Tensor:
+    return rewards.sum()
+
+
 NOT_A_FUNCTION = 3

@@ -22,6 +22,7 @@ from flowrl.algorithms.registry import (
 )
 from flowrl.config.algorithm import CORRECTIONS, ESTIMATORS
 from flowrl.config.choice import OWN, Aggregation, KlKind
+from flowrl.config.rewards import SHAPINGS
 from flowrl.config.roles import LOSSES
 
 OWN_MODULE = "tests.algorithms.own_functions"
@@ -37,7 +38,12 @@ def test_every_name_leads_to_a_function_that_fits_its_kind(registry: Registry, n
 
 @pytest.mark.parametrize(
     ("registry", "choices"),
-    [(advantage_estimators, ESTIMATORS), (policy_losses, LOSSES), (rollout_corrections, CORRECTIONS)],
+    [
+        (advantage_estimators, ESTIMATORS),
+        (policy_losses, LOSSES),
+        (rollout_corrections, CORRECTIONS),
+        (reward_shaping, SHAPINGS),
+    ],
 )
 def test_configs_know_the_names_of_the_registry(registry: Registry, choices: dict) -> None:
     shipped = {name for name in registry.names if name != "half_reinforce"}
@@ -61,6 +67,13 @@ def test_every_setting_of_a_choice_is_one_of_its_function(choices: dict) -> None
         if name != OWN:
             taken = registry.settings(registry.load(name))
             assert {names.get(s, s) for s in settings if s not in adapted} <= set(taken)
+
+
+@pytest.mark.parametrize(("registry", "choices"), [(reward_shaping, SHAPINGS)])
+def test_the_settings_of_a_choice_are_keywords_of_its_function(registry: Registry, choices: dict) -> None:
+    for name, settings in choices.items():
+        if name != OWN:
+            registry.check(name, settings)
 
 
 def test_a_bound_name_is_the_function_with_its_setting() -> None:

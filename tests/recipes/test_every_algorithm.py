@@ -43,6 +43,19 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "aggregation": f"{OWN_MODULE}:tenth",
         },
     ),
+    "shaping": (
+        {
+            "estimator": "rloo",
+            "shaping": [
+                {"kind": "length_penalty", "correct_from": 0.5, "coef": 0.5},
+                {"kind": "overlong_penalty", "max_length": 6, "buffer": 4},
+                {"kind": "normalize_rewards", "shift_mean": True},
+                {"kind": "clip_rewards", "low": -2.0, "high": 2.0},
+                {"kind": f"{OWN_MODULE}:scaled", "options": {"by": 0.5}},
+            ],
+        },
+        {},
+    ),
     "straight-through": ({"estimator": "grpo"}, {"kl_loss_coef": 0.1, "kl_loss_gradient": "k2"}),
 }
 
@@ -72,6 +85,7 @@ def test_a_step_ends_with_finite_numbers(name: str, grpo_config: Callable[..., G
         assert found["actor/selected_fraction"] > 0
     if "correction" in CASES[name][0]:
         assert found["correction/weight"] > 0
+    assert ("reward_shaping" in found) == ("shaping" in CASES[name][0])
 
 
 def assert_same(expected: GRPOConfig, found: GRPOConfig) -> None:
@@ -82,7 +96,9 @@ def assert_same(expected: GRPOConfig, found: GRPOConfig) -> None:
             assert others[metric] == pytest.approx(value, rel=1e-4, abs=1e-5), metric
 
 
-@pytest.mark.parametrize("name", ["gpg", "loss gspo", "loss clip_cov that selects", "loss decoupled_ppo", "truncated"])
+@pytest.mark.parametrize(
+    "name", ["gpg", "loss gspo", "loss clip_cov that selects", "loss decoupled_ppo", "truncated", "shaping"]
+)
 def test_micro_batches_change_no_number(name: str, grpo_config: Callable[..., GRPOConfig], tmp_path: Path) -> None:
     whole = configured(grpo_config, name, output=tmp_path / "whole")
     cut = configured(grpo_config, name, output=tmp_path / "cut", engine={"max_tokens_per_microbatch": 40})
@@ -91,7 +107,7 @@ def test_micro_batches_change_no_number(name: str, grpo_config: Callable[..., GR
     assert_same(whole, cut)
 
 
-@pytest.mark.parametrize("name", ["loss clip_cov that selects", "own"])
+@pytest.mark.parametrize("name", ["loss clip_cov that selects", "own", "shaping"])
 def test_ranks_change_no_number(
     name: str, ray_session: None, grpo_config: Callable[..., GRPOConfig], tmp_path: Path
 ) -> None:

@@ -82,6 +82,11 @@ def test_a_result_of_another_shape_is_told() -> None:
         ({"estimator": "grpo"}, {"kl_loss_kind": f"{OWN}:half"}, r"actor\.kl_loss_kind: .*inputs are logprobs, ref"),
         ({"estimator": "grpo"}, {"aggregation": f"{OWN}:absent"}, r"actor\.aggregation: .*cannot be loaded"),
         ({"estimator": "grpo", "correction": {"kind": "nowhere:f"}}, {}, r"algorithm\.correction\.kind: .*nowhere"),
+        (
+            {"estimator": "grpo", "shaping": [{"kind": "clip_rewards", "low": 0}, {"kind": f"{OWN}:scaled"}]},
+            {},
+            r"algorithm\.shaping\.1\.kind: .*needs the setting by",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_refused_before_anything_starts(
