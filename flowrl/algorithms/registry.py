@@ -273,9 +273,23 @@ preference_losses = Registry(
         "ref_logprobs",
         "desirable",
     ),
-    keywords=("margin", "reference_kl"),
+    keywords=("reference_kl",),
 )
 """(log-probabilities or scores of answers) -> (loss per pair or answer, metrics)."""
+
+ptx_forms = Registry(
+    "ptx form",
+    _modes("ptx:ptx_loss", "form", ("add", "mix")),
+    required=("policy_loss", "lm_loss"),
+)
+"""(policy_loss, lm_loss), scalars -> a scalar."""
+
+kl_controls = Registry(
+    "KL control",
+    _homes("kl_control", fixed="FixedKlControl", adaptive="AdaptiveKlControl"),
+    required=("coef",),
+)
+"""(coef at the start) -> a `KlControl`."""
 
 reward_shaping = Registry(
     "reward shaping",
@@ -298,5 +312,7 @@ REGISTRIES = (
     aggregation_modes,
     rollout_corrections,
     preference_losses,
+    ptx_forms,
+    kl_controls,
     reward_shaping,
 )

@@ -1,9 +1,9 @@
-"""What is done to scores before advantages are made of them."""
+"""What is done to scores before advantages are made of them: shaping, and the control of the KL penalty."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, NonNegativeFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from flowrl.config.choice import OWN, REQUIRED, ChoiceConfig, Options, known_name
 
@@ -15,6 +15,13 @@ SHAPINGS: dict[str, dict[str, Any]] = {
     OWN: {"options": {}},
 }
 """Reward shaping -> its settings with their defaults. The names are those of flowrl/algorithms/registry.py."""
+
+KL_CONTROLS: dict[str, dict[str, Any]] = {
+    "fixed": {},
+    "adaptive": {"target": REQUIRED, "horizon": 10_000.0},
+    OWN: {"options": {}},
+}
+"""KL control -> its settings with their defaults."""
 
 
 class ShapingConfig(ChoiceConfig):
@@ -62,3 +69,22 @@ class ShapingConfig(ChoiceConfig):
             if self.low is not None and self.high is not None and self.low >= self.high:
                 raise ValueError(f"low is {self.low:g}, not below high, {self.high:g}: swap them or set them apart")
         return self
+
+
+class KlControlConfig(ChoiceConfig):
+    """How the coefficient of the KL penalty changes from step to step; `kl_coef` is where it starts."""
+
+    CHOICE: ClassVar[str] = "kind"
+    CHOICES: ClassVar[Mapping[str, Mapping[str, Any]]] = KL_CONTROLS
+
+    kind: Annotated[str, AfterValidator(known_name("KL control", [name for name in KL_CONTROLS if name != OWN]))]
+    """`fixed` stays; `adaptive` steers the KL towards a target; `module:Class` is your own."""
+
+    target: PositiveFloat | None = None
+    """adaptive: the KL it steers towards, in nats per response token as kl_kind estimates it."""
+
+    horizon: PositiveFloat | None = None
+    """adaptive: rows over which a KL far from its target changes the coefficient by 20 %; usually 10000."""
+
+    options: Options | None = None
+    """module:Class: its keyword arguments."""

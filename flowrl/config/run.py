@@ -142,3 +142,15 @@ class OnPolicyConfig(RunConfig):
                         f"rollout.max_response_tokens is {limit}: no response would be punished, lower max_length"
                     )
         return self
+
+    @model_validator(mode="after")
+    def _check_kl_control(self) -> "OnPolicyConfig":
+        control = self.algorithm.kl_control
+        # A step changes the coefficient by at most 0.2 rows / horizon, and so could bring it to 0.
+        if control is not None and control.horizon is not None and self.rows_per_step >= 5 * control.horizon:
+            raise ValueError(
+                f"algorithm.kl_control.horizon is {control.horizon:g}, at most a fifth of rows_per_step, "
+                f"{self.rows_per_step}, so that one step could bring the coefficient to 0: set it to "
+                f"{self.rows_per_step} or more"
+            )
+        return self

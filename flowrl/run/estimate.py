@@ -8,11 +8,11 @@ from tensordict import TensorDict
 from flowrl.algorithms import (
     explained_variance,
     kl_estimate,
+    kl_shaped_rewards,
     last_masked,
     masked_mean,
     whiten,
 )
-from flowrl.algorithms.masks import at_least_float32
 from flowrl.algorithms.registry import advantage_estimators, kl_kinds
 from flowrl.config import AdvantageConfig, UserError
 from flowrl.controller.future import Future
@@ -83,7 +83,7 @@ def estimate_advantages(batch: Batch, config: AdvantageConfig, state: State | No
         reads |= {"loss_weights": None}
     _check_columns(batch, reads, f"algorithm.estimator {config.estimator}")
     writes = ("token_rewards", "advantages", *(("returns",) if "values" in inputs else ()))
-    return batch.apply(advantage_columns, list(reads), writes, config=config)
+    return batch.apply(advantage_columns, list(reads), writes, config=config, state=state)
 
 
 def _check_columns(batch: Batch, reads: Iterable[str], who: str) -> None:
@@ -105,13 +105,13 @@ def _score_column(config: AdvantageConfig) -> str:
     return "shaped_scores" if config.shaping else "scores"
 
 
-def advantage_columns(table: TensorDict, config: AdvantageConfig) -> TensorDict:
+def advantage_columns(table: TensorDict, config: AdvantageConfig, state: StepState) -> TensorDict:
     """Token rewards, advantages (whitened over the whole batch where configured), and returns for a critic."""
     lengths_B = lengths(table)
     padded = {name: pad_tokens(column_T, lengths_B) for name, column_T in table["tokens"].items()}
     mask_BT = padded["response_mask"]
     scores = _scores(table, config)
-    rewards_BT = _token_rewards(_one_score(scores, config), padded, mask_BT, config)
+    rewards_BT = _token_rewards(_one_score(scores, config), padded, mask_BT, config, state.kl_control.coef)
     if config.kl_coef:
         scores = rewards_BT.sum(-1)
     rows = {name: column for name, column in table["rows"].items() if isinstance(column, torch.Tensor)}
@@ -131,7 +131,7 @@ def _options(config: AdvantageConfig) -> dict[str, object]:
         return dict(settings["options"])
     if "reward_weights" in settings:
         return {"weights": settings["reward_weights"]}
-    return {name: value for name, value in settings.items() if name not in ("whiten", "kl_coef", "kl_kind")}
+    return {name: value for name, value in settings.items() if not name.startswith(("whiten", "kl_"))}
 
 
 def _scores(table: TensorDict, config: AdvantageConfig) -> torch.Tensor:
@@ -151,15 +151,24 @@ def _one_score(scores: torch.Tensor, config: AdvantageConfig) -> torch.Tensor:
 
 
 def _token_rewards(
-    scores_B: torch.Tensor, padded: dict[str, torch.Tensor], mask_BT: torch.Tensor, config: AdvantageConfig
+    scores_B: torch.Tensor,
+    padded: dict[str, torch.Tensor],
+    mask_BT: torch.Tensor,
+    config: AdvantageConfig,
+    kl_coef: float,
 ) -> torch.Tensor:
-    """The score on the last token, and the KL penalty off every one; `kl_shaped_rewards` with any kind of estimate."""
+    """The score on the last token, and where there is a penalty the KL off every one."""
     if not config.kl_coef:
-        return scores_B[:, None] * last_masked(mask_BT)
+        return torch.where(last_masked(mask_BT), scores_B[:, None], 0)
     assert config.kl_kind is not None
-    kl_BT = kl_kinds.load(config.kl_kind)(logprobs=padded["old_logprobs"], ref_logprobs=padded["ref_logprobs"])
-    rewards_BT = torch.where(last_masked(mask_BT), at_least_float32(scores_B)[:, None], 0)
-    return rewards_BT - (config.kl_coef * kl_BT).masked_fill(~mask_BT, 0)
+    return kl_shaped_rewards(
+        scores_B,
+        padded["old_logprobs"],
+        padded["ref_logprobs"],
+        mask_BT,
+        coef=kl_coef,
+        kind=kl_kinds.load(config.kl_kind),
+    )
 
 
 def _advantages_and_returns(
@@ -190,14 +199,17 @@ MEASURED = ("old_logprobs", "ref_logprobs", "values", "returns", "loss_weights",
 """Columns that have metrics where a batch has them."""
 
 
-def batch_metrics(batch: Batch) -> Future | LocalRef:
-    """What a step's batch was like: reward, response length, KL to the reference, fit of the critic. Does not wait."""
+def batch_metrics(batch: Batch, state: State | None = None) -> Future | LocalRef:
+    """What a step's batch was like: reward, response length, KL to the reference, fit of the critic. Does not wait.
+
+    With the state that its advantages were made with it tells the coefficient of the KL penalty too.
+    """
     reads = ["scores", "response_mask", "truncated", "rollout_logprobs"]
     reads += [name for name in MEASURED if name in batch]
-    return batch.reduce(measure, reads)
+    return batch.reduce(measure, reads, state=state)
 
 
-def measure(table: TensorDict) -> dict[str, Metric]:
+def measure(table: TensorDict, state: StepState | None = None) -> dict[str, Metric]:
     """The metrics of `batch_metrics`; docs/metrics.md says what each is."""
     lengths_B = lengths(table)
     tokens = {name: pad_tokens(column_T, lengths_B) for name, column_T in table["tokens"].items()}
@@ -218,6 +230,8 @@ def measure(table: TensorDict) -> dict[str, Metric]:
     if "old_logprobs" in tokens and "ref_logprobs" in tokens:
         kl_BT = kl_estimate(tokens["old_logprobs"], tokens["ref_logprobs"], kind="k3")
         found["kl"] = Mean(float(masked_mean(kl_BT, mask_BT)) * count, count)
+    if state is not None and state.kl_control.coef:
+        found["kl_coef"] = Mean(state.kl_control.coef, 1)
     if "values" in tokens and "returns" in tokens:
         found["explained_variance"] = Mean(float(explained_variance(tokens["values"], tokens["returns"], mask_BT)), 1)
     if "loss_weights" in tokens:

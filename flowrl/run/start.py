@@ -3,7 +3,15 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from flowrl.config import ActorConfig, AdvantageConfig, ConfigError, CriticConfig, RunConfig
+from flowrl.config import (
+    ActorConfig,
+    AdvantageConfig,
+    ConfigError,
+    CriticConfig,
+    PreferenceConfig,
+    PtxConfig,
+    RunConfig,
+)
 from flowrl.controller.inventory import local_inventory
 from flowrl.controller.plan import Plan, plan
 from flowrl.run.folder import refuse_if_taken
@@ -63,14 +71,25 @@ def _chosen_functions(config: RunConfig) -> Iterator[tuple[str, str, str, Mappin
             yield f"{group}.loss", "policy loss", value.loss, value.loss_options or {}
             yield f"{group}.kl_loss_kind", "KL estimate", value.kl_loss_kind, {}
             yield f"{group}.aggregation", "aggregation", value.aggregation, {}
+        elif isinstance(value, PreferenceConfig):
+            yield f"{group}.loss", "preference loss", value.loss, value.options or {}
+        elif isinstance(value, PtxConfig):
+            yield f"{group}.form", "ptx form", value.form, value.options or {}
         elif isinstance(value, AdvantageConfig):
-            yield f"{group}.estimator", "advantage estimator", value.estimator, value.options or {}
-            yield f"{group}.kl_kind", "KL estimate", value.kl_kind or "", {}
-            if value.correction is not None:
-                kind, options = value.correction.kind, value.correction.options or {}
-                yield f"{group}.correction.kind", "rollout correction", kind, options
-            for i, shaping in enumerate(value.shaping):
-                yield f"{group}.shaping.{i}.kind", "reward shaping", shaping.kind, shaping.options or {}
+            yield from _functions_of_advantages(group, value)
+
+
+def _functions_of_advantages(
+    group: str, config: AdvantageConfig
+) -> Iterator[tuple[str, str, str, Mapping[str, Any]]]:  # Any: the user's own
+    yield f"{group}.estimator", "advantage estimator", config.estimator, config.options or {}
+    yield f"{group}.kl_kind", "KL estimate", config.kl_kind or "", {}
+    if config.kl_control is not None:
+        yield f"{group}.kl_control.kind", "KL control", config.kl_control.kind, config.kl_control.options or {}
+    if config.correction is not None:
+        yield f"{group}.correction.kind", "rollout correction", config.correction.kind, config.correction.options or {}
+    for i, shaping in enumerate(config.shaping):
+        yield f"{group}.shaping.{i}.kind", "reward shaping", shaping.kind, shaping.options or {}
 
 
 def check_engines(config: RunConfig, planned: Plan) -> None:

@@ -37,8 +37,8 @@ def train(config: GRPOConfig) -> dict[str, Any]:
             # 2. A response is as good as it is better than the others to its prompt.
             batch = estimate_advantages(batch, config.algorithm, state)
             batch = loss_columns(batch, config.actor, seed=(config.seed, step))
+            run.log(batch_metrics(batch, state))
             state = next_state(batch, config.algorithm, state)
-            run.log(batch_metrics(batch))
 
             # 3. Improve the actor; the KL to the reference is part of its loss.
             for minibatch in batch.minibatches(config.minibatch_rows, epochs=config.epochs, seed=(config.seed, step)):

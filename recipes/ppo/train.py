@@ -41,8 +41,8 @@ def train(config: PPOConfig) -> dict[str, Any]:
             # 2. Rewards and advantages: pure functions on the columns they name, run beside the data.
             batch = estimate_advantages(batch, config.algorithm, state)
             batch = loss_columns(batch, config.actor, seed=(config.seed, step))
+            run.log(batch_metrics(batch, state))
             state = next_state(batch, config.algorithm, state)
-            run.log(batch_metrics(batch))
 
             # 3. Improve critic and actor; on separate pools these run at the same time.
             for minibatch in batch.minibatches(config.minibatch_rows, epochs=config.epochs, seed=(config.seed, step)):

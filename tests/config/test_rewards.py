@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from flowrl.config import AdvantageConfig, ConfigError, ShapingConfig, load, to_yaml
+from flowrl.config import AdvantageConfig, ConfigError, KlControlConfig, ShapingConfig, load, to_yaml
 from recipes.grpo.config import GRPOConfig
 
 YAML = """
@@ -94,6 +94,36 @@ def test_an_estimator_that_shaping_does_not_reach_is_refused(settings: dict[str,
         AdvantageConfig.model_validate(settings | {"shaping": [CLIP]})
 
 
+STEERED = {"estimator": "rloo", "kl_coef": 0.1, "kl_control": {"kind": "adaptive", "target": 0.02}}
+
+
+def test_a_kl_control_is_read_with_its_defaults_and_back(read: Callable[[str], AdvantageConfig]) -> None:
+    config = read("{estimator: rloo, kl_coef: 0.1, kl_control: {kind: adaptive, target: 0.02}}")
+    assert config.kl_control is not None
+    assert config.kl_control.arguments() == {"target": 0.02, "horizon": 10_000.0}
+    assert read(to_yaml(config)) == config
+
+
+def test_the_coefficient_is_fixed_where_there_is_one_and_nothing_is_said() -> None:
+    assert AdvantageConfig(estimator="rloo").kl_control == KlControlConfig(kind="fixed")
+    assert AdvantageConfig(estimator="grpo").kl_control is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "way_out"),
+    [
+        ({"kl_control": {"kind": "adaptve"}}, "'adaptve' is no KL control; did you mean adaptive"),
+        ({"kl_control": {"kind": "adaptive"}}, "target is missing: kind adaptive needs it"),
+        ({"kl_control": {"kind": "fixed", "target": 0.1}}, "target belongs to kind adaptive"),
+        ({"kl_coef": 0.0}, "kl_coef is 0, so there is no KL penalty for kl_control adaptive"),
+        ({"estimator": "grpo", "kl_coef": None}, "kl_control belongs to estimator gae, rloo"),
+    ],
+)
+def test_a_control_of_nothing_is_refused(settings: dict[str, Any], way_out: str) -> None:
+    with pytest.raises(ValidationError, match=way_out):
+        AdvantageConfig.model_validate(STEERED | settings)
+
+
 def run_with(shaping: dict[str, Any], **settings: Any) -> GRPOConfig:
     model = {"path": Path("model")}
     base = {
@@ -124,3 +154,16 @@ def test_a_punishment_that_no_response_is_long_enough_for_is_refused() -> None:
     with pytest.raises(ValidationError, match=r"begins above max_length - buffer = 8 tokens, but .* is 8: no"):
         run_with({"kind": "overlong_penalty", "max_length": 10, "buffer": 2})
     assert run_with({"kind": "overlong_penalty", "max_length": 10, "buffer": 3}).algorithm.shaping[0].coef == 1.0
+
+
+def test_a_horizon_within_which_one_step_could_end_the_penalty_is_refused() -> None:
+    control = {"kind": "adaptive", "target": 0.02, "horizon": 1.6}
+    with pytest.raises(ValidationError, match=r"horizon is 1\.6, at most a fifth of rows_per_step, 8.* set it to 8"):
+        run_with(CLIP, algorithm=STEERED | {"kl_control": control})
+    run_with(CLIP, algorithm=STEERED | {"kl_control": control | {"horizon": 1.7}})
+
+
+def test_a_best_of_more_samples_than_there_are_is_refused() -> None:
+    with pytest.raises(ValidationError, match=r"algorithm\.k is 3, more than samples_per_prompt, 2"):
+        run_with(CLIP, algorithm={"estimator": "pass_at_k", "k": 3})
+    run_with(CLIP, algorithm={"estimator": "pass_at_k", "k": 2})

@@ -14,6 +14,8 @@ from flowrl.config.choice import OWN
 from flowrl.config.roles import LOSSES
 from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train
+from recipes.ppo.config import PPOConfig
+from recipes.ppo.train import train as train_ppo
 
 CLOCK = {"seconds", "elapsed_s", "tokens_per_s", "memory_mb"}
 OWN_MODULE = "tests.algorithms.own_functions"
@@ -56,6 +58,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {},
     ),
+    "adaptive KL": (
+        {"estimator": "rloo", "kl_coef": 0.1, "kl_control": {"kind": "adaptive", "target": 1.0, "horizon": 64.0}},
+        {},
+    ),
     "straight-through": ({"estimator": "grpo"}, {"kl_loss_coef": 0.1, "kl_loss_gradient": "k2"}),
 }
 
@@ -86,6 +92,22 @@ def test_a_step_ends_with_finite_numbers(name: str, grpo_config: Callable[..., G
     if "correction" in CASES[name][0]:
         assert found["correction/weight"] > 0
     assert ("reward_shaping" in found) == ("shaping" in CASES[name][0])
+
+
+@pytest.mark.parametrize("backend", ["inline", "ray"])
+def test_a_kl_below_its_target_lowers_the_coefficient(
+    backend: str, request: pytest.FixtureRequest, ppo_config: Callable[..., PPOConfig]
+) -> None:
+    """Far below, each step of 32 rows does so by 0.2 * 32 / 64."""
+    if backend == "ray":
+        request.getfixturevalue("ray_session")
+    control = {"kind": "adaptive", "target": 1.0, "horizon": 64.0}
+    algorithm = {"estimator": "gae", "kl_coef": 0.1, "kl_control": control}
+    placement = Placement(device="cpu", pools={"main": [1]}, roles=dict.fromkeys(PPOConfig.roles, "main"))
+    config = ppo_config(algorithm=algorithm, backend=backend, placement=placement)
+    train_ppo(config)
+    lines = [json.loads(line) for line in (config.output / "metrics.jsonl").read_text().splitlines()[1:]]
+    assert [line["kl_coef"] for line in lines] == pytest.approx([0.1, 0.09, 0.081])
 
 
 def assert_same(expected: GRPOConfig, found: GRPOConfig) -> None:
