@@ -1,5 +1,6 @@
 """What is checked of a run before anything starts. Loads neither torch nor ray."""
 
+import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from flowrl.config import (
     CriticConfig,
     PreferenceConfig,
     PtxConfig,
+    RewardConfig,
     RunConfig,
 )
 from flowrl.controller.inventory import local_inventory
@@ -47,10 +49,14 @@ def check_run(config: RunConfig) -> None:
 
 
 def check_functions(config: RunConfig) -> None:
-    """Imports the estimators, losses and the like that the config names as `module:function`.
+    """Imports the estimators, losses, rewards and the like that the config names as `module:function`.
 
     Raises: ConfigError for one that cannot be imported, does not fit its kind, or has other settings.
     """
+    for group, value in config:
+        if isinstance(value, RewardConfig):
+            _check_import(f"{group}.function", value.function)
+            _check_import(f"{group}.evaluation", value.evaluation)
     own = [chosen for chosen in _chosen_functions(config) if ":" in chosen[2]]
     if not own:
         return
@@ -62,6 +68,21 @@ def check_functions(config: RunConfig) -> None:
             kinds[kind].check(name, options)
         except registry.RegistryError as error:
             raise ConfigError(f"{key}: {error}") from error
+
+
+def _check_import(key: str, name: str | None) -> None:
+    if name is None:
+        return
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except Exception as error:
+        raise ConfigError(
+            f"{key}: {name} cannot be loaded ({type(error).__name__}: {error}): name it as module:function, of a "
+            f"module that can be imported where the program is started"
+        ) from error
+    if not callable(found):
+        raise ConfigError(f"{key}: {name} is a {type(found).__name__}, not a function")
 
 
 def _chosen_functions(config: RunConfig) -> Iterator[tuple[str, str, str, Mapping[str, Any]]]:
