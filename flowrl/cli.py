@@ -14,7 +14,7 @@ from flowrl.controller.inventory import local_inventory
 from flowrl.controller.plan import plan, render_plan
 from flowrl.run.chrome import TraceError, read_trace
 from flowrl.run.interrupt import Interrupted
-from flowrl.run.start import check_run, plan_run
+from flowrl.run.start import check_functions, check_run, plan_run
 from flowrl.run.trace import loop_events
 
 RecipeConfig = TypeVar("RecipeConfig", bound=RunConfig)
@@ -101,6 +101,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         planned = plan(placement, local_inventory(placement.device, arguments.devices))
     else:
         config = load(arguments.config, arguments.overrides, _run_config(arguments.config))
+        check_functions(config)
         planned = plan_run(config, arguments.devices)
     sys.stdout.write(render_plan(planned) + "\n")
 

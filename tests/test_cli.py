@@ -60,6 +60,19 @@ def test_an_unknown_key_is_one_sentence_with_a_near_match(capsys: pytest.Capture
     assert sentence.endswith("actor.optimzer is not a setting; did you mean actor.optimizer?")
 
 
+@pytest.mark.parametrize("setting", ["actor.loss", "actor.kl_loss_kind", "reward.function"])
+def test_a_plan_of_what_cannot_be_imported_is_refused(capsys: pytest.CaptureFixture[str], setting: str) -> None:
+    sentence = refusal(capsys, "plan", DEEPSEEK, "--devices", "8", f"{setting}=nowhere:f")
+    assert sentence.startswith(f"error: {setting}: ") and "No module named 'nowhere'" in sentence
+
+
+def test_a_plan_without_functions_of_ones_own_loads_no_torch() -> None:
+    code = f"import sys\nfrom flowrl.cli import main\nmain(['plan', {DEEPSEEK!r}, '--devices', '8'])\n"
+    code += "print([m for m in ('torch', 'ray') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
 def test_a_file_without_a_recipe_is_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("steps: 3\n")

@@ -59,6 +59,8 @@ from flowrl.algorithms.rewards_shaping import (
     normalize_rewards,
     overlong_penalty,
     update_moments,
+    with_length_penalty,
+    with_overlong_penalty,
 )
 from flowrl.algorithms.score_losses import Divergence, cispo_loss, dppo_loss, gpg_loss, reinforce_loss
 from flowrl.algorithms.sequence_losses import gmpo_loss, gspo_loss, gspo_token_loss
@@ -149,4 +151,6 @@ __all__ = [
     "update_moments",
     "weight_sums",
     "whiten",
+    "with_length_penalty",
+    "with_overlong_penalty",
 ]

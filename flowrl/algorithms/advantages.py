@@ -87,8 +87,8 @@ def remax(scores: Tensor, greedy_scores: Tensor, mask: Tensor) -> Tensor:
     Returns: [B, T]. There are no groups: one sample per prompt is enough.
     Raises: ValueError on shapes that do not fit, on a mask that is not bool.
 
-    Li et al. 2023, https://arxiv.org/abs/2310.10505, algorithm 1. Deviation: none for a score of the whole answer;
-    a KL penalty belongs in the scores (some implementations keep it per token, as a sum of what is to come).
+    Li et al. 2023, https://arxiv.org/abs/2310.10505. Deviation: none for a score of the whole answer; a KL penalty
+    belongs in the scores (some implementations keep it per token, as a sum of what is to come).
     """
     masked_tokens(mask)
     scores_B, greedy_scores_B = masked_rows(mask, scores=scores, greedy_scores=greedy_scores)

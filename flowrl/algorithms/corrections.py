@@ -38,8 +38,8 @@ def importance_ratios(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, 
     Returns: [B, T] in at least float32, zero where the mask is false, without gradient.
     Raises: ValueError on an unknown level, on shapes that differ, on a mask that is not bool.
 
-    The product and its geometric mean: Zheng et al. 2025 (GSPO), https://arxiv.org/abs/2507.18071, section 3 and
-    eq. (7). Deviation: the logarithm of a ratio, of a row's too, is held in [-20, 20].
+    The geometric mean: Zheng et al. 2025 (GSPO), https://arxiv.org/abs/2507.18071, eq. (7). Deviation: the logarithm of
+    a ratio, of a row's too, is held in [-20, 20].
     """
     return _ratios(_log_ratios(logprobs, rollout_logprobs, mask, level), mask)
 
@@ -107,8 +107,9 @@ def masked_weights(
         masked_fraction_low, masked_fraction_high: 1 where the ratio is below or above the range.
     Raises: ValueError on an unknown level, bounds out of range or order, shapes that differ, a mask that is not bool.
 
-    Tokens with a range on both sides: Ling Team 2025 (IcePop), https://arxiv.org/abs/2510.18855. Rows: Liu et al. 2025,
-    https://richardli.xyz/rl-collapse. Deviation: the logarithm of a ratio inside the range is held in [-20, 20].
+    Tokens with a range on both sides: Ling Team 2025 (IcePop), https://arxiv.org/abs/2510.18855, which has 0.5 to 5.
+    Rows: Liu et al. 2025, https://richardli.xyz/rl-collapse. Deviation: the logarithm of a ratio inside the range is
+    held in [-20, 20].
     """
     _check_bounds(min_weight, max_weight)
     log_ratios_BT = _log_ratios(logprobs, rollout_logprobs, mask, level)
@@ -220,7 +221,7 @@ def weight_sums(weights: Tensor, mask: Tensor, *, level: RatioLevel) -> WeightSu
         level: that of the weights.
     Raises: ValueError on an unknown level, on shapes that differ, on a mask that is not bool.
 
-    Effective sample size: Kong 1992, as in Liu 2001, Monte Carlo Strategies in Scientific Computing, section 2.5.3.
+    Effective sample size: Kong 1992, as in Liu 2001, Monte Carlo Strategies in Scientific Computing.
     """
     _check_level(level)
     (weights_BT,) = masked_tokens(mask, weights=weights)

@@ -70,7 +70,8 @@ def full_batches(
         max_rounds: > 0, how often the source may be asked for one batch.
     Returns: an iterator. It ends when the source does, and what is then left over, less than a batch, is dropped.
     Raises: ValueError at once on a num_groups or max_rounds that is not above 0; and from the iterator, which is then
-        at its end, if a batch is not full after max_rounds.
+        at its end, if a batch is not full after max_rounds. The user mends that, with other data or settings: a recipe
+        turns it into a `UserError`.
 
     Yu et al. 2025 (DAPO), https://arxiv.org/abs/2503.14476, section 3.2. Deviation: groups that are over are kept; the
     published code drops them.

@@ -13,7 +13,8 @@ and the result is [B, T] in at least float32, the row's advantage at every token
 target and carries no gradient. Statistics are in float64. All raise ValueError on shapes that do not fit, on a mask
 that is not bool, and on ids that are not integers.
 
-A group of one has nothing to compare with and gives 0 (other implementations give the raw score, or NaN).
+A group of one has nothing to compare with and gives 0 (other implementations give the raw score, or NaN). A score that
+is not finite makes all of its group NaN, and the other groups get what they would get without that group.
 """
 
 from collections.abc import Sequence
@@ -57,7 +58,7 @@ def rloo(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
     Returns: [B, T]. A group whose scores are all equal gives 0.
 
     Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free!"; for language models Ahmadian et al. 2024,
-    https://arxiv.org/abs/2402.14740, the RLOO estimator of section 3. Deviation: none for two and more samples.
+    https://arxiv.org/abs/2402.14740, the RLOO estimator. Deviation: none for two and more samples.
     """
     scores_B, group_of_B = _scores_and_groups(scores, groups, mask)
     sizes_B = group_sizes(group_of_B)
@@ -82,7 +83,9 @@ def reinforce_plus_plus_baseline(scores: Tensor, groups: Tensor, mask: Tensor, *
     """
     scores_B, group_of_B = _scores_and_groups(scores, groups, mask)
     deviations_B, _ = group_deviations(scores_B, group_of_B)
-    return whiten(_on_tokens(deviations_B, scores, mask), mask, eps=eps)
+    sound_BT = mask & ~scores_B.isnan()[:, None]
+    whitened_BT = whiten(_on_tokens(deviations_B, scores, mask), sound_BT, eps=eps)
+    return whitened_BT.masked_fill(mask & ~sound_BT, torch.nan)
 
 
 @torch.no_grad()
@@ -115,15 +118,15 @@ def gpg(scores: Tensor, groups: Tensor, mask: Tensor, *, normalize_std: bool = F
         eps: in units of the score.
     Returns: [B, T]. A group whose scores are all equal gives 0; where that is every group, alpha is of no account.
 
-    Chu et al. 2025, https://arxiv.org/abs/2504.02546, the corrected advantage (accurate gradient estimation).
-    Deviations: a group of one counts in M. M counts groups without variance, as in the paper; one published
-    implementation counts rows with score 0 instead, which depends on where the zero of the score lies. The paper's
-    threshold below which a batch is topped up with new groups is `full_batches`.
+    Chu et al. 2025, https://arxiv.org/abs/2504.02546, accurate gradient estimation, where B and M count groups and
+    alpha multiplies the loss: with groups of equal size it is the same. Deviations: rows are counted; a group of one
+    counts in M. One published implementation counts rows with score 0 instead, which depends on where the zero of the
+    score lies. The paper's threshold below which a batch is topped up with new groups is `full_batches`.
     """
     scores_B, group_of_B = _scores_and_groups(scores, groups, mask)
     deviations_B, variances_B = group_deviations(scores_B, group_of_B)
     low_B, high_B = group_extremes(scores_B, group_of_B)
-    alpha = len(scores_B) / (high_B > low_B).sum().clamp(min=1)
+    alpha = (~scores_B.isnan()).sum() / (high_B > low_B).sum().clamp(min=1)
     if normalize_std:
         deviations_B = deviations_B / (variances_B.sqrt() + eps)
     return _on_tokens(alpha * deviations_B, scores, mask)
@@ -153,6 +156,9 @@ def pass_at_k(scores: Tensor, groups: Tensor, mask: Tensor, *, k: int | None = N
     if k is not None and k < 2:
         raise ValueError(f"k is {k}, it must be 2 or more, or None for the size of the group; for one sample use rloo")
     scores_B, group_of_B = _scores_and_groups(scores, groups, mask)
+    # The sums below run over all groups, so what is no number is kept out of them.
+    sound_B = ~scores_B.isnan()
+    scores_B = scores_B.where(sound_B, 0)
     sizes_B = group_sizes(group_of_B)
     by_score_B = scores_B.argsort(stable=True)
     order_B = by_score_B[group_of_B[by_score_B].argsort(stable=True)]
@@ -167,7 +173,7 @@ def pass_at_k(scores: Tensor, groups: Tensor, mask: Tensor, *, k: int | None = N
     # The first row of a group adds nothing, so the sum there is what the groups before it came to.
     advantages_B = torch.empty_like(sums_B)
     advantages_B[order_B] = sums_B - sums_B[starts_B]
-    return _on_tokens(advantages_B, scores, mask)
+    return _on_tokens(advantages_B.where(sound_B, torch.nan), scores, mask)
 
 
 @torch.no_grad()
@@ -201,11 +207,13 @@ def gdpo(
     if weights is not None and len(weights) != num_rewards:
         raise ValueError(f"weights has {len(weights)} numbers, it must have one per reward, {num_rewards}")
     _, group_of_B = _scores_and_groups(scores[:, 0], groups, mask)
-    deviations_BK, variances_BK = group_deviations(scores.double(), group_of_B)
+    scores_BK = _sound(scores.double(), group_of_B)
+    deviations_BK, variances_BK = group_deviations(scores_BK, group_of_B)
     weights_K = torch.ones(num_rewards) if weights is None else torch.tensor(weights)
     sums_B = (deviations_BK / (variances_BK.sqrt() + eps)) @ weights_K.to(deviations_BK)
     # Their mean is 0, group by group: to subtract it would only turn exact zeros into rounding errors.
-    std = (sums_B.square().sum() / max(len(sums_B) - 1, 1)).sqrt()
+    sound_B = ~sums_B.isnan()
+    std = (sums_B.where(sound_B, 0).square().sum() / (sound_B.sum() - 1).clamp(min=1)).sqrt()
     return _on_tokens(sums_B / (std + eps), scores, mask)
 
 
@@ -213,7 +221,13 @@ def _scores_and_groups(scores: Tensor, groups: Tensor, mask: Tensor) -> tuple[Te
     """(float64 [B], int64 [B]): the scores, and the number of each row's group."""
     masked_tokens(mask)
     scores_B, groups_B = masked_rows(mask, scores=scores, groups=groups)
-    return scores_B.double(), group_index(groups_B)
+    group_of_B = group_index(groups_B)
+    return _sound(scores_B.double(), group_of_B), group_of_B
+
+
+def _sound(scores: Tensor, group_of_B: Tensor) -> Tensor:
+    """[B, ...]: the scores, NaN in all of a group that has one which is not finite."""
+    return scores.where(group_sums((~scores.isfinite()).long(), group_of_B) == 0, torch.nan)
 
 
 def _on_tokens(advantages_B: Tensor, scores: Tensor, mask: Tensor) -> Tensor:

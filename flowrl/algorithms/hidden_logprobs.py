@@ -58,7 +58,7 @@ def logprobs_from_hidden(
     Raises: ValueError on shapes or dtypes that do not fit, a temperature or softcap that is not above 0, a mask that is
         not bool.
 
-    Gemma Team 2024, https://arxiv.org/abs/2408.00118, section 2 for the softcap. Wijmans et al. 2024,
+    Gemma Team 2024, https://arxiv.org/abs/2408.00118, for the softcap. Wijmans et al. 2024,
     https://arxiv.org/abs/2411.09009 for tiles that are made again in the backward pass.
     Deviation: no tile is skipped because its probabilities are small; gradients are exact.
     """

@@ -3,6 +3,8 @@
 Shape suffixes: B rows, T token positions.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -103,7 +105,13 @@ def kl_loss(
 
 @torch.no_grad()
 def kl_shaped_rewards(
-    scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, coef: float, kind: KlKind
+    scores: Tensor,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    coef: float,
+    kind: KlKind | Callable[..., Tensor],
 ) -> Tensor:
     """Rewards per token: a KL penalty on every token that the policy chose, and the row's score on the last of them.
 
@@ -115,19 +123,22 @@ def kl_shaped_rewards(
         ref_logprobs: [B, T], under the reference.
         mask: bool [B, T], true where the policy chose the token.
         coef: weight of the penalty, >= 0, in score units per nat.
-        kind: estimator of the divergence, see `kl_estimate`.
+        kind: estimator of the divergence, see `kl_estimate`; or a function of logprobs and ref_logprobs, by name, that
+            gives one per token.
     Returns: [B, T], zero where the mask is false, without gradient. The score of a row whose mask is empty appears
         nowhere.
     Raises: ValueError on a negative coef, an unknown kind, shapes that do not fit, a mask that is not bool.
 
-    Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, eq. (2), there for the whole row; per token as in Ouyang et
-    al. 2022, https://arxiv.org/abs/2203.02155, eq. (2).
+    Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, there for the whole row, as in eq. (2) of Ouyang et al. 2022,
+    https://arxiv.org/abs/2203.02155, whose text has it per token.
     """
     if coef < 0:
         raise ValueError(f"coef is {coef}, it must be 0 or more: a negative one would reward leaving the reference")
     logprobs_BT, ref_logprobs_BT = masked_tokens(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
     (scores_B,) = masked_rows(mask, scores=scores)
-    penalties_BT = coef * kl_estimate(logprobs_BT, ref_logprobs_BT, kind=kind)
+    estimate = kind if callable(kind) else partial(kl_estimate, kind=kind)
+    kl_BT = estimate(logprobs=logprobs_BT, ref_logprobs=ref_logprobs_BT)
+    penalties_BT = (coef * kl_BT).masked_fill(~mask, 0)
     return torch.where(last_masked(mask), at_least_float32(scores_B)[:, None], 0) - penalties_BT
 
 

@@ -6,7 +6,8 @@ brings it back. Only `coef` ever changes, so a run that is resumed with other se
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Protocol, runtime_checkable
 
 MAX_RELATIVE_ERROR = 0.2
 """A step acts on an error of at most this share of the target."""
@@ -51,8 +52,8 @@ class AdaptiveKlControl:
     """
 
     coef: float
-    target: float
-    horizon: float = 10_000.0
+    target: float = field(kw_only=True)
+    horizon: float = field(default=10_000.0, kw_only=True)
 
     def __post_init__(self) -> None:
         _check_coef(self.coef)
@@ -84,7 +85,14 @@ class AdaptiveKlControl:
         return replace(self, coef=self.coef * (1 + error * num_rows / self.horizon))
 
 
-KlControl = FixedKlControl | AdaptiveKlControl
+@runtime_checkable
+class KlControl(Protocol):
+    """What every control has, one of your own too: its coefficient, and the control after a step."""
+
+    @property
+    def coef(self) -> float: ...
+
+    def update(self, kl: float, num_rows: int) -> "KlControl": ...
 
 
 def _check_coef(coef: float) -> None:

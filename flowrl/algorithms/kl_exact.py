@@ -32,7 +32,7 @@ def exact_kl(logits: Tensor, ref_logits: Tensor, *, temperature: float = 1.0) ->
         result before it is reduced.
     Raises: ValueError on logits that are not [B, T, V] or of different shapes, or a temperature that is not above 0.
 
-    Kullback and Leibler 1951, eq. (2.2), https://doi.org/10.1214/aoms/1177729694. Summed over a row's tokens it is an
+    Kullback and Leibler 1951, section 2, https://doi.org/10.1214/aoms/1177729694. Summed over a row's tokens it is an
     unbiased estimate of the divergence of whole rows, with less variance than from the sampled tokens alone. Deviation:
     as a loss, its gradient leaves out that earlier tokens decide at which later positions the policies are compared.
     """

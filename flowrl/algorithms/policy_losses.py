@@ -108,7 +108,7 @@ def decoupled_policy_loss(
         behavior_kl: k3 estimate of KL(behaviour policy || proximal policy), how stale the rollout is.
     Raises: ValueError as `clipped_policy_loss`, and on a max_weight that is not above 0.
 
-    Hilton et al. 2021, https://arxiv.org/abs/2110.00641, section 3; for language models: Fu et al. 2025 (AReaL),
+    Hilton et al. 2021, https://arxiv.org/abs/2110.00641, section 2; for language models: Fu et al. 2025 (AReaL),
     https://arxiv.org/abs/2505.24298, section 5.2. Deviations: both log-ratios are held in [-20, 20]; max_weight is in
     AReaL's code and not in the papers.
     """
@@ -155,13 +155,13 @@ def sapo_loss(
         advantages: [B, T]; no gradient flows into them.
         mask: bool [B, T], the tokens that count.
         temperature_positive: > 0, how fast the gate of tokens with A > 0 closes.
-        temperature_negative: > 0, that of the others; the paper asks for a little more than temperature_positive.
+        temperature_negative: > 0, that of the others; a little more than temperature_positive (the paper: 1.05 and 1).
     Returns: (loss [B, T], metrics). The metrics:
         gate: 4 p (1 - p), the share of the gradient that is left, in [0, 1].
         ratio, approx_kl: as for every policy loss. Nothing is clipped, so there is no clip fraction.
     Raises: ValueError on a temperature that is not above 0, on shapes that differ, on a mask that is not bool.
 
-    Gao et al. 2025, https://arxiv.org/abs/2511.20347, section 3. Deviation: the log-ratio is held in [-20, 20].
+    Gao et al. 2025, https://arxiv.org/abs/2511.20347, eq. (5) and (6). Deviation: the log-ratio is held in [-20, 20].
     """
     for name, value in (
         ("temperature_positive", temperature_positive),

@@ -109,8 +109,8 @@ def dpo_loss(
 
     Rafailov et al. 2023, https://arxiv.org/abs/2305.18290, eq. (7). label_smoothing is conservative DPO: Mitchell 2023,
     https://ericmitchell.ai/cdpo.pdf. hinge: Zhao et al. 2023, https://arxiv.org/abs/2305.10425, with DPO's reward as
-    in Liu et al. 2023, https://arxiv.org/abs/2309.06657. ipo: Azar et al. 2023, https://arxiv.org/abs/2310.12036,
-    eq. (17).
+    in the hinge-norm loss of Liu et al. 2023, https://arxiv.org/abs/2309.06657. ipo: Azar et al. 2023,
+    https://arxiv.org/abs/2310.12036, eq. (17).
     """
     _check_dpo(beta, kind, label_smoothing)
     chosen_P, rejected_P, ref_chosen_P, ref_rejected_P = _pairs(

@@ -273,22 +273,37 @@ preference_losses = Registry(
         "ref_logprobs",
         "desirable",
     ),
-    keywords=("margin", "reference_kl"),
+    keywords=("reference_kl",),
 )
 """(log-probabilities or scores of answers) -> (loss per pair or answer, metrics)."""
+
+ptx_forms = Registry(
+    "ptx form",
+    _modes("ptx:ptx_loss", "form", ("add", "mix")),
+    required=("policy_loss", "lm_loss"),
+)
+"""(policy_loss, lm_loss), scalars -> a scalar."""
+
+kl_controls = Registry(
+    "KL control",
+    _homes("kl_control", fixed="FixedKlControl", adaptive="AdaptiveKlControl"),
+    required=("coef",),
+)
+"""(coef at the start) -> a `KlControl`."""
 
 reward_shaping = Registry(
     "reward shaping",
     _homes(
         "rewards_shaping",
-        overlong_penalty="overlong_penalty",
-        length_penalty="length_penalty",
+        overlong_penalty="with_overlong_penalty",
+        length_penalty="with_length_penalty",
         clip_rewards="clip_rewards",
         normalize_rewards="normalize_rewards",
     ),
-    optional=("rewards", "lengths", "correct", "groups", "moments"),
+    required=("rewards",),
+    optional=("lengths", "scores", "groups", "moments"),
 )
-"""(rewards, or lengths) -> rewards, or a penalty to add to them."""
+"""(rewards [B] as the one before left them) -> rewards [B]; `scores` are the task's, before any shaping."""
 
 REGISTRIES = (
     advantage_estimators,
@@ -297,5 +312,7 @@ REGISTRIES = (
     aggregation_modes,
     rollout_corrections,
     preference_losses,
+    ptx_forms,
+    kl_controls,
     reward_shaping,
 )

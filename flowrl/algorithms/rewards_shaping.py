@@ -73,17 +73,54 @@ def length_penalty(lengths: Tensor, correct: Tensor, groups: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def clip_rewards(rewards: Tensor, *, low: float, high: float) -> Tensor:
+def with_overlong_penalty(
+    rewards: Tensor, lengths: Tensor, *, max_length: int, buffer: int, coef: float = 1.0
+) -> Tensor:
+    """Rewards with DAPO's punishment of length: rewards + coef P, P of `overlong_penalty`.
+
+    Arguments:
+        rewards: [B].
+        lengths, max_length, buffer: as of `overlong_penalty`.
+        coef: what a full punishment costs, in units of the reward; 1 in the paper.
+    Returns: [B] in at least float32.
+    Raises: ValueError on shapes that differ, and as `overlong_penalty`.
+    """
+    _check_same(rewards, lengths=lengths)
+    return at_least_float32(rewards) + coef * overlong_penalty(lengths, max_length=max_length, buffer=buffer)
+
+
+@torch.no_grad()
+def with_length_penalty(
+    rewards: Tensor, lengths: Tensor, scores: Tensor, groups: Tensor, *, correct_from: float, coef: float
+) -> Tensor:
+    """Rewards with the length reward of Kimi k1.5: rewards + coef P, P of `length_penalty`.
+
+    Arguments:
+        rewards: [B].
+        lengths, groups: as of `length_penalty`.
+        scores: [B], of the task itself, from which it is told whether an answer is correct; what other shaping made of
+            them does not matter.
+        correct_from: an answer is correct from this score on. NaN is not.
+        coef: what P counts, in units of the reward; the report raises it from 0.
+    Returns: [B] in at least float32.
+    Raises: ValueError on shapes that differ, on ids that are not integers.
+    """
+    _check_same(rewards, lengths=lengths, scores=scores)
+    return at_least_float32(rewards) + coef * length_penalty(lengths, scores >= correct_from, groups)
+
+
+@torch.no_grad()
+def clip_rewards(rewards: Tensor, *, low: float = -math.inf, high: float = math.inf) -> Tensor:
     """Rewards held in [low, high].
 
     Arguments:
         rewards: any shape.
-        low, high: in units of the reward; low below high. Either may be infinite.
+        low, high: in units of the reward; low below high. One that is not given is no bound.
     Returns: the same shape. NaN stays NaN: it is a defect of the reward, and no clip mends it.
     Raises: ValueError on a low that is not below high.
 
-    The reward clipping of the published PPO code, as described by Engstrom et al. 2020,
-    https://arxiv.org/abs/2005.12729, section 3.
+    The reward clipping of the published PPO code, one of the code-level optimizations of Engstrom et al. 2020,
+    https://arxiv.org/abs/2005.12729.
     """
     if not low < high:
         raise ValueError(f"low is {low} and high is {high}: low must be below high")
@@ -147,9 +184,9 @@ def normalize_rewards(rewards: Tensor, moments: RewardMoments, *, shift_mean: bo
     Returns: the same shape. Where there is no standard deviation, before the second reward or while all are equal, the
         scale is unknown and stays as it is.
 
-    The scaling by a running standard deviation of PPO code, as described by Engstrom et al. 2020,
-    https://arxiv.org/abs/2005.12729, section 3. Deviations: the moments are of rewards, as in code for language
-    models, and not of discounted returns; eps is a threshold and not a summand.
+    The scaling by a running standard deviation of PPO code, one of the code-level optimizations of Engstrom et al.
+    2020, https://arxiv.org/abs/2005.12729. Deviations: the moments are of rewards, as in code for language models, and
+    not of discounted returns; eps is a threshold and not a summand.
     """
     shifted = at_least_float32(rewards) - (moments.mean if shift_mean else 0)
     return shifted / moments.std if moments.std > eps else shifted
@@ -158,3 +195,12 @@ def normalize_rewards(rewards: Tensor, moments: RewardMoments, *, shift_mean: bo
 def _check_rows(name: str, rows: Tensor) -> None:
     if rows.dim() != 1:
         raise ValueError(f"{name} has shape {list(rows.shape)}, it must be [B]: one per row")
+
+
+def _check_same(rewards: Tensor, **rows: Tensor) -> None:
+    _check_rows("rewards", rewards)
+    for name, values in rows.items():
+        if values.shape != rewards.shape:
+            raise ValueError(
+                f"{name} has shape {list(values.shape)}, it must be that of rewards, {list(rewards.shape)}"
+            )

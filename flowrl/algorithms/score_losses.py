@@ -32,7 +32,7 @@ def reinforce_loss(
     Returns: (loss [B, T], metrics): ratio and approx_kl; both say how far from on-policy the update was.
     Raises: ValueError on shapes that differ, on a mask that is not bool.
 
-    Williams 1992, https://doi.org/10.1007/BF00992696, section 4.
+    Williams 1992, https://doi.org/10.1007/BF00992696.
     """
     logprobs_BT, old_logprobs_BT, advantages_BT = masked_tokens(
         mask, logprobs=logprobs, old_logprobs=old_logprobs.detach(), advantages=advantages.detach()
@@ -52,7 +52,7 @@ def gpg_loss(
 
     Arguments, returns and errors: those of `reinforce_loss`.
 
-    Chu et al. 2025, https://arxiv.org/abs/2504.02546, section 3.
+    Chu et al. 2025, https://arxiv.org/abs/2504.02546, the objective.
     """
     return reinforce_loss(logprobs, old_logprobs, advantages, mask)
 
@@ -72,7 +72,8 @@ def cispo_loss(
         advantages: [B, T]; no gradient flows into them.
         mask: bool [B, T], the tokens that count.
         clip_low: in [0, 1]; 1 does not clip below, as in the paper's experiments.
-        clip_high: >= 0, far larger than PPO's: it bounds a weight and does not silence a token.
+        clip_high: >= 0, far larger than PPO's: it bounds a weight and does not silence a token. The paper tunes it and
+            gives no number; 4, weights up to 5, is that of https://arxiv.org/abs/2510.13786.
     Returns: (loss [B, T], metrics): clip_fraction, clip_fraction_low and clip_fraction_high, 1 where the weight is
         clipped, whatever the sign of the advantage; ratio (before the clip); approx_kl.
     Raises: ValueError on a clip outside its range, on shapes that differ, on a mask that is not bool.
@@ -121,15 +122,18 @@ def dppo_loss(
         advantages: [B, T]; no gradient flows into them.
         mask: bool [B, T], the tokens that count.
         divergence: see above.
-        delta_low, delta_high: >= 0, in units of D; the paper has one for both, its code 0.15 for tv and 0.05 for kl.
-        max_ratio: > 0 (20 is usual), a bound on the weight that keeps the token's gradient. None is off.
+        delta_low, delta_high: >= 0, in units of D; the paper has one for both, 0.05 for kl, 0.15 for tv (0.2 in most of
+            its large runs).
+        max_ratio: > 0, a bound on the weight that keeps the token's gradient; C of the paper's appendix, 5 in its large
+            runs. None, as in its other runs, is off.
     Returns: (loss [B, T], metrics): clip_fraction, clip_fraction_low and clip_fraction_high, 1 where M is 0;
         max_ratio_fraction, 1 where max_ratio binds and M is 1; divergence, D; ratio, w; approx_kl.
     Raises: ValueError on an unknown divergence, a delta or max_ratio outside its range, on shapes that differ, on a
         mask that is not bool.
 
-    Qi et al. 2026, https://arxiv.org/abs/2602.04879, the binary approximations. Deviations: log w is held in [-20, 20],
-    in value only; a log-probability above 0 (rounding) counts as 0; 1 - p is held above the resolution of the dtype.
+    Qi et al. 2026, https://arxiv.org/abs/2602.04879, eq. (12), with the binary approximations, eq. (13) and (14).
+    Deviations: log w is held in [-20, 20], in value only; a log-probability above 0 (rounding) counts as 0; 1 - p is
+    held above the resolution of the dtype.
     """
     _check_trust_region(divergence, delta_low, delta_high, max_ratio)
     logprobs_BT, old_logprobs_BT, advantages_BT = masked_tokens(
@@ -169,4 +173,4 @@ def _check_trust_region(divergence: Divergence, delta_low: float, delta_high: fl
         if value < 0:
             raise ValueError(f"{name} is {value}, it must be 0 or more: no divergence is negative")
     if max_ratio is not None and max_ratio <= 0:
-        raise ValueError(f"max_ratio is {max_ratio}, it must be above 0 (20 is usual), or None to turn it off")
+        raise ValueError(f"max_ratio is {max_ratio}, it must be above 0 (5 is usual), or None to turn it off")

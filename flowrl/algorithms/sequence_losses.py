@@ -103,9 +103,9 @@ def gmpo_loss(
         geometric mean on each of the row's tokens), approx_kl (of the tokens).
     Raises: ValueError on a negative clip, on shapes that differ, on a mask that is not bool.
 
-    Zhao et al. 2025, https://arxiv.org/abs/2507.20673, section 3. Deviations: the logarithm of the geometric mean is
-    held in [-20, 20]. As in the authors' code the ratio is clipped; a clip of the ratio to the power of sgn(A), as the
-    formula may be read, would bind at clip_high on both sides. With equal clips, as in the paper, it is the same.
+    Zhao et al. 2025, https://arxiv.org/abs/2507.20673, the objective. Deviations: the logarithm of the geometric mean
+    is held in [-20, 20]. As in the authors' code the ratio is clipped; the formula clips the ratio to the power of
+    sgn(A), which would bind at clip_high on both sides. With equal clips, as in the paper, it is the same.
     """
     for name, value in (("clip_low", clip_low), ("clip_high", clip_high)):
         if value < 0:

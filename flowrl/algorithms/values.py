@@ -26,8 +26,8 @@ def clipped_value_loss(
         without a clip. Both are 0 where the mask is false.
     Raises: ValueError on a clip that is not above 0, on shapes that differ, on a mask that is not bool.
 
-    The value clipping of the published PPO code, as described by Engstrom et al. 2020,
-    https://arxiv.org/abs/2005.12729, section 3.
+    The value clipping of the published PPO code, one of the code-level optimizations of Engstrom et al. 2020,
+    https://arxiv.org/abs/2005.12729.
     """
     if clip is not None and clip <= 0:
         raise ValueError(f"clip is {clip}, it must be above 0, or None to turn clipping off")

@@ -5,8 +5,10 @@ from flowrl.config.base import Config, ConfigError
 from flowrl.config.data import DataConfig
 from flowrl.config.errors import UserError
 from flowrl.config.load import load, recipe_class, to_yaml
+from flowrl.config.losses import PreferenceConfig, PtxConfig
 from flowrl.config.model import EngineConfig, ModelConfig, OptimizerConfig
 from flowrl.config.placement import ROLES, SINGLE, Placement, RolePlacement
+from flowrl.config.rewards import KlControlConfig, ShapingConfig
 from flowrl.config.roles import ActorConfig, CriticConfig, ReferenceConfig, RewardConfig, RolloutConfig
 from flowrl.config.run import OnPolicyConfig, RunConfig
 
@@ -21,15 +23,19 @@ __all__ = [
     "CriticConfig",
     "DataConfig",
     "EngineConfig",
+    "KlControlConfig",
     "ModelConfig",
     "OnPolicyConfig",
     "OptimizerConfig",
     "Placement",
+    "PreferenceConfig",
+    "PtxConfig",
     "ReferenceConfig",
     "RewardConfig",
     "RolePlacement",
     "RolloutConfig",
     "RunConfig",
+    "ShapingConfig",
     "UserError",
     "load",
     "recipe_class",

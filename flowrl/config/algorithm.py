@@ -6,8 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from flowrl.config.choice import OWN, REQUIRED, ChoiceConfig, KlKind, Options, known_name
+from flowrl.config.rewards import KlControlConfig, ShapingConfig
 
-_KL: dict[str, Any] = {"kl_coef": 0.0, "kl_kind": "k1"}
+_KL: dict[str, Any] = {"kl_coef": 0.0, "kl_kind": "k1", "kl_control": {"kind": "fixed"}}
 
 ESTIMATORS: dict[str, dict[str, Any]] = {
     "gae": {"gamma": 1.0, "lam": 1.0, "whiten": False} | _KL,
@@ -35,6 +36,7 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
 
 Columns = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 Weights = Annotated[tuple[float, ...], Field(strict=False, min_length=1)]
+Shaping = Annotated[tuple[ShapingConfig, ...], Field(strict=False)]
 
 
 class CorrectionConfig(ChoiceConfig):
@@ -78,6 +80,16 @@ class CorrectionConfig(ChoiceConfig):
     options: Options | None = None
     """module:function: its keyword arguments."""
 
+    @model_validator(mode="after")
+    def _check_bounds(self) -> "CorrectionConfig":
+        if self.min_weight is not None and self.max_weight is not None and self.min_weight > self.max_weight:
+            raise ValueError(f"min_weight is {self.min_weight:g}, above max_weight, {self.max_weight:g}: swap them")
+        if self.low is not None and self.kl_kind != "k1":
+            raise ValueError(f"low bounds k1 alone, {self.kl_kind} is never below 0: remove it, or set kl_kind: k1")
+        if self.low is not None and self.high is not None and self.low > self.high:
+            raise ValueError(f"low is {self.low:g}, above high, {self.high:g}: swap them")
+        return self
+
 
 class AdvantageConfig(ChoiceConfig):
     """Which estimator turns scores into advantages. A setting of another estimator is refused, not ignored."""
@@ -113,6 +125,9 @@ class AdvantageConfig(ChoiceConfig):
     kl_kind: KlKind | None = None
     """Those with kl_coef: estimator of that KL; usually k1. `module:function` is your own."""
 
+    kl_control: KlControlConfig | None = None
+    """Those with kl_coef: how the coefficient changes from step to step; usually fixed."""
+
     normalize_std: bool | None = None
     """grpo, gpg: divide by the standard deviation of the group's scores; usual for grpo, false is Dr. GRPO."""
 
@@ -131,11 +146,39 @@ class AdvantageConfig(ChoiceConfig):
     correction: CorrectionConfig | None = None
     """For rollouts that another engine, precision or version sampled; null leaves them as they are."""
 
+    shaping: Shaping = ()
+    """What is done to the scores before they are compared, one after another; `scores` itself stays the task's."""
+
     @model_validator(mode="after")
     def _check_rewards(self) -> "AdvantageConfig":
         if self.reward_weights and len(self.reward_weights) != len(self.reward_columns or ()):
             raise ValueError(
                 f"reward_weights has {len(self.reward_weights)} numbers for {len(self.reward_columns or ())} "
                 f"reward_columns: give one for each"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_kl_control(self) -> "AdvantageConfig":
+        if self.kl_control is not None and self.kl_control.kind != "fixed" and not self.kl_coef:
+            raise ValueError(
+                f"kl_coef is 0, so there is no KL penalty for kl_control {self.kl_control.kind} to start from: set it "
+                f"above 0, or remove kl_control"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_shaping(self) -> "AdvantageConfig":
+        if not self.shaping:
+            return self
+        if self.estimator == "remax":
+            raise ValueError(
+                "shaping changes the scores and not the greedy_scores that remax takes off them, so that they say "
+                "nothing about each other: remove shaping, or shape both in the reward function"
+            )
+        if self.reward_columns not in (None, ("scores",)):
+            raise ValueError(
+                f"shaping changes the column scores alone, but reward_columns is {', '.join(self.reward_columns)}: "
+                f"remove shaping, and give what it does a reward column of its own"
             )
         return self

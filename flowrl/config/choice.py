@@ -69,6 +69,13 @@ class ChoiceConfig(Config):
         """The settings of what was chosen."""
         return {name: getattr(self, name) for name in self.settings_of(getattr(self, self.CHOICE))}
 
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments of the function that was chosen; a setting that is null is left to its default."""
+        settings = self.settings()
+        if "options" in settings:
+            return dict(settings["options"])
+        return {name: value for name, value in settings.items() if value is not None}
+
     @model_validator(mode="before")
     @classmethod
     def _fill_defaults(cls, values: Any) -> Any:

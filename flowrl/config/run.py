@@ -124,3 +124,33 @@ class OnPolicyConfig(RunConfig):
                 "that of another distribution than the one sampled from; set top_k: 0 and top_p: 1.0"
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_shaping(self) -> "OnPolicyConfig":
+        limit = self.rollout.max_response_tokens
+        for shaping in self.algorithm.shaping:
+            if shaping.kind == "length_penalty" and self.samples_per_prompt < 2:
+                raise ValueError(
+                    "samples_per_prompt is 1, and algorithm.shaping length_penalty compares the samples of one prompt: "
+                    "set it to 2 or more, or use overlong_penalty"
+                )
+            if shaping.max_length is not None and shaping.buffer is not None:
+                begins = shaping.max_length - shaping.buffer
+                if begins >= limit:
+                    raise ValueError(
+                        f"algorithm.shaping overlong_penalty begins above max_length - buffer = {begins} tokens, but "
+                        f"rollout.max_response_tokens is {limit}: no response would be punished, lower max_length"
+                    )
+        return self
+
+    @model_validator(mode="after")
+    def _check_kl_control(self) -> "OnPolicyConfig":
+        control = self.algorithm.kl_control
+        # A step changes the coefficient by at most 0.2 rows / horizon, and so could bring it to 0.
+        if control is not None and control.horizon is not None and self.rows_per_step >= 5 * control.horizon:
+            raise ValueError(
+                f"algorithm.kl_control.horizon is {control.horizon:g}, at most a fifth of rows_per_step, "
+                f"{self.rows_per_step}, so that one step could bring the coefficient to 0: set it to "
+                f"{self.rows_per_step} or more"
+            )
+        return self

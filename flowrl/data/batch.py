@@ -335,13 +335,18 @@ class LocalTasks:
         from flowrl.data.table import from_table  # noqa: PLC0415 (see Batch.table)
 
         payload = batch.payload()
-        result = from_table(fn(batch.table(), **kwargs), payload.lengths)
+        result = from_table(fn(batch.table(), **_read(kwargs)), payload.lengths)
         if set(result.columns) != set(writes):
             raise ColumnError(f"{fn.__name__} wrote {', '.join(result.columns)} where {', '.join(writes)} is declared")
         return Batch.of_payload(result)
 
     def reduce(self, fn: Callable, batch: Batch, kwargs: dict) -> LocalRef:
-        return LocalRef(fn(batch.table(), **kwargs))
+        return LocalRef(fn(batch.table(), **_read(kwargs)))
+
+
+def _read(kwargs: dict) -> dict:
+    """Arguments with the results of earlier calls in the place of their references."""
+    return {name: value.get() if isinstance(value, LocalRef) else value for name, value in kwargs.items()}
 
 
 def assemble(batch: Batch, names: Sequence[str], rows: Rows) -> Payload:

@@ -26,9 +26,16 @@ FIELDS: dict[str, Field] = {
     "ref_logprobs": Field("token, f32", "reference", "the reference's log-probability; 0 at position 0"),
     "values": Field("token, f32", "critic", "value of the state in which the token is chosen; 0 at position 0"),
     "scores": Field("row, f32", "reward", "one score per row"),
+    "shaped_scores": Field("row, f32", "run", "with shaping: the score that advantages are made of"),
     "token_rewards": Field("token, f32", "run", "score on the last response token, KL penalty on every one"),
     "advantages": Field("token, f32", "run", "advantage of the token"),
     "returns": Field("token, f32", "run", "target of the critic"),
+    "behavior_logprobs": Field(
+        "token, f32", "run", "`rollout_logprobs` for a loss that tells the sampling policy from the old one"
+    ),
+    "selected": Field("token, bool", "run", "tokens that `clip_cov` or `kl_cov` treats apart"),
+    "loss_weights": Field("token, f32", "run", "with a correction: what multiplies the token's policy loss"),
+    "loss_mask": Field("token, bool", "run", "with a correction: the response tokens that the actor's loss is over"),
     "prompt_id": Field("row, int64", "data", "identity of a drawn prompt; keys the sampling randomness"),
     "sample": Field("row, int64", "data", "number of the sample among those of its prompt"),
     "group": Field("row, int64", "data", "samples of one prompt share a group"),

@@ -2,7 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Protocol, Self
+
+
+class Metric(Protocol):
+    """What every kind of metric has, those of flowrl/algorithms too: parts merge to what the whole would give."""
+
+    def merge(self, other: Self) -> "Metric": ...
+
+    def result(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -58,9 +66,6 @@ class Min:
         return self.value
 
 
-Metric = Mean | Sum | Max | Min
-
-
 def merge_metrics(reports: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
     """Merges the reports of several ranks or calls, each metric by its own reduction.
 
@@ -76,5 +81,5 @@ def merge_metrics(reports: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
             if type(merged[name]) is not type(metric):
                 kinds = f"{type(merged[name]).__name__} and {type(metric).__name__}"
                 raise ValueError(f"metric {name!r} is reported as {kinds}; a name has one kind of metric")
-            merged[name] = merged[name].merge(metric)  # pyright: ignore[reportArgumentType] (same type, checked above)
+            merged[name] = merged[name].merge(metric)
     return merged

@@ -1,16 +1,18 @@
 """The adapter between batch columns and the pure functions of flowrl/algorithms: it runs beside the data."""
 
+from collections.abc import Iterable
+
 import torch
 from tensordict import TensorDict
 
 from flowrl.algorithms import (
     explained_variance,
     kl_estimate,
+    kl_shaped_rewards,
     last_masked,
     masked_mean,
     whiten,
 )
-from flowrl.algorithms.masks import at_least_float32
 from flowrl.algorithms.registry import advantage_estimators, kl_kinds
 from flowrl.config import AdvantageConfig, UserError
 from flowrl.controller.future import Future
@@ -19,6 +21,8 @@ from flowrl.data.block import LocalRef
 from flowrl.data.metric import Max, Mean, Metric, Sum
 from flowrl.data.table import lengths, make_table, pad_tokens, unpad_tokens
 from flowrl.run.loss_columns import correct_rollouts, correction_metrics
+from flowrl.run.reward_shaping import shaped_rewards, shaping_columns
+from flowrl.run.step_state import State, StepState, carries, first_state
 
 INPUT_COLUMNS = {
     "mask": "response_mask",
@@ -41,14 +45,29 @@ COLUMN_MAKERS = {
 """Columns that a recipe must compute for an estimator which no shipped recipe drives."""
 
 
-def estimate_advantages(batch: Batch, config: AdvantageConfig) -> Batch:
+def estimate_advantages(batch: Batch, config: AdvantageConfig, state: State | None = None) -> Batch:
     """The batch with `token_rewards` and `advantages`, and from an estimator with a critic `returns`. Does not wait.
 
     Reads `response_mask` and what the estimator takes as its inputs (`INPUT_COLUMNS`); for a KL penalty `old_logprobs`
-    and `ref_logprobs`. With a correction it reads `rollout_logprobs` too, and adds `loss_weights` and `loss_mask`.
+    and `ref_logprobs`. With a correction it reads `rollout_logprobs` too, and adds `loss_weights` and `loss_mask`. With
+    shaping it adds `shaped_scores`, and takes them where it would take `scores`.
 
-    Raises: UserError for a column that the estimator reads and the batch has not.
+    Args:
+        state: of flowrl/run/step_state.py, for algorithms that carry something from step to step.
+
+    Raises: UserError for a column that is read and that the batch has not, and for an algorithm that needs a state.
     """
+    if state is None:
+        if carries(config):
+            raise UserError(
+                "algorithm has settings that depend on the steps before, but this recipe keeps no state: pass that "
+                "of first_state and next_state (flowrl/run/step_state.py) to estimate_advantages, or remove them"
+            )
+        state = first_state(config)
+    if config.shaping:
+        reads = shaping_columns(config.shaping)
+        _check_columns(batch, reads, "algorithm.shaping")
+        batch = batch.apply(shape_scores, reads, ("shaped_scores",), config=config, state=state)
     if config.correction is not None:
         batch = correct_rollouts(batch, config.correction)
     inputs = advantage_estimators.inputs(advantage_estimators.load(config.estimator))
@@ -57,28 +76,42 @@ def estimate_advantages(batch: Batch, config: AdvantageConfig) -> Batch:
         reads = dict.fromkeys((*(name for name in reads if name != "scores"), *config.reward_columns))
     else:
         reads |= {"scores": None}
+    reads = dict.fromkeys(_score_column(config) if name == "scores" else name for name in reads)
     if config.kl_coef:
         reads |= {"old_logprobs": None, "ref_logprobs": None}
     if "importance_weights" in inputs and "loss_weights" in batch:
         reads |= {"loss_weights": None}
+    _check_columns(batch, reads, f"algorithm.estimator {config.estimator}")
+    writes = ("token_rewards", "advantages", *(("returns",) if "values" in inputs else ()))
+    return batch.apply(advantage_columns, list(reads), writes, config=config, state=state)
+
+
+def _check_columns(batch: Batch, reads: Iterable[str], who: str) -> None:
     for name in reads:
         if name not in batch:
             meaning = f", {COLUMN_MAKERS[name]}" if name in COLUMN_MAKERS else ""
             raise UserError(
-                f"algorithm.estimator {config.estimator} reads the column {name}{meaning}; the batch has none: "
-                f"store it in the recipe before the advantages, or choose another estimator"
+                f"{who} reads the column {name}{meaning}; the batch has none: "
+                f"store it in the recipe before the advantages, or choose another setting"
             )
-    writes = ("token_rewards", "advantages", *(("returns",) if "values" in inputs else ()))
-    return batch.apply(advantage_columns, list(reads), writes, config=config)
 
 
-def advantage_columns(table: TensorDict, config: AdvantageConfig) -> TensorDict:
+def shape_scores(table: TensorDict, config: AdvantageConfig, state: StepState) -> TensorDict:
+    """The scores after every shaping, in the order of the config."""
+    return make_table({"shaped_scores": shaped_rewards(table, config.shaping, state.moments)[0]})
+
+
+def _score_column(config: AdvantageConfig) -> str:
+    return "shaped_scores" if config.shaping else "scores"
+
+
+def advantage_columns(table: TensorDict, config: AdvantageConfig, state: StepState) -> TensorDict:
     """Token rewards, advantages (whitened over the whole batch where configured), and returns for a critic."""
     lengths_B = lengths(table)
     padded = {name: pad_tokens(column_T, lengths_B) for name, column_T in table["tokens"].items()}
     mask_BT = padded["response_mask"]
     scores = _scores(table, config)
-    rewards_BT = _token_rewards(_one_score(scores, config), padded, mask_BT, config)
+    rewards_BT = _token_rewards(_one_score(scores, config), padded, mask_BT, config, state.kl_control.coef)
     if config.kl_coef:
         scores = rewards_BT.sum(-1)
     rows = {name: column for name, column in table["rows"].items() if isinstance(column, torch.Tensor)}
@@ -98,14 +131,15 @@ def _options(config: AdvantageConfig) -> dict[str, object]:
         return dict(settings["options"])
     if "reward_weights" in settings:
         return {"weights": settings["reward_weights"]}
-    return {name: value for name, value in settings.items() if name not in ("whiten", "kl_coef", "kl_kind")}
+    return {name: value for name, value in settings.items() if not name.startswith(("whiten", "kl_"))}
 
 
 def _scores(table: TensorDict, config: AdvantageConfig) -> torch.Tensor:
     """[B], or for several rewards [B, K]."""
     if config.reward_columns is None:
-        return table["rows", "scores"]
-    return torch.stack([table["rows", name].float() for name in config.reward_columns], dim=-1)
+        return table["rows", _score_column(config)]
+    names = [_score_column(config) if name == "scores" else name for name in config.reward_columns]
+    return torch.stack([table["rows", name].float() for name in names], dim=-1)
 
 
 def _one_score(scores: torch.Tensor, config: AdvantageConfig) -> torch.Tensor:
@@ -117,15 +151,24 @@ def _one_score(scores: torch.Tensor, config: AdvantageConfig) -> torch.Tensor:
 
 
 def _token_rewards(
-    scores_B: torch.Tensor, padded: dict[str, torch.Tensor], mask_BT: torch.Tensor, config: AdvantageConfig
+    scores_B: torch.Tensor,
+    padded: dict[str, torch.Tensor],
+    mask_BT: torch.Tensor,
+    config: AdvantageConfig,
+    kl_coef: float,
 ) -> torch.Tensor:
-    """The score on the last token, and the KL penalty off every one; `kl_shaped_rewards` with any kind of estimate."""
+    """The score on the last token, and where there is a penalty the KL off every one."""
     if not config.kl_coef:
-        return scores_B[:, None] * last_masked(mask_BT)
+        return torch.where(last_masked(mask_BT), scores_B[:, None], 0)
     assert config.kl_kind is not None
-    kl_BT = kl_kinds.load(config.kl_kind)(logprobs=padded["old_logprobs"], ref_logprobs=padded["ref_logprobs"])
-    rewards_BT = torch.where(last_masked(mask_BT), at_least_float32(scores_B)[:, None], 0)
-    return rewards_BT - (config.kl_coef * kl_BT).masked_fill(~mask_BT, 0)
+    return kl_shaped_rewards(
+        scores_B,
+        padded["old_logprobs"],
+        padded["ref_logprobs"],
+        mask_BT,
+        coef=kl_coef,
+        kind=kl_kinds.load(config.kl_kind),
+    )
 
 
 def _advantages_and_returns(
@@ -152,18 +195,21 @@ def _described(result: object) -> str:
     return f"a {type(result).__name__}" + (f" of {len(result)}" if isinstance(result, tuple) else "")
 
 
-MEASURED = ("old_logprobs", "ref_logprobs", "values", "returns", "loss_weights", "loss_mask")
+MEASURED = ("old_logprobs", "ref_logprobs", "values", "returns", "loss_weights", "loss_mask", "shaped_scores")
 """Columns that have metrics where a batch has them."""
 
 
-def batch_metrics(batch: Batch) -> Future | LocalRef:
-    """What a step's batch was like: reward, response length, KL to the reference, fit of the critic. Does not wait."""
+def batch_metrics(batch: Batch, state: State | None = None) -> Future | LocalRef:
+    """What a step's batch was like: reward, response length, KL to the reference, fit of the critic. Does not wait.
+
+    With the state that its advantages were made with it tells the coefficient of the KL penalty too.
+    """
     reads = ["scores", "response_mask", "truncated", "rollout_logprobs"]
     reads += [name for name in MEASURED if name in batch]
-    return batch.reduce(measure, reads)
+    return batch.reduce(measure, reads, state=state)
 
 
-def measure(table: TensorDict) -> dict[str, Metric]:
+def measure(table: TensorDict, state: StepState | None = None) -> dict[str, Metric]:
     """The metrics of `batch_metrics`; docs/metrics.md says what each is."""
     lengths_B = lengths(table)
     tokens = {name: pad_tokens(column_T, lengths_B) for name, column_T in table["tokens"].items()}
@@ -176,12 +222,16 @@ def measure(table: TensorDict) -> dict[str, Metric]:
         "response_tokens": Sum(count),
         "truncated_fraction": Mean(float(table["rows", "truncated"].sum()), rows),
     }
+    if "shaped_scores" in table["rows"].keys():  # noqa: SIM118 (a TensorDict)
+        found["reward_shaping"] = Mean(float((table["rows", "shaped_scores"] - scores_B).sum()), rows)
     if "old_logprobs" in tokens:
         gap_BT = (tokens["old_logprobs"] - tokens["rollout_logprobs"]).abs()
         found["rollout_gap"] = Mean(float(masked_mean(gap_BT, mask_BT)) * count, count)
     if "old_logprobs" in tokens and "ref_logprobs" in tokens:
         kl_BT = kl_estimate(tokens["old_logprobs"], tokens["ref_logprobs"], kind="k3")
         found["kl"] = Mean(float(masked_mean(kl_BT, mask_BT)) * count, count)
+    if state is not None and state.kl_control.coef:
+        found["kl_coef"] = Mean(state.kl_control.coef, 1)
     if "values" in tokens and "returns" in tokens:
         found["explained_variance"] = Mean(float(explained_variance(tokens["values"], tokens["returns"], mask_BT)), 1)
     if "loss_weights" in tokens:

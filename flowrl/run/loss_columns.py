@@ -21,7 +21,7 @@ from flowrl.algorithms import (
 from flowrl.algorithms.registry import policy_losses, rollout_corrections
 from flowrl.config import ActorConfig, CorrectionConfig
 from flowrl.data.batch import Batch
-from flowrl.data.metric import Max, Mean, Metric
+from flowrl.data.metric import Mean, Metric
 from flowrl.data.table import lengths, make_table, pad_tokens, unpad_tokens
 
 
@@ -99,12 +99,11 @@ def correction_metrics(tokens: Mapping[str, torch.Tensor]) -> dict[str, Metric]:
     sums = weight_sums(tokens["loss_weights"], mask_BL, level="token")
     found: dict[str, Metric] = {
         "correction/weight": Mean(sums.total, sums.count),
-        "correction/effective_samples": Mean(sums.result(), 1),
+        "correction/effective_samples": sums,
         "correction/rejected_fraction": Mean(dropped, sums.count),
     }
-    for name, metric in mismatch_metrics(tokens["old_logprobs"], tokens["rollout_logprobs"], mask_BL).items():
-        found[f"mismatch/{name}"] = metric if isinstance(metric, Mean | Max) else Mean(metric.result(), 1)
-    return found
+    mismatch = mismatch_metrics(tokens["old_logprobs"], tokens["rollout_logprobs"], mask_BL)
+    return found | {f"mismatch/{name}": metric for name, metric in mismatch.items()}
 
 
 def _options(config: CorrectionConfig) -> dict[str, Any]:  # Any: as the settings are

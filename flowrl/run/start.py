@@ -1,5 +1,6 @@
 """What is checked of a run before anything starts. Loads neither torch nor ray."""
 
+import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ from flowrl.config import (
     ConfigError,
     CriticConfig,
     EngineConfig,
+    PreferenceConfig,
+    PtxConfig,
     ReferenceConfig,
     RewardConfig,
     RunConfig,
@@ -48,42 +51,68 @@ def check_run(config: RunConfig) -> None:
 
 
 def check_functions(config: RunConfig) -> None:
-    """Imports the estimators, losses and the like that the config names as `module:function`.
+    """Imports the estimators, losses, rewards and the like that the config names as `module:function`.
 
     Raises: ConfigError for one that cannot be imported, does not fit its kind, or has other settings.
     """
+    for group, value in config:
+        if isinstance(value, RewardConfig):
+            _check_import(f"{group}.function", value.function)
+            _check_import(f"{group}.evaluation", value.evaluation)
     own = [chosen for chosen in _chosen_functions(config) if ":" in chosen[2]]
     if not own:
         return
     from flowrl.algorithms import registry  # noqa: PLC0415 (torch, only where a config names a function of its own)
 
-    kinds = {
-        "estimator": registry.advantage_estimators,
-        "kind": registry.rollout_corrections,
-        "loss": registry.policy_losses,
-        "kl_kind": registry.kl_kinds,
-        "kl_loss_kind": registry.kl_kinds,
-        "aggregation": registry.aggregation_modes,
-    }
-    for group, key, name, options in own:
+    kinds = {known.kind: known for known in registry.REGISTRIES}
+    for key, kind, name, options in own:
         try:
-            kinds[key].check(name, options)
+            kinds[kind].check(name, options)
         except registry.RegistryError as error:
-            raise ConfigError(f"{group}.{key}: {error}") from error
+            raise ConfigError(f"{key}: {error}") from error
+
+
+def _check_import(key: str, name: str | None) -> None:
+    if name is None:
+        return
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except Exception as error:
+        raise ConfigError(
+            f"{key}: {name} cannot be loaded ({type(error).__name__}: {error}): name it as module:function, of a "
+            f"module that can be imported where the program is started"
+        ) from error
+    if not callable(found):
+        raise ConfigError(f"{key}: {name} is a {type(found).__name__}, not a function")
 
 
 def _chosen_functions(config: RunConfig) -> Iterator[tuple[str, str, str, Mapping[str, Any]]]:
-    """(group, key, name, settings) of every choice of a function."""
+    """(key, kind of function, name, settings) of every choice of a function."""
     for group, value in config:
         if isinstance(value, ActorConfig):
-            yield group, "loss", value.loss, value.loss_options or {}
-            yield group, "kl_loss_kind", value.kl_loss_kind, {}
-            yield group, "aggregation", value.aggregation, {}
+            yield f"{group}.loss", "policy loss", value.loss, value.loss_options or {}
+            yield f"{group}.kl_loss_kind", "KL estimate", value.kl_loss_kind, {}
+            yield f"{group}.aggregation", "aggregation", value.aggregation, {}
+        elif isinstance(value, PreferenceConfig):
+            yield f"{group}.loss", "preference loss", value.loss, value.options or {}
+        elif isinstance(value, PtxConfig):
+            yield f"{group}.form", "ptx form", value.form, value.options or {}
         elif isinstance(value, AdvantageConfig):
-            yield group, "estimator", value.estimator, value.options or {}
-            yield group, "kl_kind", value.kl_kind or "", {}
-            if value.correction is not None:
-                yield f"{group}.correction", "kind", value.correction.kind, value.correction.options or {}
+            yield from _functions_of_advantages(group, value)
+
+
+def _functions_of_advantages(
+    group: str, config: AdvantageConfig
+) -> Iterator[tuple[str, str, str, Mapping[str, Any]]]:  # Any: the user's own
+    yield f"{group}.estimator", "advantage estimator", config.estimator, config.options or {}
+    yield f"{group}.kl_kind", "KL estimate", config.kl_kind or "", {}
+    if config.kl_control is not None:
+        yield f"{group}.kl_control.kind", "KL control", config.kl_control.kind, config.kl_control.options or {}
+    if config.correction is not None:
+        yield f"{group}.correction.kind", "rollout correction", config.correction.kind, config.correction.options or {}
+    for i, shaping in enumerate(config.shaping):
+        yield f"{group}.shaping.{i}.kind", "reward shaping", shaping.kind, shaping.options or {}
 
 
 def check_engines(config: RunConfig, planned: Plan) -> None:

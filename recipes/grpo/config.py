@@ -23,4 +23,9 @@ class GRPOConfig(OnPolicyConfig):
             )
         if estimator in self.algorithm.GROUPED and self.samples_per_prompt < 2:
             raise ValueError("samples_per_prompt is 1, so every advantage would be 0: set it to 2 or more")
+        if self.algorithm.k is not None and self.algorithm.k > self.samples_per_prompt:
+            raise ValueError(
+                f"algorithm.k is {self.algorithm.k}, more than samples_per_prompt, {self.samples_per_prompt}, so every "
+                f"advantage would be 0: set it to at most that"
+            )
         return self

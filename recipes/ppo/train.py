@@ -13,6 +13,7 @@ from flowrl.run.estimate import batch_metrics, estimate_advantages
 from flowrl.run.loss_columns import loss_columns
 from flowrl.run.prompts import read_prompts
 from flowrl.run.run import Run
+from flowrl.run.step_state import first_state, next_state
 from flowrl.workers import Actor, Critic, Reference, Rollout, reward_worker
 from recipes.ppo.config import PPOConfig
 
@@ -21,6 +22,7 @@ def train(config: PPOConfig) -> dict[str, Any]:
     """Trains the actor and the critic; returns the run's summary."""
     prompts, held_out = read_prompts(config)
     temperature = config.rollout.temperature
+    state = first_state(config.algorithm)
     with Run(config) as run:
         actor = run.group("actor", Actor, config.actor, temperature=temperature)
         critic = run.group("critic", Critic, config.critic)
@@ -37,9 +39,10 @@ def train(config: PPOConfig) -> dict[str, Any]:
             batch["values"] = critic.values(batch)
 
             # 2. Rewards and advantages: pure functions on the columns they name, run beside the data.
-            batch = estimate_advantages(batch, config.algorithm)
+            batch = estimate_advantages(batch, config.algorithm, state)
             batch = loss_columns(batch, config.actor, seed=(config.seed, step))
-            run.log(batch_metrics(batch))
+            run.log(batch_metrics(batch, state))
+            state = next_state(batch, config.algorithm, state)
 
             # 3. Improve critic and actor; on separate pools these run at the same time.
             for minibatch in batch.minibatches(config.minibatch_rows, epochs=config.epochs, seed=(config.seed, step)):

@@ -1,5 +1,7 @@
 """Functions as users write them, named in configs as tests.algorithms.own_functions:name."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -39,6 +41,37 @@ def tenth(loss: Tensor, mask: Tensor, *, denominator: float) -> Tensor:
 
 def wrong_inputs(logits: Tensor, mask: Tensor) -> Tensor:
     return logits
+
+
+def scaled(rewards: Tensor, *, by: float) -> Tensor:
+    return rewards * by
+
+
+def summed(rewards: Tensor) -> Tensor:
+    return rewards.sum()
+
+
+@dataclass(frozen=True)
+class LastKl:
+    """The coefficient is the KL of the step before."""
+
+    coef: float
+
+    def update(self, kl: float, num_rows: int) -> "LastKl":
+        return LastKl(kl)
+
+
+@dataclass(frozen=True)
+class NoControl:
+    coef: float
+
+
+def weighed(policy_loss: Tensor, lm_loss: Tensor, *, share: float) -> Tensor:
+    return share * policy_loss + lm_loss
+
+
+def gap(chosen_logprobs: Tensor, rejected_logprobs: Tensor, *, margin: float) -> tuple[Tensor, dict[str, Tensor]]:
+    return rejected_logprobs - chosen_logprobs + margin, {}
 
 
 NOT_A_FUNCTION = 3

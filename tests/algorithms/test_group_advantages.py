@@ -85,6 +85,26 @@ def test_scores_that_are_equal_within_groups_give_exactly_zero(name: str, data: 
 
 
 @every_estimator
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
+def test_a_score_that_is_not_finite_reaches_its_own_group_alone(name: str, broken: float):
+    scores = torch.tensor([1.0, broken, 4.0, 2.0, 3.0, 0.0, 7.0, 5.0])
+    groups, mask = torch.tensor([5, 3, 9, 5, 3, 9, 9, 1]), torch.ones(8, 2, dtype=torch.bool).tril(1)
+    mask[4, 0] = False
+    found, others = ESTIMATORS[name](scores, groups, mask), groups != 3
+    assert found[~others][mask[~others]].isnan().all() and not found[~mask].any()
+    without = ESTIMATORS[name](scores[others], groups[others], mask[others])
+    assert_close(found[others], without, rtol=1e-6, atol=1e-6)
+
+
+def test_one_reward_of_gdpo_that_is_not_finite_reaches_its_own_group_alone():
+    scores = torch.tensor([[1.0, 0.0], [0.0, float("inf")], [0.0, 1.0], [1.0, 1.0]])
+    groups, mask = torch.tensor([0, 0, 1, 1]), torch.ones(4, 1, dtype=torch.bool)
+    found = gdpo(scores, groups, mask)
+    assert found[:2].isnan().all()
+    assert_close(found[2:], gdpo(scores[2:], groups[2:], mask[2:]))
+
+
+@every_estimator
 @quick
 @given(data=st.data())
 def test_advantages_stand_at_the_mask_alike_for_all_tokens_of_a_row(name: str, data: st.DataObject):

@@ -157,6 +157,15 @@ def test_shaped_rewards_are_unchanged_by_what_masked_tokens_hold():
     assert_close(dirty, clean, rtol=0, atol=0)
 
 
+def test_shaped_rewards_take_an_estimate_of_ones_own():
+    def distance(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+        return (logprobs - ref_logprobs).abs() + 1
+
+    logprobs, scores = torch.full((3, 4), -1.0).masked_fill(~MASK, float("nan")), torch.tensor([1.0, 2.0, 4.0])
+    rewards = kl_shaped_rewards(scores, logprobs, torch.full((3, 4), -3.0), MASK, coef=0.5, kind=distance)
+    assert_close(rewards, torch.tensor([[0.0, -1.5, -0.5, 0.0], [-1.5, 0.0, 0.5, 0.0], [0.0, 0.0, 0.0, 0.0]]))
+
+
 def test_shaped_rewards_refuse_a_negative_coefficient():
     with pytest.raises(ValueError, match=r"coef is -0\.1"):
         kl_shaped_rewards(torch.ones(3), MASK.float(), MASK.float(), MASK, coef=-0.1, kind="k1")

@@ -14,14 +14,18 @@ from flowrl.algorithms.registry import (
     RegistryError,
     advantage_estimators,
     aggregation_modes,
+    kl_controls,
     kl_kinds,
     policy_losses,
     preference_losses,
+    ptx_forms,
     reward_shaping,
     rollout_corrections,
 )
 from flowrl.config.algorithm import CORRECTIONS, ESTIMATORS
 from flowrl.config.choice import OWN, Aggregation, KlKind
+from flowrl.config.losses import PREFERENCE_LOSSES, PTX_FORMS
+from flowrl.config.rewards import KL_CONTROLS, SHAPINGS
 from flowrl.config.roles import LOSSES
 
 OWN_MODULE = "tests.algorithms.own_functions"
@@ -37,7 +41,15 @@ def test_every_name_leads_to_a_function_that_fits_its_kind(registry: Registry, n
 
 @pytest.mark.parametrize(
     ("registry", "choices"),
-    [(advantage_estimators, ESTIMATORS), (policy_losses, LOSSES), (rollout_corrections, CORRECTIONS)],
+    [
+        (advantage_estimators, ESTIMATORS),
+        (policy_losses, LOSSES),
+        (rollout_corrections, CORRECTIONS),
+        (reward_shaping, SHAPINGS),
+        (kl_controls, KL_CONTROLS),
+        (preference_losses, PREFERENCE_LOSSES),
+        (ptx_forms, PTX_FORMS),
+    ],
 )
 def test_configs_know_the_names_of_the_registry(registry: Registry, choices: dict) -> None:
     shipped = {name for name in registry.names if name != "half_reinforce"}
@@ -55,12 +67,27 @@ def test_configs_take_the_modes_of_the_registry(registry: Registry, kind: type) 
 @pytest.mark.parametrize("choices", [ESTIMATORS, LOSSES])
 def test_every_setting_of_a_choice_is_one_of_its_function(choices: dict) -> None:
     registry = advantage_estimators if choices is ESTIMATORS else policy_losses
-    adapted = {"kl_coef", "kl_kind", "whiten", "reward_columns", "cov_fraction", "cov_low", "cov_high"}
+    adapted = {"kl_coef", "kl_kind", "kl_control", "whiten", "reward_columns", "cov_fraction", "cov_low", "cov_high"}
     names = {"reward_weights": "weights", "cov_kl_coef": "kl_coef", "cov_kl_kind": "kl_kind"}
     for name, settings in choices.items():
         if name != OWN:
             taken = registry.settings(registry.load(name))
             assert {names.get(s, s) for s in settings if s not in adapted} <= set(taken)
+
+
+@pytest.mark.parametrize(
+    ("registry", "choices"),
+    [
+        (reward_shaping, SHAPINGS),
+        (kl_controls, KL_CONTROLS),
+        (preference_losses, PREFERENCE_LOSSES),
+        (ptx_forms, PTX_FORMS),
+    ],
+)
+def test_the_settings_of_a_choice_are_keywords_of_its_function(registry: Registry, choices: dict) -> None:
+    for name, settings in choices.items():
+        if name != OWN:
+            registry.check(name, settings)
 
 
 def test_a_bound_name_is_the_function_with_its_setting() -> None:
@@ -142,6 +169,8 @@ SECTIONS = {
     "## Rollout corrections": rollout_corrections,
     "## Preference losses": preference_losses,
     "## Reward shaping": reward_shaping,
+    "## KL control": kl_controls,
+    "## Pretraining text": ptx_forms,
 }
 
 

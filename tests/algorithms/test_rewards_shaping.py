@@ -19,6 +19,8 @@ from flowrl.algorithms import (
     normalize_rewards,
     overlong_penalty,
     update_moments,
+    with_length_penalty,
+    with_overlong_penalty,
 )
 from tests.algorithms.strategies import grouped_rows, orders, quick
 
@@ -168,3 +170,34 @@ def test_normalize_rewards_of_bfloat16_is_computed_in_float32():
     low = normalize_rewards(rewards.bfloat16(), moments, shift_mean=True)
     assert low.dtype == torch.float32
     assert_close(low, normalize_rewards(rewards, moments, shift_mean=True), rtol=0.01, atol=0.02)
+
+
+def test_rewards_with_an_overlong_penalty_by_hand():
+    rewards, lengths = torch.tensor([1.0, 1.0, 0.0]), torch.tensor([2, 3, 9])
+    # P is 0, -1/2 and -1 of lengths 2, 3 and 9 where 4 is the limit.
+    assert with_overlong_penalty(rewards, lengths, max_length=4, buffer=2).tolist() == [1.0, 0.5, -1.0]
+    assert with_overlong_penalty(rewards, lengths, max_length=4, buffer=2, coef=4.0).tolist() == [1.0, -1.0, -4.0]
+
+
+def test_rewards_with_a_length_penalty_by_hand():
+    rewards, lengths = torch.tensor([5.0, 5.0, 5.0]), torch.tensor([1, 3, 1])
+    scores, groups = torch.tensor([1.0, 2.0, 0.5]), torch.tensor([6, 6, 6])
+    # Short and correct: 1/2; long and correct: -1/2; short and wrong: min(0, 1/2).
+    found = with_length_penalty(rewards, lengths, scores, groups, correct_from=1.0, coef=2.0)
+    assert found.tolist() == [6.0, 4.0, 5.0]
+
+
+def test_penalties_leave_a_reward_that_is_no_number_at_its_row():
+    nan = float("nan")
+    rewards, lengths, groups = torch.tensor([nan, 1.0]), torch.tensor([1, 2]), torch.tensor([0, 0])
+    found = with_length_penalty(rewards, lengths, rewards, groups, correct_from=1.0, coef=1.0)
+    assert_close(found, torch.tensor([nan, 0.5]), equal_nan=True)
+
+
+def test_penalties_refuse_lengths_of_other_rows():
+    with pytest.raises(ValueError, match=r"lengths has shape \[1\], it must be that of rewards, \[2\]"):
+        with_overlong_penalty(torch.ones(2), torch.ones(1), max_length=4, buffer=2)
+
+
+def test_a_clip_on_one_side():
+    assert clip_rewards(torch.tensor([-9.0, 9.0]), high=1.0).tolist() == [-9.0, 1.0]

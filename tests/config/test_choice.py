@@ -52,6 +52,9 @@ def test_what_is_given_stays() -> None:
         (AdvantageConfig, {"estimator": "gdpo", "reward_weights": [1.0, 2.0]}, "2 numbers for 1 reward_columns"),
         (CorrectionConfig, {"kind": "rejection"}, "high is missing: kind rejection needs it"),
         (CorrectionConfig, {"kind": "truncated", "high": 1.0}, "high belongs to kind rejection"),
+        (CorrectionConfig, {"kind": "masked", "min_weight": 3.0}, "min_weight is 3, above max_weight, 2"),
+        (CorrectionConfig, {"kind": "rejection", "low": 2.0, "high": 1.0}, "low is 2, above high, 1"),
+        (CorrectionConfig, {"kind": "rejection", "kl_kind": "k3", "low": 0.0, "high": 1.0}, "low bounds k1 alone, k3"),
     ],
 )
 def test_what_does_not_belong_is_refused(cls: type[Config], settings: dict[str, Any], way_out: str) -> None:

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowrl.algorithms import Correlation, WeightSums
 from flowrl.data.metric import Max, Mean, Min, Sum, merge_metrics
 
 
@@ -24,6 +25,16 @@ def test_each_kind_merges_in_its_own_way():
 
 def test_a_metric_of_some_ranks_is_merged_over_those():
     assert merge_metrics([{"a": Sum(1)}, {}, {"a": Sum(2)}, {"b": Max(1)}]) == {"a": Sum(3), "b": Max(1)}
+
+
+def test_sums_of_more_than_one_kind_of_number_merge_to_what_the_whole_gives():
+    # Weights 1, 3 and 2: (1 + 3 + 2)^2 / (1 + 9 + 4) / 3. Pairs (0, 0), (2, 2) and (1, 1) lie on a line.
+    weights = [WeightSums(4.0, 10.0, 2), WeightSums(2.0, 4.0, 1)]
+    pairs = [Correlation(2, 1.0, 1.0, 2.0, 2.0, 2.0), Correlation(1, 1.0, 1.0, 0.0, 0.0, 0.0)]
+    reports = [{"share": w, "together": p} for w, p in zip(weights, pairs, strict=True)]
+    merged = merge_metrics(reports)
+    assert merged["share"].result() == pytest.approx(36 / 14 / 3)
+    assert merged["together"].result() == pytest.approx(1.0)
 
 
 def test_one_name_with_two_kinds_is_refused():

@@ -14,6 +14,8 @@ from flowrl.config.choice import OWN
 from flowrl.config.roles import LOSSES
 from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train
+from recipes.ppo.config import PPOConfig
+from recipes.ppo.train import train as train_ppo
 
 CLOCK = {"seconds", "elapsed_s", "tokens_per_s", "memory_mb"}
 OWN_MODULE = "tests.algorithms.own_functions"
@@ -42,6 +44,23 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "kl_loss_kind": f"{OWN_MODULE}:squared",
             "aggregation": f"{OWN_MODULE}:tenth",
         },
+    ),
+    "shaping": (
+        {
+            "estimator": "rloo",
+            "shaping": [
+                {"kind": "length_penalty", "correct_from": 0.5, "coef": 0.5},
+                {"kind": "overlong_penalty", "max_length": 6, "buffer": 4},
+                {"kind": "normalize_rewards", "shift_mean": True},
+                {"kind": "clip_rewards", "low": -2.0, "high": 2.0},
+                {"kind": f"{OWN_MODULE}:scaled", "options": {"by": 0.5}},
+            ],
+        },
+        {},
+    ),
+    "adaptive KL": (
+        {"estimator": "rloo", "kl_coef": 0.1, "kl_control": {"kind": "adaptive", "target": 1.0, "horizon": 64.0}},
+        {},
     ),
     "straight-through": ({"estimator": "grpo"}, {"kl_loss_coef": 0.1, "kl_loss_gradient": "k2"}),
 }
@@ -72,6 +91,23 @@ def test_a_step_ends_with_finite_numbers(name: str, grpo_config: Callable[..., G
         assert found["actor/selected_fraction"] > 0
     if "correction" in CASES[name][0]:
         assert found["correction/weight"] > 0
+    assert ("reward_shaping" in found) == ("shaping" in CASES[name][0])
+
+
+@pytest.mark.parametrize("backend", ["inline", "ray"])
+def test_a_kl_below_its_target_lowers_the_coefficient(
+    backend: str, request: pytest.FixtureRequest, ppo_config: Callable[..., PPOConfig]
+) -> None:
+    """Far below, each step of 32 rows does so by 0.2 * 32 / 64."""
+    if backend == "ray":
+        request.getfixturevalue("ray_session")
+    control = {"kind": "adaptive", "target": 1.0, "horizon": 64.0}
+    algorithm = {"estimator": "gae", "kl_coef": 0.1, "kl_control": control}
+    placement = Placement(device="cpu", pools={"main": [1]}, roles=dict.fromkeys(PPOConfig.roles, "main"))
+    config = ppo_config(algorithm=algorithm, backend=backend, placement=placement)
+    train_ppo(config)
+    lines = [json.loads(line) for line in (config.output / "metrics.jsonl").read_text().splitlines()[1:]]
+    assert [line["kl_coef"] for line in lines] == pytest.approx([0.1, 0.09, 0.081])
 
 
 def assert_same(expected: GRPOConfig, found: GRPOConfig) -> None:
@@ -82,7 +118,9 @@ def assert_same(expected: GRPOConfig, found: GRPOConfig) -> None:
             assert others[metric] == pytest.approx(value, rel=1e-4, abs=1e-5), metric
 
 
-@pytest.mark.parametrize("name", ["gpg", "loss gspo", "loss clip_cov that selects", "loss decoupled_ppo", "truncated"])
+@pytest.mark.parametrize(
+    "name", ["gpg", "loss gspo", "loss clip_cov that selects", "loss decoupled_ppo", "truncated", "shaping"]
+)
 def test_micro_batches_change_no_number(name: str, grpo_config: Callable[..., GRPOConfig], tmp_path: Path) -> None:
     whole = configured(grpo_config, name, output=tmp_path / "whole")
     cut = configured(grpo_config, name, output=tmp_path / "cut", engine={"max_tokens_per_microbatch": 40})
@@ -91,7 +129,7 @@ def test_micro_batches_change_no_number(name: str, grpo_config: Callable[..., GR
     assert_same(whole, cut)
 
 
-@pytest.mark.parametrize("name", ["loss clip_cov that selects", "own"])
+@pytest.mark.parametrize("name", ["loss clip_cov that selects", "own", "shaping"])
 def test_ranks_change_no_number(
     name: str, ray_session: None, grpo_config: Callable[..., GRPOConfig], tmp_path: Path
 ) -> None:

@@ -22,7 +22,7 @@ def batch(**tokens: list[float]) -> Batch:
     return Batch.from_columns(rows=rows, tokens=columns | {"response_mask": mask}, lengths=[3, 3])
 
 
-def run_with(algorithm: dict[str, Any], **actor: Any) -> GRPOConfig:
+def run_with(algorithm: dict[str, Any], reward: dict[str, str] | None = None, **actor: Any) -> GRPOConfig:
     model = {"path": Path("model")}
     return GRPOConfig.model_validate(
         {
@@ -33,7 +33,7 @@ def run_with(algorithm: dict[str, Any], **actor: Any) -> GRPOConfig:
             "samples_per_prompt": 2,
             "actor": {"model": model, "optimizer": {"lr": 1e-4}} | actor,
             "reference": {"model": model},
-            "reward": {"function": "rewards:score"},
+            "reward": reward or {"function": "flowrl.rewards.final_number:score"},
             "rollout": {"max_response_tokens": 8},
             "data": {"train": Path("train.jsonl"), "max_prompt_tokens": 8},
             "algorithm": algorithm,
@@ -82,6 +82,11 @@ def test_a_result_of_another_shape_is_told() -> None:
         ({"estimator": "grpo"}, {"kl_loss_kind": f"{OWN}:half"}, r"actor\.kl_loss_kind: .*inputs are logprobs, ref"),
         ({"estimator": "grpo"}, {"aggregation": f"{OWN}:absent"}, r"actor\.aggregation: .*cannot be loaded"),
         ({"estimator": "grpo", "correction": {"kind": "nowhere:f"}}, {}, r"algorithm\.correction\.kind: .*nowhere"),
+        (
+            {"estimator": "grpo", "shaping": [{"kind": "clip_rewards", "low": 0}, {"kind": f"{OWN}:scaled"}]},
+            {},
+            r"algorithm\.shaping\.1\.kind: .*needs the setting by",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_refused_before_anything_starts(
@@ -90,6 +95,20 @@ def test_what_cannot_be_used_is_refused_before_anything_starts(
     with pytest.raises(ConfigError, match=reason) as refused:
         check_functions(run_with(algorithm, **actor))
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("reward", "reason"),
+    [
+        ({"function": "nowhere:f"}, r"reward\.function: nowhere:f cannot be loaded \(ModuleNotFoundError"),
+        ({"function": f"{OWN}:absent"}, r"reward\.function: .*AttributeError"),
+        ({"function": f"{OWN}:NOT_A_FUNCTION"}, r"reward\.function: .* is a int, not a function"),
+        ({"function": f"{OWN}:sign", "evaluation": "nowhere:f"}, r"reward\.evaluation: nowhere:f cannot be loaded"),
+    ],
+)
+def test_a_reward_that_cannot_be_loaded_is_refused_too(reward: dict[str, str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        check_functions(run_with({"estimator": "grpo"}, reward))
 
 
 def test_what_can_be_used_passes() -> None:

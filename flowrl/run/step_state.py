@@ -1,0 +1,94 @@
+"""What an algorithm takes from one step to the next: a few numbers, which are computed and stay beside the data.
+
+A recipe holds the state as a future and hands it on, so the driver waits for no step:
+
+    state = first_state(config.algorithm)
+    for step, batch in ...:
+        batch = estimate_advantages(batch, config.algorithm, state)
+        state = next_state(batch, config.algorithm, state)
+"""
+
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDict
+
+from flowrl.algorithms import FixedKlControl, KlControl, RewardMoments, masked_mean
+from flowrl.algorithms.registry import kl_controls, kl_kinds
+from flowrl.config import AdvantageConfig, KlControlConfig, UserError
+from flowrl.controller.future import Future
+from flowrl.data.batch import Batch
+from flowrl.data.block import LocalRef
+from flowrl.data.table import lengths, pad_tokens
+from flowrl.run.reward_shaping import remembers, shaped_rewards, shaping_columns
+
+
+@dataclass(frozen=True)
+class StepState:
+    """Plain numbers, to be saved with a run by `dataclasses.asdict`."""
+
+    kl_control: KlControl
+    """Its `coef` is the one of the step to come."""
+
+    moments: tuple[RewardMoments, ...] = ()
+    """For each entry of `algorithm.shaping`, of the rewards that came to it; only what reads them counts them."""
+
+
+State = StepState | Future | LocalRef
+"""A state, or the future of one."""
+
+
+def first_state(config: AdvantageConfig) -> StepState:
+    """The state before the first step. Raises UserError on a KL control of the user's that is none."""
+    control: KlControl = FixedKlControl(config.kl_coef or 0.0)
+    if config.kl_control is not None:
+        make = kl_controls.load(config.kl_control.kind)
+        control = _checked(make(coef=config.kl_coef, **config.kl_control.arguments()), config.kl_control)
+    return StepState(control, (RewardMoments(),) * len(config.shaping))
+
+
+def carries(config: AdvantageConfig) -> bool:
+    """Whether a step of this algorithm depends on the steps before."""
+    return _steers(config) or remembers(config.shaping)
+
+
+def next_state(batch: Batch, config: AdvantageConfig, state: State) -> State:
+    """The state after a step with this batch; the same one where the algorithm carries nothing. Does not wait."""
+    if not carries(config):
+        return state
+    reads = dict.fromkeys(shaping_columns(config.shaping))
+    if _steers(config):
+        reads |= dict.fromkeys(("old_logprobs", "ref_logprobs", "response_mask"))
+    return batch.reduce(advanced, list(reads), config=config, state=state)
+
+
+def advanced(table: TensorDict, config: AdvantageConfig, state: StepState) -> StepState:
+    """`next_state`, beside the data."""
+    control, moments = state.kl_control, state.moments
+    if remembers(config.shaping):
+        moments = shaped_rewards(table, config.shaping, moments)[1]
+    if config.kl_control is not None and _steers(config):
+        control = _checked(control.update(*_measured_kl(table, config)), config.kl_control)
+    return StepState(control, moments)
+
+
+def _steers(config: AdvantageConfig) -> bool:
+    return config.kl_control is not None and config.kl_control.kind != "fixed"
+
+
+def _checked(control: object, config: KlControlConfig) -> KlControl:
+    if not isinstance(control, KlControl):
+        raise UserError(
+            f"algorithm.kl_control.kind {config.kind} gives a {type(control).__name__} without coef or "
+            f"update(kl, num_rows): write both, like AdaptiveKlControl in flowrl/algorithms/kl_control.py"
+        )
+    return control
+
+
+def _measured_kl(table: TensorDict, config: AdvantageConfig) -> tuple[float, int]:
+    """The mean KL to the reference over the step's response tokens, in nats, and the number of rows that have one."""
+    assert config.kl_kind is not None
+    names = ("old_logprobs", "ref_logprobs", "response_mask")
+    logprobs_BT, ref_logprobs_BT, mask_BT = (pad_tokens(table["tokens", name], lengths(table)) for name in names)
+    kl_BT = kl_kinds.load(config.kl_kind)(logprobs=logprobs_BT, ref_logprobs=ref_logprobs_BT)
+    return float(masked_mean(kl_BT.to(torch.float64), mask_BT)), int(mask_BT.any(-1).sum())
