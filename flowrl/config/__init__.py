@@ -6,7 +6,7 @@ from flowrl.config.data import DataConfig
 from flowrl.config.errors import UserError
 from flowrl.config.load import load, recipe_class, to_yaml
 from flowrl.config.losses import PreferenceConfig, PtxConfig
-from flowrl.config.model import EngineConfig, ModelConfig, OptimizerConfig
+from flowrl.config.model import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig
 from flowrl.config.placement import ROLES, SINGLE, Placement, RolePlacement
 from flowrl.config.rewards import KlControlConfig, ShapingConfig
 from flowrl.config.roles import ActorConfig, CriticConfig, ReferenceConfig, RewardConfig, RolloutConfig
@@ -24,6 +24,7 @@ __all__ = [
     "DataConfig",
     "EngineConfig",
     "KlControlConfig",
+    "LoraConfig",
     "ModelConfig",
     "OnPolicyConfig",
     "OptimizerConfig",

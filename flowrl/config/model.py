@@ -1,6 +1,7 @@
 """What a model is, how it is optimised, and how much of a batch it sees at once."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -15,6 +16,38 @@ class ModelConfig(Config):
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights in memory; bfloat16 halves the memory and rounds updates."""
+
+
+class LoraConfig(Config):
+    """An adapter: two small matrices beside each chosen layer, which are trained in place of its weights."""
+
+    rank: PositiveInt
+    """Rows of the one matrix and columns of the other; 8 to 64 are usual, and the more the more can be learned."""
+
+    alpha: PositiveFloat = 32.0
+    """What the matrices' product is multiplied by is alpha / rank."""
+
+    targets: Literal["all_linear"] | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = "all_linear"
+    """Layers that get one: every linear layer but the head, or those of these names, such as [q_proj, v_proj]."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_dropout(cls, settings: Any) -> Any:  # Any: what the file says
+        if isinstance(settings, Mapping) and "dropout" in settings:
+            raise ValueError(
+                "dropout is not supported, because the policy that is trained must be the one that sampled: remove it"
+            )
+        return settings
+
+    @model_validator(mode="after")
+    def _check(self) -> "LoraConfig":
+        if self.targets == "all_linear":
+            return self
+        twice = sorted({name for name in self.targets if self.targets.count(name) > 1})
+        if twice or not all(self.targets):
+            what = f"name {twice[0]} twice" if twice else "have an empty name"
+            raise ValueError(f"targets {what}: name each layer once, or set targets: all_linear")
+        return self
 
 
 class OptimizerConfig(Config):

@@ -15,7 +15,7 @@ from pydantic import (
 
 from flowrl.config.base import Config, ImportName, TokenIds
 from flowrl.config.choice import OWN, Aggregation, ChoiceConfig, KlKind, Options, known_name
-from flowrl.config.model import EngineConfig, ModelConfig, OptimizerConfig
+from flowrl.config.model import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig
 
 _CLIPS: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.2}
 _COVARIANCE: dict[str, Any] = {"cov_fraction": 2e-4}
@@ -50,6 +50,9 @@ class ActorConfig(ChoiceConfig):
 
     optimizer: OptimizerConfig
     """How its weights are updated."""
+
+    lora: LoraConfig | None = None
+    """Trains an adapter and no other weight; null trains all of them."""
 
     engine: EngineConfig = EngineConfig()
     """How it runs."""
@@ -146,6 +149,9 @@ class CriticConfig(Config):
     optimizer: OptimizerConfig
     """How its weights are updated."""
 
+    lora: LoraConfig | None = None
+    """Trains an adapter and the value head and no other weight; null trains all of them."""
+
     engine: EngineConfig = EngineConfig()
     """How it runs."""
 
@@ -154,7 +160,8 @@ class CriticConfig(Config):
 
 
 class ReferenceConfig(Config):
-    """The frozen policy from which the KL is measured."""
+    """The frozen policy from which the KL is measured. Beside an actor with an adapter, of the same model, it is the
+    actor without it, and runs by the actor's engine."""
 
     model: ModelConfig
     """Its weights, commonly those the actor starts from."""

@@ -26,8 +26,8 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from flowrl.config import ModelConfig, UserError
+from flowrl.engines.lora import model_weights
 from flowrl.engines.sequence import SharesRows, run_backbone, whole_rows
-from flowrl.engines.weights import whole_tensor
 
 _VALUE_HEAD = "value_head.safetensors"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -69,7 +69,7 @@ class CriticModel(SharesRows):
         Returns: [B, L] in at least float32; column t is read from the hidden state at t - 1, column 0 is 0.
         """
         hidden_BlD = run_backbone(self.backbone, input_ids_BL, self.sequence)
-        values_Bl = at_least_float32(self.value_head(hidden_BlD).squeeze(-1))
+        values_Bl = at_least_float32(self.value_head(hidden_BlD.to(self.value_head.weight.dtype)).squeeze(-1))
         values_BL = whole_rows(values_Bl, input_ids_BL.shape[1], self.sequence)
         return nn.functional.pad(values_BL[:, :-1], (1, 0))
 
@@ -134,7 +134,8 @@ def save_model(
 ) -> None:
     """Writes a model and its tokenizer as a folder that transformers loads. The folder appears whole or not at all.
 
-    All ranks that hold parts of the model call it; those that are not wanted to write help with it.
+    An adapter is merged into what is written; the model keeps it apart. All ranks that hold parts of the model call it;
+    those that are not wanted to write help with it.
 
     Raises:
         ModelError: the folder exists already.
@@ -142,8 +143,8 @@ def save_model(
     if folder.exists():
         raise ModelError(f"{folder} exists already; a model is not written over another: name a new folder")
     weights = {}
-    for name, weight in model.state_dict().items():
-        whole = whole_tensor(weight)
+    for name, weight in model_weights(model).items():
+        whole = weight.whole()
         if wanted:
             weights[name] = whole.cpu()
     if not wanted:
@@ -163,6 +164,8 @@ def save_model(
 
 def _load(auto: Any, config: ModelConfig, wanted: str, **settings: Any) -> PreTrainedModel:
     """`auto` is one of transformers' Auto classes, which share no typed base with `from_pretrained`."""
+    if (config.path / "adapter_config.json").is_file():
+        raise ModelError(f"{config.path} holds an adapter, and {wanted} is needed: merge it into its model first")
     try:
         with _quiet():
             model, report = auto.from_pretrained(

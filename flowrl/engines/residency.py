@@ -1,4 +1,4 @@
-"""Where weights and optimizer state lie: on the device, or on the CPU while others need its memory."""
+"""Where weights and optimizer state lie: in parts on ranks; on the device, or on the CPU while others need that one."""
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +9,11 @@ def move_model(model: nn.Module, device: torch.device) -> None:
     """Moves weights and buffers in place; whoever holds the model sees them there."""
     if any(tensor.device != device for tensor in model.state_dict().values()):
         model.to(device)
+
+
+def whole_tensor(weight: Tensor) -> Tensor:
+    """A weight that ranks hold in parts, put together on each of them, who all call it; another one as it is."""
+    return weight.full_tensor().detach() if isinstance(weight, DTensor) else weight.detach()
 
 
 def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from flowrl.config import EngineConfig, UserError
+from flowrl.engines.lora import adapter_layers
 from flowrl.engines.rank_mesh import RankMesh
 
 _STYLES: Mapping[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
@@ -91,6 +92,8 @@ def layers(model: nn.Module) -> list[nn.Module]:
 def _cut_layers(model: PreTrainedModel, mesh: RankMesh) -> None:
     """Tensor parallelism of the layers' matrices; what is not in the plan is computed alike by all peers."""
     name = type(model).__name__
+    if adapter_layers(model):
+        raise EngineError(f"{name} has a LoRA adapter, which tp {mesh.tp} cannot cut: set tp: 1 and strategy: fsdp")
     plan = {pattern: style for pattern, style in (model.tp_plan or {}).items() if style not in _UNCUT}
     unknown = sorted({style for style in plan.values() if style not in _STYLES})
     if unknown or not plan:

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+
+from flowrl.engines.lora import ModelWeight, adapter_layers, model_weights
 
 BFLOAT16 = "|bfloat16"
 """Ending of the name of an array that holds bfloat16 bits as int16."""
@@ -25,19 +26,16 @@ class WeightsError(ValueError):
 def export_weights(model: nn.Module, *, wanted: bool = True) -> dict[str, np.ndarray]:
     """A copy of the weights, on the CPU, contiguous. Training on does not change it.
 
-    All ranks that hold parts of the model call it; those that do not want the copy help with it and get nothing.
+    A model with an adapter exports what it computes with, under the names it has without: whoever loads that replaces
+    weights, and adds nothing. All ranks that hold parts of the model call it; those that do not want the copy help with
+    it and get nothing.
     """
     found = {}
     for name, weight in _weights(model).items():
-        whole = whole_tensor(weight)
+        whole = weight.whole()
         if wanted:
             found[name] = _bits(whole).detach().cpu().clone().contiguous().numpy()
     return found
-
-
-def whole_tensor(weight: Tensor) -> Tensor:
-    """A weight that ranks hold in parts, put together on each of them, who all call it; another one as it is."""
-    return weight.full_tensor().detach() if isinstance(weight, DTensor) else weight.detach()
 
 
 def empty_copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -55,18 +53,20 @@ def empty_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 @contextmanager
 def borrowed_weights(borrower: nn.Module, lender: nn.Module) -> Iterator[None]:
-    """Fills an empty copy with the whole weights of a model that ranks hold in parts, for the length of the block.
+    """Fills an empty copy with the whole weights of a model that ranks hold in parts, or that has an adapter, for the
+    length of the block.
 
     All ranks of the lender enter it together; in the block each is on its own. One weight after another is put
-    together, so that beside the copy there is never more than one.
+    together, so that beside the copy there is never more than one. Weights that are whole are not copied.
     """
     places = dict(borrower.named_parameters(remove_duplicate=False))
-    names = {id(parameter): name for name, parameter in lender.named_parameters(remove_duplicate=False)}
-    for parameter in lender.parameters():
-        whole = nn.Parameter(whole_tensor(parameter), requires_grad=False)
-        same = [name for name, other in places.items() if other is places[names[id(parameter)]]]
-        for name in same:
-            _put(borrower, name, whole)
+    for name, weight in _each_once(lender).items():
+        if name not in places:
+            continue  # a buffer, which the copy shares
+        whole = nn.Parameter(weight.whole(), requires_grad=False)
+        for place, empty in places.items():
+            if empty is places[name]:
+                _put(borrower, place, whole)
     try:
         yield
     finally:
@@ -83,24 +83,37 @@ def load_weights(model: nn.Module, weights: Mapping[str, np.ndarray]) -> None:
     """Writes exported weights into a model, in place and bit for bit. Read-only arrays are welcome.
 
     Raises:
-        WeightsError: a name is missing or unknown, or an array has another shape or type than the model's weight. The
-            model is then unchanged.
+        WeightsError: a name is missing or unknown, or an array has another shape or type than the model's weight, or
+            the model has an adapter, which would come on top of the one that is in the weights. The model is then
+            unchanged.
     """
-    targets = _weights(model)
+    if adapter_layers(model):
+        raise WeightsError(
+            "the model has an adapter, which would be added to weights that have one: load them into one without"
+        )
+    targets = {name: weight.stored for name, weight in _weights(model).items()}
     _check(targets, weights)
     with torch.no_grad():
         for name, target in targets.items():
             _write(_bits(target.detach()), weights[name])
 
 
-def _weights(model: nn.Module) -> dict[str, Tensor]:
+def _weights(model: nn.Module) -> dict[str, ModelWeight]:
     """Every weight once, under the name it has in an export."""
-    named: dict[str, Tensor] = {}
+    return {
+        name + BFLOAT16 if weight.stored.dtype == torch.bfloat16 else name: weight
+        for name, weight in _each_once(model).items()
+    }
+
+
+def _each_once(model: nn.Module) -> dict[str, ModelWeight]:
+    """Every weight under the first of its names."""
+    named: dict[str, ModelWeight] = {}
     seen: set[int] = set()
-    for name, weight in model.state_dict(keep_vars=True).items():
-        if id(weight) not in seen:
-            seen.add(id(weight))
-            named[name + BFLOAT16 if weight.dtype == torch.bfloat16 else name] = weight
+    for name, weight in model_weights(model).items():
+        if id(weight.stored) not in seen:
+            seen.add(id(weight.stored))
+            named[name] = weight
     return named
 
 

@@ -131,6 +131,37 @@ def check_engines(config: RunConfig, planned: Plan) -> None:
                     raise ConfigError(f"{where} has {name} {size}, but each of its ranks holds all it needs: remove it")
         elif config.backend == "ray":
             _check_engine(role, place, engines[role])
+    check_adapters(config, planned)
+
+
+def check_adapters(config: RunConfig, planned: Plan) -> None:
+    """Refuses adapters of layers that a placement cuts, and a reference on a part of the ranks that run one together.
+
+    Raises: `ConfigError`.
+    """
+    for role, value in config:
+        if not isinstance(value, ActorConfig | CriticConfig) or value.lora is None:
+            continue
+        place = planned.roles[role]
+        if place.mesh.tp > 1:
+            raise ConfigError(
+                f"placement.roles.{role} has tp {place.mesh.tp}, which cannot cut the adapter of {role}.lora: remove "
+                f"tp, and cut the model with {role}.engine.strategy: fsdp"
+            )
+        together = config.backend == "ray" and (value.engine.strategy == "fsdp" or place.mesh.sp > 1)
+        for name, other in config:
+            if together and isinstance(other, ReferenceConfig) and other.model == value.model:
+                _check_beside(name, planned.roles[name], role, place)
+
+
+def _check_beside(name: str, reference: RolePlan, role: str, actor: RolePlan) -> None:
+    """Ranks that ran the actor's model for a reference would wait for those that are not in the reference."""
+    shared = set(reference.slots) & set(actor.slots)
+    if shared and reference.mesh == actor.mesh and set(reference.slots) != set(actor.slots):
+        raise ConfigError(
+            f"placement.roles.{name} is {reference.pool}, {len(shared)} of the {len(actor.slots)} devices of {role}, "
+            f"whose model it shares because of {role}.lora: give it {actor.pool}, or devices of its own"
+        )
 
 
 _MODELS = (ActorConfig, CriticConfig, ReferenceConfig, RewardConfig)

@@ -11,11 +11,12 @@ from torch import nn
 
 from flowrl.algorithms import aggregate, masked_range
 from flowrl.algorithms.registry import aggregation_modes, kl_kinds, policy_losses
-from flowrl.config import ActorConfig, UserError
+from flowrl.config import ActorConfig, ModelConfig, UserError
 from flowrl.controller.register import Dispatch, register
 from flowrl.controller.worker import Worker
 from flowrl.data.metric import Max, Mean, Metric, Min
 from flowrl.data.table import lengths, make_table
+from flowrl.engines.lora import add_adapter
 from flowrl.engines.microbatch import MicroBatch
 from flowrl.engines.models import load_policy, save_model
 from flowrl.engines.train import Denominators, TrainEngine
@@ -38,6 +39,8 @@ class Actor(Worker):
         self.config, self.temperature = config, temperature
         self._loss = policy_losses.load(config.loss)
         self.model = load_policy(config.model)
+        if config.lora is not None:
+            add_adapter(self.model, config.lora)
         self.engine = TrainEngine(
             PolicyModel(self.model),
             config.optimizer,
@@ -101,6 +104,21 @@ class Actor(Worker):
     def lends_weights_to(self, other: Worker) -> bool:
         """Whether a worker in this process may sample from this model's weights."""
         return not self.engine.is_sharded or other.world_size == self.world_size
+
+    @property
+    def lends_copies(self) -> bool:
+        """Whether what it lends is put together for each call: from parts on ranks, or from weights and adapter."""
+        return self.engine.is_sharded or self.config.lora is not None
+
+    def is_reference(self, model: ModelConfig, other: Worker) -> bool:
+        """Whether, without its adapter, this model is the one that a worker in this process is to run."""
+        # Of a model that ranks run together, each of them must be asked at the same time.
+        alone = not self.engine.is_sharded and self.engine.mesh.sequence is None
+        return (
+            self.config.lora is not None
+            and model == self.config.model
+            and (alone or (other.mesh == self.mesh and other.rank == self.rank))
+        )
 
     def _check_columns(self, batch: TensorDict) -> None:
         """Refuses a batch without a column that the loss reads. Raises UserError."""

@@ -10,6 +10,7 @@ from flowrl.controller.register import Dispatch, register
 from flowrl.controller.worker import Worker
 from flowrl.data.metric import Metric
 from flowrl.data.table import lengths, make_table
+from flowrl.engines.lora import add_adapter
 from flowrl.engines.microbatch import MicroBatch
 from flowrl.engines.models import load_critic
 from flowrl.engines.train import Denominators, TrainEngine
@@ -25,6 +26,9 @@ class Critic(Worker):
     def __init__(self, config: CriticConfig) -> None:
         self.config = config
         model = load_critic(config.model)
+        if config.lora is not None:
+            add_adapter(model.backbone, config.lora)
+            model.value_head.to(torch.promote_types(model.value_head.weight.dtype, torch.float32))
         self.engine = TrainEngine(
             model,
             config.optimizer,

@@ -11,19 +11,29 @@ from flowrl.controller.plan import Mesh
 from flowrl.controller.register import Dispatch, register
 from flowrl.controller.worker import Worker
 from flowrl.data.table import lengths, make_table
+from flowrl.engines.lora import adapter_off
 from flowrl.engines.models import load_policy
 from flowrl.engines.train import TrainEngine
+from flowrl.workers.actor import Actor
 from flowrl.workers.mesh import mesh_of, shares_model
 from flowrl.workers.policy import PolicyModel, policy_logprobs
 
 
 class Reference(Worker):
-    """A causal language model that nothing changes; `temperature` as the actor's."""
+    """A causal language model that nothing changes; `temperature` as the actor's.
+
+    In one process with an actor that trains an adapter on the same model it is the actor without its adapter: it holds
+    no weights, and runs by the actor's engine.
+    """
 
     replicated = stateless = True
 
     def __init__(self, config: ReferenceConfig, *, temperature: float = 1.0) -> None:
         self.temperature = temperature
+        actor = self.peer("actor")
+        if isinstance(actor, Actor) and actor.is_reference(config.model, self):
+            self.engine = actor.engine
+            return
         self.engine = TrainEngine(
             PolicyModel(load_policy(config.model)),
             None,
@@ -40,7 +50,8 @@ class Reference(Worker):
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("input_ids",), writes=("logprobs",))
     def logprobs(self, batch: TensorDict) -> TensorDict:
         """Log-probability `[T]` of every token under the reference."""
-        values_T = self.engine.evaluate(batch, partial(policy_logprobs, temperature=self.temperature))
+        with adapter_off(self.engine.model):
+            values_T = self.engine.evaluate(batch, partial(policy_logprobs, temperature=self.temperature))
         return make_table(tokens={"logprobs": values_T}, lengths=lengths(batch))
 
 

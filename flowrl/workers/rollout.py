@@ -37,7 +37,7 @@ class Rollout(Worker):
         if self._actor is None:
             self.model = load_policy(model)
         else:
-            self.model = empty_copy(self._actor.model) if self._actor.engine.is_sharded else self._actor.model
+            self.model = empty_copy(self._actor.model) if self._actor.lends_copies else self._actor.model
         self.tokenizer = ChatTokenizer(model.path)
         self.engine = HfRollout(self.model, self.tokenizer.tokenizer, config, torch.device(self.device))
 
@@ -78,8 +78,8 @@ class Rollout(Worker):
         return self._actor is not None
 
     def _weights(self) -> AbstractContextManager[None]:
-        """Whole weights, for a call: those of an actor in parts are put together for its length only."""
-        if self._actor is None or not self._actor.engine.is_sharded:
+        """Whole weights, for a call: those of an actor in parts or with an adapter are put together for its length."""
+        if self._actor is None or not self._actor.lends_copies:
             return nullcontext()
         return borrowed_weights(self.engine.model, self._actor.model)
 

@@ -5,16 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from flowrl.config import EngineConfig, OptimizerConfig, RolloutConfig
+from flowrl.config import EngineConfig, LoraConfig, OptimizerConfig, RolloutConfig
 from flowrl.data.table import take_rows
 from flowrl.engines.hf_rollout import HfRollout
+from flowrl.engines.lora import adapter_off, adapter_state, add_adapter, load_adapter_state
 from flowrl.engines.microbatch import MicroBatch
 from flowrl.engines.models import CriticModel
 from flowrl.engines.rank_mesh import ALONE, rank_mesh
+from flowrl.engines.sharding import EngineError
 from flowrl.engines.train import Denominators, TrainEngine
 from flowrl.engines.weights import borrowed_weights, empty_copy, export_weights
 from flowrl.workers.policy import PolicyModel, policy_logprobs
@@ -23,6 +26,7 @@ from tests.engines.tables import table
 from tests.engines.tiny import llama, qwen2, tokenizer
 
 NUM_STEPS = 3
+LORA = LoraConfig(rank=4, alpha=8.0)
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,7 @@ class Case:
     settings: dict
     tp: int = 1
     sp: int = 1
+    lora: bool = False
 
 
 CASES = {
@@ -52,6 +57,11 @@ CASES = {
     "sp x ddp on 2 x 2": Case(4, {"strategy": "ddp"}, sp=2),
     "sp x fsdp on 2 x 2": Case(4, {"strategy": "fsdp"}, sp=2),
     "sp x tp on 2 x 2": Case(4, {"strategy": "fsdp"}, sp=2, tp=2),
+    "lora, ddp on 2": Case(2, {"strategy": "ddp"}, lora=True),
+    "lora, fsdp on 2": Case(2, {"strategy": "fsdp"}, lora=True),
+    "lora, fsdp on 4, checkpointed": Case(4, {"strategy": "fsdp", "gradient_checkpointing": True}, lora=True),
+    "lora, hybrid on 2 x 2": Case(4, {"strategy": "fsdp", "shard_ranks": 2}, lora=True),
+    "lora, sp x fsdp on 2 x 2": Case(4, {"strategy": "fsdp"}, sp=2, lora=True),
 }
 
 ROWS = {
@@ -78,15 +88,17 @@ def train(case: Case, group: distributed.ProcessGroup | None) -> dict[str, Any]:
     mesh = ALONE if group is None else _mesh(case, group)
     engine = EngineConfig(max_tokens_per_microbatch=20, **case.settings)
     optimizer = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=0.5)
-    language_model = qwen2()
+    language_model, critic = qwen2(), CriticModel(llama().model)
+    if case.lora:
+        add_adapter(language_model, LORA)
+        add_adapter(critic.backbone, LORA)
     policy = TrainEngine(PolicyModel(language_model), optimizer, engine, mesh=mesh)
-    critic = CriticModel(llama().model)
     nn.init.normal_(critic.value_head.weight, generator=torch.Generator().manual_seed(0))
     critic = TrainEngine(critic, optimizer, engine, mesh=mesh)
-    part = take_rows(table(11), torch.tensor(rows, dtype=torch.int64))
+    first = take_rows(table(11), torch.tensor(rows, dtype=torch.int64))
     found: dict[str, Any] = {
-        "logprobs": policy.evaluate(part, lambda m, micro: policy_logprobs(m, micro, temperature=0.7)),
-        "values": critic.evaluate(part, lambda m, micro: m(micro.input_ids)),
+        "logprobs": _reference_logprobs(policy, first),
+        "values": critic.evaluate(first, lambda m, micro: m(micro.input_ids)),
     }
     reports = []
     for step in range(NUM_STEPS):
@@ -95,11 +107,27 @@ def train(case: Case, group: distributed.ProcessGroup | None) -> dict[str, Any]:
             report = trained.update(part, loss)
             reports.append((name, {n: m.result() for n, m in report.items() if n in ("grad_norm", "lr")}))
     found["reports"] = reports
+    if case.lora:
+        found["reference"] = _reference_logprobs(policy, first)
+        found["adapter"] = _state_there_and_back(language_model)
     found["policy"] = {name: torch.from_numpy(w) for name, w in export_weights(policy.model).items()}
     found["critic"] = {name: torch.from_numpy(w) for name, w in export_weights(critic.model).items()}
     found["generated"] = _generated(language_model)
     found["held"] = sum(_own_part(parameter).numel() for parameter in policy.model.parameters())
     return found
+
+
+def _reference_logprobs(policy: TrainEngine, rows: TensorDict) -> torch.Tensor:
+    with adapter_off(policy.model):
+        return policy.evaluate(rows, lambda m, micro: policy_logprobs(m, micro, temperature=0.7))
+
+
+def _state_there_and_back(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    state = adapter_state(model)
+    load_adapter_state(model, {name: torch.zeros_like(weight) for name, weight in state.items()})
+    assert not any(weight.any() for weight in adapter_state(model).values())
+    load_adapter_state(model, state)
+    return state
 
 
 def _own_part(parameter: nn.Parameter) -> torch.Tensor:
@@ -120,6 +148,30 @@ def _generated(model: PreTrainedModel) -> list[list[int]]:
     return answers.ids()
 
 
+def train_on_bfloat16(group: distributed.ProcessGroup | None) -> dict[str, torch.Tensor]:
+    """An adapter, float32 as always, after steps beside weights of another type, which FSDP puts together with it."""
+    model = qwen2(torch.bfloat16)
+    add_adapter(model, LORA)
+    mesh = ALONE if group is None else rank_mesh(group, device="cpu")
+    settings = EngineConfig(strategy="single" if group is None else "fsdp")
+    engine = TrainEngine(PolicyModel(model), OptimizerConfig(lr=1e-2, eps=1e-3), settings, mesh=mesh)
+    rows = torch.arange(11) if group is None else torch.arange(group.rank(), 11, 2)
+    for step in range(NUM_STEPS):
+        engine.update(take_rows(table(11, seed=step), rows), policy_loss)
+    return adapter_state(model)
+
+
+def _refused(group: distributed.ProcessGroup) -> str:
+    """What an adapter's model says to tensor parallelism."""
+    model = qwen2()
+    add_adapter(model, LORA)
+    try:
+        TrainEngine(PolicyModel(model), None, EngineConfig(), mesh=rank_mesh(group, device="cpu", tp=2))
+    except EngineError as error:
+        return str(error)
+    raise AssertionError("an adapter was cut")
+
+
 def main(rank: int, folder: Path) -> None:
     """Joins three others through a file and writes what this rank ended with."""
     torch.set_num_threads(1)
@@ -131,5 +183,10 @@ def main(rank: int, folder: Path) -> None:
             group = groups[case.ranks]
             assert isinstance(group, distributed.ProcessGroup)
             results[name] = train(case, group)
+    if rank < 2:
+        group = groups[2]
+        assert isinstance(group, distributed.ProcessGroup)
+        results["tp refused"] = _refused(group)
+        results["bfloat16"] = train_on_bfloat16(group)
     torch.save(results, folder / f"{rank}.pt")
     distributed.destroy_process_group()

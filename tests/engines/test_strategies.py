@@ -8,7 +8,7 @@ from flowrl.config import EngineConfig
 from flowrl.data.table import lengths
 from flowrl.engines.rank_mesh import ALONE
 from flowrl.engines.train import is_sharded
-from tests.engines.strategies import CASES, ROWS, Case, main, train
+from tests.engines.strategies import CASES, ROWS, Case, main, train, train_on_bfloat16
 from tests.engines.tables import table
 
 
@@ -21,9 +21,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict:
-    """What one process ends with."""
-    return train(Case(1, {}), None)
+def both_alone() -> dict[bool, dict]:
+    """What one process ends with, without and with an adapter."""
+    return {lora: train(Case(1, {}, lora=lora), None) for lora in (False, True)}
+
+
+@pytest.fixture
+def alone(both_alone: dict[bool, dict], name: str) -> dict:
+    return both_alone[CASES[name].lora]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -74,6 +79,30 @@ def test_a_rank_holds_its_part_of_the_weights(results: list[dict], alone: dict, 
             assert whole / parts <= held <= 1.05 * whole / parts
         else:
             assert held == whole
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.lora])
+def test_the_model_without_its_adapter_stays_as_it_was(results: list[dict], name: str):
+    for rank in range(CASES[name].ranks):
+        assert torch.equal(results[rank][name]["reference"], results[rank][name]["logprobs"])
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.lora])
+def test_every_rank_has_the_whole_adapter_on_request(results: list[dict], alone: dict, name: str):
+    for rank in range(CASES[name].ranks):
+        torch.testing.assert_close(results[rank][name]["adapter"], alone["adapter"], rtol=0, atol=1e-5)
+
+
+def test_an_adapter_beside_bfloat16_weights_is_trained_in_float32_on_ranks(results: list[dict]):
+    expected = train_on_bfloat16(None)
+    for rank in (0, 1):
+        torch.testing.assert_close(results[rank]["bfloat16"], expected, rtol=0, atol=1e-5)
+    assert all(weight.dtype == torch.float32 for weight in expected.values())
+
+
+def test_tensor_parallelism_of_an_adapter_is_refused(results: list[dict]):
+    for rank in (0, 1):
+        assert results[rank]["tp refused"].startswith("Qwen2ForCausalLM has a LoRA adapter, which tp 2 cannot cut")
 
 
 def test_a_process_alone_cuts_nothing():

@@ -64,7 +64,7 @@ def inline_metrics() -> dict[str, list[dict[str, float]]]:
 def test_ppo_gives_the_same_metrics_under_every_placement(
     name: str, ray_session: None, ppo_config: Callable[..., PPOConfig], tmp_path: Path, inline_metrics: dict
 ) -> None:
-    if not inline_metrics:
+    if "ppo" not in inline_metrics:
         inline = ppo_config(output=tmp_path / "inline")
         train_ppo(inline)
         inline_metrics["ppo"] = metrics_of(inline)
@@ -89,7 +89,7 @@ STRATEGIES = {
 def test_ppo_gives_the_same_metrics_under_every_strategy(
     name: str, ray_session: None, ppo_config: Callable[..., PPOConfig], tmp_path: Path, inline_metrics: dict
 ) -> None:
-    if not inline_metrics:
+    if "ppo" not in inline_metrics:
         inline = ppo_config(output=tmp_path / "inline")
         train_ppo(inline)
         inline_metrics["ppo"] = metrics_of(inline)
@@ -103,6 +103,44 @@ def test_ppo_gives_the_same_metrics_under_every_strategy(
     }
     train_ppo(PPOConfig.model_validate(config.model_dump() | models))
     for expected, line in zip(inline_metrics["ppo"], metrics_of(config), strict=True):
+        assert_same(expected, line)
+
+
+LORA = {"rank": 4, "alpha": 16.0, "targets": "all_linear"}
+ADAPTED = {
+    "colocated on 2": ({}, dict.fromkeys(ROLES, "main")),
+    "fsdp": ({"strategy": "fsdp"}, dict.fromkeys(ROLES, "main")),
+    "the rollout and the reference elsewhere": (
+        {},
+        dict.fromkeys(ROLES, "main") | dict.fromkeys(("rollout", "reference"), "other"),
+    ),
+}
+"""Engine of actor and critic, and where roles run."""
+
+
+def with_adapters(config: PPOConfig, engine: dict[str, str]) -> PPOConfig:
+    models = {
+        role: getattr(config, role).model_dump() | {"lora": LORA, "engine": engine} for role in ("actor", "critic")
+    }
+    return PPOConfig.model_validate(config.model_dump() | models)
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_ppo_with_adapters_gives_the_same_metrics_under_every_placement(
+    name: str, ray_session: None, ppo_config: Callable[..., PPOConfig], tmp_path: Path, inline_metrics: dict
+) -> None:
+    if "lora" not in inline_metrics:
+        inline = with_adapters(ppo_config(output=tmp_path / "inline"), {})
+        train_ppo(inline)
+        inline_metrics["lora"] = metrics_of(inline)
+    engine, roles = ADAPTED[name]
+    pools = {pool: [2] for pool in dict.fromkeys(roles.values())}
+    placement = Placement.model_validate({"device": "cpu", "pools": pools, "roles": roles})
+    placed = with_adapters(ppo_config(output=tmp_path / "placed", backend="ray", placement=placement), engine)
+    train_ppo(placed)
+    found = metrics_of(placed)
+    assert found[1]["kl"] == pytest.approx(0, abs=1e-9) and found[3]["kl"] > 1e-5
+    for expected, line in zip(inline_metrics["lora"], found, strict=True):
         assert_same(expected, line)
 
 

@@ -11,6 +11,7 @@ from flowrl.config import (
     ModelConfig,
     OptimizerConfig,
     Placement,
+    ReferenceConfig,
     RolePlacement,
     RunConfig,
 )
@@ -60,6 +61,54 @@ def test_a_mesh_that_the_engine_can_run_is_planned() -> None:
 def test_an_engine_that_its_ranks_cannot_run_is_refused(placement: Placement, engine: dict, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         plan_run(run_with(placement, **engine))
+
+
+class KlRun(ActorRun):
+    roles = ("actor", "reference")
+
+    reference: ReferenceConfig
+
+
+def adapted(reference: str, sizes: dict[str, int], **engine: object) -> KlRun:
+    """An actor with an adapter on pool main, and a reference of the same model on a place of its own."""
+    roles = {"actor": {"pool": "main"} | sizes, "reference": {"pool": reference} | sizes}
+    pools = {"main": [2], "other": [2]} if "other" in reference else {"main": [2]}
+    placement = Placement.model_validate({"device": "cpu", "pools": pools, "roles": roles})
+    run = run_with(placement, **engine)
+    settings = run.model_dump() | {"actor": run.actor.model_dump() | {"lora": {"rank": 4}}}
+    return KlRun.model_validate(settings | {"reference": {"model": {"path": "m"}}})
+
+
+@pytest.mark.parametrize("reference", ["main", "main[1:]", "other"])
+def test_a_reference_may_share_an_adapted_model_or_have_its_own(reference: str) -> None:
+    assert plan_run(adapted(reference, {}, strategy="ddp")).roles["reference"].mesh.size == (
+        1 if "[" in reference else 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("reference", "sizes", "engine", "sentence"),
+    [
+        (
+            "main",
+            {"tp": 2},
+            {"strategy": "fsdp"},
+            r"placement\.roles\.actor has tp 2, which cannot cut the adapter of actor",
+        ),
+        (
+            "main[1:]+other[1:]",
+            {},
+            {"strategy": "fsdp"},
+            r"1 of the 2 devices of actor, .*: give it main, or devices of its",
+        ),
+        ("main[1:]+other[1:]", {"sp": 2}, {}, r"1 of the 2 devices of actor, .*: give it main, or devices of its"),
+    ],
+)
+def test_an_adapter_that_its_ranks_cannot_run_is_refused(
+    reference: str, sizes: dict[str, int], engine: dict, sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        plan_run(adapted(reference, sizes, **engine))
 
 
 def test_ranks_that_each_hold_all_they_need_take_no_parallel_size() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from flowrl import Batch, Cluster, Placement, WorkerGroup, make_table
 from flowrl.config import (
     ActorConfig,
     CriticConfig,
+    LoraConfig,
     ModelConfig,
     OptimizerConfig,
     ReferenceConfig,
@@ -154,15 +156,70 @@ def ones(table: TensorDict) -> TensorDict:
     )
 
 
-def test_a_rollout_elsewhere_takes_the_weights_that_are_sent(model: ModelConfig) -> None:
+LORA = LoraConfig(rank=4, alpha=8.0)
+
+
+def test_an_actor_with_an_adapter_is_sampled_and_measured_without_a_second_model(
+    cluster: Cluster, model: ModelConfig
+) -> None:
+    actor = actor_of(cluster, model, lora=LORA)
+    reference = cluster.group("reference", Reference, ReferenceConfig(model=model), temperature=0.5)
+    rollout = cluster.group("rollout", Rollout, RolloutConfig(max_response_tokens=4, temperature=0.5), model, seed=0)
+    assert reference.run(runs_the_actors_model) == [True]
+    prompts = Batch.from_rows([{"prompt_ids": [2, 3, 12, 4, 14], "prompt_id": i, "sample": 0} for i in range(4)])
+    before = actor.logprobs(batch()).get("logprobs")
+    for version in (1, 2):
+        answered = rollout.generate(prompts)
+        mask = answered.get("response_mask")
+        gap = actor.logprobs(answered).get("logprobs") - answered.get("rollout_logprobs")
+        assert gap[mask].abs().max() < 1e-5
+        answered["old_logprobs"] = actor.logprobs(answered)
+        actor.update(answered.apply(ones, ["input_ids"], ["advantages"])).get()
+        rollout.set_version(version)
+        assert torch.equal(reference.logprobs(batch()).get("logprobs"), before)
+    assert (actor.logprobs(batch()).get("logprobs") - before).abs().max() > 1e-3
+
+
+def runs_the_actors_model(reference: Reference) -> bool:
+    actor = reference.peer("actor")
+    return isinstance(actor, Actor) and reference.engine is actor.engine
+
+
+@pytest.mark.parametrize("change", ["another process", "another model", "no adapter"])
+def test_a_reference_otherwise_has_a_model_of_its_own(change: str, model: ModelConfig, tmp_path: Path) -> None:
+    roles = {"actor": "a", "rollout": "b", "reference": "b" if change == "another process" else "a"}
+    pools = Placement(pools={"a": [1], "b": [1]}, roles=roles)
+    other = ModelConfig(path=copytree(model.path, tmp_path / "model")) if change == "another model" else model
+    with Cluster(pools, backend="inline", num_threads=1) as cluster:
+        actor = actor_of(cluster, model, lora=None if change == "no adapter" else LORA)
+        reference = cluster.group("reference", Reference, ReferenceConfig(model=other), temperature=0.5)
+        assert reference.run(runs_the_actors_model) == [False]
+        before = reference.logprobs(batch()).get("logprobs")
+        assert torch.equal(actor.logprobs(batch()).get("logprobs"), before)
+        actor.update_sft(batch()).get()
+        assert torch.equal(reference.logprobs(batch()).get("logprobs"), before)
+
+
+def test_a_critic_with_an_adapter_trains_it_and_its_head(cluster: Cluster, model: ModelConfig) -> None:
+    config = CriticConfig(model=model, optimizer=OptimizerConfig(lr=0.01), value_clip=None, lora=LORA)
+    critic = cluster.group("critic", Critic, config)
+    rows = batch(values=[0.0] * 12, returns=[1.0] * 12)
+    losses = [critic.update(rows).get()["critic/loss"].result() for _ in range(20)]
+    assert losses[0] == pytest.approx(0.5)
+    assert losses[-1] < 0.1
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_a_rollout_elsewhere_takes_the_weights_that_are_sent(model: ModelConfig, lora: LoraConfig | None) -> None:
     pools = Placement(pools={"a": [1], "b": [1]}, roles={"actor": "a", "rollout": "b"})
     with Cluster(pools, backend="inline", num_threads=1) as cluster:
-        actor = actor_of(cluster, model)
+        actor = actor_of(cluster, model, lora=lora)
         rollout = cluster.group(
             "rollout", Rollout, RolloutConfig(max_response_tokens=4, temperature=0.5), model, seed=0
         )
         prompts = Batch.from_rows([{"prompt_ids": [2, 3, 12], "prompt_id": i, "sample": 0} for i in range(4)])
         actor.update_sft(batch()).get()
+        rollout.load_weights(actor.weights(), 6).get()
         rollout.load_weights(actor.weights(), 7).get()
         answered = rollout.generate(prompts)
         mask = answered.get("response_mask")
