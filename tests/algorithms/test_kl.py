@@ -175,6 +175,22 @@ def test_kl_loss_by_hand():
     assert_close(weighted_metrics["kl"], plain)
 
 
+def test_kl_loss_takes_an_estimate_of_ones_own_and_keeps_it_off_masked_tokens():
+    def distance(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+        return (logprobs - ref_logprobs).abs() + 1
+
+    logprobs = torch.full((3, 4), -1.0).masked_fill(~MASK, math.nan).requires_grad_()
+    ref_logprobs = torch.full((3, 4), -3.0)
+    loss, metrics = kl_loss(logprobs, ref_logprobs, MASK, kind=distance)
+    assert_close(loss, torch.where(MASK, 3.0, 0.0))
+    assert_close(metrics["kl"], loss.detach())
+    assert_close(torch.autograd.grad(loss.sum(), logprobs)[0], MASK.float())
+    # The value of the distance and the gradient of k2, which is the log-ratio.
+    loss, _ = kl_loss(logprobs, ref_logprobs, MASK, kind=distance, gradient="k2")
+    assert_close(loss, torch.where(MASK, 3.0, 0.0))
+    assert_close(torch.autograd.grad(loss.sum(), logprobs)[0], torch.where(MASK, 2.0, 0.0))
+
+
 def numpy_kl(logprobs: np.ndarray, ref_logprobs: np.ndarray, kind: KlKind) -> np.ndarray:
     ratio = np.exp(ref_logprobs) / np.exp(logprobs)
     return {"k1": -np.log(ratio), "k2": 0.5 * np.log(ratio) ** 2, "k3": ratio - np.log(ratio) - 1}[kind]
