@@ -130,7 +130,7 @@ def kl_shaped_rewards(
     Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, there for the whole row, as in eq. (2) of Ouyang et al. 2022,
     https://arxiv.org/abs/2203.02155, whose text has it per token.
     """
-    if coef < 0:
+    if not coef >= 0:
         raise ValueError(f"coef is {coef}, it must be 0 or more: a negative one would reward leaving the reference")
     logprobs_BT, ref_logprobs_BT = masked_tokens(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
     (scores_B,) = masked_rows(mask, scores=scores)

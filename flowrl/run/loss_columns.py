@@ -11,6 +11,8 @@ import torch
 from tensordict import TensorDict
 
 from flowrl.algorithms import (
+    RatioLevel,
+    last_masked,
     mismatch_metrics,
     normalized_weights,
     select_clip_cov,
@@ -97,14 +99,21 @@ def correction_metrics(tokens: Mapping[str, torch.Tensor]) -> dict[str, Metric]:
     mask_BL = tokens["response_mask"]
     dropped = float((mask_BL & ~tokens["loss_mask"]).sum())
     sums = weight_sums(tokens["loss_weights"], mask_BL, level="token")
+    samples = weight_sums(tokens["loss_weights"], mask_BL, level=_sample_level(tokens["loss_weights"], mask_BL))
     found: dict[str, Metric] = {
         "correction/weight": Mean(sums.total, sums.count),
-        "correction/effective_samples": Mean(sums.result(), 1),
+        "correction/effective_samples": Mean(samples.result(), 1),
         "correction/rejected_fraction": Mean(dropped, sums.count),
     }
     for name, metric in mismatch_metrics(tokens["old_logprobs"], tokens["rollout_logprobs"], mask_BL).items():
         found[f"mismatch/{name}"] = metric if isinstance(metric, Mean | Max) else Mean(metric.result(), 1)
     return found
+
+
+def _sample_level(weights_BL: torch.Tensor, mask_BL: torch.Tensor) -> RatioLevel:
+    """Whether tokens or rows were weighed: tokens of one row that share a weight are one sample and not many."""
+    last_B1 = weights_BL.masked_fill(~last_masked(mask_BL), 0).sum(-1, keepdim=True)
+    return "token" if bool((mask_BL & (weights_BL != last_B1)).any()) else "sequence"
 
 
 def _options(config: CorrectionConfig) -> dict[str, Any]:  # Any: as the settings are
