@@ -132,8 +132,7 @@ class _HiddenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.temperature, ctx.softcap = settings
         head = _Head(weight_VH, bias_V, *settings)
-        with _no_autocast(hidden_NH):
-            logsumexp_N, chosen_N, entropy_N = _reduce(head, hidden_NH, tokens_N, with_entropy)
+        logsumexp_N, chosen_N, entropy_N = _reduce(head, hidden_NH, tokens_N, with_entropy)
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, tokens_N, logsumexp_N, entropy_N)
         ctx.set_materialize_grads(False)
         return chosen_N - logsumexp_N, entropy_N
@@ -153,7 +152,8 @@ class _HiddenLogprobs(torch.autograd.Function):
                 head, hidden_NH[rows], columns, tokens_N[rows], logsumexp_N[rows], grad_logprobs_N[rows], entropies
             )
 
-        with _no_autocast(hidden_NH):
+        # The tensors are in the dtype of the forward pass; a backward pass under autocast would make other logits.
+        with torch.autocast(hidden_NH.device.type, enabled=False):
             return *_gradients(head, hidden_NH, logsumexp_N.dtype, tile, ctx.needs_input_grad), None, None, None
 
 
@@ -290,11 +290,6 @@ def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tens
     dtype = torch.get_autocast_dtype(device)
     hidden, weight = (x if x.dtype == torch.float64 else x.to(dtype) for x in (hidden, weight))
     return hidden, weight, bias if bias is None or bias.dtype == torch.float64 else bias.to(dtype)
-
-
-def _no_autocast(tensor: Tensor) -> torch.autocast:
-    """What both passes run in: the second would otherwise make other logits than the first."""
-    return torch.autocast(tensor.device.type, enabled=False)
 
 
 def _checked_head(

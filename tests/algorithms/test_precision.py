@@ -1,7 +1,6 @@
 """Where float64, float32 or a careful form is needed to be right: numbers at which the plain form is not."""
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +9,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowrl.algorithms import (
+    RatioLevel,
+    RejectionLevel,
     RewardMoments,
     dppo_loss,
     explained_variance,
@@ -111,6 +112,14 @@ def test_whitened_values_far_from_zero_have_mean_zero_and_variance_one():
     assert whitened.mean().item() == pytest.approx(0, abs=1e-7) and whitened.var().item() == pytest.approx(1, rel=1e-6)
 
 
+def test_values_far_from_an_outlier_are_whitened_in_float64():
+    values = 1e4 + torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    values[3, 5] = -1e4
+    x = values.double().numpy()
+    expected = (x - x.mean()) / np.sqrt(x.var(ddof=1) + 1e-8)
+    np.testing.assert_allclose(whiten(values, every(8, 64)).numpy(), expected, rtol=1e-6, atol=1e-8)
+
+
 def test_the_reference_point_of_kto_is_a_mean_in_float64():
     assert kto_reference_kl(torch.tensor([BIG, 1.0, -BIG]), torch.zeros(3)).item() == pytest.approx(1 / 3)
 
@@ -144,15 +153,16 @@ def test_a_ratio_at_both_bounds_is_inside():
         assert not any(x.any() for name, x in metrics.items() if "fraction" in name)
 
 
-def test_a_divergence_at_a_threshold_is_kept():
-    logprobs, zeros = torch.tensor([[-0.5, 0.5, 0.25]]), torch.zeros(1, 3)
-    for level in ("token", "sequence_max"):
-        kept, _ = rejection_mask(logprobs, zeros, every(1, 3), kind="k1", level=level, low=-0.5, high=0.5)
-        assert kept.all()
-    for level, total in (("sequence_sum", -0.25), ("sequence_mean", -0.25 / 3)):
-        bound = float(torch.tensor(total))
-        kept, _ = rejection_mask(logprobs, zeros, every(1, 3), kind="k1", level=level, low=bound, high=bound)
-        assert kept.all()
+@pytest.mark.parametrize(
+    ("level", "low", "high"),
+    [("token", -0.5, 0.5), ("sequence_max", -0.5, 0.5), ("sequence_sum", 0.75, 0.75), ("sequence_mean", 0.25, 0.25)],
+)
+def test_a_divergence_at_a_threshold_is_kept(level: RejectionLevel, low: float, high: float):
+    logprobs, zeros = torch.tensor([[0.5, -0.5, -0.75]]), torch.zeros(1, 3)
+    if level in ("token", "sequence_max"):
+        logprobs[0, 2] = 0
+    kept, _ = rejection_mask(logprobs, zeros, every(1, 3), kind="k1", level=level, low=low, high=high)
+    assert kept.all()
 
 
 def test_a_reward_at_the_reference_point_is_on_no_side_of_it():
@@ -177,7 +187,7 @@ def test_pass_at_k_of_a_group_does_not_depend_on_its_neighbours(neighbour: float
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-def test_a_ratio_that_is_not_a_number_has_no_weight(level: Any):
+def test_a_ratio_that_is_not_a_number_has_no_weight(level: RatioLevel):
     logprobs = torch.tensor([[-math.inf, 0.0], [0.5, 0.5]])
     rollout_logprobs = torch.tensor([[-math.inf, 0.0], [0.5, 0.5]])
     for function in (truncated_weights, masked_weights):
@@ -204,44 +214,40 @@ def head(seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: torch.randn(s, generator=generator).to(dtype).requires_grad_() for name, s in shapes.items()}
 
 
-def with_gradients(inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    """Log-probabilities and entropies, and the gradients of both in float32."""
+def under(autocast: bool) -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16, enabled=autocast)
+
+
+def with_gradients(inputs: dict[str, Tensor], forward: bool = False, backward: bool = False) -> tuple[Tensor, ...]:
+    """Log-probabilities and entropies, and the gradients of both in float32; each pass under autocast or not."""
     tokens = torch.arange(24).reshape(3, 8)
-    results = logprobs_and_entropy_from_hidden(
-        inputs["hidden"], inputs["weight"], tokens, every(3, 8), bias=inputs["bias"], softcap=5.0, temperature=0.7
-    )
-    found = torch.autograd.grad((results[0] - 0.3 * results[1]).sum(), list(inputs.values()))
-    return *results, *(x.float() for x in found)
+    with under(forward):
+        results = logprobs_and_entropy_from_hidden(
+            inputs["hidden"], inputs["weight"], tokens, every(3, 8), bias=inputs["bias"], softcap=5.0, temperature=0.7
+        )
+        total = (results[0] - 0.3 * results[1]).sum()
+    with under(backward):
+        found = torch.autograd.grad(total, list(inputs.values()))
+    return *results, *(x.float() if x.dtype == torch.bfloat16 else x for x in found)
 
 
-@pytest.mark.parametrize("outside", ["nothing", "backward"])
-def test_under_autocast_both_passes_are_exactly_those_of_bfloat16_inputs(outside: str):
+@pytest.mark.parametrize("backward", [False, True])
+def test_under_autocast_both_passes_are_exactly_those_of_bfloat16_inputs(backward: bool):
     inputs = head(0, torch.float32)
+    found = with_gradients(inputs, forward=True, backward=backward)
     expected = with_gradients({name: x.detach().bfloat16().requires_grad_() for name, x in inputs.items()})
-    if outside == "nothing":
-        with torch.autocast("cpu", torch.bfloat16):
-            found = with_gradients(inputs)
-    else:
-        tokens = torch.arange(24).reshape(3, 8)
-        with torch.autocast("cpu", torch.bfloat16):
-            results = logprobs_and_entropy_from_hidden(
-                inputs["hidden"],
-                inputs["weight"],
-                tokens,
-                every(3, 8),
-                bias=inputs["bias"],
-                softcap=5.0,
-                temperature=0.7,
-            )
-        found = (*results, *torch.autograd.grad((results[0] - 0.3 * results[1]).sum(), list(inputs.values())))
-    assert found[0].dtype == torch.float32
+    assert all(x.dtype == torch.float32 for x in found)
     assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_backward_pass_under_autocast_has_the_logits_of_a_forward_pass_without():
+    inputs = head(0, torch.float32)
+    assert_close(with_gradients(inputs, backward=True), with_gradients(inputs), rtol=0, atol=0)
 
 
 def test_under_autocast_float64_stays_and_a_model_s_half_states_meet_a_head_in_float32():
     exact = head(1, torch.float64)
     mixed = head(1, torch.float32) | {"hidden": head(1, torch.bfloat16)["hidden"]}
     expected, expected_mixed = with_gradients(exact), with_gradients(head(1, torch.bfloat16))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert_close(with_gradients(exact), expected, rtol=0, atol=0)
-        assert_close(with_gradients(mixed), expected_mixed, rtol=0, atol=0)
+    assert_close(with_gradients(exact, forward=True, backward=True), expected, rtol=0, atol=0)
+    assert_close(with_gradients(mixed, forward=True, backward=True), expected_mixed, rtol=0, atol=0)

@@ -82,7 +82,7 @@ def test_a_kind_without_required_inputs_names_those_that_there_are(registry: Reg
 def test_what_is_no_function_cannot_be_registered() -> None:
     for loss in (functools.partial(half, weight=0.1), WeightedLoss()):
         with pytest.raises(
-            RegistryError, match=rf"^mine is a {type(loss).__name__}, and a policy loss is .* with def$"
+            RegistryError, match=rf"^mine is a {type(loss).__name__}, and a policy loss must be .* with def$"
         ):
             policy_losses.register("mine")(loss)
     assert "mine" not in policy_losses.names
