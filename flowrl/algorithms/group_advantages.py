@@ -169,7 +169,7 @@ def pass_at_k(scores: Tensor, groups: Tensor, mask: Tensor, *, k: int | None = N
     table_GN[cells_B] = gaps_B * weights_B
     advantages_B = torch.empty_like(gaps_B)
     advantages_B[order_B] = table_GN.cumsum(1)[cells_B]
-    return _on_tokens(advantages_B, scores, mask)
+    return _on_tokens(advantages_B.where(~scores_B.isnan(), torch.nan), scores, mask)
 
 
 @torch.no_grad()
