@@ -24,7 +24,7 @@ from flowrl.engines.train import Denominators, TrainEngine
 from flowrl.workers.policy import PolicyModel
 from tests.benchmarks.measure import Figure, alone, machine, paired, table
 
-ROWS, MEDIAN, SPREAD, LONGEST = 192, 96, 0.9, 1024
+ROWS, MEDIAN, SPREAD, LONGEST = 128, 96, 0.9, 1024
 BUDGET = 4096
 VOCABULARY = 1024
 BOUND = 1 / 0.85
@@ -71,9 +71,9 @@ class Stepper:
         torch.manual_seed(0)
         config = Qwen2Config(
             vocab_size=VOCABULARY,
-            hidden_size=256,
-            intermediate_size=1024,
-            num_hidden_layers=4,
+            hidden_size=128,
+            intermediate_size=512,
+            num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=4,
             max_position_embeddings=LONGEST,
