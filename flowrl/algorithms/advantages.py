@@ -8,7 +8,7 @@ group_advantages.py.
 import torch
 from torch import Tensor
 
-from flowrl.algorithms.masks import at_least_float32, masked_rows, masked_tokens
+from flowrl.algorithms.masks import at_least_float32, masked_range, masked_rows, masked_tokens
 
 
 @torch.no_grad()
@@ -38,6 +38,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
         if not 0 <= value <= 1:
             raise ValueError(f"{name} is {value}, it must be in [0, 1]")
     rewards_BT, values_BT = masked_tokens(mask, rewards=rewards, values=values)
+    dtype = torch.promote_types(rewards_BT.dtype, values_BT.dtype)
+    rewards_BT, values_BT = rewards_BT.to(dtype), values_BT.to(dtype)
 
     # With R = A + V the recursion is R_t = r_t + c_t, with c_t = gamma * ((1 - lam) * V + lam * R) of the next chosen
     # token: one fused step per position, and nothing else to hand on. A masked step adds 0 with decay 1: c stays.
@@ -115,10 +117,13 @@ def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float 
     """
     (values_BT,) = masked_tokens(mask, values=values)
     num_values = mask.sum()
-    mean = values_BT.sum(dtype=torch.float64) / num_values.clamp(min=1)
-    deviations_BT = (values_BT - mean).masked_fill(~mask, 0)
-    variance = deviations_BT.square().sum(dtype=torch.float64) / (num_values - 1).clamp(min=1)
+    # Against the smallest value first: equal values become exact zeros, whatever their sum would round to.
+    low = masked_range(values_BT, mask)[0].double()
+    above_low_BT = (values_BT.double() - low).masked_fill(~mask, 0)
+    mean = above_low_BT.sum() / num_values.clamp(min=1)
+    deviations_BT = (above_low_BT - mean).masked_fill(~mask, 0)
+    variance = deviations_BT.square().sum() / (num_values - 1).clamp(min=1)
     whitened_BT = deviations_BT * (variance + eps).rsqrt()
     if not shift_mean:
-        whitened_BT = (whitened_BT + mean).masked_fill(~mask, 0)
-    return whitened_BT
+        whitened_BT = (whitened_BT + mean + low).masked_fill(~mask, 0)
+    return whitened_BT.to(values_BT.dtype)

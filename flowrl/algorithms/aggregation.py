@@ -75,12 +75,12 @@ def aggregation_count(mask: Tensor, *, mode: AggregationMode) -> Tensor:
 def _check(mode: AggregationMode, denominator: Tensor | float, scale: float | None) -> None:
     _check_mode(mode)
     if mode == "seq_mean_token_sum_norm":
-        if scale is None or scale <= 0:
+        if scale is None or not scale > 0:
             raise ValueError(f"scale is {scale}, {mode} needs one above 0: the longest response that can be, in tokens")
     elif scale is not None:
         raise ValueError(f"scale is {scale}, but {mode} has none: leave it out, or use seq_mean_token_sum_norm")
     # A tensor is not looked at: that would wait for the device.
-    if not isinstance(denominator, Tensor) and denominator < 0:
+    if not isinstance(denominator, Tensor) and not denominator >= 0:
         raise ValueError(f"denominator is {denominator}, it is a count and must be 0 or more")
 
 

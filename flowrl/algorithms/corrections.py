@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms.kl import MAX_LOG_RATIO, KlKind, kl_estimate
-from flowrl.algorithms.masks import last_masked, masked_tokens
+from flowrl.algorithms.masks import last_masked, masked_tokens, row_mean
 
 RatioLevel = Literal["token", "sequence", "geometric"]
 RejectionLevel = Literal["token", "sequence_sum", "sequence_mean", "sequence_max"]
@@ -58,6 +58,8 @@ def truncated_weights(
 
         weight = min(max(ratio, min_weight), max_weight)
 
+    A ratio that is not a number, as of two log-probabilities of -inf, has the weight 0.
+
     Arguments:
         logprobs, rollout_logprobs, mask, level: of `importance_ratios`.
         max_weight: > 0, at least min_weight; 2 is usual for tokens. Infinity leaves the ratio as it is.
@@ -79,7 +81,7 @@ def truncated_weights(
         "truncated_fraction_low": low_BT.to(ratios_BT.dtype),
         "truncated_fraction_high": high_BT.to(ratios_BT.dtype),
     }
-    return ratios_BT.clamp(min_weight, max_weight).masked_fill(~mask, 0), metrics
+    return ratios_BT.clamp(min_weight, max_weight).masked_fill(~mask | ratios_BT.isnan(), 0), metrics
 
 
 @torch.no_grad()
@@ -94,7 +96,7 @@ def masked_weights(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Importance ratios, and zero where they are outside a range (masked importance sampling, MIS).
 
-        weight = ratio if min_weight <= ratio <= max_weight, otherwise 0
+        weight = ratio if min_weight <= ratio <= max_weight, otherwise 0, also for one that is not a number
 
     A token of weight 0 still counts in the denominator of the mean; `rejection_mask` takes it out of there too.
 
@@ -120,7 +122,7 @@ def masked_weights(
         "masked_fraction_low": low_BT.to(ratios_BT.dtype),
         "masked_fraction_high": high_BT.to(ratios_BT.dtype),
     }
-    return ratios_BT.masked_fill(low_BT | high_BT, 0), metrics
+    return ratios_BT.masked_fill(low_BT | high_BT | ratios_BT.isnan(), 0), metrics
 
 
 @torch.no_grad()
@@ -264,9 +266,8 @@ def _ratios(log_ratios_BT: Tensor, mask: Tensor) -> Tensor:
 
 def _row_sums(values_BT: Tensor, mask: Tensor, *, mean: bool) -> Tensor:
     """The sum or mean of each row, on all its positions."""
-    sums_B1 = values_BT.double().sum(-1, keepdim=True)
-    if mean:
-        sums_B1 = sums_B1 / mask.sum(-1, keepdim=True).clamp(min=1)
+    doubles_BT = values_BT.double()
+    sums_B1 = row_mean(doubles_BT, mask) if mean else doubles_BT.sum(-1, keepdim=True)
     return sums_B1.to(values_BT.dtype).expand_as(values_BT)
 
 

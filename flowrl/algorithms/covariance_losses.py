@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flowrl.algorithms.kl import kl_estimate
 from flowrl.algorithms.masks import masked_tokens
-from flowrl.algorithms.surrogates import bounded_ratio, check_clips, clipped_surrogate, ratio_metrics
+from flowrl.algorithms.surrogates import bounded_ratio, check_clips, clipped_surrogate, policy_inputs, ratio_metrics
 
 CovarianceKl = Literal["abs", "k2", "k3"]
 
@@ -57,13 +57,13 @@ def select_clip_cov(
             the range, all of them.
         low, high: the range, in nats times the advantage's unit (the paper has 1 and 5).
         seed: of the draw; the same seed and batch give the same tokens on one kind of device.
-    Returns: bool [B, T], false where the mask is.
+    Returns: bool [B, T], false where the mask is. The draw is by position: permuted rows give another one.
     Raises: ValueError on a fraction or a range that cannot be, on shapes that differ, on a mask that is not bool.
 
     Cui et al. 2025, https://arxiv.org/abs/2505.22617, eq. (11). Deviation: the authors' code draws one token at
     least, and none that the clip of the ratio silences already; here the choice is made before any ratio leaves 1.
     """
-    if low > high:
+    if not low <= high:
         raise ValueError(f"low is {low} and high is {high}, low must not be above high")
     (covariances_BT,) = masked_tokens(mask, covariances=covariances)
     candidates_BT = mask & (covariances_BT >= low) & (covariances_BT <= high)
@@ -116,9 +116,7 @@ def clip_cov_loss(
     """
     check_clips(clip_low, clip_high)
     selected_BT = _checked_selection(selected, mask)
-    logprobs_BT, old_logprobs_BT, advantages_BT = masked_tokens(
-        mask, logprobs=logprobs, old_logprobs=old_logprobs.detach(), advantages=advantages.detach()
-    )
+    logprobs_BT, old_logprobs_BT, advantages_BT = policy_inputs(logprobs, old_logprobs, advantages, mask)
     ratio_BT = bounded_ratio(logprobs_BT - old_logprobs_BT)
     loss_BT, clips = clipped_surrogate(ratio_BT, advantages_BT, clip_low=clip_low, clip_high=clip_high)
     metrics = {name: clip_BT.masked_fill(selected_BT, 0) for name, clip_BT in clips.items()}
@@ -154,14 +152,12 @@ def kl_cov_loss(
 
     Cui et al. 2025, https://arxiv.org/abs/2505.22617, eq. (14). Deviation: the log-ratio of w is held in [-20, 20].
     """
-    if kl_coef < 0:
+    if not kl_coef >= 0:
         raise ValueError(f"kl_coef is {kl_coef}, it must be 0 or more: a negative one would reward leaving the policy")
     if kl_kind not in get_args(CovarianceKl):
         raise ValueError(f"kl_kind is {kl_kind!r}, it must be one of {', '.join(get_args(CovarianceKl))}")
     selected_BT = _checked_selection(selected, mask)
-    logprobs_BT, old_logprobs_BT, advantages_BT = masked_tokens(
-        mask, logprobs=logprobs, old_logprobs=old_logprobs.detach(), advantages=advantages.detach()
-    )
+    logprobs_BT, old_logprobs_BT, advantages_BT = policy_inputs(logprobs, old_logprobs, advantages, mask)
     ratio_BT = bounded_ratio(logprobs_BT - old_logprobs_BT)
     penalty_BT = kl_estimate(old_logprobs_BT, logprobs_BT, kind=kl_kind).masked_fill(~selected_BT, 0)
     metrics = {"selected_fraction": selected_BT.to(ratio_BT.dtype), "kl_penalty": penalty_BT.detach()}

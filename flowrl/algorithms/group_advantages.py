@@ -103,7 +103,7 @@ def opo(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
     scores_B, group_of_B = _scores_and_groups(scores, groups, mask)
     above_low_B = scores_B - group_extremes(scores_B, group_of_B)[0]
     lengths_B = mask.sum(-1, dtype=torch.float64)
-    baselines_B = group_sums(lengths_B * above_low_B, group_of_B) / group_sums(lengths_B, group_of_B).clamp(min=1)
+    baselines_B = group_sums(lengths_B * above_low_B, group_of_B) / group_sums(lengths_B, group_of_B)
     return _on_tokens(above_low_B - baselines_B, scores, mask)
 
 
@@ -156,9 +156,6 @@ def pass_at_k(scores: Tensor, groups: Tensor, mask: Tensor, *, k: int | None = N
     if k is not None and k < 2:
         raise ValueError(f"k is {k}, it must be 2 or more, or None for the size of the group; for one sample use rloo")
     scores_B, group_of_B = _scores_and_groups(scores, groups, mask)
-    # The sums below run over all groups, so what is no number is kept out of them.
-    sound_B = ~scores_B.isnan()
-    scores_B = scores_B.where(sound_B, 0)
     sizes_B = group_sizes(group_of_B)
     by_score_B = scores_B.argsort(stable=True)
     order_B = by_score_B[group_of_B[by_score_B].argsort(stable=True)]
@@ -169,11 +166,13 @@ def pass_at_k(scores: Tensor, groups: Tensor, mask: Tensor, *, k: int | None = N
     k_B = n_B if k is None else torch.full_like(n_B, k)
     weights_B = torch.where(n_B >= k_B, (_log_choose(below_B, k_B - 1) - _log_choose(n_B, k_B)).exp(), 0)
     gaps_B = torch.where(below_B > 0, ordered_B - ordered_B.roll(1), 0)
-    sums_B = (gaps_B * weights_B).cumsum(0)
-    # The first row of a group adds nothing, so the sum there is what the groups before it came to.
-    advantages_B = torch.empty_like(sums_B)
-    advantages_B[order_B] = sums_B - sums_B[starts_B]
-    return _on_tokens(advantages_B.where(sound_B, torch.nan), scores, mask)
+    # A line of the table for each group: a sum over all of them would lose the digits of small ones beside large ones.
+    cells_B = group_B, below_B.long()
+    table_GN = gaps_B.new_zeros(*(int(x.max()) + 1 if len(scores_B) else 0 for x in cells_B))
+    table_GN[cells_B] = gaps_B * weights_B
+    advantages_B = torch.empty_like(gaps_B)
+    advantages_B[order_B] = table_GN.cumsum(1)[cells_B]
+    return _on_tokens(advantages_B.where(~scores_B.isnan(), torch.nan), scores, mask)
 
 
 @torch.no_grad()

@@ -9,14 +9,14 @@ forward and backward pass instead of three. Tiles are about as many rows as colu
 over the other side, and each tile reads and writes its part of both.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from flowrl.algorithms.chunks import Context
 from flowrl.algorithms.masks import masked_tokens
 
 _TILE_SIDES = {"cpu": (4096, 2048)}
@@ -53,8 +53,9 @@ def logprobs_from_hidden(
         temperature: > 0, that of the rollout.
         softcap: > 0, the bound of the logits (30 for Gemma 2), before the temperature; None is off.
     Returns: [B, T] in at least float32, differentiable (once) in hidden, weight and bias; column t is
-        log softmax(logits[:, t - 1] / temperature)[tokens[:, t]] where the mask is true. Column 0, and all else, is 0.
-        The sums of both gradients are kept in float32 whatever the dtype.
+        log softmax(logits[:, t - 1] / temperature)[tokens[:, t]] where the mask is true, NaN if the token is not in
+        [0, V). Column 0, and all else, is 0. The sums of both gradients are kept in float32 whatever the dtype. Under
+        torch.autocast both passes take hidden, weight and bias in its dtype, as the head would.
     Raises: ValueError on shapes or dtypes that do not fit, a temperature or softcap that is not above 0, a mask that is
         not bool.
 
@@ -62,6 +63,7 @@ def logprobs_from_hidden(
     https://arxiv.org/abs/2411.09009 for tiles that are made again in the backward pass.
     Deviation: no tile is skipped because its probabilities are small; gradients are exact.
     """
+    hidden, weight, bias = _autocast(hidden, weight, bias)
     head = _checked_head(hidden, weight, tokens, mask, bias, temperature, softcap)
     return _apply(hidden, tokens, mask, head, with_entropy=False)[0]
 
@@ -83,6 +85,7 @@ def logprobs_and_entropy_from_hidden(
         column 0. An entropy that is only looked at (detached) adds nothing to the backward pass.
     Raises: as `logprobs_from_hidden`.
     """
+    hidden, weight, bias = _autocast(hidden, weight, bias)
     head = _checked_head(hidden, weight, tokens, mask, bias, temperature, softcap)
     return _apply(hidden, tokens, mask, head, with_entropy=True)
 
@@ -112,18 +115,6 @@ class _Head:
         return (logits_nv * (self.temperature / self.softcap)).square_().neg_().add_(1)
 
 
-class _Context(Protocol):
-    """What autograd hands to both passes, with what is kept between them; torch does not type it."""
-
-    saved_tensors: tuple[Tensor, ...]
-    needs_input_grad: tuple[bool, ...]
-    settings: tuple[float, float | None]
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
-
-    def set_materialize_grads(self, value: bool) -> None: ...
-
-
 _Gradients = tuple[Tensor | None, ...]
 """One for every argument of the forward pass."""
 
@@ -131,7 +122,7 @@ _Gradients = tuple[Tensor | None, ...]
 class _HiddenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: _Context,
+        ctx: Context,
         hidden_NH: Tensor,
         weight_VH: Tensor,
         bias_V: Tensor | None,
@@ -139,55 +130,71 @@ class _HiddenLogprobs(torch.autograd.Function):
         settings: tuple[float, float | None],
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
+        ctx.temperature, ctx.softcap = settings
         head = _Head(weight_VH, bias_V, *settings)
         logsumexp_N, chosen_N, entropy_N = _reduce(head, hidden_NH, tokens_N, with_entropy)
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, tokens_N, logsumexp_N, entropy_N)
-        ctx.settings = settings
         ctx.set_materialize_grads(False)
-        return chosen_N - logsumexp_N, entropy_N.clone()
+        return chosen_N - logsumexp_N, entropy_N
 
     # The decorator hides the signature from the type checker.
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None) -> _Gradients:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """With log p(v) = z_v - logsumexp(z): d log p(v) / d z_u = [u = v] - p_u;  d H / d z_u = -p_u (log p_u + H)."""
+    def backward(ctx: Context, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None) -> _Gradients:  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden_NH, weight_VH, bias_V, tokens_N, logsumexp_N, entropy_N = ctx.saved_tensors
-        head = _Head(weight_VH, bias_V, *ctx.settings)
-        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        grad_hidden_NH = torch.zeros_like(hidden_NH, dtype=logsumexp_N.dtype) if wants_hidden else None
-        grad_weight_VH = torch.empty_like(weight_VH) if wants_weight else None
-        grad_bias_V = torch.empty_like(bias_V) if wants_bias else None
+        head = _Head(weight_VH, bias_V, ctx.temperature, ctx.softcap)
         if grad_logprobs_N is None:
             grad_logprobs_N = torch.zeros_like(logsumexp_N)
-        for columns in _tiles(len(weight_VH), _sides(hidden_NH)[1]):
-            weight_vH = weight_VH[columns]
-            grad_weight_vH = torch.zeros_like(weight_vH, dtype=logsumexp_N.dtype) if wants_weight else None
-            grad_bias_v = logsumexp_N.new_zeros(len(weight_vH)) if wants_bias else None
-            for rows in _tiles(len(hidden_NH), _sides(hidden_NH)[0]):
-                entropies = None if grad_entropy_N is None else (entropy_N[rows], grad_entropy_N[rows])
-                grad_nv = _tile_gradient(
-                    head, hidden_NH[rows], columns, tokens_N[rows], logsumexp_N[rows], grad_logprobs_N[rows], entropies
-                )
-                if grad_bias_v is not None:
-                    grad_bias_v += grad_nv.sum(0)
-                grad_nv = grad_nv.to(hidden_NH.dtype)
-                if grad_hidden_NH is not None:
-                    _add_product(grad_hidden_NH[rows], grad_nv, weight_vH)
-                if grad_weight_vH is not None:
-                    _add_product(grad_weight_vH, grad_nv.T, hidden_NH[rows])
-            if grad_weight_VH is not None and grad_weight_vH is not None:
-                grad_weight_VH[columns] = grad_weight_vH
-            if grad_bias_V is not None and grad_bias_v is not None:
-                grad_bias_V[columns] = grad_bias_v
-        grad_hidden_NH = None if grad_hidden_NH is None else grad_hidden_NH.to(hidden_NH.dtype)
-        return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None
+
+        def tile(rows: slice, columns: slice) -> Tensor:
+            entropies = None if grad_entropy_N is None else (entropy_N[rows], grad_entropy_N[rows])
+            return _tile_gradient(
+                head, hidden_NH[rows], columns, tokens_N[rows], logsumexp_N[rows], grad_logprobs_N[rows], entropies
+            )
+
+        # The tensors are in the dtype of the forward pass; a backward pass under autocast would make other logits.
+        with torch.autocast(hidden_NH.device.type, enabled=False):
+            return *_gradients(head, hidden_NH, logsumexp_N.dtype, tile, ctx.needs_input_grad), None, None, None
+
+
+def _gradients(
+    head: _Head,
+    hidden_NH: Tensor,
+    dtype: torch.dtype,
+    tile: Callable[[slice, slice], Tensor],
+    wanted: tuple[bool, ...],
+) -> _Gradients:
+    """Those by hidden states, weight and bias from the gradient [n, v] by each tile of the logits; sums in `dtype`."""
+    weight_VH, (wants_hidden, wants_weight, wants_bias) = head.weight_VH, wanted[:3]
+    grad_hidden_NH = torch.zeros_like(hidden_NH, dtype=dtype) if wants_hidden else None
+    grad_weight_VH = torch.empty_like(weight_VH) if wants_weight else None
+    grad_bias_V = weight_VH.new_empty(len(weight_VH)) if wants_bias else None
+    for columns in _tiles(len(weight_VH), _sides(hidden_NH)[1]):
+        weight_vH = weight_VH[columns]
+        grad_weight_vH = torch.zeros_like(weight_vH, dtype=dtype) if wants_weight else None
+        grad_bias_v = weight_vH.new_zeros(len(weight_vH), dtype=dtype) if wants_bias else None
+        for rows in _tiles(len(hidden_NH), _sides(hidden_NH)[0]):
+            grad_nv = tile(rows, columns)
+            if grad_bias_v is not None:
+                grad_bias_v += grad_nv.sum(0)
+            grad_nv = grad_nv.to(hidden_NH.dtype)
+            if grad_hidden_NH is not None:
+                _add_product(grad_hidden_NH[rows], grad_nv, weight_vH)
+            if grad_weight_vH is not None:
+                _add_product(grad_weight_vH, grad_nv.T, hidden_NH[rows])
+        if grad_weight_VH is not None and grad_weight_vH is not None:
+            grad_weight_VH[columns] = grad_weight_vH
+        if grad_bias_V is not None and grad_bias_v is not None:
+            grad_bias_V[columns] = grad_bias_v
+    return None if grad_hidden_NH is None else grad_hidden_NH.to(hidden_NH.dtype), grad_weight_VH, grad_bias_V
 
 
 def _reduce(head: _Head, hidden_NH: Tensor, tokens_N: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(logsumexp, logit of the chosen token, entropy), each [N]; without entropies the last is 0."""
     dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
     logsumexp_N = hidden_NH.new_full(tokens_N.shape, -torch.inf, dtype=dtype)
-    chosen_N, entropy_N = torch.zeros_like(logsumexp_N), torch.zeros_like(logsumexp_N)
+    # No tile has an id that is not in the vocabulary, and its NaN stays: to look at the ids would wait for the device.
+    chosen_N, entropy_N = torch.full_like(logsumexp_N, torch.nan), torch.zeros_like(logsumexp_N)
     for columns in _tiles(len(head.weight_VH), _sides(hidden_NH)[1]):
         for rows in _tiles(len(hidden_NH), _sides(hidden_NH)[0]):
             logits_nv = head.logits(hidden_NH[rows], columns)
@@ -220,7 +227,10 @@ def _tile_gradient(
     grad_n: Tensor,
     entropies: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """Gradient [n, v] by the head's own product, before softcap and temperature; `entropies` are H and its gradient."""
+    """Gradient [n, v] by the head's own product, before softcap and temperature; `entropies` are H and its gradient.
+
+    With log p(v) = z_v - logsumexp(z): d log p(v) / d z_u = [u = v] - p_u;  d H / d z_u = -p_u (log p_u + H).
+    """
     logits_nv = head.logits(hidden_nH, columns)
     slope_nv = head.softcap_slope(logits_nv)
     grad_n1 = grad_n[:, None] / head.temperature
@@ -272,6 +282,16 @@ def _apply(hidden: Tensor, tokens: Tensor, mask: Tensor, head: _Head, *, with_en
     return logprobs_BT, entropy_BT
 
 
+def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The three in the dtype of torch.autocast, where it is on; float64 stays, as it does there."""
+    device = hidden.device.type
+    if not torch.is_autocast_enabled(device):
+        return hidden, weight, bias
+    dtype = torch.get_autocast_dtype(device)
+    hidden, weight = (x if x.dtype == torch.float64 else x.to(dtype) for x in (hidden, weight))
+    return hidden, weight, bias if bias is None or bias.dtype == torch.float64 else bias.to(dtype)
+
+
 def _checked_head(
     hidden: Tensor,
     weight: Tensor,
@@ -297,8 +317,8 @@ def _checked_head(
             raise ValueError(
                 f"{name} is {tensor.dtype} and hidden {hidden.dtype}, they must agree: convert one of them"
             )
-    if temperature <= 0:
+    if not temperature > 0:
         raise ValueError(f"temperature is {temperature}, it must be above 0")
-    if softcap is not None and softcap <= 0:
+    if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap is {softcap}, it must be above 0, or None to turn it off")
     return _Head(weight, bias, temperature, softcap)

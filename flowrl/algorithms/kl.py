@@ -52,8 +52,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, kind: KlKind, gradien
     if gradient is None or gradient == kind:
         return values
     differentiated = _estimate(differences, gradient, name="gradient")
-    # The bracket is exactly zero, so the value is not rounded.
-    return values.detach() + (differentiated - differentiated.detach())
+    return _straight_through(values, differentiated)
 
 
 def kl_loss(
@@ -61,7 +60,7 @@ def kl_loss(
     ref_logprobs: Tensor,
     mask: Tensor,
     *,
-    kind: KlKind,
+    kind: KlKind | Callable[..., Tensor],
     gradient: KlKind | None = None,
     old_logprobs: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -74,7 +73,8 @@ def kl_loss(
         logprobs: [B, T], of the sampled tokens under the policy that is trained; the loss is differentiated by them.
         ref_logprobs: [B, T], under the reference. No gradient flows into them.
         mask: bool [B, T], the tokens that count.
-        kind: estimator of the value, see `kl_estimate`.
+        kind: estimator of the value, see `kl_estimate`; or a function of logprobs and ref_logprobs, by name, that
+            gives one per token.
         gradient: estimator of the gradient, see `kl_estimate`; None: that of `kind`. The gradient of k2 is unbiased
             while the policy is the one that sampled.
         old_logprobs: [B, T], under the policy that sampled. With them the gradient also flows through w, and with k1
@@ -95,7 +95,12 @@ def kl_loss(
             "gradient and old_logprobs are both given, each corrects the gradient of the KL: leave one out"
         )
     logprobs_BT, ref_logprobs_BT = masked_tokens(mask, logprobs=logprobs, ref_logprobs=ref_logprobs.detach())
-    loss_BT = kl_estimate(logprobs_BT, ref_logprobs_BT, kind=kind, gradient=gradient)
+    estimate = kind if callable(kind) else partial(kl_estimate, kind=kind)
+    loss_BT = estimate(logprobs=logprobs_BT, ref_logprobs=ref_logprobs_BT)
+    if gradient is not None:
+        loss_BT = _straight_through(loss_BT, _estimate(ref_logprobs_BT - logprobs_BT, gradient, name="gradient"))
+    # An estimate of one's own need not be 0 where both log-probabilities are.
+    loss_BT = loss_BT.masked_fill(~mask, 0)
     metrics = {"kl": loss_BT.detach()}
     if old_logprobs is not None:
         (old_logprobs_BT,) = masked_tokens(mask, old_logprobs=old_logprobs.detach())
@@ -132,7 +137,7 @@ def kl_shaped_rewards(
     Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, there for the whole row, as in eq. (2) of Ouyang et al. 2022,
     https://arxiv.org/abs/2203.02155, whose text has it per token.
     """
-    if coef < 0:
+    if not coef >= 0:
         raise ValueError(f"coef is {coef}, it must be 0 or more: a negative one would reward leaving the reference")
     logprobs_BT, ref_logprobs_BT = masked_tokens(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
     (scores_B,) = masked_rows(mask, scores=scores)
@@ -140,6 +145,12 @@ def kl_shaped_rewards(
     kl_BT = estimate(logprobs=logprobs_BT, ref_logprobs=ref_logprobs_BT)
     penalties_BT = (coef * kl_BT).masked_fill(~mask, 0)
     return torch.where(last_masked(mask), at_least_float32(scores_B)[:, None], 0) - penalties_BT
+
+
+def _straight_through(values: Tensor, differentiated: Tensor) -> Tensor:
+    """The values of the one and the gradient of the other."""
+    # The bracket is exactly zero, so the value is not rounded.
+    return values.detach() + (differentiated - differentiated.detach())
 
 
 def _estimate(differences: Tensor, kind: KlKind, *, name: str) -> Tensor:

@@ -6,12 +6,11 @@ Work is done in float32 (float64 stays) on a few positions at a time, so beside 
 of the size of the logits exists in either pass.
 """
 
-from collections.abc import Iterator
-from typing import Protocol
-
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from flowrl.algorithms.chunks import Context, chunks
 
 _CHUNK_ELEMENTS = 2**22
 """Logits that are worked on at a time: 16 MiB in float32; a single position may exceed it."""
@@ -40,31 +39,19 @@ def exact_kl(logits: Tensor, ref_logits: Tensor, *, temperature: float = 1.0) ->
         raise ValueError(
             f"logits have shape {list(logits.shape)} and ref_logits {list(ref_logits.shape)}, both must be [B, T, V]"
         )
-    if temperature <= 0:
+    if not temperature > 0:
         raise ValueError(f"temperature is {temperature}, it must be above 0")
     return _ExactKl.apply(logits, ref_logits, temperature)
 
 
-class _Context(Protocol):
-    """What autograd hands to both passes, with what is kept between them; torch does not type it."""
-
-    saved_tensors: tuple[Tensor, ...]
-    needs_input_grad: tuple[bool, ...]
-    temperature: float
-
-    def save_for_backward(self, *tensors: Tensor) -> None: ...
-
-
 class _ExactKl(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, logits_BTV: Tensor, ref_logits_BTV: Tensor, temperature: float) -> Tensor:
+    def forward(ctx: Context, logits_BTV: Tensor, ref_logits_BTV: Tensor, temperature: float) -> Tensor:
         dtype = torch.promote_types(torch.promote_types(logits_BTV.dtype, ref_logits_BTV.dtype), torch.float32)
         kl_BT = logits_BTV.new_zeros(logits_BTV.shape[:2], dtype=dtype)
-        for rows, chosen, choosing in _chunks(logits_BTV.shape):
-            probs_btV, gaps_btV = _probs_and_gaps(
-                logits_BTV[rows, choosing], ref_logits_BTV[rows, choosing], dtype, temperature
-            )
-            kl_BT[rows, chosen] = probs_btV.mul_(gaps_btV).sum(-1)
+        for choosing, chosen in chunks(logits_BTV.shape, _CHUNK_ELEMENTS):
+            probs_btV, gaps_btV = _probs_and_gaps(logits_BTV[choosing], ref_logits_BTV[choosing], dtype, temperature)
+            kl_BT[chosen] = probs_btV.mul_(gaps_btV).sum(-1)
         ctx.save_for_backward(logits_BTV, ref_logits_BTV, kl_BT)
         ctx.temperature = temperature
         return kl_BT
@@ -72,26 +59,24 @@ class _ExactKl(torch.autograd.Function):
     # The decorator hides the signature from the type checker.
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, grad_BT: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Context, grad_BT: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """d KL / d z_u = p_u (log p_u - log q_u - KL); for the reference's logits it is q_u - p_u."""
         logits_BTV, ref_logits_BTV, kl_BT = ctx.saved_tensors
         wanted, ref_wanted, _ = ctx.needs_input_grad
         grad_logits_BTV = torch.zeros_like(logits_BTV) if wanted else None
         grad_ref_logits_BTV = torch.zeros_like(ref_logits_BTV) if ref_wanted else None
-        for rows, chosen, choosing in _chunks(logits_BTV.shape):
-            ref_logits_btV = ref_logits_BTV[rows, choosing]
-            probs_btV, gaps_btV = _probs_and_gaps(
-                logits_BTV[rows, choosing], ref_logits_btV, kl_BT.dtype, ctx.temperature
-            )
-            grad_bt1 = grad_BT[rows, chosen, None] / ctx.temperature
+        for choosing, chosen in chunks(logits_BTV.shape, _CHUNK_ELEMENTS):
+            ref_logits_btV = ref_logits_BTV[choosing]
+            probs_btV, gaps_btV = _probs_and_gaps(logits_BTV[choosing], ref_logits_btV, kl_BT.dtype, ctx.temperature)
+            grad_bt1 = grad_BT[chosen][..., None] / ctx.temperature
             unused_bt1 = grad_bt1 == 0
             if grad_ref_logits_BTV is not None:
                 ref_probs_btV = ref_logits_btV.to(kl_BT.dtype).div(ctx.temperature).softmax(-1)
                 grad_btV = ref_probs_btV.sub_(probs_btV).mul_(grad_bt1)
-                grad_ref_logits_BTV[rows, choosing] = grad_btV.masked_fill_(unused_bt1, 0).to(ref_logits_BTV.dtype)
+                grad_ref_logits_BTV[choosing] = grad_btV.masked_fill_(unused_bt1, 0).to(ref_logits_BTV.dtype)
             if grad_logits_BTV is not None:
-                grad_btV = gaps_btV.sub_(kl_BT[rows, chosen, None]).mul_(probs_btV).mul_(grad_bt1)
-                grad_logits_BTV[rows, choosing] = grad_btV.masked_fill_(unused_bt1, 0).to(logits_BTV.dtype)
+                grad_btV = gaps_btV.sub_(kl_BT[chosen][..., None]).mul_(probs_btV).mul_(grad_bt1)
+                grad_logits_BTV[choosing] = grad_btV.masked_fill_(unused_bt1, 0).to(logits_BTV.dtype)
         return grad_logits_BTV, grad_ref_logits_BTV, None
 
 
@@ -104,14 +89,3 @@ def _probs_and_gaps(
     gaps_btV = logprobs_btV.sub_(ref_logits_btV.to(dtype).div(temperature).log_softmax(-1))
     # What has no weight adds nothing, also where both models exclude it and the gap is inf - inf.
     return probs_btV, gaps_btV.masked_fill_(probs_btV == 0, 0)
-
-
-def _chunks(shape: torch.Size) -> Iterator[tuple[slice, slice, slice]]:
-    """Slices of rows, of the columns of some tokens, and of the positions whose logits choose those tokens."""
-    num_rows, num_columns, vocabulary = shape
-    positions_per_chunk = max(1, _CHUNK_ELEMENTS // max(1, vocabulary))
-    rows_per_chunk = max(1, positions_per_chunk // max(1, num_columns))
-    for row in range(0, num_rows, rows_per_chunk):
-        for column in range(1, num_columns, positions_per_chunk):
-            end = min(column + positions_per_chunk, num_columns)
-            yield slice(row, row + rows_per_chunk), slice(column, end), slice(column - 1, end - 1)

@@ -35,11 +35,13 @@ def kto_loss(
         desirable_weight, undesirable_weight: > 0. The paper balances n desirable and m undesirable
             answers by choosing them such that (desirable_weight n) / (undesirable_weight m) is 1 or a little more.
     Returns: (loss [B], metrics [B] without gradient). A step's loss is the sum over its rows by their number. Metrics:
-        accuracy: 1 where the reward is above the reference point exactly if the answer is desirable.
+        accuracy: 1 where the reward is strictly on the right side of the reference point: above it if the answer is
+            desirable, below it if not.
         reward: beta r.
         chosen_reward, rejected_reward: beta r of desirable and of undesirable answers, 0 for the others.
         is_chosen: 1 for desirable answers; the sum of chosen_reward by the sum of this is its mean.
-    Raises: ValueError on shapes that differ, a `desirable` that is not bool, a beta or weight that is not above 0.
+    Raises: ValueError on shapes that differ, a `desirable` that is not bool, a beta or weight that is not above 0, a
+        reference_kl that is no scalar, or a number below 0.
 
     Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306, section 4, whose loss is weight - value.
     """
@@ -48,13 +50,14 @@ def kto_loss(
         ("desirable_weight", desirable_weight),
         ("undesirable_weight", undesirable_weight),
     ):
-        if value <= 0:
+        if not value > 0:
             raise ValueError(f"{name} is {value}, it must be above 0")
     if desirable.dtype != torch.bool:
         raise ValueError(f"desirable is {desirable.dtype}, it must be torch.bool: pass `desirable.bool()`")
     if not (logprobs.dim() == 1 and logprobs.shape == ref_logprobs.shape == desirable.shape):
         shapes = f"{list(logprobs.shape)}, {list(ref_logprobs.shape)}, {list(desirable.shape)}"
         raise ValueError(f"logprobs, ref_logprobs and desirable have shapes {shapes}, they must all be [B]")
+    _check_point(reference_kl)
     point = reference_kl.detach() if isinstance(reference_kl, Tensor) else reference_kl
     ratio_B = at_least_float32(logprobs) - at_least_float32(ref_logprobs.detach())
     gain_B = beta * torch.where(desirable, ratio_B - point, point - ratio_B)
@@ -86,6 +89,17 @@ def kto_reference_kl(mismatched_logprobs: Tensor, mismatched_ref_logprobs: Tenso
     ratio_B = at_least_float32(mismatched_logprobs) - at_least_float32(mismatched_ref_logprobs)
     mean = ratio_B.double().sum() / max(1, len(ratio_B))
     return mean.clamp(min=0).to(ratio_B.dtype)
+
+
+def _check_point(reference_kl: Tensor | float) -> None:
+    if isinstance(reference_kl, Tensor):
+        # Its value is not looked at: that would wait for the device.
+        if reference_kl.dim() != 0:
+            raise ValueError(
+                f"reference_kl has shape {list(reference_kl.shape)}, it must be a scalar: one for the step"
+            )
+    elif not reference_kl >= 0:
+        raise ValueError(f"reference_kl is {reference_kl}, it must be 0 or more: take it from kto_reference_kl")
 
 
 def _metrics(reward_B: Tensor, gain_B: Tensor, desirable_B: Tensor) -> dict[str, Tensor]:

@@ -9,14 +9,12 @@ logits. Where the logits themselves are too much, `logprobs_from_hidden` does wi
 """
 
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_Slices = tuple[slice, slice]
-"""Of rows and of positions."""
+from flowrl.algorithms.chunks import Context, Slices, chunks
 
 _CHUNK_ELEMENTS = 2**24
 """Logits that are worked on at a time: 64 MiB in float32; a single position may exceed it."""
@@ -53,18 +51,9 @@ def token_entropy(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
     return _TokenEntropy.apply(logits, temperature)
 
 
-class _Context(Protocol):
-    """What autograd hands to both passes, with what is kept between them; torch does not type it."""
-
-    saved_tensors: tuple[Tensor, ...]
-    temperature: float
-
-    def save_for_backward(self, *tensors: Tensor) -> None: ...
-
-
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, logits_BTV: Tensor, tokens_BT: Tensor, temperature: float) -> Tensor:
+    def forward(ctx: Context, logits_BTV: Tensor, tokens_BT: Tensor, temperature: float) -> Tensor:
         ctx.save_for_backward(logits_BTV, tokens_BT)
         ctx.temperature = temperature
         logprobs_BT = logits_BTV.new_zeros(tokens_BT.shape, dtype=_result_dtype(logits_BTV))
@@ -75,7 +64,7 @@ class _TokenLogprobs(torch.autograd.Function):
     # The decorator hides the signature from the type checker.
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, grad_BT: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Context, grad_BT: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """d logp(v) / d z_u = [u = v] - p_u."""
         logits_BTV, tokens_BT = ctx.saved_tensors
         grad_logits_BTV = torch.zeros_like(logits_BTV)
@@ -88,7 +77,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 class _TokenEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, logits_BTV: Tensor, temperature: float) -> Tensor:
+    def forward(ctx: Context, logits_BTV: Tensor, temperature: float) -> Tensor:
         entropy_BT = logits_BTV.new_zeros(logits_BTV.shape[:2], dtype=_result_dtype(logits_BTV))
         for _, chosen, scaled_btV in _scaled_chunks(logits_BTV, temperature):
             entropy_BT[chosen] = torch.special.entr(scaled_btV.softmax(-1)).sum(-1)
@@ -99,7 +88,7 @@ class _TokenEntropy(torch.autograd.Function):
     # The decorator hides the signature from the type checker.
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, grad_BT: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Context, grad_BT: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """d H / d z_u = -p_u (log p_u + H)."""
         logits_BTV, entropy_BT = ctx.saved_tensors
         grad_logits_BTV = torch.zeros_like(logits_BTV)
@@ -111,18 +100,11 @@ class _TokenEntropy(torch.autograd.Function):
         return grad_logits_BTV, None
 
 
-def _scaled_chunks(logits_BTV: Tensor, temperature: float) -> Iterator[tuple[_Slices, _Slices, Tensor]]:
+def _scaled_chunks(logits_BTV: Tensor, temperature: float) -> Iterator[tuple[Slices, Slices, Tensor]]:
     """Where logits choose, where the tokens are that they choose, and the logits [b, t, V] over the temperature."""
-    num_rows, num_positions, vocabulary = logits_BTV.shape
-    positions_at_once = max(1, min(num_positions, _CHUNK_ELEMENTS // max(1, vocabulary)))
-    rows_at_once = max(1, _CHUNK_ELEMENTS // max(1, positions_at_once * vocabulary))
-    for row in range(0, num_rows, rows_at_once):
-        rows = slice(row, row + rows_at_once)
-        for start in range(0, num_positions - 1, positions_at_once):
-            stop = min(start + positions_at_once, num_positions - 1)
-            choosing, chosen = (rows, slice(start, stop)), (rows, slice(start + 1, stop + 1))
-            logits_btV = logits_BTV[choosing].to(_result_dtype(logits_BTV))
-            yield choosing, chosen, logits_btV if temperature == 1 else logits_btV / temperature
+    for choosing, chosen in chunks(logits_BTV.shape, _CHUNK_ELEMENTS):
+        logits_btV = logits_BTV[choosing].to(_result_dtype(logits_BTV))
+        yield choosing, chosen, logits_btV if temperature == 1 else logits_btV / temperature
 
 
 def _result_dtype(logits: Tensor) -> torch.dtype:
@@ -132,5 +114,5 @@ def _result_dtype(logits: Tensor) -> torch.dtype:
 def _check(logits: Tensor, temperature: float) -> None:
     if logits.dim() != 3:
         raise ValueError(f"logits have shape {list(logits.shape)}, it must be [B, T, V]")
-    if temperature <= 0:
+    if not temperature > 0:
         raise ValueError(f"temperature is {temperature}, it must be above 0")

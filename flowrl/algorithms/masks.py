@@ -2,8 +2,8 @@
 
 Shape suffixes: B rows, T token positions of a right- or left-padded row.
 
-A masked position changes nothing, whatever it holds (NaN and infinities included), in the value and in the gradient:
-inputs are replaced by zero there before any arithmetic, because zero times NaN is NaN.
+Where a function takes a mask, a masked position changes nothing, whatever it holds (NaN and infinities included), in
+the value and in the gradient: inputs are replaced by zero there before any arithmetic, because zero times NaN is NaN.
 """
 
 import torch
@@ -63,6 +63,11 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     """
     (values,) = masked_tokens(mask, values=values)
     return values.sum() / mask.sum().clamp(min=1)
+
+
+def row_mean(values_BT: Tensor, mask: Tensor) -> Tensor:
+    """[B, 1]: the mean over each row's true positions, 0 for a row without any. Expects 0 where the mask is false."""
+    return values_BT.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
 def masked_range(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

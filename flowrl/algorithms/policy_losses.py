@@ -7,9 +7,11 @@ Every policy loss of this package is called `(logprobs, old_logprobs, advantages
 divided by the number of true positions is the mean, however the batch was split, and `masked_range` gives the
 range. All have `ratio` and `approx_kl`, the k3 estimate of KL(old policy || policy). Those that clip also have
 
-    clip_fraction        1 where a clip takes the gradient of a token, or its weight; the sum of the next two
+    clip_fraction        1 where a clip below or above takes the gradient of a token, or changes its weight
     clip_fraction_low    1 where that is the clip below
     clip_fraction_high   1 where that is the clip above
+
+A dual clip, a cap of a weight and a selection of tokens have fractions of their own.
 """
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from flowrl.algorithms.kl import kl_estimate
 from flowrl.algorithms.masks import masked_tokens
-from flowrl.algorithms.surrogates import bounded_ratio, check_clips, clipped_surrogate, ratio_metrics
+from flowrl.algorithms.surrogates import bounded_ratio, check_clips, clipped_surrogate, policy_inputs, ratio_metrics
 
 
 def clipped_policy_loss(
@@ -58,9 +60,7 @@ def clipped_policy_loss(
     Deviation: the log-ratio is held in [-20, 20], beyond which the gradient is 0.
     """
     check_clips(clip_low, clip_high, dual_clip)
-    logprobs_BT, old_logprobs_BT, advantages_BT = masked_tokens(
-        mask, logprobs=logprobs, old_logprobs=old_logprobs.detach(), advantages=advantages.detach()
-    )
+    logprobs_BT, old_logprobs_BT, advantages_BT = policy_inputs(logprobs, old_logprobs, advantages, mask)
     ratio_BT = bounded_ratio(logprobs_BT - old_logprobs_BT)
     loss_BT, clips = clipped_surrogate(ratio_BT, advantages_BT, clip_low=clip_low, clip_high=clip_high)
     dual_clip_binds_BT = torch.zeros_like(mask)
@@ -112,7 +112,7 @@ def decoupled_policy_loss(
     https://arxiv.org/abs/2505.24298, section 5.2. Deviations: both log-ratios are held in [-20, 20]; max_weight is in
     AReaL's code and not in the papers.
     """
-    if max_weight is not None and max_weight <= 0:
+    if max_weight is not None and not max_weight > 0:
         raise ValueError(f"max_weight is {max_weight}, it must be above 0 (5 is usual), or None to keep every token")
     loss_BT, metrics = clipped_policy_loss(
         logprobs, old_logprobs, advantages, mask, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
@@ -167,11 +167,9 @@ def sapo_loss(
         ("temperature_positive", temperature_positive),
         ("temperature_negative", temperature_negative),
     ):
-        if value <= 0:
+        if not value > 0:
             raise ValueError(f"{name} is {value}, it must be above 0 (1 is usual)")
-    logprobs_BT, old_logprobs_BT, advantages_BT = masked_tokens(
-        mask, logprobs=logprobs, old_logprobs=old_logprobs.detach(), advantages=advantages.detach()
-    )
+    logprobs_BT, old_logprobs_BT, advantages_BT = policy_inputs(logprobs, old_logprobs, advantages, mask)
     ratio_BT = bounded_ratio(logprobs_BT - old_logprobs_BT)
     temperatures_BT = torch.full_like(advantages_BT, temperature_negative)
     temperatures_BT = temperatures_BT.masked_fill_(advantages_BT > 0, temperature_positive)

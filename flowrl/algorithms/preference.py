@@ -66,7 +66,7 @@ def pairwise_reward_loss(
     """
     if isinstance(margin, Tensor):
         margin_P = _pairs(chosen_scores=chosen_scores, margin=margin)[1].detach()
-    elif margin < 0:
+    elif not margin >= 0:
         raise ValueError(f"margin is {margin}, it must be 0 or more")
     else:
         margin_P = margin
@@ -148,7 +148,7 @@ def simpo_loss(
     Meng et al. 2024, https://arxiv.org/abs/2405.14734, eq. (6).
     """
     _check_beta(beta)
-    if margin < 0:
+    if not margin >= 0:
         raise ValueError(f"margin is {margin}, it must be 0 or more")
     chosen_P, rejected_P = _pairs(chosen_logprobs=chosen_logprobs, rejected_logprobs=rejected_logprobs)
     chosen_P, rejected_P = beta * chosen_P, beta * rejected_P
@@ -173,7 +173,7 @@ def orpo_loss(chosen_logprobs: Tensor, rejected_logprobs: Tensor, *, coef: float
     pairs count the same whatever their length; in the odds log P is held at or below -1e-6, where they would be
     infinite, and has no gradient through them above it. Peers report coef log P as the reward; it has the same order.
     """
-    if coef < 0:
+    if not coef >= 0:
         raise ValueError(f"coef is {coef}, it must be 0 or more")
     chosen_P, rejected_P = _pairs(chosen_logprobs=chosen_logprobs, rejected_logprobs=rejected_logprobs)
     chosen_odds_P, rejected_odds_P = _log_odds(chosen_P), _log_odds(rejected_P)
@@ -183,10 +183,10 @@ def orpo_loss(chosen_logprobs: Tensor, rejected_logprobs: Tensor, *, coef: float
 
 
 def _log_odds(logprobs_P: Tensor) -> Tensor:
-    """log(P / (1 - P)) from log P; each form of log(1 - P) is exact on its side of P = 1/2."""
+    """log(P / (1 - P)) from log P."""
     held_P = logprobs_P.clamp(max=MAX_MEAN_LOGPROB)
-    log_rest_P = torch.where(held_P > -0.6931, torch.log(-torch.expm1(held_P)), torch.log1p(-torch.exp(held_P)))
-    return held_P - log_rest_P
+    # expm1 keeps the digits of 1 - P where P is near 1; where P is small, what is lost is nothing beside log P.
+    return held_P - torch.log(-torch.expm1(held_P))
 
 
 def _pairs(**pairs: Tensor) -> list[Tensor]:
@@ -209,7 +209,7 @@ def _pair_metrics(chosen_P: Tensor, rejected_P: Tensor) -> dict[str, Tensor]:
 
 
 def _check_beta(beta: float) -> None:
-    if beta <= 0:
+    if not beta > 0:
         raise ValueError(f"beta is {beta}, it must be above 0")
 
 

@@ -38,7 +38,7 @@ def ptx_weights(*, coef: float, form: PtxForm) -> tuple[float, float]:
     """
     if form not in get_args(PtxForm):
         raise ValueError(f"form is {form!r}, it must be one of {', '.join(get_args(PtxForm))}")
-    if coef < 0:
+    if not coef >= 0:
         raise ValueError(f"coef is {coef}, it must be 0 or more")
     if form == "mix" and coef > 1:
         raise ValueError(f"coef is {coef}, form mix needs one in [0, 1]: use form add for a larger weight")

@@ -64,13 +64,14 @@ class Registry:
     def register(self, name: str) -> Callable[[F], F]:
         """A decorator that makes a function known by a name.
 
-        Raises: RegistryError on a name that is taken, or that is no identifier; and where a function is decorated whose
-            signature does not fit the kind.
+        Raises: RegistryError on a name that is taken, or that is no identifier; and where something is decorated that
+            is no function, or whose signature does not fit the kind.
         """
         if not name.isidentifier():
             raise RegistryError(f"{name!r} cannot name a {self.kind}: use letters, digits and _, like my_name")
 
         def add(function: F) -> F:
+            self._check_is_function(function, name)
             taken = name in self._homes or _place(self._registered.get(name, function)) != _place(function)
             if taken:
                 raise RegistryError(f"{name} is the name of another {self.kind}: choose one that is not taken")
@@ -91,9 +92,9 @@ class Registry:
             return self._registered[name]
         if name not in self._homes:
             near = difflib.get_close_matches(name, self.names, n=1)
-            meant = f"did you mean {near[0]}? " if near else ""
+            meant = f"did you mean {near[0]}? There" if near else "there"
             raise RegistryError(
-                f"{name!r} is no {self.kind}; {meant}There are {', '.join(self.names)}, and module:function of your own"
+                f"{name!r} is no {self.kind}; {meant} are {', '.join(self.names)}, and module:function of your own"
             )
         home = self._homes[name]
         module, _, attribute = home.place.partition(":")
@@ -145,6 +146,12 @@ class Registry:
         self._check_signature(function, name)
         return function
 
+    def _check_is_function(self, function: object, name: str) -> None:
+        if not (inspect.isroutine(function) or inspect.isclass(function)):
+            raise RegistryError(
+                f"{name} is a {type(function).__name__}, and a {self.kind} must be a function: write it with def"
+            )
+
     def _check_signature(self, function: Callable[..., Any], name: str) -> None:
         allowed = (*self.required, *self.optional)
         inputs = [name for name, p in _parameters(function) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -154,10 +161,9 @@ class Registry:
         if not (wrong or missing or loose):
             return
         found = f"takes {', '.join(wrong + loose)}" if wrong or loose else f"does not take {', '.join(missing)}"
-        others = f", and as it needs {', '.join(self.optional)}" if self.optional else ""
-        raise RegistryError(
-            f"{self.kind} {name} {found}: its inputs are {', '.join(self.required)}{others}; settings come after a *"
-        )
+        others = ["as it needs " + ", ".join(self.optional)] if self.optional else []
+        possible = ", and ".join([", ".join(self.required), *others] if self.required else others)
+        raise RegistryError(f"{self.kind} {name} {found}: its inputs are {possible}; settings come after a *")
 
 
 def _parameters(function: Callable[..., Any]) -> list[tuple[str, inspect.Parameter]]:

@@ -9,8 +9,14 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from flowrl.algorithms.masks import masked_tokens
-from flowrl.algorithms.surrogates import bounded_ratio, check_clips, clip_metrics, ratio_metrics, weighted_score
+from flowrl.algorithms.surrogates import (
+    bounded_ratio,
+    check_clips,
+    clip_metrics,
+    policy_inputs,
+    ratio_metrics,
+    weighted_score,
+)
 
 Divergence = Literal["tv", "kl"]
 
@@ -34,9 +40,7 @@ def reinforce_loss(
 
     Williams 1992, https://doi.org/10.1007/BF00992696.
     """
-    logprobs_BT, old_logprobs_BT, advantages_BT = masked_tokens(
-        mask, logprobs=logprobs, old_logprobs=old_logprobs.detach(), advantages=advantages.detach()
-    )
+    logprobs_BT, old_logprobs_BT, advantages_BT = policy_inputs(logprobs, old_logprobs, advantages, mask)
     ratio_BT = bounded_ratio(logprobs_BT.detach() - old_logprobs_BT)
     return -advantages_BT * logprobs_BT, ratio_metrics(ratio_BT, logprobs_BT, old_logprobs_BT, mask)
 
@@ -78,12 +82,10 @@ def cispo_loss(
         clipped, whatever the sign of the advantage; ratio (before the clip); approx_kl.
     Raises: ValueError on a clip outside its range, on shapes that differ, on a mask that is not bool.
 
-    MiniMax 2025, https://arxiv.org/abs/2506.13585, eq. (4) and (5).
+    MiniMax 2025, https://arxiv.org/abs/2506.13585, eq. (4) and (5). Deviation: log w is held in [-20, 20].
     """
     check_clips(clip_low, clip_high)
-    logprobs_BT, old_logprobs_BT, advantages_BT = masked_tokens(
-        mask, logprobs=logprobs, old_logprobs=old_logprobs.detach(), advantages=advantages.detach()
-    )
+    logprobs_BT, old_logprobs_BT, advantages_BT = policy_inputs(logprobs, old_logprobs, advantages, mask)
     ratio_BT = bounded_ratio(logprobs_BT.detach() - old_logprobs_BT)
     weight_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high)
     metrics = clip_metrics(mask & (ratio_BT < weight_BT), mask & (ratio_BT > weight_BT), dtype=ratio_BT.dtype)
@@ -132,13 +134,12 @@ def dppo_loss(
         mask that is not bool.
 
     Qi et al. 2026, https://arxiv.org/abs/2602.04879, eq. (12), with the binary approximations, eq. (13) and (14).
-    Deviations: log w is held in [-20, 20], in value only; a log-probability above 0 (rounding) counts as 0; 1 - p is
-    held above the resolution of the dtype.
+    Deviations: the recipes pass old log-probabilities that the trainer computed again, and not the rollout's (a recipe
+    of your own may pass those); log w is held in [-20, 20], in value only; a log-probability above 0 (rounding) counts
+    as 0; 1 - p is held above the resolution of the dtype.
     """
     _check_trust_region(divergence, delta_low, delta_high, max_ratio)
-    logprobs_BT, old_logprobs_BT, advantages_BT = masked_tokens(
-        mask, logprobs=logprobs, old_logprobs=old_logprobs.detach(), advantages=advantages.detach()
-    )
+    logprobs_BT, old_logprobs_BT, advantages_BT = policy_inputs(logprobs, old_logprobs, advantages, mask)
     ratio_BT = bounded_ratio(logprobs_BT.detach() - old_logprobs_BT)
     divergence_BT = _binary_divergence(logprobs_BT.detach(), old_logprobs_BT, divergence)
     low_binds_BT = (advantages_BT < 0) & (ratio_BT < 1) & (divergence_BT > delta_low)
@@ -170,7 +171,7 @@ def _check_trust_region(divergence: Divergence, delta_low: float, delta_high: fl
     if divergence not in get_args(Divergence):
         raise ValueError(f"divergence is {divergence!r}, it must be one of {', '.join(get_args(Divergence))}")
     for name, value in (("delta_low", delta_low), ("delta_high", delta_high)):
-        if value < 0:
+        if not value >= 0:
             raise ValueError(f"{name} is {value}, it must be 0 or more: no divergence is negative")
-    if max_ratio is not None and max_ratio <= 0:
+    if max_ratio is not None and not max_ratio > 0:
         raise ValueError(f"max_ratio is {max_ratio}, it must be above 0 (5 is usual), or None to turn it off")

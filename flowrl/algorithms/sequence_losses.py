@@ -10,14 +10,14 @@ number per row, as the group estimators give it, the formulas are those of the p
 import torch
 from torch import Tensor
 
-from flowrl.algorithms.masks import masked_tokens
+from flowrl.algorithms.masks import row_mean
 from flowrl.algorithms.surrogates import (
     bounded_ratio,
     check_clips,
     clip_metrics,
     clipped_surrogate,
+    policy_inputs,
     ratio_metrics,
-    row_mean,
     weighted_score,
 )
 
@@ -45,9 +45,7 @@ def gspo_loss(
     Zheng et al. 2025, https://arxiv.org/abs/2507.18071, eq. (5) and (7). Deviation: log s_i is held in [-20, 20].
     """
     check_clips(clip_low, clip_high)
-    logprobs_BT, old_logprobs_BT, advantages_BT = masked_tokens(
-        mask, logprobs=logprobs, old_logprobs=old_logprobs.detach(), advantages=advantages.detach()
-    )
+    logprobs_BT, old_logprobs_BT, advantages_BT = policy_inputs(logprobs, old_logprobs, advantages, mask)
     ratio_BT = bounded_ratio(row_mean(logprobs_BT - old_logprobs_BT, mask)).expand_as(mask)
     loss_BT, clips = clipped_surrogate(ratio_BT, advantages_BT, clip_low=clip_low, clip_high=clip_high)
     return loss_BT, clips | ratio_metrics(ratio_BT, logprobs_BT, old_logprobs_BT, mask)
@@ -72,9 +70,7 @@ def gspo_token_loss(
     value only: the gradient of a token beyond that is not 0.
     """
     check_clips(clip_low, clip_high)
-    logprobs_BT, old_logprobs_BT, advantages_BT = masked_tokens(
-        mask, logprobs=logprobs, old_logprobs=old_logprobs.detach(), advantages=advantages.detach()
-    )
+    logprobs_BT, old_logprobs_BT, advantages_BT = policy_inputs(logprobs, old_logprobs, advantages, mask)
     sequence_ratio_B1 = bounded_ratio(row_mean(logprobs_BT.detach() - old_logprobs_BT, mask))
     ratio_BT = weighted_score(sequence_ratio_B1, logprobs_BT)
     loss_BT, clips = clipped_surrogate(ratio_BT, advantages_BT, clip_low=clip_low, clip_high=clip_high)
@@ -108,11 +104,9 @@ def gmpo_loss(
     sgn(A), which would bind at clip_high on both sides. With equal clips, as in the paper, it is the same.
     """
     for name, value in (("clip_low", clip_low), ("clip_high", clip_high)):
-        if value < 0:
+        if not value >= 0:
             raise ValueError(f"{name} is {value}, it must be 0 or more: it bounds a log-ratio, in nats (0.4 is usual)")
-    logprobs_BT, old_logprobs_BT, advantages_BT = masked_tokens(
-        mask, logprobs=logprobs, old_logprobs=old_logprobs.detach(), advantages=advantages.detach()
-    )
+    logprobs_BT, old_logprobs_BT, advantages_BT = policy_inputs(logprobs, old_logprobs, advantages, mask)
     log_ratios_BT = logprobs_BT - old_logprobs_BT
     low_binds_BT = (advantages_BT < 0) & (log_ratios_BT < -clip_low)
     high_binds_BT = (advantages_BT > 0) & (log_ratios_BT > clip_high)

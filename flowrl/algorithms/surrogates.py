@@ -1,12 +1,23 @@
 """What the policy losses share: importance ratios, the clipped surrogate and the metrics that all of them report.
 
-Shape suffixes: B rows, T token positions. The tensors given here have been through `masked_tokens`.
+Shape suffixes: B rows, T token positions. The tensors given here have been through `policy_inputs`.
 """
 
 import torch
 from torch import Tensor
 
 from flowrl.algorithms.kl import MAX_LOG_RATIO, kl_estimate
+from flowrl.algorithms.masks import masked_tokens
+
+
+def policy_inputs(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The three [B, T], checked and ready for arithmetic (`masked_tokens`); only the first carries a gradient."""
+    logprobs_BT, old_logprobs_BT, advantages_BT = masked_tokens(
+        mask, logprobs=logprobs, old_logprobs=old_logprobs.detach(), advantages=advantages.detach()
+    )
+    return logprobs_BT, old_logprobs_BT, advantages_BT
 
 
 def bounded_ratio(log_ratios: Tensor) -> Tensor:
@@ -21,11 +32,6 @@ def weighted_score(weights: Tensor, logprobs: Tensor) -> Tensor:
     """
     # exp(x - x) is 1 in value, and its derivative is that of x.
     return weights.detach() * (logprobs - logprobs.detach()).exp()
-
-
-def row_mean(values_BT: Tensor, mask: Tensor) -> Tensor:
-    """[B, 1]: the mean over each row's true positions, 0 for a row without any. Expects 0 where the mask is false."""
-    return values_BT.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
 def clipped_surrogate(
@@ -60,7 +66,7 @@ def check_clips(clip_low: float, clip_high: float, dual_clip: float | None = Non
     """Raises ValueError on a clip of a ratio outside its range."""
     if not 0 <= clip_low <= 1:
         raise ValueError(f"clip_low is {clip_low}, it must be in [0, 1]: a ratio cannot fall below 0")
-    if clip_high < 0:
+    if not clip_high >= 0:
         raise ValueError(f"clip_high is {clip_high}, it must be 0 or more")
-    if dual_clip is not None and dual_clip <= 1:
+    if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"dual_clip is {dual_clip}, it must be above 1 (3 is usual), or None to turn it off")

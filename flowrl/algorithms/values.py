@@ -29,7 +29,7 @@ def clipped_value_loss(
     The value clipping of the published PPO code, one of the code-level optimizations of Engstrom et al. 2020,
     https://arxiv.org/abs/2005.12729.
     """
-    if clip is not None and clip <= 0:
+    if clip is not None and not clip > 0:
         raise ValueError(f"clip is {clip}, it must be above 0, or None to turn clipping off")
     values_BT, old_values_BT, returns_BT = masked_tokens(
         mask, values=values, old_values=old_values.detach(), returns=returns.detach()
@@ -58,6 +58,8 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     values_BT, returns_BT = masked_tokens(mask, values=values, returns=returns)
     returns_N = returns_BT[mask].double()
     errors_N = returns_N - values_BT[mask].double()
+    # Against the first one: equal returns become exact zeros, whatever their mean would round to.
+    returns_N = returns_N - returns_N[:1]
     total = (returns_N - returns_N.mean()).square().sum()
     unexplained = (errors_N - errors_N.mean()).square().sum()
     return torch.where(total > 0, 1 - unexplained / total, 0).to(values_BT.dtype)

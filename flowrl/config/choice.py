@@ -26,9 +26,9 @@ def known_name(what: str, names: Iterable[str]) -> Callable[[str], str]:
             return check_import(name)
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
-            meant = f"did you mean {near[0]}? " if near else ""
+            meant = f"did you mean {near[0]}? There" if near else "there"
             raise ValueError(
-                f"{name!r} is no {what}; {meant}There are {', '.join(names)}, and your own is named as module:function"
+                f"{name!r} is no {what}; {meant} are {', '.join(names)}, and your own is named as module:function"
             )
         return name
 

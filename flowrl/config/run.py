@@ -110,6 +110,16 @@ class OnPolicyConfig(RunConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_correction(self) -> "OnPolicyConfig":
+        correction = self.algorithm.correction
+        if self.actor.loss == "decoupled_ppo" and correction is not None and correction.kind in ("truncated", "masked"):
+            raise ValueError(
+                f"algorithm.correction.kind is {correction.kind}, but actor.loss decoupled_ppo has the same importance "
+                "weight in its formula, and it would count twice: remove the correction, or set actor.loss: ppo"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_evaluation(self) -> "OnPolicyConfig":
         if self.evaluate_every and self.data.test is None:
             raise ValueError(f"evaluate_every is {self.evaluate_every}, but there is no test file: set data.test")

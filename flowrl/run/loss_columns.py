@@ -11,6 +11,8 @@ import torch
 from tensordict import TensorDict
 
 from flowrl.algorithms import (
+    RatioLevel,
+    last_masked,
     mismatch_metrics,
     normalized_weights,
     select_clip_cov,
@@ -97,13 +99,20 @@ def correction_metrics(tokens: Mapping[str, torch.Tensor]) -> dict[str, Metric]:
     mask_BL = tokens["response_mask"]
     dropped = float((mask_BL & ~tokens["loss_mask"]).sum())
     sums = weight_sums(tokens["loss_weights"], mask_BL, level="token")
+    samples = weight_sums(tokens["loss_weights"], mask_BL, level=_sample_level(tokens["loss_weights"], mask_BL))
     found: dict[str, Metric] = {
         "correction/weight": Mean(sums.total, sums.count),
-        "correction/effective_samples": sums,
+        "correction/effective_samples": samples,
         "correction/rejected_fraction": Mean(dropped, sums.count),
     }
     mismatch = mismatch_metrics(tokens["old_logprobs"], tokens["rollout_logprobs"], mask_BL)
     return found | {f"mismatch/{name}": metric for name, metric in mismatch.items()}
+
+
+def _sample_level(weights_BL: torch.Tensor, mask_BL: torch.Tensor) -> RatioLevel:
+    """Whether tokens or rows were weighed: tokens of one row that share a weight are one sample and not many."""
+    last_B1 = weights_BL.masked_fill(~last_masked(mask_BL), 0).sum(-1, keepdim=True)
+    return "token" if bool((mask_BL & (weights_BL != last_B1)).any()) else "sequence"
 
 
 def _options(config: CorrectionConfig) -> dict[str, Any]:  # Any: as the settings are

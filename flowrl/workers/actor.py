@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from flowrl.algorithms import aggregate, masked_range
+from flowrl.algorithms import aggregate, kl_loss, masked_range
 from flowrl.algorithms.registry import aggregation_modes, kl_kinds, policy_losses
 from flowrl.config import ActorConfig, ModelConfig, UserError
 from flowrl.controller.register import Dispatch, register
@@ -151,9 +151,13 @@ class Actor(Worker):
         if config.entropy_coef:
             loss_BL = loss_BL - config.entropy_coef * entropy_BL
         if config.kl_loss_coef:
-            straight = {} if config.kl_loss_gradient is None else {"gradient": config.kl_loss_gradient}
-            kl_estimate = kl_kinds.load(config.kl_loss_kind)
-            kl_BL = kl_estimate(logprobs=logprobs_BL, ref_logprobs=micro.tokens["ref_logprobs"], **straight)
+            kl_BL, _ = kl_loss(
+                logprobs_BL,
+                micro.tokens["ref_logprobs"],
+                mask_BL,
+                kind=kl_kinds.load(config.kl_loss_kind),
+                gradient=config.kl_loss_gradient,
+            )
             loss_BL = loss_BL + config.kl_loss_coef * kl_BL
             per_token["kl_loss"] = kl_BL
         scale = {} if config.aggregation_scale is None else {"scale": config.aggregation_scale}
@@ -163,7 +167,7 @@ class Actor(Worker):
             denominator=denominators.tokens if config.aggregation == "token_mean" else denominators.rows,
             **scale,
         )
-        return loss, token_means(per_token, mask_BL) | ratio_range(details, mask_BL)
+        return loss, token_means(per_token, mask_BL)
 
     def _loss_of_policy(
         self, logprobs_BL: torch.Tensor, micro: MicroBatch, mask_BL: torch.Tensor
@@ -198,17 +202,15 @@ def _imitation_loss(
 
 
 def token_means(values: dict[str, torch.Tensor], mask_BL: torch.Tensor) -> dict[str, Metric]:
-    """The mean of each `[B, L]` over the mask, as metrics that merge over micro-batches and ranks."""
-    count = float(mask_BL.sum())
-    return {
-        name: Mean(float(value.detach().masked_fill(~mask_BL, 0).sum(dtype=torch.float64)), count)
-        for name, value in values.items()
-    }
+    """The mean of each `[B, L]` over the mask, and the smallest and the largest `ratio` of a loss that reports one.
 
-
-def ratio_range(details: dict[str, torch.Tensor], mask_BL: torch.Tensor) -> dict[str, Metric]:
-    """The smallest and the largest ratio over the mask, of a loss that reports its ratio."""
-    if "ratio" not in details or not mask_BL.any():
-        return {}
-    low, high = masked_range(details["ratio"], mask_BL)
-    return {"ratio_min": Min(float(low)), "ratio_max": Max(float(high))}
+    They merge over micro-batches and ranks.
+    """
+    sums = [value.detach().masked_fill(~mask_BL, 0).sum(dtype=torch.float64) for value in values.values()]
+    extremes = masked_range(values["ratio"], mask_BL) if "ratio" in values else ()
+    # One wait for the device, however many metrics there are.
+    count, *numbers = torch.stack([mask_BL.sum().double(), *sums, *(x.double() for x in extremes)]).tolist()
+    found: dict[str, Metric] = {name: Mean(total, count) for name, total in zip(values, numbers, strict=False)}
+    if extremes and count:
+        found |= {"ratio_min": Min(numbers[-2]), "ratio_max": Max(numbers[-1])}
+    return found

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowrl.algorithms import hidden_logprobs as module
 from flowrl.algorithms import logprobs_and_entropy_from_hidden, logprobs_from_hidden, token_entropy, token_logprobs
+from tests.algorithms.largest import Largest
 
 Inputs = dict[str, Any]  # Any: tensors, and settings beside them
 HEADS: list[Inputs] = [{}, {"temperature": 0.7}, {"softcap": 2.0, "temperature": 1.3}]
@@ -120,18 +120,6 @@ def test_they_are_those_of_token_logprobs_and_token_entropy():
     expected = token_logprobs(logits, inputs["tokens"], temperature=0.9), token_entropy(logits, temperature=0.9)
     found = logprobs_and_entropy_from_hidden(**inputs, temperature=0.9)
     assert_close(found, tuple(x.masked_fill(~mask, 0) for x in expected))
-
-
-class Largest(TorchDispatchMode):
-    """The number of elements of the largest tensor that any operation returned."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):
-            self.elements = max(self.elements, result.numel())
-        return result
 
 
 @pytest.mark.usefixtures("small_tiles")

@@ -142,11 +142,11 @@ def test_shaped_rewards_by_hand():
 
 
 def test_shaped_rewards_add_up_to_the_score_minus_the_penalty():
-    logprobs, ref_logprobs = torch.randn(2, 3, 4, dtype=torch.float64)
-    scores = torch.randn(3, dtype=torch.float64)
-    rewards = kl_shaped_rewards(scores, logprobs, ref_logprobs, MASK, coef=0.3, kind="k3")
-    penalty = torch.where(MASK, 0.3 * kl_estimate(logprobs, ref_logprobs, kind="k3"), 0).sum(-1)
-    assert_close(rewards.sum(-1), torch.where(MASK.any(-1), scores, 0) - penalty)
+    # d = -1 and 2 in the first row: k3 is 0.3678794 and 4.3890561; 3 in the second: 16.0855369.
+    logprobs = torch.zeros(2, 3)
+    ref_logprobs, mask = torch.tensor([[-1.0, 2.0, 9.0], [9.0, 3.0, 9.0]]), torch.tensor([[1, 1, 0], [0, 1, 0]]).bool()
+    rewards = kl_shaped_rewards(torch.tensor([1.0, 2.0]), logprobs, ref_logprobs, mask, coef=0.5, kind="k3")
+    assert_close(rewards.sum(-1), torch.tensor([1 - 0.5 * 4.7569355, 2 - 0.5 * 16.0855369]))
 
 
 def test_shaped_rewards_are_unchanged_by_what_masked_tokens_hold():
@@ -182,6 +182,22 @@ def test_kl_loss_by_hand():
     assert_close(weighted, torch.tensor([[0.1839397, 0.0]]))
     assert_close(metrics["kl"], plain)
     assert_close(weighted_metrics["kl"], plain)
+
+
+def test_kl_loss_takes_an_estimate_of_ones_own_and_keeps_it_off_masked_tokens():
+    def distance(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+        return (logprobs - ref_logprobs).abs() + 1
+
+    logprobs = torch.full((3, 4), -1.0).masked_fill(~MASK, math.nan).requires_grad_()
+    ref_logprobs = torch.full((3, 4), -3.0)
+    loss, metrics = kl_loss(logprobs, ref_logprobs, MASK, kind=distance)
+    assert_close(loss, torch.where(MASK, 3.0, 0.0))
+    assert_close(metrics["kl"], loss.detach())
+    assert_close(torch.autograd.grad(loss.sum(), logprobs)[0], MASK.float())
+    # The value of the distance and the gradient of k2, which is the log-ratio.
+    loss, _ = kl_loss(logprobs, ref_logprobs, MASK, kind=distance, gradient="k2")
+    assert_close(loss, torch.where(MASK, 3.0, 0.0))
+    assert_close(torch.autograd.grad(loss.sum(), logprobs)[0], torch.where(MASK, 2.0, 0.0))
 
 
 def numpy_kl(logprobs: np.ndarray, ref_logprobs: np.ndarray, kind: KlKind) -> np.ndarray:

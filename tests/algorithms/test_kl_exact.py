@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowrl.algorithms import exact_kl, kl_exact
+from tests.algorithms.largest import Largest
 
 
 def random_logits(seed: int, shape: tuple[int, int, int] = (3, 5, 7)) -> tuple[Tensor, Tensor]:
@@ -71,23 +71,11 @@ def test_results_and_gradients_do_not_depend_on_the_chunks(monkeypatch: pytest.M
     assert_close(results(), whole, rtol=0, atol=0)
 
 
-class LargestFloat32(TorchDispatchMode):
-    """Records the largest float32 tensor that any operation gives, in elements."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.dtype == torch.float32:
-            self.elements = max(self.elements, result.numel())
-        return result
-
-
 @pytest.mark.parametrize("num_rows", [1, 4])
 def test_neither_pass_makes_a_float32_tensor_of_the_size_of_the_logits(monkeypatch: pytest.MonkeyPatch, num_rows: int):
     monkeypatch.setattr(kl_exact, "_CHUNK_ELEMENTS", 256)
     logits, ref_logits = (torch.randn(num_rows, 64, 32).bfloat16().requires_grad_() for _ in range(2))
-    with LargestFloat32() as largest:
+    with Largest(torch.float32) as largest:
         torch.autograd.grad(exact_kl(logits, ref_logits).sum(), [logits, ref_logits])
     assert 0 < largest.elements <= 256
 

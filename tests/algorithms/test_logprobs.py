@@ -1,16 +1,15 @@
 """Token log-probabilities and entropies against literals, plain softmax, and finite differences."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowrl.algorithms import logprobs as module
 from flowrl.algorithms import token_entropy, token_logprobs
+from tests.algorithms.largest import Largest
 
 
 def random_inputs(seed: int, shape: tuple[int, int, int] = (3, 5, 7)) -> tuple[Tensor, Tensor]:
@@ -86,24 +85,12 @@ def test_results_and_gradients_do_not_depend_on_the_chunks(monkeypatch: pytest.M
     assert_close(results(), whole, rtol=0, atol=0)
 
 
-class LargestFloat32(TorchDispatchMode):
-    """The number of elements of the largest float32 tensor that any operation returned."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.dtype == torch.float32:
-            self.elements = max(self.elements, result.numel())
-        return result
-
-
 @pytest.mark.parametrize("kind", ["logprobs", "entropy"])
 def test_no_row_of_logits_exists_in_float32(monkeypatch: pytest.MonkeyPatch, kind: str):
     monkeypatch.setattr(module, "_CHUNK_ELEMENTS", 140)
     logits, tokens = random_inputs(7, (2, 30, 70))
     low = logits.detach().bfloat16().requires_grad_()
-    with LargestFloat32() as largest:
+    with Largest(torch.float32) as largest:
         value = token_logprobs(low, tokens) if kind == "logprobs" else token_entropy(low)
         torch.autograd.grad(value.sum(), low)
     assert largest.elements == 140  # two positions; a row has 2,100

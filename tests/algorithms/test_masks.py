@@ -10,6 +10,7 @@ from flowrl.algorithms.masks import (
     masked_range,
     masked_rows,
     masked_tokens,
+    row_mean,
 )
 
 
@@ -85,3 +86,8 @@ def test_last_masked_marks_the_last_true_position_and_nothing_in_an_empty_row():
 
 def test_last_masked_of_no_positions_is_empty():
     assert last_masked(torch.ones(2, 0, dtype=torch.bool)).shape == (2, 0)
+
+
+def test_row_mean_counts_true_positions_and_is_zero_for_none():
+    mask = torch.tensor([[True, False, True], [False, False, False]])
+    assert row_mean(torch.tensor([[1.0, 0.0, 5.0], [0.0, 0.0, 0.0]]), mask).tolist() == [[3.0], [0.0]]

@@ -1,5 +1,6 @@
 """Names lead to functions; what fits no kind, or no name, is told in one sentence."""
 
+import functools
 import inspect
 import re
 from pathlib import Path
@@ -27,6 +28,7 @@ from flowrl.config.choice import OWN, Aggregation, KlKind
 from flowrl.config.losses import PREFERENCE_LOSSES, PTX_FORMS
 from flowrl.config.rewards import KL_CONTROLS, SHAPINGS
 from flowrl.config.roles import LOSSES
+from tests.algorithms.own_functions import half
 
 OWN_MODULE = "tests.algorithms.own_functions"
 DOCUMENT = Path(__file__).parents[2] / "docs/algorithms.md"
@@ -60,7 +62,7 @@ def test_configs_know_the_names_of_the_registry(registry: Registry, choices: dic
 def test_configs_take_the_modes_of_the_registry(registry: Registry, kind: type) -> None:
     check = kind.__metadata__[0].func  # pyright: ignore[reportAttributeAccessIssue] (typing.Annotated)
     assert [check(name) for name in registry.names] == list(registry.names)
-    with pytest.raises(ValueError, match=re.escape(f"There are {', '.join(registry.names)}, and")):
+    with pytest.raises(ValueError, match=re.escape(f"; there are {', '.join(registry.names)}, and")):
         check("neither")
 
 
@@ -94,6 +96,26 @@ def test_a_bound_name_is_the_function_with_its_setting() -> None:
     logprobs, reference = torch.tensor([[-1.0]]), torch.tensor([[-1.5]])
     assert kl_kinds.load("k1")(logprobs=logprobs, ref_logprobs=reference).item() == 0.5
     assert kl_kinds.load("k2")(logprobs=logprobs, ref_logprobs=reference).item() == 0.125
+
+
+def test_a_kind_without_required_inputs_names_those_that_there_are() -> None:
+    with pytest.raises(RegistryError, match="takes logits, mask: its inputs are as it needs chosen_logprobs, "):
+        preference_losses.load(f"{OWN_MODULE}:wrong_inputs")
+
+
+def test_what_is_no_function_cannot_be_registered() -> None:
+    for loss in (functools.partial(half, weight=0.1), WeightedLoss()):
+        with pytest.raises(
+            RegistryError, match=rf"^mine is a {type(loss).__name__}, and a policy loss must be .* with def$"
+        ):
+            policy_losses.register("mine")(loss)
+    assert "mine" not in policy_losses.names
+
+
+class WeightedLoss:
+    """A loss that is an object."""
+
+    def __call__(self, logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor) -> None: ...
 
 
 def test_an_unknown_name_lists_the_known_ones_and_the_nearest() -> None:

@@ -1,6 +1,6 @@
 """GAE of [1024, 4096], beside a NumPy loop over rows and beside a plain torch loop over time.
 
-python tests/benchmarks/gae.py [--repeats N] [--threads N]
+python -m tests.benchmarks.gae [--repeats N] [--threads N]
 """
 
 import argparse

@@ -39,6 +39,12 @@ PPO = ON_POLICY | {"critic": TRAINED, "algorithm": {"estimator": "gae"}}
 GRPO = ON_POLICY | {"algorithm": {"estimator": "grpo"}}
 
 
+def corrected(kind: str, **settings: float) -> dict[str, Any]:
+    """The decoupled loss on rollouts that are corrected too."""
+    algorithm = {"estimator": "gae", "correction": {"kind": kind} | settings}
+    return ON_POLICY | {"critic": TRAINED, "algorithm": algorithm, "actor": TRAINED | {"loss": "decoupled_ppo"}}
+
+
 @pytest.mark.parametrize(
     ("cls", "settings", "way_out"),
     [
@@ -72,11 +78,17 @@ GRPO = ON_POLICY | {"algorithm": {"estimator": "grpo"}}
         (PPOConfig, PPO | {"backend": "inline", "address": "auto"}, "backend: ray"),
         (GRPOConfig, GRPO | {"algorithm": {"estimator": "gae"}}, "set grpo"),
         (GRPOConfig, GRPO | {"samples_per_prompt": 1}, "2 or more"),
+        (PPOConfig, corrected("truncated"), "correction.kind is truncated, but actor.loss decoupled_ppo .* twice"),
+        (PPOConfig, corrected("masked"), "remove the correction, or set actor.loss: ppo"),
     ],
 )
 def test_a_contradiction_is_refused_with_the_way_out(cls: type[Config], settings: dict[str, Any], way_out: str) -> None:
     with pytest.raises(ValidationError, match=way_out):
         cls.model_validate(settings)
+
+
+def test_the_decoupled_loss_may_reject_what_it_weighs() -> None:
+    assert PPOConfig.model_validate(corrected("rejection", high=0.5)).actor.loss == "decoupled_ppo"
 
 
 @pytest.mark.parametrize(("cls", "settings"), [(PPOConfig, PPO), (GRPOConfig, GRPO)])

@@ -54,6 +54,7 @@ CASES = {
     "tp x fsdp on 2 x 2": Case(4, {"strategy": "fsdp"}, tp=2),
     "tp x fsdp on 2 x 2, checkpointed": Case(4, {"strategy": "fsdp", "gradient_checkpointing": True}, tp=2),
     "sp on 2": Case(2, {"strategy": "ddp"}, sp=2),
+    "sp on 4, more than heads of keys": Case(4, {"strategy": "ddp"}, sp=4),
     "sp x ddp on 2 x 2": Case(4, {"strategy": "ddp"}, sp=2),
     "sp x fsdp on 2 x 2": Case(4, {"strategy": "fsdp"}, sp=2),
     "sp x tp on 2 x 2": Case(4, {"strategy": "fsdp"}, sp=2, tp=2),

@@ -108,6 +108,16 @@ def test_a_corrected_batch_reports_what_was_done_and_why() -> None:
     assert found["mismatch/logprob_gap_max"] == pytest.approx(3 * LOG2)
 
 
+def test_weights_of_rows_are_samples_of_rows() -> None:
+    config = AdvantageConfig(
+        estimator="grpo", correction=CorrectionConfig(kind="truncated", level="sequence", max_weight=4.0)
+    )
+    metrics = batch_metrics(estimate_advantages(batch(), config)).get()
+    # Rows of weight 4 (16, cut off) and 1/2; the first stands on two tokens.
+    assert metrics["correction/weight"].result() == pytest.approx(8.5 / 3)
+    assert metrics["correction/effective_samples"].result() == pytest.approx(4.5**2 / 16.25 / 2)
+
+
 @pytest.mark.parametrize(
     ("estimator", "column"), [("remax", "greedy_scores"), ("optimal_token_baseline", "sum_squared_probs")]
 )

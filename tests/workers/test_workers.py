@@ -1,5 +1,6 @@
 """The roles on the inline backend: what they read and write, checked against the models themselves."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from shutil import copytree
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 from flowrl import Batch, Cluster, Placement, WorkerGroup, make_table
@@ -22,7 +24,9 @@ from flowrl.config import (
     RolloutConfig,
 )
 from flowrl.controller.errors import RefusedError, WorkerError
+from flowrl.data.metric import Mean
 from flowrl.workers import Actor, Critic, Reference, Rollout, reward_worker
+from flowrl.workers.actor import token_means
 from recipes.quickstart.prepare import prepare
 
 IDS, LENGTHS = [2, 3, 12, 4, 14, 5, 6, 1, 7, 8, 12, 3], [8, 4]
@@ -36,12 +40,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
     return ModelConfig(path=folder / "model")
 
 
+def inline_cluster() -> Cluster:
+    roles = ("actor", "critic", "reference", "reward", "rollout")
+    return Cluster(Placement(pools={"main": [1]}, roles=dict.fromkeys(roles, "main")), backend="inline", num_threads=1)
+
+
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    roles = ("actor", "critic", "reference", "reward", "rollout")
-    with Cluster(
-        Placement(pools={"main": [1]}, roles=dict.fromkeys(roles, "main")), backend="inline", num_threads=1
-    ) as started:
+    with inline_cluster() as started:
         yield started
 
 
@@ -94,6 +100,48 @@ def test_a_kl_loss_without_reference_logprobs_is_told(cluster: Cluster, model: M
     actor = actor_of(cluster, model, kl_loss_coef=0.1)
     with pytest.raises(WorkerError, match="ref_logprobs"):
         actor.update(batch(old_logprobs=[0.0] * 12, advantages=[1.0] * 12))
+
+
+class Waits(TorchFunctionMode):
+    """Counts the calls for which a device would be waited for: they give Python's numbers."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.__name__ in ("tolist", "item", "__float__", "__int__", "__bool__")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "abs", "tests.algorithms.own_functions:squared"])
+@pytest.mark.parametrize("junk", [float("nan"), -math.inf])
+def test_what_the_reference_says_of_masked_tokens_changes_no_update(model: ModelConfig, kind: str, junk: float) -> None:
+    reference = [-1.0 if chosen else junk for chosen in MASK]
+    found = []
+    for values in (reference, [-1.0] * 12):
+        with inline_cluster() as cluster:
+            actor = actor_of(cluster, model, kl_loss_coef=0.5, kl_loss_kind=kind)
+            metrics = actor.update(batch(old_logprobs=[-1.0] * 12, advantages=[1.0] * 12, ref_logprobs=values)).get()
+            found.append((metrics["actor/kl_loss"].result(), actor.logprobs(batch()).get("logprobs").tolist()))
+    assert found[0] == found[1] and math.isfinite(found[0][0]) and all(map(math.isfinite, found[0][1]))
+
+
+def test_the_metrics_of_a_micro_batch_wait_for_the_device_once() -> None:
+    mask = torch.tensor([[True, False], [True, True]])
+    values = {"loss": torch.tensor([[1.0, math.nan], [2.0, 6.0]]), "ratio": torch.tensor([[0.5, 9.0], [1.5, 1.0]])}
+    with Waits() as waits:
+        found = token_means(values, mask)
+    assert waits.count == 1
+    assert {name: metric.result() for name, metric in found.items()} == {
+        "loss": 3.0,
+        "ratio": 1.0,
+        "ratio_min": 0.5,
+        "ratio_max": 1.5,
+    }
+
+
+def test_a_micro_batch_of_no_token_has_no_range_of_ratios() -> None:
+    found = token_means({"ratio": torch.ones(2, 3)}, torch.zeros(2, 3, dtype=torch.bool))
+    assert found == {"ratio": Mean(0.0, 0.0)}
 
 
 def test_a_loss_without_its_columns_is_told(cluster: Cluster, model: ModelConfig) -> None:

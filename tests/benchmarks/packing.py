@@ -1,0 +1,135 @@
+"""What rows of very different lengths cost beside rows of one length: tokens per second of an optimizer step.
+
+python -m tests.benchmarks.packing [--repeats N] [--table]
+
+Three forms of the same number of tokens: rows of one length; long-tailed lengths (log-normal) as the engine cuts them,
+in micro-batches of similar length under a token budget; and the same rows in the order they come, each micro-batch
+padded to its longest row.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+
+import torch
+from tensordict import TensorDict
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from flowrl.config import EngineConfig, OptimizerConfig
+from flowrl.data.metric import Mean
+from flowrl.data.table import lengths, make_table, take_rows
+from flowrl.engines.microbatch import MicroBatch, microbatches
+from flowrl.engines.train import Denominators, TrainEngine
+from flowrl.workers.policy import PolicyModel
+from tests.benchmarks.measure import Figure, alone, machine, paired, table
+
+ROWS, MEDIAN, SPREAD, LONGEST = 128, 96, 0.9, 1024
+BUDGET = 4096
+VOCABULARY = 1024
+BOUND = 1 / 0.85
+"""Time of long-tailed rows, of that of equal ones: 0.85 of the tokens per second."""
+
+
+def rows_of(lengths_B: torch.Tensor) -> TensorDict:
+    """Random tokens; all but the first of a row are trained on."""
+    total = int(lengths_B.sum())
+    mask_T = torch.ones(total, dtype=torch.bool)
+    mask_T[torch.cumsum(lengths_B, 0) - lengths_B] = False
+    ids_T = torch.randint(VOCABULARY, (total,), generator=torch.Generator().manual_seed(1))
+    return make_table({}, {"input_ids": ids_T, "response_mask": mask_T}, lengths_B, len(lengths_B))
+
+
+def long_tailed() -> torch.Tensor:
+    """Lengths as those of responses: most are short, a few go to the limit."""
+    normal_B = torch.randn(ROWS, generator=torch.Generator().manual_seed(0))
+    return (MEDIAN * (SPREAD * normal_B).exp()).round().long().clamp(8, LONGEST)
+
+
+def imitation(model: torch.nn.Module, micro: MicroBatch, counts: Denominators):
+    """Cross-entropy over the mask."""
+    mask_BL = micro.tokens["response_mask"]
+    loss = -(model(micro.input_ids, mask_BL)[0] * mask_BL).sum() / counts.tokens
+    return loss, {"loss": Mean(float(loss.detach()), 1)}
+
+
+def in_order(rows: TensorDict) -> Iterator[TensorDict]:
+    """As many rows at a time as fit the budget, in the order they come."""
+    lengths_B, chosen = lengths(rows).tolist(), []
+    for row, length in enumerate(lengths_B):
+        if chosen and (len(chosen) + 1) * max(length, *(lengths_B[i] for i in chosen)) > BUDGET:
+            yield take_rows(rows, torch.tensor(chosen))
+            chosen = []
+        chosen.append(row)
+    yield take_rows(rows, torch.tensor(chosen))
+
+
+class Stepper:
+    """One model, its optimizer, and steps over whatever it is given."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        config = Qwen2Config(
+            vocab_size=VOCABULARY,
+            hidden_size=128,
+            intermediate_size=512,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            max_position_embeddings=LONGEST,
+        )
+        self.engine = TrainEngine(
+            PolicyModel(Qwen2ForCausalLM(config)),
+            OptimizerConfig(lr=1e-4),
+            EngineConfig(max_tokens_per_microbatch=BUDGET),
+        )
+
+    def step(self, rows: TensorDict) -> None:
+        self.engine.update(rows, imitation)
+
+    def padded_passes(self, parts: list[TensorDict]) -> None:
+        """The same passes with micro-batches cut by the order of rows."""
+        for part in parts:
+            (micro,) = microbatches(part, 10**9)
+            imitation(self.engine.model, micro, Denominators(1, 1))[0].backward()
+        self.engine.model.zero_grad()
+
+
+def main() -> None:
+    """Prints the figures; the bound is on the time of long-tailed rows of that of equal ones."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--table", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    ran_on, stepper, uneven = machine(), Stepper(), rows_of(long_tailed())
+    total = int(lengths(uneven).sum())
+    even = rows_of(torch.full((ROWS,), total // ROWS))
+    parts = list(in_order(uneven))
+    found: list[Figure] = [
+        paired(
+            f"a step of {total} tokens in {ROWS} rows of 8 to {LONGEST}, beside rows of one length",
+            lambda: stepper.step(uneven),
+            lambda: stepper.step(even),
+            arguments.repeats,
+            BOUND,
+        ),
+        paired(
+            "the same rows padded in the order they come, beside rows of one length",
+            lambda: stepper.padded_passes(parts),
+            lambda: stepper.step(even),
+            arguments.repeats,
+        ),
+    ]
+    for what, micros in (
+        ("cut by length", microbatches(uneven, BUDGET)),
+        ("in the order they come", [micro for part in parts for micro in microbatches(part, 10**9)]),
+    ):
+        found.append(alone(f"padded tokens of real ones, {what}", "x", sum(m.mask.numel() for m in micros) / total))
+    text = table(found).replace("raw Ray", "rows of one length") if arguments.table else None
+    sys.stdout.write(f"{text or json.dumps({'machine': ran_on, 'figures': found}, indent=2)}\n")
+
+
+if __name__ == "__main__":
+    main()
