@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
+from torch import distributed
 
-from flowrl.config import ReferenceConfig
+from flowrl.config import ModelConfig, ReferenceConfig
 from flowrl.controller.plan import Mesh
 from flowrl.controller.register import Dispatch, register
 from flowrl.controller.worker import Worker
@@ -30,17 +31,25 @@ class Reference(Worker):
 
     def __init__(self, config: ReferenceConfig, *, temperature: float = 1.0) -> None:
         self.temperature = temperature
-        actor = self.peer("actor")
-        if isinstance(actor, Actor) and actor.is_reference(config.model, self):
-            self.engine = actor.engine
-            return
-        self.engine = TrainEngine(
+        self.engine = self._engine_of_actor(config.model) or TrainEngine(
             PolicyModel(load_policy(config.model)),
             None,
             config.engine,
             mesh=mesh_of(self, config.engine),
             device=torch.device(self.device),
         )
+
+    def _engine_of_actor(self, model: ModelConfig) -> TrainEngine | None:
+        """The engine of the actor in this process, if its model without its adapter is the one to run."""
+        actor = self.peer("actor")
+        found = actor if isinstance(actor, Actor) and actor.is_reference(model, self) else None
+        group = self.context.process_group
+        if group is not None:
+            # Ranks that would run a model of their own together must all have found one, or none.
+            votes = torch.tensor(int(found is not None), device=self.device)
+            distributed.all_reduce(votes, distributed.ReduceOp.MIN, group=group)
+            found = found if votes else None
+        return None if found is None else found.engine
 
     @classmethod
     def on(cls, mesh: Mesh, config: ReferenceConfig, **_: Any) -> type[Worker]:  # Any: the constructor's

@@ -149,6 +149,22 @@ def test_a_tensor_parallel_role_is_refused_while_no_strategy_has_it(refusal: Cal
     assert "tp 2" in refusal("backend=ray", "placement.device=cpu", "placement.pools.main=[2]", roles)
 
 
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("{rank: 4, targets: [query]}", "lora.targets names query, which is no inner linear layer of Qwen2ForCausalLM"),
+        ("{rank: 4, dropout: 0.1}", "actor.lora: dropout is not supported, because the policy that is trained must be"),
+        ("{alpha: 4}", "actor.lora.rank is missing"),
+        ("{rank: 4, target: all}", "actor.lora.target is not a setting; did you mean actor.lora.targets"),
+    ],
+)
+def test_an_adapter_that_cannot_be_is_refused(
+    refusal: Callable[..., str], tmp_path: Path, override: str, sentence: str
+) -> None:
+    assert sentence in refusal(f"actor.lora={override}")
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_example_that_ends_with_the_question_is_refused(
     task_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

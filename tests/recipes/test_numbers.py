@@ -107,21 +107,23 @@ def test_ppo_gives_the_same_metrics_under_every_strategy(
 
 
 LORA = {"rank": 4, "alpha": 16.0, "targets": "all_linear"}
+FSDP = {"strategy": "fsdp"}
+MAIN = dict.fromkeys(ROLES, "main")
 ADAPTED = {
-    "colocated on 2": ({}, dict.fromkeys(ROLES, "main")),
-    "fsdp": ({"strategy": "fsdp"}, dict.fromkeys(ROLES, "main")),
-    "the rollout and the reference elsewhere": (
-        {},
-        dict.fromkeys(ROLES, "main") | dict.fromkeys(("rollout", "reference"), "other"),
-    ),
+    "colocated on 2": ({}, MAIN),
+    "fsdp": ({"actor": FSDP, "critic": FSDP}, MAIN),
+    "the rollout and the reference elsewhere": ({}, MAIN | {"rollout": "other", "reference": "other"}),
+    "a reference in parts, some of them beside the actor": ({"reference": FSDP}, MAIN | {"reference": "main+other"}),
 }
-"""Engine of actor and critic, and where roles run."""
+"""Engines, and where roles run."""
 
 
-def with_adapters(config: PPOConfig, engine: dict[str, str]) -> PPOConfig:
-    models = {
-        role: getattr(config, role).model_dump() | {"lora": LORA, "engine": engine} for role in ("actor", "critic")
-    }
+def with_adapters(config: PPOConfig, engines: dict[str, dict[str, str]]) -> PPOConfig:
+    models = {role: getattr(config, role).model_dump() for role in ("actor", "critic", "reference")}
+    for role in ("actor", "critic"):
+        models[role]["lora"] = LORA
+    for role, engine in engines.items():
+        models[role]["engine"] = engine
     return PPOConfig.model_validate(config.model_dump() | models)
 
 
@@ -133,10 +135,10 @@ def test_ppo_with_adapters_gives_the_same_metrics_under_every_placement(
         inline = with_adapters(ppo_config(output=tmp_path / "inline"), {})
         train_ppo(inline)
         inline_metrics["lora"] = metrics_of(inline)
-    engine, roles = ADAPTED[name]
-    pools = {pool: [2] for pool in dict.fromkeys(roles.values())}
+    engines, roles = ADAPTED[name]
+    pools = {"main": [2]} | ({"other": [1]} if roles != MAIN else {})
     placement = Placement.model_validate({"device": "cpu", "pools": pools, "roles": roles})
-    placed = with_adapters(ppo_config(output=tmp_path / "placed", backend="ray", placement=placement), engine)
+    placed = with_adapters(ppo_config(output=tmp_path / "placed", backend="ray", placement=placement), engines)
     train_ppo(placed)
     found = metrics_of(placed)
     assert found[1]["kl"] == pytest.approx(0, abs=1e-9) and found[3]["kl"] > 1e-5
