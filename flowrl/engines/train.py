@@ -85,6 +85,24 @@ class TrainEngine:
         """Optimizer steps taken."""
         return self._num_steps
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """What updates the model; None where it is only run."""
+        return self._optimizer
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The ranks that train together; None is this process alone."""
+        return self._group
+
+    def position(self) -> dict[str, float]:
+        """What a checkpoint keeps of the engine besides tensors."""
+        return {"num_steps": self._num_steps}
+
+    def restore(self, position: Mapping[str, float]) -> None:
+        """Goes on from a position; model and optimizer are restored by `flowrl.engines.checkpoint.load`."""
+        self._num_steps = int(position["num_steps"])
+
     def evaluate(self, table: TensorDictBase, forward: Forward) -> Tensor:
         """A value per token of the table, without gradient.
 
