@@ -12,8 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flowrl.config.errors import UserError
+
 _PIECE = 16 * 1024**2
 """Bytes that are summed and written at a time, so that the second finds in the cache what the first has read."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint cannot be written, or is not what should be read."""
 
 
 class FileSum(NamedTuple):

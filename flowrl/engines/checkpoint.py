@@ -19,7 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint import DefaultSavePlanner, Metadata
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -29,12 +30,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from flowrl.data.files import FileSum, Saved, SummedFile, sync_folder, write_json_summed, write_summed
+from flowrl.data.files import CheckpointError, FileSum, Saved, SummedFile, sync_folder, write_json_summed, write_summed
 from flowrl.engines.random_state import random_state, restore_random_state
 from flowrl.engines.shards import (
     ALIGNMENT,
     INDEX,
-    CheckpointError,
     Index,
     Place,
     bytes_of,

@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 
+from flowrl.data.files import CheckpointError
 from flowrl.engines.checkpoint import MODEL
 from flowrl.engines.models import model_of, save_model
-from flowrl.engines.shards import CheckpointError, dtype_of, read_index, read_into
+from flowrl.engines.shards import dtype_of, read_index, read_into
 
 DESCRIPTION = "model"
 """Folder in that of the actor: config and tokenizer."""

@@ -18,33 +18,25 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint import (
-    CheckpointException,
-    DefaultLoadPlanner,
-    LoadPlan,
-    LoadPlanner,
-    Metadata,
-    StorageReader,
-)
-from torch.distributed.checkpoint import load as load_planned
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load as load_planned
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from flowrl.config import UserError
+from flowrl.data.files import CheckpointError
 
 FORMAT = 1
 ALIGNMENT = 64
 INDEX = "index.json"
-
-
-class CheckpointError(UserError):
-    """A checkpoint cannot be written, or is not what should be loaded."""
 
 
 class Place(NamedTuple):
@@ -116,7 +108,7 @@ def read_index(folder: Path) -> Index:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a tensor on the CPU."""
-    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 class ShardReader(StorageReader):
