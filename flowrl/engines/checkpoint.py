@@ -133,8 +133,9 @@ class EngineCheckpoints:
         engine, rank = self._engine, _rank(self._engine.group)
         state = _state(engine, with_optimizer=engine.optimizer is not None and bool(engine.optimizer.state))
         planner, plan, metadata = _planned(state, engine.group)
-        tensors = [planner.resolve_data(item) for item in plan.items]
-        assert all(isinstance(tensor, Tensor) for tensor in tensors)
+        resolved = [planner.resolve_data(item) for item in plan.items]
+        tensors = [tensor for tensor in resolved if isinstance(tensor, Tensor)]
+        assert len(tensors) == len(resolved), "a checkpoint holds tensors alone"
         self._writing = writing = _Writing(
             folder,
             rank,
@@ -235,8 +236,8 @@ def _state(engine: Checkpointed, *, with_optimizer: bool) -> dict[str, Any]:
     state = {MODEL + name: weight for name, weight in weights.items() if name not in twice}
     if with_optimizer:
         assert engine.optimizer is not None
-        moments = get_optimizer_state_dict(engine.model, engine.optimizer)["state"]
-        assert isinstance(moments, dict)
+        # Any: torch's type covers flattened dictionaries too.
+        moments: Any = get_optimizer_state_dict(engine.model, engine.optimizer)["state"]
         state |= {f"{OPTIMIZER}{name}.{key}": value for name, of in moments.items() for key, value in of.items()}
     return state
 
@@ -248,9 +249,8 @@ def _put(engine: Checkpointed, state: Mapping[str, Any]) -> None:
     set_model_state_dict(engine.model, weights, options=StateDictOptions(strict=False))
     if engine.optimizer is None or not any(name.startswith(OPTIMIZER) for name in state):
         return
-    optimizer = get_optimizer_state_dict(engine.model, engine.optimizer)
+    optimizer: Any = get_optimizer_state_dict(engine.model, engine.optimizer)
     for name, of in optimizer["state"].items():
-        assert isinstance(of, dict)
         of |= {key: state[f"{OPTIMIZER}{name}.{key}"] for key in of}
     set_optimizer_state_dict(engine.model, engine.optimizer, optimizer)
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
 
 from flowrl.config import RunConfig
 from flowrl.run.checkpoints import Checkpoint, Checkpoints
@@ -79,7 +78,7 @@ def _refuse_other_settings(config: RunConfig, path: Path) -> None:
     try:
         # Read by the same class: a setting that is new since then has its default there too.
         old = type(config).model_validate(yaml.safe_load(path.read_text(encoding="utf-8"))).model_dump(mode="json")
-    except (OSError, yaml.YAMLError, ValidationError) as error:
+    except (OSError, yaml.YAMLError, ValueError) as error:
         raise RunFolderError(
             f"{path} is no config of {type(config).__name__} ({str(error).splitlines()[0]}), so its run cannot be gone "
             f"on with; set output to a new folder"
