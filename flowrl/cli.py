@@ -154,7 +154,7 @@ def _add_checkpoints(commands: "argparse._SubParsersAction[argparse.ArgumentPars
 
 
 def _checkpoints(arguments: argparse.Namespace) -> None:
-    from flowrl.run.inspect import show_checkpoints  # noqa: PLC0415 (rich only where tables are printed)
+    from flowrl.run.listing import show_checkpoints  # noqa: PLC0415 (rich only where tables are printed)
 
     show_checkpoints(arguments.run_folder)
 
@@ -173,9 +173,7 @@ def _export(arguments: argparse.Namespace) -> None:
     checkpoints = Checkpoints(arguments.run_folder)
     steps = checkpoints.steps()
     if not steps and arguments.step is None:
-        raise UserError(
-            f"{arguments.run_folder} has no checkpoints to export; a run saves them with checkpoint.every=N"
-        )
+        raise UserError(f"{arguments.run_folder} has no checkpoints; a run saves them with checkpoint.every=N")
     step = steps[-1] if arguments.step is None else arguments.step
     checkpoint = checkpoints.read(step)
     checkpoint.check()
