@@ -93,24 +93,24 @@ class Checkpoint:
     def check(self) -> None:
         """Reads every file. Raises CheckpointError naming one that is missing, cut off or changed."""
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            found = list(pool.map(lambda name: _problem(self.path / name, self.manifest.files[name]), self._by_size()))
-        problems = [problem for problem in found if problem]
-        if problems:
-            raise CheckpointError(f"checkpoint {self.path} is damaged: {problems[0]}")
+            found = list(pool.map(lambda name: (name, self._problem(name)), self._by_size()))
+        for name, problem in found:
+            if problem:
+                raise CheckpointError(f"checkpoint {self.path} is damaged: {name} {problem}")
+
+    def _problem(self, name: str) -> str:
+        """What is wrong with a file; empty if nothing is."""
+        path, expected = self.path / name, self.manifest.files[name]
+        try:
+            size = path.stat().st_size
+            if size != expected.size:
+                return f"has {size:,} bytes and had {expected.size:,}"
+            return "" if sum_of(path) == expected else "has changed since it was written"
+        except OSError as error:
+            return f"cannot be read ({error.strerror})"
 
     def _by_size(self) -> list[str]:
         return sorted(self.manifest.files, key=lambda name: -self.manifest.files[name].size)
-
-
-def _problem(path: Path, expected: FileSum) -> str:
-    """What is wrong with a file; empty if nothing is."""
-    try:
-        size = path.stat().st_size
-        if size != expected.size:
-            return f"{path.name} has {size:,} bytes and had {expected.size:,}"
-        return "" if sum_of(path) == expected else f"{path.name} has changed since it was written"
-    except OSError as error:
-        return f"{path.name} cannot be read ({error.strerror})"
 
 
 class Checkpoints:

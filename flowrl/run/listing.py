@@ -31,9 +31,8 @@ def _looked_at(checkpoints: Checkpoints, step: int) -> tuple[Checkpoint | None, 
         checkpoint = checkpoints.read(step)
         checkpoint.check()
     except CheckpointError as error:
-        return checkpoint, str(error).removeprefix(f"checkpoint {checkpoints.folder(step)} ").removeprefix(
-            "is damaged: "
-        )
+        problem = str(error).removeprefix(f"checkpoint {checkpoints.folder(step)} ")
+        return checkpoint, problem.removeprefix("is damaged: ")
     return checkpoint, ""
 
 
