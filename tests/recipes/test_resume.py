@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from flowrl.config import Placement, load, to_yaml
+from flowrl.config import Placement, to_yaml
 from flowrl.run.checkpoints import Checkpoints
 from flowrl.run.interrupt import Interrupted
 from recipes.grpo.config import GRPOConfig
