@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
@@ -190,7 +191,11 @@ class EngineCheckpoints:
         if kinds != [(buffer.shape, buffer.dtype) for buffer in self._buffers]:
             self._buffers = [torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda) for t in tensors]
         for buffer, tensor in zip(self._buffers, tensors, strict=True):
-            buffer.copy_(tensor.detach(), non_blocking=True)
+            if tensor.is_cpu and tensor.is_contiguous():
+                # torch's threads meet after every tensor: 40 times slower where another program has one of their cores.
+                np.copyto(np.asarray(bytes_of(buffer)), np.asarray(bytes_of(tensor)))
+            else:
+                buffer.copy_(tensor.detach(), non_blocking=True)
         if any(tensor.is_cuda for tensor in tensors):
             torch.cuda.synchronize()
         return self._buffers
