@@ -193,8 +193,8 @@ class Checkpoints:
                 sync_folder(path)
             write_json_summed(temporary, finite(asdict(manifest)))
             os.replace(temporary, folder / MANIFEST)
-            sync_folder(folder)
-            sync_folder(self.path)
+            for changed in (folder, self.path, self.path.parent):
+                sync_folder(changed)
         except OSError as error:
             raise unwritable(folder, error) from error
 

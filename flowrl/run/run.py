@@ -373,7 +373,7 @@ class Run:
             self._made.__exit__(kind, error, trace)
 
     def _leave_early(self) -> None:
-        if any(line["step"] for line in self._metrics.history):
+        if self._resumed is not None or any(line["step"] for line in self._metrics.history):
             # What happened up to a failure is what one wants to see of it.
             self._draw()
         else:

@@ -1,8 +1,9 @@
-"""What each of two processes of a checkpoint test runs: copies of a model, or FSDP2's shards of one."""
+"""What each of two processes of a checkpoint test runs: copies of a model, FSDP2's shards of one, or TP's."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor, distributed, nn
@@ -10,6 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from flowrl.config import EngineConfig, OptimizerConfig
 from flowrl.data.files import CheckpointError
@@ -17,6 +19,8 @@ from flowrl.engines.checkpoint import EngineCheckpoints, load
 from flowrl.engines.train import TrainEngine
 from tests.engines.losses import Bigram, bigram_loss
 from tests.engines.tables import VOCABULARY, table
+
+STRATEGIES: tuple[Literal["fsdp", "tp"], ...] = ("fsdp", "tp")
 
 WIDTH = 17
 """Odd, so that two ranks hold shards of different sizes."""
@@ -46,11 +50,14 @@ class Sharded:
         self.num_steps += 1
 
 
-def sharded(group: ProcessGroup | None, *, shard: bool) -> Sharded:
+def sharded(group: ProcessGroup | None, how: Literal["fsdp", "tp"] | None = None) -> Sharded:
     model = Bigram(VOCABULARY, WIDTH)
-    if shard:
+    if how == "fsdp":
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    return Sharded(model, torch.optim.AdamW(model.parameters(), lr=1e-2), group)
+    elif how == "tp":  # one layer split by its outputs, the others whole on both ranks
+        parallelize_module(model, init_device_mesh("cpu", (2,)), {"output": ColwiseParallel()})
+    # Not foreach, which takes no mixture of DTensors and tensors.
+    return Sharded(model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False), group)
 
 
 def copied(group: ProcessGroup | None) -> TrainEngine:
@@ -77,11 +84,12 @@ def main(rank: int, folder: Path) -> None:
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     group = distributed.group.WORLD
     results: dict = {}
-    fsdp = sharded(group, shard=True)
-    load(fsdp, folder / "one-sharded")
-    fsdp.step()
-    results["sharded", "weights"] = whole(fsdp.model)
-    results["sharded", "files"] = save(fsdp, folder / "two-sharded", asynchronous=True)
+    for how in STRATEGIES:
+        engine = sharded(group, how)
+        load(engine, folder / "one-sharded")
+        engine.step()
+        results[how, "weights"] = whole(engine.model)
+        results[how, "files"] = save(engine, folder / f"two-{how}", asynchronous=True)
     ddp = copied(group)
     load(ddp, folder / "one-copied")
     ddp.update(table(3, seed=10 + rank), bigram_loss)

@@ -10,7 +10,7 @@ from flowrl.config import EngineConfig, OptimizerConfig
 from flowrl.data.files import CheckpointError, sum_of
 from flowrl.engines.checkpoint import EngineCheckpoints, load
 from flowrl.engines.train import TrainEngine
-from tests.engines.checkpoint_ranks import copied, main, save, sharded, whole
+from tests.engines.checkpoint_ranks import STRATEGIES, copied, main, save, sharded, whole
 from tests.engines.losses import Bigram, bigram_loss
 from tests.engines.tables import VOCABULARY, table
 from tests.engines.tiny import qwen2
@@ -105,9 +105,9 @@ def test_tied_weights_are_stored_once_and_stay_tied(tmp_path: Path) -> None:
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
     """What two processes have made of what one saved, and the folders of both."""
     folder = tmp_path_factory.mktemp("two")
-    for name in ("one-sharded", "two-sharded", "one-copied", "two-copied", "blocked"):
+    for name in ("one-sharded", "two-fsdp", "two-tp", "one-copied", "two-copied", "blocked"):
         (folder / name).mkdir()
-    one, copy = sharded(None, shard=False), copied(None)
+    one, copy = sharded(None), copied(None)
     for _ in range(2):
         one.step()
     train(copy, range(2))
@@ -117,17 +117,19 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict
     return folder, [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
-def test_shards_go_on_from_what_one_process_saved(two_ranks: tuple[Path, list[dict]]) -> None:
-    straight = sharded(None, shard=False)
+@pytest.mark.parametrize("how", STRATEGIES)
+def test_shards_go_on_from_what_one_process_saved(two_ranks: tuple[Path, list[dict]], how: str) -> None:
+    straight = sharded(None)
     for _ in range(3):
         straight.step()
     for results in two_ranks[1]:
-        torch.testing.assert_close(results["sharded", "weights"], whole(straight.model), rtol=0, atol=1e-6)
+        torch.testing.assert_close(results[how, "weights"], whole(straight.model), rtol=0, atol=1e-6)
 
 
-def test_one_process_goes_on_from_shards(two_ranks: tuple[Path, list[dict]]) -> None:
-    straight, again = sharded(None, shard=False), sharded(None, shard=False)
-    load(again, two_ranks[0] / "two-sharded")
+@pytest.mark.parametrize("how", STRATEGIES)
+def test_one_process_goes_on_from_shards(two_ranks: tuple[Path, list[dict]], how: str) -> None:
+    straight, again = sharded(None), sharded(None)
+    load(again, two_ranks[0] / f"two-{how}")
     assert again.num_steps == 3
     again.step()
     for _ in range(4):
@@ -148,7 +150,7 @@ def test_of_copies_rank_0_writes_all_and_of_shards_every_rank_its_own(two_ranks:
     first, second = two_ranks[1]
     assert first["copied", "files"] == ["index.json", "random-00000.json", "rank-00000.bin"]
     assert second["copied", "files"] == ["random-00001.json"]
-    assert second["sharded", "files"] == ["random-00001.json", "rank-00001.bin"]
+    assert second["fsdp", "files"] == second["tp", "files"] == ["random-00001.json", "rank-00001.bin"]
 
 
 def test_a_rank_that_cannot_write_is_told_by_all(two_ranks: tuple[Path, list[dict]]) -> None:

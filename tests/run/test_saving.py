@@ -175,3 +175,12 @@ def test_a_damaged_checkpoint_is_refused_before_anything_starts(config: Callable
     with pytest.raises(CheckpointError, match=r"count-0 has 2 bytes and had 1; remove the folder to go on from step 2"):
         train(config())
     assert Checkpoints(config().output).steps() == [2, 4] and len(lines(config())) == 4
+
+
+def test_a_run_that_cannot_go_on_keeps_its_checkpoints(config: Callable[..., CountConfig]) -> None:
+    train(config(steps=2))
+    (config().output / "metrics.jsonl").unlink()
+    with pytest.raises(UserError, match="keeps nothing"), Run(config()) as run:
+        run.group("actor", Counter)
+        next(run.batches([]), None)
+    assert Checkpoints(config().output).steps() == [2]
