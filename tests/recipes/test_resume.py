@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,6 @@ from recipes.sft.train import train as train_sft
 from tests.recipes import crashing
 from tests.recipes.test_numbers import CLOCK, ROLES, assert_same, metrics_of
 
-ONE = Placement(device="cpu", pools={"main": [1]}, roles=dict.fromkeys(ROLES, "main"))
 TWO = Placement(device="cpu", pools={"main": [2]}, roles=dict.fromkeys(ROLES, "main"))
 APART = Placement(
     device="cpu",
@@ -109,6 +111,21 @@ def test_ctrl_c_leaves_a_checkpoint_of_its_step(
     with pytest.raises(Interrupted, match="interrupted after step 2 of 5"):
         train_ppo(config)
     assert Checkpoints(config.output).steps() == [2]
+    train_ppo(config)
+    assert_the_same_run(config, straight)
+
+
+def test_a_driver_that_was_killed_goes_on_to_the_last_bit(
+    ppo_config: Configs, straight: PPOConfig, tmp_path: Path
+) -> None:
+    config = ppo_config(recipe="recipes.ppo.config:PPOConfig", steps=5, checkpoint={"every": 1}, resume="auto")
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    command = [sys.executable, "-m", "recipes.ppo.train", str(tmp_path / "config.yaml")]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        while not Checkpoints(config.output).steps() and process.poll() is None:
+            time.sleep(0.01)
+        process.kill()
+    assert Checkpoints(config.output).steps()
     train_ppo(config)
     assert_the_same_run(config, straight)
 
