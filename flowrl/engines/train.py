@@ -12,11 +12,12 @@ ones.
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from flowrl.config import EngineConfig, OptimizerConfig
@@ -107,6 +108,29 @@ class TrainEngine:
     def num_steps(self) -> int:
         """Optimizer steps taken."""
         return self._num_steps
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """What updates the model; None where it is only run."""
+        return self._optimizer
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The ranks that hold the model together; None is this process alone."""
+        return self.mesh.everyone
+
+    def position(self) -> dict[str, float]:
+        """What a checkpoint keeps of the engine besides tensors."""
+        scale = self.loss_scale
+        return {"num_steps": self._num_steps} | (
+            {} if scale is None else {f"scale_{n}": v for n, v in asdict(scale).items()}
+        )
+
+    def restore(self, position: Mapping[str, float]) -> None:
+        """Goes on from a position; model and optimizer are restored by `flowrl.engines.checkpoint.load`."""
+        self._num_steps = int(position["num_steps"])
+        if self.loss_scale is not None and "scale_factor" in position:
+            self.loss_scale = LossScale(position["scale_factor"], int(position["scale_good_steps"]))
 
     def evaluate(self, table: TensorDictBase, forward: Forward) -> Tensor:
         """A value per token of the table, without gradient.
