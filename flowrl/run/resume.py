@@ -26,6 +26,10 @@ MAY_DIFFER = (
     "evaluate_every",
     "rollout.max_rows",
     "*engine.strategy",
+    "*engine.shard_ranks",
+    "*engine.reshard_after_forward",
+    "*engine.offload",
+    "*engine.gradient_checkpointing",
     "*engine.max_tokens_per_microbatch",
 )
 """Keys that change time, memory, places or the length of a run, but no number of it."""

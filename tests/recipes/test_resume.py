@@ -139,6 +139,41 @@ def test_grpo_goes_on_to_the_last_bit(grpo_config: Callable[..., GRPOConfig], tm
     assert_the_same_run(again, straight)
 
 
+def test_an_adaptive_penalty_goes_on_to_the_last_bit(ppo_config: Configs, tmp_path: Path) -> None:
+    control = {"kind": "adaptive", "target": 0.001, "horizon": 200}
+    algorithm = {"estimator": "gae", "kl_coef": 0.05, "kl_control": control, "shaping": [{"kind": "normalize_rewards"}]}
+    straight = ppo_config(steps=4, output=tmp_path / "straight", algorithm=algorithm)
+    train_ppo(straight)
+    coefs = [line["kl_coef"] for line in metrics_of(straight)[1:]]
+    assert len(set(coefs)) == 4
+    train_ppo(ppo_config(steps=2, algorithm=algorithm, checkpoint=EVERY_2))
+    again = ppo_config(steps=4, algorithm=algorithm, checkpoint=EVERY_2, resume="auto")
+    train_ppo(again)
+    assert_the_same_run(again, straight)
+
+
+def cut(config: PPOConfig, engine: dict[str, Any], **sizes: int) -> PPOConfig:
+    """The same run on two ranks, each with a part of the models."""
+    models = {role: getattr(config, role).model_dump() | {"engine": engine} for role in ("actor", "critic")}
+    places = dict.fromkeys(("actor", "critic"), {"pool": "main"} | sizes)
+    placement = {"device": "cpu", "pools": {"main": [2]}, "roles": dict.fromkeys(ROLES, "main") | places}
+    return PPOConfig.model_validate(config.model_dump() | models | {"backend": "ray", "placement": placement})
+
+
+def test_a_cut_run_goes_on_whole_and_cut_in_another_way(
+    ray_session: None, ppo_config: Configs, straight: PPOConfig, tmp_path: Path
+) -> None:
+    begun = cut(ppo_config(steps=3, checkpoint=EVERY_2), {"strategy": "fsdp"})
+    train_ppo(begun)
+    shutil.copytree(begun.output, tmp_path / "copy")
+    tensor_parallel = cut(ppo_config(steps=5, checkpoint=EVERY_2, resume="auto"), {"strategy": "auto"}, tp=2)
+    alone = ppo_config(steps=5, output=tmp_path / "copy", checkpoint=EVERY_2, resume="auto")
+    for again in (tensor_parallel, alone):
+        train_ppo(again)
+        for line, expected in zip(metrics_of(again), metrics_of(straight), strict=True):
+            assert_same(without_accuracy(expected), without_accuracy(line))
+
+
 def test_sft_goes_on_with_the_examples_that_it_has_not_seen(task_folder: Path, tmp_path: Path) -> None:
     def config(output: str, **changes: Any) -> SFTConfig:
         model = {"path": task_folder / "model"}
