@@ -12,7 +12,7 @@ ones.
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from tensordict import TensorDictBase
@@ -121,10 +121,10 @@ class TrainEngine:
 
     def position(self) -> dict[str, float]:
         """What a checkpoint keeps of the engine besides tensors."""
-        scale = self.loss_scale
-        return {"num_steps": self._num_steps} | (
-            {} if scale is None else {f"scale_{n}": v for n, v in asdict(scale).items()}
-        )
+        found = {"num_steps": float(self._num_steps)}
+        if self.loss_scale is not None:
+            found |= {"scale_factor": self.loss_scale.factor, "scale_good_steps": float(self.loss_scale.good_steps)}
+        return found
 
     def restore(self, position: Mapping[str, float]) -> None:
         """Goes on from a position; model and optimizer are restored by `flowrl.engines.checkpoint.load`."""

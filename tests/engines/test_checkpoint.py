@@ -9,7 +9,9 @@ from torch.multiprocessing.spawn import spawn
 from flowrl.config import EngineConfig, OptimizerConfig
 from flowrl.data.files import CheckpointError, sum_of
 from flowrl.engines.checkpoint import EngineCheckpoints, load
+from flowrl.engines.loss_scale import LossScale
 from flowrl.engines.train import TrainEngine
+from flowrl.workers.policy import PolicyModel
 from tests.engines.checkpoint_ranks import STRATEGIES, copied, main, save, sharded, whole
 from tests.engines.losses import Bigram, bigram_loss
 from tests.engines.tables import VOCABULARY, table
@@ -210,3 +212,14 @@ def test_a_folder_that_is_not_there_is_told_when_it_is_waited_for(tmp_path: Path
         checkpoints.saved()
     checkpoints.save(tmp_path)
     assert checkpoints.saved() is not None
+
+
+def test_the_scale_of_float16_goes_on_where_it_was(tmp_path: Path) -> None:
+    engines = [
+        TrainEngine(PolicyModel(qwen2()), OptimizerConfig(lr=1e-3), EngineConfig(compute_dtype="float16"))
+        for _ in range(2)
+    ]
+    engines[0].loss_scale = LossScale(512.0, good_steps=9)
+    save(engines[0], tmp_path, asynchronous=False)
+    load(engines[1], tmp_path)
+    assert engines[1].loss_scale == LossScale(512.0, good_steps=9)

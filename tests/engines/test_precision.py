@@ -14,9 +14,9 @@ from tests.engines.tiny import qwen2
 TINY_STEP = OptimizerConfig(lr=1e-6, max_grad_norm=None)
 
 
-def engine(optimizer: OptimizerConfig = TINY_STEP, **settings) -> TrainEngine:
+def engine(**settings: object) -> TrainEngine:
     model = PolicyModel(qwen2(initializer_range=0.1))
-    return TrainEngine(model, optimizer, EngineConfig.model_validate({"max_tokens_per_microbatch": 40} | settings))
+    return TrainEngine(model, TINY_STEP, EngineConfig.model_validate({"max_tokens_per_microbatch": 40} | settings))
 
 
 def weights(trained: TrainEngine) -> list[torch.Tensor]:
