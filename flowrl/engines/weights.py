@@ -5,6 +5,7 @@ bfloat16 has no NumPy type: such an array is an int16 view and its name ends in 
 """
 
 import copy
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -13,6 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+
+# A weight that both tensor parallelism and fsdp cut takes two gathers, and torch would say so for every kind of weight.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 BFLOAT16 = "|bfloat16"
 """Ending of the name of an array that holds bfloat16 bits as int16."""
