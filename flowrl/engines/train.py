@@ -95,7 +95,7 @@ class TrainEngine:
             assert isinstance(model, SharesRows), "sp is for models that run their backbone by stretches"
             model.sequence = mesh.sequence
         for layer in layers(model) if engine.compile else ():
-            layer.compile()
+            layer.compile(dynamic=True)  # every micro-batch has another shape
         if self.is_sharded:
             shard_model(model, mesh, engine, self._compute_dtype)
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -84,6 +84,17 @@ def test_layers_run_again_in_the_backward_pass_where_activations_are_dropped():
     assert counts[1][1] == pytest.approx(counts[0][1], rel=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")  # torch's own
+def test_compiled_layers_train_the_same():
+    """Needs a C++ compiler on the CPU."""
+    norms = []
+    for compile_layers in (False, True):
+        trained = engine(compile=compile_layers)
+        norms.append([trained.update(table(9, seed), policy_loss)["grad_norm"].result() for seed in range(2)])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+
+
 def test_flash_attention_is_refused_where_it_cannot_run():
     with pytest.raises(EngineError, match="flash_attention_2, which needs a GPU and bfloat16 or float16"):
         engine(attention="flash_attention_2")
