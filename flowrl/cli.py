@@ -12,6 +12,7 @@ from flowrl.config.source import read
 from flowrl.controller.errors import WorkerError
 from flowrl.controller.inventory import local_inventory
 from flowrl.controller.plan import plan, render_plan
+from flowrl.run.checkpoints import Checkpoints
 from flowrl.run.chrome import TraceError, read_trace
 from flowrl.run.interrupt import Interrupted
 from flowrl.run.start import check_functions, check_run, plan_run
@@ -28,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_plan(commands)
     _add_trace(commands)
+    _add_checkpoints(commands)
+    _add_export(commands)
     arguments, rest = parser.parse_known_args(argv)
     # argparse gives up on key=value words that follow an option; they belong to the ones before it.
     if rest and ("overrides" not in arguments or any(word.startswith("-") for word in rest)):
@@ -141,6 +144,49 @@ def _trace(arguments: argparse.Namespace) -> None:
             draw_timeline(events, arguments.png, window_s=arguments.last)
         except OSError as error:
             raise UserError(f"--png {arguments.png} cannot be written ({error.strerror}); name another file") from error
+
+
+def _add_checkpoints(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "checkpoints", help="list what a run can go on from; reads every file", allow_abbrev=False
+    )
+    parser.add_argument("run_folder", type=Path, metavar="RUN", help="the output folder of a run")
+    parser.set_defaults(run=_checkpoints)
+
+
+def _checkpoints(arguments: argparse.Namespace) -> None:
+    from flowrl.run.listing import show_checkpoints  # noqa: PLC0415 (rich only where tables are printed)
+
+    show_checkpoints(arguments.run_folder)
+
+
+def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "export", help="write the policy of a checkpoint as a folder that transformers loads", allow_abbrev=False
+    )
+    parser.add_argument("run_folder", type=Path, metavar="RUN", help="the output folder of a run")
+    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step; the newest if not stated")
+    parser.add_argument("--output", type=Path, metavar="F", help="folder to make; RUN/export-step-N if not stated")
+    parser.set_defaults(run=_export)
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    checkpoints = Checkpoints(arguments.run_folder)
+    steps = checkpoints.steps()
+    if not steps and arguments.step is None:
+        raise UserError(f"{arguments.run_folder} has no checkpoints; a run saves them with checkpoint.every=N")
+    step = steps[-1] if arguments.step is None else arguments.step
+    checkpoint = checkpoints.read(step)
+    checkpoint.check()
+    output = arguments.output or arguments.run_folder / f"export-step-{step:06d}"
+
+    from flowrl.engines.export import export_policy  # noqa: PLC0415 (torch and transformers only where a model is read)
+
+    try:
+        export_policy(checkpoint.role("actor"), output)
+    except OSError as error:
+        raise UserError(f"--output {output} cannot be written ({error.strerror}); name another folder") from error
+    sys.stdout.write(f"{output}: the policy after step {step}\n")
 
 
 def _seconds(text: str) -> float:

@@ -2,6 +2,7 @@
 
 from flowrl.config.algorithm import AdvantageConfig, CorrectionConfig
 from flowrl.config.base import Config, ConfigError
+from flowrl.config.checkpoint import CheckpointConfig
 from flowrl.config.data import DataConfig
 from flowrl.config.errors import UserError
 from flowrl.config.load import load, recipe_class, to_yaml
@@ -17,6 +18,7 @@ __all__ = [
     "SINGLE",
     "ActorConfig",
     "AdvantageConfig",
+    "CheckpointConfig",
     "Config",
     "ConfigError",
     "CorrectionConfig",

@@ -6,6 +6,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_va
 
 from flowrl.config.algorithm import AdvantageConfig
 from flowrl.config.base import Config, FilePath, ImportName
+from flowrl.config.checkpoint import CheckpointConfig
 from flowrl.config.data import DataConfig
 from flowrl.config.placement import SINGLE, Placement
 from flowrl.config.roles import ActorConfig, ReferenceConfig, RewardConfig, RolloutConfig
@@ -22,6 +23,12 @@ class RunConfig(Config):
 
     output: FilePath
     """Folder of the run's results; one that holds another run is refused."""
+
+    resume: Literal["never", "auto"] = "never"
+    """`auto`: if output holds a run of this config, go on after its newest checkpoint; `never`: refuse the folder."""
+
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """When the run saves what it can go on from."""
 
     seed: NonNegativeInt = 0
     """Fixes the order of the data and every sampled token."""
@@ -49,6 +56,16 @@ class RunConfig(Config):
 
     evaluate_every: NonNegativeInt = 0
     """Steps between evaluations; 0 evaluates before the first step and after the last only."""
+
+    @model_validator(mode="after")
+    def _check_best(self) -> "RunConfig":
+        every, evaluate = self.checkpoint.every, self.evaluate_every
+        if self.checkpoint.keep_best and evaluate and every % evaluate:
+            raise ValueError(
+                f"checkpoint.keep_best compares held-out accuracy, but checkpoint.every is {every}, not a multiple of "
+                f"evaluate_every, {evaluate}: set it to {-(-every // evaluate) * evaluate}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_address(self) -> "RunConfig":

@@ -7,9 +7,10 @@ passed: the fastest attention kernels take none. Code in a folder is never run; 
 """
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -160,6 +162,33 @@ def save_model(
     if heads:
         save_file({name: weight.contiguous() for name, weight in heads.items()}, partial / _VALUE_HEAD)
     partial.rename(folder)
+
+
+def describe_model(model: PreTrainedModel, tokenizer_path: Path) -> dict[str, bytes]:
+    """All files of a `save_pretrained` folder but the weights: name -> contents."""
+    with TemporaryDirectory() as name, _quiet():
+        model.config.save_pretrained(name)
+        if model.generation_config is not None:
+            model.generation_config.save_pretrained(name)
+        AutoTokenizer.from_pretrained(tokenizer_path, local_files_only=True).save_pretrained(name)
+        return {path.name: path.read_bytes() for path in Path(name).iterdir() if path.is_file()}
+
+
+def model_of(described: Path, weights: Mapping[str, Tensor]) -> PreTrainedModel:
+    """A causal language model from its description and weights, which become its own; tied weights once.
+
+    Raises:
+        ModelError: the weights are not those of such a model.
+    """
+    with _quiet(), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(described, local_files_only=True))
+    unfit = model.load_state_dict(weights, strict=False, assign=True)
+    model.tie_weights()
+    lacking = [name for name, weight in model.named_parameters() if weight.is_meta]
+    if lacking or unfit.unexpected_keys:
+        names = ", ".join((lacking or unfit.unexpected_keys)[:3])
+        raise ModelError(f"the weights do not fit the model described in {described}: see {names}")
+    return model
 
 
 def _load(auto: Any, config: ModelConfig, wanted: str, **settings: Any) -> PreTrainedModel:

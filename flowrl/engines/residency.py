@@ -1,8 +1,13 @@
 """Where weights and optimizer state lie: in parts on ranks; on the device, or on the CPU while others need that one."""
 
+import logging
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+# A weight that both tensor parallelism and fsdp cut takes two gathers, and torch would say so for every kind of weight.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def move_model(model: nn.Module, device: torch.device) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from flowrl.config import EngineConfig, OptimizerConfig
@@ -94,7 +95,7 @@ class TrainEngine:
             assert isinstance(model, SharesRows), "sp is for models that run their backbone by stretches"
             model.sequence = mesh.sequence
         for layer in layers(model) if engine.compile else ():
-            layer.compile()
+            layer.compile(dynamic=True)  # every micro-batch has another shape
         if self.is_sharded:
             shard_model(model, mesh, engine, self._compute_dtype)
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -107,6 +108,29 @@ class TrainEngine:
     def num_steps(self) -> int:
         """Optimizer steps taken."""
         return self._num_steps
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """What updates the model; None where it is only run."""
+        return self._optimizer
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The ranks that hold the model together; None is this process alone."""
+        return self.mesh.everyone
+
+    def position(self) -> dict[str, float]:
+        """What a checkpoint keeps of the engine besides tensors."""
+        found = {"num_steps": float(self._num_steps)}
+        if self.loss_scale is not None:
+            found |= {"scale_factor": self.loss_scale.factor, "scale_good_steps": float(self.loss_scale.good_steps)}
+        return found
+
+    def restore(self, position: Mapping[str, float]) -> None:
+        """Goes on from a position; model and optimizer are restored by `flowrl.engines.checkpoint.load`."""
+        self._num_steps = int(position["num_steps"])
+        if self.loss_scale is not None and "scale_factor" in position:
+            self.loss_scale = LossScale(position["scale_factor"], int(position["scale_good_steps"]))
 
     def evaluate(self, table: TensorDictBase, forward: Forward) -> Tensor:
         """A value per token of the table, without gradient.

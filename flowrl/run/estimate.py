@@ -60,8 +60,8 @@ def estimate_advantages(batch: Batch, config: AdvantageConfig, state: State | No
     if state is None:
         if carries(config):
             raise UserError(
-                "algorithm has settings that depend on the steps before, but this recipe keeps no state: pass that "
-                "of first_state and next_state (flowrl/run/step_state.py) to estimate_advantages, or remove them"
+                "algorithm has settings that depend on the steps before, but this recipe keeps no state: pass "
+                "Carried.now (flowrl/run/step_state.py) to estimate_advantages, or remove them"
             )
         state = first_state(config)
     if config.shaping:

@@ -35,9 +35,14 @@ class RunFolder:
         Raises:
             RunFolderError: the folder holds another run or other files, or cannot be made; nothing has been written.
         """
+        refuse_if_taken(Path(path))
+        return cls.reopen(path, resolved_config)
+
+    @classmethod
+    def reopen(cls, path: Path | str, resolved_config: Mapping[str, Any]) -> "RunFolder":
+        """The same for the folder of a run that is gone on with. Raises `RunFolderError`: it cannot be written."""
         folder = Path(path)
         text = yaml.safe_dump(dict(resolved_config), sort_keys=False, allow_unicode=True)
-        refuse_if_taken(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with replacing(folder / "config.yaml") as temporary:
@@ -82,7 +87,8 @@ def refuse_if_taken(folder: Path) -> None:
     """Raises `RunFolderError` where a run's folder cannot be made: it holds another run, or something else."""
     if (folder / "config.yaml").exists():
         raise RunFolderError(
-            f"output folder {folder} holds another run (it has a config.yaml); set output to a new folder or remove it"
+            f"output folder {folder} holds another run (it has a config.yaml); set output to a new folder or remove "
+            f"it, or go on with that run by resume=auto"
         )
     if folder.exists() and not folder.is_dir():
         raise RunFolderError(f"output {folder} is a file; set output to a folder")

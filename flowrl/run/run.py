@@ -2,8 +2,10 @@
 
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import asdict
+from itertools import islice
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,6 +15,7 @@ from flowrl.controller.group import WorkerGroup
 from flowrl.controller.worker import Worker
 from flowrl.data.batch import Batch
 from flowrl.data.prompts import PromptStream
+from flowrl.run.checkpoints import Checkpoint, Checkpoints
 from flowrl.run.chrome import chrome_trace
 from flowrl.run.curves import draw_curves
 from flowrl.run.display import LiveProgress, before_after_table, completions_table
@@ -21,6 +24,8 @@ from flowrl.run.folder import RunFolder, remove_unfinished, replacing, write_jso
 from flowrl.run.interrupt import Interruption
 from flowrl.run.memory import resident_mb
 from flowrl.run.metrics import MetricsLog
+from flowrl.run.resume import found, goes_on
+from flowrl.run.saving import Kept, Saver
 from flowrl.run.start import check_engines, plan_run
 from flowrl.run.steps import Logged, StepLog
 from flowrl.run.timeline import draw_timeline
@@ -36,8 +41,11 @@ class Run:
     Ctrl-C or SIGTERM ends the loop after the step in progress, and `finish` then leaves the results without a last
     evaluation; a second one ends the run where it stands, and so does one that comes before the first step.
 
+    With `resume: auto` and a run of this config in the output folder it goes on after that run's newest checkpoint.
+
     Raises:
         RunFolderError: the output folder is another run's.
+        CheckpointError: the newest checkpoint in it is damaged.
         PlacementError: the placement does not fit the devices.
         Interrupted: on leaving, where the run was asked to end.
     """
@@ -51,25 +59,58 @@ class Run:
         self._evaluation: Evaluation | None = None
         self._outcomes: list[Outcome] = []
         self._peak_mb = 0.0
+        self._resumed: Checkpoint | None = None
+        self._saver = Saver(Checkpoints(config.output), config.checkpoint)
 
     def __enter__(self) -> Self:
         config = self.config
         # Planned before anything is made: a placement that cannot be leaves nothing behind.
         if config.address is None:
             plan_run(config)
+        self._resumed = found(config)
         with ExitStack() as made:
             self._progress = made.enter_context(LiveProgress(config.steps))
             self._interruption = made.enter_context(Interruption(self._progress.say))
             self._progress.say(f"starting {', '.join(type(config).roles)} ({config.backend})")
-            made.callback(remove_unfinished, config.output)  # once the processes that write there are gone
+            # Once the processes that write there are gone.
+            made.callback(remove_unfinished, config.output)
+            made.callback(Checkpoints(config.output).remove_unfinished)
             self.cluster = made.enter_context(self._cluster())
             self._interruption.take()  # Ray has set handlers of its own
             check_engines(config, self.cluster.plan)
-            self.folder = RunFolder.create(config.output, config.model_dump(mode="json"))
-            self._metrics = made.enter_context(MetricsLog(self.folder.path))
-            self._log = StepLog(self.cluster.calls)
+            self._open_folder(made)
             self._made = made.pop_all()
         return self
+
+    def _open_folder(self, made: ExitStack) -> None:
+        config, checkpoint = self.config, self._resumed
+        resolved = config.model_dump(mode="json")
+        self.folder = (RunFolder.reopen if goes_on(config) else RunFolder.create)(config.output, resolved)
+        last_step = -1 if checkpoint is None else checkpoint.manifest.step
+        self._metrics = made.enter_context(MetricsLog(self.folder.path, last_step))
+        elapsed_s = self._metrics.history[-1].get("elapsed_s", 0.0) if self._metrics.history else 0.0
+        self._log = StepLog(self.cluster.calls, elapsed_s)
+        if checkpoint is not None:
+            self._take(checkpoint.driver())
+
+    def _take(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `_state` gave."""
+        self._step, self.version = state["step"], state["version"]
+        self._outcomes = [Outcome(**outcome) for outcome in state["outcomes"]]
+        self._peak_mb = state["peak_mb"]
+        self.started_s -= state["seconds"]
+        self._progress.say(f"going on after step {self._step}")
+        self._interruption.left = f"after step {self._step} of {self.config.steps}; results: {self.folder.path}"
+
+    def _state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the run, as it is after the step that was submitted last."""
+        return {
+            "step": self._step,
+            "version": self.version,
+            "outcomes": [asdict(outcome) for outcome in self._outcomes],
+            "peak_mb": self._peak_mb,
+            "seconds": time.monotonic() - self.started_s,
+        }
 
     def _cluster(self) -> Cluster:
         config = self.config
@@ -89,6 +130,19 @@ class Run:
         """Makes a role's workers where the placement says."""
         return self.cluster.group(role, cls, *args, **kwargs)
 
+    def keep(self, policy: WorkerGroup, *others: WorkerGroup, **objects: Kept) -> None:
+        """Says what checkpoints hold, beside what the run itself has.
+
+        Args:
+            policy: whose weights the rollout samples from.
+            others: groups that hold what training goes on from.
+            objects: what the driver holds, by name: with `state()`, plain values, and `restore(state)`.
+        Raises:
+            UserError: a group's workers have no `save_checkpoint` and `load_checkpoint`.
+        """
+        self._saver.keep([policy, *others], objects)
+        self._policy = policy
+
     # Steps.
 
     def rollouts(self, rollout: WorkerGroup, prompts: PromptStream) -> Iterator[tuple[int, Batch]]:
@@ -98,6 +152,8 @@ class Run:
         """
         config = self.config
         assert isinstance(config, OnPolicyConfig)
+        self._saver.keep([], {"prompts": prompts})
+        self._begin(rollout)
         for step in self._steps():
             rows = prompts.take(config.prompts_per_step)
             batch = Batch.from_rows(rows).repeat(config.samples_per_prompt)
@@ -105,18 +161,34 @@ class Run:
             yield step, batch.union(rollout.generate.submit(batch))
 
     def batches(self, stream: Iterable[Batch]) -> Iterator[tuple[int, Batch]]:
-        """Step numbers from 1, each with the stream's next batch; ends after `steps`, or with the stream."""
-        for batch, step in zip(stream, self._steps(), strict=False):
+        """Step numbers from 1, each with the stream's next batch; ends after `steps`, or with the stream.
+
+        A run that goes on draws, and drops, the batches of the steps that are done.
+        """
+        self._begin()
+        for batch, step in zip(islice(stream, self._step, None), self._steps(), strict=False):
             yield step, batch
 
-    def _steps(self) -> Iterator[int]:
+    def _begin(self, rollout: WorkerGroup | None = None) -> None:
+        """Brings everything to where the first step of this process begins."""
+        self._saver.check(self._resumed)
+        if self._resumed is not None:
+            self._saver.restore(self._resumed)
+            if rollout is not None:
+                self._hand_over(self._policy, rollout)
         self.cluster.settle()
+        if self._resumed is None:
+            self._evaluate_untrained()
+        self._log.pause()
+
+    def _evaluate_untrained(self) -> None:
         if self._evaluation is not None:
             self._progress.say(f"evaluating {len(self._evaluation.rows)} held-out rows before training")
         self._evaluate()
         if self._outcomes:
             self._metrics.write(0, {"accuracy": self._outcomes[-1].accuracy})
-        self._log.pause()
+
+    def _steps(self) -> Iterator[int]:
         while self._step < self.config.steps:
             if self._step > 1:
                 self._write_line(self._step - 1)
@@ -130,6 +202,7 @@ class Run:
             every = self.config.evaluate_every
             if every and self._step % every == 0:
                 self._write_lines_and_evaluate()
+            self._save()
 
     def _hold(self, doing: str, where: str) -> None:
         """From here on there is something to keep, so that the first Ctrl-C waits for the next good place to end."""
@@ -141,10 +214,39 @@ class Run:
         In the same processes the rollout samples from the actor's own weights, and only their number changes.
         """
         self.version += 1
+        self._hand_over(actor, rollout)
+
+    def _hand_over(self, actor: WorkerGroup, rollout: WorkerGroup) -> None:
         if rollout.lives_in(actor) and actor.lives_in(rollout):
             rollout.set_version.submit(self.version)
         else:
             rollout.load_weights.submit(actor.weights.submit(), self.version)
+
+    # Checkpoints.
+
+    def _save(self) -> None:
+        """Begins the checkpoint that is due after this step, and ends those that are written."""
+        if not self._saver.is_due(self._step) or self._step == self.config.steps:
+            self._saver.advance(self._metrics.history)
+            return  # the last step's is saved with its evaluation, by `finish`
+        self._end_saving()
+        asynchronous = self.config.checkpoint.asynchronous
+        self._saver.begin(self._step, self._state(), asynchronous=asynchronous)
+        if not asynchronous:
+            self._end_saving()
+
+    def _end_saving(self) -> None:
+        """Waits until the checkpoint that was begun exists."""
+        if self._saver.waits_for is not None:
+            self._write_lines(self._saver.waits_for)
+            self._metrics.sync()
+            self._saver.advance(self._metrics.history, wait=True)
+
+    def _save_last(self) -> None:
+        self._end_saving()
+        if self.config.checkpoint.every and self._step > self._saver.last_step:
+            self._saver.begin(self._step, self._state(), asynchronous=False)
+            self._end_saving()
 
     # Metrics.
 
@@ -157,11 +259,14 @@ class Run:
 
     def _write_lines_and_evaluate(self) -> None:
         """Brings everything up to the last step that was begun."""
-        for step in self._log.unresolved[:-1]:
-            self._write_line(step)
+        self._write_lines(self._step - 1)
         self._evaluate()
+        self._write_lines(self._step)
+
+    def _write_lines(self, last_step: int) -> None:
         for step in self._log.unresolved:
-            self._write_line(step)
+            if step <= last_step:
+                self._write_line(step)
 
     def _write_line(self, step: int) -> None:
         if step not in self._log.unresolved:
@@ -204,7 +309,8 @@ class Run:
         self._log.end()
         self._hold("stopping when the results are written", f"after step {self._step}")
         self._write_lines_and_evaluate()
-        self._keep(actor)
+        self._save_last()
+        self._write_model(actor)
         self._progress.close()
         self.cluster.settle()
         self._draw(self._log.last_ended_ns)
@@ -214,7 +320,7 @@ class Run:
             self._show()
         return summary
 
-    def _keep(self, actor: WorkerGroup) -> None:
+    def _write_model(self, actor: WorkerGroup) -> None:
         """Writes what training can go on from, for a run that is over as for one that was asked to end."""
         with replacing(self.folder.model) as folder:
             actor.save(folder.absolute())
@@ -267,7 +373,7 @@ class Run:
             self._made.__exit__(kind, error, trace)
 
     def _leave_early(self) -> None:
-        if any(line["step"] for line in self._metrics.history):
+        if self._resumed is not None or any(line["step"] for line in self._metrics.history):
             # What happened up to a failure is what one wants to see of it.
             self._draw()
         else:

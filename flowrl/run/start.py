@@ -19,6 +19,7 @@ from flowrl.config import (
 from flowrl.controller.inventory import local_inventory
 from flowrl.controller.plan import Plan, RolePlan, plan
 from flowrl.run.folder import refuse_if_taken
+from flowrl.run.resume import goes_on
 
 
 def plan_run(config: RunConfig, devices: Sequence[int] | None = None) -> Plan:
@@ -47,7 +48,8 @@ def check_run(config: RunConfig) -> None:
     check_functions(config)
     if config.address is None:
         plan_run(config)
-    refuse_if_taken(config.output)
+    if not goes_on(config):
+        refuse_if_taken(config.output)
 
 
 def check_functions(config: RunConfig) -> None:

@@ -1,14 +1,17 @@
 """What an algorithm takes from one step to the next: a few numbers, which are computed and stay beside the data.
 
-A recipe holds the state as a future and hands it on, so the driver waits for no step:
+A recipe holds the state as a future and hands it on, so the driver waits for no step but one that is saved:
 
-    state = first_state(config.algorithm)
+    carried = Carried(config.algorithm)
+    run.keep(actor, carried=carried)
     for step, batch in ...:
-        batch = estimate_advantages(batch, config.algorithm, state)
-        state = next_state(batch, config.algorithm, state)
+        batch = estimate_advantages(batch, config.algorithm, carried.now)
+        carried.advance(batch)
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, is_dataclass, replace
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -45,6 +48,36 @@ def first_state(config: AdvantageConfig) -> StepState:
         make = kl_controls.load(config.kl_control.kind)
         control = _checked(make(coef=config.kl_coef, **config.kl_control.arguments()), config.kl_control)
     return StepState(control, (RewardMoments(),) * len(config.shaping))
+
+
+class Carried:
+    """The state of a run's next step, as a recipe holds it and a checkpoint keeps it."""
+
+    def __init__(self, config: AdvantageConfig) -> None:
+        self._config = config
+        self.now: State = first_state(config)
+        """Before the step to come."""
+
+    def advance(self, batch: Batch) -> None:
+        """After a step with this batch. Does not wait."""
+        self.now = next_state(batch, self._config, self.now)
+
+    def state(self) -> dict[str, Any]:
+        """Plain values for a checkpoint. Waits for the step. Raises UserError for a KL control that is no dataclass."""
+        state = self.now if isinstance(self.now, StepState) else self.now.get()
+        if not is_dataclass(state.kl_control):
+            raise UserError(
+                f"the KL control is a {type(state.kl_control).__name__}, whose state cannot be saved: make it a "
+                f"dataclass of plain numbers, like AdaptiveKlControl, or set checkpoint.every: 0"
+            )
+        return asdict(state)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state` gave."""
+        first = first_state(self._config)
+        assert is_dataclass(first.kl_control) and not isinstance(first.kl_control, type)
+        control = replace(first.kl_control, **state["kl_control"])
+        self.now = StepState(control, tuple(RewardMoments(**moments) for moments in state["moments"]))
 
 
 def carries(config: AdvantageConfig) -> bool:

@@ -36,9 +36,11 @@ class _Step:
 class StepLog:
     """The steps that were begun and not yet resolved: the driver runs ahead of the workers."""
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: Calls, elapsed_s: float = 0.0) -> None:
+        """Args: `elapsed_s` went by before, in a run that is gone on with."""
         self._calls = calls
-        self._started_ns = self._ended_ns = time.time_ns()
+        self._ended_ns = time.time_ns()
+        self._started_ns = self._ended_ns - int(elapsed_s * 1e9)
         self.last_ended_ns: int | None = None
         """When the step had ended that was resolved last."""
         self._steps: dict[int, _Step] = {}

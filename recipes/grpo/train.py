@@ -11,7 +11,7 @@ from flowrl.run.estimate import batch_metrics, estimate_advantages
 from flowrl.run.loss_columns import loss_columns
 from flowrl.run.prompts import read_prompts
 from flowrl.run.run import Run
-from flowrl.run.step_state import first_state, next_state
+from flowrl.run.step_state import Carried
 from flowrl.workers import Actor, Reference, Rollout, reward_worker
 from recipes.grpo.config import GRPOConfig
 
@@ -20,13 +20,14 @@ def train(config: GRPOConfig) -> dict[str, Any]:
     """Trains the actor; returns the run's summary."""
     prompts, held_out = read_prompts(config)
     temperature = config.rollout.temperature
-    state = first_state(config.algorithm)
+    carried = Carried(config.algorithm)
     with Run(config) as run:
         actor = run.group("actor", Actor, config.actor, temperature=temperature)
         reference = run.group("reference", Reference, config.reference, temperature=temperature)
         reward = run.group("reward", reward_worker(config.reward), config.reward)
         rollout = run.group("rollout", Rollout, config.rollout, config.actor.model, seed=config.seed)
         run.evaluate_with(rollout, reward, held_out)
+        run.keep(actor, carried=carried)
 
         for step, batch in run.rollouts(rollout, prompts):
             # 1. Score the responses.
@@ -35,10 +36,10 @@ def train(config: GRPOConfig) -> dict[str, Any]:
             batch["ref_logprobs"] = reference.logprobs(batch)
 
             # 2. A response is as good as it is better than the others to its prompt.
-            batch = estimate_advantages(batch, config.algorithm, state)
+            batch = estimate_advantages(batch, config.algorithm, carried.now)
             batch = loss_columns(batch, config.actor, seed=(config.seed, step))
-            run.log(batch_metrics(batch, state))
-            state = next_state(batch, config.algorithm, state)
+            run.log(batch_metrics(batch, carried.now))
+            carried.advance(batch)
 
             # 3. Improve the actor; the KL to the reference is part of its loss.
             for minibatch in batch.minibatches(config.minibatch_rows, epochs=config.epochs, seed=(config.seed, step)):

@@ -13,7 +13,7 @@ from flowrl.run.estimate import batch_metrics, estimate_advantages
 from flowrl.run.loss_columns import loss_columns
 from flowrl.run.prompts import read_prompts
 from flowrl.run.run import Run
-from flowrl.run.step_state import first_state, next_state
+from flowrl.run.step_state import Carried
 from flowrl.workers import Actor, Critic, Reference, Rollout, reward_worker
 from recipes.ppo.config import PPOConfig
 
@@ -22,7 +22,7 @@ def train(config: PPOConfig) -> dict[str, Any]:
     """Trains the actor and the critic; returns the run's summary."""
     prompts, held_out = read_prompts(config)
     temperature = config.rollout.temperature
-    state = first_state(config.algorithm)
+    carried = Carried(config.algorithm)
     with Run(config) as run:
         actor = run.group("actor", Actor, config.actor, temperature=temperature)
         critic = run.group("critic", Critic, config.critic)
@@ -30,6 +30,7 @@ def train(config: PPOConfig) -> dict[str, Any]:
         reward = run.group("reward", reward_worker(config.reward), config.reward)
         rollout = run.group("rollout", Rollout, config.rollout, config.actor.model, seed=config.seed)
         run.evaluate_with(rollout, reward, held_out)
+        run.keep(actor, critic, carried=carried)
 
         for step, batch in run.rollouts(rollout, prompts):
             # 1. Score the responses; the four calls wait only for the columns they read.
@@ -39,10 +40,10 @@ def train(config: PPOConfig) -> dict[str, Any]:
             batch["values"] = critic.values(batch)
 
             # 2. Rewards and advantages: pure functions on the columns they name, run beside the data.
-            batch = estimate_advantages(batch, config.algorithm, state)
+            batch = estimate_advantages(batch, config.algorithm, carried.now)
             batch = loss_columns(batch, config.actor, seed=(config.seed, step))
-            run.log(batch_metrics(batch, state))
-            state = next_state(batch, config.algorithm, state)
+            run.log(batch_metrics(batch, carried.now))
+            carried.advance(batch)
 
             # 3. Improve critic and actor; on separate pools these run at the same time.
             for minibatch in batch.minibatches(config.minibatch_rows, epochs=config.epochs, seed=(config.seed, step)):

@@ -20,6 +20,7 @@ def train(config: SFTConfig) -> dict[str, Any]:
     policy = ActorConfig(model=config.model, optimizer=config.optimizer, engine=config.engine)
     with Run(config) as run:
         actor = run.group("actor", Actor, policy)
+        run.keep(actor)
         stream = examples.batches(
             config.rows_per_step, seed=config.seed, shuffle=config.data.shuffle, epochs=config.epochs
         )

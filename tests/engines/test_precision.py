@@ -14,9 +14,9 @@ from tests.engines.tiny import qwen2
 TINY_STEP = OptimizerConfig(lr=1e-6, max_grad_norm=None)
 
 
-def engine(optimizer: OptimizerConfig = TINY_STEP, **settings) -> TrainEngine:
+def engine(**settings: object) -> TrainEngine:
     model = PolicyModel(qwen2(initializer_range=0.1))
-    return TrainEngine(model, optimizer, EngineConfig.model_validate({"max_tokens_per_microbatch": 40} | settings))
+    return TrainEngine(model, TINY_STEP, EngineConfig.model_validate({"max_tokens_per_microbatch": 40} | settings))
 
 
 def weights(trained: TrainEngine) -> list[torch.Tensor]:
@@ -82,6 +82,17 @@ def test_layers_run_again_in_the_backward_pass_where_activations_are_dropped():
         assert not trained.model.training
     assert (counts[0][0], counts[1][0]) == (1, 2)
     assert counts[1][1] == pytest.approx(counts[0][1], rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")  # torch's own
+def test_compiled_layers_train_the_same():
+    """Needs a C++ compiler on the CPU."""
+    norms = []
+    for compile_layers in (False, True):
+        trained = engine(compile=compile_layers)
+        norms.append([trained.update(table(9, seed), policy_loss)["grad_norm"].result() for seed in range(2)])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 
 
 def test_flash_attention_is_refused_where_it_cannot_run():

@@ -46,3 +46,27 @@ def test_a_step_is_written_once(tmp_path: Path) -> None:
         log.write(1, {"reward": 0.5})
         with pytest.raises(AssertionError, match="step 1 was written before"):
             log.write(1, {"reward": 0.5})
+
+
+def test_a_run_that_goes_on_has_the_lines_up_to_its_step_and_none_after(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path) as log:
+        for step in (0, 1, 2, 3):
+            log.write(step, {"reward": step / 4, "kl": float("nan")})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "rew')
+    with MetricsLog(tmp_path, last_step=2) as log:
+        assert [row["step"] for row in log.history] == [0, 1, 2]
+        log.write(3, {"reward": 9.0})
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["reward"]) for line in lines] == [(0, 0.0), (1, 0.25), (2, 0.5), (3, 9.0)]
+    assert lines[1]["kl"] is None
+
+
+def test_tensorboard_shows_a_step_that_was_done_again_once(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path) as log:
+        for step in (1, 2, 3):
+            log.write(step, {"reward": 0.5})
+    with MetricsLog(tmp_path, last_step=1) as log:
+        log.write(2, {"reward": 0.75})
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("reward")
+    assert [(event.step, event.value) for event in events] == [(1, 0.5), (2, 0.75)]

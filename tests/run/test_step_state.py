@@ -12,7 +12,7 @@ from flowrl.config import AdvantageConfig, UserError
 from flowrl.data.batch import Batch
 from flowrl.data.block import LocalRef
 from flowrl.run.estimate import batch_metrics, estimate_advantages
-from flowrl.run.step_state import StepState, carries, first_state, next_state
+from flowrl.run.step_state import Carried, StepState, carries, first_state, next_state
 
 NORMALIZED = AdvantageConfig.model_validate({"estimator": "rloo", "shaping": [{"kind": "normalize_rewards"}]})
 
@@ -50,7 +50,7 @@ def test_a_state_is_plain_numbers() -> None:
 
 
 def test_a_recipe_without_a_state_is_told() -> None:
-    with pytest.raises(UserError, match="this recipe keeps no state: pass that of first_state and next_state"):
+    with pytest.raises(UserError, match=r"this recipe keeps no state: pass Carried\.now"):
         estimate_advantages(batch([1.0, 2.0]), NORMALIZED)
 
 
@@ -120,3 +120,23 @@ def test_a_kl_that_is_not_a_number_ends_the_run() -> None:
     config = steered(kind="adaptive", target=0.2)
     with pytest.raises(ValueError, match="kl is NaN"):
         next_state(with_kl([math.nan]), config, first_state(config))
+
+
+def test_what_is_carried_goes_on_from_a_saved_state() -> None:
+    carried, again = Carried(NORMALIZED), Carried(NORMALIZED)
+    carried.advance(batch([0.0, 4.0]))
+    again.restore(json.loads(json.dumps(carried.state())))
+    for one in (carried, again):
+        one.advance(batch([2.0, 2.0]))
+    assert again.state() == carried.state()
+    assert carried.state()["moments"][0]["count"] == 4
+
+
+def test_an_adaptive_coefficient_goes_on_where_it_was() -> None:
+    control = {"kind": "adaptive", "target": 0.1, "horizon": 100}
+    config = AdvantageConfig.model_validate({"estimator": "rloo", "kl_coef": 0.5, "kl_control": control})
+    again = Carried(config)
+    saved = Carried(config).state()
+    again.restore(saved | {"kl_control": saved["kl_control"] | {"coef": 0.25}})
+    assert isinstance(again.now, StepState)
+    assert again.now.kl_control == AdaptiveKlControl(0.25, target=0.1, horizon=100)

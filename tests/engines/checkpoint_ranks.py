@@ -1,0 +1,106 @@
+"""What each of two processes of a checkpoint test runs: copies of a model, FSDP2's shards of one, or TP's."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from flowrl.config import EngineConfig, OptimizerConfig
+from flowrl.data.files import CheckpointError
+from flowrl.engines.checkpoint import EngineCheckpoints, load
+from flowrl.engines.rank_mesh import rank_mesh
+from flowrl.engines.train import TrainEngine
+from tests.engines.losses import Bigram, bigram_loss
+from tests.engines.tables import VOCABULARY, table
+
+STRATEGIES: tuple[Literal["fsdp", "tp"], ...] = ("fsdp", "tp")
+
+WIDTH = 17
+"""Odd, so that two ranks hold shards of different sizes."""
+
+
+@dataclass
+class Sharded:
+    """An engine whose model FSDP2 has sharded; a step's gradient is what the test puts there."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    group: ProcessGroup | None
+    num_steps: int = 0
+
+    def position(self) -> dict[str, float]:
+        return {"num_steps": self.num_steps, "scale": 2.0**-7}
+
+    def restore(self, position: Mapping[str, float]) -> None:
+        assert position["scale"] == 2.0**-7
+        self.num_steps = int(position["num_steps"])
+
+    def step(self) -> None:
+        """A gradient that depends on the weights and on where the run stands, the same however it is sharded."""
+        for parameter in self.model.parameters():
+            parameter.grad = torch.sin(parameter.detach() * (3 + self.num_steps))
+        self.optimizer.step()
+        self.num_steps += 1
+
+
+def sharded(group: ProcessGroup | None, how: Literal["fsdp", "tp"] | None = None) -> Sharded:
+    model = Bigram(VOCABULARY, WIDTH)
+    if how == "fsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    elif how == "tp":  # one layer split by its outputs, the others whole on both ranks
+        parallelize_module(model, init_device_mesh("cpu", (2,)), {"output": ColwiseParallel()})
+    # Not foreach, which takes no mixture of DTensors and tensors.
+    return Sharded(model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False), group)
+
+
+def copied(group: ProcessGroup | None) -> TrainEngine:
+    config = OptimizerConfig(lr=1e-2, warmup_steps=5)
+    return TrainEngine(Bigram(VOCABULARY, WIDTH), config, EngineConfig(), mesh=rank_mesh(group, device="cpu"))
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    found = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value.clone() for name, value in found.items()}
+
+
+def save(engine: Sharded | TrainEngine, folder: Path, *, asynchronous: bool) -> list[str]:
+    checkpoints = EngineCheckpoints(engine)
+    checkpoints.save(folder, asynchronous=asynchronous)
+    saved = checkpoints.saved()
+    assert saved is not None
+    return sorted(saved.files)
+
+
+def main(rank: int, folder: Path) -> None:
+    """Goes on from what one process has saved, under both strategies, and saves for one process to go on from."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    group = distributed.group.WORLD
+    results: dict = {}
+    for how in STRATEGIES:
+        engine = sharded(group, how)
+        load(engine, folder / "one-sharded")
+        engine.step()
+        results[how, "weights"] = whole(engine.model)
+        results[how, "files"] = save(engine, folder / f"two-{how}", asynchronous=True)
+    ddp = copied(group)
+    load(ddp, folder / "one-copied")
+    ddp.update(table(3, seed=10 + rank), bigram_loss)
+    results["copied", "weights"] = whole(ddp.model)
+    results["copied", "files"] = save(ddp, folder / "two-copied", asynchronous=False)
+    blocked = EngineCheckpoints(ddp)
+    blocked.save(folder / ("nowhere" if rank == 1 else "blocked"))
+    try:
+        blocked.saved()
+    except CheckpointError as error:
+        results["blocked"] = str(error)
+    torch.save(results, folder / f"{rank}.pt")
+    distributed.destroy_process_group()

@@ -1,0 +1,59 @@
+"""A checkpoint as a folder that transformers loads."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from flowrl.config import EngineConfig, OptimizerConfig
+from flowrl.data.files import CheckpointError
+from flowrl.engines.checkpoint import EngineCheckpoints
+from flowrl.engines.export import DESCRIPTION, export_policy
+from flowrl.engines.models import ModelError, describe_model
+from flowrl.engines.train import TrainEngine
+from flowrl.workers.policy import PolicyModel
+from tests.engines.tiny import llama, qwen2, save
+
+
+def saved(model: PreTrainedModel, tmp_path: Path) -> Path:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    files = describe_model(model, save(model, tmp_path / "start"))
+    checkpoints = EngineCheckpoints(TrainEngine(PolicyModel(model), OptimizerConfig(lr=1e-3), EngineConfig()))
+    checkpoints.save(folder, beside={f"{DESCRIPTION}/{name}": data for name, data in files.items()})
+    checkpoints.saved()
+    return folder
+
+
+@pytest.mark.parametrize(
+    "model", [qwen2, llama, lambda: qwen2(dtype=torch.bfloat16)], ids=["tied", "untied", "bfloat16"]
+)
+def test_an_exported_policy_gives_the_same_logits(model, tmp_path: Path) -> None:
+    export_policy(saved(model(), tmp_path), tmp_path / "out")
+    loaded, expected = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="auto").eval() for name in ("out", "start")
+    )
+    ids = torch.randint(2, 30, (2, 9))
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, expected(ids).logits)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "<end>"
+
+
+def test_a_folder_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ModelError, match="exists already"):
+        export_policy(saved(llama(), tmp_path), tmp_path / "out")
+
+
+def test_what_describes_no_language_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="describes no language model: only what an Actor saved is exported"):
+        export_policy(tmp_path, tmp_path / "out")
+
+
+def test_a_description_of_another_model_is_refused(tmp_path: Path) -> None:
+    folder = saved(llama(), tmp_path)
+    (folder / DESCRIPTION / "config.json").write_bytes(describe_model(qwen2(), tmp_path / "start")["config.json"])
+    with pytest.raises((ModelError, RuntimeError), match=r"do not fit the model described|size mismatch"):
+        export_policy(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,220 @@
+"""N steps are k steps, an end of any kind, and N - k more: bit for bit on as many ranks, to 1e-5 on others."""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from flowrl.config import Placement, to_yaml
+from flowrl.run.checkpoints import Checkpoints
+from flowrl.run.interrupt import Interrupted
+from recipes.grpo.config import GRPOConfig
+from recipes.grpo.train import train as train_grpo
+from recipes.ppo.config import PPOConfig
+from recipes.ppo.train import train as train_ppo
+from recipes.sft.config import SFTConfig
+from recipes.sft.train import train as train_sft
+from tests.recipes import crashing
+from tests.recipes.test_numbers import CLOCK, ROLES, assert_same, metrics_of
+
+TWO = Placement(device="cpu", pools={"main": [2]}, roles=dict.fromkeys(ROLES, "main"))
+APART = Placement(
+    device="cpu",
+    pools={"train": [2], "rest": [1]},
+    roles={"actor": "train", "critic": "train"} | dict.fromkeys(("reference", "reward", "rollout"), "rest"),
+)
+EVERY_2 = {"every": 2}
+CRASHING = {"function": "tests.recipes.crashing:score", "evaluation": "recipes.quickstart.task:exact"}
+Configs = Callable[..., PPOConfig]
+
+
+def trained(config: PPOConfig | GRPOConfig | SFTConfig) -> dict[str, torch.Tensor]:
+    return load_file(config.output / "model" / "model.safetensors")
+
+
+def assert_the_same_run(found: PPOConfig | GRPOConfig, straight: PPOConfig | GRPOConfig) -> None:
+    """Every metric of every step, and every weight, to the last bit; evaluations are where a run began and ended."""
+    for line, expected in zip(metrics_of(found), metrics_of(straight), strict=True):
+        shared = line.keys() & expected.keys()
+        assert line.keys() ^ expected.keys() <= {"accuracy"}
+        assert {name: line[name] for name in shared} == {name: expected[name] for name in shared}
+    weights, others = trained(found), trained(straight)
+    assert all(torch.equal(weights[name], others[name]) for name in others) and weights.keys() == others.keys()
+
+
+@pytest.fixture
+def straight(ppo_config: Configs, tmp_path: Path) -> PPOConfig:
+    """Five steps at once."""
+    config = ppo_config(steps=5, output=tmp_path / "straight")
+    train_ppo(config)
+    return config
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_ppo_goes_on_to_the_last_bit(ppo_config: Configs, straight: PPOConfig, asynchronous: bool) -> None:
+    checkpoint = {"every": 2, "asynchronous": asynchronous}
+    train_ppo(ppo_config(steps=3, checkpoint=checkpoint))
+    again = ppo_config(steps=5, checkpoint=checkpoint, resume="auto")
+    summary = train_ppo(again)
+    assert_the_same_run(again, straight)
+    assert Checkpoints(again.output).steps() == [4, 5]
+    assert summary["steps"] == 5 and summary["seconds"] > metrics_of_clock(again)[-1]["elapsed_s"]
+
+
+def metrics_of_clock(config: PPOConfig) -> list[dict[str, float]]:
+    lines = (config.output / "metrics.jsonl").read_text().splitlines()
+    return [{name: value for name, value in json.loads(line).items() if name in CLOCK} for line in lines]
+
+
+def test_a_run_that_crashed_goes_on_after_its_newest_checkpoint(
+    ppo_config: Configs, straight: PPOConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crashing.begin_again()
+    monkeypatch.setenv(crashing.CRASH_AT, str(4 * 32 + 1))
+    config = ppo_config(steps=5, reward=CRASHING, checkpoint=EVERY_2, resume="auto")
+    with pytest.raises(ValueError, match="crashed as asked"):
+        train_ppo(config)
+    assert [line["step"] for line in metrics_of(config)] == [0, 1, 2, 3]
+    assert Checkpoints(config.output).steps() == [2]
+    monkeypatch.delenv(crashing.CRASH_AT)
+    train_ppo(config)
+    assert_the_same_run(config, straight)
+    elapsed = [line["elapsed_s"] for line in metrics_of_clock(config)[1:]]
+    assert elapsed == sorted(elapsed)
+
+
+def test_a_run_that_crashed_before_its_first_checkpoint_begins_again(
+    ppo_config: Configs, straight: PPOConfig, tmp_path: Path
+) -> None:
+    config = ppo_config(steps=5, checkpoint=EVERY_2, resume="auto")
+    config.output.mkdir()
+    (config.output / "config.yaml").write_text(to_yaml(config))
+    (config.output / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n{"step": 2, "rew')
+    train_ppo(config)
+    assert_the_same_run(config, straight)
+
+
+def test_ctrl_c_leaves_a_checkpoint_of_its_step(
+    ppo_config: Configs, straight: PPOConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crashing.begin_again()
+    monkeypatch.setenv(crashing.ASK_AT, str(1 * 32 + 1))
+    config = ppo_config(steps=5, reward=CRASHING, checkpoint={"every": 100}, resume="auto")
+    with pytest.raises(Interrupted, match="interrupted after step 2 of 5"):
+        train_ppo(config)
+    assert Checkpoints(config.output).steps() == [2]
+    train_ppo(config)
+    assert_the_same_run(config, straight)
+
+
+def test_a_driver_that_was_killed_goes_on_to_the_last_bit(
+    ppo_config: Configs, straight: PPOConfig, tmp_path: Path
+) -> None:
+    config = ppo_config(recipe="recipes.ppo.config:PPOConfig", steps=5, checkpoint={"every": 1}, resume="auto")
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    command = [sys.executable, "-m", "recipes.ppo.train", str(tmp_path / "config.yaml")]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        while not Checkpoints(config.output).steps() and process.poll() is None:
+            time.sleep(0.01)
+        process.kill()
+    assert Checkpoints(config.output).steps()
+    train_ppo(config)
+    assert_the_same_run(config, straight)
+
+
+def test_grpo_goes_on_to_the_last_bit(grpo_config: Callable[..., GRPOConfig], tmp_path: Path) -> None:
+    straight = grpo_config(steps=4, output=tmp_path / "straight")
+    train_grpo(straight)
+    train_grpo(grpo_config(steps=2, checkpoint=EVERY_2))
+    again = grpo_config(steps=4, checkpoint=EVERY_2, resume="auto")
+    train_grpo(again)
+    assert_the_same_run(again, straight)
+
+
+def test_an_adaptive_penalty_goes_on_to_the_last_bit(ppo_config: Configs, tmp_path: Path) -> None:
+    control = {"kind": "adaptive", "target": 0.001, "horizon": 200}
+    algorithm = {"estimator": "gae", "kl_coef": 0.05, "kl_control": control, "shaping": [{"kind": "normalize_rewards"}]}
+    straight = ppo_config(steps=4, output=tmp_path / "straight", algorithm=algorithm)
+    train_ppo(straight)
+    coefs = [line["kl_coef"] for line in metrics_of(straight)[1:]]
+    assert len(set(coefs)) == 4
+    train_ppo(ppo_config(steps=2, algorithm=algorithm, checkpoint=EVERY_2))
+    again = ppo_config(steps=4, algorithm=algorithm, checkpoint=EVERY_2, resume="auto")
+    train_ppo(again)
+    assert_the_same_run(again, straight)
+
+
+def cut(config: PPOConfig, engine: dict[str, Any], **sizes: int) -> PPOConfig:
+    """The same run on two ranks, each with a part of the models."""
+    models = {role: getattr(config, role).model_dump() | {"engine": engine} for role in ("actor", "critic")}
+    places = dict.fromkeys(("actor", "critic"), {"pool": "main"} | sizes)
+    placement = {"device": "cpu", "pools": {"main": [2]}, "roles": dict.fromkeys(ROLES, "main") | places}
+    return PPOConfig.model_validate(config.model_dump() | models | {"backend": "ray", "placement": placement})
+
+
+def test_a_cut_run_goes_on_whole_and_cut_in_another_way(
+    ray_session: None, ppo_config: Configs, straight: PPOConfig, tmp_path: Path
+) -> None:
+    begun = cut(ppo_config(steps=3, checkpoint=EVERY_2), {"strategy": "fsdp"})
+    train_ppo(begun)
+    shutil.copytree(begun.output, tmp_path / "copy")
+    tensor_parallel = cut(ppo_config(steps=5, checkpoint=EVERY_2, resume="auto"), {"strategy": "auto"}, tp=2)
+    alone = ppo_config(steps=5, output=tmp_path / "copy", checkpoint=EVERY_2, resume="auto")
+    for again in (tensor_parallel, alone):
+        train_ppo(again)
+        for line, expected in zip(metrics_of(again), metrics_of(straight), strict=True):
+            assert_same(without_accuracy(expected), without_accuracy(line))
+
+
+def test_sft_goes_on_with_the_examples_that_it_has_not_seen(task_folder: Path, tmp_path: Path) -> None:
+    def config(output: str, **changes: Any) -> SFTConfig:
+        model = {"path": task_folder / "model"}
+        data = {"train": task_folder / "sft.jsonl", "max_prompt_tokens": 16}
+        settings = {"output": tmp_path / output, "backend": "inline", "threads": 1, "model": model, "data": data}
+        return SFTConfig.model_validate(settings | {"optimizer": {"lr": 1e-3}, "rows_per_step": 32} | changes)
+
+    straight, again = config("straight", steps=4), config("again", steps=4, checkpoint=EVERY_2, resume="auto")
+    train_sft(straight)
+    train_sft(config("again", steps=3, checkpoint=EVERY_2))
+    train_sft(again)
+    assert all(torch.equal(trained(again)[name], weight) for name, weight in trained(straight).items())
+
+
+def test_two_ranks_go_on_to_the_last_bit_and_one_rank_to_1e_5(
+    ray_session: None, ppo_config: Configs, straight: PPOConfig, tmp_path: Path
+) -> None:
+    two = ppo_config(steps=5, output=tmp_path / "two", backend="ray", placement=TWO)
+    train_ppo(two)
+    begun = ppo_config(steps=3, output=tmp_path / "begun", backend="ray", placement=TWO, checkpoint=EVERY_2)
+    train_ppo(begun)
+    shutil.copytree(begun.output, tmp_path / "copy")
+    again = begun.model_copy(update={"steps": 5, "resume": "auto"})
+    train_ppo(again)
+    assert_the_same_run(again, two)
+    alone = ppo_config(steps=5, output=tmp_path / "copy", checkpoint=EVERY_2, resume="auto")
+    train_ppo(alone)
+    for line, expected in zip(metrics_of(alone), metrics_of(straight), strict=True):
+        assert_same(without_accuracy(expected), without_accuracy(line))
+
+
+def test_two_ranks_apart_from_their_rollout_go_on_where_one_rank_ended(
+    ray_session: None, ppo_config: Configs, straight: PPOConfig
+) -> None:
+    """The rollout is in another process than the actor, and samples from what the actor has loaded."""
+    train_ppo(ppo_config(steps=3, checkpoint=EVERY_2))
+    again = ppo_config(steps=5, backend="ray", placement=APART, checkpoint=EVERY_2, resume="auto")
+    train_ppo(again)
+    for line, expected in zip(metrics_of(again), metrics_of(straight), strict=True):
+        assert_same(without_accuracy(expected), without_accuracy(line))
+
+
+def without_accuracy(line: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in line.items() if name != "accuracy"}
