@@ -56,8 +56,7 @@ class CriticModel(SharesRows):
     def __init__(self, backbone: PreTrainedModel) -> None:
         super().__init__()
         self.backbone = backbone
-        hidden_size = backbone.config.get_text_config().hidden_size
-        self.value_head = nn.Linear(hidden_size, 1, dtype=backbone.dtype)
+        self.value_head = nn.Linear(hidden_width(backbone), 1, dtype=backbone.dtype)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
@@ -72,6 +71,12 @@ class CriticModel(SharesRows):
         values_Bl = at_least_float32(self.value_head(hidden_BlD).squeeze(-1))
         values_BL = whole_rows(values_Bl, input_ids_BL.shape[1], self.sequence)
         return nn.functional.pad(values_BL[:, :-1], (1, 0))
+
+
+def hidden_width(backbone: PreTrainedModel) -> int:
+    """The width of a backbone's last hidden states; OPT may project them to that of its embeddings."""
+    settings = backbone.config.get_text_config().to_dict()
+    return settings.get("word_embed_proj_dim") or backbone.config.get_text_config().hidden_size
 
 
 def load_critic(config: ModelConfig) -> CriticModel:
@@ -178,23 +183,44 @@ def _load(auto: Any, config: ModelConfig, wanted: str, **settings: Any) -> PreTr
             )
     except (OSError, ValueError, SafetensorError) as error:
         reason = str(error).split("\n")[0]
+        if "custom code" in reason:
+            reason = (
+                "it brings code of its own to run, which is never done; choose a family of docs/models.md, or a copy "
+                "of the model in transformers' own format"
+            )
         raise ModelError(f"{wanted} cannot be loaded from {config.path}: {reason}") from error
     if report["missing_keys"]:
         names = ", ".join(sorted(report["missing_keys"])[:3])
         raise ModelError(f"{config.path} is not {wanted}: it lacks the weights {names}; give a folder that has them")
     _refuse_dropout(model, config.path)
     _refuse_scaled_logits(model, config.path)
+    if caps_attention(model):
+        # torch's own kernel would leave the cap out, without a word.
+        model.set_attn_implementation("eager")
     return model.eval()
+
+
+def caps_attention(model: PreTrainedModel) -> bool:
+    """Whether the model bounds its attention's logits, as Gemma 2 does."""
+    return bool(model.config.get_text_config().to_dict().get("attn_logit_softcapping"))
 
 
 def _refuse_dropout(model: PreTrainedModel, path: Path) -> None:
     settings = model.config.get_text_config().to_dict()
-    for name, value in settings.items():
-        if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float) and value > 0:
-            raise ModelError(
-                f"{name} is {value} in {path}/config.json; with dropout the policy that is trained is not the one that "
-                f"sampled: set it to 0.0"
-            )
+    found = [
+        f"{name} is {value}"
+        for name, value in settings.items()
+        if ("dropout" in name or name.endswith(("_pdrop", "layerdrop")))
+        # Of a head that GPT-2 has for multiple choice, and none of our models.
+        and name != "summary_first_dropout"
+        and isinstance(value, float)
+        and value > 0
+    ]
+    if found:
+        raise ModelError(
+            f"{', '.join(found)} in {path}/config.json; with dropout the policy that is trained is not the one that "
+            f"sampled: set {'it' if len(found) == 1 else 'each'} to 0.0"
+        )
 
 
 def _refuse_scaled_logits(model: PreTrainedModel, path: Path) -> None:
