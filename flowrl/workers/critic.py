@@ -24,7 +24,7 @@ class Critic(Worker):
 
     def __init__(self, config: CriticConfig) -> None:
         self.config = config
-        model = load_critic(config.model)
+        model = load_critic(config.model, head=config.head, seed=config.head_seed)
         self.engine = TrainEngine(
             model,
             config.optimizer,

@@ -98,7 +98,7 @@ class RewardModel(Worker):
 
     def __init__(self, config: RewardConfig) -> None:
         assert config.model is not None
-        model = load_reward_model(config.model)
+        model = load_reward_model(config.model, head=config.head, seed=config.head_seed)
         self.engine = TrainEngine(
             model, None, config.engine, mesh=mesh_of(self, config.engine), device=torch.device(self.device)
         )

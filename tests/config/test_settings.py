@@ -45,6 +45,7 @@ GRPO = ON_POLICY | {"algorithm": {"estimator": "grpo"}}
         (OptimizerConfig, {"lr": 1.0, "total_steps": 5, "warmup_steps": 5}, "must be below total_steps"),
         (OptimizerConfig, {"lr": 1.0, "betas": [0.9, 1.0]}, "below 1"),
         (OptimizerConfig, {"lr": float("nan")}, "finite number"),
+        (RewardConfig, {"function": "rewards:score", "head": "fresh"}, "a function, which has none: remove head"),
         (ActorConfig, TRAINED | {"aggregation": "seq_mean_token_sum_norm"}, "aggregation_scale: set it"),
         (ActorConfig, TRAINED | {"aggregation_scale": 8.0}, "remove it"),
         (RewardConfig, {}, "exactly one"),

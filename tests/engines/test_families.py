@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from flowrl.config import ModelConfig, RolloutConfig
 from flowrl.engines.hf_rollout import HfRollout, Responses, RolloutError
-from flowrl.engines.models import ModelError, load_critic, load_policy, save_model
+from flowrl.engines.models import ModelError, load_critic, load_policy, load_reward_model, save_model
 from flowrl.engines.sharding import EngineError
 from flowrl.workers.policy import PolicyModel
 from tests.engines.families import FAMILIES, SHARED, build, main, markdown, train
@@ -97,6 +97,14 @@ def test_a_critic_starts_from_its_backbone(name: str, tmp_path: Path):
     torch.nn.init.normal_(critic.value_head.weight)
     save_model(critic, tmp_path / "start", tmp_path / "critic")
     assert torch.equal(load_critic(ModelConfig(path=tmp_path / "critic"))(IDS), critic(IDS))
+
+
+def test_a_reward_model_starts_from_its_backbone(name: str, tmp_path: Path):
+    reward = load_reward_model(ModelConfig(path=save(build(name), tmp_path / "start")), head="fresh")
+    lengths = torch.tensor([50, 1, 20])
+    save_model(reward, tmp_path / "start", tmp_path / "reward")
+    again = load_reward_model(ModelConfig(path=tmp_path / "reward"))
+    assert torch.equal(again(IDS, lengths), reward(IDS, lengths))
 
 
 @pytest.mark.parametrize("kind", SHARED)
