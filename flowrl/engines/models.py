@@ -6,8 +6,9 @@ Inputs are right-padded, and causal attention keeps tokens from seeing what stan
 passed: the fastest attention kernels take none. Code in a folder is never run; only safetensors are read.
 """
 
+import logging
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +28,7 @@ from transformers.utils import logging as transformers_logging
 
 from flowrl.config import ModelConfig, UserError
 from flowrl.engines.sequence import SharesRows, run_backbone, whole_rows
+from flowrl.engines.sharded_load import empty_model
 from flowrl.engines.weights import whole_tensor
 
 _VALUE_HEAD = "value_head.safetensors"
@@ -36,6 +38,8 @@ _SCORE = "score"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+_logger = logging.getLogger(__name__)
+
 LanguageModel = PreTrainedModel
 """A model of transformers with a head that gives logits."""
 
@@ -44,13 +48,16 @@ class ModelError(UserError):
     """A model folder is not what its role needs."""
 
 
-def load_policy(config: ModelConfig) -> PreTrainedModel:
+def load_policy(config: ModelConfig, *, parts: bool = False) -> PreTrainedModel:
     """A causal language model in evaluation mode.
 
+    Args:
+        config: where it is.
+        parts: for an engine that cuts the model, which then reads each rank's parts: weights stay on `meta` till then.
     Raises:
         ModelError: the folder has no such model, lacks weights, or its configuration has dropout.
     """
-    return _load(AutoModelForCausalLM, config, "a causal language model")
+    return _load(AutoModelForCausalLM, config, "a causal language model", parts)
 
 
 class CriticModel(SharesRows):
@@ -94,14 +101,16 @@ def _draw_head(head: nn.Linear, seed: int) -> None:
         head.weight.copy_(weight)
 
 
-def load_critic(config: ModelConfig, *, head: Literal["zero", "fresh"] = "zero", seed: int = 0) -> CriticModel:
+def load_critic(
+    config: ModelConfig, *, head: Literal["zero", "fresh"] = "zero", seed: int = 0, parts: bool = False
+) -> CriticModel:
     """A value model on the backbone of any causal language model; a folder written by `save_model` brings its head,
-    and for another one `head` and `seed` say how it starts.
+    and for another one `head` and `seed` say how it starts. `parts` as for `load_policy`.
 
     Raises:
         ModelError: as for `load_policy`.
     """
-    critic = CriticModel(_load(AutoModel, config, "a language model"), head=head, seed=seed)
+    critic = CriticModel(_load(AutoModel, config, "a language model", parts), head=head, seed=seed)
     saved = config.path / _VALUE_HEAD
     if saved.is_file():
         critic.value_head.load_state_dict(load_file(saved))
@@ -138,7 +147,7 @@ def at_least_float32(values: Tensor) -> Tensor:
 
 
 def load_reward_model(
-    config: ModelConfig, *, head: Literal["from_model", "fresh"] = "from_model", seed: int = 0
+    config: ModelConfig, *, head: Literal["from_model", "fresh"] = "from_model", seed: int = 0, parts: bool = False
 ) -> RewardModel:
     """A sequence-classification model with one label, in evaluation mode.
 
@@ -146,6 +155,7 @@ def load_reward_model(
         config: of such a model, or with a fresh head of any causal language model.
         head: the model's own, or a new one without bias, drawn by `seed` from N(0, 1 / (width + 1)).
         seed: of that draw.
+        parts: as for `load_policy`.
     Raises:
         ModelError: the folder has no such model, lacks weights, or its configuration has dropout.
     """
@@ -153,6 +163,7 @@ def load_reward_model(
         AutoModelForSequenceClassification,
         config,
         "a sequence-classification model",
+        parts,
         fresh=frozenset({f"{_SCORE}.weight"} if head == "fresh" else ()),
         num_labels=1,
     )
@@ -204,10 +215,45 @@ def _language_model(model: PreTrainedModel | CriticModel | RewardModel) -> tuple
 
 
 def _load(
-    auto: Any, config: ModelConfig, wanted: str, fresh: frozenset[str] = frozenset(), **settings: Any
+    auto: Any,  # Any: one of transformers' Auto classes, which share no typed base
+    config: ModelConfig,
+    wanted: str,
+    parts: bool,
+    fresh: frozenset[str] = frozenset(),
+    **settings: Any,  # Any: of a configuration
 ) -> PreTrainedModel:
-    """`auto` is one of transformers' Auto classes, which share no typed base with `from_pretrained`; weights named in
-    `fresh` need not be there."""
+    """Weights named in `fresh` need not be there."""
+    model = _load_empty(auto, config, fresh, settings) if parts else None
+    if model is None:
+        model = _load_whole(auto, config, wanted, fresh, settings)
+        if parts:
+            _logger.warning(
+                "every rank loads %s whole before it is cut: its files name or shape weights otherwise than %s does",
+                config.path,
+                type(model).__name__,
+            )
+    _refuse_dropout(model, config.path)
+    _refuse_scaled_logits(model, config.path)
+    if caps_attention(model):
+        # torch's own kernel would leave the cap out, without a word.
+        model.set_attn_implementation("eager")
+    return model.eval()
+
+
+def _load_empty(
+    auto: Any, config: ModelConfig, fresh: frozenset[str], settings: Mapping[str, Any]
+) -> PreTrainedModel | None:
+    try:
+        with _quiet():
+            return empty_model(auto, config.path, _DTYPES[config.dtype], fresh, **settings)
+    except (OSError, ValueError, SafetensorError):
+        # The whole load says what is wrong.
+        return None
+
+
+def _load_whole(
+    auto: Any, config: ModelConfig, wanted: str, fresh: frozenset[str], settings: Mapping[str, Any]
+) -> PreTrainedModel:
     try:
         with _quiet():
             model, report = auto.from_pretrained(
@@ -232,12 +278,7 @@ def _load(
     missing = sorted(set(report["missing_keys"]) - fresh)
     if missing:
         raise _lacking(config.path, wanted, missing)
-    _refuse_dropout(model, config.path)
-    _refuse_scaled_logits(model, config.path)
-    if caps_attention(model):
-        # torch's own kernel would leave the cap out, without a word.
-        model.set_attn_implementation("eager")
-    return model.eval()
+    return model
 
 
 def _lacking(path: Path, wanted: str, missing: Sequence[str]) -> ModelError:

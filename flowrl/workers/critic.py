@@ -12,7 +12,7 @@ from flowrl.data.metric import Metric
 from flowrl.data.table import lengths, make_table
 from flowrl.engines.microbatch import MicroBatch
 from flowrl.engines.models import load_critic
-from flowrl.engines.train import Denominators, TrainEngine
+from flowrl.engines.train import Denominators, TrainEngine, is_sharded
 from flowrl.workers.actor import token_means
 from flowrl.workers.mesh import mesh_of
 
@@ -24,12 +24,15 @@ class Critic(Worker):
 
     def __init__(self, config: CriticConfig) -> None:
         self.config = config
-        model = load_critic(config.model, head=config.head, seed=config.head_seed)
+        mesh = mesh_of(self, config.engine)
+        model = load_critic(
+            config.model, head=config.head, seed=config.head_seed, parts=is_sharded(config.engine, mesh)
+        )
         self.engine = TrainEngine(
             model,
             config.optimizer,
             config.engine,
-            mesh=mesh_of(self, config.engine),
+            mesh=mesh,
             device=torch.device(self.device),
         )
 

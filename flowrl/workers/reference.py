@@ -12,7 +12,7 @@ from flowrl.controller.register import Dispatch, register
 from flowrl.controller.worker import Worker
 from flowrl.data.table import lengths, make_table
 from flowrl.engines.models import load_policy
-from flowrl.engines.train import TrainEngine
+from flowrl.engines.train import TrainEngine, is_sharded
 from flowrl.workers.mesh import mesh_of, shares_model
 from flowrl.workers.policy import PolicyModel, policy_logprobs
 
@@ -24,11 +24,12 @@ class Reference(Worker):
 
     def __init__(self, config: ReferenceConfig, *, temperature: float = 1.0) -> None:
         self.temperature = temperature
+        mesh = mesh_of(self, config.engine)
         self.engine = TrainEngine(
-            PolicyModel(load_policy(config.model)),
+            PolicyModel(load_policy(config.model, parts=is_sharded(config.engine, mesh))),
             None,
             config.engine,
-            mesh=mesh_of(self, config.engine),
+            mesh=mesh,
             device=torch.device(self.device),
         )
 
