@@ -144,7 +144,13 @@ class CriticConfig(Config):
     """The value model that is trained."""
 
     model: ModelConfig
-    """Weights of the backbone; the value head starts at zero."""
+    """Weights of the backbone, a causal language model's, or of a critic that was saved with its value head."""
+
+    head: Literal["zero", "fresh"] = "zero"
+    """How a value head starts that the model does not bring: at zero, or drawn from N(0, 1 / (width + 1))."""
+
+    head_seed: NonNegativeInt = 0
+    """Keys that draw."""
 
     optimizer: OptimizerConfig
     """How its weights are updated."""
@@ -182,6 +188,13 @@ class RewardConfig(Config):
     model: ModelConfig | None = None
     """A sequence-classification model with one label."""
 
+    head: Literal["from_model", "fresh"] = "from_model"
+    """`from_model` is a trained head, without which a model is refused. `fresh` puts an untrained one, drawn from
+    N(0, 1 / (width + 1)), on any causal language model: its scores mean nothing, and serve to try a program."""
+
+    head_seed: NonNegativeInt = 0
+    """Keys that draw."""
+
     engine: EngineConfig = EngineConfig()
     """How the model runs."""
 
@@ -190,6 +203,8 @@ class RewardConfig(Config):
         if (self.function is None) == (self.model is None):
             found = "both" if self.function else "neither"
             raise ValueError(f"{found} of function and model is set: a reward is exactly one of them")
+        if self.function is not None and self.head == "fresh":
+            raise ValueError("head is fresh, but the reward is a function, which has none: remove head")
         return self
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from flowrl.config import RolloutConfig, UserError
 from flowrl.data.table import row_positions
@@ -109,7 +109,7 @@ class HfRollout:
         self._device = torch.device(device)
         text_config = model.config.get_text_config()
         self._num_layers: int = text_config.num_hidden_layers
-        self._max_length = _max_length(text_config.to_dict())
+        self._max_length = _max_length(text_config)
         ends = {tokenizer.eos_token_id} if isinstance(tokenizer.eos_token_id, int) else set()
         model_ends = None if model.generation_config is None else model.generation_config.eos_token_id
         ends |= {model_ends} if isinstance(model_ends, int) else set(model_ends or ())
@@ -197,7 +197,7 @@ class HfRollout:
         """Keys and values of the prompts, and the logits [U, V] of the tokens that follow them."""
         lengths_U = torch.tensor([len(prompt) for prompt in prompts])
         longest = int(lengths_U.max())
-        width = round_up(longest - 1, _PROMPT_MULTIPLE)
+        width = min(round_up(longest - 1, _PROMPT_MULTIPLE), self._max_length)
         ids_UL = torch.zeros(len(prompts), max(width, longest), dtype=torch.int64)
         ids_UL[:, :longest][row_positions(lengths_U)] = torch.tensor([token for prompt in prompts for token in prompt])
         ids_UL, lengths_U = ids_UL.to(self._device), lengths_U.to(self._device)
@@ -272,16 +272,17 @@ class HfRollout:
         return ends_B
 
 
-def _max_length(settings: dict) -> int:
+def _max_length(settings: PreTrainedConfig) -> int:
     """The longest row that the model takes, and that all its layers see whole."""
-    layer_types = settings.get("layer_types") or []
+    layer_types = getattr(settings, "layer_types", None) or []
     without_cache = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
     if without_cache:
         raise RolloutError(
             f"the model has {', '.join(without_cache)} layers, but the hf rollout keeps keys and values only; use a "
             f"model with attention in every layer"
         )
-    limits = [settings.get("max_position_embeddings")]
+    # By attribute, which GPT-2 has under another name.
+    limits = [getattr(settings, "max_position_embeddings", None)]
     if "sliding_attention" in layer_types or not layer_types:
-        limits.append(settings.get("sliding_window"))
+        limits.append(getattr(settings, "sliding_window", None))
     return min((limit for limit in limits if limit is not None), default=2**31)

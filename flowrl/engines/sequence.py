@@ -7,6 +7,7 @@ stretches.
 Shape suffixes: B rows, L tokens of the longest row, l of a stretch, D hidden size, H heads, h of a rank, E of a head.
 """
 
+import math
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -49,12 +50,23 @@ def share_attention(model: PreTrainedModel, group: ProcessGroup) -> None:
             f"{name} has {heads} attention heads and {kv_heads} of keys, which sp {sp} does not divide: set sp to a "
             f"divisor of both"
         )
-    layer_types = set(getattr(settings, "layer_types", None) or ["full_attention"])
-    if layer_types != {"full_attention"} or getattr(settings, "attn_logit_softcapping", None):
-        what = ", ".join(sorted(layer_types - {"full_attention"})) or "a cap on its attention's logits"
-        raise SequenceError(f"{name} has {what}, which sp {sp} cannot share over ranks: set sp: 1 for this role")
+    found = ", ".join(_not_plain(settings.to_dict()))
+    if found:
+        raise SequenceError(f"{name} has {found}, which sp {sp} cannot share over ranks: set sp: 1 for this role")
     _groups.update(dict.fromkeys(model.modules(), group))
     model.set_attn_implementation(_ATTENTION)
+
+
+def _not_plain(settings: dict[str, Any]) -> list[str]:  # Any: as transformers' configs are
+    """What a model's attention does besides causal attention over all tokens."""
+    layer_types = settings.get("layer_types") or []
+    found = sorted(f"{kind} layers" for kind in set(layer_types) - {"full_attention"})
+    window = settings.get("sliding_window")
+    if not layer_types and window is not None and window < (settings.get("max_position_embeddings") or math.inf):
+        found.append(f"attention to the last {window} tokens only")
+    if settings.get("attn_logit_softcapping"):
+        found.append("a cap on its attention's logits")
+    return found
 
 
 def run_backbone(backbone: nn.Module, input_ids_BL: Tensor, group: ProcessGroup | None) -> Tensor:

@@ -4,22 +4,37 @@ The cuts are torch's own: tensor parallelism by transformers' plan of the model,
 layer and the whole. Gradients are made sums over ranks, which FSDP2 would make means.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from transformers import PreTrainedModel
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from flowrl.config import EngineConfig, UserError
 from flowrl.engines.lora import adapter_layers
+from flowrl.engines.models import caps_attention
 from flowrl.engines.rank_mesh import RankMesh
 
-_STYLES: Mapping[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
-_UNCUT = {"colwise_rep", "colwise_gather_output", "embedding_rowwise"}
-"""Styles of embeddings and heads, which stay whole on each tensor-parallel rank: others hold the rest of them."""
+_STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    # Two matrices in one, whose halves a plain cut would mix: the product is put together between the layers.
+    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
+    # A norm of each head [B, L, H, E]: peers have the same weights and see other heads.
+    "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
+}
+"""Style of transformers -> torch's."""
 
 
 class EngineError(UserError):
@@ -67,6 +82,11 @@ def choose_attention(model: PreTrainedModel, wanted: str, device: torch.device, 
             f"engine.attention is flash_attention_2, which needs a GPU and bfloat16 or float16, and the model is in "
             f"{str(dtype).removeprefix('torch.')} on {device.type}: set attention: auto"
         )
+    if wanted == "sdpa" and caps_attention(model):
+        raise EngineError(
+            f"engine.attention is sdpa, which leaves out the cap on attention's logits that {type(model).__name__} "
+            f"has: set attention: auto"
+        )
     if wanted == "flash_attention_2" or (wanted == "auto" and fits and is_flash_attn_2_available()):
         model.set_attn_implementation("flash_attention_2")
 
@@ -94,7 +114,10 @@ def _cut_layers(model: PreTrainedModel, mesh: RankMesh) -> None:
     name = type(model).__name__
     if adapter_layers(model):
         raise EngineError(f"{name} has a LoRA adapter, which tp {mesh.tp} cannot cut: set tp: 1 and strategy: fsdp")
-    plan = {pattern: style for pattern, style in (model.tp_plan or {}).items() if style not in _UNCUT}
+    # Embeddings and heads stay whole on each tensor-parallel rank: fsdp cuts them over the others.
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    uncut = {path for path, module in model.named_modules() if any(module is end for end in ends)}
+    plan = {pattern: style for pattern, style in (model.tp_plan or {}).items() if pattern not in uncut}
     unknown = sorted({style for style in plan.values() if style not in _STYLES})
     if unknown or not plan:
         why = f"it asks for {', '.join(unknown)}" if unknown else "transformers has no tensor-parallel plan for it"

@@ -29,6 +29,7 @@ from flowrl.engines.microbatch import MicroBatch, empty_microbatch, microbatches
 from flowrl.engines.rank_mesh import ALONE, RankMesh
 from flowrl.engines.residency import move_model, move_optimizer
 from flowrl.engines.sequence import SharesRows, share_attention
+from flowrl.engines.sharded_load import place, read_parts
 from flowrl.engines.sharding import choose_attention, language_models, layers, shard_model
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -69,7 +70,8 @@ class TrainEngine:
         """Moves the model to the device, and cuts it where the strategy says so.
 
         Args:
-            model: the same weights on every rank. It is trained in place; others may hold it too, unless it is cut.
+            model: the same weights on every rank. It is trained in place; others may hold it too, unless it is cut. One
+                that is cut may have its weights yet to come (`load_policy(..., parts=True)` and the like).
             optimizer: None for a model that is only run.
             engine: strategy, precision and token budget.
             mesh: the ranks that hold the model together.
@@ -84,7 +86,7 @@ class TrainEngine:
         self._engine, self._config = engine, optimizer
         self._max_tokens = engine.max_tokens_per_microbatch * (1 if mesh.sequence is None else mesh.sequence.size())
         self._compute_dtype = None if engine.compute_dtype is None else _DTYPES[engine.compute_dtype]
-        self.model = model.to(self.device).eval()
+        self.model = place(model, self.device).eval()
         for language_model in language_models(model):
             if engine.gradient_checkpointing:
                 language_model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -98,6 +100,7 @@ class TrainEngine:
             layer.compile(dynamic=True)  # every micro-batch has another shape
         if self.is_sharded:
             shard_model(model, mesh, engine, self._compute_dtype)
+            read_parts(model, torch.device("cpu") if engine.offload == "parameters" else self.device)
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._gradients: Gradients = (ShardedGradients if self.is_sharded else WholeGradients)(parameters, mesh)
         self._optimizer = None if optimizer is None else _adamw(parameters, optimizer)

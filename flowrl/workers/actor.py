@@ -22,7 +22,7 @@ from flowrl.engines.export import DESCRIPTION
 from flowrl.engines.lora import add_adapter
 from flowrl.engines.microbatch import MicroBatch
 from flowrl.engines.models import describe_model, load_policy, save_model
-from flowrl.engines.train import Denominators, TrainEngine
+from flowrl.engines.train import Denominators, TrainEngine, is_sharded
 from flowrl.engines.weights import export_weights
 from flowrl.workers.mesh import mesh_of
 from flowrl.workers.policy import PolicyModel, policy_logprobs
@@ -41,14 +41,15 @@ class Actor(Worker):
     def __init__(self, config: ActorConfig, *, temperature: float = 1.0) -> None:
         self.config, self.temperature = config, temperature
         self._loss = policy_losses.load(config.loss)
-        self.model = load_policy(config.model)
+        mesh = mesh_of(self, config.engine)
+        self.model = load_policy(config.model, parts=is_sharded(config.engine, mesh) and config.lora is None)
         if config.lora is not None:
             add_adapter(self.model, config.lora)
         self.engine = TrainEngine(
             PolicyModel(self.model),
             config.optimizer,
             config.engine,
-            mesh=mesh_of(self, config.engine),
+            mesh=mesh,
             device=torch.device(self.device),
         )
         self._checkpoints = EngineCheckpoints(self.engine)

@@ -17,7 +17,7 @@ from flowrl.engines.checkpoint import EngineCheckpoints, load
 from flowrl.engines.lora import add_adapter
 from flowrl.engines.microbatch import MicroBatch
 from flowrl.engines.models import load_critic
-from flowrl.engines.train import Denominators, TrainEngine
+from flowrl.engines.train import Denominators, TrainEngine, is_sharded
 from flowrl.workers.actor import token_means
 from flowrl.workers.mesh import mesh_of
 
@@ -29,7 +29,9 @@ class Critic(Worker):
 
     def __init__(self, config: CriticConfig) -> None:
         self.config = config
-        model = load_critic(config.model)
+        mesh = mesh_of(self, config.engine)
+        parts = is_sharded(config.engine, mesh) and config.lora is None
+        model = load_critic(config.model, head=config.head, seed=config.head_seed, parts=parts)
         if config.lora is not None:
             add_adapter(model.backbone, config.lora)
             model.value_head.to(torch.promote_types(model.value_head.weight.dtype, torch.float32))
@@ -37,7 +39,7 @@ class Critic(Worker):
             model,
             config.optimizer,
             config.engine,
-            mesh=mesh_of(self, config.engine),
+            mesh=mesh,
             device=torch.device(self.device),
         )
         self._checkpoints = EngineCheckpoints(self.engine)

@@ -14,7 +14,7 @@ from flowrl.controller.worker import Worker
 from flowrl.data.table import lengths, make_table
 from flowrl.engines.lora import adapter_off
 from flowrl.engines.models import load_policy
-from flowrl.engines.train import TrainEngine
+from flowrl.engines.train import TrainEngine, is_sharded
 from flowrl.workers.actor import Actor
 from flowrl.workers.mesh import mesh_of, shares_model
 from flowrl.workers.policy import PolicyModel, policy_logprobs
@@ -31,11 +31,12 @@ class Reference(Worker):
 
     def __init__(self, config: ReferenceConfig, *, temperature: float = 1.0) -> None:
         self.temperature = temperature
+        mesh = mesh_of(self, config.engine)
         self.engine = self._engine_of_actor(config.model) or TrainEngine(
-            PolicyModel(load_policy(config.model)),
+            PolicyModel(load_policy(config.model, parts=is_sharded(config.engine, mesh))),
             None,
             config.engine,
-            mesh=mesh_of(self, config.engine),
+            mesh=mesh,
             device=torch.device(self.device),
         )
 

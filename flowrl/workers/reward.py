@@ -16,7 +16,7 @@ from flowrl.controller.register import Dispatch, register
 from flowrl.controller.worker import Worker
 from flowrl.data.table import make_table, num_rows, objects
 from flowrl.engines.models import load_reward_model
-from flowrl.engines.train import TrainEngine
+from flowrl.engines.train import TrainEngine, is_sharded
 from flowrl.workers.mesh import mesh_of, shares_model
 
 RewardFunction = Callable[..., float]
@@ -98,10 +98,11 @@ class RewardModel(Worker):
 
     def __init__(self, config: RewardConfig) -> None:
         assert config.model is not None
-        model = load_reward_model(config.model)
-        self.engine = TrainEngine(
-            model, None, config.engine, mesh=mesh_of(self, config.engine), device=torch.device(self.device)
+        mesh = mesh_of(self, config.engine)
+        model = load_reward_model(
+            config.model, head=config.head, seed=config.head_seed, parts=is_sharded(config.engine, mesh)
         )
+        self.engine = TrainEngine(model, None, config.engine, mesh=mesh, device=torch.device(self.device))
         self._evaluation = load_reward_function(config.evaluation) if config.evaluation else None
         self._evaluation_name = config.evaluation or ""
 

@@ -52,6 +52,7 @@ def corrected(kind: str, **settings: float) -> dict[str, Any]:
         (OptimizerConfig, {"lr": 1.0, "total_steps": 5, "warmup_steps": 5}, "must be below total_steps"),
         (OptimizerConfig, {"lr": 1.0, "betas": [0.9, 1.0]}, "below 1"),
         (OptimizerConfig, {"lr": float("nan")}, "finite number"),
+        (RewardConfig, {"function": "rewards:score", "head": "fresh"}, "a function, which has none: remove head"),
         (ActorConfig, TRAINED | {"aggregation": "seq_mean_token_sum_norm"}, "aggregation_scale: set it"),
         (ActorConfig, TRAINED | {"aggregation_scale": 8.0}, "remove it"),
         (LoraConfig, {"rank": 0}, "greater than 0"),

@@ -94,8 +94,32 @@ def test_a_reward_is_read_at_the_last_token_of_each_row(tmp_path: Path):
 
 
 def test_a_language_model_is_refused_as_a_reward_model(tmp_path: Path):
-    with pytest.raises(ModelError, match=r"lacks the weights score\.weight"):
+    with pytest.raises(ModelError, match=r"lacks the weights score\.weight; train its head first, or .* head: fresh"):
         load_reward_model(config(save(qwen2(), tmp_path)))
+
+
+def test_a_fresh_head_is_drawn_from_a_normal_of_variance_one_over_the_width_and_one(tmp_path: Path):
+    folder = save(qwen2(hidden_size=2048, num_hidden_layers=1), tmp_path)
+    weight = load_reward_model(config(folder), head="fresh").model.get_parameter("score.weight")
+    critics = load_critic(config(folder), head="fresh").value_head
+    assert weight.shape == (1, 2048) and torch.equal(weight, critics.weight) and critics.bias.item() == 0
+    # The deviation of 2048 draws is within 5 % of the distribution's, their mean within 3 standard errors of 0.
+    assert weight.std().item() == pytest.approx(2049**-0.5, rel=0.05)
+    assert abs(weight.mean().item()) < 3 * 2049**-0.5 / 2048**0.5
+
+
+def test_a_fresh_head_is_the_same_for_the_same_seed_only(tmp_path: Path):
+    folder, lengths = config(save(qwen2(), tmp_path)), torch.tensor([4, 4])
+    first, again = (load_reward_model(folder, head="fresh")(IDS, lengths) for _ in range(2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, load_reward_model(folder, head="fresh", seed=1)(IDS, lengths))
+
+
+def test_a_saved_reward_model_has_its_head(tmp_path: Path):
+    model = load_reward_model(config(save(qwen2(), tmp_path / "policy")), head="fresh")
+    lengths = torch.tensor([2, 4])
+    save_model(model, tmp_path / "policy", tmp_path / "reward")
+    assert torch.equal(load_reward_model(config(tmp_path / "reward"))(IDS, lengths), model(IDS, lengths))
 
 
 def test_transformers_loads_a_saved_policy_and_its_tokenizer(tmp_path: Path):

@@ -1,0 +1,159 @@
+"""Tiny models of every supported family, what two ranks make of each, and the table of docs/models.md."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GemmaConfig,
+    Glm4Config,
+    GlmConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from flowrl.config import EngineConfig, OptimizerConfig, UserError
+from flowrl.engines.microbatch import MicroBatch
+from flowrl.engines.models import caps_attention
+from flowrl.engines.rank_mesh import ALONE, RankMesh, rank_mesh
+from flowrl.engines.train import Denominators, TrainEngine
+from flowrl.engines.weights import export_weights
+from flowrl.workers.policy import PolicyModel, policy_logprobs
+from tests.engines.losses import weighted_loss
+from tests.engines.tables import VOCABULARY, table
+from tests.engines.tiny import END, SIZES
+
+NUM_STEPS = 2
+LONGEST = 128
+WINDOW = 32
+"""Tokens that a layer with a sliding window sees."""
+
+_SIZES: dict[str, Any] = {**SIZES, "hidden_size": 32, "bos_token_id": END, "max_position_embeddings": LONGEST}
+_HEADS: dict[str, Any] = {**_SIZES, "head_dim": 8}
+
+
+@dataclass(frozen=True)
+class Family:
+    config: Callable[[], PreTrainedConfig]
+    covers: str = ""
+    """Others that are the same architecture."""
+    longest: int = LONGEST
+    """Tokens of the longest row that the hf rollout takes."""
+
+
+FAMILIES: Mapping[str, Family] = {
+    "LLaMA": Family(lambda: LlamaConfig(**_SIZES), "LLaMA 2 and 3, Yi, Colossal-LLaMA-2, DeepSeek LLM"),
+    "Qwen2": Family(lambda: Qwen2Config(**_SIZES, tie_word_embeddings=True), "Qwen1.5, Qwen2.5"),
+    "Qwen3": Family(lambda: Qwen3Config(**_HEADS)),
+    "Mistral": Family(lambda: MistralConfig(**_SIZES, sliding_window=None), "Mistral 7B v0.2 and later"),
+    "Mistral with a window": Family(
+        lambda: MistralConfig(**_SIZES, sliding_window=WINDOW), "Mistral 7B v0.1", longest=WINDOW
+    ),
+    "Gemma": Family(lambda: GemmaConfig(**_HEADS)),
+    "Gemma 2": Family(
+        # A low cap, so that a model without it would say something else.
+        lambda: Gemma2Config(**_HEADS, sliding_window=WINDOW, query_pre_attn_scalar=8, attn_logit_softcapping=1.0),
+        longest=WINDOW,
+    ),
+    "GPT-2": Family(
+        lambda: GPT2Config(
+            vocab_size=VOCABULARY,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_positions=LONGEST,
+            eos_token_id=END,
+            bos_token_id=END,
+            initializer_range=0.3,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+    ),
+    "OPT": Family(
+        lambda: OPTConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            # Narrower than the layers, as in OPT 350M.
+            word_embed_proj_dim=16,
+            ffn_dim=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=LONGEST,
+            dropout=0.0,
+            init_std=0.3,
+            eos_token_id=END,
+            bos_token_id=END,
+            pad_token_id=0,
+        )
+    ),
+    "GLM": Family(lambda: GlmConfig(**_HEADS), "GLM-4-9B in transformers' own format (glm-4-9b-hf)"),
+    "GLM 4": Family(lambda: Glm4Config(**_HEADS), "GLM-4-0414"),
+}
+
+SHARED = {"tp": {"strategy": "fsdp"}, "sp": {"strategy": "ddp"}}
+"""Kind of parallelism over two ranks -> the engine's settings."""
+
+
+def build(name: str) -> PreTrainedModel:
+    """A language model of a family, whose weights are the same in every process."""
+    torch.manual_seed(0)
+    config = FAMILIES[name].config()
+    model = AutoModelForCausalLM.from_config(config).eval()
+    if caps_attention(model):
+        model.set_attn_implementation("eager")
+    return model
+
+
+def train(model: PreTrainedModel, mesh: RankMesh = ALONE, **settings: str) -> dict[str, Any]:
+    """Two steps on one table: its log-probabilities before and after, the loss of each step, and the weights."""
+    engine = TrainEngine(
+        PolicyModel(model), OptimizerConfig(lr=1e-2, eps=1e-1), EngineConfig.model_validate(settings), mesh=mesh
+    )
+    rows = table(6)
+    before = engine.evaluate(rows, lambda m, micro: policy_logprobs(m, micro, temperature=1.0))
+    losses = [engine.update(rows, _loss)["loss"].result() for _ in range(NUM_STEPS)]
+    after = engine.evaluate(rows, lambda m, micro: policy_logprobs(m, micro, temperature=1.0))
+    weights = {name: torch.from_numpy(array) for name, array in export_weights(engine.model).items()}
+    return {"before": before, "after": after, "losses": losses, "weights": weights}
+
+
+def _loss(model: nn.Module, micro: MicroBatch, counts: Denominators):
+    return weighted_loss(model(micro.input_ids, micro.tokens["response_mask"])[0], micro, counts)
+
+
+def main(rank: int, folder: Path) -> None:
+    """Joins the other of two processes and writes what both kinds of parallelism made of each family."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    found = {}
+    for kind, settings in SHARED.items():
+        mesh = rank_mesh(distributed.group.WORLD, device="cpu", **{kind: 2})
+        for name in FAMILIES:
+            try:
+                found[name, kind] = train(build(name), mesh, **settings)
+            except UserError as error:
+                found[name, kind] = str(error)
+    torch.save(found, folder / f"{rank}.pt")
+    distributed.destroy_process_group()
+
+
+def markdown(found: Mapping[tuple[str, str], dict | str]) -> str:
+    """The table of docs/models.md from what one of the ranks found."""
+    rows = [["family", "class", "also", "`tp`", "`sp`", "hf rollout"], ["---"] * 6]
+    for name, family in FAMILIES.items():
+        shared = ["no" if isinstance(found[name, kind], str) else "yes" for kind in SHARED]
+        window = "to the window's length" if family.longest < LONGEST else "yes"
+        rows.append([name, f"`{type(build(name)).__name__}`", family.covers, *shared, window])
+    return "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows)

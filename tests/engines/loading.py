@@ -1,0 +1,99 @@
+"""What each process of a loading test runs: models read in parts, beside models read whole, and their memory."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, distributed, nn
+
+from flowrl.config import EngineConfig, ModelConfig
+from flowrl.engines.models import load_critic, load_policy, load_reward_model
+from flowrl.engines.rank_mesh import RankMesh, rank_mesh
+from flowrl.engines.train import TrainEngine
+from flowrl.engines.weights import export_weights
+from flowrl.workers.policy import PolicyModel
+
+MESHES: dict[str, tuple[int, dict[str, int]]] = {
+    "fsdp on 2": (2, {}),
+    "fsdp on 4": (4, {}),
+    "hybrid on 2 x 2": (4, {"shard_ranks": 2}),
+    "tp on 2": (2, {"tp": 2}),
+    "tp x fsdp on 2 x 2": (4, {"tp": 2}),
+}
+"""Name -> ranks, and how they are laid out."""
+
+IDS = torch.randint(2, 32, (2, 9), generator=torch.Generator().manual_seed(0))
+LENGTHS = torch.tensor([9, 4])
+
+
+def models(folder: Path, parts: bool) -> dict[str, nn.Module]:
+    """Of every kind; a critic with a head of its own, a reward model with a fresh one."""
+    policy, critic = ModelConfig(path=folder / "policy"), ModelConfig(path=folder / "critic", dtype="bfloat16")
+    return {
+        "tied policy": PolicyModel(load_policy(ModelConfig(path=folder / "tied"), parts=parts)),
+        "policy": PolicyModel(load_policy(policy, parts=parts)),
+        "critic": load_critic(critic, parts=parts),
+        "fresh critic": load_critic(policy, head="fresh", parts=parts),
+        "reward": load_reward_model(policy, head="fresh", seed=3, parts=parts),
+    }
+
+
+def say(model: nn.Module, name: str) -> Tensor:
+    """What a model of a kind says of two rows."""
+    with torch.no_grad():
+        if "policy" in name:
+            return model(IDS, torch.ones_like(IDS, dtype=torch.bool))[0]
+        return model(IDS, LENGTHS) if name == "reward" else model(IDS)
+
+
+def main(rank: int, folder: Path) -> None:
+    """Joins three others and writes what the models read in parts say, and all their weights."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
+    groups = {size: distributed.new_group(list(range(size))) for size in (4, 2)}
+    found = {}
+    for mesh_name, (size, layout) in MESHES.items():
+        if rank >= size:
+            continue
+        mesh = rank_mesh(groups[size], device="cpu", **layout)
+        config = EngineConfig(strategy="fsdp", shard_ranks=layout.get("shard_ranks"))
+        for name, model in models(folder, parts=True).items():
+            assert any(parameter.is_meta for parameter in model.parameters())
+            engine = TrainEngine(model, None, config, mesh=mesh)
+            found[mesh_name, name] = say(engine.model, name), _weights(model)
+    torch.save(found, folder / f"{rank}.pt")
+    distributed.destroy_process_group()
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(array) for name, array in export_weights(model).items()}
+
+
+def expected(folder: Path) -> dict[str, tuple[Tensor, dict[str, Tensor]]]:
+    """The same from models that one process reads whole."""
+    return {name: (say(model, name), _weights(model)) for name, model in models(folder, parts=False).items()}
+
+
+def growth(mesh: RankMesh, folder: Path, parts: bool) -> int:
+    """Bytes by which this process's peak grows while it loads a policy and cuts it."""
+    # Linux begins a new peak.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _memory("VmRSS")
+    policy = load_policy(ModelConfig(path=folder), parts=parts)
+    TrainEngine(PolicyModel(policy), None, EngineConfig(strategy="fsdp"), mesh=mesh)
+    return _memory("VmHWM") - before
+
+
+def _memory(name: str) -> int:
+    """A figure of this process, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+def measure(rank: int, folder: Path, small: Path, large: Path, parts: bool) -> None:
+    """Writes how much memory one of two processes takes for a large model, once a small one has loaded all code."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    mesh = rank_mesh(distributed.group.WORLD, device="cpu")
+    growth(mesh, small, parts)
+    (folder / f"{rank}.txt").write_text(str(growth(mesh, large, parts)))
+    distributed.destroy_process_group()
