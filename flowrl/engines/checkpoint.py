@@ -235,9 +235,10 @@ def random_file(rank: int) -> str:
 
 
 def _state(engine: Checkpointed, *, with_optimizer: bool) -> dict[str, Any]:
-    """Name -> the engine's own tensors (DTensors where they are sharded); of tied weights the first name alone."""
+    """Name -> the engine's own tensors (DTensors where they are sharded); of tied weights the first name alone, and
+    none that are not trained: beside an adapter those are the model's that every run begins with."""
     twice = _tied_names(engine.model)
-    weights = get_model_state_dict(engine.model)
+    weights = get_model_state_dict(engine.model, options=StateDictOptions(ignore_frozen_params=True))
     state = {MODEL + name: weight for name, weight in weights.items() if name not in twice}
     if with_optimizer:
         assert engine.optimizer is not None
@@ -250,7 +251,7 @@ def _state(engine: Checkpointed, *, with_optimizer: bool) -> dict[str, Any]:
 def _put(engine: Checkpointed, state: Mapping[str, Any]) -> None:
     """Gives the engine its tensors again, for strategies whose state dictionaries are copies."""
     weights = {name.removeprefix(MODEL): value for name, value in state.items() if name.startswith(MODEL)}
-    # Not strict: the second names of tied weights are missing.
+    # Not strict: the second names of tied weights are missing, and what is not trained.
     set_model_state_dict(engine.model, weights, options=StateDictOptions(strict=False))
     if engine.optimizer is None or not any(name.startswith(OPTIMIZER) for name in state):
         return

@@ -1,20 +1,36 @@
 """A policy out of a checkpoint: a `save_pretrained` folder, whatever number of ranks wrote the checkpoint."""
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
+from flowrl.config import LoraConfig, ModelConfig
 from flowrl.data.files import CheckpointError
 from flowrl.engines.checkpoint import MODEL
-from flowrl.engines.models import model_of, save_model
+from flowrl.engines.lora import add_adapter
+from flowrl.engines.models import load_policy, model_of, save_model
 from flowrl.engines.shards import dtype_of, read_index, read_into
 
 DESCRIPTION = "model"
 """Folder in that of the actor: config and tokenizer."""
 
+_ADAPTER = "adapter.json"
+"""File in it, where the checkpoint has an adapter alone: what that is, and the model it belongs to."""
+
 _POLICY = MODEL + "language_model."
 """What the weights' names begin with in an actor's checkpoint."""
+
+
+def describe_adapter(model: ModelConfig, lora: LoraConfig) -> dict[str, bytes]:
+    """What `export_policy` must know of an adapter, as a file beside the config."""
+    path = model.path.resolve() if model.path.exists() else model.path
+    settings = {"model": model.model_dump(mode="json") | {"path": str(path)}, "lora": lora.model_dump(mode="json")}
+    return {_ADAPTER: json.dumps(settings).encode()}
 
 
 def export_policy(checkpoint: Path, output: Path) -> None:
@@ -24,8 +40,8 @@ def export_policy(checkpoint: Path, output: Path) -> None:
         checkpoint: what `Actor.save_checkpoint` wrote.
         output: a folder that does not exist yet; it appears whole or not at all.
     Raises:
-        CheckpointError: there is no such policy.
-        ModelError: `output` exists already.
+        CheckpointError: there is no such policy, or the adapter in it does not fit the model it was trained on.
+        ModelError: `output` exists already, or the model that an adapter was trained on is not where it was.
     """
     described = checkpoint / DESCRIPTION
     if not (described / "config.json").is_file():
@@ -37,6 +53,22 @@ def export_policy(checkpoint: Path, output: Path) -> None:
         if name.startswith(_POLICY)
     }
     read_into(weights, checkpoint, index, None)
-    model = model_of(described, {name.removeprefix(_POLICY): weight for name, weight in weights.items()})
+    named = {name.removeprefix(_POLICY): weight for name, weight in weights.items()}
+    model = _adapted(described, named) if (described / _ADAPTER).is_file() else model_of(described, named)
     output.parent.mkdir(parents=True, exist_ok=True)
     save_model(model, described, output)
+
+
+def _adapted(described: Path, weights: Mapping[str, Tensor]) -> PreTrainedModel:
+    """The model that an adapter was trained on, with it."""
+    settings = json.loads((described / _ADAPTER).read_text())
+    model = load_policy(ModelConfig.model_validate(settings["model"]))
+    add_adapter(model, LoraConfig.model_validate(settings["lora"]))
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    if {name: weight.shape for name, weight in trained.items()} != {name: w.shape for name, w in weights.items()}:
+        raise CheckpointError(
+            f"the adapter in {described.parent} does not fit the model in {settings['model']['path']}: put the model "
+            f"there that the run began with"
+        )
+    model.load_state_dict(weights, strict=False)
+    return model

@@ -18,7 +18,7 @@ from flowrl.data.files import Saved
 from flowrl.data.metric import Max, Mean, Metric, Min
 from flowrl.data.table import lengths, make_table
 from flowrl.engines.checkpoint import EngineCheckpoints, load
-from flowrl.engines.export import DESCRIPTION
+from flowrl.engines.export import DESCRIPTION, describe_adapter
 from flowrl.engines.lora import add_adapter
 from flowrl.engines.microbatch import MicroBatch
 from flowrl.engines.models import describe_model, load_policy, save_model
@@ -131,6 +131,8 @@ class Actor(Worker):
         """Takes all that training goes on from and writes it into an empty folder; beside later calls, if asked to."""
         if not self._described and self.rank == 0:
             files = describe_model(self.model, self.config.model.path)
+            if self.config.lora is not None:
+                files |= describe_adapter(self.config.model, self.config.lora)
             self._described = {f"{DESCRIPTION}/{name}": data for name, data in files.items()}
         self._checkpoints.save(folder, asynchronous=asynchronous, beside=self._described)
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from flowrl.config import EngineConfig, OptimizerConfig
+from flowrl.config import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig
 from flowrl.data.files import CheckpointError
 from flowrl.engines.checkpoint import EngineCheckpoints
-from flowrl.engines.export import DESCRIPTION, export_policy
+from flowrl.engines.export import DESCRIPTION, describe_adapter, export_policy
+from flowrl.engines.lora import adapter_state, add_adapter, load_adapter_state
 from flowrl.engines.models import ModelError, describe_model
 from flowrl.engines.train import TrainEngine
 from flowrl.workers.policy import PolicyModel
@@ -18,7 +19,7 @@ from tests.engines.tiny import llama, qwen2, save
 
 def saved(model: PreTrainedModel, tmp_path: Path) -> Path:
     folder = tmp_path / "checkpoint"
-    folder.mkdir()
+    folder.mkdir(parents=True)
     files = describe_model(model, save(model, tmp_path / "start"))
     checkpoints = EngineCheckpoints(TrainEngine(PolicyModel(model), OptimizerConfig(lr=1e-3), EngineConfig()))
     checkpoints.save(folder, beside={f"{DESCRIPTION}/{name}": data for name, data in files.items()})
@@ -38,6 +39,36 @@ def test_an_exported_policy_gives_the_same_logits(model, tmp_path: Path) -> None
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, expected(ids).logits)
     assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "<end>"
+
+
+def adapted(tmp_path: Path, base: Path, rank: int = 4) -> tuple[PreTrainedModel, Path]:
+    """A model with an adapter that changes it, and its checkpoint, which names the model in `base`."""
+    lora, model = LoraConfig(rank=rank), qwen2()
+    add_adapter(model, lora)
+    load_adapter_state(model, {name: torch.full_like(w, 0.02) for name, w in adapter_state(model).items()})
+    folder = saved(model, tmp_path)
+    described = describe_adapter(ModelConfig(path=base), lora)
+    for name, data in described.items():
+        (folder / DESCRIPTION / name).write_bytes(data)
+    return model, folder
+
+
+def test_an_exported_adapter_is_merged_into_the_model_that_it_was_trained_on(tmp_path: Path) -> None:
+    model, folder = adapted(tmp_path, save(qwen2(), tmp_path / "base"))
+    export_policy(folder, tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    ids = torch.randint(2, 30, (2, 9))
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, model(ids).logits, rtol=0, atol=2e-5)
+
+
+def test_an_adapter_of_another_model_or_of_none_is_refused(tmp_path: Path) -> None:
+    _, folder = adapted(tmp_path, save(llama(), tmp_path / "other"))
+    with pytest.raises(CheckpointError, match=r"does not fit the model in .*other: put the model there"):
+        export_policy(folder, tmp_path / "out")
+    _, folder = adapted(tmp_path / "again", tmp_path / "nowhere")
+    with pytest.raises(ModelError, match="nowhere"):
+        export_policy(folder, tmp_path / "out")
 
 
 def test_a_folder_is_not_written_over(tmp_path: Path) -> None:

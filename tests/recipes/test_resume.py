@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from flowrl.config import Placement, to_yaml
+from flowrl.engines.export import export_policy
+from flowrl.engines.shards import read_index
 from flowrl.run.checkpoints import Checkpoints
 from flowrl.run.interrupt import Interrupted
 from recipes.grpo.config import GRPOConfig
@@ -23,7 +25,7 @@ from recipes.ppo.train import train as train_ppo
 from recipes.sft.config import SFTConfig
 from recipes.sft.train import train as train_sft
 from tests.recipes import crashing
-from tests.recipes.test_numbers import CLOCK, ROLES, assert_same, metrics_of
+from tests.recipes.test_numbers import CLOCK, ROLES, assert_same, metrics_of, with_adapters
 
 TWO = Placement(device="cpu", pools={"main": [2]}, roles=dict.fromkeys(ROLES, "main"))
 APART = Placement(
@@ -137,6 +139,20 @@ def test_grpo_goes_on_to_the_last_bit(grpo_config: Callable[..., GRPOConfig], tm
     again = grpo_config(steps=4, checkpoint=EVERY_2, resume="auto")
     train_grpo(again)
     assert_the_same_run(again, straight)
+
+
+def test_adapters_go_on_to_the_last_bit_from_checkpoints_of_them_alone(ppo_config: Configs, tmp_path: Path) -> None:
+    straight = with_adapters(ppo_config(steps=4, output=tmp_path / "straight"), {})
+    train_ppo(straight)
+    train_ppo(with_adapters(ppo_config(steps=2, checkpoint=EVERY_2), {}))
+    again = with_adapters(ppo_config(steps=4, checkpoint=EVERY_2, resume="auto"), {})
+    train_ppo(again)
+    assert_the_same_run(again, straight)
+    checkpoint = Checkpoints(again.output).folder(4)
+    assert not [name for name in read_index(checkpoint / "actor").tensors if ".lora_" not in name]
+    export_policy(checkpoint / "actor", tmp_path / "exported")
+    exported, model = load_file(tmp_path / "exported" / "model.safetensors"), trained(again)
+    assert exported.keys() == model.keys() and all(torch.equal(exported[name], model[name]) for name in model)
 
 
 def test_an_adaptive_penalty_goes_on_to_the_last_bit(ppo_config: Configs, tmp_path: Path) -> None:
