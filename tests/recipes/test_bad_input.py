@@ -144,9 +144,12 @@ def test_a_single_strategy_on_two_ranks_is_refused(refusal: Callable[..., str]) 
     assert "actor.engine.strategy" in sentence
 
 
-def test_a_tensor_parallel_role_is_refused_while_no_strategy_has_it(refusal: Callable[..., str]) -> None:
-    roles = "placement.roles.actor={pool: main, tp: 2}"
-    assert "tp 2" in refusal("backend=ray", "placement.device=cpu", "placement.pools.main=[2]", roles)
+def test_a_role_is_not_cut_as_its_engine_cannot(refusal: Callable[..., str]) -> None:
+    two = ("backend=ray", "placement.device=cpu", "placement.pools.main=[2]")
+    pipeline = refusal(*two, "placement.roles.actor={pool: main, pp: 2}")
+    assert "placement.roles.actor has pp 2, but no engine runs a model's layers as a pipeline" in pipeline
+    copies = refusal(*two, "placement.roles.actor={pool: main, tp: 2}", "actor.engine.strategy=ddp")
+    assert "actor.engine.strategy is ddp, but placement.roles.actor has tp 2, which cuts the model" in copies
 
 
 @pytest.mark.parametrize(
