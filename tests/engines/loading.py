@@ -54,7 +54,9 @@ def main(rank: int, folder: Path) -> None:
     for mesh_name, (size, layout) in MESHES.items():
         if rank >= size:
             continue
-        mesh = rank_mesh(groups[size], device="cpu", **layout)
+        group = groups[size]
+        assert isinstance(group, distributed.ProcessGroup)
+        mesh = rank_mesh(group, device="cpu", **layout)
         config = EngineConfig(strategy="fsdp", shard_ranks=layout.get("shard_ranks"))
         for name, model in models(folder, parts=True).items():
             assert any(parameter.is_meta for parameter in model.parameters())
