@@ -45,7 +45,7 @@ def grpo(scores: Tensor, groups: Tensor, mask: Tensor, *, normalize_std: bool, e
     """
     scores_B, group_of_B = _scores_and_groups(scores, groups, mask)
     deviations_B, variances_B = group_deviations(scores_B, group_of_B)
-    return _on_tokens(deviations_B / (variances_B.sqrt() + eps) if normalize_std else deviations_B, scores, mask)
+    return _on_tokens(deviations_B / _scale(variances_B, eps) if normalize_std else deviations_B, scores, mask)
 
 
 @torch.no_grad()
@@ -128,7 +128,7 @@ def gpg(scores: Tensor, groups: Tensor, mask: Tensor, *, normalize_std: bool = F
     low_B, high_B = group_extremes(scores_B, group_of_B)
     alpha = (~scores_B.isnan()).sum() / (high_B > low_B).sum().clamp(min=1)
     if normalize_std:
-        deviations_B = deviations_B / (variances_B.sqrt() + eps)
+        deviations_B = deviations_B / _scale(variances_B, eps)
     return _on_tokens(alpha * deviations_B, scores, mask)
 
 
@@ -209,7 +209,7 @@ def gdpo(
     scores_BK = _sound(scores.double(), group_of_B)
     deviations_BK, variances_BK = group_deviations(scores_BK, group_of_B)
     weights_K = torch.ones(num_rewards) if weights is None else torch.tensor(weights)
-    sums_B = (deviations_BK / (variances_BK.sqrt() + eps)) @ weights_K.to(deviations_BK)
+    sums_B = (deviations_BK / _scale(variances_BK, eps)) @ weights_K.to(deviations_BK)
     # Their mean is 0, group by group: to subtract it would only turn exact zeros into rounding errors.
     sound_B = ~sums_B.isnan()
     std = (sums_B.where(sound_B, 0).square().sum() / (sound_B.sum() - 1).clamp(min=1)).sqrt()
@@ -227,6 +227,13 @@ def _scores_and_groups(scores: Tensor, groups: Tensor, mask: Tensor) -> tuple[Te
 def _sound(scores: Tensor, group_of_B: Tensor) -> Tensor:
     """[B, ...]: the scores, NaN in all of a group that has one which is not finite."""
     return scores.where(group_sums((~scores.isfinite()).long(), group_of_B) == 0, torch.nan)
+
+
+def _scale(variances: Tensor, eps: float) -> Tensor:
+    """Standard deviation and eps; equal scores are divided by more than 0 whatever eps is."""
+    if not eps >= 0:
+        raise ValueError(f"eps is {eps}, it must be 0 or more, in units of the score")
+    return (variances.sqrt() + eps).clamp(min=torch.finfo(variances.dtype).tiny)
 
 
 def _on_tokens(advantages_B: Tensor, scores: Tensor, mask: Tensor) -> Tensor:

@@ -41,6 +41,7 @@ class Registry:
         required: inputs that every function of the kind takes.
         optional: inputs that it may take too.
         keywords: inputs that may be keyword-only beside the settings.
+        needed: those of them that every function of the kind takes.
     """
 
     def __init__(
@@ -51,8 +52,10 @@ class Registry:
         required: tuple[str, ...] = (),
         optional: tuple[str, ...] = (),
         keywords: tuple[str, ...] = (),
+        needed: tuple[str, ...] = (),
     ) -> None:
-        self.kind, self.required, self.optional, self.keywords = kind, required, optional, keywords
+        self.kind, self.required, self.optional = kind, required, optional
+        self.keywords, self._needed = keywords, needed
         self._homes = dict(homes)
         self._registered: dict[str, Callable[..., Any]] = {}
 
@@ -158,6 +161,9 @@ class Registry:
         wrong = [given for given in inputs if given not in allowed]
         missing = [wanted for wanted in self.required if wanted not in inputs]
         loose = [name for name, p in _parameters(function) if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        taken = {name for name, _ in _parameters(function)}
+        if unheard := [wanted for wanted in self._needed if wanted not in taken]:
+            raise RegistryError(f"{self.kind} {name} does not take {', '.join(unheard)}: add it after a *")
         if not (wrong or missing or loose):
             return
         found = f"takes {', '.join(wrong + loose)}" if wrong or loose else f"does not take {', '.join(missing)}"
@@ -244,6 +250,7 @@ aggregation_modes = Registry(
     ),
     required=("loss", "mask"),
     keywords=("denominator",),
+    needed=("denominator",),
 )
 """(loss, mask, *, denominator) -> a scalar; the denominator of all but token_mean is the step's number of rows."""
 

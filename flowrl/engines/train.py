@@ -260,7 +260,8 @@ class TrainEngine:
                 return found | {"skipped_update": Max(1.0)}
             raise FloatingPointError(
                 f"the gradient's norm is {norm} in optimizer step {self._num_steps}: the loss has overflowed; "
-                f"lower the learning rate, or look at the advantages and log-probabilities of this step"
+                f"lower the learning rate, or look at the advantages and log-probabilities of this step, and at what "
+                f"functions of your own return"
             )
         limit = self._config.max_grad_norm
         scale = (limit / norm if limit is not None and norm > limit else 1.0) / factor

@@ -19,6 +19,7 @@ from flowrl.controller.future import Future
 from flowrl.data.batch import Batch
 from flowrl.data.block import LocalRef
 from flowrl.data.metric import Max, Mean, Metric, Sum
+from flowrl.data.results import described
 from flowrl.data.table import lengths, make_table, pad_tokens, unpad_tokens
 from flowrl.run.loss_columns import correct_rollouts, correction_metrics
 from flowrl.run.reward_shaping import shaped_rewards, shaping_columns
@@ -180,19 +181,13 @@ def _advantages_and_returns(
     fits = len(columns) == len(names)
     if not fits or not all(isinstance(c, torch.Tensor) and c.shape == mask_BT.shape for c in columns):
         raise UserError(
-            f"algorithm.estimator {config.estimator} returned {_described(result)}, it must return "
+            f"algorithm.estimator {config.estimator} returned {described(result)}, it must return "
             f"{' and '.join(names)}, {'each ' if has_critic else ''}of shape {list(mask_BT.shape)}"
         )
     found = {name: column for name, column in zip(names, columns, strict=True) if isinstance(column, torch.Tensor)}
     if config.whiten:
         found["advantages"] = whiten(found["advantages"], mask_BT)
     return found
-
-
-def _described(result: object) -> str:
-    if isinstance(result, torch.Tensor):
-        return f"a tensor of shape {list(result.shape)}"
-    return f"a {type(result).__name__}" + (f" of {len(result)}" if isinstance(result, tuple) else "")
 
 
 MEASURED = ("old_logprobs", "ref_logprobs", "values", "returns", "loss_weights", "loss_mask", "shaped_scores")

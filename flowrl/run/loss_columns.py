@@ -24,6 +24,7 @@ from flowrl.algorithms.registry import policy_losses, rollout_corrections
 from flowrl.config import ActorConfig, CorrectionConfig
 from flowrl.data.batch import Batch
 from flowrl.data.metric import Mean, Metric
+from flowrl.data.results import weights_or_mask
 from flowrl.data.table import lengths, make_table, pad_tokens, unpad_tokens
 
 
@@ -80,9 +81,10 @@ def correction_columns(table: TensorDict, config: CorrectionConfig) -> TensorDic
     lengths_B = lengths(table)
     padded = {name: pad_tokens(column_T, lengths_B) for name, column_T in table["tokens"].items()}
     mask_BL = padded["response_mask"]
-    found_BL, _ = rollout_corrections.load(config.kind)(
+    result = rollout_corrections.load(config.kind)(
         logprobs=padded["old_logprobs"], rollout_logprobs=padded["rollout_logprobs"], mask=mask_BL, **_options(config)
     )
+    found_BL = weights_or_mask(result, mask_BL, f"algorithm.correction.kind {config.kind}")
     if found_BL.dtype == torch.bool:
         weights_BL, kept_BL = found_BL.float(), found_BL & mask_BL
     else:

@@ -42,7 +42,8 @@ State = StepState | Future | LocalRef
 
 
 def first_state(config: AdvantageConfig) -> StepState:
-    """The state before the first step. Raises UserError on a KL control of the user's that is none."""
+    """The state before the first step. Raises UserError on a KL control of the user's that is none, or that no
+    checkpoint could keep."""
     control: KlControl = FixedKlControl(config.kl_coef or 0.0)
     if config.kl_control is not None:
         make = kl_controls.load(config.kl_control.kind)
@@ -63,13 +64,9 @@ class Carried:
         self.now = next_state(batch, self._config, self.now)
 
     def state(self) -> dict[str, Any]:
-        """Plain values for a checkpoint. Waits for the step. Raises UserError for a KL control that is no dataclass."""
+        """Plain values for a checkpoint. Waits for the step."""
         state = self.now if isinstance(self.now, StepState) else self.now.get()
-        if not is_dataclass(state.kl_control):
-            raise UserError(
-                f"the KL control is a {type(state.kl_control).__name__}, whose state cannot be saved: make it a "
-                f"dataclass of plain numbers, like AdaptiveKlControl, or set checkpoint.every: 0"
-            )
+        assert is_dataclass(state.kl_control)
         return asdict(state)
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -114,6 +111,11 @@ def _checked(control: object, config: KlControlConfig) -> KlControl:
         raise UserError(
             f"algorithm.kl_control.kind {config.kind} gives a {type(control).__name__} without coef or "
             f"update(kl, num_rows): write both, like AdaptiveKlControl in flowrl/algorithms/kl_control.py"
+        )
+    if not is_dataclass(control):
+        raise UserError(
+            f"algorithm.kl_control.kind {config.kind} gives a {type(control).__name__}, which no checkpoint can keep: "
+            f"make it a dataclass of plain numbers, like AdaptiveKlControl in flowrl/algorithms/kl_control.py"
         )
     return control
 

@@ -16,6 +16,7 @@ from flowrl.controller.register import Dispatch, register
 from flowrl.controller.worker import Worker
 from flowrl.data.files import Saved
 from flowrl.data.metric import Max, Mean, Metric, Min
+from flowrl.data.results import loss_and_metrics, per_token, scalar
 from flowrl.data.table import lengths, make_table
 from flowrl.engines.checkpoint import EngineCheckpoints, load
 from flowrl.engines.export import DESCRIPTION, describe_adapter
@@ -173,7 +174,7 @@ class Actor(Worker):
         loss_BL, details = self._loss_of_policy(logprobs_BL, micro, mask_BL)
         if "loss_weights" in micro.tokens:
             loss_BL = loss_BL * micro.tokens["loss_weights"]
-        per_token = {"loss": loss_BL, "entropy": entropy_BL} | details
+        values = {"loss": loss_BL, "entropy": entropy_BL} | details
         if config.entropy_coef:
             loss_BL = loss_BL - config.entropy_coef * entropy_BL
         if config.kl_loss_coef:
@@ -184,8 +185,9 @@ class Actor(Worker):
                 kind=kl_kinds.load(config.kl_loss_kind),
                 gradient=config.kl_loss_gradient,
             )
+            kl_BL = per_token(kl_BL, mask_BL, f"actor.kl_loss_kind {config.kl_loss_kind}")
             loss_BL = loss_BL + config.kl_loss_coef * kl_BL
-            per_token["kl_loss"] = kl_BL
+            values["kl_loss"] = kl_BL
         scale = {} if config.aggregation_scale is None else {"scale": config.aggregation_scale}
         loss = aggregation_modes.load(config.aggregation)(
             loss=loss_BL,
@@ -193,7 +195,7 @@ class Actor(Worker):
             denominator=denominators.tokens if config.aggregation == "token_mean" else denominators.rows,
             **scale,
         )
-        return loss, token_means(per_token, mask_BL)
+        return scalar(loss, f"actor.aggregation {config.aggregation}"), token_means(values, mask_BL)
 
     def _loss_of_policy(
         self, logprobs_BL: torch.Tensor, micro: MicroBatch, mask_BL: torch.Tensor
@@ -202,7 +204,8 @@ class Actor(Worker):
         columns = {"logprobs": logprobs_BL, "mask": mask_BL} | {
             name: micro.tokens[name] for name in policy_losses.inputs(self._loss) if name not in ("logprobs", "mask")
         }
-        return self._loss(**columns, **loss_options(self.config, policy_losses.settings(self._loss)))
+        result = self._loss(**columns, **loss_options(self.config, policy_losses.settings(self._loss)))
+        return loss_and_metrics(result, mask_BL, f"actor.loss {self.config.loss}")
 
     def _named(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
         return {f"{self.context.role}/{name}": metric for name, metric in metrics.items()}

@@ -212,3 +212,11 @@ def test_the_document_has_a_row_for_every_function() -> None:
     listed = {name for cells in table_rows(DOCUMENT.read_text()) for name in re.findall(r"`(\w+)`", cells[0])}
     functions = {name for name in algorithms.__all__ if inspect.isfunction(getattr(algorithms, name))}
     assert functions - listed == set()
+
+
+def test_an_aggregation_takes_the_denominator_of_its_step():
+    def mean(loss, mask):
+        return loss.sum()
+
+    with pytest.raises(RegistryError, match=r"aggregation .*mean does not take denominator: add it after a \*"):
+        aggregation_modes.register("my_mean")(mean)

@@ -1,0 +1,67 @@
+"""What functions of a user's own return, checked where it is used: a wrong shape would broadcast, and train.
+
+Shape suffixes: B rows, T positions.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from flowrl.config import UserError
+
+
+def per_token(value: object, mask_BT: Tensor, what: str) -> Tensor:
+    """A tensor of the mask's shape. Raises UserError that names `what` for anything else."""
+    if isinstance(value, Tensor) and value.shape == mask_BT.shape:
+        return value
+    raise UserError(
+        f"{what} returned {described(value)}, it must return a tensor [B, T], here {list(mask_BT.shape)}: one value "
+        f"per token, and 0 where the mask is false"
+    )
+
+
+def loss_and_metrics(result: object, mask_BT: Tensor, what: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss per token that can be trained on, and its metrics. Raises UserError."""
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
+        raise UserError(
+            f"{what} returned {described(result)}, it must return (loss [B, T], a dictionary of metrics [B, T]); the "
+            f"dictionary may be empty"
+        )
+    loss_BT = per_token(result[0], mask_BT, what)
+    if torch.is_grad_enabled() and not loss_BT.requires_grad:
+        raise UserError(
+            f"{what} returned a loss without a gradient: compute it from logprobs, without detach or no_grad"
+        )
+    return loss_BT, {name: per_token(value, mask_BT, f"{what} (metric {name})") for name, value in result[1].items()}
+
+
+def weights_or_mask(result: object, mask_BT: Tensor, what: str) -> Tensor:
+    """The weights, at least 0, or the bool mask of a correction. Raises UserError; waits for the device."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise UserError(
+            f"{what} returned {described(result)}, it must return (weights or a bool mask [B, T], a dictionary of "
+            f"metrics)"
+        )
+    found_BT = per_token(result[0], mask_BT, what)
+    if found_BT.dtype != torch.bool and not bool(((found_BT >= 0) | ~mask_BT).all()):
+        raise UserError(
+            f"{what} returned weights that are negative or NaN: a weight is at least 0, and 0 leaves a token out"
+        )
+    return found_BT
+
+
+def scalar(value: object, what: str) -> Tensor:
+    """A tensor of one number. Raises UserError."""
+    if isinstance(value, Tensor) and value.ndim == 0:
+        return value
+    raise UserError(
+        f"{what} returned {described(value)}, it must return a scalar tensor: the sum divided by denominator"
+    )
+
+
+def described(result: object) -> str:
+    """What something is, for a sentence."""
+    if isinstance(result, Tensor):
+        return f"a tensor of shape {list(result.shape)}"
+    return f"a {type(result).__name__}" + (f" of {len(result)}" if isinstance(result, tuple) else "")
