@@ -117,10 +117,13 @@ class Cluster:
         if not replaceable:
             self.calls.revivals.rule_out([pool.name for pool in hosts.pools])
         group = WorkerGroup(role, cls, slots, planned.mesh, self._backend, self.calls, self.plan.kind)
+        twins = frozenset(other for other, plan in self.plan.roles.items() if other != role and plan.slots == slots)
         for rank, slot in enumerate(slots):
             device, local_rank = self._device(slot), planned.local_rank(rank)
             threads = self._threads(slot)
-            made = Construction(role, cls, args, kwargs, planned.mesh, rank, local_rank, slot.node, device, threads)
+            made = Construction(
+                role, cls, args, kwargs, planned.mesh, rank, local_rank, slot.node, device, threads, twins
+            )
             report = self._backend.construct(slot, made, self.calls.revivals.of(slot))
             self.calls.revivals.constructed(slot, made)
             self.calls.add(report, role, rank, "__init__", slot, group.device_name(slot))

@@ -37,6 +37,7 @@ class Construction:
     node: int
     device: str
     num_threads: int
+    twins: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ class Host:
             mesh=made.mesh,
             process_group=self._groups.get(made.role),
             colocated=self._workers,
+            twins=made.twins,
         )
         worker.__init__(*made.args, **made.kwargs)
         self._workers[made.role] = worker

@@ -25,6 +25,8 @@ class WorkerContext:
     """All ranks of the role; None when it has one."""
     colocated: Mapping[str, "Worker"] = field(default_factory=dict)
     """The workers of the same process, by role."""
+    twins: frozenset[str] = frozenset()
+    """Roles whose ranks are in the same processes as this role's, each with the same number."""
 
 
 class Worker:

@@ -110,7 +110,7 @@ class Actor(Worker):
 
     def lends_weights_to(self, other: Worker) -> bool:
         """Whether a worker in this process may sample from this model's weights."""
-        return not self.engine.is_sharded or other.world_size == self.world_size
+        return not self.engine.is_sharded or other.context.role in self.context.twins
 
     @property
     def lends_copies(self) -> bool:
@@ -124,7 +124,7 @@ class Actor(Worker):
         return (
             self.config.lora is not None
             and model == self.config.model
-            and (alone or (other.mesh == self.mesh and other.rank == self.rank))
+            and (alone or (other.mesh == self.mesh and other.context.role in self.context.twins))
         )
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)

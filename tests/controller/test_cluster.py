@@ -4,6 +4,7 @@ import pytest
 
 from flowrl import ContractError, FlowError
 from flowrl.controller.plan import PlacementError
+from flowrl.controller.worker import Worker
 from tests.conftest import BackendName, ClusterMaker
 from tests.controller.failing import Failing
 from tests.controller.workers import Arithmetic
@@ -48,6 +49,23 @@ def test_the_processes_of_a_closed_cluster_are_free_for_the_next(backend: Backen
 def test_workers_have_the_priority_of_their_driver(ray_session: None, open_cluster: ClusterMaker):
     cluster = open_cluster("ray", {"main": [2]}, {"actor": "main"})
     assert cluster.group("actor", Arithmetic).niceness() == [os.nice(0)] * 2
+
+
+def twins(worker: Worker) -> frozenset[str]:
+    return worker.context.twins
+
+
+def test_a_worker_knows_the_roles_of_its_very_processes(open_cluster: ClusterMaker):
+    roles = {"actor": "main", "critic": "main", "first": "main[0:1]", "last": "main[1:2]"}
+    cluster = open_cluster("inline", {"main": [2]}, roles)
+    groups = {role: cluster.group(role, Arithmetic) for role in roles}
+    found = {role: group.run(twins) for role, group in groups.items()}
+    assert found == {
+        "actor": [{"critic"}] * 2,
+        "critic": [{"actor"}] * 2,
+        "first": [frozenset()],
+        "last": [frozenset()],
+    }
 
 
 def test_a_closed_cluster_takes_no_calls(backend: BackendName, open_cluster: ClusterMaker):

@@ -79,6 +79,10 @@ def test_ppo_gives_the_same_metrics_under_every_placement(
 STRATEGIES = {
     "fsdp": ({"strategy": "fsdp"}, {}),
     "fsdp, the rollout on a part of the ranks": ({"strategy": "fsdp"}, {"rollout": "main[1:]", "reward": "main[0:1]"}),
+    "fsdp, the rollout on as many other ranks": (
+        {"strategy": "fsdp"},
+        dict.fromkeys(("actor", "critic", "reference"), "main[0:1]+main[2:3]") | {"rollout": "main[0:2]"},
+    ),
     "tp": ({}, {role: {"pool": "main", "tp": 2} for role in ("actor", "critic", "reference")}),
     "sp": ({"strategy": "ddp"}, {role: {"pool": "main", "sp": 2} for role in ("actor", "critic", "reference")}),
 }
@@ -95,7 +99,11 @@ def test_ppo_gives_the_same_metrics_under_every_strategy(
         inline_metrics["ppo"] = metrics_of(inline)
     engine, places = STRATEGIES[name]
     placement = Placement.model_validate(
-        {"device": "cpu", "pools": {"main": [2]}, "roles": dict.fromkeys(ROLES, "main") | places}
+        {
+            "device": "cpu",
+            "pools": {"main": [3 if "other" in name else 2]},
+            "roles": dict.fromkeys(ROLES, "main") | places,
+        }
     )
     config = ppo_config(output=tmp_path / "cut", backend="ray", placement=placement)
     models = {
