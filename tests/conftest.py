@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any, Literal
@@ -15,6 +16,12 @@ NUM_CPUS = 16
 """Logical: worker processes that Ray will hold at a time, whatever the machine has."""
 
 ClusterMaker = Callable[..., Cluster]
+
+
+def pytest_configure() -> None:
+    """A shell starts what it puts into the background with SIGINT ignored, and every program that a test starts would
+    inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

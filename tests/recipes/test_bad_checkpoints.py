@@ -97,7 +97,7 @@ def test_another_model_in_the_same_place_is_refused(checkpoints: Path, refused: 
     Qwen2ForCausalLM(config).save_pretrained(tmp_path / "model")
     before = sums(checkpoints)
     told = refused()
-    assert "actor: the checkpoint in" in told and "is of another model: model.model.layers.0.mlp" in told
+    assert "actor: the checkpoint in" in told and "is of another model: model.language_model.model.layers.0.mlp" in told
     assert "float32 [256, 128] there and float32 [128, 128] here" in told
     assert sums(checkpoints) == before
 
