@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from flowrl.data.files import CheckpointError, FileSum, Saved, SummedFile, sync_folder, write_json_summed, write_summed
 from flowrl.engines.random_state import random_state, restore_random_state
+from flowrl.engines.residency import named_weights
 from flowrl.engines.shards import (
     ALIGNMENT,
     INDEX,
@@ -237,7 +238,7 @@ def random_file(rank: int) -> str:
 def _state(engine: Checkpointed, *, with_optimizer: bool) -> dict[str, Any]:
     """Name -> the engine's own tensors (DTensors where they are sharded); of tied weights the first name alone, and
     none that are not trained: beside an adapter those are the model's that every run begins with."""
-    twice = _tied_names(engine.model)
+    twice = {name for names, _ in named_weights(engine.model) for name in names[1:]}
     weights = get_model_state_dict(engine.model, options=StateDictOptions(ignore_frozen_params=True))
     state = {MODEL + name: weight for name, weight in weights.items() if name not in twice}
     if with_optimizer:
@@ -259,13 +260,6 @@ def _put(engine: Checkpointed, state: Mapping[str, Any]) -> None:
     for name, of in optimizer["state"].items():
         of |= {key: state[f"{OPTIMIZER}{name}.{key}"] for key in of}
     set_optimizer_state_dict(engine.model, engine.optimizer, optimizer)
-
-
-def _tied_names(model: nn.Module) -> set[str]:
-    """Every name but the first of parameters that have several."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    every = model.named_parameters(remove_duplicate=False)
-    return {name for name, parameter in every if first[id(parameter)] != name}
 
 
 def _planned(state: dict[str, Any], group: ProcessGroup | None) -> tuple[DefaultSavePlanner, SavePlan, Metadata]:

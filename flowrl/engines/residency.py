@@ -16,6 +16,14 @@ def move_model(model: nn.Module, device: torch.device) -> None:
         model.to(device)
 
 
+def named_weights(model: nn.Module) -> list[tuple[list[str], nn.Parameter]]:
+    """Every weight once, with all its names: a tied one has several. Layers' own order, as FSDP2's."""
+    found: dict[int, tuple[list[str], nn.Parameter]] = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(weight), ([], weight))[0].append(name)
+    return list(found.values())
+
+
 def whole_tensor(weight: Tensor) -> Tensor:
     """A weight that ranks hold in parts, put together on each of them, who all call it; another one as it is."""
     return weight.full_tensor().detach() if isinstance(weight, DTensor) else weight.detach()

@@ -20,6 +20,8 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
+from flowrl.engines.residency import named_weights
+
 
 @dataclass(frozen=True)
 class _Stored:
@@ -63,7 +65,7 @@ def empty_model(
         # Buffers that are saved; no family of docs/models.md has them.
         return None
     stored = {}
-    for names, weight in _named_weights(model):
+    for names, weight in named_weights(model):
         if not fresh.isdisjoint(names):
             _replace(model, names, nn.Parameter(torch.zeros(weight.shape, dtype=weight.dtype)))
             continue
@@ -90,7 +92,7 @@ def read_parts(model: nn.Module, device: torch.device) -> None:
     """Gives this rank its parts of all weights that are on `meta`; does nothing where there are none."""
     if not any(parameter.is_meta for parameter in model.parameters()):
         return
-    names = [names for names, weight in _named_weights(model) if weight.is_meta]
+    names = [names for names, weight in named_weights(model) if weight.is_meta]
     # Layers are told of their new weights by their own `_apply`.
     model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     for first, *others in names:
@@ -132,14 +134,6 @@ def _aliases(model: PreTrainedModel, names: list[str]) -> Iterator[str]:
     prefix = f"{model.base_model_prefix}."
     for name in names:
         yield from (name, name.removeprefix(prefix), prefix + name)
-
-
-def _named_weights(model: nn.Module) -> list[tuple[list[str], nn.Parameter]]:
-    """Every weight once, with all its names: a tied one has several. Layers' own order, as FSDP2's."""
-    found: dict[int, tuple[list[str], nn.Parameter]] = {}
-    for name, weight in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(weight), ([], weight))[0].append(name)
-    return list(found.values())
 
 
 def _replace(model: nn.Module, names: list[str], weight: nn.Parameter) -> None:

@@ -30,7 +30,7 @@ from flowrl.engines.rank_mesh import ALONE, RankMesh
 from flowrl.engines.residency import move_model, move_optimizer
 from flowrl.engines.sequence import SharesRows, share_attention
 from flowrl.engines.sharded_load import place, read_parts
-from flowrl.engines.sharding import choose_attention, language_models, layers, shard_model
+from flowrl.engines.sharding import choose_attention, cuts_model, language_models, layers, shard_model
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -83,6 +83,8 @@ class TrainEngine:
         self.device = torch.device(device)
         self.mesh = mesh
         self.is_sharded = is_sharded(engine, mesh)
+        self._home = torch.device("cpu") if self.is_sharded and engine.offload == "parameters" else self.device
+        """Where weights lie between passes, and the optimizer steps them."""
         self._engine, self._config = engine, optimizer
         self._max_tokens = engine.max_tokens_per_microbatch * (1 if mesh.sequence is None else mesh.sequence.size())
         self._compute_dtype = None if engine.compute_dtype is None else _DTYPES[engine.compute_dtype]
@@ -100,7 +102,7 @@ class TrainEngine:
             layer.compile(dynamic=True)  # every micro-batch has another shape
         if self.is_sharded:
             shard_model(model, mesh, engine, self._compute_dtype)
-            read_parts(model, torch.device("cpu") if engine.offload == "parameters" else self.device)
+            read_parts(model, self._home)
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._gradients: Gradients = (ShardedGradients if self.is_sharded else WholeGradients)(parameters, mesh)
         self._optimizer = None if optimizer is None else _adamw(parameters, optimizer)
@@ -199,9 +201,9 @@ class TrainEngine:
 
     def onload(self) -> None:
         """Moves them back."""
-        move_model(self.model, self.device)
-        if self._optimizer is not None and self._engine.offload == "none":
-            move_optimizer(self._optimizer, self.device)
+        move_model(self.model, self._home)
+        if self._optimizer is not None and self._engine.offload != "optimizer":
+            move_optimizer(self._optimizer, self._home)
 
     def _forward(self, table: TensorDictBase, forward: Forward) -> Iterator[tuple[MicroBatch, Tensor]]:
         micros = microbatches(table, self._max_tokens)
@@ -270,7 +272,8 @@ class TrainEngine:
         lr = learning_rate(self._config, self._num_steps)
         for parameters in self._optimizer.param_groups:
             parameters["lr"] = lr
-        move_optimizer(self._optimizer, self.device)
+        if self._engine.offload == "optimizer":
+            move_optimizer(self._optimizer, self._home)
         self._optimizer.step()
         if self._engine.offload == "optimizer":
             move_optimizer(self._optimizer, torch.device("cpu"))
@@ -290,7 +293,7 @@ def is_sharded(config: EngineConfig, mesh: RankMesh) -> bool:
         )
     if config.strategy == "ddp" and mesh.tp > 1:
         raise ValueError(f"strategy is ddp, but tp is {mesh.tp}; tensor parallelism needs strategy fsdp")
-    return config.strategy == "fsdp" or mesh.tp > 1
+    return cuts_model(config, num_ranks, mesh.tp)
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:

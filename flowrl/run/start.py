@@ -119,7 +119,7 @@ def _functions_of_advantages(
 
 def check_engines(config: RunConfig, planned: Plan) -> None:
     """Refuses a role whose engine cannot run on the ranks of its mesh. Raises `ConfigError`."""
-    engines = {name: value.engine for name, value in config if isinstance(value, _MODELS) and _has_model(value)}
+    engines = {name: value.engine for name, value in config if isinstance(value, _MODELS) and value.model is not None}
     for role, place in planned.roles.items():
         where, mesh = f"placement.roles.{role}", place.mesh
         if mesh.pp > 1:
@@ -169,14 +169,9 @@ def _check_beside(name: str, reference: RolePlan, role: str, actor: RolePlan) ->
 _MODELS = (ActorConfig, CriticConfig, ReferenceConfig, RewardConfig)
 
 
-def _has_model(config: ActorConfig | CriticConfig | ReferenceConfig | RewardConfig) -> bool:
-    return config.model is not None
-
-
 def _check_engine(role: str, place: RolePlan, engine: EngineConfig) -> None:
     mesh, key = place.mesh, f"{role}.engine"
-    trains_alone = mesh.size > 1 and engine.strategy == "single" and role in ("actor", "critic")
-    if trains_alone:
+    if mesh.size > 1 and engine.strategy == "single" and role in ("actor", "critic"):
         raise ConfigError(
             f"{key}.strategy is single, but pool {place.pool} gives the role {mesh.size} ranks: "
             f"set strategy: auto, ddp or fsdp, or make the pool one device"

@@ -4,6 +4,7 @@ from flowrl.config import EngineConfig
 from flowrl.controller.plan import Mesh
 from flowrl.controller.worker import Worker
 from flowrl.engines.rank_mesh import RankMesh, rank_mesh
+from flowrl.engines.sharding import cuts_model
 
 
 def mesh_of(worker: Worker, engine: EngineConfig) -> RankMesh:
@@ -19,4 +20,4 @@ def mesh_of(worker: Worker, engine: EngineConfig) -> RankMesh:
 
 def shares_model(mesh: Mesh, engine: EngineConfig) -> bool:
     """Whether the ranks of a role need each other for a forward pass."""
-    return mesh.size > 1 and (engine.strategy == "fsdp" or mesh.tp > 1 or mesh.sp > 1)
+    return mesh.sp > 1 or cuts_model(engine, mesh.size, mesh.tp)
