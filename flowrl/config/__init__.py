@@ -10,7 +10,7 @@ from flowrl.config.losses import PreferenceConfig, PtxConfig
 from flowrl.config.model import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig
 from flowrl.config.placement import ROLES, SINGLE, Placement, RolePlacement
 from flowrl.config.rewards import KlControlConfig, ShapingConfig
-from flowrl.config.roles import ActorConfig, CriticConfig, ReferenceConfig, RewardConfig, RolloutConfig
+from flowrl.config.roles import ActorConfig, CriticConfig, ReferenceConfig, RewardConfig, RolloutConfig, VllmConfig
 from flowrl.config.run import OnPolicyConfig, RunConfig
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "RunConfig",
     "ShapingConfig",
     "UserError",
+    "VllmConfig",
     "load",
     "recipe_class",
     "to_yaml",

@@ -208,11 +208,33 @@ class RewardConfig(Config):
         return self
 
 
+class VllmConfig(Config):
+    """What vLLM is given. Changes time and memory."""
+
+    kv_cache_gb: PositiveFloat = 1.0
+    """Memory for keys and values, in GB of 10^9 bytes, on each of the devices of a replica. Rows that it does not hold
+    wait."""
+
+    max_row_tokens: PositiveInt | None = None
+    """Longest row, prompt and response; null is the model's own limit. Lower it where that would need more than
+    kv_cache_gb."""
+
+    prefix_caching: bool = True
+    """Rows whose prompts begin alike share the computation of that."""
+
+    graphs: bool = True
+    """On GPUs, record kernels as CUDA graphs and compile: slower to start, faster to decode."""
+
+
 class RolloutConfig(Config):
     """How the actor's weights answer prompts."""
 
-    engine: Literal["hf"] = "hf"
-    """`hf`: transformers with a KV cache, on any device."""
+    engine: Literal["hf", "vllm"] = "hf"
+    """`hf`: transformers with a KV cache, on any device, in the actor's processes if it is placed there. `vllm`: vLLM,
+    always in processes of its own; needs the extra `vllm`."""
+
+    vllm: VllmConfig | None = None
+    """Settings of engine vllm."""
 
     max_response_tokens: PositiveInt
     """A response is cut off here, its stop token included, and marked `truncated`."""
@@ -236,4 +258,6 @@ class RolloutConfig(Config):
     def _check(self) -> "RolloutConfig":
         if not all(self.stop_ids):
             raise ValueError("stop_ids has an empty sequence, which would end every response at once: remove it")
+        if self.engine != "vllm" and self.vllm is not None:
+            raise ValueError(f"vllm has settings of engine vllm, and engine is {self.engine}: remove them")
         return self

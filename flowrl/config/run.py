@@ -18,6 +18,10 @@ class RunConfig(Config):
     roles: ClassVar[tuple[str, ...]] = ()
     """Roles that the recipe drives; its placement must give each of them a pool."""
 
+    def apart(self) -> tuple[str, ...]:
+        """Roles that need processes of their own."""
+        return tuple(name for name, value in self if isinstance(value, RolloutConfig) and value.engine == "vllm")
+
     recipe: ImportName | None = None
     """`module:Class` of the config class that reads this file; `flowrl` commands find it by this key."""
 

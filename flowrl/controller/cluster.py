@@ -35,6 +35,7 @@ class Cluster:
         address: a Ray cluster to join; None starts one here.
         devices: devices per node that may be used; None asks the machine.
         roles: the roles that will be made; None is all that the placement names.
+        apart: roles with processes of their own, because what they run takes a process for itself.
         num_threads: CPU threads of torch in the processes of roles whose ranks talk to each other; None shares the
             cores evenly among the processes of a node.
         prepare: modules that functions given to `Batch.apply` need, loaded early where those run.
@@ -50,6 +51,7 @@ class Cluster:
         address: str | None = None,
         devices: tuple[int, ...] | None = None,
         roles: tuple[str, ...] | None = None,
+        apart: tuple[str, ...] = (),
         num_threads: int | None = None,
         prepare: tuple[str, ...] = (),
         call_timeout_s: float | None = 1800.0,
@@ -69,12 +71,14 @@ class Cluster:
         self._joined: set[str] = set()
         self._groups: dict[str, WorkerGroup] = {}
         try:
-            self.plan: Plan = plan(placement, self._backend.inventory(placement.device, devices), roles)
+            inventory = self._backend.inventory(placement.device, devices)
+            self.plan: Plan = plan(placement, inventory, roles, apart)
             pools = list(self.plan.pools.values())
             for hosts in (*self.plan.host_sets(), HostSet(TASKS, (_TASK_POOL,))):
                 self.calls.failures.watch(hosts)
                 self._sets |= {pool.name: hosts for pool in hosts.pools}
-            self._per_node = Counter(slot.node for pool in pools for slot in pool.slots)
+            everyone = (*pools, *self.plan.apart.values())
+            self._per_node = Counter(slot.node for pool in everyone for slot in pool.slots)
             self._backend.reserve(pools, self.plan.kind)
             tasks = self._make(RolePlan(TASKS, TASKS, _TASK_POOL.slots, Mesh(1, 1, 1, 1)), Tasks, (), {})
             if prepare:
@@ -122,7 +126,18 @@ class Cluster:
             device, local_rank = self._device(slot), planned.local_rank(rank)
             threads = self._threads(slot)
             made = Construction(
-                role, cls, args, kwargs, planned.mesh, rank, local_rank, slot.node, device, threads, twins
+                role,
+                cls,
+                args,
+                kwargs,
+                planned.mesh,
+                rank,
+                local_rank,
+                slot.node,
+                device,
+                threads,
+                twins,
+                planned.leads,
             )
             report = self._backend.construct(slot, made, self.calls.revivals.of(slot))
             self.calls.revivals.constructed(slot, made)

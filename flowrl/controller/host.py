@@ -39,6 +39,7 @@ class Construction:
     device: str
     num_threads: int
     twins: frozenset[str] = frozenset()
+    leads: int = 1
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,7 @@ class Host:
             process_group=self._groups.get(made.role),
             colocated=self._workers,
             twins=made.twins,
+            leads=made.leads,
         )
         self._turns.clear()
         worker.__init__(*made.args, **made.kwargs)

@@ -2,8 +2,9 @@
 
 import difflib
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Literal
 
@@ -38,6 +39,15 @@ class Slot:
     """Rank among the pool's slots on this node."""
     device: int
     """Index of the device on its node; unique over all pools."""
+    beside: str | None = None
+    """The pool whose device it uses, for a role with processes of its own."""
+    devices: float = 1
+    """Devices that it is given: a part of one where processes share it, several where it leads them."""
+
+    @property
+    def owner(self) -> str:
+        """The pool that its device belongs to."""
+        return self.beside or self.pool
 
 
 @dataclass(frozen=True)
@@ -93,6 +103,8 @@ class RolePlan:
     """As the placement writes it: a pool, some of its ranks, or several pools."""
     slots: Sequence[Slot]
     mesh: Mesh
+    leads: int = 1
+    """Devices that each process leads: those of its tensor-parallel peers, which have no process of the role."""
 
     def local_rank(self, rank: int) -> int:
         """How many ranks of the role before this one are on its node."""
@@ -121,6 +133,8 @@ class Plan:
     roles: Mapping[str, RolePlan]
     num_devices: int | None = None
     """Devices of the inventory, used or not; None for CPU slots that nobody stated."""
+    apart: Mapping[str, PoolPlan] = field(default_factory=dict)
+    """Role -> its processes, for roles that have their own."""
 
     def slots(self, role: str) -> Sequence[Slot]:
         """The slots of `role` in rank order."""
@@ -128,32 +142,90 @@ class Plan:
 
     def host_sets(self) -> list[HostSet]:
         """The pools, those together that a role spans."""
-        sets = [{name} for name in self.pools]
+        pools = {pool.name: pool for pool in (*self.pools.values(), *self.apart.values())}
+        sets = [{name} for name in pools]
         for role in self.roles.values():
             spanned = {slot.pool for slot in role.slots}
             touched = [names for names in sets if names & spanned]
             sets = [names for names in sets if not names & spanned] + [set().union(*touched)]
-        ordered = [[name for name in self.pools if name in names] for names in sets]
-        return [HostSet("+".join(names), tuple(self.pools[name] for name in names)) for names in ordered]
+        ordered = [[name for name in pools if name in names] for names in sets]
+        return [HostSet("+".join(names), tuple(pools[name] for name in names)) for names in ordered]
 
 
-def plan(placement: Placement, inventory: Inventory, roles: Sequence[str] | None = None) -> Plan:
+def plan(
+    placement: Placement, inventory: Inventory, roles: Sequence[str] | None = None, apart: Collection[str] = ()
+) -> Plan:
     """Gives every rank of every role in `roles` a device.
 
     `roles` are those that a recipe drives; None plans all that `placement` maps. A standard role that a recipe does not
-    drive is left out, and so is a pool that then has no role. Raises: PlacementError.
+    drive is left out, and so is a pool that then has no role. Roles `apart` have processes of their own on their
+    devices, one for all tensor-parallel peers. Raises: PlacementError.
     """
     wanted = _wanted_roles(placement, roles)
     pools = _wanted_pools(placement, wanted)
     counts = {name: _counts(name, placement.pools[name], inventory) for name in pools}
-    slots = _pack(counts, inventory)
+    slots = _shared(_pack(counts, inventory), wanted, apart)
     pool_plans = {name: PoolPlan(name, slots[name]) for name in pools}
-    role_plans = {}
+    role_plans, apart_plans = {}, {}
     for role, place in wanted.items():
         chosen = _role_slots(role, place, slots)
         role_plans[role] = RolePlan(role, place.pool, chosen, _mesh(role, place, len(chosen)))
+        if role in apart:
+            role_plans[role] = _own_processes(role_plans[role], inventory.kind)
+            apart_plans[role] = PoolPlan(role_plans[role].slots[0].pool, tuple(role_plans[role].slots))
     num_devices = sum(inventory.nodes) if inventory.bounded else None
-    return Plan(inventory.kind, pool_plans, role_plans, num_devices)
+    return Plan(inventory.kind, pool_plans, role_plans, num_devices, apart_plans)
+
+
+def _shared(
+    slots: Mapping[str, tuple[Slot, ...]], wanted: Mapping[str, RolePlacement], apart: Collection[str]
+) -> dict[str, tuple[Slot, ...]]:
+    """The slots, each with its part of a device that processes of other roles use too."""
+    users: Counter[Slot] = Counter()
+    hosts = set()
+    for role, place in wanted.items():
+        chosen = _role_slots(role, place, slots)
+        if role in apart:
+            users.update(chosen)
+        else:
+            hosts |= set(chosen)
+    users.update(hosts)
+    return {
+        name: tuple(replace(slot, devices=1 / users[slot]) if users[slot] > 1 else slot for slot in pool)
+        for name, pool in slots.items()
+    }
+
+
+def _own_processes(planned: RolePlan, kind: str) -> RolePlan:
+    """The role with a process per replica instead of those of its pool."""
+    role, mesh = planned.role, planned.mesh
+    replicas = [planned.slots[first : first + mesh.tp] for first in range(0, mesh.size, mesh.tp)]
+    for replica in replicas:
+        if len({slot.node for slot in replica}) > 1:
+            raise PlacementError(
+                f"placement.roles.{role} has tp {mesh.tp}, and devices of one replica are on two nodes, but one "
+                f"process leads them: set tp to a divisor of the devices of a node"
+            )
+        if kind == "cuda" and mesh.tp > 1 and replica[0].devices < 1:
+            raise PlacementError(
+                f"placement.roles.{role} has tp {mesh.tp} on devices that other roles use too, which its own processes "
+                f"cannot share: give it a pool of its own, or set tp: 1"
+            )
+    slots: list[Slot] = []
+    for replica in replicas:
+        first = replica[0]
+        slots.append(
+            Slot(
+                pool=f"{planned.pool}/{role}",
+                rank=len(slots),
+                node=first.node,
+                local_rank=sum(slot.node == first.node for slot in slots),
+                device=first.device,
+                beside=first.pool,
+                devices=sum(slot.devices for slot in replica),
+            )
+        )
+    return replace(planned, slots=tuple(slots), mesh=replace(mesh, tp=1), leads=mesh.tp)
 
 
 def _wanted_roles(placement: Placement, roles: Sequence[str] | None) -> dict[str, RolePlacement]:
@@ -302,6 +374,7 @@ def render_plan(plan: Plan) -> str:
         mesh = role_plan.mesh
         sizes = (("pp", mesh.pp), ("dp", mesh.dp), ("sp", mesh.sp), ("tp", mesh.tp))
         shape = " ".join(f"{name}{size}" for name, size in sizes if size > 1 or name == "dp")
+        shape += f" tp{role_plan.leads}" if role_plan.leads > 1 else ""
         rows.append([role, role_plan.pool, shape, *(ranks.get(place, ".") for place in places)])
     idle = (plan.num_devices or 0) - len(places)
     used = f"{len(places)} of {plan.num_devices}" if idle > 0 else f"{len(places)}"

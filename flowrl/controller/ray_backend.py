@@ -152,8 +152,9 @@ class RayBackend:
             self._nodes.reserve(pool, kind)
 
     def start_hosts(self, hosts: HostSet, kind: str, *, restarts: int) -> None:
-        devices = {"num_gpus": 1, "num_cpus": 0} if kind == "cuda" else {"num_cpus": 1}
         for slot in hosts.slots:
+            count = slot.devices
+            devices = {"num_gpus": count, "num_cpus": 0} if kind == "cuda" else {"num_cpus": count}
             if slot.device < 0:
                 # It takes part of no device's time worth counting.
                 self._add_host(slot, restarts, {"num_cpus": 0, "scheduling_strategy": self._nodes.beside_driver()})

@@ -175,8 +175,8 @@ class RayNodes:
 
     def bundle(self, slot: Slot) -> PlacementGroupSchedulingStrategy:
         """Where Ray is to start the process of a slot, whose pool is reserved."""
-        index = self._bundles[slot.pool].index(slot.node)
-        return PlacementGroupSchedulingStrategy(self._groups[slot.pool], placement_group_bundle_index=index)
+        index = self._bundles[slot.owner].index(slot.node)
+        return PlacementGroupSchedulingStrategy(self._groups[slot.owner], placement_group_bundle_index=index)
 
     def id_of(self, slot: Slot) -> str:
         """Ray's name for the node of a slot."""

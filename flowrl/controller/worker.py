@@ -27,6 +27,8 @@ class WorkerContext:
     """The workers of the same process, by role."""
     twins: frozenset[str] = frozenset()
     """Roles whose ranks are in the same processes as this role's, each with the same number."""
+    leads: int = 1
+    """Devices of the node that this process leads, for a role with processes of its own."""
 
 
 class Worker:

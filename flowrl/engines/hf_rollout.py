@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from flowrl.config import RolloutConfig, UserError
+from flowrl.config import RolloutConfig
 from flowrl.data.table import row_positions
 from flowrl.engines.kv_cache import SlotCache, round_up, with_slot_attention
+from flowrl.engines.responses import Responses, RolloutError, check_prompts, end_ids
 from flowrl.engines.sampling import row_keys, sample_tokens, uniforms
 
 _MIN_ROWS = 16
@@ -33,28 +34,6 @@ _PREFILL_TOKENS = 16384
 
 _LEAVE_SHARE = 0.75
 """Finished rows leave when at most this share of the rows goes on: leaving copies the cache of those that stay."""
-
-
-class RolloutError(UserError):
-    """A prompt cannot be answered by this model."""
-
-
-@dataclass(frozen=True)
-class Responses:
-    """What was generated, on the CPU, rows in the order of the prompts."""
-
-    tokens: Tensor
-    """int64 [T], flat: row i's are the next `lengths[i]`. A stop token or stop sequence is included."""
-    logprobs: Tensor
-    """float32 [T], under the distribution each token was sampled from (greedy: under the model's own)."""
-    lengths: Tensor
-    """int64 [N], each at least 1."""
-    truncated: Tensor
-    """bool [N], ended by length and not by a stop."""
-
-    def ids(self) -> list[list[int]]:
-        """The tokens as a list per row."""
-        return [row.tolist() for row in self.tokens.split(self.lengths.tolist())] if len(self.lengths) else []
 
 
 @dataclass
@@ -105,15 +84,15 @@ class HfRollout:
         model.eval()
         self.model = with_slot_attention(model)
         """A frame of its own around the model's weights."""
+        self.version = 0
+        """Of the model's weights; whoever changes them says so."""
         self._config = config
         self._device = torch.device(device)
         text_config = model.config.get_text_config()
         self._num_layers: int = text_config.num_hidden_layers
         self._max_length = _max_length(text_config)
-        ends = {tokenizer.eos_token_id} if isinstance(tokenizer.eos_token_id, int) else set()
-        model_ends = None if model.generation_config is None else model.generation_config.eos_token_id
-        ends |= {model_ends} if isinstance(model_ends, int) else set(model_ends or ())
-        self._end_ids = torch.tensor(sorted(ends), dtype=torch.int64, device=device)
+        ends = end_ids(tokenizer, model.generation_config)
+        self._end_ids = torch.tensor(ends, dtype=torch.int64, device=device)
         self._stops = [torch.tensor(stop, dtype=torch.int64, device=device) for stop in config.stop_ids]
         self._longest_stop = max((len(stop) for stop in config.stop_ids), default=1)
 
@@ -139,7 +118,7 @@ class HfRollout:
         Raises:
             RolloutError: a prompt is empty, or with its response longer than the model takes.
         """
-        self._check(prompt_ids)
+        check_prompts(prompt_ids, self._config.max_response_tokens, self._max_length)
         num_rows, longest = len(prompt_ids), self._config.max_response_tokens
         output = _Output(
             tokens=torch.zeros(num_rows, longest, dtype=torch.int64),
@@ -159,20 +138,10 @@ class HfRollout:
             output.stopped[index] = part.stopped.cpu()
         said_NL = row_positions(output.lengths)
         width = said_NL.shape[1]
-        return Responses(
-            output.tokens[:, :width][said_NL], output.logprobs[:, :width][said_NL], output.lengths, ~output.stopped
-        )
-
-    def _check(self, prompt_ids: Sequence[Sequence[int]]) -> None:
-        for row, prompt in enumerate(prompt_ids):
-            if not len(prompt):
-                raise RolloutError(f"prompt {row} has no tokens; a response needs at least one to follow")
-            total = len(prompt) + self._config.max_response_tokens
-            if total > self._max_length:
-                raise RolloutError(
-                    f"prompt {row} has {len(prompt)} tokens, {total} with max_response_tokens "
-                    f"{self._config.max_response_tokens}, but the model takes {self._max_length}; shorten one of them"
-                )
+        tokens_T = output.tokens[:, :width][said_NL]
+        versions_T = torch.full_like(tokens_T, self.version, dtype=torch.int32)
+        logprobs_T = output.logprobs[:, :width][said_NL]
+        return Responses(tokens_T, logprobs_T, output.lengths, ~output.stopped, versions_T)
 
     def _generate(self, prompts: list[Sequence[int]], keys_B: Tensor, greedy: bool) -> _Output:
         """One batch: prefill its different prompts, give each row its copy, and decode until all rows are done."""

@@ -84,6 +84,13 @@ def _put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
     model.get_submodule(owner)._parameters[leaf] = parameter
 
 
+def tensors_of(weights: Mapping[str, np.ndarray]) -> Iterator[tuple[str, Tensor]]:
+    """Exported weights as tensors on the same memory, which may be read-only, under the model's own names."""
+    for name, array in weights.items():
+        tensor = torch.from_numpy(array)
+        yield (name.removesuffix(BFLOAT16), tensor.view(torch.bfloat16)) if name.endswith(BFLOAT16) else (name, tensor)
+
+
 def load_weights(model: nn.Module, weights: Mapping[str, np.ndarray]) -> None:
     """Writes exported weights into a model, in place and bit for bit. Read-only arrays are welcome.
 

@@ -120,6 +120,7 @@ class Run:
             address=config.address,
             devices=config.devices,
             roles=type(config).roles,
+            apart=config.apart(),
             num_threads=config.threads,
             prepare=("flowrl.run.estimate",),
             call_timeout_s=config.call_timeout_s,

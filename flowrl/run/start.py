@@ -35,7 +35,7 @@ def plan_run(config: RunConfig, devices: Sequence[int] | None = None) -> Plan:
             f"the run joins the cluster at {config.address}, whose devices are not known here: state them per node, "
             f"with --devices 8,8 or devices: [8, 8]"
         )
-    planned = plan(placement, local_inventory(placement.device, stated), type(config).roles)
+    planned = plan(placement, local_inventory(placement.device, stated), type(config).roles, config.apart())
     check_engines(config, planned)
     return planned
 

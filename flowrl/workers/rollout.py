@@ -2,19 +2,21 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
 from flowrl.config import ModelConfig, RolloutConfig
+from flowrl.controller.plan import Mesh
 from flowrl.controller.register import Dispatch, register
 from flowrl.controller.worker import Worker
 from flowrl.data.chat import ChatTokenizer
 from flowrl.data.table import make_table, objects
 from flowrl.engines.hf_rollout import HfRollout
 from flowrl.engines.models import load_policy
-from flowrl.engines.weights import borrowed_weights, empty_copy, load_weights
+from flowrl.engines.weights import borrowed_weights, empty_copy, load_weights, tensors_of
 from flowrl.workers.actor import Actor
 
 
@@ -29,8 +31,13 @@ class Rollout(Worker):
 
     replicated = stateless = True
 
+    @classmethod
+    def on(cls, mesh: Mesh, config: RolloutConfig, *_: Any, **__: Any) -> type[Worker]:  # Any: the constructor's
+        """The worker of the engine that the config asks for."""
+        return _VllmRollout if config.engine == "vllm" else cls
+
     def __init__(self, config: RolloutConfig, model: ModelConfig, *, seed: int) -> None:
-        self.config, self.seed, self.version = config, seed, 0
+        self.seed = seed
         actor = self.peer("actor")
         # Of an actor that ranks hold in parts, all of them must live here: they put its weights together.
         self._actor = actor if isinstance(actor, Actor) and actor.lends_weights_to(self) else None
@@ -67,7 +74,7 @@ class Rollout(Worker):
             "input_ids": input_ids_T,
             "response_mask": mask_T,
             "rollout_logprobs": torch.zeros(len(rows_T)).masked_scatter(mask_T, answers.logprobs.float()),
-            "weight_version": torch.where(mask_T, self.version, -1).to(torch.int32),
+            "weight_version": torch.full_like(mask_T, -1, dtype=torch.int32).masked_scatter(mask_T, answers.versions),
         }
         rows = {"truncated": answers.truncated, "response": [self.tokenizer.decode(ids) for ids in responses]}
         return make_table(rows, tokens, lengths_B)
@@ -91,11 +98,30 @@ class Rollout(Worker):
     def set_version(self, version: int) -> None:
         """Numbers the weights that are sampled from, where they are the actor's own."""
         assert self.shares_weights, "weights of another process come through load_weights"
-        self.version = version
+        self.engine.version = version
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, replay=True)
     def load_weights(self, weights: Mapping[str, np.ndarray], version: int) -> None:
         """Takes the actor's weights from another process; a rank that has the actor's own has them already."""
         if not self.shares_weights:
             load_weights(self.model, weights)
-        self.version = version
+        self.engine.version = version
+
+
+class _VllmRollout(Rollout):
+    """A rollout with vLLM, alone in its process. Weights come to it from whichever process trains them."""
+
+    def __init__(self, config: RolloutConfig, model: ModelConfig, *, seed: int) -> None:
+        from flowrl.engines.vllm_rollout import VllmRollout  # noqa: PLC0415 (an extra, and it takes the process over)
+
+        self.seed = seed
+        self._actor = None
+        self.tokenizer = ChatTokenizer(model.path)
+        self.engine = VllmRollout(model, self.tokenizer.tokenizer, config, tp=self.context.leads)
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False, replay=True)
+    def load_weights(self, weights: Mapping[str, np.ndarray], version: int) -> None:
+        """Takes the actor's weights: vLLM serves all of them, or none until a whole version has come."""
+        self.engine.begin_update(version)
+        self.engine.receive(dict(tensors_of(weights)))
+        self.engine.commit()

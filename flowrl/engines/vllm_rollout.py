@@ -1,0 +1,384 @@
+"""Generation with vLLM, in this process: every call into vLLM is in this module.
+
+vLLM's own engine core runs in the caller's process and computes in `poll` only, so a call, a weight update and a look
+at what is finished never meet: there is nothing to lock. It binds the process to itself (torch.distributed,
+environment), so the process is a rollout's own.
+
+Log-probabilities are those of the distribution that a token was sampled from: after temperature, top-k and top-p, and
+renormalised over what these leave, as the hf engine's are. Greedy ones are the model's own.
+"""
+
+import enum
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from flowrl.config import ModelConfig, RolloutConfig, VllmConfig
+from flowrl.engines.models import load_policy
+from flowrl.engines.residency import named_weights
+from flowrl.engines.responses import Responses, RolloutError, check_prompts, end_ids
+from flowrl.engines.sampling import row_keys
+
+_SETTINGS = {
+    # The engine core runs in this process.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    # Left to itself vLLM would bind the process's threads to cores, which other processes use too.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+
+for _name, _value in _SETTINGS.items():
+    os.environ.setdefault(_name, _value)
+
+from vllm import EngineArgs, SamplingParams  # noqa: E402 (reads its environment when it is imported)
+from vllm.config import WeightTransferConfig  # noqa: E402
+from vllm.distributed.weight_transfer.base import (  # noqa: E402
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory  # noqa: E402
+from vllm.model_executor.model_loader.reload import (  # noqa: E402
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info  # noqa: E402
+from vllm.outputs import RequestOutput  # noqa: E402
+from vllm.sampling_params import RequestOutputKind  # noqa: E402
+from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
+
+_TRANSFER = "flowrl_tensors"
+
+
+class State(enum.Enum):
+    """What the engine can do now."""
+
+    SERVING = "serving"
+    UPDATING = "updating"
+    ASLEEP = "asleep"
+    BROKEN = "broken"
+    """An update ended in the middle: some weights are new and some old, until a whole update has come."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A row that wants a response."""
+
+    name: str
+    """Of the request; no two that are not finished have the same."""
+    token_ids: Sequence[int]
+    key: int
+    """Keys the row's random numbers."""
+    greedy: bool = False
+
+
+@dataclass
+class Answer:
+    """A finished response."""
+
+    name: str
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    """Of the weights that each token was sampled from."""
+    truncated: bool = False
+    """Ended by length and not by a stop."""
+
+
+class VllmRollout:
+    """Answers prompts, all at once (`generate`) or as they come (`add`, `poll`)."""
+
+    def __init__(
+        self, model: ModelConfig, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig, *, tp: int = 1
+    ) -> None:
+        """Loads the model of a folder. A response ends at the tokenizer's or the model's end-of-sequence tokens.
+
+        Args:
+            model: where it is.
+            tokenizer: its own.
+            config: how it samples, and the engine's settings.
+            tp: devices of this node that share each layer; this process leads them.
+        Raises:
+            ModelError: as `load_policy`, before vLLM starts.
+        """
+        self._config = config
+        self._state = State.SERVING
+        empty = load_policy(model, parts=True)
+        self._also = {names[0]: names[1:] for names, _ in named_weights(empty)}
+        """Name of a weight -> its other names: vLLM is given a tied weight under each."""
+        ends = end_ids(tokenizer, empty.generation_config)
+        self._end_ids = sorted({*ends, *(stop[0] for stop in config.stop_ids if len(stop) == 1)})
+        self._sequences = [list(stop) for stop in config.stop_ids if len(stop) > 1]
+        """Stops of several tokens, which vLLM does not know."""
+        self._running: dict[str, Answer] = {}
+        self._engine = LLMEngine.from_engine_args(_engine_args(model, config, tp))
+        self._engine.collective_rpc("init_weight_transfer_engine", args=({},))
+        self._set_version(0)
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest row that it takes, prompt and response."""
+        return self._engine.vllm_config.model_config.max_model_len
+
+    @property
+    def num_running(self) -> int:
+        """Requests that were added and are not finished."""
+        return len(self._running)
+
+    # Generation.
+
+    def generate(
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        prompt_id: Tensor,
+        sample: Tensor,
+        *,
+        seed: int,
+        greedy: bool = False,
+    ) -> Responses:
+        """One response per prompt; arguments, result and errors as of `HfRollout.generate`."""
+        check_prompts(prompt_ids, self._config.max_response_tokens, self.max_length)
+        keys_N = row_keys(seed, prompt_id.cpu(), sample.cpu()).tolist()
+        names = [f"generate-{row}" for row in range(len(prompt_ids))]
+        self.add(Prompt(name, ids, key, greedy) for name, ids, key in zip(names, prompt_ids, keys_N, strict=True))
+        found: dict[str, Answer] = {}
+        while len(found) < len(names):
+            found |= {answer.name: answer for answer in self.poll()}
+        return responses_of([found[name] for name in names])
+
+    def add(self, prompts: Iterable[Prompt]) -> None:
+        """Takes requests, which `poll` works on. Raises RolloutError for one of a name that is running."""
+        self._expect(State.SERVING, "take requests")
+        for prompt in prompts:
+            if prompt.name in self._running:
+                raise RolloutError(f"request {prompt.name} is running already; name it otherwise")
+            self._running[prompt.name] = Answer(prompt.name)
+            ids = {"prompt_token_ids": list(prompt.token_ids)}
+            self._engine.add_request(prompt.name, ids, self._sampling(prompt))
+
+    def poll(self, timeout_s: float | None = None) -> list[Answer]:
+        """Works until a response is finished, or for so long, and gives those that are; nothing running gives none."""
+        self._expect(State.SERVING, "generate")
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        finished: list[Answer] = []
+        while self._running and not finished:
+            for output in self._engine.step():
+                assert isinstance(output, RequestOutput)
+                answer = self._told(output)
+                if answer is not None:
+                    finished.append(answer)
+            if deadline is not None and time.monotonic() >= deadline:
+                break
+        return finished
+
+    def abort(self, names: Iterable[str]) -> None:
+        """Drops requests, finished or not."""
+        dropped = [name for name in names if self._running.pop(name, None) is not None]
+        self._engine.abort_request(dropped)
+
+    def _told(self, output: RequestOutput) -> Answer | None:
+        """Adds what a step has said to its row; gives the row if it is finished."""
+        answer = self._running.get(output.request_id)
+        if answer is None:
+            return None
+        said = output.outputs[0]
+        assert said.logprobs is not None
+        for token, position in zip(said.token_ids, said.logprobs, strict=True):
+            answer.token_ids.append(token)
+            answer.logprobs.append(position[token].logprob)
+            answer.versions.append(self.version)
+            if any(answer.token_ids[-len(stop) :] == stop for stop in self._sequences):
+                self.abort([answer.name])
+                return answer
+        if not output.finished:
+            return None
+        answer.truncated = said.finish_reason == "length"
+        return self._running.pop(answer.name)
+
+    def _sampling(self, prompt: Prompt) -> SamplingParams:
+        config = self._config
+        return SamplingParams(
+            temperature=0.0 if prompt.greedy else config.temperature,
+            top_k=0 if prompt.greedy else config.top_k,
+            top_p=1.0 if prompt.greedy else config.top_p,
+            seed=None if prompt.greedy else prompt.key & (2**62 - 1),
+            max_tokens=config.max_response_tokens,
+            stop_token_ids=self._end_ids,
+            ignore_eos=True,  # `stop_token_ids` has them all
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+
+    # Weights.
+
+    def begin_update(self, version: int) -> None:
+        """Begins to take the weights of a version. What is running waits, and goes on with the new weights."""
+        if self._state not in (State.SERVING, State.BROKEN):
+            self._expect(State.SERVING, "take weights")
+        with self._or_broken():
+            self._engine.collective_rpc("start_weight_update")
+        self._next_version = version
+        self._state = State.UPDATING
+
+    def receive(self, weights: Mapping[str, Tensor]) -> None:
+        """Takes some of the weights, under the names that `save_pretrained` gives them."""
+        self._expect(State.UPDATING, "receive weights")
+        named = {also: weight for name, weight in weights.items() for also in (name, *self._also.get(name, ()))}
+        with self._or_broken():
+            self._engine.collective_rpc("update_weights", args=({"weights": named},))
+
+    def commit(self) -> None:
+        """Goes on with the weights that have come. Keys and values of the old ones are computed anew."""
+        self._expect(State.UPDATING, "commit weights")
+        with self._or_broken():
+            self._engine.collective_rpc("finish_weight_update")
+            # Also of requests that are running: they would go on from states that the old weights left.
+            if not self._engine.reset_prefix_cache(reset_running_requests=True):
+                raise RuntimeError("vLLM kept its prefix cache, which is that of the old weights")
+        self._set_version(self._next_version)
+        self._state = State.SERVING
+
+    def abort_update(self) -> None:
+        """Gives up an update that has begun; only a whole one makes the engine serve again."""
+        self._expect(State.UPDATING, "give up an update")
+        self._break()
+
+    def _set_version(self, version: int) -> None:
+        self.version = version
+        self._engine.set_weight_version(str(version))
+
+    @contextmanager
+    def _or_broken(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._break()
+            raise
+
+    def _break(self) -> None:
+        self._state = State.BROKEN
+        self._engine.collective_rpc(_end_update)
+
+    # Memory.
+
+    def sleep(self) -> None:
+        """Gives the device's memory away: weights move to the CPU, keys and values are dropped.
+
+        Raises RolloutError while requests are running.
+        """
+        self._expect(State.SERVING, "sleep")
+        if self._running:
+            raise RolloutError(f"{len(self._running)} requests are running; wait for them, or abort them, before sleep")
+        self._engine.sleep(level=1)
+        self._state = State.ASLEEP
+
+    def wake(self) -> None:
+        """Comes back with the weights that it had."""
+        self._expect(State.ASLEEP, "wake up")
+        self._engine.wake_up()
+        self._state = State.SERVING
+
+    def _expect(self, state: State, doing: str) -> None:
+        if self._state is not state:
+            raise RolloutError(f"the rollout engine is {self._state.value} and cannot {doing}; {_NEXT[self._state]}")
+
+
+_NEXT = {
+    State.SERVING: "begin first",
+    State.UPDATING: "commit or abort the update first",
+    State.ASLEEP: "wake it up first",
+    State.BROKEN: "its weights are partly new: give it a whole version",
+}
+
+
+def responses_of(answers: Sequence[Answer]) -> Responses:
+    """Answers as flat tensors, in their order."""
+    return Responses(
+        torch.tensor([token for answer in answers for token in answer.token_ids], dtype=torch.int64),
+        torch.tensor([value for answer in answers for value in answer.logprobs], dtype=torch.float32),
+        torch.tensor([len(answer.token_ids) for answer in answers], dtype=torch.int64),
+        torch.tensor([answer.truncated for answer in answers], dtype=torch.bool),
+        torch.tensor([version for answer in answers for version in answer.versions], dtype=torch.int32),
+    )
+
+
+def _engine_args(model: ModelConfig, config: RolloutConfig, tp: int) -> EngineArgs:
+    settings = config.vllm or VllmConfig()
+    return EngineArgs(
+        model=str(model.path),
+        skip_tokenizer_init=True,
+        dtype=model.dtype,
+        tensor_parallel_size=tp,
+        max_model_len=settings.max_row_tokens,
+        max_num_seqs=config.max_rows,
+        enforce_eager=not settings.graphs or not torch.cuda.is_available(),
+        enable_prefix_caching=settings.prefix_caching,
+        kv_cache_memory_bytes=int(settings.kv_cache_gb * 1e9),
+        logprobs_mode="processed_logprobs",
+        # A step's result belongs to that step: with weights that change between steps it must say which it had.
+        async_scheduling=False,
+        weight_transfer_config=WeightTransferConfig(backend=_TRANSFER),
+        disable_log_stats=True,
+    )
+
+
+@dataclass
+class _Nothing(WeightTransferInitInfo):
+    """Tensors that are handed over need no connection."""
+
+
+@dataclass
+class _Tensors(WeightTransferUpdateInfo):
+    weights: Mapping[str, Tensor]
+
+
+class _TensorTransfer(WeightTransferEngine[_Nothing, _Tensors]):
+    """Weights that are in this process's memory already, such as arrays of the object store."""
+
+    init_info_cls = _Nothing
+    update_info_cls = _Tensors
+
+    def init_transfer_engine(self, init_info: _Nothing) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    @torch.no_grad()
+    def receive_weights(self, update_info: _Tensors) -> None:
+        self.model.load_weights(update_info.weights.items())
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        pass
+
+
+WeightTransferEngineFactory.register_engine(_TRANSFER, _TensorTransfer)
+
+
+def _end_update(wrapped: Any) -> None:  # Any: vLLM's worker
+    """Leaves an update that failed, so that another can begin: layers that have not come keep what they had."""
+    worker = wrapped.worker
+    worker._weight_update_active = False
+    engine = worker.weight_transfer_engine
+    for layer in engine.model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            info.load_numel = 0
+            info.loaded_weights.clear()
+    finalize_layerwise_reload(engine.model, engine.model_config)
