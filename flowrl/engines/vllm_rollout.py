@@ -46,6 +46,7 @@ from vllm.distributed.weight_transfer.base import (  # noqa: E402
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory  # noqa: E402
+from vllm.inputs import TokensPrompt  # noqa: E402
 from vllm.model_executor.model_loader.reload import (  # noqa: E402
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -165,7 +166,7 @@ class VllmRollout:
             if prompt.name in self._running:
                 raise RolloutError(f"request {prompt.name} is running already; name it otherwise")
             self._running[prompt.name] = Answer(prompt.name)
-            ids = {"prompt_token_ids": list(prompt.token_ids)}
+            ids = TokensPrompt(prompt_token_ids=list(prompt.token_ids))
             self._engine.add_request(prompt.name, ids, self._sampling(prompt))
 
     def poll(self, timeout_s: float | None = None) -> list[Answer]:
@@ -196,6 +197,7 @@ class VllmRollout:
         said = output.outputs[0]
         assert said.logprobs is not None
         for token, position in zip(said.token_ids, said.logprobs, strict=True):
+            assert position is not None
             answer.token_ids.append(token)
             answer.logprobs.append(position[token].logprob)
             answer.versions.append(self.version)
@@ -317,12 +319,12 @@ def responses_of(answers: Sequence[Answer]) -> Responses:
 
 def _engine_args(model: ModelConfig, config: RolloutConfig, tp: int) -> EngineArgs:
     settings = config.vllm or VllmConfig()
+    limit = {} if settings.max_row_tokens is None else {"max_model_len": settings.max_row_tokens}
     return EngineArgs(
         model=str(model.path),
         skip_tokenizer_init=True,
         dtype=model.dtype,
         tensor_parallel_size=tp,
-        max_model_len=settings.max_row_tokens,
         max_num_seqs=config.max_rows,
         enforce_eager=not settings.graphs or not torch.cuda.is_available(),
         enable_prefix_caching=settings.prefix_caching,
@@ -332,6 +334,7 @@ def _engine_args(model: ModelConfig, config: RolloutConfig, tp: int) -> EngineAr
         async_scheduling=False,
         weight_transfer_config=WeightTransferConfig(backend=_TRANSFER),
         disable_log_stats=True,
+        **limit,
     )
 
 
@@ -359,7 +362,8 @@ class _TensorTransfer(WeightTransferEngine[_Nothing, _Tensors]):
 
     @torch.no_grad()
     def receive_weights(self, update_info: _Tensors) -> None:
-        self.model.load_weights(update_info.weights.items())
+        load: Any = self.model.load_weights  # a method of vLLM's models, which torch's types do not know
+        load(update_info.weights.items())
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)

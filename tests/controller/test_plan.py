@@ -232,3 +232,51 @@ def test_local_ranks_count_on_each_node() -> None:
 def test_the_table_shows_the_ranks_of_the_role() -> None:
     made = plan(Placement(pools={"main": [3]}, roles={"actor": "main", "critic": "main[1:]"}), gpus(3))
     assert render_plan(made).splitlines()[-1].split() == ["critic", "main[1:]", "dp2", ".", "0", "1"]
+
+
+def test_a_role_apart_has_its_own_processes_on_the_devices_of_its_pool() -> None:
+    made = plan(Placement(pools={"main": [2, 1]}, roles=dict.fromkeys(("actor", "rollout"), "main")), gpus(2, 1))
+    assert [slot.devices for slot in made.slots("actor")] == [1, 1, 1]
+    made = plan(
+        Placement(pools={"main": [2, 1]}, roles=dict.fromkeys(("actor", "rollout"), "main")),
+        gpus(2, 1),
+        apart=["rollout"],
+    )
+    assert places(made, "rollout") == places(made, "actor") == [(0, 0), (0, 1), (1, 0)]
+    assert [(slot.pool, slot.rank, slot.owner, slot.devices) for slot in made.slots("rollout")] == [
+        ("main/rollout", rank, "main", 0.5) for rank in range(3)
+    ]
+    assert [slot.devices for slot in made.slots("actor")] == [0.5, 0.5, 0.5]
+    assert [hosts.name for hosts in made.host_sets()] == ["main", "main/rollout"]
+
+
+def test_alone_on_its_pool_a_role_apart_has_whole_devices() -> None:
+    placement = Placement(pools={"main": [2], "makers": [1]}, roles={"actor": "main", "rollout": "makers"})
+    made = plan(placement, gpus(3), apart=["rollout"])
+    assert [(slot.device, slot.devices) for slot in made.slots("rollout")] == [(2, 1)]
+    assert [slot.devices for slot in made.slots("actor")] == [1, 1]
+
+
+def test_one_process_leads_the_tensor_parallel_devices_of_a_replica() -> None:
+    roles = {"actor": "main", "rollout": RolePlacement(pool="makers", tp=2)}
+    made = plan(Placement(pools={"main": [1], "makers": [4]}, roles=roles), gpus(5), apart=["rollout"])
+    rollout = made.roles["rollout"]
+    assert (rollout.mesh, rollout.leads) == (Mesh(pp=1, dp=2, sp=1, tp=1), 2)
+    assert [(slot.rank, slot.device, slot.devices) for slot in rollout.slots] == [(0, 1, 2), (1, 3, 2)]
+    assert render_plan(made).splitlines()[-1].split()[2:4] == ["dp2", "tp2"]
+
+
+@pytest.mark.parametrize(
+    ("pools", "where", "sentence"),
+    [
+        ({"main": [2]}, {"pool": "main", "tp": 2}, "on devices that other roles use too"),
+        ({"main": [1], "makers": [1, 1]}, {"pool": "makers", "tp": 2}, "devices of one replica are on two nodes"),
+    ],
+)
+def test_devices_that_one_process_cannot_lead_are_refused(pools: dict, where: dict, sentence: str) -> None:
+    with pytest.raises(PlacementError, match=sentence):
+        plan(
+            Placement(pools=pools, roles={"actor": "main", "rollout": RolePlacement.model_validate(where)}),
+            gpus(3, 3),
+            apart=["rollout"],
+        )
