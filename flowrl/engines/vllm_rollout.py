@@ -319,7 +319,7 @@ def responses_of(answers: Sequence[Answer]) -> Responses:
 
 def _engine_args(model: ModelConfig, config: RolloutConfig, tp: int) -> EngineArgs:
     settings = config.vllm or VllmConfig()
-    limit = {} if settings.max_row_tokens is None else {"max_model_len": settings.max_row_tokens}
+    limit: dict[str, Any] = {} if settings.max_row_tokens is None else {"max_model_len": settings.max_row_tokens}
     return EngineArgs(
         model=str(model.path),
         skip_tokenizer_init=True,

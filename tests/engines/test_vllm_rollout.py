@@ -1,0 +1,211 @@
+"""Real vLLM in a process of its own, against transformers with the same weights."""
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+
+from flowrl import Cluster, Placement, WorkerGroup
+from flowrl.config import ModelConfig, RolloutConfig
+from flowrl.engines.weights import export_weights
+from flowrl.workers import Rollout
+from tests.engines import tiny, vllm_checks
+from tests.engines.tiny import END
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra vllm"),
+]
+
+RESPONSE = 12
+STOPS = tuple((first, first + step) for first in range(2, 20) for step in (1, 2, 3))
+SIZES = {**tiny.SIZES, "hidden_size": 128, "max_position_embeddings": 512}
+"""vLLM's attention on the CPU takes heads of 32 and more."""
+
+ARCHITECTURES = {
+    "Qwen2, tied": lambda: Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "LLaMA": lambda: LlamaConfig(**SIZES),
+    "Qwen3": lambda: Qwen3Config(**SIZES, head_dim=32),
+}
+
+PROMPTS = [[2 + (row + i) % 28 for i in range(3 + row)] for row in range(9)]
+
+
+@dataclass
+class Pair:
+    """A rollout, and the model that its weights come from."""
+
+    group: WorkerGroup
+    model: PreTrainedModel
+    version: int = 0
+
+    def publish(self, seed: int) -> None:
+        """Changes every weight, and hands them over."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for weight in self.model.parameters():
+                weight.add_(0.1 * weight.abs().mean() * torch.randn(weight.shape, generator=generator))
+        self.hand_over()
+
+    def hand_over(self) -> None:
+        self.version += 1
+        self.group.load_weights(export_weights(self.model), self.version)
+
+    def says(self, prompts: list[list[int]], rows: list[int] | None = None, *, greedy: bool = False) -> dict:
+        (found,) = self.group.run(vllm_checks.says, prompts, rows or list(range(len(prompts))), greedy=greedy)
+        return found
+
+    def gap(self, prompt: list[int], tokens: list[int], logprobs: list[float]) -> float:
+        """The largest difference from the model's own log-probabilities."""
+        return float((self.logprobs(prompt, tokens) - torch.tensor(logprobs)).abs().max())
+
+    def logprobs(self, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            logits_LV = self.model(torch.tensor([[*prompt, *tokens]])).logits[0]
+        return logits_LV.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
+
+    def largest_gap(self, prompts: list[list[int]], found: dict) -> float:
+        return max(map(self.gap, prompts, found["tokens"], found["logprobs"]))
+
+
+def open_pair(folder: Path, architecture: str) -> Iterator[Pair]:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(ARCHITECTURES[architecture]()).eval()
+    tiny.save(model, folder)
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    config = RolloutConfig(engine="vllm", max_response_tokens=RESPONSE, stop_ids=STOPS)
+    placement = Placement(device="cpu", pools={"main": [1]}, roles={"rollout": "main"})
+    with Cluster(placement, apart=("rollout",), num_threads=1) as cluster:
+        yield Pair(cluster.group("rollout", Rollout, config, ModelConfig(path=folder), seed=0), model)
+
+
+@pytest.fixture(scope="module")
+def pair(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    yield from open_pair(tmp_path_factory.mktemp("vllm"), "Qwen2, tied")
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_it_says_what_transformers_would_before_and_after_updates(
+    architecture: str, pair: Pair, tmp_path: Path
+) -> None:
+    others = None if architecture == "Qwen2, tied" else open_pair(tmp_path / "model", architecture)
+    tried = pair if others is None else next(others)
+    for seed in range(6):
+        if seed:
+            tried.publish(seed)
+        found = tried.says(PROMPTS)
+        assert tried.largest_gap(PROMPTS, found) < 1e-4
+        assert {version for row in found["versions"] for version in row} == {tried.version}
+        greedy = tried.says(PROMPTS, greedy=True)
+        assert tried.largest_gap(PROMPTS, greedy) < 1e-4
+        for prompt, tokens in zip(PROMPTS, greedy["tokens"], strict=True):
+            with torch.no_grad():
+                logits_LV = tried.model(torch.tensor([[*prompt, *tokens]])).logits[0]
+            assert logits_LV[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
+    if others is not None:
+        others.close()
+
+
+def test_a_row_says_the_same_in_any_company_and_another_sample_something_else(pair: Pair) -> None:
+    together = pair.says(PROMPTS)["tokens"]
+    alone = [pair.says([prompt], [row])["tokens"][0] for row, prompt in enumerate(PROMPTS[:3])]
+    assert together[:3] == alone
+    assert pair.says(PROMPTS, [100 + row for row in range(len(PROMPTS))])["tokens"] != together
+
+
+def test_a_response_ends_at_a_stop_token_or_a_stop_sequence_and_keeps_it(pair: Pair) -> None:
+    prompts = [[2 + row % 28, 3] for row in range(200)]
+    found = pair.says(prompts)
+    ended_by_sequence = 0
+    for tokens, truncated in zip(found["tokens"], found["truncated"], strict=True):
+        stopped = tokens[-1] == END or tuple(tokens[-2:]) in STOPS
+        assert truncated == (not stopped)
+        assert len(tokens) == RESPONSE or stopped
+        inner = tokens[:-1]
+        assert END not in inner and not set(STOPS) & set(pairwise(inner))
+        ended_by_sequence += tuple(tokens[-2:]) in STOPS
+    assert ended_by_sequence, "no row tried it"
+
+
+def test_a_failed_update_leaves_it_refusing_until_a_whole_one(pair: Pair) -> None:
+    first = dict(list(export_weights(pair.model).items())[:5])
+    (message,) = pair.group.run(vllm_checks.fails_in_the_middle, first)
+    assert "nothing" in message
+    assert pair.group.run(vllm_checks.state) == ["broken"]
+    (refused,) = pair.group.run(vllm_checks.refusal, "poll")
+    assert refused.startswith("the rollout engine is broken and cannot generate; its weights are partly new")
+    pair.hand_over()
+    assert pair.largest_gap(PROMPTS, pair.says(PROMPTS)) < 1e-4
+    pair.group.run(vllm_checks.gives_up, first)
+    assert pair.group.run(vllm_checks.state) == ["broken"]
+    pair.publish(20)
+    assert pair.largest_gap(PROMPTS, pair.says(PROMPTS)) < 1e-4
+
+
+def test_states_of_old_weights_are_not_used_again(pair: Pair) -> None:
+    """With the engine's reset of the prefix cache taken out, the same prompts show it."""
+    long = [[2 + (row * 5 + i) % 28 for i in range(400)] for row in range(4)]
+    gaps = []
+    for kept in (False, True):
+        pair.says(long)
+        pair.group.run(vllm_checks.keeps_stale_states, True) if kept else None
+        pair.publish(30 + kept)
+        gaps.append(pair.largest_gap(long, pair.says(long)))
+    pair.group.run(vllm_checks.keeps_stale_states, False)
+    pair.hand_over()
+    assert gaps[0] < 1e-4 < 1e-2 < gaps[1]
+
+
+def test_rows_go_on_with_new_weights_and_say_which_token_had_which(pair: Pair) -> None:
+    before = export_weights(pair.model)
+    old = pair.version
+    pair.model.load_state_dict({n: w + 0.05 * torch.randn_like(w) for n, w in pair.model.state_dict().items()})
+    pair.version += 1
+    (found,) = pair.group.run(vllm_checks.streams, PROMPTS, export_weights(pair.model), pair.version, 5)
+    assert sorted(answer["name"] for answer in found) == [f"row-{row}" for row in range(len(PROMPTS) - 1)]
+    mixed = [answer for answer in found if len(set(answer["versions"])) == 2]
+    assert mixed, "no row was running when the weights came"
+    for answer in mixed:
+        prompt, tokens, number = PROMPTS[int(answer["name"][4:])], answer["token_ids"], answer["versions"].count(old)
+        assert answer["versions"] == [old] * number + [pair.version] * (len(tokens) - number)
+        logprobs = torch.tensor(answer["logprobs"])
+        assert torch.allclose(pair.logprobs(prompt, tokens)[number:], logprobs[number:], atol=1e-4)
+        other = AutoModelForCausalLM.from_config(pair.model.config).eval()
+        other.load_state_dict({n: torch.from_numpy(w) for n, w in before.items()}, strict=False)
+        assert torch.allclose(Pair(pair.group, other).logprobs(prompt, tokens)[:number], logprobs[:number], atol=1e-4)
+
+
+def test_what_a_state_does_not_allow_is_refused(pair: Pair) -> None:
+    pair.group.run(vllm_checks.refusal, "sleep")
+    assert pair.group.run(vllm_checks.state) == ["asleep"]
+    for method, arguments in (("poll", ()), ("begin_update", (9,)), ("sleep", ())):
+        (message,) = pair.group.run(vllm_checks.refusal, method, arguments)
+        assert message.startswith("the rollout engine is asleep and cannot ") and "wake it up first" in message
+    assert pair.group.run(vllm_checks.refusal, "wake") == [""]
+    for method in ("receive", "commit", "abort_update", "wake"):
+        arguments = ({},) if method == "receive" else ()
+        (message,) = pair.group.run(vllm_checks.refusal, method, arguments)
+        assert message.startswith("the rollout engine is serving and cannot ")
+    assert pair.largest_gap(PROMPTS, pair.says(PROMPTS)) < 1e-4
+
+
+def test_200_updates_leave_no_memory_behind(pair: Pair) -> None:
+    weights = export_weights(pair.model)
+    (sizes,) = pair.group.run(vllm_checks.updates, weights, 200)
+    whole = sum(array.nbytes for array in weights.values())
+    assert sizes[-1] - sizes[20] < 20 * whole, "180 updates kept more than a ninth of the weights each"
+    assert pair.says(PROMPTS)["versions"][0][0] == 199
+    pair.hand_over()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sentence"), [([], "prompt 0 has no tokens"), ([2] * 510, "prompt 0 has 510 tokens, 522 with")]
+)
+def test_a_prompt_that_does_not_fit_is_refused(prompt: list[int], sentence: str, pair: Pair) -> None:
+    (message,) = pair.group.run(vllm_checks.refused_prompt, prompt)
+    assert message.startswith(sentence)

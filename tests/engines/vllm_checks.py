@@ -1,0 +1,121 @@
+"""What tests ask of a vLLM rollout, in its own process: functions for `group.run`. The test's own never loads vLLM."""
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flowrl.config import UserError
+from flowrl.workers import Rollout
+
+if TYPE_CHECKING:
+    from flowrl.engines.vllm_rollout import VllmRollout
+
+Said = dict[str, list[Any]]
+"""Per row its tokens, their log-probabilities, their versions, and whether it was cut off."""
+
+
+def engine_of(worker: Rollout) -> "VllmRollout":
+    engine: Any = worker.engine
+    return engine
+
+
+def says(worker: Rollout, prompts: Sequence[Sequence[int]], rows: Sequence[int], *, greedy: bool = False) -> Said:
+    """Responses to prompts whose identities are `rows`."""
+    row_B = torch.tensor(rows, dtype=torch.int64)
+    found = engine_of(worker).generate(prompts, row_B, torch.zeros_like(row_B), seed=7, greedy=greedy)
+    lengths = found.lengths.tolist()
+    return {
+        "tokens": found.ids(),
+        "logprobs": [x.tolist() for x in found.logprobs.split(lengths)],
+        "versions": [x.tolist() for x in found.versions.split(lengths)],
+        "truncated": found.truncated.tolist(),
+    }
+
+
+def state(worker: Rollout) -> str:
+    return engine_of(worker).state.value
+
+
+def refusal(worker: Rollout, method: str, arguments: Sequence[Any] = ()) -> str:
+    """What a method of the engine raises; empty where it does not."""
+    try:
+        getattr(engine_of(worker), method)(*arguments)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def refused_prompt(worker: Rollout, prompt: Sequence[int]) -> str:
+    try:
+        says(worker, [prompt], [0])
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def fails_in_the_middle(worker: Rollout, weights: dict[str, Any]) -> str:
+    """An update that ends with a weight that the model has not; what it raised."""
+    engine = engine_of(worker)
+    engine.begin_update(50)
+    engine.receive({name: torch.from_numpy(array.copy()) for name, array in weights.items()})
+    try:
+        engine.receive({"model.nothing.weight": torch.zeros(3)})
+    except Exception as error:  # noqa: BLE001 (vLLM's own, of whatever kind)
+        return str(error)
+    raise AssertionError("an unknown weight was taken")
+
+
+def gives_up(worker: Rollout, weights: dict[str, Any]) -> None:
+    engine = engine_of(worker)
+    engine.begin_update(51)
+    engine.receive({name: torch.from_numpy(array.copy()) for name, array in weights.items()})
+    engine.abort_update()
+
+
+def keeps_stale_states(worker: Rollout, kept: bool) -> None:
+    """Takes the reset of the prefix cache out of the engine, or puts it back."""
+    inner: Any = engine_of(worker)._engine
+    if kept:
+        inner.reset_prefix_cache = lambda **_: True
+    else:
+        del inner.reset_prefix_cache
+
+
+def streams(
+    worker: Rollout, prompts: Sequence[Sequence[int]], weights: dict[str, Any], version: int, steps: int
+) -> list[dict[str, Any]]:
+    """Answers as they come, with new weights after a few steps; the last request is dropped."""
+    from flowrl.engines.vllm_rollout import Prompt  # noqa: PLC0415 (only where vLLM is)
+
+    engine = engine_of(worker)
+    engine.add(Prompt(f"row-{row}", ids, key=row) for row, ids in enumerate(prompts))
+    found = []
+    engine.abort([f"row-{len(prompts) - 1}"])
+    for _ in range(steps):
+        found += engine.poll(0.0)
+    engine.begin_update(version)
+    engine.receive({name: torch.from_numpy(array.copy()) for name, array in weights.items()})
+    engine.commit()
+    while engine.num_running:
+        found += engine.poll()
+    return [vars(answer) for answer in found]
+
+
+def updates(worker: Rollout, weights: dict[str, Any], count: int) -> list[int]:
+    """Resident bytes of the process after each of many updates with a generation between them."""
+    engine, sizes = engine_of(worker), []
+    tensors = {name: torch.from_numpy(array.copy()) for name, array in weights.items()}
+    for version in range(count):
+        engine.begin_update(version)
+        engine.receive(tensors)
+        engine.commit()
+        says(worker, [[2, 3, 4]], [version])
+        with open("/proc/self/statm") as file:
+            sizes.append(int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+    return sizes
+
+
+def process_id(worker: Rollout) -> int:
+    return os.getpid()
