@@ -1,6 +1,5 @@
 """Run: what surrounds a recipe's loop. Its groups, its steps, its metrics, its evaluation, its folder."""
 
-import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -22,6 +21,7 @@ from flowrl.run.display import LiveProgress, before_after_table, completions_tab
 from flowrl.run.evaluate import Evaluation, Outcome
 from flowrl.run.folder import RunFolder, remove_unfinished, replacing, write_json
 from flowrl.run.interrupt import Interruption
+from flowrl.run.lock import folder_lock
 from flowrl.run.memory import resident_mb
 from flowrl.run.metrics import MetricsLog
 from flowrl.run.resume import found, goes_on
@@ -44,7 +44,7 @@ class Run:
     With `resume: auto` and a run of this config in the output folder it goes on after that run's newest checkpoint.
 
     Raises:
-        RunFolderError: the output folder is another run's.
+        RunFolderError: the output folder is another run's, or another run is in it now.
         CheckpointError: the newest checkpoint in it is damaged.
         PlacementError: the placement does not fit the devices.
         Interrupted: on leaving, where the run was asked to end.
@@ -67,8 +67,9 @@ class Run:
         # Planned before anything is made: a placement that cannot be leaves nothing behind.
         if config.address is None:
             plan_run(config)
-        self._resumed = found(config)
         with ExitStack() as made:
+            made.enter_context(folder_lock(config.output))
+            self._resumed = found(config)
             self._progress = made.enter_context(LiveProgress(config.steps))
             self._interruption = made.enter_context(Interruption(self._progress.say))
             self._progress.say(f"starting {', '.join(type(config).roles)} ({config.backend})")
@@ -378,5 +379,5 @@ class Run:
             self._draw()
         else:
             # It failed before it had a result: the next try may use the same folder.
-            shutil.rmtree(self.folder.path)
+            self.folder.empty()
             self._interruption.left = "before a step was done; nothing was kept"

@@ -19,6 +19,7 @@ from flowrl.config import (
 from flowrl.controller.inventory import local_inventory
 from flowrl.controller.plan import Plan, RolePlan, plan
 from flowrl.run.folder import refuse_if_taken
+from flowrl.run.lock import refuse_if_held
 from flowrl.run.resume import goes_on
 
 
@@ -48,6 +49,7 @@ def check_run(config: RunConfig) -> None:
     check_functions(config)
     if config.address is None:
         plan_run(config)
+    refuse_if_held(config.output)
     if not goes_on(config):
         refuse_if_taken(config.output)
 
