@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from itertools import islice
 from types import TracebackType
@@ -15,7 +15,7 @@ from flowrl.controller.worker import Worker
 from flowrl.data.batch import Batch
 from flowrl.data.prompts import PromptStream
 from flowrl.run.checkpoints import Checkpoint, Checkpoints
-from flowrl.run.chrome import chrome_trace
+from flowrl.run.chrome import Trace, TraceError, chrome_trace, read_trace
 from flowrl.run.curves import draw_curves
 from flowrl.run.display import LiveProgress, before_after_table, completions_table
 from flowrl.run.evaluate import Evaluation, Outcome
@@ -32,7 +32,7 @@ from flowrl.run.timeline import draw_timeline
 from flowrl.run.trace import busy_fractions, loop_events
 
 _DRAWN_STEPS = 4
-"""Steps that `timeline.png` shows; `trace.json` has all."""
+"""Steps that `timeline.png` shows, of the last process; `trace.json` has all."""
 
 
 class Run:
@@ -60,6 +60,7 @@ class Run:
         self._outcomes: list[Outcome] = []
         self._peak_mb = 0.0
         self._resumed: Checkpoint | None = None
+        self._earlier = Trace()
         self._saver = Saver(Checkpoints(config.output), config.checkpoint)
 
     def __enter__(self) -> Self:
@@ -93,6 +94,8 @@ class Run:
         self._log = StepLog(self.cluster.calls, elapsed_s)
         if checkpoint is not None:
             self._take(checkpoint.driver())
+            with suppress(TraceError):  # a process that was killed has left none, and it is none that a run needs
+                self._earlier = read_trace(self.folder.trace).up_to_save(checkpoint.manifest.saved_at_s)
 
     def _take(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `_state` gave."""
@@ -329,7 +332,9 @@ class Run:
     def _draw(self, until_ns: int | None = None) -> None:
         draw_curves(self._metrics.history, self.folder.curves)
         events = list(self.cluster.calls.events)
-        write_json(self.folder.trace, chrome_trace(events), indent=None)
+        step = None if self._resumed is None else self._resumed.manifest.step
+        trace = Trace(events) if step is None else self._earlier.followed_by(events, step)
+        write_json(self.folder.trace, chrome_trace(trace.events, trace.resumes), indent=None)
         # A whole run would be stripes; the last steps show what overlaps.
         window_s = sum(line.get("seconds", 0.0) for line in self._metrics.history[-_DRAWN_STEPS:])
         draw_timeline(loop_events(events), self.folder.timeline, window_s=window_s, until_ns=until_ns)

@@ -18,6 +18,7 @@ from flowrl.config import Placement, to_yaml
 from flowrl.engines.export import export_policy
 from flowrl.engines.shards import read_index
 from flowrl.run.checkpoints import Checkpoints
+from flowrl.run.chrome import read_trace
 from flowrl.run.interrupt import Interrupted
 from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train as train_grpo
@@ -140,6 +141,10 @@ def test_grpo_goes_on_to_the_last_bit(grpo_config: Callable[..., GRPOConfig], tm
     again = grpo_config(steps=4, checkpoint=EVERY_2, resume="auto")
     train_grpo(again)
     assert_the_same_run(again, straight)
+    trace = read_trace(again.output)
+    assert [resume.step for resume in trace.resumes] == [2]
+    updates = [sum(event.method == "update" for event in events) for events in (trace.events, trace.last_process())]
+    assert updates[0] == 2 * updates[1] == sum(e.method == "update" for e in read_trace(straight.output).events) > 0
 
 
 def test_adapters_go_on_to_the_last_bit_from_checkpoints_of_them_alone(ppo_config: Configs, tmp_path: Path) -> None:
