@@ -3,10 +3,11 @@
 python -m tests.benchmarks.strategies [--repeats N] [--table]
 
 The same rows, the same model, one thread per process. Times are of two processes that hold an engine of every case
-and run them in turn, each round beginning with another; in those of one process the other waits. The ratio to `single`
-is the median of the rounds'. Memory is what a fresh process grows by, at its peak, while it reads the model and takes
-two steps, once a small model has loaded all code. Bytes are those that a rank receives over its sockets in a step, as
-the kernel counts them.
+and run them in turn, each round beginning with another; in those of one process the other waits. Ratios to `single` are
+the median of the rounds', of the time that passed and of the processor time of a rank, which waiting for a core does
+not lengthen. Memory is what a fresh process grows by, at its peak, while it reads the model and takes two steps, once a
+small model has loaded all code. Bytes are those that a rank receives over its sockets in a step, as the kernel counts
+them.
 """
 
 import argparse
@@ -84,6 +85,8 @@ class Found:
     ms: float
     """Of one optimizer step, the median."""
     of_single: float
+    cpu_of_single: float
+    """Of the processor time of the first rank, all its threads."""
     peak_mib: float
     """Of the rank that grew most."""
     of_weights: float
@@ -136,7 +139,7 @@ def _mesh(case: Case) -> RankMesh:
 
 
 def time_all(rank: int, folder: Path, repeats: int) -> None:
-    """One of the processes that take the times. The first writes seconds and bytes per case and round."""
+    """One of the processes that take the times. The first writes both times and bytes per case and round."""
     _join(rank, folder / "times", RANKS)
     # Every rank makes every mesh, and takes part in the cases that it is in.
     meshes = {name: _mesh(case) for name, case in CASES.items()}
@@ -146,12 +149,14 @@ def time_all(rank: int, folder: Path, repeats: int) -> None:
         first = number % len(names)
         for name in (*names[first:], *names[:first]):
             distributed.barrier()
-            before, start_s = sum(received_bytes().values()), time.perf_counter()
+            before = sum(received_bytes().values())
+            start_s, start_cpu_s = time.perf_counter(), time.process_time()
             if name in steppers:
                 steppers[name].step()
+            cpu_s = time.process_time() - start_cpu_s
             received = sum(received_bytes().values()) - before
             distributed.barrier()
-            found[name].append((time.perf_counter() - start_s, received))
+            found[name].append((time.perf_counter() - start_s, cpu_s, received))
     if rank == 0:
         # The first round is for what a first step makes.
         (folder / "times.json").write_text(json.dumps({name: taken[1:] for name, taken in found.items()}))
@@ -191,17 +196,18 @@ def measured(folder: Path, repeats: int) -> list[Found]:
         peaks[name] = max(int((folder / f"{name} {rank}.txt").read_text()) for rank in range(case.ranks))
     spawn(time_all, (folder, repeats), nprocs=RANKS)
     rounds = json.loads((folder / "times.json").read_text())
-    single = [seconds for seconds, _ in rounds["single"]]
+    single = rounds["single"]
     found = []
     for name, taken in rounds.items():
-        seconds, received = zip(*taken, strict=True)
-        ratios = [own / other for own, other in zip(seconds, single, strict=True)]
+        seconds, _, received = zip(*taken, strict=True)
+        ratios, cpu_ratios = ([a[i] / b[i] for a, b in zip(taken, single, strict=True)] for i in (0, 1))
         found.append(
             Found(
                 name,
                 CASES[name].ranks,
                 round(statistics.median(seconds) * 1e3),
                 round(statistics.median(ratios), 2),
+                round(statistics.median(cpu_ratios), 2),
                 round(peaks[name] / MIB),
                 round(peaks[name] / weights, 2),
                 round(statistics.median(received) / MIB, 1),
@@ -213,12 +219,13 @@ def measured(folder: Path, repeats: int) -> list[Found]:
 def table(found: list[Found]) -> str:
     """The figures as markdown."""
     lines = [
-        "| what | processes | a step | of `single` | peak memory per rank | in weights | received per step |",
-        "|---|---|---|---|---|---|---|",
+        "| what | processes | a step | of `single` | processor time per rank | peak memory per rank | in weights | "
+        "received per step |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {f.what} | {f.processes} | {f.ms:g} ms | {f.of_single} | {f.peak_mib:g} MiB | {f.of_weights} | "
-        f"{f.received_mib:g} MiB |"
+        f"| {f.what} | {f.processes} | {f.ms:g} ms | {f.of_single} | {f.cpu_of_single} | {f.peak_mib:g} MiB | "
+        f"{f.of_weights} | {f.received_mib:g} MiB |"
         for f in found
     ]
     return "\n".join(lines)
