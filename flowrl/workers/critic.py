@@ -83,4 +83,4 @@ class Critic(Worker):
 
 
 def _values(model: nn.Module, micro: MicroBatch) -> torch.Tensor:
-    return model(micro.input_ids)
+    return model(micro.input_ids, micro.pack)

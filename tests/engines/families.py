@@ -130,7 +130,7 @@ def train(model: PreTrainedModel, mesh: RankMesh = ALONE, **settings: str) -> di
 
 
 def _loss(model: nn.Module, micro: MicroBatch, counts: Denominators):
-    return weighted_loss(model(micro.input_ids, micro.tokens["response_mask"])[0], micro, counts)
+    return weighted_loss(model(micro.input_ids, micro.tokens["response_mask"], pack=micro.pack)[0], micro, counts)
 
 
 def main(rank: int, folder: Path) -> None:

@@ -74,12 +74,12 @@ ROWS = {
 
 
 def policy_loss(model: nn.Module, micro: MicroBatch, counts: Denominators):
-    logprobs_BL, entropy_BL = model(micro.input_ids, micro.tokens["response_mask"], 0.7, "gradient")
+    logprobs_BL, entropy_BL = model(micro.input_ids, micro.tokens["response_mask"], 0.7, "gradient", micro.pack)
     return weighted_loss(logprobs_BL + 0.1 * entropy_BL, micro, counts)
 
 
 def critic_loss(model: nn.Module, micro: MicroBatch, counts: Denominators):
-    return weighted_loss(model(micro.input_ids) ** 2, micro, counts)
+    return weighted_loss(model(micro.input_ids, micro.pack) ** 2, micro, counts)
 
 
 def train(case: Case, group: distributed.ProcessGroup | None) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def train(case: Case, group: distributed.ProcessGroup | None) -> dict[str, Any]:
     first = take_rows(table(11), torch.tensor(rows, dtype=torch.int64))
     found: dict[str, Any] = {
         "logprobs": _reference_logprobs(policy, first),
-        "values": critic.evaluate(first, lambda m, micro: m(micro.input_ids)),
+        "values": critic.evaluate(first, lambda m, micro: m(micro.input_ids, micro.pack)),
     }
     reports = []
     for step in range(NUM_STEPS):
