@@ -97,13 +97,14 @@ def _attend_pack(
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
     if softcap is None and _has_kernel(query, value, dtype):
-        return _attend_on_gpu(*(states.to(dtype) for states in (query, key, value)), pack, scaling, window)
+        return _attend_on_gpu(query.to(dtype), key.to(dtype), value.to(dtype), pack, scaling, window)
     sizes = [rows * length for rows, length in pack.runs]
     found = []
     # One split whose backward pass is one concatenation; a slice's would be a whole tensor of zeros for each run.
-    for (rows, _), *parts in zip(pack.runs, *(x.squeeze(0).split(sizes, 1) for x in (query, key, value)), strict=True):
-        run = (part.unflatten(1, (rows, -1)).transpose(0, 1) for part in parts)
-        found.append(_attend_rows(*run, scaling, window, softcap).flatten(0, 1))
+    parts = [states.squeeze(0).split(sizes, 1) for states in (query, key, value)]
+    for (rows, _), *run in zip(pack.runs, *parts, strict=True):
+        query, key, value = (part.unflatten(1, (rows, -1)).transpose(0, 1) for part in run)
+        found.append(_attend_rows(query, key, value, scaling, window, softcap).flatten(0, 1))
     return torch.cat(found)[None]
 
 
@@ -124,14 +125,17 @@ def _has_kernel(query: Tensor, value: Tensor, dtype: torch.dtype) -> bool:
 def _attend_on_gpu(
     query: Tensor, key: Tensor, value: Tensor, pack: Pack, scaling: float | None, window: int | None
 ) -> Tensor:
-    grouped = {}
+    grouped: dict[str, Any] = {}  # Any: as the kernel takes them
     if query.shape[1] != key.shape[1]:
         if _GROUPED is None:
             key, value = _for_each_query(query, key, value)
         else:
             grouped = _GROUPED
+    query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
     attended = varlen_attn(
-        *(states.squeeze(0).transpose(0, 1) for states in (query, key, value)),
+        query,
+        key,
+        value,
         pack.bounds,
         pack.bounds,
         pack.longest,

@@ -72,14 +72,17 @@ def _not_plain(settings: dict[str, Any]) -> list[str]:  # Any: as transformers' 
 
 
 def run_backbone(
-    backbone: PreTrainedModel, input_ids_BL: Tensor, group: ProcessGroup | None, pack: Pack | None = None
+    backbone: nn.Module, input_ids_BL: Tensor, group: ProcessGroup | None, pack: Pack | None = None
 ) -> Tensor:
     """The hidden states [B, l, D] of this rank's stretch of every row; of whole rows where there is no group.
 
     Rows are filled up to a length that the ranks divide; causal attention keeps that from what is real. A pack is one
     row [1, T] of many, and attention keeps those apart.
     """
-    packed = {} if pack is None else pack_arguments(backbone, pack)
+    packed: dict[str, Any] = {}  # Any: what kinds of attention take
+    if pack is not None:
+        assert isinstance(backbone, PreTrainedModel), "packs are for models that transformers can tell of them"
+        packed = pack_arguments(backbone, pack)
     if group is None:
         if pack is not None:
             packed["position_ids"] = pack.positions_T[None]
@@ -183,7 +186,8 @@ def _attend(
     key, value = (states.repeat_interleave(repeats, dim=1) for states in (key, value))
     query, key, value = (_heads_of_whole_rows(states, group) for states in (query, key, value))
     real = query.shape[2] if pack is None else len(pack.positions_T)
-    attended_BLhE = attend(*(states[:, :, :real] for states in (query, key, value)), pack=pack, scaling=scaling)
+    rows = (query[:, :, :real], key[:, :, :real], value[:, :, :real])
+    attended_BLhE = attend(*rows, pack=pack, scaling=scaling)
     attended_BhLE = nn.functional.pad(attended_BLhE.transpose(1, 2), (0, 0, 0, query.shape[2] - real))
     return _stretches_of_all_heads(attended_BhLE, group).transpose(1, 2).contiguous(), None
 

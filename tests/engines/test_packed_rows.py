@@ -53,6 +53,11 @@ def with_row_attention(name: str) -> PreTrainedModel:
     return model
 
 
+def backbone(language_model: PreTrainedModel) -> PreTrainedModel:
+    assert isinstance(language_model.base_model, PreTrainedModel)
+    return language_model.base_model
+
+
 def logprobs_and_entropies(model: PolicyModel, ids: Tensor, mask: Tensor, _: Tensor, pack: Pack | None) -> Tensor:
     """Both in one tensor."""
     logprobs_BL, entropy_BL = model(ids, mask, 0.7, "gradient", pack)
@@ -68,14 +73,14 @@ def test_packed_rows_have_the_log_probabilities_and_gradients_of_padded_ones(nam
 
 
 def test_packed_rows_have_the_values_of_padded_ones(name: str):
-    model = CriticModel(with_row_attention(name).base_model, head="fresh")
+    model = CriticModel(backbone(with_row_attention(name)), head="fresh")
     packed, padded = both(model, lambda ids, mask, lengths, pack: model(ids, pack))
     torch.testing.assert_close(packed, padded, rtol=1e-5, atol=1e-6)
 
 
 def test_packed_rows_have_the_scores_of_padded_ones(name: str):
     language_model = with_row_attention(name)
-    head = torch.nn.Linear(hidden_width(language_model.base_model), 1)
+    head = torch.nn.Linear(hidden_width(backbone(language_model)), 1)
     language_model.add_module("score", head)
     model = RewardModel(language_model, head)
     packed, padded = both(model, lambda ids, mask, lengths, pack: model(ids, lengths, pack))
@@ -129,7 +134,9 @@ def test_a_model_that_runs_no_packs_is_padded():
 
 def test_packs_that_were_asked_for_and_cannot_be_are_refused():
     always = EngineConfig(packing="always")
-    with pytest.raises(EngineError, match=r"packing is always, but Lfm2ForCausalLM has conv layers.* set packing: auto"):
+    with pytest.raises(
+        EngineError, match=r"packing is always, but Lfm2ForCausalLM has conv layers.* set packing: auto"
+    ):
         TrainEngine(PolicyModel(convolving()), None, always)
     with pytest.raises(EngineError, match="packing is always, but Bigram does not run its backbone by"):
         TrainEngine(Bigram(VOCABULARY, 8), None, always)
