@@ -104,8 +104,9 @@ class EngineConfig(Config):
     reshard_after_forward: bool = True
     """fsdp: put a layer's weights together anew for the backward pass. False keeps them: more memory, less traffic."""
 
-    offload: Literal["none", "optimizer", "parameters"] = "none"
-    """What lies in the CPU's memory between uses: Adam's state, or with fsdp weights, gradients and state. For GPUs."""
+    offload: Literal["none", "optimizer", "parameters", "idle"] = "none"
+    """What lies in the CPU's memory: `optimizer`, Adam's state between steps; `parameters`, with fsdp, weights and
+    state but for the layer that runs; `idle`, all of it while another role of the same device runs. For GPUs."""
 
     compute_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of matrix products, over weights in the model's dtype; null is that dtype. float16 scales the loss."""

@@ -14,6 +14,7 @@ from flowrl.config import UserError
 from flowrl.controller.errors import ContractError, FlowError, ProcessLost, RefusedError, WorkerError
 from flowrl.controller.plan import Mesh
 from flowrl.controller.rendezvous import join_process_group, role_process_group
+from flowrl.controller.turns import Turns
 from flowrl.controller.wire import FutureArgument, Request, TableArgument
 from flowrl.controller.worker import Worker, WorkerContext
 from flowrl.data.block import Description
@@ -60,6 +61,7 @@ class Host:
         self._workers: dict[str, Worker] = {}
         self._groups: dict[str, ProcessGroup | None] = {}
         self._states: dict[str, int] = {}
+        self._turns = Turns(self._workers)
 
     def join(
         self, name: str, address: tuple[str, int], rank: int, world_size: int, node: int, kind: str
@@ -103,6 +105,7 @@ class Host:
             colocated=self._workers,
             twins=made.twins,
         )
+        self._turns.clear()
         worker.__init__(*made.args, **made.kwargs)
         self._workers[made.role] = worker
         self._states[made.role] = 0
@@ -116,6 +119,7 @@ class Host:
         with _told_to_driver(request.role, request.rank, request.node, request.method):
             arguments, payloads = _read(request, objects)
             started_ns = time.time_ns()
+            self._turns.take(request.role)
             result = _run(self._workers[request.role], request, arguments, payloads)
             ended_ns = time.time_ns()
             value, description = _packed(result, list(payloads.values()), request)

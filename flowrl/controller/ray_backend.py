@@ -197,9 +197,6 @@ class RayBackend:
         if (slot.pool, slot.rank) not in self._hosts:
             raise ProcessLost(request.role, request.rank, slot.node, request.method, "its process was ended")
         method = self._methods[slot.pool, slot.rank, revival is not None]
-        if (slot.pool, slot.rank) not in self._hosts:
-            raise ProcessLost(request.role, request.rank, slot.node, request.method, "its process was ended")
-        method = self._methods[slot.pool, slot.rank, revival is not None]
         value, report = method.remote(encode((request, revival)), *objects)
         what = (request.role, request.rank, slot.node, request.method)
         return RayRef(value, what, encoded=request.returns_batch), RayRef(report, what, encoded=True)

@@ -71,6 +71,17 @@ class Worker:
         """The worker of another role in this process; None if that role lives elsewhere."""
         return self.context.colocated.get(role)
 
+    @property
+    def lenders(self) -> "tuple[Worker, ...]":
+        """Workers of this process whose weights this one's methods use."""
+        return ()
+
+    def offload(self, *, keep_weights: bool) -> None:
+        """Makes room on the device for another role of this process, which perhaps uses this one's weights."""
+
+    def onload(self) -> None:
+        """Comes back: a method of this worker is about to be called, or of one that uses its weights."""
+
     def run_function(self, fn: Callable, **arguments: Any) -> Any:  # Any: the function's own
         """What `group.run` calls: `fn(self, ...)`, its arguments named `of_` and their own name."""
         return fn(self, **{name.removeprefix("of_"): value for name, value in arguments.items()})

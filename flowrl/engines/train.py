@@ -195,17 +195,21 @@ class TrainEngine:
         self._gradients.sum()
         return merge_metrics([*reports, self._step(factor)])
 
-    def offload(self) -> None:
-        """Moves weights and optimizer state to the CPU, until `onload`: their device memory is for others."""
-        move_model(self.model, torch.device("cpu"))
+    @property
+    def leaves_when_idle(self) -> bool:
+        """Whether its device memory is for others while they run."""
+        return self._engine.offload == "idle"
+
+    def offload(self, *, keep_weights: bool = False) -> None:
+        """Moves optimizer state to the CPU until the next step, and weights, unless they are kept, until `onload`."""
         if self._optimizer is not None:
             move_optimizer(self._optimizer, torch.device("cpu"))
+        if not keep_weights:
+            move_model(self.model, torch.device("cpu"))
 
     def onload(self) -> None:
-        """Moves them back."""
+        """Moves weights back."""
         move_model(self.model, self._home)
-        if self._optimizer is not None and self._engine.offload != "optimizer":
-            move_optimizer(self._optimizer, self._home)
 
     def _forward(self, table: TensorDictBase, forward: Forward) -> Iterator[tuple[MicroBatch, Tensor]]:
         micros = microbatches(table, self._max_tokens, packed=self._packs)
@@ -274,7 +278,7 @@ class TrainEngine:
         lr = learning_rate(self._config, self._num_steps)
         for parameters in self._optimizer.param_groups:
             parameters["lr"] = lr
-        if self._engine.offload == "optimizer":
+        if self._engine.offload in ("optimizer", "idle"):
             move_optimizer(self._optimizer, self._home)
         self._optimizer.step()
         if self._engine.offload == "optimizer":

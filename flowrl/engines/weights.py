@@ -44,9 +44,7 @@ def empty_copy(model: PreTrainedModel) -> PreTrainedModel:
     config._attn_implementation = "sdpa"
     with torch.device("meta"):
         found = type(model)(config)
-    for name, buffer in model.named_buffers():
-        owner, _, leaf = name.rpartition(".")
-        found.get_submodule(owner)._buffers[leaf] = buffer
+    _share_buffers(found, model)
     found.generation_config = model.generation_config
     return found.eval()
 
@@ -59,6 +57,7 @@ def borrowed_weights(borrower: nn.Module, lender: nn.Module) -> Iterator[None]:
     All ranks of the lender enter it together; in the block each is on its own. One weight after another is put
     together, so that beside the copy there is never more than one. Weights that are whole are not copied.
     """
+    _share_buffers(borrower, lender)  # anew, since moving the lender to another device replaced its own
     places = dict(borrower.named_parameters(remove_duplicate=False))
     for name, weight in _each_once(lender).items():
         if name not in places:
@@ -72,6 +71,12 @@ def borrowed_weights(borrower: nn.Module, lender: nn.Module) -> Iterator[None]:
     finally:
         for name, empty in places.items():
             _put(borrower, name, empty)
+
+
+def _share_buffers(borrower: nn.Module, lender: nn.Module) -> None:
+    for name, buffer in lender.named_buffers():
+        owner, _, leaf = name.rpartition(".")
+        borrower.get_submodule(owner)._buffers[leaf] = buffer
 
 
 def _put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -14,11 +14,9 @@ from flowrl.algorithms.registry import aggregation_modes, kl_kinds, policy_losse
 from flowrl.config import ActorConfig, ModelConfig, UserError
 from flowrl.controller.register import Dispatch, register
 from flowrl.controller.worker import Worker
-from flowrl.data.files import Saved
 from flowrl.data.metric import Max, Mean, Metric, Min
 from flowrl.data.results import loss_and_metrics, per_token, scalar
 from flowrl.data.table import lengths, make_table
-from flowrl.engines.checkpoint import EngineCheckpoints, load
 from flowrl.engines.export import DESCRIPTION, describe_adapter
 from flowrl.engines.lora import add_adapter
 from flowrl.engines.microbatch import MicroBatch
@@ -26,18 +24,17 @@ from flowrl.engines.models import describe_model, load_policy, save_model
 from flowrl.engines.train import Denominators, TrainEngine, is_sharded
 from flowrl.engines.weights import export_weights
 from flowrl.workers.mesh import mesh_of
+from flowrl.workers.model_worker import TrainedWorker
 from flowrl.workers.policy import PolicyModel, policy_logprobs
 
 
-class Actor(Worker):
+class Actor(TrainedWorker):
     """A causal language model with an optimizer.
 
     Args:
         config: model, optimizer and loss.
         temperature: of the rollout; log-probabilities are those of the distribution that was sampled from.
     """
-
-    collective = True
 
     def __init__(self, config: ActorConfig, *, temperature: float = 1.0) -> None:
         self.config, self.temperature = config, temperature
@@ -53,7 +50,6 @@ class Actor(Worker):
             mesh=mesh,
             device=torch.device(self.device),
         )
-        self._checkpoints = EngineCheckpoints(self.engine)
         self._described: dict[str, bytes] = {}
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("input_ids",), writes=("logprobs",))
@@ -127,25 +123,14 @@ class Actor(Worker):
             and (alone or (other.mesh == self.mesh and other.context.role in self.context.twins))
         )
 
-    @register(Dispatch.ONE_TO_ALL, blocking=False)
-    def save_checkpoint(self, folder: Path, asynchronous: bool = False) -> None:
-        """Takes all that training goes on from and writes it into an empty folder; beside later calls, if asked to."""
+    def description(self) -> dict[str, bytes]:
+        """The model's configuration and tokenizer, for `flowrl export`."""
         if not self._described and self.rank == 0:
             files = describe_model(self.model, self.config.model.path)
             if self.config.lora is not None:
                 files |= describe_adapter(self.config.model, self.config.lora)
             self._described = {f"{DESCRIPTION}/{name}": data for name, data in files.items()}
-        self._checkpoints.save(folder, asynchronous=asynchronous, beside=self._described)
-
-    @register(Dispatch.ONE_TO_ALL, blocking=False)
-    def checkpoint_saved(self, wait: bool = True) -> Saved | None:
-        """What this rank wrote of the last save; None while some rank still writes, unless it should wait."""
-        return self._checkpoints.saved(wait=wait)
-
-    @register(Dispatch.ONE_TO_ALL, blocking=False)
-    def load_checkpoint(self, folder: Path) -> None:
-        """Goes on from what any number of ranks have saved in a folder."""
-        load(self.engine, folder)
+        return self._described
 
     def _check_columns(self, batch: TensorDict) -> None:
         """Refuses a batch without a column that the loss reads. Raises UserError."""

@@ -1,7 +1,5 @@
 """Critic: the value model that is trained."""
 
-from pathlib import Path
-
 import torch
 from tensordict import TensorDict
 from torch import nn
@@ -9,23 +7,19 @@ from torch import nn
 from flowrl.algorithms import aggregate, clipped_value_loss
 from flowrl.config import CriticConfig
 from flowrl.controller.register import Dispatch, register
-from flowrl.controller.worker import Worker
-from flowrl.data.files import Saved
 from flowrl.data.metric import Metric
 from flowrl.data.table import lengths, make_table
-from flowrl.engines.checkpoint import EngineCheckpoints, load
 from flowrl.engines.lora import add_adapter
 from flowrl.engines.microbatch import MicroBatch
 from flowrl.engines.models import load_critic
 from flowrl.engines.train import Denominators, TrainEngine, is_sharded
 from flowrl.workers.actor import token_means
 from flowrl.workers.mesh import mesh_of
+from flowrl.workers.model_worker import TrainedWorker
 
 
-class Critic(Worker):
+class Critic(TrainedWorker):
     """A causal language model's backbone with a value head, and an optimizer."""
-
-    collective = True
 
     def __init__(self, config: CriticConfig) -> None:
         self.config = config
@@ -42,7 +36,6 @@ class Critic(Worker):
             mesh=mesh,
             device=torch.device(self.device),
         )
-        self._checkpoints = EngineCheckpoints(self.engine)
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("input_ids",), writes=("values",))
     def values(self, batch: TensorDict) -> TensorDict:
@@ -54,21 +47,6 @@ class Critic(Worker):
         """One optimizer step on the clipped value loss."""
         metrics = self.engine.update(batch, self._value_loss)
         return {f"{self.context.role}/{name}": metric for name, metric in metrics.items()}
-
-    @register(Dispatch.ONE_TO_ALL, blocking=False)
-    def save_checkpoint(self, folder: Path, asynchronous: bool = False) -> None:
-        """Takes all that training goes on from and writes it into an empty folder; beside later calls, if asked to."""
-        self._checkpoints.save(folder, asynchronous=asynchronous)
-
-    @register(Dispatch.ONE_TO_ALL, blocking=False)
-    def checkpoint_saved(self, wait: bool = True) -> Saved | None:
-        """What this rank wrote of the last save; None while some rank still writes, unless it should wait."""
-        return self._checkpoints.saved(wait=wait)
-
-    @register(Dispatch.ONE_TO_ALL, blocking=False)
-    def load_checkpoint(self, folder: Path) -> None:
-        """Goes on from what any number of ranks have saved in a folder."""
-        load(self.engine, folder)
 
     def _value_loss(
         self, model: nn.Module, micro: MicroBatch, denominators: Denominators

@@ -17,10 +17,11 @@ from flowrl.engines.models import load_policy
 from flowrl.engines.train import TrainEngine, is_sharded
 from flowrl.workers.actor import Actor
 from flowrl.workers.mesh import mesh_of, shares_model
+from flowrl.workers.model_worker import ModelWorker
 from flowrl.workers.policy import PolicyModel, policy_logprobs
 
 
-class Reference(Worker):
+class Reference(ModelWorker):
     """A causal language model that nothing changes; `temperature` as the actor's.
 
     In one process with an actor that trains an adapter on the same model it is the actor without its adapter: it holds
@@ -32,16 +33,21 @@ class Reference(Worker):
     def __init__(self, config: ReferenceConfig, *, temperature: float = 1.0) -> None:
         self.temperature = temperature
         mesh = mesh_of(self, config.engine)
-        self.engine = self._engine_of_actor(config.model) or TrainEngine(
-            PolicyModel(load_policy(config.model, parts=is_sharded(config.engine, mesh))),
-            None,
-            config.engine,
-            mesh=mesh,
-            device=torch.device(self.device),
+        self._actor = self._actor_beside(config.model)
+        self.engine = (
+            TrainEngine(
+                PolicyModel(load_policy(config.model, parts=is_sharded(config.engine, mesh))),
+                None,
+                config.engine,
+                mesh=mesh,
+                device=torch.device(self.device),
+            )
+            if self._actor is None
+            else self._actor.engine
         )
 
-    def _engine_of_actor(self, model: ModelConfig) -> TrainEngine | None:
-        """The engine of the actor in this process, if its model without its adapter is the one to run."""
+    def _actor_beside(self, model: ModelConfig) -> Actor | None:
+        """The actor in this process, if its model without its adapter is the one to run."""
         actor = self.peer("actor")
         found = actor if isinstance(actor, Actor) and actor.is_reference(model, self) else None
         group = self.context.process_group
@@ -50,7 +56,15 @@ class Reference(Worker):
             votes = torch.tensor(int(found is not None), device=self.device)
             distributed.all_reduce(votes, distributed.ReduceOp.MIN, group=group)
             found = found if votes else None
-        return None if found is None else found.engine
+        return found
+
+    @property
+    def lenders(self) -> tuple[Worker, ...]:
+        return () if self._actor is None else (self._actor,)
+
+    def offload(self, *, keep_weights: bool) -> None:
+        if self._actor is None:
+            super().offload(keep_weights=keep_weights)
 
     @classmethod
     def on(cls, mesh: Mesh, config: ReferenceConfig, **_: Any) -> type[Worker]:  # Any: the constructor's

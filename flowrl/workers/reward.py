@@ -20,6 +20,7 @@ from flowrl.engines.microbatch import MicroBatch
 from flowrl.engines.models import load_reward_model
 from flowrl.engines.train import TrainEngine, is_sharded
 from flowrl.workers.mesh import mesh_of, shares_model
+from flowrl.workers.model_worker import ModelWorker
 
 RewardFunction = Callable[..., float]
 
@@ -93,7 +94,7 @@ class Reward(Worker):
         return score_rows(batch, self._functions[name], name)
 
 
-class RewardModel(Worker):
+class RewardModel(ModelWorker):
     """Scores rows by a sequence-classification model, read at the last token."""
 
     replicated = stateless = True

@@ -77,6 +77,10 @@ class Rollout(Worker):
         """Whether it samples from the very weights that are trained."""
         return self._actor is not None
 
+    @property
+    def lenders(self) -> tuple[Worker, ...]:
+        return () if self._actor is None else (self._actor,)
+
     def _weights(self) -> AbstractContextManager[None]:
         """Whole weights, for a call: those of an actor in parts or with an adapter are put together for its length."""
         if self._actor is None or not self._actor.lends_copies:

@@ -102,7 +102,7 @@ def test_flash_attention_is_refused_where_it_cannot_run():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("offload", ["none", "optimizer"])
+@pytest.mark.parametrize("offload", ["none", "optimizer", "idle"])
 def test_weights_and_optimizer_leave_the_device_and_come_back(offload: str):
     model = PolicyModel(qwen2())
     trained = TrainEngine(model, TINY_STEP, EngineConfig.model_validate({"offload": offload}), device="cuda:0")
@@ -115,3 +115,16 @@ def test_weights_and_optimizer_leave_the_device_and_come_back(offload: str):
         trained.onload()
         assert {parameter.device.type for parameter in model.parameters()} == {"cuda"}
     assert free[0] == free[1] < 1024**2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_lender_keeps_its_weights_on_the_device_and_no_more() -> None:
+    model = PolicyModel(qwen2())
+    trained = TrainEngine(model, TINY_STEP, EngineConfig(offload="idle"), device="cuda:0")
+    trained.update(table(9), policy_loss)
+    assert trained.optimizer is not None
+    trained.offload(keep_weights=True)
+    moments = [x for state in trained.optimizer.state.values() for x in state.values() if x.ndim]
+    assert {parameter.device.type for parameter in model.parameters()} == {"cuda"}
+    assert moments and {x.device.type for x in moments} == {"cpu"}

@@ -83,7 +83,10 @@ STRATEGIES = {
         {"strategy": "fsdp"},
         dict.fromkeys(("actor", "critic", "reference"), "main[0:1]+main[2:3]") | {"rollout": "main[0:2]"},
     ),
-    "tp": ({}, {role: {"pool": "main", "tp": 2} for role in ("actor", "critic", "reference")}),
+    "tp, in turns": (
+        {"offload": "idle"},
+        {role: {"pool": "main", "tp": 2} for role in ("actor", "critic", "reference")},
+    ),
     "sp": ({"strategy": "ddp"}, {role: {"pool": "main", "sp": 2} for role in ("actor", "critic", "reference")}),
 }
 """Engine of the three models, and where roles run instead of on both ranks."""
