@@ -80,10 +80,10 @@ def attend(
     """
     if pack is None:
         return _attend_rows(query, key, value, scaling, window, softcap)
-    return _attend_pack(query, key, value, pack, scaling, window, softcap)
+    return _attend_pack(query, key, value, pack, scaling, window, softcap)  # pyright: ignore[reportCallIssue] (torch's decorator hides it)
 
 
-@torch.compiler.disable  # pyright: ignore[reportArgumentType] (the lengths of every micro-batch would be compiled in)
+@torch.compiler.disable  # The lengths of every micro-batch would be compiled in.
 def _attend_pack(
     query: Tensor,
     key: Tensor,

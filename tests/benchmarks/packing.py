@@ -1,6 +1,6 @@
 """What rows of very different lengths cost beside rows of one length: tokens per second of an optimizer step.
 
-python -m tests.benchmarks.packing [--repeats N] [--widths N ...] [--table]
+python -m tests.benchmarks.packing [--repeats N] [--width N] [--rows N] [--table]
 
 Four forms of the same number of tokens: rows of one length, padded and packed alike; long-tailed lengths (log-normal)
 packed without padding; padded in micro-batches of similar length under a token budget, as the engine cuts them for
@@ -25,7 +25,7 @@ from flowrl.engines.train import Denominators, TrainEngine
 from flowrl.workers.policy import PolicyModel
 from tests.benchmarks.measure import Figure, alone, machine, paired, table
 
-ROWS, MEDIAN, SPREAD, LONGEST = 128, 96, 0.9, 1024
+MEDIAN, SPREAD, LONGEST = 96, 0.9, 1024
 BUDGET = 4096
 VOCABULARY = 1024
 BOUND = 1 / 0.85
@@ -41,9 +41,9 @@ def rows_of(lengths_B: torch.Tensor) -> TensorDict:
     return make_table({}, {"input_ids": ids_T, "response_mask": mask_T}, lengths_B, len(lengths_B))
 
 
-def long_tailed() -> torch.Tensor:
+def long_tailed(num_rows: int) -> torch.Tensor:
     """Lengths as those of responses: most are short, a few go to the limit."""
-    normal_B = torch.randn(ROWS, generator=torch.Generator().manual_seed(0))
+    normal_B = torch.randn(num_rows, generator=torch.Generator().manual_seed(0))
     return (MEDIAN * (SPREAD * normal_B).exp()).round().long().clamp(8, LONGEST)
 
 
@@ -96,11 +96,11 @@ class Stepper:
         self.engine.model.zero_grad()
 
 
-def compared(width: int, repeats: int) -> list[Figure]:
-    """Every form beside rows of one length, of a model of one width."""
-    packed, padded, uneven = Stepper(width, "always"), Stepper(width, "never"), rows_of(long_tailed())
-    total = int(lengths(uneven).sum())
-    even = rows_of(torch.full((ROWS,), total // ROWS))
+def compared(width: int, uneven: TensorDict, repeats: int) -> list[Figure]:
+    """Every form beside rows of one length."""
+    packed, padded = Stepper(width, "always"), Stepper(width, "never")
+    total, num_rows = int(lengths(uneven).sum()), len(lengths(uneven))
+    even = rows_of(torch.full((num_rows,), total // num_rows))
     parts = list(in_order(uneven))
     forms: list[tuple[str, Callable[[], object], float | None]] = [
         ("packed", lambda: packed.step(uneven), BOUND),
@@ -109,7 +109,8 @@ def compared(width: int, repeats: int) -> list[Figure]:
         ("rows of one length, packed", lambda: packed.step(even), None),
     ]
     return [
-        paired(f"width {width}: {what}", form, lambda: padded.step(even), repeats, bound) for what, form, bound in forms
+        paired(f"{total} tokens, width {width}: {what}", form, lambda: padded.step(even), repeats, bound)
+        for what, form, bound in forms
     ]
 
 
@@ -118,12 +119,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--widths", type=int, nargs="+", default=[128, 512])
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--table", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    ran_on, uneven = machine(), rows_of(long_tailed())
-    found = [figure for width in arguments.widths for figure in compared(width, arguments.repeats)]
+    ran_on, uneven = machine(), rows_of(long_tailed(arguments.rows))
+    found = compared(arguments.width, uneven, arguments.repeats)
     in_turn = [micro for part in in_order(uneven) for micro in microbatches(part, 10**9)]
     for what, micros in (("cut by length", microbatches(uneven, BUDGET)), ("in the order they come", in_turn)):
         share = sum(micro.mask.numel() for micro in micros) / int(lengths(uneven).sum())
