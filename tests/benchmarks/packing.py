@@ -4,12 +4,14 @@ python -m tests.benchmarks.packing [--repeats N] [--width N] [--rows N] [--table
 
 Four forms of the same number of tokens: rows of one length, padded and packed alike; long-tailed lengths (log-normal)
 packed without padding; padded in micro-batches of similar length under a token budget, as the engine cuts them for
-models that run no packs; and padded in the order they come, each micro-batch to its longest row.
+models that run no packs; and padded in the order they come, each micro-batch to its longest row. Times are the
+processor's, of one thread, which others on the machine disturb least.
 """
 
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Literal
 
@@ -109,7 +111,9 @@ def compared(width: int, uneven: TensorDict, repeats: int) -> list[Figure]:
         ("rows of one length, packed", lambda: packed.step(even), None),
     ]
     return [
-        paired(f"{total} tokens, width {width}: {what}", form, lambda: padded.step(even), repeats, bound)
+        paired(
+            f"{total} tokens, width {width}: {what}", form, lambda: padded.step(even), repeats, bound, time.process_time
+        )
         for what, form, bound in forms
     ]
 
@@ -118,12 +122,11 @@ def main() -> None:
     """Prints the figures; the bound is on the time of long-tailed packed rows, of that of equal ones."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--table", action="store_true")
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    torch.set_num_threads(1)
     ran_on, uneven = machine(), rows_of(long_tailed(arguments.rows))
     found = compared(arguments.width, uneven, arguments.repeats)
     in_turn = [micro for part in in_order(uneven) for micro in microbatches(part, 10**9)]
