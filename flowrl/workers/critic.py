@@ -61,4 +61,4 @@ class Critic(TrainedWorker):
 
 
 def _values(model: nn.Module, micro: MicroBatch) -> torch.Tensor:
-    return model(micro.input_ids)
+    return model(micro.input_ids, micro.pack)

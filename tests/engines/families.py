@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from flowrl.config import EngineConfig, LoraConfig, OptimizerConfig, UserError
+from flowrl.engines.attention import why_padded
 from flowrl.engines.lora import add_adapter
 from flowrl.engines.microbatch import MicroBatch
 from flowrl.engines.models import caps_attention
@@ -140,7 +141,7 @@ def train(model: PreTrainedModel, mesh: RankMesh = ALONE, **settings: str) -> di
 
 
 def _loss(model: nn.Module, micro: MicroBatch, counts: Denominators):
-    return weighted_loss(model(micro.input_ids, micro.tokens["response_mask"])[0], micro, counts)
+    return weighted_loss(model(micro.input_ids, micro.tokens["response_mask"], pack=micro.pack)[0], micro, counts)
 
 
 def main(rank: int, folder: Path) -> None:
@@ -163,9 +164,11 @@ def main(rank: int, folder: Path) -> None:
 
 def markdown(found: Mapping[tuple[str, str], dict | str]) -> str:
     """The table of docs/models.md from what one of the ranks found."""
-    rows = [["family", "class", "also", "`tp`", "`sp`", "hf rollout"], ["---"] * 6]
+    rows = [["family", "class", "also", "`tp`", "`sp`", "packed", "hf rollout"], ["---"] * 7]
     for name, family in FAMILIES.items():
         shared = ["no" if isinstance(found[name, kind], str) else "yes" for kind in SHARED]
         window = "to the window's length" if family.longest < LONGEST else "yes"
-        rows.append([name, f"`{type(build(name)).__name__}`", family.covers, *shared, window])
+        model = build(name)
+        packed = "yes" if why_padded(model) is None else "no"
+        rows.append([name, f"`{type(model).__name__}`", family.covers, *shared, packed, window])
     return "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows)

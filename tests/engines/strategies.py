@@ -47,6 +47,7 @@ CASES = {
     "fsdp on 2, parameters kept": Case(2, {"strategy": "fsdp", "reshard_after_forward": False}),
     "fsdp on 2, parameters on the CPU": Case(2, {"strategy": "fsdp", "offload": "parameters"}),
     "fsdp on 2, optimizer on the CPU": Case(2, {"strategy": "fsdp", "offload": "optimizer"}),
+    "fsdp on 4, padded": Case(4, {"strategy": "fsdp", "packing": "never"}),
     "fsdp on 2, checkpointed": Case(2, {"strategy": "fsdp", "gradient_checkpointing": True}),
     "hybrid on 2 x 2": Case(4, {"strategy": "fsdp", "shard_ranks": 2}),
     "tp on 2": Case(2, {}, tp=2),
@@ -54,6 +55,7 @@ CASES = {
     "tp x fsdp on 2 x 2, checkpointed": Case(4, {"strategy": "fsdp", "gradient_checkpointing": True}, tp=2),
     "sp on 2": Case(2, {"strategy": "ddp"}, sp=2),
     "sp on 4, more than heads of keys": Case(4, {"strategy": "ddp"}, sp=4),
+    "sp on 2, padded": Case(2, {"strategy": "ddp", "packing": "never"}, sp=2),
     "sp x ddp on 2 x 2": Case(4, {"strategy": "ddp"}, sp=2),
     "sp x fsdp on 2 x 2": Case(4, {"strategy": "fsdp"}, sp=2),
     "sp x tp on 2 x 2": Case(4, {"strategy": "fsdp"}, sp=2, tp=2),
@@ -79,12 +81,12 @@ ROWS = {
 
 
 def policy_loss(model: nn.Module, micro: MicroBatch, counts: Denominators):
-    logprobs_BL, entropy_BL = model(micro.input_ids, micro.tokens["response_mask"], 0.7, "gradient")
+    logprobs_BL, entropy_BL = model(micro.input_ids, micro.tokens["response_mask"], 0.7, "gradient", micro.pack)
     return weighted_loss(logprobs_BL + 0.1 * entropy_BL, micro, counts)
 
 
 def critic_loss(model: nn.Module, micro: MicroBatch, counts: Denominators):
-    return weighted_loss(model(micro.input_ids) ** 2, micro, counts)
+    return weighted_loss(model(micro.input_ids, micro.pack) ** 2, micro, counts)
 
 
 def train(case: Case, group: distributed.ProcessGroup | None) -> dict[str, Any]:
@@ -104,7 +106,7 @@ def train(case: Case, group: distributed.ProcessGroup | None) -> dict[str, Any]:
     first = take_rows(table(11), torch.tensor(rows, dtype=torch.int64))
     found: dict[str, Any] = {
         "logprobs": _reference_logprobs(policy, first),
-        "values": critic.evaluate(first, lambda m, micro: m(micro.input_ids)),
+        "values": critic.evaluate(first, lambda m, micro: m(micro.input_ids, micro.pack)),
     }
     reports = []
     for step in range(NUM_STEPS):
