@@ -200,9 +200,7 @@ def run_call(model: RoleModel, rows: int | None, name: str) -> Call:
 def _update(model: RoleModel, gradients: int, num_tokens: int, entropy: Entropy) -> Call:
     size, precision, tp = model.size, model.precision, model.mesh.tp
     rank = 0 if model.lora is None else model.lora.rank
-    layer = num_tokens * layer_bytes(
-        size, precision, longest=model.longest, tp=tp, sp=model.mesh.sp, adapter_rank=rank
-    )
+    layer = num_tokens * layer_bytes(size, precision, longest=model.longest, tp=tp, sp=model.mesh.sp, adapter_rank=rank)
     checkpointing = model.engine.gradient_checkpointing
     stream = num_tokens * size.hidden * (2 if precision == "half" else 4)
     kept = size.layers * (stream if checkpointing else layer)

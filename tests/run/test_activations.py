@@ -13,7 +13,7 @@ from flowrl.run.model_size import ModelSize, size_of
 from flowrl.workers import policy
 from tests.engines.families import FAMILIES, build
 
-ROWS, LENGTH = 4, 64
+ROWS, LENGTH = 2, 64
 PRECISIONS: tuple[Precision, ...] = ("plain", "half", "autocast")
 
 
@@ -62,10 +62,10 @@ def sized(config: PreTrainedConfig) -> ModelSize:
 
 def per_layer_and_token(name: str, precision: Precision, adapter_rank: int = 0) -> tuple[float, int]:
     """(what autograd keeps, what is counted), in bytes."""
-    few, many = (kept_bytes(config_of(name, n), precision, adapter_rank) for n in (2, 6))
-    size = sized(config_of(name, 2))
+    few, many = (kept_bytes(config_of(name, n), precision, adapter_rank) for n in (1, 2))
+    size = sized(config_of(name, 1))
     counted = layer_bytes(size, precision, longest=LENGTH, adapter_rank=adapter_rank)
-    return (many - few) / (4 * ROWS * LENGTH), counted
+    return (many - few) / (ROWS * LENGTH), counted
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -99,4 +99,4 @@ def test_what_the_head_makes_at_a_time_is_what_is_counted() -> None:
     assert policy._TILED_FROM == TILED_FROM
     assert logprobs._CHUNK_ELEMENTS == CHUNK_ELEMENTS
     assert hidden_logprobs._TILE_SIDES["cpu"] == TILE_SIDES["cpu"]
-    assert hidden_logprobs._OTHER_TILE_SIDES == TILE_SIDES["cuda"]
+    assert TILE_SIDES["cuda"] == hidden_logprobs._OTHER_TILE_SIDES
