@@ -56,7 +56,7 @@ def cluster_inventory(
 
 
 def local_memory(kind: Literal["cpu", "cuda"]) -> int | None:
-    """Bytes of this machine's memory, which all its CPU slots share, or of its smallest GPU; None if it does not say."""
+    """Bytes of this machine's memory, which its CPU slots share, or of its smallest GPU; None where none answers."""
     return _host_memory() if kind == "cpu" else _gpu_memory()
 
 

@@ -25,8 +25,8 @@ from flowrl.run.role_memory import Call, RoleMemory, RoleModel, run_role, traine
 from flowrl.run.rollout_memory import Prompts, rollout_role
 
 PROCESS = {"cpu": 430_000_000, "cuda": 500_000_000}
-"""A process before it has a model. On the CPU Python with torch, transformers and Ray, measured; on a GPU what CUDA takes
-for itself, which has not been measured."""
+"""A process before it has a model. On the CPU Python with torch, transformers and Ray, measured; on a GPU what CUDA
+takes for itself, which has not been measured."""
 
 _ITEMS = {"float32": 4, "bfloat16": 2}
 
@@ -109,8 +109,8 @@ class _Roles:
         if isinstance(value, ReferenceConfig) and self._is_actor(value, place, slot):
             actor = self._model("actor")
             assert actor is not None, "it is the reference's model"
-            call = run_role(actor, self._rows(place, "rows_per_step"), "logprobs").calls
-            return RoleMemory(0, 0, call, borrows=True)
+            calls = run_role(actor, self._rows(place, "rows_per_step"), "logprobs").calls
+            return RoleMemory(0, 0, calls, borrows=True)
         return run_role(model, self._rows(place, "rows_per_step"), "logprobs" if model.is_policy else "score")
 
     def _model(self, role: str) -> RoleModel | None:
@@ -139,7 +139,7 @@ class _Roles:
         rows = -(-config.rows_per_step // place.mesh.dp)
         prompts = Prompts(rows, -(-rows // config.samples_per_prompt), config.data.max_prompt_tokens)
         lender = actor if self._lends(actor, place, slot) else None
-        return rollout_role(actor.size, actor.item, config.rollout, prompts, lender)
+        return rollout_role(actor.size, actor.item, config.rollout, prompts, lender, self._planned.kind)
 
     def _lends(self, actor: RoleModel, place: RolePlan, slot: Slot) -> bool:
         """Whether the actor of a slot lends its weights: one that is cut does to a role on its very ranks only."""

@@ -1,9 +1,18 @@
 """The memory that a plan needs, as a table; and what is refused because it cannot fit."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flowrl.config import ConfigError, OnPolicyConfig, RunConfig
+from flowrl.config import (
+    ActorConfig,
+    ConfigError,
+    CriticConfig,
+    EngineConfig,
+    ReferenceConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+)
 from flowrl.controller.inventory import local_memory
 from flowrl.controller.plan import Plan, aligned
 from flowrl.run.memory_estimate import DeviceMemory, estimate, same_devices
@@ -87,25 +96,26 @@ def _largest(device: DeviceMemory, caller: str, call: Call) -> tuple[str, str]:
 
 def _advice(config: RunConfig, planned: Plan, role: str, part: str) -> str:
     """What to change first."""
-    place = planned.roles[role]
-    key = f"{role}.engine" if isinstance(config, OnPolicyConfig) else "engine"
-    if role == "rollout":
-        return f"lower rollout.max_rows, or give rollout devices of its own in place of {place.pool}"
+    place, key, engine = planned.roles[role], f"{role}.engine", EngineConfig()
+    for name, value in config:
+        if name == role and isinstance(value, ActorConfig | CriticConfig | ReferenceConfig | RewardConfig):
+            engine = value.engine
+        elif isinstance(value, EngineConfig):
+            key, engine = name, value
+        elif name == role and isinstance(value, RolloutConfig):
+            fewer = "" if part in ("whole", "state") else f"lower {name}.max_rows, which is {value.max_rows}, or "
+            return f"{fewer}give {name} devices of its own in place of {place.pool}"
     if part == "activations":
-        return f"lower {key}.max_tokens_per_microbatch first, then set {key}.gradient_checkpointing: true if it is not"
+        checkpointing = "" if engine.gradient_checkpointing else f", or set {key}.gradient_checkpointing: true"
+        return f"lower {key}.max_tokens_per_microbatch, which is {engine.max_tokens_per_microbatch}{checkpointing}"
     if part == "whole":
         return f"set {key}.reshard_after_forward: true and a half-precision {key}.compute_dtype"
-    if place.mesh.size > 1 and "fsdp" not in _strategies(config, role):
-        return (
-            f"set {key}.strategy: fsdp, which cuts weights, gradients and Adam's state over its {place.mesh.size} ranks"
-        )
-    return f"give {role} more devices than the {place.mesh.size} of {place.pool} with {key}.strategy: fsdp, or a smaller model"
-
-
-def _strategies(config: RunConfig, role: str) -> Iterator[str]:
-    for name, value in config:
-        if name in (role, "engine"):
-            yield str(value)
+    if place.mesh.size > 1 and engine.strategy != "fsdp" and config.backend == "ray":
+        return f"set {key}.strategy: fsdp, which cuts what it holds over its {place.mesh.size} ranks"
+    return (
+        f"give {role} more devices than the {place.mesh.size} of {place.pool}, with {key}.strategy: fsdp, or a smaller "
+        f"model"
+    )
 
 
 def render_memory(devices: Sequence[DeviceMemory], available: Room) -> str:

@@ -1,7 +1,7 @@
 """What one rank of a role holds, and what each of its calls takes beside that, in bytes.
 
 Backward passes have three places where most memory can be in use at once: the head, where all layers' activations are
-kept; the last layer, where with gradient checkpointing it has just been run again; and the end, where the gradient of the
+kept; the last layer, which with gradient checkpointing has just been run again; and the end, where the gradient of the
 embeddings is made.
 """
 
@@ -207,7 +207,7 @@ def _update(model: RoleModel, gradients: int, num_tokens: int, entropy: Entropy)
     copies = _half_copies(model)
     head = model.head(num_tokens, entropy)
     trains_ends = model.lora is None
-    item = 4 if precision == "plain" or (precision == "autocast") else 2
+    item = 2 if precision == "half" else 4
     of_head = item * size.embedding if trains_ends and model.is_policy else 0
     of_embedding = item * size.embedding if trains_ends else 0
     # A tied weight's gradient waits for that of the embeddings, at the end.
@@ -218,7 +218,7 @@ def _update(model: RoleModel, gradients: int, num_tokens: int, entropy: Entropy)
     whole = _gathered(model)
     if not model.is_cut:
         return Call("update", gradients, max(at_head, at_layer, waits + of_embedding))
-    # Whole gradients of a layer, and their copy that is summed over ranks; at the end those of what is outside of layers.
+    # Whole gradients of a layer, and their copy that is summed over ranks; at the end, of what is outside of layers.
     compute, reduced = _items(model)
     of_layer, of_ends = (count * (compute + reduced) if trains_ends else 0 for count in (model.layer, model.ends))
     in_layers = max(at_head, at_layer + of_layer)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from flowrl.config import RolloutConfig
 from flowrl.run.activations import run_bytes
 from flowrl.run.model_size import ModelSize
-from flowrl.run.role_memory import Call, RoleMemory, RoleModel
+from flowrl.run.role_memory import Call, Kind, RoleMemory, RoleModel
 
 SLOT_MULTIPLE = 32
 """Of flowrl/engines/kv_cache.py."""
@@ -31,61 +31,61 @@ class Prompts:
 
 
 def rollout_role(
-    size: ModelSize, item: int, config: RolloutConfig, prompts: Prompts, lender: RoleModel | None
+    size: ModelSize, item: int, config: RolloutConfig, prompts: Prompts, lender: RoleModel | None, kind: Kind
 ) -> RoleMemory:
     """A rollout with weights of its own, or beside an actor with those of the actor.
 
     Args:
         item: bytes of a parameter.
     """
-    generate = Call(
-        "generate",
-        activations=_largest_step(size, item, config, prompts),
-        whole=0 if lender is None else _borrowed(lender),
-        cache=cache_bytes(size, item, config, prompts),
-    )
+    whole = 0 if lender is None else lender.whole if lender.is_cut else lender.merged
+    rows = max(MIN_ROWS, min(config.max_rows, prompts.rows))
+    different = min(rows, prompts.different)
+    slots, before = num_slots(prompts.longest, config.max_response_tokens)
+    a_slot = 2 * size.keys * item * size.layers
+    steps = [
+        (different * _round_up(prompts.longest) * a_slot, _prefill(size, item, different * _round_up(prompts.longest))),
+        (rows * _touched(slots, prompts, config, kind) * a_slot, _decode(size, item, rows, slots, before)),
+    ]
+    cache, activations = max(steps, key=sum)
+    generate = Call("generate", activations=activations, whole=whole, cache=cache)
     weights = size.parameters * item if lender is None else 0
     return RoleMemory(weights, 0, (generate,), borrows=lender is not None)
 
 
-def cache_bytes(size: ModelSize, item: int, config: RolloutConfig, prompts: Prompts) -> int:
-    """Keys and values, while one layer's are copied into more slots."""
-    slots, before = num_slots(prompts.longest, config.max_response_tokens)
-    a_slot = 2 * size.keys * item * _rows(config, prompts)
-    return a_slot * (size.layers * slots + before)
-
-
 def num_slots(prompt: int, response: int) -> tuple[int, int]:
     """(slots of each row at the end, before they last grew): they double when the longest row needs one more."""
-    # The last token of a response is said and not run.
-    needed = _round_up(max(prompt + response - 1, prompt))
-    slots = before = _round_up(prompt)
+    needed, slots = _needed(prompt, response), _round_up(prompt)
+    before = slots
     while slots < needed:
         before, slots = slots, 2 * (slots + SLOT_MULTIPLE)
     return slots, before
 
 
-def _largest_step(size: ModelSize, item: int, config: RolloutConfig, prompts: Prompts) -> int:
-    rows, vocabulary = _rows(config, prompts), size.vocabulary
-    slots, _ = num_slots(prompts.longest, config.max_response_tokens)
-    together = min(PREFILL_TOKENS, prompts.different * _round_up(prompts.longest))
-    prefill = together * run_bytes(size, "plain" if item == 4 else "half")
-    # Scores and weights of one layer's attention, and the mask.
+def _touched(slots: int, prompts: Prompts, config: RolloutConfig, kind: Kind) -> int:
+    """Slots that take memory. On the CPU those that nothing was written to do not, until rows leave and others, at most
+    three quarters, are copied with all their slots."""
+    if kind == "cuda":
+        return slots
+    return max(_needed(prompts.longest, config.max_response_tokens), 3 * slots // 4)
+
+
+def _prefill(size: ModelSize, item: int, num_tokens: int) -> int:
+    return min(PREFILL_TOKENS, num_tokens) * run_bytes(size, "plain" if item == 4 else "half")
+
+
+def _decode(size: ModelSize, item: int, rows: int, slots: int, before: int) -> int:
+    """Logits of this step and of the one before, and of some rows probabilities, in float64 their sums, and
+    log-probabilities; or one layer's scores and weights and the mask; or one layer's keys, copied into more slots."""
+    sampled = min(rows, max(1, SAMPLED_ELEMENTS // size.vocabulary)) * size.vocabulary
+    logits = 2 * rows * size.vocabulary * item + sampled * (16 if item == 4 else 20)
     attention = rows * slots * (2 * size.heads * item + 1 + item)
-    # Logits of this step and of the one before; of some rows probabilities, in float64 their sums, log-probabilities.
-    sampled = min(rows, max(1, SAMPLED_ELEMENTS // vocabulary)) * vocabulary
-    logits = 2 * rows * vocabulary * item + sampled * (16 + (4 if item == 2 else 0))
-    return max(prefill, attention, logits)
+    return max(logits, attention, 2 * size.keys * item * rows * before)
 
 
-def _borrowed(lender: RoleModel) -> int:
-    if lender.is_cut:
-        return lender.whole
-    return lender.merged
-
-
-def _rows(config: RolloutConfig, prompts: Prompts) -> int:
-    return max(MIN_ROWS, min(config.max_rows, prompts.rows))
+def _needed(prompt: int, response: int) -> int:
+    """The last token of a response is said and not run."""
+    return _round_up(prompt + response - 1)
 
 
 def _round_up(number: int) -> int:

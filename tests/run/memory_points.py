@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -46,7 +46,7 @@ class Point:
     role: str = "actor"
     vocabulary: int = 4096
     entropy: Entropy = "value"
-    engine: EngineConfig = EngineConfig(max_tokens_per_microbatch=TOKENS)
+    engine: EngineConfig = field(default_factory=lambda: _engine())
     lora: LoraConfig | None = None
     dtype: str = "float32"
     tied: bool = True
@@ -86,9 +86,10 @@ POINTS: Mapping[str, Point] = {
 
 def config_of(point: Point, *, small: bool = False) -> Qwen2Config:
     """Of the point's model, or of one with the same code and next to no weights."""
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2} if small else {}
     return Qwen2Config(
-        **{"hidden_size": 384, "intermediate_size": 1152, "num_hidden_layers": 8} | sizes,
+        hidden_size=32 if small else 384,
+        intermediate_size=64 if small else 1152,
+        num_hidden_layers=2 if small else 8,
         vocab_size=point.vocabulary,
         num_attention_heads=8,
         num_key_value_heads=4,
@@ -102,7 +103,7 @@ def estimated(point: Point) -> RoleMemory:
     size = size_of(config_of(point).to_dict())
     assert isinstance(size, ModelSize)
     if point.role == "rollout":
-        return rollout_role(size, 4, _rollout_config(), Prompts(ROWS, ROWS, PROMPT), None)
+        return rollout_role(size, 4, _rollout_config(), Prompts(ROWS, ROWS, PROMPT), None, "cpu")
     model = RoleModel(
         size=size,
         engine=point.engine,

@@ -1,4 +1,4 @@
-"""What layers keep for the backward pass, counted beforehand, is what autograd keeps; sizes come from configurations."""
+"""What layers keep for the backward pass, counted beforehand, is what autograd keeps."""
 
 import pytest
 import torch
@@ -6,10 +6,12 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from flowrl.algorithms import hidden_logprobs, logprobs
 from flowrl.config import LoraConfig
+from flowrl.engines import hf_rollout, kv_cache, sampling
 from flowrl.engines.lora import add_adapter
 from flowrl.engines.models import caps_attention
 from flowrl.run.activations import CHUNK_ELEMENTS, TILE_SIDES, TILED_FROM, Precision, layer_bytes
 from flowrl.run.model_size import ModelSize, size_of
+from flowrl.run.rollout_memory import MIN_ROWS, PREFILL_TOKENS, SAMPLED_ELEMENTS, SLOT_MULTIPLE
 from flowrl.workers import policy
 from tests.engines.families import FAMILIES, build
 
@@ -100,3 +102,10 @@ def test_what_the_head_makes_at_a_time_is_what_is_counted() -> None:
     assert logprobs._CHUNK_ELEMENTS == CHUNK_ELEMENTS
     assert hidden_logprobs._TILE_SIDES["cpu"] == TILE_SIDES["cpu"]
     assert TILE_SIDES["cuda"] == hidden_logprobs._OTHER_TILE_SIDES
+
+
+def test_what_a_rollout_makes_at_a_time_is_what_is_counted() -> None:
+    assert SLOT_MULTIPLE == kv_cache.SLOT_MULTIPLE
+    assert hf_rollout._MIN_ROWS == MIN_ROWS
+    assert hf_rollout._PREFILL_TOKENS == PREFILL_TOKENS
+    assert sampling._CHUNK_ELEMENTS == SAMPLED_ELEMENTS
