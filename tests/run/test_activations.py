@@ -15,7 +15,7 @@ from flowrl.run.rollout_memory import MIN_ROWS, PREFILL_TOKENS, SAMPLED_ELEMENTS
 from flowrl.workers import policy
 from tests.engines.families import FAMILIES, build
 
-ROWS, LENGTH = 2, 64
+ROWS, LENGTH = 4, 64
 PRECISIONS: tuple[Precision, ...] = ("plain", "half", "autocast")
 
 
