@@ -137,7 +137,7 @@ def _add_trace(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def _trace(arguments: argparse.Namespace) -> None:
-    events = loop_events(read_trace(arguments.trace))
+    events = loop_events(read_trace(arguments.trace).last_process())
     if not events:
         raise TraceError(f"{arguments.trace} has no calls after the start of the run: there is nothing to explain")
 

@@ -190,11 +190,13 @@ def save_model(
     """
     if folder.exists():
         raise ModelError(f"{folder} exists already; a model is not written over another: name a new folder")
-    weights = {}
+    weights, wholes = {}, {}
     for name, weight in model_weights(model).items():
-        whole = weight.whole()
-        if wanted:
-            weights[name] = whole.cpu()
+        # One tensor for all names of a tied weight, which transformers then writes once.
+        if id(weight.stored) not in wholes:
+            whole = weight.whole()
+            wholes[id(weight.stored)] = whole.cpu() if wanted else None
+        weights[name] = wholes[id(weight.stored)]
     if not wanted:
         return
     partial = folder.with_name(folder.name + ".partial")

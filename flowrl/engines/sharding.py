@@ -5,6 +5,7 @@ layer and the whole. Gradients are made sums over ranks, which FSDP2 would make 
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from flowrl.config import EngineConfig, UserError
-from flowrl.engines.lora import adapter_layers
+from flowrl.engines.lora import cut_layers
 from flowrl.engines.models import caps_attention
 from flowrl.engines.rank_mesh import RankMesh
 
@@ -117,8 +118,6 @@ def layers(model: nn.Module) -> list[nn.Module]:
 def _cut_layers(model: PreTrainedModel, mesh: RankMesh) -> None:
     """Tensor parallelism of the layers' matrices; what is not in the plan is computed alike by all peers."""
     name = type(model).__name__
-    if adapter_layers(model):
-        raise EngineError(f"{name} has a LoRA adapter, which tp {mesh.tp} cannot cut: set tp: 1 and strategy: fsdp")
     # Embeddings and heads stay whole on each tensor-parallel rank: fsdp cuts them over the others.
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     uncut = {path for path, module in model.named_modules() if any(module is end for end in ends)}
@@ -136,4 +135,18 @@ def _cut_layers(model: PreTrainedModel, mesh: RankMesh) -> None:
         if count % mesh.tp:
             raise EngineError(f"{name} has {what} {count}, which tp {mesh.tp} does not divide: set tp to a divisor")
     assert mesh.devices is not None
-    parallelize_module(model, mesh.devices["tp"], {pattern: _STYLES[style]() for pattern, style in plan.items()})
+    frozen = [path for path, weight in model.named_parameters() if not weight.requires_grad]
+    for pattern, style in plan.items():
+        for path in _named_by(pattern, model):
+            for layer in cut_layers(model, path, by_outputs=style.startswith("colwise")):
+                parallelize_module(model.get_submodule(layer), mesh.devices["tp"], _STYLES[style]())
+    for path in frozen:
+        # torch's style for norms gives them weights that are trained.
+        model.get_parameter(path).requires_grad_(False)
+
+
+def _named_by(pattern: str, model: nn.Module) -> list[str]:
+    """The modules that a pattern of a plan names; `*` is one part of a path."""
+    parts = pattern.split(".")
+    paths = [path.split(".") for path, _ in model.named_modules()]
+    return [".".join(p) for p in paths if len(p) == len(parts) and all(map(fnmatchcase, p, parts))]

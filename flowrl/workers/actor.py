@@ -40,7 +40,7 @@ class Actor(TrainedWorker):
         self.config, self.temperature = config, temperature
         self._loss = policy_losses.load(config.loss)
         mesh = mesh_of(self, config.engine)
-        self.model = load_policy(config.model, parts=is_sharded(config.engine, mesh) and config.lora is None)
+        self.model = load_policy(config.model, parts=is_sharded(config.engine, mesh))
         if config.lora is not None:
             add_adapter(self.model, config.lora)
         self.engine = TrainEngine(

@@ -100,10 +100,5 @@ def test_an_adapter_beside_bfloat16_weights_is_trained_in_float32_on_ranks(resul
     assert all(weight.dtype == torch.float32 for weight in expected.values())
 
 
-def test_tensor_parallelism_of_an_adapter_is_refused(results: list[dict]):
-    for rank in (0, 1):
-        assert results[rank]["tp refused"].startswith("Qwen2ForCausalLM has a LoRA adapter, which tp 2 cannot cut")
-
-
 def test_a_process_alone_cuts_nothing():
     assert not is_sharded(EngineConfig(strategy="fsdp"), ALONE)
