@@ -20,6 +20,7 @@ from flowrl.controller.inventory import local_inventory
 from flowrl.controller.plan import Plan, RolePlan, plan
 from flowrl.run.folder import refuse_if_taken
 from flowrl.run.lock import refuse_if_held
+from flowrl.run.memory_table import check_memory, room
 from flowrl.run.resume import goes_on
 
 
@@ -42,13 +43,15 @@ def plan_run(config: RunConfig, devices: Sequence[int] | None = None) -> Plan:
 
 
 def check_run(config: RunConfig) -> None:
-    """Refuses what can be told before data and models are read: functions, placement, and the output folder.
+    """Refuses what can be told before data and models are read: functions, placement, memory, and the output
+    folder.
 
-    Raises: as `plan_run`, and `RunFolderError`.
+    Raises: as `plan_run` and `check_memory`, and `RunFolderError`.
     """
     check_functions(config)
     if config.address is None:
-        plan_run(config)
+        planned = plan_run(config)
+        check_memory(config, planned, room(config, planned, here=True))
     refuse_if_held(config.output)
     if not goes_on(config):
         refuse_if_taken(config.output)
