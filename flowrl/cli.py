@@ -15,6 +15,8 @@ from flowrl.controller.plan import plan, render_plan
 from flowrl.run.checkpoints import Checkpoints
 from flowrl.run.chrome import TraceError, read_trace
 from flowrl.run.interrupt import Interrupted
+from flowrl.run.memory_estimate import estimate
+from flowrl.run.memory_table import check_memory, render_memory, room
 from flowrl.run.start import check_functions, check_run, plan_run
 from flowrl.run.trace import loop_events
 
@@ -88,7 +90,9 @@ def run_recipe(
 
 def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
-        "plan", help="print which role runs on which device, and start nothing", allow_abbrev=False
+        "plan",
+        help="print which role runs on which device and what memory it needs, and start nothing",
+        allow_abbrev=False,
     )
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a recipe's YAML file, or one of placement/")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings put over the file's")
@@ -101,12 +105,15 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 def _plan(arguments: argparse.Namespace) -> None:
     if "pools" in read(arguments.config).values:
         placement = load(arguments.config, arguments.overrides, Placement)
-        planned = plan(placement, local_inventory(placement.device, arguments.devices))
+        planned, memory = plan(placement, local_inventory(placement.device, arguments.devices)), ""
     else:
         config = load(arguments.config, arguments.overrides, _run_config(arguments.config))
         check_functions(config)
         planned = plan_run(config, arguments.devices)
-    sys.stdout.write(render_plan(planned) + "\n")
+        available = room(config, planned, here=arguments.devices is None and config.address is None)
+        check_memory(config, planned, available)
+        memory = "\n" + render_memory(estimate(config, planned), available) + "\n"
+    sys.stdout.write(render_plan(planned) + "\n" + memory)
 
 
 def _run_config(path: Path) -> type[RunConfig]:
@@ -130,7 +137,7 @@ def _add_trace(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def _trace(arguments: argparse.Namespace) -> None:
-    events = loop_events(read_trace(arguments.trace))
+    events = loop_events(read_trace(arguments.trace).last_process())
     if not events:
         raise TraceError(f"{arguments.trace} has no calls after the start of the run: there is nothing to explain")
 

@@ -10,4 +10,5 @@ arguments=()
 for argument in "$@"; do
     if [[ $argument == --all ]]; then selected=""; else arguments+=("$argument"); fi
 done
-exec python -m pytest -m "$selected" ${arguments[@]+"${arguments[@]}"}
+# Two at a time: much of a test is waiting for processes to start. What one file shares, such as Ray, is started once.
+exec python -m pytest -n 2 --dist loadfile -m "$selected" ${arguments[@]+"${arguments[@]}"}

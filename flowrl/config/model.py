@@ -121,9 +121,13 @@ class EngineConfig(Config):
     compile: bool = False
     """Compile each layer with torch.compile; pays off on GPUs after the first steps."""
 
+    packing: Literal["auto", "always", "never"] = "auto"
+    """Run rows one after another without padding: `auto` where the model can (docs/models.md), others in padded rows of
+    similar length."""
+
     max_tokens_per_microbatch: PositiveInt = 16384
-    """Tokens per rank, padding included, of one forward pass; a longer row stands alone. Lower it when memory runs
-    out."""
+    """Tokens per rank of one forward pass, padding included where there is some; a longer row stands alone. Lower it
+    when memory runs out."""
 
     @model_validator(mode="after")
     def _check(self) -> "EngineConfig":

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, NamedTuple
 
-from pydantic import AfterValidator, BeforeValidator, PlainValidator, PositiveInt
+from pydantic import AfterValidator, BeforeValidator, PlainValidator, PositiveFloat, PositiveInt
 
 from flowrl.config.base import Config, Device
 
@@ -89,6 +89,10 @@ class Placement(Config):
 
     roles: Mapping[str, Annotated[str | RolePlacement, BeforeValidator(_read_role)]]
     """The pool of each role: its name, or a mapping with parallel sizes too. Roles of one pool share its devices."""
+
+    memory_gb: PositiveFloat | None = None
+    """Memory of each device in 10^9 bytes, which a plan must fit into; null asks this machine, whose CPU slots share
+    its memory."""
 
     def role(self, name: str) -> RolePlacement:
         """The placement of role `name`, which must be one of `roles`."""

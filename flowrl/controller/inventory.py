@@ -4,6 +4,10 @@ import os
 import shutil
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import psutil
 
 from flowrl.config.base import Device
 from flowrl.controller.plan import Inventory, PlacementError
@@ -51,6 +55,25 @@ def cluster_inventory(
     return Inventory(tuple(devices), kind)
 
 
+def local_memory(kind: Literal["cpu", "cuda"]) -> int | None:
+    """Bytes of this machine's memory, which its CPU slots share, or of its smallest GPU; None where none answers."""
+    return _host_memory() if kind == "cpu" else _gpu_memory()
+
+
+def _host_memory() -> int:
+    total = psutil.virtual_memory().total
+    # A container may be given less than the machine has.
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else ""
+    return min(total, int(text)) if text.isdecimal() else total
+
+
+def _gpu_memory() -> int | None:
+    listing = _ask_driver("--query-gpu=memory.total", "--format=csv,noheader,nounits")
+    mebibytes = [int(line) for line in listing.split() if line.isdecimal()]
+    return min(mebibytes) * 2**20 if mebibytes else None
+
+
 def _num_cores() -> int:
     # A container or a job scheduler may give this process fewer cores than the machine has.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -58,18 +81,23 @@ def _num_cores() -> int:
 
 def _num_gpus() -> int:
     """GPUs that a CUDA program started now would see."""
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return 0
-    try:
-        listing = subprocess.run([command, "-L"], capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    present = sum(line.startswith("GPU ") for line in listing.stdout.splitlines()) if listing.returncode == 0 else 0
+    present = sum(line.startswith("GPU ") for line in _ask_driver("-L").splitlines())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None or not present:
         return present
     return _num_visible(visible, present)
+
+
+def _ask_driver(*options: str) -> str:
+    """What nvidia-smi answers; nothing on a machine without a GPU."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return ""
+    try:
+        found = subprocess.run([command, *options], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return found.stdout if found.returncode == 0 else ""
 
 
 def _num_visible(visible: str, present: int) -> int:

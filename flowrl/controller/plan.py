@@ -379,14 +379,15 @@ def render_plan(plan: Plan) -> str:
     idle = (plan.num_devices or 0) - len(places)
     used = f"{len(places)} of {plan.num_devices}" if idle > 0 else f"{len(places)}"
     title = f"{used} {plan.kind} devices; columns are node:device, cells are ranks"
-    return "\n".join([title, *_aligned(rows)])
+    return "\n".join([title, *aligned(rows, 3)])
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> Iterable[str]:
+def aligned(rows: Sequence[Sequence[str]], num_words: int) -> Iterable[str]:
+    """The rows of a table as lines. The first columns, so many, stand to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         words = [
-            word.ljust(width) if i < 3 else word.rjust(width)
+            word.ljust(width) if i < num_words else word.rjust(width)
             for i, (word, width) in enumerate(zip(row, widths, strict=True))
         ]
         yield "  ".join(words).rstrip()

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from flowrl.engines.attention import capped_attention
+
 SLOT_MULTIPLE = 32
 _ATTENTION = "flowrl_slots"
 
@@ -60,7 +62,7 @@ def _slot_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     grouped = query.shape[1] != key.shape[1]
     if softcap is not None:
-        return _capped_attention(query * scale, key, value, attention_mask, softcap), None
+        return capped_attention(query * scale, key, value, attention_mask, softcap), None
     if attention_mask is None:
         output = nn.functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
@@ -70,23 +72,6 @@ def _slot_attention(
     query_BHGD = (query * scale).view(num_rows, key.shape[1], -1, head_dim)
     weights_BHGC = torch.matmul(query_BHGD, key.transpose(2, 3)).add_(attention_mask).softmax(-1)
     return torch.matmul(weights_BHGC, value).view(num_rows, 1, num_heads, -1), None
-
-
-def _capped_attention(
-    query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, softcap: float
-) -> Tensor:
-    """The same where logits are bounded by `softcap`, softly; the query is scaled already."""
-    length = query.shape[2]
-    query_BHGLD = query.unflatten(1, (key.shape[1], -1))
-    logits_BHGLC = torch.matmul(query_BHGLD, key.transpose(2, 3)[:, :, None])
-    logits_BHGLC = torch.tanh(logits_BHGLC / softcap) * softcap
-    if attention_mask is None:
-        unseen_LC = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
-        logits_BHGLC = logits_BHGLC.masked_fill(unseen_LC, -math.inf)
-    else:
-        logits_BHGLC = logits_BHGLC + attention_mask[:, :, None]
-    attended = torch.matmul(logits_BHGLC.softmax(-1), value[:, :, None])
-    return attended.flatten(1, 2).transpose(1, 2)
 
 
 class _SlotLayer(CacheLayerMixin):

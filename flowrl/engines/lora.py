@@ -45,7 +45,7 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig) -> None:
     Its weights are float32 at least, and the same in every process.
 
     Args:
-        model: whole, on the CPU.
+        model: whole, on the CPU; its weights may be on `meta` still, and stay there. The adapter's are made at once.
         config: rank, scale, and which layers.
     Raises:
         LoraError: a target is no linear layer of the model.
@@ -61,14 +61,27 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig) -> None:
     peft.inject_adapter_in_model(settings, model, _ADAPTER)
     generator = torch.Generator().manual_seed(0)
     for layer in adapter_layers(model).values():
-        for matrix in _matrices(layer).values():
-            matrix.data = matrix.data.to(torch.promote_types(matrix.dtype, torch.float32))
+        for name, matrix in _matrices(layer).items():
+            # Made anew: peft puts them where the layer's weight is, which may be nowhere.
+            made = torch.zeros(matrix.shape, dtype=torch.promote_types(matrix.dtype, torch.float32))
+            getattr(layer, name)[_ADAPTER].weight = nn.Parameter(made)
         nn.init.kaiming_uniform_(_matrices(layer)["lora_A"], a=math.sqrt(5), generator=generator)
 
 
 def adapter_layers(model: nn.Module) -> dict[str, LoraLinear]:
     """The layers of a model that have an adapter, by their names; none for a model without."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+
+
+def cut_layers(model: nn.Module, path: str, *, by_outputs: bool) -> list[str]:
+    """Where a tensor-parallel cut of the layer at `path` has to be made, by its outputs or else by its inputs.
+
+    With an adapter those are two linear layers, cut alike: the layer's own, and the matrix that has the same outputs
+    (B) or inputs (A). The other one stays whole: it makes rank numbers of each token, or takes them, as all peers do.
+    """
+    if path not in adapter_layers(model):
+        return [path]
+    return [path + _BASE, f"{path}.lora_{'B' if by_outputs else 'A'}.{_ADAPTER}"]
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from transformers.utils import logging as transformers_logging
 
 from flowrl.config import ModelConfig, UserError
 from flowrl.engines.lora import model_weights
+from flowrl.engines.pack import Pack
 from flowrl.engines.sequence import SharesRows, run_backbone, whole_rows
 from flowrl.engines.sharded_load import empty_model
 
@@ -75,16 +76,20 @@ class CriticModel(SharesRows):
         if head == "fresh":
             _draw_head(self.value_head, seed)
 
-    def forward(self, input_ids_BL: Tensor) -> Tensor:
+    def forward(self, input_ids_BL: Tensor, pack: Pack | None = None) -> Tensor:
         """The value of the state in which each token is chosen.
 
         Args:
             input_ids_BL: int64 [B, L], right-padded.
+            pack: of these rows, to run them without padding.
         Returns: [B, L] in at least float32; column t is read from the hidden state at t - 1, column 0 is 0.
         """
-        hidden_BlD = run_backbone(self.backbone, input_ids_BL, self.sequence)
+        ids_BL = input_ids_BL if pack is None else pack.flat(input_ids_BL)
+        hidden_BlD = run_backbone(self.backbone, ids_BL, self.sequence, pack)
         values_Bl = at_least_float32(self.value_head(hidden_BlD.to(self.value_head.weight.dtype)).squeeze(-1))
-        values_BL = whole_rows(values_Bl, input_ids_BL.shape[1], self.sequence)
+        values_BL = whole_rows(values_Bl, ids_BL.shape[1], self.sequence)
+        if pack is not None:
+            values_BL = pack.rows(values_BL, input_ids_BL.shape)
         return nn.functional.pad(values_BL[:, :-1], (1, 0))
 
 
@@ -128,17 +133,21 @@ class RewardModel(SharesRows):
         self.model = model
         self._head_name = next(name for name, module in model.named_modules() if module is head)
 
-    def forward(self, input_ids_BL: Tensor, lengths_B: Tensor) -> Tensor:
+    def forward(self, input_ids_BL: Tensor, lengths_B: Tensor, pack: Pack | None = None) -> Tensor:
         """One score per row.
 
         Args:
             input_ids_BL: int64 [B, L], right-padded.
             lengths_B: int64 [B], each at least 1.
+            pack: of these rows, to run them without padding.
         Returns: [B] in at least float32.
         """
-        hidden_BlD = run_backbone(self.model.base_model, input_ids_BL, self.sequence)
+        ids_BL = input_ids_BL if pack is None else pack.flat(input_ids_BL)
+        hidden_BlD = run_backbone(self.model.base_model, ids_BL, self.sequence, pack)
         scores_Bl = at_least_float32(self.model.get_submodule(self._head_name)(hidden_BlD).squeeze(-1))
-        scores_BL = whole_rows(scores_Bl, input_ids_BL.shape[1], self.sequence)
+        scores_BL = whole_rows(scores_Bl, ids_BL.shape[1], self.sequence)
+        if pack is not None:
+            scores_BL = pack.rows(scores_BL, input_ids_BL.shape)
         # A row without tokens, which fills up a round, is read at its first place.
         return scores_BL.gather(1, (lengths_B - 1).clamp(min=0)[:, None]).squeeze(1)
 
@@ -190,11 +199,13 @@ def save_model(
     """
     if folder.exists():
         raise ModelError(f"{folder} exists already; a model is not written over another: name a new folder")
-    weights = {}
+    weights, wholes = {}, {}
     for name, weight in model_weights(model).items():
-        whole = weight.whole()
-        if wanted:
-            weights[name] = whole.cpu()
+        # One tensor for all names of a tied weight, which transformers then writes once.
+        if id(weight.stored) not in wholes:
+            whole = weight.whole()
+            wholes[id(weight.stored)] = whole.cpu() if wanted else None
+        weights[name] = wholes[id(weight.stored)]
     if not wanted:
         return
     partial = folder.with_name(folder.name + ".partial")

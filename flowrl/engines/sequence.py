@@ -17,6 +17,8 @@ from torch.distributed import ProcessGroup
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from flowrl.config import UserError
+from flowrl.engines.attention import attend, no_mask, pack_arguments
+from flowrl.engines.pack import Pack
 
 _ATTENTION = "flowrl_sequence_parallel"
 
@@ -69,18 +71,32 @@ def _not_plain(settings: dict[str, Any]) -> list[str]:  # Any: as transformers' 
     return found
 
 
-def run_backbone(backbone: nn.Module, input_ids_BL: Tensor, group: ProcessGroup | None) -> Tensor:
+def run_backbone(
+    backbone: nn.Module, input_ids_BL: Tensor, group: ProcessGroup | None, pack: Pack | None = None
+) -> Tensor:
     """The hidden states [B, l, D] of this rank's stretch of every row; of whole rows where there is no group.
 
-    Rows are filled up to a length that the ranks divide; causal attention keeps that from what is real.
+    Rows are filled up to a length that the ranks divide; causal attention keeps that from what is real. A pack is one
+    row [1, T] of many, and attention keeps those apart.
     """
+    packed: dict[str, Any] = {}  # Any: what kinds of attention take
+    if pack is not None:
+        assert isinstance(backbone, PreTrainedModel), "packs are for models that transformers can tell of them"
+        packed = pack_arguments(backbone, pack)
     if group is None:
-        return backbone(input_ids=input_ids_BL, use_cache=False).last_hidden_state
+        if pack is not None:
+            packed["position_ids"] = pack.positions_T[None]
+        return backbone(input_ids=input_ids_BL, use_cache=False, **packed).last_hidden_state
     stretch = _stretch(input_ids_BL, group)
-    padded_BL = nn.functional.pad(input_ids_BL, (0, stretch * group.size() - input_ids_BL.shape[1]))
-    positions_l = torch.arange(stretch, device=padded_BL.device) + group.rank() * stretch
+    filling = (0, stretch * group.size() - input_ids_BL.shape[1])
+    padded_BL = nn.functional.pad(input_ids_BL, filling)
+    places_l = torch.arange(stretch, device=padded_BL.device) + group.rank() * stretch
+    positions_l = places_l if pack is None else nn.functional.pad(pack.positions_T, filling)[places_l]
     output = backbone(
-        input_ids=padded_BL[:, positions_l], position_ids=positions_l.expand(len(padded_BL), -1), use_cache=False
+        input_ids=padded_BL[:, places_l],
+        position_ids=positions_l.expand(len(padded_BL), -1),
+        use_cache=False,
+        **packed,
     )
     return output.last_hidden_state
 
@@ -160,6 +176,7 @@ def _attend(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
+    pack: Pack | None = None,
     **_: Any,  # Any: what transformers hands to every kind of attention
 ) -> tuple[Tensor, None]:
     """Causal attention in the form that transformers calls: [B, H, l, E] in, [B, l, H, E] out."""
@@ -168,16 +185,12 @@ def _attend(
     repeats = max(1, group.size() // key.shape[1])
     key, value = (states.repeat_interleave(repeats, dim=1) for states in (key, value))
     query, key, value = (_heads_of_whole_rows(states, group) for states in (query, key, value))
-    attended = nn.functional.scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
-    )
-    return _stretches_of_all_heads(attended, group).transpose(1, 2).contiguous(), None
-
-
-def _no_mask(**_: Any) -> None:
-    """Causal attention needs none; transformers asks each kind of attention for its own."""
-    return
+    real = query.shape[2] if pack is None else len(pack.positions_T)
+    rows = (query[:, :, :real], key[:, :, :real], value[:, :, :real])
+    attended_BLhE = attend(*rows, pack=pack, scaling=scaling)
+    attended_BhLE = nn.functional.pad(attended_BLhE.transpose(1, 2), (0, 0, 0, query.shape[2] - real))
+    return _stretches_of_all_heads(attended_BhLE, group).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(_ATTENTION, _attend)
-AttentionMaskInterface.register(_ATTENTION, _no_mask)
+AttentionMaskInterface.register(_ATTENTION, no_mask)

@@ -20,6 +20,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
+from flowrl.engines.lora import model_weights
 from flowrl.engines.residency import named_weights
 
 
@@ -33,7 +34,7 @@ class _Stored:
 
 
 _stored: WeakKeyDictionary[nn.Module, Mapping[str, _Stored]] = WeakKeyDictionary()
-"""Model whose weights are yet to be read -> where each is, by its name in the model."""
+"""Model whose weights are yet to be read -> where each is, by its name in the model without an adapter."""
 
 
 def empty_model(
@@ -98,9 +99,10 @@ def read_parts(model: nn.Module, device: torch.device) -> None:
     for first, *others in names:
         _replace(model, others, model.get_parameter(first))
     for language_model in [module for module in model.modules() if module in _stored]:
+        weights = model_weights(language_model)
         for name, stored in _stored.pop(language_model).items():
             with torch.no_grad():
-                _read(language_model.get_parameter(name), stored)
+                _read(weights[name].stored, stored)
 
 
 def _read(weight: Tensor, stored: _Stored) -> None:

@@ -5,6 +5,7 @@ layer and the whole. Gradients are made sums over ranks, which FSDP2 would make 
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
@@ -21,9 +22,11 @@ from transformers import PreTrainedModel
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from flowrl.config import EngineConfig, UserError
-from flowrl.engines.lora import adapter_layers
+from flowrl.engines.attention import FLASH, ROWS, why_padded
+from flowrl.engines.lora import cut_layers
 from flowrl.engines.models import caps_attention
 from flowrl.engines.rank_mesh import RankMesh
+from flowrl.engines.sequence import SharesRows
 
 _STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
@@ -79,10 +82,14 @@ def shard_model(model: nn.Module, mesh: RankMesh, config: EngineConfig, compute_
             unit.set_force_sum_reduction_for_comms(True)
 
 
-def choose_attention(model: PreTrainedModel, wanted: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Sets a model's attention kernels. Raises `EngineError` where those that were asked for cannot run."""
+def choose_attention(
+    model: PreTrainedModel, config: EngineConfig, device: torch.device, dtype: torch.dtype, *, packs: bool
+) -> None:
+    """Sets a model's attention kernels; those for packed rows, if `packs`. Raises `EngineError` where those that were
+    asked for cannot run."""
+    wanted = config.attention
     fits = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
-    if wanted == "flash_attention_2" and not fits:
+    if wanted == FLASH and not fits:
         raise EngineError(
             f"engine.attention is flash_attention_2, which needs a GPU and bfloat16 or float16, and the model is in "
             f"{str(dtype).removeprefix('torch.')} on {device.type}: set attention: auto"
@@ -92,8 +99,22 @@ def choose_attention(model: PreTrainedModel, wanted: str, device: torch.device, 
             f"engine.attention is sdpa, which leaves out the cap on attention's logits that {type(model).__name__} "
             f"has: set attention: auto"
         )
-    if wanted == "flash_attention_2" or (wanted == "auto" and fits and is_flash_attn_2_available()):
-        model.set_attn_implementation("flash_attention_2")
+    if wanted == FLASH or (wanted == "auto" and fits and is_flash_attn_2_available()):
+        model.set_attn_implementation(FLASH)
+    elif packs:
+        model.set_attn_implementation(ROWS)
+
+
+def packs_rows(model: nn.Module, config: EngineConfig) -> bool:
+    """Whether a model runs packed rows. Raises `EngineError` where it was asked to and cannot."""
+    if config.packing == "never":
+        return False
+    reasons = [f"{type(part).__name__} has {why}" for part in language_models(model) if (why := why_padded(part))]
+    if not isinstance(model, SharesRows):
+        reasons.append(f"{type(model).__name__} does not run its backbone by flowrl.engines.sequence")
+    if reasons and config.packing == "always":
+        raise EngineError(f"engine.packing is always, but {reasons[0]}, so its rows are padded: set packing: auto")
+    return not reasons
 
 
 def language_models(model: nn.Module) -> Iterator[PreTrainedModel]:
@@ -117,8 +138,6 @@ def layers(model: nn.Module) -> list[nn.Module]:
 def _cut_layers(model: PreTrainedModel, mesh: RankMesh) -> None:
     """Tensor parallelism of the layers' matrices; what is not in the plan is computed alike by all peers."""
     name = type(model).__name__
-    if adapter_layers(model):
-        raise EngineError(f"{name} has a LoRA adapter, which tp {mesh.tp} cannot cut: set tp: 1 and strategy: fsdp")
     # Embeddings and heads stay whole on each tensor-parallel rank: fsdp cuts them over the others.
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     uncut = {path for path, module in model.named_modules() if any(module is end for end in ends)}
@@ -136,4 +155,18 @@ def _cut_layers(model: PreTrainedModel, mesh: RankMesh) -> None:
         if count % mesh.tp:
             raise EngineError(f"{name} has {what} {count}, which tp {mesh.tp} does not divide: set tp to a divisor")
     assert mesh.devices is not None
-    parallelize_module(model, mesh.devices["tp"], {pattern: _STYLES[style]() for pattern, style in plan.items()})
+    frozen = [path for path, weight in model.named_parameters() if not weight.requires_grad]
+    for pattern, style in plan.items():
+        for path in _named_by(pattern, model):
+            for layer in cut_layers(model, path, by_outputs=style.startswith("colwise")):
+                parallelize_module(model.get_submodule(layer), mesh.devices["tp"], _STYLES[style]())
+    for path in frozen:
+        # torch's style for norms gives them weights that are trained.
+        model.get_parameter(path).requires_grad_(False)
+
+
+def _named_by(pattern: str, model: nn.Module) -> list[str]:
+    """The modules that a pattern of a plan names; `*` is one part of a path."""
+    parts = pattern.split(".")
+    paths = [path.split(".") for path, _ in model.named_modules()]
+    return [".".join(p) for p in paths if len(p) == len(parts) and all(map(fnmatchcase, p, parts))]

@@ -30,7 +30,7 @@ from flowrl.engines.rank_mesh import ALONE, RankMesh
 from flowrl.engines.residency import move_model, move_optimizer
 from flowrl.engines.sequence import SharesRows, share_attention
 from flowrl.engines.sharded_load import place, read_parts
-from flowrl.engines.sharding import choose_attention, cuts_model, language_models, layers, shard_model
+from flowrl.engines.sharding import choose_attention, cuts_model, language_models, layers, packs_rows, shard_model
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -89,10 +89,12 @@ class TrainEngine:
         self._max_tokens = engine.max_tokens_per_microbatch * (1 if mesh.sequence is None else mesh.sequence.size())
         self._compute_dtype = None if engine.compute_dtype is None else _DTYPES[engine.compute_dtype]
         self.model = place(model, self.device).eval()
+        self._packs = packs_rows(model, engine)
         for language_model in language_models(model):
             if engine.gradient_checkpointing:
                 language_model.gradient_checkpointing_enable({"use_reentrant": False})
-            choose_attention(language_model, engine.attention, self.device, self._compute_dtype or language_model.dtype)
+            dtype = self._compute_dtype or language_model.dtype
+            choose_attention(language_model, engine, self.device, dtype, packs=self._packs)
             if mesh.sequence is not None:
                 share_attention(language_model, mesh.sequence)
         if mesh.sequence is not None:
@@ -176,7 +178,7 @@ class TrainEngine:
             FloatingPointError: the gradient is not finite; the weights are unchanged.
         """
         assert self._config is not None and self._optimizer is not None, "this engine was made without an optimizer"
-        micros = microbatches(table, self._max_tokens)
+        micros = microbatches(table, self._max_tokens, packed=self._packs)
         denominators, num_rounds = self._agree(table, mask_column, len(micros))
         if denominators.tokens == 0:
             return {"skipped_update": Max(1.0)}
@@ -210,7 +212,7 @@ class TrainEngine:
         move_model(self.model, self._home)
 
     def _forward(self, table: TensorDictBase, forward: Forward) -> Iterator[tuple[MicroBatch, Tensor]]:
-        micros = microbatches(table, self._max_tokens)
+        micros = microbatches(table, self._max_tokens, packed=self._packs)
         num_rounds = int(self.mesh.gather(self._counts(len(micros))).max()) if self.is_sharded else len(micros)
         with torch.no_grad():
             for number, micro in enumerate(self._filled_up(micros, table, num_rounds)):
@@ -236,7 +238,7 @@ class TrainEngine:
         """A sharded layer is put together from all ranks, so each of them makes as many passes as any other."""
         yield from micros
         if self.is_sharded:
-            yield from [empty_microbatch(table)] * (num_rounds - len(micros))
+            yield from [empty_microbatch(table, packed=self._packs)] * (num_rounds - len(micros))
 
     @contextmanager
     def _training(self) -> Iterator[None]:

@@ -3,7 +3,7 @@
 import json
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,59 @@ class Row:
         return cls(event.pool, event.device_label, event.role, event.rank)
 
 
-def chrome_trace(events: Sequence[CallEvent]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Resume:
+    """Where another process went on with a run."""
+
+    number: int
+    """Of its first call."""
+    step: int
+    """That it went on after."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """All calls of a run, in the order of submission, those of one process after those of the one before."""
+
+    events: Sequence[CallEvent] = ()
+    resumes: Sequence[Resume] = ()
+
+    def up_to_save(self, saved_at_s: float) -> "Trace":
+        """What was submitted until a checkpoint's own save: the last call of that name before its manifest was written.
+
+        Args:
+            saved_at_s: seconds since 1970 at which the manifest was written.
+        """
+        until_ns = saved_at_s * 1e9
+        saves = [e.number for e in self.events if e.method == _SAVE and e.submitted_ns <= until_ns]
+        last = max(saves, default=0)
+        kept = [event for event in self.events if event.number <= last]
+        return Trace(kept, [resume for resume in self.resumes if resume.number <= last])
+
+    def followed_by(self, events: Sequence[CallEvent], step: int) -> "Trace":
+        """With the calls of the process that went on after a step, which had counted them from the start."""
+        past = max((event.number for event in self.events), default=0)
+        later = [replace(e, number=e.number + past, inputs=tuple(i + past for i in e.inputs)) for e in events]
+        resumes = [Resume(min(event.number for event in later), step)] if later else []
+        return Trace([*self.events, *later], [*self.resumes, *resumes])
+
+    def last_process(self) -> list[CallEvent]:
+        """The calls of the process that wrote last."""
+        first = max((resume.number for resume in self.resumes), default=0)
+        return [event for event in self.events if event.number >= first]
+
+
+_SAVE = "save_checkpoint"
+"""The registered method by which workers take part in checkpoints."""
+
+
+def chrome_trace(events: Sequence[CallEvent], resumes: Sequence[Resume] = ()) -> dict[str, Any]:
     """The events in the Chrome trace format.
 
     A process per pool and device, in it a thread per role and rank; times are microseconds from the first submission.
     `args` of each call has what it waited for, in milliseconds, and all of its event that is not said elsewhere, in
-    nanoseconds. An arrow comes to each call from the last result that it waited for.
+    nanoseconds. An arrow comes to each call from the last result that it waited for. A mark across all rows stands
+    where another process went on with the run.
     """
     rows = sorted({Row.of(event) for event in events})
     devices = list(dict.fromkeys((row.pool, row.device) for row in rows))
@@ -64,6 +111,7 @@ def chrome_trace(events: Sequence[CallEvent]) -> dict[str, Any]:
             left_ns = max(last.started_ns, last.ended_ns - 1)
             trace.append(_arrow("s", event, left_ns - origin_ns) | places[last.number])
             trace.append(_arrow("f", event, event.started_ns - origin_ns) | places[event.number] | {"bp": "e"})
+    trace += [_mark(resume, by_number[resume.number].submitted_ns - origin_ns) for resume in resumes]
     return {"traceEvents": trace, "displayTimeUnit": "ms"}
 
 
@@ -107,8 +155,13 @@ def _arrow(phase: str, reader: CallEvent, at_ns: int) -> dict[str, Any]:
     return {"ph": phase, "name": "result", "cat": "result", "id": reader.number, "ts": at_ns / 1e3}
 
 
-def read_trace(path: Path) -> list[CallEvent]:
-    """The events of a trace file, or of the run folder that holds one, in the order of submission.
+def _mark(resume: Resume, at_ns: int) -> dict[str, Any]:
+    name = f"resumed after step {resume.step}"
+    return {"ph": "i", "s": "g", "name": name, "ts": at_ns / 1e3, "pid": 0, "tid": 0, "args": asdict(resume)}
+
+
+def read_trace(path: Path) -> Trace:
+    """A trace file, or that of a run folder.
 
     Raises `TraceError` where there is none, and for a file that `chrome_trace` did not make.
     """
@@ -117,13 +170,14 @@ def read_trace(path: Path) -> list[CallEvent]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
         found = [_event(entry) for entry in value["traceEvents"] if entry["ph"] == "X"]
+        resumes = [Resume(**entry["args"]) for entry in value["traceEvents"] if entry["ph"] == "i"]
     except OSError as error:
         raise TraceError(f"{file} cannot be read ({error.strerror}); {fix}") from error
     except KeyError as error:
         raise TraceError(f"{file} is not the trace of a run of flowrl: it has no {error.args[0]}; {fix}") from error
     except (ValueError, TypeError) as error:
         raise TraceError(f"{file} is not the trace of a run of flowrl; {fix}") from error
-    return sorted(found, key=lambda event: event.number)
+    return Trace(sorted(found, key=lambda event: event.number), resumes)
 
 
 _COUNTS = ("number", "rank", "submitted_ns", "arrived_ns", "started_ns", "ended_ns", "finished_ns")

@@ -14,6 +14,9 @@ import yaml
 
 from flowrl.config.errors import UserError
 
+LOCK = "run.lock"
+"""File in the folder of a run that is going on; see `flowrl.run.lock`."""
+
 
 class RunFolderError(UserError):
     """The output folder cannot take this run."""
@@ -48,9 +51,7 @@ class RunFolder:
             with replacing(folder / "config.yaml") as temporary:
                 temporary.write_text(text, encoding="utf-8")
         except OSError as error:
-            raise RunFolderError(
-                f"output folder {folder} cannot be written ({error.strerror}); set output to a folder that can"
-            ) from error
+            raise unwritable(folder, error) from error
         return cls(folder)
 
     @property
@@ -82,6 +83,19 @@ class RunFolder:
         """The trained policy as a `save_pretrained` folder; write it through `replacing`."""
         return self.path / "model"
 
+    def empty(self) -> None:
+        """Removes all but the lock, which is for who holds it to remove."""
+        for path in self.path.iterdir():
+            if path.name != LOCK:
+                _remove(path)
+
+
+def unwritable(folder: Path, error: OSError) -> RunFolderError:
+    """The error for an output folder that cannot be written."""
+    return RunFolderError(
+        f"output folder {folder} cannot be written ({error.strerror}); set output to a folder that can"
+    )
+
 
 def refuse_if_taken(folder: Path) -> None:
     """Raises `RunFolderError` where a run's folder cannot be made: it holds another run, or something else."""
@@ -92,9 +106,10 @@ def refuse_if_taken(folder: Path) -> None:
         )
     if folder.exists() and not folder.is_dir():
         raise RunFolderError(f"output {folder} is a file; set output to a folder")
-    if folder.exists() and (other := next(folder.iterdir(), None)) is not None:
+    others = [path.name for path in folder.iterdir() if path.name != LOCK] if folder.exists() else []
+    if others:
         raise RunFolderError(
-            f"output folder {folder} is not empty (it has {other.name}); set output to a new or an empty folder"
+            f"output folder {folder} is not empty (it has {others[0]}); set output to a new or an empty folder"
         )
 
 

@@ -30,6 +30,7 @@ MAY_DIFFER = (
     "*engine.reshard_after_forward",
     "*engine.offload",
     "*engine.gradient_checkpointing",
+    "*engine.packing",
     "*engine.max_tokens_per_microbatch",
 )
 """Keys that change time, memory, places or the length of a run, but no number of it."""

@@ -1,9 +1,8 @@
 """Run: what surrounds a recipe's loop. Its groups, its steps, its metrics, its evaluation, its folder."""
 
-import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from itertools import islice
 from types import TracebackType
@@ -16,12 +15,13 @@ from flowrl.controller.worker import Worker
 from flowrl.data.batch import Batch
 from flowrl.data.prompts import PromptStream
 from flowrl.run.checkpoints import Checkpoint, Checkpoints
-from flowrl.run.chrome import chrome_trace
+from flowrl.run.chrome import Trace, TraceError, chrome_trace, read_trace
 from flowrl.run.curves import draw_curves
 from flowrl.run.display import LiveProgress, before_after_table, completions_table
 from flowrl.run.evaluate import Evaluation, Outcome
 from flowrl.run.folder import RunFolder, remove_unfinished, replacing, write_json
 from flowrl.run.interrupt import Interruption
+from flowrl.run.lock import folder_lock
 from flowrl.run.memory import resident_mb
 from flowrl.run.metrics import MetricsLog
 from flowrl.run.resume import found, goes_on
@@ -32,7 +32,7 @@ from flowrl.run.timeline import draw_timeline
 from flowrl.run.trace import busy_fractions, loop_events
 
 _DRAWN_STEPS = 4
-"""Steps that `timeline.png` shows; `trace.json` has all."""
+"""Steps that `timeline.png` shows, of the last process; `trace.json` has all."""
 
 
 class Run:
@@ -44,7 +44,7 @@ class Run:
     With `resume: auto` and a run of this config in the output folder it goes on after that run's newest checkpoint.
 
     Raises:
-        RunFolderError: the output folder is another run's.
+        RunFolderError: the output folder is another run's, or another run is in it now.
         CheckpointError: the newest checkpoint in it is damaged.
         PlacementError: the placement does not fit the devices.
         Interrupted: on leaving, where the run was asked to end.
@@ -60,6 +60,7 @@ class Run:
         self._outcomes: list[Outcome] = []
         self._peak_mb = 0.0
         self._resumed: Checkpoint | None = None
+        self._earlier = Trace()
         self._saver = Saver(Checkpoints(config.output), config.checkpoint)
 
     def __enter__(self) -> Self:
@@ -67,8 +68,9 @@ class Run:
         # Planned before anything is made: a placement that cannot be leaves nothing behind.
         if config.address is None:
             plan_run(config)
-        self._resumed = found(config)
         with ExitStack() as made:
+            made.enter_context(folder_lock(config.output))
+            self._resumed = found(config)
             self._progress = made.enter_context(LiveProgress(config.steps))
             self._interruption = made.enter_context(Interruption(self._progress.say))
             self._progress.say(f"starting {', '.join(type(config).roles)} ({config.backend})")
@@ -92,6 +94,8 @@ class Run:
         self._log = StepLog(self.cluster.calls, elapsed_s)
         if checkpoint is not None:
             self._take(checkpoint.driver())
+            with suppress(TraceError):  # a process that was killed has left none, and it is none that a run needs
+                self._earlier = read_trace(self.folder.trace).up_to_save(checkpoint.manifest.saved_at_s)
 
     def _take(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `_state` gave."""
@@ -329,7 +333,9 @@ class Run:
     def _draw(self, until_ns: int | None = None) -> None:
         draw_curves(self._metrics.history, self.folder.curves)
         events = list(self.cluster.calls.events)
-        write_json(self.folder.trace, chrome_trace(events), indent=None)
+        step = None if self._resumed is None else self._resumed.manifest.step
+        trace = Trace(events) if step is None else self._earlier.followed_by(events, step)
+        write_json(self.folder.trace, chrome_trace(trace.events, trace.resumes), indent=None)
         # A whole run would be stripes; the last steps show what overlaps.
         window_s = sum(line.get("seconds", 0.0) for line in self._metrics.history[-_DRAWN_STEPS:])
         draw_timeline(loop_events(events), self.folder.timeline, window_s=window_s, until_ns=until_ns)
@@ -379,5 +385,5 @@ class Run:
             self._draw()
         else:
             # It failed before it had a result: the next try may use the same folder.
-            shutil.rmtree(self.folder.path)
+            self.folder.empty()
             self._interruption.left = "before a step was done; nothing was kept"

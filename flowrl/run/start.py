@@ -19,6 +19,8 @@ from flowrl.config import (
 from flowrl.controller.inventory import local_inventory
 from flowrl.controller.plan import Plan, RolePlan, plan
 from flowrl.run.folder import refuse_if_taken
+from flowrl.run.lock import refuse_if_held
+from flowrl.run.memory_table import check_memory, room
 from flowrl.run.resume import goes_on
 
 
@@ -41,13 +43,16 @@ def plan_run(config: RunConfig, devices: Sequence[int] | None = None) -> Plan:
 
 
 def check_run(config: RunConfig) -> None:
-    """Refuses what can be told before data and models are read: functions, placement, and the output folder.
+    """Refuses what can be told before data and models are read: functions, placement, memory, and the output
+    folder.
 
-    Raises: as `plan_run`, and `RunFolderError`.
+    Raises: as `plan_run` and `check_memory`, and `RunFolderError`.
     """
     check_functions(config)
     if config.address is None:
-        plan_run(config)
+        planned = plan_run(config)
+        check_memory(config, planned, room(config, planned, here=True))
+    refuse_if_held(config.output)
     if not goes_on(config):
         refuse_if_taken(config.output)
 
@@ -137,7 +142,7 @@ def check_engines(config: RunConfig, planned: Plan) -> None:
 
 
 def check_adapters(config: RunConfig, planned: Plan) -> None:
-    """Refuses adapters of layers that a placement cuts, and a reference on a part of the ranks that run one together.
+    """Refuses a reference on a part of the ranks that run together a model with an adapter, which it would share.
 
     Raises: `ConfigError`.
     """
@@ -145,12 +150,8 @@ def check_adapters(config: RunConfig, planned: Plan) -> None:
         if not isinstance(value, ActorConfig | CriticConfig) or value.lora is None:
             continue
         place = planned.roles[role]
-        if place.mesh.tp > 1:
-            raise ConfigError(
-                f"placement.roles.{role} has tp {place.mesh.tp}, which cannot cut the adapter of {role}.lora: remove "
-                f"tp, and cut the model with {role}.engine.strategy: fsdp"
-            )
-        together = config.backend == "ray" and (value.engine.strategy == "fsdp" or place.mesh.sp > 1)
+        cut = value.engine.strategy == "fsdp" or place.mesh.tp > 1
+        together = config.backend == "ray" and (cut or place.mesh.sp > 1)
         for name, other in config:
             if together and isinstance(other, ReferenceConfig) and other.model == value.model:
                 _check_beside(name, planned.roles[name], role, place)

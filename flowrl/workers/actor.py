@@ -40,7 +40,7 @@ class Actor(TrainedWorker):
         self.config, self.temperature = config, temperature
         self._loss = policy_losses.load(config.loss)
         mesh = mesh_of(self, config.engine)
-        self.model = load_policy(config.model, parts=is_sharded(config.engine, mesh) and config.lora is None)
+        self.model = load_policy(config.model, parts=is_sharded(config.engine, mesh))
         if config.lora is not None:
             add_adapter(self.model, config.lora)
         self.engine = TrainEngine(
@@ -155,7 +155,7 @@ class Actor(TrainedWorker):
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
         config, mask_BL = self.config, micro.tokens[mask_column]
         entropy = "gradient" if config.entropy_coef else "value"
-        logprobs_BL, entropy_BL = model(micro.input_ids, mask_BL, self.temperature, entropy)
+        logprobs_BL, entropy_BL = model(micro.input_ids, mask_BL, self.temperature, entropy, pack=micro.pack)
         loss_BL, details = self._loss_of_policy(logprobs_BL, micro, mask_BL)
         if "loss_weights" in micro.tokens:
             loss_BL = loss_BL * micro.tokens["loss_weights"]
@@ -210,7 +210,7 @@ def _imitation_loss(
     model: nn.Module, micro: MicroBatch, denominators: Denominators
 ) -> tuple[torch.Tensor, dict[str, Metric]]:
     mask_BL = micro.tokens["response_mask"]
-    loss_BL = -model(micro.input_ids, mask_BL)[0]
+    loss_BL = -model(micro.input_ids, mask_BL, pack=micro.pack)[0]
     loss = aggregate(loss_BL, mask_BL, mode="token_mean", denominator=denominators.tokens)
     return loss, token_means({"loss": loss_BL}, mask_BL)
 

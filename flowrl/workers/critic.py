@@ -24,7 +24,7 @@ class Critic(TrainedWorker):
     def __init__(self, config: CriticConfig) -> None:
         self.config = config
         mesh = mesh_of(self, config.engine)
-        parts = is_sharded(config.engine, mesh) and config.lora is None
+        parts = is_sharded(config.engine, mesh)
         model = load_critic(config.model, head=config.head, seed=config.head_seed, parts=parts)
         if config.lora is not None:
             add_adapter(model.backbone, config.lora)
@@ -61,4 +61,4 @@ class Critic(TrainedWorker):
 
 
 def _values(model: nn.Module, micro: MicroBatch) -> torch.Tensor:
-    return model(micro.input_ids)
+    return model(micro.input_ids, micro.pack)

@@ -16,6 +16,7 @@ from flowrl.algorithms import (
 )
 from flowrl.engines.microbatch import MicroBatch
 from flowrl.engines.models import LanguageModel
+from flowrl.engines.pack import Pack
 from flowrl.engines.sequence import SharesRows, own_targets, run_backbone, whole_rows
 
 _TILED_FROM = 8192
@@ -24,7 +25,7 @@ _TILED_FROM = 8192
 
 def policy_logprobs(model: nn.Module, micro: MicroBatch, *, temperature: float) -> Tensor:
     """Log-probability [B, L] of every token of a micro-batch given those before it; 0 at position 0."""
-    return model(micro.input_ids, micro.mask, temperature)[0]
+    return model(micro.input_ids, micro.mask, temperature, pack=micro.pack)[0]
 
 
 class PolicyModel(SharesRows):
@@ -40,6 +41,7 @@ class PolicyModel(SharesRows):
         mask_BL: Tensor,
         temperature: float = 1.0,
         entropy: Literal["none", "value", "gradient"] = "none",
+        pack: Pack | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Log-probability of every token given those before it, and the entropy of what it was drawn from.
 
@@ -48,9 +50,21 @@ class PolicyModel(SharesRows):
             mask_BL: bool [B, L], the tokens that are wanted; what stands elsewhere in the results is no result.
             temperature: > 0, that of the rollout.
             entropy: whether it is wanted, and trained on.
+            pack: of these rows, to run them without padding.
         Returns: both [B, L], in at least float32; 0 at position 0, and all of an entropy that is not wanted.
         """
-        hidden_BlD = run_backbone(self.language_model.base_model, input_ids_BL, self.sequence)
+        if pack is None:
+            return self._of_rows(input_ids_BL, mask_BL, temperature, entropy, None)
+        # Nothing comes before a row's first token, though in a pack the end of another row stands there.
+        wanted_1T = pack.flat(mask_BL) & (pack.positions_T > 0)
+        found = self._of_rows(pack.flat(input_ids_BL), wanted_1T, temperature, entropy, pack)
+        logprobs_BL, entropy_BL = (pack.rows(x_1T, input_ids_BL.shape)[:, 1:] for x_1T in found)
+        return nn.functional.pad(logprobs_BL, (1, 0)), nn.functional.pad(entropy_BL, (1, 0))
+
+    def _of_rows(
+        self, input_ids_BL: Tensor, mask_BL: Tensor, temperature: float, entropy: str, pack: Pack | None
+    ) -> tuple[Tensor, Tensor]:
+        hidden_BlD = run_backbone(self.language_model.base_model, input_ids_BL, self.sequence, pack)
         if self.sequence is None:
             return self._reduce(hidden_BlD, input_ids_BL, mask_BL, temperature, entropy)
         # A stretch's last state chooses the token after it, so that its targets are one longer.

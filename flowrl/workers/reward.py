@@ -9,12 +9,14 @@ from typing import Any, cast
 
 import torch
 from tensordict import TensorDict
+from torch import nn
 
 from flowrl.config import RewardConfig, UserError
 from flowrl.controller.plan import Mesh
 from flowrl.controller.register import Dispatch, register
 from flowrl.controller.worker import Worker
 from flowrl.data.table import make_table, num_rows, objects
+from flowrl.engines.microbatch import MicroBatch
 from flowrl.engines.models import load_reward_model
 from flowrl.engines.train import TrainEngine, is_sharded
 from flowrl.workers.mesh import mesh_of, shares_model
@@ -122,7 +124,7 @@ class RewardModel(ModelWorker):
         """One score `[B]` per row; `evaluation` uses the evaluation function where there is one."""
         if evaluation and self._evaluation is not None:
             return score_rows(batch, self._evaluation, self._evaluation_name)
-        scores_B = self.engine.evaluate_rows(batch, lambda model, micro: model(micro.input_ids, micro.lengths))
+        scores_B = self.engine.evaluate_rows(batch, _scores)
         return make_table({"scores": scores_B.float()})
 
 
@@ -133,3 +135,7 @@ class _SharedRewardModel(RewardModel):
 def reward_worker(config: RewardConfig) -> type[Worker]:
     """The worker class that a reward's config asks for."""
     return Reward if config.model is None else RewardModel
+
+
+def _scores(model: nn.Module, micro: MicroBatch) -> torch.Tensor:
+    return model(micro.input_ids, micro.lengths, micro.pack)

@@ -1,10 +1,7 @@
 """64 MiB handed from one group of four to another, and what that costs in memory and in the driver."""
 
-import socket
-import struct
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -12,15 +9,13 @@ import ray
 
 from flowrl import Batch, WorkerGroup
 from tests.benchmarks.bench_workers import RANKS, ROWS, TOKENS, private_bytes
-from tests.benchmarks.measure import MIB, Figure, alone, paired
+from tests.benchmarks.measure import MIB, Figure, alone, paired, received_bytes
 
 EACH = ROWS // RANKS
 SHIFT = EACH // 2
 """By how many rows another split lies beside the first."""
 
 ORDER = np.random.default_rng(0).permutation(ROWS)
-_RECEIVED_AT = 128
-"""Where Linux's tcp_info has tcpi_bytes_received."""
 
 
 def figures(first: WorkerGroup, second: WorkerGroup, raws: list, others: list, repeats: int) -> list[Figure]:
@@ -94,29 +89,12 @@ def _driver(first: WorkerGroup, second: WorkerGroup, seeds: Batch) -> list[Figur
     """What reaches the driver's process of a hand-over: bytes from its TCP sockets, and all its memory."""
     second.read(first.make(seeds)).get()
     process = psutil.Process()
-    before, private, resident = _received(), private_bytes(), process.memory_info().rss
+    before, private, resident = received_bytes(), private_bytes(), process.memory_info().rss
     second.read(first.make(seeds)).get()
-    after = _received()
+    after = received_bytes()
     received = sum(size - before.get(inode, 0) for inode, size in after.items())
     grown = max(process.memory_info().rss - resident, private_bytes() - private)
     return [
         alone("driver receives over TCP, 64 MiB made and handed on", "KiB", received / 1024, 64),
         alone("driver's memory growth, shared pages too, 64 MiB made and handed on", "MiB", grown / MIB),
     ]
-
-
-def _received() -> dict[str, int]:
-    """Bytes that every TCP socket of this process has received: socket -> bytes, as the kernel counts them."""
-    counts = {}
-    for entry in Path("/proc/self/fd").iterdir():
-        try:
-            target = entry.readlink().name
-            if not target.startswith("socket:"):
-                continue
-            with socket.socket(fileno=socket.dup(int(entry.name))) as own:
-                if own.family in (socket.AF_INET, socket.AF_INET6) and own.type == socket.SOCK_STREAM:
-                    info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
-                    counts[target] = struct.unpack_from("Q", info, _RECEIVED_AT)[0]
-        except OSError:
-            continue  # a descriptor that was closed meanwhile
-    return counts

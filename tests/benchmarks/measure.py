@@ -2,7 +2,9 @@
 
 import os
 import platform
+import socket
 import statistics
+import struct
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -13,6 +15,8 @@ import psutil
 
 WARMUP = 3
 MIB = 1024**2
+_RECEIVED_AT = 128
+"""Where Linux's tcp_info has tcpi_bytes_received."""
 
 
 class Figure(TypedDict, total=False):
@@ -27,17 +31,23 @@ class Figure(TypedDict, total=False):
 
 
 def paired(
-    what: str, ours: Callable[[], object], raw: Callable[[], object], repeats: int, bound: float | None = None
+    what: str,
+    ours: Callable[[], object],
+    raw: Callable[[], object],
+    repeats: int,
+    bound: float | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Figure:
-    """Medians of both in milliseconds, measured in turn; the ratio is the median of the pairs' ratios."""
+    """Medians of both in milliseconds of a clock that tells seconds, measured in turn; the ratio is the median of the
+    pairs' ratios."""
     times: tuple[list[float], list[float]] = ([], [])
     for number in range(repeats + WARMUP):
         # Each side goes first half of the time: what one leaves behind, the other pays for.
         for side in (0, 1) if number % 2 else (1, 0):
-            start_s = time.perf_counter()
+            start_s = clock()
             (ours, raw)[side]()
             if number >= WARMUP:
-                times[side].append((time.perf_counter() - start_s) * 1e3)
+                times[side].append((clock() - start_s) * 1e3)
     mine, theirs = map(statistics.median, times)
     ratio = statistics.median(a / b for a, b in zip(*times, strict=True))
     figure = Figure(what=what, unit="ms", ours=round(mine, 2), raw=round(theirs, 2), ratio=round(ratio, 2))
@@ -64,6 +74,32 @@ def median_ms(call: Callable[[], object], repeats: int) -> float:
         if number >= WARMUP:
             times.append((time.perf_counter() - start_s) * 1e3)
     return statistics.median(times)
+
+
+def received_bytes() -> dict[str, int]:
+    """Bytes that every TCP socket of this process has received: socket -> bytes, as the kernel counts them."""
+    counts = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            target = entry.readlink().name
+            if not target.startswith("socket:"):
+                continue
+            with socket.socket(fileno=socket.dup(int(entry.name))) as own:
+                if own.family in (socket.AF_INET, socket.AF_INET6) and own.type == socket.SOCK_STREAM:
+                    info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
+                    counts[target] = struct.unpack_from("Q", info, _RECEIVED_AT)[0]
+        except OSError:
+            continue  # a descriptor that was closed meanwhile
+    return counts
+
+
+def peak_growth(call: Callable[[], object]) -> int:
+    """Bytes by which this process's peak resident memory grows in a call, beyond what it has before (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")  # a new peak begins
+    before = psutil.Process().memory_info().rss
+    call()
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) - before
 
 
 def machine() -> dict[str, str]:

@@ -1,16 +1,19 @@
 """What rows of very different lengths cost beside rows of one length: tokens per second of an optimizer step.
 
-python -m tests.benchmarks.packing [--repeats N] [--table]
+python -m tests.benchmarks.packing [--repeats N] [--width N] [--rows N] [--table]
 
-Three forms of the same number of tokens: rows of one length; long-tailed lengths (log-normal) as the engine cuts them,
-in micro-batches of similar length under a token budget; and the same rows in the order they come, each micro-batch
-padded to its longest row.
+Four forms of the same number of tokens: rows of one length, padded and packed alike; long-tailed lengths (log-normal)
+packed without padding; padded in micro-batches of similar length under a token budget, as the engine cuts them for
+models that run no packs; and padded in the order they come, each micro-batch to its longest row. Times are the
+processor's, of one thread, which others on the machine disturb least.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from typing import Literal
 
 import torch
 from tensordict import TensorDict
@@ -24,7 +27,7 @@ from flowrl.engines.train import Denominators, TrainEngine
 from flowrl.workers.policy import PolicyModel
 from tests.benchmarks.measure import Figure, alone, machine, paired, table
 
-ROWS, MEDIAN, SPREAD, LONGEST = 128, 96, 0.9, 1024
+MEDIAN, SPREAD, LONGEST = 96, 0.9, 1024
 BUDGET = 4096
 VOCABULARY = 1024
 BOUND = 1 / 0.85
@@ -40,16 +43,16 @@ def rows_of(lengths_B: torch.Tensor) -> TensorDict:
     return make_table({}, {"input_ids": ids_T, "response_mask": mask_T}, lengths_B, len(lengths_B))
 
 
-def long_tailed() -> torch.Tensor:
+def long_tailed(num_rows: int) -> torch.Tensor:
     """Lengths as those of responses: most are short, a few go to the limit."""
-    normal_B = torch.randn(ROWS, generator=torch.Generator().manual_seed(0))
+    normal_B = torch.randn(num_rows, generator=torch.Generator().manual_seed(0))
     return (MEDIAN * (SPREAD * normal_B).exp()).round().long().clamp(8, LONGEST)
 
 
 def imitation(model: torch.nn.Module, micro: MicroBatch, counts: Denominators):
     """Cross-entropy over the mask."""
     mask_BL = micro.tokens["response_mask"]
-    loss = -(model(micro.input_ids, mask_BL)[0] * mask_BL).sum() / counts.tokens
+    loss = -(model(micro.input_ids, mask_BL, pack=micro.pack)[0] * mask_BL).sum() / counts.tokens
     return loss, {"loss": Mean(float(loss.detach()), 1)}
 
 
@@ -67,12 +70,12 @@ def in_order(rows: TensorDict) -> Iterator[TensorDict]:
 class Stepper:
     """One model, its optimizer, and steps over whatever it is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int, packing: Literal["always", "never"]) -> None:
         torch.manual_seed(0)
         config = Qwen2Config(
             vocab_size=VOCABULARY,
-            hidden_size=128,
-            intermediate_size=512,
+            hidden_size=width,
+            intermediate_size=4 * width,
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=4,
@@ -81,7 +84,7 @@ class Stepper:
         self.engine = TrainEngine(
             PolicyModel(Qwen2ForCausalLM(config)),
             OptimizerConfig(lr=1e-4),
-            EngineConfig(max_tokens_per_microbatch=BUDGET),
+            EngineConfig(max_tokens_per_microbatch=BUDGET, packing=packing),
         )
 
     def step(self, rows: TensorDict) -> None:
@@ -95,38 +98,41 @@ class Stepper:
         self.engine.model.zero_grad()
 
 
+def compared(width: int, uneven: TensorDict, repeats: int) -> list[Figure]:
+    """Every form beside rows of one length."""
+    packed, padded = Stepper(width, "always"), Stepper(width, "never")
+    total, num_rows = int(lengths(uneven).sum()), len(lengths(uneven))
+    even = rows_of(torch.full((num_rows,), total // num_rows))
+    parts = list(in_order(uneven))
+    forms: list[tuple[str, Callable[[], object], float | None]] = [
+        ("packed", lambda: packed.step(uneven), BOUND),
+        ("padded, cut by length", lambda: padded.step(uneven), None),
+        ("padded in the order they come", lambda: padded.padded_passes(parts), None),
+        ("rows of one length, packed", lambda: packed.step(even), None),
+    ]
+    return [
+        paired(
+            f"{total} tokens, width {width}: {what}", form, lambda: padded.step(even), repeats, bound, time.process_time
+        )
+        for what, form, bound in forms
+    ]
+
+
 def main() -> None:
-    """Prints the figures; the bound is on the time of long-tailed rows of that of equal ones."""
+    """Prints the figures; the bound is on the time of long-tailed packed rows, of that of equal ones."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--table", action="store_true")
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    ran_on, stepper, uneven = machine(), Stepper(), rows_of(long_tailed())
-    total = int(lengths(uneven).sum())
-    even = rows_of(torch.full((ROWS,), total // ROWS))
-    parts = list(in_order(uneven))
-    found: list[Figure] = [
-        paired(
-            f"a step of {total} tokens in {ROWS} rows of 8 to {LONGEST}, beside rows of one length",
-            lambda: stepper.step(uneven),
-            lambda: stepper.step(even),
-            arguments.repeats,
-            BOUND,
-        ),
-        paired(
-            "the same rows padded in the order they come, beside rows of one length",
-            lambda: stepper.padded_passes(parts),
-            lambda: stepper.step(even),
-            arguments.repeats,
-        ),
-    ]
-    for what, micros in (
-        ("cut by length", microbatches(uneven, BUDGET)),
-        ("in the order they come", [micro for part in parts for micro in microbatches(part, 10**9)]),
-    ):
-        found.append(alone(f"padded tokens of real ones, {what}", "x", sum(m.mask.numel() for m in micros) / total))
+    torch.set_num_threads(1)
+    ran_on, uneven = machine(), rows_of(long_tailed(arguments.rows))
+    found = compared(arguments.width, uneven, arguments.repeats)
+    in_turn = [micro for part in in_order(uneven) for micro in microbatches(part, 10**9)]
+    for what, micros in (("cut by length", microbatches(uneven, BUDGET)), ("in the order they come", in_turn)):
+        share = sum(micro.mask.numel() for micro in micros) / int(lengths(uneven).sum())
+        found.append(alone(f"padded tokens of real ones, {what}, in {len(micros)} passes", "x", share))
     text = table(found).replace("raw Ray", "rows of one length") if arguments.table else None
     sys.stdout.write(f"{text or json.dumps({'machine': ran_on, 'figures': found}, indent=2)}\n")
 

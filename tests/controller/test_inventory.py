@@ -1,10 +1,13 @@
 """The devices of several nodes keep the numbers of their nodes."""
 
+from pathlib import Path
+
+import psutil
 import pytest
 
 from flowrl.config import Placement
 from flowrl.config.base import Device
-from flowrl.controller.inventory import cluster_inventory
+from flowrl.controller.inventory import cluster_inventory, local_memory
 from flowrl.controller.plan import Inventory, PlacementError, plan
 
 NODES = {"names": ("head", "a", "b"), "cpus": (4, 64, 64), "gpus": (0, 8, 4)}
@@ -47,3 +50,28 @@ def test_more_devices_than_a_node_has_are_refused() -> None:
         "devices is [8, 4], more than node 0 (head) has: the cluster's cuda devices are 0 on head, 8 on a, 4 on b; "
         "state at most these, in this order"
     )
+
+
+def test_the_memory_of_cpu_slots_is_the_machines_or_less() -> None:
+    found = local_memory("cpu")
+    assert found is not None and 0 < found <= psutil.virtual_memory().total
+
+
+def driver(folder: Path, answer: str) -> None:
+    """A program in the place of nvidia-smi."""
+    path = folder / "nvidia-smi"
+    path.write_text(f"#!/bin/sh\nprintf '{answer}'\n")
+    path.chmod(0o755)
+
+
+def test_the_memory_of_gpus_is_that_of_the_smallest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert local_memory("cuda") is None
+    driver(tmp_path, r"81559\n40960\n")
+    assert local_memory("cuda") == 40960 * 2**20
+
+
+def test_a_gpu_that_does_not_say_has_no_known_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    driver(tmp_path, r"[N/A]\n")
+    assert local_memory("cuda") is None

@@ -23,7 +23,9 @@ from transformers import (
     Qwen3Config,
 )
 
-from flowrl.config import EngineConfig, OptimizerConfig, UserError
+from flowrl.config import EngineConfig, LoraConfig, OptimizerConfig, UserError
+from flowrl.engines.attention import why_padded
+from flowrl.engines.lora import add_adapter
 from flowrl.engines.microbatch import MicroBatch
 from flowrl.engines.models import caps_attention
 from flowrl.engines.rank_mesh import ALONE, RankMesh, rank_mesh
@@ -102,6 +104,8 @@ FAMILIES: Mapping[str, Family] = {
     "GLM 4": Family(lambda: Glm4Config(**_HEADS), "GLM-4-0414"),
 }
 
+LORA = LoraConfig(rank=4)
+
 SHARED = {"tp": {"strategy": "fsdp"}, "sp": {"strategy": "ddp"}}
 """Kind of parallelism over two ranks -> the engine's settings."""
 
@@ -113,6 +117,13 @@ def build(name: str) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(config).eval()
     if caps_attention(model):
         model.set_attn_implementation("eager")
+    return model
+
+
+def adapted(name: str) -> PreTrainedModel:
+    """The same model with an adapter."""
+    model = build(name)
+    add_adapter(model, LORA)
     return model
 
 
@@ -130,30 +141,34 @@ def train(model: PreTrainedModel, mesh: RankMesh = ALONE, **settings: str) -> di
 
 
 def _loss(model: nn.Module, micro: MicroBatch, counts: Denominators):
-    return weighted_loss(model(micro.input_ids, micro.tokens["response_mask"])[0], micro, counts)
+    return weighted_loss(model(micro.input_ids, micro.tokens["response_mask"], pack=micro.pack)[0], micro, counts)
 
 
 def main(rank: int, folder: Path) -> None:
-    """Joins the other of two processes and writes what both kinds of parallelism made of each family."""
+    """Joins the other of two processes and writes what both kinds of parallelism made of each family, and tensor
+    parallelism of its adapter."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     found = {}
-    for kind, settings in SHARED.items():
+    kinds = [(kind, kind, build) for kind in SHARED] + [("tp", "tp of an adapter", adapted)]
+    for kind, case, made in kinds:
         mesh = rank_mesh(distributed.group.WORLD, device="cpu", **{kind: 2})
         for name in FAMILIES:
             try:
-                found[name, kind] = train(build(name), mesh, **settings)
+                found[name, case] = train(made(name), mesh, **SHARED[kind])
             except UserError as error:
-                found[name, kind] = str(error)
+                found[name, case] = str(error)
     torch.save(found, folder / f"{rank}.pt")
     distributed.destroy_process_group()
 
 
 def markdown(found: Mapping[tuple[str, str], dict | str]) -> str:
     """The table of docs/models.md from what one of the ranks found."""
-    rows = [["family", "class", "also", "`tp`", "`sp`", "hf rollout"], ["---"] * 6]
+    rows = [["family", "class", "also", "`tp`", "`sp`", "packed", "hf rollout"], ["---"] * 7]
     for name, family in FAMILIES.items():
         shared = ["no" if isinstance(found[name, kind], str) else "yes" for kind in SHARED]
         window = "to the window's length" if family.longest < LONGEST else "yes"
-        rows.append([name, f"`{type(build(name)).__name__}`", family.covers, *shared, window])
+        model = build(name)
+        packed = "yes" if why_padded(model) is None else "no"
+        rows.append([name, f"`{type(model).__name__}`", family.covers, *shared, packed, window])
     return "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows)

@@ -5,7 +5,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, distributed, nn
 
-from flowrl.config import EngineConfig, ModelConfig
+from flowrl.config import EngineConfig, LoraConfig, ModelConfig
+from flowrl.engines.lora import adapter_state, add_adapter
 from flowrl.engines.models import load_critic, load_policy, load_reward_model
 from flowrl.engines.rank_mesh import RankMesh, rank_mesh
 from flowrl.engines.train import TrainEngine
@@ -21,6 +22,8 @@ MESHES: dict[str, tuple[int, dict[str, int]]] = {
 }
 """Name -> ranks, and how they are laid out."""
 
+LORA = LoraConfig(rank=4)
+
 IDS = torch.randint(2, 32, (2, 9), generator=torch.Generator().manual_seed(0))
 LENGTHS = torch.tensor([9, 4])
 
@@ -28,7 +31,12 @@ LENGTHS = torch.tensor([9, 4])
 def models(folder: Path, parts: bool) -> dict[str, nn.Module]:
     """Of every kind; a critic with a head of its own, a reward model with a fresh one."""
     policy, critic = ModelConfig(path=folder / "policy"), ModelConfig(path=folder / "critic", dtype="bfloat16")
+    adapted, adapted_critic = load_policy(policy, parts=parts), load_critic(critic, parts=parts)
+    add_adapter(adapted, LORA)
+    add_adapter(adapted_critic.backbone, LORA)
     return {
+        "policy with an adapter": PolicyModel(adapted),
+        "critic with an adapter": adapted_critic,
         "tied policy": PolicyModel(load_policy(ModelConfig(path=folder / "tied"), parts=parts)),
         "policy": PolicyModel(load_policy(policy, parts=parts)),
         "critic": load_critic(critic, parts=parts),
@@ -67,7 +75,8 @@ def main(rank: int, folder: Path) -> None:
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: torch.from_numpy(array) for name, array in export_weights(model).items()}
+    """All of them whole, and the adapter's once more by themselves."""
+    return {name: torch.from_numpy(array) for name, array in export_weights(model).items()} | adapter_state(model)
 
 
 def expected(folder: Path) -> dict[str, tuple[Tensor, dict[str, Tensor]]]:
@@ -75,12 +84,14 @@ def expected(folder: Path) -> dict[str, tuple[Tensor, dict[str, Tensor]]]:
     return {name: (say(model, name), _weights(model)) for name, model in models(folder, parts=False).items()}
 
 
-def growth(mesh: RankMesh, folder: Path, parts: bool) -> int:
-    """Bytes by which this process's peak grows while it loads a policy and cuts it."""
+def growth(mesh: RankMesh, folder: Path, parts: bool, lora: bool) -> int:
+    """Bytes by which this process's peak grows while it loads a policy, perhaps with an adapter, and cuts it."""
     # Linux begins a new peak.
     Path("/proc/self/clear_refs").write_text("5")
     before = _memory("VmRSS")
     policy = load_policy(ModelConfig(path=folder), parts=parts)
+    if lora:
+        add_adapter(policy, LORA)
     TrainEngine(PolicyModel(policy), None, EngineConfig(strategy="fsdp"), mesh=mesh)
     return _memory("VmHWM") - before
 
@@ -91,11 +102,11 @@ def _memory(name: str) -> int:
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
-def measure(rank: int, folder: Path, small: Path, large: Path, parts: bool) -> None:
+def measure(rank: int, folder: Path, small: Path, large: Path, parts: bool, lora: bool) -> None:
     """Writes how much memory one of two processes takes for a large model, once a small one has loaded all code."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     mesh = rank_mesh(distributed.group.WORLD, device="cpu")
-    growth(mesh, small, parts)
-    (folder / f"{rank}.txt").write_text(str(growth(mesh, large, parts)))
+    growth(mesh, small, parts, lora)
+    (folder / f"{rank}.txt").write_text(str(growth(mesh, large, parts, lora)))
     distributed.destroy_process_group()

@@ -4,16 +4,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch.multiprocessing.spawn import spawn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from flowrl.config import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig
 from flowrl.data.files import CheckpointError
-from flowrl.engines.checkpoint import EngineCheckpoints
+from flowrl.engines.checkpoint import EngineCheckpoints, load
 from flowrl.engines.export import DESCRIPTION, describe_adapter, export_policy
 from flowrl.engines.lora import adapter_state, add_adapter, load_adapter_state
 from flowrl.engines.models import ModelError, describe_model
+from flowrl.engines.rank_mesh import ALONE
 from flowrl.engines.train import TrainEngine
 from flowrl.workers.policy import PolicyModel
+from tests.engines.export_ranks import CASES, START, critic_engine, main, values
 from tests.engines.tiny import llama, qwen2, save
 
 
@@ -69,6 +73,42 @@ def test_an_adapter_of_another_model_or_of_none_is_refused(tmp_path: Path) -> No
     _, folder = adapted(tmp_path / "again", tmp_path / "nowhere")
     with pytest.raises(ModelError, match="nowhere"):
         export_policy(folder, tmp_path / "out")
+
+
+@pytest.fixture(scope="module")
+def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two real processes saved, a folder per case with `actor`, `critic` and the whole `policy`."""
+    folder = tmp_path_factory.mktemp("ranks")
+    save(qwen2(), folder / START)
+    spawn(main, (folder,), nprocs=2)
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_two_ranks_saved_is_exported_by_one_process(of_two_ranks: Path, tmp_path: Path, name: str) -> None:
+    export_policy(of_two_ranks / name / "actor", tmp_path / "out")
+    found, expected, start = (
+        load_file(path / "model.safetensors")
+        for path in (tmp_path / "out", of_two_ranks / name / "policy", of_two_ranks / START)
+    )
+    assert found.keys() == expected.keys() == start.keys()
+    assert all(torch.equal(found[weight], expected[weight]) for weight in expected)
+    assert not torch.equal(found["model.layers.0.mlp.up_proj.weight"], start["model.layers.0.mlp.up_proj.weight"])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_critic_that_two_ranks_saved_goes_on_in_one_process(of_two_ranks: Path, name: str) -> None:
+    critic = critic_engine(CASES[name], of_two_ranks, ALONE)
+    load(critic, of_two_ranks / name / "critic")
+    assert critic.num_steps == 2
+    for rank in range(2):
+        said = torch.load(of_two_ranks / f"{rank}.pt")[name]
+        torch.testing.assert_close(values(critic), said, rtol=1e-5, atol=1e-5)
+
+
+def test_a_critic_is_no_policy(of_two_ranks: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="critic describes no language model: only what an Actor saved"):
+        export_policy(of_two_ranks / "fsdp" / "critic", tmp_path / "out")
 
 
 def test_a_folder_is_not_written_over(tmp_path: Path) -> None:

@@ -10,10 +10,16 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from flowrl.config import ModelConfig, RolloutConfig
 from flowrl.engines.hf_rollout import HfRollout, Responses, RolloutError
-from flowrl.engines.models import ModelError, load_critic, load_policy, load_reward_model, save_model
+from flowrl.engines.models import (
+    ModelError,
+    load_critic,
+    load_policy,
+    load_reward_model,
+    save_model,
+)
 from flowrl.engines.sharding import EngineError
 from flowrl.workers.policy import PolicyModel
-from tests.engines.families import FAMILIES, SHARED, build, main, markdown, train
+from tests.engines.families import FAMILIES, SHARED, adapted, build, main, markdown, train
 from tests.engines.losses import logprobs, policy_logits
 from tests.engines.tables import VOCABULARY
 from tests.engines.tiny import save, tokenizer
@@ -39,7 +45,8 @@ def on_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, dict]:
-    return {name: train(build(name)) for name in FAMILIES}
+    """What one process found with padded rows; those that share layers or rows run packed ones."""
+    return {name: train(build(name), packing="never") for name in FAMILIES}
 
 
 @pytest.fixture(params=FAMILIES)
@@ -114,6 +121,15 @@ def test_two_ranks_train_the_weights_of_one_or_refuse(on_two: list[dict], alone:
             assert REFUSED[name, kind] in found[name, kind]
         else:
             torch.testing.assert_close(found[name, kind], alone[name], rtol=0, atol=2e-5)
+
+
+def test_tensor_parallel_ranks_train_the_adapter_of_one_or_refuse(on_two: list[dict], name: str):
+    expected = train(adapted(name))
+    for found in on_two:
+        if (name, "tp") in REFUSED:
+            assert REFUSED[name, "tp"] in found[name, "tp of an adapter"]
+        else:
+            torch.testing.assert_close(found[name, "tp of an adapter"], expected, rtol=0, atol=2e-5)
 
 
 def test_the_documented_table_is_what_was_found(on_two: list[dict]):

@@ -6,6 +6,8 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -41,6 +43,12 @@ def qwen2(dtype: torch.dtype = torch.float32, seed: int = 0, **settings) -> Qwen
 def llama(seed: int = 0) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     return LlamaForCausalLM(LlamaConfig(**{"hidden_size": 32, **SIZES})).eval()
+
+
+def convolving() -> Lfm2ForCausalLM:
+    """A model whose tokens meet outside of attention too."""
+    torch.manual_seed(0)
+    return Lfm2ForCausalLM(Lfm2Config(**{"hidden_size": 32, **SIZES, "layer_types": ["conv", "full_attention"]})).eval()
 
 
 def classifier() -> Qwen2ForSequenceClassification:

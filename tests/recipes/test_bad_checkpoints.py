@@ -1,6 +1,7 @@
 """Checkpoints that cannot be read or written: one sentence, exit code 2, and what was whole before is whole after."""
 
 import json
+import os
 import resource
 import shutil
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from flowrl.cli import main, run_recipe
 from flowrl.config import to_yaml
 from flowrl.data.files import sum_of
+from flowrl.run.lock import folder_lock
 from recipes.ppo.config import PPOConfig
 from recipes.ppo.train import train
 
@@ -136,6 +138,21 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(
     capsys.readouterr()
     assert run() == 2
     assert "checkpoints/step-000001 (Not a directory); make room or set output to a folder" in capsys.readouterr().err
+
+
+def test_a_run_beside_a_live_one_is_refused_and_changes_nothing(
+    checkpoints: Path, run: Callable[..., int], refused: Refused, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = checkpoints.parent
+    with folder_lock(folder):
+        (checkpoints / "step-000003").mkdir()  # it is being saved
+        before = sums(folder)
+        for resume in ("auto", "never"):
+            told = refused(f"resume={resume}")
+            assert f"output folder {folder} is in use by the run of process {os.getpid()} on" in told
+        assert sums(folder) == before and (checkpoints / "step-000003").exists()
+        assert main(["checkpoints", str(folder)]) == 0 and main(["export", str(folder)]) == 0
+    assert run("steps=3") == 0
 
 
 def test_the_checkpoints_are_listed_and_exported_from_the_command_line(

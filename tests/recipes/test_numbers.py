@@ -123,6 +123,7 @@ MAIN = dict.fromkeys(ROLES, "main")
 ADAPTED = {
     "colocated on 2": ({}, MAIN),
     "fsdp": ({"actor": FSDP, "critic": FSDP}, MAIN),
+    "tp": ({}, MAIN | {role: {"pool": "main", "tp": 2} for role in ("actor", "critic", "reference")}),
     "the rollout and the reference elsewhere": ({}, MAIN | {"rollout": "other", "reference": "other"}),
     "a reference in parts, some of them beside the actor": ({"reference": FSDP}, MAIN | {"reference": "main+other"}),
 }
@@ -147,7 +148,7 @@ def test_ppo_with_adapters_gives_the_same_metrics_under_every_placement(
         train_ppo(inline)
         inline_metrics["lora"] = metrics_of(inline)
     engines, roles = ADAPTED[name]
-    pools = {"main": [2]} | ({"other": [1]} if roles != MAIN else {})
+    pools = {"main": [2]} | ({"other": [1]} if "other" in str(roles) else {})
     placement = Placement.model_validate({"device": "cpu", "pools": pools, "roles": roles})
     placed = with_adapters(ppo_config(output=tmp_path / "placed", backend="ray", placement=placement), engines)
     train_ppo(placed)

@@ -13,10 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from flowrl.cli import main
 from flowrl.config import Placement, to_yaml
 from flowrl.engines.export import export_policy
 from flowrl.engines.shards import read_index
 from flowrl.run.checkpoints import Checkpoints
+from flowrl.run.chrome import read_trace
 from flowrl.run.interrupt import Interrupted
 from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train as train_grpo
@@ -139,6 +141,10 @@ def test_grpo_goes_on_to_the_last_bit(grpo_config: Callable[..., GRPOConfig], tm
     again = grpo_config(steps=4, checkpoint=EVERY_2, resume="auto")
     train_grpo(again)
     assert_the_same_run(again, straight)
+    trace = read_trace(again.output)
+    assert [resume.step for resume in trace.resumes] == [2]
+    updates = [sum(event.method == "update" for event in events) for events in (trace.events, trace.last_process())]
+    assert updates[0] == 2 * updates[1] == sum(e.method == "update" for e in read_trace(straight.output).events) > 0
 
 
 def test_adapters_go_on_to_the_last_bit_from_checkpoints_of_them_alone(ppo_config: Configs, tmp_path: Path) -> None:
@@ -152,6 +158,22 @@ def test_adapters_go_on_to_the_last_bit_from_checkpoints_of_them_alone(ppo_confi
     assert not [name for name in read_index(checkpoint / "actor").tensors if ".lora_" not in name]
     export_policy(checkpoint / "actor", tmp_path / "exported")
     exported, model = load_file(tmp_path / "exported" / "model.safetensors"), trained(again)
+    assert exported.keys() == model.keys() and all(torch.equal(exported[name], model[name]) for name in model)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_what_a_cut_actor_saved_is_exported_as_the_run_left_it(
+    ray_session: None, ppo_config: Configs, tmp_path: Path, adapted: bool
+) -> None:
+    config = ppo_config(steps=2, backend="ray", placement=TWO, checkpoint=EVERY_2)
+    config = with_adapters(config, {}) if adapted else config
+    models = {
+        role: getattr(config, role).model_dump() | {"engine": {"strategy": "fsdp"}} for role in ("actor", "critic")
+    }
+    config = PPOConfig.model_validate(config.model_dump() | models)
+    train_ppo(config)
+    assert main(["export", str(config.output), "--output", str(tmp_path / "exported")]) == 0
+    exported, model = load_file(tmp_path / "exported" / "model.safetensors"), trained(config)
     assert exported.keys() == model.keys() and all(torch.equal(exported[name], model[name]) for name in model)
 
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 
 from flowrl.data.events import CallEvent
-from flowrl.run.chrome import TraceError, chrome_trace, read_trace
+from flowrl.run.chrome import Resume, Trace, TraceError, chrome_trace, read_trace
 from flowrl.run.folder import write_json
-from tests.run.call_events import STEP, any_events, call
+from tests.run.call_events import STEP, any_events, call, timed
 
 EVENTS = [
     call("actor", 10_000, 60_000),
@@ -72,14 +72,45 @@ def test_thread_numbers_are_unique_over_all_processes() -> None:
 def test_a_trace_gives_its_events_back(tmp_path_factory: pytest.TempPathFactory, events: list[CallEvent]) -> None:
     path = tmp_path_factory.getbasetemp() / "trace.json"
     write_json(path, chrome_trace(events), indent=None)
-    assert read_trace(path) == sorted(events, key=lambda event: event.number)
+    assert read_trace(path).events == sorted(events, key=lambda event: event.number)
 
 
 def test_times_come_back_to_the_nanosecond_and_nodes_as_they_are_named(tmp_path: Path) -> None:
     now_ns = 1_795_000_000_123_456_789
     event = CallEvent(7, (1, 2), "actor", 3, "host-a", "cuda:1", "main", "update", *range(now_ns, now_ns + 5))
     write_json(tmp_path / "trace.json", chrome_trace([event, replace(event, number=8, node=1)]), indent=None)
-    assert read_trace(tmp_path) == [event, replace(event, number=8, node=1)]
+    assert read_trace(tmp_path).events == [event, replace(event, number=8, node=1)]
+
+
+def saved(number: int, at_s: float) -> CallEvent:
+    """A save that was submitted at a time."""
+    at_ns = int(at_s * 1e9)
+    return timed(number, "actor.save_checkpoint", "cpu:0", (at_ns, at_ns, at_ns, at_ns, at_ns))
+
+
+def test_a_resumed_run_keeps_what_was_before_the_save_that_it_went_on_from(tmp_path: Path) -> None:
+    first = Trace([*STEP, saved(6, 2), replace(STEP[0], number=7), saved(8, 5), replace(STEP[0], number=9)])
+    write_json(tmp_path / "trace.json", chrome_trace(first.events), indent=None)
+    kept = read_trace(tmp_path).up_to_save(saved_at_s=4.5)
+    assert [event.number for event in kept.events] == [1, 2, 3, 4, 5, 6]
+    second = kept.followed_by([*STEP, saved(6, 9)], step=1)
+    write_json(tmp_path / "trace.json", chrome_trace(second.events, second.resumes), indent=None)
+    again = read_trace(tmp_path)
+    assert [event.number for event in again.events] == list(range(1, 13)) and again.resumes == [Resume(7, 1)]
+    assert [event.inputs for event in again.last_process()] == [(), (7,), (7,), (8, 9), (), ()]
+    third = again.up_to_save(saved_at_s=10).followed_by(STEP, step=2)
+    assert third.resumes == [Resume(7, 1), Resume(13, 2)] and len(third.last_process()) == len(STEP)
+    assert again.up_to_save(saved_at_s=4.5).resumes == []
+
+
+def test_a_resume_is_a_mark_across_the_trace() -> None:
+    trace = Trace(STEP).followed_by([replace(event, submitted_ns=1_000) for event in STEP], step=3)
+    (mark,) = (entry for entry in chrome_trace(trace.events, trace.resumes)["traceEvents"] if entry["ph"] == "i")
+    assert (mark["name"], mark["s"], mark["ts"]) == ("resumed after step 3", "g", 1.0)
+
+
+def test_a_process_that_called_nothing_leaves_no_mark() -> None:
+    assert Trace(STEP).followed_by([], step=3).resumes == []
 
 
 def without(name: str) -> str:

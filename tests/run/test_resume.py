@@ -71,7 +71,7 @@ def test_never_is_never(run: Path) -> None:
         {"threads": 3},
         {"placement": {"pools": {"other": [2]}, "roles": {"actor": "other"}}},
         {"checkpoint": {"every": 7, "keep_last": None, "asynchronous": False}},
-        {"engine": {"max_tokens_per_microbatch": 5, "strategy": "ddp"}},
+        {"engine": {"max_tokens_per_microbatch": 5, "packing": "never", "strategy": "ddp"}},
         {"call_timeout_s": None, "backend": "inline"},
     ],
 )

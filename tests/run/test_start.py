@@ -79,6 +79,10 @@ def adapted(reference: str, sizes: dict[str, int], **engine: object) -> KlRun:
     return KlRun.model_validate(settings | {"reference": {"model": {"path": "m"}}})
 
 
+def test_an_adapter_may_be_cut_by_tensor_parallelism() -> None:
+    assert plan_run(adapted("main", {"tp": 2})).roles["actor"].mesh.tp == 2
+
+
 @pytest.mark.parametrize("reference", ["main", "main[1:]", "other"])
 def test_a_reference_may_share_an_adapted_model_or_have_its_own(reference: str) -> None:
     assert plan_run(adapted(reference, {}, strategy="ddp")).roles["reference"].mesh.size == (
@@ -90,18 +94,13 @@ def test_a_reference_may_share_an_adapted_model_or_have_its_own(reference: str) 
     ("reference", "sizes", "engine", "sentence"),
     [
         (
-            "main",
-            {"tp": 2},
-            {"strategy": "fsdp"},
-            r"placement\.roles\.actor has tp 2, which cannot cut the adapter of actor",
-        ),
-        (
             "main[1:]+other[1:]",
             {},
             {"strategy": "fsdp"},
             r"1 of the 2 devices of actor, .*: give it main, or devices of its",
         ),
         ("main[1:]+other[1:]", {"sp": 2}, {}, r"1 of the 2 devices of actor, .*: give it main, or devices of its"),
+        ("main[1:]+other[1:]", {"tp": 2}, {}, r"1 of the 2 devices of actor, .*: give it main, or devices of its"),
     ],
 )
 def test_an_adapter_that_its_ranks_cannot_run_is_refused(

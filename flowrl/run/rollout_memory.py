@@ -1,0 +1,92 @@
+"""What a rollout with transformers takes: keys and values of all rows, as flowrl/engines/kv_cache.py makes room for
+them, and what a prefill or a decode step holds beside that. In bytes."""
+
+from dataclasses import dataclass
+
+from flowrl.config import RolloutConfig
+from flowrl.run.activations import run_bytes
+from flowrl.run.model_size import ModelSize
+from flowrl.run.role_memory import Call, Kind, RoleMemory, RoleModel
+
+SLOT_MULTIPLE = 32
+"""Of flowrl/engines/kv_cache.py."""
+
+MIN_ROWS = 16
+PREFILL_TOKENS = 16384
+"""Of flowrl/engines/hf_rollout.py."""
+
+SAMPLED_ELEMENTS = 2**22
+"""Probabilities that are worked on at a time (flowrl/engines/sampling.py)."""
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What one rank answers in a call, as far as known."""
+
+    rows: int
+    different: int
+    """Prompts among the rows that differ: each is prefilled once."""
+    longest: int
+    """Tokens of the longest prompt."""
+
+
+def rollout_role(
+    size: ModelSize, item: int, config: RolloutConfig, prompts: Prompts, lender: RoleModel | None, kind: Kind
+) -> RoleMemory:
+    """A rollout with weights of its own, or beside an actor with those of the actor.
+
+    Args:
+        item: bytes of a parameter.
+    """
+    whole = 0 if lender is None else lender.whole if lender.is_cut else lender.merged
+    rows = max(MIN_ROWS, min(config.max_rows, prompts.rows))
+    different = min(rows, prompts.different)
+    slots, before = num_slots(prompts.longest, config.max_response_tokens)
+    a_slot = 2 * size.keys * item * size.layers
+    steps = [
+        (different * _round_up(prompts.longest) * a_slot, _prefill(size, item, different * _round_up(prompts.longest))),
+        (rows * _touched(slots, prompts, config, kind) * a_slot, _decode(size, item, rows, slots, before)),
+    ]
+    cache, activations = max(steps, key=sum)
+    generate = Call("generate", activations=activations, whole=whole, cache=cache)
+    weights = size.parameters * item if lender is None else 0
+    return RoleMemory(weights, 0, (generate,), borrows=lender is not None)
+
+
+def num_slots(prompt: int, response: int) -> tuple[int, int]:
+    """(slots of each row at the end, before they last grew): they double when the longest row needs one more."""
+    needed, slots = _needed(prompt, response), _round_up(prompt)
+    before = slots
+    while slots < needed:
+        before, slots = slots, 2 * (slots + SLOT_MULTIPLE)
+    return slots, before
+
+
+def _touched(slots: int, prompts: Prompts, config: RolloutConfig, kind: Kind) -> int:
+    """Slots that take memory. On the CPU those that nothing was written to do not, until rows leave and others, at most
+    three quarters, are copied with all their slots."""
+    if kind == "cuda":
+        return slots
+    return max(_needed(prompts.longest, config.max_response_tokens), 3 * slots // 4)
+
+
+def _prefill(size: ModelSize, item: int, num_tokens: int) -> int:
+    return min(PREFILL_TOKENS, num_tokens) * run_bytes(size, "plain" if item == 4 else "half")
+
+
+def _decode(size: ModelSize, item: int, rows: int, slots: int, before: int) -> int:
+    """Logits of this step and of the one before, and of some rows probabilities, in float64 their sums, and
+    log-probabilities; or one layer's scores and weights and the mask; or one layer's keys, copied into more slots."""
+    sampled = min(rows, max(1, SAMPLED_ELEMENTS // size.vocabulary)) * size.vocabulary
+    logits = 2 * rows * size.vocabulary * item + sampled * (16 if item == 4 else 20)
+    attention = rows * slots * (2 * size.heads * item + 1 + item)
+    return max(logits, attention, 2 * size.keys * item * rows * before)
+
+
+def _needed(prompt: int, response: int) -> int:
+    """The last token of a response is said and not run."""
+    return _round_up(prompt + response - 1)
+
+
+def _round_up(number: int) -> int:
+    return -(-number // SLOT_MULTIPLE) * SLOT_MULTIPLE

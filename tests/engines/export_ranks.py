@@ -1,0 +1,98 @@
+"""What each of two processes of an export test runs: models read in parts, trained, and saved as checkpoints."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, distributed
+
+from flowrl.config import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig
+from flowrl.engines.checkpoint import EngineCheckpoints
+from flowrl.engines.export import DESCRIPTION, describe_adapter
+from flowrl.engines.lora import add_adapter
+from flowrl.engines.models import describe_model, load_critic, load_policy, save_model
+from flowrl.engines.rank_mesh import ALONE, RankMesh, rank_mesh
+from flowrl.engines.train import TrainEngine, is_sharded
+from flowrl.workers.policy import PolicyModel
+from tests.engines.strategies import critic_loss, policy_loss
+from tests.engines.tables import table
+
+LORA = LoraConfig(rank=4, alpha=8.0)
+START = "start"
+"""Folder of the model that all begin with."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """How two ranks share a model."""
+
+    settings: dict
+    tp: int = 1
+    lora: LoraConfig | None = None
+
+
+CASES = {
+    "ddp": Case({"strategy": "ddp"}),
+    "fsdp": Case({"strategy": "fsdp"}),
+    "tp": Case({}, tp=2),
+    "an adapter, ddp": Case({"strategy": "ddp"}, lora=LORA),
+    "an adapter, fsdp": Case({"strategy": "fsdp"}, lora=LORA),
+    "an adapter, tp": Case({}, tp=2, lora=LORA),
+}
+
+
+def policy_engine(case: Case, folder: Path, mesh: RankMesh) -> TrainEngine:
+    engine = _engine(case, mesh)
+    model = load_policy(ModelConfig(path=folder / START), parts=is_sharded(engine, mesh))
+    if case.lora is not None:
+        add_adapter(model, case.lora)
+    return TrainEngine(PolicyModel(model), OptimizerConfig(lr=1e-2), engine, mesh=mesh)
+
+
+def critic_engine(case: Case, folder: Path, mesh: RankMesh) -> TrainEngine:
+    engine = _engine(case, mesh)
+    model = load_critic(ModelConfig(path=folder / START), head="fresh", parts=is_sharded(engine, mesh))
+    if case.lora is not None:
+        add_adapter(model.backbone, case.lora)
+    return TrainEngine(model, OptimizerConfig(lr=1e-2), engine, mesh=mesh)
+
+
+def _engine(case: Case, mesh: RankMesh) -> EngineConfig:
+    return EngineConfig.model_validate({} if mesh is ALONE else case.settings)
+
+
+def values(engine: TrainEngine) -> Tensor:
+    """What a critic says of some rows."""
+    return engine.evaluate(table(3), lambda model, micro: model(micro.input_ids))
+
+
+def main(rank: int, folder: Path) -> None:
+    """Trains a policy and a critic two steps in every way, and saves each as a checkpoint and as a model."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    found = {}
+    for name, case in CASES.items():
+        mesh = rank_mesh(distributed.group.WORLD, device="cpu", tp=case.tp)
+        policy, critic = policy_engine(case, folder, mesh), critic_engine(case, folder, mesh)
+        for step in range(2):
+            policy.update(table(5, seed=step), policy_loss)
+            critic.update(table(5, seed=step), critic_loss)
+        assert isinstance(policy.model, PolicyModel)
+        language_model = policy.model.language_model
+        described = describe_model(language_model, folder / START)
+        if case.lora is not None:
+            described |= describe_adapter(ModelConfig(path=folder / START), case.lora)
+        _save(policy, folder / name / "actor", {f"{DESCRIPTION}/{file}": data for file, data in described.items()})
+        _save(critic, folder / name / "critic", {})
+        save_model(language_model, folder / START, folder / name / "policy", wanted=rank == 0)
+        found[name] = values(critic)
+    torch.save(found, folder / f"{rank}.pt")
+    distributed.destroy_process_group()
+
+
+def _save(engine: TrainEngine, folder: Path, beside: dict[str, bytes]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    distributed.barrier()
+    checkpoints = EngineCheckpoints(engine)
+    checkpoints.save(folder, asynchronous=True, beside=beside)
+    checkpoints.saved()
