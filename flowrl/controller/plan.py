@@ -43,6 +43,12 @@ class Slot:
     """The pool whose device it uses, for a role with processes of its own."""
     devices: float = 1
     """Devices that it is given: a part of one where processes share it, several where it leads them."""
+    led: tuple[int, ...] = ()
+    """The others of those that it leads, on the same node."""
+
+    def uses(self, node: int, device: int) -> bool:
+        """Whether its memory is on a device."""
+        return self.node == node and (self.device == device or device in self.led)
 
     @property
     def owner(self) -> str:
@@ -223,6 +229,7 @@ def _own_processes(planned: RolePlan, kind: str) -> RolePlan:
                 device=first.device,
                 beside=first.pool,
                 devices=sum(slot.devices for slot in replica),
+                led=tuple(slot.device for slot in replica[1:]),
             )
         )
     return replace(planned, slots=tuple(slots), mesh=replace(mesh, tp=1), leads=mesh.tp)
@@ -370,7 +377,11 @@ def render_plan(plan: Plan) -> str:
     places = sorted({(slot.node, slot.device) for slot in slots})
     rows = [["role", "pool", "mesh", *(f"{node}:{device}" for node, device in places)]]
     for role, role_plan in plan.roles.items():
-        ranks = {(slot.node, slot.device): str(rank) for rank, slot in enumerate(plan.slots(role))}
+        ranks = {
+            (slot.node, device): str(rank)
+            for rank, slot in enumerate(plan.slots(role))
+            for device in (slot.device, *slot.led)
+        }
         mesh = role_plan.mesh
         sizes = (("pp", mesh.pp), ("dp", mesh.dp), ("sp", mesh.sp), ("tp", mesh.tp))
         shape = " ".join(f"{name}{size}" for name, size in sizes if size > 1 or name == "dp")

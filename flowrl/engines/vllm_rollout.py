@@ -34,6 +34,9 @@ _SETTINGS = {
     # Left to itself vLLM would bind the process's threads to cores, which other processes use too.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
+if not torch.cuda.is_available():
+    # Compiling the sampler takes seconds to start with, and gains nothing on the CPU.
+    _SETTINGS["TORCHDYNAMO_DISABLE"] = "1"
 
 for _name, _value in _SETTINGS.items():
     os.environ.setdefault(_name, _value)
@@ -57,6 +60,8 @@ from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
 _TRANSFER = "flowrl_tensors"
+_STEP_TOKENS = 8192
+"""Tokens that one step runs, most of them of prompts: more take more memory."""
 
 
 class State(enum.Enum):
@@ -326,6 +331,7 @@ def _engine_args(model: ModelConfig, config: RolloutConfig, tp: int) -> EngineAr
         dtype=model.dtype,
         tensor_parallel_size=tp,
         max_num_seqs=config.max_rows,
+        max_num_batched_tokens=_STEP_TOKENS,
         enforce_eager=not settings.graphs or not torch.cuda.is_available(),
         enable_prefix_caching=settings.prefix_caching,
         kv_cache_memory_bytes=int(settings.kv_cache_gb * 1e9),

@@ -17,12 +17,13 @@ from flowrl.config import (
     ReferenceConfig,
     RewardConfig,
     RunConfig,
+    VllmConfig,
 )
 from flowrl.controller.plan import Plan, RolePlan, Slot
 from flowrl.run.activations import Entropy
 from flowrl.run.model_size import model_size
 from flowrl.run.role_memory import Call, RoleMemory, RoleModel, run_role, trained_role
-from flowrl.run.rollout_memory import Prompts, rollout_role
+from flowrl.run.rollout_memory import Prompts, rollout_role, vllm_role
 
 PROCESS = {"cpu": 430_000_000, "cuda": 500_000_000}
 """A process before it has a model. On the CPU Python with torch, transformers and Ray, measured; on a GPU what CUDA
@@ -69,16 +70,18 @@ class DeviceMemory:
 def estimate(config: RunConfig, planned: Plan) -> list[DeviceMemory]:
     """What each device of a plan needs, in the order of nodes and devices; exact to a fifth (docs/training.md)."""
     roles = _Roles(config, planned)
-    slots = sorted({slot for role in planned.roles.values() for slot in role.slots}, key=lambda s: (s.node, s.device))
-    return [
-        DeviceMemory(
-            slot.node,
-            slot.device,
-            {name: roles.memory(name, slot) for name, role in planned.roles.items() if slot in role.slots},
-            PROCESS[planned.kind],
-        )
-        for slot in slots
-    ]
+    slots = {slot for role in planned.roles.values() for slot in role.slots}
+    found = []
+    for node, device in sorted({(slot.node, device) for slot in slots for device in (slot.device, *slot.led)}):
+        here = [slot for slot in slots if slot.uses(node, device)]
+        memory = {
+            name: roles.memory(name, slot)
+            for name, role in planned.roles.items()
+            for slot in here
+            if slot in role.slots
+        }
+        found.append(DeviceMemory(node, device, memory, len(here) * PROCESS[planned.kind]))
+    return found
 
 
 class _Roles:
@@ -136,6 +139,8 @@ class _Roles:
         config, actor = self._config, self._model("actor")
         if not isinstance(config, OnPolicyConfig) or actor is None:
             return None
+        if config.rollout.engine == "vllm":
+            return vllm_role(actor.size, actor.item, config.rollout.vllm or VllmConfig(), place.leads)
         rows = -(-config.rows_per_step // place.mesh.dp)
         prompts = Prompts(rows, -(-rows // config.samples_per_prompt), config.data.max_prompt_tokens)
         lender = actor if self._lends(actor, place, slot) else None

@@ -57,10 +57,12 @@ class RoleMemory:
     """Whether it uses the actor's weights, which then stay."""
     copy: int = 0
     """Of a checkpoint that is being written, in host memory; counted where that is the device's."""
+    cache: int = 0
+    """Keys and values that a rollout keeps room for between calls."""
 
     @property
     def held(self) -> int:
-        return self.weights + self.optimizer + self.copy
+        return self.weights + self.optimizer + self.copy + self.cache
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@ them, and what a prefill or a decode step holds beside that. In bytes."""
 
 from dataclasses import dataclass
 
-from flowrl.config import RolloutConfig
+from flowrl.config import RolloutConfig, VllmConfig
 from flowrl.run.activations import run_bytes
 from flowrl.run.model_size import ModelSize
 from flowrl.run.role_memory import Call, Kind, RoleMemory, RoleModel
@@ -17,6 +17,10 @@ PREFILL_TOKENS = 16384
 
 SAMPLED_ELEMENTS = 2**22
 """Probabilities that are worked on at a time (flowrl/engines/sampling.py)."""
+
+
+VLLM_STEP_TOKENS = 8192
+"""Of flowrl/engines/vllm_rollout.py: prompt tokens of one step."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,13 @@ def rollout_role(
     generate = Call("generate", activations=activations, whole=whole, cache=cache)
     weights = size.parameters * item if lender is None else 0
     return RoleMemory(weights, 0, (generate,), borrows=lender is not None)
+
+
+def vllm_role(size: ModelSize, item: int, config: VllmConfig, devices: int) -> RoleMemory:
+    """A rollout with vLLM on one of the devices that a process leads: its part of the weights, and the room for keys
+    and values that it takes when it starts."""
+    step = Call("generate", activations=VLLM_STEP_TOKENS * run_bytes(size, "plain" if item == 4 else "half") // devices)
+    return RoleMemory(size.parameters * item // devices, 0, (step,), cache=int(config.kv_cache_gb * 1e9))
 
 
 def num_slots(prompt: int, response: int) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """What is checked of a run before anything starts. Loads neither torch nor ray."""
 
 import importlib
+import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -49,6 +50,7 @@ def check_run(config: RunConfig) -> None:
     Raises: as `plan_run` and `check_memory`, and `RunFolderError`.
     """
     check_functions(config)
+    check_rollouts(config)
     if config.address is None:
         planned = plan_run(config)
         check_memory(config, planned, room(config, planned, here=True))
@@ -133,12 +135,28 @@ def check_engines(config: RunConfig, planned: Plan) -> None:
                 f"model with strategy: fsdp or tp"
             )
         if role not in engines:
+            # Of a role apart one process leads tensor-parallel devices, and its mesh has none.
             for name, size in (("tp", mesh.tp), ("sp", mesh.sp)):
                 if size > 1:
                     raise ConfigError(f"{where} has {name} {size}, but each of its ranks holds all it needs: remove it")
         elif config.backend == "ray":
             _check_engine(role, place, engines[role])
     check_adapters(config, planned)
+
+
+def check_rollouts(config: RunConfig) -> None:
+    """Refuses a rollout engine that this program cannot start. Raises `ConfigError`."""
+    for name in config.apart():
+        if config.backend == "inline":
+            raise ConfigError(
+                f"{name}.engine is vllm, which takes a process for itself, and backend inline has one for all roles: "
+                f"set backend: ray, or {name}.engine: hf"
+            )
+        if config.address is None and importlib.util.find_spec("vllm") is None:
+            raise ConfigError(
+                f"{name}.engine is vllm, which is not installed here: run bash recipes/install_vllm.sh, or set "
+                f"{name}.engine: hf"
+            )
 
 
 def check_adapters(config: RunConfig, planned: Plan) -> None:

@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -73,6 +74,7 @@ class Pair:
         return max(map(self.gap, prompts, found["tokens"], found["logprobs"]))
 
 
+@contextmanager
 def open_pair(folder: Path, architecture: str) -> Iterator[Pair]:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(ARCHITECTURES[architecture]()).eval()
@@ -86,29 +88,28 @@ def open_pair(folder: Path, architecture: str) -> Iterator[Pair]:
 
 @pytest.fixture(scope="module")
 def pair(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    yield from open_pair(tmp_path_factory.mktemp("vllm"), "Qwen2, tied")
+    with open_pair(tmp_path_factory.mktemp("vllm"), "Qwen2, tied") as opened:
+        yield opened
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_it_says_what_transformers_would_before_and_after_updates(
     architecture: str, pair: Pair, tmp_path: Path
 ) -> None:
-    others = None if architecture == "Qwen2, tied" else open_pair(tmp_path / "model", architecture)
-    tried = pair if others is None else next(others)
-    for seed in range(6):
-        if seed:
-            tried.publish(seed)
-        found = tried.says(PROMPTS)
-        assert tried.largest_gap(PROMPTS, found) < 1e-4
-        assert {version for row in found["versions"] for version in row} == {tried.version}
-        greedy = tried.says(PROMPTS, greedy=True)
-        assert tried.largest_gap(PROMPTS, greedy) < 1e-4
-        for prompt, tokens in zip(PROMPTS, greedy["tokens"], strict=True):
-            with torch.no_grad():
-                logits_LV = tried.model(torch.tensor([[*prompt, *tokens]])).logits[0]
-            assert logits_LV[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
-    if others is not None:
-        others.close()
+    is_shared = architecture == "Qwen2, tied"
+    with nullcontext(pair) if is_shared else open_pair(tmp_path / "model", architecture) as tried:
+        for seed in range(6):
+            if seed:
+                tried.publish(seed)
+            found = tried.says(PROMPTS)
+            assert tried.largest_gap(PROMPTS, found) < 1e-4
+            assert {version for row in found["versions"] for version in row} == {tried.version}
+            greedy = tried.says(PROMPTS, greedy=True)
+            assert tried.largest_gap(PROMPTS, greedy) < 1e-4
+            for prompt, tokens in zip(PROMPTS, greedy["tokens"], strict=True):
+                with torch.no_grad():
+                    logits_LV = tried.model(torch.tensor([[*prompt, *tokens]])).logits[0]
+                assert logits_LV[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
 
 
 def test_a_row_says_the_same_in_any_company_and_another_sample_something_else(pair: Pair) -> None:
