@@ -30,7 +30,15 @@ from flowrl.engines.rank_mesh import ALONE, RankMesh
 from flowrl.engines.residency import move_model, move_optimizer
 from flowrl.engines.sequence import SharesRows, share_attention
 from flowrl.engines.sharded_load import place, read_parts
-from flowrl.engines.sharding import choose_attention, cuts_model, language_models, layers, packs_rows, shard_model
+from flowrl.engines.sharding import (
+    choose_attention,
+    cuts_model,
+    language_models,
+    layers,
+    packs_rows,
+    shard_model,
+    shared_rows,
+)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -94,12 +102,13 @@ class TrainEngine:
             if engine.gradient_checkpointing:
                 language_model.gradient_checkpointing_enable({"use_reentrant": False})
             dtype = self._compute_dtype or language_model.dtype
-            choose_attention(language_model, engine, self.device, dtype, packs=self._packs)
+            choose_attention(language_model, engine, self.device, dtype, packs=self._packs or engine.sequence_parallel_norms)
             if mesh.sequence is not None:
                 share_attention(language_model, mesh.sequence)
-        if mesh.sequence is not None:
-            assert isinstance(model, SharesRows), "sp is for models that run their backbone by stretches"
-            model.sequence = mesh.sequence
+        shared = shared_rows(engine, mesh)
+        if shared is not None:
+            assert isinstance(model, SharesRows), "rows are shared by models that run their backbone by stretches"
+            model.shared = shared
         for layer in layers(model) if engine.compile else ():
             layer.compile(dynamic=True)  # every micro-batch has another shape
         if self.is_sharded:
