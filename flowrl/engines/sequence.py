@@ -189,7 +189,8 @@ class _Own(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _Context, values_BL: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return _own_part(values_BL, group).contiguous()
+        # A copy: a part of the whole would keep all of it.
+        return _own_part(values_BL, group).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: _Context, gradient_Bl: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride] (as above)

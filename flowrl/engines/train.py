@@ -102,7 +102,9 @@ class TrainEngine:
             if engine.gradient_checkpointing:
                 language_model.gradient_checkpointing_enable({"use_reentrant": False})
             dtype = self._compute_dtype or language_model.dtype
-            choose_attention(language_model, engine, self.device, dtype, packs=self._packs or engine.sequence_parallel_norms)
+            # Stretches are longer where attention sees them, and masks are made before: these kernels need none.
+            maskless = self._packs or engine.sequence_parallel_norms
+            choose_attention(language_model, engine, self.device, dtype, packs=maskless)
             if mesh.sequence is not None:
                 share_attention(language_model, mesh.sequence)
         shared = shared_rows(engine, mesh)

@@ -182,6 +182,11 @@ def _check_engine(role: str, place: RolePlan, engine: EngineConfig) -> None:
             f"{key}.strategy is {engine.strategy}, but placement.roles.{role} has tp {mesh.tp}, which cuts the model: "
             f"set strategy: fsdp, or remove tp"
         )
+    if engine.sequence_parallel_norms and mesh.tp == 1:
+        raise ConfigError(
+            f"{key}.sequence_parallel_norms is true, but placement.roles.{role} has tp 1, so that no ranks share a "
+            f"layer: remove it, or set tp"
+        )
     if engine.offload == "parameters" and mesh.size == 1:
         raise ConfigError(
             f"{key}.offload is parameters, but the role has one rank, which cuts nothing: set offload: optimizer, or "
