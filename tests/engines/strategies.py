@@ -17,6 +17,7 @@ from flowrl.engines.lora import adapter_off, adapter_state, add_adapter, load_ad
 from flowrl.engines.microbatch import MicroBatch
 from flowrl.engines.models import CriticModel
 from flowrl.engines.rank_mesh import ALONE, rank_mesh
+from flowrl.engines.residency import move_optimizer
 from flowrl.engines.train import Denominators, TrainEngine
 from flowrl.engines.weights import borrowed_weights, empty_copy, export_weights
 from flowrl.workers.policy import PolicyModel, policy_logprobs
@@ -108,6 +109,7 @@ def train(case: Case, group: distributed.ProcessGroup | None) -> dict[str, Any]:
         "logprobs": _reference_logprobs(policy, first),
         "values": critic.evaluate(first, lambda m, micro: m(micro.input_ids, micro.pack)),
     }
+    found["left whole"] = sum(not isinstance(p, DTensor) for p in policy.model.parameters())
     reports = []
     for step in range(NUM_STEPS):
         part = take_rows(table(11, seed=step), torch.tensor(rows, dtype=torch.int64))
@@ -122,6 +124,9 @@ def train(case: Case, group: distributed.ProcessGroup | None) -> dict[str, Any]:
     found["critic"] = {name: torch.from_numpy(w) for name, w in export_weights(critic.model).items()}
     found["generated"] = _generated(language_model)
     found["held"] = sum(_own_part(parameter).numel() for parameter in policy.model.parameters())
+    assert policy.optimizer is not None
+    move_optimizer(policy.optimizer, torch.device("meta"))
+    found["moved"] = {_own_part(x).device.type for s in policy.optimizer.state.values() for x in s.values() if x.ndim}
     return found
 
 
@@ -138,7 +143,7 @@ def _state_there_and_back(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return state
 
 
-def _own_part(parameter: nn.Parameter) -> torch.Tensor:
+def _own_part(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 

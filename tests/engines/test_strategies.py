@@ -66,6 +66,17 @@ def test_ranks_generate_from_whole_weights(results: list[dict], alone: dict, nam
 
 
 @pytest.mark.parametrize("name", CASES)
+def test_the_optimizers_state_of_every_strategy_can_leave_the_device(results: list[dict], name: str):
+    """To a device that the ranks' mesh is not of, as the CPU is for that of GPUs."""
+    assert all(results[rank][name]["moved"] == {"meta"} for rank in range(CASES[name].ranks))
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.tp > 1 or "fsdp" in str(case.settings)])
+def test_no_weight_stays_whole_after_a_pass_without_gradient(results: list[dict], name: str):
+    assert all(results[rank][name]["left whole"] == 0 for rank in range(CASES[name].ranks))
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_a_rank_holds_its_part_of_the_weights(results: list[dict], alone: dict, name: str):
     """Uneven parts are filled up, so a rank may hold a little more than its share; tensor parallelism leaves the
     embedding and the norms to be cut by fsdp alone."""
