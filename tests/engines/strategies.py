@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from flowrl.config import EngineConfig, LoraConfig, OptimizerConfig, RolloutConfig
+from flowrl.data.metric import Mean
 from flowrl.data.table import take_rows
 from flowrl.engines.hf_rollout import HfRollout
 from flowrl.engines.lora import adapter_off, adapter_state, add_adapter, load_adapter_state
@@ -110,13 +111,14 @@ def train(case: Case, group: distributed.ProcessGroup | None) -> dict[str, Any]:
         "values": critic.evaluate(first, lambda m, micro: m(micro.input_ids, micro.pack)),
     }
     found["left whole"] = sum(not isinstance(p, DTensor) for p in policy.model.parameters())
-    reports = []
+    reports, losses = [], []
     for step in range(NUM_STEPS):
         part = take_rows(table(11, seed=step), torch.tensor(rows, dtype=torch.int64))
         for name, trained, loss in (("policy", policy, policy_loss), ("critic", critic, critic_loss)):
             report = trained.update(part, loss)
             reports.append((name, {n: m.result() for n, m in report.items() if n in ("grad_norm", "lr")}))
-    found["reports"] = reports
+            losses.append(report.get("loss", Mean(0.0, 0)))
+    found["reports"], found["losses"] = reports, losses
     if case.lora:
         found["reference"] = _reference_logprobs(policy, first)
         found["adapter"] = _state_there_and_back(language_model)

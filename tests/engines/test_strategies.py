@@ -5,6 +5,7 @@ import torch
 from torch.multiprocessing.spawn import spawn
 
 from flowrl.config import EngineConfig
+from flowrl.data.metric import merge_metrics
 from flowrl.data.table import lengths
 from flowrl.engines.rank_mesh import ALONE
 from flowrl.engines.train import is_sharded
@@ -17,7 +18,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """What four real processes ended with, each a map from the case; a process that is not in a case has none."""
     folder: Path = tmp_path_factory.mktemp("strategies")
     spawn(main, (folder,), nprocs=4)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(4)]
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(4)]
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +46,16 @@ def test_gradients_have_the_norm_of_one_process(results: list[dict], alone: dict
             results[rank][name]["reports"], alone["reports"], strict=True
         ):
             assert model == expected_model and report == pytest.approx(expected, rel=2e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_losses_of_all_ranks_are_those_of_one_process(results: list[dict], alone: dict, name: str):
+    case = CASES[name]
+    for step, expected in enumerate(alone["losses"]):
+        # Ranks that share rows report the same.
+        parts = [results[rank][name]["losses"][step] for rank in range(0, case.ranks, case.tp * case.sp)]
+        found = merge_metrics([{"loss": part} for part in parts])["loss"]
+        assert found.result() == pytest.approx(expected.result(), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", CASES)
