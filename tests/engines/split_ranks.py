@@ -42,7 +42,10 @@ class _Kept:
 
 def _kept_bytes(mesh: RankMesh, **settings: bool) -> int:
     engine = TrainEngine(
-        CriticModel(llama().model), OptimizerConfig(lr=1e-3), EngineConfig(strategy="fsdp", **settings), mesh=mesh
+        CriticModel(llama().model),
+        OptimizerConfig(lr=1e-3),
+        EngineConfig.model_validate({"strategy": "fsdp"} | settings),
+        mesh=mesh,
     )
     ids = torch.arange(ROWS * LENGTH) % 30 + 2
     tokens = {
