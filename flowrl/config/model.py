@@ -116,7 +116,7 @@ class EngineConfig(Config):
 
     sequence_parallel_norms: bool = False
     """With tp: each rank computes and keeps norms, residuals and the head for a stretch of the row instead of all of
-    it, for as many bytes between ranks. The embeddings' and the head's gradients cost some more."""
+    it. Less memory for long rows; perhaps some more time."""
 
     attention: Literal["auto", "sdpa", "flash_attention_2"] = "auto"
     """Attention kernels: torch's own, or flash-attn's, which needs a GPU and half precision. `auto` takes the latter
