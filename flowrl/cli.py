@@ -1,6 +1,7 @@
 """The command `flowrl`, and how every program of this project ends: 0, or 2 with one sentence about what to correct."""
 
 import argparse
+import errno
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -45,9 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def exit_code(program: Callable[[], object]) -> int:
     """Runs `program` and tells what ended it.
 
-    Returns: 0 when it returns; 2 for a `UserError`, whose sentence goes to stderr; 1 when a worker failed, with its own
-    traceback instead of the driver's; 130 when it was interrupted and 143 when SIGTERM ended it, with a line that says
-    where its results are. Any other exception is a defect, and is raised.
+    Returns: 0 when it returns; 2 for a `UserError`, whose sentence goes to stderr, and for a full disk; 1 when a worker
+    failed, with its own traceback instead of the driver's; 130 when it was interrupted and 143 when SIGTERM ended it,
+    with a line that says where its results are. Any other exception is a defect, and is raised.
     """
     try:
         program()
@@ -63,7 +64,19 @@ def exit_code(program: Callable[[], object]) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return 130
+    except OSError as error:
+        if error.errno not in _DISK_FULL:
+            raise
+        where = f" while {error.filename} was written" if error.filename else ""
+        sys.stderr.write(
+            f"error: the disk is full{where} ({error.strerror}): make room, or set output to another disk; checkpoints "
+            f"that were saved are whole, and resume=auto goes on from the newest\n"
+        )
+        return 2
     return 0
+
+
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def run_recipe(
