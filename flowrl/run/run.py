@@ -61,7 +61,7 @@ class Run:
         self._peak_mb = 0.0
         self._resumed: Checkpoint | None = None
         self._earlier = Trace()
-        self._saver = Saver(Checkpoints(config.output), config.checkpoint)
+        self._saver = Saver(Checkpoints(config.output), config.checkpoint, config.compared_by)
 
     def __enter__(self) -> Self:
         config = self.config
