@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from flowrl.config import EngineConfig, OptimizerConfig
+from flowrl.config import EngineConfig, OptimizerConfig, cuts_model
 from flowrl.data.metric import Max, Metric, merge_metrics
 from flowrl.data.table import lengths, num_rows
 from flowrl.engines.gradients import Gradients, ShardedGradients, WholeGradients
@@ -30,7 +30,7 @@ from flowrl.engines.rank_mesh import ALONE, RankMesh
 from flowrl.engines.residency import move_model, move_optimizer
 from flowrl.engines.sequence import SharesRows, share_attention
 from flowrl.engines.sharded_load import place, read_parts
-from flowrl.engines.sharding import choose_attention, cuts_model, language_models, layers, packs_rows, shard_model
+from flowrl.engines.sharding import choose_attention, language_models, layers, packs_rows, shard_model
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
