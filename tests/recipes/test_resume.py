@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from flowrl.cli import main
 from flowrl.config import Placement, to_yaml
@@ -170,6 +172,10 @@ def test_adapters_go_on_to_the_last_bit_from_checkpoints_of_them_alone(ppo_confi
     export_policy(checkpoint / "actor", tmp_path / "exported")
     exported, model = load_file(tmp_path / "exported" / "model.safetensors"), trained(again)
     assert exported.keys() == model.keys() and all(torch.equal(exported[name], model[name]) for name in model)
+    assert main(["export", str(again.output), "--adapter"]) == 0
+    base = AutoModelForCausalLM.from_pretrained(again.actor.model.path)
+    merged = PeftModel.from_pretrained(base, again.output / "adapter-step-000004").merge_and_unload().state_dict()
+    assert all(torch.equal(merged[name], model[name]) for name in model)
 
 
 @pytest.mark.parametrize("adapted", [False, True])
