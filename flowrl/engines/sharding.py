@@ -77,6 +77,23 @@ def shard_model(model: nn.Module, mesh: RankMesh, config: EngineConfig, compute_
             unit.set_force_sum_reduction_for_comms(True)
 
 
+def refuse_lower_weights(model: nn.Module, compute_dtype: torch.dtype | None) -> None:
+    """Raises `EngineError` for half-precision weights that should compute in float32, which autocast does not do."""
+    found = {parameter.dtype for parameter in model.parameters()}
+    if compute_dtype == torch.float32 and found & {torch.bfloat16, torch.float16}:
+        raise EngineError(
+            "engine.compute_dtype is float32, but the model's dtype is half precision, which holds no more: set "
+            "model.dtype: float32, or leave engine.compute_dtype out"
+        )
+
+
+def drop_whole_weights(model: nn.Module) -> None:
+    """Gives back what a forward pass has put together and kept for the backward pass that does not come."""
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
+
+
 def choose_attention(
     model: PreTrainedModel, config: EngineConfig, device: torch.device, dtype: torch.dtype, *, packs: bool
 ) -> None:

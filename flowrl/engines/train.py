@@ -30,7 +30,15 @@ from flowrl.engines.rank_mesh import ALONE, RankMesh
 from flowrl.engines.residency import move_model, move_optimizer
 from flowrl.engines.sequence import SharesRows, share_attention
 from flowrl.engines.sharded_load import place, read_parts
-from flowrl.engines.sharding import choose_attention, language_models, layers, packs_rows, shard_model
+from flowrl.engines.sharding import (
+    choose_attention,
+    drop_whole_weights,
+    language_models,
+    layers,
+    packs_rows,
+    refuse_lower_weights,
+    shard_model,
+)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -88,6 +96,7 @@ class TrainEngine:
         self._engine, self._config = engine, optimizer
         self._max_tokens = engine.max_tokens_per_microbatch * (1 if mesh.sequence is None else mesh.sequence.size())
         self._compute_dtype = None if engine.compute_dtype is None else _DTYPES[engine.compute_dtype]
+        refuse_lower_weights(model, self._compute_dtype)
         self.model = place(model, self.device).eval()
         self._packs = packs_rows(model, engine)
         for language_model in language_models(model):
@@ -220,6 +229,8 @@ class TrainEngine:
                     values = forward(self.model, micro.to(self.device)).cpu()
                 if number < len(micros):
                     yield micro, values
+        if self.is_sharded:
+            drop_whole_weights(self.model)
 
     def _agree(self, table: TensorDictBase, mask_column: str, num_micros: int) -> tuple[Denominators, int]:
         """The step's counts over all ranks, and the most micro-batches that one of them has."""
