@@ -187,6 +187,9 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="the output folder of a run")
     parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step; the newest if not stated")
     parser.add_argument("--output", type=Path, metavar="F", help="folder to make; RUN/export-step-N if not stated")
+    parser.add_argument(
+        "--adapter", action="store_true", help="the adapter alone, for peft; into RUN/adapter-step-N if not stated"
+    )
     parser.set_defaults(run=_export)
 
 
@@ -198,15 +201,17 @@ def _export(arguments: argparse.Namespace) -> None:
     step = steps[-1] if arguments.step is None else arguments.step
     checkpoint = checkpoints.read(step)
     checkpoint.check()
-    output = arguments.output or arguments.run_folder / f"export-step-{step:06d}"
+    what, name = ("adapter", "adapter") if arguments.adapter else ("policy", "export")
+    output = arguments.output or arguments.run_folder / f"{name}-step-{step:06d}"
 
-    from flowrl.engines.export import export_policy  # noqa: PLC0415 (torch and transformers only where a model is read)
+    # torch and transformers only where a model is read
+    from flowrl.engines.export import export_adapter, export_policy  # noqa: PLC0415
 
     try:
-        export_policy(checkpoint.role("actor"), output)
+        (export_adapter if arguments.adapter else export_policy)(checkpoint.role("actor"), output)
     except OSError as error:
         raise UserError(f"--output {output} cannot be written ({error.strerror}); name another folder") from error
-    sys.stdout.write(f"{output}: the policy after step {step}\n")
+    sys.stdout.write(f"{output}: the {what} after step {step}\n")
 
 
 def _seconds(text: str) -> float:
