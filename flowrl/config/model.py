@@ -114,6 +114,10 @@ class EngineConfig(Config):
     gradient_checkpointing: bool = False
     """Keep each layer's input only, and run the layer again in the backward pass: a third more time, less memory."""
 
+    sequence_parallel_norms: bool = False
+    """With tp: each rank computes and keeps norms, residuals and the head for a stretch of the row instead of all of
+    it, for as many bytes between ranks. The embeddings' and the head's gradients cost some more."""
+
     attention: Literal["auto", "sdpa", "flash_attention_2"] = "auto"
     """Attention kernels: torch's own, or flash-attn's, which needs a GPU and half precision. `auto` takes the latter
     where it can."""

@@ -84,6 +84,11 @@ def cut_layers(model: nn.Module, path: str, *, by_outputs: bool) -> list[str]:
     return [path + _BASE, f"{path}.lora_{'B' if by_outputs else 'A'}.{_ADAPTER}"]
 
 
+def uncut_layers(model: nn.Module, path: str, *, by_outputs: bool) -> list[str]:
+    """The other one, where the layer at `path` has an adapter."""
+    return [f"{path}.lora_{'A' if by_outputs else 'B'}.{_ADAPTER}"] if path in adapter_layers(model) else []
+
+
 @contextmanager
 def adapter_off(model: nn.Module) -> Iterator[None]:
     """Within the block the model is the one that the adapter was put into. Not for training."""

@@ -38,6 +38,7 @@ from flowrl.engines.sharding import (
     packs_rows,
     refuse_lower_weights,
     shard_model,
+    shared_rows,
 )
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -103,12 +104,15 @@ class TrainEngine:
             if engine.gradient_checkpointing:
                 language_model.gradient_checkpointing_enable({"use_reentrant": False})
             dtype = self._compute_dtype or language_model.dtype
-            choose_attention(language_model, engine, self.device, dtype, packs=self._packs)
+            # Stretches are longer where attention sees them, and masks are made before: these kernels need none.
+            maskless = self._packs or engine.sequence_parallel_norms
+            choose_attention(language_model, engine, self.device, dtype, packs=maskless)
             if mesh.sequence is not None:
                 share_attention(language_model, mesh.sequence)
-        if mesh.sequence is not None:
-            assert isinstance(model, SharesRows), "sp is for models that run their backbone by stretches"
-            model.sequence = mesh.sequence
+        shared = shared_rows(engine, mesh)
+        if shared is not None:
+            assert isinstance(model, SharesRows), "rows are shared by models that run their backbone by stretches"
+            model.shared = shared
         for layer in layers(model) if engine.compile else ():
             layer.compile(dynamic=True)  # every micro-batch has another shape
         if self.is_sharded:

@@ -31,6 +31,7 @@ MAY_DIFFER = (
     "*engine.reshard_after_forward",
     "*engine.offload",
     "*engine.gradient_checkpointing",
+    "*engine.sequence_parallel_norms",
     "*engine.packing",
     "*engine.max_tokens_per_microbatch",
 )

@@ -182,6 +182,11 @@ def _check_engine(role: str, key: str, place: RolePlan, engine: EngineConfig) ->
             f"{key}.strategy is {engine.strategy}, but placement.roles.{role} has tp {mesh.tp}, which cuts the model: "
             f"set strategy: fsdp, or remove tp"
         )
+    if engine.sequence_parallel_norms and mesh.tp == 1:
+        raise ConfigError(
+            f"{key}.sequence_parallel_norms is true, but placement.roles.{role} has tp 1, so that no ranks share a "
+            f"layer: remove it, or set tp"
+        )
     if not cuts_model(engine, mesh.size, mesh.tp):
         _refuse_settings_of_cuts(key, place, engine)
     if engine.shard_ranks is not None and mesh.dp % engine.shard_ranks:

@@ -43,6 +43,8 @@ class Case:
     lora: bool = False
 
 
+SPLIT = {"strategy": "fsdp", "sequence_parallel_norms": True}
+
 CASES = {
     "ddp on 2": Case(2, {"strategy": "ddp"}),
     "ddp on 4": Case(4, {"strategy": "ddp"}),
@@ -57,6 +59,9 @@ CASES = {
     "tp on 2": Case(2, {}, tp=2),
     "tp x fsdp on 2 x 2": Case(4, {"strategy": "fsdp"}, tp=2),
     "tp x fsdp on 2 x 2, checkpointed": Case(4, {"strategy": "fsdp", "gradient_checkpointing": True}, tp=2),
+    "tp on 2, norms split, padded": Case(2, {**SPLIT, "packing": "never"}, tp=2),
+    "tp x fsdp on 2 x 2, norms split, checkpointed": Case(4, {**SPLIT, "gradient_checkpointing": True}, tp=2),
+    "sp x tp on 2 x 2, norms split": Case(4, SPLIT, sp=2, tp=2),
     "sp on 2": Case(2, {"strategy": "ddp"}, sp=2),
     "sp on 4, more than heads of keys": Case(4, {"strategy": "ddp"}, sp=4),
     "sp on 2, padded": Case(2, {"strategy": "ddp", "packing": "never"}, sp=2),
@@ -73,6 +78,7 @@ CASES = {
     "lora, tp x fsdp on 2 x 2, checkpointed": Case(
         4, {"strategy": "fsdp", "gradient_checkpointing": True}, tp=2, lora=True
     ),
+    "lora, tp x fsdp on 2 x 2, norms split": Case(4, SPLIT, tp=2, lora=True),
     "lora, sp x tp on 2 x 2": Case(4, {"strategy": "fsdp"}, sp=2, tp=2, lora=True),
 }
 

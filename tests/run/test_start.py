@@ -59,6 +59,11 @@ def test_what_cut_models_alone_have_may_be_set_where_auto_cuts_them() -> None:
         (on(2), {"strategy": "single"}, r"actor\.engine\.strategy is single, but pool main gives the role 2 ranks"),
         (on(2, pp=2), {}, r"placement\.roles\.actor has pp 2, but no engine runs a model's layers as a pipeline"),
         (on(2, tp=2), {"strategy": "ddp"}, r"strategy is ddp, but placement\.roles\.actor has tp 2, which cuts the"),
+        (
+            on(2),
+            {"sequence_parallel_norms": True},
+            r"sequence_parallel_norms is true, but placement\.roles\.actor has tp 1",
+        ),
         (on(1), {"strategy": "fsdp", "offload": "parameters"}, r"offload is parameters, but the role has one rank"),
         (on(1), {"reshard_after_forward": False}, r"reshard_after_forward is False, but the role has one rank"),
         (
