@@ -237,3 +237,22 @@ class RolloutConfig(Config):
         if not all(self.stop_ids):
             raise ValueError("stop_ids has an empty sequence, which would end every response at once: remove it")
         return self
+
+
+def models_of(config: Config) -> dict[str, tuple[str, ActorConfig | CriticConfig | ReferenceConfig | RewardConfig]]:
+    """Role -> (what its keys begin with, its settings), of a run's roles that have a model or may have one.
+
+    A recipe that trains one model may have `model`, `optimizer`, `engine` and `lora` at the top: they are the actor's.
+    """
+    kinds = ActorConfig | CriticConfig | ReferenceConfig | RewardConfig
+    found: dict[str, tuple[str, Any]] = {n: (f"{n}.", value) for n, value in config if isinstance(value, kinds)}
+    top = {type(value): value for _, value in config}
+    if ModelConfig in top and OptimizerConfig in top and "actor" not in found:
+        actor = ActorConfig(
+            model=top[ModelConfig],
+            optimizer=top[OptimizerConfig],
+            engine=top.get(EngineConfig, EngineConfig()),
+            lora=top.get(LoraConfig),
+        )
+        found["actor"] = ("", actor)
+    return found

@@ -7,7 +7,6 @@ passed: the fastest attention kernels take none. Code in a folder is never run; 
 """
 
 import logging
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +28,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from flowrl.config import ModelConfig, UserError
+from flowrl.engines.folders import appears_whole
 from flowrl.engines.lora import model_weights
 from flowrl.engines.pack import Pack
 from flowrl.engines.sequence import SharesRows, run_backbone, run_head, whole_rows
@@ -198,6 +198,7 @@ def save_model(
 
     Raises:
         ModelError: the folder exists already.
+        UserError: it cannot be written.
     """
     if folder.exists():
         raise ModelError(f"{folder} exists already; a model is not written over another: name a new folder")
@@ -210,17 +211,14 @@ def save_model(
         weights[name] = wholes[id(weight.stored)]
     if not wanted:
         return
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
     heads = {name.removeprefix("value_head."): weights.pop(name) for name in list(weights) if "value_head." in name}
     saved, prefix = _language_model(model)
-    with _quiet():
+    with appears_whole(folder) as partial, _quiet():
         named = {name.removeprefix(prefix): weight for name, weight in weights.items()}
         saved.save_pretrained(partial, state_dict=named)
         AutoTokenizer.from_pretrained(tokenizer_path, local_files_only=True).save_pretrained(partial)
-    if heads:
-        save_file({name: weight.contiguous() for name, weight in heads.items()}, partial / _VALUE_HEAD)
-    partial.rename(folder)
+        if heads:
+            save_file({name: weight.contiguous() for name, weight in heads.items()}, partial / _VALUE_HEAD)
 
 
 def describe_model(model: PreTrainedModel, tokenizer_path: Path) -> dict[str, bytes]:

@@ -52,11 +52,6 @@ class EngineError(UserError):
     """A model cannot run as its placement or its engine asks."""
 
 
-def cuts_model(config: EngineConfig, num_ranks: int, tp: int) -> bool:
-    """Whether each of these ranks holds a part of the model."""
-    return num_ranks > 1 and (config.strategy == "fsdp" or tp > 1)
-
-
 def shard_model(model: nn.Module, mesh: RankMesh, config: EngineConfig, compute_dtype: torch.dtype | None) -> None:
     """Cuts a model in place, so that each rank of the mesh holds its part of every weight.
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from flowrl.config import EngineConfig, OptimizerConfig
+from flowrl.config import EngineConfig, OptimizerConfig, cuts_model
 from flowrl.data.metric import Max, Metric, merge_metrics
 from flowrl.data.table import lengths, num_rows
 from flowrl.engines.gradients import Gradients, ShardedGradients, WholeGradients
@@ -32,7 +32,6 @@ from flowrl.engines.sequence import SharesRows, share_attention
 from flowrl.engines.sharded_load import place, read_parts
 from flowrl.engines.sharding import (
     choose_attention,
-    cuts_model,
     drop_whole_weights,
     language_models,
     layers,

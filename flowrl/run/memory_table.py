@@ -4,14 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flowrl.config import (
-    ActorConfig,
     ConfigError,
-    CriticConfig,
-    EngineConfig,
-    ReferenceConfig,
-    RewardConfig,
     RolloutConfig,
     RunConfig,
+    cuts_model,
+    models_of,
 )
 from flowrl.controller.inventory import local_memory
 from flowrl.controller.plan import Plan, aligned
@@ -96,21 +93,19 @@ def _largest(device: DeviceMemory, caller: str, call: Call) -> tuple[str, str]:
 
 def _advice(config: RunConfig, planned: Plan, role: str, part: str) -> str:
     """What to change first."""
-    place, key, engine = planned.roles[role], f"{role}.engine", EngineConfig()
+    place = planned.roles[role]
     for name, value in config:
-        if name == role and isinstance(value, ActorConfig | CriticConfig | ReferenceConfig | RewardConfig):
-            engine = value.engine
-        elif isinstance(value, EngineConfig):
-            key, engine = name, value
-        elif name == role and isinstance(value, RolloutConfig):
+        if name == role and isinstance(value, RolloutConfig):
             fewer = "" if part in ("whole", "state") else f"lower {name}.max_rows, which is {value.max_rows}, or "
             return f"{fewer}give {name} devices of its own in place of {place.pool}"
+    prefix, model = models_of(config)[role]
+    key, engine = f"{prefix}engine", model.engine
     if part == "activations":
         checkpointing = "" if engine.gradient_checkpointing else f", or set {key}.gradient_checkpointing: true"
         return f"lower {key}.max_tokens_per_microbatch, which is {engine.max_tokens_per_microbatch}{checkpointing}"
     if part == "whole":
         return f"set {key}.reshard_after_forward: true and a half-precision {key}.compute_dtype"
-    if place.mesh.size > 1 and engine.strategy != "fsdp" and config.backend == "ray":
+    if place.mesh.size > 1 and not cuts_model(engine, place.mesh.size, place.mesh.tp) and config.backend == "ray":
         return f"set {key}.strategy: fsdp, which cuts what it holds over its {place.mesh.size} ranks"
     return (
         f"give {role} more devices than the {place.mesh.size} of {place.pool}, with {key}.strategy: fsdp, or a smaller "

@@ -204,6 +204,23 @@ def train_on_bfloat16(group: distributed.ProcessGroup | None) -> dict[str, torch
     return adapter_state(model)
 
 
+def train_in_half(dtype: str, group: distributed.ProcessGroup | None) -> dict[str, Any]:
+    """Gradient norms of a policy's steps whose matrix products are in half precision, how many an overflow left out,
+    the scale of the loss after them, and the weights, which are float32."""
+    mesh = ALONE if group is None else rank_mesh(group, device="cpu")
+    settings = {"strategy": "single" if group is None else "fsdp", "compute_dtype": dtype}
+    policy = policy_of(Case(1 if group is None else 2, settings), mesh)
+    rows = torch.arange(11) if group is None else torch.arange(group.rank(), 11, 2)
+    # The same rows each time: steps that an overflow leaves out change nothing, and those after them can be compared.
+    reports = [policy.update(take_rows(table(11), rows), policy_loss) for _ in range(NUM_STEPS + 2)]
+    return {
+        "norms": [report["grad_norm"].result() for report in reports if "grad_norm" in report],
+        "left out": sum(report["skipped_update"].result() for report in reports),
+        "scale": None if policy.loss_scale is None else (policy.loss_scale.factor, policy.loss_scale.good_steps),
+        "weights": {name: torch.from_numpy(weight) for name, weight in export_weights(policy.model).items()},
+    }
+
+
 def main(rank: int, folder: Path) -> None:
     """Joins three others through a file and writes what this rank ended with."""
     torch.set_num_threads(1)
@@ -219,5 +236,6 @@ def main(rank: int, folder: Path) -> None:
         group = groups[2]
         assert isinstance(group, distributed.ProcessGroup)
         results["bfloat16"] = train_on_bfloat16(group)
+        results |= {f"in {dtype}": train_in_half(dtype, group) for dtype in ("bfloat16", "float16")}
     torch.save(results, folder / f"{rank}.pt")
     distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Matrix products in half precision over float32 weights, in one process."""
+"""Matrix products in half precision over float32 weights, in one process; tests/engines/test_strategies.py has fsdp."""
 
 import pytest
 import torch

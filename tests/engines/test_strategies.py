@@ -10,7 +10,17 @@ from flowrl.data.table import lengths
 from flowrl.engines.checkpoint import load
 from flowrl.engines.rank_mesh import ALONE
 from flowrl.engines.train import is_sharded
-from tests.engines.strategies import CASES, ROWS, Case, fourth_step, main, policy_of, train, train_on_bfloat16
+from tests.engines.strategies import (
+    CASES,
+    ROWS,
+    Case,
+    fourth_step,
+    main,
+    policy_of,
+    train,
+    train_in_half,
+    train_on_bfloat16,
+)
 from tests.engines.tables import table
 
 OF_FOUR = [name for name, case in CASES.items() if case.ranks == 4]
@@ -139,6 +149,25 @@ def test_an_adapter_beside_bfloat16_weights_is_trained_in_float32_on_ranks(resul
     for rank in (0, 1):
         torch.testing.assert_close(results[rank]["bfloat16"], expected, rtol=0, atol=1e-5)
     assert all(weight.dtype == torch.float32 for weight in expected.values())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_fsdp_in_half_precision_takes_the_steps_of_one_process_in_it(results: list[dict], dtype: str):
+    """Rounding adds up from step to step, so the first two are compared; later ones must be taken, too."""
+    expected, (first, second) = train_in_half(dtype, None), [results[rank][f"in {dtype}"] for rank in (0, 1)]
+    assert first["norms"][:2] == pytest.approx(expected["norms"][:2], rel=0.01)
+    assert len(first["norms"]) + first["left out"] == len(expected["norms"]) and len(first["norms"]) >= 3
+    for name, weight in first["weights"].items():
+        assert weight.dtype == torch.float32 and torch.equal(weight, second["weights"][name])
+
+
+def test_ranks_agree_on_the_scale_of_the_loss_in_float16_and_bfloat16_has_none(results: list[dict]):
+    """A pass under fsdp is in float16 from end to end, and may overflow where one process's does not."""
+    for rank in (0, 1):
+        found = results[rank]["in float16"]
+        assert found["scale"] == (2.0 ** (16 - found["left out"]), len(found["norms"]))
+        assert found["left out"] == results[0]["in float16"]["left out"]
+        assert results[rank]["in bfloat16"]["scale"] is None and results[rank]["in bfloat16"]["left out"] == 0
 
 
 def test_a_process_alone_cuts_nothing():

@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from flowrl.cli import main
 from flowrl.config import Placement, to_yaml
 from flowrl.engines.export import export_policy
 from flowrl.engines.shards import read_index
-from flowrl.run.checkpoints import Checkpoints
+from flowrl.run.checkpoints import Checkpoints, Score
 from flowrl.run.chrome import read_trace
 from flowrl.run.interrupt import Interrupted
 from recipes.grpo.config import GRPOConfig
@@ -71,6 +73,17 @@ def test_ppo_goes_on_to_the_last_bit(ppo_config: Configs, straight: PPOConfig, a
     assert_the_same_run(again, straight)
     assert Checkpoints(again.output).steps() == [4, 5]
     assert summary["steps"] == 5 and summary["seconds"] > metrics_of_clock(again)[-1]["elapsed_s"]
+
+
+def test_an_evaluation_at_the_end_alone_does_not_decide_which_checkpoint_is_best(ppo_config: Configs) -> None:
+    config = ppo_config(steps=3, checkpoint={"every": 1, "keep_last": 1, "keep_best": 1})
+    train_ppo(config)
+    rewards = {line["step"]: line["reward"] for line in metrics_of(config)[1:]}
+    kept = Checkpoints(config.output)
+    assert set(kept.steps()) == {3, max(rewards, key=lambda step: (rewards[step], step))}
+    assert {kept.read(step).manifest.score for step in kept.steps()} == {
+        Score("reward", rewards[step]) for step in kept.steps()
+    }
 
 
 def metrics_of_clock(config: PPOConfig) -> list[dict[str, float]]:
@@ -159,6 +172,10 @@ def test_adapters_go_on_to_the_last_bit_from_checkpoints_of_them_alone(ppo_confi
     export_policy(checkpoint / "actor", tmp_path / "exported")
     exported, model = load_file(tmp_path / "exported" / "model.safetensors"), trained(again)
     assert exported.keys() == model.keys() and all(torch.equal(exported[name], model[name]) for name in model)
+    assert main(["export", str(again.output), "--adapter"]) == 0
+    base = AutoModelForCausalLM.from_pretrained(again.actor.model.path)
+    merged = PeftModel.from_pretrained(base, again.output / "adapter-step-000004").merge_and_unload().state_dict()
+    assert all(torch.equal(merged[name], model[name]) for name in model)
 
 
 @pytest.mark.parametrize("adapted", [False, True])
