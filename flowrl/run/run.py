@@ -382,16 +382,12 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            try:
-                if error is not None:
-                    self._leave_early()
-            finally:
-                self._made.__exit__(kind, error, trace)
-        except OSError as lost:
-            # What ended the run is what is told of it, and a full disk may be just that.
-            if error is None:
-                raise
+            if error is not None:
+                self._leave_early()
+        except OSError as lost:  # what ended the run is what is told of it, and a full disk may be just that
             self._progress.say(f"the results of {self.folder.path} are not complete: {lost}")
+        finally:
+            self._made.__exit__(kind, error, trace)
 
     def _leave_early(self) -> None:
         if self._resumed is not None or any(line["step"] for line in self._metrics.history):
