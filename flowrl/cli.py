@@ -15,6 +15,7 @@ from flowrl.controller.inventory import local_inventory
 from flowrl.controller.plan import plan, render_plan
 from flowrl.run.checkpoints import Checkpoints
 from flowrl.run.chrome import TraceError, read_trace
+from flowrl.run.inputs import refuse_changed_base
 from flowrl.run.interrupt import Interrupted
 from flowrl.run.memory_estimate import estimate
 from flowrl.run.memory_table import check_memory, render_memory, room
@@ -195,18 +196,17 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 def _export(arguments: argparse.Namespace) -> None:
     checkpoints = Checkpoints(arguments.run_folder)
-    steps = checkpoints.steps()
-    if not steps and arguments.step is None:
-        raise UserError(f"{arguments.run_folder} has no checkpoints; a run saves them with checkpoint.every=N")
-    step = steps[-1] if arguments.step is None else arguments.step
+    step = checkpoints.some_steps()[-1] if arguments.step is None else arguments.step
     checkpoint = checkpoints.read(step)
     checkpoint.check()
     what, name = ("adapter", "adapter") if arguments.adapter else ("policy", "export")
     output = arguments.output or arguments.run_folder / f"{name}-step-{step:06d}"
 
     # torch and transformers only where a model is read
-    from flowrl.engines.export import export_adapter, export_policy  # noqa: PLC0415
+    from flowrl.engines.export import adapter_base, export_adapter, export_policy  # noqa: PLC0415
 
+    if (base := adapter_base(checkpoint.role("actor"))) is not None:
+        refuse_changed_base(checkpoint, base)
     try:
         (export_adapter if arguments.adapter else export_policy)(checkpoint.role("actor"), output)
     except OSError as error:

@@ -230,7 +230,8 @@ class RolloutConfig(Config):
     """Token sequences that end a response and stay in it, besides the model's end-of-sequence token."""
 
     max_rows: PositiveInt = 256
-    """Rows that one rank generates at once. Changes time and memory, never the tokens."""
+    """Rows that one rank generates at once; fewer than 16 take the memory of 16. Changes time and memory, never the
+    tokens."""
 
     @model_validator(mode="after")
     def _check(self) -> "RolloutConfig":

@@ -64,6 +64,12 @@ def export_adapter(checkpoint: Path, output: Path) -> None:
     save_adapter(_adapted(described, named), base, output)
 
 
+def adapter_base(checkpoint: Path) -> Path | None:
+    """Where the model was that an adapter was trained on; None for a policy that was trained as a whole."""
+    file = checkpoint / DESCRIPTION / _ADAPTER
+    return ModelConfig.model_validate(json.loads(file.read_text())["model"]).path if file.is_file() else None
+
+
 def _read(checkpoint: Path) -> tuple[Path, dict[str, Tensor]]:
     """The description of an actor's policy, and the weights that were saved of it."""
     described = checkpoint / DESCRIPTION

@@ -126,6 +126,15 @@ class Checkpoints:
         """The steps whose folders have a manifest, oldest first."""
         return [step for step, path in self._folders() if (path / MANIFEST).exists()]
 
+    def some_steps(self) -> list[int]:
+        """As `steps`. Raises CheckpointError where there are none."""
+        run = self.path.parent
+        if not run.is_dir():
+            raise CheckpointError(f"{run} is no folder: name the output folder of a run")
+        if not (found := self.steps()):
+            raise CheckpointError(f"{run} has no checkpoints; a run saves them with checkpoint.every=N")
+        return found
+
     def _folders(self) -> list[tuple[int, Path]]:
         names = sorted(self.path.iterdir()) if self.path.is_dir() else []
         found = [(re.fullmatch(r"step-(\d{6,})", path.name), path) for path in names]

@@ -51,6 +51,25 @@ def refuse_changed_inputs(old: Mapping[str, Sequence[int]], config: RunConfig, c
             )
 
 
+def refuse_changed_base(checkpoint: Checkpoint, base: Path) -> None:
+    """Refuses to put an adapter of a checkpoint onto another model than it was trained on. Raises RunFolderError.
+
+    Args:
+        base: where that model was.
+    """
+    old = checkpoint.driver().get("inputs", {})
+    before = next((FileSum(*old[key]) for key in ("actor.model.path", "model.path") if key in old), None)
+    if before is None:  # a hub name, or a checkpoint from before sums were kept
+        return
+    now = _sum_of_all(sorted(base.glob("*.safetensors")))
+    if not base.is_dir() or now != before:
+        why = _difference(before, now) if base.is_dir() and now is not None else "it is not there"
+        raise RunFolderError(
+            f"the adapter of step {checkpoint.manifest.step} was trained on the model in {base}, which is another one "
+            f"now ({why}): put back the one that the run began with"
+        )
+
+
 def _difference(before: FileSum, now: FileSum) -> str:
     same_size = before.size == now.size
     return "other contents of the same size" if same_size else f"{now.size:,} bytes, then {before.size:,}"

@@ -14,6 +14,7 @@ from flowrl.controller.inventory import local_memory
 from flowrl.controller.plan import Plan, aligned
 from flowrl.run.memory_estimate import DeviceMemory, estimate, same_devices
 from flowrl.run.role_memory import Call, RoleMemory
+from flowrl.run.rollout_memory import MIN_ROWS
 
 GB = 1e9
 
@@ -83,6 +84,7 @@ def _largest(device: DeviceMemory, caller: str, call: Call) -> tuple[str, str]:
         state = device.held(role, caller) + (call.gradients + call.optimizer if role == caller else 0)
         parts.append((state, role, "state"))
     parts += [
+        (device.process, caller, "process"),
         (call.activations, caller, "activations"),
         (call.cache, caller, "cache"),
         (call.whole, caller, "whole"),
@@ -94,9 +96,12 @@ def _largest(device: DeviceMemory, caller: str, call: Call) -> tuple[str, str]:
 def _advice(config: RunConfig, planned: Plan, role: str, part: str) -> str:
     """What to change first."""
     place = planned.roles[role]
+    if part == "process":
+        return "a process takes most of it before it has a model: give the run fewer devices, or larger ones"
     for name, value in config:
         if name == role and isinstance(value, RolloutConfig):
-            fewer = "" if part in ("whole", "state") else f"lower {name}.max_rows, which is {value.max_rows}, or "
+            lower = part in ("cache", "activations") and value.max_rows > MIN_ROWS
+            fewer = f"lower {name}.max_rows, which is {value.max_rows}, or " if lower else ""
             return f"{fewer}give {name} devices of its own in place of {place.pool}"
     prefix, model = models_of(config)[role]
     key, engine = f"{prefix}engine", model.engine

@@ -23,6 +23,7 @@ from flowrl.controller.plan import Plan, RolePlan, plan
 from flowrl.run.folder import refuse_if_taken
 from flowrl.run.lock import refuse_if_held
 from flowrl.run.memory_table import check_memory, room
+from flowrl.run.model_fit import check_fit
 from flowrl.run.resume import goes_on
 
 
@@ -138,8 +139,10 @@ def check_engines(config: RunConfig, planned: Plan) -> None:
             for name, size in (("tp", mesh.tp), ("sp", mesh.sp)):
                 if size > 1:
                     raise ConfigError(f"{where} has {name} {size}, but each of its ranks holds all it needs: remove it")
-        elif config.backend == "ray":
-            prefix, model = models[role]
+            continue
+        prefix, model = models[role]
+        check_fit(role, prefix, model, place)
+        if config.backend == "ray":
             _check_engine(role, f"{prefix}engine", place, model.engine)
     check_adapters(config, planned)
 
