@@ -1,6 +1,7 @@
 """The command `flowrl`, and how every program of this project ends: 0, or 2 with one sentence about what to correct."""
 
 import argparse
+import errno
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from flowrl.controller.inventory import local_inventory
 from flowrl.controller.plan import plan, render_plan
 from flowrl.run.checkpoints import Checkpoints
 from flowrl.run.chrome import TraceError, read_trace
+from flowrl.run.inputs import refuse_changed_base
 from flowrl.run.interrupt import Interrupted
 from flowrl.run.memory_estimate import estimate
 from flowrl.run.memory_table import check_memory, render_memory, room
@@ -45,9 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def exit_code(program: Callable[[], object]) -> int:
     """Runs `program` and tells what ended it.
 
-    Returns: 0 when it returns; 2 for a `UserError`, whose sentence goes to stderr; 1 when a worker failed, with its own
-    traceback instead of the driver's; 130 when it was interrupted and 143 when SIGTERM ended it, with a line that says
-    where its results are. Any other exception is a defect, and is raised.
+    Returns: 0 when it returns; 2 for a `UserError`, whose sentence goes to stderr, and for a full disk; 1 when a worker
+    failed, with its own traceback instead of the driver's; 130 when it was interrupted and 143 when SIGTERM ended it,
+    with a line that says where its results are. Any other exception is a defect, and is raised.
     """
     try:
         program()
@@ -63,7 +65,19 @@ def exit_code(program: Callable[[], object]) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return 130
+    except OSError as error:
+        if error.errno not in _DISK_FULL:
+            raise
+        where = f" while {error.filename} was written" if error.filename else ""
+        sys.stderr.write(
+            f"error: the disk is full{where} ({error.strerror}): make room, or set output to another disk; checkpoints "
+            f"that were saved are whole, and resume=auto goes on from the newest\n"
+        )
+        return 2
     return 0
+
+
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def run_recipe(
@@ -174,26 +188,30 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="the output folder of a run")
     parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step; the newest if not stated")
     parser.add_argument("--output", type=Path, metavar="F", help="folder to make; RUN/export-step-N if not stated")
+    parser.add_argument(
+        "--adapter", action="store_true", help="the adapter alone, for peft; into RUN/adapter-step-N if not stated"
+    )
     parser.set_defaults(run=_export)
 
 
 def _export(arguments: argparse.Namespace) -> None:
     checkpoints = Checkpoints(arguments.run_folder)
-    steps = checkpoints.steps()
-    if not steps and arguments.step is None:
-        raise UserError(f"{arguments.run_folder} has no checkpoints; a run saves them with checkpoint.every=N")
-    step = steps[-1] if arguments.step is None else arguments.step
+    step = checkpoints.some_steps()[-1] if arguments.step is None else arguments.step
     checkpoint = checkpoints.read(step)
     checkpoint.check()
-    output = arguments.output or arguments.run_folder / f"export-step-{step:06d}"
+    what, name = ("adapter", "adapter") if arguments.adapter else ("policy", "export")
+    output = arguments.output or arguments.run_folder / f"{name}-step-{step:06d}"
 
-    from flowrl.engines.export import export_policy  # noqa: PLC0415 (torch and transformers only where a model is read)
+    # torch and transformers only where a model is read
+    from flowrl.engines.export import adapter_base, export_adapter, export_policy  # noqa: PLC0415
 
+    if (base := adapter_base(checkpoint.role("actor"))) is not None:
+        refuse_changed_base(checkpoint, base)
     try:
-        export_policy(checkpoint.role("actor"), output)
+        (export_adapter if arguments.adapter else export_policy)(checkpoint.role("actor"), output)
     except OSError as error:
         raise UserError(f"--output {output} cannot be written ({error.strerror}); name another folder") from error
-    sys.stdout.write(f"{output}: the policy after step {step}\n")
+    sys.stdout.write(f"{output}: the {what} after step {step}\n")
 
 
 def _seconds(text: str) -> float:

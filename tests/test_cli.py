@@ -175,3 +175,8 @@ def test_an_interrupted_program_ends_with_its_signal_and_a_line(
 def test_a_defect_keeps_its_traceback() -> None:
     with pytest.raises(ValueError, match="invalid literal"):
         exit_code(lambda: int("x"))
+
+
+def test_a_full_disk_is_told_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(lambda: Path("/dev/full").write_text("x")) == 2
+    assert "error: the disk is full (No space left on device): make room, or set output to" in capsys.readouterr().err

@@ -7,10 +7,18 @@ from flowrl.config.data import DataConfig
 from flowrl.config.errors import UserError
 from flowrl.config.load import load, recipe_class, to_yaml
 from flowrl.config.losses import PreferenceConfig, PtxConfig
-from flowrl.config.model import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig
+from flowrl.config.model import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, cuts_model
 from flowrl.config.placement import ROLES, SINGLE, Placement, RolePlacement
 from flowrl.config.rewards import KlControlConfig, ShapingConfig
-from flowrl.config.roles import ActorConfig, CriticConfig, ReferenceConfig, RewardConfig, RolloutConfig, VllmConfig
+from flowrl.config.roles import (
+    ActorConfig,
+    CriticConfig,
+    ReferenceConfig,
+    RewardConfig,
+    RolloutConfig,
+    VllmConfig,
+    models_of,
+)
 from flowrl.config.run import OnPolicyConfig, RunConfig
 
 __all__ = [
@@ -41,7 +49,9 @@ __all__ = [
     "ShapingConfig",
     "UserError",
     "VllmConfig",
+    "cuts_model",
     "load",
+    "models_of",
     "recipe_class",
     "to_yaml",
 ]

@@ -15,8 +15,8 @@ class CheckpointConfig(Config):
     """Newest checkpoints that are kept; null keeps all."""
 
     keep_best: NonNegativeInt = 0
-    """Best checkpoints that are kept besides: by held-out accuracy where the run evaluates, else by the step's reward,
-    else by its loss."""
+    """Best checkpoints that are kept besides: by held-out accuracy where evaluate_every is set, else by the step's
+    reward, else by its loss."""
 
     asynchronous: bool = True
     """Write while training goes on, from a copy of the state in host memory; false waits until all is written."""

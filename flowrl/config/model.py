@@ -114,6 +114,10 @@ class EngineConfig(Config):
     gradient_checkpointing: bool = False
     """Keep each layer's input only, and run the layer again in the backward pass: a third more time, less memory."""
 
+    sequence_parallel_norms: bool = False
+    """With tp: each rank computes and keeps norms, residuals and the head for a stretch of the row instead of all of
+    it. Less memory for long rows; perhaps some more time."""
+
     attention: Literal["auto", "sdpa", "flash_attention_2"] = "auto"
     """Attention kernels: torch's own, or flash-attn's, which needs a GPU and half precision. `auto` takes the latter
     where it can."""
@@ -129,17 +133,26 @@ class EngineConfig(Config):
     """Tokens per rank of one forward pass, padding included where there is some; a longer row stands alone. Lower it
     when memory runs out."""
 
+    def for_cut_models(self) -> dict[str, Any]:
+        """The settings, by name, that do nothing unless ranks hold parts of the model."""
+        asked = {
+            "shard_ranks": (self.shard_ranks, self.shard_ranks is not None),
+            "reshard_after_forward": (self.reshard_after_forward, not self.reshard_after_forward),
+            "offload": (self.offload, self.offload == "parameters"),
+        }
+        return {name: value for name, (value, is_asked) in asked.items() if is_asked}
+
     @model_validator(mode="after")
     def _check(self) -> "EngineConfig":
         if self.strategy in ("single", "ddp"):
-            for name, value, neutral in (
-                ("shard_ranks", self.shard_ranks, None),
-                ("reshard_after_forward", self.reshard_after_forward, True),
-                ("offload", self.offload == "parameters", False),
-            ):
-                if value != neutral:
-                    raise ValueError(
-                        f"{name} is {getattr(self, name)}, which is for strategy fsdp and not {self.strategy}: "
-                        f"remove it, or set strategy: fsdp"
-                    )
+            for name, value in self.for_cut_models().items():
+                raise ValueError(
+                    f"{name} is {value}, which is for strategy fsdp and not {self.strategy}: "
+                    f"remove it, or set strategy: fsdp"
+                )
         return self
+
+
+def cuts_model(engine: EngineConfig, num_ranks: int, tp: int) -> bool:
+    """Whether each of a role's `num_ranks` processes, tensor-parallel ones included, holds a part of its model."""
+    return num_ranks > 1 and (engine.strategy == "fsdp" or tp > 1)

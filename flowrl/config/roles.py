@@ -252,7 +252,8 @@ class RolloutConfig(Config):
     """Token sequences that end a response and stay in it, besides the model's end-of-sequence token."""
 
     max_rows: PositiveInt = 256
-    """Rows that one rank generates at once. Changes time and memory, never the tokens."""
+    """Rows that one rank generates at once; fewer than 16 take the memory of 16. Changes time and memory, never the
+    tokens."""
 
     @model_validator(mode="after")
     def _check(self) -> "RolloutConfig":
@@ -261,3 +262,22 @@ class RolloutConfig(Config):
         if self.engine != "vllm" and self.vllm is not None:
             raise ValueError(f"vllm has settings of engine vllm, and engine is {self.engine}: remove them")
         return self
+
+
+def models_of(config: Config) -> dict[str, tuple[str, ActorConfig | CriticConfig | ReferenceConfig | RewardConfig]]:
+    """Role -> (what its keys begin with, its settings), of a run's roles that have a model or may have one.
+
+    A recipe that trains one model may have `model`, `optimizer`, `engine` and `lora` at the top: they are the actor's.
+    """
+    kinds = ActorConfig | CriticConfig | ReferenceConfig | RewardConfig
+    found: dict[str, tuple[str, Any]] = {n: (f"{n}.", value) for n, value in config if isinstance(value, kinds)}
+    top = {type(value): value for _, value in config}
+    if ModelConfig in top and OptimizerConfig in top and "actor" not in found:
+        actor = ActorConfig(
+            model=top[ModelConfig],
+            optimizer=top[OptimizerConfig],
+            engine=top.get(EngineConfig, EngineConfig()),
+            lora=top.get(LoraConfig),
+        )
+        found["actor"] = ("", actor)
+    return found

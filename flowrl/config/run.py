@@ -71,6 +71,11 @@ class RunConfig(Config):
             )
         return self
 
+    @property
+    def compared_by(self) -> tuple[str, ...]:
+        """The metrics that `checkpoint.keep_best` compares checkpoints by: the first that steps have."""
+        return ("reward", "loss")
+
     @model_validator(mode="after")
     def _check_address(self) -> "RunConfig":
         if self.backend == "inline" and self.address is not None:
@@ -112,6 +117,11 @@ class OnPolicyConfig(RunConfig):
 
     epochs: PositiveInt = 1
     """Passes over a step's sequences."""
+
+    @property
+    def compared_by(self) -> tuple[str, ...]:
+        """The accuracy, where every checkpoint has one: that of the last step alone would be compared with nothing."""
+        return ("accuracy",) if self.evaluate_every else super().compared_by
 
     @property
     def prompts_per_step(self) -> int:

@@ -1,4 +1,4 @@
-"""A policy out of a checkpoint: a `save_pretrained` folder, whatever number of ranks wrote the checkpoint."""
+"""A policy, or its adapter alone, out of a checkpoint: a folder for others to load, from any number of ranks."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from flowrl.config import LoraConfig, ModelConfig
 from flowrl.data.files import CheckpointError
 from flowrl.engines.checkpoint import MODEL
-from flowrl.engines.lora import add_adapter
+from flowrl.engines.lora import add_adapter, save_adapter
 from flowrl.engines.models import load_policy, model_of, save_model
 from flowrl.engines.shards import dtype_of, read_index, read_into
 
@@ -43,6 +43,35 @@ def export_policy(checkpoint: Path, output: Path) -> None:
         CheckpointError: there is no such policy, or the adapter in it does not fit the model it was trained on.
         ModelError: `output` exists already, or the model that an adapter was trained on is not where it was.
     """
+    described, named = _read(checkpoint)
+    model = _adapted(described, named) if (described / _ADAPTER).is_file() else model_of(described, named)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    save_model(model, described, output)
+
+
+def export_adapter(checkpoint: Path, output: Path) -> None:
+    """Writes the adapter of an actor's folder alone, so that peft loads it onto the model that the run began with.
+
+    Args and raises: as `export_policy`; CheckpointError also without an adapter, LoraError where `output` exists.
+    """
+    described, named = _read(checkpoint)
+    if not (described / _ADAPTER).is_file():
+        raise CheckpointError(
+            f"{checkpoint} has no adapter, because its run trained all weights (lora was not set): export the model, "
+            f"without --adapter"
+        )
+    base = ModelConfig.model_validate(json.loads((described / _ADAPTER).read_text())["model"]).path
+    save_adapter(_adapted(described, named), base, output)
+
+
+def adapter_base(checkpoint: Path) -> Path | None:
+    """Where the model was that an adapter was trained on; None for a policy that was trained as a whole."""
+    file = checkpoint / DESCRIPTION / _ADAPTER
+    return ModelConfig.model_validate(json.loads(file.read_text())["model"]).path if file.is_file() else None
+
+
+def _read(checkpoint: Path) -> tuple[Path, dict[str, Tensor]]:
+    """The description of an actor's policy, and the weights that were saved of it."""
     described = checkpoint / DESCRIPTION
     if not (described / "config.json").is_file():
         raise CheckpointError(f"{checkpoint} describes no language model: only what an Actor saved is exported")
@@ -53,10 +82,7 @@ def export_policy(checkpoint: Path, output: Path) -> None:
         if name.startswith(_POLICY)
     }
     read_into(weights, checkpoint, index, None)
-    named = {name.removeprefix(_POLICY): weight for name, weight in weights.items()}
-    model = _adapted(described, named) if (described / _ADAPTER).is_file() else model_of(described, named)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    save_model(model, described, output)
+    return described, {name.removeprefix(_POLICY): weight for name, weight in weights.items()}
 
 
 def _adapted(described: Path, weights: Mapping[str, Tensor]) -> PreTrainedModel:

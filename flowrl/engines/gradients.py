@@ -59,7 +59,7 @@ class WholeGradients:
                 distributed.all_reduce(buffer, group=self._mesh.data)
 
     def norm(self) -> float:
-        return math.hypot(*(torch.linalg.vector_norm(buffer).item() for buffer in self._buffers))
+        return math.hypot(*(_norm(buffer) for buffer in self._buffers))
 
     def scale(self, factor: float) -> None:
         for buffer in self._buffers:
@@ -106,6 +106,11 @@ class ShardedGradients:
 
     def drop(self) -> None:
         _drop(self._parameters)
+
+
+def _norm(buffer: Tensor) -> float:
+    """In at least float32: a sum in a half-precision buffer's own dtype would be rounded to three digits."""
+    return torch.linalg.vector_norm(buffer, dtype=torch.promote_types(buffer.dtype, torch.float32)).item()
 
 
 def _copies(gradient: DTensor, num_ranks: int) -> int:

@@ -7,7 +7,6 @@ under the names that it had without an adapter (`model_weights`).
 
 import json
 import math
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from flowrl.config import LoraConfig, UserError
+from flowrl.engines.folders import appears_whole
 from flowrl.engines.residency import whole_tensor
 
 _ADAPTER = "default"
@@ -82,6 +82,11 @@ def cut_layers(model: nn.Module, path: str, *, by_outputs: bool) -> list[str]:
     if path not in adapter_layers(model):
         return [path]
     return [path + _BASE, f"{path}.lora_{'B' if by_outputs else 'A'}.{_ADAPTER}"]
+
+
+def uncut_layers(model: nn.Module, path: str, *, by_outputs: bool) -> list[str]:
+    """The other one, where the layer at `path` has an adapter."""
+    return [f"{path}.lora_{'A' if by_outputs else 'B'}.{_ADAPTER}"] if path in adapter_layers(model) else []
 
 
 @contextmanager
@@ -177,16 +182,13 @@ def save_adapter(model: PreTrainedModel, base: Path, folder: Path, *, wanted: bo
     state = adapter_state(model)
     if not wanted:
         return
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
     config = model.peft_config[_ADAPTER]
     assert isinstance(config, peft.LoraConfig), "peft leaves it on the model that it changes"
     settings = config.to_dict() | {"base_model_name_or_path": str(base), "inference_mode": True}
     settings["target_modules"] = sorted(settings["target_modules"])
-    partial.mkdir(parents=True)
-    (partial / "adapter_config.json").write_text(json.dumps(settings, indent=2, default=str))
-    save_file(state, partial / "adapter_model.safetensors", {"format": "pt"})
-    partial.rename(folder)
+    with appears_whole(folder) as partial:
+        (partial / "adapter_config.json").write_text(json.dumps(settings, indent=2, default=str))
+        save_file(state, partial / "adapter_model.safetensors", {"format": "pt"})
 
 
 def _matrices(layer: LoraLinear) -> dict[str, Tensor]:

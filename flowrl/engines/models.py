@@ -7,7 +7,6 @@ passed: the fastest attention kernels take none. Code in a folder is never run; 
 """
 
 import logging
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,9 +28,10 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from flowrl.config import ModelConfig, UserError
+from flowrl.engines.folders import appears_whole
 from flowrl.engines.lora import model_weights
 from flowrl.engines.pack import Pack
-from flowrl.engines.sequence import SharesRows, run_backbone, whole_rows
+from flowrl.engines.sequence import SharesRows, run_backbone, run_head, whole_rows
 from flowrl.engines.sharded_load import empty_model
 
 _VALUE_HEAD = "value_head.safetensors"
@@ -85,9 +85,9 @@ class CriticModel(SharesRows):
         Returns: [B, L] in at least float32; column t is read from the hidden state at t - 1, column 0 is 0.
         """
         ids_BL = input_ids_BL if pack is None else pack.flat(input_ids_BL)
-        hidden_BlD = run_backbone(self.backbone, ids_BL, self.sequence, pack)
-        values_Bl = at_least_float32(self.value_head(hidden_BlD.to(self.value_head.weight.dtype)).squeeze(-1))
-        values_BL = whole_rows(values_Bl, ids_BL.shape[1], self.sequence)
+        hidden_BlD = run_backbone(self.backbone, ids_BL, self.shared, pack)
+        values_Bl = at_least_float32(run_head(self.value_head, hidden_BlD, self.shared).squeeze(-1))
+        values_BL = whole_rows(values_Bl, ids_BL.shape[1], self.shared)
         if pack is not None:
             values_BL = pack.rows(values_BL, input_ids_BL.shape)
         return nn.functional.pad(values_BL[:, :-1], (1, 0))
@@ -143,9 +143,11 @@ class RewardModel(SharesRows):
         Returns: [B] in at least float32.
         """
         ids_BL = input_ids_BL if pack is None else pack.flat(input_ids_BL)
-        hidden_BlD = run_backbone(self.model.base_model, ids_BL, self.sequence, pack)
-        scores_Bl = at_least_float32(self.model.get_submodule(self._head_name)(hidden_BlD).squeeze(-1))
-        scores_BL = whole_rows(scores_Bl, ids_BL.shape[1], self.sequence)
+        hidden_BlD = run_backbone(self.model.base_model, ids_BL, self.shared, pack)
+        head = self.model.get_submodule(self._head_name)
+        assert isinstance(head, nn.Linear), "it was given as such"
+        scores_Bl = at_least_float32(run_head(head, hidden_BlD, self.shared).squeeze(-1))
+        scores_BL = whole_rows(scores_Bl, ids_BL.shape[1], self.shared)
         if pack is not None:
             scores_BL = pack.rows(scores_BL, input_ids_BL.shape)
         # A row without tokens, which fills up a round, is read at its first place.
@@ -196,6 +198,7 @@ def save_model(
 
     Raises:
         ModelError: the folder exists already.
+        UserError: it cannot be written.
     """
     if folder.exists():
         raise ModelError(f"{folder} exists already; a model is not written over another: name a new folder")
@@ -208,17 +211,14 @@ def save_model(
         weights[name] = wholes[id(weight.stored)]
     if not wanted:
         return
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
     heads = {name.removeprefix("value_head."): weights.pop(name) for name in list(weights) if "value_head." in name}
     saved, prefix = _language_model(model)
-    with _quiet():
+    with appears_whole(folder) as partial, _quiet():
         named = {name.removeprefix(prefix): weight for name, weight in weights.items()}
         saved.save_pretrained(partial, state_dict=named)
         AutoTokenizer.from_pretrained(tokenizer_path, local_files_only=True).save_pretrained(partial)
-    if heads:
-        save_file({name: weight.contiguous() for name, weight in heads.items()}, partial / _VALUE_HEAD)
-    partial.rename(folder)
+        if heads:
+            save_file({name: weight.contiguous() for name, weight in heads.items()}, partial / _VALUE_HEAD)
 
 
 def describe_model(model: PreTrainedModel, tokenizer_path: Path) -> dict[str, bytes]:

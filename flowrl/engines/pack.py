@@ -42,6 +42,17 @@ class Pack:
         places_T, positions_T, bounds = (x.to(device) for x in (self.places_T, self.positions_T, self.bounds))
         return replace(self, places_T=places_T, positions_T=positions_T, bounds=bounds)
 
+    def filled(self, count: int) -> "Pack":
+        """The same for a row [1, T + count], whose last tokens are a row by themselves, which `rows` does not take."""
+        if not count:
+            return self
+        return replace(
+            self,
+            lengths=(*self.lengths, count),
+            positions_T=torch.cat([self.positions_T, torch.arange(count, device=self.positions_T.device)]),
+            bounds=torch.cat([self.bounds, self.bounds[-1:] + count]),
+        )
+
     def flat(self, rows_BL: Tensor) -> Tensor:
         """Padded rows -> [1, T]."""
         return rows_BL.flatten()[self.places_T][None]

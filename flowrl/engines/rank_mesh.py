@@ -25,6 +25,8 @@ class RankMesh:
     """Ranks whose gradients are parts of one sum: those that differ in rows, or in the part of a sequence."""
     sequence: ProcessGroup | None
     """Ranks that share each sequence."""
+    peers: ProcessGroup | None
+    """Ranks that have the same rows: those that differ in tp or sp only, tp first."""
     devices: DeviceMesh | None
     """Of dimensions `replicate`, `shard` and `tp`."""
     tp: int
@@ -46,7 +48,7 @@ class RankMesh:
         return torch.stack(found)
 
 
-ALONE = RankMesh(everyone=None, data=None, sequence=None, devices=None, tp=1, counts_rows=True)
+ALONE = RankMesh(everyone=None, data=None, sequence=None, peers=None, devices=None, tp=1, counts_rows=True)
 """A process that shares its model with no other."""
 
 
@@ -81,10 +83,13 @@ def rank_mesh(
     own_r, own_part = divmod(own_d * sp + own_s, shard * sp)
     dimensions = [_group(ranks_RST[:, own_part, own_t]), _group(ranks_RST[own_r, :, own_t])]
     dimensions.append(_group(ranks_RST[own_r, own_part]))
+    sequence = _group(ranks_DST[own_d, :, own_t]) if sp > 1 else None
+    both = _group(ranks_DST[own_d].flatten()) if sp > 1 and tp > 1 else None
     return RankMesh(
         everyone=group,
         data=group if tp == 1 else _group(ranks_DST[:, :, own_t].flatten()),
-        sequence=_group(ranks_DST[own_d, :, own_t]) if sp > 1 else None,
+        sequence=sequence,
+        peers=both or sequence or dimensions[-1],
         devices=DeviceMesh.from_group(
             dimensions,
             torch.device(device).type,

@@ -34,20 +34,4 @@ def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> No
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, Tensor) and value.ndim:
-                state[name] = _moved(value, device)
-
-
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    if not isinstance(tensor, DTensor):
-        return tensor.to(device)
-    part = tensor.to_local()
-    if part.device == device:
-        return tensor
-    return DTensor.from_local(
-        part.to(device),
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
+                state[name] = value.to(device)  # of a DTensor this rank's part, which may leave its mesh's device

@@ -2,12 +2,14 @@
 
 Jacobs et al. 2023 (Ulysses), https://arxiv.org/abs/2309.14509. Everything but attention sees one token at a time, so a
 rank can do it for its own stretch; before attention ranks exchange stretches for heads, and after it heads for
-stretches.
+stretches. Tensor-parallel ranks may share what is between a layer's matrices in the same way
+(`flowrl.engines.split_norms`).
 
 Shape suffixes: B rows, L tokens of the longest row, l of a stretch, D hidden size, H heads, h of a rank, E of a head.
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -27,11 +29,25 @@ _groups: WeakKeyDictionary[nn.Module, ProcessGroup] = WeakKeyDictionary()
 """Layer -> its ranks. Not an attribute of the layer, which copies of the model would copy."""
 
 
+@dataclass(frozen=True)
+class Stretches:
+    """Ranks that share rows: each of them ends with the hidden states of one stretch, in the order of its ranks."""
+
+    everyone: ProcessGroup
+    peers: ProcessGroup | None
+    """Tensor-parallel ones among them, next to each other, who put their stretches together for each layer's matrices.
+    The others exchange stretches for heads in attention only."""
+
+    def length(self, rows_BL: Tensor) -> int:
+        """Of a stretch of these rows."""
+        return -(-rows_BL.shape[1] // self.everyone.size())
+
+
 class SharesRows(nn.Module):
     """A model whose rows several ranks can share: it runs its backbone with `run_backbone`."""
 
-    sequence: ProcessGroup | None = None
-    """Those ranks."""
+    shared: Stretches | None = None
+    """How they do; None where each has rows of its own."""
 
 
 class SequenceError(UserError):
@@ -72,52 +88,69 @@ def _not_plain(settings: dict[str, Any]) -> list[str]:  # Any: as transformers' 
 
 
 def run_backbone(
-    backbone: nn.Module, input_ids_BL: Tensor, group: ProcessGroup | None, pack: Pack | None = None
+    backbone: nn.Module, input_ids_BL: Tensor, shared: Stretches | None, pack: Pack | None = None
 ) -> Tensor:
-    """The hidden states [B, l, D] of this rank's stretch of every row; of whole rows where there is no group.
+    """The hidden states [B, l, D] of this rank's stretch of every row; of whole rows where no others share them.
 
     Rows are filled up to a length that the ranks divide; causal attention keeps that from what is real. A pack is one
     row [1, T] of many, and attention keeps those apart.
     """
+    filling = 0 if shared is None else -input_ids_BL.shape[1] % shared.everyone.size()
     packed: dict[str, Any] = {}  # Any: what kinds of attention take
     if pack is not None:
         assert isinstance(backbone, PreTrainedModel), "packs are for models that transformers can tell of them"
+        pack = pack.filled(filling)
         packed = pack_arguments(backbone, pack)
-    if group is None:
+    if shared is None:
         if pack is not None:
             packed["position_ids"] = pack.positions_T[None]
         return backbone(input_ids=input_ids_BL, use_cache=False, **packed).last_hidden_state
-    stretch = _stretch(input_ids_BL, group)
-    filling = (0, stretch * group.size() - input_ids_BL.shape[1])
-    padded_BL = nn.functional.pad(input_ids_BL, filling)
-    places_l = torch.arange(stretch, device=padded_BL.device) + group.rank() * stretch
-    positions_l = places_l if pack is None else nn.functional.pad(pack.positions_T, filling)[places_l]
-    output = backbone(
-        input_ids=padded_BL[:, places_l],
-        position_ids=positions_l.expand(len(padded_BL), -1),
-        use_cache=False,
-        **packed,
-    )
+    padded_BL = nn.functional.pad(input_ids_BL, (0, filling))
+    # Of a row that peers share, all of them have the positions: their attention sees it whole.
+    num_peers = 1 if shared.peers is None else shared.peers.size()
+    places_l = torch.arange(shared.length(padded_BL) * num_peers, device=padded_BL.device)
+    places_l += shared.everyone.rank() // num_peers * len(places_l)
+    positions_l = places_l if pack is None else pack.positions_T[places_l]
+    own_Bl = padded_BL[:, places_l]
+    if shared.peers is None:
+        packed["input_ids"] = own_Bl
+    else:
+        assert isinstance(backbone, PreTrainedModel), "peers share models of transformers"
+        packed["inputs_embeds"] = _Own.apply(backbone.get_input_embeddings()(own_Bl), shared.peers)
+    output = backbone(position_ids=positions_l.expand(len(padded_BL), -1), use_cache=False, **packed)
     return output.last_hidden_state
 
 
-def own_targets(values_BL: Tensor, group: ProcessGroup) -> Tensor:
+def run_head(head: nn.Linear, hidden_BlD: Tensor, shared: Stretches | None) -> Tensor:
+    """What a head makes of a rank's stretch."""
+    return nn.functional.linear(hidden_BlD.to(head.weight.dtype), *head_weights(head, shared))
+
+
+def head_weights(head: nn.Linear, shared: Stretches | None) -> tuple[Tensor, Tensor | None]:
+    """The weight and the bias of a head that a rank runs on its stretch.
+
+    Peers of whom each has a stretch sum their gradients of it: all else that they hold alike has seen whole rows.
+    """
+    if shared is None or shared.peers is None:
+        return head.weight, head.bias
+    weight, bias = (None if w is None else _Summed.apply(w, shared.peers) for w in (head.weight, head.bias))
+    assert weight is not None, "a linear layer has one"
+    return weight, bias
+
+
+def own_targets(values_BL: Tensor, shared: Stretches) -> Tensor:
     """What stands at a rank's stretch and one place after it, [B, l + 1]; 0 beyond the row."""
-    stretch = _stretch(values_BL, group)
-    padded_BL = nn.functional.pad(values_BL, (0, stretch * group.size() + 1 - values_BL.shape[1]))
-    return padded_BL[:, group.rank() * stretch : (group.rank() + 1) * stretch + 1]
+    stretch, rank = shared.length(values_BL), shared.everyone.rank()
+    padded_BL = nn.functional.pad(values_BL, (0, stretch * shared.everyone.size() + 1 - values_BL.shape[1]))
+    return padded_BL[:, rank * stretch : (rank + 1) * stretch + 1]
 
 
-def whole_rows(values_Bl: Tensor, length: int, group: ProcessGroup | None) -> Tensor:
+def whole_rows(values_Bl: Tensor, length: int, shared: Stretches | None) -> Tensor:
     """Every rank's stretch, side by side: [B, length]. The gradient of each rank's stretch goes to that rank, so all
     ranks must go on to the same loss."""
-    if group is None:
+    if shared is None:
         return values_Bl[:, :length]
-    return _Gather.apply(values_Bl, group)[:, :length]
-
-
-def _stretch(input_ids_BL: Tensor, group: ProcessGroup) -> int:
-    return -(-input_ids_BL.shape[1] // group.size())
+    return _Gather.apply(values_Bl, shared.everyone)[:, :length]
 
 
 class _Context(Protocol):
@@ -138,16 +171,55 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
+    """Whole rows from each rank's stretch."""
+
     @staticmethod
     def forward(ctx: _Context, values_Bl: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        found = [torch.empty_like(values_Bl) for _ in range(group.size())]
-        distributed.all_gather(found, values_Bl.contiguous(), group=group)
-        return torch.cat(found, dim=1)
+        return _side_by_side(values_Bl, group)
 
     @staticmethod
     def backward(ctx: _Context, gradient_BL: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride] (as above)
-        return gradient_BL.chunk(ctx.group.size(), dim=1)[ctx.group.rank()], None
+        return _own_part(gradient_BL, ctx.group), None
+
+
+class _Own(torch.autograd.Function):
+    """A rank's stretch of rows that all have; each is given the gradient of whole rows."""
+
+    @staticmethod
+    def forward(ctx: _Context, values_BL: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        # A copy: a part of the whole would keep all of it.
+        return _own_part(values_BL, group).clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: _Context, gradient_Bl: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride] (as above)
+        return _side_by_side(gradient_Bl, ctx.group), None
+
+
+class _Summed(torch.autograd.Function):
+    """A weight that ranks have alike, whose gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: _Context, weight: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride] (as above)
+        summed = gradient.clone(memory_format=torch.contiguous_format)
+        distributed.all_reduce(summed, group=ctx.group)
+        return summed, None
+
+
+def _side_by_side(values_Bl: Tensor, group: ProcessGroup) -> Tensor:
+    found = [torch.empty_like(values_Bl, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    distributed.all_gather(found, values_Bl.contiguous(), group=group)
+    return torch.cat(found, dim=1)
+
+
+def _own_part(values_BL: Tensor, group: ProcessGroup) -> Tensor:
+    return values_BL.chunk(group.size(), dim=1)[group.rank()]
 
 
 def _all_to_all(parts: Tensor, group: ProcessGroup) -> Tensor:
@@ -185,11 +257,8 @@ def _attend(
     repeats = max(1, group.size() // key.shape[1])
     key, value = (states.repeat_interleave(repeats, dim=1) for states in (key, value))
     query, key, value = (_heads_of_whole_rows(states, group) for states in (query, key, value))
-    real = query.shape[2] if pack is None else len(pack.positions_T)
-    rows = (query[:, :, :real], key[:, :, :real], value[:, :, :real])
-    attended_BLhE = attend(*rows, pack=pack, scaling=scaling)
-    attended_BhLE = nn.functional.pad(attended_BLhE.transpose(1, 2), (0, 0, 0, query.shape[2] - real))
-    return _stretches_of_all_heads(attended_BhLE, group).transpose(1, 2).contiguous(), None
+    attended_BLhE = attend(query, key, value, pack=pack, scaling=scaling)
+    return _stretches_of_all_heads(attended_BLhE.transpose(1, 2), group).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(_ATTENTION, _attend)

@@ -23,10 +23,11 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 
 from flowrl.config import EngineConfig, UserError
 from flowrl.engines.attention import FLASH, ROWS, why_padded
-from flowrl.engines.lora import cut_layers
+from flowrl.engines.lora import cut_layers, uncut_layers
 from flowrl.engines.models import caps_attention
 from flowrl.engines.rank_mesh import RankMesh
-from flowrl.engines.sequence import SharesRows
+from flowrl.engines.sequence import SharesRows, Stretches
+from flowrl.engines.split_norms import ROW, split_adapter, split_norms
 
 _STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
@@ -39,14 +40,16 @@ _STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
 }
 """Style of transformers -> torch's."""
 
+_STYLES_OF_STRETCHES: Mapping[str, Callable[[], ParallelStyle]] = {
+    **_STYLES,
+    "rowwise": lambda: RowwiseParallel(output_layouts=ROW),
+    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=ROW),
+}
+"""The same where peers hold stretches between layers' matrices."""
+
 
 class EngineError(UserError):
     """A model cannot run as its placement or its engine asks."""
-
-
-def cuts_model(config: EngineConfig, num_ranks: int, tp: int) -> bool:
-    """Whether each of these ranks holds a part of the model."""
-    return num_ranks > 1 and (config.strategy == "fsdp" or tp > 1)
 
 
 def shard_model(model: nn.Module, mesh: RankMesh, config: EngineConfig, compute_dtype: torch.dtype | None) -> None:
@@ -63,7 +66,7 @@ def shard_model(model: nn.Module, mesh: RankMesh, config: EngineConfig, compute_
     assert mesh.devices is not None, "a process that shares its model with no other cuts nothing"
     if mesh.tp > 1:
         for language_model in language_models(model):
-            _cut_layers(language_model, mesh)
+            _cut_layers(language_model, mesh, splits_norms=config.sequence_parallel_norms)
     reduce_dtype = torch.float32 if compute_dtype is not None else None
     pinned = mesh.devices.device_type != "cpu"
     offload = CPUOffloadPolicy(pin_memory=pinned) if config.offload == "parameters" else OffloadPolicy()
@@ -80,6 +83,36 @@ def shard_model(model: nn.Module, mesh: RankMesh, config: EngineConfig, compute_
             unit.set_gradient_divide_factor(1)
             # Without it the factor is an operation that gloo does not have.
             unit.set_force_sum_reduction_for_comms(True)
+
+
+def shared_rows(config: EngineConfig, mesh: RankMesh) -> Stretches | None:
+    """How ranks share rows; None where none do. Raises `EngineError` for norms that no peers can share."""
+    if config.sequence_parallel_norms and mesh.tp == 1:
+        raise EngineError(
+            "engine.sequence_parallel_norms is true, which is for a role with tp, and this one has tp 1: set it to "
+            "false, or tp for the role"
+        )
+    if not config.sequence_parallel_norms:
+        return None if mesh.sequence is None else Stretches(mesh.sequence, None)
+    assert mesh.devices is not None and mesh.peers is not None, "tp is of several ranks"
+    return Stretches(mesh.peers, mesh.devices.get_group("tp"))
+
+
+def refuse_lower_weights(model: nn.Module, compute_dtype: torch.dtype | None) -> None:
+    """Raises `EngineError` for half-precision weights that should compute in float32, which autocast does not do."""
+    found = {parameter.dtype for parameter in model.parameters()}
+    if compute_dtype == torch.float32 and found & {torch.bfloat16, torch.float16}:
+        raise EngineError(
+            "engine.compute_dtype is float32, but the model's dtype is half precision, which holds no more: set "
+            "model.dtype: float32, or leave engine.compute_dtype out"
+        )
+
+
+def drop_whole_weights(model: nn.Module) -> None:
+    """Gives back what a forward pass has put together and kept for the backward pass that does not come."""
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
 
 
 def choose_attention(
@@ -135,8 +168,9 @@ def layers(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def _cut_layers(model: PreTrainedModel, mesh: RankMesh) -> None:
-    """Tensor parallelism of the layers' matrices; what is not in the plan is computed alike by all peers."""
+def _cut_layers(model: PreTrainedModel, mesh: RankMesh, *, splits_norms: bool) -> None:
+    """Tensor parallelism of the layers' matrices. What is not in the plan is computed alike by all peers, or norms by
+    each for a stretch."""
     name = type(model).__name__
     # Embeddings and heads stay whole on each tensor-parallel rank: fsdp cuts them over the others.
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -156,10 +190,16 @@ def _cut_layers(model: PreTrainedModel, mesh: RankMesh) -> None:
             raise EngineError(f"{name} has {what} {count}, which tp {mesh.tp} does not divide: set tp to a divisor")
     assert mesh.devices is not None
     frozen = [path for path, weight in model.named_parameters() if not weight.requires_grad]
-    for pattern, style in plan.items():
-        for path in _named_by(pattern, model):
-            for layer in cut_layers(model, path, by_outputs=style.startswith("colwise")):
-                parallelize_module(model.get_submodule(layer), mesh.devices["tp"], _STYLES[style]())
+    paths = [(path, style) for pattern, style in plan.items() for path in _named_by(pattern, model)]
+    peers, styles = mesh.devices["tp"], _STYLES_OF_STRETCHES if splits_norms else _STYLES
+    for path, style in paths:
+        by_outputs = style.startswith("colwise")
+        for layer in cut_layers(model, path, by_outputs=by_outputs):
+            parallelize_module(model.get_submodule(layer), peers, styles[style]())
+        for layer in uncut_layers(model, path, by_outputs=by_outputs) if splits_norms else ():
+            split_adapter(model.get_submodule(layer), peers, by_outputs=by_outputs)
+    if splits_norms:
+        split_norms(model, peers, [path for path, style in paths if style.startswith("rowwise")])
     for path in frozen:
         # torch's style for norms gives them weights that are trained.
         model.get_parameter(path).requires_grad_(False)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from flowrl.config import EngineConfig, OptimizerConfig
+from flowrl.config import EngineConfig, OptimizerConfig, cuts_model
 from flowrl.data.metric import Max, Metric, merge_metrics
 from flowrl.data.table import lengths, num_rows
 from flowrl.engines.gradients import Gradients, ShardedGradients, WholeGradients
@@ -30,7 +30,16 @@ from flowrl.engines.rank_mesh import ALONE, RankMesh
 from flowrl.engines.residency import move_model, move_optimizer
 from flowrl.engines.sequence import SharesRows, share_attention
 from flowrl.engines.sharded_load import place, read_parts
-from flowrl.engines.sharding import choose_attention, cuts_model, language_models, layers, packs_rows, shard_model
+from flowrl.engines.sharding import (
+    choose_attention,
+    drop_whole_weights,
+    language_models,
+    layers,
+    packs_rows,
+    refuse_lower_weights,
+    shard_model,
+    shared_rows,
+)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -88,18 +97,22 @@ class TrainEngine:
         self._engine, self._config = engine, optimizer
         self._max_tokens = engine.max_tokens_per_microbatch * (1 if mesh.sequence is None else mesh.sequence.size())
         self._compute_dtype = None if engine.compute_dtype is None else _DTYPES[engine.compute_dtype]
+        refuse_lower_weights(model, self._compute_dtype)
         self.model = place(model, self.device).eval()
         self._packs = packs_rows(model, engine)
         for language_model in language_models(model):
             if engine.gradient_checkpointing:
                 language_model.gradient_checkpointing_enable({"use_reentrant": False})
             dtype = self._compute_dtype or language_model.dtype
-            choose_attention(language_model, engine, self.device, dtype, packs=self._packs)
+            # Stretches are longer where attention sees them, and masks are made before: these kernels need none.
+            maskless = self._packs or engine.sequence_parallel_norms
+            choose_attention(language_model, engine, self.device, dtype, packs=maskless)
             if mesh.sequence is not None:
                 share_attention(language_model, mesh.sequence)
-        if mesh.sequence is not None:
-            assert isinstance(model, SharesRows), "sp is for models that run their backbone by stretches"
-            model.sequence = mesh.sequence
+        shared = shared_rows(engine, mesh)
+        if shared is not None:
+            assert isinstance(model, SharesRows), "rows are shared by models that run their backbone by stretches"
+            model.shared = shared
         for layer in layers(model) if engine.compile else ():
             layer.compile(dynamic=True)  # every micro-batch has another shape
         if self.is_sharded:
@@ -220,6 +233,8 @@ class TrainEngine:
                     values = forward(self.model, micro.to(self.device)).cpu()
                 if number < len(micros):
                     yield micro, values
+        if self.is_sharded:
+            drop_whole_weights(self.model)
 
     def _agree(self, table: TensorDictBase, mask_column: str, num_micros: int) -> tuple[Denominators, int]:
         """The step's counts over all ranks, and the most micro-batches that one of them has."""

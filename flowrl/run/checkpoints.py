@@ -24,7 +24,7 @@ FORMAT = 1
 MANIFEST, DRIVER = "manifest.json", "driver.json"
 
 SCORES: Mapping[str, int] = {"accuracy": 1, "reward": 1, "loss": -1}
-"""What checkpoints are compared by, the first that is there: 1 where more is better."""
+"""What checkpoints are compared by: 1 where more is better."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Score:
     value: float
 
     @classmethod
-    def of(cls, values: Mapping[str, float]) -> "Score | None":
-        """The score in the metrics of a step, if there is one."""
-        name = next((name for name in SCORES if values.get(name) is not None), None)
+    def of(cls, values: Mapping[str, float], names: Sequence[str]) -> "Score | None":
+        """The first of these scores that the metrics of a step have, if there is one."""
+        name = next((name for name in names if values.get(name) is not None), None)
         return None if name is None else cls(name, values[name])
 
     @property
@@ -125,6 +125,15 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """The steps whose folders have a manifest, oldest first."""
         return [step for step, path in self._folders() if (path / MANIFEST).exists()]
+
+    def some_steps(self) -> list[int]:
+        """As `steps`. Raises CheckpointError where there are none."""
+        run = self.path.parent
+        if not run.is_dir():
+            raise CheckpointError(f"{run} is no folder: name the output folder of a run")
+        if not (found := self.steps()):
+            raise CheckpointError(f"{run} has no checkpoints; a run saves them with checkpoint.every=N")
+        return found
 
     def _folders(self) -> list[tuple[int, Path]]:
         names = sorted(self.path.iterdir()) if self.path.is_dir() else []
@@ -232,19 +241,20 @@ def remove(folder: Path) -> None:
 
 
 def kept(scores: Mapping[int, Score | None], keep_last: int | None, keep_best: int) -> set[int]:
-    """Which of the steps stay: the newest, and the best of those that have what the run is compared by.
+    """Which of the steps stay: the newest, and the best.
 
     Args:
-        scores: step -> its score.
+        scores: step -> its score. Those of one name are compared; a run that goes on with another `evaluate_every` has
+            two, and keeps the best of each.
         keep_last: how many of the newest; None is all.
         keep_best: how many of the best. Of equals the newer ones stay.
     """
     steps = sorted(scores)
-    newest = set(steps if keep_last is None else steps[-keep_last:])
-    known = {score.name for score in scores.values() if score is not None}
-    by = next((name for name in SCORES if name in known), None)
-    ranked = sorted((score.worth, step) for step, score in scores.items() if score is not None and score.name == by)
-    return newest | {step for _, step in ranked[len(ranked) - min(keep_best, len(ranked)) :]}
+    stay = set(steps if keep_last is None else steps[-keep_last:])
+    for name in SCORES:
+        ranked = sorted((score.worth, step) for step, score in scores.items() if score and score.name == name)
+        stay |= {step for _, step in ranked[len(ranked) - min(keep_best, len(ranked)) :]}
+    return stay
 
 
 def sums_of_rest(folder: Path, known: Mapping[str, FileSum]) -> dict[str, FileSum]:

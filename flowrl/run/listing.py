@@ -17,9 +17,7 @@ _UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 def show_checkpoints(run: Path, console: Console | None = None) -> None:
     """Prints a table of all checkpoints of a run. Reads every file of them. Raises CheckpointError without any."""
     checkpoints = Checkpoints(run)
-    steps = checkpoints.steps()
-    if not steps:
-        raise CheckpointError(f"{run} has no checkpoints; a run saves them with checkpoint.every=N")
+    steps = checkpoints.some_steps()
     table = checkpoints_table([(step, *_looked_at(checkpoints, step)) for step in steps])
     (console or Console()).print(table, crop=False)
 

@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from flowrl.config import (
     ActorConfig,
     CriticConfig,
-    EngineConfig,
-    ModelConfig,
     OnPolicyConfig,
-    OptimizerConfig,
     ReferenceConfig,
     RewardConfig,
     RunConfig,
     VllmConfig,
+    models_of,
 )
 from flowrl.controller.plan import Plan, RolePlan, Slot
 from flowrl.run.activations import Entropy
@@ -89,7 +87,7 @@ class _Roles:
 
     def __init__(self, config: RunConfig, planned: Plan) -> None:
         self._config, self._planned = config, planned
-        self._values = dict(config) if isinstance(config, OnPolicyConfig) else {"actor": _plain_actor(config)}
+        self._values = {role: value for role, (_, value) in models_of(config).items()}
         self._longest = 0
         if isinstance(config, OnPolicyConfig):
             self._longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
@@ -168,17 +166,6 @@ class _Roles:
             return None
         rows = config.minibatch_rows if setting == "minibatch_rows" else config.rows_per_step
         return -(-rows // place.mesh.dp)
-
-
-def _plain_actor(config: RunConfig) -> ActorConfig | None:
-    """The actor of a recipe that trains one model and says so without a group for it."""
-    found: dict[type, object] = {type(value): value for _, value in config}
-    model, optimizer = found.get(ModelConfig), found.get(OptimizerConfig)
-    engine = found.get(EngineConfig, EngineConfig())
-    if not (isinstance(model, ModelConfig) and isinstance(optimizer, OptimizerConfig)):
-        return None
-    assert isinstance(engine, EngineConfig)
-    return ActorConfig(model=model, optimizer=optimizer, engine=engine)
 
 
 def same_devices(devices: Sequence[DeviceMemory]) -> list[list[DeviceMemory]]:

@@ -4,19 +4,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flowrl.config import (
-    ActorConfig,
     ConfigError,
-    CriticConfig,
-    EngineConfig,
-    ReferenceConfig,
-    RewardConfig,
     RolloutConfig,
     RunConfig,
+    cuts_model,
+    models_of,
 )
 from flowrl.controller.inventory import local_memory
 from flowrl.controller.plan import Plan, aligned
 from flowrl.run.memory_estimate import DeviceMemory, estimate, same_devices
 from flowrl.run.role_memory import Call, RoleMemory
+from flowrl.run.rollout_memory import MIN_ROWS
 
 GB = 1e9
 
@@ -86,6 +84,7 @@ def _largest(device: DeviceMemory, caller: str, call: Call) -> tuple[str, str]:
         state = device.held(role, caller) + (call.gradients + call.optimizer if role == caller else 0)
         parts.append((state, role, "state"))
     parts += [
+        (device.process, caller, "process"),
         (call.activations, caller, "activations"),
         (call.cache, caller, "cache"),
         (call.whole, caller, "whole"),
@@ -96,21 +95,22 @@ def _largest(device: DeviceMemory, caller: str, call: Call) -> tuple[str, str]:
 
 def _advice(config: RunConfig, planned: Plan, role: str, part: str) -> str:
     """What to change first."""
-    place, key, engine = planned.roles[role], f"{role}.engine", EngineConfig()
+    place = planned.roles[role]
+    if part == "process":
+        return "a process takes most of it before it has a model: give the run fewer devices, or larger ones"
     for name, value in config:
-        if name == role and isinstance(value, ActorConfig | CriticConfig | ReferenceConfig | RewardConfig):
-            engine = value.engine
-        elif isinstance(value, EngineConfig):
-            key, engine = name, value
-        elif name == role and isinstance(value, RolloutConfig):
-            fewer = "" if part in ("whole", "state") else f"lower {name}.max_rows, which is {value.max_rows}, or "
+        if name == role and isinstance(value, RolloutConfig):
+            lower = part in ("cache", "activations") and value.max_rows > MIN_ROWS
+            fewer = f"lower {name}.max_rows, which is {value.max_rows}, or " if lower else ""
             return f"{fewer}give {name} devices of its own in place of {place.pool}"
+    prefix, model = models_of(config)[role]
+    key, engine = f"{prefix}engine", model.engine
     if part == "activations":
         checkpointing = "" if engine.gradient_checkpointing else f", or set {key}.gradient_checkpointing: true"
         return f"lower {key}.max_tokens_per_microbatch, which is {engine.max_tokens_per_microbatch}{checkpointing}"
     if part == "whole":
         return f"set {key}.reshard_after_forward: true and a half-precision {key}.compute_dtype"
-    if place.mesh.size > 1 and engine.strategy != "fsdp" and config.backend == "ray":
+    if place.mesh.size > 1 and not cuts_model(engine, place.mesh.size, place.mesh.tp) and config.backend == "ray":
         return f"set {key}.strategy: fsdp, which cuts what it holds over its {place.mesh.size} ranks"
     return (
         f"give {role} more devices than the {place.mesh.size} of {place.pool}, with {key}.strategy: fsdp, or a smaller "

@@ -11,6 +11,7 @@ import yaml
 from flowrl.config import RunConfig
 from flowrl.run.checkpoints import Checkpoint, Checkpoints
 from flowrl.run.folder import RunFolder, RunFolderError
+from flowrl.run.inputs import refuse_changed_inputs
 
 MAY_DIFFER = (
     "output",
@@ -30,6 +31,7 @@ MAY_DIFFER = (
     "*engine.reshard_after_forward",
     "*engine.offload",
     "*engine.gradient_checkpointing",
+    "*engine.sequence_parallel_norms",
     "*engine.packing",
     "*engine.max_tokens_per_microbatch",
 )
@@ -66,7 +68,8 @@ def goes_on(config: RunConfig) -> bool:
 def found(config: RunConfig) -> Checkpoint | None:
     """The checkpoint that the run goes on from, found whole; None for a run that begins. Removes what crashes left.
 
-    Raises: as `goes_on`, and CheckpointError where the newest checkpoint is damaged.
+    Raises: as `goes_on`; RunFolderError where data or a frozen model are not what they were; CheckpointError where the
+        newest checkpoint is damaged.
     """
     if not goes_on(config):
         return None
@@ -76,6 +79,8 @@ def found(config: RunConfig) -> Checkpoint | None:
     if newest is None:
         # It came to nothing that could be gone on from: it begins again, without the curves of the first time.
         shutil.rmtree(config.output / "tensorboard", ignore_errors=True)
+    else:
+        refuse_changed_inputs(newest.driver().get("inputs", {}), config, newest)
     return newest
 
 

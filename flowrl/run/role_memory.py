@@ -8,7 +8,7 @@ embeddings is made.
 from dataclasses import dataclass
 from typing import Literal
 
-from flowrl.config import EngineConfig, LoraConfig
+from flowrl.config import EngineConfig, LoraConfig, cuts_model
 from flowrl.controller.plan import Mesh
 from flowrl.run.activations import (
     Entropy,
@@ -85,8 +85,8 @@ class RoleModel:
 
     @property
     def is_cut(self) -> bool:
-        """Whether ranks hold parts: `cuts_model` of flowrl/engines/sharding.py."""
-        return not self.alone and self.mesh.size > 1 and (self.engine.strategy == "fsdp" or self.mesh.tp > 1)
+        """Whether ranks hold parts."""
+        return not self.alone and cuts_model(self.engine, self.mesh.size, self.mesh.tp)
 
     @property
     def parts(self) -> int:

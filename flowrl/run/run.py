@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
+from functools import cached_property
 from itertools import islice
 from types import TracebackType
 from typing import Any, Self
@@ -13,6 +14,7 @@ from flowrl.controller.cluster import Cluster
 from flowrl.controller.group import WorkerGroup
 from flowrl.controller.worker import Worker
 from flowrl.data.batch import Batch
+from flowrl.data.files import FileSum
 from flowrl.data.prompts import PromptStream
 from flowrl.run.checkpoints import Checkpoint, Checkpoints
 from flowrl.run.chrome import Trace, TraceError, chrome_trace, read_trace
@@ -20,6 +22,7 @@ from flowrl.run.curves import draw_curves
 from flowrl.run.display import LiveProgress, before_after_table, completions_table
 from flowrl.run.evaluate import Evaluation, Outcome
 from flowrl.run.folder import RunFolder, remove_unfinished, replacing, write_json
+from flowrl.run.inputs import input_sums
 from flowrl.run.interrupt import Interruption
 from flowrl.run.lock import folder_lock
 from flowrl.run.memory import resident_mb
@@ -61,7 +64,7 @@ class Run:
         self._peak_mb = 0.0
         self._resumed: Checkpoint | None = None
         self._earlier = Trace()
-        self._saver = Saver(Checkpoints(config.output), config.checkpoint)
+        self._saver = Saver(Checkpoints(config.output), config.checkpoint, config.compared_by)
 
     def __enter__(self) -> Self:
         config = self.config
@@ -114,7 +117,13 @@ class Run:
             "outcomes": [asdict(outcome) for outcome in self._outcomes],
             "peak_mb": self._peak_mb,
             "seconds": time.monotonic() - self.started_s,
+            "inputs": self._inputs,
         }
+
+    @cached_property
+    def _inputs(self) -> dict[str, FileSum]:
+        """What the run reads that a checkpoint does not hold."""
+        return input_sums(self.config)
 
     def _cluster(self) -> Cluster:
         config = self.config
@@ -376,6 +385,8 @@ class Run:
         try:
             if error is not None:
                 self._leave_early()
+        except OSError as lost:  # what ended the run is what is told of it, and a full disk may be just that
+            self._progress.say(f"the results of {self.folder.path} are not complete: {lost}")
         finally:
             self._made.__exit__(kind, error, trace)
 

@@ -57,12 +57,13 @@ class _Saving:
 class Saver:
     """Saves groups and objects of a driver, one checkpoint at a time."""
 
-    def __init__(self, checkpoints: Checkpoints, config: CheckpointConfig) -> None:
+    def __init__(self, checkpoints: Checkpoints, config: CheckpointConfig, compared_by: Sequence[str]) -> None:
+        """Args: `compared_by` are the metrics that tell which checkpoints are best, the first that a step has."""
         self.groups: dict[str, WorkerGroup] = {}
         self.objects: dict[str, Kept] = {}
         self.last_step = 0
         """The step of the checkpoint that was begun last, or gone on from."""
-        self._checkpoints, self._config = checkpoints, config
+        self._checkpoints, self._config, self._compared_by = checkpoints, config, compared_by
         self._saving: _Saving | None = None
 
     def keep(self, groups: Sequence[WorkerGroup], objects: Mapping[str, Kept]) -> None:
@@ -127,7 +128,7 @@ class Saver:
             self._ask(saving, role, wait)
         line = next((line for line in reversed(lines) if line["step"] == saving.step), None)
         if line is not None and saving.saved.keys() == self.groups.keys():
-            self._commit(saving, Score.of(line))
+            self._commit(saving, Score.of(line, self._compared_by))
 
     def _ask(self, saving: _Saving, role: str, wait: bool) -> None:
         """Reads what a group has answered, and asks again."""

@@ -16,12 +16,15 @@ from flowrl.config import (
     ReferenceConfig,
     RewardConfig,
     RunConfig,
+    cuts_model,
+    models_of,
 )
 from flowrl.controller.inventory import local_inventory
 from flowrl.controller.plan import Plan, RolePlan, plan
 from flowrl.run.folder import refuse_if_taken
 from flowrl.run.lock import refuse_if_held
 from flowrl.run.memory_table import check_memory, room
+from flowrl.run.model_fit import check_fit
 from flowrl.run.resume import goes_on
 
 
@@ -126,7 +129,7 @@ def _functions_of_advantages(
 
 def check_engines(config: RunConfig, planned: Plan) -> None:
     """Refuses a role whose engine cannot run on the ranks of its mesh. Raises `ConfigError`."""
-    engines = {name: value.engine for name, value in config if isinstance(value, _MODELS) and value.model is not None}
+    models = {role: found for role, found in models_of(config).items() if found[1].model is not None}
     for role, place in planned.roles.items():
         where, mesh = f"placement.roles.{role}", place.mesh
         if mesh.pp > 1:
@@ -134,13 +137,16 @@ def check_engines(config: RunConfig, planned: Plan) -> None:
                 f"{where} has pp {mesh.pp}, but no engine runs a model's layers as a pipeline: remove pp, and cut the "
                 f"model with strategy: fsdp or tp"
             )
-        if role not in engines:
+        if role not in models:
             # Of a role apart one process leads tensor-parallel devices, and its mesh has none.
             for name, size in (("tp", mesh.tp), ("sp", mesh.sp)):
                 if size > 1:
                     raise ConfigError(f"{where} has {name} {size}, but each of its ranks holds all it needs: remove it")
-        elif config.backend == "ray":
-            _check_engine(role, place, engines[role])
+            continue
+        prefix, model = models[role]
+        check_fit(role, prefix, model, place)
+        if config.backend == "ray":
+            _check_engine(role, f"{prefix}engine", place, model.engine)
     check_adapters(config, planned)
 
 
@@ -168,7 +174,7 @@ def check_adapters(config: RunConfig, planned: Plan) -> None:
         if not isinstance(value, ActorConfig | CriticConfig) or value.lora is None:
             continue
         place = planned.roles[role]
-        cut = value.engine.strategy == "fsdp" or place.mesh.tp > 1
+        cut = cuts_model(value.engine, place.mesh.size, place.mesh.tp)
         together = config.backend == "ray" and (cut or place.mesh.sp > 1)
         for name, other in config:
             if together and isinstance(other, ReferenceConfig) and other.model == value.model:
@@ -185,11 +191,8 @@ def _check_beside(name: str, reference: RolePlan, role: str, actor: RolePlan) ->
         )
 
 
-_MODELS = (ActorConfig, CriticConfig, ReferenceConfig, RewardConfig)
-
-
-def _check_engine(role: str, place: RolePlan, engine: EngineConfig) -> None:
-    mesh, key = place.mesh, f"{role}.engine"
+def _check_engine(role: str, key: str, place: RolePlan, engine: EngineConfig) -> None:
+    mesh = place.mesh
     if mesh.size > 1 and engine.strategy == "single" and role in ("actor", "critic"):
         raise ConfigError(
             f"{key}.strategy is single, but pool {place.pool} gives the role {mesh.size} ranks: "
@@ -200,13 +203,28 @@ def _check_engine(role: str, place: RolePlan, engine: EngineConfig) -> None:
             f"{key}.strategy is {engine.strategy}, but placement.roles.{role} has tp {mesh.tp}, which cuts the model: "
             f"set strategy: fsdp, or remove tp"
         )
-    if engine.offload == "parameters" and mesh.size == 1:
+    if engine.sequence_parallel_norms and mesh.tp == 1:
         raise ConfigError(
-            f"{key}.offload is parameters, but the role has one rank, which cuts nothing: set offload: optimizer, or "
-            f"give the role more ranks"
+            f"{key}.sequence_parallel_norms is true, but placement.roles.{role} has tp 1, so that no ranks share a "
+            f"layer: remove it, or set tp"
         )
+    if not cuts_model(engine, mesh.size, mesh.tp):
+        _refuse_settings_of_cuts(key, place, engine)
     if engine.shard_ranks is not None and mesh.dp % engine.shard_ranks:
         raise ConfigError(
             f"{key}.shard_ranks is {engine.shard_ranks}, which does not divide the role's {mesh.dp} data-parallel "
             f"ranks: set it to a divisor, or leave it out for all"
         )
+
+
+def _refuse_settings_of_cuts(key: str, place: RolePlan, engine: EngineConfig) -> None:
+    """Refuses what would do nothing, because each rank of the role has the whole model. Raises `ConfigError`."""
+    num_ranks = place.mesh.size
+    for name, asked in engine.for_cut_models().items():
+        if num_ranks == 1:
+            instead = "set offload: optimizer" if name == "offload" else "remove it"
+            why = f"the role has one rank, which cuts nothing: {instead}, or give the role more ranks"
+        else:
+            why = f"strategy {engine.strategy} gives each of the role's {num_ranks} ranks the whole model: "
+            why += "set strategy: fsdp, or remove it"
+        raise ConfigError(f"{key}.{name} is {asked}, but {why}")

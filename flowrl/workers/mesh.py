@@ -1,10 +1,9 @@
 """Which ranks of a role hold a model together: from its placement to the engine."""
 
-from flowrl.config import EngineConfig
+from flowrl.config import EngineConfig, cuts_model
 from flowrl.controller.plan import Mesh
 from flowrl.controller.worker import Worker
 from flowrl.engines.rank_mesh import RankMesh, rank_mesh
-from flowrl.engines.sharding import cuts_model
 
 
 def mesh_of(worker: Worker, engine: EngineConfig) -> RankMesh:

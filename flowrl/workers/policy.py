@@ -17,7 +17,7 @@ from flowrl.algorithms import (
 from flowrl.engines.microbatch import MicroBatch
 from flowrl.engines.models import LanguageModel
 from flowrl.engines.pack import Pack
-from flowrl.engines.sequence import SharesRows, own_targets, run_backbone, whole_rows
+from flowrl.engines.sequence import SharesRows, head_weights, own_targets, run_backbone, run_head, whole_rows
 
 _TILED_FROM = 8192
 """Vocabularies from here on never have their logits in memory at once; smaller ones fit, and that is faster."""
@@ -64,15 +64,15 @@ class PolicyModel(SharesRows):
     def _of_rows(
         self, input_ids_BL: Tensor, mask_BL: Tensor, temperature: float, entropy: str, pack: Pack | None
     ) -> tuple[Tensor, Tensor]:
-        hidden_BlD = run_backbone(self.language_model.base_model, input_ids_BL, self.sequence, pack)
-        if self.sequence is None:
+        hidden_BlD = run_backbone(self.language_model.base_model, input_ids_BL, self.shared, pack)
+        if self.shared is None:
             return self._reduce(hidden_BlD, input_ids_BL, mask_BL, temperature, entropy)
         # A stretch's last state chooses the token after it, so that its targets are one longer.
         hidden_BlD = nn.functional.pad(hidden_BlD, (0, 0, 0, 1))
-        targets_Bl, wanted_Bl = (own_targets(x_BL, self.sequence) for x_BL in (input_ids_BL, mask_BL))
+        targets_Bl, wanted_Bl = (own_targets(x_BL, self.shared) for x_BL in (input_ids_BL, mask_BL))
         found = self._reduce(hidden_BlD, targets_Bl, wanted_Bl, temperature, entropy)
         length = input_ids_BL.shape[1]
-        logprobs_BL, entropy_BL = (whole_rows(x_Bl[:, 1:], length, self.sequence)[:, :-1] for x_Bl in found)
+        logprobs_BL, entropy_BL = (whole_rows(x_Bl[:, 1:], length, self.shared)[:, :-1] for x_Bl in found)
         return nn.functional.pad(logprobs_BL, (1, 0)), nn.functional.pad(entropy_BL, (1, 0))
 
     def _reduce(
@@ -83,12 +83,13 @@ class PolicyModel(SharesRows):
         settings = self.language_model.config.get_text_config()
         softcap = getattr(settings, "final_logit_softcapping", None)
         if len(head.weight) < _TILED_FROM:
-            logits_BlV = head(hidden_BlD)
+            logits_BlV = run_head(head, hidden_BlD, self.shared)
             if softcap is not None:
                 logits_BlV = softcap * torch.tanh(logits_BlV / softcap)
             return _from_logits(logits_BlV, targets_Bl, temperature, entropy)
-        weights = (head.weight, targets_Bl, wanted_Bl)
-        options = {"bias": head.bias, "temperature": temperature, "softcap": softcap}
+        weight, bias = head_weights(head, self.shared)
+        weights = (weight, targets_Bl, wanted_Bl)
+        options = {"bias": bias, "temperature": temperature, "softcap": softcap}
         if entropy == "none":
             logprobs_Bl = logprobs_from_hidden(hidden_BlD, *weights, **options)
             return logprobs_Bl, torch.zeros_like(logprobs_Bl)

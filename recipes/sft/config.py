@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from pydantic import PositiveInt
 
-from flowrl.config import DataConfig, EngineConfig, ModelConfig, OptimizerConfig, RunConfig
+from flowrl.config import DataConfig, EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, RunConfig
 
 
 class SFTConfig(RunConfig):
@@ -17,6 +17,9 @@ class SFTConfig(RunConfig):
 
     optimizer: OptimizerConfig
     """How they are updated."""
+
+    lora: LoraConfig | None = None
+    """Trains an adapter and no other weight; null trains all of them."""
 
     engine: EngineConfig = EngineConfig()
     """How the model runs."""

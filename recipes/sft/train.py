@@ -17,7 +17,7 @@ from recipes.sft.config import SFTConfig
 def train(config: SFTConfig) -> dict[str, Any]:
     """Trains the model; returns the run's summary."""
     examples = Examples(config.data.train, config.model.path, max_tokens=config.data.max_prompt_tokens)
-    policy = ActorConfig(model=config.model, optimizer=config.optimizer, engine=config.engine)
+    policy = ActorConfig(model=config.model, optimizer=config.optimizer, lora=config.lora, engine=config.engine)
     with Run(config) as run:
         actor = run.group("actor", Actor, policy)
         run.keep(actor)

@@ -65,6 +65,7 @@ CASES = {
     "fsdp": Case(RANKS, {"strategy": "fsdp"}),
     "fsdp, reshard_after_forward: false": Case(RANKS, {"strategy": "fsdp", "reshard_after_forward": False}),
     "tp": Case(RANKS, tp=RANKS),
+    "tp, sequence_parallel_norms: true": Case(RANKS, {"sequence_parallel_norms": True}, tp=RANKS),
     "sp": Case(RANKS, {"strategy": "ddp"}, sp=RANKS),
     "single, gradient_checkpointing": Case(engine={"gradient_checkpointing": True}),
     "single, LoRA": Case(lora=LORA),

@@ -109,6 +109,9 @@ LORA = LoraConfig(rank=4)
 SHARED = {"tp": {"strategy": "fsdp"}, "sp": {"strategy": "ddp"}}
 """Kind of parallelism over two ranks -> the engine's settings."""
 
+SPLIT = {"strategy": "fsdp", "sequence_parallel_norms": True}
+"""The engine's settings where tensor-parallel ranks also split norms."""
+
 
 def build(name: str) -> PreTrainedModel:
     """A language model of a family, whose weights are the same in every process."""
@@ -127,7 +130,7 @@ def adapted(name: str) -> PreTrainedModel:
     return model
 
 
-def train(model: PreTrainedModel, mesh: RankMesh = ALONE, **settings: str) -> dict[str, Any]:
+def train(model: PreTrainedModel, mesh: RankMesh = ALONE, **settings: str | bool) -> dict[str, Any]:
     """Two steps on one table: its log-probabilities before and after, the loss of each step, and the weights."""
     engine = TrainEngine(
         PolicyModel(model), OptimizerConfig(lr=1e-2, eps=1e-1), EngineConfig.model_validate(settings), mesh=mesh
@@ -146,16 +149,18 @@ def _loss(model: nn.Module, micro: MicroBatch, counts: Denominators):
 
 def main(rank: int, folder: Path) -> None:
     """Joins the other of two processes and writes what both kinds of parallelism made of each family, and tensor
-    parallelism of its adapter."""
+    parallelism of its adapter, and of both with split norms."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     found = {}
-    kinds = [(kind, kind, build) for kind in SHARED] + [("tp", "tp of an adapter", adapted)]
-    for kind, case, made in kinds:
+    kinds = [(kind, kind, build, settings) for kind, settings in SHARED.items()]
+    kinds.append(("tp", "tp of an adapter", adapted, SHARED["tp"]))
+    kinds += [("tp", "split norms", build, SPLIT), ("tp", "split norms of an adapter", adapted, SPLIT)]
+    for kind, case, made, settings in kinds:
         mesh = rank_mesh(distributed.group.WORLD, device="cpu", **{kind: 2})
         for name in FAMILIES:
             try:
-                found[name, case] = train(made(name), mesh, **SHARED[kind])
+                found[name, case] = train(made(name), mesh, **settings)
             except UserError as error:
                 found[name, case] = str(error)
     torch.save(found, folder / f"{rank}.pt")

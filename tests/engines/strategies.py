@@ -11,12 +11,15 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from flowrl.config import EngineConfig, LoraConfig, OptimizerConfig, RolloutConfig
+from flowrl.data.metric import Mean
 from flowrl.data.table import take_rows
+from flowrl.engines.checkpoint import EngineCheckpoints
 from flowrl.engines.hf_rollout import HfRollout
 from flowrl.engines.lora import adapter_off, adapter_state, add_adapter, load_adapter_state
 from flowrl.engines.microbatch import MicroBatch
 from flowrl.engines.models import CriticModel
-from flowrl.engines.rank_mesh import ALONE, rank_mesh
+from flowrl.engines.rank_mesh import ALONE, RankMesh, rank_mesh
+from flowrl.engines.residency import move_optimizer
 from flowrl.engines.train import Denominators, TrainEngine
 from flowrl.engines.weights import borrowed_weights, empty_copy, export_weights
 from flowrl.workers.policy import PolicyModel, policy_logprobs
@@ -26,6 +29,7 @@ from tests.engines.tiny import llama, qwen2, tokenizer
 
 NUM_STEPS = 3
 LORA = LoraConfig(rank=4, alpha=8.0)
+OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=0.5)
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,8 @@ class Case:
     sp: int = 1
     lora: bool = False
 
+
+SPLIT = {"strategy": "fsdp", "sequence_parallel_norms": True}
 
 CASES = {
     "ddp on 2": Case(2, {"strategy": "ddp"}),
@@ -53,6 +59,9 @@ CASES = {
     "tp on 2": Case(2, {}, tp=2),
     "tp x fsdp on 2 x 2": Case(4, {"strategy": "fsdp"}, tp=2),
     "tp x fsdp on 2 x 2, checkpointed": Case(4, {"strategy": "fsdp", "gradient_checkpointing": True}, tp=2),
+    "tp on 2, norms split, padded": Case(2, {**SPLIT, "packing": "never"}, tp=2),
+    "tp x fsdp on 2 x 2, norms split, checkpointed": Case(4, {**SPLIT, "gradient_checkpointing": True}, tp=2),
+    "sp x tp on 2 x 2, norms split": Case(4, SPLIT, sp=2, tp=2),
     "sp on 2": Case(2, {"strategy": "ddp"}, sp=2),
     "sp on 4, more than heads of keys": Case(4, {"strategy": "ddp"}, sp=4),
     "sp on 2, padded": Case(2, {"strategy": "ddp", "packing": "never"}, sp=2),
@@ -69,6 +78,7 @@ CASES = {
     "lora, tp x fsdp on 2 x 2, checkpointed": Case(
         4, {"strategy": "fsdp", "gradient_checkpointing": True}, tp=2, lora=True
     ),
+    "lora, tp x fsdp on 2 x 2, norms split": Case(4, SPLIT, tp=2, lora=True),
     "lora, sp x tp on 2 x 2": Case(4, {"strategy": "fsdp"}, sp=2, tp=2, lora=True),
 }
 
@@ -89,40 +99,65 @@ def critic_loss(model: nn.Module, micro: MicroBatch, counts: Denominators):
     return weighted_loss(model(micro.input_ids, micro.pack) ** 2, micro, counts)
 
 
-def train(case: Case, group: distributed.ProcessGroup | None) -> dict[str, Any]:
-    """Three steps of a policy and of a critic, what they say before, and the weights after."""
+def train(case: Case, group: distributed.ProcessGroup | None, folder: Path | None = None) -> dict[str, Any]:
+    """Three steps of a policy and of a critic, what they say before, and the weights after; those of a fourth, too,
+    before which the policy is saved in the folder."""
     rank = 0 if group is None else group.rank()
     rows = ROWS[case.ranks // (case.tp * case.sp)][rank // (case.tp * case.sp)]
     mesh = ALONE if group is None else _mesh(case, group)
     engine = EngineConfig(max_tokens_per_microbatch=20, **case.settings)
-    optimizer = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=0.5)
-    language_model, critic = qwen2(), CriticModel(llama().model)
+    policy, critic = policy_of(case, mesh), CriticModel(llama().model)
+    language_model = policy.model.language_model
+    assert isinstance(language_model, PreTrainedModel)
     if case.lora:
-        add_adapter(language_model, LORA)
         add_adapter(critic.backbone, LORA)
-    policy = TrainEngine(PolicyModel(language_model), optimizer, engine, mesh=mesh)
     nn.init.normal_(critic.value_head.weight, generator=torch.Generator().manual_seed(0))
-    critic = TrainEngine(critic, optimizer, engine, mesh=mesh)
+    critic = TrainEngine(critic, OPTIMIZER, engine, mesh=mesh)
     first = take_rows(table(11), torch.tensor(rows, dtype=torch.int64))
     found: dict[str, Any] = {
         "logprobs": _reference_logprobs(policy, first),
         "values": critic.evaluate(first, lambda m, micro: m(micro.input_ids, micro.pack)),
     }
-    reports = []
+    found["left whole"] = sum(not isinstance(p, DTensor) for p in policy.model.parameters())
+    reports, losses = [], []
     for step in range(NUM_STEPS):
         part = take_rows(table(11, seed=step), torch.tensor(rows, dtype=torch.int64))
         for name, trained, loss in (("policy", policy, policy_loss), ("critic", critic, critic_loss)):
             report = trained.update(part, loss)
             reports.append((name, {n: m.result() for n, m in report.items() if n in ("grad_norm", "lr")}))
-    found["reports"] = reports
+            losses.append(report.get("loss", Mean(0.0, 0)))
+    found["reports"], found["losses"] = reports, losses
     if case.lora:
         found["reference"] = _reference_logprobs(policy, first)
         found["adapter"] = _state_there_and_back(language_model)
     found["policy"] = {name: torch.from_numpy(w) for name, w in export_weights(policy.model).items()}
     found["critic"] = {name: torch.from_numpy(w) for name, w in export_weights(critic.model).items()}
     found["generated"] = _generated(language_model)
+    if folder is not None:
+        checkpoints = EngineCheckpoints(policy)
+        checkpoints.save(folder)
+        checkpoints.saved()
+    found["later"] = fourth_step(policy, rows)
     found["held"] = sum(_own_part(parameter).numel() for parameter in policy.model.parameters())
+    assert policy.optimizer is not None
+    move_optimizer(policy.optimizer, torch.device("meta"))
+    found["moved"] = {_own_part(x).device.type for s in policy.optimizer.state.values() for x in s.values() if x.ndim}
     return found
+
+
+def policy_of(case: Case, mesh: RankMesh) -> TrainEngine:
+    """A policy that has not been trained, and how it is."""
+    language_model = qwen2()
+    if case.lora:
+        add_adapter(language_model, LORA)
+    engine = EngineConfig(max_tokens_per_microbatch=20, **case.settings)
+    return TrainEngine(PolicyModel(language_model), OPTIMIZER, engine, mesh=mesh)
+
+
+def fourth_step(policy: TrainEngine, rows: list[int]) -> dict[str, torch.Tensor]:
+    """The weights after it."""
+    policy.update(take_rows(table(11, seed=NUM_STEPS), torch.tensor(rows, dtype=torch.int64)), policy_loss)
+    return {name: torch.from_numpy(w) for name, w in export_weights(policy.model).items()}
 
 
 def _reference_logprobs(policy: TrainEngine, rows: TensorDict) -> torch.Tensor:
@@ -138,7 +173,7 @@ def _state_there_and_back(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return state
 
 
-def _own_part(parameter: nn.Parameter) -> torch.Tensor:
+def _own_part(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
@@ -169,6 +204,23 @@ def train_on_bfloat16(group: distributed.ProcessGroup | None) -> dict[str, torch
     return adapter_state(model)
 
 
+def train_in_half(dtype: str, group: distributed.ProcessGroup | None) -> dict[str, Any]:
+    """Gradient norms of a policy's steps whose matrix products are in half precision, how many an overflow left out,
+    the scale of the loss after them, and the weights, which are float32."""
+    mesh = ALONE if group is None else rank_mesh(group, device="cpu")
+    settings = {"strategy": "single" if group is None else "fsdp", "compute_dtype": dtype}
+    policy = policy_of(Case(1 if group is None else 2, settings), mesh)
+    rows = torch.arange(11) if group is None else torch.arange(group.rank(), 11, 2)
+    # The same rows each time: steps that an overflow leaves out change nothing, and those after them can be compared.
+    reports = [policy.update(take_rows(table(11), rows), policy_loss) for _ in range(NUM_STEPS + 2)]
+    return {
+        "norms": [report["grad_norm"].result() for report in reports if "grad_norm" in report],
+        "left out": sum(report["skipped_update"].result() for report in reports),
+        "scale": None if policy.loss_scale is None else (policy.loss_scale.factor, policy.loss_scale.good_steps),
+        "weights": {name: torch.from_numpy(weight) for name, weight in export_weights(policy.model).items()},
+    }
+
+
 def main(rank: int, folder: Path) -> None:
     """Joins three others through a file and writes what this rank ended with."""
     torch.set_num_threads(1)
@@ -179,10 +231,11 @@ def main(rank: int, folder: Path) -> None:
         if rank < case.ranks:
             group = groups[case.ranks]
             assert isinstance(group, distributed.ProcessGroup)
-            results[name] = train(case, group)
+            results[name] = train(case, group, folder / name if case.ranks == 4 else None)
     if rank < 2:
         group = groups[2]
         assert isinstance(group, distributed.ProcessGroup)
         results["bfloat16"] = train_on_bfloat16(group)
+        results |= {f"in {dtype}": train_in_half(dtype, group) for dtype in ("bfloat16", "float16")}
     torch.save(results, folder / f"{rank}.pt")
     distributed.destroy_process_group()

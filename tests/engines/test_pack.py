@@ -23,6 +23,13 @@ def test_what_is_packed_comes_back_to_its_place(lengths: list[int]):
     assert torch.equal(pack.rows(pack.flat(rows_BL), rows_BL.shape), rows_BL.where(is_real_BL, 0))
 
 
+def test_a_row_that_fills_up_stands_by_itself_and_is_left_out():
+    pack = pack_rows([2, 3]).filled(2)
+    assert (pack.lengths, pack.positions_T.tolist()) == ((2, 3, 2), [0, 1, 0, 1, 2, 0, 1])
+    assert pack.bounds.tolist() == [0, 2, 5, 7] and pack.bounds.dtype == torch.int32
+    assert pack.rows(torch.arange(5.0)[None], torch.Size([2, 3])).tolist() == [[0, 1, 0], [2, 3, 4]]
+
+
 def test_gradients_of_padding_are_dropped():
     pack = pack_rows([1, 2])
     values_1T = torch.ones(1, 3, requires_grad=True)

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from flowrl.config import EngineConfig, OptimizerConfig
+from flowrl.engines.gradients import WholeGradients
+from flowrl.engines.rank_mesh import ALONE
 from flowrl.engines.sharding import EngineError
 from flowrl.engines.train import TrainEngine
 from flowrl.workers.policy import PolicyModel, policy_logprobs
@@ -93,6 +95,20 @@ def test_compiled_layers_train_the_same():
         trained = engine(compile=compile_layers)
         norms.append([trained.update(table(9, seed), policy_loss)["grad_norm"].result() for seed in range(2)])
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+
+
+def test_float32_is_refused_for_weights_in_half_precision():
+    with pytest.raises(EngineError, match=r"compute_dtype is float32, but the model's dtype is half precision"):
+        TrainEngine(PolicyModel(qwen2(torch.bfloat16)), TINY_STEP, EngineConfig(compute_dtype="float32"))
+
+
+def test_the_norm_of_gradients_in_half_precision_is_not_rounded_to_it():
+    parameter = torch.nn.Parameter(torch.zeros(1001, dtype=torch.bfloat16))
+    gradients = WholeGradients([parameter], ALONE)
+    gradients.zero()
+    assert parameter.grad is not None
+    parameter.grad.fill_(1.0)
+    assert gradients.norm() == pytest.approx(1001**0.5, rel=1e-6)
 
 
 def test_flash_attention_is_refused_where_it_cannot_run():

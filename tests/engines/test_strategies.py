@@ -5,19 +5,41 @@ import torch
 from torch.multiprocessing.spawn import spawn
 
 from flowrl.config import EngineConfig
+from flowrl.data.metric import merge_metrics
 from flowrl.data.table import lengths
+from flowrl.engines.checkpoint import load
 from flowrl.engines.rank_mesh import ALONE
 from flowrl.engines.train import is_sharded
-from tests.engines.strategies import CASES, ROWS, Case, main, train, train_on_bfloat16
+from tests.engines.strategies import (
+    CASES,
+    ROWS,
+    Case,
+    fourth_step,
+    main,
+    policy_of,
+    train,
+    train_in_half,
+    train_on_bfloat16,
+)
 from tests.engines.tables import table
+
+OF_FOUR = [name for name, case in CASES.items() if case.ranks == 4]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the processes' results, and of checkpoints that four of them wrote, by the case."""
+    made = tmp_path_factory.mktemp("strategies")
+    for name in OF_FOUR:
+        (made / name).mkdir()
+    return made
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> list[dict]:
     """What four real processes ended with, each a map from the case; a process that is not in a case has none."""
-    folder: Path = tmp_path_factory.mktemp("strategies")
     spawn(main, (folder,), nprocs=4)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(4)]
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(4)]
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +70,24 @@ def test_gradients_have_the_norm_of_one_process(results: list[dict], alone: dict
 
 
 @pytest.mark.parametrize("name", CASES)
+def test_the_losses_of_all_ranks_are_those_of_one_process(results: list[dict], alone: dict, name: str):
+    case = CASES[name]
+    for step, expected in enumerate(alone["losses"]):
+        # Ranks that share rows report the same.
+        parts = [results[rank][name]["losses"][step] for rank in range(0, case.ranks, case.tp * case.sp)]
+        found = merge_metrics([{"loss": part} for part in parts])["loss"]
+        assert found.result() == pytest.approx(expected.result(), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", OF_FOUR)
+def test_one_process_goes_on_from_what_four_saved(results: list[dict], folder: Path, name: str):
+    policy = policy_of(Case(1, {}, lora=CASES[name].lora), ALONE)
+    load(policy, folder / name)
+    assert policy.num_steps == 3
+    torch.testing.assert_close(fourth_step(policy, list(range(11))), results[0][name]["later"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_passes_without_gradient_say_what_one_process_says(results: list[dict], alone: dict, name: str):
     case = CASES[name]
     lengths_B = lengths(table(11)).tolist()
@@ -63,6 +103,17 @@ def test_passes_without_gradient_say_what_one_process_says(results: list[dict], 
 def test_ranks_generate_from_whole_weights(results: list[dict], alone: dict, name: str):
     for rank in range(CASES[name].ranks):
         assert results[rank][name]["generated"] == alone["generated"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_optimizers_state_of_every_strategy_can_leave_the_device(results: list[dict], name: str):
+    """To a device that the ranks' mesh is not of, as the CPU is for that of GPUs."""
+    assert all(results[rank][name]["moved"] == {"meta"} for rank in range(CASES[name].ranks))
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.tp > 1 or "fsdp" in str(case.settings)])
+def test_no_weight_stays_whole_after_a_pass_without_gradient(results: list[dict], name: str):
+    assert all(results[rank][name]["left whole"] == 0 for rank in range(CASES[name].ranks))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -98,6 +149,25 @@ def test_an_adapter_beside_bfloat16_weights_is_trained_in_float32_on_ranks(resul
     for rank in (0, 1):
         torch.testing.assert_close(results[rank]["bfloat16"], expected, rtol=0, atol=1e-5)
     assert all(weight.dtype == torch.float32 for weight in expected.values())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_fsdp_in_half_precision_takes_the_steps_of_one_process_in_it(results: list[dict], dtype: str):
+    """Rounding adds up from step to step, so the first two are compared; later ones must be taken, too."""
+    expected, (first, second) = train_in_half(dtype, None), [results[rank][f"in {dtype}"] for rank in (0, 1)]
+    assert first["norms"][:2] == pytest.approx(expected["norms"][:2], rel=0.01)
+    assert len(first["norms"]) + first["left out"] == len(expected["norms"]) and len(first["norms"]) >= 3
+    for name, weight in first["weights"].items():
+        assert weight.dtype == torch.float32 and torch.equal(weight, second["weights"][name])
+
+
+def test_ranks_agree_on_the_scale_of_the_loss_in_float16_and_bfloat16_has_none(results: list[dict]):
+    """A pass under fsdp is in float16 from end to end, and may overflow where one process's does not."""
+    for rank in (0, 1):
+        found = results[rank]["in float16"]
+        assert found["scale"] == (2.0 ** (16 - found["left out"]), len(found["norms"]))
+        assert found["left out"] == results[0]["in float16"]["left out"]
+        assert results[rank]["in bfloat16"]["scale"] is None and results[rank]["in bfloat16"]["left out"] == 0
 
 
 def test_a_process_alone_cuts_nothing():

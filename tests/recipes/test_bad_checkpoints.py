@@ -165,5 +165,7 @@ def test_the_checkpoints_are_listed_and_exported_from_the_command_line(
     assert main(["export", str(folder), "--step", "2"]) == 0
     exported = folder / "export-step-000002" / "model.safetensors"
     assert exported.read_bytes() == (folder / "model" / "model.safetensors").read_bytes()
+    assert main(["export", str(folder), "--adapter"]) == 2
+    assert "has no adapter, because its run trained all weights" in capsys.readouterr().err
     assert main(["export", str(folder), "--step", "7"]) == 2
     assert capsys.readouterr().err.endswith("run has no checkpoint of step 7; it has 1, 2\n")

@@ -3,17 +3,20 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
 from flowrl import Batch, Cluster, Placement
 from flowrl.config import ModelConfig, RolloutConfig, load
+from flowrl.run.start import check_run
 from flowrl.workers import Rollout
 from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train as train_grpo
 from recipes.ppo.config import PPOConfig
 from recipes.ppo.train import train as train_ppo
+from recipes.sft.config import SFTConfig
+from recipes.sft.train import train as train_sft
 
 ROLES = ("actor", "critic", "reference", "reward", "rollout")
 CLOCK = {"seconds", "elapsed_s", "tokens_per_s", "memory_mb", "rollout_gap"}
@@ -38,7 +41,7 @@ PLACEMENTS = {
 }
 
 
-def metrics_of(config: PPOConfig | GRPOConfig) -> list[dict[str, float]]:
+def metrics_of(config: PPOConfig | GRPOConfig | SFTConfig) -> list[dict[str, float]]:
     lines = (config.output / "metrics.jsonl").read_text().splitlines()
     return [{name: value for name, value in json.loads(line).items() if name not in CLOCK} for line in lines]
 
@@ -168,6 +171,38 @@ def test_grpo_gives_the_same_metrics_on_one_and_two_ranks(
     train_grpo(placed)
     for expected, line in zip(metrics_of(inline), metrics_of(placed), strict=True):
         assert_same(expected, line)
+
+
+def sft_config(task_folder: Path, **changes: Any) -> SFTConfig:
+    data = {"train": task_folder / "sft.jsonl", "max_prompt_tokens": 16}
+    settings = {"model": {"path": task_folder / "model"}, "data": data, "optimizer": {"lr": 1e-3}, "rows_per_step": 32}
+    return SFTConfig.model_validate(settings | {"backend": "inline", "threads": 1, "steps": 3} | changes)
+
+
+SFT = {
+    "fsdp": ({"engine": FSDP}, {}),
+    "tp": ({}, {"tp": 2}),
+    "sp": ({}, {"sp": 2}),
+    "an adapter under fsdp": ({"engine": FSDP, "lora": LORA}, {}),
+}
+"""Settings, and sizes of the actor on two ranks."""
+
+
+@pytest.mark.parametrize("name", SFT)
+def test_sft_gives_the_same_metrics_under_every_strategy(
+    name: str, ray_session: None, task_folder: Path, tmp_path: Path
+) -> None:
+    settings, sizes = SFT[name]
+    roles = {"actor": {"pool": "main"} | sizes}
+    placement = {"device": "cpu", "pools": {"main": [2]}, "roles": roles}
+    inline = sft_config(task_folder, output=tmp_path / "inline", lora=settings.get("lora"))
+    cut = sft_config(task_folder, output=tmp_path / "cut", backend="ray", placement=placement, **settings)
+    for config in (inline, cut):
+        check_run(config)
+        train_sft(config)
+    for expected, line in zip(metrics_of(inline), metrics_of(cut), strict=True):
+        assert_same(expected, line)
+    assert metrics_of(cut)[-1]["loss"] < 0.999 * metrics_of(cut)[0]["loss"]
 
 
 def test_micro_batches_change_no_metric(ppo_config: Callable[..., PPOConfig], tmp_path: Path) -> None:

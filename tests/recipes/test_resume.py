@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from flowrl.cli import main
-from flowrl.config import Placement, to_yaml
+from flowrl.config import ModelConfig, Placement, to_yaml
 from flowrl.engines.export import export_policy
 from flowrl.engines.shards import read_index
-from flowrl.run.checkpoints import Checkpoints
+from flowrl.run.checkpoints import Checkpoints, Score
 from flowrl.run.chrome import read_trace
 from flowrl.run.interrupt import Interrupted
 from recipes.grpo.config import GRPOConfig
@@ -36,6 +38,7 @@ APART = Placement(
     roles={"actor": "train", "critic": "train"} | dict.fromkeys(("reference", "reward", "rollout"), "rest"),
 )
 EVERY_2 = {"every": 2}
+WEIGHTS = "model.safetensors"
 CRASHING = {"function": "tests.recipes.crashing:score", "evaluation": "recipes.quickstart.task:exact"}
 Configs = Callable[..., PPOConfig]
 
@@ -71,6 +74,17 @@ def test_ppo_goes_on_to_the_last_bit(ppo_config: Configs, straight: PPOConfig, a
     assert_the_same_run(again, straight)
     assert Checkpoints(again.output).steps() == [4, 5]
     assert summary["steps"] == 5 and summary["seconds"] > metrics_of_clock(again)[-1]["elapsed_s"]
+
+
+def test_an_evaluation_at_the_end_alone_does_not_decide_which_checkpoint_is_best(ppo_config: Configs) -> None:
+    config = ppo_config(steps=3, checkpoint={"every": 1, "keep_last": 1, "keep_best": 1})
+    train_ppo(config)
+    rewards = {line["step"]: line["reward"] for line in metrics_of(config)[1:]}
+    kept = Checkpoints(config.output)
+    assert set(kept.steps()) == {3, max(rewards, key=lambda step: (rewards[step], step))}
+    assert {kept.read(step).manifest.score for step in kept.steps()} == {
+        Score("reward", rewards[step]) for step in kept.steps()
+    }
 
 
 def metrics_of_clock(config: PPOConfig) -> list[dict[str, float]]:
@@ -147,11 +161,19 @@ def test_grpo_goes_on_to_the_last_bit(grpo_config: Callable[..., GRPOConfig], tm
     assert updates[0] == 2 * updates[1] == sum(e.method == "update" for e in read_trace(straight.output).events) > 0
 
 
-def test_adapters_go_on_to_the_last_bit_from_checkpoints_of_them_alone(ppo_config: Configs, tmp_path: Path) -> None:
+def test_adapters_go_on_to_the_last_bit_from_checkpoints_of_them_alone(
+    ppo_config: Configs, task_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = ModelConfig(path=shutil.copytree(task_folder / "model", tmp_path / "model"))
+
+    def adapted(**changes: Any) -> PPOConfig:
+        config = with_adapters(ppo_config(**changes), {})
+        return config.model_copy(update={"actor": config.actor.model_copy(update={"model": own})})
+
     straight = with_adapters(ppo_config(steps=4, output=tmp_path / "straight"), {})
     train_ppo(straight)
-    train_ppo(with_adapters(ppo_config(steps=2, checkpoint=EVERY_2), {}))
-    again = with_adapters(ppo_config(steps=4, checkpoint=EVERY_2, resume="auto"), {})
+    train_ppo(adapted(steps=2, checkpoint=EVERY_2))
+    again = adapted(steps=4, checkpoint=EVERY_2, resume="auto")
     train_ppo(again)
     assert_the_same_run(again, straight)
     checkpoint = Checkpoints(again.output).folder(4)
@@ -159,6 +181,16 @@ def test_adapters_go_on_to_the_last_bit_from_checkpoints_of_them_alone(ppo_confi
     export_policy(checkpoint / "actor", tmp_path / "exported")
     exported, model = load_file(tmp_path / "exported" / "model.safetensors"), trained(again)
     assert exported.keys() == model.keys() and all(torch.equal(exported[name], model[name]) for name in model)
+    assert main(["export", str(again.output), "--adapter"]) == 0
+    base = AutoModelForCausalLM.from_pretrained(again.actor.model.path)
+    merged = PeftModel.from_pretrained(base, again.output / "adapter-step-000004").merge_and_unload().state_dict()
+    assert all(torch.equal(merged[name], model[name]) for name in model)
+    heavier = {name: 2 * weight for name, weight in load_file(own.path / WEIGHTS).items()}
+    save_file(heavier, own.path / WEIGHTS, {"format": "pt"})
+    for now in ("other contents of the same size", "it is not there"):
+        assert main(["export", str(again.output), "--output", str(tmp_path / "another")]) == 2
+        assert f"{own.path}, which is another one now ({now}): put back the one" in capsys.readouterr().err
+        shutil.rmtree(own.path, ignore_errors=True)
 
 
 @pytest.mark.parametrize("adapted", [False, True])

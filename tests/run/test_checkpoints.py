@@ -122,7 +122,8 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None
         ({1: accuracy(0.9), 2: accuracy(0.1), 3: accuracy(0.2)}, 1, 1, {1, 3}),
         ({1: accuracy(0.9), 2: accuracy(0.9), 3: accuracy(0.2)}, 1, 1, {2, 3}),
         ({1: Score("loss", 0.1), 2: Score("loss", 0.5), 3: Score("loss", 0.2)}, 1, 1, {1, 3}),
-        ({1: Score("reward", 9.0), 2: accuracy(0.1), 3: accuracy(0.2)}, 1, 2, {2, 3}),
+        ({1: Score("reward", 9.0), 2: accuracy(0.1), 3: accuracy(0.2)}, 1, 2, {1, 2, 3}),
+        ({4: Score("reward", 0.9), 8: Score("reward", 0.1), 12: accuracy(0.5)}, 1, 1, {4, 12}),
         ({1: accuracy(float("nan")), 2: accuracy(0.0), 3: None}, 1, 1, {2, 3}),
         ({1: accuracy(0.5)}, 5, 5, {1}),
         ({}, 1, 1, set()),
@@ -141,8 +142,9 @@ def test_pruning_removes_the_others(tmp_path: Path) -> None:
 
 
 def test_the_first_score_that_a_step_has_counts() -> None:
-    assert Score.of({"loss": 1.0, "reward": 2.0, "accuracy": 3.0}) == accuracy(3.0)
-    assert Score.of({"loss": 1.0}) == Score("loss", 1.0) and Score.of({"lr": 1.0}) is None
+    names = ("reward", "loss")
+    assert Score.of({"loss": 1.0, "reward": 2.0, "accuracy": 3.0}, names) == Score("reward", 2.0)
+    assert Score.of({"loss": 1.0}, names) == Score("loss", 1.0) and Score.of({"lr": 1.0}, names) is None
 
 
 def test_files_that_nobody_summed_are_read(tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ def test_a_damaged_manifest_is_a_row_too(tmp_path: Path) -> None:
 
 
 def test_a_run_without_checkpoints_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nowhere is no folder: name the output folder of a run"):
+        show_checkpoints(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"has no checkpoints; a run saves them with checkpoint\.every=N"):
         show_checkpoints(tmp_path)
 

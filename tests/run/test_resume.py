@@ -1,14 +1,17 @@
 """What may go on in the folder of an earlier run, and what is refused by the first key that differs."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flowrl.config import RunConfig, to_yaml
-from flowrl.data.files import write_summed
+from flowrl.data.files import write_json_summed
+from flowrl.run import inputs
 from flowrl.run.checkpoints import Checkpoints, Role, new_manifest
 from flowrl.run.folder import RunFolderError
+from flowrl.run.inputs import input_sums
 from flowrl.run.resume import differences, found, goes_on
 from recipes.sft.config import SFTConfig
 
@@ -26,9 +29,9 @@ def config(folder: Path, **changes: Any) -> SFTConfig:
     return SFTConfig.model_validate(settings | changes)
 
 
-def checkpoint(folder: Path, step: int) -> None:
+def checkpoint(folder: Path, step: int, driver: Mapping[str, Any] | None = None) -> None:
     checkpoints = Checkpoints(folder)
-    files = {"driver.json": write_summed(checkpoints.begin(step, ["actor"]) / "driver.json", b"{}")}
+    files = {"driver.json": write_json_summed(checkpoints.begin(step, ["actor"]) / "driver.json", driver or {})}
     checkpoints.commit(step, new_manifest(step, None, {"actor": Role(1, "")}, {}, files))
 
 
@@ -53,6 +56,60 @@ def test_a_run_goes_on_after_the_newest_checkpoint_of_its_folder(run: Path) -> N
     newest = found(config(run))
     assert newest is not None and newest.manifest.step == 4
     assert not left.exists()
+
+
+@pytest.fixture
+def with_inputs(run: Path, tmp_path: Path) -> SFTConfig:
+    """A run that read a file, and trains an adapter on a model of two files."""
+    (tmp_path / "t.jsonl").write_text("rows")
+    (tmp_path / "m").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "m" / f"{name}.safetensors").write_bytes(b"weights")
+    data = {"train": tmp_path / "t.jsonl", "max_prompt_tokens": 8}
+    made = config(run, data=data, model={"path": tmp_path / "m"}, lora={"rank": 2})
+    (run / "config.yaml").write_text(to_yaml(made))
+    checkpoint(run, 5, {"inputs": input_sums(made)})
+    return made
+
+
+def test_inputs_that_are_what_they_were_are_gone_on_with(with_inputs: SFTConfig) -> None:
+    newest = found(with_inputs)
+    assert newest is not None and newest.manifest.step == 5
+    assert set(input_sums(with_inputs)) == {"data.train", "model.path"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "contents", "sentence"),
+    [
+        ("t.jsonl", "swor", r"what lies at data\.train is not .* at step 5 \(other contents of the same size\)"),
+        ("t.jsonl", "row", r"what lies at data\.train is not .* \(3 bytes, then 4\), .*: put it back, or set output"),
+        ("m/b.safetensors", "Weights", r"what lies at model\.path is not what the run in .* had at step 5"),
+    ],
+)
+def test_inputs_that_have_changed_are_refused(
+    with_inputs: SFTConfig, tmp_path: Path, changed: str, contents: str, sentence: str
+) -> None:
+    (tmp_path / changed).write_text(contents)
+    with pytest.raises(RunFolderError, match=sentence):
+        found(with_inputs)
+
+
+def test_a_model_that_is_trained_as_a_whole_is_no_input(with_inputs: SFTConfig) -> None:
+    assert set(input_sums(with_inputs.model_copy(update={"lora": None}))) == {"data.train"}
+
+
+@pytest.mark.parametrize("place", [0, 335, 999])
+def test_a_large_file_is_summed_in_pieces_of_all_of_it(
+    with_inputs: SFTConfig, tmp_path: Path, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inputs, "_PIECE", 10)
+    monkeypatch.setattr(inputs, "_WHOLE", 100)
+    weights = bytearray(1000)
+    (tmp_path / "m" / "a.safetensors").write_bytes(weights)
+    before = input_sums(with_inputs)
+    weights[place] = 1
+    (tmp_path / "m" / "a.safetensors").write_bytes(weights)
+    assert input_sums(with_inputs) != before
 
 
 def test_a_new_folder_is_begun_in(tmp_path: Path) -> None:

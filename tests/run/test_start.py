@@ -48,13 +48,39 @@ def test_a_mesh_that_the_engine_can_run_is_planned() -> None:
     assert (planned.roles["actor"].mesh.dp, planned.roles["actor"].mesh.tp) == (2, 2)
 
 
+def test_what_cut_models_alone_have_may_be_set_where_auto_cuts_them() -> None:
+    planned = plan_run(run_with(on(2, tp=2), reshard_after_forward=False, offload="parameters"))
+    assert planned.roles["actor"].mesh.tp == 2
+
+
 @pytest.mark.parametrize(
     ("placement", "engine", "sentence"),
     [
         (on(2), {"strategy": "single"}, r"actor\.engine\.strategy is single, but pool main gives the role 2 ranks"),
         (on(2, pp=2), {}, r"placement\.roles\.actor has pp 2, but no engine runs a model's layers as a pipeline"),
         (on(2, tp=2), {"strategy": "ddp"}, r"strategy is ddp, but placement\.roles\.actor has tp 2, which cuts the"),
+        (
+            on(2),
+            {"sequence_parallel_norms": True},
+            r"sequence_parallel_norms is true, but placement\.roles\.actor has tp 1",
+        ),
         (on(1), {"strategy": "fsdp", "offload": "parameters"}, r"offload is parameters, but the role has one rank"),
+        (on(1), {"reshard_after_forward": False}, r"reshard_after_forward is False, but the role has one rank"),
+        (
+            on(2),
+            {"offload": "parameters"},
+            r"offload is parameters, but strategy auto gives each of the role's 2",
+        ),
+        (
+            on(2),
+            {"shard_ranks": 2},
+            r"actor\.engine\.shard_ranks is 2, but strategy auto gives .* the whole",
+        ),
+        (
+            on(2, sp=2),
+            {"reshard_after_forward": False},
+            r"strategy auto gives .*: set strategy: fsdp, or remove it",
+        ),
         (on(4), {"strategy": "fsdp", "shard_ranks": 3}, r"shard_ranks is 3, which does not divide the role's 4 data-"),
     ],
 )
@@ -108,6 +134,31 @@ def test_an_adapter_that_its_ranks_cannot_run_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
         plan_run(adapted(reference, sizes, **engine))
+
+
+class TopRun(RunConfig):
+    """A recipe that trains one model, with its settings at the top."""
+
+    roles = ("actor",)
+
+    model: ModelConfig
+    optimizer: OptimizerConfig
+    engine: EngineConfig = EngineConfig()
+
+
+def top_run(placement: Placement, **engine: object) -> TopRun:
+    settings = {"output": "out", "steps": 1, "model": {"path": "m"}, "optimizer": {"lr": 1e-4}, "engine": engine}
+    return TopRun.model_validate(settings | {"placement": placement})
+
+
+@pytest.mark.parametrize("size", ["tp", "sp"])
+def test_an_engine_at_the_top_is_the_actors(size: str) -> None:
+    assert plan_run(top_run(on(2, **{size: 2}))).roles["actor"].mesh.dp == 1
+
+
+def test_an_engine_at_the_top_that_its_ranks_cannot_run_is_refused_by_its_key() -> None:
+    with pytest.raises(ConfigError, match=r"^engine\.shard_ranks is 3, which does not divide the role's 4"):
+        plan_run(top_run(on(4), strategy="fsdp", shard_ranks=3))
 
 
 def test_ranks_that_each_hold_all_they_need_take_no_parallel_size() -> None:

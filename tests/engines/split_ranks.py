@@ -1,0 +1,95 @@
+"""What two tensor-parallel processes keep for the backward pass, norms split and not, and what they refuse."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+
+from flowrl.config import EngineConfig, OptimizerConfig, UserError
+from flowrl.data.table import make_table
+from flowrl.engines.microbatch import MicroBatch
+from flowrl.engines.models import CriticModel
+from flowrl.engines.rank_mesh import RankMesh, rank_mesh
+from flowrl.engines.train import Denominators, TrainEngine
+from flowrl.workers.policy import PolicyModel
+from tests.engines.losses import weighted_loss
+from tests.engines.tiny import convolving, llama
+
+ROWS, LENGTH = 3, 48
+TOKENS = ROWS * LENGTH
+
+
+class _Kept:
+    """Bytes of the tensors of tokens that autograd was given to keep, each storage once."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[int, int] = {}
+        self._tensors: list[Tensor] = []
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if {TOKENS, TOKENS // 2}.intersection(own.shape):
+            self._bytes[own.untyped_storage().data_ptr()] = own.untyped_storage().nbytes()
+            self._tensors.append(own)  # so that no other is made in its place
+        return tensor
+
+    def total(self) -> int:
+        return sum(self._bytes.values())
+
+
+def _kept_bytes(mesh: RankMesh, **settings: bool) -> int:
+    engine = TrainEngine(
+        CriticModel(llama().model),
+        OptimizerConfig(lr=1e-3),
+        EngineConfig.model_validate({"strategy": "fsdp"} | settings),
+        mesh=mesh,
+    )
+    ids = torch.arange(ROWS * LENGTH) % 30 + 2
+    tokens = {
+        "input_ids": ids,
+        "response_mask": torch.ones_like(ids, dtype=torch.bool),
+        "weight": torch.ones(len(ids), dtype=torch.float64),
+    }
+    rows = make_table({"prompt_id": torch.arange(ROWS)}, tokens, torch.full((ROWS,), LENGTH), ROWS)
+    kept = _Kept()
+
+    def loss(model: nn.Module, micro: MicroBatch, counts: Denominators):
+        with saved_tensors_hooks(kept.keep, lambda tensor: tensor):
+            values_BL = model(micro.input_ids, micro.pack)
+        return weighted_loss(values_BL, micro, counts)
+
+    engine.update(rows, loss)
+    return kept.total()
+
+
+def _refusal(model: nn.Module, mesh: RankMesh) -> str:
+    try:
+        TrainEngine(model, None, EngineConfig(strategy="fsdp", sequence_parallel_norms=True), mesh=mesh)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def main(rank: int, folder: Path) -> None:
+    """Joins the other process and writes bytes kept, by whether norms are split and layers are run again."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    mesh = rank_mesh(distributed.group.WORLD, device="cpu", tp=2)
+    found: dict[Any, Any] = {
+        (split, again): _kept_bytes(mesh, sequence_parallel_norms=split, gradient_checkpointing=again)
+        for split in (False, True)
+        for again in (False, True)
+    }
+    widened = llama()
+    widened.model.widening = nn.Linear(32, 32)
+    found["widened"] = _refusal(PolicyModel(widened), mesh)
+    gated = llama()
+    gated.model.layers[1].gate = nn.Linear(32, 32)
+    found["gated"] = _refusal(PolicyModel(gated), mesh)
+    found["convolving"] = _refusal(PolicyModel(convolving()), mesh)
+    found["of one"] = _refusal(PolicyModel(llama()), rank_mesh(distributed.group.WORLD, device="cpu"))
+    torch.save(found, folder / f"{rank}.pt")
+    distributed.destroy_process_group()

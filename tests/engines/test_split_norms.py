@@ -1,0 +1,46 @@
+from pathlib import Path
+
+import pytest
+import torch
+from torch.multiprocessing.spawn import spawn
+
+from tests.engines.split_ranks import TOKENS, main
+
+WIDTH, LAYERS = 32, 2
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    folder: Path = tmp_path_factory.mktemp("split")
+    spawn(main, (folder,), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+def test_peers_keep_half_of_what_norms_and_residuals_keep(found: list[dict]):
+    """Of each of two norms in a layer, and of the last: its input and the normalised states, and a factor per token;
+    of the last its output too, which the value head keeps. Outputs of the others are kept as whole rows."""
+    norms = 2 * LAYERS + 1
+    halved = 4 * TOKENS * (norms * (2 * WIDTH + 1) + WIDTH)
+    for kept in found:
+        assert kept[False, False] - kept[True, False] == halved / 2
+
+
+def test_peers_keep_half_of_what_is_between_checkpointed_layers(found: list[dict]):
+    """Each layer's input and the last norm's, its normalised states, factors and output."""
+    halved = 4 * TOKENS * (LAYERS * WIDTH + 3 * WIDTH + 1)
+    for kept in found:
+        assert kept[False, True] - kept[True, True] == halved / 2
+
+
+@pytest.mark.parametrize(
+    ("case", "sentence"),
+    [
+        ("widened", "model.widening is neither a norm, nor the embeddings, nor layers; set it to false for this role"),
+        ("gated", "model.layers.1.gate is neither a norm nor cut by the tensor-parallel plan"),
+        ("convolving", "cannot run with"),
+        ("of one", "engine.sequence_parallel_norms is true, which is for a role with tp, and this one has tp 1"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(found: list[dict], case: str, sentence: str):
+    for refusals in found:
+        assert sentence in refusals[case]
