@@ -12,7 +12,8 @@ from flowrl.config import ConfigError, Placement, RunConfig, UserError, load, re
 from flowrl.config.source import read
 from flowrl.controller.errors import WorkerError
 from flowrl.controller.inventory import local_inventory
-from flowrl.controller.plan import plan, render_plan
+from flowrl.controller.plan import plan
+from flowrl.controller.plan_table import render_plan
 from flowrl.run.checkpoints import Checkpoints
 from flowrl.run.chrome import TraceError, read_trace
 from flowrl.run.inputs import refuse_changed_base

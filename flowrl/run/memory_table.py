@@ -11,7 +11,8 @@ from flowrl.config import (
     models_of,
 )
 from flowrl.controller.inventory import local_memory
-from flowrl.controller.plan import Plan, aligned
+from flowrl.controller.plan import Plan
+from flowrl.controller.plan_table import aligned
 from flowrl.run.memory_estimate import DeviceMemory, estimate, same_devices
 from flowrl.run.role_memory import Call, RoleMemory
 from flowrl.run.rollout_memory import MIN_ROWS

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from flowrl.config import Placement, RolePlacement, load
 from flowrl.controller.inventory import local_inventory
-from flowrl.controller.plan import Coordinates, Inventory, Mesh, PlacementError, Plan, plan, render_plan
+from flowrl.controller.plan import Coordinates, Inventory, Mesh, PlacementError, Plan, plan
+from flowrl.controller.plan_table import render_plan
 from recipes.grpo.config import GRPOConfig
 from recipes.ppo.config import PPOConfig
 
