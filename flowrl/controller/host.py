@@ -10,8 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flowrl.config import UserError
-from flowrl.controller.errors import ContractError, FlowError, ProcessLost, RefusedError, WorkerError
+from flowrl.config import CheckFailed, UserError
+from flowrl.controller.errors import (
+    ContractError,
+    FailedCheck,
+    FlowError,
+    ProcessLost,
+    RefusedError,
+    WorkerError,
+)
 from flowrl.controller.plan import Mesh
 from flowrl.controller.rendezvous import join_process_group, role_process_group
 from flowrl.controller.turns import Turns
@@ -152,7 +159,8 @@ def _told_to_driver(role: str, rank: int, node: int, method: str) -> Iterator[No
     try:
         yield
     except Exception as error:  # noqa: BLE001 (process boundary: everything is raised again)
-        kind = RefusedError if isinstance(error, UserError) and not isinstance(error, FlowError) else WorkerError
+        kind = FailedCheck if isinstance(error, CheckFailed) else WorkerError
+        kind = RefusedError if isinstance(error, UserError) and not isinstance(error, FlowError) else kind
         cause = f"{type(error).__name__}: {error}"
         raise kind(role, rank, node, method, cause, traceback.format_exc(), _connection_lost(error)) from None
 

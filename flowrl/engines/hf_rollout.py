@@ -22,6 +22,7 @@ from flowrl.data.table import row_positions
 from flowrl.engines.kv_cache import SlotCache, round_up, with_slot_attention
 from flowrl.engines.responses import Responses, RolloutError, check_prompts, end_ids
 from flowrl.engines.sampling import row_keys, sample_tokens, uniforms
+from flowrl.engines.weight_check import Compared, WeightSamples, compare_model
 
 _MIN_ROWS = 16
 """Fewer rows are filled up to this: CPU matrix products sum in another order for a dozen rows or less."""
@@ -95,6 +96,10 @@ class HfRollout:
         self._end_ids = torch.tensor(ends, dtype=torch.int64, device=device)
         self._stops = [torch.tensor(stop, dtype=torch.int64, device=device) for stop in config.stop_ids]
         self._longest_stop = max((len(stop) for stop in config.stop_ids), default=1)
+
+    def compare_weights(self, samples: WeightSamples) -> Compared:
+        """Compares the weights with samples of the actor's."""
+        return compare_model(self.model, samples)
 
     @torch.no_grad()
     def generate(

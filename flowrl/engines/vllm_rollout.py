@@ -1,4 +1,4 @@
-"""Generation with vLLM, in this process: every call into vLLM is in this module.
+"""Generation with vLLM, in this process: every call into vLLM is in this module and vllm_check.py.
 
 vLLM's own engine core runs in the caller's process and computes in `poll` only, so a call, a weight update and a look
 at what is finished never meet: there is nothing to lock. It binds the process to itself (torch.distributed,
@@ -59,9 +59,10 @@ from vllm.outputs import RequestOutput  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
+from flowrl.engines.vllm_check import Compared, WeightSamples, compare_weights  # noqa: E402
+
 _TRANSFER = "flowrl_tensors"
-_STEP_TOKENS = 8192
-"""Tokens that one step runs, most of them of prompts: more take more memory."""
+_STEP_TOKENS = 8192  # that one step runs, most of them of prompts: more take more memory
 
 
 class State(enum.Enum):
@@ -262,6 +263,11 @@ class VllmRollout:
         """Gives up an update that has begun; only a whole one makes the engine serve again."""
         self._expect(State.UPDATING, "give up an update")
         self._break()
+
+    def compare_weights(self, samples: WeightSamples) -> Compared:
+        """Compares what is served with samples of the actor's weights."""
+        self._expect(State.SERVING, "compare weights")
+        return compare_weights(self._engine, samples)
 
     def _set_version(self, version: int) -> None:
         self.version = version

@@ -22,6 +22,7 @@ from flowrl.engines.lora import add_adapter
 from flowrl.engines.microbatch import MicroBatch
 from flowrl.engines.models import describe_model, load_policy, save_model
 from flowrl.engines.train import Denominators, TrainEngine, is_sharded
+from flowrl.engines.weight_check import WeightSamples, weight_samples
 from flowrl.engines.weights import export_weights
 from flowrl.workers.mesh import mesh_of
 from flowrl.workers.model_worker import TrainedWorker
@@ -98,6 +99,12 @@ class Actor(TrainedWorker):
     def weights(self) -> dict[str, Any]:  # Any: NumPy arrays, see engines/weights.py
         """The present weights, for a rollout in another process; of ranks that share them the first has the answer."""
         return export_weights(self.model, wanted=self.rank == 0)
+
+    @register(Dispatch.ALL_TO_ONE, blocking=False)
+    def weight_samples(self, version: int, part: int = 0, parts: int | None = None) -> WeightSamples:
+        """What a rollout must serve if it has these weights, which are those of a version: a few columns of some, or
+        with `parts` all of every parts-th weight from `part` on."""
+        return weight_samples(self.model, version, part=part, parts=parts, wanted=self.rank == 0)
 
     @register(Dispatch.ALL_TO_ONE)
     def save(self, folder: Path) -> None:

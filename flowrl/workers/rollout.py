@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from flowrl.config import ModelConfig, RolloutConfig
+from flowrl.config import CheckFailed, ModelConfig, RolloutConfig
 from flowrl.controller.plan import Mesh
 from flowrl.controller.register import Dispatch, register
 from flowrl.controller.worker import Worker
@@ -16,6 +16,7 @@ from flowrl.data.chat import ChatTokenizer
 from flowrl.data.table import make_table, objects
 from flowrl.engines.hf_rollout import HfRollout
 from flowrl.engines.models import load_policy
+from flowrl.engines.weight_check import Compared, WeightSamples, refuse_wrong
 from flowrl.engines.weights import borrowed_weights, empty_copy, load_weights, tensors_of
 from flowrl.workers.actor import Actor
 
@@ -106,6 +107,20 @@ class Rollout(Worker):
         if not self.shares_weights:
             load_weights(self.model, weights)
         self.engine.version = version
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def check_weights(self, samples: WeightSamples) -> Compared:
+        """Compares what is served with samples of the actor's weights. Raises CheckFailed where they differ."""
+        if self.shares_weights:
+            return Compared()
+        if self.engine.version != samples.version:
+            raise CheckFailed(
+                f"the rollout serves version {self.engine.version} of the weights, and the actor's is "
+                f"{samples.version}: the update has not arrived"
+            )
+        compared = self.engine.compare_weights(samples)
+        refuse_wrong(compared, samples.version)
+        return compared
 
 
 class _VllmRollout(Rollout):

@@ -1,12 +1,14 @@
 """What tests ask of a vLLM rollout, in its own process: functions for `group.run`. The test's own never loads vLLM."""
 
 import os
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flowrl.config import UserError
+from flowrl.config import CheckFailed, UserError
+from flowrl.engines.weight_check import WeightSamples
 from flowrl.workers import Rollout
 
 if TYPE_CHECKING:
@@ -115,6 +117,36 @@ def updates(worker: Rollout, weights: dict[str, Any], count: int) -> list[int]:
         with open("/proc/self/statm") as file:
             sizes.append(int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
     return sizes
+
+
+def weight_fault(worker: Rollout, samples: WeightSamples) -> str:
+    """The sentence of a check that fails; empty where it passes."""
+    try:
+        worker.check_weights(samples)
+    except CheckFailed as error:
+        return str(error)
+    return ""
+
+
+def comparison(worker: Rollout, samples: WeightSamples) -> tuple[int, tuple[str, ...], float]:
+    """Weights that were compared, those that could not be, and milliseconds; of a check that passes."""
+    started_s = time.perf_counter()
+    compared = worker.check_weights(samples)
+    return compared.count, compared.unreached, 1e3 * (time.perf_counter() - started_s)
+
+
+def forgets_tied(worker: Rollout) -> None:
+    """From here on a tied weight is given to vLLM under one of its names only."""
+    engine_of(worker)._also = {}
+
+
+def forgets_biases(worker: Rollout) -> None:
+    """Takes the biases out of the first layer's attention, where vLLM computes with them."""
+    engine_of(worker)._engine.collective_rpc(_forget_biases)
+
+
+def _forget_biases(wrapped: Any) -> None:
+    wrapped.worker.model_runner.model.model.layers[0].self_attn.qkv_proj.bias.data.zero_()
 
 
 def process_id(worker: Rollout) -> int:
