@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from flowrl.config import ConfigError, Placement, RunConfig, UserError, load, recipe_class
+from flowrl.config import CheckFailed, ConfigError, Placement, RunConfig, UserError, load, recipe_class
 from flowrl.config.source import read
 from flowrl.controller.errors import WorkerError
 from flowrl.controller.inventory import local_inventory
@@ -49,7 +49,7 @@ def exit_code(program: Callable[[], object]) -> int:
     """Runs `program` and tells what ended it.
 
     Returns: 0 when it returns; 2 for a `UserError`, whose sentence goes to stderr, and for a full disk; 1 when a worker
-    failed, with its own traceback instead of the driver's; 130 when it was interrupted and 143 when SIGTERM ended it,
+    failed, with its own traceback instead of the driver's, and for a `CheckFailed`, in one sentence; 130 when it was interrupted and 143 when SIGTERM ended it,
     with a line that says where its results are. Any other exception is a defect, and is raised.
     """
     try:
@@ -57,7 +57,7 @@ def exit_code(program: Callable[[], object]) -> int:
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    except WorkerError as error:
+    except (WorkerError, CheckFailed) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
     except Interrupted as ended:

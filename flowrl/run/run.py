@@ -28,6 +28,7 @@ from flowrl.run.lock import folder_lock
 from flowrl.run.memory import resident_mb
 from flowrl.run.metrics import MetricsLog
 from flowrl.run.resume import found, goes_on
+from flowrl.run.rollout_watch import RolloutWatch
 from flowrl.run.saving import Kept, Saver
 from flowrl.run.start import check_engines, plan_run
 from flowrl.run.steps import Logged, StepLog
@@ -77,6 +78,7 @@ class Run:
             self._progress = made.enter_context(LiveProgress(config.steps))
             self._interruption = made.enter_context(Interruption(self._progress.say))
             self._progress.say(f"starting {', '.join(type(config).roles)} ({config.backend})")
+            self._watch = RolloutWatch(config, self._progress.say)
             # Once the processes that write there are gone.
             made.callback(remove_unfinished, config.output)
             made.callback(Checkpoints(config.output).remove_unfinished)
@@ -229,6 +231,8 @@ class Run:
         """
         self.version += 1
         self._hand_over(actor, rollout)
+        if check := self._watch.submit_check(actor, rollout, self.version):
+            self.log(check)
 
     def _hand_over(self, actor: WorkerGroup, rollout: WorkerGroup) -> None:
         if rollout.lives_in(actor) and actor.lives_in(rollout):
@@ -293,6 +297,7 @@ class Run:
             self._log.pause()
         self._metrics.write(step, values)
         self._progress.update(step, values)
+        self._watch.look(step, values)
 
     # Evaluation.
 
@@ -361,6 +366,7 @@ class Run:
             "seconds": time.monotonic() - self.started_s,
             "accuracy_before": outcomes[0].accuracy if outcomes else None,
             "accuracy_after": outcomes[-1].accuracy if self._is_evaluated else None,
+            "rollout_gap_steps": self._watch.gap_steps,
             "evaluation_rows": outcomes[-1].num_rows if outcomes else 0,
             "peak_memory_mb": max(self._peak_mb, resident_mb()),
             "busy_fraction": busy_fractions(loop, start_ns, end_ns),
