@@ -70,11 +70,13 @@ class _RayHost(Host):
     def revive(self, revival: Revival, role: str) -> None:
         """Makes the workers that the process lacks, and gives the role the state that its call expects."""
         lacking = [made for made in revival.made if self.lacks([made])]
-        # A state that was given after the call was submitted is undone with all that came of it.
-        stale = [made for made in revival.made if made.role == role and self.is_ahead(role, revival.requests)]
-        for made in [*lacking, *stale]:
+        # A state that was given after the call was submitted is undone: by the one before it, or, where there is none,
+        # with all that came of it.
+        ahead = self.is_ahead(role, revival.requests)
+        undone = ahead and not self.replaces(role, revival.requests)
+        for made in [*lacking, *(made for made in revival.made if made.role == role and undone)]:
             self.construct(made)
-        if self.is_behind(role, revival.requests):
+        if ahead or self.is_behind(role, revival.requests):
             for state, refs in revival.states:
                 if state.role == role:
                     super().call(state, *ray.get([_object_ref(ref) for ref in refs]))

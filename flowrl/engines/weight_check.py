@@ -108,13 +108,20 @@ def chosen_inputs(width: int, version: int) -> list[int]:
 
 
 def weight_samples(
-    model: PreTrainedModel, version: int, *, part: int = 0, parts: int | None = None, wanted: bool = True
+    model: PreTrainedModel,
+    version: int,
+    *,
+    part: int = 0,
+    parts: int | None = None,
+    dtype: torch.dtype | None = None,
+    wanted: bool = True,
 ) -> WeightSamples:
     """What a rollout must serve if it has the model's weights.
 
     Args:
         version: of the weights; chooses what is looked at.
         part, parts: with parts, all of each weight, of every parts-th weight from `part` on.
+        dtype: that floating-point weights are sent in; None is their own.
         wanted: ranks that do not want the samples help with them and get none.
     All ranks that hold parts of the model call it.
     """
@@ -128,7 +135,7 @@ def weight_samples(
         # A layer's turn comes once in as many versions as there are layers: its columns go on from there.
         visit = version // max(1, len(names) // len(alike))
         inputs = chosen_inputs(width, visit) if parts is None else list(range(width))
-        values = _columns(weights[name], dim, inputs).detach()
+        values = _columns(weights[name], dim, inputs, dtype).detach()
         if wanted:
             is_bfloat16 = values.dtype == torch.bfloat16
             bits = (values.view(torch.int16) if is_bfloat16 else values).cpu().clone().numpy()
@@ -148,21 +155,22 @@ def _kind(model: nn.Module, name: str, weight: Tensor) -> tuple[Kind, int | None
     return "plain", 0 if weight.ndim > 1 else None
 
 
-def _columns(weight: ModelWeight, dim: int | None, inputs: Sequence[int]) -> Tensor:
+def _columns(weight: ModelWeight, dim: int | None, inputs: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
     """[J, N] contiguous, or the whole vector. Parts are put together after the choice where that can be."""
+    dtype = dtype if weight.stored.is_floating_point() else None
     if dim is None:
-        return weight.whole().contiguous()
+        return weight.whole(dtype).contiguous()
     index = torch.tensor(inputs, dtype=torch.int64, device=weight.stored.device)
     stored = weight.stored
     if weight.adapter is None and isinstance(stored, DTensor) and dim == 1 and stored.ndim == 2 and _by_rows(stored):
-        own = stored.detach().to_local().index_select(1, index)
+        own = stored.detach().to_local().index_select(1, index).to(dtype or stored.dtype)
         shape = torch.Size((stored.shape[0], len(inputs)))
         chosen = DTensor.from_local(
             own, stored.device_mesh, stored.placements, run_check=False, shape=shape, stride=(len(inputs), 1)
         ).full_tensor()
     else:
         # Of an adapter the whole product: that of some columns may round otherwise.
-        chosen = weight.whole().index_select(dim, index)
+        chosen = weight.whole(dtype).index_select(dim, index)
     return (chosen.T if dim == 1 else chosen).contiguous()
 
 

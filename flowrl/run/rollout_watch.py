@@ -55,11 +55,9 @@ def submit_check(
     knows = hasattr(rollout.cls, "check_weights") and hasattr(actor.cls, "weight_samples")
     if is_shared or not knows or config.check_weights == "off":
         return None
-    if config.check_weights == "sampled":
-        parts: list[dict[str, Any]] = [{}]
-    else:
-        parts = [{"part": part, "parts": COMPLETE_PARTS} for part in range(COMPLETE_PARTS)]
-    samples = (actor.weight_samples.submit(version, **part) for part in parts)
+    complete = [{"part": part, "parts": COMPLETE_PARTS} for part in range(COMPLETE_PARTS)]
+    parts: list[dict[str, Any]] = [{}] if config.check_weights == "sampled" else complete
+    samples = (actor.weight_samples.submit(version, dtype=config.sent_dtype, **part) for part in parts)
     return ComparedWeights(version, [rollout.check_weights.submit(each) for each in samples])
 
 
@@ -89,12 +87,14 @@ class RolloutWatch:
         self.gap_steps = 0
         """Steps with a gap above the limit."""
 
-    def submit_check(self, actor: WorkerGroup, rollout: WorkerGroup, version: int) -> ComparedWeights | None:
-        """As the function of that name, with the run's settings."""
+    def submit_check(self, actor: WorkerGroup, rollout: WorkerGroup, version: int) -> tuple[ComparedWeights, ...]:
+        """As the function of that name, with the run's settings; the metrics of it, if there is a check."""
         check = None if self._rollout is None else submit_check(actor, rollout, version, self._rollout)
-        if check is not None and not self._said_unreached:
+        if check is None:
+            return ()
+        if not self._said_unreached:
             self._checks.append(check)
-        return check
+        return (check,)
 
     def look(self, step: int, values: Mapping[str, float]) -> None:
         """Tells what is wrong with a step that is done and whose metrics are written. Raises CheckFailed where the

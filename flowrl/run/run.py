@@ -19,7 +19,7 @@ from flowrl.data.prompts import PromptStream
 from flowrl.run.checkpoints import Checkpoint, Checkpoints
 from flowrl.run.chrome import Trace, TraceError, chrome_trace, read_trace
 from flowrl.run.curves import draw_curves
-from flowrl.run.display import LiveProgress, before_after_table, completions_table
+from flowrl.run.display import LiveProgress, outcome_tables
 from flowrl.run.evaluate import Evaluation, Outcome
 from flowrl.run.folder import RunFolder, remove_unfinished, replacing, write_json
 from flowrl.run.inputs import input_sums
@@ -27,6 +27,7 @@ from flowrl.run.interrupt import Interruption
 from flowrl.run.lock import folder_lock
 from flowrl.run.memory import resident_mb
 from flowrl.run.metrics import MetricsLog
+from flowrl.run.publishing import Publisher
 from flowrl.run.resume import found, goes_on
 from flowrl.run.rollout_watch import RolloutWatch
 from flowrl.run.saving import Kept, Saver
@@ -60,11 +61,13 @@ class Run:
         self.version = 0
         """Version of the weights that were published last; 0 is what the model starts from."""
         self._step = 0
+        self._policy: WorkerGroup | None = None
         self._evaluation: Evaluation | None = None
         self._outcomes: list[Outcome] = []
         self._peak_mb = 0.0
         self._resumed: Checkpoint | None = None
         self._earlier = Trace()
+        self._publisher = Publisher(config)
         self._saver = Saver(Checkpoints(config.output), config.checkpoint, config.compared_by)
 
     def __enter__(self) -> Self:
@@ -188,10 +191,12 @@ class Run:
     def _begin(self, rollout: WorkerGroup | None = None) -> None:
         """Brings everything to where the first step of this process begins."""
         self._saver.check(self._resumed)
+        if rollout is not None and self._policy is not None:
+            self._publisher.prepare(self._policy, rollout)
         if self._resumed is not None:
             self._saver.restore(self._resumed)
-            if rollout is not None:
-                self._hand_over(self._policy, rollout)
+            if rollout is not None and self._policy is not None:
+                self._publisher.hand_over(self._policy, rollout, self.version)
         self.cluster.settle()
         if self._resumed is None:
             self._evaluate_untrained()
@@ -230,15 +235,8 @@ class Run:
         In the same processes the rollout samples from the actor's own weights, and only their number changes.
         """
         self.version += 1
-        self._hand_over(actor, rollout)
-        if check := self._watch.submit_check(actor, rollout, self.version):
-            self.log(check)
-
-    def _hand_over(self, actor: WorkerGroup, rollout: WorkerGroup) -> None:
-        if rollout.lives_in(actor) and actor.lives_in(rollout):
-            rollout.set_version.submit(self.version)
-        else:
-            rollout.load_weights.submit(actor.weights.submit(), self.version)
+        self._publisher.hand_over(actor, rollout, self.version)
+        self._log.add(self._watch.submit_check(actor, rollout, self.version))
 
     # Checkpoints.
 
@@ -375,14 +373,8 @@ class Run:
     def _show(self) -> None:
         console = self._progress.console
         if self._outcomes:
-            first, last = self._outcomes[0], self._outcomes[-1]
-            rows = [
-                ("held-out accuracy", first.accuracy, last.accuracy),
-                ("response length (tokens)", first.response_length, last.response_length),
-            ]
-            console.print(before_after_table(rows))
-            before = [{"before": sample["response"]} for sample in first.samples]
-            console.print(completions_table([a | b for a, b in zip(last.samples, before, strict=True)]))
+            for table in outcome_tables(self._outcomes[0], self._outcomes[-1]):
+                console.print(table)
         console.print(f"results: {self.folder.path}", markup=False)
 
     def __exit__(

@@ -12,7 +12,7 @@ from flowrl import Batch, Cluster, FlowError, WorkerGroup
 from flowrl.controller.errors import DeadlineError, ProcessLost, WorkerError
 from tests.conftest import ClusterMaker
 from tests.controller.failing import Failing
-from tests.controller.faults import DEADLINE_S, Doubling, Faulty, Judge, Recovering
+from tests.controller.faults import DEADLINE_S, Doubling, Faulty, Judge, Recovering, Summing
 from tests.controller.workers import Arithmetic
 
 TOLD_WITHIN_S = 5.0
@@ -231,6 +231,25 @@ def test_calls_to_a_replaced_process_see_the_state_of_their_own_time(
         judge.load(offset)
         results.append(judge.score(batch))
     assert [result.get("score").tolist() for result in results] == [[0, 0], [10, 10], [20, 20], [30, 30]]
+
+
+def test_a_state_in_parts_is_given_again_from_its_beginning(
+    replaceable: tuple[Cluster, list[str]], tmp_path: Path
+) -> None:
+    """The process is lost between two parts, or in one of them, while calls before and after wait."""
+    cluster, _ = replaceable
+    summing = cluster.group("judge", Summing, 1)
+    batch = Batch.from_columns({"x": [0, 0]})
+    results = [summing.score(batch)]
+    for offset, lost in ((10, None), (20, "score"), (30, "load")):
+        summing.load_part(offset, 0)
+        if lost == "score":
+            results.append(summing.score(batch, "kill", tmp_path / lost))
+        summing.load_part(1, 1, "kill" if lost == "load" else None, tmp_path / f"{lost}-part")
+        summing.load_part(2, 2)
+        results.append(summing.score(batch))
+    found = [result.get("score").tolist() for result in results]
+    assert found == [[0, 0], [13, 13], [20, 20], [23, 23], [33, 33]]
 
 
 def test_what_a_stateless_worker_raises_is_told_and_not_tried_again(replaceable: tuple[Cluster, list[str]]):
