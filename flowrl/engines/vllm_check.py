@@ -5,6 +5,7 @@ Shape suffixes: J inputs of a layer that are looked at, N outputs that this proc
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ class _Layer:
 
 def compare_weights(engine: LLMEngine, samples: WeightSamples) -> Compared:
     """Compares what an engine serves with samples of the actor's weights, each worker its part."""
-    return merged(engine.collective_rpc(_compare_served, args=(samples,)))
+    return merged(engine.collective_rpc(partial(_compare_served, samples=samples)))
 
 
 def _compare_served(wrapped: Any, samples: WeightSamples) -> Compared:  # Any: vLLM's worker
@@ -85,7 +86,8 @@ def _find(modules: Mapping[str, nn.Module], packed: Mapping[str, Sequence[str]],
 
 def _served(layer: _Layer, leaf: str, sample: WeightSample, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
     """What is served, and what should be, in parts; nothing where that cannot be told."""
-    module, values = layer.module, sample.values
+    module: Any = layer.module  # vLLM's, whose attributes torch's types do not know
+    values = sample.values
     if isinstance(module, VocabParallelEmbedding):
         if leaf == "weight":
             yield from _vocabulary(module, sample, dtype)
@@ -102,8 +104,8 @@ def _served(layer: _Layer, leaf: str, sample: WeightSample, dtype: torch.dtype) 
 
 
 def _vocabulary(
-    module: VocabParallelEmbedding, sample: WeightSample, dtype: torch.dtype
-) -> Iterator[tuple[Tensor, Tensor]]:
+    module: Any, sample: WeightSample, dtype: torch.dtype
+) -> Iterator[tuple[Tensor, Tensor]]:  # Any: vLLM's VocabParallelEmbedding
     """Of an embedding or a head the tokens that this rank has. A tied head has its own packed copy: it is asked."""
     own = slice(module.shard_indices.org_vocab_start_index, module.shard_indices.org_vocab_end_index)
     count = own.stop - own.start

@@ -163,7 +163,7 @@ def _columns(weight: ModelWeight, dim: int | None, inputs: Sequence[int], dtype:
     index = torch.tensor(inputs, dtype=torch.int64, device=weight.stored.device)
     stored = weight.stored
     if weight.adapter is None and isinstance(stored, DTensor) and dim == 1 and stored.ndim == 2 and _by_rows(stored):
-        own = stored.detach().to_local().index_select(1, index).to(dtype or stored.dtype)
+        own = stored.to_local().detach().index_select(1, index).to(dtype or stored.dtype)
         shape = torch.Size((stored.shape[0], len(inputs)))
         chosen = DTensor.from_local(
             own, stored.device_mesh, stored.placements, run_check=False, shape=shape, stride=(len(inputs), 1)

@@ -1,4 +1,4 @@
-"""Whether rollout and trainer are still the same policy: weights after each update, log-probabilities after each step."""
+"""Whether rollout and trainer are one policy: their weights after each update, log-probabilities after each step."""
 
 from collections.abc import Callable, Mapping
 from math import isnan
@@ -119,18 +119,25 @@ class RolloutWatch:
                 self._said_unreached = True
                 self._checks.clear()
                 self._say(
-                    f"warning: {len(names)} kinds of weights cannot be compared with the actor's after updates, such as "
-                    f"{names[0]}: the engine does not tell what it serves of them"
+                    f"warning: {len(names)} kinds of weights cannot be compared with the actor's after updates, such "
+                    f"as {names[0]}: the engine does not tell what it serves of them"
                 )
 
 
 def _gap_sentence(step: int, gap: float, limit: float, rollout: RolloutConfig) -> str:
+    return (
+        f"step {step}: the rollout's log-probabilities are {gap:.3g} nats per token from the trainer's on average, "
+        f"above rollout.gap_warning {limit:g}; likely causes, the first first: {gap_causes(rollout)}"
+    )
+
+
+def gap_causes(rollout: RolloutConfig) -> str:
+    """Why the log-probabilities of two engines may differ, what is likeliest first."""
     weights = "weights that were not handed over, or by the recipe after they had changed again"
     if rollout.check_weights == "off":
         weights += " (rollout.check_weights is off: set it to sampled)"
     return (
-        f"step {step}: the rollout's log-probabilities are {gap:.3g} nats per token from the trainer's on average, above "
-        f"rollout.gap_warning {limit:g}; likely causes, the first first: {weights}; another type of weights or "
-        f"arithmetic (model.dtype, engine.compute_dtype); another temperature, top-k or top-p than the actor was made "
-        f"with; a quantised rollout; positions, padding or attention that the two engines treat differently"
+        f"{weights}; another type of weights or arithmetic (model.dtype, engine.compute_dtype); another temperature, "
+        f"top-k or top-p than the actor was made with; a quantised rollout; positions, padding or attention that the "
+        f"two engines treat differently"
     )

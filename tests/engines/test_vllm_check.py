@@ -1,4 +1,4 @@
-"""The weights that real vLLM serves, against samples of those that it was given: right ones pass, wrong ones are named."""
+"""The weights that real vLLM serves against samples of those it was given: right ones pass, wrong ones are named."""
 
 import importlib.util
 from collections.abc import Iterator
