@@ -226,7 +226,10 @@ def test_after_half_an_update_it_answers_only_from_a_whole_one(fails: str):
     engine.begin_update(3)
     engine.receive(parts[0])
     if fails == "a part is missing":
-        with pytest.raises(WeightsError, match=rf"the update brought no .*\({len(export_weights(new)) - len(parts[0])} missing\); send every"):
+        with pytest.raises(
+            WeightsError,
+            match=rf"the update brought no .*\({len(export_weights(new)) - len(parts[0])} missing\); send every",
+        ):
             engine.commit()
     elif fails == "a part does not fit":
         with pytest.raises(WeightsError, match="have also nothing"):
