@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+Linears = tuple[tuple[str, int, int], ...]
+"""Name, inputs and outputs of a layer's matrices."""
+
 
 @dataclass(frozen=True)
 class ModelSize:
@@ -28,8 +31,7 @@ class ModelSize:
     heads: int
     """Heads of queries."""
     vocabulary: int
-    linears: tuple[tuple[str, int, int], ...]
-    """Name, inputs and outputs of a layer's matrices."""
+    linears: Linears
     layer_matrices: int
     """Parameters of one layer that tensor parallelism cuts: matrices and their biases."""
     layer_rest: int
@@ -126,21 +128,14 @@ def _gpt2(settings: dict[str, Any]) -> ModelSize:
         ("c_fc", hidden, mlp),
         ("c_proj", mlp, hidden),
     )
-    return ModelSize(
-        kind="gpt2",
+    return _with_biases(
+        "gpt2",
+        settings,
+        linears,
         layers=settings["n_layer"],
-        hidden=hidden,
-        queries=hidden,
-        keys=hidden,
-        mlp=mlp,
         heads=settings["n_head"],
-        vocabulary=settings["vocab_size"],
-        linears=linears,
-        layer_matrices=_sizes(linears) + 5 * hidden + mlp,
-        layer_rest=4 * hidden,
         embedding=settings["vocab_size"] * hidden,
         rest=(settings["n_positions"] + 2) * hidden,
-        tied=True,
     )
 
 
@@ -150,25 +145,45 @@ def _opt(settings: dict[str, Any]) -> ModelSize:
     projections = 2 * embedded * hidden if embedded != hidden else 0
     last_norm = 2 * hidden if settings.get("do_layer_norm_before", True) else 0
     linears = (*_attention(hidden, hidden, hidden, "out_proj"), ("fc1", hidden, mlp), ("fc2", mlp, hidden))
-    return ModelSize(
-        kind="opt",
+    return _with_biases(
+        "opt",
+        settings,
+        linears,
         layers=settings["num_hidden_layers"],
+        heads=settings["num_attention_heads"],
+        embedding=settings["vocab_size"] * embedded,
+        rest=(settings["max_position_embeddings"] + 2) * hidden + projections + last_norm,
+    )
+
+
+def _with_biases(
+    kind: str, settings: dict[str, Any], linears: Linears, *, layers: int, heads: int, embedding: int, rest: int
+) -> ModelSize:
+    """A family whose matrices and two norms of a layer all have biases, with as many heads of keys as of queries.
+
+    Args:
+        linears: of a layer, the last of them from M to D.
+    """
+    _, mlp, hidden = linears[-1]
+    return ModelSize(
+        kind=kind,
+        layers=layers,
         hidden=hidden,
         queries=hidden,
         keys=hidden,
         mlp=mlp,
-        heads=settings["num_attention_heads"],
+        heads=heads,
         vocabulary=settings["vocab_size"],
         linears=linears,
         layer_matrices=_sizes(linears) + 5 * hidden + mlp,
         layer_rest=4 * hidden,
-        embedding=settings["vocab_size"] * embedded,
-        rest=(settings["max_position_embeddings"] + 2) * hidden + projections + last_norm,
+        embedding=embedding,
+        rest=rest,
         tied=True,
     )
 
 
-def _attention(hidden: int, queries: int, keys: int, output: str) -> tuple[tuple[str, int, int], ...]:
+def _attention(hidden: int, queries: int, keys: int, output: str) -> Linears:
     return (
         ("q_proj", hidden, queries),
         ("k_proj", hidden, keys),
@@ -177,5 +192,5 @@ def _attention(hidden: int, queries: int, keys: int, output: str) -> tuple[tuple
     )
 
 
-def _sizes(linears: tuple[tuple[str, int, int], ...]) -> int:
+def _sizes(linears: Linears) -> int:
     return sum(inputs * outputs for _, inputs, outputs in linears)
