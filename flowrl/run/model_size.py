@@ -5,9 +5,10 @@ widest part of a layer.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 Linears = tuple[tuple[str, int, int], ...]
 """Name, inputs and outputs of a layer's matrices."""
@@ -64,6 +65,14 @@ class ModelSize:
     def parameters(self) -> int:
         """All of a language model."""
         return self.layers * self.layer + self.ends
+
+    def adapted(self, targets: Literal["all_linear"] | Sequence[str]) -> Linears:
+        """The matrices of a layer that `lora.targets` names, each by what follows the last dot of a target: where two
+        have that name, as c_proj in GPT-2, both; and in all layers, where a target has the number of one."""
+        if targets == "all_linear":
+            return self.linears
+        names = {target.rpartition(".")[2] for target in targets}
+        return tuple(linear for linear in self.linears if linear[0] in names)
 
 
 def model_size(folder: Path) -> ModelSize | None:

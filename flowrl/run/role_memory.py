@@ -20,7 +20,7 @@ from flowrl.run.activations import (
     policy_head,
     run_bytes,
 )
-from flowrl.run.model_size import ModelSize
+from flowrl.run.model_size import Linears, ModelSize
 
 Kind = Literal["cpu", "cuda"]
 
@@ -138,9 +138,8 @@ class RoleModel:
         return self.item * self.size.layers * sum(inputs * outputs for _, inputs, outputs in self._adapted)
 
     @property
-    def _adapted(self) -> list[tuple[str, int, int]]:
-        targets = () if self.lora is None else self.lora.targets
-        return [linear for linear in self.size.linears if targets == "all_linear" or linear[0] in targets]
+    def _adapted(self) -> Linears:
+        return () if self.lora is None else self.size.adapted(self.lora.targets)
 
     def num_tokens(self, rows: int | None) -> int:
         """Tokens of a pass over so many rows (None: as many as you like): the budget, or one row that is longer."""

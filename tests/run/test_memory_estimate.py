@@ -124,6 +124,13 @@ def test_a_reference_beside_its_actor_with_an_adapter_holds_nothing(model: Path)
     assert actor is not None and actor.optimizer == 2 * 4 * 30 * 16 * (4 * 8192 + 3 * (4096 + 11008))
 
 
+def test_an_adapter_on_layers_of_dotted_names_counts_those(model: Path) -> None:
+    targets = "[mlp.down_proj, self_attn.q_proj]"
+    config = config_of(model, "actor.lora.rank=16", "actor.engine.strategy=ddp", f"actor.lora.targets={targets}")
+    actor = estimate(config, plan_run(config, [8]))[0].roles["actor"]
+    assert actor is not None and actor.optimizer == 2 * 4 * 30 * 16 * ((11008 + 4096) + (4096 + 4096))
+
+
 def test_idle_roles_leave_the_device_to_the_one_that_runs(model: Path) -> None:
     engines = [f"{role}.engine.offload=idle" for role in ("actor", "critic", "reference")]
     config = config_of(model, f"placement={ROOT / 'placement/colocated.yaml'}", *engines, "placement.device=cuda")
