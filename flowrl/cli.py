@@ -125,8 +125,9 @@ def _plan(arguments: argparse.Namespace) -> None:
         check_functions(config)
         planned = plan_run(config, arguments.devices)
         available = room(config, planned, here=arguments.devices is None and config.address is None)
-        check_memory(config, planned, available)
-        memory = "\n" + render_memory(estimate(config, planned), available) + "\n"
+        devices = estimate(config, planned)
+        check_memory(config, planned, devices, available)
+        memory = "\n" + render_memory(devices, available) + "\n"
     sys.stdout.write(render_plan(planned) + "\n" + memory)
 
 

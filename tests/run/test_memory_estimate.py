@@ -157,7 +157,7 @@ def test_what_cannot_fit_is_refused_with_what_to_change(model: Path, capsys: pyt
 def test_the_seven_billion_recipe_fits_eight_gpus_of_eighty_gb(model: Path) -> None:
     config = config_of(model, "placement.memory_gb=80")
     planned = plan_run(config, [8])
-    check_memory(config, planned, room(config, planned, here=False))
+    check_memory(config, planned, estimate(config, planned), room(config, planned, here=False))
 
 
 def test_a_plan_that_fits_is_a_table(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,15 +178,17 @@ def test_a_run_is_refused_before_it_starts(model: Path, tmp_path: Path) -> None:
 def test_processes_of_a_node_share_its_memory(model: Path) -> None:
     config = config_of(model, "placement.device=cpu")
     planned = plan_run(config, [8])
-    needs = sum(found.peak[0] for found in estimate(config, planned))
-    check_memory(config, planned, Room(of_node=1.01 * needs))
+    devices = estimate(config, planned)
+    needs = sum(found.peak[0] for found in devices)
+    check_memory(config, planned, devices, Room(of_node=1.01 * needs))
     with pytest.raises(ConfigError, match="the 8 processes of node 0 need "):
-        check_memory(config, planned, Room(of_node=0.99 * needs))
+        check_memory(config, planned, devices, Room(of_node=0.99 * needs))
 
 
 def test_a_model_that_is_not_there_is_unknown_and_refuses_nothing() -> None:
     config = load(DEEPSEEK, ["placement.memory_gb=1"], PPOConfig)
     planned = plan_run(config, [8])
     available = room(config, planned, here=False)
-    check_memory(config, planned, available)
-    assert render_memory(estimate(config, planned), available).count("unknown") == 6
+    devices = estimate(config, planned)
+    check_memory(config, planned, devices, available)
+    assert render_memory(devices, available).count("unknown") == 6
