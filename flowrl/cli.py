@@ -211,7 +211,13 @@ def _export(arguments: argparse.Namespace) -> None:
     try:
         (export_adapter if arguments.adapter else export_policy)(checkpoint.role("actor"), output)
     except OSError as error:
-        raise UserError(f"--output {output} cannot be written ({error.strerror}); name another folder") from error
+        if str(error.filename) == str(output):
+            raise UserError(f"--output {output} cannot be written ({error.strerror}); name another folder") from error
+        # Who fails to write into a folder says so in an error of its own.
+        reason = str(error).split("\n")[0]
+        raise UserError(
+            f"checkpoint {checkpoint.path} cannot be read ({reason}); choose another one with --step"
+        ) from error
     sys.stdout.write(f"{output}: the {what} after step {step}\n")
 
 
