@@ -212,12 +212,12 @@ class TransferConfig(Config):
     """How new weights reach a rollout that is not in the actor's processes."""
 
     via: Literal["auto", "object_store", "cuda_ipc", "nccl"] = "auto"
-    """`auto` chooses by where the two run, see docs/weight_transfer.md: for vllm cuda_ipc on the actor's own GPUs and nccl
-    on others, object_store for all else."""
+    """`auto` chooses by where the two run, see docs/weight_transfer.md: for vllm cuda_ipc on the actor's own GPUs and
+    nccl on others, object_store for all else."""
 
     chunk_mb: PositiveFloat = 500.0
-    """Weights that travel at once, in MB of 10^6 bytes: about what an update needs on each side beside the model. A weight
-    that is larger travels alone."""
+    """Weights that travel at once, in MB of 10^6 bytes: about what an update needs on each side beside the model. A
+    weight that is larger travels alone."""
 
 
 class VllmConfig(Config):

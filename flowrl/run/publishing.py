@@ -32,8 +32,9 @@ class Publisher:
             return
         config, dtype = self._of(rollout)
         num_chunks = self._count(actor, rollout).get()
-        for chunk in range(num_chunks):
-            weights = actor.weights.submit(chunk, config.chunk_mb, dtype)
+        # All leave before the first arrives: a device that the two have in turns changes hands once.
+        parts = [actor.weights.submit(chunk, config.chunk_mb, dtype) for chunk in range(num_chunks)]
+        for chunk, weights in enumerate(parts):
             rollout.load_weights.submit(weights, version, chunk, num_chunks)
 
     def _count(self, actor: WorkerGroup, rollout: WorkerGroup) -> Future:
@@ -45,7 +46,7 @@ class Publisher:
 
     def _of(self, rollout: WorkerGroup) -> tuple[TransferConfig, str | None]:
         """How weights travel to a role, and in which type; a role of the user's own may have no such settings."""
-        found = getattr(self._config, rollout.role, None)
+        found = dict(self._config).get(rollout.role)
         return (found.transfer, found.sent_dtype) if isinstance(found, RolloutConfig) else (TransferConfig(), None)
 
 

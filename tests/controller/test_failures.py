@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -10,6 +11,7 @@ import pytest
 
 from flowrl import Batch, Cluster, FlowError, WorkerGroup
 from flowrl.controller.errors import DeadlineError, ProcessLost, WorkerError
+from flowrl.controller.failures import ALIVE_EVERY_S
 from tests.conftest import ClusterMaker
 from tests.controller.failing import Failing
 from tests.controller.faults import DEADLINE_S, Doubling, Faulty, Judge, Recovering, Summing
@@ -202,6 +204,28 @@ def test_a_stateless_process_lost_in_a_call_is_replaced(
     cluster.settle()
     assert any("lost its process; another took its place" in line for line in said)
     assert any("deadline of 2 s, in commit" in line for line in said) == (fault != "kill")
+
+
+def test_a_replaced_process_is_told_of_when_it_is_lost_and_not_when_another_works(
+    ray_session: None, open_cluster: ClusterMaker, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    cluster = open_cluster("ray", {"judges": [1]}, {"judge": "judges"}, num_threads=1, say=said.append)
+    judge = cluster.group("judge", Recovering, tmp_path / "lines", 10.0)
+    judge.load(7).get()
+    (process_id,), batch = judge.process_id(), Batch.from_columns({"x": [1, 2]})
+    time.sleep(2 * ALIVE_EVERY_S)
+    judge.process_id()  # a driver that waits for nothing sees nothing
+    del said[:]
+    os.kill(process_id, signal.SIGKILL)
+    killed = time.monotonic()
+    scored = judge.score(batch)
+    while not said and time.monotonic() < killed + 8:
+        with suppress(TimeoutError):
+            cluster.calls.settle(cluster.calls.pending(), 0.5)
+    assert time.monotonic() < killed + 5
+    assert said == ["judge on rank 0 (node 0) lost its process in score; another is started"]
+    assert scored.get("score").tolist() == [8, 9]
 
 
 def test_a_stateless_process_lost_between_calls_is_replaced(replaceable: tuple[Cluster, list[str]]):
