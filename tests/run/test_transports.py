@@ -13,9 +13,8 @@ def way(
     kind: str, actor: str, rollout: str, *, engine: str = "vllm", via: str = "auto", tp: int = 1, nodes: tuple = (8,)
 ) -> str:
     place: dict[str, Any] = {"pool": rollout, "tp": tp}
-    placement = Placement.model_validate(
-        {"device": kind, "pools": {"a": [4], "b": [4]}, "roles": {"actor": actor, "rollout": place, "reward": "b"}}
-    )
+    roles = {"actor": actor, "rollout": place} | ({} if "b" in actor + rollout else {"reward": "b"})
+    placement = Placement.model_validate({"device": kind, "pools": {"a": [4], "b": [4]}, "roles": roles})
     config = RolloutConfig.model_validate({"engine": engine, "max_response_tokens": 1, "transfer": {"via": via}})
     made = plan(placement, Inventory(nodes, kind), apart=("rollout",) if engine == "vllm" else ())
     return transport_of(made.roles["actor"], made.roles["rollout"], kind, config)
