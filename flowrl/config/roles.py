@@ -275,7 +275,7 @@ class RolloutConfig(Config):
 
     check_weights: Literal["sampled", "complete", "off"] = "sampled"
     """After each update of weights from another process, compare what is served with the actor's: a few columns of some
-    of them, others each time; all of all of them, which takes about as long as the transfer; or nothing."""
+    of them, others each time; all of all of them, which takes several times as long as the transfer; or nothing."""
 
     check: Literal["warn", "strict", "off"] = "warn"
     """What a `rollout_gap` above gap_warning does: a line with the likely causes, or the end of the run; or nothing."""

@@ -200,18 +200,32 @@ def compare(name: str, found: Tensor, expected: Tensor, *, tolerance: float = 0.
     return Difference(name, float(error.abs().max()))
 
 
-def compare_model(model: PreTrainedModel, samples: WeightSamples, *, tolerance: float = 0.0) -> Compared:
-    """Compares the weights of a model of transformers with samples of another's, bit for bit or nearly."""
+@torch.no_grad()
+def compare_model(model: PreTrainedModel, samples: WeightSamples) -> Compared:
+    """Compares the weights of a model of transformers with samples of another's, bit for bit. A layer that keeps
+    integers instead is asked for its columns, which are then as near as these can be."""
     weights = model_weights(model)
 
     def result(sample: WeightSample) -> Difference | bool:
         if sample.name not in weights:
             return False
-        _, dim = _kind(model, sample.name, weights[sample.name].stored)
-        found = _columns(weights[sample.name], dim, sample.inputs).detach()
-        return compare(sample.name, found, sample.values, tolerance=tolerance)
+        stored = weights[sample.name].stored
+        if sample.kind == "matrix" and not stored.is_floating_point():
+            found = _answered(model, sample).to(sample.values.dtype)
+            return compare(sample.name, found, sample.values, tolerance=QUANTISED)
+        _, dim = _kind(model, sample.name, stored)
+        return compare(sample.name, _columns(weights[sample.name], dim, sample.inputs), sample.values)
 
     return Compared.of((sample.name, result(sample)) for sample in samples.samples)
+
+
+def _answered(model: PreTrainedModel, sample: WeightSample) -> Tensor:
+    """Columns [J, N] of the matrix by which a layer multiplies, whatever it keeps."""
+    layer = model.get_submodule(sample.name.rpartition(".")[0])
+    width = layer.get_buffer("weight").shape[1]
+    index = torch.tensor(sample.inputs, device=layer.get_buffer("weight").device)
+    units = nn.functional.one_hot(index, width).to(model.dtype)
+    return layer(units) - layer(torch.zeros_like(units))
 
 
 def merged(parts: Sequence[Compared]) -> Compared:

@@ -23,6 +23,7 @@ from flowrl.data.batch import Batch
 from flowrl.run.prompts import read_prompts
 from flowrl.run.publishing import Publisher
 from flowrl.run.rollout_watch import gap_causes, gap_limit, submit_check
+from flowrl.run.transports import transport_of
 
 PROMPTS, TOKENS = 8, 32
 """Prompts that are answered, and the longest answers."""
@@ -75,6 +76,9 @@ def examine(
         with _cluster(config) as cluster:
             actor = cluster.group("actor", actor_class, config.actor, temperature=rollout_config.temperature)
             rollout = cluster.group("rollout", rollout_class, rollout_config, config.actor.model, seed=config.seed)
+            places = cluster.plan.roles
+            way = transport_of(places["actor"], places["rollout"], cluster.plan.kind, rollout_config)
+            found.add("weights travel by", way.replace("_", " "))
             _compare_weights(config, actor, rollout, found)
             rows = Batch.from_rows([row | {"sample": 0} for row in prompts.take(max(PROMPTS, 2 * rollout.world_size))])
             _compare_words(config, actor, rollout, rows, found)
@@ -134,7 +138,6 @@ def _compare_weights(config: OnPolicyConfig, actor: WorkerGroup, rollout: Worker
             counts.append(f"{count:.0f}{lacking}")
     if counts:
         found.add("weights compared", f"{counts[0]} as loaded, {counts[1]} and {counts[2]} after updates: all equal")
-        found.add("weights travel", f"by {config.rollout.transfer.via}")
     else:
         found.add("weights compared", "none: they are the actor's own")
     found.add("an update takes", f"{1e3 * sync_s:.0f} ms")

@@ -57,7 +57,8 @@ def submit_check(
         return None
     complete = [{"part": part, "parts": COMPLETE_PARTS} for part in range(COMPLETE_PARTS)]
     parts: list[dict[str, Any]] = [{}] if config.check_weights == "sampled" else complete
-    samples = (actor.weight_samples.submit(version, dtype=config.sent_dtype, **part) for part in parts)
+    # All leave before the first is compared: a device that the two have in turns changes hands once.
+    samples = [actor.weight_samples.submit(version, dtype=config.sent_dtype, **part) for part in parts]
     return ComparedWeights(version, [rollout.check_weights.submit(each) for each in samples])
 
 

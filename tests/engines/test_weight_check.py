@@ -114,6 +114,31 @@ def test_a_quantised_weight_may_be_as_far_off_as_its_type_rounds():
     assert isinstance(wrong, Difference) and wrong.largest == pytest.approx(0.6, rel=1e-6)
 
 
+class Rounded(torch.nn.Module):
+    """A layer that keeps integers of 8 bits and a scale per output, as a quantised engine may."""
+
+    def __init__(self, layer: torch.nn.Linear) -> None:
+        super().__init__()
+        self.register_buffer("scale", layer.weight.detach().abs().amax(1) / 127)
+        self.register_buffer("weight", (layer.weight.detach() / self.scale[:, None]).round().to(torch.int8))
+        self.bias = layer.bias
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs = inputs @ (self.weight * self.scale[:, None]).T
+        return outputs if self.bias is None else outputs + self.bias
+
+
+def test_a_layer_that_keeps_integers_is_asked_for_its_columns():
+    model, rounded = qwen2(), qwen2()
+    attention = rounded.model.layers[0].self_attn
+    attention.q_proj, attention.o_proj = Rounded(attention.q_proj), Rounded(attention.o_proj)  # pyright: ignore
+    compared = compare_model(rounded, weight_samples(model, 0))
+    assert compared.wrong == compared.unreached == ()
+    attention.q_proj, attention.o_proj = attention.o_proj, attention.q_proj
+    wrong = {each.name for each in compare_model(rounded, weight_samples(model, 0)).wrong}
+    assert {f"model.layers.0.self_attn.{name}_proj.weight" for name in "qo"} <= wrong
+
+
 def test_ranks_of_one_engine_answer_together_and_the_sentence_names_the_worst():
     parts = [
         Compared(9, (Difference("a", 1e-6),), ("c",)),
