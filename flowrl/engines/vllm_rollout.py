@@ -1,4 +1,4 @@
-"""Generation with vLLM, in this process: every call into vLLM is in this module.
+"""Generation with vLLM, in this process: every call into vLLM is in this module, vllm_leader.py and vllm_workers.py.
 
 vLLM's own engine core runs in the caller's process and computes in `poll` only, so a call, a weight update and a look
 at what is finished never meet: there is nothing to lock. It binds the process to itself (torch.distributed,
@@ -12,7 +12,7 @@ import enum
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,8 @@ from flowrl.engines.sampling import row_keys
 _SETTINGS = {
     # The engine core runs in this process.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Processes that it starts begin anew: one that is forked would have this one's threads' locks without the threads.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     # Left to itself vLLM would bind the process's threads to cores, which other processes use too.
@@ -43,23 +45,13 @@ for _name, _value in _SETTINGS.items():
 
 from vllm import EngineArgs, SamplingParams  # noqa: E402 (reads its environment when it is imported)
 from vllm.config import WeightTransferConfig  # noqa: E402
-from vllm.distributed.weight_transfer.base import (  # noqa: E402
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory  # noqa: E402
 from vllm.inputs import TokensPrompt  # noqa: E402
-from vllm.model_executor.model_loader.reload import (  # noqa: E402
-    finalize_layerwise_reload,
-    initialize_layerwise_reload,
-)
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info  # noqa: E402
 from vllm.outputs import RequestOutput  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
-from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
-_TRANSFER = "flowrl_tensors"
+from flowrl.engines.vllm_leader import call_workers, start_engine  # noqa: E402
+from flowrl.engines.vllm_workers import TRANSFER, SharedTensors, WorkerMethods  # noqa: E402
+
 _STEP_TOKENS = 8192
 """Tokens that one step runs, most of them of prompts: more take more memory."""
 
@@ -125,8 +117,9 @@ class VllmRollout:
         self._sequences = [list(stop) for stop in config.stop_ids if len(stop) > 1]
         """Stops of several tokens, which vLLM does not know."""
         self._running: dict[str, Answer] = {}
-        self._engine = LLMEngine.from_engine_args(_engine_args(model, config, tp))
-        self._engine.collective_rpc("init_weight_transfer_engine", args=({},))
+        self._tp = tp
+        self._engine = start_engine(_engine_args(model, config, tp))
+        call_workers(self._engine, "init_weight_transfer_engine", {})
         self._set_version(0)
 
     @property
@@ -236,7 +229,7 @@ class VllmRollout:
         if self._state not in (State.SERVING, State.BROKEN):
             self._expect(State.SERVING, "take weights")
         with self._or_broken():
-            self._engine.collective_rpc("start_weight_update")
+            call_workers(self._engine, "start_weight_update")
         self._next_version = version
         self._state = State.UPDATING
 
@@ -244,14 +237,15 @@ class VllmRollout:
         """Takes some of the weights, under the names that `save_pretrained` gives them."""
         self._expect(State.UPDATING, "receive weights")
         named = {also: weight for name, weight in weights.items() for also in (name, *self._also.get(name, ()))}
-        with self._or_broken():
-            self._engine.collective_rpc("update_weights", args=({"weights": named},))
+        shared = SharedTensors.of(named) if self._tp > 1 else nullcontext(named)
+        with self._or_broken(), shared as given:
+            call_workers(self._engine, "update_weights", {"weights": given})
 
     def commit(self) -> None:
         """Goes on with the weights that have come. Keys and values of the old ones are computed anew."""
         self._expect(State.UPDATING, "commit weights")
         with self._or_broken():
-            self._engine.collective_rpc("finish_weight_update")
+            call_workers(self._engine, "finish_weight_update")
             # Also of requests that are running: they would go on from states that the old weights left.
             if not self._engine.reset_prefix_cache(reset_running_requests=True):
                 raise RuntimeError("vLLM kept its prefix cache, which is that of the old weights")
@@ -277,7 +271,7 @@ class VllmRollout:
 
     def _break(self) -> None:
         self._state = State.BROKEN
-        self._engine.collective_rpc(_end_update)
+        call_workers(self._engine, "end_update")
 
     # Memory.
 
@@ -330,6 +324,8 @@ def _engine_args(model: ModelConfig, config: RolloutConfig, tp: int) -> EngineAr
         skip_tokenizer_init=True,
         dtype=model.dtype,
         tensor_parallel_size=tp,
+        # Left to itself vLLM would ask Ray, in whose placement group this process is, for devices of its own.
+        distributed_executor_backend="mp" if tp > 1 else "uni",
         max_num_seqs=config.max_rows,
         max_num_batched_tokens=_STEP_TOKENS,
         enforce_eager=not settings.graphs or not torch.cuda.is_available(),
@@ -338,57 +334,8 @@ def _engine_args(model: ModelConfig, config: RolloutConfig, tp: int) -> EngineAr
         logprobs_mode="processed_logprobs",
         # A step's result belongs to that step: with weights that change between steps it must say which it had.
         async_scheduling=False,
-        weight_transfer_config=WeightTransferConfig(backend=_TRANSFER),
+        weight_transfer_config=WeightTransferConfig(backend=TRANSFER),
+        worker_extension_cls=f"{WorkerMethods.__module__}.{WorkerMethods.__name__}",
         disable_log_stats=True,
         **limit,
     )
-
-
-@dataclass
-class _Nothing(WeightTransferInitInfo):
-    """Tensors that are handed over need no connection."""
-
-
-@dataclass
-class _Tensors(WeightTransferUpdateInfo):
-    weights: Mapping[str, Tensor]
-
-
-class _TensorTransfer(WeightTransferEngine[_Nothing, _Tensors]):
-    """Weights that are in this process's memory already, such as arrays of the object store."""
-
-    init_info_cls = _Nothing
-    update_info_cls = _Tensors
-
-    def init_transfer_engine(self, init_info: _Nothing) -> None:
-        pass
-
-    def start_weight_update(self) -> None:
-        initialize_layerwise_reload(self.model)
-
-    @torch.no_grad()
-    def receive_weights(self, update_info: _Tensors) -> None:
-        load: Any = self.model.load_weights  # a method of vLLM's models, which torch's types do not know
-        load(update_info.weights.items())
-
-    def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
-
-    def shutdown(self) -> None:
-        pass
-
-
-WeightTransferEngineFactory.register_engine(_TRANSFER, _TensorTransfer)
-
-
-def _end_update(wrapped: Any) -> None:  # Any: vLLM's worker
-    """Leaves an update that failed, so that another can begin: layers that have not come keep what they had."""
-    worker = wrapped.worker
-    worker._weight_update_active = False
-    engine = worker.weight_transfer_engine
-    for layer in engine.model.modules():
-        info = get_layerwise_info(layer)
-        if info.can_load():
-            info.load_numel = 0
-            info.loaded_weights.clear()
-    finalize_layerwise_reload(engine.model, engine.model_config)
