@@ -11,7 +11,7 @@ renormalised over what these leave, as the hf engine's are. Greedy ones are the 
 import enum
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,6 +52,8 @@ from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from flowrl.engines.vllm_leader import call_workers, start_engine  # noqa: E402
 from flowrl.engines.vllm_workers import TRANSFER, SharedTensors, WorkerMethods  # noqa: E402
 
+PARTS = frozenset({"weights", "kv_cache"})
+"""What sleeps and wakes, as vLLM calls it."""
 _STEP_TOKENS = 8192
 """Tokens that one step runs, most of them of prompts: more take more memory."""
 
@@ -95,7 +97,13 @@ class VllmRollout:
     """Answers prompts, all at once (`generate`) or as they come (`add`, `poll`)."""
 
     def __init__(
-        self, model: ModelConfig, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig, *, tp: int = 1
+        self,
+        model: ModelConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        config: RolloutConfig,
+        *,
+        tp: int = 1,
+        sleeps: bool = False,
     ) -> None:
         """Loads the model of a folder. A response ends at the tokenizer's or the model's end-of-sequence tokens.
 
@@ -104,11 +112,13 @@ class VllmRollout:
             tokenizer: its own.
             config: how it samples, and the engine's settings.
             tp: devices of this node that share each layer; this process leads them.
+            sleeps: whether `sleep` is to free memory of GPUs; on the CPU it frees nothing.
         Raises:
             ModelError: as `load_policy`, before vLLM starts.
         """
         self._config = config
         self._state = State.SERVING
+        self._asleep: frozenset[str] = frozenset()
         empty = load_policy(model, parts=True)
         self._also = {names[0]: names[1:] for names, _ in named_weights(empty)}
         """Name of a weight -> its other names: vLLM is given a tied weight under each."""
@@ -118,13 +128,23 @@ class VllmRollout:
         """Stops of several tokens, which vLLM does not know."""
         self._running: dict[str, Answer] = {}
         self._tp = tp
-        self._engine = start_engine(_engine_args(model, config, tp))
+        self._engine = start_engine(_engine_args(model, config, tp, sleeps))
         call_workers(self._engine, "init_weight_transfer_engine", {})
         self._set_version(0)
 
     @property
     def state(self) -> State:
-        return self._state
+        return State.ASLEEP if self._asleep else self._state
+
+    @property
+    def asleep(self) -> frozenset[str]:
+        """The `PARTS` that are away from the device."""
+        return self._asleep
+
+    @property
+    def awake(self) -> frozenset[str]:
+        """The others."""
+        return PARTS - self._asleep
 
     @property
     def max_length(self) -> int:
@@ -226,8 +246,7 @@ class VllmRollout:
 
     def begin_update(self, version: int) -> None:
         """Begins to take the weights of a version. What is running waits, and goes on with the new weights."""
-        if self._state not in (State.SERVING, State.BROKEN):
-            self._expect(State.SERVING, "take weights")
+        self._expect(State.BROKEN if self._state is State.BROKEN else State.SERVING, "take weights", _WEIGHTS)
         with self._or_broken():
             call_workers(self._engine, "start_weight_update")
         self._next_version = version
@@ -235,7 +254,7 @@ class VllmRollout:
 
     def receive(self, weights: Mapping[str, Tensor]) -> None:
         """Takes some of the weights, under the names that `save_pretrained` gives them."""
-        self._expect(State.UPDATING, "receive weights")
+        self._expect(State.UPDATING, "receive weights", _WEIGHTS)
         named = {also: weight for name, weight in weights.items() for also in (name, *self._also.get(name, ()))}
         shared = SharedTensors.of(named) if self._tp > 1 else nullcontext(named)
         with self._or_broken(), shared as given:
@@ -243,7 +262,7 @@ class VllmRollout:
 
     def commit(self) -> None:
         """Goes on with the weights that have come. Keys and values of the old ones are computed anew."""
-        self._expect(State.UPDATING, "commit weights")
+        self._expect(State.UPDATING, "commit weights", _WEIGHTS)
         with self._or_broken():
             call_workers(self._engine, "finish_weight_update")
             # Also of requests that are running: they would go on from states that the old weights left.
@@ -254,7 +273,7 @@ class VllmRollout:
 
     def abort_update(self) -> None:
         """Gives up an update that has begun; only a whole one makes the engine serve again."""
-        self._expect(State.UPDATING, "give up an update")
+        self._expect(State.UPDATING, "give up an update", _WEIGHTS)
         self._break()
 
     def _set_version(self, version: int) -> None:
@@ -278,25 +297,36 @@ class VllmRollout:
     def sleep(self) -> None:
         """Gives the device's memory away: weights move to the CPU, keys and values are dropped.
 
+        In the middle of an update and after one that failed too; waking then leads back to there. vLLM's other way of
+        sleeping drops the weights, and would serve whatever then lies in their memory.
+
         Raises RolloutError while requests are running.
         """
-        self._expect(State.SERVING, "sleep")
+        if not self.awake:
+            self._expect(self._state, "sleep")
         if self._running:
             raise RolloutError(f"{len(self._running)} requests are running; wait for them, or abort them, before sleep")
         self._engine.sleep(level=1)
-        self._state = State.ASLEEP
+        self._asleep = PARTS
 
-    def wake(self) -> None:
-        """Comes back with the weights that it had."""
-        self._expect(State.ASLEEP, "wake up")
-        self._engine.wake_up()
-        self._state = State.SERVING
+    def wake(self, parts: Collection[str] = PARTS) -> None:
+        """Comes back, whole or in some of the `PARTS`: to take weights these are enough."""
+        coming = self._asleep.intersection(parts)
+        if not coming:
+            wanted = " and ".join(sorted(parts))
+            raise RolloutError(
+                f"the rollout engine is {self.state.value} and cannot wake up {wanted}: nothing sleeps there"
+            )
+        self._engine.wake_up(tags=sorted(coming))
+        self._asleep -= coming
 
-    def _expect(self, state: State, doing: str) -> None:
-        if self._state is not state:
-            raise RolloutError(f"the rollout engine is {self._state.value} and cannot {doing}; {_NEXT[self._state]}")
+    def _expect(self, state: State, doing: str, needs: Collection[str] = PARTS) -> None:
+        found = State.ASLEEP if self._asleep.intersection(needs) else self._state
+        if found is not state:
+            raise RolloutError(f"the rollout engine is {found.value} and cannot {doing}; {_NEXT[found]}")
 
 
+_WEIGHTS = ("weights",)
 _NEXT = {
     State.SERVING: "begin first",
     State.UPDATING: "commit or abort the update first",
@@ -316,7 +346,7 @@ def responses_of(answers: Sequence[Answer]) -> Responses:
     )
 
 
-def _engine_args(model: ModelConfig, config: RolloutConfig, tp: int) -> EngineArgs:
+def _engine_args(model: ModelConfig, config: RolloutConfig, tp: int, sleeps: bool) -> EngineArgs:
     settings = config.vllm or VllmConfig()
     limit: dict[str, Any] = {} if settings.max_row_tokens is None else {"max_model_len": settings.max_row_tokens}
     return EngineArgs(
@@ -331,6 +361,9 @@ def _engine_args(model: ModelConfig, config: RolloutConfig, tp: int) -> EngineAr
         enforce_eager=not settings.graphs or not torch.cuda.is_available(),
         enable_prefix_caching=settings.prefix_caching,
         kv_cache_memory_bytes=int(settings.kv_cache_gb * 1e9),
+        # With the line above it sets nothing but the part of a GPU without which vLLM does not start.
+        gpu_memory_utilization=0.01,
+        enable_sleep_mode=sleeps and torch.cuda.is_available(),
         logprobs_mode="processed_logprobs",
         # A step's result belongs to that step: with weights that change between steps it must say which it had.
         async_scheduling=False,

@@ -117,9 +117,28 @@ class _VllmRollout(Rollout):
         self.seed = seed
         self._actor = None
         self.tokenizer = ChatTokenizer(model.path)
-        self.engine = VllmRollout(model, self.tokenizer.tokenizer, config, tp=self.context.leads)
+        self.engine = VllmRollout(
+            model, self.tokenizer.tokenizer, config, tp=self.context.leads, sleeps=self.context.yields
+        )
 
-    @register(Dispatch.ONE_TO_ALL, blocking=False, replay=True)
+    @classmethod
+    def yields_device(cls, device: str, config: RolloutConfig, *_: Any, **__: Any) -> bool:  # Any: the constructor's
+        sleeps = None if config.vllm is None else config.vllm.sleep
+        return device != "cpu" if sleeps is None else sleeps
+
+    def offload(self, *, keep_weights: bool) -> None:
+        if self.context.yields and self.engine.awake:
+            self.engine.sleep()
+
+    def onload(self) -> None:
+        if self.engine.asleep:
+            self.engine.wake()
+
+    def onload_parts(self, parts: tuple[str, ...]) -> None:
+        if self.engine.asleep.intersection(parts):
+            self.engine.wake(parts)
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False, replay=True, memory=("weights",))
     def load_weights(self, weights: Mapping[str, np.ndarray], version: int) -> None:
         """Takes the actor's weights: vLLM serves all of them, or none until a whole version has come."""
         self.engine.begin_update(version)
