@@ -352,7 +352,7 @@ def _engine_args(model: ModelConfig, config: RolloutConfig, tp: int, sleeps: boo
     return EngineArgs(
         model=str(model.path),
         skip_tokenizer_init=True,
-        dtype=model.dtype,
+        dtype=settings.dtype or model.dtype,
         tensor_parallel_size=tp,
         # Left to itself vLLM would ask Ray, in whose placement group this process is, for devices of its own.
         distributed_executor_backend="mp" if tp > 1 else "uni",
