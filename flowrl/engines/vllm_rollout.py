@@ -8,7 +8,6 @@ Log-probabilities are those of the distribution that a token was sampled from: a
 renormalised over what these leave, as the hf engine's are. Greedy ones are the model's own.
 """
 
-import enum
 import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from flowrl.engines.models import load_policy
 from flowrl.engines.residency import named_weights
 from flowrl.engines.responses import Responses, RolloutError, check_prompts, end_ids
 from flowrl.engines.sampling import row_keys
+from flowrl.engines.serving import NEXT, State
 
 _SETTINGS = {
     # The engine core runs in this process.
@@ -54,18 +54,9 @@ from flowrl.engines.vllm_workers import TRANSFER, SharedTensors, WorkerMethods  
 
 PARTS = frozenset({"weights", "kv_cache"})
 """What sleeps and wakes, as vLLM calls it."""
+_WEIGHTS = ("weights",)
 _STEP_TOKENS = 8192
 """Tokens that one step runs, most of them of prompts: more take more memory."""
-
-
-class State(enum.Enum):
-    """What the engine can do now."""
-
-    SERVING = "serving"
-    UPDATING = "updating"
-    ASLEEP = "asleep"
-    BROKEN = "broken"
-    """An update ended in the middle: some weights are new and some old, until a whole update has come."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +125,8 @@ class VllmRollout:
 
     @property
     def state(self) -> State:
-        return State.ASLEEP if self._asleep else self._state
+        needed = PARTS if self._state is State.SERVING else _WEIGHTS
+        return State.ASLEEP if self._asleep.intersection(needed) else self._state
 
     @property
     def asleep(self) -> frozenset[str]:
@@ -323,16 +315,7 @@ class VllmRollout:
     def _expect(self, state: State, doing: str, needs: Collection[str] = PARTS) -> None:
         found = State.ASLEEP if self._asleep.intersection(needs) else self._state
         if found is not state:
-            raise RolloutError(f"the rollout engine is {found.value} and cannot {doing}; {_NEXT[found]}")
-
-
-_WEIGHTS = ("weights",)
-_NEXT = {
-    State.SERVING: "begin first",
-    State.UPDATING: "commit or abort the update first",
-    State.ASLEEP: "wake it up first",
-    State.BROKEN: "its weights are partly new: give it a whole version",
-}
+            raise RolloutError(f"the rollout engine is {found.value} and cannot {doing}; {NEXT[found]}")
 
 
 def responses_of(answers: Sequence[Answer]) -> Responses:
