@@ -206,6 +206,44 @@ def test_what_a_state_does_not_allow_is_refused(pair: Pair) -> None:
     assert pair.largest_gap(PROMPTS, pair.says(PROMPTS)) < 1e-4
 
 
+SLEEPS = "the rollout engine is asleep and cannot "
+
+
+def check_sleep_in_parts(pair: Pair) -> None:
+    """What it says after an update that came while its keys and values were away is of the new weights."""
+    pair.says(PROMPTS)
+    generator = torch.Generator().manual_seed(40)
+    with torch.no_grad():
+        for weight in pair.model.parameters():
+            weight.add_(0.1 * weight.abs().mean() * torch.randn(weight.shape, generator=generator))
+    pair.version += 1
+    (said,) = pair.group.run(vllm_checks.sleeps_in_parts, export_weights(pair.model), pair.version)
+    beginnings = [
+        *("asleep", SLEEPS + "generate", SLEEPS + "take weights"),
+        *("asleep", SLEEPS + "generate", "updating"),
+        *("asleep", SLEEPS + "receive weights", SLEEPS + "commit weights"),
+        *("asleep", SLEEPS + "generate", SLEEPS + "wake up weights", "serving"),
+    ]
+    for found, beginning in zip(said, beginnings, strict=True):
+        assert found.startswith(beginning)
+    found = pair.says(PROMPTS)
+    assert pair.largest_gap(PROMPTS, found) < 1e-4
+    assert {version for row in found["versions"] for version in row} == {pair.version}
+
+
+def test_it_takes_weights_with_its_weights_alone_awake_and_says_nothing_before_it_is_whole(pair: Pair) -> None:
+    check_sleep_in_parts(pair)
+
+
+def test_sleep_heals_nothing(pair: Pair) -> None:
+    pair.group.run(vllm_checks.fails_in_the_middle, dict(list(export_weights(pair.model).items())[:5]))
+    for method in ("sleep", "wake"):
+        assert pair.group.run(vllm_checks.refusal, method) == [""]
+    assert pair.group.run(vllm_checks.state) == ["broken"]
+    pair.hand_over()
+    assert pair.largest_gap(PROMPTS, pair.says(PROMPTS)) < 1e-4
+
+
 def test_200_updates_leave_no_memory_behind(pair: Pair) -> None:
     weights = export_weights(pair.model)
     (sizes,) = pair.group.run(vllm_checks.updates, weights, 200)

@@ -21,7 +21,7 @@ from flowrl.controller.errors import FlowError
 from flowrl.engines.weights import export_weights
 from flowrl.workers import Rollout
 from tests.engines import tiny, vllm_checks
-from tests.engines.test_vllm_rollout import PROMPTS, RESPONSE, SIZES, Pair
+from tests.engines.test_vllm_rollout import PROMPTS, RESPONSE, SIZES, Pair, check_sleep_in_parts
 
 pytestmark = [
     pytest.mark.vllm,
@@ -99,6 +99,10 @@ def test_a_failed_update_of_two_devices_is_refused_and_then_healed(led: Pair) ->
     assert refused.startswith("the rollout engine is broken and cannot generate")
     led.publish(10)
     assert led.largest_gap(PROMPTS, led.says(PROMPTS)) < 1e-4
+
+
+def test_two_devices_sleep_and_wake_by_parts(led: Pair) -> None:
+    check_sleep_in_parts(led)
 
 
 @pytest.mark.slow

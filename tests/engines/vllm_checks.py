@@ -117,5 +117,27 @@ def updates(worker: Rollout, weights: dict[str, Any], count: int) -> list[int]:
     return sizes
 
 
+def sleeps_in_parts(worker: Rollout, weights: dict[str, Any], version: int) -> list[str]:
+    """Sleeps, takes an update with its weights alone awake, sleeping once in the middle of it, and wakes up whole; its
+    state, or what it refuses, at each point."""
+    engine, said = engine_of(worker), list[str]()
+    tensors = [(name, torch.from_numpy(array.copy())) for name, array in weights.items()]
+    engine.sleep()
+    said += [state(worker), refusal(worker, "poll"), refusal(worker, "begin_update", (version,))]
+    engine.wake(("weights",))
+    said += [state(worker), refusal(worker, "poll")]
+    engine.begin_update(version)
+    engine.receive(dict(tensors[:5]))
+    said += [state(worker)]
+    engine.sleep()
+    said += [state(worker), refusal(worker, "receive", ({},)), refusal(worker, "commit")]
+    engine.wake(("weights",))
+    engine.receive(dict(tensors[5:]))
+    engine.commit()
+    said += [state(worker), refusal(worker, "poll"), refusal(worker, "wake", (("weights",),))]
+    engine.wake(("kv_cache",))
+    return [*said, state(worker)]
+
+
 def process_id(worker: Rollout) -> int:
     return os.getpid()
