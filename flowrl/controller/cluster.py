@@ -125,9 +125,7 @@ class Cluster:
         group = WorkerGroup(role, cls, slots, planned.mesh, self._backend, self.calls, self._handover, self.plan.kind)
         twins = frozenset(other for other, plan in self.plan.roles.items() if other != role and plan.slots == slots)
         for rank, slot in enumerate(slots):
-            device, local_rank = self._device(slot), planned.local_rank(rank)
-            threads = self._threads(slot)
-            yields = self._handover.ledger.is_shared(slot) and cls.yields_device(device, *args, **kwargs)
+            device = self._device(slot)
             made = Construction(
                 role,
                 cls,
@@ -135,24 +133,27 @@ class Cluster:
                 kwargs,
                 planned.mesh,
                 rank,
-                local_rank,
+                planned.local_rank(rank),
                 slot.node,
                 device,
-                threads,
+                self._threads(slot),
                 twins,
                 planned.leads,
-                yields,
+                self._handover.ledger.is_shared(slot) and cls.yields_device(device, *args, **kwargs),
             )
-            with submission:
-                rooms = self._handover.before_first(slot, yields=yields)
-                awaited = [room.carrier for room in rooms]
-                report = self._backend.construct(slot, made, self.calls.revivals.of(slot), awaited)
-                self.calls.revivals.constructed(slot, made)
-                self.calls.add(report, role, rank, "__init__", slot, group.device_name(slot), inputs=rooms)
+            self._construct(slot, made, group)
         self._groups[role] = group
         if role != TASKS:
             group.tasks = self._tasks
         return group
+
+    def _construct(self, slot: Slot, made: Construction, group: WorkerGroup) -> None:
+        with submission:
+            rooms = self._handover.before_first(slot, yields=made.yields)
+            awaited = [room.carrier for room in rooms]
+            report = self._backend.construct(slot, made, self.calls.revivals.of(slot), awaited)
+            self.calls.revivals.constructed(slot, made)
+            self.calls.add(report, made.role, made.rank, "__init__", slot, group.device_name(slot), inputs=rooms)
 
     def _open_group(self, role: str, slots: Sequence[Slot]) -> None:
         """Gives a role a communicator. Every process of its host set takes part, in the order of `group` calls."""

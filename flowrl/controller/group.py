@@ -107,9 +107,9 @@ class WorkerGroup:
         """Whether every rank of this group is in a process that has a rank of the other."""
         return set(self.slots) <= set(other.slots)
 
-    def alternates_with(self, other: "WorkerGroup") -> bool:
-        """Whether the two have devices that one of them leaves when the other is called."""
-        return self._handover.ledger.alternate(self.slots, other.slots)
+    def leaves_for(self, other: "WorkerGroup") -> bool:
+        """Whether it leaves a device when the other group is called: what it has there is then out of reach."""
+        return self._handover.ledger.leave(self.slots, other.slots)
 
     def __repr__(self) -> str:
         return f"WorkerGroup({self.role}: {self.world_size} x {self.cls.__name__} on {self.pool})"

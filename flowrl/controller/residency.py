@@ -45,23 +45,25 @@ class Residency:
         return self.claim(slot)
 
     def claim(self, slot: Slot) -> list[Slot]:
-        """Gives a process its devices; those that must leave them first."""
+        """Gives a process its devices; those that must leave them first.
+
+        One that cannot leave is among them if this one can: it is not to come back while a call of the other runs.
+        """
         if slot not in self._beside:
             return []
-        leaving = [other for other in self._beside[slot] if other in self._present]
+        leaving = [
+            other
+            for other in self._beside[slot]
+            if other in self._present and not self._yields.isdisjoint((slot, other))
+        ]
         self._present.difference_update(leaving)
-        if slot in self._yields:
-            self._present.add(slot)
+        self._present.add(slot)
         return leaving
 
-    def alternate(self, slots: Iterable[Slot], others: Iterable[Slot]) -> bool:
-        """Whether some process of the one side leaves its device for one of the other: never are both there."""
+    def leave(self, slots: Iterable[Slot], others: Iterable[Slot]) -> bool:
+        """Whether some of these processes leave their devices when some of the others are called."""
         theirs = set(others)
-        return any(
-            other in theirs and (slot in self._yields or other in self._yields)
-            for slot in slots
-            for other in self._beside.get(slot, ())
-        )
+        return any(not theirs.isdisjoint(self._beside[slot]) for slot in self._yields.intersection(slots))
 
 
 class Handover:

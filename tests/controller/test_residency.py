@@ -46,11 +46,17 @@ def test_a_leader_of_several_devices_waits_for_the_processes_of_each():
     assert ledger.claim(HOST) == [], "the leader has left both"
 
 
-def test_who_cannot_leave_is_never_told_to():
+def test_who_cannot_leave_is_waited_for_all_the_same():
+    """What it is doing takes memory beside what it holds."""
     ledger = made(host=False, leader=True)
     assert ledger.claim(HOST) == [LEADER]
-    assert ledger.claim(LEADER) == []
+    assert ledger.claim(LEADER) == [HOST]
     assert ledger.claim(HOST) == [LEADER]
+
+
+def test_where_nobody_can_leave_nobody_waits():
+    ledger = made(host=False, leader=False)
+    assert [ledger.claim(slot) for slot in (HOST, LEADER, NEXT, LEADER, HOST)] == [[]] * 5
 
 
 def test_who_has_a_device_alone_is_not_in_the_ledger():
@@ -60,11 +66,10 @@ def test_who_has_a_device_alone_is_not_in_the_ledger():
     assert ledger.claim(ALONE) == []
 
 
-def test_it_knows_which_processes_are_never_there_together():
+def test_it_knows_who_leaves_for_whom():
     ledger = made(host=False, leader=True)
-    assert ledger.alternate([HOST], [LEADER]) and ledger.alternate([LEADER, ALONE], [NEXT])
-    assert not ledger.alternate([HOST], [NEXT, ALONE])
-    assert not made(host=False, leader=False).alternate([HOST], [LEADER])
+    assert ledger.leave([LEADER], [HOST]) and ledger.leave([ALONE, LEADER], [ALONE, NEXT])
+    assert not ledger.leave([HOST], [LEADER]) and not ledger.leave([LEADER], [ALONE])
 
 
 class Two:
@@ -110,8 +115,9 @@ def test_who_cannot_leave_stays_while_the_other_takes_its_turns(
     open_cluster: ClusterMaker, backend, tmp_path: Path
 ) -> None:
     two = Two(open_cluster, backend, tmp_path, actor=False)
+    assert two.rollout.leaves_for(two.actor) and not two.actor.leaves_for(two.rollout)
     for _ in range(2):
-        two.actor.work.submit()
+        two.actor.work.submit(seconds=0.2)
         two.rollout.work.submit()
     turn = ["rollout leaves", "actor works", "rollout comes with weights and cache", "rollout works"]
     assert two.lines() == ["actor starts", "rollout starts", *turn, *turn]
@@ -119,7 +125,7 @@ def test_who_cannot_leave_stays_while_the_other_takes_its_turns(
 
 def test_nobody_moves_where_nobody_yields(open_cluster: ClusterMaker, backend, tmp_path: Path) -> None:
     two = Two(open_cluster, backend, tmp_path, actor=False, rollout=False)
-    assert not two.actor.alternates_with(two.rollout)
+    assert not two.rollout.leaves_for(two.actor)
     two.rollout.work()
     two.actor.work()
     assert sorted(two.lines()) == ["actor starts", "actor works", "rollout starts", "rollout works"]

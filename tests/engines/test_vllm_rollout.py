@@ -15,7 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 from flowrl import Batch, Cluster, Placement, WorkerGroup
-from flowrl.config import ModelConfig, RolloutConfig
+from flowrl.config import ModelConfig, RolloutConfig, VllmConfig
+from flowrl.controller.worker import Worker
 from flowrl.engines.weights import export_weights, weight_chunks
 from flowrl.workers import Rollout
 from tests.engines import tiny, vllm_checks
@@ -304,3 +305,23 @@ def test_a_process_that_is_killed_in_the_middle_of_an_update_is_given_all_of_it(
     found = pair.says(PROMPTS)
     assert {version for row in found["versions"] for version in row} == {pair.version}
     assert pair.largest_gap(PROMPTS, found) < 1e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_its_memory_is_free_while_another_process_uses_its_gpu(ray_session: None, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(ARCHITECTURES["LLaMA"]()).eval()
+    tiny.save(model, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    config = RolloutConfig(engine="vllm", max_response_tokens=RESPONSE, vllm=VllmConfig(kv_cache_gb=4.0))
+    placement = Placement(device="cuda", pools={"main": [1]}, roles=dict.fromkeys(("actor", "rollout"), "main"))
+    with Cluster(placement, apart=("rollout",)) as cluster:
+        actor = cluster.group("actor", Worker)
+        pair = Pair(cluster.group("rollout", Rollout, config, ModelConfig(path=tmp_path / "model"), seed=0), model)
+        for seed in range(3):
+            (awake,) = pair.group.run(vllm_checks.free_memory)
+            (asleep,) = actor.run(vllm_checks.free_memory)
+            assert asleep - awake > 3.9e9
+            pair.publish(seed)
+            assert pair.largest_gap(PROMPTS, pair.says(PROMPTS, greedy=True)) < 2e-3

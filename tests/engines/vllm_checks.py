@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flowrl.config import UserError
+from flowrl.controller.worker import Worker
 from flowrl.workers import Rollout
 
 if TYPE_CHECKING:
@@ -141,3 +142,9 @@ def sleeps_in_parts(worker: Rollout, weights: dict[str, Any], version: int) -> l
 
 def process_id(worker: Rollout) -> int:
     return os.getpid()
+
+
+def free_memory(worker: Worker) -> int:
+    """Bytes of the GPU that nobody has."""
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
