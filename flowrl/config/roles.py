@@ -240,6 +240,11 @@ class VllmConfig(Config):
     graphs: bool = True
     """On GPUs, record kernels as CUDA graphs and compile: slower to start, faster to decode."""
 
+    sleep: bool | None = None
+    """Where other roles use its devices, leave them while those work: weights move to the memory of the host, keys and
+    values are dropped. Those leave theirs while it works where their engine has offload: idle. null is yes on GPUs; on
+    the CPU, where all memory is the host's, it moves nothing."""
+
 
 class RolloutConfig(Config):
     """How the actor's weights answer prompts."""

@@ -95,7 +95,7 @@ class Actor(TrainedWorker):
         """One optimizer step of supervised fine-tuning: mean cross-entropy over the tokens of the response mask."""
         return self.engine.update(batch, _imitation_loss)
 
-    @register(Dispatch.RANK_ZERO, blocking=False)
+    @register(Dispatch.RANK_ZERO, blocking=False, memory=())
     def num_chunks(self, chunk_mb: float, dtype: str | None = None) -> int:
         """Parts of at most so many MB of 10^6 bytes in which `weights` gives the weights."""
         return len(self._chunks(chunk_mb, dtype))

@@ -102,7 +102,7 @@ class Rollout(Worker):
         assert self.shares_weights, "weights of another process come through load_weights"
         self.engine.version = version
 
-    @register(Dispatch.ONE_TO_ALL, blocking=False, replay="chunk")
+    @register(Dispatch.ONE_TO_ALL, blocking=False, replay="chunk", memory=("weights",))
     def load_weights(self, weights: Mapping[str, np.ndarray], version: int, chunk: int = 0, of: int = 1) -> None:
         """Takes the actor's weights from another process, in so many calls; a rank with the actor's own has them.
 
@@ -153,7 +153,26 @@ class _VllmRollout(Rollout):
         self.seed = seed
         self._actor = None
         self.tokenizer = ChatTokenizer(model.path)
-        self.engine = VllmRollout(model, self.tokenizer.tokenizer, config, tp=self.context.leads)
+        self.engine = VllmRollout(
+            model, self.tokenizer.tokenizer, config, tp=self.context.leads, sleeps=self.context.yields
+        )
+
+    @classmethod
+    def yields_device(cls, device: str, config: RolloutConfig, *_: Any, **__: Any) -> bool:  # Any: the constructor's
+        sleeps = None if config.vllm is None else config.vllm.sleep
+        return device != "cpu" if sleeps is None else sleeps
+
+    def offload(self, *, keep_weights: bool) -> None:
+        if self.context.yields and self.engine.awake:
+            self.engine.sleep()
+
+    def onload(self) -> None:
+        if self.engine.asleep:
+            self.engine.wake()
+
+    def onload_parts(self, parts: tuple[str, ...]) -> None:
+        if self.engine.asleep.intersection(parts):
+            self.engine.wake(parts)
 
     def _receive(self, weights: Mapping[str, np.ndarray]) -> None:
         self.engine.receive(tensors_of(weights))

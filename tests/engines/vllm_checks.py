@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flowrl.config import CheckFailed, UserError
+from flowrl.controller.worker import Worker
 from flowrl.engines.weight_check import WeightSamples
 from flowrl.workers import Rollout
 
@@ -149,5 +150,33 @@ def _forget_biases(wrapped: Any) -> None:
     wrapped.worker.model_runner.model.model.layers[0].self_attn.qkv_proj.bias.data.zero_()
 
 
+def sleeps_in_parts(worker: Rollout, weights: dict[str, Any], version: int) -> list[str]:
+    """Sleeps, takes an update with its weights alone awake, sleeping once in the middle of it, and wakes up whole; its
+    state, or what it refuses, at each point."""
+    engine, said = engine_of(worker), list[str]()
+    tensors = [(name, torch.from_numpy(array.copy())) for name, array in weights.items()]
+    engine.sleep()
+    said += [state(worker), refusal(worker, "poll"), refusal(worker, "begin_update", (version,))]
+    engine.wake(("weights",))
+    said += [state(worker), refusal(worker, "poll")]
+    engine.begin_update(version)
+    engine.receive(dict(tensors[:5]))
+    said += [state(worker)]
+    engine.sleep()
+    said += [state(worker), refusal(worker, "receive", ({},)), refusal(worker, "commit")]
+    engine.wake(("weights",))
+    engine.receive(dict(tensors[5:]))
+    engine.commit()
+    said += [state(worker), refusal(worker, "poll"), refusal(worker, "wake", (("weights",),))]
+    engine.wake(("kv_cache",))
+    return [*said, state(worker)]
+
+
 def process_id(worker: Rollout) -> int:
     return os.getpid()
+
+
+def free_memory(worker: Worker) -> int:
+    """Bytes of the GPU that nobody has."""
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
