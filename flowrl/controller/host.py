@@ -73,6 +73,8 @@ class Host:
         self._stateful: dict[str, set[str]] = {}
         """Role -> the methods that have given it its state."""
         self._turns = Turns(self._workers)
+        self.address = "127.0.0.1"
+        self.replaced = False
 
     def join(
         self, name: str, address: tuple[str, int], rank: int, world_size: int, node: int, kind: str
@@ -116,6 +118,8 @@ class Host:
             colocated=self._workers,
             twins=made.twins,
             leads=made.leads,
+            address=self.address,
+            replaced=self.replaced,
             yields=made.yields,
         )
         self._turns.clear()

@@ -42,9 +42,9 @@ class _RayHost(Host):
         # not say.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         arm(name)
-        self._interface = _LOOPBACK if loopback else ray.util.get_node_ip_address()
+        self.address = _LOOPBACK if loopback else ray.util.get_node_ip_address()
         # Left alone, gloo takes the interface that the host's name stands for, which may be none that others reach.
-        if device := interface_of(self._interface):
+        if device := interface_of(self.address):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", device)
 
     def live(self) -> None:
@@ -52,7 +52,7 @@ class _RayHost(Host):
 
     def open_rendezvous(self, name: str, world_size: int, node: int, kind: str) -> tuple[Any, Report]:
         """Opens the rendezvous of a host set on this host, its first rank."""
-        return self.join(name, (self._interface, 0), 0, world_size, node, kind)
+        return self.join(name, (self.address, 0), 0, world_size, node, kind)
 
     def answer(self, encoded: Any, *objects: Any) -> tuple[Any, Any]:  # Any: what `encode` makes
         """As `call`, request and answer in the form in which they travel."""
@@ -71,6 +71,7 @@ class _RayHost(Host):
     def revive(self, revival: Revival, role: str) -> None:
         """Makes the workers that the process lacks, and gives the role the state that its call expects."""
         lacking = [made for made in revival.made if self.lacks([made])]
+        self.replaced = self.replaced or bool(lacking)
         # A state that was given after the call was submitted is undone: by the one before it, or, where there is none,
         # with all that came of it.
         ahead = self.is_ahead(role, revival.requests)

@@ -27,6 +27,10 @@ class WorkerContext:
     """The workers of the same process, by role."""
     twins: frozenset[str] = frozenset()
     """Roles whose ranks are in the same processes as this role's, each with the same number."""
+    address: str = "127.0.0.1"
+    """Where other processes of the run reach this one."""
+    replaced: bool = False
+    """Whether the process took a lost one's place."""
     leads: int = 1
     """Devices of the node that this process leads, for a role with processes of its own."""
     yields: bool = False

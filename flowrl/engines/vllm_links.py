@@ -135,29 +135,43 @@ class NcclSender:
         torch.cuda.synchronize()
 
 
-class Receivers:
-    """The ends of one vLLM worker. `make` builds a receiver of vLLM's for the worker's model."""
+class _Named:
+    """A model of vLLM's, as its receivers use it, that is given a weight with several names under each."""
 
-    def __init__(self, make: Callable[[type[WeightTransferEngine]], Any]) -> None:
-        self._make = make
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.also: Mapping[str, Sequence[str]] = {}
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        named = ((each, weight) for name, weight in weights for each in (name, *self.also.get(name, ())))
+        self._model.load_weights(named)
+
+
+class Receivers:
+    """The ends of one vLLM worker. `make` builds a receiver of vLLM's, of a class, for a model."""
+
+    def __init__(self, make: Callable[[type[WeightTransferEngine], Any], Any], model: Any) -> None:
+        self._make, self._model = make, _Named(model)
         self._ipc: Any = None
         self._nccl: Any = None
 
-    def receive_shared(self, part: SharedPart) -> None:
+    def join(self, link: Link, first_rank: int) -> None:
+        """Joins; returns when all have."""
+        self._nccl = self._make(NCCLWeightTransferEngine, self._model)
+        self._nccl.init_transfer_engine(link.init_info(first_rank))
+
+    def receive(self, part: SharedPart | Described, also: Mapping[str, Sequence[str]]) -> None:
+        """Loads a part. `also`: other names of its weights."""
+        self._model.also = also
+        if isinstance(part, Described):
+            self._nccl.receive_weights(NCCLWeightTransferUpdateInfo(**part.lists()))
+            return
         if self._ipc is None:
-            self._ipc = self._make(IPCWeightTransferEngine)
+            self._ipc = self._make(IPCWeightTransferEngine, self._model)
             self._ipc.init_transfer_engine(IPCWeightTransferInitInfo(packed=True))
         self._ipc.receive_weights(part.update_info())
         # The actor writes the next part where this one is.
         torch.cuda.synchronize()
-
-    def join(self, link: Link, first_rank: int) -> None:
-        """Joins; returns when all have."""
-        self._nccl = self._make(NCCLWeightTransferEngine)
-        self._nccl.init_transfer_engine(link.init_info(first_rank))
-
-    def receive_sent(self, described: Described) -> None:
-        self._nccl.receive_weights(NCCLWeightTransferUpdateInfo(**described.lists()))
 
     def finish(self) -> None:
         """After the last part of an update."""

@@ -51,6 +51,7 @@ from vllm.sampling_params import RequestOutputKind  # noqa: E402
 
 from flowrl.engines.vllm_check import Compared, WeightSamples, compare_weights  # noqa: E402
 from flowrl.engines.vllm_leader import call_workers, start_engine  # noqa: E402
+from flowrl.engines.vllm_links import Described, Link, SharedPart  # noqa: E402
 from flowrl.engines.vllm_workers import TRANSFER, SharedTensors, WorkerMethods  # noqa: E402
 
 PARTS = frozenset({"weights", "kv_cache"})
@@ -245,9 +246,17 @@ class VllmRollout:
         self._next_version = version
         self._state = State.UPDATING
 
-    def receive(self, weights: Mapping[str, Tensor]) -> None:
-        """Takes some of the weights, under the names that `save_pretrained` gives them."""
+    def join_link(self, link: Mapping[str, Any], first_rank: int) -> None:  # Any: the fields of `Link`
+        """Has each worker join a link, from this rank of it on, for `receive`."""
+        call_workers(self._engine, "join_link", Link(**link), first_rank)
+
+    def receive(self, weights: Mapping[str, Tensor] | SharedPart | Described) -> None:
+        """Takes some of the weights, under the names that `save_pretrained` gives them, or where they lie."""
         self._expect(State.UPDATING, "receive weights", _WEIGHTS)
+        if isinstance(weights, SharedPart | Described):
+            with self._or_broken():
+                call_workers(self._engine, "update_weights", {"weights": weights, "also": self._also})
+            return
         named = {also: weight for name, weight in weights.items() for also in (name, *self._also.get(name, ()))}
         shared = SharedTensors.of(named) if self._tp > 1 else nullcontext(named)
         with self._or_broken(), shared as given:

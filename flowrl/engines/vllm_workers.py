@@ -8,9 +8,10 @@ import mmap
 import os
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from multiprocessing import connection, parent_process
 from typing import Any
 
@@ -24,6 +25,8 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from flowrl.engines.vllm_links import Described, Link, Receivers, SharedPart
 
 TRANSFER = "flowrl_tensors"
 """The name under which vLLM knows `TensorTransfer`."""
@@ -90,11 +93,14 @@ class Nothing(WeightTransferInitInfo):
 
 @dataclass
 class Tensors(WeightTransferUpdateInfo):
-    weights: Mapping[str, Tensor] | SharedTensors
+    weights: Mapping[str, Tensor] | SharedTensors | SharedPart | Described
+    also: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Other names of weights that come from GPUs."""
 
 
 class TensorTransfer(WeightTransferEngine[Nothing, Tensors]):
-    """Weights that are in this machine's memory already, such as arrays of the object store."""
+    """Weights that are in this machine's memory already, such as arrays of the object store, or on GPUs of it and of
+    others."""
 
     init_info_cls = Nothing
     update_info_cls = Tensors
@@ -108,14 +114,23 @@ class TensorTransfer(WeightTransferEngine[Nothing, Tensors]):
     @torch.no_grad()
     def receive_weights(self, update_info: Tensors) -> None:
         given = update_info.weights
+        if isinstance(given, SharedPart | Described):
+            self.receivers.receive(given, update_info.also)
+            return
         load: Any = self.model.load_weights  # a method of vLLM's models, which torch's types do not know
         load((given.mapped() if isinstance(given, SharedTensors) else given).items())
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
+        self.receivers.finish()
+
+    @cached_property
+    def receivers(self) -> Receivers:
+        """The ends of the ways from other GPUs."""
+        return Receivers(lambda kind, model: kind(self.config, self.vllm_config, self.device, model), self.model)
 
     def shutdown(self) -> None:
-        pass
+        self.receivers.shutdown()
 
 
 WeightTransferEngineFactory.register_engine(TRANSFER, TensorTransfer)
@@ -138,6 +153,10 @@ class WorkerMethods:
         except Exception as error:  # noqa: BLE001 (process boundary: the leader raises it again)
             return f"{type(error).__name__}: {error}", traceback.format_exc()
         return None
+
+    def join_link(self, link: Link, first_rank: int) -> None:
+        """Joins a link from the actor's GPU; done when all have."""
+        self.weight_transfer_engine.receivers.join(link, first_rank)
 
     def end_update(self) -> None:
         """Leaves an update that failed, so that another can begin: layers that have not come keep what they had."""

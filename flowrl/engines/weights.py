@@ -41,6 +41,14 @@ def weight_chunks(model: nn.Module, max_bytes: float, dtype: torch.dtype | None 
     return chunks
 
 
+def weight_shapes(
+    model: nn.Module, names: Sequence[str], dtype: torch.dtype | None = None
+) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+    """Name, type and shape of whole weights as `whole_weights` gives them, without putting one together."""
+    weights = _each_once(model)
+    return [(name, _cast_to(weights[name], dtype), tuple(weights[name].stored.shape)) for name in names]
+
+
 def whole_weights(
     model: nn.Module, names: Sequence[str] | None = None, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:

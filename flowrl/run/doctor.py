@@ -79,7 +79,7 @@ def examine(
             places = cluster.plan.roles
             way = transport_of(places["actor"], places["rollout"], cluster.plan.kind, rollout_config)
             found.add("weights travel by", way.replace("_", " "))
-            _compare_weights(config, actor, rollout, found)
+            _compare_weights(Publisher(config, cluster.plan), config, actor, rollout, found)
             rows = Batch.from_rows([row | {"sample": 0} for row in prompts.take(max(PROMPTS, 2 * rollout.world_size))])
             _compare_words(config, actor, rollout, rows, found)
     finally:
@@ -119,9 +119,10 @@ def _version(engine: str) -> str:
     return "of an unknown version"
 
 
-def _compare_weights(config: OnPolicyConfig, actor: WorkerGroup, rollout: WorkerGroup, found: _Findings) -> None:
+def _compare_weights(
+    publisher: Publisher, config: OnPolicyConfig, actor: WorkerGroup, rollout: WorkerGroup, found: _Findings
+) -> None:
     """All weights, as they are loaded and after each of two updates; the second is what an update takes."""
-    publisher = Publisher(config)
     counts: list[str] = []
     sync_s = 0.0
     for version in range(3):

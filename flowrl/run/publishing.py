@@ -1,8 +1,12 @@
 """New weights on their way from the actor to the rollout."""
 
+from collections.abc import Sequence
+
 from flowrl.config import RolloutConfig, RunConfig, TransferConfig
 from flowrl.controller.future import Future
 from flowrl.controller.group import WorkerGroup
+from flowrl.controller.plan import Plan, PlacementError
+from flowrl.run.transports import Transport, transport_of
 
 
 class Publisher:
@@ -13,14 +17,14 @@ class Publisher:
     answers the calls before it with the old weights, and those after it with the new ones.
     """
 
-    def __init__(self, config: RunConfig) -> None:
-        self._config = config
-        self._counts: dict[tuple[str, str], Future] = {}
+    def __init__(self, config: RunConfig, plan: Plan) -> None:
+        self._roles, self._plan = dict(config), plan
+        self._ways: dict[tuple[str, str], _Way] = {}
 
     def prepare(self, actor: WorkerGroup, rollout: WorkerGroup) -> None:
         """Asks for what `hand_over` needs to know, so that it need not wait."""
         if not _is_shared(actor, rollout):
-            self._count(actor, rollout)
+            self._way(actor, rollout)
 
     def hand_over(self, actor: WorkerGroup, rollout: WorkerGroup, version: int) -> None:
         """Gives the rollout the actor's present weights, as those of a version.
@@ -29,25 +33,90 @@ class Publisher:
         """
         if _is_shared(actor, rollout):
             rollout.set_version.submit(version)
-            return
-        config, dtype = self._of(rollout)
-        num_chunks = self._count(actor, rollout).get()
-        # All leave before the first arrives: a device that the two have in turns changes hands once.
-        parts = [actor.weights.submit(chunk, config.chunk_mb, dtype) for chunk in range(num_chunks)]
-        for chunk, weights in enumerate(parts):
-            rollout.load_weights.submit(weights, version, chunk, num_chunks)
+        else:
+            self._way(actor, rollout).hand_over(version)
 
-    def _count(self, actor: WorkerGroup, rollout: WorkerGroup) -> Future:
+    def _way(self, actor: WorkerGroup, rollout: WorkerGroup) -> "_Way":
         roles = (actor.role, rollout.role)
-        if roles not in self._counts:
-            config, dtype = self._of(rollout)
-            self._counts[roles] = actor.num_chunks.submit(config.chunk_mb, dtype)
-        return self._counts[roles]
+        if roles not in self._ways:
+            found = self._roles.get(rollout.role)
+            if isinstance(found, RolloutConfig):
+                transport = transport_of(
+                    self._plan.roles[actor.role], self._plan.roles[rollout.role], self._plan.kind, found
+                )
+                way = _WAYS[_where_it_lies(transport, actor, rollout, found)]
+                self._ways[roles] = way(actor, rollout, found.transfer, found.sent_dtype)
+            else:  # a role of the user's own
+                self._ways[roles] = _Way(actor, rollout, TransferConfig(), None)
+        return self._ways[roles]
 
-    def _of(self, rollout: WorkerGroup) -> tuple[TransferConfig, str | None]:
-        """How weights travel to a role, and in which type; a role of the user's own may have no such settings."""
-        found = dict(self._config).get(rollout.role)
-        return (found.transfer, found.sent_dtype) if isinstance(found, RolloutConfig) else (TransferConfig(), None)
+
+def _where_it_lies(transport: Transport, actor: WorkerGroup, rollout: WorkerGroup, config: RolloutConfig) -> Transport:
+    """The way, where the actor's processes stay on a GPU that the rollout comes back to; through the host else."""
+    if transport != "cuda_ipc" or not actor.leaves_for(rollout):
+        return transport
+    if config.transfer.via == "cuda_ipc":
+        raise PlacementError(
+            f"{rollout.role}.transfer.via is cuda_ipc, but {actor.role} leaves its GPUs while {rollout.role} is there "
+            f"(engine.offload: idle): set {rollout.role}.transfer.via: auto, or {actor.role}.engine.offload: none"
+        )
+    return "object_store"
+
+
+class _Way:
+    """Through the object store: once into each node's memory, from where it is read without a copy."""
+
+    def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, config: TransferConfig, dtype: str | None) -> None:
+        self._actor, self._rollout = actor, rollout
+        self._how = (config.chunk_mb, dtype)
+        self._count: Future = actor.num_chunks.submit(*self._how)
+
+    def hand_over(self, version: int) -> None:
+        count = self._count.get()
+        # All leave before the first arrives: a device that the two have in turns changes hands once.
+        parts = [self._actor.weights.submit(chunk, *self._how) for chunk in range(count)]
+        for chunk, weights in enumerate(parts):
+            self._rollout.load_weights.submit(weights, version, chunk, count)
+
+
+class _SharedWay(_Way):
+    """In the memory of the GPUs that both are on, a part after the other has been read."""
+
+    def hand_over(self, version: int) -> None:
+        count, read = self._count.get(), None
+        for chunk in range(count):
+            parts = self._actor.share_weights.submit(chunk, *self._how, after=read)
+            read = self._rollout.load_shared.submit(parts, version, chunk, count)
+        self._actor.release_weights.submit(after=read)
+
+
+class _LinkedWay(_Way):
+    """From the actor's first GPU to all of the rollout's, which receive a part while it is sent."""
+
+    def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, config: TransferConfig, dtype: str | None) -> None:
+        super().__init__(actor, rollout, config, dtype)
+        self._chunk_bytes = int(config.chunk_mb * 1e6)
+        self._described: Sequence[Future] = ()
+
+    def hand_over(self, version: int) -> None:
+        count = self._count.get()
+        if not self._described:
+            self._join(count)
+        for chunk, described in enumerate(self._described):
+            self._rollout.load_sent.submit(described, version, chunk, count)
+            self._actor.send_weights.submit(chunk, *self._how)
+
+    def _join(self, count: int) -> None:
+        """Once, before the first weights are sent."""
+        host, port = self._actor.open_link()
+        leads = [1 + len(slot.led) for slot in self._rollout.slots]
+        link = {"host": host, "port": port, "world_size": 1 + sum(leads), "buffer_bytes": self._chunk_bytes}
+        self._rollout.join_link.submit(link)
+        self._actor.join_link.submit(link)
+        self._described = [self._actor.describe_weights.submit(chunk, *self._how) for chunk in range(count)]
+
+
+_WAYS: dict[Transport, type[_Way]] = {"object_store": _Way, "cuda_ipc": _SharedWay, "nccl": _LinkedWay}
 
 
 def _is_shared(actor: WorkerGroup, rollout: WorkerGroup) -> bool:

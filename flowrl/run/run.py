@@ -67,7 +67,6 @@ class Run:
         self._peak_mb = 0.0
         self._resumed: Checkpoint | None = None
         self._earlier = Trace()
-        self._publisher = Publisher(config)
         self._saver = Saver(Checkpoints(config.output), config.checkpoint, config.compared_by)
 
     def __enter__(self) -> Self:
@@ -88,6 +87,7 @@ class Run:
             self.cluster = made.enter_context(self._cluster())
             self._interruption.take()  # Ray has set handlers of its own
             check_engines(config, self.cluster.plan)
+            self._publisher = Publisher(config, self.cluster.plan)
             self._open_folder(made)
             self._made = made.pop_all()
         return self

@@ -15,6 +15,7 @@ from flowrl.config import (
     PtxConfig,
     ReferenceConfig,
     RewardConfig,
+    RolloutConfig,
     RunConfig,
     cuts_model,
     models_of,
@@ -27,6 +28,7 @@ from flowrl.run.memory_estimate import estimate
 from flowrl.run.memory_table import check_memory, room
 from flowrl.run.model_fit import check_fit
 from flowrl.run.resume import goes_on
+from flowrl.run.transports import transport_of
 
 
 def plan_run(config: RunConfig, devices: Sequence[int] | None = None) -> Plan:
@@ -157,6 +159,9 @@ def check_engines(config: RunConfig, planned: Plan) -> None:
         if config.backend == "ray":
             _check_engine(role, f"{prefix}engine", place, model.engine)
     check_adapters(config, planned)
+    for role, value in config:
+        if isinstance(value, RolloutConfig) and {"actor", role} <= planned.roles.keys():
+            transport_of(planned.roles["actor"], planned.roles[role], planned.kind, value)
 
 
 def check_rollouts(config: RunConfig) -> None:

@@ -22,14 +22,12 @@ from flowrl.engines.lora import add_adapter
 from flowrl.engines.microbatch import MicroBatch
 from flowrl.engines.models import describe_model, load_policy, save_model
 from flowrl.engines.train import Denominators, TrainEngine, is_sharded
-from flowrl.engines.weight_check import WeightSamples, weight_samples
-from flowrl.engines.weights import export_weights, weight_chunks
 from flowrl.workers.mesh import mesh_of
-from flowrl.workers.model_worker import TrainedWorker
 from flowrl.workers.policy import PolicyModel, policy_logprobs
+from flowrl.workers.sender import Sender
 
 
-class Actor(TrainedWorker):
+class Actor(Sender):
     """A causal language model with an optimizer.
 
     Args:
@@ -94,34 +92,6 @@ class Actor(TrainedWorker):
     def update_sft(self, batch: TensorDict) -> dict[str, Metric]:
         """One optimizer step of supervised fine-tuning: mean cross-entropy over the tokens of the response mask."""
         return self.engine.update(batch, _imitation_loss)
-
-    @register(Dispatch.RANK_ZERO, blocking=False, memory=())
-    def num_chunks(self, chunk_mb: float, dtype: str | None = None) -> int:
-        """Parts of at most so many MB of 10^6 bytes in which `weights` gives the weights."""
-        return len(self._chunks(chunk_mb, dtype))
-
-    @register(Dispatch.ALL_TO_ONE, blocking=False)
-    def weights(
-        self, chunk: int = 0, chunk_mb: float | None = None, dtype: str | None = None
-    ) -> dict[str, Any]:  # Any: NumPy arrays, see engines/weights.py
-        """The present weights, for a rollout in another process; of ranks that share them the first has the answer.
-
-        All of them, or one part of those of `num_chunks`, and floating-point weights in the type of that name.
-        """
-        names = None if chunk_mb is None else self._chunks(chunk_mb, dtype)[chunk]
-        # The result of a call is a copy already.
-        return export_weights(self.model, names, dtype=_type(dtype), wanted=self.rank == 0, snapshot=False)
-
-    def _chunks(self, chunk_mb: float, dtype: str | None) -> list[list[str]]:
-        return weight_chunks(self.model, chunk_mb * 1e6, _type(dtype))
-
-    @register(Dispatch.ALL_TO_ONE, blocking=False)
-    def weight_samples(
-        self, version: int, part: int = 0, parts: int | None = None, dtype: str | None = None
-    ) -> WeightSamples:
-        """What a rollout must serve if it has these weights, which are those of a version: a few columns of some, or
-        with `parts` all of every parts-th weight from `part` on. `dtype` is the type they were sent in."""
-        return weight_samples(self.model, version, part=part, parts=parts, dtype=_type(dtype), wanted=self.rank == 0)
 
     @register(Dispatch.ALL_TO_ONE)
     def save(self, folder: Path) -> None:
@@ -218,10 +188,6 @@ class Actor(TrainedWorker):
 
     def _named(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
         return {f"{self.context.role}/{name}": metric for name, metric in metrics.items()}
-
-
-def _type(name: str | None) -> torch.dtype | None:
-    return None if name is None else getattr(torch, name)
 
 
 def loss_options(config: ActorConfig, taken: Container[str]) -> dict[str, Any]:  # Any: as the settings are

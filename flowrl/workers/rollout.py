@@ -1,14 +1,14 @@
 """Rollout: the actor's weights answering prompts."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
-from flowrl.config import CheckFailed, ModelConfig, RolloutConfig
+from flowrl.config import CheckFailed, ModelConfig, RolloutConfig, UserError
 from flowrl.controller.plan import Mesh
 from flowrl.controller.register import Dispatch, register
 from flowrl.controller.worker import Worker
@@ -20,6 +20,9 @@ from flowrl.engines.serving import State
 from flowrl.engines.weight_check import Compared, WeightSamples, refuse_wrong
 from flowrl.engines.weights import borrowed_weights, empty_copy, tensors_of
 from flowrl.workers.actor import Actor
+
+if TYPE_CHECKING:
+    from flowrl.engines.vllm_links import Described, SharedPart
 
 
 class Rollout(Worker):
@@ -112,17 +115,17 @@ class Rollout(Worker):
         """
         if self.shares_weights:
             self.engine.version = version
-            return
+        else:
+            self._receive(weights, version, chunk, of)
+
+    def _receive(self, part: Any, version: int, chunk: int, of: int) -> None:  # Any: as the engine takes it
         if chunk == 0:
             if self.engine.state is State.UPDATING:
                 self.engine.abort_update()
             self.engine.begin_update(version)
-        self._receive(weights)
+        self.engine.receive(part)
         if chunk == of - 1:
             self.engine.commit()
-
-    def _receive(self, weights: Mapping[str, np.ndarray]) -> None:
-        self.engine.receive(weights)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def check_weights(self, samples: WeightSamples) -> Compared:
@@ -174,5 +177,33 @@ class _VllmRollout(Rollout):
         if self.engine.asleep.intersection(parts):
             self.engine.wake(parts)
 
-    def _receive(self, weights: Mapping[str, np.ndarray]) -> None:
-        self.engine.receive(tensors_of(weights))
+    def _receive(self, part: Any, version: int, chunk: int, of: int) -> None:
+        super()._receive(tensors_of(part) if isinstance(part, dict) else part, version, chunk, of)
+
+    # From the actor's GPUs, see engines/vllm_links.py. What comes so cannot come again.
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False, replay="chunk", memory=("weights",))
+    def load_shared(self, parts: "Sequence[SharedPart]", version: int, chunk: int, of: int) -> None:
+        """As `load_weights`, of a part that lies in the memory of the actor's GPUs, those of its ranks."""
+        self._refuse_again()
+        self._receive(parts[0].merged(parts), version, chunk, of)
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False, replay=True, memory=())
+    def join_link(self, link: Mapping[str, Any]) -> None:  # Any: the fields of `Link`
+        """Joins the actor's link with each device of this replica; done when all have."""
+        self._refuse_again()
+        self.engine.join_link(link, 1 + self.rank * self.context.leads)
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False, replay="chunk", memory=("weights",))
+    def load_sent(self, described: "Described", version: int, chunk: int, of: int) -> None:
+        """As `load_weights`, of a part that the actor broadcasts through the link meanwhile."""
+        self._refuse_again()
+        self._receive(described, version, chunk, of)
+
+    def _refuse_again(self) -> None:
+        if self.context.replaced:
+            raise UserError(
+                "the rollout's process was lost, and the weights that it had came from GPU to GPU, which leaves "
+                "nothing to give another process: go on from the last checkpoint (resume: auto), or set "
+                "rollout.transfer.via: object_store"
+            )
