@@ -236,6 +236,12 @@ class RolloutConfig(Config):
     vllm: VllmConfig | None = None
     """Settings of engine vllm."""
 
+    quantization: Literal["int8", "int4", "fp8"] | None = None
+    """Keeps the matrices of the rollout's layers in so few bits, quantised anew at each update: less memory, and faster
+    where the device multiplies such numbers, for responses of a slightly other policy than the one that is trained,
+    which `algorithm.correction` must weigh. Null leaves them as they are. `hf` has int8, `vllm` what docs/rollout.md
+    lists for the device."""
+
     max_response_tokens: PositiveInt
     """A response is cut off here, its stop token included, and marked `truncated`."""
 
@@ -261,6 +267,11 @@ class RolloutConfig(Config):
             raise ValueError("stop_ids has an empty sequence, which would end every response at once: remove it")
         if self.engine != "vllm" and self.vllm is not None:
             raise ValueError(f"vllm has settings of engine vllm, and engine is {self.engine}: remove them")
+        if self.engine == "hf" and self.quantization not in (None, "int8"):
+            raise ValueError(
+                f"quantization is {self.quantization}, but engine hf quantises to int8 only: set quantization: int8, "
+                f"or engine: vllm"
+            )
         return self
 
 

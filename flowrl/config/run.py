@@ -151,6 +151,25 @@ class OnPolicyConfig(RunConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_quantization(self) -> "OnPolicyConfig":
+        quantization, correction = self.rollout.quantization, self.algorithm.correction
+        # decoupled_ppo has the weight in its formula.
+        weighs = self.actor.loss == "decoupled_ppo" or (correction is not None and correction.kind != "rejection")
+        if quantization is not None and not weighs:
+            found = "is null" if correction is None else "drops tokens and weighs none"
+            raise ValueError(
+                f"rollout.quantization is {quantization}, so that responses come from another policy than the one that "
+                f"is trained, but algorithm.correction {found}: set algorithm.correction: {{kind: truncated}}"
+            )
+        half = self.rollout.engine == "vllm" and quantization in ("int4", "fp8")
+        if half and self.actor.model.dtype == "float32":
+            raise ValueError(
+                f"rollout.quantization is {quantization}, which vLLM computes in half precision only, but "
+                f"actor.model.dtype is float32: set actor.model.dtype: bfloat16, or rollout.quantization: int8"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_evaluation(self) -> "OnPolicyConfig":
         if self.evaluate_every and self.data.test is None:
             raise ValueError(f"evaluate_every is {self.evaluate_every}, but there is no test file: set data.test")

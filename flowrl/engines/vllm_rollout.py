@@ -25,6 +25,7 @@ from flowrl.engines.models import load_policy
 from flowrl.engines.residency import named_weights
 from flowrl.engines.responses import Responses, RolloutError, check_prompts, end_ids
 from flowrl.engines.sampling import row_keys
+from flowrl.engines.vllm_quantization import quantization_options
 
 _SETTINGS = {
     # The engine core runs in this process.
@@ -340,6 +341,7 @@ def _engine_args(model: ModelConfig, config: RolloutConfig, tp: int) -> EngineAr
         async_scheduling=False,
         weight_transfer_config=WeightTransferConfig(backend=_TRANSFER),
         disable_log_stats=True,
+        **quantization_options(config.quantization),
         **limit,
     )
 

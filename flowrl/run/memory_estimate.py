@@ -14,7 +14,6 @@ from flowrl.config import (
     ReferenceConfig,
     RewardConfig,
     RunConfig,
-    VllmConfig,
     models_of,
 )
 from flowrl.controller.plan import Plan, RolePlan, Slot
@@ -138,7 +137,7 @@ class _Roles:
         if not isinstance(config, OnPolicyConfig) or actor is None:
             return None
         if config.rollout.engine == "vllm":
-            return vllm_role(actor.size, actor.item, config.rollout.vllm or VllmConfig(), place.leads)
+            return vllm_role(actor.size, actor.item, config.rollout, place.leads)
         rows = -(-config.rows_per_step // place.mesh.dp)
         prompts = Prompts(rows, -(-rows // config.samples_per_prompt), config.data.max_prompt_tokens)
         lender = actor if self._lends(actor, place, slot) else None
