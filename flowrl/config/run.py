@@ -161,11 +161,10 @@ class OnPolicyConfig(RunConfig):
                 f"rollout.quantization is {quantization}, so that responses come from another policy than the one that "
                 f"is trained, but algorithm.correction {found}: set algorithm.correction: {{kind: truncated}}"
             )
-        half = self.rollout.engine == "vllm" and quantization in ("int4", "fp8")
-        if half and self.actor.model.dtype == "float32":
+        if quantization in ("int4", "fp8") and (self.rollout.sent_dtype or self.actor.model.dtype) != "bfloat16":
             raise ValueError(
-                f"rollout.quantization is {quantization}, which vLLM computes in half precision only, but "
-                f"actor.model.dtype is float32: set actor.model.dtype: bfloat16, or rollout.quantization: int8"
+                f"rollout.quantization is {quantization}, which vLLM computes in bfloat16, but its weights would be "
+                f"{self.rollout.sent_dtype or self.actor.model.dtype}: set rollout.vllm.dtype: bfloat16"
             )
         return self
 

@@ -106,9 +106,9 @@ def int8_product(left_BK: Tensor, right_NK: Tensor) -> Tensor:
     if left_BK.is_cuda and not (right_NK.shape[0] % 8 or right_NK.shape[1] % 8):
         # cuBLAS takes more than 16 rows.
         padded_BK = nn.functional.pad(left_BK, (0, 0, 0, max(0, 17 - len(left_BK))))
-        return torch._int_mm(padded_BK, right_NK.t())[: len(left_BK)]
+        return torch.ops.aten._int_mm(padded_BK, right_NK.t())[: len(left_BK)]
     if left_BK.device.type == "cpu" and _cpu_is_exact():
-        return torch._int_mm(left_BK, right_NK.t())
+        return torch.ops.aten._int_mm(left_BK, right_NK.t())
     return product_by_parts(left_BK, right_NK)
 
 
@@ -123,7 +123,7 @@ def product_by_parts(left_BK: Tensor, right_NK: Tensor) -> Tensor:
 def _cpu_is_exact() -> bool:
     """Whether this CPU adds products of bytes in 32 bits. Without VNNI oneDNN does in 16, and overflows."""
     largest = torch.full((32, 64), _LARGEST, dtype=torch.int8)
-    return bool((torch._int_mm(largest, largest.t()) == 64 * _LARGEST**2).all())
+    return bool((torch.ops.aten._int_mm(largest, largest.t()) == 64 * _LARGEST**2).all())
 
 
 def _scales(rows: Tensor) -> Tensor:

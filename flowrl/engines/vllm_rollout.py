@@ -329,7 +329,7 @@ def _engine_args(model: ModelConfig, config: RolloutConfig, tp: int) -> EngineAr
     return EngineArgs(
         model=str(model.path),
         skip_tokenizer_init=True,
-        dtype=model.dtype,
+        dtype=settings.dtype or model.dtype,
         tensor_parallel_size=tp,
         max_num_seqs=config.max_rows,
         max_num_batched_tokens=_STEP_TOKENS,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 
 from flowrl import Batch, Cluster, Placement
-from flowrl.config import ModelConfig, RolloutConfig, load
+from flowrl.config import ModelConfig, RolloutConfig, TransferConfig, load
 from flowrl.run.start import check_run
 from flowrl.workers import Rollout
 from recipes.grpo.config import GRPOConfig
@@ -72,6 +72,9 @@ def test_ppo_gives_the_same_metrics_under_every_placement(
         train_ppo(inline)
         inline_metrics["ppo"] = metrics_of(inline)
     placed = ppo_config(output=tmp_path / "placed", backend="ray", placement=PLACEMENTS[name])
+    # Weights that travel come in many parts.
+    transfer = TransferConfig(chunk_mb=0.05)
+    placed = placed.model_copy(update={"rollout": placed.rollout.model_copy(update={"transfer": transfer})})
     train_ppo(placed)
     found = metrics_of(placed)
     assert [line["step"] for line in found] == [0, 1, 2, 3]
