@@ -22,9 +22,9 @@ pytestmark = [
 SIZES = {**tiny.SIZES, "hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 512}
 PROMPTS = [[2 + (row + i) % 28 for i in range(3 + row)] for row in range(9)]
 
-CASES = {"int8": ("float32", 0.5 * 1.01, 127), "fp8": ("bfloat16", 2**-4 * 1.01, 448)}
-"""Quantization -> the model's type, the largest error of a weight, and the largest number: in steps of int8, of which a
-scale is one; and for fp8, with 3 bits after the leading one, as a share of the weight."""
+CASES = {"int8": ("float32", 0.5 * 1.01, (127, 128)), "fp8": ("bfloat16", 2**-4 * 1.01, (448, 448))}
+"""Quantization -> the model's type, the largest error of a weight, and between what the largest number is: in steps of
+int8, of which a scale is one; and for fp8, with 3 bits after the leading one, as a share of the weight."""
 
 
 @pytest.mark.parametrize("quantization", CASES)
@@ -50,7 +50,7 @@ def test_it_is_quantised_anew_at_every_update(quantization: str, ray_session: No
             (found,) = group.run(vllm_checks.quantization_errors, export_weights(model))
             assert set(found) == {f"{name}_proj" for name in ("qkv", "o", "gate_up", "down")}
             for error, top in found.values():
-                assert error <= largest_error and top == largest
+                assert error <= largest_error and largest[0] <= top <= largest[1]
             assert all(error > 2 * largest_error for error, _ in stale.values())
             (said,) = group.run(vllm_checks.says, PROMPTS, list(range(len(PROMPTS))))
             assert {v for row in said["versions"] for v in row} == {version}
