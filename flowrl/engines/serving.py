@@ -17,12 +17,13 @@ class State(enum.Enum):
     """An update ended in the middle: some weights are new and some old, until a whole update has come."""
 
 
-_NEXT = {
+NEXT = {
     State.SERVING: "begin first",
     State.UPDATING: "commit or abort the update first",
     State.ASLEEP: "wake it up first",
     State.BROKEN: "its weights are partly new: give it a whole version",
 }
+"""What makes a state end."""
 
 
 class Serving:
@@ -36,7 +37,7 @@ class Serving:
     def expect(self, state: State, doing: str) -> None:
         """Raises RolloutError in any other state."""
         if self.state is not state:
-            raise RolloutError(f"the rollout engine is {self.state.value} and cannot {doing}; {_NEXT[self.state]}")
+            raise RolloutError(f"the rollout engine is {self.state.value} and cannot {doing}; {NEXT[self.state]}")
 
     def begin(self, version: int) -> None:
         """An update to a version begins. Raises RolloutError while one is running, or asleep."""
