@@ -34,10 +34,10 @@ def test_it_is_quantised_anew_at_every_update(quantization: str, ray_session: No
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).to(getattr(torch, dtype)).eval()
     tiny.save(model, tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
-    config = RolloutConfig(engine="vllm", max_response_tokens=12, quantization=quantization)
+    config = RolloutConfig.model_validate({"engine": "vllm", "max_response_tokens": 12, "quantization": quantization})
     placement = Placement(device="cpu", pools={"main": [1]}, roles={"rollout": "main"})
     with Cluster(placement, apart=("rollout",), num_threads=1) as cluster:
-        folder = ModelConfig(path=tmp_path, dtype=dtype)
+        folder = ModelConfig.model_validate({"path": tmp_path, "dtype": dtype})
         group = cluster.group("rollout", Rollout, config, folder, seed=0)
         stale = {}
         for version in range(3):
