@@ -82,12 +82,13 @@ def _quantizing(size: ModelSize, item: int) -> int:
     return max(size.embedding * item, largest * (8 if item == 4 else 10))
 
 
-def vllm_role(size: ModelSize, item: int, config: RolloutConfig, devices: int) -> RoleMemory:
+def vllm_role(size: ModelSize, item: int, config: RolloutConfig, devices: int, *, leaves: bool) -> RoleMemory:
     """A rollout with vLLM on one of the devices that a process leads: its part of the weights, and the room for keys
-    and values that it takes when it starts."""
-    weights, kv_cache_gb = weight_bytes(size, item, config.quantization), (config.vllm or VllmConfig()).kv_cache_gb
+    and values that it takes when it starts; both may leave it while other roles run."""
     step = Call("generate", activations=VLLM_STEP_TOKENS * run_bytes(size, "plain" if item == 4 else "half") // devices)
-    return RoleMemory(weights // devices, 0, (step,), cache=int(kv_cache_gb * 1e9))
+    cache = int((config.vllm or VllmConfig()).kv_cache_gb * 1e9)
+    weights = weight_bytes(size, item, config.quantization)
+    return RoleMemory(weights // devices, 0, (step,), leaves=leaves, cache=cache)
 
 
 def num_slots(prompt: int, response: int) -> tuple[int, int]:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from flowrl.config import ModelConfig, RolloutConfig
+from flowrl.config import CheckFailed, ModelConfig, RolloutConfig
 from flowrl.controller.plan import Mesh
 from flowrl.controller.register import Dispatch, register
 from flowrl.controller.worker import Worker
@@ -19,6 +19,7 @@ from flowrl.engines.int8 import quantized_copy
 from flowrl.engines.models import LanguageModel, load_policy
 from flowrl.engines.serving import State
 from flowrl.engines.sharded_load import read_weights
+from flowrl.engines.weight_check import Compared, WeightSamples, refuse_wrong
 from flowrl.engines.weights import borrowed_weights, empty_copy, tensors_of, whole_weights, write_weights
 from flowrl.workers.actor import Actor
 
@@ -115,7 +116,7 @@ class Rollout(Worker):
             write_weights(self.model, whole_weights(self._actor.model))
         self.engine.version = version
 
-    @register(Dispatch.ONE_TO_ALL, blocking=False, replay="chunk")
+    @register(Dispatch.ONE_TO_ALL, blocking=False, replay="chunk", memory=("weights",))
     def load_weights(self, weights: Mapping[str, np.ndarray], version: int, chunk: int = 0, of: int = 1) -> None:
         """Takes the actor's weights from another process, in so many calls; a rank with the actor's own has them.
 
@@ -137,6 +138,25 @@ class Rollout(Worker):
     def _receive(self, weights: Mapping[str, np.ndarray]) -> None:
         self.engine.receive(weights)
 
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def check_weights(self, samples: WeightSamples) -> Compared:
+        """Compares what is served with samples of the actor's weights. Raises CheckFailed where they differ.
+
+        A process that has taken a lost one's place may be asked after it was given newer weights, which have a check
+        of their own.
+        """
+        is_newer = self.engine.state is State.UPDATING or self.engine.version > samples.version
+        if self.shares_weights or is_newer:
+            return Compared()
+        if self.engine.version != samples.version:
+            raise CheckFailed(
+                f"the rollout serves version {self.engine.version} of the weights, and the actor's is "
+                f"{samples.version}: the update has not arrived"
+            )
+        compared = self.engine.compare_weights(samples)
+        refuse_wrong(compared, samples.version)
+        return compared
+
 
 class _VllmRollout(Rollout):
     """A rollout with vLLM, alone in its process. Weights come to it from whichever process trains them."""
@@ -146,7 +166,26 @@ class _VllmRollout(Rollout):
 
         self.seed, self._actor, self._quantized = seed, None, config.quantization is not None
         self.tokenizer = ChatTokenizer(model.path)
-        self.engine = VllmRollout(model, self.tokenizer.tokenizer, config, tp=self.context.leads)
+        self.engine = VllmRollout(
+            model, self.tokenizer.tokenizer, config, tp=self.context.leads, sleeps=self.context.yields
+        )
+
+    @classmethod
+    def yields_device(cls, device: str, config: RolloutConfig, *_: Any, **__: Any) -> bool:  # Any: the constructor's
+        sleeps = None if config.vllm is None else config.vllm.sleep
+        return device != "cpu" if sleeps is None else sleeps
+
+    def offload(self, *, keep_weights: bool) -> None:
+        if self.context.yields and self.engine.awake:
+            self.engine.sleep()
+
+    def onload(self) -> None:
+        if self.engine.asleep:
+            self.engine.wake()
+
+    def onload_parts(self, parts: tuple[str, ...]) -> None:
+        if self.engine.asleep.intersection(parts):
+            self.engine.wake(parts)
 
     def _receive(self, weights: Mapping[str, np.ndarray]) -> None:
         self.engine.receive(tensors_of(weights))
