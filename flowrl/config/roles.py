@@ -292,7 +292,8 @@ class RolloutConfig(Config):
     """What a `rollout_gap` above gap_warning does: a line with the likely causes, or the end of the run; or nothing."""
 
     gap_warning: PositiveFloat | None = None
-    """Mean distance between rollout and trainer, in nats per token; null is 0.001 in float32 and 0.05 in 16 bits."""
+    """Mean distance between rollout and trainer, in nats per token; null is 0.001 in float32, 0.05 in 16 bits and 0.1
+    quantised."""
 
     @model_validator(mode="after")
     def _check(self) -> "RolloutConfig":
