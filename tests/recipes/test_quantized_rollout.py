@@ -11,7 +11,9 @@ from recipes.grpo.train import train as train_grpo
 from recipes.ppo.config import PPOConfig
 from recipes.ppo.train import train as train_ppo
 
-CLOCK = {"seconds", "elapsed_s", "tokens_per_s", "memory_mb"}
+CLOCK = {"seconds", "elapsed_s", "tokens_per_s", "memory_mb", "weights_compared", "weights_unreached"}
+"""What a placement may change; weights are compared where they travelled."""
+
 CORRECTION = {"correction": {"kind": "truncated"}}
 
 
