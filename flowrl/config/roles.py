@@ -256,6 +256,12 @@ class RolloutConfig(Config):
     vllm: VllmConfig | None = None
     """Settings of engine vllm."""
 
+    quantization: Literal["int8", "int4", "fp8"] | None = None
+    """Keeps the matrices of the rollout's layers in so few bits, quantised anew at each update: less memory, and faster
+    where the device multiplies such numbers, for responses of a slightly other policy than the one that is trained,
+    which `algorithm.correction` must weigh. Null leaves them as they are. `hf` has int8, `vllm` what docs/rollout.md
+    lists for the device."""
+
     transfer: TransferConfig = TransferConfig()
     """How new weights get there."""
 
@@ -286,7 +292,8 @@ class RolloutConfig(Config):
     """What a `rollout_gap` above gap_warning does: a line with the likely causes, or the end of the run; or nothing."""
 
     gap_warning: PositiveFloat | None = None
-    """Mean distance between rollout and trainer, in nats per token; null is 0.001 in float32 and 0.05 in 16 bits."""
+    """Mean distance between rollout and trainer, in nats per token; null is 0.001 in float32, 0.05 in 16 bits and 0.1
+    quantised."""
 
     @model_validator(mode="after")
     def _check(self) -> "RolloutConfig":
@@ -294,6 +301,11 @@ class RolloutConfig(Config):
             raise ValueError("stop_ids has an empty sequence, which would end every response at once: remove it")
         if self.engine != "vllm" and self.vllm is not None:
             raise ValueError(f"vllm has settings of engine vllm, and engine is {self.engine}: remove them")
+        if self.engine == "hf" and self.quantization not in (None, "int8"):
+            raise ValueError(
+                f"quantization is {self.quantization}, but engine hf quantises to int8 only: set quantization: int8, "
+                f"or engine: vllm"
+            )
         if self.engine != "vllm" and self.transfer.via in ("cuda_ipc", "nccl"):
             raise ValueError(
                 f"transfer.via is {self.transfer.via}, which vLLM alone receives, and engine is {self.engine}: set "

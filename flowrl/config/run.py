@@ -151,6 +151,24 @@ class OnPolicyConfig(RunConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_quantization(self) -> "OnPolicyConfig":
+        quantization, correction = self.rollout.quantization, self.algorithm.correction
+        # decoupled_ppo has the weight in its formula.
+        weighs = self.actor.loss == "decoupled_ppo" or (correction is not None and correction.kind != "rejection")
+        if quantization is not None and not weighs:
+            found = "is null" if correction is None else "drops tokens and weighs none"
+            raise ValueError(
+                f"rollout.quantization is {quantization}, so that responses come from another policy than the one that "
+                f"is trained, but algorithm.correction {found}: set algorithm.correction: {{kind: truncated}}"
+            )
+        if quantization in ("int4", "fp8") and (self.rollout.sent_dtype or self.actor.model.dtype) != "bfloat16":
+            raise ValueError(
+                f"rollout.quantization is {quantization}, which vLLM computes in bfloat16, but its weights would be "
+                f"{self.rollout.sent_dtype or self.actor.model.dtype}: set rollout.vllm.dtype: bfloat16"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_evaluation(self) -> "OnPolicyConfig":
         if self.evaluate_every and self.data.test is None:
             raise ValueError(f"evaluate_every is {self.evaluate_every}, but there is no test file: set data.test")

@@ -105,6 +105,18 @@ def read_parts(model: nn.Module, device: torch.device) -> None:
                 _read(weights[name].stored, stored)
 
 
+def read_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every weight of a model that was loaded with `parts`, whole, one after another; the model stays as it is."""
+    stored = _stored.get(model)
+    for names, weight in named_weights(model):
+        if stored is None:
+            yield names[0], weight
+        else:
+            read = torch.empty_like(weight, device="cpu", requires_grad=False)
+            _read(read, stored[names[0]])
+            yield names[0], read
+
+
 def _read(weight: Tensor, stored: _Stored) -> None:
     """Fills a weight, or this rank's part of it. A file is open for one weight only: its pages count as memory."""
     shape, offset, own = stored.shape, (0,) * weight.ndim, weight

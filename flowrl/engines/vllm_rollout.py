@@ -25,6 +25,7 @@ from flowrl.engines.residency import named_weights
 from flowrl.engines.responses import Responses, RolloutError, check_prompts, end_ids
 from flowrl.engines.sampling import row_keys
 from flowrl.engines.serving import NEXT, State
+from flowrl.engines.vllm_quantization import quantization_options
 
 _SETTINGS = {
     # The engine core runs in this process.
@@ -368,5 +369,6 @@ def _engine_args(model: ModelConfig, config: RolloutConfig, tp: int, sleeps: boo
         weight_transfer_config=WeightTransferConfig(backend=TRANSFER),
         worker_extension_cls=f"{WorkerMethods.__module__}.{WorkerMethods.__name__}",
         disable_log_stats=True,
+        **quantization_options(config.quantization),
         **limit,
     )

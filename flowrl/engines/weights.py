@@ -1,12 +1,13 @@
 """A model's weights as NumPy arrays, which every process can be handed, and back into a model.
 
 Names are those of the model's parameters and saved buffers; a weight that has two (a tied output layer) appears once.
-bfloat16 has no NumPy type: such an array is an int16 view and its name ends in `BFLOAT16`.
+bfloat16 has no NumPy type: such an array is an int16 view and its name ends in `BFLOAT16`. A layer that is quantised
+takes the weight that it had before, and keeps what it makes of it.
 """
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from flowrl.engines.int8 import Int8Linear, int8_layers
 from flowrl.engines.lora import ModelWeight, adapter_layers, model_weights
 
 BFLOAT16 = "|bfloat16"
@@ -173,7 +175,33 @@ def load_weights(model: nn.Module, weights: Mapping[str, np.ndarray], *, whole: 
     _check(targets, weights)
     with torch.no_grad():
         for name, target in targets.items():
-            _write(_bits(target.detach()), weights[name])
+            if target.is_meta:
+                _quantize(model, *next(iter(tensors_of({name: weights[name]}).items())))
+            else:
+                _write(_bits(target.detach()), weights[name])
+
+
+def write_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Writes weights of a model of the same configuration into one that may be quantised, one after another.
+
+    Raises:
+        WeightsError: the model has no such weight, or another shape of it; those before it are written.
+    """
+    targets = {name: weight.stored for name, weight in _each_once(model).items()}
+    with torch.no_grad():
+        for name, weight in weights:
+            if name not in targets or targets[name].shape != weight.shape:
+                raise WeightsError(f"the model has no weight {name} of shape {list(weight.shape)}")
+            if targets[name].is_meta:
+                _quantize(model, name, weight)
+            else:
+                targets[name].copy_(weight)
+
+
+def _quantize(model: nn.Module, name: str, weight: Tensor) -> None:
+    layer = model.get_submodule(name.rpartition(".")[0])
+    assert isinstance(layer, Int8Linear), "no other keeps something else than its weight"
+    layer.take(weight)
 
 
 def _weights(model: nn.Module) -> dict[str, ModelWeight]:
@@ -185,10 +213,16 @@ def _weights(model: nn.Module) -> dict[str, ModelWeight]:
 
 
 def _each_once(model: nn.Module) -> dict[str, ModelWeight]:
-    """Every weight under the first of its names."""
+    """Every weight under the first of its names. That of a quantised layer is on `meta`: what is there is not it."""
     named: dict[str, ModelWeight] = {}
     seen: set[int] = set()
+    quantized = int8_layers(model)
     for name, weight in model_weights(model).items():
+        owner, _, leaf = name.rpartition(".")
+        if owner in quantized and leaf == "scale":
+            continue
+        if owner in quantized and leaf == "weight":
+            weight = ModelWeight(quantized[owner].replaced, None)
         if id(weight.stored) not in seen:
             seen.add(id(weight.stored))
             named[name] = weight

@@ -15,7 +15,6 @@ from flowrl.config import (
     ReferenceConfig,
     RewardConfig,
     RunConfig,
-    VllmConfig,
     models_of,
 )
 from flowrl.controller.plan import Plan, RolePlan, Slot
@@ -140,9 +139,9 @@ class _Roles:
         if not isinstance(config, OnPolicyConfig) or actor is None:
             return None
         if config.rollout.engine == "vllm":
-            settings = config.rollout.vllm or VllmConfig()
-            leaves = settings.sleep is not False and self._planned.kind == "cuda" and self._shares(slot)
-            return vllm_role(actor.size, actor.item, settings, place.leads, leaves=leaves)
+            sleeps = config.rollout.vllm is None or config.rollout.vllm.sleep is not False
+            leaves = sleeps and self._planned.kind == "cuda" and self._shares(slot)
+            return vllm_role(actor.size, actor.item, config.rollout, place.leads, leaves=leaves)
         rows = -(-config.rows_per_step // place.mesh.dp)
         prompts = Prompts(rows, -(-rows // config.samples_per_prompt), config.data.max_prompt_tokens)
         lender = actor if self._lends(actor, place, slot) else None

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from flowrl.config import RolloutConfig, RunConfig, TransferConfig
 from flowrl.controller.future import Future
 from flowrl.controller.group import WorkerGroup
-from flowrl.controller.plan import Plan, PlacementError
+from flowrl.controller.plan import PlacementError, Plan
 from flowrl.run.transports import Transport, transport_of
 
 

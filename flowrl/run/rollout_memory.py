@@ -22,6 +22,11 @@ SAMPLED_ELEMENTS = 2**22
 VLLM_STEP_TOKENS = 8192
 """Of flowrl/engines/vllm_rollout.py: prompt tokens of one step."""
 
+PRODUCT_ROWS = 4096
+"""Of flowrl/engines/int8.py: tokens whose sums are integers and floats at once."""
+
+_BITS = {"int8": 8, "fp8": 8, "int4": 4}
+
 
 @dataclass(frozen=True)
 class Prompts:
@@ -37,32 +42,53 @@ class Prompts:
 def rollout_role(
     size: ModelSize, item: int, config: RolloutConfig, prompts: Prompts, lender: RoleModel | None, kind: Kind
 ) -> RoleMemory:
-    """A rollout with weights of its own, or beside an actor with those of the actor.
+    """A rollout with weights of its own, as a quantised one always has, or beside an actor with those of the actor.
 
     Args:
         item: bytes of a parameter.
     """
-    whole = 0 if lender is None else lender.whole if lender.is_cut else lender.merged
+    quantized = config.quantization is not None
+    whole = 0 if lender is None or quantized else lender.whole if lender.is_cut else lender.merged
     rows = max(MIN_ROWS, min(config.max_rows, prompts.rows))
     different = min(rows, prompts.different)
     slots, before = num_slots(prompts.longest, config.max_response_tokens)
     a_slot = 2 * size.keys * item * size.layers
+    prefilled = different * _round_up(prompts.longest)
+    products = min(PRODUCT_ROWS, PREFILL_TOKENS, prefilled) * 8 * size.mlp if quantized else 0
     steps = [
-        (different * _round_up(prompts.longest) * a_slot, _prefill(size, item, different * _round_up(prompts.longest))),
+        (prefilled * a_slot, _prefill(size, item, prefilled) + products),
         (rows * _touched(slots, prompts, config, kind) * a_slot, _decode(size, item, rows, slots, before)),
     ]
     cache, activations = max(steps, key=sum)
-    generate = Call("generate", activations=activations, whole=whole, cache=cache)
-    weights = size.parameters * item if lender is None else 0
-    return RoleMemory(weights, 0, (generate,), borrows=lender is not None)
+    calls = [Call("generate", activations=activations, whole=whole, cache=cache)]
+    if quantized:
+        calls.append(Call("set_version" if lender else "load_weights", whole=_quantizing(size, item)))
+    weights = weight_bytes(size, item, config.quantization) if lender is None or quantized else 0
+    return RoleMemory(weights, 0, tuple(calls), borrows=lender is not None)
 
 
-def vllm_role(size: ModelSize, item: int, config: VllmConfig, devices: int, *, leaves: bool) -> RoleMemory:
+def weight_bytes(size: ModelSize, item: int, quantization: str | None) -> int:
+    """All weights; a quantised rollout has its layers' matrices in few bits, and a scale per output."""
+    if quantization is None:
+        return size.parameters * item
+    matrices = size.layers * sum(inputs * outputs for _, inputs, outputs in size.linears)
+    scales = size.layers * sum(outputs for _, _, outputs in size.linears)
+    return (size.parameters - matrices) * item + matrices * _BITS[quantization] // 8 + 4 * scales
+
+
+def _quantizing(size: ModelSize, item: int) -> int:
+    """One weight after another: whole, in float32, its magnitudes, and divided by its scales."""
+    largest = max(inputs * outputs for _, inputs, outputs in size.linears)
+    return max(size.embedding * item, largest * (8 if item == 4 else 10))
+
+
+def vllm_role(size: ModelSize, item: int, config: RolloutConfig, devices: int, *, leaves: bool) -> RoleMemory:
     """A rollout with vLLM on one of the devices that a process leads: its part of the weights, and the room for keys
     and values that it takes when it starts; both may leave it while other roles run."""
     step = Call("generate", activations=VLLM_STEP_TOKENS * run_bytes(size, "plain" if item == 4 else "half") // devices)
-    cache = int(config.kv_cache_gb * 1e9)
-    return RoleMemory(size.parameters * item // devices, 0, (step,), leaves=leaves, cache=cache)
+    cache = int((config.vllm or VllmConfig()).kv_cache_gb * 1e9)
+    weights = weight_bytes(size, item, config.quantization)
+    return RoleMemory(weights // devices, 0, (step,), leaves=leaves, cache=cache)
 
 
 def num_slots(prompt: int, response: int) -> tuple[int, int]:

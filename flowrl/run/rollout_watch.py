@@ -16,6 +16,9 @@ GAP_WARNING = {"float32": 0.001, "bfloat16": 0.05, "float16": 0.05}
 order differ by 1e-6 to 1e-5 in float32, and by 0.005 to 0.02 where 16 bits are rounded to in every layer; stale weights
 or another temperature by more than either."""
 
+GAP_WARNING_QUANTISED = 0.1
+"""The same of a quantised rollout: int8 of a 100M model is at 0.02."""
+
 SAY_EVERY = 10
 """Steps between two lines of the same warning."""
 
@@ -66,6 +69,8 @@ def gap_limit(rollout: RolloutConfig, actor: ActorConfig) -> float:
     """The mean gap in nats per token above which two engines count as two policies."""
     if rollout.gap_warning is not None:
         return rollout.gap_warning
+    if rollout.quantization is not None:
+        return GAP_WARNING_QUANTISED
     return max(GAP_WARNING[dtype] for dtype in (actor.model.dtype, actor.engine.compute_dtype) if dtype is not None)
 
 

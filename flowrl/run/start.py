@@ -159,9 +159,20 @@ def check_engines(config: RunConfig, planned: Plan) -> None:
         if config.backend == "ray":
             _check_engine(role, f"{prefix}engine", place, model.engine)
     check_adapters(config, planned)
+    check_quantization(config, planned)
     for role, value in config:
         if isinstance(value, RolloutConfig) and {"actor", role} <= planned.roles.keys():
             transport_of(planned.roles["actor"], planned.roles[role], planned.kind, value)
+
+
+def check_quantization(config: RunConfig, planned: Plan) -> None:
+    """Refuses a quantised rollout that the devices of a plan do not run. Raises `ConfigError`."""
+    for role, value in config:
+        if isinstance(value, RolloutConfig) and value.quantization == "int4" and planned.kind == "cpu":
+            raise ConfigError(
+                f"{role}.quantization is int4, which vLLM multiplies on GPUs only, but placement.device is cpu: set "
+                f"{role}.quantization: int8"
+            )
 
 
 def check_rollouts(config: RunConfig) -> None:
@@ -176,6 +187,14 @@ def check_rollouts(config: RunConfig) -> None:
             raise ConfigError(
                 f"{name}.engine is vllm, which is not installed here: run bash recipes/install_vllm.sh, or set "
                 f"{name}.engine: hf"
+            )
+    for name, value in config:
+        if not isinstance(value, RolloutConfig) or value.engine != "vllm" or value.quantization not in ("int8", "int4"):
+            continue
+        if config.address is None and importlib.util.find_spec("torchao") is None:
+            raise ConfigError(
+                f"{name}.quantization is {value.quantization}, for which vLLM needs torchao, which is not installed "
+                f"here: run bash recipes/install_vllm.sh, or set {name}.quantization: fp8"
             )
 
 

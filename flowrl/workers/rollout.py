@@ -15,10 +15,12 @@ from flowrl.controller.worker import Worker
 from flowrl.data.chat import ChatTokenizer
 from flowrl.data.table import make_table, objects
 from flowrl.engines.hf_rollout import HfRollout
-from flowrl.engines.models import load_policy
+from flowrl.engines.int8 import quantized_copy
+from flowrl.engines.models import LanguageModel, load_policy
 from flowrl.engines.serving import State
+from flowrl.engines.sharded_load import read_weights
 from flowrl.engines.weight_check import Compared, WeightSamples, refuse_wrong
-from flowrl.engines.weights import borrowed_weights, empty_copy, tensors_of
+from flowrl.engines.weights import borrowed_weights, empty_copy, tensors_of, whole_weights, write_weights
 from flowrl.workers.actor import Actor
 
 if TYPE_CHECKING:
@@ -26,7 +28,8 @@ if TYPE_CHECKING:
 
 
 class Rollout(Worker):
-    """Samples responses. In one process with the actor it samples from the very weights that are trained.
+    """Samples responses. In one process with the actor it samples from the very weights that are trained, or from a
+    quantised copy that it makes anew of each version.
 
     Args:
         config: the engine and how it samples.
@@ -46,12 +49,21 @@ class Rollout(Worker):
         actor = self.peer("actor")
         # Of an actor that ranks hold in parts, all of them must live here: they put its weights together.
         self._actor = actor if isinstance(actor, Actor) and actor.lends_weights_to(self) else None
-        if self._actor is None:
-            self.model = load_policy(model)
-        else:
-            self.model = empty_copy(self._actor.model) if self._actor.lends_copies else self._actor.model
+        self._quantized = config.quantization is not None
+        self.model = self._model(model)
         self.tokenizer = ChatTokenizer(model.path)
         self.engine = HfRollout(self.model, self.tokenizer.tokenizer, config, torch.device(self.device))
+
+    def _model(self, config: ModelConfig) -> LanguageModel:
+        """What it samples from: the actor's own or what takes the place of that, or another that starts alike."""
+        if self._quantized:
+            source = load_policy(config, parts=True)
+            copy = quantized_copy(source, torch.device(self.device))
+            write_weights(copy, read_weights(source))
+            return copy
+        if self._actor is None:
+            return load_policy(config)
+        return empty_copy(self._actor.model) if self._actor.lends_copies else self._actor.model
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,
@@ -87,7 +99,7 @@ class Rollout(Worker):
     @property
     def shares_weights(self) -> bool:
         """Whether it samples from the very weights that are trained."""
-        return self._actor is not None
+        return self._actor is not None and not self._quantized
 
     @property
     def lenders(self) -> tuple[Worker, ...]:
@@ -95,14 +107,16 @@ class Rollout(Worker):
 
     def _weights(self) -> AbstractContextManager[None]:
         """Whole weights, for a call: those of an actor in parts or with an adapter are put together for its length."""
-        if self._actor is None or not self._actor.lends_copies:
+        if self._actor is None or not self.shares_weights or not self._actor.lends_copies:
             return nullcontext()
         return borrowed_weights(self.engine.model, self._actor.model)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def set_version(self, version: int) -> None:
-        """Numbers the weights that are sampled from, where they are the actor's own."""
-        assert self.shares_weights, "weights of another process come through load_weights"
+        """Numbers the weights that are sampled from, where they are the actor's own, and quantises them anew."""
+        assert self._actor is not None, "weights of another process come through load_weights"
+        if self._quantized:
+            write_weights(self.model, whole_weights(self._actor.model))
         self.engine.version = version
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, replay="chunk", memory=("weights",))
@@ -153,8 +167,7 @@ class _VllmRollout(Rollout):
     def __init__(self, config: RolloutConfig, model: ModelConfig, *, seed: int) -> None:
         from flowrl.engines.vllm_rollout import VllmRollout  # noqa: PLC0415 (an extra, and it takes the process over)
 
-        self.seed = seed
-        self._actor = None
+        self.seed, self._actor, self._quantized = seed, None, config.quantization is not None
         self.tokenizer = ChatTokenizer(model.path)
         self.engine = VllmRollout(
             model, self.tokenizer.tokenizer, config, tp=self.context.leads, sleeps=self.context.yields

@@ -14,7 +14,7 @@ from flowrl.engines.weights import export_weights, weight_chunks, weight_shapes,
 from flowrl.workers.model_worker import TrainedWorker
 
 if TYPE_CHECKING:
-    from flowrl.engines.vllm_links import Described, IpcSender, NcclSender, SharedPart
+    from flowrl.engines.vllm_links import Described, IpcSender, SharedPart
 
 
 class Sender(TrainedWorker):

@@ -45,6 +45,13 @@ def corrected(kind: str, **settings: float) -> dict[str, Any]:
     return ON_POLICY | {"critic": TRAINED, "algorithm": algorithm, "actor": TRAINED | {"loss": "decoupled_ppo"}}
 
 
+def quantized(quantization: str = "int8", **correction: Any) -> dict[str, Any]:
+    """PPO whose rollout is quantised, with a correction or none."""
+    engine = "hf" if quantization == "int8" else "vllm"
+    rollout = {"max_response_tokens": 8, "quantization": quantization, "engine": engine}
+    return PPO | {"rollout": rollout, "algorithm": {"estimator": "gae", "correction": correction or None}}
+
+
 @pytest.mark.parametrize(
     ("cls", "settings", "way_out"),
     [
@@ -79,6 +86,18 @@ def corrected(kind: str, **settings: float) -> dict[str, Any]:
         (PPOConfig, PPO | {"backend": "inline", "address": "auto"}, "backend: ray"),
         (GRPOConfig, GRPO | {"algorithm": {"estimator": "gae"}}, "set grpo"),
         (GRPOConfig, GRPO | {"samples_per_prompt": 1}, "2 or more"),
+        (
+            RolloutConfig,
+            {"max_response_tokens": 8, "quantization": "fp8"},
+            "but engine hf quantises to int8 only",
+        ),
+        (PPOConfig, quantized(), r"quantization is int8, .* algorithm\.correction is null: set .*kind: truncated"),
+        (PPOConfig, quantized(kind="rejection", high=0.5), r"algorithm\.correction drops tokens and weighs none: set"),
+        (
+            PPOConfig,
+            quantized("fp8", kind="masked"),
+            r"in bfloat16, but .* be float32: set rollout\.vllm\.dtype",
+        ),
         (PPOConfig, corrected("truncated"), "correction.kind is truncated, but actor.loss decoupled_ppo .* twice"),
         (PPOConfig, corrected("masked"), "remove the correction, or set actor.loss: ppo"),
     ],
@@ -90,6 +109,15 @@ def test_a_contradiction_is_refused_with_the_way_out(cls: type[Config], settings
 
 def test_the_decoupled_loss_may_reject_what_it_weighs() -> None:
     assert PPOConfig.model_validate(corrected("rejection", high=0.5)).actor.loss == "decoupled_ppo"
+
+
+def test_a_quantised_rollout_is_taken_with_what_weighs_its_tokens():
+    for correction in ({"kind": "truncated"}, {"kind": "masked"}, {"kind": "mine:weights"}):
+        assert PPOConfig.model_validate(quantized(**correction)).rollout.quantization == "int8"
+    decoupled = {"actor": TRAINED | {"loss": "decoupled_ppo"}}
+    assert PPOConfig.model_validate(quantized() | decoupled).algorithm.correction is None
+    half = {"engine": "vllm", "vllm": {"dtype": "bfloat16"}, "max_response_tokens": 8, "quantization": "fp8"}
+    assert PPOConfig.model_validate(quantized(kind="truncated") | {"rollout": half}).apart() == ("rollout",)
 
 
 @pytest.mark.parametrize(("cls", "settings"), [(PPOConfig, PPO), (GRPOConfig, GRPO)])

@@ -10,6 +10,7 @@ import torch
 from flowrl.config import CheckFailed, UserError
 from flowrl.controller.worker import Worker
 from flowrl.engines.weight_check import WeightSamples
+from flowrl.engines.weights import tensors_of
 from flowrl.workers import Rollout
 
 if TYPE_CHECKING:
@@ -180,3 +181,32 @@ def free_memory(worker: Worker) -> int:
     """Bytes of the GPU that nobody has."""
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()[0]
+
+
+def quantization_errors(worker: Rollout, weights: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """Of each kind of layer that is quantised the largest error of a weight, in steps of int8 or as a share for fp8,
+    and the largest magnitude of a stored number."""
+    inner: Any = engine_of(worker)._engine
+    (found,) = inner.collective_rpc(_quantization_errors, args=(dict(tensors_of(weights)),))
+    return found
+
+
+def _quantization_errors(wrapped: Any, weights: dict[str, torch.Tensor]) -> dict[str, tuple[float, float]]:
+    found: dict[str, tuple[float, float]] = {}
+    for name, layer in wrapped.worker.get_model().named_modules():
+        weight = getattr(layer, "weight", None)
+        if not name.endswith("_proj") or weight is None:
+            continue
+        parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+        prefix, _, kind = name.rpartition(".")
+        exact = torch.cat([weights[f"{prefix}.{part}.weight"].float() for part in parts.get(kind, (kind,))])
+        if weight.dtype == torch.float8_e4m3fn:
+            stored, scale = weight.float().t(), layer.weight_scale
+            # Below the smallest normal number steps are no share of it.
+            errors = (stored * scale - exact).abs() / exact.abs().clamp_min(scale * 2**-6)
+        else:
+            stored, scale = weight.qdata.float(), weight.scale.float().reshape(-1, 1)
+            errors = (stored * scale - exact).abs() / scale
+        worst, top = found.get(kind, (0.0, 0.0))
+        found[kind] = max(worst, float(errors.max())), max(top, float(stored.abs().max()))
+    return found

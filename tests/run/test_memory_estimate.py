@@ -110,6 +110,22 @@ def test_a_rollout_beside_an_actor_that_is_whole_holds_no_weights(model: Path) -
     assert rollout is not None and rollout.weights == 0 and rollout.calls[0].whole == 0
 
 
+def test_a_quantised_rollout_beside_an_actor_holds_weights_of_its_own(model: Path) -> None:
+    """Of 30 layers 4 x 4096^2 + 3 x 4096 x 11008 weights in a byte each and a float32 per output; the rest, embeddings,
+    head and norms, in bfloat16."""
+    correction = "algorithm.correction={kind: truncated}"
+    config = config_of(model, "rollout.max_rows=16", "rollout.quantization=int8", correction)
+    rollout = estimate(config, plan_run(config, [8]))[0].roles["rollout"]
+    assert rollout is not None and rollout.borrows
+    matrices, outputs = 4 * 4096**2 + 3 * 4096 * 11008, 5 * 4096 + 2 * 11008
+    assert rollout.weights == 30 * (matrices + 4 * outputs) + 2 * (6_910_365_696 - 30 * matrices)
+    # An embedding in bfloat16; a matrix in bfloat16, in float32 and divided by its scales.
+    assert {call.name: call.whole for call in rollout.calls} == {
+        "generate": 0,
+        "set_version": max(2 * 102400 * 4096, 10 * 4096 * 11008),
+    }
+
+
 def test_a_rollout_beside_an_actor_in_parts_puts_the_weights_together(model: Path) -> None:
     config = config_of(model, "actor.engine.strategy=fsdp")
     rollout = estimate(config, plan_run(config, [8]))[0].roles["rollout"]

@@ -1,5 +1,6 @@
 """What is refused before anything starts."""
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,10 @@ from flowrl.config import (
     Placement,
     ReferenceConfig,
     RolePlacement,
+    RolloutConfig,
     RunConfig,
 )
-from flowrl.run.start import plan_run
+from flowrl.run.start import check_rollouts, plan_run
 
 
 class ActorRun(RunConfig):
@@ -168,3 +170,37 @@ def test_ranks_that_each_hold_all_they_need_take_no_parallel_size() -> None:
     tensor = Placement(device="cpu", pools={"main": [2]}, roles={"rollout": RolePlacement(pool="main", tp=2)})
     with pytest.raises(ConfigError, match=r"placement\.roles\.rollout has tp 2, but each of its ranks holds all"):
         plan_run(RolloutRun(output=Path("out"), steps=1, placement=tensor))
+
+
+class RolloutRun(ActorRun):
+    roles = ("actor", "rollout")
+
+    rollout: RolloutConfig
+
+
+def quantized_run(quantization: str, num_ranks: int = 1) -> RolloutRun:
+    roles = {"actor": "main", "rollout": "main"}
+    return RolloutRun(
+        output=Path("out"),
+        steps=1,
+        placement=Placement(device="cpu", pools={"main": [num_ranks]}, roles=roles),
+        actor=run_with(on(1)).actor,
+        rollout=RolloutConfig.model_validate(
+            {"engine": "vllm", "max_response_tokens": 8, "quantization": quantization}
+        ),
+    )
+
+
+def test_numbers_that_the_device_has_not_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.quantization is int4, .* GPUs only, but placement\.device is cpu"):
+        plan_run(quantized_run("int4"))
+    assert plan_run(quantized_run("int8")).kind == "cpu"
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None or importlib.util.find_spec("torchao") is not None,
+    reason="torchao is missing only where vLLM was installed without the extra",
+)
+def test_integers_of_vllm_without_torchao_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.quantization is int8, for which vLLM needs torchao"):
+        check_rollouts(quantized_run("int8"))

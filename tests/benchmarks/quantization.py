@@ -1,0 +1,87 @@
+"""A quantised rollout against one of floats, on a model of 100 million parameters; see docs/rollout.md.
+
+`python -m tests.benchmarks.quantization` prints one line of JSON per figure.
+"""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from flowrl.config import RolloutConfig
+from flowrl.engines.hf_rollout import HfRollout
+from flowrl.engines.int8 import quantized_copy
+from flowrl.engines.weights import whole_weights, write_weights
+from tests.benchmarks.measure import Figure, alone, paired
+from tests.engines.tiny import tokenizer
+
+REPEATS = 3
+PROMPT, RESPONSE = 16, 16
+
+
+def model() -> Qwen2ForCausalLM:
+    """GPT-2 small's shape: 12 layers of 768, tied embeddings, with the usual spread of initial weights."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        hidden_size=768,
+        intermediate_size=3072,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=12,
+        vocab_size=8192,
+        tie_word_embeddings=True,
+    )
+    return Qwen2ForCausalLM(config).eval()
+
+
+def num_bytes(engine: HfRollout) -> int:
+    return sum(tensor.nbytes for tensor in {*engine.model.parameters(), *engine.model.buffers()})
+
+
+def generation(floats: HfRollout, integers: HfRollout, rows: int) -> Figure:
+    prompts = [[2 + (row * 7 + i) % 8000 for i in range(PROMPT)] for row in range(rows)]
+    numbers = torch.arange(rows)
+
+    def of(engine: HfRollout):
+        return lambda: engine.generate(prompts, numbers, numbers, seed=0)
+
+    what = f"{rows} rows of {PROMPT} + {RESPONSE} tokens, int8 against float32, CPU time"
+    return paired(what, of(integers), of(floats), REPEATS, clock=time.thread_time)
+
+
+def figures() -> Iterator[Figure]:
+    trained = model()
+    copy = quantized_copy(trained, torch.device("cpu"))
+    write_weights(copy, whole_weights(trained))
+    config = RolloutConfig(max_response_tokens=RESPONSE)
+    floats, integers = (HfRollout(found, tokenizer(), config) for found in (trained, copy))
+    ids = torch.randint(2, 8000, (8, 128))
+    with torch.no_grad():
+        logprobs = [m(ids).logits.log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None]) for m in (trained, copy)]
+    source = torch.empty(num_bytes(floats) // 4)
+    target = torch.empty_like(source)
+    yield alone("parameters", "millions", sum(weight.numel() for weight in trained.parameters()) / 1e6)
+    yield alone("weights in float32", "MB", num_bytes(floats) / 1e6)
+    yield alone("weights in int8", "MB", num_bytes(integers) / 1e6)
+    yield alone("mean distance of log-probabilities", "nats", float((logprobs[0] - logprobs[1]).abs().mean()))
+    yield alone("standard deviation of log-probabilities", "nats", statistics.stdev(logprobs[0].flatten().tolist()))
+    yield paired(
+        "quantising all weights anew, against copying as many bytes, CPU time",
+        lambda: write_weights(copy, whole_weights(trained)),
+        lambda: target.copy_(source),
+        REPEATS,
+        clock=time.thread_time,
+    )
+    for rows in (16, 64):
+        yield generation(floats, integers, rows)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for figure in figures():
+        sys.stdout.write(json.dumps(figure) + "\n")
+        sys.stdout.flush()

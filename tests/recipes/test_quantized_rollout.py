@@ -1,0 +1,73 @@
+"""Recipes whose rollout samples in int8."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from flowrl import Placement
+from recipes.grpo.config import GRPOConfig
+from recipes.grpo.train import train as train_grpo
+from recipes.ppo.config import PPOConfig
+from recipes.ppo.train import train as train_ppo
+
+CLOCK = {"seconds", "elapsed_s", "tokens_per_s", "memory_mb", "weights_compared", "weights_unreached"}
+"""What a placement may change; weights are compared where they travelled."""
+
+CORRECTION = {"correction": {"kind": "truncated"}}
+
+
+def metrics_of(config: PPOConfig | GRPOConfig) -> list[dict[str, float]]:
+    lines = (config.output / "metrics.jsonl").read_text().splitlines()
+    return [{name: value for name, value in json.loads(line).items() if name not in CLOCK} for line in lines]
+
+
+def split(roles: tuple[str, ...]) -> Placement:
+    """The rollout apart from the actor, everything else beside it."""
+    pools = dict.fromkeys(roles, "policy") | {"rollout": "rollout"}
+    return Placement(device="cpu", pools={"policy": [1], "rollout": [1]}, roles=pools)
+
+
+def compare(make: Callable[..., Any], train: Callable[[Any], Any], algorithm: dict[str, Any], folder: Path) -> None:
+    """Inline, where the rollout quantises what is beside it, and on Ray, where weights travel to it."""
+    rollout = {"max_response_tokens": 6, "quantization": "int8"}
+    inline = make(output=folder / "inline", rollout=rollout, algorithm=algorithm)
+    placement = split(type(inline).roles)
+    apart = make(output=folder / "apart", rollout=rollout, algorithm=algorithm, backend="ray", placement=placement)
+    for config in (inline, apart):
+        train(config)
+    found = metrics_of(inline)
+    assert found == metrics_of(apart)
+    assert [line["step"] for line in found] == [0, 1, 2, 3]
+    for line in found[1:]:
+        assert 0.9 < line["correction/weight"] < 1.1 and line["correction/weight"] != 1
+        assert 1e-5 < line["rollout_gap"] < 0.1
+
+
+def test_ppo_is_the_same_beside_the_actor_and_apart_from_it(
+    ray_session: None, ppo_config: Callable[..., PPOConfig], tmp_path: Path
+) -> None:
+    compare(ppo_config, train_ppo, {"estimator": "gae", "lam": 0.95, "kl_coef": 0.05} | CORRECTION, tmp_path)
+
+
+def test_grpo_is_the_same_beside_the_actor_and_apart_from_it(
+    ray_session: None, grpo_config: Callable[..., GRPOConfig], tmp_path: Path
+) -> None:
+    compare(grpo_config, train_grpo, {"estimator": "grpo"} | CORRECTION, tmp_path)
+
+
+def test_a_run_that_goes_on_samples_from_the_weights_of_its_checkpoint(
+    grpo_config: Callable[..., GRPOConfig], tmp_path: Path
+) -> None:
+    settings = {
+        "rollout": {"max_response_tokens": 6, "quantization": "int8"},
+        "algorithm": {"estimator": "grpo"} | CORRECTION,
+        "resume": "auto",
+    }
+    whole = grpo_config(output=tmp_path / "whole", **settings)
+    train_grpo(whole)
+    cut = {**settings, "output": tmp_path / "cut", "checkpoint": {"every": 1}}
+    train_grpo(grpo_config(**cut, steps=1))
+    train_grpo(grpo_config(**cut))
+    # The first of them ended there, and so was evaluated.
+    assert metrics_of(grpo_config(**cut))[2:] == metrics_of(whole)[2:]

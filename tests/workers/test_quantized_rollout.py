@@ -1,0 +1,115 @@
+"""A rollout in int8 beside an actor and apart from it: what it samples from is the quantisation of the last version."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from flowrl import Batch, Cluster, Placement, WorkerGroup
+from flowrl.config import ActorConfig, LoraConfig, ModelConfig, OptimizerConfig, RolloutConfig
+from flowrl.controller.errors import WorkerError
+from flowrl.engines.int8 import int8_layers, quantized_copy
+from flowrl.engines.weights import whole_weights, write_weights
+from flowrl.workers import Actor, Rollout
+from recipes.quickstart.prepare import prepare
+
+CONFIG = RolloutConfig(max_response_tokens=6, temperature=0.5, quantization="int8")
+PROMPTS = [{"prompt_ids": [2, 3, 12, 4, 14], "prompt_id": i, "sample": 0} for i in range(16)]
+LORA = LoraConfig(rank=4, alpha=8.0)
+TOGETHER = {"actor": "main", "rollout": "main"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    folder = tmp_path_factory.mktemp("quantized") / "data"
+    prepare(folder, seed=0)
+    return ModelConfig(path=folder / "model")
+
+
+def groups(cluster: Cluster, model: ModelConfig, **settings: Any) -> tuple[WorkerGroup, WorkerGroup]:
+    config = ActorConfig.model_validate({"model": model, "optimizer": OptimizerConfig(lr=0.01), **settings})
+    actor = cluster.group("actor", Actor, config, temperature=0.5)
+    return actor, cluster.group("rollout", Rollout, CONFIG, model, seed=0)
+
+
+def trained(actor: WorkerGroup) -> None:
+    ids = [2, 3, 12, 4, 14, 5, 6, 1]
+    tokens = {"input_ids": ids * 2, "response_mask": ([False] * 5 + [True] * 3) * 2}
+    actor.update_sft(Batch.from_columns(tokens=tokens, lengths=[8, 8])).get()
+
+
+def answers(rollout: WorkerGroup) -> list[list[float]]:
+    """Tokens, their log-probabilities and their versions."""
+    found = rollout.generate(Batch.from_rows(PROMPTS))
+    mask = found.get("response_mask")
+    return [found.get(name)[mask].tolist() for name in ("input_ids", "rollout_logprobs", "weight_version")]
+
+
+def is_quantised_from_actor(rollout: Rollout) -> bool:
+    """Whether what it computes with is, bit for bit, the quantisation of the actor's present weights."""
+    actor = rollout.peer("actor")
+    assert isinstance(actor, Actor)
+    model = rollout.engine.model
+    expected = quantized_copy(model, torch.device("cpu"))
+    write_weights(expected, whole_weights(actor.model))
+    same = [torch.equal(weight, expected.state_dict()[name]) for name, weight in model.state_dict().items()]
+    return bool(int8_layers(model)) and all(same)
+
+
+def test_it_is_the_same_beside_the_actor_and_apart_from_it(model: ModelConfig) -> None:
+    split = Placement(pools={"a": [1], "b": [1]}, roles={"actor": "a", "rollout": "b"})
+    found = []
+    for placement in (Placement(pools={"main": [1]}, roles=TOGETHER), split):
+        with Cluster(placement, backend="inline", num_threads=1) as cluster:
+            actor, rollout = groups(cluster, model)
+            said = [answers(rollout)]
+            for version in (1, 2):
+                trained(actor)
+                # What was not published is not sampled from, wherever the actor is.
+                assert answers(rollout) == said[-1]
+                if placement is split:
+                    rollout.load_weights(actor.weights(), version)
+                else:
+                    rollout.set_version(version)
+                said.append(answers(rollout))
+            found.append(said)
+    assert found[0] == found[1]
+    assert len({str(tokens) for tokens, _, _ in found[0]}) == 3 and set(found[0][2][2]) == {2}
+
+
+def check_updates(cluster: Cluster, model: ModelConfig, ranks: int, **settings: Any) -> None:
+    actor, rollout = groups(cluster, model, **settings)
+    assert rollout.run(is_quantised_from_actor) == [True] * ranks
+    for version in (1, 2):
+        trained(actor)
+        assert rollout.run(is_quantised_from_actor) == [False] * ranks
+        rollout.set_version(version)
+        assert rollout.run(is_quantised_from_actor) == [True] * ranks
+        answers(rollout)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_it_is_quantised_anew_from_the_actor(lora: LoraConfig | None, dtype: Any, model: ModelConfig) -> None:
+    placement = Placement(pools={"main": [1]}, roles=TOGETHER)
+    with Cluster(placement, backend="inline", num_threads=1) as cluster:
+        check_updates(cluster, ModelConfig(path=model.path, dtype=dtype), 1, lora=lora)
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_it_is_quantised_from_an_actor_that_ranks_hold_in_parts(
+    lora: LoraConfig | None, model: ModelConfig, ray_session: None
+) -> None:
+    placement = Placement(device="cpu", pools={"main": [2]}, roles=TOGETHER)
+    with Cluster(placement, num_threads=1) as cluster:
+        check_updates(cluster, model, 2, engine={"strategy": "fsdp"}, lora=lora)
+
+
+def test_weights_without_a_quantised_one_are_refused(model: ModelConfig) -> None:
+    placement = Placement(pools={"a": [1], "b": [1]}, roles={"actor": "a", "rollout": "b"})
+    with Cluster(placement, backend="inline", num_threads=1) as cluster:
+        actor, rollout = groups(cluster, model)
+        weights = actor.weights().get()
+        del weights["model.layers.0.self_attn.q_proj.weight"]
+        with pytest.raises(WorkerError, match=r"brought no model\.layers\.0\.self_attn\.q_proj\.weight"):
+            rollout.load_weights(weights, 1).get()
