@@ -126,8 +126,9 @@ def _plan(arguments: argparse.Namespace) -> None:
         check_functions(config)
         planned = plan_run(config, arguments.devices)
         available = room(config, planned, here=arguments.devices is None and config.address is None)
-        check_memory(config, planned, available)
-        memory = "\n" + render_memory(estimate(config, planned), available) + "\n"
+        devices = estimate(config, planned)
+        check_memory(config, planned, devices, available)
+        memory = "\n" + render_memory(devices, available) + "\n"
     sys.stdout.write(render_plan(planned) + "\n" + memory)
 
 
@@ -211,7 +212,13 @@ def _export(arguments: argparse.Namespace) -> None:
     try:
         (export_adapter if arguments.adapter else export_policy)(checkpoint.role("actor"), output)
     except OSError as error:
-        raise UserError(f"--output {output} cannot be written ({error.strerror}); name another folder") from error
+        if str(error.filename) == str(output):
+            raise UserError(f"--output {output} cannot be written ({error.strerror}); name another folder") from error
+        # Who fails to write into a folder says so in an error of its own.
+        reason = str(error).split("\n")[0]
+        raise UserError(
+            f"checkpoint {checkpoint.path} cannot be read ({reason}); choose another one with --step"
+        ) from error
     sys.stdout.write(f"{output}: the {what} after step {step}\n")
 
 

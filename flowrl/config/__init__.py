@@ -16,6 +16,7 @@ from flowrl.config.roles import (
     ReferenceConfig,
     RewardConfig,
     RolloutConfig,
+    TransferConfig,
     VllmConfig,
     models_of,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "ShapingConfig",
+    "TransferConfig",
     "UserError",
     "VllmConfig",
     "cuts_model",

@@ -208,8 +208,23 @@ class RewardConfig(Config):
         return self
 
 
+class TransferConfig(Config):
+    """How new weights reach a rollout that is not in the actor's processes."""
+
+    via: Literal["auto", "object_store", "cuda_ipc", "nccl"] = "auto"
+    """`auto` chooses by where the two run, see docs/weight_transfer.md: for vllm cuda_ipc on the actor's own GPUs and
+    nccl on others, object_store for all else."""
+
+    chunk_mb: PositiveFloat = 500.0
+    """Weights that travel at once, in MB of 10^6 bytes: about what an update needs on each side beside the model. A
+    weight that is larger travels alone."""
+
+
 class VllmConfig(Config):
     """What vLLM is given. Changes time and memory."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Type of its weights and activations; null is the model's. Weights are cast before they travel."""
 
     kv_cache_gb: PositiveFloat = 1.0
     """Memory for keys and values, in GB of 10^9 bytes, on each of the devices of a replica. Rows that it does not hold
@@ -236,6 +251,9 @@ class RolloutConfig(Config):
     vllm: VllmConfig | None = None
     """Settings of engine vllm."""
 
+    transfer: TransferConfig = TransferConfig()
+    """How new weights get there."""
+
     max_response_tokens: PositiveInt
     """A response is cut off here, its stop token included, and marked `truncated`."""
 
@@ -261,7 +279,17 @@ class RolloutConfig(Config):
             raise ValueError("stop_ids has an empty sequence, which would end every response at once: remove it")
         if self.engine != "vllm" and self.vllm is not None:
             raise ValueError(f"vllm has settings of engine vllm, and engine is {self.engine}: remove them")
+        if self.engine != "vllm" and self.transfer.via in ("cuda_ipc", "nccl"):
+            raise ValueError(
+                f"transfer.via is {self.transfer.via}, which vLLM alone receives, and engine is {self.engine}: set "
+                f"transfer.via: auto, or engine: vllm"
+            )
         return self
+
+    @property
+    def sent_dtype(self) -> str | None:
+        """The type that weights are cast to before they travel; None leaves them as they are."""
+        return None if self.vllm is None else self.vllm.dtype
 
 
 def models_of(config: Config) -> dict[str, tuple[str, ActorConfig | CriticConfig | ReferenceConfig | RewardConfig]]:

@@ -75,6 +75,10 @@ class Backend(Protocol):
         """Ends a slot's process at once, for another to take its place."""
         ...
 
+    def lost_processes(self, slots: Sequence[Slot]) -> list[Slot]:
+        """Those on this machine whose processes have ended since the last such question."""
+        ...
+
     def lost_nodes(self) -> Mapping[int, str]:
         """Nodes that were in use and are gone: number -> name."""
         ...

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 GRACE_S = 2.0
 """A lost connection says that another rank is gone; so long its own failure, or its end, may take to be known."""
 
-NODES_EVERY_S = 1.0
-"""How often a driver that waits asks which nodes are alive."""
+ALIVE_EVERY_S = 1.0
+"""How often a driver that waits asks which nodes and processes are alive."""
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Failures:
         self._broken: dict[str, FlowError] = {}
         self._suspicions: dict[str, _Suspicion] = {}
         self._late: dict[Slot, DeadlineError] = {}
-        self._nodes_asked_s = 0.0
+        self._asked_s = 0.0
 
     def watch(self, hosts: HostSet) -> None:
         """Takes up a host set that was started."""
@@ -86,9 +86,10 @@ class Failures:
         for record in self._deadlines.overdue(now_s):
             if record.slot.pool not in self._broken:
                 self._end_late(record, now_s)
-        if now_s - self._nodes_asked_s > NODES_EVERY_S:
-            self._nodes_asked_s = now_s
+        if now_s - self._asked_s > ALIVE_EVERY_S:
+            self._asked_s = now_s
             self._end_on_lost_nodes()
+            self._tell_lost_processes()
 
     def _resolve(self, suspicion: _Suspicion, now_s: float) -> None:
         hosts = self._sets[suspicion.record.slot.pool]
@@ -115,6 +116,19 @@ class Failures:
                 gone = [slot for slot in hosts.slots if slot.node == node and slot.pool not in self._broken]
                 if gone:
                     self._break(hosts, self._lost(gone[0], f"its node ({name}) is gone"))
+
+    def _tell_lost_processes(self) -> None:
+        """Those that are replaced: their calls will only say that they were."""
+        hosts = {hosts.name: hosts for hosts in self._sets.values()}.values()
+        slots = [slot for each in hosts for slot in each.slots if slot.pool not in self._broken]
+        for slot in self._backend.lost_processes([slot for slot in slots if self._revivals.of(slot) is not None]):
+            if slot in self._late:
+                continue  # it was ended for that, which has been told
+            lost = self._lost(slot, "its process has ended")
+            doing = f"in {lost.method}" if lost.method else "between calls"
+            self._say(
+                f"{lost.role} on rank {lost.rank} (node {slot.node}) lost its process {doing}; another is started"
+            )
 
     # Deadlines.
 

@@ -62,6 +62,8 @@ class Host:
         self._workers: dict[str, Worker] = {}
         self._groups: dict[str, ProcessGroup | None] = {}
         self._states: dict[str, int] = {}
+        self._stateful: dict[str, set[str]] = {}
+        """Role -> the methods that have given it its state."""
         self._turns = Turns(self._workers)
 
     def join(
@@ -111,6 +113,7 @@ class Host:
         worker.__init__(*made.args, **made.kwargs)
         self._workers[made.role] = worker
         self._states[made.role] = 0
+        self._stateful[made.role] = set()
 
     def call(self, request: Request, *objects: Any) -> tuple[Any, Report]:  # Any: payloads and results
         """Runs one method. Returns its result and the report that travels apart from it. Raises `WorkerError`."""
@@ -127,6 +130,7 @@ class Host:
             value, description = _packed(result, list(payloads.values()), request)
         if request.contract.replay:
             self._states[request.role] = request.number
+            self._stateful[request.role].add(request.method)
         return value, Report(arrived_ns, started_ns, ended_ns, time.time_ns(), description)
 
     def lacks(self, constructions: Sequence[Construction]) -> bool:
@@ -140,6 +144,10 @@ class Host:
     def is_ahead(self, role: str, states: Sequence[Request]) -> bool:
         """Whether a role was given a state after the last of these: calls to a new process may come in any order."""
         return self._states.get(role, 0) > _last_of(role, states)
+
+    def replaces(self, role: str, states: Sequence[Request]) -> bool:
+        """Whether these states, given again, leave nothing of those that a role has."""
+        return self._stateful.get(role, set()) <= {state.method for state in states if state.role == role}
 
 
 def _last_of(role: str, states: Sequence[Request]) -> int:

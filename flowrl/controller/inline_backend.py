@@ -66,6 +66,9 @@ class InlineBackend:
     def restart(self, slot: Slot) -> None:
         raise RuntimeError("the process of the inline backend is the driver's own")
 
+    def lost_processes(self, slots: Sequence[Slot]) -> list[Slot]:
+        return []
+
     def lost_nodes(self) -> Mapping[int, str]:
         return {}
 

@@ -19,6 +19,7 @@ from flowrl.config.base import Device
 from flowrl.controller.errors import FlowError, ProcessLost, WorkerError, unpicklable
 from flowrl.controller.host import Construction, Host, Report
 from flowrl.controller.plan import HostSet, Inventory, PoolPlan, Slot
+from flowrl.controller.pulse import Pulse
 from flowrl.controller.ray_nodes import RayNodes, interface_of
 from flowrl.controller.revival import Revival
 from flowrl.controller.stacks import Dump, arm, dumps_of
@@ -70,11 +71,13 @@ class _RayHost(Host):
     def revive(self, revival: Revival, role: str) -> None:
         """Makes the workers that the process lacks, and gives the role the state that its call expects."""
         lacking = [made for made in revival.made if self.lacks([made])]
-        # A state that was given after the call was submitted is undone with all that came of it.
-        stale = [made for made in revival.made if made.role == role and self.is_ahead(role, revival.requests)]
-        for made in [*lacking, *stale]:
+        # A state that was given after the call was submitted is undone: by the one before it, or, where there is none,
+        # with all that came of it.
+        ahead = self.is_ahead(role, revival.requests)
+        undone = ahead and not self.replaces(role, revival.requests)
+        for made in [*lacking, *(made for made in revival.made if made.role == role and undone)]:
             self.construct(made)
-        if self.is_behind(role, revival.requests):
+        if ahead or self.is_behind(role, revival.requests):
             for state, refs in revival.states:
                 if state.role == role:
                     super().call(state, *ray.get([_object_ref(ref) for ref in refs]))
@@ -142,6 +145,7 @@ class RayBackend:
         self._methods: dict[tuple[str, int, bool], Any] = {}  # Any: as above; each costs as much as a call
         self._names: dict[tuple[str, int], str] = {}
         self._nodes = RayNodes(address, say=say)
+        self._pulse = Pulse()
 
     def inventory(self, device: Device, devices: Sequence[int] | None) -> Inventory:
         return self._nodes.inventory(device, devices)
@@ -238,6 +242,12 @@ class RayBackend:
 
     def restart(self, slot: Slot) -> None:
         ray.kill(self._hosts[slot.pool, slot.rank], no_restart=False)
+
+    def lost_processes(self, slots: Sequence[Slot]) -> list[Slot]:
+        here = ray.get_runtime_context().get_node_id()
+        names = {self._names[key]: slot for slot in slots if (key := (slot.pool, slot.rank)) in self._hosts}
+        near = {name: slot for name, slot in names.items() if self._nodes.id_of(slot) == here}
+        return [near[name] for name in self._pulse.ended(near)]
 
     def lost_nodes(self) -> Mapping[int, str]:
         return self._nodes.lost()

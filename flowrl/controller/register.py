@@ -41,7 +41,7 @@ class Contract:
     writes: tuple[str, ...] | None = None
     rows: Rows = "same"
     balance: Literal["rows", "tokens"] = "rows"
-    replay: bool = False
+    replay: bool | str = False
     timeout_s: float | None = None
 
     def reads_of(self, parameter: str) -> tuple[str, ...] | None:
@@ -57,7 +57,7 @@ def register(
     writes: tuple[str, ...] | None = None,
     rows: Rows = "same",
     balance: Literal["rows", "tokens"] = "rows",
-    replay: bool = False,
+    replay: bool | str = False,
     timeout_s: float | None = None,
 ) -> Callable[[Method], Method]:
     """Marks a worker method as callable from the driver.
@@ -72,12 +72,18 @@ def register(
             then waits for the call to know).
         rows: rows of that table: as many as came in, this multiple of them, or "unknown".
         balance: split rows into equal counts, or into equal sums of tokens (the driver then waits for the lengths).
+        replay: the last call gives a `stateless` worker its state. A state that comes in several calls has a parameter
+            that numbers them from 0 on, whose name this is: the last call of number 0 and those after it give it.
+        timeout_s: seconds that a call may run; None is the cluster's limit.
     Raises:
         ValueError: the declaration contradicts itself, or the method's parameters have no names to travel under.
     """
 
     if balance == "tokens" and rows != "same":
         raise ValueError(f"balance='tokens' restores the order of rows, which needs rows='same', not {rows!r}")
+
+    if dispatch_mode == Dispatch.DP_COMPUTE_PROTO and replay:
+        raise ValueError("replay is of methods that give every rank the same state, which one of split rows does not")
 
     if timeout_s is not None and timeout_s <= 0:
         raise ValueError(f"timeout_s={timeout_s:g} gives a call no time; give seconds, or None for the cluster's limit")
@@ -88,7 +94,10 @@ def register(
         )
 
     def mark(method: Method) -> Method:
-        for parameter in inspect.signature(method).parameters.values():
+        parameters = inspect.signature(method).parameters
+        if isinstance(replay, str) and replay not in parameters:
+            raise ValueError(f"{method.__qualname__} has no parameter {replay!r}, by which replay numbers its calls")
+        for parameter in parameters.values():
             if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
                 raise ValueError(
                     f"{method.__qualname__} takes *{parameter.name}; arguments travel by name: give each one"

@@ -18,7 +18,8 @@ class Revival:
     """Its workers, in the order in which they were made."""
 
     states: tuple[tuple[Request, tuple[Ref, ...]], ...]
-    """The last call of each `replay` method with the references that it reads, in the order of submission."""
+    """The last call of each `replay` method, or its last calls where a state comes in several, with the references that
+    they read, in the order of submission."""
 
     @property
     def requests(self) -> list[Request]:
@@ -26,12 +27,16 @@ class Revival:
         return [request for request, _ in self.states]
 
 
+_Key = tuple[str, str, int]
+"""Role, method and number of a call that gives a state, or a part of one."""
+
+
 class Revivals:
     """The driver's record of every process whose workers are all stateless."""
 
     def __init__(self) -> None:
         self._made: defaultdict[Slot, list[Construction]] = defaultdict(list)
-        self._states: defaultdict[Slot, dict[tuple[str, str], tuple[Request, tuple[Ref, ...]]]] = defaultdict(dict)
+        self._states: defaultdict[Slot, dict[_Key, tuple[Request, tuple[Ref, ...]]]] = defaultdict(dict)
         self._irreplaceable: set[str] = set()
         self._known: dict[Slot, Revival] = {}
 
@@ -47,11 +52,17 @@ class Revivals:
         return slot.pool, slot.rank
 
     def called(self, slot: Slot, request: Request, refs: Sequence[Ref]) -> None:
-        """A method is called; if it gives its worker a state, the references stay alive until the next such call."""
-        if request.contract.replay:
-            self._states[slot].pop((request.role, request.method), None)
-            self._states[slot][request.role, request.method] = (request, tuple(refs))
-            self._known.pop(slot, None)
+        """A method is called; if it gives its worker a state, the references stay alive until the next state begins."""
+        numbered_by = request.contract.replay
+        if not numbered_by:
+            return
+        number = request.arguments.get(numbered_by, 0) if isinstance(numbered_by, str) else 0
+        states, method = self._states[slot], (request.role, request.method)
+        if number == 0:
+            for key in [key for key in states if key[:2] == method]:
+                del states[key]
+        states[*method, number] = (request, tuple(refs))
+        self._known.pop(slot, None)
 
     def rule_out(self, pools: Sequence[str]) -> None:
         """The processes of these pools hold what nothing brings back."""

@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,7 +55,7 @@ class Dump(NamedTuple):
 def dumps_of(names: Sequence[str]) -> dict[str, Dump]:
     """The stacks of all threads of armed processes on this machine; without those that are not there, or silent."""
     before = {}
-    for name, (process_id, path) in _armed(names).items():
+    for name, (process_id, path) in armed(names).items():
         with contextlib.suppress(OSError, psutil.NoSuchProcess):
             age_s = time.time() - psutil.Process(process_id).create_time()
             before[name] = age_s, path, len(path.read_bytes())
@@ -65,8 +65,8 @@ def dumps_of(names: Sequence[str]) -> dict[str, Dump]:
     }
 
 
-def _armed(names: Sequence[str]) -> dict[str, tuple[int, Path]]:
-    """Name -> process and the file of its stacks."""
+def armed(names: Collection[str]) -> dict[str, tuple[int, Path]]:
+    """Name -> process and the file of its stacks, of those on this machine."""
     links = {f"/memfd:{name} (deleted)": name for name in names}
     found = {}
     for path in Path("/proc").glob("[0-9]*/fd/*"):

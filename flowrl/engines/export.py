@@ -42,10 +42,10 @@ def export_policy(checkpoint: Path, output: Path) -> None:
     Raises:
         CheckpointError: there is no such policy, or the adapter in it does not fit the model it was trained on.
         ModelError: `output` exists already, or the model that an adapter was trained on is not where it was.
+        UserError: it cannot be written.
     """
-    described, named = _read(checkpoint)
-    model = _adapted(described, named) if (described / _ADAPTER).is_file() else model_of(described, named)
-    output.parent.mkdir(parents=True, exist_ok=True)
+    described, named = _described(checkpoint), _weights(checkpoint)
+    model = model_of(described, named) if adapter_base(checkpoint) is None else _adapted(described, named)
     save_model(model, described, output)
 
 
@@ -54,14 +54,13 @@ def export_adapter(checkpoint: Path, output: Path) -> None:
 
     Args and raises: as `export_policy`; CheckpointError also without an adapter, LoraError where `output` exists.
     """
-    described, named = _read(checkpoint)
-    if not (described / _ADAPTER).is_file():
+    described, base = _described(checkpoint), adapter_base(checkpoint)
+    if base is None:
         raise CheckpointError(
             f"{checkpoint} has no adapter, because its run trained all weights (lora was not set): export the model, "
             f"without --adapter"
         )
-    base = ModelConfig.model_validate(json.loads((described / _ADAPTER).read_text())["model"]).path
-    save_adapter(_adapted(described, named), base, output)
+    save_adapter(_adapted(described, _weights(checkpoint)), base, output)
 
 
 def adapter_base(checkpoint: Path) -> Path | None:
@@ -70,11 +69,16 @@ def adapter_base(checkpoint: Path) -> Path | None:
     return ModelConfig.model_validate(json.loads(file.read_text())["model"]).path if file.is_file() else None
 
 
-def _read(checkpoint: Path) -> tuple[Path, dict[str, Tensor]]:
-    """The description of an actor's policy, and the weights that were saved of it."""
+def _described(checkpoint: Path) -> Path:
+    """Where the description of an actor's policy is."""
     described = checkpoint / DESCRIPTION
     if not (described / "config.json").is_file():
         raise CheckpointError(f"{checkpoint} describes no language model: only what an Actor saved is exported")
+    return described
+
+
+def _weights(checkpoint: Path) -> dict[str, Tensor]:
+    """What was saved of an actor's policy."""
     index = read_index(checkpoint)
     weights: dict[str, Any] = {
         name: torch.empty(stored["size"], dtype=dtype_of(stored["dtype"]))
@@ -82,7 +86,7 @@ def _read(checkpoint: Path) -> tuple[Path, dict[str, Tensor]]:
         if name.startswith(_POLICY)
     }
     read_into(weights, checkpoint, index, None)
-    return described, {name.removeprefix(_POLICY): weight for name, weight in weights.items()}
+    return {name.removeprefix(_POLICY): weight for name, weight in weights.items()}
 
 
 def _adapted(described: Path, weights: Mapping[str, Tensor]) -> PreTrainedModel:

@@ -10,9 +10,10 @@ log-probability). Prompts are prefilled without their last token, once per diffe
 decode step, so that every sampled token comes out of the same code.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -22,6 +23,8 @@ from flowrl.data.table import row_positions
 from flowrl.engines.kv_cache import SlotCache, round_up, with_slot_attention
 from flowrl.engines.responses import Responses, RolloutError, check_prompts, end_ids
 from flowrl.engines.sampling import row_keys, sample_tokens, uniforms
+from flowrl.engines.serving import Serving, State
+from flowrl.engines.weights import WeightsError, load_weights, weight_names
 
 _MIN_ROWS = 16
 """Fewer rows are filled up to this: CPU matrix products sum in another order for a dozen rows or less."""
@@ -84,8 +87,9 @@ class HfRollout:
         model.eval()
         self.model = with_slot_attention(model)
         """A frame of its own around the model's weights."""
-        self.version = 0
-        """Of the model's weights; whoever changes them says so."""
+        self._serving = Serving()
+        self._missing: set[str] = set()
+        """Weights that an update has not brought yet."""
         self._config = config
         self._device = torch.device(device)
         text_config = model.config.get_text_config()
@@ -95,6 +99,55 @@ class HfRollout:
         self._end_ids = torch.tensor(ends, dtype=torch.int64, device=device)
         self._stops = [torch.tensor(stop, dtype=torch.int64, device=device) for stop in config.stop_ids]
         self._longest_stop = max((len(stop) for stop in config.stop_ids), default=1)
+
+    # Weights: those of the model, where it is this engine's own.
+
+    @property
+    def version(self) -> int:
+        """Of the weights that it serves."""
+        return self._serving.version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._serving.version = version
+
+    @property
+    def state(self) -> State:
+        return self._serving.state
+
+    def begin_update(self, version: int) -> None:
+        """Begins to take the weights of a version. Raises RolloutError in the middle of another update."""
+        self._serving.begin(version)
+        self._missing = weight_names(self.model)
+
+    def receive(self, weights: Mapping[str, np.ndarray]) -> None:
+        """Takes some of them, as `export_weights` gives them.
+
+        Raises:
+            RolloutError: no update has begun.
+            WeightsError: they do not fit the model; it answers again after a whole update.
+        """
+        self._serving.expect(State.UPDATING, "receive weights")
+        with self._serving.or_broken():
+            load_weights(self.model, weights, whole=False)
+        self._missing -= weights.keys()
+
+    def commit(self) -> None:
+        """Goes on with the weights that have come. Raises WeightsError where some have not."""
+        self._serving.expect(State.UPDATING, "commit weights")
+        with self._serving.or_broken():
+            if self._missing:
+                raise WeightsError(
+                    f"the update brought no {', '.join(sorted(self._missing)[:3])} ({len(self._missing)} missing); "
+                    f"send every part of it"
+                )
+        self._serving.commit()
+
+    def abort_update(self) -> None:
+        """Gives up an update that has begun; only a whole one makes the engine answer again."""
+        self._serving.abort()
+
+    # Generation.
 
     @torch.no_grad()
     def generate(
@@ -116,8 +169,10 @@ class HfRollout:
             greedy: take the likeliest token instead of sampling; temperature, top-k and top-p are then not used.
         Returns: see `Responses`; no prompts give no responses.
         Raises:
-            RolloutError: a prompt is empty, or with its response longer than the model takes.
+            RolloutError: a prompt is empty, or with its response longer than the model takes, or not all weights are of
+                one version.
         """
+        self._serving.expect(State.SERVING, "generate")
         check_prompts(prompt_ids, self._config.max_response_tokens, self._max_length)
         num_rows, longest = len(prompt_ids), self._config.max_response_tokens
         output = _Output(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from flowrl.engines.attention import capped_attention
+from flowrl.engines.attention import attend, capped_attention
 
 SLOT_MULTIPLE = 32
 _ATTENTION = "flowrl_slots"
@@ -59,15 +59,11 @@ def _slot_attention(
     Gives [B, L, H x G, D]. Without a mask this is a prefill, causal from the first slot; with one, additive
     [B, 1, 1, C], a decode step.
     """
+    if attention_mask is None:
+        return attend(query, key, value, pack=None, scaling=scaling, softcap=softcap), None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    grouped = query.shape[1] != key.shape[1]
     if softcap is not None:
         return capped_attention(query * scale, key, value, attention_mask, softcap), None
-    if attention_mask is None:
-        output = nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
-        )
-        return output.transpose(1, 2), None
     num_rows, num_heads, _, head_dim = query.shape
     query_BHGD = (query * scale).view(num_rows, key.shape[1], -1, head_dim)
     weights_BHGC = torch.matmul(query_BHGD, key.transpose(2, 3)).add_(attention_mask).softmax(-1)

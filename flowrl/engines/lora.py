@@ -112,15 +112,19 @@ class ModelWeight:
     adapter: LoraLinear | None
     """What is added to it."""
 
-    def whole(self) -> Tensor:
-        """All of it, a copy only where it has to be. All ranks that hold parts of the model call it."""
-        stored = whole_tensor(self.stored)
+    def whole(self, dtype: torch.dtype | None = None) -> Tensor:
+        """All of it in a type, its own by default, a copy only where it has to be.
+
+        All ranks that hold parts of the model call it. Without an adapter each casts its part before they are put
+        together; with one, weight and adapter are added as they are.
+        """
         if self.adapter is None:
-            return stored
+            return whole_tensor(self.stored if dtype is None else self.stored.to(dtype))
+        stored = whole_tensor(self.stored)
         matrices = {name: whole_tensor(matrix) for name, matrix in _matrices(self.adapter).items()}
         change = matrices["lora_B"] @ matrices["lora_A"] * self.adapter.scaling[_ADAPTER]
         change = change.T if self.adapter.fan_in_fan_out else change
-        return (stored.to(change.dtype) + change).to(stored.dtype)
+        return (stored.to(change.dtype) + change).to(dtype or stored.dtype)
 
 
 def model_weights(model: nn.Module) -> dict[str, ModelWeight]:

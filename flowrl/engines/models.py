@@ -31,7 +31,7 @@ from flowrl.config import ModelConfig, UserError
 from flowrl.engines.folders import appears_whole
 from flowrl.engines.lora import model_weights
 from flowrl.engines.pack import Pack
-from flowrl.engines.sequence import SharesRows, run_backbone, run_head, whole_rows
+from flowrl.engines.sequence import SharesRows, Stretches, run_backbone, run_head, whole_rows
 from flowrl.engines.sharded_load import empty_model
 
 _VALUE_HEAD = "value_head.safetensors"
@@ -84,12 +84,7 @@ class CriticModel(SharesRows):
             pack: of these rows, to run them without padding.
         Returns: [B, L] in at least float32; column t is read from the hidden state at t - 1, column 0 is 0.
         """
-        ids_BL = input_ids_BL if pack is None else pack.flat(input_ids_BL)
-        hidden_BlD = run_backbone(self.backbone, ids_BL, self.shared, pack)
-        values_Bl = at_least_float32(run_head(self.value_head, hidden_BlD, self.shared).squeeze(-1))
-        values_BL = whole_rows(values_Bl, ids_BL.shape[1], self.shared)
-        if pack is not None:
-            values_BL = pack.rows(values_BL, input_ids_BL.shape)
+        values_BL = _read_tokens(self.backbone, self.value_head, input_ids_BL, self.shared, pack)
         return nn.functional.pad(values_BL[:, :-1], (1, 0))
 
 
@@ -142,16 +137,22 @@ class RewardModel(SharesRows):
             pack: of these rows, to run them without padding.
         Returns: [B] in at least float32.
         """
-        ids_BL = input_ids_BL if pack is None else pack.flat(input_ids_BL)
-        hidden_BlD = run_backbone(self.model.base_model, ids_BL, self.shared, pack)
         head = self.model.get_submodule(self._head_name)
         assert isinstance(head, nn.Linear), "it was given as such"
-        scores_Bl = at_least_float32(run_head(head, hidden_BlD, self.shared).squeeze(-1))
-        scores_BL = whole_rows(scores_Bl, ids_BL.shape[1], self.shared)
-        if pack is not None:
-            scores_BL = pack.rows(scores_BL, input_ids_BL.shape)
+        scores_BL = _read_tokens(self.model.base_model, head, input_ids_BL, self.shared, pack)
         # A row without tokens, which fills up a round, is read at its first place.
         return scores_BL.gather(1, (lengths_B - 1).clamp(min=0)[:, None]).squeeze(1)
+
+
+def _read_tokens(
+    backbone: nn.Module, head: nn.Linear, input_ids_BL: Tensor, shared: Stretches | None, pack: Pack | None
+) -> Tensor:
+    """What a head of one output reads from the hidden state at each token, [B, L] in at least float32."""
+    ids_BL = input_ids_BL if pack is None else pack.flat(input_ids_BL)
+    hidden_BlD = run_backbone(backbone, ids_BL, shared, pack)
+    read_Bl = at_least_float32(run_head(head, hidden_BlD, shared).squeeze(-1))
+    read_BL = whole_rows(read_Bl, ids_BL.shape[1], shared)
+    return read_BL if pack is None else pack.rows(read_BL, input_ids_BL.shape)
 
 
 def at_least_float32(values: Tensor) -> Tensor:

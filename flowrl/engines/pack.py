@@ -5,6 +5,7 @@ Shape suffixes: B rows, L the longest of them, T the tokens of all.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 
 import torch
@@ -27,12 +28,13 @@ class Pack:
     bounds: Tensor
     """int32 [B + 1], where rows begin, and the end of the last."""
 
-    @property
+    # Computed once: every layer asks for these two.
+    @cached_property
     def longest(self) -> int:
         """Tokens of the longest row."""
         return max(self.lengths)
 
-    @property
+    @cached_property
     def runs(self) -> list[tuple[int, int]]:
         """(rows, tokens of each) of neighbours of the same length."""
         return [(len(list(same)), length) for length, same in groupby(self.lengths)]

@@ -8,7 +8,6 @@ Log-probabilities are those of the distribution that a token was sampled from: a
 renormalised over what these leave, as the hf engine's are. Greedy ones are the model's own.
 """
 
-import enum
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from flowrl.engines.models import load_policy
 from flowrl.engines.residency import named_weights
 from flowrl.engines.responses import Responses, RolloutError, check_prompts, end_ids
 from flowrl.engines.sampling import row_keys
+from flowrl.engines.serving import NEXT, State
 
 _SETTINGS = {
     # The engine core runs in this process.
@@ -63,16 +63,6 @@ from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 _TRANSFER = "flowrl_tensors"
 _STEP_TOKENS = 8192
 """Tokens that one step runs, most of them of prompts: more take more memory."""
-
-
-class State(enum.Enum):
-    """What the engine can do now."""
-
-    SERVING = "serving"
-    UPDATING = "updating"
-    ASLEEP = "asleep"
-    BROKEN = "broken"
-    """An update ended in the middle: some weights are new and some old, until a whole update has come."""
 
 
 @dataclass(frozen=True)
@@ -308,15 +298,7 @@ class VllmRollout:
 
     def _expect(self, state: State, doing: str) -> None:
         if self._state is not state:
-            raise RolloutError(f"the rollout engine is {self._state.value} and cannot {doing}; {_NEXT[self._state]}")
-
-
-_NEXT = {
-    State.SERVING: "begin first",
-    State.UPDATING: "commit or abort the update first",
-    State.ASLEEP: "wake it up first",
-    State.BROKEN: "its weights are partly new: give it a whole version",
-}
+            raise RolloutError(f"the rollout engine is {self._state.value} and cannot {doing}; {NEXT[self._state]}")
 
 
 def responses_of(answers: Sequence[Answer]) -> Responses:
@@ -343,7 +325,7 @@ def _engine_args(model: ModelConfig, config: RolloutConfig, tp: int) -> EngineAr
     return EngineArgs(
         model=str(model.path),
         skip_tokenizer_init=True,
-        dtype=model.dtype,
+        dtype=settings.dtype or model.dtype,
         tensor_parallel_size=tp,
         max_num_seqs=config.max_rows,
         max_num_batched_tokens=_STEP_TOKENS,

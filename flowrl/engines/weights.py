@@ -5,7 +5,8 @@ bfloat16 has no NumPy type: such an array is an int16 view and its name ends in 
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -23,19 +24,63 @@ class WeightsError(ValueError):
     """Weights do not fit the model they should be loaded into."""
 
 
-def export_weights(model: nn.Module, *, wanted: bool = True) -> dict[str, np.ndarray]:
-    """A copy of the weights, on the CPU, contiguous. Training on does not change it.
+def weight_chunks(model: nn.Module, max_bytes: float, dtype: torch.dtype | None = None) -> list[list[str]]:
+    """The names of all weights in the model's order, each once, cut into parts of at most so many bytes.
 
-    A model with an adapter exports what it computes with, under the names it has without: whoever loads that replaces
-    weights, and adds nothing. All ranks that hold parts of the model call it; those that do not want the copy help with
-    it and get nothing.
+    A weight that is larger is a part by itself. `dtype` is the type that floating-point weights are cast to.
+    """
+    chunks: list[list[str]] = [[]]
+    size = 0
+    for name, weight in _each_once(model).items():
+        num_bytes = weight.stored.numel() * _cast_to(weight, dtype).itemsize
+        if chunks[-1] and size + num_bytes > max_bytes:
+            chunks.append([])
+            size = 0
+        chunks[-1].append(name)
+        size += num_bytes
+    return chunks
+
+
+def whole_weights(
+    model: nn.Module, names: Sequence[str] | None = None, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Weights of these names, one whole after another, where the model is; without a copy where that can be.
+
+    A model with an adapter gives what it computes with, under the names it has without. Floating-point weights are cast
+    to `dtype`, by each rank its part, before they are put together. All ranks that hold parts of the model iterate.
+    """
+    weights = _each_once(model)
+    for name in weights if names is None else names:
+        yield name, weights[name].whole(_cast_to(weights[name], dtype)).detach()
+
+
+def export_weights(
+    model: nn.Module,
+    names: Sequence[str] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    wanted: bool = True,
+    snapshot: bool = True,
+) -> dict[str, np.ndarray]:
+    """Weights on the CPU, contiguous; arguments as of `whole_weights`.
+
+    Args:
+        wanted: ranks that do not want the arrays help with them and get nothing.
+        snapshot: they are copies, which training on does not change; without it, those that can be are the weights
+            themselves.
     """
     found = {}
-    for name, weight in _weights(model).items():
-        whole = weight.whole()
+    for name, weight in whole_weights(model, names, dtype):
         if wanted:
-            found[name] = _bits(whole).detach().cpu().clone().contiguous().numpy()
+            array = weight.cpu().contiguous()
+            is_own = array.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+            bits = _bits(array.clone() if snapshot and is_own else array)
+            found[name + BFLOAT16 if array.dtype == torch.bfloat16 else name] = bits.numpy()
     return found
+
+
+def _cast_to(weight: ModelWeight, dtype: torch.dtype | None) -> torch.dtype:
+    return weight.stored.dtype if dtype is None or not weight.stored.is_floating_point() else dtype
 
 
 def empty_copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -84,16 +129,27 @@ def _put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
     model.get_submodule(owner)._parameters[leaf] = parameter
 
 
-def tensors_of(weights: Mapping[str, np.ndarray]) -> Iterator[tuple[str, Tensor]]:
+def tensors_of(weights: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
     """Exported weights as tensors on the same memory, which may be read-only, under the model's own names."""
-    for name, array in weights.items():
-        tensor = torch.from_numpy(array)
-        yield (name.removesuffix(BFLOAT16), tensor.view(torch.bfloat16)) if name.endswith(BFLOAT16) else (name, tensor)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        tensors = {name: torch.from_numpy(array) for name, array in weights.items()}
+    return {
+        name.removesuffix(BFLOAT16): tensor.view(torch.bfloat16) if name.endswith(BFLOAT16) else tensor
+        for name, tensor in tensors.items()
+    }
 
 
-def load_weights(model: nn.Module, weights: Mapping[str, np.ndarray]) -> None:
+def weight_names(model: nn.Module) -> set[str]:
+    """The names under which a model's weights are exported."""
+    return set(_weights(model))
+
+
+def load_weights(model: nn.Module, weights: Mapping[str, np.ndarray], *, whole: bool = True) -> None:
     """Writes exported weights into a model, in place and bit for bit. Read-only arrays are welcome.
 
+    Args:
+        whole: all of them must be there, and not some.
     Raises:
         WeightsError: a name is missing or unknown, or an array has another shape or type than the model's weight, or
             the model has an adapter, which would come on top of the one that is in the weights. The model is then
@@ -104,6 +160,8 @@ def load_weights(model: nn.Module, weights: Mapping[str, np.ndarray]) -> None:
             "the model has an adapter, which would be added to weights that have one: load them into one without"
         )
     targets = {name: weight.stored for name, weight in _weights(model).items()}
+    if not whole:
+        targets = {name: target for name, target in targets.items() if name in weights}
     _check(targets, weights)
     with torch.no_grad():
         for name, target in targets.items():

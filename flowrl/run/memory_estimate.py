@@ -6,6 +6,7 @@ that. Files are read for the models' sizes only; neither torch nor a model is lo
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from flowrl.config import (
     ActorConfig,
@@ -88,6 +89,7 @@ class _Roles:
     def __init__(self, config: RunConfig, planned: Plan) -> None:
         self._config, self._planned = config, planned
         self._values = {role: value for role, (_, value) in models_of(config).items()}
+        self._model = cache(self._read_model)  # asked for by every slot
         self._longest = 0
         if isinstance(config, OnPolicyConfig):
             self._longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
@@ -114,7 +116,7 @@ class _Roles:
             return RoleMemory(0, 0, calls, borrows=True)
         return run_role(model, self._rows(place, "rows_per_step"), "logprobs" if model.is_policy else "score")
 
-    def _model(self, role: str) -> RoleModel | None:
+    def _read_model(self, role: str) -> RoleModel | None:
         value = self._values.get(role)
         if not isinstance(value, ActorConfig | CriticConfig | ReferenceConfig | RewardConfig) or value.model is None:
             return None

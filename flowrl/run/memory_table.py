@@ -13,7 +13,7 @@ from flowrl.config import (
 from flowrl.controller.inventory import local_memory
 from flowrl.controller.plan import Plan
 from flowrl.controller.plan_table import aligned
-from flowrl.run.memory_estimate import DeviceMemory, estimate, same_devices
+from flowrl.run.memory_estimate import DeviceMemory, same_devices
 from flowrl.run.role_memory import Call, RoleMemory
 from flowrl.run.rollout_memory import MIN_ROWS
 
@@ -42,12 +42,14 @@ def room(config: RunConfig, planned: Plan, *, here: bool) -> Room:
     return Room(of_device=found) if planned.kind == "cuda" else Room(of_node=found)
 
 
-def check_memory(config: RunConfig, planned: Plan, available: Room) -> None:
+def check_memory(config: RunConfig, planned: Plan, devices: Sequence[DeviceMemory], available: Room) -> None:
     """Refuses a plan of which some device, or some node, needs more memory than it has. Raises `ConfigError`.
 
     Where the size of a model is not known, nothing is refused.
+
+    Args:
+        devices: what `estimate` gives for the plan.
     """
-    devices = estimate(config, planned)
     for found in devices:
         if found.known and available.of_device is not None and found.peak[0] > available.of_device:
             raise ConfigError(_refusal(config, planned, found, found.peak[0], available.of_device, ""))

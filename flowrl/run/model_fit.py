@@ -28,12 +28,12 @@ def check_fit(
         _check_heads(role, "sp", size, place.mesh.sp)
     lora = model.lora if isinstance(model, ActorConfig | CriticConfig) else None
     if lora is not None and lora.targets != "all_linear":
-        names = [name for name, _, _ in size.linears]
         for target in lora.targets:
-            if target.rpartition(".")[2] not in names:
+            if not size.adapted((target,)):
+                names = {name for name, _, _ in size.linears}
                 raise ConfigError(
                     f"{key}lora.targets names {target}, which is no inner linear layer of {size.kind}: choose of "
-                    f"{', '.join(sorted(set(names)))}"
+                    f"{', '.join(sorted(names))}"
                 )
 
 

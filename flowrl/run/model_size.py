@@ -5,9 +5,13 @@ widest part of a layer.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+Linears = tuple[tuple[str, int, int], ...]
+"""Name, inputs and outputs of a layer's matrices."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +32,7 @@ class ModelSize:
     heads: int
     """Heads of queries."""
     vocabulary: int
-    linears: tuple[tuple[str, int, int], ...]
-    """Name, inputs and outputs of a layer's matrices."""
+    linears: Linears
     layer_matrices: int
     """Parameters of one layer that tensor parallelism cuts: matrices and their biases."""
     layer_rest: int
@@ -62,6 +65,14 @@ class ModelSize:
     def parameters(self) -> int:
         """All of a language model."""
         return self.layers * self.layer + self.ends
+
+    def adapted(self, targets: Literal["all_linear"] | Sequence[str]) -> Linears:
+        """The matrices of a layer that `lora.targets` names, each by what follows the last dot of a target: where two
+        have that name, as c_proj in GPT-2, both; and in all layers, where a target has the number of one."""
+        if targets == "all_linear":
+            return self.linears
+        names = {target.rpartition(".")[2] for target in targets}
+        return tuple(linear for linear in self.linears if linear[0] in names)
 
 
 def model_size(folder: Path) -> ModelSize | None:
@@ -126,21 +137,14 @@ def _gpt2(settings: dict[str, Any]) -> ModelSize:
         ("c_fc", hidden, mlp),
         ("c_proj", mlp, hidden),
     )
-    return ModelSize(
-        kind="gpt2",
+    return _with_biases(
+        "gpt2",
+        settings,
+        linears,
         layers=settings["n_layer"],
-        hidden=hidden,
-        queries=hidden,
-        keys=hidden,
-        mlp=mlp,
         heads=settings["n_head"],
-        vocabulary=settings["vocab_size"],
-        linears=linears,
-        layer_matrices=_sizes(linears) + 5 * hidden + mlp,
-        layer_rest=4 * hidden,
         embedding=settings["vocab_size"] * hidden,
         rest=(settings["n_positions"] + 2) * hidden,
-        tied=True,
     )
 
 
@@ -150,25 +154,45 @@ def _opt(settings: dict[str, Any]) -> ModelSize:
     projections = 2 * embedded * hidden if embedded != hidden else 0
     last_norm = 2 * hidden if settings.get("do_layer_norm_before", True) else 0
     linears = (*_attention(hidden, hidden, hidden, "out_proj"), ("fc1", hidden, mlp), ("fc2", mlp, hidden))
-    return ModelSize(
-        kind="opt",
+    return _with_biases(
+        "opt",
+        settings,
+        linears,
         layers=settings["num_hidden_layers"],
+        heads=settings["num_attention_heads"],
+        embedding=settings["vocab_size"] * embedded,
+        rest=(settings["max_position_embeddings"] + 2) * hidden + projections + last_norm,
+    )
+
+
+def _with_biases(
+    kind: str, settings: dict[str, Any], linears: Linears, *, layers: int, heads: int, embedding: int, rest: int
+) -> ModelSize:
+    """A family whose matrices and two norms of a layer all have biases, with as many heads of keys as of queries.
+
+    Args:
+        linears: of a layer, the last of them from M to D.
+    """
+    _, mlp, hidden = linears[-1]
+    return ModelSize(
+        kind=kind,
+        layers=layers,
         hidden=hidden,
         queries=hidden,
         keys=hidden,
         mlp=mlp,
-        heads=settings["num_attention_heads"],
+        heads=heads,
         vocabulary=settings["vocab_size"],
         linears=linears,
         layer_matrices=_sizes(linears) + 5 * hidden + mlp,
         layer_rest=4 * hidden,
-        embedding=settings["vocab_size"] * embedded,
-        rest=(settings["max_position_embeddings"] + 2) * hidden + projections + last_norm,
+        embedding=embedding,
+        rest=rest,
         tied=True,
     )
 
 
-def _attention(hidden: int, queries: int, keys: int, output: str) -> tuple[tuple[str, int, int], ...]:
+def _attention(hidden: int, queries: int, keys: int, output: str) -> Linears:
     return (
         ("q_proj", hidden, queries),
         ("k_proj", hidden, keys),
@@ -177,5 +201,5 @@ def _attention(hidden: int, queries: int, keys: int, output: str) -> tuple[tuple
     )
 
 
-def _sizes(linears: tuple[tuple[str, int, int], ...]) -> int:
+def _sizes(linears: Linears) -> int:
     return sum(inputs * outputs for _, inputs, outputs in linears)

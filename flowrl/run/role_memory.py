@@ -20,7 +20,7 @@ from flowrl.run.activations import (
     policy_head,
     run_bytes,
 )
-from flowrl.run.model_size import ModelSize
+from flowrl.run.model_size import Linears, ModelSize
 
 Kind = Literal["cpu", "cuda"]
 
@@ -95,12 +95,19 @@ class RoleModel:
 
     @property
     def precision(self) -> Precision:
-        compute = self.engine.compute_dtype
-        if self.item == 2:
-            return "plain" if compute == "float32" and self.is_cut else "half"
-        if compute in (None, "float32"):
+        if self.item == 4 and self.engine.compute_dtype in (None, "float32"):
             return "plain"
-        return "half" if self.is_cut else "autocast"
+        return "half" if self.item == 2 or self.is_cut else "autocast"
+
+    @property
+    def at_home(self) -> bool:
+        """Whether the weights are in host memory, and on the device for the length of a layer only."""
+        return self.kind == "cuda" and self.engine.offload == "parameters" and self.is_cut
+
+    @property
+    def leaves(self) -> bool:
+        """Whether weights and optimizer state leave the device while other roles run."""
+        return self.kind == "cuda" and self.engine.offload == "idle"
 
     @property
     def ends(self) -> int:
@@ -140,9 +147,8 @@ class RoleModel:
         return self.item * self.size.layers * sum(inputs * outputs for _, inputs, outputs in self._adapted)
 
     @property
-    def _adapted(self) -> list[tuple[str, int, int]]:
-        targets = () if self.lora is None else self.lora.targets
-        return [linear for linear in self.size.linears if targets == "all_linear" or linear[0] in targets]
+    def _adapted(self) -> Linears:
+        return () if self.lora is None else self.size.adapted(self.lora.targets)
 
     def num_tokens(self, rows: int | None) -> int:
         """Tokens of a pass over so many rows (None: as many as you like): the budget, or one row that is longer."""
@@ -165,27 +171,24 @@ def trained_role(model: RoleModel, rows: int | None, entropy: Entropy, *, saves:
     """
     moments = 2 * model.trained
     moves = model.kind == "cuda"  # on a CPU all memory is the host's
-    at_home = moves and model.engine.offload == "parameters" and model.is_cut
-    leaves = moves and model.engine.offload == "idle"
     away = moves and model.engine.offload == "optimizer"
-    gradients = 0 if at_home else model.trained
+    gradients = 0 if model.at_home else model.trained
     calls = [_update(model, gradients, model.num_tokens(rows), entropy), run_call(model, rows, "forward")]
     if away:
         calls.append(Call("step", gradients=gradients, optimizer=moments))
     return RoleMemory(
-        weights=0 if at_home else model.weights,
-        optimizer=0 if at_home or away else moments,
+        weights=0 if model.at_home else model.weights,
+        optimizer=0 if model.at_home or away else moments,
         calls=tuple(calls),
-        leaves=leaves,
+        leaves=model.leaves,
         copy=model.trained + moments if saves and not moves else 0,
     )
 
 
 def run_role(model: RoleModel, rows: int | None, name: str) -> RoleMemory:
     """A model that is only run."""
-    at_home = model.kind == "cuda" and model.engine.offload == "parameters" and model.is_cut
-    leaves = model.kind == "cuda" and model.engine.offload == "idle"
-    return RoleMemory(0 if at_home else model.weights, 0, (run_call(model, rows, name),), leaves=leaves)
+    weights = 0 if model.at_home else model.weights
+    return RoleMemory(weights, 0, (run_call(model, rows, name),), leaves=model.leaves)
 
 
 def run_call(model: RoleModel, rows: int | None, name: str) -> Call:

@@ -27,6 +27,7 @@ from flowrl.run.interrupt import Interruption
 from flowrl.run.lock import folder_lock
 from flowrl.run.memory import resident_mb
 from flowrl.run.metrics import MetricsLog
+from flowrl.run.publishing import Publisher
 from flowrl.run.resume import found, goes_on
 from flowrl.run.saving import Kept, Saver
 from flowrl.run.start import check_engines, plan_run
@@ -59,11 +60,13 @@ class Run:
         self.version = 0
         """Version of the weights that were published last; 0 is what the model starts from."""
         self._step = 0
+        self._policy: WorkerGroup | None = None
         self._evaluation: Evaluation | None = None
         self._outcomes: list[Outcome] = []
         self._peak_mb = 0.0
         self._resumed: Checkpoint | None = None
         self._earlier = Trace()
+        self._publisher = Publisher(config)
         self._saver = Saver(Checkpoints(config.output), config.checkpoint, config.compared_by)
 
     def __enter__(self) -> Self:
@@ -186,10 +189,12 @@ class Run:
     def _begin(self, rollout: WorkerGroup | None = None) -> None:
         """Brings everything to where the first step of this process begins."""
         self._saver.check(self._resumed)
+        if rollout is not None and self._policy is not None:
+            self._publisher.prepare(self._policy, rollout)
         if self._resumed is not None:
             self._saver.restore(self._resumed)
-            if rollout is not None:
-                self._hand_over(self._policy, rollout)
+            if rollout is not None and self._policy is not None:
+                self._publisher.hand_over(self._policy, rollout, self.version)
         self.cluster.settle()
         if self._resumed is None:
             self._evaluate_untrained()
@@ -228,13 +233,7 @@ class Run:
         In the same processes the rollout samples from the actor's own weights, and only their number changes.
         """
         self.version += 1
-        self._hand_over(actor, rollout)
-
-    def _hand_over(self, actor: WorkerGroup, rollout: WorkerGroup) -> None:
-        if rollout.lives_in(actor) and actor.lives_in(rollout):
-            rollout.set_version.submit(self.version)
-        else:
-            rollout.load_weights.submit(actor.weights.submit(), self.version)
+        self._publisher.hand_over(actor, rollout, self.version)
 
     # Checkpoints.
 

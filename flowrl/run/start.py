@@ -23,6 +23,7 @@ from flowrl.controller.inventory import local_inventory
 from flowrl.controller.plan import Plan, RolePlan, plan
 from flowrl.run.folder import refuse_if_taken
 from flowrl.run.lock import refuse_if_held
+from flowrl.run.memory_estimate import estimate
 from flowrl.run.memory_table import check_memory, room
 from flowrl.run.model_fit import check_fit
 from flowrl.run.resume import goes_on
@@ -56,7 +57,7 @@ def check_run(config: RunConfig) -> None:
     check_rollouts(config)
     if config.address is None:
         planned = plan_run(config)
-        check_memory(config, planned, room(config, planned, here=True))
+        check_memory(config, planned, estimate(config, planned), room(config, planned, here=True))
     refuse_if_held(config.output)
     if not goes_on(config):
         refuse_if_taken(config.output)

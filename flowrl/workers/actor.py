@@ -22,7 +22,7 @@ from flowrl.engines.lora import add_adapter
 from flowrl.engines.microbatch import MicroBatch
 from flowrl.engines.models import describe_model, load_policy, save_model
 from flowrl.engines.train import Denominators, TrainEngine, is_sharded
-from flowrl.engines.weights import export_weights
+from flowrl.engines.weights import export_weights, weight_chunks
 from flowrl.workers.mesh import mesh_of
 from flowrl.workers.model_worker import TrainedWorker
 from flowrl.workers.policy import PolicyModel, policy_logprobs
@@ -94,10 +94,25 @@ class Actor(TrainedWorker):
         """One optimizer step of supervised fine-tuning: mean cross-entropy over the tokens of the response mask."""
         return self.engine.update(batch, _imitation_loss)
 
+    @register(Dispatch.RANK_ZERO, blocking=False)
+    def num_chunks(self, chunk_mb: float, dtype: str | None = None) -> int:
+        """Parts of at most so many MB of 10^6 bytes in which `weights` gives the weights."""
+        return len(self._chunks(chunk_mb, dtype))
+
     @register(Dispatch.ALL_TO_ONE, blocking=False)
-    def weights(self) -> dict[str, Any]:  # Any: NumPy arrays, see engines/weights.py
-        """The present weights, for a rollout in another process; of ranks that share them the first has the answer."""
-        return export_weights(self.model, wanted=self.rank == 0)
+    def weights(
+        self, chunk: int = 0, chunk_mb: float | None = None, dtype: str | None = None
+    ) -> dict[str, Any]:  # Any: NumPy arrays, see engines/weights.py
+        """The present weights, for a rollout in another process; of ranks that share them the first has the answer.
+
+        All of them, or one part of those of `num_chunks`, and floating-point weights in the type of that name.
+        """
+        names = None if chunk_mb is None else self._chunks(chunk_mb, dtype)[chunk]
+        # The result of a call is a copy already.
+        return export_weights(self.model, names, dtype=_type(dtype), wanted=self.rank == 0, snapshot=False)
+
+    def _chunks(self, chunk_mb: float, dtype: str | None) -> list[list[str]]:
+        return weight_chunks(self.model, chunk_mb * 1e6, _type(dtype))
 
     @register(Dispatch.ALL_TO_ONE)
     def save(self, folder: Path) -> None:
@@ -194,6 +209,10 @@ class Actor(TrainedWorker):
 
     def _named(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
         return {f"{self.context.role}/{name}": metric for name, metric in metrics.items()}
+
+
+def _type(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)
 
 
 def loss_options(config: ActorConfig, taken: Container[str]) -> dict[str, Any]:  # Any: as the settings are

@@ -16,7 +16,8 @@ from flowrl.data.chat import ChatTokenizer
 from flowrl.data.table import make_table, objects
 from flowrl.engines.hf_rollout import HfRollout
 from flowrl.engines.models import load_policy
-from flowrl.engines.weights import borrowed_weights, empty_copy, load_weights, tensors_of
+from flowrl.engines.serving import State
+from flowrl.engines.weights import borrowed_weights, empty_copy, tensors_of
 from flowrl.workers.actor import Actor
 
 
@@ -100,12 +101,27 @@ class Rollout(Worker):
         assert self.shares_weights, "weights of another process come through load_weights"
         self.engine.version = version
 
-    @register(Dispatch.ONE_TO_ALL, blocking=False, replay=True)
-    def load_weights(self, weights: Mapping[str, np.ndarray], version: int) -> None:
-        """Takes the actor's weights from another process; a rank that has the actor's own has them already."""
-        if not self.shares_weights:
-            load_weights(self.model, weights)
-        self.engine.version = version
+    @register(Dispatch.ONE_TO_ALL, blocking=False, replay="chunk")
+    def load_weights(self, weights: Mapping[str, np.ndarray], version: int, chunk: int = 0, of: int = 1) -> None:
+        """Takes the actor's weights from another process, in so many calls; a rank with the actor's own has them.
+
+        From the first part to the last the engine refuses to answer, and after an update that was not finished too,
+        until a whole one has come. A first part in the middle of an update begins anew: a process that has taken a lost
+        one's place may be told twice.
+        """
+        if self.shares_weights:
+            self.engine.version = version
+            return
+        if chunk == 0:
+            if self.engine.state is State.UPDATING:
+                self.engine.abort_update()
+            self.engine.begin_update(version)
+        self._receive(weights)
+        if chunk == of - 1:
+            self.engine.commit()
+
+    def _receive(self, weights: Mapping[str, np.ndarray]) -> None:
+        self.engine.receive(weights)
 
 
 class _VllmRollout(Rollout):
@@ -119,9 +135,5 @@ class _VllmRollout(Rollout):
         self.tokenizer = ChatTokenizer(model.path)
         self.engine = VllmRollout(model, self.tokenizer.tokenizer, config, tp=self.context.leads)
 
-    @register(Dispatch.ONE_TO_ALL, blocking=False, replay=True)
-    def load_weights(self, weights: Mapping[str, np.ndarray], version: int) -> None:
-        """Takes the actor's weights: vLLM serves all of them, or none until a whole version has come."""
-        self.engine.begin_update(version)
-        self.engine.receive(dict(tensors_of(weights)))
-        self.engine.commit()
+    def _receive(self, weights: Mapping[str, np.ndarray]) -> None:
+        self.engine.receive(tensors_of(weights))

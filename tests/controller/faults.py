@@ -106,6 +106,15 @@ class Judge(Worker):
         return make_table({"score": table["rows", "x"] * self.factor + self.offset})
 
 
+class Summing(Judge):
+    """Takes its state in parts, and adds them up."""
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False, replay="part")
+    def load_part(self, offset: int, part: int, fault: str | None = None, once: Path | None = None) -> None:
+        self._fail(fault, once)
+        self.offset = offset + (self.offset if part else 0)
+
+
 class Recovering(Judge):
     """Leaves a line in a file each time it is made; from the second time on it takes long, or raises."""
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -10,9 +11,10 @@ import pytest
 
 from flowrl import Batch, Cluster, FlowError, WorkerGroup
 from flowrl.controller.errors import DeadlineError, ProcessLost, WorkerError
+from flowrl.controller.failures import ALIVE_EVERY_S
 from tests.conftest import ClusterMaker
 from tests.controller.failing import Failing
-from tests.controller.faults import DEADLINE_S, Doubling, Faulty, Judge, Recovering
+from tests.controller.faults import DEADLINE_S, Doubling, Faulty, Judge, Recovering, Summing
 from tests.controller.workers import Arithmetic
 
 TOLD_WITHIN_S = 5.0
@@ -204,6 +206,28 @@ def test_a_stateless_process_lost_in_a_call_is_replaced(
     assert any("deadline of 2 s, in commit" in line for line in said) == (fault != "kill")
 
 
+def test_a_replaced_process_is_told_of_when_it_is_lost_and_not_when_another_works(
+    ray_session: None, open_cluster: ClusterMaker, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    cluster = open_cluster("ray", {"judges": [1]}, {"judge": "judges"}, num_threads=1, say=said.append)
+    judge = cluster.group("judge", Recovering, tmp_path / "lines", 10.0)
+    judge.load(7).get()
+    (process_id,), batch = judge.process_id(), Batch.from_columns({"x": [1, 2]})
+    time.sleep(2 * ALIVE_EVERY_S)
+    judge.process_id()  # a driver that waits for nothing sees nothing
+    del said[:]
+    os.kill(process_id, signal.SIGKILL)
+    killed = time.monotonic()
+    scored = judge.score(batch)
+    while not said and time.monotonic() < killed + 8:
+        with suppress(TimeoutError):
+            cluster.calls.settle(cluster.calls.pending(), 0.5)
+    assert time.monotonic() < killed + 5
+    assert said == ["judge on rank 0 (node 0) lost its process in score; another is started"]
+    assert scored.get("score").tolist() == [8, 9]
+
+
 def test_a_stateless_process_lost_between_calls_is_replaced(replaceable: tuple[Cluster, list[str]]):
     cluster, _ = replaceable
     judge = cluster.group("judge", Judge, 10)
@@ -231,6 +255,25 @@ def test_calls_to_a_replaced_process_see_the_state_of_their_own_time(
         judge.load(offset)
         results.append(judge.score(batch))
     assert [result.get("score").tolist() for result in results] == [[0, 0], [10, 10], [20, 20], [30, 30]]
+
+
+def test_a_state_in_parts_is_given_again_from_its_beginning(
+    replaceable: tuple[Cluster, list[str]], tmp_path: Path
+) -> None:
+    """The process is lost between two parts, or in one of them, while calls before and after wait."""
+    cluster, _ = replaceable
+    summing = cluster.group("judge", Summing, 1)
+    batch = Batch.from_columns({"x": [0, 0]})
+    results = [summing.score(batch)]
+    for offset, lost in ((10, None), (20, "score"), (30, "load")):
+        summing.load_part(offset, 0)
+        if lost == "score":
+            results.append(summing.score(batch, "kill", tmp_path / lost))
+        summing.load_part(1, 1, "kill" if lost == "load" else None, tmp_path / f"{lost}-part")
+        summing.load_part(2, 2)
+        results.append(summing.score(batch))
+    found = [result.get("score").tolist() for result in results]
+    assert found == [[0, 0], [13, 13], [20, 20], [23, 23], [33, 33]]
 
 
 def test_what_a_stateless_worker_raises_is_told_and_not_tried_again(replaceable: tuple[Cluster, list[str]]):

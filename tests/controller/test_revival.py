@@ -49,3 +49,32 @@ def test_a_host_knows_what_it_lacks_and_where_its_state_is_behind_or_ahead():
     assert host.is_ahead("judge", [load(2, 1)]) and host.is_ahead("judge", [])
     host.construct(MADE)
     assert not host.is_ahead("judge", [])
+
+
+def part(number: int, chunk: int | None) -> Request:
+    contract = Contract(Dispatch.ONE_TO_ALL, replay="chunk")
+    arguments = {"offset": number} | ({} if chunk is None else {"chunk": chunk})
+    return Request(number, "judge", 0, 0, "load", arguments, contract, returns_batch=False)
+
+
+def test_a_state_in_parts_is_kept_from_its_beginning_and_the_next_one_lets_go_of_it():
+    revivals = Revivals()
+    revivals.constructed(SLOT, MADE)
+    for number, chunk in ((1, None), (2, 1), (3, 2)):
+        revivals.called(SLOT, part(number, chunk), [LocalRef(number)])
+    first = revivals.of(SLOT)
+    revivals.called(SLOT, part(4, 0), [LocalRef(4)])
+    second = revivals.of(SLOT)
+    assert first is not None and [request.number for request in first.requests] == [1, 2, 3]
+    assert [refs[0].get() for _, refs in first.states] == [1, 2, 3]
+    assert second is not None and [request.number for request in second.requests] == [4]
+
+
+def test_earlier_states_undo_a_later_one_where_they_give_all_that_it_gave():
+    host = Host()
+    host.construct(MADE)
+    assert host.replaces("judge", [])
+    host.call(load(4, 1))
+    assert host.replaces("judge", [load(2, 1)]) and not host.replaces("judge", [])
+    host.construct(MADE)
+    assert host.replaces("judge", [])

@@ -8,13 +8,14 @@ from safetensors.torch import load_file
 from torch.multiprocessing.spawn import spawn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from flowrl.config import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig
+from flowrl.config import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, UserError
 from flowrl.data.files import CheckpointError
 from flowrl.engines.checkpoint import EngineCheckpoints, load
-from flowrl.engines.export import DESCRIPTION, describe_adapter, export_policy
+from flowrl.engines.export import DESCRIPTION, describe_adapter, export_adapter, export_policy
 from flowrl.engines.lora import adapter_state, add_adapter, load_adapter_state
 from flowrl.engines.models import ModelError, describe_model
 from flowrl.engines.rank_mesh import ALONE
+from flowrl.engines.shards import INDEX
 from flowrl.engines.train import TrainEngine
 from flowrl.workers.policy import PolicyModel
 from tests.engines.export_ranks import CASES, START, critic_engine, main, values
@@ -73,6 +74,19 @@ def test_an_adapter_of_another_model_or_of_none_is_refused(tmp_path: Path) -> No
     _, folder = adapted(tmp_path / "again", tmp_path / "nowhere")
     with pytest.raises(ModelError, match="nowhere"):
         export_policy(folder, tmp_path / "out")
+
+
+def test_a_checkpoint_without_an_adapter_has_none_to_export_whatever_its_weights(tmp_path: Path) -> None:
+    folder = saved(qwen2(), tmp_path)
+    (folder / INDEX).unlink()
+    with pytest.raises(CheckpointError, match="has no adapter, because its run trained all weights"):
+        export_adapter(folder, tmp_path / "out")
+
+
+def test_a_folder_below_a_file_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"file/out cannot be written \(Not a directory\): make room, or name a folder"):
+        export_policy(saved(qwen2(), tmp_path), tmp_path / "file/out")
 
 
 @pytest.fixture(scope="module")

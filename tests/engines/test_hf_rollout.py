@@ -4,6 +4,7 @@ import torch
 from flowrl.config import RolloutConfig
 from flowrl.engines.hf_rollout import HfRollout, Responses, RolloutError
 from flowrl.engines.sampling import row_keys, sample_tokens, uniforms
+from flowrl.engines.weights import WeightsError, export_weights, weight_chunks
 from tests.engines.losses import policy_logits
 from tests.engines.tables import VOCABULARY
 from tests.engines.tiny import END, llama, qwen2, tokenizer
@@ -197,3 +198,56 @@ def test_a_gpu_gives_the_greedy_tokens_of_the_cpu():
     responses = generate(rollout(qwen2(torch.float64), device="cuda"), prompt_ids, greedy=True)
     assert responses.ids() == expected.ids()
     torch.testing.assert_close(responses.logprobs, expected.logprobs, rtol=0, atol=1e-5)
+
+
+def parts_of(model) -> list[dict]:
+    return [export_weights(model, names) for names in weight_chunks(model, 5000)]
+
+
+def test_an_update_in_parts_is_served_when_it_is_whole_and_nothing_is_in_between():
+    new, engine = qwen2(seed=1), rollout(qwen2(seed=0))
+    first, *others = parts_of(new)
+    engine.begin_update(3)
+    engine.receive(first)
+    with pytest.raises(RolloutError, match="the rollout engine is updating and cannot generate; commit or abort"):
+        generate(engine, prompts(3))
+    assert engine.version == 0
+    for part in others:
+        engine.receive(part)
+    engine.commit()
+    assert engine.version == 3
+    assert said(generate(engine, prompts(3))) == said(generate(rollout(new), prompts(3)))
+
+
+@pytest.mark.parametrize("fails", ["a part is missing", "a part does not fit", "it is given up"])
+def test_after_half_an_update_it_answers_only_from_a_whole_one(fails: str):
+    new, engine = qwen2(seed=1), rollout(qwen2(seed=0))
+    parts = parts_of(new)
+    engine.begin_update(3)
+    engine.receive(parts[0])
+    if fails == "a part is missing":
+        with pytest.raises(
+            WeightsError,
+            match=rf"the update brought no .*\({len(export_weights(new)) - len(parts[0])} missing\); send every",
+        ):
+            engine.commit()
+    elif fails == "a part does not fit":
+        with pytest.raises(WeightsError, match="have also nothing"):
+            engine.receive({"nothing": parts[0].popitem()[1]})
+    else:
+        engine.abort_update()
+    with pytest.raises(RolloutError, match="is broken and cannot generate; its weights are partly new"):
+        generate(engine, prompts(3))
+    engine.begin_update(4)
+    for part in parts_of(new):
+        engine.receive(part)
+    engine.commit()
+    assert said(generate(engine, prompts(3))) == said(generate(rollout(new), prompts(3)))
+    assert set(generate(engine, prompts(3)).versions.tolist()) == {4}
+
+
+@pytest.mark.parametrize("method", ["receive", "commit", "abort_update"])
+def test_an_update_that_has_not_begun_takes_nothing(method: str):
+    engine = rollout()
+    with pytest.raises(RolloutError, match="the rollout engine is serving and cannot"):
+        getattr(engine, method)(*([{}] if method == "receive" else []))

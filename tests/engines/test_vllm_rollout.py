@@ -1,9 +1,12 @@
 """Real vLLM in a process of its own, against transformers with the same weights."""
 
 import importlib.util
+import os
+import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,9 +14,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
-from flowrl import Cluster, Placement, WorkerGroup
+from flowrl import Batch, Cluster, Placement, WorkerGroup
 from flowrl.config import ModelConfig, RolloutConfig
-from flowrl.engines.weights import export_weights
+from flowrl.engines.weights import export_weights, weight_chunks
 from flowrl.workers import Rollout
 from tests.engines import tiny, vllm_checks
 from tests.engines.tiny import END
@@ -44,14 +47,21 @@ class Pair:
     group: WorkerGroup
     model: PreTrainedModel
     version: int = 0
+    told: list[str] = field(default_factory=list)
+    """What a run would show its user."""
 
     def publish(self, seed: int) -> None:
         """Changes every weight, and hands them over."""
+        self.change(seed)
+        self.group.load_weights(export_weights(self.model), self.version)
+
+    def change(self, seed: int) -> None:
+        """Changes every weight, which makes a version."""
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for weight in self.model.parameters():
                 weight.add_(0.1 * weight.abs().mean() * torch.randn(weight.shape, generator=generator))
-        self.hand_over()
+        self.version += 1
 
     def hand_over(self) -> None:
         self.version += 1
@@ -82,8 +92,9 @@ def open_pair(folder: Path, architecture: str, stops: tuple[tuple[int, ...], ...
     (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
     config = RolloutConfig(engine="vllm", max_response_tokens=RESPONSE, stop_ids=stops)
     placement = Placement(device="cpu", pools={"main": [1]}, roles={"rollout": "main"})
-    with Cluster(placement, apart=("rollout",), num_threads=1) as cluster:
-        yield Pair(cluster.group("rollout", Rollout, config, ModelConfig(path=folder), seed=0), model)
+    told: list[str] = []
+    with Cluster(placement, apart=("rollout",), num_threads=1, say=told.append) as cluster:
+        yield Pair(cluster.group("rollout", Rollout, config, ModelConfig(path=folder), seed=0), model, told=told)
 
 
 @pytest.fixture(scope="module")
@@ -219,3 +230,48 @@ def test_200_updates_leave_no_memory_behind(pair: Pair) -> None:
 def test_a_prompt_that_does_not_fit_is_refused(prompt: list[int], sentence: str, pair: Pair) -> None:
     (message,) = pair.group.run(vllm_checks.refused_prompt, prompt)
     assert message.startswith(sentence)
+
+
+def batch_of(rows: int) -> Batch:
+    return Batch.from_rows([{"prompt_ids": PROMPTS[row % 9], "prompt_id": row, "sample": 0} for row in range(rows)])
+
+
+def kill(pair: Pair) -> None:
+    (process_id,) = pair.group.run(vllm_checks.process_id)
+    os.kill(process_id, signal.SIGKILL)
+
+
+def test_a_process_that_is_killed_in_the_middle_of_a_generation_is_replaced_and_says_the_same(pair: Pair) -> None:
+    pair.publish(40)
+    batch = batch_of(400)
+    expected = pair.group.generate(batch).get("input_ids").tolist()
+    (process_id,) = pair.group.run(vllm_checks.process_id)
+    started = time.monotonic()
+    answered = pair.group.generate(batch)
+    while answered.done() or time.monotonic() < started + 0.3:
+        assert not answered.done(), "it was done before it could be killed"
+    del pair.told[:]
+    os.kill(process_id, signal.SIGKILL)
+    found = answered.get("input_ids").tolist()
+    assert pair.group.run(vllm_checks.process_id) != [process_id]
+    assert found == expected
+    assert set(answered.get("weight_version").tolist()) == {-1, pair.version}
+    assert pair.told[0] == "rollout on rank 0 (node 0) lost its process in generate; another is started", pair.told
+
+
+def test_a_process_that_is_killed_in_the_middle_of_an_update_is_given_all_of_it(pair: Pair) -> None:
+    pair.publish(41)
+    old = pair.version
+    before = pair.group.generate(batch_of(9))
+    pair.change(42)
+    parts = [export_weights(pair.model, names) for names in weight_chunks(pair.model, 50_000)]
+    assert len(parts) > 3
+    pair.group.load_weights(parts[0], pair.version, 0, len(parts)).get()
+    pair.group.load_weights(parts[1], pair.version, 1, len(parts))
+    kill(pair)
+    for chunk, part in enumerate(parts[2:], 2):
+        pair.group.load_weights(part, pair.version, chunk, len(parts))
+    assert set(before.get("weight_version").tolist()) == {-1, old}
+    found = pair.says(PROMPTS)
+    assert {version for row in found["versions"] for version in row} == {pair.version}
+    assert pair.largest_gap(PROMPTS, found) < 1e-4

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from flowrl.engines.weights import BFLOAT16, WeightsError, export_weights, load_weights
+from flowrl.engines.weights import BFLOAT16, WeightsError, export_weights, load_weights, tensors_of, weight_chunks
 from tests.engines.tiny import qwen2
 
 
@@ -78,3 +78,50 @@ def test_weights_that_do_not_fit_are_refused_before_any_is_written(change, sente
 def test_bfloat16_weights_are_refused_by_a_float32_model():
     with pytest.raises(WeightsError, match="same configuration and dtype"):
         load_weights(qwen2(), export_weights(qwen2(torch.bfloat16)))
+
+
+def num_bytes(model: torch.nn.Module, names: list[str], item: int) -> int:
+    return sum(model.state_dict()[name].numel() * item for name in names)
+
+
+@pytest.mark.parametrize(("dtype", "item"), [(None, 4), (torch.bfloat16, 2)])
+def test_parts_hold_each_weight_once_in_order_within_the_bound(dtype: torch.dtype | None, item: int):
+    model = qwen2(tie_word_embeddings=True)
+    largest = max(num_bytes(model, [name], item) for name in export_weights(model))
+    bound = largest + 1000
+    chunks = weight_chunks(model, bound, dtype)
+    assert len(chunks) > 2
+    assert [name for chunk in chunks for name in chunk] == list(export_weights(model))
+    sizes = [num_bytes(model, chunk, item) for chunk in chunks]
+    assert max(sizes) <= bound
+    # No part is closed while the next weight would have fitted.
+    for size, following in zip(sizes, chunks[1:], strict=False):
+        assert size + num_bytes(model, following[:1], item) > bound
+
+
+def test_a_weight_above_the_bound_is_a_part_by_itself():
+    model = qwen2(tie_word_embeddings=True)
+    assert all(len(chunk) == 1 for chunk in weight_chunks(model, 1))
+    assert len(weight_chunks(model, 1e12)) == 1
+
+
+def test_parts_of_an_export_are_the_whole():
+    model, other = qwen2(seed=0), qwen2(seed=1)
+    for chunk in weight_chunks(model, 5000):
+        load_weights(other, export_weights(model, chunk), whole=False)
+    assert equal(model, other)
+
+
+def test_weights_are_cast_before_they_travel():
+    model = qwen2()
+    cast = tensors_of(export_weights(model, dtype=torch.bfloat16))
+    assert set(cast) == set(export_weights(model))
+    assert all(torch.equal(weight, model.state_dict()[name].bfloat16()) for name, weight in cast.items())
+
+
+def test_without_a_snapshot_the_arrays_are_the_weights_themselves():
+    model = qwen2()
+    array = export_weights(model, ["model.norm.weight"], snapshot=False)["model.norm.weight"]
+    with torch.no_grad():
+        model.model.norm.weight.fill_(7)
+    assert (array == 7).all()

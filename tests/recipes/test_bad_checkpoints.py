@@ -169,3 +169,27 @@ def test_the_checkpoints_are_listed_and_exported_from_the_command_line(
     assert "has no adapter, because its run trained all weights" in capsys.readouterr().err
     assert main(["export", str(folder), "--step", "7"]) == 2
     assert capsys.readouterr().err.endswith("run has no checkpoint of step 7; it has 1, 2\n")
+
+
+def test_an_export_tells_what_it_cannot_read_from_what_it_cannot_write(
+    checkpoints: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, config = checkpoints.parent, checkpoints / "step-000002" / "actor" / "model" / "config.json"
+    capsys.readouterr()
+    (folder / "file").touch()
+    for output, told in (
+        (folder / ("f" * 300), f"error: --output {folder}/{'f' * 300} cannot be written (File name too long); name"),
+        (folder / "file" / "out", f"error: {folder}/file/out cannot be written (Not a directory): make room, or name"),
+    ):
+        assert main(["export", str(folder), "--output", str(output)]) == 2
+        assert capsys.readouterr().err.startswith(told)
+    config.write_text("{")
+    manifest = checkpoints / "step-000002" / "manifest.json"
+    said = json.loads(manifest.read_text())
+    said["files"]["actor/model/config.json"] = sum_of(config)
+    manifest.write_text(json.dumps(said))
+    assert main(["export", str(folder)]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: checkpoint {checkpoints}/step-000002 cannot be read (") and told.count("\n") == 1
+    assert str(config) in told and told.endswith("; choose another one with --step\n")
+    assert not (folder / "export-step-000002").exists()

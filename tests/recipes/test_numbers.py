@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 
 from flowrl import Batch, Cluster, Placement
-from flowrl.config import ModelConfig, RolloutConfig, load
+from flowrl.config import ModelConfig, RolloutConfig, TransferConfig, load
 from flowrl.run.start import check_run
 from flowrl.workers import Rollout
 from recipes.grpo.config import GRPOConfig
@@ -59,23 +59,31 @@ def assert_same(expected: dict[str, float], found: dict[str, float]) -> None:
 
 @pytest.fixture(scope="module")
 def inline_metrics() -> dict[str, list[dict[str, float]]]:
-    """The metrics of the inline run, filled by the first test that needs them."""
+    """What `inline_ppo` has found."""
     return {}
+
+
+def inline_ppo(found: dict[str, list[dict[str, float]]], name: str, config: PPOConfig) -> list[dict[str, float]]:
+    """The metrics of an inline run, which is made once for all tests that compare with it."""
+    if name not in found:
+        train_ppo(config)
+        found[name] = metrics_of(config)
+    return found[name]
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_ppo_gives_the_same_metrics_under_every_placement(
     name: str, ray_session: None, ppo_config: Callable[..., PPOConfig], tmp_path: Path, inline_metrics: dict
 ) -> None:
-    if "ppo" not in inline_metrics:
-        inline = ppo_config(output=tmp_path / "inline")
-        train_ppo(inline)
-        inline_metrics["ppo"] = metrics_of(inline)
+    expected_lines = inline_ppo(inline_metrics, "ppo", ppo_config(output=tmp_path / "inline"))
     placed = ppo_config(output=tmp_path / "placed", backend="ray", placement=PLACEMENTS[name])
+    # Weights that travel come in many parts.
+    transfer = TransferConfig(chunk_mb=0.05)
+    placed = placed.model_copy(update={"rollout": placed.rollout.model_copy(update={"transfer": transfer})})
     train_ppo(placed)
     found = metrics_of(placed)
     assert [line["step"] for line in found] == [0, 1, 2, 3]
-    for expected, line in zip(inline_metrics["ppo"], found, strict=True):
+    for expected, line in zip(expected_lines, found, strict=True):
         assert_same(expected, line)
 
 
@@ -99,10 +107,7 @@ STRATEGIES = {
 def test_ppo_gives_the_same_metrics_under_every_strategy(
     name: str, ray_session: None, ppo_config: Callable[..., PPOConfig], tmp_path: Path, inline_metrics: dict
 ) -> None:
-    if "ppo" not in inline_metrics:
-        inline = ppo_config(output=tmp_path / "inline")
-        train_ppo(inline)
-        inline_metrics["ppo"] = metrics_of(inline)
+    expected_lines = inline_ppo(inline_metrics, "ppo", ppo_config(output=tmp_path / "inline"))
     engine, places = STRATEGIES[name]
     placement = Placement.model_validate(
         {
@@ -116,7 +121,7 @@ def test_ppo_gives_the_same_metrics_under_every_strategy(
         role: getattr(config, role).model_dump() | {"engine": engine} for role in ("actor", "critic", "reference")
     }
     train_ppo(PPOConfig.model_validate(config.model_dump() | models))
-    for expected, line in zip(inline_metrics["ppo"], metrics_of(config), strict=True):
+    for expected, line in zip(expected_lines, metrics_of(config), strict=True):
         assert_same(expected, line)
 
 
@@ -146,10 +151,7 @@ def with_adapters(config: PPOConfig, engines: dict[str, dict[str, str]]) -> PPOC
 def test_ppo_with_adapters_gives_the_same_metrics_under_every_placement(
     name: str, ray_session: None, ppo_config: Callable[..., PPOConfig], tmp_path: Path, inline_metrics: dict
 ) -> None:
-    if "lora" not in inline_metrics:
-        inline = with_adapters(ppo_config(output=tmp_path / "inline"), {})
-        train_ppo(inline)
-        inline_metrics["lora"] = metrics_of(inline)
+    expected_lines = inline_ppo(inline_metrics, "lora", with_adapters(ppo_config(output=tmp_path / "inline"), {}))
     engines, roles = ADAPTED[name]
     pools = {"main": [2]} | ({"other": [1]} if "other" in str(roles) else {})
     placement = Placement.model_validate({"device": "cpu", "pools": pools, "roles": roles})
@@ -157,7 +159,7 @@ def test_ppo_with_adapters_gives_the_same_metrics_under_every_placement(
     train_ppo(placed)
     found = metrics_of(placed)
     assert found[1]["kl"] == pytest.approx(0, abs=1e-9) and found[3]["kl"] > 1e-5
-    for expected, line in zip(inline_metrics["lora"], found, strict=True):
+    for expected, line in zip(expected_lines, found, strict=True):
         assert_same(expected, line)
 
 

@@ -124,6 +124,13 @@ def test_a_reference_beside_its_actor_with_an_adapter_holds_nothing(model: Path)
     assert actor is not None and actor.optimizer == 2 * 4 * 30 * 16 * (4 * 8192 + 3 * (4096 + 11008))
 
 
+def test_an_adapter_on_layers_of_dotted_names_counts_those(model: Path) -> None:
+    targets = "[mlp.down_proj, self_attn.q_proj]"
+    config = config_of(model, "actor.lora.rank=16", "actor.engine.strategy=ddp", f"actor.lora.targets={targets}")
+    actor = estimate(config, plan_run(config, [8]))[0].roles["actor"]
+    assert actor is not None and actor.optimizer == 2 * 4 * 30 * 16 * ((11008 + 4096) + (4096 + 4096))
+
+
 def test_idle_roles_leave_the_device_to_the_one_that_runs(model: Path) -> None:
     engines = [f"{role}.engine.offload=idle" for role in ("actor", "critic", "reference")]
     config = config_of(model, f"placement={ROOT / 'placement/colocated.yaml'}", *engines, "placement.device=cuda")
@@ -150,7 +157,7 @@ def test_what_cannot_fit_is_refused_with_what_to_change(model: Path, capsys: pyt
 def test_the_seven_billion_recipe_fits_eight_gpus_of_eighty_gb(model: Path) -> None:
     config = config_of(model, "placement.memory_gb=80")
     planned = plan_run(config, [8])
-    check_memory(config, planned, room(config, planned, here=False))
+    check_memory(config, planned, estimate(config, planned), room(config, planned, here=False))
 
 
 def test_a_plan_that_fits_is_a_table(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,15 +178,17 @@ def test_a_run_is_refused_before_it_starts(model: Path, tmp_path: Path) -> None:
 def test_processes_of_a_node_share_its_memory(model: Path) -> None:
     config = config_of(model, "placement.device=cpu")
     planned = plan_run(config, [8])
-    needs = sum(found.peak[0] for found in estimate(config, planned))
-    check_memory(config, planned, Room(of_node=1.01 * needs))
+    devices = estimate(config, planned)
+    needs = sum(found.peak[0] for found in devices)
+    check_memory(config, planned, devices, Room(of_node=1.01 * needs))
     with pytest.raises(ConfigError, match="the 8 processes of node 0 need "):
-        check_memory(config, planned, Room(of_node=0.99 * needs))
+        check_memory(config, planned, devices, Room(of_node=0.99 * needs))
 
 
 def test_a_model_that_is_not_there_is_unknown_and_refuses_nothing() -> None:
     config = load(DEEPSEEK, ["placement.memory_gb=1"], PPOConfig)
     planned = plan_run(config, [8])
     available = room(config, planned, here=False)
-    check_memory(config, planned, available)
-    assert render_memory(estimate(config, planned), available).count("unknown") == 6
+    devices = estimate(config, planned)
+    check_memory(config, planned, devices, available)
+    assert render_memory(devices, available).count("unknown") == 6

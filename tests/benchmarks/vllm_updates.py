@@ -1,0 +1,46 @@
+"""Updates of weights inside vLLM's own process, timed there."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from flowrl.engines.weights import tensors_of
+from flowrl.workers import Rollout
+
+
+def own_engine_ms(worker: Rollout, weights: dict[str, np.ndarray], repeats: int) -> float:
+    """Milliseconds of begin, receive and commit, without the way there."""
+    engine: Any = worker.engine  # vLLM's, whose module is loaded in its process alone
+    tensors = tensors_of(weights)
+
+    def update() -> None:
+        engine.begin_update(1)
+        engine.receive(tensors)
+        engine.commit()
+
+    return _median_ms(update, repeats)
+
+
+def reload_ms(worker: Rollout, weights: dict[str, np.ndarray], repeats: int) -> float:
+    """The same of vLLM's `reload_weights` with the reset of the prefix cache."""
+    engine: Any = worker.engine._engine
+    tensors = tensors_of(weights)
+
+    def update() -> None:
+        engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors.items())})
+        engine.reset_prefix_cache()
+
+    return _median_ms(update, repeats)
+
+
+def _median_ms(call: Callable[[], None], repeats: int) -> float:
+    times = []
+    for number in range(repeats + 2):
+        start_s = time.perf_counter()
+        call()
+        if number >= 2:
+            times.append(1e3 * (time.perf_counter() - start_s))
+    return statistics.median(times)
