@@ -223,7 +223,7 @@ class VllmRollout:
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
-            # Only stops that vLLM does not know need a look at every token, which costs a twentieth of the time for small models.
+            # Only stops that vLLM does not know need a look at every token: a twentieth of a small model's time.
             output_kind=RequestOutputKind.DELTA if self._sequences else RequestOutputKind.FINAL_ONLY,
         )
 
