@@ -48,7 +48,8 @@ BOUND = 0.9
 """What our tokens per second may be of the bare engine's."""
 
 STEP_BOUND = 1.5
-STEP_ROWS, STEP_LENGTH, STEPS = (64, 256), 64, 32
+STEP_ROWS = {"1M": (64, 256), "25M": (64,)}
+STEP_LENGTH, STEPS = 64, 32
 
 Sides = dict[str, Callable[[Prompts, int], Taken]]
 
@@ -161,7 +162,7 @@ def figures(size: str, engines: Sequence[str], repeats: int) -> list[Line]:
                         found.append(throughput(f"{what}, seeded alike", taken, "engine", "bare, seeded", None))
                     found.append(throughput(f"{what}, call", taken, "call", "bare", None))
                 if engine == "hf":
-                    found += [steps(group, f"{engine}, {size}", rows, repeats) for rows in STEP_ROWS]
+                    found += [steps(group, f"{engine}, {size}", rows, repeats) for rows in STEP_ROWS[size]]
     return found
 
 
