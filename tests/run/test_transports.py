@@ -1,0 +1,63 @@
+"""Which way weights take, for every way that actor and rollout can lie to each other."""
+
+from typing import Any
+
+import pytest
+
+from flowrl.config import Placement, RolloutConfig
+from flowrl.controller.plan import Inventory, PlacementError, plan
+from flowrl.run.transports import transport_of
+
+
+def way(
+    kind: str, actor: str, rollout: str, *, engine: str = "vllm", via: str = "auto", tp: int = 1, nodes: tuple = (8,)
+) -> str:
+    place: dict[str, Any] = {"pool": rollout, "tp": tp}
+    roles = {"actor": actor, "rollout": place} | ({} if "b" in actor + rollout else {"reward": "b"})
+    placement = Placement.model_validate({"device": kind, "pools": {"a": [4], "b": [4]}, "roles": roles})
+    config = RolloutConfig.model_validate({"engine": engine, "max_response_tokens": 1, "transfer": {"via": via}})
+    made = plan(placement, Inventory(nodes, kind), apart=("rollout",) if engine == "vllm" else ())
+    return transport_of(made.roles["actor"], made.roles["rollout"], kind, config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "actor", "rollout", "settings", "expected"),
+    [
+        ("cpu", "a", "a", {"engine": "hf"}, "shared"),
+        ("cuda", "a", "a", {"engine": "hf"}, "shared"),
+        ("cpu", "a", "b", {"engine": "hf"}, "object_store"),
+        ("cuda", "a", "b", {"engine": "hf"}, "object_store"),
+        ("cuda", "a", "a[0:2]", {"engine": "hf"}, "object_store"),
+        ("cpu", "a", "a", {}, "object_store"),
+        ("cpu", "a", "b", {}, "object_store"),
+        ("cuda", "a", "a", {}, "cuda_ipc"),
+        ("cuda", "a+b", "b", {}, "cuda_ipc"),
+        ("cuda", "a", "b", {}, "nccl"),
+        ("cuda", "a", "b", {"tp": 2}, "nccl"),
+        ("cuda", "a", "b", {"tp": 4, "nodes": (4, 4)}, "nccl"),
+        ("cuda", "a[0:2]", "a[1:]", {}, "object_store"),
+        ("cuda", "a", "b", {"via": "object_store"}, "object_store"),
+        ("cuda", "a", "a", {"via": "object_store"}, "object_store"),
+        ("cuda", "a", "a", {"via": "cuda_ipc"}, "cuda_ipc"),
+        ("cuda", "a", "b", {"via": "nccl"}, "nccl"),
+    ],
+)
+def test_weights_take_the_best_way_there_is(
+    kind: str, actor: str, rollout: str, settings: dict[str, Any], expected: str
+) -> None:
+    assert way(kind, actor, rollout, **settings) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "actor", "rollout", "via", "sentence"),
+    [
+        ("cpu", "a", "b", "nccl", "rollout.transfer.via is nccl, but the devices are of kind cpu: set"),
+        ("cpu", "a", "a", "cuda_ipc", "rollout.transfer.via is cuda_ipc, but the devices are of kind cpu: set"),
+        ("cuda", "a", "b", "cuda_ipc", "rollout has GPUs that actor is not on, and memory is shared within a GPU"),
+        ("cuda", "a", "a", "nccl", "rollout is on GPUs of actor, and NCCL takes one process per GPU: set"),
+        ("cuda", "a[0:2]", "a[1:]", "nccl", "some of the GPUs of rollout are those of actor"),
+    ],
+)
+def test_a_way_that_cannot_be_is_refused(kind: str, actor: str, rollout: str, via: str, sentence: str) -> None:
+    with pytest.raises(PlacementError, match=sentence):
+        way(kind, actor, rollout, via=via)
