@@ -147,8 +147,8 @@ def steps(group: WorkerGroup, what: str, rows: int, repeats: int) -> Line:
     return Line(f"{what}: decode step of {rows} rows, {best}", "ms", ms["ours"], ms[best], ratio, cpu, STEP_BOUND)
 
 
-def figures(size: str, engines: Sequence[str], repeats: int) -> list[Line]:
-    found = []
+def figures(size: str, engines: Sequence[str], repeats: int) -> Iterator[Line]:
+    """All lines of a model, as they are found."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_model(size, folder)
@@ -157,23 +157,22 @@ def figures(size: str, engines: Sequence[str], repeats: int) -> list[Line]:
                 for shape in ("equal", "long-tailed"):
                     taken = rounds(sides, shape, ROWS[size], repeats)
                     what = f"{engine}, {size}, {shape}"
-                    found.append(throughput(what, taken, "engine", "bare", BOUND))
+                    yield throughput(what, taken, "engine", "bare", BOUND)
                     if "bare, seeded" in sides:
-                        found.append(throughput(f"{what}, seeded alike", taken, "engine", "bare, seeded", None))
-                    found.append(throughput(f"{what}, call", taken, "call", "bare", None))
+                        yield throughput(f"{what}, seeded alike", taken, "engine", "bare, seeded", None)
+                    yield throughput(f"{what}, call", taken, "call", "bare", None)
                 if engine == "hf":
-                    found += [steps(group, f"{engine}, {size}", rows, repeats) for rows in STEP_ROWS[size]]
-    return found
+                    yield from (steps(group, f"{engine}, {size}", rows, repeats) for rows in STEP_ROWS[size])
 
 
-def table(found: list[Line]) -> str:
-    """The figures as markdown."""
-    lines = ["| what | ours | bare | ratio | of processor time | bound |", "|---|---|---|---|---|---|"]
-    for f in found:
-        bound = "" if f.bound is None else f"{f.bound:g}"
-        numbers = [f"{value:,.0f}" if f.unit == "tokens/s" else f"{value:.2f} {f.unit}" for value in (f.ours, f.bare)]
-        lines.append(f"| {f.what} | {numbers[0]} | {numbers[1]} | {f.ratio:.2f} | {f.cpu_ratio:.2f} | {bound} |")
-    return "\n".join(lines)
+HEAD = "| what | ours | bare | ratio | of processor time | bound |\n|---|---|---|---|---|---|\n"
+
+
+def row_of(line: Line) -> str:
+    """A line of the table, as markdown."""
+    bound = "" if line.bound is None else f"{line.bound:g}"
+    mine, bare = (f"{n:,.0f}" if line.unit == "tokens/s" else f"{n:.2f} {line.unit}" for n in (line.ours, line.bare))
+    return f"| {line.what} | {mine} | {bare} | {line.ratio:.2f} | {line.cpu_ratio:.2f} | {bound} |\n"
 
 
 def main() -> None:
@@ -184,10 +183,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--table", action="store_true")
     arguments = parser.parse_args()
-    ran_on = machine() | {name: version(name) for name in ("transformers",)}
-    found = [line for size in arguments.sizes for line in figures(size, arguments.engines, arguments.repeats)]
-    shown = table(found) if arguments.table else json.dumps({"machine": ran_on, "figures": [asdict(f) for f in found]})
-    sys.stdout.write(f"{shown}\n")
+    ran_on = machine() | {"transformers": version("transformers")}
+    lines = (line for size in arguments.sizes for line in figures(size, arguments.engines, arguments.repeats))
+    if not arguments.table:
+        sys.stdout.write(json.dumps({"machine": ran_on, "figures": [asdict(line) for line in lines]}) + "\n")
+        return
+    sys.stdout.write(HEAD)
+    for line in lines:
+        sys.stdout.write(row_of(line))
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
