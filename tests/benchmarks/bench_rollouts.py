@@ -27,7 +27,7 @@ END, FIRST, LAST = 1, 2, 1023
 PEAK = 32.0
 """Logit of the number that comes next; those of the others are a few around 0."""
 
-SIZES = {"1M": (128, 4, 4, 1024), "25M": (512, 7, 8, 4096)}
+SIZES = {"1M": (128, 4, 4, 1024), "26M": (512, 7, 8, 4096)}
 """Width, layers, heads (of 32 and 64) and vocabulary."""
 
 Prompts = Sequence[Sequence[int]]

@@ -1,6 +1,6 @@
 """Tokens per second of both rollout engines beside the bare ones, and what a decode step of the hf sampler costs.
 
-python -m tests.benchmarks.rollout [--sizes 1M 25M] [--engines hf vllm] [--repeats N] [--table]
+python -m tests.benchmarks.rollout [--sizes 1M 26M] [--engines hf vllm] [--repeats N] [--table]
 
 The same prompts and the same lengths of response on both sides, one thread per process: `model.generate` of
 transformers in our engine's own process, `LLM.generate` of vLLM in another with the same settings. Each round begins
@@ -40,7 +40,7 @@ from tests.benchmarks.bench_rollouts import (
 )
 from tests.benchmarks.measure import machine
 
-ROWS = {"1M": 64, "25M": 32}
+ROWS = {"1M": 64, "26M": 32}
 """Size of the model -> rows that an engine has at a time. Of long-tailed rows twice as many come in a call."""
 
 LIMIT = 256
@@ -48,7 +48,7 @@ BOUND = 0.9
 """What our tokens per second may be of the bare engine's."""
 
 STEP_BOUND = 1.5
-STEP_ROWS = {"1M": (64, 256), "25M": (64,)}
+STEP_ROWS = {"1M": (64, 256), "26M": (64,)}
 STEP_LENGTH, STEPS = 64, 32
 
 Sides = dict[str, Callable[[Prompts, int], Taken]]
