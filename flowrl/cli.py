@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from flowrl.config import ConfigError, Placement, RunConfig, UserError, load, recipe_class
+from flowrl.config import CheckFailed, ConfigError, OnPolicyConfig, Placement, RunConfig, UserError, load, recipe_class
 from flowrl.config.source import read
 from flowrl.controller.errors import WorkerError
 from flowrl.controller.inventory import local_inventory
@@ -20,7 +20,7 @@ from flowrl.run.inputs import refuse_changed_base
 from flowrl.run.interrupt import Interrupted
 from flowrl.run.memory_estimate import estimate
 from flowrl.run.memory_table import check_memory, render_memory, room
-from flowrl.run.start import check_functions, check_run, plan_run
+from flowrl.run.start import check_functions, check_run, check_start, plan_run
 from flowrl.run.trace import loop_events
 
 RecipeConfig = TypeVar("RecipeConfig", bound=RunConfig)
@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_trace(commands)
     _add_checkpoints(commands)
     _add_export(commands)
+    _add_doctor(commands)
     arguments, rest = parser.parse_known_args(argv)
     # argparse gives up on key=value words that follow an option; they belong to the ones before it.
     if rest and ("overrides" not in arguments or any(word.startswith("-") for word in rest)):
@@ -49,15 +50,16 @@ def exit_code(program: Callable[[], object]) -> int:
     """Runs `program` and tells what ended it.
 
     Returns: 0 when it returns; 2 for a `UserError`, whose sentence goes to stderr, and for a full disk; 1 when a worker
-    failed, with its own traceback instead of the driver's; 130 when it was interrupted and 143 when SIGTERM ended it,
-    with a line that says where its results are. Any other exception is a defect, and is raised.
+    failed, with its own traceback instead of the driver's, or a check of the run's, in one sentence; 130 when it was
+    interrupted and 143 when SIGTERM ended it, with a line that says where its results are. Any other exception is a
+    defect, and is raised.
     """
     try:
         program()
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    except WorkerError as error:
+    except (WorkerError, CheckFailed) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
     except Interrupted as ended:
@@ -220,6 +222,31 @@ def _export(arguments: argparse.Namespace) -> None:
             f"checkpoint {checkpoint.path} cannot be read ({reason}); choose another one with --step"
         ) from error
     sys.stdout.write(f"{output}: the {what} after step {step}\n")
+
+
+def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "doctor", help="start a recipe's actor and rollout, and compare what the two compute", allow_abbrev=False
+    )
+    parser.add_argument("--rollout", type=Path, metavar="CONFIG", required=True, help="a recipe's YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings put over the file's")
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> None:
+    schema = _run_config(arguments.rollout)
+    if not issubclass(schema, OnPolicyConfig):
+        raise ConfigError(
+            f"{arguments.rollout}: {schema.__name__} has no rollout: name a recipe that samples responses"
+        )
+    config = load(arguments.rollout, arguments.overrides, schema)
+    check_start(config)
+
+    # torch and Ray only where a model is run
+    from flowrl.run.doctor import examine  # noqa: PLC0415
+    from flowrl.workers import Actor, Rollout  # noqa: PLC0415
+
+    examine(config, Actor, Rollout)
 
 
 def _seconds(text: str) -> float:

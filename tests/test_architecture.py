@@ -28,7 +28,7 @@ LEVELS = {
 
 HOMES = {
     "ray": ("flowrl/controller/ray_backend.py", "flowrl/controller/ray_nodes.py"),
-    "vllm": ("flowrl/engines/vllm_rollout.py",),
+    "vllm": ("flowrl/engines/vllm_",),
     "transformers": ("flowrl/engines/", "flowrl/data/"),
     "tensordict": ("flowrl/data/", "flowrl/engines/", "flowrl/workers/", "flowrl/run/", "flowrl/controller/tasks.py"),
     "pydantic": ("flowrl/config/", "recipes/"),

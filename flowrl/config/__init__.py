@@ -4,7 +4,7 @@ from flowrl.config.algorithm import AdvantageConfig, CorrectionConfig
 from flowrl.config.base import Config, ConfigError
 from flowrl.config.checkpoint import CheckpointConfig
 from flowrl.config.data import DataConfig
-from flowrl.config.errors import UserError
+from flowrl.config.errors import CheckFailed, UserError
 from flowrl.config.load import load, recipe_class, to_yaml
 from flowrl.config.losses import PreferenceConfig, PtxConfig
 from flowrl.config.model import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, cuts_model
@@ -27,6 +27,7 @@ __all__ = [
     "SINGLE",
     "ActorConfig",
     "AdvantageConfig",
+    "CheckFailed",
     "CheckpointConfig",
     "Config",
     "ConfigError",

@@ -240,6 +240,11 @@ class VllmConfig(Config):
     graphs: bool = True
     """On GPUs, record kernels as CUDA graphs and compile: slower to start, faster to decode."""
 
+    sleep: bool | None = None
+    """Where other roles use its devices, leave them while those work: weights move to the memory of the host, keys and
+    values are dropped. Those leave theirs while it works where their engine has offload: idle. null is yes on GPUs; on
+    the CPU, where all memory is the host's, it moves nothing."""
+
 
 class RolloutConfig(Config):
     """How the actor's weights answer prompts."""
@@ -272,6 +277,16 @@ class RolloutConfig(Config):
     max_rows: PositiveInt = 256
     """Rows that one rank generates at once; fewer than 16 take the memory of 16. Changes time and memory, never the
     tokens."""
+
+    check_weights: Literal["sampled", "complete", "off"] = "sampled"
+    """After each update of weights from another process, compare what is served with the actor's: a few columns of some
+    of them, others each time; all of all of them, which takes several times as long as the transfer; or nothing."""
+
+    check: Literal["warn", "strict", "off"] = "warn"
+    """What a `rollout_gap` above gap_warning does: a line with the likely causes, or the end of the run; or nothing."""
+
+    gap_warning: PositiveFloat | None = None
+    """Mean distance between rollout and trainer, in nats per token; null is 0.001 in float32 and 0.05 in 16 bits."""
 
     @model_validator(mode="after")
     def _check(self) -> "RolloutConfig":

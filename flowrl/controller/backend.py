@@ -39,8 +39,17 @@ class Backend(Protocol):
         """Makes a role's communicator in a process of a set that was joined; the reference is its `Report`."""
         ...
 
-    def construct(self, slot: Slot, construction: Construction, revival: Revival | None) -> Ref:
-        """Makes a worker in a slot's host; the reference is its `Report`."""
+    def construct(
+        self, slot: Slot, construction: Construction, revival: Revival | None, after: Sequence[Ref] = ()
+    ) -> Ref:
+        """Makes a worker in a slot's host, once other references are filled; the reference is its `Report`."""
+        ...
+
+    def make_room(self, slot: Slot, role: str, rank: int, *, replaceable: bool) -> Ref:
+        """Has the workers of a slot's host leave its devices; the reference is the `Report`, told of the first.
+
+        In a process that has taken a lost one's place there are none yet, and none is made for this.
+        """
         ...
 
     def call(self, slot: Slot, request: Request, refs: Sequence[Ref], revival: Revival | None) -> tuple[Ref, Ref]:

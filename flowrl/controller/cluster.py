@@ -12,11 +12,12 @@ from flowrl.config import Placement
 from flowrl.controller.backend import Backend
 from flowrl.controller.calls import Calls
 from flowrl.controller.errors import ContractError
-from flowrl.controller.group import WorkerGroup
+from flowrl.controller.group import WorkerGroup, submission
 from flowrl.controller.host import Construction
 from flowrl.controller.inline_backend import InlineBackend
 from flowrl.controller.plan import HostSet, Mesh, PlacementError, Plan, PoolPlan, RolePlan, Slot, plan
 from flowrl.controller.pool import ResourcePool
+from flowrl.controller.residency import Handover, Residency
 from flowrl.controller.tasks import GroupTasks, Tasks
 from flowrl.controller.worker import Worker
 
@@ -74,11 +75,12 @@ class Cluster:
             inventory = self._backend.inventory(placement.device, devices)
             self.plan: Plan = plan(placement, inventory, roles, apart)
             pools = list(self.plan.pools.values())
+            everyone = [slot for pool in (*pools, *self.plan.apart.values()) for slot in pool.slots]
+            self._handover = Handover(Residency(everyone), self._backend, self.calls, self.plan.kind)
             for hosts in (*self.plan.host_sets(), HostSet(TASKS, (_TASK_POOL,))):
                 self.calls.failures.watch(hosts)
                 self._sets |= {pool.name: hosts for pool in hosts.pools}
-            everyone = (*pools, *self.plan.apart.values())
-            self._per_node = Counter(slot.node for pool in everyone for slot in pool.slots)
+            self._per_node = Counter(slot.node for slot in everyone)
             self._backend.reserve(pools, self.plan.kind)
             tasks = self._make(RolePlan(TASKS, TASKS, _TASK_POOL.slots, Mesh(1, 1, 1, 1)), Tasks, (), {})
             if prepare:
@@ -120,11 +122,10 @@ class Cluster:
             self._open_group(role, slots)
         if not replaceable:
             self.calls.revivals.rule_out([pool.name for pool in hosts.pools])
-        group = WorkerGroup(role, cls, slots, planned.mesh, self._backend, self.calls, self.plan.kind)
+        group = WorkerGroup(role, cls, slots, planned.mesh, self._backend, self.calls, self._handover, self.plan.kind)
         twins = frozenset(other for other, plan in self.plan.roles.items() if other != role and plan.slots == slots)
         for rank, slot in enumerate(slots):
-            device, local_rank = self._device(slot), planned.local_rank(rank)
-            threads = self._threads(slot)
+            device = self._device(slot)
             made = Construction(
                 role,
                 cls,
@@ -132,20 +133,27 @@ class Cluster:
                 kwargs,
                 planned.mesh,
                 rank,
-                local_rank,
+                planned.local_rank(rank),
                 slot.node,
                 device,
-                threads,
+                self._threads(slot),
                 twins,
                 planned.leads,
+                self._handover.ledger.is_shared(slot) and cls.yields_device(device, *args, **kwargs),
             )
-            report = self._backend.construct(slot, made, self.calls.revivals.of(slot))
-            self.calls.revivals.constructed(slot, made)
-            self.calls.add(report, role, rank, "__init__", slot, group.device_name(slot))
+            self._construct(slot, made, group)
         self._groups[role] = group
         if role != TASKS:
             group.tasks = self._tasks
         return group
+
+    def _construct(self, slot: Slot, made: Construction, group: WorkerGroup) -> None:
+        with submission:
+            rooms = self._handover.before_first(slot, yields=made.yields)
+            awaited = [room.carrier for room in rooms]
+            report = self._backend.construct(slot, made, self.calls.revivals.of(slot), awaited)
+            self.calls.revivals.constructed(slot, made)
+            self.calls.add(report, made.role, made.rank, "__init__", slot, group.device_name(slot), inputs=rooms)
 
     def _open_group(self, role: str, slots: Sequence[Slot]) -> None:
         """Gives a role a communicator. Every process of its host set takes part, in the order of `group` calls."""

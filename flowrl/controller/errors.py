@@ -3,6 +3,7 @@
 FlowError
 +-- WorkerError     a worker's method raised
 |   +-- RefusedError    what it raised is the user's to mend (a UserError too)
+|   +-- FailedCheck     it found that what it computes would be wrong
 |   +-- ProcessLost     its process has ended
 |   +-- DeadlineError   it did not return in time
 +-- BackendError    processes cannot be started or joined as asked (a UserError too)
@@ -64,7 +65,18 @@ class RefusedError(WorkerError, UserError):
     """A worker refused what a user set or gave. One sentence, without the traceback that is of no use to its reader."""
 
     def __str__(self) -> str:
-        return f"{self.role}: {self.cause.partition(': ')[2]}"
+        return _sentence(self)
+
+
+class FailedCheck(WorkerError):
+    """A check of a worker's own failed: `CheckFailed`. One sentence, as it names the cause better than a traceback."""
+
+    def __str__(self) -> str:
+        return _sentence(self)
+
+
+def _sentence(error: WorkerError) -> str:
+    return f"{error.role}: {error.cause.partition(': ')[2]}"
 
 
 def unpicklable(error: BaseException) -> str:

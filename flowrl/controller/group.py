@@ -13,6 +13,7 @@ from flowrl.controller.errors import ContractError
 from flowrl.controller.future import Future
 from flowrl.controller.plan import Mesh, Slot
 from flowrl.controller.register import Contract, Dispatch, registered_methods
+from flowrl.controller.residency import Handover
 from flowrl.controller.wire import References, Request, lower
 from flowrl.controller.worker import Worker
 from flowrl.data.batch import Batch, TaskRunner
@@ -20,7 +21,7 @@ from flowrl.data.block import Block, Ref, Shard
 from flowrl.data.layout import Rows
 
 # Submissions of one process to many ranks must not interleave: collectives meet in the same order everywhere.
-_submission = threading.RLock()
+submission = threading.RLock()
 
 
 class RemoteMethod:
@@ -57,12 +58,20 @@ class WorkerGroup:
     """All ranks of one role, with the worker class's registered methods. Made by `Cluster.group`."""
 
     def __init__(
-        self, role: str, cls: type[Worker], slots: Sequence[Slot], mesh: Mesh, backend: Backend, calls: Calls, kind: str
+        self,
+        role: str,
+        cls: type[Worker],
+        slots: Sequence[Slot],
+        mesh: Mesh,
+        backend: Backend,
+        calls: Calls,
+        handover: Handover,
+        kind: str,
     ) -> None:
         self.role, self.cls, self.mesh = role, cls, mesh
         self.slots = tuple(slots)
         self.tasks: TaskRunner | None = None
-        self._backend, self._calls, self._kind = backend, calls, kind
+        self._backend, self._calls, self._handover, self._kind = backend, calls, handover, kind
         for name, (function, contract) in registered_methods(cls).items():
             dispatch_mode(contract.mode)
             if name in dir(type(self)) or name in self.__dict__:
@@ -97,6 +106,10 @@ class WorkerGroup:
     def lives_in(self, other: "WorkerGroup") -> bool:
         """Whether every rank of this group is in a process that has a rank of the other."""
         return set(self.slots) <= set(other.slots)
+
+    def leaves_for(self, other: "WorkerGroup") -> bool:
+        """Whether it leaves a device when the other group is called: what it has there is then out of reach."""
+        return self._handover.ledger.leave(self.slots, other.slots)
 
     def __repr__(self) -> str:
         return f"WorkerGroup({self.role}: {self.world_size} x {self.cls.__name__} on {self.pool})"
@@ -144,11 +157,15 @@ class WorkerGroup:
             raise ContractError(
                 f"dispatch mode {mode.name} made {len(per_rank)} parts for the {self.world_size} ranks of {self.role}"
             )
-        with _submission:
+        with submission:
             # Scattering may have waited, and its processes may have been ended meanwhile.
             self._calls.check(self.pool)
+            ranks = [rank for rank, part in enumerate(per_rank) if part is not None]
+            rooms = {} if contract.memory == () else self._rooms(ranks)
             results = {
-                rank: self._send(rank, method, contract, mode, a) for rank, a in enumerate(per_rank) if a is not None
+                rank: self._send(rank, method, contract, mode, part, rooms.get(rank, ()))
+                for rank in ranks
+                if (part := per_rank[rank]) is not None
             }
         if mode.gather is None:
             return self._as_batch(contract, [per_rank[rank] for rank in leaders(self.mesh)], results)
@@ -161,8 +178,23 @@ class WorkerGroup:
 
         return Future(refs, mode.gather, self.mesh, fetch)
 
+    def _rooms(self, ranks: Sequence[int]) -> dict[int, list[Tracked]]:
+        """Has other processes leave the devices of ranks; what each rank must wait for."""
+        rooms = {rank: going for rank in ranks if (going := self._handover.before(self.slots[rank]))}
+        if not rooms or not self.cls.collective:
+            return rooms
+        # A rank whose own device is free must not enter a collective alone when a peer's is not given up.
+        every = [room for going in rooms.values() for room in going]
+        return dict.fromkeys(ranks, every)
+
     def _send(
-        self, rank: int, method: str, contract: Contract, mode: DispatchMode, arguments: Mapping[str, Any]
+        self,
+        rank: int,
+        method: str,
+        contract: Contract,
+        mode: DispatchMode,
+        arguments: Mapping[str, Any],
+        rooms: Sequence[Tracked],
     ) -> tuple[Tracked, CallRecord]:
         references = References(self._calls.share, self.cls.collective)
         returns_batch = mode.gather is None
@@ -170,7 +202,8 @@ class WorkerGroup:
         slot, submitted_ns, number = self.slots[rank], time.time_ns(), self._calls.next_number()
         lowered = lower(dict(arguments), references)
         request = Request(number, self.role, rank, slot.node, method, lowered, contract, returns_batch, answers)
-        value, report = self._backend.call(slot, request, references.refs, self._calls.revivals.of(slot))
+        awaited = [*references.refs, *(room.carrier for room in rooms)]
+        value, report = self._backend.call(slot, request, awaited, self._calls.revivals.of(slot))
         self._calls.revivals.called(slot, request, references.refs)
         record = self._calls.add(
             report,
@@ -181,7 +214,7 @@ class WorkerGroup:
             self.device_name(slot),
             number=number,
             submitted_ns=submitted_ns,
-            inputs=references.sources,
+            inputs=[*references.sources, *rooms],
             timeout_s=contract.timeout_s,
         )
         return Tracked(value, record, self._calls), record

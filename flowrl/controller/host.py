@@ -10,8 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flowrl.config import UserError
-from flowrl.controller.errors import ContractError, FlowError, ProcessLost, RefusedError, WorkerError
+from flowrl.config import CheckFailed, UserError
+from flowrl.controller.errors import (
+    ContractError,
+    FailedCheck,
+    FlowError,
+    ProcessLost,
+    RefusedError,
+    WorkerError,
+)
 from flowrl.controller.plan import Mesh
 from flowrl.controller.rendezvous import join_process_group, role_process_group
 from flowrl.controller.turns import Turns
@@ -40,6 +47,7 @@ class Construction:
     num_threads: int
     twins: frozenset[str] = frozenset()
     leads: int = 1
+    yields: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,8 +93,8 @@ class Host:
             self._groups[role] = role_process_group(ranks)
             return None, _untimed(started_ns)
 
-    def construct(self, made: Construction) -> tuple[None, Report]:
-        """Makes a worker. Raises `WorkerError`."""
+    def construct(self, made: Construction, *after: Any) -> tuple[None, Report]:  # Any: reports
+        """Makes a worker; what must be done before is among the arguments. Raises `WorkerError`."""
         with _told_to_driver(made.role, made.rank, made.node, "__init__"):
             started_ns = time.time_ns()
             self._construct(made)
@@ -108,6 +116,7 @@ class Host:
             colocated=self._workers,
             twins=made.twins,
             leads=made.leads,
+            yields=made.yields,
         )
         self._turns.clear()
         worker.__init__(*made.args, **made.kwargs)
@@ -124,7 +133,8 @@ class Host:
         with _told_to_driver(request.role, request.rank, request.node, request.method):
             arguments, payloads = _read(request, objects)
             started_ns = time.time_ns()
-            self._turns.take(request.role)
+            if request.contract.memory != ():
+                self._turns.take(request.role, request.contract.memory)
             result = _run(self._workers[request.role], request, arguments, payloads)
             ended_ns = time.time_ns()
             value, description = _packed(result, list(payloads.values()), request)
@@ -132,6 +142,13 @@ class Host:
             self._states[request.role] = request.number
             self._stateful[request.role].add(request.method)
         return value, Report(arrived_ns, started_ns, ended_ns, time.time_ns(), description)
+
+    def make_room(self, role: str, rank: int, node: int) -> tuple[None, Report]:
+        """Has all workers leave the device; who told of them is its first. Raises `WorkerError`."""
+        with _told_to_driver(role, rank, node, "make_room"):
+            started_ns = time.time_ns()
+            self._turns.clear()
+            return None, _untimed(started_ns)
 
     def lacks(self, constructions: Sequence[Construction]) -> bool:
         """Whether a worker is missing that was made in the process before this one."""
@@ -160,7 +177,8 @@ def _told_to_driver(role: str, rank: int, node: int, method: str) -> Iterator[No
     try:
         yield
     except Exception as error:  # noqa: BLE001 (process boundary: everything is raised again)
-        kind = RefusedError if isinstance(error, UserError) and not isinstance(error, FlowError) else WorkerError
+        kind = FailedCheck if isinstance(error, CheckFailed) else WorkerError
+        kind = RefusedError if isinstance(error, UserError) and not isinstance(error, FlowError) else kind
         cause = f"{type(error).__name__}: {error}"
         raise kind(role, rank, node, method, cause, traceback.format_exc(), _connection_lost(error)) from None
 

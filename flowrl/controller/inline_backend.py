@@ -37,8 +37,14 @@ class InlineBackend:
     def open_group(self, slot: Slot, role: str, ranks: Sequence[int], rank: int) -> Ref:
         raise RuntimeError(f"the ranks of {role} talk to each other, which takes processes: use backend ray")
 
-    def construct(self, slot: Slot, construction: Construction, revival: Revival | None) -> Ref:
+    def construct(
+        self, slot: Slot, construction: Construction, revival: Revival | None, after: Sequence[Ref] = ()
+    ) -> Ref:
         _, report = self._hosts[slot.pool, slot.rank].construct(construction)
+        return LocalRef(report)
+
+    def make_room(self, slot: Slot, role: str, rank: int, *, replaceable: bool) -> Ref:
+        _, report = self._hosts[slot.pool, slot.rank].make_room(role, rank, slot.node)
         return LocalRef(report)
 
     def call(self, slot: Slot, request: Request, refs: Sequence[Ref], revival: Revival | None) -> tuple[Ref, Ref]:

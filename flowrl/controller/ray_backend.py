@@ -192,10 +192,19 @@ class RayBackend:
         _, report = method.remote(role, tuple(ranks), rank, slot.node)
         return RayRef(report, (role, rank, slot.node, "join"))
 
-    def construct(self, slot: Slot, construction: Construction, revival: Revival | None) -> Ref:
+    def construct(
+        self, slot: Slot, construction: Construction, revival: Revival | None, after: Sequence[Ref] = ()
+    ) -> Ref:
         method = self._hosts[slot.pool, slot.rank].construct
-        _, report = method.options(num_returns=2, max_task_retries=-1 if revival else 0).remote(construction)
+        method = method.options(num_returns=2, max_task_retries=-1 if revival else 0)
+        _, report = method.remote(construction, *map(_object_ref, after))
         return RayRef(report, (construction.role, construction.rank, slot.node, "__init__"))
+
+    def make_room(self, slot: Slot, role: str, rank: int, *, replaceable: bool) -> Ref:
+        method = self._hosts[slot.pool, slot.rank].make_room
+        method = method.options(num_returns=2, max_task_retries=-1 if replaceable else 0)
+        _, report = method.remote(role, rank, slot.node)
+        return RayRef(report, (role, rank, slot.node, "make_room"))
 
     def call(self, slot: Slot, request: Request, refs: Sequence[Ref], revival: Revival | None) -> tuple[Ref, Ref]:
         objects = [_object_ref(ref) for ref in refs]

@@ -43,6 +43,7 @@ class Contract:
     balance: Literal["rows", "tokens"] = "rows"
     replay: bool | str = False
     timeout_s: float | None = None
+    memory: tuple[str, ...] | None = None
 
     def reads_of(self, parameter: str) -> tuple[str, ...] | None:
         """The columns that a batch parameter reads; None is all of them. `name?` travels when it is there."""
@@ -59,6 +60,7 @@ def register(
     balance: Literal["rows", "tokens"] = "rows",
     replay: bool | str = False,
     timeout_s: float | None = None,
+    memory: tuple[str, ...] | None = None,
 ) -> Callable[[Method], Method]:
     """Marks a worker method as callable from the driver.
 
@@ -75,6 +77,8 @@ def register(
         replay: the last call gives a `stateless` worker its state. A state that comes in several calls has a parameter
             that numbers them from 0 on, whose name this is: the last call of number 0 and those after it give it.
         timeout_s: seconds that a call may run; None is the cluster's limit.
+        memory: what the method needs of the worker's device memory, where others take turns with it: parts that
+            `Worker.onload_parts` knows; none, so that nobody makes room for it; None is all.
     Raises:
         ValueError: the declaration contradicts itself, or the method's parameters have no names to travel under.
     """
@@ -102,7 +106,11 @@ def register(
                 raise ValueError(
                     f"{method.__qualname__} takes *{parameter.name}; arguments travel by name: give each one"
                 )
-        setattr(method, _ATTRIBUTE, Contract(dispatch_mode, blocking, reads, writes, rows, balance, replay, timeout_s))
+        setattr(
+            method,
+            _ATTRIBUTE,
+            Contract(dispatch_mode, blocking, reads, writes, rows, balance, replay, timeout_s, memory),
+        )
         return method
 
     return mark

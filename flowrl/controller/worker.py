@@ -29,6 +29,8 @@ class WorkerContext:
     """Roles whose ranks are in the same processes as this role's, each with the same number."""
     leads: int = 1
     """Devices of the node that this process leads, for a role with processes of its own."""
+    yields: bool = False
+    """Whether it will be told to leave its device to other processes, as `yields_device` has said that it can."""
 
 
 class Worker:
@@ -51,6 +53,12 @@ class Worker:
         """The class that is made on these ranks for the constructor's arguments: this one, or a variant of it whose
         ranks talk."""
         return cls
+
+    @classmethod
+    def yields_device(cls, device: str, *args: Any, **kwargs: Any) -> bool:  # Any: the constructor's
+        """Whether a worker made with these arguments gives its memory on a device (`cpu` or `cuda:N`) away, by
+        `offload`, where other processes use that device too."""
+        return False
 
     @property
     def rank(self) -> int:
@@ -79,10 +87,15 @@ class Worker:
         return ()
 
     def offload(self, *, keep_weights: bool) -> None:
-        """Makes room on the device for another role of this process, which perhaps uses this one's weights."""
+        """Makes room on the device for another role of this process, which perhaps uses this one's weights, or for
+        another process."""
 
     def onload(self) -> None:
         """Comes back: a method of this worker is about to be called, or of one that uses its weights."""
+
+    def onload_parts(self, parts: tuple[str, ...]) -> None:
+        """Comes back for a method that needs these parts only (`memory` of `register`); those that are there stay."""
+        self.onload()
 
     def run_function(self, fn: Callable, **arguments: Any) -> Any:  # Any: the function's own
         """What `group.run` calls: `fn(self, ...)`, its arguments named `of_` and their own name."""

@@ -24,6 +24,7 @@ from flowrl.engines.kv_cache import SlotCache, round_up, with_slot_attention
 from flowrl.engines.responses import Responses, RolloutError, check_prompts, end_ids
 from flowrl.engines.sampling import row_keys, sample_tokens, uniforms
 from flowrl.engines.serving import Serving, State
+from flowrl.engines.weight_check import Compared, WeightSamples, compare_model
 from flowrl.engines.weights import WeightsError, load_weights, weight_names
 
 _MIN_ROWS = 16
@@ -146,6 +147,11 @@ class HfRollout:
     def abort_update(self) -> None:
         """Gives up an update that has begun; only a whole one makes the engine answer again."""
         self._serving.abort()
+
+    def compare_weights(self, samples: WeightSamples) -> Compared:
+        """Compares the weights with samples of the actor's."""
+        self._serving.expect(State.SERVING, "compare weights")
+        return compare_model(self.model, samples)
 
     # Generation.
 

@@ -1,7 +1,7 @@
 """Weights that stay on GPUs on their way to vLLM: CUDA IPC on the same GPU, NCCL to others.
 
-vLLM's own packing, receivers and communicator do the work; this module is both ends of them. The actor's process loads it
-only for such a transport. It has never run: no GPU was there.
+vLLM's own packing, receivers and communicator do the work; this module is both ends of them. The actor's process loads
+it only for such a transport. It has never run: no GPU was there.
 """
 
 import itertools

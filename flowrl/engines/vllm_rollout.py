@@ -1,4 +1,4 @@
-"""Generation with vLLM, in this process: every call into vLLM is in this module.
+"""Generation with vLLM, in this process: every call into vLLM is in this module and the others named vllm_*.
 
 vLLM's own engine core runs in the caller's process and computes in `poll` only, so a call, a weight update and a look
 at what is finished never meet: there is nothing to lock. It binds the process to itself (torch.distributed,
@@ -10,8 +10,8 @@ renormalised over what these leave, as the hf engine's are. Greedy ones are the 
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,8 @@ from flowrl.engines.serving import NEXT, State
 _SETTINGS = {
     # The engine core runs in this process.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Processes that it starts begin anew: one that is forked would have this one's threads' locks without the threads.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     # Left to itself vLLM would bind the process's threads to cores, which other processes use too.
@@ -43,24 +45,18 @@ for _name, _value in _SETTINGS.items():
 
 from vllm import EngineArgs, SamplingParams  # noqa: E402 (reads its environment when it is imported)
 from vllm.config import WeightTransferConfig  # noqa: E402
-from vllm.distributed.weight_transfer.base import (  # noqa: E402
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory  # noqa: E402
 from vllm.inputs import TokensPrompt  # noqa: E402
 from vllm.logprobs import FlatLogprobs  # noqa: E402
-from vllm.model_executor.model_loader.reload import (  # noqa: E402
-    finalize_layerwise_reload,
-    initialize_layerwise_reload,
-)
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info  # noqa: E402
 from vllm.outputs import RequestOutput  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
-from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
-_TRANSFER = "flowrl_tensors"
+from flowrl.engines.vllm_check import Compared, WeightSamples, compare_weights  # noqa: E402
+from flowrl.engines.vllm_leader import call_workers, start_engine  # noqa: E402
+from flowrl.engines.vllm_workers import TRANSFER, SharedTensors, WorkerMethods  # noqa: E402
+
+PARTS = frozenset({"weights", "kv_cache"})
+"""What sleeps and wakes, as vLLM calls it."""
+_WEIGHTS = ("weights",)
 _STEP_TOKENS = 8192
 """Tokens that one step runs, most of them of prompts: more take more memory."""
 
@@ -94,7 +90,13 @@ class VllmRollout:
     """Answers prompts, all at once (`generate`) or as they come (`add`, `poll`)."""
 
     def __init__(
-        self, model: ModelConfig, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig, *, tp: int = 1
+        self,
+        model: ModelConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        config: RolloutConfig,
+        *,
+        tp: int = 1,
+        sleeps: bool = False,
     ) -> None:
         """Loads the model of a folder. A response ends at the tokenizer's or the model's end-of-sequence tokens.
 
@@ -103,11 +105,13 @@ class VllmRollout:
             tokenizer: its own.
             config: how it samples, and the engine's settings.
             tp: devices of this node that share each layer; this process leads them.
+            sleeps: whether `sleep` is to free memory of GPUs; on the CPU it frees nothing.
         Raises:
             ModelError: as `load_policy`, before vLLM starts.
         """
         self._config = config
         self._state = State.SERVING
+        self._asleep: frozenset[str] = frozenset()
         empty = load_policy(model, parts=True)
         self._also = {names[0]: names[1:] for names, _ in named_weights(empty)}
         """Name of a weight -> its other names: vLLM is given a tied weight under each."""
@@ -116,13 +120,25 @@ class VllmRollout:
         self._sequences = _by_last(stop for stop in config.stop_ids if len(stop) > 1)
         """Stops of several tokens, which vLLM does not know, by the last of them."""
         self._running: dict[str, Answer] = {}
-        self._engine = LLMEngine.from_engine_args(_engine_args(model, config, tp))
-        self._engine.collective_rpc("init_weight_transfer_engine", args=({},))
+        self._tp = tp
+        self._engine = start_engine(_engine_args(model, config, tp, sleeps))
+        call_workers(self._engine, "init_weight_transfer_engine", {})
         self._set_version(0)
 
     @property
     def state(self) -> State:
-        return self._state
+        needed = PARTS if self._state is State.SERVING else _WEIGHTS
+        return State.ASLEEP if self._asleep.intersection(needed) else self._state
+
+    @property
+    def asleep(self) -> frozenset[str]:
+        """The `PARTS` that are away from the device."""
+        return self._asleep
+
+    @property
+    def awake(self) -> frozenset[str]:
+        """The others."""
+        return PARTS - self._asleep
 
     @property
     def max_length(self) -> int:
@@ -231,25 +247,25 @@ class VllmRollout:
 
     def begin_update(self, version: int) -> None:
         """Begins to take the weights of a version. What is running waits, and goes on with the new weights."""
-        if self._state not in (State.SERVING, State.BROKEN):
-            self._expect(State.SERVING, "take weights")
+        self._expect(State.BROKEN if self._state is State.BROKEN else State.SERVING, "take weights", _WEIGHTS)
         with self._or_broken():
-            self._engine.collective_rpc("start_weight_update")
+            call_workers(self._engine, "start_weight_update")
         self._next_version = version
         self._state = State.UPDATING
 
     def receive(self, weights: Mapping[str, Tensor]) -> None:
         """Takes some of the weights, under the names that `save_pretrained` gives them."""
-        self._expect(State.UPDATING, "receive weights")
+        self._expect(State.UPDATING, "receive weights", _WEIGHTS)
         named = {also: weight for name, weight in weights.items() for also in (name, *self._also.get(name, ()))}
-        with self._or_broken():
-            self._engine.collective_rpc("update_weights", args=({"weights": named},))
+        shared = SharedTensors.of(named) if self._tp > 1 else nullcontext(named)
+        with self._or_broken(), shared as given:
+            call_workers(self._engine, "update_weights", {"weights": given})
 
     def commit(self) -> None:
         """Goes on with the weights that have come. Keys and values of the old ones are computed anew."""
-        self._expect(State.UPDATING, "commit weights")
+        self._expect(State.UPDATING, "commit weights", _WEIGHTS)
         with self._or_broken():
-            self._engine.collective_rpc("finish_weight_update")
+            call_workers(self._engine, "finish_weight_update")
             # Also of requests that are running: they would go on from states that the old weights left.
             if not self._engine.reset_prefix_cache(reset_running_requests=True):
                 raise RuntimeError("vLLM kept its prefix cache, which is that of the old weights")
@@ -258,8 +274,13 @@ class VllmRollout:
 
     def abort_update(self) -> None:
         """Gives up an update that has begun; only a whole one makes the engine serve again."""
-        self._expect(State.UPDATING, "give up an update")
+        self._expect(State.UPDATING, "give up an update", _WEIGHTS)
         self._break()
+
+    def compare_weights(self, samples: WeightSamples) -> Compared:
+        """Compares what is served with samples of the actor's weights."""
+        self._expect(State.SERVING, "compare weights")
+        return compare_weights(self._engine, samples)
 
     def _set_version(self, version: int) -> None:
         self.version = version
@@ -275,30 +296,40 @@ class VllmRollout:
 
     def _break(self) -> None:
         self._state = State.BROKEN
-        self._engine.collective_rpc(_end_update)
+        call_workers(self._engine, "end_update")
 
     # Memory.
 
     def sleep(self) -> None:
         """Gives the device's memory away: weights move to the CPU, keys and values are dropped.
 
+        In the middle of an update and after one that failed too; waking then leads back to there. vLLM's other way of
+        sleeping drops the weights, and would serve whatever then lies in their memory.
+
         Raises RolloutError while requests are running.
         """
-        self._expect(State.SERVING, "sleep")
+        if not self.awake:
+            self._expect(self._state, "sleep")
         if self._running:
             raise RolloutError(f"{len(self._running)} requests are running; wait for them, or abort them, before sleep")
         self._engine.sleep(level=1)
-        self._state = State.ASLEEP
+        self._asleep = PARTS
 
-    def wake(self) -> None:
-        """Comes back with the weights that it had."""
-        self._expect(State.ASLEEP, "wake up")
-        self._engine.wake_up()
-        self._state = State.SERVING
+    def wake(self, parts: Collection[str] = PARTS) -> None:
+        """Comes back, whole or in some of the `PARTS`: to take weights these are enough."""
+        coming = self._asleep.intersection(parts)
+        if not coming:
+            wanted = " and ".join(sorted(parts))
+            raise RolloutError(
+                f"the rollout engine is {self.state.value} and cannot wake up {wanted}: nothing sleeps there"
+            )
+        self._engine.wake_up(tags=sorted(coming))
+        self._asleep -= coming
 
-    def _expect(self, state: State, doing: str) -> None:
-        if self._state is not state:
-            raise RolloutError(f"the rollout engine is {self._state.value} and cannot {doing}; {NEXT[self._state]}")
+    def _expect(self, state: State, doing: str, needs: Collection[str] = PARTS) -> None:
+        found = State.ASLEEP if self._asleep.intersection(needs) else self._state
+        if found is not state:
+            raise RolloutError(f"the rollout engine is {found.value} and cannot {doing}; {NEXT[found]}")
 
 
 def responses_of(answers: Sequence[Answer]) -> Responses:
@@ -319,7 +350,7 @@ def _by_last(stops: Iterable[Sequence[int]]) -> dict[int, list[list[int]]]:
     return found
 
 
-def _engine_args(model: ModelConfig, config: RolloutConfig, tp: int) -> EngineArgs:
+def _engine_args(model: ModelConfig, config: RolloutConfig, tp: int, sleeps: bool) -> EngineArgs:
     settings = config.vllm or VllmConfig()
     limit: dict[str, Any] = {} if settings.max_row_tokens is None else {"max_model_len": settings.max_row_tokens}
     return EngineArgs(
@@ -327,65 +358,21 @@ def _engine_args(model: ModelConfig, config: RolloutConfig, tp: int) -> EngineAr
         skip_tokenizer_init=True,
         dtype=settings.dtype or model.dtype,
         tensor_parallel_size=tp,
+        # Left to itself vLLM would ask Ray, in whose placement group this process is, for devices of its own.
+        distributed_executor_backend="mp" if tp > 1 else "uni",
         max_num_seqs=config.max_rows,
         max_num_batched_tokens=_STEP_TOKENS,
         enforce_eager=not settings.graphs or not torch.cuda.is_available(),
         enable_prefix_caching=settings.prefix_caching,
         kv_cache_memory_bytes=int(settings.kv_cache_gb * 1e9),
+        # With the line above it sets nothing but the part of a GPU without which vLLM does not start.
+        gpu_memory_utilization=0.01,
+        enable_sleep_mode=sleeps and torch.cuda.is_available(),
         logprobs_mode="processed_logprobs",
         # A step's result belongs to that step: with weights that change between steps it must say which it had.
         async_scheduling=False,
-        weight_transfer_config=WeightTransferConfig(backend=_TRANSFER),
+        weight_transfer_config=WeightTransferConfig(backend=TRANSFER),
+        worker_extension_cls=f"{WorkerMethods.__module__}.{WorkerMethods.__name__}",
         disable_log_stats=True,
         **limit,
     )
-
-
-@dataclass
-class _Nothing(WeightTransferInitInfo):
-    """Tensors that are handed over need no connection."""
-
-
-@dataclass
-class _Tensors(WeightTransferUpdateInfo):
-    weights: Mapping[str, Tensor]
-
-
-class _TensorTransfer(WeightTransferEngine[_Nothing, _Tensors]):
-    """Weights that are in this process's memory already, such as arrays of the object store."""
-
-    init_info_cls = _Nothing
-    update_info_cls = _Tensors
-
-    def init_transfer_engine(self, init_info: _Nothing) -> None:
-        pass
-
-    def start_weight_update(self) -> None:
-        initialize_layerwise_reload(self.model)
-
-    @torch.no_grad()
-    def receive_weights(self, update_info: _Tensors) -> None:
-        load: Any = self.model.load_weights  # a method of vLLM's models, which torch's types do not know
-        load(update_info.weights.items())
-
-    def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
-
-    def shutdown(self) -> None:
-        pass
-
-
-WeightTransferEngineFactory.register_engine(_TRANSFER, _TensorTransfer)
-
-
-def _end_update(wrapped: Any) -> None:  # Any: vLLM's worker
-    """Leaves an update that failed, so that another can begin: layers that have not come keep what they had."""
-    worker = wrapped.worker
-    worker._weight_update_active = False
-    engine = worker.weight_transfer_engine
-    for layer in engine.model.modules():
-        info = get_layerwise_info(layer)
-        if info.can_load():
-            info.load_numel = 0
-            info.loaded_weights.clear()
-    finalize_layerwise_reload(engine.model, engine.model_config)

@@ -11,6 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from flowrl.run.evaluate import Outcome
+
 SHOWN = {
     "reward": "reward {:.3f}",
     "loss": "loss {:.4f}",
@@ -117,6 +119,17 @@ def clock(seconds: float) -> str:
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def outcome_tables(first: Outcome, last: Outcome) -> tuple[Table, Table]:
+    """What training changed between two evaluations of the same rows: the figures, and what the model says."""
+    rows = [
+        ("held-out accuracy", first.accuracy, last.accuracy),
+        ("response length (tokens)", first.response_length, last.response_length),
+    ]
+    before = [{"before": sample["response"]} for sample in first.samples]
+    samples = [a | b for a, b in zip(last.samples, before, strict=True)]
+    return before_after_table(rows), completions_table(samples)
 
 
 def before_after_table(rows: Sequence[tuple[str, float, float]], *, title: str = "Before and after training") -> Table:

@@ -222,6 +222,7 @@ def measure(table: TensorDict, state: StepState | None = None) -> dict[str, Metr
     if "old_logprobs" in tokens:
         gap_BT = (tokens["old_logprobs"] - tokens["rollout_logprobs"]).abs()
         found["rollout_gap"] = Mean(float(masked_mean(gap_BT, mask_BT)) * count, count)
+        found["rollout_gap_max"] = Max(float(gap_BT.masked_fill(~mask_BT, 0).max()))
     if "old_logprobs" in tokens and "ref_logprobs" in tokens:
         kl_BT = kl_estimate(tokens["old_logprobs"], tokens["ref_logprobs"], kind="k3")
         found["kl"] = Mean(float(masked_mean(kl_BT, mask_BT)) * count, count)

@@ -140,11 +140,18 @@ class _Roles:
         if not isinstance(config, OnPolicyConfig) or actor is None:
             return None
         if config.rollout.engine == "vllm":
-            return vllm_role(actor.size, actor.item, config.rollout.vllm or VllmConfig(), place.leads)
+            settings = config.rollout.vllm or VllmConfig()
+            leaves = settings.sleep is not False and self._planned.kind == "cuda" and self._shares(slot)
+            return vllm_role(actor.size, actor.item, settings, place.leads, leaves=leaves)
         rows = -(-config.rows_per_step // place.mesh.dp)
         prompts = Prompts(rows, -(-rows // config.samples_per_prompt), config.data.max_prompt_tokens)
         lender = actor if self._lends(actor, place, slot) else None
         return rollout_role(actor.size, actor.item, config.rollout, prompts, lender, self._planned.kind)
+
+    def _shares(self, slot: Slot) -> bool:
+        """Whether roles of other processes use a device of this one."""
+        used = {other for role in self._planned.roles.values() for other in role.slots if other != slot}
+        return any(other.uses(slot.node, device) for other in used for device in (slot.device, *slot.led))
 
     def _lends(self, actor: RoleModel, place: RolePlan, slot: Slot) -> bool:
         """Whether the actor of a slot lends its weights: one that is cut does to a role on its very ranks only."""

@@ -57,11 +57,12 @@ def rollout_role(
     return RoleMemory(weights, 0, (generate,), borrows=lender is not None)
 
 
-def vllm_role(size: ModelSize, item: int, config: VllmConfig, devices: int) -> RoleMemory:
+def vllm_role(size: ModelSize, item: int, config: VllmConfig, devices: int, *, leaves: bool) -> RoleMemory:
     """A rollout with vLLM on one of the devices that a process leads: its part of the weights, and the room for keys
-    and values that it takes when it starts."""
+    and values that it takes when it starts; both may leave it while other roles run."""
     step = Call("generate", activations=VLLM_STEP_TOKENS * run_bytes(size, "plain" if item == 4 else "half") // devices)
-    return RoleMemory(size.parameters * item // devices, 0, (step,), cache=int(config.kv_cache_gb * 1e9))
+    cache = int(config.kv_cache_gb * 1e9)
+    return RoleMemory(size.parameters * item // devices, 0, (step,), leaves=leaves, cache=cache)
 
 
 def num_slots(prompt: int, response: int) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from flowrl.data.prompts import PromptStream
 from flowrl.run.checkpoints import Checkpoint, Checkpoints
 from flowrl.run.chrome import Trace, TraceError, chrome_trace, read_trace
 from flowrl.run.curves import draw_curves
-from flowrl.run.display import LiveProgress, before_after_table, completions_table
+from flowrl.run.display import LiveProgress, outcome_tables
 from flowrl.run.evaluate import Evaluation, Outcome
 from flowrl.run.folder import RunFolder, remove_unfinished, replacing, write_json
 from flowrl.run.inputs import input_sums
@@ -29,6 +29,7 @@ from flowrl.run.memory import resident_mb
 from flowrl.run.metrics import MetricsLog
 from flowrl.run.publishing import Publisher
 from flowrl.run.resume import found, goes_on
+from flowrl.run.rollout_watch import RolloutWatch
 from flowrl.run.saving import Kept, Saver
 from flowrl.run.start import check_engines, plan_run
 from flowrl.run.steps import Logged, StepLog
@@ -80,6 +81,7 @@ class Run:
             self._progress = made.enter_context(LiveProgress(config.steps))
             self._interruption = made.enter_context(Interruption(self._progress.say))
             self._progress.say(f"starting {', '.join(type(config).roles)} ({config.backend})")
+            self._watch = RolloutWatch(config, self._progress.say)
             # Once the processes that write there are gone.
             made.callback(remove_unfinished, config.output)
             made.callback(Checkpoints(config.output).remove_unfinished)
@@ -234,6 +236,7 @@ class Run:
         """
         self.version += 1
         self._publisher.hand_over(actor, rollout, self.version)
+        self._log.add(self._watch.submit_check(actor, rollout, self.version))
 
     # Checkpoints.
 
@@ -292,6 +295,7 @@ class Run:
             self._log.pause()
         self._metrics.write(step, values)
         self._progress.update(step, values)
+        self._watch.look(step, values)
 
     # Evaluation.
 
@@ -360,6 +364,7 @@ class Run:
             "seconds": time.monotonic() - self.started_s,
             "accuracy_before": outcomes[0].accuracy if outcomes else None,
             "accuracy_after": outcomes[-1].accuracy if self._is_evaluated else None,
+            "rollout_gap_steps": self._watch.gap_steps,
             "evaluation_rows": outcomes[-1].num_rows if outcomes else 0,
             "peak_memory_mb": max(self._peak_mb, resident_mb()),
             "busy_fraction": busy_fractions(loop, start_ns, end_ns),
@@ -368,14 +373,8 @@ class Run:
     def _show(self) -> None:
         console = self._progress.console
         if self._outcomes:
-            first, last = self._outcomes[0], self._outcomes[-1]
-            rows = [
-                ("held-out accuracy", first.accuracy, last.accuracy),
-                ("response length (tokens)", first.response_length, last.response_length),
-            ]
-            console.print(before_after_table(rows))
-            before = [{"before": sample["response"]} for sample in first.samples]
-            console.print(completions_table([a | b for a, b in zip(last.samples, before, strict=True)]))
+            for table in outcome_tables(self._outcomes[0], self._outcomes[-1]):
+                console.print(table)
         console.print(f"results: {self.folder.path}", markup=False)
 
     def __exit__(

@@ -51,16 +51,24 @@ def check_run(config: RunConfig) -> None:
     """Refuses what can be told before data and models are read: functions, placement, memory, and the output
     folder.
 
-    Raises: as `plan_run` and `check_memory`, and `RunFolderError`.
+    Raises: as `check_start`, and `RunFolderError`.
+    """
+    check_start(config)
+    refuse_if_held(config.output)
+    if not goes_on(config):
+        refuse_if_taken(config.output)
+
+
+def check_start(config: RunConfig) -> None:
+    """The same but for the output folder.
+
+    Raises: as `check_functions`, `check_rollouts`, `plan_run` and `check_memory`.
     """
     check_functions(config)
     check_rollouts(config)
     if config.address is None:
         planned = plan_run(config)
         check_memory(config, planned, estimate(config, planned), room(config, planned, here=True))
-    refuse_if_held(config.output)
-    if not goes_on(config):
-        refuse_if_taken(config.output)
 
 
 def check_functions(config: RunConfig) -> None:

@@ -43,8 +43,8 @@ def transport_of(actor: RolePlan, rollout: RolePlan, kind: str, config: RolloutC
     if theirs & own:
         if asked == "nccl":
             raise PlacementError(
-                f"{where}, but some of the GPUs of {rollout.role} are those of {actor.role}, and NCCL takes one process "
-                f"per GPU: set {rollout.role}.transfer.via: object_store"
+                f"{where}, but some of the GPUs of {rollout.role} are those of {actor.role}, and NCCL takes one "
+                f"process per GPU: set {rollout.role}.transfer.via: object_store"
             )
         return "object_store"
     return "nccl"

@@ -22,6 +22,7 @@ from flowrl.engines.lora import add_adapter
 from flowrl.engines.microbatch import MicroBatch
 from flowrl.engines.models import describe_model, load_policy, save_model
 from flowrl.engines.train import Denominators, TrainEngine, is_sharded
+from flowrl.engines.weight_check import WeightSamples, weight_samples
 from flowrl.engines.weights import export_weights, weight_chunks
 from flowrl.workers.mesh import mesh_of
 from flowrl.workers.model_worker import TrainedWorker
@@ -94,7 +95,7 @@ class Actor(TrainedWorker):
         """One optimizer step of supervised fine-tuning: mean cross-entropy over the tokens of the response mask."""
         return self.engine.update(batch, _imitation_loss)
 
-    @register(Dispatch.RANK_ZERO, blocking=False)
+    @register(Dispatch.RANK_ZERO, blocking=False, memory=())
     def num_chunks(self, chunk_mb: float, dtype: str | None = None) -> int:
         """Parts of at most so many MB of 10^6 bytes in which `weights` gives the weights."""
         return len(self._chunks(chunk_mb, dtype))
@@ -113,6 +114,14 @@ class Actor(TrainedWorker):
 
     def _chunks(self, chunk_mb: float, dtype: str | None) -> list[list[str]]:
         return weight_chunks(self.model, chunk_mb * 1e6, _type(dtype))
+
+    @register(Dispatch.ALL_TO_ONE, blocking=False)
+    def weight_samples(
+        self, version: int, part: int = 0, parts: int | None = None, dtype: str | None = None
+    ) -> WeightSamples:
+        """What a rollout must serve if it has these weights, which are those of a version: a few columns of some, or
+        with `parts` all of every parts-th weight from `part` on. `dtype` is the type they were sent in."""
+        return weight_samples(self.model, version, part=part, parts=parts, dtype=_type(dtype), wanted=self.rank == 0)
 
     @register(Dispatch.ALL_TO_ONE)
     def save(self, folder: Path) -> None:

@@ -2,18 +2,26 @@
 
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
+from flowrl.config import ActorConfig, CriticConfig, ReferenceConfig, RewardConfig
 from flowrl.controller.register import Dispatch, register
 from flowrl.controller.worker import Worker
 from flowrl.data.files import Saved
 from flowrl.engines.checkpoint import EngineCheckpoints, load
 from flowrl.engines.train import TrainEngine
 
+_Config = ActorConfig | CriticConfig | ReferenceConfig | RewardConfig
+
 
 class ModelWorker(Worker):
     """A role that runs a model; the constructor sets `engine`."""
 
     engine: TrainEngine
+
+    @classmethod
+    def yields_device(cls, device: str, config: _Config, *_: Any, **__: Any) -> bool:  # Any: the constructor's
+        return config.engine.offload == "idle"
 
     def offload(self, *, keep_weights: bool) -> None:
         if self.engine.leaves_when_idle:
@@ -34,7 +42,7 @@ class TrainedWorker(ModelWorker):
         """Takes all that training goes on from and writes it into an empty folder; beside later calls, if asked to."""
         self._checkpoints.save(folder, asynchronous=asynchronous, beside=self.description())
 
-    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    @register(Dispatch.ONE_TO_ALL, blocking=False, memory=())
     def checkpoint_saved(self, wait: bool = True) -> Saved | None:
         """What this rank wrote of the last save; None while some rank still writes, unless it should wait."""
         return self._checkpoints.saved(wait=wait)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from flowrl.config import ModelConfig, RolloutConfig
+from flowrl.config import CheckFailed, ModelConfig, RolloutConfig
 from flowrl.controller.plan import Mesh
 from flowrl.controller.register import Dispatch, register
 from flowrl.controller.worker import Worker
@@ -17,6 +17,7 @@ from flowrl.data.table import make_table, objects
 from flowrl.engines.hf_rollout import HfRollout
 from flowrl.engines.models import load_policy
 from flowrl.engines.serving import State
+from flowrl.engines.weight_check import Compared, WeightSamples, refuse_wrong
 from flowrl.engines.weights import borrowed_weights, empty_copy, tensors_of
 from flowrl.workers.actor import Actor
 
@@ -101,7 +102,7 @@ class Rollout(Worker):
         assert self.shares_weights, "weights of another process come through load_weights"
         self.engine.version = version
 
-    @register(Dispatch.ONE_TO_ALL, blocking=False, replay="chunk")
+    @register(Dispatch.ONE_TO_ALL, blocking=False, replay="chunk", memory=("weights",))
     def load_weights(self, weights: Mapping[str, np.ndarray], version: int, chunk: int = 0, of: int = 1) -> None:
         """Takes the actor's weights from another process, in so many calls; a rank with the actor's own has them.
 
@@ -123,6 +124,25 @@ class Rollout(Worker):
     def _receive(self, weights: Mapping[str, np.ndarray]) -> None:
         self.engine.receive(weights)
 
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def check_weights(self, samples: WeightSamples) -> Compared:
+        """Compares what is served with samples of the actor's weights. Raises CheckFailed where they differ.
+
+        A process that has taken a lost one's place may be asked after it was given newer weights, which have a check
+        of their own.
+        """
+        is_newer = self.engine.state is State.UPDATING or self.engine.version > samples.version
+        if self.shares_weights or is_newer:
+            return Compared()
+        if self.engine.version != samples.version:
+            raise CheckFailed(
+                f"the rollout serves version {self.engine.version} of the weights, and the actor's is "
+                f"{samples.version}: the update has not arrived"
+            )
+        compared = self.engine.compare_weights(samples)
+        refuse_wrong(compared, samples.version)
+        return compared
+
 
 class _VllmRollout(Rollout):
     """A rollout with vLLM, alone in its process. Weights come to it from whichever process trains them."""
@@ -133,7 +153,26 @@ class _VllmRollout(Rollout):
         self.seed = seed
         self._actor = None
         self.tokenizer = ChatTokenizer(model.path)
-        self.engine = VllmRollout(model, self.tokenizer.tokenizer, config, tp=self.context.leads)
+        self.engine = VllmRollout(
+            model, self.tokenizer.tokenizer, config, tp=self.context.leads, sleeps=self.context.yields
+        )
+
+    @classmethod
+    def yields_device(cls, device: str, config: RolloutConfig, *_: Any, **__: Any) -> bool:  # Any: the constructor's
+        sleeps = None if config.vllm is None else config.vllm.sleep
+        return device != "cpu" if sleeps is None else sleeps
+
+    def offload(self, *, keep_weights: bool) -> None:
+        if self.context.yields and self.engine.awake:
+            self.engine.sleep()
+
+    def onload(self) -> None:
+        if self.engine.asleep:
+            self.engine.wake()
+
+    def onload_parts(self, parts: tuple[str, ...]) -> None:
+        if self.engine.asleep.intersection(parts):
+            self.engine.wake(parts)
 
     def _receive(self, weights: Mapping[str, np.ndarray]) -> None:
         self.engine.receive(tensors_of(weights))

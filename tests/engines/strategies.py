@@ -21,7 +21,8 @@ from flowrl.engines.models import CriticModel
 from flowrl.engines.rank_mesh import ALONE, RankMesh, rank_mesh
 from flowrl.engines.residency import move_optimizer
 from flowrl.engines.train import Denominators, TrainEngine
-from flowrl.engines.weights import borrowed_weights, empty_copy, export_weights
+from flowrl.engines.weight_check import WeightSample, weight_samples
+from flowrl.engines.weights import borrowed_weights, empty_copy, export_weights, tensors_of
 from flowrl.workers.policy import PolicyModel, policy_logprobs
 from tests.engines.losses import weighted_loss
 from tests.engines.tables import table
@@ -132,6 +133,7 @@ def train(case: Case, group: distributed.ProcessGroup | None, folder: Path | Non
         found["adapter"] = _state_there_and_back(language_model)
     found["policy"] = {name: torch.from_numpy(w) for name, w in export_weights(policy.model).items()}
     found["critic"] = {name: torch.from_numpy(w) for name, w in export_weights(critic.model).items()}
+    found["unlike samples"] = _unlike_samples(language_model)
     found["generated"] = _generated(language_model)
     if folder is not None:
         checkpoints = EngineCheckpoints(policy)
@@ -163,6 +165,19 @@ def fourth_step(policy: TrainEngine, rows: list[int]) -> dict[str, torch.Tensor]
 def _reference_logprobs(policy: TrainEngine, rows: TensorDict) -> torch.Tensor:
     with adapter_off(policy.model):
         return policy.evaluate(rows, lambda m, micro: policy_logprobs(m, micro, temperature=0.7))
+
+
+def _unlike_samples(model: PreTrainedModel) -> list[str]:
+    """The weights whose samples are not a part of what the model exports, to the last bit."""
+    whole = tensors_of(export_weights(model))
+    tied = {"lm_head.weight": whole["model.embed_tokens.weight"]}
+    samples = [sample for version in range(3) for sample in weight_samples(model, version).samples]
+
+    def expected(sample: WeightSample) -> torch.Tensor:
+        weight = (tied | whole)[sample.name]
+        return weight if sample.kind == "plain" else weight[:, list(sample.inputs)].T
+
+    return [sample.name for sample in samples if not torch.equal(expected(sample), sample.values)]
 
 
 def _state_there_and_back(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -106,6 +106,11 @@ def test_ranks_generate_from_whole_weights(results: list[dict], alone: dict, nam
 
 
 @pytest.mark.parametrize("name", CASES)
+def test_samples_of_weights_are_parts_of_what_is_exported(results: list[dict], name: str):
+    assert [results[rank][name]["unlike samples"] for rank in range(CASES[name].ranks)] == [[]] * CASES[name].ranks
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_the_optimizers_state_of_every_strategy_can_leave_the_device(results: list[dict], name: str):
     """To a device that the ranks' mesh is not of, as the CPU is for that of GPUs."""
     assert all(results[rank][name]["moved"] == {"meta"} for rank in range(CASES[name].ranks))

@@ -15,7 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 from flowrl import Batch, Cluster, Placement, WorkerGroup
-from flowrl.config import ModelConfig, RolloutConfig
+from flowrl.config import ModelConfig, RolloutConfig, VllmConfig
+from flowrl.controller.worker import Worker
 from flowrl.engines.weights import export_weights, weight_chunks
 from flowrl.workers import Rollout
 from tests.engines import tiny, vllm_checks
@@ -215,6 +216,44 @@ def test_what_a_state_does_not_allow_is_refused(pair: Pair) -> None:
     assert pair.largest_gap(PROMPTS, pair.says(PROMPTS)) < 1e-4
 
 
+SLEEPS = "the rollout engine is asleep and cannot "
+
+
+def check_sleep_in_parts(pair: Pair) -> None:
+    """What it says after an update that came while its keys and values were away is of the new weights."""
+    pair.says(PROMPTS)
+    generator = torch.Generator().manual_seed(40)
+    with torch.no_grad():
+        for weight in pair.model.parameters():
+            weight.add_(0.1 * weight.abs().mean() * torch.randn(weight.shape, generator=generator))
+    pair.version += 1
+    (said,) = pair.group.run(vllm_checks.sleeps_in_parts, export_weights(pair.model), pair.version)
+    beginnings = [
+        *("asleep", SLEEPS + "generate", SLEEPS + "take weights"),
+        *("asleep", SLEEPS + "generate", "updating"),
+        *("asleep", SLEEPS + "receive weights", SLEEPS + "commit weights"),
+        *("asleep", SLEEPS + "generate", SLEEPS + "wake up weights", "serving"),
+    ]
+    for found, beginning in zip(said, beginnings, strict=True):
+        assert found.startswith(beginning)
+    found = pair.says(PROMPTS)
+    assert pair.largest_gap(PROMPTS, found) < 1e-4
+    assert {version for row in found["versions"] for version in row} == {pair.version}
+
+
+def test_it_takes_weights_with_its_weights_alone_awake_and_says_nothing_before_it_is_whole(pair: Pair) -> None:
+    check_sleep_in_parts(pair)
+
+
+def test_sleep_heals_nothing(pair: Pair) -> None:
+    pair.group.run(vllm_checks.fails_in_the_middle, dict(list(export_weights(pair.model).items())[:5]))
+    for method in ("sleep", "wake"):
+        assert pair.group.run(vllm_checks.refusal, method) == [""]
+    assert pair.group.run(vllm_checks.state) == ["broken"]
+    pair.hand_over()
+    assert pair.largest_gap(PROMPTS, pair.says(PROMPTS)) < 1e-4
+
+
 def test_200_updates_leave_no_memory_behind(pair: Pair) -> None:
     weights = export_weights(pair.model)
     (sizes,) = pair.group.run(vllm_checks.updates, weights, 200)
@@ -275,3 +314,23 @@ def test_a_process_that_is_killed_in_the_middle_of_an_update_is_given_all_of_it(
     found = pair.says(PROMPTS)
     assert {version for row in found["versions"] for version in row} == {pair.version}
     assert pair.largest_gap(PROMPTS, found) < 1e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_its_memory_is_free_while_another_process_uses_its_gpu(ray_session: None, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(ARCHITECTURES["LLaMA"]()).eval()
+    tiny.save(model, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    config = RolloutConfig(engine="vllm", max_response_tokens=RESPONSE, vllm=VllmConfig(kv_cache_gb=4.0))
+    placement = Placement(device="cuda", pools={"main": [1]}, roles=dict.fromkeys(("actor", "rollout"), "main"))
+    with Cluster(placement, apart=("rollout",)) as cluster:
+        actor = cluster.group("actor", Worker)
+        pair = Pair(cluster.group("rollout", Rollout, config, ModelConfig(path=tmp_path / "model"), seed=0), model)
+        for seed in range(3):
+            (awake,) = pair.group.run(vllm_checks.free_memory)
+            (asleep,) = actor.run(vllm_checks.free_memory)
+            assert asleep - awake > 3.9e9
+            pair.publish(seed)
+            assert pair.largest_gap(PROMPTS, pair.says(PROMPTS, greedy=True)) < 2e-3

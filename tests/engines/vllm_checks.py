@@ -1,12 +1,15 @@
 """What tests ask of a vLLM rollout, in its own process: functions for `group.run`. The test's own never loads vLLM."""
 
 import os
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flowrl.config import UserError
+from flowrl.config import CheckFailed, UserError
+from flowrl.controller.worker import Worker
+from flowrl.engines.weight_check import WeightSamples
 from flowrl.workers import Rollout
 
 if TYPE_CHECKING:
@@ -117,5 +120,63 @@ def updates(worker: Rollout, weights: dict[str, Any], count: int) -> list[int]:
     return sizes
 
 
+def weight_fault(worker: Rollout, samples: WeightSamples) -> str:
+    """The sentence of a check that fails; empty where it passes."""
+    try:
+        worker.check_weights(samples)
+    except CheckFailed as error:
+        return str(error)
+    return ""
+
+
+def comparison(worker: Rollout, samples: WeightSamples) -> tuple[int, tuple[str, ...], float]:
+    """Weights that were compared, those that could not be, and milliseconds; of a check that passes."""
+    started_s = time.perf_counter()
+    compared = worker.check_weights(samples)
+    return compared.count, compared.unreached, 1e3 * (time.perf_counter() - started_s)
+
+
+def forgets_tied(worker: Rollout) -> None:
+    """From here on a tied weight is given to vLLM under one of its names only."""
+    engine_of(worker)._also = {}
+
+
+def forgets_biases(worker: Rollout) -> None:
+    """Takes the biases out of the first layer's attention, where vLLM computes with them."""
+    engine_of(worker)._engine.collective_rpc(_forget_biases)
+
+
+def _forget_biases(wrapped: Any) -> None:
+    wrapped.worker.model_runner.model.model.layers[0].self_attn.qkv_proj.bias.data.zero_()
+
+
+def sleeps_in_parts(worker: Rollout, weights: dict[str, Any], version: int) -> list[str]:
+    """Sleeps, takes an update with its weights alone awake, sleeping once in the middle of it, and wakes up whole; its
+    state, or what it refuses, at each point."""
+    engine, said = engine_of(worker), list[str]()
+    tensors = [(name, torch.from_numpy(array.copy())) for name, array in weights.items()]
+    engine.sleep()
+    said += [state(worker), refusal(worker, "poll"), refusal(worker, "begin_update", (version,))]
+    engine.wake(("weights",))
+    said += [state(worker), refusal(worker, "poll")]
+    engine.begin_update(version)
+    engine.receive(dict(tensors[:5]))
+    said += [state(worker)]
+    engine.sleep()
+    said += [state(worker), refusal(worker, "receive", ({},)), refusal(worker, "commit")]
+    engine.wake(("weights",))
+    engine.receive(dict(tensors[5:]))
+    engine.commit()
+    said += [state(worker), refusal(worker, "poll"), refusal(worker, "wake", (("weights",),))]
+    engine.wake(("kv_cache",))
+    return [*said, state(worker)]
+
+
 def process_id(worker: Rollout) -> int:
     return os.getpid()
+
+
+def free_memory(worker: Worker) -> int:
+    """Bytes of the GPU that nobody has."""
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]

@@ -114,7 +114,7 @@ def assert_same(expected: GRPOConfig, found: GRPOConfig) -> None:
     others = metrics_of(found)
     for metric, value in metrics_of(expected).items():
         # The gaps between rollout and trainer are rounding errors themselves.
-        if metric != "rollout_gap" and not metric.startswith("mismatch/"):
+        if not metric.startswith(("rollout_gap", "mismatch/")):
             assert others[metric] == pytest.approx(value, rel=1e-4, abs=1e-5), metric
 
 

@@ -19,8 +19,10 @@ from recipes.sft.config import SFTConfig
 from recipes.sft.train import train as train_sft
 
 ROLES = ("actor", "critic", "reference", "reward", "rollout")
-CLOCK = {"seconds", "elapsed_s", "tokens_per_s", "memory_mb", "rollout_gap"}
-"""What a placement may change; the gap between rollout and trainer is itself a rounding error."""
+CLOCK = {"seconds", "elapsed_s", "tokens_per_s", "memory_mb", "rollout_gap", "rollout_gap_max"}
+CLOCK |= {"weights_compared", "weights_unreached"}
+"""What a placement may change; the gap between rollout and trainer is itself a rounding error, and weights are compared
+where they travel."""
 
 PLACEMENTS = {
     "one rank": Placement(device="cpu", pools={"main": [1]}, roles=dict.fromkeys(ROLES, "main")),

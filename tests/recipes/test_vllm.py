@@ -64,6 +64,40 @@ def test_grpo_colocated_gives_the_same_numbers_when_its_rollout_is_killed(
             assert line.get(name) == pytest.approx(expected.get(name), abs=1e-5), name
 
 
+SLEEPING = {**VLLM, "vllm": {"sleep": True}}
+"""On the CPU nothing moves; an engine that was not woken in time refuses all the same."""
+
+
+def test_ppo_colocated_gives_the_same_numbers_with_roles_that_leave_the_device(
+    ray_session: None, ppo_config: Callable[..., PPOConfig], tmp_path: Path
+) -> None:
+    placement = load(Path("placement/colocated.yaml"), ["device=cpu", "pools.main=[1]"], Placement)
+    found = []
+    for name, rollout, offload in (("stay", VLLM, "none"), ("leave", SLEEPING, "idle")):
+        config = ppo_config(output=tmp_path / name, backend="ray", placement=placement, rollout=rollout)
+        engine = config.actor.engine.model_copy(update={"offload": offload})
+        roles = {role: getattr(config, role).model_copy(update={"engine": engine}) for role in ("actor", "critic")}
+        train_ppo(config.model_copy(update=roles))
+        check(metrics_of(config))
+        found.append(metrics_of(config))
+    for expected, line in zip(*found, strict=True):
+        for name in ("reward", "accuracy", "response_length", "actor/loss", "critic/loss"):
+            assert line.get(name) == expected.get(name), name
+    calls = [event["name"] for event in json.loads((tmp_path / "leave" / "trace.json").read_text())["traceEvents"]]
+    # Once to the rollout and back for the evaluation before the first step, and in each of the three steps.
+    assert calls.count("make_room") >= 8
+    stayed = json.loads((tmp_path / "stay" / "trace.json").read_text())["traceEvents"]
+    assert "make_room" not in [event["name"] for event in stayed]
+
+
+def test_a_sleeping_rollout_that_is_killed_comes_back_in_its_turn(
+    ray_session: None, grpo_config: Callable[..., GRPOConfig], tmp_path: Path
+) -> None:
+    config = grpo_config(output=tmp_path / "hurt", backend="ray", placement=COLOCATED, rollout=SLEEPING)
+    assert len(train_and_kill(config, at_steps=(2,))) == 1
+    check(metrics_of(config))
+
+
 def train_and_kill(config: GRPOConfig, at_steps: tuple[int, ...]) -> list[int]:
     """GRPO's loop, with the rollout's process killed while weights are on their way to it; who was killed."""
     prompts, held_out = read_prompts(config)

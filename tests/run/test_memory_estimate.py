@@ -140,6 +140,22 @@ def test_idle_roles_leave_the_device_to_the_one_that_runs(model: Path) -> None:
     assert actor is not None and device.held("actor", "rollout") == actor.weights
 
 
+def test_a_rollout_that_sleeps_is_not_there_while_other_processes_use_its_device(model: Path) -> None:
+    colocated = f"placement={ROOT / 'placement/colocated.yaml'}"
+    sleeping = ["rollout.engine=vllm", "rollout.vllm.kv_cache_gb=20"]
+    awake = [*sleeping, "rollout.vllm.sleep=false"]
+    held = {}
+    for name, rollout in (("sleeping", sleeping), ("awake", awake)):
+        config = config_of(model, colocated, "placement.device=cuda", *rollout)
+        (device,) = estimate(config, plan_run(config, devices=[1]))
+        held[name] = device.held("rollout", "actor")
+        assert device.held("rollout", "rollout") == 2 * 6_910_365_696 + 20_000_000_000
+    assert held == {"sleeping": 0, "awake": 2 * 6_910_365_696 + 20_000_000_000}
+    alone = config_of(model, f"placement={ROOT / 'placement/standalone.yaml'}", "placement.device=cuda", *sleeping)
+    devices = estimate(alone, plan_run(alone, devices=[8]))
+    assert not any(memory.leaves for device in devices if (memory := device.roles.get("rollout")))
+
+
 def test_what_cannot_fit_is_refused_with_what_to_change(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [f"{role}.model.path={model}" for role in ("actor", "critic", "reference")]
     command = ["plan", str(DEEPSEEK), *paths, "placement.memory_gb=40", "--devices", "8"]

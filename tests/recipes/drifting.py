@@ -1,0 +1,22 @@
+"""Rollouts that are not what they should be."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from flowrl.config import ModelConfig, RolloutConfig
+from flowrl.workers import Rollout
+
+
+class Drifting(Rollout):
+    """Takes every update but for one weight, which becomes a tenth larger."""
+
+    def _receive(self, weights: Mapping[str, np.ndarray]) -> None:
+        super()._receive({n: w * np.float32(1.1) if n == "model.norm.weight" else w for n, w in weights.items()})
+
+
+class Hotter(Rollout):
+    """Samples at another temperature than the config says."""
+
+    def __init__(self, config: RolloutConfig, model: ModelConfig, *, seed: int) -> None:
+        super().__init__(config.model_copy(update={"temperature": 1.5 * config.temperature}), model, seed=seed)
