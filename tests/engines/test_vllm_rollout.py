@@ -86,12 +86,12 @@ class Pair:
 
 
 @contextmanager
-def open_pair(folder: Path, architecture: str) -> Iterator[Pair]:
+def open_pair(folder: Path, architecture: str, stops: tuple[tuple[int, ...], ...] = STOPS) -> Iterator[Pair]:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(ARCHITECTURES[architecture]()).eval()
     tiny.save(model, folder)
     (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
-    config = RolloutConfig(engine="vllm", max_response_tokens=RESPONSE, stop_ids=STOPS)
+    config = RolloutConfig(engine="vllm", max_response_tokens=RESPONSE, stop_ids=stops)
     placement = Placement(device="cpu", pools={"main": [1]}, roles={"rollout": "main"})
     told: list[str] = []
     with Cluster(placement, apart=("rollout",), num_threads=1, say=told.append) as cluster:
@@ -174,7 +174,16 @@ def test_states_of_old_weights_are_not_used_again(pair: Pair) -> None:
     assert gaps[0] < 1e-4 < 1e-2 < gaps[1]
 
 
-def test_rows_go_on_with_new_weights_and_say_which_token_had_which(pair: Pair) -> None:
+@pytest.mark.parametrize("stops", [STOPS, ((5,),)], ids=["stop sequences", "stop tokens"])
+def test_rows_go_on_with_new_weights_and_say_which_token_had_which(
+    stops: tuple[tuple[int, ...], ...], pair: Pair, tmp_path: Path
+) -> None:
+    """Rows are told token by token where stop sequences are looked for, and whole where there are none."""
+    with nullcontext(pair) if stops is STOPS else open_pair(tmp_path / "model", "Qwen2, tied", stops) as tried:
+        check_rows_go_on(tried)
+
+
+def check_rows_go_on(pair: Pair) -> None:
     before = export_weights(pair.model)
     old = pair.version
     pair.model.load_state_dict({n: w + 0.05 * torch.randn_like(w) for n, w in pair.model.state_dict().items()})

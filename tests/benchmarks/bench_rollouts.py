@@ -1,0 +1,191 @@
+"""What rollouts are measured with: a model whose rows have the lengths that are asked for, and the bare engines.
+
+The model counts down: a row says the numbers below the last token of its prompt, down to the end token. Its attention
+and its MLPs run as any model's and add nothing, so that both sides say the same tokens and have the same lengths.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, StaticCache
+
+from flowrl import Worker
+from flowrl.config import RolloutConfig
+from flowrl.engines.hf_rollout import HfRollout
+from flowrl.workers import Rollout
+
+END, FIRST, LAST = 1, 2, 1023
+"""Tokens: what ends a row, and the numbers that prompts are made of; 0 fills up."""
+
+PEAK = 32.0
+"""Logit of the number that comes next; those of the others are a few around 0."""
+
+SIZES = {"1M": (128, 4, 4, 1024), "26M": (512, 7, 8, 4096)}
+"""Width, layers, heads (of 32 and 64) and vocabulary."""
+
+Prompts = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a side did, and what it took."""
+
+    tokens: int
+    seconds: float
+    cpu_s: float
+    """Of all threads of the process that generates; of a whole call the driver's too."""
+
+
+def save_model(size: str, folder: Path) -> None:
+    """Writes the model and its tokenizer."""
+    width, layers, heads, vocabulary = SIZES[size]
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=vocabulary,
+            hidden_size=width,
+            intermediate_size=3 * width,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads // 2,
+            max_position_embeddings=2048,
+            tie_word_embeddings=False,
+            eos_token_id=END,
+            pad_token_id=0,
+        )
+    )
+    with torch.no_grad():
+        embedding = torch.randn(vocabulary, width)
+        model.model.embed_tokens.weight.copy_(embedding)
+        model.lm_head.weight.copy_(PEAK / width * embedding.roll(-1, 0))
+        for name, weight in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                weight.zero_()
+    model.save_pretrained(folder)
+    words = {"<pad>": 0, "<end>": END, **{f"n{i}": i for i in range(FIRST, vocabulary)}}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>").save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+
+
+def prompts_of(lengths: Sequence[int], seed: int) -> list[list[int]]:
+    """Prompts of 16 to 64 tokens, all different, whose responses have the lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(15, 64, (len(lengths),), generator=generator).tolist()
+    starts = [torch.randint(FIRST, LAST + 1, (size,), generator=generator).tolist() for size in sizes]
+    return [[*start, END + length] for start, length in zip(starts, lengths, strict=True)]
+
+
+def measured(call: Callable[[], int]) -> Taken:
+    """Runs what gives its number of tokens."""
+    start_s, start_cpu_s = time.perf_counter(), time.process_time()
+    tokens = call()
+    return Taken(tokens, time.perf_counter() - start_s, time.process_time() - start_cpu_s)
+
+
+# What runs in the workers' processes, through `group.run`.
+
+
+def processor_seconds(worker: Worker) -> float:
+    """Of this process, since it began."""
+    return time.process_time()
+
+
+def ours(worker: Rollout, prompts: Prompts, seed: int) -> Taken:
+    """The engine alone."""
+    row_N = torch.arange(len(prompts))
+    return measured(lambda: len(worker.engine.generate(prompts, row_N, torch.zeros_like(row_N), seed=seed).tokens))
+
+
+def transformers_generate(worker: Rollout, prompts: Prompts, rows: int, limit: int) -> Taken:
+    """`model.generate`, so many rows at a time, in the order in which they come."""
+    model: Any = worker.model
+
+    def run() -> int:
+        tokens = 0
+        for first in range(0, len(prompts), rows):
+            part = prompts[first : first + rows]
+            width = max(map(len, part))
+            ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in part])
+            present = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in part])
+            said = model.generate(ids, attention_mask=present, do_sample=True, top_k=0, max_new_tokens=limit)
+            tokens += int((said[:, width:] != 0).sum())
+        return tokens
+
+    return measured(run)
+
+
+def decode_steps(worker: Rollout, rows: int, length: int, steps: int) -> dict[str, Taken]:
+    """Decode steps of rows whose prompts have `length` tokens: the sampler's, and a bare forward with either cache."""
+    model: Any = worker.model
+    prompts, row_N = [[FIRST + row, *[LAST] * (length - 1)] for row in range(rows)], torch.arange(rows)
+
+    def sampler(limit: int) -> Taken:
+        config = RolloutConfig(max_response_tokens=limit, max_rows=rows)
+        engine = HfRollout(model, worker.tokenizer.tokenizer, config)
+        return measured(lambda: len(engine.generate(prompts, row_N, torch.zeros_like(row_N), seed=0).tokens))
+
+    def bare(cache: Any) -> Taken:
+        with torch.no_grad():
+            model(torch.tensor(prompts), past_key_values=cache, logits_to_keep=1)
+            fed = torch.full((rows, 1), FIRST)
+
+            def run() -> int:
+                for step in range(steps):
+                    position = torch.full((1, 1), length + step)
+                    model(fed, past_key_values=cache, position_ids=position)
+                return rows * steps
+
+            return measured(run)
+
+    first, whole = sampler(1), sampler(1 + steps)
+    return {
+        "ours": Taken(rows * steps, whole.seconds - first.seconds, whole.cpu_s - first.cpu_s),
+        "DynamicCache": bare(DynamicCache(config=model.config)),
+        "StaticCache": bare(StaticCache(config=model.config, max_cache_len=length + steps)),
+    }
+
+
+class BareLlm(Worker):
+    """vLLM's `LLM` with the settings, and in the environment, that our engine gives it."""
+
+    replicated = stateless = True
+
+    def __init__(self, folder: Path, rows: int) -> None:
+        import_module("flowrl.engines.vllm_rollout")  # sets the environment that vLLM reads
+        from vllm import LLM  # noqa: PLC0415 (only in this process)
+
+        self.llm = LLM(
+            str(folder),
+            skip_tokenizer_init=True,
+            dtype="float32",
+            max_num_seqs=rows,
+            max_num_batched_tokens=8192,
+            enforce_eager=True,
+            enable_prefix_caching=True,
+            kv_cache_memory_bytes=10**9,
+            logprobs_mode="processed_logprobs",
+            async_scheduling=False,
+        )
+
+
+def llm_generate(worker: BareLlm, prompts: Prompts, limit: int, seed: int | None) -> Taken:
+    """`LLM.generate`; with a seed, every request has its own, as ours have."""
+    from vllm import SamplingParams  # noqa: PLC0415 (only in this process)
+
+    def run() -> int:
+        settings: Any = {"temperature": 1.0, "max_tokens": limit, "stop_token_ids": [END], "ignore_eos": True}
+        settings |= {"logprobs": 0, "detokenize": False}
+        seeds = [seed * len(prompts) + row for row in range(len(prompts))] if seed is not None else []
+        sampling = [SamplingParams(**settings, seed=row) for row in seeds] or SamplingParams(**settings)
+        said = worker.llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], sampling, use_tqdm=False)
+        return sum(len(row.outputs[0].token_ids) for row in said)
+
+    return measured(run)

@@ -1,0 +1,198 @@
+"""Tokens per second of both rollout engines beside the bare ones, and what a decode step of the hf sampler costs.
+
+python -m tests.benchmarks.rollout [--sizes 1M 26M] [--engines hf vllm] [--repeats N] [--table]
+
+The same prompts and the same lengths of response on both sides, one thread per process: `model.generate` of
+transformers in our engine's own process, `LLM.generate` of vLLM in another with the same settings. Each round begins
+with another side and has other prompts; ratios are the median of the rounds'. "call" is `group.generate` through Ray,
+with the table and the text that it makes. Takes minutes; engine vllm needs the extra of that name.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from flowrl import Batch, Cluster, Placement, WorkerGroup
+from flowrl.config import ModelConfig, RolloutConfig
+from flowrl.workers import Rollout
+from tests.benchmarks.bench_rollouts import (
+    SIZES,
+    BareLlm,
+    Prompts,
+    Taken,
+    decode_steps,
+    llm_generate,
+    ours,
+    processor_seconds,
+    prompts_of,
+    save_model,
+    transformers_generate,
+)
+from tests.benchmarks.measure import machine
+
+ROWS = {"1M": 64, "26M": 32}
+"""Size of the model -> rows that an engine has at a time. Of long-tailed rows twice as many come in a call."""
+
+LIMIT = 256
+BOUND = 0.9
+"""What our tokens per second may be of the bare engine's."""
+
+STEP_BOUND = 1.5
+STEP_ROWS = {"1M": (64, 256), "26M": (64,)}
+STEP_LENGTH, STEPS = 64, 32
+
+Sides = dict[str, Callable[[Prompts, int], Taken]]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the table."""
+
+    what: str
+    unit: str
+    ours: float
+    bare: float
+    ratio: float
+    cpu_ratio: float
+    """The same ratio of processor time, which other programs on the machine hardly change."""
+    bound: float | None
+
+
+def lengths(shape: str, rows: int, seed: int) -> list[int]:
+    """Of the responses: all alike, or log-normal with a tail that is cut off."""
+    if shape == "equal":
+        return [LIMIT // 2] * rows
+    drawn = torch.empty(2 * rows).log_normal_(3.5, 1.0, generator=torch.Generator().manual_seed(seed))
+    return drawn.round().clamp(1, LIMIT).int().tolist()
+
+
+@contextmanager
+def opened(engine: str, folder: Path, rows: int) -> Iterator[tuple[WorkerGroup, Sides]]:
+    """A rollout of an engine, and the sides that are timed."""
+    bare = {"bare": "bare"} if engine == "vllm" else {}
+    roles = {"rollout": "main", **bare}
+    placement = Placement(device="cpu", pools={name: [1] for name in ("main", *bare)}, roles=roles)
+    config = RolloutConfig.model_validate({"engine": engine, "max_response_tokens": LIMIT, "max_rows": rows})
+    with Cluster(placement, apart=tuple(roles) if bare else (), num_threads=1) as cluster:
+        group = cluster.group("rollout", Rollout, config, ModelConfig(path=folder), seed=0)
+        if bare:
+            llm = cluster.group("bare", BareLlm, folder, rows)
+            others: Sides = {
+                "bare": lambda prompts, _: llm.run(llm_generate, prompts, LIMIT, None, rank_zero=True),
+                "bare, seeded": lambda prompts, seed: llm.run(llm_generate, prompts, LIMIT, seed, rank_zero=True),
+            }
+        else:
+            others = {"bare": lambda prompts, _: group.run(transformers_generate, prompts, rows, LIMIT, rank_zero=True)}
+        yield (
+            group,
+            {"engine": lambda p, seed: group.run(ours, p, seed, rank_zero=True), "call": _call(group), **others},
+        )
+
+
+def _call(group: WorkerGroup) -> Callable[[Prompts, int], Taken]:
+    def cpu_s() -> float:
+        return group.run(processor_seconds, rank_zero=True) + time.process_time()
+
+    def run(prompts: Prompts, seed: int) -> Taken:
+        rows = [{"prompt_ids": ids, "prompt_id": seed * len(prompts) + i, "sample": 0} for i, ids in enumerate(prompts)]
+        start_cpu_s, start_s = cpu_s(), time.perf_counter()
+        mask = group.generate(Batch.from_rows(rows)).get("response_mask")
+        seconds = time.perf_counter() - start_s
+        return Taken(int(mask.sum()), seconds, cpu_s() - start_cpu_s)
+
+    return run
+
+
+def rounds(sides: Sides, shape: str, rows: int, repeats: int) -> list[dict[str, Taken]]:
+    """What each side took, per round; the first round is for what a first call makes."""
+    found, names = [], list(sides)
+    for number in range(repeats + 1):
+        first = number % len(names)
+        taken = {}
+        for place, name in enumerate((*names[first:], *names[:first])):
+            seed = number * len(names) + place
+            # Fresh prompts for each: nothing of them is in a prefix cache.
+            taken[name] = sides[name](prompts_of(lengths(shape, rows, number), seed), seed)
+        assert len({side.tokens for side in taken.values()}) == 1, taken
+        found.append(taken)
+    return found[1:]
+
+
+def throughput(what: str, taken: list[dict[str, Taken]], name: str, beside: str, bound: float | None) -> Line:
+    def rate(side: str) -> float:
+        return statistics.median(each[side].tokens / each[side].seconds for each in taken)
+
+    ratio = statistics.median(each[beside].seconds / each[name].seconds for each in taken)
+    cpu = statistics.median(each[beside].cpu_s / each[name].cpu_s for each in taken)
+    return Line(what, "tokens/s", rate(name), rate(beside), ratio, cpu, bound)
+
+
+def steps(group: WorkerGroup, what: str, rows: int, repeats: int) -> Line:
+    """A decode step of the sampler beside the faster of two bare forwards."""
+    taken = [group.run(decode_steps, rows, STEP_LENGTH, STEPS, rank_zero=True) for _ in range(repeats + 1)][1:]
+    ms = {name: statistics.median(each[name].seconds for each in taken) / STEPS * 1e3 for name in taken[0]}
+    best = min(("DynamicCache", "StaticCache"), key=lambda name: ms[name])
+    ratio = statistics.median(each["ours"].seconds / each[best].seconds for each in taken)
+    cpu = statistics.median(each["ours"].cpu_s / each[best].cpu_s for each in taken)
+    return Line(f"{what}: decode step of {rows} rows, {best}", "ms", ms["ours"], ms[best], ratio, cpu, STEP_BOUND)
+
+
+def figures(size: str, engines: Sequence[str], repeats: int) -> Iterator[Line]:
+    """All lines of a model, as they are found."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        save_model(size, folder)
+        for engine in engines:
+            with opened(engine, folder, ROWS[size]) as (group, sides):
+                for shape in ("equal", "long-tailed"):
+                    taken = rounds(sides, shape, ROWS[size], repeats)
+                    what = f"{engine}, {size}, {shape}"
+                    yield throughput(what, taken, "engine", "bare", BOUND)
+                    if "bare, seeded" in sides:
+                        yield throughput(f"{what}, seeded alike", taken, "engine", "bare, seeded", None)
+                    yield throughput(f"{what}, call", taken, "call", "bare", None)
+                if engine == "hf":
+                    yield from (steps(group, f"{engine}, {size}", rows, repeats) for rows in STEP_ROWS[size])
+
+
+HEAD = "| what | ours | bare | ratio | of processor time | bound |\n|---|---|---|---|---|---|\n"
+
+
+def row_of(line: Line) -> str:
+    """A line of the table, as markdown."""
+    bound = "" if line.bound is None else f"{line.bound:g}"
+    mine, bare = (f"{n:,.0f}" if line.unit == "tokens/s" else f"{n:.2f} {line.unit}" for n in (line.ours, line.bare))
+    return f"| {line.what} | {mine} | {bare} | {line.ratio:.2f} | {line.cpu_ratio:.2f} | {bound} |\n"
+
+
+def main() -> None:
+    """Prints the figures; throughput may not be below its bound, a decode step not above it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
+    parser.add_argument("--engines", nargs="+", default=["hf", "vllm"], choices=["hf", "vllm"])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--table", action="store_true")
+    arguments = parser.parse_args()
+    ran_on = machine() | {"transformers": version("transformers")}
+    lines = (line for size in arguments.sizes for line in figures(size, arguments.engines, arguments.repeats))
+    if not arguments.table:
+        sys.stdout.write(json.dumps({"machine": ran_on, "figures": [asdict(line) for line in lines]}) + "\n")
+        return
+    sys.stdout.write(HEAD)
+    for line in lines:
+        sys.stdout.write(row_of(line))
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
