@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
+from torch import nn
 
 from flowrl.controller.register import Dispatch, register
 from flowrl.engines.weight_check import WeightSamples, weight_samples
@@ -24,7 +24,7 @@ class Sender(TrainedWorker):
     name `dtype`; None is the type they have.
     """
 
-    model: PreTrainedModel
+    model: nn.Module
 
     @register(Dispatch.RANK_ZERO, blocking=False, memory=())
     def num_chunks(self, chunk_mb: float, dtype: str | None = None) -> int:
