@@ -1,6 +1,7 @@
 """What is looked at, and what counts as equal; the engines are in test_vllm_rollout.py and tests/workers."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -89,7 +90,8 @@ def test_samples_of_a_model_with_an_adapter_are_of_what_it_computes_with():
     model, plain = qwen2(), qwen2()
     add_adapter(model, LoraConfig(rank=4))
     with torch.no_grad():
-        model.model.layers[0].self_attn.q_proj.lora_B["default"].weight.fill_(0.1)  # pyright: ignore
+        layers: Any = model.model.layers
+        layers[0].self_attn.q_proj.lora_B["default"].weight.fill_(0.1)
     assert {each.name for each in compare_model(plain, weight_samples(model, 0)).wrong} == {
         "model.layers.0.self_attn.q_proj.weight"
     }
@@ -117,6 +119,9 @@ def test_a_quantised_weight_may_be_as_far_off_as_its_type_rounds():
 class Rounded(torch.nn.Module):
     """A layer that keeps integers of 8 bits and a scale per output, as a quantised engine may."""
 
+    scale: torch.Tensor
+    weight: torch.Tensor
+
     def __init__(self, layer: torch.nn.Linear) -> None:
         super().__init__()
         self.register_buffer("scale", layer.weight.detach().abs().amax(1) / 127)
@@ -130,8 +135,9 @@ class Rounded(torch.nn.Module):
 
 def test_a_layer_that_keeps_integers_is_asked_for_its_columns():
     model, rounded = qwen2(), qwen2()
-    attention = rounded.model.layers[0].self_attn
-    attention.q_proj, attention.o_proj = Rounded(attention.q_proj), Rounded(attention.o_proj)  # pyright: ignore
+    layers: Any = rounded.model.layers
+    attention = layers[0].self_attn
+    attention.q_proj, attention.o_proj = Rounded(attention.q_proj), Rounded(attention.o_proj)
     compared = compare_model(rounded, weight_samples(model, 0))
     assert compared.wrong == compared.unreached == ()
     attention.q_proj, attention.o_proj = attention.o_proj, attention.q_proj
