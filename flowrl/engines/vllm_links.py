@@ -45,9 +45,9 @@ class Described:
         sizes = zip(self.dtype_names, self.shapes, strict=True)
         return sum(getattr(torch, name).itemsize * torch.Size(shape).numel() for name, shape in sizes)
 
-    def lists(self) -> dict[str, list]:
+    def lists(self) -> tuple[list[str], list[str], list[list[int]]]:
         """As vLLM's update infos take them."""
-        return {"names": list(self.names), "dtype_names": list(self.dtype_names), "shapes": [*map(list, self.shapes)]}
+        return list(self.names), list(self.dtype_names), [list(shape) for shape in self.shapes]
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,9 @@ class SharedPart:
         return cls(parts[0].described, parts[0].tensor_sizes, dict(handles))
 
     def update_info(self) -> IPCWeightTransferUpdateInfo:
+        names, dtype_names, shapes = self.described.lists()
         return IPCWeightTransferUpdateInfo(
-            **self.described.lists(), ipc_handles=dict(self.handles), tensor_sizes=list(self.tensor_sizes)
+            names, dtype_names, shapes, ipc_handles=dict(self.handles), tensor_sizes=list(self.tensor_sizes)
         )
 
 
@@ -164,7 +165,7 @@ class Receivers:
         """Loads a part. `also`: other names of its weights."""
         self._model.also = also
         if isinstance(part, Described):
-            self._nccl.receive_weights(NCCLWeightTransferUpdateInfo(**part.lists()))
+            self._nccl.receive_weights(NCCLWeightTransferUpdateInfo(*part.lists()))
             return
         if self._ipc is None:
             self._ipc = self._make(IPCWeightTransferEngine, self._model)

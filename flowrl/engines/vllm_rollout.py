@@ -163,7 +163,14 @@ class VllmRollout:
         seed: int,
         greedy: bool = False,
     ) -> Responses:
-        """One response per prompt; arguments, result and errors as of `HfRollout.generate`."""
+        """One response per prompt; arguments, result and errors as of `HfRollout.generate`.
+
+        Raises RolloutError also while requests that were added are running: `poll` is who gives their answers.
+        """
+        if self._running:
+            raise RolloutError(
+                f"{len(self._running)} requests are running; poll them, or abort them, before a batch is generated"
+            )
         check_prompts(prompt_ids, self._config.max_response_tokens, self.max_length)
         keys_N = row_keys(seed, prompt_id.cpu(), sample.cpu()).tolist()
         names = [f"generate-{row}" for row in range(len(prompt_ids))]
@@ -289,7 +296,7 @@ class VllmRollout:
 
     def compare_weights(self, samples: WeightSamples) -> Compared:
         """Compares what is served with samples of the actor's weights."""
-        self._expect(State.SERVING, "compare weights")
+        self._expect(State.SERVING, "compare weights", _WEIGHTS)
         return compare_weights(self._engine, samples)
 
     def _set_version(self, version: int) -> None:

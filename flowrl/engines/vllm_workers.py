@@ -4,6 +4,7 @@ One process leads the devices of a replica. With one device vLLM's worker is in 
 that the leader starts. vLLM loads this module in each of them, whichever they are.
 """
 
+import ctypes
 import mmap
 import os
 import threading
@@ -32,6 +33,8 @@ TRANSFER = "flowrl_tensors"
 """The name under which vLLM knows `TensorTransfer`."""
 
 _ALIGNMENT = 64
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""As `mallopt` numbers its options."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,8 @@ class TensorTransfer(WeightTransferEngine[Nothing, Tensors]):
     update_info_cls = Tensors
 
     def init_transfer_engine(self, init_info: Nothing) -> None:
-        pass
+        if self.device.type == "cpu":
+            keep_freed_memory()
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
@@ -134,6 +138,15 @@ class TensorTransfer(WeightTransferEngine[Nothing, Tensors]):
 
 
 WeightTransferEngineFactory.register_engine(TRANSFER, TensorTransfer)
+
+
+def keep_freed_memory() -> None:
+    """Has the C library keep what a layer's weights leave for those of the next, instead of clearing new pages for each:
+    a quarter of an update's time on the CPU. Elsewhere than with glibc it does nothing."""
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        set_option(_MMAP_THRESHOLD, 32 * 2**20)  # the largest that glibc takes
+        set_option(_TRIM_THRESHOLD, 256 * 2**20)
 
 
 class WorkerMethods:

@@ -14,6 +14,7 @@ from flowrl.config.base import Device
 from flowrl.controller.calls import Calls
 from flowrl.controller.host import Construction, Report
 from flowrl.controller.plan import HostSet, Inventory, Mesh, PoolPlan, Slot
+from flowrl.controller.residency import Handover, Residency
 from flowrl.controller.revival import Revival
 from flowrl.controller.stacks import Dump
 from flowrl.controller.tasks import GroupTasks
@@ -89,6 +90,12 @@ class InstantBackend:
 
     def restart(self, slot: Slot) -> None: ...
 
+    def lost_processes(self, slots: Sequence[Slot]) -> list[Slot]:
+        return []
+
+    def make_room(self, slot: Slot, role: str, rank: int, *, replaceable: bool) -> Ref:
+        return InstantRef(Report(0, 0, 0, 0))
+
     def lost_nodes(self) -> Mapping[int, str]:
         return {}
 
@@ -101,7 +108,9 @@ def group_of(num_ranks: int, cls: type[Bench] = Bench) -> WorkerGroup:
     """A group whose calls are submitted to nobody."""
     slots = [Slot("p", rank, 0, rank, rank) for rank in range(num_ranks)]
     backend = InstantBackend()
-    group = WorkerGroup("bench", cls, slots, Mesh(1, num_ranks, 1, 1), backend, Calls(backend), "cpu")
+    calls = Calls(backend)
+    handover = Handover(Residency(slots), backend, calls, "cpu")
+    group = WorkerGroup("bench", cls, slots, Mesh(1, num_ranks, 1, 1), backend, calls, handover, "cpu")
     GroupTasks(group)
     return group
 

@@ -26,7 +26,8 @@ def own_engine_ms(worker: Rollout, weights: dict[str, np.ndarray], repeats: int)
 
 def reload_ms(worker: Rollout, weights: dict[str, np.ndarray], repeats: int) -> float:
     """The same of vLLM's `reload_weights` with the reset of the prefix cache."""
-    engine: Any = worker.engine._engine
+    rollout: Any = worker.engine
+    engine = rollout._engine
     tensors = tensors_of(weights)
 
     def update() -> None:

@@ -41,9 +41,8 @@ WHOLE_MB = 1e6
 def save(folder: Path, size: str) -> ModelConfig:
     """Saves an untrained model of a size, with the tests' tokenizer."""
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=2048, num_key_value_heads=4, max_position_embeddings=256, tie_word_embeddings=True, **SIZES[size]
-    )
+    shape: dict[str, Any] = {"num_key_value_heads": 4, "max_position_embeddings": 256, **SIZES[size]}
+    config = Qwen2Config(vocab_size=2048, tie_word_embeddings=True, **shape)
     tiny.save(Qwen2ForCausalLM(config), folder)
     (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
     return ModelConfig(path=folder)
@@ -117,7 +116,7 @@ def object_store(size: str, model: ModelConfig) -> list[Figure]:
 
         whole = partial(publish, actor, rollout, 1, WHOLE_MB)
         figure = paired(f"{size}: update through the object store ({megabytes:.0f} MB)", whole, raw, repeats, 1 / 0.85)
-        copy_ms = ray.get(one.copy_ms.remote(repeats))
+        copy_ms: float = ray.get(one.copy_ms.remote(repeats))  # pyright: ignore[reportAssignmentType] (Ray's own types)
         found += [
             figure,
             alone(f"{size}: the same, GB/s", "GB/s", megabytes / figure["ours"]),

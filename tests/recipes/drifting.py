@@ -1,6 +1,6 @@
 """Rollouts that are not what they should be."""
 
-from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -11,8 +11,9 @@ from flowrl.workers import Rollout
 class Drifting(Rollout):
     """Takes every update but for one weight, which becomes a tenth larger."""
 
-    def _receive(self, weights: Mapping[str, np.ndarray]) -> None:
-        super()._receive({n: w * np.float32(1.1) if n == "model.norm.weight" else w for n, w in weights.items()})
+    def _receive(self, part: Any, version: int, chunk: int, of: int) -> None:  # Any: exported weights
+        drifted = {n: w * np.float32(1.1) if n == "model.norm.weight" else w for n, w in part.items()}
+        super()._receive(drifted, version, chunk, of)
 
 
 class Hotter(Rollout):

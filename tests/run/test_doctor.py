@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -100,7 +101,7 @@ def test_vllm_is_well(recipe: Path) -> None:
 def test_weights_that_the_two_share_are_not_compared(
     config: Callable[..., OnPolicyConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    roles = {role: "main" for role in ("actor", "rollout", "reference", "reward")}  # noqa: C420 (of any strings)
+    roles: dict[str, Any] = dict.fromkeys(("actor", "rollout", "reference", "reward"), "main")
     shared = config().model_copy(update={"placement": Placement(pools={"main": [1]}, roles=roles)})
     examine(shared, Actor, Rollout)
     assert rows_of(capsys.readouterr().out)["weights compared"] == "none: they are the actor's own"

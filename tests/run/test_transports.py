@@ -10,7 +10,7 @@ from flowrl.run.transports import transport_of
 
 
 def way(
-    kind: str, actor: str, rollout: str, *, engine: str = "vllm", via: str = "auto", tp: int = 1, nodes: tuple = (8,)
+    kind: Any, actor: str, rollout: str, *, engine: str = "vllm", via: str = "auto", tp: int = 1, nodes: tuple = (8,)
 ) -> str:
     place: dict[str, Any] = {"pool": rollout, "tp": tp}
     roles = {"actor": actor, "rollout": place} | ({} if "b" in actor + rollout else {"reward": "b"})
