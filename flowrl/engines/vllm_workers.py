@@ -141,8 +141,8 @@ WeightTransferEngineFactory.register_engine(TRANSFER, TensorTransfer)
 
 
 def keep_freed_memory() -> None:
-    """Has the C library keep what a layer's weights leave for those of the next, instead of clearing new pages for each:
-    a quarter of an update's time on the CPU. Elsewhere than with glibc it does nothing."""
+    """Has the C library keep what a layer's weights leave for those of the next, instead of clearing new pages for
+    each: a quarter of an update's time on the CPU. Elsewhere than with glibc it does nothing."""
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
         set_option(_MMAP_THRESHOLD, 32 * 2**20)  # the largest that glibc takes

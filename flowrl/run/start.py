@@ -194,7 +194,7 @@ def check_rollouts(config: RunConfig) -> None:
         if config.address is None and importlib.util.find_spec("torchao") is None:
             raise ConfigError(
                 f"{name}.quantization is {value.quantization}, for which vLLM needs torchao, which is not installed "
-                f"here: run bash recipes/install_vllm.sh, or set {name}.quantization: fp8"
+                f"here: run pip install 'torchao>=0.18,<0.19', or set {name}.quantization: fp8"
             )
 
 

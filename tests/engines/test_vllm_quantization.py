@@ -29,6 +29,8 @@ int8, of which a scale is one; and for fp8, with 3 bits after the leading one, a
 
 @pytest.mark.parametrize("quantization", CASES)
 def test_it_is_quantised_anew_at_every_update(quantization: str, ray_session: None, tmp_path: Path) -> None:
+    if quantization == "int8" and importlib.util.find_spec("torchao") is None:
+        pytest.skip("needs the extra vllm-integers")
     dtype, largest_error, largest = CASES[quantization]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).to(getattr(torch, dtype)).eval()

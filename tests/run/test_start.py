@@ -199,7 +199,7 @@ def test_numbers_that_the_device_has_not_are_refused() -> None:
 
 @pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None or importlib.util.find_spec("torchao") is not None,
-    reason="torchao is missing only where vLLM was installed without the extra",
+    reason="with torchao they are not refused",
 )
 def test_integers_of_vllm_without_torchao_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.quantization is int8, for which vLLM needs torchao"):
