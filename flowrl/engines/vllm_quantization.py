@@ -30,8 +30,12 @@ def quantization_options(quantization: str | None) -> dict[str, Any]:  # Any: fi
     _check_device(quantization)
     if quantization == "fp8":
         return {"quantization": _FP8}
-    from torchao.core.config import config_to_dict  # noqa: PLC0415 (an extra, which only these need)
-    from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig  # noqa: PLC0415
+    # An extra that only these need.
+    from torchao.core.config import config_to_dict  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
+    from torchao.quantization import (  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
+        Int4WeightOnlyConfig,
+        Int8WeightOnlyConfig,
+    )
 
     settings = (
         Int8WeightOnlyConfig()

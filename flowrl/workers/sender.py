@@ -6,9 +6,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from flowrl.controller.register import Dispatch, register
+from flowrl.engines.models import LanguageModel
 from flowrl.engines.weight_check import WeightSamples, weight_samples
 from flowrl.engines.weights import export_weights, weight_chunks, weight_shapes, whole_weights
 from flowrl.workers.model_worker import TrainedWorker
@@ -24,7 +24,7 @@ class Sender(TrainedWorker):
     name `dtype`; None is the type they have.
     """
 
-    model: nn.Module
+    model: LanguageModel
 
     @register(Dispatch.RANK_ZERO, blocking=False, memory=())
     def num_chunks(self, chunk_mb: float, dtype: str | None = None) -> int:

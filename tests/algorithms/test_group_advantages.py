@@ -267,7 +267,7 @@ def test_opo_agrees_with_the_weighted_mean_in_numpy(data: st.DataObject):
     advantages, lengths = opo(scores, groups, mask), mask.sum(-1).numpy()
     for row in mask.any(-1).nonzero()[:, 0].tolist():
         members = (groups == groups[row]).numpy()
-        expected = scores[row].item() - np.average(scores.numpy()[members], weights=lengths[members])
+        expected = scores[row].item() - float(np.average(scores.numpy()[members], weights=lengths[members]))
         assert_close(
             advantages[row][mask[row]], torch.full((int(lengths[row]),), expected).double(), rtol=1e-6, atol=1e-6
         )

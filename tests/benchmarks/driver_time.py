@@ -64,7 +64,9 @@ class InstantBackend:
     def open_group(self, slot: Slot, role: str, ranks: Sequence[int], rank: int) -> Ref:
         return InstantRef(Report(0, 0, 0, 0))
 
-    def construct(self, slot: Slot, construction: Construction, revival: Revival | None) -> Ref:
+    def construct(
+        self, slot: Slot, construction: Construction, revival: Revival | None, after: Sequence[Ref] = ()
+    ) -> Ref:
         return InstantRef(Report(0, 0, 0, 0))
 
     def call(self, slot: Slot, request: Request, refs: Sequence[Ref], revival: Revival | None) -> tuple[Ref, Ref]:
