@@ -1,10 +1,14 @@
 """What a rollout engine can do now: answer, or take weights, one or the other. Never answer from a mixture."""
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 from flowrl.engines.responses import RolloutError
+
+WEIGHTS = frozenset({"weights"})
+PARTS = WEIGHTS | {"kv_cache"}
+"""What sleeps and wakes, as vLLM calls it."""
 
 
 class State(enum.Enum):
@@ -13,11 +17,12 @@ class State(enum.Enum):
     SERVING = "serving"
     UPDATING = "updating"
     ASLEEP = "asleep"
+    """Something of it is away from the device."""
     BROKEN = "broken"
     """An update ended in the middle: some weights are new and some old, until a whole update has come."""
 
 
-NEXT = {
+_NEXT = {
     State.SERVING: "begin first",
     State.UPDATING: "commit or abort the update first",
     State.ASLEEP: "wake it up first",
@@ -27,35 +32,57 @@ NEXT = {
 
 
 class Serving:
-    """State of an engine, and the version of the weights that it serves."""
+    """The state of an engine, and the version of the weights that it serves."""
 
     def __init__(self) -> None:
-        self.state = State.SERVING
         self.version = 0
+        self.asleep: frozenset[str] = frozenset()
+        """The `PARTS` that are away from the device."""
+        self._awake = State.SERVING
+        """The state but for sleep, in the middle of which an update may be."""
         self._next_version = 0
 
-    def expect(self, state: State, doing: str) -> None:
-        """Raises RolloutError in any other state."""
-        if self.state is not state:
-            raise RolloutError(f"the rollout engine is {self.state.value} and cannot {doing}; {NEXT[self.state]}")
+    @property
+    def state(self) -> State:
+        """To take weights an engine needs no keys and values."""
+        return self._seen(PARTS if self._awake is State.SERVING else WEIGHTS)
+
+    def expect(self, state: State, doing: str, needs: Collection[str] = PARTS) -> None:
+        """Raises RolloutError in any other state, and where one of the parts that `doing` needs is asleep."""
+        found = self._seen(needs)
+        if found is not state:
+            raise RolloutError(f"the rollout engine is {found.value} and cannot {doing}; {_NEXT[found]}")
+
+    def _seen(self, needs: Collection[str]) -> State:
+        return State.ASLEEP if self.asleep.intersection(needs) else self._awake
+
+    # Updates.
+
+    def check_begin(self) -> None:
+        """Raises RolloutError while an update is running, or asleep."""
+        broken = self._awake is State.BROKEN
+        self.expect(State.BROKEN if broken else State.SERVING, "take weights", WEIGHTS)
 
     def begin(self, version: int) -> None:
-        """An update to a version begins. Raises RolloutError while one is running, or asleep."""
-        if self.state is not State.BROKEN:
-            self.expect(State.SERVING, "take weights")
+        """An update to a version begins. Raises as `check_begin`."""
+        self.check_begin()
         self._next_version = version
-        self.state = State.UPDATING
+        self._awake = State.UPDATING
+
+    def expect_update(self, doing: str) -> None:
+        """Raises RolloutError where no update has begun, or its weights are asleep."""
+        self.expect(State.UPDATING, doing, WEIGHTS)
 
     def commit(self) -> None:
         """All of it has come."""
-        self.expect(State.UPDATING, "commit weights")
+        self.expect_update("commit weights")
         self.version = self._next_version
-        self.state = State.SERVING
+        self._awake = State.SERVING
 
     def abort(self) -> None:
         """It will not come."""
-        self.expect(State.UPDATING, "give up an update")
-        self.state = State.BROKEN
+        self.expect_update("give up an update")
+        self._awake = State.BROKEN
 
     @contextmanager
     def or_broken(self) -> Iterator[None]:
@@ -63,5 +90,22 @@ class Serving:
         try:
             yield
         except BaseException:
-            self.state = State.BROKEN
+            self._awake = State.BROKEN
             raise
+
+    # Sleep.
+
+    def check_sleep(self) -> None:
+        """Raises RolloutError where nothing of it is awake."""
+        if self.asleep == PARTS:
+            self.expect(self._awake, "sleep")
+
+    def waking(self, parts: Collection[str]) -> frozenset[str]:
+        """Those of these parts that are asleep. Raises RolloutError where none is."""
+        coming = self.asleep.intersection(parts)
+        if not coming:
+            wanted = " and ".join(sorted(parts))
+            raise RolloutError(
+                f"the rollout engine is {self.state.value} and cannot wake up {wanted}: nothing sleeps there"
+            )
+        return coming

@@ -24,7 +24,7 @@ from flowrl.engines.models import load_policy
 from flowrl.engines.residency import named_weights
 from flowrl.engines.responses import Responses, RolloutError, check_prompts, end_ids
 from flowrl.engines.sampling import row_keys
-from flowrl.engines.serving import NEXT, State
+from flowrl.engines.serving import PARTS, WEIGHTS, Serving, State
 from flowrl.engines.vllm_quantization import quantization_options
 
 _SETTINGS = {
@@ -56,9 +56,6 @@ from flowrl.engines.vllm_leader import call_workers, start_engine  # noqa: E402
 from flowrl.engines.vllm_links import Described, Link, SharedPart  # noqa: E402
 from flowrl.engines.vllm_workers import TRANSFER, SharedTensors, WorkerMethods  # noqa: E402
 
-PARTS = frozenset({"weights", "kv_cache"})
-"""What sleeps and wakes, as vLLM calls it."""
-_WEIGHTS = ("weights",)
 _STEP_TOKENS = 8192
 """Tokens that one step runs, most of them of prompts: more take more memory."""
 
@@ -112,8 +109,7 @@ class VllmRollout:
             ModelError: as `load_policy`, before vLLM starts.
         """
         self._config = config
-        self._state = State.SERVING
-        self._asleep: frozenset[str] = frozenset()
+        self._serving = Serving()
         empty = load_policy(model, parts=True)
         self._also = {names[0]: names[1:] for names, _ in named_weights(empty)}
         """Name of a weight -> its other names: vLLM is given a tied weight under each."""
@@ -125,22 +121,26 @@ class VllmRollout:
         self._tp = tp
         self._engine = start_engine(_engine_args(model, config, tp, sleeps))
         call_workers(self._engine, "init_weight_transfer_engine", {})
-        self._set_version(0)
+        self._engine.set_weight_version(str(self.version))
 
     @property
     def state(self) -> State:
-        needed = PARTS if self._state is State.SERVING else _WEIGHTS
-        return State.ASLEEP if self._asleep.intersection(needed) else self._state
+        return self._serving.state
+
+    @property
+    def version(self) -> int:
+        """Of the weights that it serves."""
+        return self._serving.version
 
     @property
     def asleep(self) -> frozenset[str]:
         """The `PARTS` that are away from the device."""
-        return self._asleep
+        return self._serving.asleep
 
     @property
     def awake(self) -> frozenset[str]:
         """The others."""
-        return PARTS - self._asleep
+        return PARTS - self.asleep
 
     @property
     def max_length(self) -> int:
@@ -182,7 +182,7 @@ class VllmRollout:
 
     def add(self, prompts: Iterable[Prompt]) -> None:
         """Takes requests, which `poll` works on. Raises RolloutError for one of a name that is running."""
-        self._expect(State.SERVING, "take requests")
+        self._serving.expect(State.SERVING, "take requests")
         for prompt in prompts:
             if prompt.name in self._running:
                 raise RolloutError(f"request {prompt.name} is running already; name it otherwise")
@@ -192,7 +192,7 @@ class VllmRollout:
 
     def poll(self, timeout_s: float | None = None) -> list[Answer]:
         """Works until a response is finished, or for so long, and gives those that are; nothing running gives none."""
-        self._expect(State.SERVING, "generate")
+        self._serving.expect(State.SERVING, "generate")
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         finished: list[Answer] = []
         while self._running and not finished:
@@ -256,11 +256,10 @@ class VllmRollout:
 
     def begin_update(self, version: int) -> None:
         """Begins to take the weights of a version. What is running waits, and goes on with the new weights."""
-        self._expect(State.BROKEN if self._state is State.BROKEN else State.SERVING, "take weights", _WEIGHTS)
+        self._serving.check_begin()
         with self._or_broken():
             call_workers(self._engine, "start_weight_update")
-        self._next_version = version
-        self._state = State.UPDATING
+        self._serving.begin(version)
 
     def join_link(self, link: Mapping[str, Any], first_rank: int) -> None:  # Any: the fields of `Link`
         """Has each worker join a link, from this rank of it on, for `receive`."""
@@ -268,7 +267,7 @@ class VllmRollout:
 
     def receive(self, weights: Mapping[str, Tensor] | SharedPart | Described) -> None:
         """Takes some of the weights, under the names that `save_pretrained` gives them, or where they lie."""
-        self._expect(State.UPDATING, "receive weights", _WEIGHTS)
+        self._serving.expect_update("receive weights")
         if isinstance(weights, SharedPart | Described):
             with self._or_broken():
                 call_workers(self._engine, "update_weights", {"weights": weights, "also": self._also})
@@ -280,40 +279,33 @@ class VllmRollout:
 
     def commit(self) -> None:
         """Goes on with the weights that have come. Keys and values of the old ones are computed anew."""
-        self._expect(State.UPDATING, "commit weights", _WEIGHTS)
+        self._serving.expect_update("commit weights")
         with self._or_broken():
             call_workers(self._engine, "finish_weight_update")
             # Also of requests that are running: they would go on from states that the old weights left.
             if not self._engine.reset_prefix_cache(reset_running_requests=True):
                 raise RuntimeError("vLLM kept its prefix cache, which is that of the old weights")
-        self._set_version(self._next_version)
-        self._state = State.SERVING
+        self._serving.commit()
+        self._engine.set_weight_version(str(self.version))
 
     def abort_update(self) -> None:
         """Gives up an update that has begun; only a whole one makes the engine serve again."""
-        self._expect(State.UPDATING, "give up an update", _WEIGHTS)
-        self._break()
+        self._serving.abort()
+        call_workers(self._engine, "end_update")
 
     def compare_weights(self, samples: WeightSamples) -> Compared:
         """Compares what is served with samples of the actor's weights."""
-        self._expect(State.SERVING, "compare weights", _WEIGHTS)
+        self._serving.expect(State.SERVING, "compare weights", WEIGHTS)
         return compare_weights(self._engine, samples)
-
-    def _set_version(self, version: int) -> None:
-        self.version = version
-        self._engine.set_weight_version(str(version))
 
     @contextmanager
     def _or_broken(self) -> Iterator[None]:
         try:
-            yield
+            with self._serving.or_broken():
+                yield
         except BaseException:
-            self._break()
+            call_workers(self._engine, "end_update")
             raise
-
-    def _break(self) -> None:
-        self._state = State.BROKEN
-        call_workers(self._engine, "end_update")
 
     # Memory.
 
@@ -325,28 +317,17 @@ class VllmRollout:
 
         Raises RolloutError while requests are running.
         """
-        if not self.awake:
-            self._expect(self._state, "sleep")
+        self._serving.check_sleep()
         if self._running:
             raise RolloutError(f"{len(self._running)} requests are running; wait for them, or abort them, before sleep")
         self._engine.sleep(level=1)
-        self._asleep = PARTS
+        self._serving.asleep = PARTS
 
     def wake(self, parts: Collection[str] = PARTS) -> None:
         """Comes back, whole or in some of the `PARTS`: to take weights these are enough."""
-        coming = self._asleep.intersection(parts)
-        if not coming:
-            wanted = " and ".join(sorted(parts))
-            raise RolloutError(
-                f"the rollout engine is {self.state.value} and cannot wake up {wanted}: nothing sleeps there"
-            )
+        coming = self._serving.waking(parts)
         self._engine.wake_up(tags=sorted(coming))
-        self._asleep -= coming
-
-    def _expect(self, state: State, doing: str, needs: Collection[str] = PARTS) -> None:
-        found = State.ASLEEP if self._asleep.intersection(needs) else self._state
-        if found is not state:
-            raise RolloutError(f"the rollout engine is {found.value} and cannot {doing}; {NEXT[found]}")
+        self._serving.asleep -= coming
 
 
 def responses_of(answers: Sequence[Answer]) -> Responses:
