@@ -1,0 +1,167 @@
+"""What tests ask of both ends of the ways between GPUs, as far as they go without one: functions for `group.run`.
+
+The test's own process never loads vLLM.
+"""
+
+import inspect
+from dataclasses import asdict, fields
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl.controller.worker import Worker
+
+WEIGHTS = {
+    "embed": torch.arange(6, dtype=torch.float32).view(2, 3),
+    "norm": torch.ones(4, dtype=torch.bfloat16),
+    "bias": torch.arange(4, dtype=torch.int64),
+}
+
+
+class Bare(Worker):
+    """A process."""
+
+
+class Loading:
+    """A model, as far as vLLM's receivers use it."""
+
+    def __init__(self) -> None:
+        self.loaded: list[tuple[str, Tensor]] = []
+
+    def load_weights(self, weights: Any) -> None:
+        self.loaded += weights
+
+
+def described(worker: Worker) -> dict[str, Any]:
+    from flowrl.engines.vllm_links import Described  # noqa: PLC0415 (only where vLLM is)
+
+    found = Described.of((name, weight.dtype, weight.shape) for name, weight in WEIGHTS.items())
+    return {**asdict(found), "lists": found.lists()}
+
+
+def shared_part(handles: dict[str, tuple]) -> Any:
+    from flowrl.engines.vllm_links import Described, SharedPart  # noqa: PLC0415 (as above)
+
+    weights = Described.of((name, weight.dtype, weight.shape) for name, weight in WEIGHTS.items())
+    return SharedPart(weights, tuple(weight.nbytes for weight in WEIGHTS.values()), handles)
+
+
+def merged(worker: Worker) -> dict[str, Any]:
+    """The fields of vLLM's update info, of a part on the GPUs of three ranks."""
+    parts = [shared_part({f"GPU-{rank}": ("opens", rank)}) for rank in range(3)]
+    return asdict(parts[0].merged(parts).update_info())
+
+
+def wrong_update(worker: Worker) -> str:
+    """What vLLM says to a part without one of its types."""
+    from flowrl.engines.vllm_links import Described, SharedPart  # noqa: PLC0415 (as above)
+
+    try:
+        SharedPart(Described(("a", "b"), ("float32",), ((1,), (2,))), (4, 8), {}).update_info()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def unpacked(worker: Worker) -> dict[str, Tensor]:
+    """What vLLM takes from the buffer of a part, its weights one after another."""
+    from vllm.distributed.weight_transfer.packed_tensor import unpack_tensor  # noqa: PLC0415 (as above)
+
+    info = shared_part({}).update_info()
+    buffer = torch.cat([weight.view(-1).view(torch.uint8) for weight in WEIGHTS.values()])
+    dtypes = [getattr(torch, name) for name in info.dtype_names]
+    return dict(unpack_tensor(buffer, info.names, info.shapes, dtypes, info.tensor_sizes))
+
+
+def link_ranks(worker: Worker, leads: int, num_replicas: int) -> tuple[list[int], dict[str, Any]]:
+    """The ranks at which vLLM's workers join, by vLLM's own sum of its rank and ours, and the init info's fields."""
+    from flowrl.engines.vllm_links import Link  # noqa: PLC0415 (as above)
+
+    link = Link(host="127.0.0.1", port=4321, world_size=1 + leads * num_replicas, buffer_bytes=1000)
+    infos = [link.init_info(1 + leads * replica) for replica in range(num_replicas)]
+    return [info.rank_offset + rank for info in infos for rank in range(leads)], asdict(infos[0])
+
+
+def shared_loads(worker: Worker) -> tuple[bool, bool, dict[str, Tensor], str]:
+    """vLLM's own receiver of shared memory, made as a worker's: whether it is told of the packing and can let go of a
+    buffer, what a model is given of a weight with two names, and why a part cannot be read here."""
+    from flowrl.engines.vllm_workers import Tensors, TensorTransfer  # noqa: PLC0415 (as above)
+
+    model: Any = Loading()
+    config: Any = SimpleNamespace(parallel_config=None, model_config=None)
+    transfer = TensorTransfer(config, config, torch.device("cpu"), model)
+    why = ""
+    try:
+        transfer.receive_weights(Tensors(shared_part({}), also={"embed": ["head", "third"]}))
+    except (AssertionError, RuntimeError, ValueError) as error:
+        why = str(error)
+    receiver = transfer.receivers._ipc
+    receiver.model.load_weights(WEIGHTS.items())
+    transfer.shutdown()
+    return receiver.packed, callable(receiver._packed_importer.close), dict(model.loaded), why
+
+
+def refuses_before_joining(worker: Worker) -> tuple[str, int, tuple[str, ...]]:
+    """vLLM's own receiver of a link, made as a worker's and not joined: what it says to a description, how many bytes
+    it takes at once, and what it was told."""
+    from vllm.distributed.weight_transfer import nccl_engine  # noqa: PLC0415 (as above)
+
+    from flowrl.engines.vllm_links import Described, Link  # noqa: PLC0415
+    from flowrl.engines.vllm_workers import Tensors, TensorTransfer  # noqa: PLC0415
+
+    ranks: list[Any] = []
+    nccl_engine.worker_init_process_group = lambda info, config: ranks.append((info.rank_offset, config))
+    config: Any = SimpleNamespace(parallel_config="parallel", model_config=None)
+    model: Any = Loading()
+    transfer = TensorTransfer(config, config, torch.device("cpu"), model)
+    transfer.receivers.join(Link("127.0.0.1", 4321, 5, buffer_bytes=1000), 3)
+    try:
+        transfer.receive_weights(Tensors(Described(("a",), ("float32",), ((1,),))))
+    except RuntimeError as error:
+        return str(error), transfer.receivers._nccl.packed_buffer_size_bytes, ranks[0]
+    return "", 0, ()
+
+
+def signatures(worker: Worker) -> dict[str, list[str]]:
+    """The names of the parameters of what we call in vLLM, and of the fields of what it gives."""
+    from vllm.distributed.weight_transfer import ipc_engine, nccl_engine, packed_tensor  # noqa: PLC0415 (as above)
+    from vllm.distributed.weight_transfer.nccl_common import trainer_init  # noqa: PLC0415
+
+    called = {
+        "packed_ipc_producer": packed_tensor.packed_ipc_producer,
+        "packed_nccl_broadcast_producer": packed_tensor.packed_nccl_broadcast_producer,
+        "trainer_init": trainer_init,
+    }
+    for kind in (ipc_engine.IPCWeightTransferEngine, nccl_engine.NCCLWeightTransferEngine):
+        called |= {
+            f"{kind.__name__}.{name}": getattr(kind, name)
+            for name in ("__init__", "init_transfer_engine", "receive_weights", "shutdown")
+        }
+    found = {name: list(inspect.signature(function).parameters) for name, function in called.items()}
+    return found | {"PackedIpcChunk": [field.name for field in fields(packed_tensor.PackedIpcChunk)]}
+
+
+def keys_of_trainer_init(worker: Worker) -> set[str]:
+    """What vLLM reads of the dictionary that the actor joins with, before it looks for a GPU."""
+    from vllm.distributed.weight_transfer import nccl_common  # noqa: PLC0415 (as above)
+
+    read = set[str]()
+
+    class Read(dict):
+        def __getitem__(self, key: str) -> Any:
+            read.add(key)
+            return super().__getitem__(key)
+
+    def stop(*_: Any) -> None:
+        raise InterruptedError
+
+    nccl_common.torch = SimpleNamespace(accelerator=SimpleNamespace(current_device_index=stop))  # pyright: ignore
+    try:
+        nccl_common.trainer_init(Read(master_address="127.0.0.1", master_port=1, world_size=2))
+    except InterruptedError:
+        pass
+    finally:
+        nccl_common.torch = torch  # pyright: ignore
+    return read
