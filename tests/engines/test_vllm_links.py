@@ -1,4 +1,4 @@
-"""The ways from the actor's GPUs to real vLLM: all that goes without a GPU, and both end to end where there are some."""
+"""The ways from GPUs to real vLLM: all that goes without one, and both end to end where there are some."""
 
 import importlib.util
 from collections.abc import Callable, Iterator
