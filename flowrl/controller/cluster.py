@@ -75,7 +75,7 @@ class Cluster:
             inventory = self._backend.inventory(placement.device, devices)
             self.plan: Plan = plan(placement, inventory, roles, apart)
             pools = list(self.plan.pools.values())
-            everyone = [slot for pool in (*pools, *self.plan.apart.values()) for slot in pool.slots]
+            everyone = [slot for hosts in self.plan.host_sets() for slot in hosts.slots]
             self._handover = Handover(Residency(everyone), self._backend, self.calls, self.plan.kind)
             for hosts in (*self.plan.host_sets(), HostSet(TASKS, (_TASK_POOL,))):
                 self.calls.failures.watch(hosts)

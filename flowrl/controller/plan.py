@@ -147,8 +147,11 @@ class Plan:
         return self.roles[role].slots
 
     def host_sets(self) -> list[HostSet]:
-        """The pools, those together that a role spans."""
-        pools = {pool.name: pool for pool in (*self.pools.values(), *self.apart.values())}
+        """The pools, those together that a role spans, with the processes that some role has."""
+        used = {slot for role in self.roles.values() for slot in role.slots}
+        everyone = {pool.name: pool.slots for pool in (*self.pools.values(), *self.apart.values())}
+        running = {name: tuple(slot for slot in slots if slot in used) for name, slots in everyone.items()}
+        pools = {name: PoolPlan(name, slots) for name, slots in running.items() if slots}
         sets = [{name} for name in pools]
         for role in self.roles.values():
             spanned = {slot.pool for slot in role.slots}
@@ -212,7 +215,7 @@ def _own_processes(planned: RolePlan, kind: str) -> RolePlan:
                 f"placement.roles.{role} has tp {mesh.tp}, and devices of one replica are on two nodes, but one "
                 f"process leads them: set tp to a divisor of the devices of a node"
             )
-        if kind == "cuda" and mesh.tp > 1 and replica[0].devices < 1:
+        if kind == "cuda" and mesh.tp > 1 and min(slot.devices for slot in replica) < 1:
             raise PlacementError(
                 f"placement.roles.{role} has tp {mesh.tp} on devices that other roles use too, which its own processes "
                 f"cannot share: give it a pool of its own, or set tp: 1"

@@ -1,4 +1,8 @@
-"""Which processes have ended, of those that will be replaced: their calls say so only when others have taken over."""
+"""Which processes have ended, of those that will be replaced: their calls say so only when others have taken over.
+
+Only those on the driver's machine are looked at. Of one on another node the driver hears when its replacement has
+answered a call.
+"""
 
 from collections.abc import Collection
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import time
 import uuid
 import warnings
 from collections import defaultdict
@@ -68,6 +69,13 @@ class _RayHost(Host):
         value, report = super().call(request, *objects)
         return value, replace(report, revived=True) if lost else report
 
+    def construct(self, made: Construction, *after: Any) -> tuple[None, Report]:  # Any: reports
+        """As `Host.construct`, made again where the process was lost: a call that came first has made the worker."""
+        if self.lacks([made]):
+            return super().construct(made, *after)
+        now_ns = time.time_ns()
+        return None, Report(now_ns, now_ns, now_ns, now_ns)
+
     def revive(self, revival: Revival, role: str) -> None:
         """Makes the workers that the process lacks, and gives the role the state that its call expects."""
         lacking = [made for made in revival.made if self.lacks([made])]
@@ -77,7 +85,7 @@ class _RayHost(Host):
         ahead = self.is_ahead(role, revival.requests)
         undone = ahead and not self.replaces(role, revival.requests)
         for made in [*lacking, *(made for made in revival.made if made.role == role and undone)]:
-            self.construct(made)
+            super().construct(made)
         if ahead or self.is_behind(role, revival.requests):
             for state, refs in revival.states:
                 if state.role == role:

@@ -61,6 +61,15 @@ class _Wanted:
     counts: Mapping[int, int]
 
 
+@dataclass(frozen=True)
+class _Bundle:
+    """What Ray keeps together of a pool: all whole devices of a node, or one that processes share."""
+
+    node: int
+    device: int | None = None
+    """The one that processes share."""
+
+
 class RayNodes:
     """A Ray of this run's own (no `address`), or the cluster that somebody started at `address`.
 
@@ -83,7 +92,7 @@ class RayNodes:
         wait_limit_s: float = _WAIT_LIMIT_S,
     ) -> None:
         self._groups: dict[str, PlacementGroup] = {}
-        self._bundles: dict[str, list[int]] = {}
+        self._bundles: dict[str, list[_Bundle]] = {}
         self._nodes: list[_Node] = []
         self._owns_ray = False
         self._say, self._wait_limit_s = say, wait_limit_s
@@ -124,11 +133,12 @@ class RayNodes:
                     f"placement.pools.{pool.name} needs {count} {wanted.resource} on {self._named(node)}, which has "
                     f"{self._nodes[node].devices[wanted.resource]}: make the pool smaller"
                 )
+        bundles = _bundles(pool, kind)
         group = placement_group(
-            [{wanted.resource: count} for count in wanted.counts.values()],
-            bundle_label_selector=[{"ray.io/node-id": self._nodes[node].id} for node in wanted.counts],
+            [{wanted.resource: count} for count in bundles.values()],
+            bundle_label_selector=[{"ray.io/node-id": self._nodes[bundle.node].id} for bundle in bundles],
         )
-        self._groups[pool.name], self._bundles[pool.name] = group, list(wanted.counts)
+        self._groups[pool.name], self._bundles[pool.name] = group, list(bundles)
         try:
             self._wait(group, wanted)
         except BaseException:
@@ -175,7 +185,8 @@ class RayNodes:
 
     def bundle(self, slot: Slot) -> PlacementGroupSchedulingStrategy:
         """Where Ray is to start the process of a slot, whose pool is reserved."""
-        index = self._bundles[slot.owner].index(slot.node)
+        bundles, own = self._bundles[slot.owner], _Bundle(slot.node, slot.device)
+        index = bundles.index(own if own in bundles else _Bundle(slot.node))
         return PlacementGroupSchedulingStrategy(self._groups[slot.owner], placement_group_bundle_index=index)
 
     def id_of(self, slot: Slot) -> str:
@@ -191,7 +202,8 @@ class RayNodes:
 
         Costs a connection to each such node and, when all of them answer, one request to Ray.
         """
-        used = {node for nodes in self._bundles.values() for node in nodes} if self.address is not None else set()
+        on_cluster = self._bundles.values() if self.address is not None else ()
+        used = {bundle.node for bundles in on_cluster for bundle in bundles}
         return {node: self._nodes[node].name for node in sorted(self._gone(used))}
 
     def _gone(self, nodes: Collection[int]) -> set[int]:
@@ -222,6 +234,17 @@ class RayNodes:
                 self.release(pool)
         if self._owns_ray:
             ray.shutdown()
+
+
+def _bundles(pool: PoolPlan, kind: str) -> Counter[_Bundle]:
+    """How many devices each bundle of a pool has.
+
+    One bundle for a node is what Ray makes fastest, and from it Ray gives whole devices to one process each. Parts of
+    devices it puts wherever they fit best, whatever the plan says, so a GPU that processes share has a bundle alone.
+    CPU slots have nothing that tells one from another.
+    """
+    parted = [slot for slot in pool.slots if kind == "cuda" and slot.devices < 1]
+    return Counter(_Bundle(slot.node, slot.device if slot in parted else None) for slot in pool.slots)
 
 
 def _taken(resource: str) -> Counter[str]:

@@ -25,7 +25,7 @@ from flowrl.engines.responses import Responses, RolloutError, check_prompts, end
 from flowrl.engines.sampling import row_keys, sample_tokens, uniforms
 from flowrl.engines.serving import Serving, State
 from flowrl.engines.weight_check import Compared, WeightSamples, compare_model
-from flowrl.engines.weights import WeightsError, load_weights, weight_names
+from flowrl.engines.weights import load_weights, weight_names
 
 _MIN_ROWS = 16
 """Fewer rows are filled up to this: CPU matrix products sum in another order for a dozen rows or less."""
@@ -89,8 +89,6 @@ class HfRollout:
         self.model = with_slot_attention(model)
         """A frame of its own around the model's weights."""
         self._serving = Serving()
-        self._missing: set[str] = set()
-        """Weights that an update has not brought yet."""
         self._config = config
         self._device = torch.device(device)
         text_config = model.config.get_text_config()
@@ -118,8 +116,7 @@ class HfRollout:
 
     def begin_update(self, version: int) -> None:
         """Begins to take the weights of a version. Raises RolloutError in the middle of another update."""
-        self._serving.begin(version)
-        self._missing = weight_names(self.model)
+        self._serving.begin(version, weight_names(self.model))
 
     def receive(self, weights: Mapping[str, np.ndarray]) -> None:
         """Takes some of them, as `export_weights` gives them.
@@ -131,17 +128,13 @@ class HfRollout:
         self._serving.expect(State.UPDATING, "receive weights")
         with self._serving.or_broken():
             load_weights(self.model, weights, whole=False)
-        self._missing -= weights.keys()
+        self._serving.took(weights.keys())
 
     def commit(self) -> None:
-        """Goes on with the weights that have come. Raises WeightsError where some have not."""
+        """Goes on with the weights that have come. Raises RolloutError where some have not."""
         self._serving.expect(State.UPDATING, "commit weights")
         with self._serving.or_broken():
-            if self._missing:
-                raise WeightsError(
-                    f"the update brought no {', '.join(sorted(self._missing)[:3])} ({len(self._missing)} missing); "
-                    f"send every part of it"
-                )
+            self._serving.check_whole()
         self._serving.commit()
 
     def abort_update(self) -> None:

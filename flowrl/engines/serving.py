@@ -23,7 +23,7 @@ class State(enum.Enum):
 
 
 _NEXT = {
-    State.SERVING: "begin first",
+    State.SERVING: "begin an update first",
     State.UPDATING: "commit or abort the update first",
     State.ASLEEP: "wake it up first",
     State.BROKEN: "its weights are partly new: give it a whole version",
@@ -41,6 +41,8 @@ class Serving:
         self._awake = State.SERVING
         """The state but for sleep, in the middle of which an update may be."""
         self._next_version = 0
+        self._missing: set[str] = set()
+        """Weights that an update has not brought yet."""
 
     @property
     def state(self) -> State:
@@ -63,15 +65,28 @@ class Serving:
         broken = self._awake is State.BROKEN
         self.expect(State.BROKEN if broken else State.SERVING, "take weights", WEIGHTS)
 
-    def begin(self, version: int) -> None:
-        """An update to a version begins. Raises as `check_begin`."""
+    def begin(self, version: int, names: Collection[str]) -> None:
+        """An update to a version begins, which is to bring the weights of these names. Raises as `check_begin`."""
         self.check_begin()
         self._next_version = version
+        self._missing = set(names)
         self._awake = State.UPDATING
 
     def expect_update(self, doing: str) -> None:
         """Raises RolloutError where no update has begun, or its weights are asleep."""
         self.expect(State.UPDATING, doing, WEIGHTS)
+
+    def took(self, names: Collection[str]) -> None:
+        """Some of them have come."""
+        self._missing.difference_update(names)
+
+    def check_whole(self) -> None:
+        """Raises RolloutError where some have not."""
+        if self._missing:
+            names = ", ".join(sorted(self._missing)[:3])
+            raise RolloutError(
+                f"the update brought no {names} ({len(self._missing)} missing); send every part of it, in order"
+            )
 
     def commit(self) -> None:
         """All of it has come."""

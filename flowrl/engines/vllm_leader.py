@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import IO, Any
 
 import torch
 from vllm import EngineArgs
@@ -26,6 +26,9 @@ _IN_A_WORKER = "initialization failed due to an exception in a background proces
 """vLLM's word for it."""
 
 
+_LAST_LINES = 40
+
+
 def start_engine(args: EngineArgs) -> LLMEngine:
     """Starts vLLM, whose core is in this process; with several devices each has a process of its own.
 
@@ -33,21 +36,26 @@ def start_engine(args: EngineArgs) -> LLMEngine:
     """
     if args.tensor_parallel_size == 1:
         return LLMEngine.from_engine_args(args)
-    with tempfile.TemporaryFile() as said, _output_to(said.fileno()), _threads_for(args.tensor_parallel_size):
+    said = tempfile.TemporaryFile()  # noqa: SIM115 (what the workers print as long as they run)
+    with _output_to(said.fileno()), _threads_for(args.tensor_parallel_size):
         try:
             engine = LLMEngine.from_engine_args(args)
         except Exception as error:
             if _IN_A_WORKER not in str(error):
                 raise
-            said.seek(0)
             raise RolloutError(
                 f"vLLM could not start a process for each of {args.tensor_parallel_size} devices: "
-                f"{_last_error(said.read().decode(errors='replace'))}"
+                f"{_last_error(_text(said))}"
             ) from error
     call_workers(engine, "end_with_leader")
     executor: Any = engine.model_executor  # of several processes
-    _end_with([worker.proc for worker in executor.workers])
+    _end_with([worker.proc for worker in executor.workers], said)
     return engine
+
+
+def _text(said: IO[bytes]) -> str:
+    said.seek(0)
+    return said.read().decode(errors="replace")
 
 
 def call_workers(engine: LLMEngine, method: str, *args: Any) -> None:  # Any: the method's own
@@ -101,8 +109,9 @@ def _output_to(file: int) -> Iterator[None]:
             os.close(own[number])
 
 
-def _end_with(processes: list[BaseProcess]) -> None:
-    """Ends this process when one of these has ended, and with it the others, which may wait for that one.
+def _end_with(processes: list[BaseProcess], said: IO[bytes]) -> None:
+    """Ends this process when one of these has ended, and with it the others, which may wait for that one. What they
+    have printed is told first.
 
     vLLM would notice too, raise in whatever is called next, and be of no use from then on; a process that has ended is
     replaced.
@@ -112,6 +121,9 @@ def _end_with(processes: list[BaseProcess]) -> None:
         connection.wait([process.sentinel for process in processes])
         for process in processes:
             process.kill()
+        lines = _text(said).splitlines()[-_LAST_LINES:]
+        sys.stderr.write("\n".join(["a process of vLLM has ended; the last that these have said:", *lines, ""]))
+        sys.stderr.flush()
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="flowrl-end-with-workers").start()

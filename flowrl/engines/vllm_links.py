@@ -1,7 +1,7 @@
 """Weights that stay on GPUs on their way to vLLM: CUDA IPC on the same GPU, NCCL to others.
 
 vLLM's own packing, receivers and communicator do the work; this module is both ends of them. The actor's process loads
-it only for such a transport. It has never run: no GPU was there.
+it only for such a transport. Not tested on GPUs.
 """
 
 import itertools
@@ -59,6 +59,10 @@ class SharedPart:
     """Bytes of each weight in the buffer."""
     handles: Mapping[str, tuple]
     """GPU, by its UUID -> what opens the buffer there."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.described.names
 
     @classmethod
     def merged(cls, parts: Sequence["SharedPart"]) -> "SharedPart":
@@ -173,11 +177,7 @@ class Receivers:
         self._ipc.receive_weights(part.update_info())
         # The actor writes the next part where this one is.
         torch.cuda.synchronize()
-
-    def finish(self) -> None:
-        """After the last part of an update."""
-        if self._ipc is not None:
-            self._ipc._packed_importer.close()
+        self._ipc._packed_importer.close()
 
     def shutdown(self) -> None:
         for receiver in (self._ipc, self._nccl):

@@ -41,8 +41,8 @@ if not torch.cuda.is_available():
     # Compiling the sampler takes seconds to start with, and gains nothing on the CPU.
     _SETTINGS["TORCHDYNAMO_DISABLE"] = "1"
 
-for _name, _value in _SETTINGS.items():
-    os.environ.setdefault(_name, _value)
+# Not as defaults: what they say is what this module is written for.
+os.environ |= _SETTINGS
 
 from vllm import EngineArgs, SamplingParams  # noqa: E402 (reads its environment when it is imported)
 from vllm.config import WeightTransferConfig  # noqa: E402
@@ -181,14 +181,18 @@ class VllmRollout:
         return responses_of([found[name] for name in names])
 
     def add(self, prompts: Iterable[Prompt]) -> None:
-        """Takes requests, which `poll` works on. Raises RolloutError for one of a name that is running."""
+        """Takes requests, which `poll` works on.
+
+        Raises RolloutError for one of a name that is running, or whose prompt does not fit.
+        """
         self._serving.expect(State.SERVING, "take requests")
         for prompt in prompts:
             if prompt.name in self._running:
                 raise RolloutError(f"request {prompt.name} is running already; name it otherwise")
-            self._running[prompt.name] = Answer(prompt.name)
+            check_prompts([prompt.token_ids], self._config.max_response_tokens, self.max_length)
             ids = TokensPrompt(prompt_token_ids=list(prompt.token_ids))
             self._engine.add_request(prompt.name, ids, self._sampling(prompt))
+            self._running[prompt.name] = Answer(prompt.name)
 
     def poll(self, timeout_s: float | None = None) -> list[Answer]:
         """Works until a response is finished, or for so long, and gives those that are; nothing running gives none."""
@@ -232,6 +236,8 @@ class VllmRollout:
             spans = [(int(span.version), span.end - span.start) for span in said.weight_versions]
             answer.token_ids, answer.logprobs = list(said.token_ids), said.logprobs.logprobs
             answer.versions = [version for version, count in spans for _ in range(count)]
+        if said.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"vLLM ended a row by {said.finish_reason}, which makes no response")
         answer.truncated = said.finish_reason == "length"
         return self._running.pop(answer.name)
 
@@ -259,7 +265,7 @@ class VllmRollout:
         self._serving.check_begin()
         with self._or_broken():
             call_workers(self._engine, "start_weight_update")
-        self._serving.begin(version)
+        self._serving.begin(version, self._also)
 
     def join_link(self, link: Mapping[str, Any], first_rank: int) -> None:  # Any: the fields of `Link`
         """Has each worker join a link, from this rank of it on, for `receive`."""
@@ -271,16 +277,20 @@ class VllmRollout:
         if isinstance(weights, SharedPart | Described):
             with self._or_broken():
                 call_workers(self._engine, "update_weights", {"weights": weights, "also": self._also})
+            self._serving.took(weights.names)
             return
         named = {also: weight for name, weight in weights.items() for also in (name, *self._also.get(name, ()))}
         shared = SharedTensors.of(named) if self._tp > 1 else nullcontext(named)
         with self._or_broken(), shared as given:
             call_workers(self._engine, "update_weights", {"weights": given})
+        self._serving.took(weights)
 
     def commit(self) -> None:
         """Goes on with the weights that have come. Keys and values of the old ones are computed anew."""
         self._serving.expect_update("commit weights")
         with self._or_broken():
+            # vLLM would leave what has not come as it was, and a part of a fused layer as it found the memory.
+            self._serving.check_whole()
             call_workers(self._engine, "finish_weight_update")
             # Also of requests that are running: they would go on from states that the old weights left.
             if not self._engine.reset_prefix_cache(reset_running_requests=True):
@@ -350,7 +360,6 @@ def _by_last(stops: Iterable[Sequence[int]]) -> dict[int, list[list[int]]]:
 
 def _engine_args(model: ModelConfig, config: RolloutConfig, tp: int, sleeps: bool) -> EngineArgs:
     settings = config.vllm or VllmConfig()
-    limit: dict[str, Any] = {} if settings.max_row_tokens is None else {"max_model_len": settings.max_row_tokens}
     return EngineArgs(
         model=str(model.path),
         skip_tokenizer_init=True,
@@ -359,7 +368,9 @@ def _engine_args(model: ModelConfig, config: RolloutConfig, tp: int, sleeps: boo
         # Left to itself vLLM would ask Ray, in whose placement group this process is, for devices of its own.
         distributed_executor_backend="mp" if tp > 1 else "uni",
         max_num_seqs=config.max_rows,
-        max_num_batched_tokens=_STEP_TOKENS,
+        max_num_batched_tokens=max(_STEP_TOKENS, config.max_rows),
+        # -1: as long as the model takes and the cache holds.
+        max_model_len=settings.max_row_tokens or -1,
         enforce_eager=not settings.graphs or not torch.cuda.is_available(),
         enable_prefix_caching=settings.prefix_caching,
         kv_cache_memory_bytes=int(settings.kv_cache_gb * 1e9),
@@ -373,5 +384,4 @@ def _engine_args(model: ModelConfig, config: RolloutConfig, tp: int, sleeps: boo
         worker_extension_cls=f"{WorkerMethods.__module__}.{WorkerMethods.__name__}",
         disable_log_stats=True,
         **quantization_options(config.quantization),
-        **limit,
     )

@@ -126,7 +126,6 @@ class TensorTransfer(WeightTransferEngine[Nothing, Tensors]):
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
-        self.receivers.finish()
 
     @cached_property
     def receivers(self) -> Receivers:

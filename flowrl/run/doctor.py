@@ -22,7 +22,7 @@ from flowrl.controller.worker import Worker
 from flowrl.data.batch import Batch
 from flowrl.run.prompts import read_prompts
 from flowrl.run.publishing import Publisher
-from flowrl.run.rollout_watch import gap_causes, gap_limit, submit_check
+from flowrl.run.rollout_watch import WeightsCheck, gap_causes, gap_limit
 from flowrl.run.transports import transport_of
 
 PROMPTS, TOKENS = 8, 32
@@ -79,7 +79,9 @@ def examine(
             places = cluster.plan.roles
             way = transport_of(places["actor"], places["rollout"], cluster.plan.kind, rollout_config)
             found.add("weights travel by", way.replace("_", " "))
-            _compare_weights(Publisher(config, cluster.plan), config, actor, rollout, found)
+            unchecked = rollout_config.model_copy(update={"check_weights": "off"})  # to be timed by itself
+            publisher = Publisher(config.model_copy(update={"rollout": unchecked}), cluster.plan)
+            _compare_weights(publisher, config, actor, rollout, found)
             rows = Batch.from_rows([row | {"sample": 0} for row in prompts.take(max(PROMPTS, 2 * rollout.world_size))])
             _compare_words(config, actor, rollout, rows, found)
     finally:
@@ -132,7 +134,7 @@ def _compare_weights(
             publisher.hand_over(actor, rollout, version)
             rollout.run(_answers)
             sync_s = time.monotonic() - started_s
-        check = submit_check(actor, rollout, version, config.rollout)
+        check = WeightsCheck(actor, rollout, version, config.rollout).compare()
         if check is not None:
             count, unreached = check.get()["weights_compared"], check.unreached()
             lacking = f" ({len(unreached)} cannot be, such as {unreached[0]})" if unreached else ""

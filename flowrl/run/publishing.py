@@ -6,6 +6,7 @@ from flowrl.config import RolloutConfig, RunConfig, TransferConfig
 from flowrl.controller.future import Future
 from flowrl.controller.group import WorkerGroup
 from flowrl.controller.plan import PlacementError, Plan
+from flowrl.run.rollout_watch import ComparedWeights, WeightsCheck
 from flowrl.run.transports import Transport, transport_of
 
 
@@ -26,15 +27,19 @@ class Publisher:
         if not _is_shared(actor, rollout):
             self._way(actor, rollout)
 
-    def hand_over(self, actor: WorkerGroup, rollout: WorkerGroup, version: int) -> None:
-        """Gives the rollout the actor's present weights, as those of a version.
+    def hand_over(self, actor: WorkerGroup, rollout: WorkerGroup, version: int) -> ComparedWeights | None:
+        """Gives the rollout the actor's present weights, as those of a version; what is compared of them, if any is.
 
         In the same processes the rollout samples from the actor's own weights, and only their number changes.
         """
         if _is_shared(actor, rollout):
             rollout.set_version.submit(version)
-        else:
-            self._way(actor, rollout).hand_over(version)
+            return None
+        way = self._way(actor, rollout)
+        found = self._roles.get(rollout.role)
+        check = WeightsCheck(actor, rollout, version, found if isinstance(found, RolloutConfig) else None)
+        way.hand_over(version)
+        return check.compare()
 
     def _way(self, actor: WorkerGroup, rollout: WorkerGroup) -> "_Way":
         roles = (actor.role, rollout.role)
@@ -57,8 +62,9 @@ def _where_it_lies(transport: Transport, actor: WorkerGroup, rollout: WorkerGrou
         return transport
     if config.transfer.via == "cuda_ipc":
         raise PlacementError(
-            f"{rollout.role}.transfer.via is cuda_ipc, but {actor.role} leaves its GPUs while {rollout.role} is there "
-            f"(engine.offload: idle): set {rollout.role}.transfer.via: auto, or {actor.role}.engine.offload: none"
+            f"{rollout.role}.transfer.via is cuda_ipc, but the processes of {actor.role} leave their GPUs while "
+            f"{rollout.role} is there (engine.offload: idle, of any role in them): set "
+            f"{rollout.role}.transfer.via: auto"
         )
     return "object_store"
 

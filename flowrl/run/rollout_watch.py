@@ -46,23 +46,31 @@ class ComparedWeights:
         return [name for future in self._futures for name in future.get()[0].unreached]
 
 
-def submit_check(
-    actor: WorkerGroup, rollout: WorkerGroup, version: int, config: RolloutConfig
-) -> ComparedWeights | None:
-    """Has the rollout compare the weights that it was given last with the actor's, which are those of `version`.
+class WeightsCheck:
+    """Has a rollout compare the weights that it is given with the actor's, which are those of `version`.
 
-    Does not wait; a difference ends the run, as any call's failure. Nothing is compared, and None returned, where the
-    rollout samples from the actor's own weights, where the config wants no check, and for roles without these methods.
+    Made before they are given and compared after, so that all that is the actor's leaves together: a device that the
+    two have in turns changes hands once. Does not wait; a difference ends the run, as any call's failure. Nothing is
+    compared where the rollout samples from the actor's own weights, where the config wants no check, and for roles
+    without these methods.
     """
-    is_shared = rollout.lives_in(actor) and actor.lives_in(rollout)
-    knows = hasattr(rollout.cls, "check_weights") and hasattr(actor.cls, "weight_samples")
-    if is_shared or not knows or config.check_weights == "off":
-        return None
-    complete = [{"part": part, "parts": COMPLETE_PARTS} for part in range(COMPLETE_PARTS)]
-    parts: list[dict[str, Any]] = [{}] if config.check_weights == "sampled" else complete
-    # All leave before the first is compared: a device that the two have in turns changes hands once.
-    samples = [actor.weight_samples.submit(version, dtype=config.sent_dtype, **part) for part in parts]
-    return ComparedWeights(version, [rollout.check_weights.submit(each) for each in samples])
+
+    def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, version: int, config: RolloutConfig | None) -> None:
+        self._rollout, self._version = rollout, version
+        is_shared = rollout.lives_in(actor) and actor.lives_in(rollout)
+        knows = hasattr(rollout.cls, "check_weights") and hasattr(actor.cls, "weight_samples")
+        parts: list[dict[str, Any]] = []
+        if config is not None and knows and not is_shared and config.check_weights != "off":
+            complete = [{"part": part, "parts": COMPLETE_PARTS} for part in range(COMPLETE_PARTS)]
+            parts = [{}] if config.check_weights == "sampled" else complete
+        dtype = None if config is None else config.sent_dtype
+        self._samples = [actor.weight_samples.submit(version, dtype=dtype, **part) for part in parts]
+
+    def compare(self) -> ComparedWeights | None:
+        """What comes of it; None where nothing is compared."""
+        if not self._samples:
+            return None
+        return ComparedWeights(self._version, [self._rollout.check_weights.submit(each) for each in self._samples])
 
 
 def gap_limit(rollout: RolloutConfig, actor: ActorConfig) -> float:
@@ -93,9 +101,8 @@ class RolloutWatch:
         self.gap_steps = 0
         """Steps with a gap above the limit."""
 
-    def submit_check(self, actor: WorkerGroup, rollout: WorkerGroup, version: int) -> tuple[ComparedWeights, ...]:
-        """As the function of that name, with the run's settings; the metrics of it, if there is a check."""
-        check = None if self._rollout is None else submit_check(actor, rollout, version, self._rollout)
+    def follow(self, check: ComparedWeights | None) -> tuple[ComparedWeights, ...]:
+        """Takes up a comparison, if there is one; its metrics."""
         if check is None:
             return ()
         if not self._said_unreached:

@@ -196,7 +196,7 @@ class Run:
         if self._resumed is not None:
             self._saver.restore(self._resumed)
             if rollout is not None and self._policy is not None:
-                self._publisher.hand_over(self._policy, rollout, self.version)
+                self._watch.follow(self._publisher.hand_over(self._policy, rollout, self.version))
         self.cluster.settle()
         if self._resumed is None:
             self._evaluate_untrained()
@@ -235,8 +235,7 @@ class Run:
         In the same processes the rollout samples from the actor's own weights, and only their number changes.
         """
         self.version += 1
-        self._publisher.hand_over(actor, rollout, self.version)
-        self._log.add(self._watch.submit_check(actor, rollout, self.version))
+        self._log.add(self._watch.follow(self._publisher.hand_over(actor, rollout, self.version)))
 
     # Checkpoints.
 

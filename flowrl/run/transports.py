@@ -19,16 +19,21 @@ def transport_of(actor: RolePlan, rollout: RolePlan, kind: str, config: RolloutC
     Raises:
         PlacementError: what was asked for cannot be there.
     """
-    if config.engine == "hf" and set(rollout.slots) == set(actor.slots):
-        return "shared"
     asked = config.transfer.via
+    if config.engine == "hf" and set(rollout.slots) == set(actor.slots):
+        if asked != "auto":
+            raise PlacementError(
+                f"{rollout.role}.transfer.via is {asked}, but {rollout.role} is in the processes of {actor.role} and "
+                f"samples from its weights, which do not travel: set {rollout.role}.transfer.via: auto"
+            )
+        return "shared"
     if asked == "object_store" or (asked == "auto" and (config.engine == "hf" or kind != "cuda")):
         return "object_store"
     where = f"{rollout.role}.transfer.via is {asked}"
     if kind != "cuda":
         raise PlacementError(f"{where}, but the devices are of kind {kind}: set {rollout.role}.transfer.via: auto")
     theirs, own = _devices(rollout.slots), _devices(actor.slots)
-    if theirs <= own:
+    if theirs == own:
         if asked == "nccl":
             raise PlacementError(
                 f"{where}, but {rollout.role} is on GPUs of {actor.role}, and NCCL takes one process per GPU: set "
@@ -37,7 +42,7 @@ def transport_of(actor: RolePlan, rollout: RolePlan, kind: str, config: RolloutC
         return "cuda_ipc"
     if asked == "cuda_ipc":
         raise PlacementError(
-            f"{where}, but {rollout.role} has GPUs that {actor.role} is not on, and memory is shared within a GPU "
+            f"{where}, but {rollout.role} and {actor.role} are not on the same GPUs, and memory is shared within a GPU "
             f"alone: set {rollout.role}.transfer.via: auto"
         )
     if theirs & own:

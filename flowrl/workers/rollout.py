@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from flowrl.config import CheckFailed, ModelConfig, RolloutConfig, UserError
+from flowrl.config import CheckFailed, ModelConfig, RolloutConfig
 from flowrl.controller.plan import Mesh
 from flowrl.controller.register import Dispatch, register
 from flowrl.controller.worker import Worker
@@ -141,7 +141,7 @@ class Rollout(Worker):
         if chunk == of - 1:
             self.engine.commit()
 
-    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    @register(Dispatch.ONE_TO_ALL, blocking=False, memory=("weights",))
     def check_weights(self, samples: WeightSamples) -> Compared:
         """Compares what is served with samples of the actor's weights. Raises CheckFailed where they differ.
 
@@ -149,7 +149,7 @@ class Rollout(Worker):
         of their own.
         """
         is_newer = self.engine.state is State.UPDATING or self.engine.version > samples.version
-        if self.shares_weights or is_newer:
+        if self.shares_weights or (is_newer and self.context.replaced):
             return Compared()
         if self.engine.version != samples.version:
             raise CheckFailed(
@@ -215,7 +215,7 @@ class _VllmRollout(Rollout):
 
     def _refuse_again(self) -> None:
         if self.context.replaced:
-            raise UserError(
+            raise RuntimeError(
                 "the rollout's process was lost, and the weights that it had came from GPU to GPU, which leaves "
                 "nothing to give another process: go on from the last checkpoint (resume: auto), or set "
                 "rollout.transfer.via: object_store"

@@ -73,6 +73,16 @@ def quantized(quantization: str = "int8", **correction: Any) -> dict[str, Any]:
         (RewardConfig, {"function": "rewards:score", "model": MODEL}, "exactly one"),
         (RewardConfig, {"function": "rewards.score"}, "form module:name"),
         (RolloutConfig, {"max_response_tokens": 8, "temperature": 0.0}, "greater than 0"),
+        (
+            RolloutConfig,
+            {"max_response_tokens": 8, "engine": "vllm", "temperature": 0.001},
+            "vLLM samples at 0.01 or more",
+        ),
+        (
+            RolloutConfig,
+            {"max_response_tokens": 8, "transfer": {"via": "nccl"}},
+            "which vLLM alone receives, and engine",
+        ),
         (RolloutConfig, {"max_response_tokens": 8, "stop_ids": [[1], []]}, "empty sequence"),
         (AdvantageConfig, {"estimator": "grpo", "lam": 0.95}, "lam belongs to estimator gae"),
         (AdvantageConfig, {"estimator": "gae", "normalize_std": False}, "belongs to estimator grpo"),

@@ -1,9 +1,11 @@
 """Drivers that join the Ray cluster at the address they are given, and print what they find there as a line of JSON."""
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import ray
 
@@ -21,6 +23,12 @@ class Placed(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def where(self) -> Row:
         return self.rank, self.context.local_rank, self.context.node, ray.get_runtime_context().get_node_id()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def devices(self) -> tuple[int, list[str], str, str]:
+        """Its node, the GPUs that Ray has given it and those that CUDA would see, and its own name for the first."""
+        given = [str(index) for index in ray.get_gpu_ids()]
+        return self.context.node, given, os.environ["CUDA_VISIBLE_DEVICES"], self.context.device
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def stay(self, seconds: float) -> None:
@@ -63,6 +71,31 @@ def sums(address: str) -> object:
     placement = Placement(device="cpu", pools={"main": [1, 2]}, roles={"sum": "main"})
     with Cluster(placement, address=address, num_threads=1) as cluster:
         return cluster.group("sum", Summing, 10).total(1).get()
+
+
+GPU_PLACEMENTS: dict[str, dict[str, Any]] = {
+    "one node": {"pools": {"main": [2]}, "roles": {"actor": "main", "rollout": "main"}},
+    "two nodes": {"pools": {"main": [2, 3]}, "roles": {"actor": "main", "rollout": "main"}},
+    "a part of a pool": {"pools": {"main": [4]}, "roles": {"actor": "main[0:3]", "rollout": "main[1:2]+main[3:]"}},
+    "led": {"pools": {"main": [4]}, "roles": {"actor": "main[0:2]", "rollout": {"pool": "main[2:4]", "tp": 2}}},
+    "shared and led": {
+        "pools": {"main": [4]},
+        "roles": {"actor": "main[0:2]", "reward": "main[1:2]", "rollout": {"pool": "main[2:4]", "tp": 2}},
+    },
+    "nothing shared": {"pools": {"main": [2], "makers": [2]}, "roles": {"actor": "main", "rollout": "makers"}},
+}
+"""Rollouts and rewards have processes of their own."""
+
+
+def gpus(address: str) -> object:
+    """Placement -> role -> node and GPUs of each of its ranks."""
+    found = {}
+    for case, placed in GPU_PLACEMENTS.items():
+        placement, apart = Placement(device="cuda", **placed), ("rollout", "reward")
+        with Cluster(placement, address=address, num_threads=1, apart=apart) as cluster:
+            groups = {role: cluster.group(role, Placed) for role in placement.roles}
+            found[case] = {role: group.devices() for role, group in groups.items()}
+    return found
 
 
 def refusal(address: str, pool: list[int], devices: tuple[int, ...]) -> str:
@@ -163,7 +196,7 @@ def overdue(address: str) -> object:
     raise AssertionError("a call outlived its deadline")
 
 
-DRIVERS = {driver.__name__: driver for driver in (layouts, sums, waiting, dying, bereft, overdue)}
+DRIVERS = {driver.__name__: driver for driver in (layouts, sums, gpus, waiting, dying, bereft, overdue)}
 
 if __name__ == "__main__":
     sys.stdout.write(f"result {json.dumps(DRIVERS[sys.argv[1]](sys.argv[2]))}\n")

@@ -14,6 +14,8 @@ from ray.cluster_utils import Cluster
 
 NODES = ((2, "127.0.0.2"), (4, "127.0.0.3"), (4, "127.0.0.3"))
 """CPU slots and address; the last two are on one machine, as far as addresses tell."""
+GPUS = 4
+"""Of each of them, in Ray's books alone: what runs there must not touch them."""
 
 
 def main() -> None:
@@ -35,6 +37,7 @@ def main() -> None:
 def add(cluster: Cluster, cpus: int, address: str) -> Node:
     return cluster.add_node(
         num_cpus=cpus,
+        num_gpus=GPUS,
         node_ip_address=address,
         include_dashboard=False,
         include_log_monitor=False,

@@ -281,3 +281,20 @@ def test_devices_that_one_process_cannot_lead_are_refused(pools: dict, where: di
             gpus(3, 3),
             apart=["rollout"],
         )
+
+
+def test_a_leader_of_a_device_that_others_use_is_refused_whichever_of_its_devices_it_is() -> None:
+    roles = {"actor": "main[1:2]", "rollout": RolePlacement(pool="main", tp=2)}
+    with pytest.raises(PlacementError, match="on devices that other roles use too"):
+        plan(Placement(pools={"main": [2]}, roles=roles), gpus(2), apart=["rollout"])
+
+
+def test_devices_that_only_a_role_apart_uses_have_no_other_process() -> None:
+    roles = {"actor": "main[0:2]", "rollout": "main[1:3]", "reward": "makers"}
+    made = plan(Placement(pools={"main": [3], "makers": [1]}, roles=roles), gpus(4), apart=["rollout", "reward"])
+    running = {hosts.name: [(slot.device, slot.devices) for slot in hosts.slots] for hosts in made.host_sets()}
+    assert running == {
+        "main": [(0, 1), (1, 0.5)],
+        "main[1:3]/rollout": [(1, 0.5), (2, 1)],
+        "makers/reward": [(3, 1)],
+    }

@@ -126,6 +126,51 @@ def test_a_process_group_forms_across_nodes(found: Callable[[str], Any]) -> None
     assert found("sums") == [60, 60, 60]  # (1 + 2 + 3) * 10
 
 
+@pytest.fixture(scope="module")
+def gpus(found: Callable[[str], Any]) -> dict[str, dict[str, list[tuple[int, list[str]]]]]:
+    """Placement -> role -> node and GPUs of each of its ranks."""
+    cases = found("gpus")
+    ranks = [rank for roles in cases.values() for ranks in roles.values() for rank in ranks]
+    for _, given, visible, device in ranks:
+        assert (",".join(given), "cuda:0") == (visible, device)
+    return {
+        case: {role: [(rank[0], rank[1]) for rank in ranks] for role, ranks in roles.items()}
+        for case, roles in cases.items()
+    }
+
+
+@pytest.mark.parametrize(("case", "nodes"), [("one node", [0, 0]), ("two nodes", [0, 0, 1, 1, 1])])
+def test_processes_that_share_a_device_are_given_one_gpu(case: str, nodes: list[int], gpus: dict[str, Any]) -> None:
+    actor = gpus[case]["actor"]
+    assert gpus[case]["rollout"] == actor
+    assert [node for node, _ in actor] == nodes
+    check_apart(actor)
+
+
+def test_ranks_of_a_pool_that_only_some_roles_use_have_the_gpus_of_the_plan(gpus: dict[str, Any]) -> None:
+    actor, rollout = gpus["a part of a pool"]["actor"], gpus["a part of a pool"]["rollout"]
+    assert rollout[0] == actor[1]
+    check_apart([*actor, rollout[1]])
+
+
+def test_a_leader_has_whole_gpus_beside_those_that_others_share(gpus: dict[str, Any]) -> None:
+    for case in ("led", "shared and led"):
+        actor, rollout = gpus[case]["actor"], gpus[case]["rollout"]
+        assert len(rollout) == 1 and len(rollout[0][1]) == 2
+        check_apart([*actor, *((0, [gpu]) for gpu in rollout[0][1])])
+    assert gpus["shared and led"]["reward"] == [gpus["shared and led"]["actor"][1]]
+
+
+def test_pools_of_their_own_have_gpus_of_their_own(gpus: dict[str, Any]) -> None:
+    check_apart([rank for ranks in gpus["nothing shared"].values() for rank in ranks])
+
+
+def check_apart(ranks: list[tuple[int, list[str]]]) -> None:
+    """Each has one GPU that none of the others has."""
+    assert all(len(given) == 1 for _, given in ranks)
+    assert len({(node, given[0]) for node, given in ranks}) == len(ranks)
+
+
 def test_devices_that_the_cluster_does_not_have_are_refused(layouts: dict[str, Any]) -> None:
     too_many, too_large, planned = layouts["refused"]
     assert too_many == (

@@ -227,7 +227,7 @@ def test_after_half_an_update_it_answers_only_from_a_whole_one(fails: str):
     engine.receive(parts[0])
     if fails == "a part is missing":
         with pytest.raises(
-            WeightsError,
+            RolloutError,
             match=rf"the update brought no .*\({len(export_weights(new)) - len(parts[0])} missing\); send every",
         ):
             engine.commit()

@@ -8,23 +8,28 @@ from flowrl.engines.serving import PARTS, WEIGHTS, Serving, State
 
 def test_a_version_is_served_when_all_of_it_has_come():
     serving = Serving()
-    serving.begin(3)
+    serving.begin(3, ["a", "b"])
     assert (serving.state, serving.version) == (State.UPDATING, 0)
+    serving.took(["b", "tied to it"])
+    with pytest.raises(RolloutError, match=r"the update brought no a \(1 missing\); send every part of it"):
+        serving.check_whole()
+    serving.took(["a"])
+    serving.check_whole()
     serving.commit()
     assert (serving.state, serving.version) == (State.SERVING, 3)
 
 
 def test_what_fails_in_an_update_or_is_given_up_leaves_it_broken_until_a_whole_one():
     serving = Serving()
-    serving.begin(3)
+    serving.begin(3, ["a", "b"])
     with pytest.raises(KeyError), serving.or_broken():
         raise KeyError
     assert (serving.state, serving.version) == (State.BROKEN, 0)
-    serving.begin(4)
+    serving.begin(4, ["a"])
     serving.abort()
     with pytest.raises(RolloutError, match="is broken and cannot generate; its weights are partly new"):
         serving.expect(State.SERVING, "generate")
-    serving.begin(5)
+    serving.begin(5, [])
     serving.commit()
     assert (serving.state, serving.version) == (State.SERVING, 5)
 
@@ -56,11 +61,11 @@ def test_to_take_weights_it_needs_its_weights_awake_and_to_answer_all_of_it():
     serving = Serving()
     serving.asleep = PARTS
     with pytest.raises(RolloutError, match="is asleep and cannot take weights; wake it up first"):
-        serving.begin(1)
+        serving.begin(1, [])
     assert serving.waking(PARTS) == PARTS and serving.waking(WEIGHTS) == WEIGHTS
     serving.asleep -= WEIGHTS
     assert serving.state is State.ASLEEP
-    serving.begin(1)
+    serving.begin(1, [])
     assert serving.state is State.UPDATING
     serving.asleep = PARTS
     assert serving.state is State.ASLEEP

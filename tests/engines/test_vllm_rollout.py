@@ -154,6 +154,10 @@ def test_a_failed_update_leaves_it_refusing_until_a_whole_one(pair: Pair) -> Non
     assert refused.startswith("the rollout engine is broken and cannot generate; its weights are partly new")
     pair.hand_over()
     assert pair.largest_gap(PROMPTS, pair.says(PROMPTS)) < 1e-4
+    names = list(export_weights(pair.model))
+    (missing,) = pair.group.run(vllm_checks.misses_a_part, first)
+    assert missing.startswith("the update brought no ") and f"({len(names) - len(first)} missing)" in missing
+    assert pair.group.run(vllm_checks.state) == ["broken"]
     pair.group.run(vllm_checks.gives_up, first)
     assert pair.group.run(vllm_checks.state) == ["broken"]
     pair.publish(20)
@@ -334,3 +338,11 @@ def test_its_memory_is_free_while_another_process_uses_its_gpu(ray_session: None
             assert asleep - awake > 3.9e9
             pair.publish(seed)
             assert pair.largest_gap(PROMPTS, pair.says(PROMPTS, greedy=True)) < 2e-3
+
+
+def test_requests_that_do_not_fit_leave_nothing_behind(pair: Pair) -> None:
+    (said,) = pair.group.run(vllm_checks.adds_what_does_not_fit, 510)
+    assert said[0].startswith("prompt 0 has 510 tokens, 522 with")
+    assert said[1] == "request one is running already; name it otherwise"
+    assert said[2] == "1 requests are running; poll them, or abort them, before a batch is generated"
+    assert said[3] == "0"

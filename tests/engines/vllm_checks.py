@@ -71,6 +71,31 @@ def fails_in_the_middle(worker: Rollout, weights: dict[str, Any]) -> str:
     raise AssertionError("an unknown weight was taken")
 
 
+def misses_a_part(worker: Rollout, weights: dict[str, Any]) -> str:
+    """An update that is committed before all of it has come; what it raised."""
+    engine = engine_of(worker)
+    engine.begin_update(52)
+    engine.receive({name: torch.from_numpy(array.copy()) for name, array in weights.items()})
+    return refusal(worker, "commit")
+
+
+def adds_what_does_not_fit(worker: Rollout, longest: int) -> list[str]:
+    """What requests that are refused are told, and that none of them is left."""
+    from flowrl.engines.vllm_rollout import Prompt  # noqa: PLC0415 (only where vLLM is)
+
+    engine = engine_of(worker)
+    said = [refusal(worker, "add", ([Prompt("long", [2] * longest, key=1)],))]
+    engine.add([Prompt("one", [2, 3], key=1)])
+    said += [refusal(worker, "add", ([Prompt("one", [2, 3], key=1)],))]
+    row_B = torch.zeros(1, dtype=torch.int64)
+    try:
+        engine.generate([[2, 3]], row_B, row_B, seed=1)
+    except UserError as error:
+        said += [str(error)]
+    engine.abort(["one"])
+    return [*said, str(engine.num_running)]
+
+
 def gives_up(worker: Rollout, weights: dict[str, Any]) -> None:
     engine = engine_of(worker)
     engine.begin_update(51)

@@ -31,7 +31,8 @@ def way(
         ("cpu", "a", "a", {}, "object_store"),
         ("cpu", "a", "b", {}, "object_store"),
         ("cuda", "a", "a", {}, "cuda_ipc"),
-        ("cuda", "a+b", "b", {}, "cuda_ipc"),
+        ("cuda", "a+b", "a+b", {}, "cuda_ipc"),
+        ("cuda", "a+b", "b", {}, "object_store"),
         ("cuda", "a", "b", {}, "nccl"),
         ("cuda", "a", "b", {"tp": 2}, "nccl"),
         ("cuda", "a", "b", {"tp": 4, "nodes": (4, 4)}, "nccl"),
@@ -53,7 +54,7 @@ def test_weights_take_the_best_way_there_is(
     [
         ("cpu", "a", "b", "nccl", "rollout.transfer.via is nccl, but the devices are of kind cpu: set"),
         ("cpu", "a", "a", "cuda_ipc", "rollout.transfer.via is cuda_ipc, but the devices are of kind cpu: set"),
-        ("cuda", "a", "b", "cuda_ipc", "rollout has GPUs that actor is not on, and memory is shared within a GPU"),
+        ("cuda", "a", "b", "cuda_ipc", "rollout and actor are not on the same GPUs, and memory is shared within a GPU"),
         ("cuda", "a", "a", "nccl", "rollout is on GPUs of actor, and NCCL takes one process per GPU: set"),
         ("cuda", "a[0:2]", "a[1:]", "nccl", "some of the GPUs of rollout are those of actor"),
     ],
@@ -61,3 +62,8 @@ def test_weights_take_the_best_way_there_is(
 def test_a_way_that_cannot_be_is_refused(kind: str, actor: str, rollout: str, via: str, sentence: str) -> None:
     with pytest.raises(PlacementError, match=sentence):
         way(kind, actor, rollout, via=via)
+
+
+def test_weights_that_do_not_travel_are_sent_no_way() -> None:
+    with pytest.raises(PlacementError, match=r"via is object_store, but rollout is in the processes of actor and"):
+        way("cpu", "a", "a", engine="hf", via="object_store")
