@@ -103,9 +103,9 @@ def shared_loads(worker: Worker) -> tuple[bool, bool, dict[str, Tensor], str]:
     return receiver.packed, callable(receiver._packed_importer.close), dict(model.loaded), why
 
 
-def refuses_before_joining(worker: Worker) -> tuple[str, int, tuple[str, ...]]:
-    """vLLM's own receiver of a link, made as a worker's and not joined: what it says to a description, how many bytes
-    it takes at once, and what it was told."""
+def joined_as_asked(worker: Worker) -> tuple[str, int, tuple[str, ...]]:
+    """vLLM's own receiver of a link, made as a worker's, which joins nothing: what it says to a description, how many
+    bytes it takes at once, and what it was told."""
     from vllm.distributed.weight_transfer import nccl_engine  # noqa: PLC0415 (as above)
 
     from flowrl.engines.vllm_links import Described, Link  # noqa: PLC0415
