@@ -90,6 +90,7 @@ def test_ppo_colocated_gives_the_same_numbers_with_roles_that_leave_the_device(
     assert "make_room" not in [event["name"] for event in stayed]
 
 
+@pytest.mark.slow
 def test_a_sleeping_rollout_that_is_killed_comes_back_in_its_turn(
     ray_session: None, grpo_config: Callable[..., GRPOConfig], tmp_path: Path
 ) -> None:
