@@ -112,7 +112,8 @@ def joined_as_asked(worker: Worker) -> tuple[str, int, tuple[str, ...]]:
     from flowrl.engines.vllm_workers import Tensors, TensorTransfer  # noqa: PLC0415
 
     ranks: list[Any] = []
-    nccl_engine.worker_init_process_group = lambda info, config: ranks.append((info.rank_offset, config))
+    joins = "worker_init_process_group"  # where it would wait for the others
+    setattr(nccl_engine, joins, lambda info, config: ranks.append((info.rank_offset, config)))
     config: Any = SimpleNamespace(parallel_config="parallel", model_config=None)
     model: Any = Loading()
     transfer = TensorTransfer(config, config, torch.device("cpu"), model)
