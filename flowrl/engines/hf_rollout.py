@@ -25,7 +25,7 @@ from flowrl.engines.responses import Responses, RolloutError, check_prompts, end
 from flowrl.engines.sampling import row_keys, sample_tokens, uniforms
 from flowrl.engines.serving import Serving, State
 from flowrl.engines.weight_check import Compared, WeightSamples, compare_model
-from flowrl.engines.weights import load_weights, weight_names
+from flowrl.engines.weights import WeightTargets
 
 _MIN_ROWS = 16
 """Fewer rows are filled up to this: CPU matrix products sum in another order for a dozen rows or less."""
@@ -116,7 +116,9 @@ class HfRollout:
 
     def begin_update(self, version: int) -> None:
         """Begins to take the weights of a version. Raises RolloutError in the middle of another update."""
-        self._serving.begin(version, weight_names(self.model))
+        self._serving.check_begin()
+        self._targets = WeightTargets(self.model)
+        self._serving.begin(version, self._targets.names)
 
     def receive(self, weights: Mapping[str, np.ndarray]) -> None:
         """Takes some of them, as `export_weights` gives them.
@@ -127,7 +129,7 @@ class HfRollout:
         """
         self._serving.expect(State.UPDATING, "receive weights")
         with self._serving.or_broken():
-            load_weights(self.model, weights, whole=False)
+            self._targets.write(weights)
         self._serving.took(weights.keys())
 
     def commit(self) -> None:

@@ -7,7 +7,7 @@ takes the weight that it had before, and keeps what it makes of it.
 
 import copy
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -150,35 +150,45 @@ def tensors_of(weights: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
     }
 
 
-def weight_names(model: nn.Module) -> set[str]:
-    """The names under which a model's weights are exported."""
-    return set(_weights(model))
+class WeightTargets:
+    """Where a model's weights are, looked up once for all parts of an update."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Raises WeightsError for a model with an adapter, which would be added to the one that is in the weights."""
+        if adapter_layers(model):
+            raise WeightsError(
+                "the model has an adapter, which would be added to weights that have one: load them into one without"
+            )
+        self._model = model
+        self._stored = {name: weight.stored for name, weight in _weights(model).items()}
+
+    @property
+    def names(self) -> Collection[str]:
+        """Those under which they are exported."""
+        return self._stored.keys()
+
+    def write(self, weights: Mapping[str, np.ndarray], *, whole: bool = False) -> None:
+        """Writes exported weights into the model, in place and bit for bit. Read-only arrays are welcome.
+
+        Args:
+            whole: all of them must be there, and not some.
+        Raises:
+            WeightsError: a name is missing or unknown, or an array has another shape or type than the model's weight.
+                The model is then unchanged.
+        """
+        targets = self._stored if whole else {name: self._stored[name] for name in weights if name in self._stored}
+        _check(targets, weights)
+        with torch.no_grad():
+            for name, target in targets.items():
+                if target.is_meta:
+                    _quantize(self._model, *next(iter(tensors_of({name: weights[name]}).items())))
+                else:
+                    _write(_bits(target.detach()), weights[name])
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, np.ndarray], *, whole: bool = True) -> None:
-    """Writes exported weights into a model, in place and bit for bit. Read-only arrays are welcome.
-
-    Args:
-        whole: all of them must be there, and not some.
-    Raises:
-        WeightsError: a name is missing or unknown, or an array has another shape or type than the model's weight, or
-            the model has an adapter, which would come on top of the one that is in the weights. The model is then
-            unchanged.
-    """
-    if adapter_layers(model):
-        raise WeightsError(
-            "the model has an adapter, which would be added to weights that have one: load them into one without"
-        )
-    targets = {name: weight.stored for name, weight in _weights(model).items()}
-    if not whole:
-        targets = {name: target for name, target in targets.items() if name in weights}
-    _check(targets, weights)
-    with torch.no_grad():
-        for name, target in targets.items():
-            if target.is_meta:
-                _quantize(model, *next(iter(tensors_of({name: weights[name]}).items())))
-            else:
-                _write(_bits(target.detach()), weights[name])
+    """Writes exported weights into a model; arguments and errors as of `WeightTargets`."""
+    WeightTargets(model).write(weights, whole=whole)
 
 
 def write_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:

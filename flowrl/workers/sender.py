@@ -44,7 +44,14 @@ class Sender(TrainedWorker):
         return export_weights(self.model, names, dtype=_type(dtype), wanted=self.rank == 0, snapshot=False)
 
     def _chunks(self, chunk_mb: float, dtype: str | None) -> list[list[str]]:
-        return weight_chunks(self.model, chunk_mb * 1e6, _type(dtype))
+        key = (chunk_mb, dtype)
+        if key not in self._known_chunks:
+            self._known_chunks[key] = weight_chunks(self.model, chunk_mb * 1e6, _type(dtype))
+        return self._known_chunks[key]
+
+    @cached_property
+    def _known_chunks(self) -> dict[tuple[float, str | None], list[list[str]]]:
+        return {}
 
     @register(Dispatch.ALL_TO_ONE, blocking=False)
     def weight_samples(
