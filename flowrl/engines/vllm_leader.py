@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -27,6 +28,7 @@ _IN_A_WORKER = "initialization failed due to an exception in a background proces
 
 
 _LAST_LINES = 40
+_SEGMENTS = Path("/dev/shm")
 
 
 def start_engine(args: EngineArgs) -> LLMEngine:
@@ -49,8 +51,30 @@ def start_engine(args: EngineArgs) -> LLMEngine:
             ) from error
     call_workers(engine, "end_with_leader")
     executor: Any = engine.model_executor  # of several processes
-    _end_with([worker.proc for worker in executor.workers], said)
+    workers = [worker.proc for worker in executor.workers]
+    _forget_shared_memory([os.getpid(), *(worker.pid for worker in workers)])
+    _end_with(workers, said)
     return engine
+
+
+def _forget_shared_memory(process_ids: list[int]) -> None:
+    """Takes their names from the segments that processes have mapped, so that the last to end frees the memory.
+
+    What vLLM's processes talk through has names to be found by while they start, and is left behind by those that are
+    killed, which is how the process of a worker ends in Ray. A semaphore is mapped under another name than its own, so
+    segments are told by their inodes.
+    """
+    if not _SEGMENTS.is_dir():
+        return
+    mapped = {
+        int(fields[4])
+        for process_id in process_ids
+        for line in Path(f"/proc/{process_id}/maps").read_text().splitlines()
+        if len(fields := line.split(maxsplit=5)) == 6 and fields[5].startswith(f"{_SEGMENTS}/")
+    }
+    for segment in list(os.scandir(_SEGMENTS)):
+        if segment.inode() in mapped:
+            os.unlink(segment)
 
 
 def _text(said: IO[bytes]) -> str:

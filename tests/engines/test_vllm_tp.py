@@ -91,6 +91,15 @@ def test_two_devices_say_what_transformers_would_before_and_after_updates(led: P
             assert {version for row in found["versions"] for version in row} == {led.version}
 
 
+def test_the_memory_that_its_processes_share_has_no_name_that_could_be_left_behind(led: Pair) -> None:
+    led.says(PROMPTS)
+    leader = leader_of(led)
+    maps = [Path(f"/proc/{process.pid}/maps").read_text() for process in (leader, *workers_of(leader))]
+    found = [line.split(maxsplit=5) for text in maps for line in text.splitlines() if "/dev/shm/" in line]
+    assert {"psm", "vllm"} <= {path.removeprefix("/dev/shm/").split("_")[0] for *_, path in found}
+    assert not {int(inode) for *_, inode, _ in found} & {segment.inode() for segment in os.scandir("/dev/shm")}
+
+
 def test_a_failed_update_of_two_devices_is_refused_and_then_healed(led: Pair) -> None:
     first = dict(list(export_weights(led.model).items())[:5])
     (message,) = led.group.run(vllm_checks.fails_in_the_middle, first)
