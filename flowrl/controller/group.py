@@ -107,6 +107,10 @@ class WorkerGroup:
         """Whether every rank of this group is in a process that has a rank of the other."""
         return set(self.slots) <= set(other.slots)
 
+    def lives_with(self, other: "WorkerGroup") -> bool:
+        """Whether the two have the very same processes."""
+        return self.lives_in(other) and other.lives_in(self)
+
     def leaves_for(self, other: "WorkerGroup") -> bool:
         """Whether it leaves a device when the other group is called: what it has there is then out of reach."""
         return self._handover.ledger.leave(self.slots, other.slots)

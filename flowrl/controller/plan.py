@@ -46,9 +46,10 @@ class Slot:
     led: tuple[int, ...] = ()
     """The others of those that it leads, on the same node."""
 
-    def uses(self, node: int, device: int) -> bool:
-        """Whether its memory is on a device."""
-        return self.node == node and (self.device == device or device in self.led)
+    @property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """(node, device) of every device that its memory is on."""
+        return tuple((self.node, device) for device in (self.device, *self.led))
 
     @property
     def owner(self) -> str:

@@ -11,11 +11,7 @@ def render_plan(plan: Plan) -> str:
     places = sorted({(slot.node, slot.device) for slot in slots})
     rows = [["role", "pool", "mesh", *(f"{node}:{device}" for node, device in places)]]
     for role, role_plan in plan.roles.items():
-        ranks = {
-            (slot.node, device): str(rank)
-            for rank, slot in enumerate(plan.slots(role))
-            for device in (slot.device, *slot.led)
-        }
+        ranks = {place: str(rank) for rank, slot in enumerate(plan.slots(role)) for place in slot.places}
         mesh = role_plan.mesh
         sizes = (("pp", mesh.pp), ("dp", mesh.dp), ("sp", mesh.sp), ("tp", mesh.tp))
         shape = " ".join(f"{name}{size}" for name, size in sizes if size > 1 or name == "dp")

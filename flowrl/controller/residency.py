@@ -23,8 +23,8 @@ class Residency:
         """`slots`: every process of the plan."""
         users: defaultdict[tuple[int, int], list[Slot]] = defaultdict(list)
         for slot in slots:
-            for device in (slot.device, *slot.led):
-                users[slot.node, device].append(slot)
+            for place in slot.places:
+                users[place].append(slot)
         self._beside: dict[Slot, tuple[Slot, ...]] = {}
         """Process -> the others on its devices; those that have theirs alone are not in it."""
         for shared in users.values():

@@ -171,7 +171,6 @@ class VllmRollout:
             raise RolloutError(
                 f"{len(self._running)} requests are running; poll them, or abort them, before a batch is generated"
             )
-        check_prompts(prompt_ids, self._config.max_response_tokens, self.max_length)
         keys_N = row_keys(seed, prompt_id.cpu(), sample.cpu()).tolist()
         names = [f"generate-{row}" for row in range(len(prompt_ids))]
         self.add(Prompt(name, ids, key, greedy) for name, ids, key in zip(names, prompt_ids, keys_N, strict=True))
@@ -186,10 +185,11 @@ class VllmRollout:
         Raises RolloutError for one of a name that is running, or whose prompt does not fit.
         """
         self._serving.expect(State.SERVING, "take requests")
+        prompts = list(prompts)
+        check_prompts([prompt.token_ids for prompt in prompts], self._config.max_response_tokens, self.max_length)
         for prompt in prompts:
             if prompt.name in self._running:
                 raise RolloutError(f"request {prompt.name} is running already; name it otherwise")
-            check_prompts([prompt.token_ids], self._config.max_response_tokens, self.max_length)
             ids = TokensPrompt(prompt_token_ids=list(prompt.token_ids))
             self._engine.add_request(prompt.name, ids, self._sampling(prompt))
             self._running[prompt.name] = Answer(prompt.name)

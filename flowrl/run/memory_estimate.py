@@ -70,8 +70,8 @@ def estimate(config: RunConfig, planned: Plan) -> list[DeviceMemory]:
     roles = _Roles(config, planned)
     slots = {slot for role in planned.roles.values() for slot in role.slots}
     found = []
-    for node, device in sorted({(slot.node, device) for slot in slots for device in (slot.device, *slot.led)}):
-        here = [slot for slot in slots if slot.uses(node, device)]
+    for node, device in sorted({place for slot in slots for place in slot.places}):
+        here = [slot for slot in slots if (node, device) in slot.places]
         memory = {
             name: roles.memory(name, slot)
             for name, role in planned.roles.items()
@@ -150,7 +150,7 @@ class _Roles:
     def _shares(self, slot: Slot) -> bool:
         """Whether roles of other processes use a device of this one."""
         used = {other for role in self._planned.roles.values() for other in role.slots if other != slot}
-        return any(other.uses(slot.node, device) for other in used for device in (slot.device, *slot.led))
+        return any(place in other.places for other in used for place in slot.places)
 
     def _lends(self, actor: RoleModel, place: RolePlan, slot: Slot) -> bool:
         """Whether the actor of a slot lends its weights: one that is cut does to a role on its very ranks only."""

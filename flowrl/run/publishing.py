@@ -24,7 +24,7 @@ class Publisher:
 
     def prepare(self, actor: WorkerGroup, rollout: WorkerGroup) -> None:
         """Asks for what `hand_over` needs to know, so that it need not wait."""
-        if not _is_shared(actor, rollout):
+        if not rollout.lives_with(actor):
             self._way(actor, rollout)
 
     def hand_over(self, actor: WorkerGroup, rollout: WorkerGroup, version: int) -> ComparedWeights | None:
@@ -32,7 +32,7 @@ class Publisher:
 
         In the same processes the rollout samples from the actor's own weights, and only their number changes.
         """
-        if _is_shared(actor, rollout):
+        if rollout.lives_with(actor):
             rollout.set_version.submit(version)
             return None
         way = self._way(actor, rollout)
@@ -123,7 +123,3 @@ class _LinkedWay(_Way):
 
 
 _WAYS: dict[Transport, type[_Way]] = {"object_store": _Way, "cuda_ipc": _SharedWay, "nccl": _LinkedWay}
-
-
-def _is_shared(actor: WorkerGroup, rollout: WorkerGroup) -> bool:
-    return rollout.lives_in(actor) and actor.lives_in(rollout)

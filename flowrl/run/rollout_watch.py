@@ -57,10 +57,9 @@ class WeightsCheck:
 
     def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, version: int, config: RolloutConfig | None) -> None:
         self._rollout, self._version = rollout, version
-        is_shared = rollout.lives_in(actor) and actor.lives_in(rollout)
         knows = hasattr(rollout.cls, "check_weights") and hasattr(actor.cls, "weight_samples")
         parts: list[dict[str, Any]] = []
-        if config is not None and knows and not is_shared and config.check_weights != "off":
+        if config is not None and knows and not rollout.lives_with(actor) and config.check_weights != "off":
             complete = [{"part": part, "parts": COMPLETE_PARTS} for part in range(COMPLETE_PARTS)]
             parts = [{}] if config.check_weights == "sampled" else complete
         dtype = None if config is None else config.sent_dtype

@@ -1,14 +1,11 @@
 """Which way new weights take, from where the two roles run. Pure: a plan and a config in, a name out."""
 
-from collections.abc import Iterable
 from typing import Literal
 
 from flowrl.config import RolloutConfig
-from flowrl.controller.plan import PlacementError, RolePlan, Slot
+from flowrl.controller.plan import PlacementError, RolePlan
 
 Transport = Literal["shared", "object_store", "cuda_ipc", "nccl"]
-
-_Device = tuple[int, int]
 
 
 def transport_of(actor: RolePlan, rollout: RolePlan, kind: str, config: RolloutConfig) -> Transport:
@@ -32,7 +29,7 @@ def transport_of(actor: RolePlan, rollout: RolePlan, kind: str, config: RolloutC
     where = f"{rollout.role}.transfer.via is {asked}"
     if kind != "cuda":
         raise PlacementError(f"{where}, but the devices are of kind {kind}: set {rollout.role}.transfer.via: auto")
-    theirs, own = _devices(rollout.slots), _devices(actor.slots)
+    theirs, own = ({place for slot in role.slots for place in slot.places} for role in (rollout, actor))
     if theirs == own:
         if asked == "nccl":
             raise PlacementError(
@@ -53,7 +50,3 @@ def transport_of(actor: RolePlan, rollout: RolePlan, kind: str, config: RolloutC
             )
         return "object_store"
     return "nccl"
-
-
-def _devices(slots: Iterable[Slot]) -> set[_Device]:
-    return {(slot.node, device) for slot in slots for device in (slot.device, *slot.led)}

@@ -78,11 +78,9 @@ class Sender(TrainedWorker):
 
         `after` is the result of a call that must be done before: the reading of the part before this one.
         """
-        names, kind = self._chunks(chunk_mb, dtype)[chunk], _type(dtype)
-        size = sum(
-            torch.Size(shape).numel() * weight.itemsize for _, weight, shape in weight_shapes(self.model, names, kind)
-        )
-        return self._ipc.share(whole_weights(self.model, names, kind), size)
+        described = self.describe_weights(chunk, chunk_mb, dtype)
+        weights = whole_weights(self.model, described.names, _type(dtype))
+        return self._ipc.share(weights, described.num_bytes)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, memory=())
     def release_weights(self, after: object = None) -> None:
