@@ -69,10 +69,13 @@ def armed(names: Collection[str]) -> dict[str, tuple[int, Path]]:
     """Name -> process and the file of its stacks, of those on this machine."""
     links = {f"/memfd:{name} (deleted)": name for name in names}
     found = {}
-    for path in Path("/proc").glob("[0-9]*/fd/*"):
+    for process_id in psutil.pids() if names else ():
+        # Files are closed and processes end while this looks at them; others' files are not for this user to see.
         with contextlib.suppress(OSError):
-            if (name := links.get(os.readlink(path))) is not None:
-                found[name] = int(path.parts[2]), path
+            for path in Path(f"/proc/{process_id}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    if (name := links.get(os.readlink(path))) is not None:
+                        found[name] = process_id, path
     return found
 
 

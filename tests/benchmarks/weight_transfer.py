@@ -170,6 +170,10 @@ def vllm(size: str, model: ModelConfig) -> list[Figure]:
             figure.pop("ratio")
             figure.pop("raw")
         found = [figure, alone(f"{size}: the same, GB/s", "GB/s", megabytes / figure["ours"])]
+        for share in (3, 6) if size == "100M" else ():
+            count = actor.num_chunks(megabytes / share).get()
+            parts = partial(publish, actor, rollout, count, megabytes / share)
+            found.append(_beside_copy(f"{size}: update of vLLM in {count} parts", parts, raw, repeats, bound))
         for what, times in (("own engine", own_engine_ms), ("vLLM's reload_weights", reload_ms)):
             (milliseconds,) = rollout.run(times, weights=arrays, repeats=repeats)
             found.append(alone(f"{size}: inside vLLM, {what}", "ms", milliseconds))

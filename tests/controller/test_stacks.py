@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from flowrl.controller.stacks import Dump, Frame, Stack, dumps_of, host_stack
+from flowrl.controller.stacks import Dump, Frame, Stack, armed, dumps_of, host_stack
 
 STUCK = """
 import sys
@@ -33,8 +33,10 @@ def stuck(call: str, name: str) -> Iterator[None]:
         assert process.stdout is not None
         process.stdout.readline()
         time.sleep(0.2)
-        yield
-        process.kill()
+        try:
+            yield
+        finally:
+            process.kill()
 
 
 def test_processes_tell_where_they_are_while_native_code_holds_their_interpreter():
@@ -51,6 +53,17 @@ def test_a_process_that_has_ended_tells_nothing():
     with stuck("in_python", "one-that-ends"):
         pass
     assert dumps_of(["one-that-ends"]) == {}
+
+
+def test_processes_that_end_meanwhile_are_passed_over():
+    ends_s = time.monotonic() + 1.5
+    with stuck("in_python", "one-that-stays"):
+        while time.monotonic() < ends_s:
+            ending = [subprocess.Popen(["sleep", f"{0.002 * i}"]) for i in range(5)]
+            for _ in range(5):
+                assert list(armed(["one-that-stays", "nobody"])) == ["one-that-stays"]
+            for process in ending:
+                process.wait()
 
 
 DUMP = """Thread 0x00007f68110b86c0 (most recent call first):
