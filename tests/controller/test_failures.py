@@ -50,7 +50,11 @@ def check_ended(process_ids: list[int]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("fault", ["raise", "kill", "spin", "spin_in_c", "unpicklable"])
+SPIN = pytest.param("spin", marks=pytest.mark.slow)
+"""It sticks as `spin_in_c` does, but its interpreter still answers."""
+
+
+@pytest.mark.parametrize("fault", ["raise", "kill", SPIN, "spin_in_c", "unpicklable"])
 def test_a_rank_that_fails_while_it_computes(pair: Cluster, fault: str):
     group = pair.group("first", Faulty)
     ids = group.process_id()
@@ -61,7 +65,7 @@ def test_a_rank_that_fails_while_it_computes(pair: Cluster, fault: str):
     check_ended(ids)
 
 
-@pytest.mark.parametrize("fault", ["raise", "kill", "spin", "spin_in_c"])
+@pytest.mark.parametrize("fault", ["raise", "kill", SPIN, "spin_in_c"])
 def test_a_rank_that_fails_while_its_peer_waits_in_a_collective(pair: Cluster, fault: str):
     group = pair.group("first", Faulty)
     ids = group.process_id()
@@ -73,7 +77,7 @@ def test_a_rank_that_fails_while_its_peer_waits_in_a_collective(pair: Cluster, f
     check_ended(ids)
 
 
-@pytest.mark.parametrize("fault", ["raise", "kill", "spin", "spin_in_c"])
+@pytest.mark.parametrize("fault", ["raise", "kill", SPIN, "spin_in_c"])
 def test_a_rank_that_fails_while_it_is_made(ray_session: None, open_cluster: ClusterMaker, fault: str):
     cluster = open_cluster(
         "ray", {"main": [2]}, {"first": "main", "second": "main"}, num_threads=1, call_timeout_s=120.0
@@ -193,7 +197,7 @@ def doubled(cluster: Cluster, judge: WorkerGroup, fault: str | None, once: Path 
     return reader.double(judge.score(batch, fault, once)).get("double").tolist()
 
 
-@pytest.mark.parametrize("fault", ["kill", "spin", "spin_in_c"])
+@pytest.mark.parametrize("fault", ["kill", SPIN, "spin_in_c"])
 def test_a_stateless_process_lost_in_a_call_is_replaced(
     replaceable: tuple[Cluster, list[str]], fault: str, tmp_path: Path
 ):

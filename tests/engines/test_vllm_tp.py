@@ -51,9 +51,11 @@ def open_led(folder: Path, device: Device = "cpu") -> Iterator[Pair]:
 
 @pytest.fixture(scope="module")
 def led(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    before = set(started_by(psutil.Process()))
     with open_led(tmp_path_factory.mktemp("vllm")) as opened:
         yield opened
-        hosts = [process for process in started_by(psutil.Process()) if "ray::_RayHost" in process.name()]
+        started = [process for process in started_by(psutil.Process()) if process not in before]
+        hosts = [process for process in started if "ray::_RayHost" in process.name()]
         seen = [*hosts, *(process for host in hosts for process in started_by(host))]
     assert hosts and all_end(seen), "processes of vLLM outlived the cluster"
 

@@ -1,7 +1,7 @@
 """Numbers that cannot move: placement, backend and ranks change time, never what is sampled or learned."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,13 @@ from recipes.sft.config import SFTConfig
 from recipes.sft.train import train as train_sft
 
 ROLES = ("actor", "critic", "reference", "reward", "rollout")
+
+
+def named(cases: Collection[str], *slow: str) -> list[Any]:
+    """Cases by their names; those are slow whose parts are all in others too."""
+    return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in cases]
+
+
 CLOCK = {"seconds", "elapsed_s", "tokens_per_s", "memory_mb", "rollout_gap", "rollout_gap_max"}
 CLOCK |= {"weights_compared", "weights_unreached"}
 """What a placement may change; the gap between rollout and trainer is itself a rounding error, and weights are compared
@@ -73,7 +80,7 @@ def inline_ppo(found: dict[str, list[dict[str, float]]], name: str, config: PPOC
     return found[name]
 
 
-@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize("name", named(PLACEMENTS, "one rank", "colocated on 3", "partly beside the actor"))
 def test_ppo_gives_the_same_metrics_under_every_placement(
     name: str, ray_session: None, ppo_config: Callable[..., PPOConfig], tmp_path: Path, inline_metrics: dict
 ) -> None:
@@ -105,7 +112,7 @@ STRATEGIES = {
 """Engine of the three models, and where roles run instead of on both ranks."""
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", named(STRATEGIES, "fsdp", "fsdp, the rollout on a part of the ranks"))
 def test_ppo_gives_the_same_metrics_under_every_strategy(
     name: str, ray_session: None, ppo_config: Callable[..., PPOConfig], tmp_path: Path, inline_metrics: dict
 ) -> None:
@@ -149,7 +156,9 @@ def with_adapters(config: PPOConfig, engines: dict[str, dict[str, str]]) -> PPOC
     return PPOConfig.model_validate(config.model_dump() | models)
 
 
-@pytest.mark.parametrize("name", ADAPTED)
+@pytest.mark.parametrize(
+    "name", named(ADAPTED, "colocated on 2", "fsdp", "a reference in parts, some of them beside the actor")
+)
 def test_ppo_with_adapters_gives_the_same_metrics_under_every_placement(
     name: str, ray_session: None, ppo_config: Callable[..., PPOConfig], tmp_path: Path, inline_metrics: dict
 ) -> None:
@@ -192,7 +201,7 @@ SFT = {
 """Settings, and sizes of the actor on two ranks."""
 
 
-@pytest.mark.parametrize("name", SFT)
+@pytest.mark.parametrize("name", named(SFT, "sp", "an adapter under fsdp"))
 def test_sft_gives_the_same_metrics_under_every_strategy(
     name: str, ray_session: None, task_folder: Path, tmp_path: Path
 ) -> None:
