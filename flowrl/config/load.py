@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from flowrl.config.base import Config, ConfigError
-from flowrl.config.source import Key, Source, dotted, parse, read
+from flowrl.config.source import Key, Source, dotted, others_beside, parse, read
 
 C = TypeVar("C", bound=Config)
 
@@ -80,7 +80,10 @@ def _include(source: Source, cls: type[Config], folder: Path) -> Source:
             if not path.exists() and (folder / path).exists():
                 path = folder / path
             if not path.is_file():
-                raise ConfigError(f"{source.origin((name,))}: {name} is {value}, and there is no such file")
+                where = path if path.parent != Path() else folder / path
+                raise ConfigError(
+                    f"{source.origin((name,))}: {name} is {value}, and there is no such file{others_beside(where)}"
+                )
             included = read(path)
             source = source.set((name,), included.values, included.origins)
     return source
@@ -119,6 +122,8 @@ def _problem(error: ErrorDetails, key: Key, cls: type[Config]) -> str:
         return f"{name}: {meaning}" if name else meaning
     if error["type"] == "model_type":
         return f"{name} is {error['input']!r}, but it is a group of settings"
+    if error["type"] in ("tuple_type", "list_type"):
+        return f"{name} is {error['input']!r}, but must be a list, in square brackets"
     message = error["msg"].replace("Input should be", "must be").replace("Input is not", "is not")
     return f"{name} is {error['input']!r}, but {message[0].lower()}{message[1:]}"
 

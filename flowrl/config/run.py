@@ -161,10 +161,26 @@ class OnPolicyConfig(RunConfig):
                 f"rollout.quantization is {quantization}, so that responses come from another policy than the one that "
                 f"is trained, but algorithm.correction {found}: set algorithm.correction: {{kind: truncated}}"
             )
+        if quantization == "int4" and self.placement.device == "cpu":
+            raise ValueError(
+                "rollout.quantization is int4, which vLLM multiplies on GPUs only, but placement.device is cpu: set "
+                "rollout.quantization: int8"
+            )
         if quantization in ("int4", "fp8") and (self.rollout.sent_dtype or self.actor.model.dtype) != "bfloat16":
             raise ValueError(
                 f"rollout.quantization is {quantization}, which vLLM computes in bfloat16, but its weights would be "
                 f"{self.rollout.sent_dtype or self.actor.model.dtype}: set rollout.vllm.dtype: bfloat16"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_row_tokens(self) -> "OnPolicyConfig":
+        longest = None if self.rollout.vllm is None else self.rollout.vllm.max_row_tokens
+        needed = self.data.max_prompt_tokens + self.rollout.max_response_tokens
+        if longest is not None and longest < needed:
+            raise ValueError(
+                f"rollout.vllm.max_row_tokens is {longest}, less than data.max_prompt_tokens + "
+                f"rollout.max_response_tokens, {needed}: set it to {needed} or more"
             )
         return self
 

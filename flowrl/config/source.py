@@ -40,11 +40,13 @@ class Source:
         return self.origins[key]
 
     def set(self, key: Key, value: Any, origins: dict[Key, str]) -> "Source":
-        """A copy in which `key` holds `value`; mappings on the way are made. `origins` is keyed from `key` down."""
+        """A copy in which `key` holds `value`; mappings on the way are made, where there is nothing or null. `origins`
+        is keyed from `key` down."""
         values = dict(self.values)
         inner = values
         for name in key[:-1]:
-            child = inner.get(str(name), {})
+            child = inner.get(str(name))
+            child = {} if child is None else child
             if not isinstance(child, dict):
                 raise ConfigError(f"{origins[()]}: {name} is {child!r}, which has no settings inside it")
             inner[str(name)] = inner = dict(child)
@@ -84,11 +86,17 @@ def read(path: Path) -> Source:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"{path}: cannot be read, {reason}") from error
+        raise ConfigError(f"{path}: cannot be read, {reason}{others_beside(path)}") from error
     values, origins = parse(text, str(path), numbered=True)
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: holds {type(values).__name__}, but settings are a mapping of keys to values")
     return Source(values, origins)
+
+
+def others_beside(path: Path) -> str:
+    """What a sentence on a file that is not there ends with: the settings that the folder has instead."""
+    found = [] if path.exists() else sorted(file.name for file in path.parent.glob("*.yaml"))
+    return f"; the folder has {', '.join(found)}" if found else ""
 
 
 def _note_origins(node: yaml.Node | None, key: Key, where: str, numbered: bool, origins: dict[Key, str]) -> None:

@@ -45,7 +45,7 @@ class ChatTokenizer:
         except (OSError, ValueError) as error:
             raise DataError(
                 f"no tokenizer can be loaded from {path}, neither as a folder with tokenizer.json and "
-                f"tokenizer_config.json nor, now, from a hub"
+                f"tokenizer_config.json nor, now, from a hub; give a folder written by save_pretrained"
             ) from error
         if not self.tokenizer.chat_template:
             raise DataError(f"the tokenizer in {path} has no chat template; add a chat_template.jinja to the folder")

@@ -20,6 +20,7 @@ from flowrl.controller.cluster import Cluster
 from flowrl.controller.group import WorkerGroup
 from flowrl.controller.worker import Worker
 from flowrl.data.batch import Batch
+from flowrl.run.interrupt import Interruption
 from flowrl.run.prompts import read_prompts
 from flowrl.run.publishing import Publisher
 from flowrl.run.rollout_watch import WeightsCheck, gap_causes, gap_limit
@@ -64,6 +65,7 @@ def examine(
     Raises:
         CheckFailed, or WorkerError of one: what the rollout serves or says is not the actor's.
         UserError: the config's data or placement does not fit.
+        Interrupted: it was asked to end.
     """
     prompts, _ = read_prompts(config)
     console, found = console or Console(), _Findings()
@@ -73,7 +75,7 @@ def examine(
     config = config.model_copy(update={"rollout": rollout_config})
     found.add("engine", f"{rollout_config.engine}, {_version(rollout_config.engine)}")
     try:
-        with _cluster(config) as cluster:
+        with Interruption(console.print) as interruption, _cluster(config, interruption, console) as cluster:
             actor = cluster.group("actor", actor_class, config.actor, temperature=rollout_config.temperature)
             rollout = cluster.group("rollout", rollout_class, rollout_config, config.actor.model, seed=config.seed)
             places = cluster.plan.roles
@@ -89,12 +91,14 @@ def examine(
     console.print("the rollout serves the actor's weights, and says what transformers would")
 
 
-def _cluster(config: OnPolicyConfig) -> Cluster:
+def _cluster(config: OnPolicyConfig, interruption: Interruption, console: Console) -> Cluster:
     """The processes of the two roles alone."""
+    interruption.left = "before all was compared; nothing was written"
+    console.print(f"starting actor, rollout ({config.backend})")
     placement = config.placement
     roles = {name: placement.roles[name] for name in ("actor", "rollout")}
     used = {part.pool for name in roles for part in placement.role(name).parts}
-    return Cluster(
+    cluster = Cluster(
         Placement(
             device=placement.device,
             pools={name: size for name, size in placement.pools.items() if name in used},
@@ -109,6 +113,8 @@ def _cluster(config: OnPolicyConfig) -> Cluster:
         num_threads=config.threads,
         call_timeout_s=config.call_timeout_s,
     )
+    interruption.take()  # Ray has set handlers of its own
+    return cluster
 
 
 def _version(engine: str) -> str:

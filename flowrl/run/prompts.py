@@ -16,9 +16,14 @@ def read_prompts(config: OnPolicyConfig) -> tuple[PromptStream, PromptStream | N
 
     Raises:
         DataError: naming file and line, for a row that is no prompt or longer than `data.max_prompt_tokens`; or naming
-            the keys, when prompt and response together are longer than the model takes.
+            the keys, when the model's folder has no tokenizer that serves, when prompt and response together are longer
+            than the model takes, or when a stop has a token that the tokenizer has not.
     """
-    tokenizer = ChatTokenizer(config.actor.model.path)
+    try:
+        tokenizer = ChatTokenizer(config.actor.model.path)
+    except DataError as error:
+        raise DataError(f"actor.model.path: {error}") from error
+    _check_stops(tokenizer, config)
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     check_context(tokenizer, longest, "data.max_prompt_tokens + rollout.max_response_tokens")
     train = read_stream(config.data.train, config.data, tokenizer, seed=config.seed)
@@ -26,6 +31,16 @@ def read_prompts(config: OnPolicyConfig) -> tuple[PromptStream, PromptStream | N
         None if config.data.test is None else read_stream(config.data.test, config.data, tokenizer, seed=config.seed)
     )
     return train, held_out
+
+
+def _check_stops(tokenizer: ChatTokenizer, config: OnPolicyConfig) -> None:
+    for number, stop in enumerate(config.rollout.stop_ids):
+        for token in stop:
+            if token >= len(tokenizer):
+                raise DataError(
+                    f"rollout.stop_ids.{number} has the token {token}, which no response can say: the tokenizer in "
+                    f"{tokenizer.path} has 0 to {len(tokenizer) - 1}"
+                )
 
 
 def read_stream(path: Path, data: DataConfig, tokenizer: ChatTokenizer, *, seed: int) -> PromptStream:

@@ -145,6 +145,9 @@ def test_what_is_not_a_mapping_in_yaml_is_refused(tmp_path: Path, text: str, pro
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     assert refusal(tmp_path / "none.yaml") == "none.yaml: cannot be read, No such file or directory"
+    (tmp_path / "one.yaml").write_text("steps: 1")
+    (tmp_path / "another.yaml").write_text("steps: 2")
+    assert refusal(tmp_path / "none.yaml").endswith("No such file or directory; the folder has another.yaml, one.yaml")
 
 
 @pytest.mark.parametrize("override", ["steps", "=3", ".steps=3", "actor..model=x"])
@@ -154,6 +157,12 @@ def test_what_is_not_an_override_is_refused(ppo: Path, override: str) -> None:
 
 def test_an_override_below_a_plain_value_is_refused(ppo: Path) -> None:
     assert refusal(ppo, "steps.x=1") == "steps.x=1: steps is 2, which has no settings inside it"
+
+
+def test_an_override_below_null_makes_the_group(ppo: Path) -> None:
+    rewrite(ppo, "{max_response_tokens: 8}", "{max_response_tokens: 8, engine: vllm, vllm: null}")
+    vllm = load(ppo, ["rollout.vllm.max_row_tokens=16"], PPOConfig).rollout.vllm
+    assert vllm is not None and vllm.max_row_tokens == 16
 
 
 def test_a_placement_may_be_a_file_beside_the_config(ppo: Path) -> None:
@@ -168,7 +177,8 @@ def test_a_fault_in_an_included_file_is_named_by_that_file_and_line(ppo: Path) -
 
 
 def test_an_included_file_that_is_not_there_is_refused(ppo: Path) -> None:
-    assert refusal(ppo, "placement=none.yaml").endswith("placement is none.yaml, and there is no such file")
+    sentence = "placement is none.yaml, and there is no such file; the folder has ppo.yaml"
+    assert refusal(ppo, "placement=none.yaml").endswith(sentence)
 
 
 def test_reading_a_config_loads_neither_torch_nor_ray() -> None:

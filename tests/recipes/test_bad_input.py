@@ -72,6 +72,25 @@ def test_prompt_and_response_longer_than_the_model_are_refused(refusal: Callable
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (["rollout.stop_ids=[[3],[3,99999]]"], "rollout.stop_ids.1 has the token 99999, which no response can say"),
+        (["rollout.stop_ids=abc"], "rollout.stop_ids is 'abc', but must be a list, in square brackets"),
+        (
+            ["rollout.engine=vllm", "rollout.vllm.max_row_tokens=4"],
+            "rollout.vllm.max_row_tokens is 4, less than data.max_prompt_tokens + rollout.max_response_tokens, 22",
+        ),
+        (["rollout.engine=vllm", "rollout.quantization=int4", "algorithm.correction.kind=truncated"], "on GPUs only"),
+    ],
+)
+def test_rollouts_that_cannot_be_are_refused(
+    settings: list[str], sentence: str, refusal: Callable[..., str], tmp_path: Path
+) -> None:
+    assert sentence in refusal("placement.device=cpu", *settings)
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_unknown_key_names_the_nearest_one(refusal: Callable[..., str]) -> None:
     assert "minibatch_rows" in refusal("minibatch_row=8")
 
@@ -90,7 +109,8 @@ def test_the_folder_of_another_run_is_refused_and_left_as_it_was(refusal: Callab
 
 def test_a_folder_without_a_model_is_refused(refusal: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    assert str(tmp_path / "empty") in refusal(f"actor.model.path={tmp_path}/empty")
+    sentence = refusal(f"actor.model.path={tmp_path}/empty")
+    assert f"actor.model.path: no tokenizer can be loaded from {tmp_path}/empty" in sentence
 
 
 def test_a_critic_without_a_model_is_refused_and_leaves_no_run(refusal: Callable[..., str], tmp_path: Path) -> None:

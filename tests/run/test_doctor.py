@@ -87,6 +87,17 @@ def test_a_rollout_in_another_process_is_well(recipe: Path) -> None:
     assert not (recipe.parent / "run").exists()
 
 
+def test_one_that_is_asked_to_end_says_so(recipe: Path) -> None:
+    command = [sys.executable, "-m", "flowrl.cli", "doctor", "--rollout", str(recipe)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        assert program.stdout.readline() == "starting actor, rollout (ray)\n"
+        program.terminate()
+        _, told = program.communicate(timeout=120)
+        assert program.returncode == 143
+    assert told.splitlines()[-1] == "ended by SIGTERM before all was compared; nothing was written"
+
+
 @pytest.mark.vllm
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra vllm")
 def test_vllm_is_well(recipe: Path) -> None:
