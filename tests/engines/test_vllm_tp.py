@@ -51,13 +51,16 @@ def open_led(folder: Path, device: Device = "cpu") -> Iterator[Pair]:
 
 @pytest.fixture(scope="module")
 def led(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    before = set(started_by(psutil.Process()))
+    before = hosts_of_tests()  # those of a cluster that is closed may be about to end
     with open_led(tmp_path_factory.mktemp("vllm")) as opened:
         yield opened
-        started = [process for process in started_by(psutil.Process()) if process not in before]
-        hosts = [process for process in started if "ray::_RayHost" in process.name()]
+        hosts = [process for process in hosts_of_tests() if process not in before]
         seen = [*hosts, *(process for host in hosts for process in started_by(host))]
     assert hosts and all_end(seen), "processes of vLLM outlived the cluster"
+
+
+def hosts_of_tests() -> list[psutil.Process]:
+    return [process for process in started_by(psutil.Process()) if "ray::_RayHost" in process.name()]
 
 
 def leader_of(pair: Pair) -> psutil.Process:
@@ -154,6 +157,7 @@ def test_no_process_outlives_a_leader_that_is_killed(led: Pair) -> None:
     old = started_by(leader)
     os.kill(leader.pid, signal.SIGKILL)
     assert all_end(old)
+    assert leader_of(led).pid != leader.pid
 
 
 @pytest.mark.gpu
