@@ -49,7 +49,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(folder: Path, request: pytest.FixtureRequest) -> list[dict]:
     """What four real processes ended with, each a map from the case; a process that is not in a case has none."""
-    asked = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    tests = [item for item in request.session.items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
+    asked = [test.callspec.params for test in tests]
     spawn(main, (folder, {params["name"] for params in asked if "name" in params}), nprocs=4)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(4)]
 
