@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
 from functools import cached_property
 from itertools import islice
 from types import TracebackType
@@ -17,10 +16,9 @@ from flowrl.data.batch import Batch
 from flowrl.data.files import FileSum
 from flowrl.data.prompts import PromptStream
 from flowrl.run.checkpoints import Checkpoint, Checkpoints
-from flowrl.run.chrome import Trace, TraceError, chrome_trace, read_trace
-from flowrl.run.curves import draw_curves
-from flowrl.run.display import LiveProgress, outcome_tables
-from flowrl.run.evaluate import Evaluation, Outcome
+from flowrl.run.chrome import Trace, TraceError, read_trace
+from flowrl.run.display import LiveProgress
+from flowrl.run.evaluate import Evaluation, Evaluations
 from flowrl.run.folder import RunFolder, remove_unfinished, replacing, write_json
 from flowrl.run.inputs import input_sums
 from flowrl.run.interrupt import Interruption
@@ -28,16 +26,12 @@ from flowrl.run.lock import folder_lock
 from flowrl.run.memory import resident_mb
 from flowrl.run.metrics import MetricsLog
 from flowrl.run.publishing import Publisher
+from flowrl.run.results import draw, show, summary_of
 from flowrl.run.resume import found, goes_on
 from flowrl.run.rollout_watch import RolloutWatch
 from flowrl.run.saving import Kept, Saver
 from flowrl.run.start import check_engines, plan_run
 from flowrl.run.steps import Logged, StepLog
-from flowrl.run.timeline import draw_timeline
-from flowrl.run.trace import busy_fractions, loop_events
-
-_DRAWN_STEPS = 4
-"""Steps that `timeline.png` shows, of the last process; `trace.json` has all."""
 
 
 class Run:
@@ -62,8 +56,7 @@ class Run:
         """Version of the weights that were published last; 0 is what the model starts from."""
         self._step = 0
         self._policy: WorkerGroup | None = None
-        self._evaluation: Evaluation | None = None
-        self._outcomes: list[Outcome] = []
+        self._evaluations = Evaluations()
         self._peak_mb = 0.0
         self._resumed: Checkpoint | None = None
         self._earlier = Trace()
@@ -108,7 +101,7 @@ class Run:
     def _take(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `_state` gave."""
         self._step, self.version = state["step"], state["version"]
-        self._outcomes = [Outcome(**outcome) for outcome in state["outcomes"]]
+        self._evaluations.restore(state["outcomes"])
         self._peak_mb = state["peak_mb"]
         self.started_s -= state["seconds"]
         self._progress.say(f"going on after step {self._step}")
@@ -119,7 +112,7 @@ class Run:
         return {
             "step": self._step,
             "version": self.version,
-            "outcomes": [asdict(outcome) for outcome in self._outcomes],
+            "outcomes": self._evaluations.state(),
             "peak_mb": self._peak_mb,
             "seconds": time.monotonic() - self.started_s,
             "inputs": self._inputs,
@@ -203,11 +196,11 @@ class Run:
         self._log.pause()
 
     def _evaluate_untrained(self) -> None:
-        if self._evaluation is not None:
-            self._progress.say(f"evaluating {len(self._evaluation.rows)} held-out rows before training")
+        if self._evaluations.rows:
+            self._progress.say(f"evaluating {self._evaluations.rows} held-out rows before training")
         self._evaluate()
-        if self._outcomes:
-            self._metrics.write(0, {"accuracy": self._outcomes[-1].accuracy})
+        if self._evaluations.outcomes:
+            self._metrics.write(0, {"accuracy": self._evaluations.outcomes[-1].accuracy})
 
     def _steps(self) -> Iterator[int]:
         while self._step < self.config.steps:
@@ -289,8 +282,8 @@ class Run:
         values = self._log.resolve(step)
         self._peak_mb = max(self._peak_mb, resident_mb())
         values["memory_mb"] = self._peak_mb
-        if self._outcomes and self._outcomes[-1].step == step:
-            values["accuracy"] = self._outcomes[-1].accuracy
+        if self._evaluations.are_of(step):
+            values["accuracy"] = self._evaluations.outcomes[-1].accuracy
             self._log.pause()
         self._metrics.write(step, values)
         self._progress.update(step, values)
@@ -303,17 +296,12 @@ class Run:
         if held_out is not None:
             assert isinstance(self.config, OnPolicyConfig)
             rows = held_out.evaluation_rows(self.config.data.evaluation_rows)
-            self._evaluation = Evaluation(rollout, reward, rows)
+            self._evaluations.use(Evaluation(rollout, reward, rows))
 
     def _evaluate(self) -> None:
         """Once per number of steps trained, and not when the run was asked to end."""
-        if self._evaluation is None or self._is_evaluated or self._interruption.signal is not None:
-            return
-        self._outcomes.append(self._evaluation.measure(self._step))
-
-    @property
-    def _is_evaluated(self) -> bool:
-        return bool(self._outcomes) and self._outcomes[-1].step == self._step
+        if self._interruption.signal is None:
+            self._evaluations.measure(self._step)
 
     # The end.
 
@@ -333,7 +321,7 @@ class Run:
         summary = self._summary()
         write_json(self.folder.summary, summary)
         if self._interruption.signal is None:
-            self._show()
+            show(self._progress.console, self._evaluations.outcomes, self.folder)
         return summary
 
     def _write_model(self, actor: WorkerGroup) -> None:
@@ -342,39 +330,23 @@ class Run:
             actor.save(folder.absolute())
 
     def _draw(self, until_ns: int | None = None) -> None:
-        draw_curves(self._metrics.history, self.folder.curves)
         events = list(self.cluster.calls.events)
         step = None if self._resumed is None else self._resumed.manifest.step
         trace = Trace(events) if step is None else self._earlier.followed_by(events, step)
-        write_json(self.folder.trace, chrome_trace(trace.events, trace.resumes), indent=None)
-        # A whole run would be stripes; the last steps show what overlaps.
-        window_s = sum(line.get("seconds", 0.0) for line in self._metrics.history[-_DRAWN_STEPS:])
-        draw_timeline(loop_events(events), self.folder.timeline, window_s=window_s, until_ns=until_ns)
+        draw(self.folder, self._metrics.history, trace, events, until_ns)
 
     def _summary(self) -> dict[str, Any]:
-        loop = loop_events(self.cluster.calls.events)
-        start_ns = min((event.started_ns for event in loop), default=0)
-        end_ns = max((event.ended_ns for event in loop), default=0)
-        outcomes = self._outcomes
-        return {
-            "steps": int(self._metrics.history[-1]["step"]) if self._metrics.history else 0,
+        signal = self._interruption.signal
+        self._peak_mb = max(self._peak_mb, resident_mb())
+        told = {
             "steps_asked": self.config.steps,
-            "interrupted_by": None if self._interruption.signal is None else self._interruption.signal.name,
+            "interrupted_by": None if signal is None else signal.name,
             "seconds": time.monotonic() - self.started_s,
-            "accuracy_before": outcomes[0].accuracy if outcomes else None,
-            "accuracy_after": outcomes[-1].accuracy if self._is_evaluated else None,
             "rollout_gap_steps": self._watch.gap_steps,
-            "evaluation_rows": outcomes[-1].num_rows if outcomes else 0,
-            "peak_memory_mb": max(self._peak_mb, resident_mb()),
-            "busy_fraction": busy_fractions(loop, start_ns, end_ns),
+            "peak_memory_mb": self._peak_mb,
         }
-
-    def _show(self) -> None:
-        console = self._progress.console
-        if self._outcomes:
-            for table in outcome_tables(self._outcomes[0], self._outcomes[-1]):
-                console.print(table)
-        console.print(f"results: {self.folder.path}", markup=False)
+        found = self._evaluations.summary(self._step)
+        return summary_of(self._metrics.history, self.cluster.calls.events) | told | found
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -55,7 +55,7 @@ class StepLog:
         """Closes the step that is open, if one is."""
         if self._open is not None:
             self._steps[self._open].submitted_ns = time.time_ns()
-            self._steps[self._open].calls = self._calls.pending()
+            self._steps[self._open].calls = self._calls.expected()
             self._open = None
 
     def add(self, metrics: tuple[Logged, ...]) -> None:

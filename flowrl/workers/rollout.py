@@ -86,7 +86,7 @@ class Rollout(Worker):
 
     # Groups as they come.
 
-    @register(Dispatch.ONE_TO_ALL, blocking=False, reads=("prompt_ids", "prompt_id", "sample"))
+    @register(Dispatch.ONE_TO_ALL, blocking=False, reads=("prompt_ids", "prompt_id", "sample"), resend=False)
     def add(self, batch: TensorDict, samples: int) -> None:
         """Takes groups, which `poll` works on: the rows of prompts, so many of each.
 
@@ -102,7 +102,13 @@ class Rollout(Worker):
         self.engine.add(self._groups.requests(batch, samples, self.seed))
         self._groups.add(batch)
 
-    @register(Dispatch.COLLECT, blocking=False, rows="unknown", writes=(*RESPONSE_COLUMNS, "prompt_id", "sample"))
+    @register(
+        Dispatch.COLLECT,
+        blocking=False,
+        rows="unknown",
+        writes=(*RESPONSE_COLUMNS, "prompt_id", "sample"),
+        resend=False,
+    )
     def poll(self, slice_s: float) -> TensorDict:
         """Works until all rows of some group are answered, or for so long and the step that is running then; gives the
         rows of all such groups, in the order in which they were added.
@@ -124,12 +130,12 @@ class Rollout(Worker):
         if not self._groups.any_whole:
             time.sleep(max(0.0, deadline - time.monotonic()))
 
-    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    @register(Dispatch.ONE_TO_ALL, blocking=False, resend=False)
     def abort(self, prompt_ids: Sequence[int]) -> None:
         """Drops the groups of these prompts, whole or not; prompts that it does not work on are none."""
         self.engine.abort(self._groups.drop(prompt_ids))
 
-    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    @register(Dispatch.ONE_TO_ALL, blocking=False, resend=False)
     def abort_all(self) -> None:
         """Drops every group."""
         self.engine.abort(self._groups.drop())

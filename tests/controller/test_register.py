@@ -67,3 +67,8 @@ def test_a_batch_of_no_columns_is_not_promised(mode: str, rows: Rows):
 def test_rows_that_a_rank_has_of_its_own_are_not_counted_by_a_batch(rows: Rows):
     with pytest.raises(ValueError, match=rf"rows={rows!r} counts by the rows that come in, and with collect none do"):
         register(Dispatch.COLLECT, rows=rows)
+
+
+def test_a_state_that_is_given_again_is_not_of_a_call_that_is_not_made_again():
+    with pytest.raises(ValueError, match=r"replay has a call made again .* and resend=False does not: drop one"):
+        register(Dispatch.ONE_TO_ALL, replay=True, resend=False)
