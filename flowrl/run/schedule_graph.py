@@ -59,7 +59,7 @@ def _experience(config: OnPolicyConfig) -> str:
     most = (schedule.staleness + 1) * prompts + (schedule.redundancy or 0)
     of = f" of {samples} samples" if samples > 1 else ""
     if schedule.streams:
-        return f"(1) experience: {prompts} prompts{of} a step, at most {most} before it"
+        return f"(1) experience: {prompts} prompts{of} a step, at most {most} untrained"
     return f"(1) experience: {prompts} prompts{of} a step"
 
 
@@ -83,16 +83,17 @@ def _drawn(makers: Sequence[str], trainers: Sequence[str], experience: str, weig
     at = (height - 1) // 2
     left, right = _side(makers, height), _side(trainers, height)
     width = max(map(len, makers))
+    # The way back ends under the first letters of both sides, and its text must fit between.
+    between = max(len(experience) + 8, len(weights) + 6 - width)
     lines = []
     for row in range(height):
         start = f"{left[row]:<{width}} --{'+' if len(makers) > 1 else '-'}" if left[row] else " " * (width + 4)
-        middle = f"--  {experience}  --" if row == at else " " * (len(experience) + 8)
+        middle = f"{'  ' + experience + '  ':-^{between}}" if row == at else " " * between
         end = f"{'+' if len(trainers) > 1 else '-'}-> {right[row]}" if right[row] else ""
         lines.append((start + middle + end).rstrip())
-    # The way back ends under the first letters of both sides.
-    back = width + 4 + len(experience) + 8 + 4 - 2
-    lines.append(f"  ^{'|':>{back}}")
-    lines.append(f"  +{'  ' + weights + '  ':-^{back - 1}}+")
+    back = width + between + 5
+    lines.append(f"  ^{'|':>{back + 1}}")
+    lines.append(f"  +{'  ' + weights + '  ':-^{back}}+")
     return lines
 
 

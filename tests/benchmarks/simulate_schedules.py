@@ -1,7 +1,7 @@
 """What each schedule gives on 8 to 1,024 devices, simulated: `python -m tests.benchmarks.simulate_schedules [--png F]`.
 
-Two devices a maker, eight prompts at once on each, lengths with a long tail, and a batch that grows with the devices:
-the work of a step is the same per device everywhere, and what changes is the slowest response of a step. Sync has all
+Four devices a maker, 16 prompts at once on each, lengths with a long tail, and a batch that grows with the devices: the
+work of a step is the same per device everywhere, and what changes is the slowest response of a step. Sync has all
 devices generate and then train; the others have devices of their own for both, split where they are fastest.
 """
 
@@ -22,7 +22,7 @@ from flowrl.run.schedule import Rules
 from flowrl.run.simulation import Outcome, Times, detached, in_turns, long_tailed
 
 DEVICES = (8, 16, 32, 64, 128, 256, 512, 1024)
-PER_MAKER, SLOTS, PROMPTS_PER_DEVICE = 2, 8, 4
+PER_MAKER, SLOTS, PROMPTS_PER_DEVICE = 4, 16, 4
 GROUP_S, SIGMA, LONGEST = 60.0, 0.8, 6.0
 TRAIN_S = GROUP_S / SLOTS * PER_MAKER
 """Of a prompt's samples on one device: as much as one device takes to generate them."""
@@ -31,11 +31,11 @@ STEPS = 24
 
 SCHEDULES: dict[str, Rules] = {
     "one_step_off": Rules(0, max_staleness=1, whole_batches=True, interrupt=False, slots=SLOTS),
-    "async, staleness 1": Rules(0, max_staleness=1, slots=SLOTS),
-    "async, staleness 4": Rules(0, max_staleness=4, slots=SLOTS),
-    "async, 1, redundancy": Rules(0, max_staleness=1, slots=SLOTS),
+    "async 1": Rules(0, max_staleness=1, slots=SLOTS),
+    "async 4": Rules(0, max_staleness=4, slots=SLOTS),
+    "async 1, redundant": Rules(0, max_staleness=1, slots=SLOTS),
 }
-"""The last has an eighth of a step's prompts more in flight."""
+"""By the staleness that they allow; the last has an eighth of a step's prompts more in flight."""
 SHARES = (0.25, 0.5, 0.75)
 
 
@@ -63,7 +63,7 @@ def points(devices: int, steps: int) -> list[Point]:
         Point(devices, "sync", devices, in_turns(sync, times, makers=devices // PER_MAKER, trainer_devices=devices))
     ]
     for name, rules in SCHEDULES.items():
-        redundancy = groups // 8 if "redundancy" in name else 0
+        redundancy = groups // 8 if "redundant" in name else 0
         rule = Rules(**{**vars(rules), **sized, "redundancy": redundancy})
         tried = [_split(devices, name, rule, times, share) for share in SHARES]
         found.append(max(tried, key=lambda point: point.prompts_per_s))
