@@ -1,6 +1,7 @@
 """New weights on their way from the actor to the rollout."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from flowrl.config import RolloutConfig, RunConfig, TransferConfig
 from flowrl.controller.future import Future
@@ -8,6 +9,30 @@ from flowrl.controller.group import WorkerGroup
 from flowrl.controller.plan import PlacementError, Plan
 from flowrl.run.rollout_watch import ComparedWeights, WeightsCheck
 from flowrl.run.transports import Transport, transport_of
+
+
+@dataclass(frozen=True)
+class Version:
+    """A policy's weights at one moment, on their way to whoever is to sample from them."""
+
+    number: int
+    _way: "_Way"
+    _parts: Sequence[Future]
+    _check: WeightsCheck
+
+    def ready(self) -> bool:
+        """Whether the actor has come so far. Until then a rollout that was given them would wait for it."""
+        return all(part.done() for part in self._parts)
+
+    def awaited(self) -> Sequence[Future]:
+        """What `ready` looks at."""
+        return self._parts
+
+    def deliver(self, rollout: WorkerGroup) -> ComparedWeights | None:
+        """Gives them to a rollout, or to a replica of it, which answers with them all calls from now on; what is
+        compared, if anything is. Does not wait."""
+        self._way.deliver(self._parts, rollout, self.number)
+        return self._check.compare(rollout)
 
 
 class Publisher:
@@ -39,7 +64,23 @@ class Publisher:
         found = self._roles.get(rollout.role)
         check = WeightsCheck(actor, rollout, version, found if isinstance(found, RolloutConfig) else None)
         way.hand_over(version)
-        return check.compare()
+        return check.compare(rollout)
+
+    # In two halves, for rollouts that go on working until new weights are there.
+
+    def open(self, actor: WorkerGroup, rollout: WorkerGroup) -> None:
+        """Does what `export` would wait for. Waits for the constructors of both."""
+        self._way(actor, rollout).open()
+
+    def export(self, actor: WorkerGroup, rollout: WorkerGroup, version: int) -> Version:
+        """Has the actor give away its present weights, for replicas to take when they can. Does not wait."""
+        way, found = self._way(actor, rollout), self._roles.get(rollout.role)
+        check = WeightsCheck(actor, rollout, version, found if isinstance(found, RolloutConfig) else None)
+        return Version(version, way, way.export(), check)
+
+    def goes_to_all(self, actor: WorkerGroup, rollout: WorkerGroup) -> bool:
+        """Whether all replicas must take a version together, as one call of the whole group."""
+        return self._way(actor, rollout).to_all
 
     def _way(self, actor: WorkerGroup, rollout: WorkerGroup) -> "_Way":
         roles = (actor.role, rollout.role)
@@ -72,21 +113,33 @@ def _where_it_lies(transport: Transport, actor: WorkerGroup, rollout: WorkerGrou
 class _Way:
     """Through the object store: once into each node's memory, from where it is read without a copy."""
 
+    to_all = False
+
     def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, config: TransferConfig, dtype: str | None) -> None:
         self._actor, self._rollout = actor, rollout
         self._how = (config.chunk_mb, dtype)
         self._count: Future = actor.num_chunks.submit(*self._how)
 
-    def hand_over(self, version: int) -> None:
-        count = self._count.get()
-        # All leave before the first arrives: a device that the two have in turns changes hands once.
-        parts = [self._actor.weights.submit(chunk, *self._how) for chunk in range(count)]
+    def open(self) -> None:
+        self._count.get()
+
+    def export(self) -> Sequence[Future]:
+        return [self._actor.weights.submit(chunk, *self._how) for chunk in range(self._count.get())]
+
+    def deliver(self, parts: Sequence[Future], rollout: WorkerGroup, version: int) -> None:
         for chunk, weights in enumerate(parts):
-            self._rollout.load_weights.submit(weights, version, chunk, count)
+            rollout.load_weights.submit(weights, version, chunk, len(parts))
+
+    def hand_over(self, version: int) -> None:
+        # All leave before the first arrives: a device that the two have in turns changes hands once.
+        self.deliver(self.export(), self._rollout, version)
 
 
 class _SharedWay(_Way):
     """In the memory of the GPUs that both are on, a part after the other has been read."""
+
+    def export(self) -> Sequence[Future]:
+        raise AssertionError("a rollout on the actor's GPUs cannot work while that trains")
 
     def hand_over(self, version: int) -> None:
         count, read = self._count.get(), None
@@ -99,15 +152,32 @@ class _SharedWay(_Way):
 class _LinkedWay(_Way):
     """From the actor's first GPU to all of the rollout's, which receive a part while it is sent."""
 
+    to_all = True
+
     def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, config: TransferConfig, dtype: str | None) -> None:
         super().__init__(actor, rollout, config, dtype)
         self._chunk_bytes = int(config.chunk_mb * 1e6)
         self._described: Sequence[Future] = ()
 
-    def hand_over(self, version: int) -> None:
-        count = self._count.get()
+    def open(self) -> None:
         if not self._described:
-            self._join(count)
+            self._join(self._count.get())
+
+    def export(self) -> Sequence[Future]:
+        self.open()
+        # The actor answers this when it comes to sending. It sends when all receive.
+        reached = self._actor.num_chunks.submit(*self._how)
+        for chunk in range(len(self._described)):
+            self._actor.send_weights.submit(chunk, *self._how)
+        return [reached]
+
+    def deliver(self, parts: Sequence[Future], rollout: WorkerGroup, version: int) -> None:
+        for chunk, described in enumerate(self._described):
+            rollout.load_sent.submit(described, version, chunk, len(self._described))
+
+    def hand_over(self, version: int) -> None:
+        self.open()
+        count = len(self._described)
         for chunk, described in enumerate(self._described):
             self._rollout.load_sent.submit(described, version, chunk, count)
             self._actor.send_weights.submit(chunk, *self._how)
