@@ -10,6 +10,7 @@ from flowrl.config.checkpoint import CheckpointConfig
 from flowrl.config.data import DataConfig
 from flowrl.config.placement import SINGLE, Placement
 from flowrl.config.roles import ActorConfig, ReferenceConfig, RewardConfig, RolloutConfig
+from flowrl.config.schedule import ScheduleConfig
 
 
 class RunConfig(Config):
@@ -99,6 +100,9 @@ class OnPolicyConfig(RunConfig):
 
     rollout: RolloutConfig
     """How responses are sampled."""
+
+    schedule: ScheduleConfig = ScheduleConfig()
+    """Whether responses are generated while earlier ones are trained on."""
 
     algorithm: AdvantageConfig
     """From scores to advantages."""
