@@ -28,11 +28,12 @@ class Version:
         """What `ready` looks at."""
         return self._parts
 
-    def deliver(self, rollout: WorkerGroup) -> ComparedWeights | None:
-        """Gives them to a rollout, or to a replica of it, which answers with them all calls from now on; what is
-        compared, if anything is. Does not wait."""
-        self._way.deliver(self._parts, rollout, self.number)
-        return self._check.compare(rollout)
+    def deliver(self, rollout: WorkerGroup) -> tuple[Sequence[Future], ComparedWeights | None]:
+        """Gives them to a rollout, or to a replica of it, which answers with them all calls from now on. Does not wait.
+
+        Returns: the calls that bring them, and what is compared, if anything is.
+        """
+        return self._way.deliver(self._parts, rollout, self.number), self._check.compare(rollout)
 
 
 class Publisher:
@@ -126,9 +127,9 @@ class _Way:
     def export(self) -> Sequence[Future]:
         return [self._actor.weights.submit(chunk, *self._how) for chunk in range(self._count.get())]
 
-    def deliver(self, parts: Sequence[Future], rollout: WorkerGroup, version: int) -> None:
-        for chunk, weights in enumerate(parts):
-            rollout.load_weights.submit(weights, version, chunk, len(parts))
+    def deliver(self, parts: Sequence[Future], rollout: WorkerGroup, version: int) -> Sequence[Future]:
+        load = rollout.load_weights.submit
+        return [load(weights, version, chunk, len(parts)) for chunk, weights in enumerate(parts)]
 
     def hand_over(self, version: int) -> None:
         # All leave before the first arrives: a device that the two have in turns changes hands once.
@@ -171,15 +172,14 @@ class _LinkedWay(_Way):
             self._actor.send_weights.submit(chunk, *self._how)
         return [reached]
 
-    def deliver(self, parts: Sequence[Future], rollout: WorkerGroup, version: int) -> None:
-        for chunk, described in enumerate(self._described):
-            rollout.load_sent.submit(described, version, chunk, len(self._described))
+    def deliver(self, parts: Sequence[Future], rollout: WorkerGroup, version: int) -> Sequence[Future]:
+        load, count = rollout.load_sent.submit, len(self._described)
+        return [load(described, version, chunk, count) for chunk, described in enumerate(self._described)]
 
     def hand_over(self, version: int) -> None:
         self.open()
-        count = len(self._described)
         for chunk, described in enumerate(self._described):
-            self._rollout.load_sent.submit(described, version, chunk, count)
+            self._rollout.load_sent.submit(described, version, chunk, len(self._described))
             self._actor.send_weights.submit(chunk, *self._how)
 
     def _join(self, count: int) -> None:
