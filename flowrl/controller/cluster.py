@@ -188,8 +188,8 @@ class Cluster:
         return ResourcePool.of(self.plan.pools[name])
 
     def settle(self, timeout_s: float | None = None) -> None:
-        """Waits for every call in flight. Raises the first failure."""
-        self.calls.settle(self.calls.pending(), timeout_s)
+        """Waits for every call in flight that is made again where its process is lost. Raises the first failure."""
+        self.calls.settle(self.calls.expected(), timeout_s)
 
     def close(self) -> None:
         """Ends every process that this cluster started."""

@@ -56,6 +56,9 @@ class WorkerError(FlowError, RuntimeError):
 class ProcessLost(WorkerError):
     """A worker's process has ended: killed, out of memory, or crashed."""
 
+    comes_back = False
+    """Whether another process may take its place."""
+
 
 class DeadlineError(WorkerError):
     """A call ran longer than it may. `remote_traceback` is where its process stood."""

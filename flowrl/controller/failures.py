@@ -52,22 +52,32 @@ class Failures:
         """Why the processes of a pool were ended; None while they work."""
         return self._broken.get(pool)
 
-    def doubt(self, record: "CallRecord", error: WorkerError) -> bool:
-        """Takes up a failure of a call's own process. True: it is a symptom, and the call stays open until its cause
-        is known."""
+    def first(self) -> FlowError | None:
+        """Why processes were ended before any others; None while all work."""
+        return next(iter(self._broken.values()), None)
+
+    def judge(self, record: "CallRecord", error: WorkerError) -> FlowError | None:
+        """What a call is told with whose own process has failed. None: it is a symptom, and the call stays open until
+        its cause is known."""
         hosts = self._sets[record.slot.pool]
         if record.slot.pool in self._broken:
-            return False
+            return error
+        # A process that is replaced, perhaps until no more will be, is told with what it was ended for.
+        late = self._late.get(record.slot) if isinstance(error, ProcessLost) else None
+        if isinstance(error, ProcessLost) and error.comes_back and not record.resend and self._replaces(record.slot):
+            return error if late is None else _lost_as_late(error, late)
         if not error.symptom:
-            # A process that is replaced until no more will be is told with what it was ended for.
-            late = self._late.get(record.slot) if isinstance(error, ProcessLost) else None
             self._break(hosts, late or error)
-            return False
+            return late or error
         record.symptom = error
         if hosts.name not in self._suspicions:
             probes = [(slot, self._backend.probe(slot)) for slot in hosts.slots]
             self._suspicions[hosts.name] = _Suspicion(record, error, probes, time.monotonic() + GRACE_S)
-        return True
+        return None
+
+    def _replaces(self, slot: Slot) -> bool:
+        """Whether another process takes a lost one's place."""
+        return self._revivals.of(slot) is not None
 
     def went_well(self, slot: Slot) -> None:
         """A call of a slot's process is done."""
@@ -121,7 +131,7 @@ class Failures:
         """Those that are replaced: their calls will only say that they were."""
         hosts = {hosts.name: hosts for hosts in self._sets.values()}.values()
         slots = [slot for each in hosts for slot in each.slots if slot.pool not in self._broken]
-        for slot in self._backend.lost_processes([slot for slot in slots if self._revivals.of(slot) is not None]):
+        for slot in self._backend.lost_processes([slot for slot in slots if self._replaces(slot)]):
             if slot in self._late:
                 continue  # it was ended for that, which has been told
             lost = self._lost(slot, "its process has ended")
@@ -134,7 +144,7 @@ class Failures:
 
     def _end_late(self, record: "CallRecord", now_s: float) -> None:
         """Ends a call that is past its deadline: with all processes that may wait for it, or for a new one to do it."""
-        replaceable = self._revivals.of(record.slot) is not None
+        replaceable = self._replaces(record.slot)
         peers = [record] if replaceable else self._running(record)
         dumps = self._backend.stacks([peer.slot for peer in peers])
         stacks = {peer.number: host_stack(dumps.get(peer.slot)) for peer in peers}
@@ -177,6 +187,12 @@ class Failures:
         slots = self._sets[record.slot.pool].slots
         current = [self._deadlines.current(slot.pool, slot.rank) for slot in slots]
         return [record, *(other for other in current if other is not None and other is not record)]
+
+
+def _lost_as_late(error: ProcessLost, late: DeadlineError) -> ProcessLost:
+    """The end of a process that was ended because a call was past its deadline."""
+    cause = f"its process was ended, because {late.role}.{late.method} was {late.cause}"
+    return ProcessLost(error.role, error.rank, error.node, error.method, cause, late.remote_traceback)
 
 
 def _deadline_error(record: "CallRecord", late: "CallRecord", stack: Stack, waiting: Sequence[int]) -> DeadlineError:

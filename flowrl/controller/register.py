@@ -44,6 +44,7 @@ class Contract:
     replay: bool | str = False
     timeout_s: float | None = None
     memory: tuple[str, ...] | None = None
+    resend: bool = True
 
     def reads_of(self, parameter: str) -> tuple[str, ...] | None:
         """The columns that a batch parameter reads; None is all of them. `name?` travels when it is there."""
@@ -61,6 +62,7 @@ def register(
     replay: bool | str = False,
     timeout_s: float | None = None,
     memory: tuple[str, ...] | None = None,
+    resend: bool = True,
 ) -> Callable[[Method], Method]:
     """Marks a worker method as callable from the driver.
 
@@ -79,6 +81,9 @@ def register(
         timeout_s: seconds that a call may run; None is the cluster's limit.
         memory: what the method needs of the worker's device memory, where others take turns with it: parts that
             `Worker.onload_parts` knows; none, so that nobody makes room for it; None is all.
+        resend: whether a call whose process is lost is made again on the one that takes its place. False is for what
+            must not run twice, or means nothing to a process that has forgotten what it was given before: whoever asks
+            for the result is told by `ProcessLost`, and the run goes on.
     Raises:
         ValueError: the declaration contradicts itself, or the method's parameters have no names to travel under.
     """
@@ -88,6 +93,9 @@ def register(
 
     if dispatch_mode == Dispatch.DP_COMPUTE_PROTO and replay:
         raise ValueError("replay is of methods that give every rank the same state, which one of split rows does not")
+
+    if replay and not resend:
+        raise ValueError("replay has a call made again where its process is lost, and resend=False does not: drop one")
 
     if timeout_s is not None and timeout_s <= 0:
         raise ValueError(f"timeout_s={timeout_s:g} gives a call no time; give seconds, or None for the cluster's limit")
@@ -109,7 +117,7 @@ def register(
         setattr(
             method,
             _ATTRIBUTE,
-            Contract(dispatch_mode, blocking, reads, writes, rows, balance, replay, timeout_s, memory),
+            Contract(dispatch_mode, blocking, reads, writes, rows, balance, replay, timeout_s, memory, resend),
         )
         return method
 

@@ -129,7 +129,7 @@ class Batch:
 
     def done(self) -> bool:
         """Whether every column is computed."""
-        return all(column.block.done() for column in self._columns.values())
+        return all(block.done() for block in {column.block for column in self._columns.values()})
 
     # Edits of the index.
 

@@ -75,7 +75,7 @@ class StepLog:
         """Closes the step that is open, if one is."""
         if self._open is not None:
             self._steps[self._open].submitted_ns = time.time_ns()
-            self._steps[self._open].calls = [call for call in self._calls.pending() if call.role != self._apart]
+            self._steps[self._open].calls = [call for call in self._calls.expected() if call.role != self._apart]
             self._open = None
 
     def add(self, metrics: tuple[Logged, ...]) -> None:

@@ -60,3 +60,8 @@ def test_arguments_without_names_are_refused_where_the_method_is_written():
 def test_a_batch_of_no_columns_is_not_promised():
     with pytest.raises(ValueError, match=r"writes=\(\) promises a batch without columns"):
         register(Dispatch.DP_COMPUTE_PROTO, writes=())
+
+
+def test_a_state_that_is_given_again_is_not_of_a_call_that_is_not_made_again():
+    with pytest.raises(ValueError, match=r"replay has a call made again .* and resend=False does not: drop one"):
+        register(Dispatch.ONE_TO_ALL, replay=True, resend=False)
