@@ -77,6 +77,8 @@ class Setting:
     calls: Calls
     say: Callable[[str], None]
     """Tells the user what happened and did not end the run."""
+    lanes: tuple[tuple[int, ...], ...] | None = None
+    """For each data-parallel rank of the policy the makers that feed it; None: any maker feeds any."""
 
 
 class Draws:

@@ -84,7 +84,7 @@ class Streaming:
     def begin(self, policy: WorkerGroup | None, step: int, version: int) -> None:
         setting = self._setting
         self._first_step, self._first_version, self._published = step, version, version
-        rules = rules_of(setting.config)
+        rules = rules_of(setting.config, setting.lanes)
         rules = replace(rules, slots=rules.slots + -(-rules.slots // SPARE))
         self._scheduler = Scheduler(rules, len(self._makers), version=version, steps_taken=step)
         self._policy = policy
@@ -250,6 +250,7 @@ class Streaming:
         groups = taken[0].groups
         batch = self._setting.prompts.batch([self._draws.pop(group) for group in groups])
         batch = batch.union(Batch.concat([self._finished.pop(group) for group in groups]))
+        batch = batch.in_sections(len(self._setting.lanes or [()]))
         self._forget_dropped()
         self._tell(batch, version)
         return batch
