@@ -43,12 +43,8 @@ def weights(config: GRPOConfig | PPOConfig) -> dict[str, torch.Tensor]:
 
 def test_async_without_staleness_is_sync_bit_for_bit(ppo_config: Callable[..., PPOConfig], tmp_path: Path) -> None:
     schedules = ({"kind": "sync"}, {"kind": "async", "max_staleness": 0})
-    runs = [
-        ppo_config(
-            output=tmp_path / schedule["kind"], placement=Placement(**ALIKE), schedule=schedule, evaluate_every=2
-        )
-        for schedule in schedules
-    ]
+    changes: dict[str, Any] = {"placement": Placement(**ALIKE), "evaluate_every": 2}
+    runs = [ppo_config(output=tmp_path / schedule["kind"], schedule=schedule, **changes) for schedule in schedules]
     for config in runs:
         train_ppo(config)
     assert metrics_of(runs[0]) == metrics_of(runs[1])
@@ -115,9 +111,8 @@ def streamed(config: GRPOConfig) -> list[dict[str, float]]:
     lines = metrics_of(config)[1:]
     bound = config.schedule.staleness
     assert all(line["staleness_max"] <= bound for line in lines)
-    assert [sum(line[f"staleness_{k}"] for k in range(bound + 1)) for line in lines] == pytest.approx(
-        [1.0] * len(lines)
-    )
+    shares = [sum(line[f"staleness_{k}"] for k in range(bound + 1)) for line in lines]
+    assert shares == pytest.approx([1.0] * len(lines))
     assert summary["groups"]["trained"] == config.steps * config.prompts_per_step
     assert all(line["correction/weight"] > 0 for line in lines)  # on by itself, as responses are stale
     assert read_trace(config.output).counts
