@@ -274,8 +274,8 @@ class WorkerGroup:
         parts: Sequence[Mapping[str, Any] | None],
         results: Mapping[int, tuple[Tracked, CallRecord]],
     ) -> Batch:
-        """The leaders' results as one batch, its rows in the order of the batch that went in."""
-        rows = [next(a.rows for a in part.values() if isinstance(a, Part)) for part in parts if part is not None]
+        """The leaders' results as one batch, its rows in the order of the batch that went in, if one did."""
+        rows = [_rows_taken(part) for part in parts if part is not None]
         shards = []
         for place, taken in zip(leaders(self.mesh), rows, strict=True):
             value, record = results[place]
@@ -298,6 +298,10 @@ def _by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             arguments |= arguments.pop(parameter.name, {})
     return arguments
+
+
+def _rows_taken(arguments: Mapping[str, Any]) -> Rows:
+    return next((argument.rows for argument in arguments.values() if isinstance(argument, Part)), (0, 0))
 
 
 def _rows_after(contract: Contract, taken: Rows) -> int | None:

@@ -27,6 +27,8 @@ class Dispatch:
     """Every argument is a list with one entry per data-parallel rank; such a list of results back."""
     DP_COMPUTE_PROTO = "dp_compute_proto"
     """Batches are split by rows over the data-parallel ranks; a `Batch` back, at once."""
+    COLLECT = "collect"
+    """The same arguments to every rank, which has rows of its own to give; a `Batch` of them back, at once."""
     DP_COMPUTE_METRIC = "dp_compute_metric"
     """Batches are split by rows; the ranks' metrics come back as one dictionary, each merged by its own reduction."""
 
@@ -72,9 +74,9 @@ def register(
         reads: columns that the method's batches bring along; only these travel. None is all of them, `"name?"` comes
             when the batch has it, `"*"` is the dataset's own columns: those that docs/batch.md does not name. A mapping
             gives them per parameter, for a method of several batches.
-        writes: columns of the table that a `DP_COMPUTE_PROTO` method returns. None: whatever it returns (the driver
-            then waits for the call to know).
-        rows: rows of that table: as many as came in, this multiple of them, or "unknown".
+        writes: columns of the table that a `DP_COMPUTE_PROTO` or `COLLECT` method returns. None: whatever it returns
+            (the driver then waits for the call to know).
+        rows: rows of that table: as many as came in, this multiple of them, or "unknown", which those of `COLLECT` are.
         balance: split rows into equal counts, or into equal sums of tokens (the driver then waits for the lengths).
         replay: the last call gives a `stateless` worker its state. A state that comes in several calls has a parameter
             that numbers them from 0 on, whose name this is: the last call of number 0 and those after it give it.
@@ -91,7 +93,12 @@ def register(
     if balance == "tokens" and rows != "same":
         raise ValueError(f"balance='tokens' restores the order of rows, which needs rows='same', not {rows!r}")
 
-    if dispatch_mode == Dispatch.DP_COMPUTE_PROTO and replay:
+    if dispatch_mode == Dispatch.COLLECT and rows != "unknown":
+        raise ValueError(f"rows={rows!r} counts by the rows that come in, and with collect none do: set 'unknown'")
+
+    returns_batch = dispatch_mode in (Dispatch.DP_COMPUTE_PROTO, Dispatch.COLLECT)
+
+    if returns_batch and replay:
         raise ValueError("replay is of methods that give every rank the same state, which one of split rows does not")
 
     if replay and not resend:
@@ -100,7 +107,7 @@ def register(
     if timeout_s is not None and timeout_s <= 0:
         raise ValueError(f"timeout_s={timeout_s:g} gives a call no time; give seconds, or None for the cluster's limit")
 
-    if dispatch_mode == Dispatch.DP_COMPUTE_PROTO and writes == ():
+    if returns_batch and writes == ():
         raise ValueError(
             "writes=() promises a batch without columns; name some, or choose a mode that returns no batch"
         )
