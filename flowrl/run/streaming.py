@@ -48,6 +48,10 @@ class _Maker:
     """That it works on."""
     taking: tuple[int, Sequence[Future]] | None = None
     """A version of the weights, and the calls that bring it."""
+    back: Future | None = None
+    """After a loss: what tells that another process is there, and has nothing to do."""
+    replaced: int = 0
+    """How often its process was replaced, as far as it has been taken note of."""
 
     @property
     def polls(self) -> int:
@@ -120,6 +124,11 @@ class Streaming:
             yield from [poll] if (poll := next(polls, None)) is not None else list(taking)[:1]
 
     def _read(self, rank: int, maker: _Maker) -> None:
+        replaced = self._setting.calls.replacements(maker.replica.slots[0])
+        if maker.back is not None and maker.back.done():
+            maker.back, maker.replaced = None, replaced
+        elif maker.back is None and replaced > maker.replaced:
+            return self._tell_lost(rank, maker)
         try:
             while maker.asked and maker.asked[0].done():
                 result = maker.asked.popleft()
@@ -133,20 +142,19 @@ class Streaming:
                     call.get()
                 maker.taking = None
                 self._scheduler.updated(rank, version)
-        except ProcessLost as lost:
-            self._tell_lost(rank, maker, lost)
+        except ProcessLost:
+            self._tell_lost(rank, maker)
 
-    def _tell_lost(self, rank: int, maker: _Maker, lost: ProcessLost) -> None:
+    def _tell_lost(self, rank: int, maker: _Maker) -> None:
         self._lost += 1
-        self._setting.say(
-            f"{lost.role} on rank {rank} is lost with {len(maker.groups)} unfinished prompts, which others are given"
-        )
+        role, count = self._setting.rollout.role, len(maker.groups)
+        self._setting.say(f"{role} on rank {rank} is lost with {count} unfinished prompts, which others are given")
         self._scheduler.lost(rank)
         maker.groups.clear()
         maker.taking = None
         # What was asked of it since may be answered by the process that takes its place; nobody is to listen.
-        maker.asked.clear()
-        maker.asked.append(maker.replica.abort_all.submit())
+        maker.back = maker.replica.abort_all.submit()
+        maker.asked = deque([maker.back])
 
     def _take(self, rank: int, maker: _Maker, rows: Batch) -> None:
         """Takes up the groups that a poll gave."""
@@ -166,7 +174,11 @@ class Streaming:
         self._count()
 
     def _act(self) -> None:
-        for action in self._scheduler.actions():
+        actions = self._scheduler.actions()
+        given = sorted(group for action in actions if isinstance(action, Give) for group in action.groups)
+        new = [group for group in given if group not in self._draws]
+        self._draws |= zip(new, self._setting.prompts.take(len(new)), strict=True)
+        for action in actions:
             maker = self._makers[action.maker]
             match action:
                 case Give(groups=groups):
@@ -180,8 +192,6 @@ class Streaming:
 
     def _give(self, maker: _Maker, groups: Sequence[int]) -> None:
         setting = self._setting
-        new = [group for group in groups if group not in self._draws]
-        self._draws |= zip(new, setting.prompts.take(len(new)), strict=True)
         rows = setting.prompts.batch(self._draws[group] for group in groups)
         maker.groups.update(groups)
         maker.asked.append(maker.replica.add.submit(rows, setting.config.samples_per_prompt))

@@ -88,7 +88,7 @@ class World:
             self.publisher.trained_at = ends[-1]
             version += 1
             self.makers.publish(self.rollout, self.rollout, version)
-        self.ended = ends[-1]
+        self.ends = ends[1:]
 
     def _check(self, batch: Batch, version: int) -> None:
         ids, versions = batch.get("prompt_id").tolist(), batch.get("weight_version").tolist()
@@ -113,25 +113,27 @@ def test_the_slower_side_never_waits(mean_s: float, train_s: float) -> None:
     """Two makers of two slots do a step's four prompts in the time of one."""
     world = World(config_of(max_staleness=2), lambda prompt: mean_s, train_s=train_s)
     world.run()
-    assert 40 * max(mean_s, train_s) / world.ended > 0.95
+    assert 35 * max(mean_s, train_s) / (world.ends[-1] - world.ends[4]) > 0.95
 
 
 def long_tailed(prompt: int) -> float:
     return 0.2 * random.Random(prompt).lognormvariate(-0.5, 1.0)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_with_makers_killed_at_random_every_prompt_is_trained_once_or_dropped_with_a_reason(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "steps"), [(0, 500), (1, 60), (2, 60), (3, 60), (4, 60)])
+def test_with_makers_killed_at_random_every_prompt_is_trained_once_or_dropped_with_a_reason(
+    seed: int, steps: int
+) -> None:
     chance = random.Random(seed)
     bounds: dict[str, Any] = {"max_staleness": chance.choice([1, 2, 3]), "redundancy": chance.choice([0, 2])}
-    config = config_of(steps=500, max_concurrent=chance.choice([None, 6]), interrupt=chance.random() < 0.5, **bounds)
+    config = config_of(steps=steps, max_concurrent=chance.choice([None, 6]), interrupt=chance.random() < 0.5, **bounds)
     world = World(config, long_tailed, makers=3, train_s=chance.choice([0.1, 0.4]), kills=chance)
     world.run()
     told = world.makers.summary()
-    assert told["makers_lost"] > 20
-    assert set(world.trained.values()) == {1} and len(world.trained) == 2000 == told["groups"]["trained"]
+    assert told["makers_lost"] > steps / 100
+    assert set(world.trained.values()) == {1} and len(world.trained) == 4 * steps == told["groups"]["trained"]
     dropped = sum(told["groups"]["dropped"].values())
-    assert world.numbers.drawn == told["groups"]["admitted"] == 2000 + dropped + len(left_over(world))
+    assert world.numbers.drawn == told["groups"]["admitted"] == 4 * steps + dropped + len(left_over(world))
     assert max(world.ages) <= bounds["max_staleness"]
     assert dropped == 0 or bounds["redundancy"]
 

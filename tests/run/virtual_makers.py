@@ -98,13 +98,13 @@ class Maker:
 
     Args:
         seconds: prompt -> how long its responses take.
-        slots: prompts that it works on at once.
+        at_once: prompts that it works on together.
     """
 
     rank: int
     clock: Clock
     seconds: Callable[[int], float]
-    slots: int
+    at_once: int
     update_s: float = 0.01
     version: int = 0
     free_at: float = 0.0
@@ -113,6 +113,13 @@ class Maker:
     working: dict[int, tuple[int, float, int]] = field(default_factory=dict)
     """Prompt -> (samples, seconds left, version at its beginning)."""
     asked: list[Asked] = field(default_factory=list)
+    is_new: bool = False
+    first: list[Late] = field(default_factory=list)
+    """The first answer of each process that took a lost one's place."""
+
+    @property
+    def slots(self) -> list["Maker"]:
+        return [self]
 
     def _submit(self, run: Callable[[], tuple[Any, float]]) -> Asked:
         asked = Asked(self.clock, run, 0.0)
@@ -122,6 +129,9 @@ class Maker:
 
     def _run(self, asked: Asked) -> None:
         asked.begin = max(self.free_at, self.clock.now)
+        if self.is_new:
+            self.is_new = False
+            self.first.append(asked.value)
         value, seconds = asked.run()
         self.free_at = asked.begin + seconds + 1e-4
         asked.answer(value, self.free_at)
@@ -133,6 +143,9 @@ class Maker:
     def kill(self, chance: random.Random) -> None:
         """Ends its process."""
         self._reset()
+        if self.first and not self.first[-1].done():
+            self.first.pop()
+        self.is_new = True
         self.free_at = self.clock.now + 0.3
         lost = ProcessLost("rollout", self.rank, 0, "poll", "it was killed")
         for asked in [asked for asked in self.asked if not asked.value.done()]:
@@ -189,7 +202,7 @@ class Maker:
     def _poll(self, slice_s: float) -> tuple[Payload, float]:
         left, finished = slice_s, []
         while not finished and left > 0 and (self.todo or self.working):
-            while self.todo and len(self.working) < self.slots:
+            while self.todo and len(self.working) < self.at_once:
                 prompt, samples = self.todo.pop(0)
                 self.working[prompt] = (samples, self.seconds(prompt), self.version)
             passed = min(left, min(state[1] for state in self.working.values()))
@@ -217,7 +230,7 @@ class Rollout:
 
     @property
     def mesh(self) -> Mesh:
-        return Mesh(len(self.makers), 1, 1, 1)
+        return Mesh(dp=len(self.makers), tp=1, sp=1, pp=1)
 
     def replica(self, rank: int) -> Maker:
         return self.makers[rank]
@@ -265,6 +278,9 @@ class Calls:
         self.attended: list[Callable[[], Iterable[Any]]] = []
         self.before: list[Callable[[], None]] = []
         """Called at every moment at which something happens."""
+
+    def replacements(self, maker: Maker) -> int:
+        return sum(late.done() and late.error is None for late in maker.first)
 
     def attend(self, fn: Callable[[], Iterable[Any]]) -> Callable[[], None]:
         self.attended.append(fn)
