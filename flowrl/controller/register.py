@@ -90,27 +90,8 @@ def register(
         ValueError: the declaration contradicts itself, or the method's parameters have no names to travel under.
     """
 
-    if balance == "tokens" and rows != "same":
-        raise ValueError(f"balance='tokens' restores the order of rows, which needs rows='same', not {rows!r}")
-
-    if dispatch_mode == Dispatch.COLLECT and rows != "unknown":
-        raise ValueError(f"rows={rows!r} counts by the rows that come in, and with collect none do: set 'unknown'")
-
-    returns_batch = dispatch_mode in (Dispatch.DP_COMPUTE_PROTO, Dispatch.COLLECT)
-
-    if returns_batch and replay:
-        raise ValueError("replay is of methods that give every rank the same state, which one of split rows does not")
-
-    if replay and not resend:
-        raise ValueError("replay has a call made again where its process is lost, and resend=False does not: drop one")
-
-    if timeout_s is not None and timeout_s <= 0:
-        raise ValueError(f"timeout_s={timeout_s:g} gives a call no time; give seconds, or None for the cluster's limit")
-
-    if returns_batch and writes == ():
-        raise ValueError(
-            "writes=() promises a batch without columns; name some, or choose a mode that returns no batch"
-        )
+    contract = Contract(dispatch_mode, blocking, reads, writes, rows, balance, replay, timeout_s, memory, resend)
+    _check(contract)
 
     def mark(method: Method) -> Method:
         parameters = inspect.signature(method).parameters
@@ -121,14 +102,30 @@ def register(
                 raise ValueError(
                     f"{method.__qualname__} takes *{parameter.name}; arguments travel by name: give each one"
                 )
-        setattr(
-            method,
-            _ATTRIBUTE,
-            Contract(dispatch_mode, blocking, reads, writes, rows, balance, replay, timeout_s, memory, resend),
-        )
+        setattr(method, _ATTRIBUTE, contract)
         return method
 
     return mark
+
+
+def _check(contract: Contract) -> None:
+    """Raises ValueError for what contradicts itself."""
+    rows, replay, timeout_s = contract.rows, contract.replay, contract.timeout_s
+    returns_batch = contract.mode in (Dispatch.DP_COMPUTE_PROTO, Dispatch.COLLECT)
+    if contract.balance == "tokens" and rows != "same":
+        raise ValueError(f"balance='tokens' restores the order of rows, which needs rows='same', not {rows!r}")
+    if contract.mode == Dispatch.COLLECT and rows != "unknown":
+        raise ValueError(f"rows={rows!r} counts by the rows that come in, and with collect none do: set 'unknown'")
+    if returns_batch and replay:
+        raise ValueError("replay is of methods that give every rank the same state, which one of split rows does not")
+    if replay and not contract.resend:
+        raise ValueError("replay has a call made again where its process is lost, and resend=False does not: drop one")
+    if timeout_s is not None and timeout_s <= 0:
+        raise ValueError(f"timeout_s={timeout_s:g} gives a call no time; give seconds, or None for the cluster's limit")
+    if returns_batch and contract.writes == ():
+        raise ValueError(
+            "writes=() promises a batch without columns; name some, or choose a mode that returns no batch"
+        )
 
 
 def contract_of(method: Callable) -> Contract | None:

@@ -127,7 +127,7 @@ def test_groups_go_on_with_new_weights_between_polls(model: ModelConfig) -> None
             rollout.load_weights(half, version, 0, 2)
             assert rollout.poll(0.0).num_rows == 0, "in the middle of an update nothing is computed"
             rollout.load_weights({n: w for n, w in weights.items() if n not in half}, version, 1, 2)
-    versions = [row for said in by_row(found).values() for row in [[v for v in said[3] if v >= 0]]]
+        versions = [[version for version in row[3] if version >= 0] for row in by_row(found).values()]
     assert all(row == list(range(row[0], row[0] + len(row))) for row in versions)
     assert len({row[0] for row in versions}) > 2 and max(map(len, versions)) > 1
 
