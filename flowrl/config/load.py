@@ -75,7 +75,7 @@ def _include(source: Source, cls: type[Config], folder: Path) -> Source:
     """`source` with the contents of each file that stands where `cls` has a group of settings."""
     for name, field in cls.model_fields.items():
         value = source.values.get(name)
-        if isinstance(value, str) and _group(field.annotation):
+        if isinstance(value, str) and _group(field.annotation) and not _is_word(value, field.annotation):
             path = Path(value)
             if not path.exists() and (folder / path).exists():
                 path = folder / path
@@ -162,3 +162,8 @@ def _group(annotation: Any) -> type[Config] | None:
     if isinstance(annotation, type) and issubclass(annotation, Config):
         return annotation
     return next((group for part in get_args(annotation) if (group := _group(part))), None)
+
+
+def _is_word(value: str, annotation: Any) -> bool:
+    """Whether the type names the text itself, as `X | Literal["auto"]` does."""
+    return any(part == value or _is_word(value, part) for part in get_args(annotation))

@@ -14,7 +14,6 @@ from bisect import insort
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 
 from flowrl.config import OnPolicyConfig
 
@@ -147,11 +146,17 @@ class _Lane:
     """Neither trained nor dropped, in the order of admission."""
     waiting: list[int] = field(default_factory=list)
     """Those without a maker, in the same order."""
+    running: int = 0
+    """How many have one."""
 
     @property
     def is_full(self) -> bool:
         """Whether all that will be trained has been admitted."""
         return self.left is not None and len(self.live) >= self.left
+
+    @property
+    def num_complete(self) -> int:
+        return len(self.live) - self.running - len(self.waiting)
 
     def rank(self) -> int:
         """Of the group that would be given next: how many live ones were admitted before it."""
@@ -197,6 +202,7 @@ class Scheduler:
         if lane is None or lane.live[group].maker != maker:
             return False
         lane.live[group].maker = None
+        lane.running -= 1
         self._makers[maker].running.remove(group)
         return True
 
@@ -217,6 +223,7 @@ class Scheduler:
         for group in gone.running:
             lane = self._lane_of[group]
             lane.live[group] = _Group()
+            lane.running -= 1
             insort(lane.waiting, group)
         self._makers[maker] = _Maker(version=None)
         self._aborts.pop(maker, None)
@@ -228,6 +235,7 @@ class Scheduler:
             return False
         dropped = lane.live.pop(group)
         if dropped.maker is not None:
+            lane.running -= 1
             self._makers[dropped.maker].running.remove(group)
             self._aborts[dropped.maker].append(group)
         elif not dropped.is_complete:
@@ -259,6 +267,7 @@ class Scheduler:
             maker = self._makers[rank]
             group = lane.waiting.pop(0) if lane.waiting else self._admit(lane)
             lane.live[group].maker, lane.live[group].version = rank, maker.version
+            lane.running += 1
             maker.running.add(group)
             given[rank].append(group)
         return (Give(rank, tuple(groups)) for rank, groups in given.items())
@@ -273,17 +282,26 @@ class Scheduler:
     def _choice(self) -> tuple[_Lane, int] | None:
         """The lane and the maker of the group that is given next: what trains first, to who has least to do."""
         rules = self._rules
-        running = sum(len(maker.running) for maker in self._makers)
+        running = sum(lane.running for lane in self._lanes)
         if rules.max_concurrent is not None and running >= rules.max_concurrent and not rules.whole_batches:
             return None
         for lane in sorted(self._lanes, key=lambda lane: lane.rank()):
             trains_at = self._trains_at(lane, running)
             if trains_at is None:
                 continue
-            able = [rank for rank in lane.makers if self._may_take(self._makers[rank], trains_at)]
-            if able:
-                return lane, min(able, key=lambda rank: (len(self._makers[rank].running), rank))
+            rank = self._least_busy(lane, trains_at)
+            if rank is not None:
+                return lane, rank
         return None
+
+    def _least_busy(self, lane: _Lane, trains_at: int) -> int | None:
+        """The maker with the fewest groups, of those that may take one that is trained at a version."""
+        found, fewest = None, 0
+        for rank in lane.makers:
+            running = len(self._makers[rank].running)
+            if (found is None or running < fewest) and self._may_take(self._makers[rank], trains_at):
+                found, fewest = rank, running
+        return found
 
     def _trains_at(self, lane: _Lane, running: int) -> int | None:
         """The version at which the lane's next group will be trained; None if it has none to give now."""
@@ -326,29 +344,33 @@ class Scheduler:
 
     def _complete(self, lane: _Lane) -> list[int] | None:
         """The lane's part of the next step: the first of its complete groups, and of all that are left at the end."""
-        window = islice(lane.live.items(), lane.quota + self._rules.redundancy)
-        found = [group for group, state in window if state.is_complete][: lane.quota]
-        is_last = lane.is_full and len(lane.live) < lane.quota and len(found) == len(lane.live)
-        return found if len(found) == lane.quota or is_last else None
+        if lane.is_full and len(lane.live) < lane.quota:
+            return list(lane.live) if lane.num_complete == len(lane.live) else None
+        if lane.num_complete < lane.quota:
+            return None
+        found: list[int] = []
+        for seen, (group, state) in enumerate(lane.live.items(), start=1):
+            if state.is_complete:
+                found.append(group)
+            if len(found) == lane.quota or seen - len(found) > self._rules.redundancy:
+                break
+        return found if len(found) == lane.quota else None
 
     def _drop_stale(self) -> None:
         oldest = self._next_version - self._rules.max_staleness
         for lane in self._lanes:
-            stale = [
-                group for group, state in lane.live.items() if state.version is not None and state.version < oldest
-            ]
-            for group in stale:
-                self.drop(group, "stale")
+            for group, state in list(lane.live.items()):
+                if state.version is not None and state.version < oldest:
+                    self.drop(group, "stale")
 
     # Where everything is.
 
     @property
     def counts(self) -> Counts:
         """Where all groups are now."""
-        live = [state for lane in self._lanes for state in lane.live.values()]
-        running = sum(state.maker is not None for state in live)
-        complete = sum(state.is_complete for state in live)
-        waiting = len(live) - running - complete
+        running = sum(lane.running for lane in self._lanes)
+        waiting = sum(len(lane.waiting) for lane in self._lanes)
+        complete = sum(lane.num_complete for lane in self._lanes)
         return Counts(self._admitted, waiting, running, complete, self._trained, dict(self._dropped))
 
     @property
@@ -362,10 +384,9 @@ class Scheduler:
         return tuple(rank for rank, maker in enumerate(self._makers) if not maker.running and self._is_held(rank))
 
     def _is_held(self, rank: int) -> bool:
-        maker, limit = self._makers[rank], self._rules.max_staleness
-        lanes = [lane for lane in self._lanes if rank in lane.makers]
-        next_ones = [self._trains_at(lane, running=0) for lane in lanes]
-        return any(at is not None and maker.version is not None and at - maker.version > limit for at in next_ones)
+        version, limit = self._makers[rank].version, self._rules.max_staleness
+        next_ones = [self._trains_at(lane, running=0) for lane in self._lanes if rank in lane.makers]
+        return version is not None and any(at is not None and at - version > limit for at in next_ones)
 
     def running(self, maker: int) -> tuple[int, ...]:
         """The groups that a maker works on, in order."""
