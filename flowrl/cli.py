@@ -20,7 +20,11 @@ from flowrl.run.inputs import refuse_changed_base
 from flowrl.run.interrupt import Interrupted
 from flowrl.run.memory_estimate import estimate
 from flowrl.run.memory_table import check_memory, render_memory, room
+<<<<<<< HEAD
 from flowrl.run.schedule_graph import render_graph
+=======
+from flowrl.run.restarts import with_restarts
+>>>>>>> v_calls
 from flowrl.run.start import check_functions, check_run, check_start, plan_run
 from flowrl.run.trace import loop_events
 
@@ -89,7 +93,7 @@ def run_recipe(
 ) -> int:
     """The command line of a recipe: `CONFIG [KEY=VALUE ...] [--address HOST:PORT]`.
 
-    Reads the config, calls `train`, and returns an exit code.
+    Reads the config, calls `train`, again after a failure that `restarts` allows, and returns an exit code.
     """
     parser = argparse.ArgumentParser(description=(schema.__doc__ or "").strip(), allow_abbrev=False)
     parser.add_argument("config", type=Path, metavar="CONFIG", help="the recipe's YAML file")
@@ -101,7 +105,7 @@ def run_recipe(
     def program() -> None:
         config = load(arguments.config, [*arguments.overrides, *address], schema)
         check_run(config)
-        train(config)
+        with_restarts(train, config)
 
     return exit_code(program)
 

@@ -43,6 +43,10 @@ class RunConfig(Config):
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When the run saves what it can go on from."""
 
+    restarts: NonNegativeInt = 3
+    """How often the run may start failed roles again, in this program, and go on after its newest checkpoint; without a
+    checkpoint (checkpoint.every: 0) a failure ends it."""
+
     seed: NonNegativeInt = 0
     """Fixes the order of the data and every sampled token."""
 

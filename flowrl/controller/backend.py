@@ -95,7 +95,7 @@ class Backend(Protocol):
         ...
 
     def end_pool(self, name: str) -> None:
-        """Ends the hosts of a pool at once."""
+        """Ends the hosts of a pool at once. Its devices stay reserved, for others to be started there."""
         ...
 
     def close(self) -> None:

@@ -209,6 +209,23 @@ class Calls:
             self._pending.clear()
         self._attendants.clear()
 
+    def abandon(self, timeout_s: float) -> set[str]:
+        """Lets go of every call and of what attends, for another attempt at the program.
+
+        Calls in flight are waited for at most so long, and how they end is nobody's concern any more.
+
+        Returns: the pools whose processes were not done.
+        """
+        self._attendants.clear()
+        self._wait(lambda: not self._pending, (), timeout_s)
+        late = self.pending()
+        for record in late:
+            record.error = FlowError("the program was begun again, and this call belongs to the attempt before")
+        with self._bookkeeping:
+            self._pending.clear()
+        self.events.clear()
+        return {record.slot.pool for record in late}
+
     def check_open(self) -> None:
         """Raises the sentence of `close` once it was called."""
         if self._closed is not None:
@@ -263,18 +280,17 @@ class Calls:
             left = LOOK_AROUND_S if deadline is None else deadline - time.monotonic()
             if waited and left <= 0:
                 return False
-            self._wait_once(records, min(max(left, 0.0), LOOK_AROUND_S))
+            wakes = self._attendants.call()
+            if not is_over():
+                self._wait_once(records, wakes, min(max(left, 0.0), LOOK_AROUND_S))
             waited = True
         if waited:
             self._attendants.call()
         return True
 
-    def _wait_once(self, records: Sequence[CallRecord], timeout_s: float) -> None:
-        """Waits for these calls, or for one that attendants look after, at most so long."""
-        wakes = self._attendants.call()
+    def _wait_once(self, records: Sequence[CallRecord], wakes: Sequence[CallRecord], timeout_s: float) -> None:
+        """Waits for all of these calls, or for one of those that attendants look after, at most so long."""
         waiting = [record for record in records if not record.settled]
-        if records and not waiting:
-            return
         if any(record.settled for record in wakes):
             timeout_s = 0.0  # while they were called; they are to look again
         self._collect([*waiting, *wakes], timeout_s, 1 if wakes else len(waiting))

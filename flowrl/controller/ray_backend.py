@@ -277,7 +277,6 @@ class RayBackend:
             for resent in (False, True):
                 del self._methods[(*key, resent)]
             ray.kill(self._hosts.pop(key), no_restart=True)
-        self._nodes.release(name)
 
     def close(self) -> None:
         if not self._nodes.end_with_run:

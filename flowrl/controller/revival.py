@@ -41,9 +41,18 @@ class Revivals:
         self._known: dict[Slot, Revival] = {}
 
     def constructed(self, slot: Slot, construction: Construction) -> None:
-        """A worker is made in a slot."""
-        self._made[slot].append(construction)
+        """A worker is made in a slot, perhaps in the place of one of an earlier attempt."""
+        role = construction.role
+        self._made[slot] = [*(made for made in self._made[slot] if made.role != role), construction]
+        self._states[slot] = {key: state for key, state in self._states[slot].items() if key[0] != role}
         self._known.pop(slot, None)
+
+    def forget(self, slots: Sequence[Slot]) -> None:
+        """The processes of these slots were ended, and others are started in their place with nothing in them."""
+        for slot in slots:
+            for record in (self._made, self._states, self._known):
+                record.pop(slot, None)
+            self._irreplaceable.discard(slot.pool)
 
     def first_role(self, slot: Slot) -> tuple[str, int]:
         """Role and rank of the first worker in a slot; the pool's where it has none yet."""
@@ -68,9 +77,13 @@ class Revivals:
         """The processes of these pools hold what nothing brings back."""
         self._irreplaceable.update(pools)
 
+    def brings_back(self, pool: str) -> bool:
+        """Whether a lost process of a pool is replaced."""
+        return pool not in self._irreplaceable
+
     def of(self, slot: Slot) -> Revival | None:
         """What brings a slot's process back; None if nothing does."""
-        if slot.pool in self._irreplaceable:
+        if not self.brings_back(slot.pool):
             return None
         if slot not in self._known:
             self._known[slot] = Revival(tuple(self._made[slot]), tuple(self._states[slot].values()))

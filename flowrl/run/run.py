@@ -27,6 +27,7 @@ from flowrl.run.makers import Draws, Makers, Setting
 from flowrl.run.memory import resident_mb
 from flowrl.run.metrics import MetricsLog
 from flowrl.run.publishing import Publisher
+from flowrl.run.restarts import attempt
 from flowrl.run.results import draw, show, summary_of
 from flowrl.run.resume import found, goes_on
 from flowrl.run.rollout_watch import ComparedWeights, RolloutWatch
@@ -75,12 +76,14 @@ class Run:
             self._resumed = found(config)
             self._progress = made.enter_context(LiveProgress(config.steps))
             self._interruption = made.enter_context(Interruption(self._progress.say))
-            self._progress.say(f"starting {', '.join(type(config).roles)} ({config.backend})")
+            attempts = attempt()
+            self._progress.say(attempts.said() or f"starting {', '.join(type(config).roles)} ({config.backend})")
             self._watch = RolloutWatch(config, self._progress.say)
             # Once the processes that write there are gone.
             made.callback(remove_unfinished, config.output)
             made.callback(Checkpoints(config.output).remove_unfinished)
-            self.cluster = made.enter_context(self._cluster())
+            self.cluster = made.enter_context(attempts.cluster(config, self._cluster, self._interruption))
+            self.cluster.say = self._progress.say
             self._interruption.take()  # Ray has set handlers of its own
             check_engines(config, self.cluster.plan)
             self._publisher = Publisher(config, self.cluster.plan)
