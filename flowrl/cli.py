@@ -20,11 +20,8 @@ from flowrl.run.inputs import refuse_changed_base
 from flowrl.run.interrupt import Interrupted
 from flowrl.run.memory_estimate import estimate
 from flowrl.run.memory_table import check_memory, render_memory, room
-<<<<<<< HEAD
-from flowrl.run.schedule_graph import render_graph
-=======
 from flowrl.run.restarts import with_restarts
->>>>>>> v_calls
+from flowrl.run.schedule_graph import render_graph
 from flowrl.run.start import check_functions, check_run, check_start, plan_run
 from flowrl.run.trace import loop_events
 

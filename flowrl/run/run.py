@@ -32,6 +32,7 @@ from flowrl.run.results import draw, show, summary_of
 from flowrl.run.resume import found, goes_on
 from flowrl.run.rollout_watch import ComparedWeights, RolloutWatch
 from flowrl.run.saving import Kept, Saver
+from flowrl.run.schedule_check import lanes_of
 from flowrl.run.start import check_engines, plan_run
 from flowrl.run.steps import Logged, StepLog
 from flowrl.run.streaming import makers_of
@@ -171,7 +172,8 @@ class Run:
         config = self.config
         assert isinstance(config, OnPolicyConfig)
         draws = Draws(prompts, config.samples_per_prompt)
-        setting = Setting(config, rollout, draws, self._publisher, self.cluster.calls, self._progress.say)
+        lanes = lanes_of(config, self.cluster.plan)
+        setting = Setting(config, rollout, draws, self._publisher, self.cluster.calls, self._progress.say, lanes)
         self._makers = makers_of(setting)
         self._saver.keep([], {"prompts": self._makers})
         self._begin(rollout)

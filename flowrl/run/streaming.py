@@ -88,14 +88,17 @@ class Streaming:
     def begin(self, policy: WorkerGroup | None, step: int, version: int) -> None:
         setting = self._setting
         self._first_step, self._first_version, self._published = step, version, version
-        rules = rules_of(setting.config, setting.lanes)
+        # The inline backend has one maker, whatever the placement says.
+        lanes = setting.lanes if len(self._makers) > 1 else None
+        rules = rules_of(setting.config, lanes)
         rules = replace(rules, slots=rules.slots + -(-rules.slots // SPARE))
         self._scheduler = Scheduler(rules, len(self._makers), version=version, steps_taken=step)
         self._policy = policy
         if policy is not None:
             setting.publisher.open(policy, setting.rollout)
         for maker in self._makers:
-            maker.asked.append(maker.replica.abort_all.submit())
+            maker.back = maker.replica.abort_all.submit()
+            maker.asked.append(maker.back)
         self._leave = setting.calls.attend(self._attend)
 
     # While the driver waits.
