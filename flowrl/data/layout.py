@@ -155,8 +155,8 @@ def compaction(sizes: np.ndarray, taken: np.ndarray) -> Compaction | None:
 def shuffled(chance: np.random.Generator, num_rows: int, rows: int, sections: int = 1) -> np.ndarray:
     """Every row once, in a random order, to be read `rows` at a time.
 
-    With `sections` that divide both, each piece so read has an equal part of each of so many equal stretches of rows, in
-    the order of the stretches.
+    With `sections` that divide both, each piece so read has an equal part of each of so many equal stretches of rows,
+    in the order of the stretches.
     """
     if sections == 1 or num_rows % sections or rows % sections:
         return chance.permutation(num_rows)

@@ -1,6 +1,5 @@
 """Recipes under every schedule, with real models: the same numbers where nothing is stale, and the right ones else."""
 
-import json
 import os
 import signal
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from safetensors.torch import load_file
 from flowrl.config import Placement
 from flowrl.controller.cluster import Cluster
 from flowrl.data.batch import Batch
+from flowrl.run.checkpoints import Checkpoints
 from flowrl.run.chrome import read_trace
 from flowrl.run.estimate import estimate_advantages
 from flowrl.run.loss_columns import loss_columns
@@ -94,11 +94,12 @@ def test_one_step_off_trains_on_responses_of_the_weights_before(grpo_config: Grp
     assert [line["staleness_1"] for line in metrics_of(config)[1:]] == [0, 1, 1, 1]
 
 
-def test_one_step_off_loses_no_prompt_at_a_resume(grpo_config: GrpoConfigs, tmp_path: Path) -> None:
+def test_one_step_off_loses_no_prompt_at_a_resume(grpo_config: GrpoConfigs) -> None:
     changes: dict[str, Any] = {"placement": Placement(**ALIKE), "schedule": {"kind": "one_step_off"}}
     changes |= {"checkpoint": {"every": 2}, "resume": "auto"}
-    train_grpo(grpo_config(steps=2, **changes))
-    state = json.loads((tmp_path / "run" / "checkpoints" / "step-2" / "driver.json").read_text())
+    first = grpo_config(steps=2, **changes)
+    train_grpo(first)
+    state = Checkpoints(first.output).read(2).driver()
     assert state["objects"]["prompts"]["untrained"] == []  # nothing is generated beyond the last step
     config = grpo_config(steps=4, **changes)
     train_grpo(config)
