@@ -253,14 +253,16 @@ class Streaming:
 
     def batch(self, step: int, version: int) -> Batch:
         self._check_version(step, version)
-        taken: list[Taken] = []
+        taken: Taken | None = None
 
         def is_there() -> bool:
-            taken.extend(found for found in [self._scheduler.take()] if found is not None)
-            return bool(taken)
+            nonlocal taken
+            taken = taken or self._scheduler.take()  # may be asked again when it is
+            return taken is not None
 
         self._setting.calls.wait_until(is_there)
-        groups = taken[0].groups
+        assert taken is not None
+        groups = taken.groups
         batch = self._setting.prompts.batch([self._draws.pop(group) for group in groups])
         batch = batch.union(Batch.concat([self._finished.pop(group) for group in groups]))
         batch = batch.in_sections(len(self._setting.lanes or [()]))
