@@ -1,5 +1,6 @@
 """Throughput of schedules against what generation and training would reach alone: roles that sleep, in processes of
-their own. `python -m tests.benchmarks.schedules` prints the table of docs/benchmarks.md.
+their own, and with `--model` GRPO with a small model. `python -m tests.benchmarks.schedules` prints the tables of
+docs/benchmarks.md.
 
 A step's time is known beforehand: t_k for training, g_k for a step's responses generated together, and g for a step's
 worth of responses where makers never stop. The bounds are 1 / mean(g_k + t_k) for sync, 1 / mean(max(g_k+1, t_k)) for
@@ -8,6 +9,7 @@ one_step_off, and 1 / max(g, t) for async.
 
 import argparse
 import json
+import math
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -17,9 +19,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from flowrl.config import OnPolicyConfig
+from recipes.grpo.config import GRPOConfig
+from recipes.grpo.train import train as train_grpo
 from recipes.quickstart.prepare import prepare
 from tests.run.sleeping_makers import Costs
-from tests.run.sleeping_run import SleepingConfig, sleeping_config, train
+from tests.run.sleeping_run import sleeping_config, train
 
 MAKERS, SLOTS, PROMPTS = 2, 4, 16
 WARMUP = 4
@@ -79,6 +84,10 @@ def measure(case: Case, schedule: str, task: Path, folder: Path, steps: int) -> 
         schedule=SCHEDULES[schedule],
     )
     _, trained = train(config, case.costs(), case.train_s / PROMPTS)
+    return figure(config, case.name, schedule, bound(case, schedule, trained))
+
+
+def figure(config: OnPolicyConfig, case: str, schedule: str, bound: float) -> Figure:
     lines = [json.loads(line) for line in (config.output / "metrics.jsonl").read_text().splitlines()]
     counted = [line for line in lines if line["step"] > WARMUP]
     seconds = sum(line["seconds"] for line in counted)
@@ -86,18 +95,37 @@ def measure(case: Case, schedule: str, task: Path, folder: Path, steps: int) -> 
     def mean(name: str) -> float:
         return statistics.mean(line.get(name, 0.0) for line in counted)
 
-    return Figure(
-        case.name,
-        schedule,
-        len(counted) / seconds,
-        bound(case, schedule, trained, config),
-        mean("idle_rollout"),
-        mean("idle_actor"),
-        mean("staleness"),
+    idle = mean("idle_rollout"), mean("idle_actor")
+    return Figure(case, schedule, len(counted) / seconds, bound, *idle, mean("staleness"))
+
+
+def with_model(schedule: str, task: Path, folder: Path, steps: int) -> Figure:
+    """GRPO on the quickstart's task, the makers and the trainer on two cores."""
+    model = {"path": task / "model"}
+    roles = dict.fromkeys(GRPOConfig.roles, "train") | {"rollout": "make"}
+    config = GRPOConfig.model_validate(
+        {
+            "output": folder / f"model-{schedule}",
+            "threads": 1,
+            "placement": {"device": "cpu", "pools": {"train": [1], "make": [1]}, "roles": roles},
+            "steps": steps,
+            "rows_per_step": 256,
+            "samples_per_prompt": 8,
+            "minibatch_rows": 128,
+            "actor": {"model": model, "optimizer": {"lr": 3e-4}, "kl_loss_coef": 0.01},
+            "reference": {"model": model},
+            "reward": {"function": "recipes.quickstart.task:score"},
+            "rollout": {"max_response_tokens": 5},
+            "algorithm": {"estimator": "grpo"},
+            "data": {"train": task / "train.jsonl", "max_prompt_tokens": 6},
+            "schedule": SCHEDULES[schedule],
+        }
     )
+    train_grpo(config)
+    return figure(config, "GRPO, a model", schedule, math.nan)
 
 
-def bound(case: Case, schedule: str, trained: Sequence[Sequence[int]], config: SleepingConfig) -> float:
+def bound(case: Case, schedule: str, trained: Sequence[Sequence[int]]) -> float:
     """Steps per second that the schedule allows, of the steps that are counted and the prompts that they trained."""
     costs = case.costs()
     per_maker = PROMPTS // MAKERS
@@ -126,6 +154,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--cases", nargs="*", default=[case.name for case in CASES])
+    parser.add_argument("--model", action="store_true")
     parser.add_argument("--schedules", nargs="*", default=list(SCHEDULES))
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -137,6 +166,8 @@ def main() -> None:
             for case in chosen
             for schedule in arguments.schedules
         ]
+        if arguments.model:
+            figures += [with_model(schedule, task, Path(folder), arguments.steps) for schedule in arguments.schedules]
     show(figures)
 
 
