@@ -3,7 +3,7 @@
 import itertools
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -122,6 +122,7 @@ class Calls:
     _pending: dict[int, CallRecord] = field(default_factory=dict)
     _deadlines: Deadlines = field(default_factory=Deadlines)
     _shared: WeakKeyDictionary[LocalRef, Ref] = field(default_factory=WeakKeyDictionary)
+    _replaced: Counter[Slot] = field(default_factory=Counter)
     _attendants: Attendants = field(default_factory=lambda: Attendants(records_of))
 
     def __post_init__(self) -> None:
@@ -182,6 +183,11 @@ class Calls:
         """Those of them that must end well for the run to go on: of a call that is not made again, whoever asks for its
         result is told alone."""
         return [record for record in self.pending() if record.resend]
+
+    def replacements(self, slot: Slot) -> int:
+        """How often a process is known to have taken a lost one's place in a slot. A process that was lost between two
+        calls is known by this alone: the second is answered, by one that has forgotten what it was given before."""
+        return self._replaced[slot]
 
     def attend(self, attend: Attend) -> Callable[[], None]:
         """Has a function called again and again while the driver waits for anything, and whenever such a wait ends.
@@ -343,6 +349,7 @@ class Calls:
             self.failures.went_well(record.slot)
             self.events.append(_event(record, report))
             if report.revived:
+                self._replaced[record.slot] += 1
                 self.say(f"{record.role} on rank {record.rank} lost its process; another took its place and goes on")
         del self._pending[record.number]
         record.inputs = ()  # or every call would keep all calls before it

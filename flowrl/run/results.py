@@ -34,7 +34,7 @@ def draw(
         until_ns: where that ends; None is the last call.
     """
     draw_curves(history, folder.curves)
-    write_json(folder.trace, chrome_trace(trace.events, trace.resumes), indent=None)
+    write_json(folder.trace, chrome_trace(trace.events, trace.resumes, trace.counts), indent=None)
     # A whole run would be stripes; the last steps show what overlaps.
     window_s = sum(line.get("seconds", 0.0) for line in history[-DRAWN_STEPS:])
     draw_timeline(loop_events(events), folder.timeline, window_s=window_s, until_ns=until_ns)

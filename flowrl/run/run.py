@@ -23,16 +23,19 @@ from flowrl.run.folder import RunFolder, remove_unfinished, replacing, write_jso
 from flowrl.run.inputs import input_sums
 from flowrl.run.interrupt import Interruption
 from flowrl.run.lock import folder_lock
+from flowrl.run.makers import Draws, Makers, Setting
 from flowrl.run.memory import resident_mb
 from flowrl.run.metrics import MetricsLog
 from flowrl.run.publishing import Publisher
 from flowrl.run.restarts import attempt
 from flowrl.run.results import draw, show, summary_of
 from flowrl.run.resume import found, goes_on
-from flowrl.run.rollout_watch import RolloutWatch
+from flowrl.run.rollout_watch import ComparedWeights, RolloutWatch
 from flowrl.run.saving import Kept, Saver
+from flowrl.run.schedule_check import lanes_of
 from flowrl.run.start import check_engines, plan_run
 from flowrl.run.steps import Logged, StepLog
+from flowrl.run.streaming import makers_of
 
 
 class Run:
@@ -57,6 +60,7 @@ class Run:
         """Version of the weights that were published last; 0 is what the model starts from."""
         self._step = 0
         self._policy: WorkerGroup | None = None
+        self._makers: Makers | None = None
         self._evaluations = Evaluations()
         self._peak_mb = 0.0
         self._resumed: Checkpoint | None = None
@@ -161,19 +165,20 @@ class Run:
     # Steps.
 
     def rollouts(self, rollout: WorkerGroup, prompts: PromptStream) -> Iterator[tuple[int, Batch]]:
-        """Step numbers from 1, each with responses to the next prompts, sampled from the last published weights.
+        """Step numbers from 1, each with the next prompts and responses to them, which are as old as `schedule` allows.
 
         Resolves step k-1 before it submits step k+1, so the driver runs ahead by one step at most.
         """
         config = self.config
         assert isinstance(config, OnPolicyConfig)
-        self._saver.keep([], {"prompts": prompts})
+        draws = Draws(prompts, config.samples_per_prompt)
+        lanes = lanes_of(config, self.cluster.plan)
+        setting = Setting(config, rollout, draws, self._publisher, self.cluster.calls, self._progress.say, lanes)
+        self._makers = makers_of(setting)
+        self._saver.keep([], {"prompts": self._makers})
         self._begin(rollout)
         for step in self._steps():
-            rows = prompts.take(config.prompts_per_step)
-            batch = Batch.from_rows(rows).repeat(config.samples_per_prompt)
-            batch["sample"] = Batch.from_rows([{"sample": i} for _ in rows for i in range(config.samples_per_prompt)])
-            yield step, batch.union(rollout.generate.submit(batch))
+            yield step, self._makers.batch(step, self.version)
 
     def batches(self, stream: Iterable[Batch]) -> Iterator[tuple[int, Batch]]:
         """Step numbers from 1, each with the stream's next batch; ends after `steps`, or with the stream.
@@ -196,6 +201,10 @@ class Run:
         self.cluster.settle()
         if self._resumed is None:
             self._evaluate_untrained()
+        if self._makers is not None and rollout is not None:
+            self._makers.begin(self._policy, self._step, self.version)
+            apart = rollout.role if self._makers.streams else None
+            self._log.follow(self._policy and self._policy.role, rollout.role, self.cluster.plan.roles, apart=apart)
         self._log.pause()
 
     def _evaluate_untrained(self) -> None:
@@ -215,6 +224,7 @@ class Run:
             self._log.begin(self._step)
             self._hold(f"stopping after step {self._step}", f"in step {self._step}")
             yield self._step
+            self._log_makers()
             self._log.end()
             every = self.config.evaluate_every
             if every and self._step % every == 0:
@@ -231,7 +241,8 @@ class Run:
         In the same processes the rollout samples from the actor's own weights, and only their number changes.
         """
         self.version += 1
-        self._log.add(self._watch.follow(self._publisher.hand_over(actor, rollout, self.version)))
+        publish = self._publisher.hand_over if self._makers is None else self._makers.publish
+        self._log.add(self._watch.follow(publish(actor, rollout, self.version)))
 
     # Checkpoints.
 
@@ -268,6 +279,10 @@ class Run:
         """
         self._log.add(metrics)
 
+    def _log_makers(self) -> None:
+        for each in () if self._makers is None else self._makers.logged():
+            self._log.add(self._watch.follow(each) if isinstance(each, ComparedWeights) else (each,))
+
     def _write_lines_and_evaluate(self) -> None:
         """Brings everything up to the last step that was begun."""
         self._write_lines(self._step - 1)
@@ -303,8 +318,11 @@ class Run:
 
     def _evaluate(self) -> None:
         """Once per number of steps trained, and not when the run was asked to end."""
-        if self._interruption.signal is None:
-            self._evaluations.measure(self._step)
+        if self._interruption.signal is not None or self._evaluations.are_of(self._step):
+            return
+        if self._makers is not None and self._evaluations.rows:
+            self._makers.hold()
+        self._evaluations.measure(self._step)
 
     # The end.
 
@@ -316,6 +334,8 @@ class Run:
         self._log.end()
         self._hold("stopping when the results are written", f"after step {self._step}")
         self._write_lines_and_evaluate()
+        if self._makers is not None:
+            self._makers.end()
         self._save_last()
         self._write_model(actor)
         self._progress.close()
@@ -336,7 +356,8 @@ class Run:
         events = list(self.cluster.calls.events)
         step = None if self._resumed is None else self._resumed.manifest.step
         trace = Trace(events) if step is None else self._earlier.followed_by(events, step)
-        draw(self.folder, self._metrics.history, trace, events, until_ns)
+        counted = () if self._makers is None else self._makers.counted
+        draw(self.folder, self._metrics.history, trace.counted(counted), events, until_ns)
 
     def _summary(self) -> dict[str, Any]:
         signal = self._interruption.signal
@@ -348,13 +369,15 @@ class Run:
             "rollout_gap_steps": self._watch.gap_steps,
             "peak_memory_mb": self._peak_mb,
         }
-        found = self._evaluations.summary(self._step)
+        found = self._evaluations.summary(self._step) | ({} if self._makers is None else self._makers.summary())
         return summary_of(self._metrics.history, self.cluster.calls.events) | told | found
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
+            if self._makers is not None:
+                self._makers.leave()
             if error is not None:
                 self._leave_early()
         except OSError as lost:  # what ended the run is what is told of it, and a full disk may be just that

@@ -113,8 +113,8 @@ class Rollout(Worker):
         """Works until all rows of some group are answered, or for so long and the step that is running then; gives the
         rows of all such groups, in the order in which they were added.
 
-        With nothing to work on it waits for as long, so that whoever asks again and again does not spin. In the middle
-        of an update it gives at once what there is.
+        With nothing to work on, and in the middle of an update, it gives at once what there is, so that what comes next
+        need not wait: whoever asks knows whether it was given anything.
         """
         deadline = time.monotonic() + slice_s
         if self.engine.state is not State.UPDATING:
@@ -127,17 +127,15 @@ class Rollout(Worker):
             self._groups.answered(self.engine.poll(max(0.0, left_s)))
             if left_s <= 0:
                 return
-        if not self._groups.any_whole:
-            time.sleep(max(0.0, deadline - time.monotonic()))
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, resend=False)
     def abort(self, prompt_ids: Sequence[int]) -> None:
         """Drops the groups of these prompts, whole or not; prompts that it does not work on are none."""
         self.engine.abort(self._groups.drop(prompt_ids))
 
-    @register(Dispatch.ONE_TO_ALL, blocking=False, resend=False)
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
     def abort_all(self) -> None:
-        """Drops every group."""
+        """Drops every group; of a process that was lost, those that the one in its place was given."""
         self.engine.abort(self._groups.drop())
 
     @property

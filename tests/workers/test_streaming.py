@@ -79,12 +79,12 @@ def test_groups_come_back_whole_with_the_rows_of_generate(rollout: WorkerGroup) 
         assert piece.get("sample").tolist() == list(range(SAMPLES)) * (piece.num_rows // SAMPLES)
 
 
-def test_without_work_a_poll_waits_and_gives_an_empty_table(rollout: WorkerGroup) -> None:
+def test_without_work_a_poll_gives_an_empty_table_at_once(rollout: WorkerGroup) -> None:
     started = time.monotonic()
-    found = rollout.poll(0.2)
+    found = rollout.poll(600.0)
     assert found.num_rows == 0 and set(found.columns) == set(COLUMNS)
     assert found.get("response") == [] and found.get("input_ids").tolist() == []
-    assert time.monotonic() - started >= 0.2
+    assert time.monotonic() - started < 600
 
 
 def test_dropped_groups_do_not_come_back(rollout: WorkerGroup) -> None:
