@@ -53,6 +53,13 @@ class _Maker:
     replaced: int = 0
     """How often its process was replaced, as far as it has been taken note of."""
 
+    def clear(self) -> None:
+        """Has it forget all that it was given. What was asked of it before may be answered still; nobody listens."""
+        self.back = cleared = self.replica.abort_all.submit()
+        self.asked = deque([cleared])
+        self.groups.clear()
+        self.taking = None
+
     @property
     def polls(self) -> int:
         return sum(isinstance(each, Batch) for each in self.asked)
@@ -97,8 +104,7 @@ class Streaming:
         if policy is not None:
             setting.publisher.open(policy, setting.rollout)
         for maker in self._makers:
-            maker.back = maker.replica.abort_all.submit()
-            maker.asked.append(maker.back)
+            maker.clear()
         self._leave = setting.calls.attend(self._attend)
 
     # While the driver waits.
@@ -153,11 +159,7 @@ class Streaming:
         role, count = self._setting.rollout.role, len(maker.groups)
         self._setting.say(f"{role} on rank {rank} is lost with {count} unfinished prompts, which others are given")
         self._scheduler.lost(rank)
-        maker.groups.clear()
-        maker.taking = None
-        # What was asked of it since may be answered by the process that takes its place; nobody is to listen.
-        maker.back = maker.replica.abort_all.submit()
-        maker.asked = deque([maker.back])
+        maker.clear()
 
     def _take(self, rank: int, maker: _Maker, rows: Batch) -> None:
         """Takes up the groups that a poll gave."""

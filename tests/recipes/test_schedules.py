@@ -1,5 +1,6 @@
 """Recipes under every schedule, with real models: the same numbers where nothing is stale, and the right ones else."""
 
+import importlib.util
 import os
 import signal
 from collections.abc import Callable
@@ -164,3 +165,12 @@ def test_a_killed_maker_loses_no_prompt(grpo_config: GrpoConfigs, ray_session: N
 
 def process_id(worker: Any) -> int:
     return os.getpid()
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra vllm")
+def test_grpo_streams_from_vllm(grpo_config: GrpoConfigs, ray_session: None) -> None:
+    vllm = {"engine": "vllm", "max_response_tokens": 6, "transfer": {"chunk_mb": 0.5}}
+    changes: dict[str, Any] = {"rollout": vllm, "schedule": ASYNC, "evaluate_every": 2}
+    lines = streamed(grpo_config(steps=5, backend="ray", placement=detached(1), **changes))
+    assert all(line["weights_unreached"] == 0 for line in lines if "weights_unreached" in line)

@@ -17,7 +17,7 @@ from flowrl.controller.errors import ProcessLost
 from flowrl.controller.future import Future
 from flowrl.controller.plan import Mesh
 from flowrl.data.batch import Batch
-from flowrl.data.block import Block, Description, Shard
+from flowrl.data.block import Block, Description, Ref, Shard
 from flowrl.data.payload import Payload
 
 COLUMNS = ("prompt_id", "sample", "maker", "response_mask", "weight_version")
@@ -63,7 +63,7 @@ class Late:
             raise self.error
         return self.value
 
-    def get_with(self, others: Sequence["Late"]) -> list[Any]:
+    def get_with(self, others: Sequence[Ref]) -> list[Any]:
         return [self.get(), *(other.get() for other in others)]
 
 

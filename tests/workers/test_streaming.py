@@ -114,11 +114,12 @@ def test_a_batch_is_generated_while_groups_run(rollout: WorkerGroup) -> None:
     assert by_row(found + polled(rollout, 6 - found[0].num_rows // SAMPLES)) == expected
 
 
-def test_groups_go_on_with_new_weights_between_polls(model: ModelConfig) -> None:
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_groups_go_on_with_new_weights_between_polls(model: ModelConfig, quantization: str | None) -> None:
     split = Placement(pools={"a": [1], "b": [1]}, roles={"actor": "a", "rollout": "b"})
     with Cluster(split, backend="inline", num_threads=1) as cluster:
         actor = cluster.group("actor", Actor, actor_config(model), temperature=0.5)
-        rollout = cluster.group("rollout", Rollout, config(max_rows=4), model, seed=0)
+        rollout = cluster.group("rollout", Rollout, config(max_rows=4, quantization=quantization), model, seed=0)
         rollout.add(groups(*range(6)), SAMPLES)
         found, version = [], 0
         while sum(batch.num_rows for batch in found) < 6 * SAMPLES:
