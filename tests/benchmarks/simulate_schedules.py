@@ -128,7 +128,7 @@ def main() -> None:
     arguments = parser.parse_args()
     start_s = time.perf_counter()
     found = [point for devices in arguments.devices for point in points(devices, arguments.steps)]
-    Console(width=110).print(table(found), f"simulated in {time.perf_counter() - start_s:.0f} s")
+    Console(width=130).print(table(found), f"simulated in {time.perf_counter() - start_s:.0f} s")
     if arguments.png is not None:
         draw(found, arguments.png)
 
