@@ -151,7 +151,8 @@ class Decoder:
         self._prefill(self._cache, first)
         alike = [(first[h], number) for h, number in zip(histories, numbers, strict=True) if first[h] != number]
         if alike:
-            self._cache.copy(*torch.tensor(alike, device=self._device).T, max(map(len, histories)))
+            sources, targets = torch.tensor(alike, device=self._device).unbind(1)
+            self._cache.copy(sources, targets, max(map(len, histories)))
         self._begin(rows, histories, numbers)
 
     def _free_places(self, count: int, longest: int) -> list[int]:

@@ -1,5 +1,7 @@
 """Groups that a rollout is given as they come: whole ones come back, as `generate` would have answered them."""
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 
@@ -7,7 +9,7 @@ import pytest
 
 from flowrl import Batch, Cluster, Placement, WorkerGroup
 from flowrl.config import ActorConfig, ModelConfig, OptimizerConfig, RolloutConfig
-from flowrl.controller.errors import RefusedError, WorkerError
+from flowrl.controller.errors import ProcessLost, RefusedError, WorkerError
 from flowrl.workers import Actor, Rollout
 from flowrl.workers.responses import RESPONSE_COLUMNS
 from recipes.quickstart.prepare import prepare
@@ -112,11 +114,12 @@ def test_a_batch_is_generated_while_groups_run(rollout: WorkerGroup) -> None:
     assert by_row(found + polled(rollout, 6 - found[0].num_rows // SAMPLES)) == expected
 
 
-def test_groups_go_on_with_new_weights_between_polls(model: ModelConfig) -> None:
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_groups_go_on_with_new_weights_between_polls(model: ModelConfig, quantization: str | None) -> None:
     split = Placement(pools={"a": [1], "b": [1]}, roles={"actor": "a", "rollout": "b"})
     with Cluster(split, backend="inline", num_threads=1) as cluster:
         actor = cluster.group("actor", Actor, actor_config(model), temperature=0.5)
-        rollout = cluster.group("rollout", Rollout, config(max_rows=4), model, seed=0)
+        rollout = cluster.group("rollout", Rollout, config(max_rows=4, quantization=quantization), model, seed=0)
         rollout.add(groups(*range(6)), SAMPLES)
         found, version = [], 0
         while sum(batch.num_rows for batch in found) < 6 * SAMPLES:
@@ -149,3 +152,28 @@ def test_groups_beside_the_actor_are_refused(model: ModelConfig, quantization: s
 def test_half_a_group_is_refused(rollout: WorkerGroup) -> None:
     with pytest.raises(WorkerError, match="prompt 2 has 2 rows, and a group has 3: give all of them in one call"):
         rollout.add(groups(1, 2).rows(slice(0, 5)), SAMPLES).get()
+
+
+def process_id(worker: Rollout) -> int:
+    return os.getpid()
+
+
+def test_each_replica_answers_its_own_and_what_a_lost_one_had_is_given_again(
+    model: ModelConfig, ray_session: None
+) -> None:
+    placement = Placement(device="cpu", pools={"b": [2]}, roles={"rollout": "b"})
+    with Cluster(placement, num_threads=1) as cluster:
+        rollout = cluster.group("rollout", Rollout, config(), model, seed=0)
+        expected = by_row([groups(*range(8)).union(rollout.generate(groups(*range(8))))])
+        replicas = [rollout.replica(0), rollout.replica(1)]
+        lost = rollout.run(process_id)[1]
+        for rank, replica in enumerate(replicas):
+            replica.add(groups(*range(4 * rank, 4 * rank + 4)), SAMPLES).get()
+        os.kill(lost, signal.SIGKILL)
+        with pytest.raises(ProcessLost, match=r"rollout\.poll failed on rank 1"):
+            replicas[1].poll(600.0).get("prompt_id")
+        # A call that is made again comes when the new process is there.
+        assert rollout.run(process_id)[1] != lost
+        replicas[1].add(groups(*range(4, 8)), SAMPLES).get()
+        found = [batch for replica in replicas for batch in polled(replica, 4)]
+        assert by_row(found) == expected
