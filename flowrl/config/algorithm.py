@@ -93,9 +93,9 @@ class CorrectionConfig(ChoiceConfig):
 
 def _read_correction(value: object, _: object) -> CorrectionConfig | Literal["auto"] | None:
     # In place of the union's own reading, which adds the names of its types to the keys that errors name.
-    if value is None or value == "auto":
-        return value
-    return CorrectionConfig.model_validate(value)
+    if value == "auto":
+        return "auto"
+    return None if value is None else CorrectionConfig.model_validate(value)
 
 
 class AdvantageConfig(ChoiceConfig):
