@@ -251,9 +251,9 @@ class Cluster:
 
     def _forget(self, ended: Sequence[HostSet]) -> None:
         """Takes host sets whose processes have ended to where they were never started, and all groups apart."""
+        self.calls.revivals.begin_again([slot for hosts in ended for slot in hosts.slots], self.calls.next_number())
         for hosts in ended:
             self.calls.failures.forget(hosts)
-            self.calls.revivals.forget(hosts.slots)
             self._handover.ledger.forget(hosts.slots)
             self._started.discard(hosts.name)
             self._joined.discard(hosts.name)

@@ -162,6 +162,12 @@ class Host:
         """Whether a worker is missing that was made in the process before this one, or is of an earlier attempt."""
         return any(self._attempts.get(made.role, -1) < made.attempt for made in constructions)
 
+    def settle_states(self, until: int) -> None:
+        """What roles were given by calls until this one is no state any more that another undoes."""
+        for role, number in self._states.items():
+            if 0 < number <= until:
+                self._states[role], self._stateful[role] = 0, set()
+
     def is_behind(self, role: str, states: Sequence[Request]) -> bool:
         """Whether a role was not given the last of these states yet."""
         return self._states.get(role, 0) < _last_of(role, states)

@@ -80,6 +80,7 @@ class _RayHost(Host):
         """Makes the workers that the process lacks, and gives the role the state that its call expects."""
         lacking = [made for made in revival.made if self.lacks([made])]
         self.replaced = self.replaced or bool(lacking)
+        self.settle_states(revival.since)
         # A state that was given after the call was submitted is undone: by the one before it, or, where there is none,
         # with all that came of it.
         ahead = self.is_ahead(role, revival.requests)

@@ -21,6 +21,10 @@ class Revival:
     """The last call of each `replay` method, or its last calls where a state comes in several, with the references that
     they read, in the order of submission."""
 
+    since: int = 0
+    """Number of the last call of the attempt before this one: what a worker was given until then is no state that
+    another undoes."""
+
     @property
     def requests(self) -> list[Request]:
         """The calls of `states` alone."""
@@ -39,6 +43,7 @@ class Revivals:
         self._states: defaultdict[Slot, dict[_Key, tuple[Request, tuple[Ref, ...]]]] = defaultdict(dict)
         self._irreplaceable: set[str] = set()
         self._known: dict[Slot, Revival] = {}
+        self._since = 0
 
     def constructed(self, slot: Slot, construction: Construction) -> None:
         """A worker is made in a slot, perhaps in the place of one of an earlier attempt."""
@@ -47,11 +52,14 @@ class Revivals:
         self._states[slot] = {key: state for key, state in self._states[slot].items() if key[0] != role}
         self._known.pop(slot, None)
 
-    def forget(self, slots: Sequence[Slot]) -> None:
-        """The processes of these slots were ended, and others are started in their place with nothing in them."""
-        for slot in slots:
-            for record in (self._made, self._states, self._known):
-                record.pop(slot, None)
+    def begin_again(self, ended: Sequence[Slot], number: int) -> None:
+        """Another attempt begins after so many calls: all states are to be given anew, and of the processes that were
+        ended, others are started with nothing in them."""
+        self._since = number
+        self._states.clear()
+        self._known.clear()
+        for slot in ended:
+            self._made.pop(slot, None)
             self._irreplaceable.discard(slot.pool)
 
     def first_role(self, slot: Slot) -> tuple[str, int]:
@@ -86,5 +94,5 @@ class Revivals:
         if not self.brings_back(slot.pool):
             return None
         if slot not in self._known:
-            self._known[slot] = Revival(tuple(self._made[slot]), tuple(self._states[slot].values()))
+            self._known[slot] = Revival(tuple(self._made[slot]), tuple(self._states[slot].values()), self._since)
         return self._known[slot]

@@ -92,6 +92,21 @@ def test_what_processes_that_stay_are_at_is_waited_for_and_told_to_nobody(cluste
     assert len(called) == count and all(event.role != "actor" for event in cluster.calls.events)
 
 
+def test_a_state_that_could_not_be_given_is_not_missed(cluster: Cluster):
+    made = groups(cluster)
+    before = processes(made)
+    made["maker"].load(10).get()
+    made["maker"].load(made["actor"].compute("raise"))
+    made["maker"].shifted(BATCH)
+    with pytest.raises(FlowError):
+        cluster.settle()
+    assert cluster.start_again() == ("maker", "judge")
+    again = groups(cluster)
+    assert processes(again)["maker"] == before["maker"] and again["maker"].hand(1).get() == [[1]]
+    again["maker"].load(20)
+    assert again["maker"].shifted(BATCH).get("y").tolist() == [21, 22] and again["maker"].hand(2).get() == [[1, 2]]
+
+
 def test_it_may_be_begun_again_more_than_once(cluster: Cluster):
     made = groups(cluster)
     before = processes(made)

@@ -23,8 +23,7 @@ SPLIT = Placement(
 
 
 def losing_config(ppo_config: Configs, output: Path) -> PPOConfig:
-    base = ppo_config()
-    actor = base.actor.model_dump(mode="json", exclude_unset=True) | {"loss": f"{OWN}:loss"}
+    actor = ppo_config().actor.model_dump(include={"model", "optimizer"}, exclude_unset=True) | {"loss": f"{OWN}:loss"}
     reward = {"function": f"{OWN}:score", "evaluation": "recipes.quickstart.task:exact"}
     settings = {"recipe": "recipes.ppo.config:PPOConfig", "backend": "ray", "placement": SPLIT, "steps": 5}
     return ppo_config(**settings, actor=actor, reward=reward, output=output, checkpoint={"every": 1})
