@@ -26,7 +26,7 @@ from recipes.quickstart.prepare import prepare
 from tests.run.sleeping_makers import Costs
 from tests.run.sleeping_run import sleeping_config, train
 
-MAKERS, SLOTS, PROMPTS = 2, 4, 16
+MAKERS, SLOTS, PROMPTS = 2, 8, 16
 WARMUP = 4
 """Steps until everything has begun."""
 
