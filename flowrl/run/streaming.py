@@ -26,15 +26,15 @@ from flowrl.run.steps import Logged
 POLLS = 2
 """Calls of `poll` that a maker has: while the driver reads the one, the maker works on the next."""
 
-SLICE_S = 0.05
+SLICE_S = 0.1
 """The longest that a poll takes, and twice that what a maker may take to hear of anything, with few makers."""
 
 SLICE_PER_MAKER_S = 0.01
 """With many makers polls are longer, so that the driver has about a hundred a second of them whatever their number."""
 
-SPARE = 8
+SPARE = 4
 """A maker is given one group more for so many that it works on at once, which it begins with when another is finished
-and the driver does not know yet."""
+and the driver does not know yet. While it has such it goes on with a poll, as every end of one costs it time."""
 
 
 @dataclass(eq=False)

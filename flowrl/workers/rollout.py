@@ -49,7 +49,7 @@ class Rollout(Worker):
         return _VllmRollout if config.engine == "vllm" else cls
 
     def __init__(self, config: RolloutConfig, model: ModelConfig, *, seed: int) -> None:
-        self.seed, self._groups = seed, Groups()
+        self.seed, self._groups, self._max_rows = seed, Groups(), config.max_rows
         actor = self.peer("actor")
         # Of an actor that ranks hold in parts, all of them must live here: they put its weights together.
         self._actor = actor if isinstance(actor, Actor) and actor.lends_weights_to(self) else None
@@ -110,8 +110,8 @@ class Rollout(Worker):
         resend=False,
     )
     def poll(self, slice_s: float) -> TensorDict:
-        """Works until all rows of some group are answered, or for so long and the step that is running then; gives the
-        rows of all such groups, in the order in which they were added.
+        """Works until all rows of some group are answered and none waits to take their place, or for so long and the
+        step that is running then; gives the rows of all answered groups, in the order in which they were added.
 
         With nothing to work on, and in the middle of an update, it gives at once what there is, so that what comes next
         need not wait: whoever asks knows whether it was given anything.
@@ -122,7 +122,7 @@ class Rollout(Worker):
         return self._groups.take_whole(self.tokenizer)
 
     def _work(self, deadline: float) -> None:
-        while self.engine.num_running and not self._groups.any_whole:
+        while self.engine.num_running and not (self._groups.any_whole and self.engine.num_running <= self._max_rows):
             left_s = deadline - time.monotonic()
             self._groups.answered(self.engine.poll(max(0.0, left_s)))
             if left_s <= 0:
@@ -210,7 +210,7 @@ class _VllmRollout(Rollout):
         from flowrl.engines.vllm_rollout import VllmRollout  # noqa: PLC0415 (an extra, and it takes the process over)
 
         self.seed, self._actor, self._quantized = seed, None, config.quantization is not None
-        self._groups = Groups()
+        self._groups, self._max_rows = Groups(), config.max_rows
         self.tokenizer = ChatTokenizer(model.path)
         self.engine = VllmRollout(
             model, self.tokenizer.tokenizer, config, tp=self.context.leads, sleeps=self.context.yields

@@ -26,7 +26,7 @@ from recipes.quickstart.prepare import prepare
 from tests.run.sleeping_makers import Costs
 from tests.run.sleeping_run import sleeping_config, train
 
-MAKERS, SLOTS, PROMPTS = 2, 4, 16
+MAKERS, SLOTS, PROMPTS = 2, 8, 16
 WARMUP = 4
 """Steps until everything has begun."""
 
@@ -45,12 +45,12 @@ class Case:
 
 
 CASES = [
-    Case("equal", 0.6, 0.6),
-    Case("1:3", 0.3, 0.9),
-    Case("3:1", 0.9, 0.3),
-    Case("equal, long tails", 0.6, 0.6, 0.8),
-    Case("1:3, long tails", 0.3, 0.9, 0.8),
-    Case("3:1, long tails", 0.9, 0.3, 0.8),
+    Case("equal", 1.2, 1.2),
+    Case("1:3", 0.5, 1.5),
+    Case("3:1", 1.5, 0.5),
+    Case("equal, long tails", 1.2, 1.2, 0.8),
+    Case("1:3, long tails", 0.5, 1.5, 0.8),
+    Case("3:1, long tails", 1.5, 0.5, 0.8),
 ]
 SCHEDULES = {
     "sync": {"kind": "sync"},

@@ -68,7 +68,9 @@ class SleepingMaker(Worker):
     @register(Dispatch.COLLECT, blocking=False, resend=False, rows="unknown", writes=(*COLUMNS, "prompt_id", "sample"))
     def poll(self, slice_s: float) -> TensorDict:
         begun_s, rows = time.monotonic(), []
-        while not rows and (self._todo or self._working) and (left := begun_s + slice_s - time.monotonic()) > 0:
+        while (self._todo or self._working) and (left := begun_s + slice_s - time.monotonic()) > 0:
+            if rows and not self._todo:
+                break  # there is room for more
             while self._todo and len(self._working) < self.slots:
                 prompt, samples = self._todo.pop(0)
                 self._working[prompt] = (samples, self.costs.of(prompt), self.version)
@@ -78,7 +80,7 @@ class SleepingMaker(Worker):
             self._working = {p: (n, s - slept_s, v) for p, (n, s, v) in self._working.items()}
             done = {p: state for p, state in self._working.items() if state[1] <= 0}
             self._working = {p: state for p, state in self._working.items() if p not in done}
-            rows = [(p, i, v, self.version) for p, (n, _, v) in done.items() for i in range(n)]
+            rows += [(p, i, v, self.version) for p, (n, _, v) in done.items() for i in range(n)]
         return _responses(rows, *COLUMNS, "prompt_id", "sample")
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)

@@ -11,6 +11,7 @@ import pytest
 from flowrl.data.chat import ChatTokenizer
 from flowrl.data.prompts import PromptStream, read_conversations
 from flowrl.run.chrome import read_trace
+from flowrl.run.restarts import with_restarts
 from flowrl.run.run import Run
 from recipes.quickstart.prepare import prepare
 from tests.run.sleeping_makers import Costs, SleepingActor, SleepingMaker
@@ -72,6 +73,35 @@ def test_a_killed_maker_is_replaced_and_its_prompts_are_given_to_others(
         assert rollout.run(process_id)[1] == other
     assert trained == in_order(config)
     assert summary["makers_lost"] >= 1 and summary["groups"]["trained"] == 96
+
+
+def test_a_killed_trainer_costs_no_maker_and_every_prompt_is_trained_in_its_step(
+    task: Path, tmp_path: Path, ray_session: None
+) -> None:
+    made = sleeping_config(task, tmp_path / "out", schedule=ASYNC, steps=8, checkpoint={"every": 1})
+    makers: list[list[int]] = []
+    trained: dict[int, list[int]] = {}
+
+    def attempt(config: SleepingConfig) -> None:
+        tokenizer = ChatTokenizer(config.actor.model.path)
+        prompts = PromptStream(read_conversations(config.data.train)[:64], tokenizer, seed=0, max_prompt_tokens=16)
+        with Run(config) as run:
+            actor: Any = run.group("actor", SleepingActor, 0.02)
+            rollout: Any = run.group("rollout", SleepingMaker, Costs(0.2), 4)
+            run.keep(actor)
+            makers.append(rollout.run(process_id))
+            (victim,) = actor.run(process_id)
+            for step, batch in run.rollouts(rollout, prompts):
+                trained[step] = batch["prompt_id"].get("prompt_id").tolist()
+                if step == 5 and len(makers) == 1:
+                    os.kill(victim, signal.SIGKILL)
+                run.log(actor.update(batch))
+                run.publish(actor, rollout)
+            run.finish(actor)
+
+    with_restarts(attempt, made)
+    assert len(makers) == 2 and makers[0] == makers[1]
+    assert list(trained.values()) == in_order(made)
 
 
 def process_id(worker: Any) -> int:
