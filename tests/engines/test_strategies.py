@@ -1,4 +1,6 @@
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,22 +25,32 @@ from tests.engines.strategies import (
 )
 from tests.engines.tables import table
 
-OF_FOUR = [name for name, case in CASES.items() if case.ranks == 4]
+
+def cases(holds: Callable[[Case], object] = lambda case: True) -> list[Any]:
+    """The names of the cases for which something holds, those that are slow marked."""
+    found = {name: case for name, case in CASES.items() if holds(case)}
+    return [pytest.param(name, marks=pytest.mark.slow) if case.slow else name for name, case in found.items()]
+
+
+def cuts(case: Case) -> bool:
+    return case.tp > 1 or "fsdp" in str(case.settings)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of the processes' results, and of checkpoints that four of them wrote, by the case."""
     made = tmp_path_factory.mktemp("strategies")
-    for name in OF_FOUR:
-        (made / name).mkdir()
+    for name, case in CASES.items():
+        if case.ranks == 4:
+            (made / name).mkdir()
     return made
 
 
 @pytest.fixture(scope="module")
-def results(folder: Path) -> list[dict]:
+def results(folder: Path, request: pytest.FixtureRequest) -> list[dict]:
     """What four real processes ended with, each a map from the case; a process that is not in a case has none."""
-    spawn(main, (folder,), nprocs=4)
+    asked = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    spawn(main, (folder, {params["name"] for params in asked if "name" in params}), nprocs=4)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(4)]
 
 
@@ -53,14 +65,14 @@ def alone(both_alone: dict[bool, dict], name: str) -> dict:
     return both_alone[CASES[name].lora]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", cases())
 def test_three_steps_end_with_the_weights_of_one_process(results: list[dict], alone: dict, name: str):
     for rank in range(CASES[name].ranks):
         for model in ("policy", "critic"):
             torch.testing.assert_close(results[rank][name][model], alone[model], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", cases())
 def test_gradients_have_the_norm_of_one_process(results: list[dict], alone: dict, name: str):
     for rank in range(CASES[name].ranks):
         for (model, report), (expected_model, expected) in zip(
@@ -69,7 +81,7 @@ def test_gradients_have_the_norm_of_one_process(results: list[dict], alone: dict
             assert model == expected_model and report == pytest.approx(expected, rel=2e-5)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", cases())
 def test_the_losses_of_all_ranks_are_those_of_one_process(results: list[dict], alone: dict, name: str):
     case = CASES[name]
     for step, expected in enumerate(alone["losses"]):
@@ -79,7 +91,7 @@ def test_the_losses_of_all_ranks_are_those_of_one_process(results: list[dict], a
         assert found.result() == pytest.approx(expected.result(), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", OF_FOUR)
+@pytest.mark.parametrize("name", cases(lambda case: case.ranks == 4))
 def test_one_process_goes_on_from_what_four_saved(results: list[dict], folder: Path, name: str):
     policy = policy_of(Case(1, {}, lora=CASES[name].lora), ALONE)
     load(policy, folder / name)
@@ -87,7 +99,7 @@ def test_one_process_goes_on_from_what_four_saved(results: list[dict], folder: P
     torch.testing.assert_close(fourth_step(policy, list(range(11))), results[0][name]["later"], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", cases())
 def test_passes_without_gradient_say_what_one_process_says(results: list[dict], alone: dict, name: str):
     case = CASES[name]
     lengths_B = lengths(table(11)).tolist()
@@ -99,29 +111,29 @@ def test_passes_without_gradient_say_what_one_process_says(results: list[dict], 
             torch.testing.assert_close(results[rank][name][kind], own, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.tp > 1 or "fsdp" in str(case.settings)])
+@pytest.mark.parametrize("name", cases(cuts))
 def test_ranks_generate_from_whole_weights(results: list[dict], alone: dict, name: str):
     for rank in range(CASES[name].ranks):
         assert results[rank][name]["generated"] == alone["generated"]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", cases())
 def test_samples_of_weights_are_parts_of_what_is_exported(results: list[dict], name: str):
     assert [results[rank][name]["unlike samples"] for rank in range(CASES[name].ranks)] == [[]] * CASES[name].ranks
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", cases())
 def test_the_optimizers_state_of_every_strategy_can_leave_the_device(results: list[dict], name: str):
     """To a device that the ranks' mesh is not of, as the CPU is for that of GPUs."""
     assert all(results[rank][name]["moved"] == {"meta"} for rank in range(CASES[name].ranks))
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.tp > 1 or "fsdp" in str(case.settings)])
+@pytest.mark.parametrize("name", cases(cuts))
 def test_no_weight_stays_whole_after_a_pass_without_gradient(results: list[dict], name: str):
     assert all(results[rank][name]["left whole"] == 0 for rank in range(CASES[name].ranks))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", cases())
 def test_a_rank_holds_its_part_of_the_weights(results: list[dict], alone: dict, name: str):
     """Uneven parts are filled up, so a rank may hold a little more than its share; tensor parallelism leaves the
     embedding and the norms to be cut by fsdp alone."""
@@ -137,13 +149,13 @@ def test_a_rank_holds_its_part_of_the_weights(results: list[dict], alone: dict, 
             assert held == whole
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.lora])
+@pytest.mark.parametrize("name", cases(lambda case: case.lora))
 def test_the_model_without_its_adapter_stays_as_it_was(results: list[dict], name: str):
     for rank in range(CASES[name].ranks):
         assert torch.equal(results[rank][name]["reference"], results[rank][name]["logprobs"])
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.lora])
+@pytest.mark.parametrize("name", cases(lambda case: case.lora))
 def test_every_rank_has_the_whole_adapter_on_request(results: list[dict], alone: dict, name: str):
     for rank in range(CASES[name].ranks):
         torch.testing.assert_close(results[rank][name]["adapter"], alone["adapter"], rtol=0, atol=1e-5)
