@@ -8,7 +8,7 @@ from flowrl.controller.future import Future
 from flowrl.data.batch import Batch
 
 if TYPE_CHECKING:
-    from flowrl.controller.calls import CallRecord
+    from flowrl.controller.call_record import CallRecord
 
 Attend = Callable[[], Iterable[Future | Batch]]
 """Does what there is to do, without waiting, and returns what is to wake it: results that are in flight."""

@@ -11,12 +11,14 @@ from weakref import WeakKeyDictionary
 
 from flowrl.controller.attendants import Attend, Attendants
 from flowrl.controller.backend import Backend
+from flowrl.controller.call_record import CallRecord
 from flowrl.controller.deadlines import Deadlines
 from flowrl.controller.errors import FlowError, WorkerError
 from flowrl.controller.failures import Failures
 from flowrl.controller.future import Future
 from flowrl.controller.host import Report
 from flowrl.controller.plan import Slot
+from flowrl.controller.register import Contract, Dispatch
 from flowrl.controller.revival import Revivals
 from flowrl.data.batch import Batch
 from flowrl.data.block import Description, LocalRef, Ref
@@ -25,40 +27,11 @@ from flowrl.data.events import CallEvent
 KEPT_EVENTS = 200_000
 """Calls that a driver remembers for its trace: about 34 MB, whatever the length of the run."""
 
+_CONTRACT = Contract(Dispatch.ONE_TO_ALL)
+"""Of what is no method's call: constructors, joining and leaving."""
+
 LOOK_AROUND_S = 0.1
 """While a driver waits for some calls, it looks this often whether others have failed or are late."""
-
-
-@dataclass(eq=False)
-class CallRecord:
-    """One call on one rank, from its submission until the driver has read its report."""
-
-    number: int
-    report_ref: Ref
-    role: str
-    rank: int
-    method: str
-    slot: Slot
-    device: str
-    submitted_ns: int
-    timeout_s: float | None
-    inputs: tuple["CallRecord", ...] = ()
-    """The calls whose results it reads, until it is settled."""
-    running_since_s: float | None = None
-    """When nothing was before it any more, on the monotonic clock; None until then."""
-    start_timeout_s: float | None = None
-    """Seconds that a process may take to become what a lost one was, before it comes to the call."""
-    starting_since_s: float | None = None
-    resend: bool = True
-    """Whether it is made again where its process is lost and replaced."""
-    symptom: WorkerError | None = None
-    """It lost the connection to a rank that failed; what that rank did is not known yet."""
-    report: Report | None = None
-    error: FlowError | None = None
-
-    @property
-    def settled(self) -> bool:
-        return self.report is not None or self.error is not None
 
 
 @dataclass(eq=False)
@@ -123,6 +96,8 @@ class Calls:
     _deadlines: Deadlines = field(default_factory=Deadlines)
     _shared: WeakKeyDictionary[LocalRef, Ref] = field(default_factory=WeakKeyDictionary)
     _replaced: Counter[Slot] = field(default_factory=Counter)
+    _not_given: dict[tuple[Slot, str], FlowError] = field(default_factory=dict)
+    """Process and role -> why the last call that was to give it a state has failed."""
     _attendants: Attendants = field(default_factory=lambda: Attendants(records_of))
 
     def __post_init__(self) -> None:
@@ -140,8 +115,7 @@ class Calls:
         number: int | None = None,
         submitted_ns: int | None = None,
         inputs: Sequence[Ref] = (),
-        timeout_s: float | None = None,
-        resend: bool = True,
+        contract: Contract = _CONTRACT,
     ) -> CallRecord:
         """Takes up a call that was submitted: `inputs` are the references that it reads."""
         sources = {id(ref.record): ref.record for ref in inputs if isinstance(ref, Tracked)}
@@ -155,10 +129,11 @@ class Calls:
                 slot,
                 device,
                 submitted_ns or time.time_ns(),
-                timeout_s or self.timeout_s,
+                contract.timeout_s or self.timeout_s,
                 tuple(sources.values()),
                 start_timeout_s=self.timeout_s,
-                resend=resend,
+                resend=contract.resend,
+                gives_state=bool(contract.replay),
             )
             self._pending[record.number] = record
             self._deadlines.add(record)
@@ -223,6 +198,7 @@ class Calls:
             record.error = FlowError("the program was begun again, and this call belongs to the attempt before")
         with self._bookkeeping:
             self._pending.clear()
+            self._not_given.clear()
         self.events.clear()
         return {record.slot.pool for record in late}
 
@@ -344,7 +320,11 @@ class Calls:
             record.error = self._told(record, report)
             if record.error is None:
                 return
+            if record.gives_state:
+                self._not_given[record.slot, record.role] = record.error
         else:
+            if record.gives_state:
+                self._not_given.pop((record.slot, record.role), None)
             record.report = report
             self.failures.went_well(record.slot)
             self.events.append(_event(record, report))
@@ -359,8 +339,11 @@ class Calls:
         for source in record.inputs:
             if source.error is not None:
                 return source.error
-        own = isinstance(error, WorkerError) and _is_own(record, error)
-        return self.failures.judge(record, error) if own else error
+        if (missing := self._not_given.get((record.slot, record.role))) is not None:
+            return missing  # its worker has not the state that it was to see
+        if isinstance(error, WorkerError) and _is_own(record, error):
+            return self.failures.judge(record, error)
+        return error
 
 
 def _is_own(record: CallRecord, error: WorkerError) -> bool:

@@ -14,7 +14,7 @@ from flowrl.controller.stacks import Stack, host_stack
 from flowrl.data.block import Ref
 
 if TYPE_CHECKING:
-    from flowrl.controller.calls import CallRecord
+    from flowrl.controller.call_record import CallRecord
 
 GRACE_S = 2.0
 """A lost connection says that another rank is gone; so long its own failure, or its end, may take to be known."""

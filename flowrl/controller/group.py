@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from flowrl.controller.backend import Backend
-from flowrl.controller.calls import CallRecord, Calls, Tracked, records_of
+from flowrl.controller.call_record import CallRecord
+from flowrl.controller.calls import Calls, Tracked, records_of
 from flowrl.controller.dispatch import DispatchMode, Part, dispatch_mode, dp_rank, is_leader, leaders, order_of
 from flowrl.controller.errors import ContractError
 from flowrl.controller.future import Future
@@ -263,8 +264,7 @@ class WorkerGroup:
             number=number,
             submitted_ns=submitted_ns,
             inputs=[*references.sources, *rooms],
-            timeout_s=contract.timeout_s,
-            resend=contract.resend,
+            contract=contract,
         )
         return Tracked(value, record, self._calls), record
 

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from flowrl.controller.calls import CallRecord, Calls
+from flowrl.controller.call_record import CallRecord
+from flowrl.controller.calls import Calls
 from flowrl.data.events import CallEvent
 from flowrl.data.metric import Mean, Metric, merge_metrics
 from flowrl.run.schedule_metrics import Idleness
