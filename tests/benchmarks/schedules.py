@@ -27,8 +27,8 @@ from tests.run.sleeping_makers import Costs
 from tests.run.sleeping_run import sleeping_config, train
 
 MAKERS, SLOTS, PROMPTS = 2, 8, 16
-WARMUP = 4
-"""Steps until everything has begun."""
+WARMUP, LAST = 4, 3
+"""Steps until everything has begun, and those at the end for which makers have nothing left to do. Neither counts."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def measure(case: Case, schedule: str, task: Path, folder: Path, steps: int) -> 
 
 def figure(config: OnPolicyConfig, case: str, schedule: str, bound: float) -> Figure:
     lines = [json.loads(line) for line in (config.output / "metrics.jsonl").read_text().splitlines()]
-    counted = [line for line in lines if line["step"] > WARMUP]
+    counted = [line for line in lines if line["step"] > WARMUP][:-LAST]
     seconds = sum(line["seconds"] for line in counted)
 
     def mean(name: str) -> float:
@@ -134,11 +134,11 @@ def bound(case: Case, schedule: str, trained: Sequence[Sequence[int]]) -> float:
         for prompts in trained
     ]
     if schedule == "sync":
-        return 1 / statistics.mean(g + case.train_s for g in together[WARMUP:])
+        return 1 / statistics.mean(g + case.train_s for g in together[WARMUP:-LAST])
     if schedule == "one_step_off":
-        return 1 / statistics.mean(max(g, case.train_s) for g in [*together[WARMUP + 1 :], 0.0])
+        return 1 / statistics.mean(max(g, case.train_s) for g in together[WARMUP + 1 : -LAST + 1])
     alone = [sum(map(costs.of, prompts)) / (MAKERS * SLOTS) for prompts in trained]
-    return 1 / max(statistics.mean(alone[WARMUP:]), case.train_s)
+    return 1 / max(statistics.mean(alone[WARMUP:-LAST]), case.train_s)
 
 
 def show(figures: Sequence[Figure]) -> None:
