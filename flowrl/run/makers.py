@@ -106,7 +106,7 @@ class Draws:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._prompts.restore(state)
-        self._again = deque(state["untrained"])
+        self._again = deque(state.get("untrained", ()))  # a checkpoint of before schedules has none
 
 
 class WholeBatches:
