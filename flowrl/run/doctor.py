@@ -4,6 +4,7 @@ Shape suffixes: T tokens of all responses.
 """
 
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
@@ -75,7 +76,12 @@ def examine(
     config = config.model_copy(update={"rollout": rollout_config})
     found.add("engine", f"{rollout_config.engine}, {_version(rollout_config.engine)}")
     try:
-        with Interruption(console.print) as interruption, _cluster(config, interruption, console) as cluster:
+        with ExitStack() as opened:
+            interruption = opened.enter_context(Interruption(console.print))
+            interruption.left = "before all was compared; nothing was written"
+            console.print(f"starting actor, rollout ({config.backend})")
+            cluster = opened.enter_context(_cluster(config))
+            interruption.take()  # Ray has set handlers of its own
             actor = cluster.group("actor", actor_class, config.actor, temperature=rollout_config.temperature)
             rollout = cluster.group("rollout", rollout_class, rollout_config, config.actor.model, seed=config.seed)
             places = cluster.plan.roles
@@ -91,14 +97,12 @@ def examine(
     console.print("the rollout serves the actor's weights, and says what transformers would")
 
 
-def _cluster(config: OnPolicyConfig, interruption: Interruption, console: Console) -> Cluster:
+def _cluster(config: OnPolicyConfig) -> Cluster:
     """The processes of the two roles alone."""
-    interruption.left = "before all was compared; nothing was written"
-    console.print(f"starting actor, rollout ({config.backend})")
     placement = config.placement
     roles = {name: placement.roles[name] for name in ("actor", "rollout")}
     used = {part.pool for name in roles for part in placement.role(name).parts}
-    cluster = Cluster(
+    return Cluster(
         Placement(
             device=placement.device,
             pools={name: size for name, size in placement.pools.items() if name in used},
@@ -113,8 +117,6 @@ def _cluster(config: OnPolicyConfig, interruption: Interruption, console: Consol
         num_threads=config.threads,
         call_timeout_s=config.call_timeout_s,
     )
-    interruption.take()  # Ray has set handlers of its own
-    return cluster
 
 
 def _version(engine: str) -> str:
