@@ -322,6 +322,14 @@ class RolloutConfig(Config):
         return None if self.vllm is None else self.vllm.dtype
 
 
+def int4_on_cpu(role: str) -> str:
+    """Why a rollout in int4 is refused where the devices are CPU slots."""
+    return (
+        f"{role}.quantization is int4, which vLLM multiplies on GPUs only, but placement.device is cpu: set "
+        f"{role}.quantization: int8"
+    )
+
+
 def models_of(config: Config) -> dict[str, tuple[str, ActorConfig | CriticConfig | ReferenceConfig | RewardConfig]]:
     """Role -> (what its keys begin with, its settings), of a run's roles that have a model or may have one.
 

@@ -9,7 +9,7 @@ from flowrl.config.base import Config, FilePath, ImportName
 from flowrl.config.checkpoint import CheckpointConfig
 from flowrl.config.data import DataConfig
 from flowrl.config.placement import SINGLE, Placement
-from flowrl.config.roles import ActorConfig, ReferenceConfig, RewardConfig, RolloutConfig
+from flowrl.config.roles import ActorConfig, ReferenceConfig, RewardConfig, RolloutConfig, int4_on_cpu
 
 
 class RunConfig(Config):
@@ -162,10 +162,7 @@ class OnPolicyConfig(RunConfig):
                 f"is trained, but algorithm.correction {found}: set algorithm.correction: {{kind: truncated}}"
             )
         if quantization == "int4" and self.placement.device == "cpu":
-            raise ValueError(
-                "rollout.quantization is int4, which vLLM multiplies on GPUs only, but placement.device is cpu: set "
-                "rollout.quantization: int8"
-            )
+            raise ValueError(int4_on_cpu("rollout"))
         if quantization in ("int4", "fp8") and (self.rollout.sent_dtype or self.actor.model.dtype) != "bfloat16":
             raise ValueError(
                 f"rollout.quantization is {quantization}, which vLLM computes in bfloat16, but its weights would be "

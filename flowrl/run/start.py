@@ -20,6 +20,7 @@ from flowrl.config import (
     cuts_model,
     models_of,
 )
+from flowrl.config.roles import int4_on_cpu
 from flowrl.controller.inventory import local_inventory
 from flowrl.controller.plan import Plan, RolePlan, plan
 from flowrl.run.folder import refuse_if_taken
@@ -169,10 +170,7 @@ def check_quantization(config: RunConfig, planned: Plan) -> None:
     """Refuses a quantised rollout that the devices of a plan do not run. Raises `ConfigError`."""
     for role, value in config:
         if isinstance(value, RolloutConfig) and value.quantization == "int4" and planned.kind == "cpu":
-            raise ConfigError(
-                f"{role}.quantization is int4, which vLLM multiplies on GPUs only, but placement.device is cpu: set "
-                f"{role}.quantization: int8"
-            )
+            raise ConfigError(int4_on_cpu(role))
 
 
 def check_rollouts(config: RunConfig) -> None:
