@@ -20,6 +20,8 @@ from flowrl.run.inputs import refuse_changed_base
 from flowrl.run.interrupt import Interrupted
 from flowrl.run.memory_estimate import estimate
 from flowrl.run.memory_table import check_memory, render_memory, room
+from flowrl.run.restarts import with_restarts
+from flowrl.run.schedule_graph import render_graph
 from flowrl.run.start import check_functions, check_run, check_start, plan_run
 from flowrl.run.trace import loop_events
 
@@ -88,7 +90,7 @@ def run_recipe(
 ) -> int:
     """The command line of a recipe: `CONFIG [KEY=VALUE ...] [--address HOST:PORT]`.
 
-    Reads the config, calls `train`, and returns an exit code.
+    Reads the config, calls `train`, again after a failure that `restarts` allows, and returns an exit code.
     """
     parser = argparse.ArgumentParser(description=(schema.__doc__ or "").strip(), allow_abbrev=False)
     parser.add_argument("config", type=Path, metavar="CONFIG", help="the recipe's YAML file")
@@ -100,7 +102,7 @@ def run_recipe(
     def program() -> None:
         config = load(arguments.config, [*arguments.overrides, *address], schema)
         check_run(config)
-        train(config)
+        with_restarts(train, config)
 
     return exit_code(program)
 
@@ -108,7 +110,7 @@ def run_recipe(
 def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "plan",
-        help="print which role runs on which device and what memory it needs, and start nothing",
+        help="print which role runs on which device, who feeds whom and what memory it takes, and start nothing",
         allow_abbrev=False,
     )
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a recipe's YAML file, or one of placement/")
@@ -122,7 +124,7 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 def _plan(arguments: argparse.Namespace) -> None:
     if "pools" in read(arguments.config).values:
         placement = load(arguments.config, arguments.overrides, Placement)
-        planned, memory = plan(placement, local_inventory(placement.device, arguments.devices)), ""
+        planned, below = plan(placement, local_inventory(placement.device, arguments.devices)), ""
     else:
         config = load(arguments.config, arguments.overrides, _run_config(arguments.config))
         check_functions(config)
@@ -130,8 +132,9 @@ def _plan(arguments: argparse.Namespace) -> None:
         available = room(config, planned, here=arguments.devices is None and config.address is None)
         devices = estimate(config, planned)
         check_memory(config, planned, devices, available)
-        memory = "\n" + render_memory(devices, available) + "\n"
-    sys.stdout.write(render_plan(planned) + "\n" + memory)
+        graph = f"\n{render_graph(config, planned)}\n" if isinstance(config, OnPolicyConfig) else ""
+        below = f"{graph}\n{render_memory(devices, available)}\n"
+    sys.stdout.write(f"{render_plan(planned)}\n{below}")
 
 
 def _run_config(path: Path) -> type[RunConfig]:

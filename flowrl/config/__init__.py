@@ -21,6 +21,7 @@ from flowrl.config.roles import (
     models_of,
 )
 from flowrl.config.run import OnPolicyConfig, RunConfig
+from flowrl.config.schedule import ScheduleConfig
 
 __all__ = [
     "ROLES",
@@ -48,6 +49,7 @@ __all__ = [
     "RolePlacement",
     "RolloutConfig",
     "RunConfig",
+    "ScheduleConfig",
     "ShapingConfig",
     "TransferConfig",
     "UserError",

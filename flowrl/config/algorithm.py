@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, WrapValidator, model_validator
 
 from flowrl.config.choice import OWN, REQUIRED, ChoiceConfig, KlKind, Options, known_name
 from flowrl.config.rewards import KlControlConfig, ShapingConfig
@@ -91,6 +91,13 @@ class CorrectionConfig(ChoiceConfig):
         return self
 
 
+def _read_correction(value: object, _: object) -> CorrectionConfig | Literal["auto"] | None:
+    # In place of the union's own reading, which adds the names of its types to the keys that errors name.
+    if value == "auto":
+        return "auto"
+    return None if value is None else CorrectionConfig.model_validate(value)
+
+
 class AdvantageConfig(ChoiceConfig):
     """Which estimator turns scores into advantages. A setting of another estimator is refused, not ignored."""
 
@@ -143,11 +150,18 @@ class AdvantageConfig(ChoiceConfig):
     options: Options | None = None
     """module:function: its keyword arguments."""
 
-    correction: CorrectionConfig | None = None
-    """For rollouts that another engine, precision or version sampled; null leaves them as they are."""
+    correction: Annotated[CorrectionConfig | Literal["auto"] | None, WrapValidator(_read_correction)] = "auto"
+    """For rollouts that another engine, precision or version sampled; null leaves them as they are. `auto` is truncated
+    where `schedule`, `rollout.engine` or `rollout.quantization` makes rollouts such, and null elsewhere and where
+    `actor.loss` is decoupled_ppo."""
 
     shaping: Shaping = ()
     """What is done to the scores before they are compared, one after another; `scores` itself stays the task's."""
+
+    @property
+    def applied_correction(self) -> CorrectionConfig | None:
+        """The correction that is made; none for an `auto` that no run's config has resolved."""
+        return self.correction if isinstance(self.correction, CorrectionConfig) else None
 
     @model_validator(mode="after")
     def _check_rewards(self) -> "AdvantageConfig":

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from flowrl.config.base import Config, ConfigError
+from flowrl.config.choice import ChoiceConfig
 from flowrl.config.source import Key, Source, dotted, others_beside, parse, read
 
 C = TypeVar("C", bound=Config)
@@ -75,14 +76,15 @@ def _include(source: Source, cls: type[Config], folder: Path) -> Source:
     """`source` with the contents of each file that stands where `cls` has a group of settings."""
     for name, field in cls.model_fields.items():
         value = source.values.get(name)
-        if isinstance(value, str) and _group(field.annotation):
+        if isinstance(value, str) and _group(field.annotation) and not _is_word(value, field.annotation):
             path = Path(value)
             if not path.exists() and (folder / path).exists():
                 path = folder / path
             if not path.is_file():
                 where = path if path.parent != Path() else folder / path
                 raise ConfigError(
-                    f"{source.origin((name,))}: {name} is {value}, and there is no such file{others_beside(where)}"
+                    f"{source.origin((name,))}: {name} is {value}, and there is no such file"
+                    f"{_choice_meant(name, value, _group(field.annotation)) or others_beside(where)}"
                 )
             included = read(path)
             source = source.set((name,), included.values, included.origins)
@@ -98,6 +100,13 @@ def _with_recipe(source: Source, cls: type[Config]) -> Source:
             f"{source.origin(('recipe',))}: recipe is {stated}, but this program reads {name}: run its own program"
         )
     return source.set(("recipe",), name, {(): source.origin(("recipe",))})
+
+
+def _choice_meant(name: str, value: str, group: type[Config] | None) -> str:
+    """The setting that was probably meant by a choice of a group that stands where the group does."""
+    if group is None or not issubclass(group, ChoiceConfig) or value not in group.CHOICES:
+        return ""
+    return f": for that choice set {name}.{group.CHOICE}={value}"
 
 
 def _sentence(errors: Sequence[ErrorDetails], source: Source, cls: type[Config]) -> str:
@@ -167,3 +176,8 @@ def _group(annotation: Any) -> type[Config] | None:
     if isinstance(annotation, type) and issubclass(annotation, Config):
         return annotation
     return next((group for part in get_args(annotation) if (group := _group(part))), None)
+
+
+def _is_word(value: str, annotation: Any) -> bool:
+    """Whether the type names the text itself, as `X | Literal["auto"]` does."""
+    return any(part == value or _is_word(value, part) for part in get_args(annotation))

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, NamedTuple
 
-from pydantic import AfterValidator, BeforeValidator, PlainValidator, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PlainValidator, PositiveFloat, PositiveInt
 
 from flowrl.config.base import Config, Device
 
@@ -78,6 +78,9 @@ def _read_pool(value: object) -> tuple[int, ...] | str:
     raise ValueError("a pool is a list of devices per node like [8, 8], a share of every node like 1/2, or all")
 
 
+Ranks = Annotated[tuple[NonNegativeInt, ...], Field(strict=False)]
+
+
 class Placement(Config):
     """Pools and roles. Whether they fit a machine is for `flowrl.controller.plan.plan` to say."""
 
@@ -89,6 +92,10 @@ class Placement(Config):
 
     roles: Mapping[str, Annotated[str | RolePlacement, BeforeValidator(_read_role)]]
     """The pool of each role: its name, or a mapping with parallel sizes too. Roles of one pool share its devices."""
+
+    routes: Mapping[str, Annotated[tuple[Ranks, ...], Field(strict=False)]] | None = None
+    """Who feeds whom, for `schedule.kind: async`: `{rollout: [[0], [0, 1]]}` names for each replica of the rollout the
+    data-parallel ranks of the actor whose share of a step it answers. Null: any replica answers anything."""
 
     memory_gb: PositiveFloat | None = None
     """Memory of each device in 10^9 bytes, which a plan must fit into; null asks this machine, whose CPU slots share

@@ -2,14 +2,23 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
-from flowrl.config.algorithm import AdvantageConfig
+from flowrl.config.algorithm import AdvantageConfig, CorrectionConfig
 from flowrl.config.base import Config, FilePath, ImportName
 from flowrl.config.checkpoint import CheckpointConfig
 from flowrl.config.data import DataConfig
 from flowrl.config.placement import SINGLE, Placement
 from flowrl.config.roles import ActorConfig, ReferenceConfig, RewardConfig, RolloutConfig, int4_on_cpu
+from flowrl.config.schedule import ScheduleConfig
 
 
 class RunConfig(Config):
@@ -33,6 +42,10 @@ class RunConfig(Config):
 
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When the run saves what it can go on from."""
+
+    restarts: NonNegativeInt = 3
+    """How often the run may start failed roles again, in this program, and go on after its newest checkpoint; without a
+    checkpoint (checkpoint.every: 0) a failure ends it."""
 
     seed: NonNegativeInt = 0
     """Fixes the order of the data and every sampled token."""
@@ -100,6 +113,9 @@ class OnPolicyConfig(RunConfig):
     rollout: RolloutConfig
     """How responses are sampled."""
 
+    schedule: ScheduleConfig = ScheduleConfig()
+    """Whether responses are generated while earlier ones are trained on."""
+
     algorithm: AdvantageConfig
     """From scores to advantages."""
 
@@ -140,9 +156,20 @@ class OnPolicyConfig(RunConfig):
             raise ValueError(f"minibatch_rows is {self.minibatch_rows}, more than rows_per_step: set at most {rows}")
         return self
 
+    @field_validator("algorithm")
+    @classmethod
+    def _resolve_correction(cls, algorithm: AdvantageConfig, info: ValidationInfo) -> AdvantageConfig:
+        """Puts what is made in place of `auto`, so that a config that was written down says it."""
+        actor, rollout, schedule = (info.data.get(name) for name in ("actor", "rollout", "schedule"))
+        if algorithm.correction != "auto" or actor is None or rollout is None or schedule is None:
+            return algorithm  # or a setting that this depends on is refused
+        differs = schedule.staleness > 0 or rollout.quantization is not None or rollout.engine != "hf"
+        made = CorrectionConfig(kind="truncated") if differs and actor.loss != "decoupled_ppo" else None
+        return algorithm.model_copy(update={"correction": made})
+
     @model_validator(mode="after")
     def _check_correction(self) -> "OnPolicyConfig":
-        correction = self.algorithm.correction
+        correction = self.algorithm.applied_correction
         if self.actor.loss == "decoupled_ppo" and correction is not None and correction.kind in ("truncated", "masked"):
             raise ValueError(
                 f"algorithm.correction.kind is {correction.kind}, but actor.loss decoupled_ppo has the same importance "
@@ -152,14 +179,14 @@ class OnPolicyConfig(RunConfig):
 
     @model_validator(mode="after")
     def _check_quantization(self) -> "OnPolicyConfig":
-        quantization, correction = self.rollout.quantization, self.algorithm.correction
+        quantization, correction = self.rollout.quantization, self.algorithm.applied_correction
         # decoupled_ppo has the weight in its formula.
         weighs = self.actor.loss == "decoupled_ppo" or (correction is not None and correction.kind != "rejection")
         if quantization is not None and not weighs:
             found = "is null" if correction is None else "drops tokens and weighs none"
             raise ValueError(
                 f"rollout.quantization is {quantization}, so that responses come from another policy than the one that "
-                f"is trained, but algorithm.correction {found}: set algorithm.correction: {{kind: truncated}}"
+                f"is trained, but algorithm.correction {found}: set algorithm.correction: auto"
             )
         if quantization == "int4" and self.placement.device == "cpu":
             raise ValueError(int4_on_cpu("rollout"))

@@ -55,7 +55,8 @@ class Backend(Protocol):
     def call(self, slot: Slot, request: Request, refs: Sequence[Ref], revival: Revival | None) -> tuple[Ref, Ref]:
         """Runs a method in a slot's host: references to the result and to its `Report`.
 
-        With a `revival`, a process that is lost is replaced, and the same references are filled by the new one.
+        With a `revival`, a process that is lost is replaced, and the same references are filled by the new one; where
+        the contract says `resend=False` they raise `ProcessLost` instead, whose `comes_back` is true.
         """
         ...
 
@@ -63,8 +64,9 @@ class Backend(Protocol):
         """Puts rows of the driver where every host can read them."""
         ...
 
-    def wait(self, refs: Sequence[Ref], timeout_s: float) -> list[Ref]:
-        """Waits until all of these reports are there (or failed), at most so long; returns those that are."""
+    def wait(self, refs: Sequence[Ref], count: int, timeout_s: float) -> list[Ref]:
+        """Waits until so many of these reports are there (or failed), at most so long; returns those that are, perhaps
+        no more than were asked for."""
         ...
 
     def get(self, refs: Sequence[Ref]) -> list[Any]:
@@ -93,7 +95,7 @@ class Backend(Protocol):
         ...
 
     def end_pool(self, name: str) -> None:
-        """Ends the hosts of a pool at once."""
+        """Ends the hosts of a pool at once. Its devices stay reserved, for others to be started there."""
         ...
 
     def close(self) -> None:

@@ -3,57 +3,35 @@
 import itertools
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from flowrl.controller.attendants import Attend, Attendants
 from flowrl.controller.backend import Backend
+from flowrl.controller.call_record import CallRecord
 from flowrl.controller.deadlines import Deadlines
 from flowrl.controller.errors import FlowError, WorkerError
 from flowrl.controller.failures import Failures
+from flowrl.controller.future import Future
 from flowrl.controller.host import Report
 from flowrl.controller.plan import Slot
+from flowrl.controller.register import Contract, Dispatch
 from flowrl.controller.revival import Revivals
+from flowrl.data.batch import Batch
 from flowrl.data.block import Description, LocalRef, Ref
 from flowrl.data.events import CallEvent
 
 KEPT_EVENTS = 200_000
 """Calls that a driver remembers for its trace: about 34 MB, whatever the length of the run."""
 
+_CONTRACT = Contract(Dispatch.ONE_TO_ALL)
+"""Of what is no method's call: constructors, joining and leaving."""
+
 LOOK_AROUND_S = 0.1
 """While a driver waits for some calls, it looks this often whether others have failed or are late."""
-
-
-@dataclass(eq=False)
-class CallRecord:
-    """One call on one rank, from its submission until the driver has read its report."""
-
-    number: int
-    report_ref: Ref
-    role: str
-    rank: int
-    method: str
-    slot: Slot
-    device: str
-    submitted_ns: int
-    timeout_s: float | None
-    inputs: tuple["CallRecord", ...] = ()
-    """The calls whose results it reads, until it is settled."""
-    running_since_s: float | None = None
-    """When nothing was before it any more, on the monotonic clock; None until then."""
-    start_timeout_s: float | None = None
-    """Seconds that a process may take to become what a lost one was, before it comes to the call."""
-    starting_since_s: float | None = None
-    symptom: WorkerError | None = None
-    """It lost the connection to a rank that failed; what that rank did is not known yet."""
-    report: Report | None = None
-    error: FlowError | None = None
-
-    @property
-    def settled(self) -> bool:
-        return self.report is not None or self.error is not None
 
 
 @dataclass(eq=False)
@@ -88,6 +66,16 @@ class Tracked:
         return self.record.settled or self.record.report_ref.done()
 
 
+def records_of(result: Future | Batch) -> list[CallRecord]:
+    """The calls that compute a result, those that the driver still holds."""
+    if isinstance(result, Future):
+        refs = result.refs
+    else:
+        blocks = {result.column(name).block for name in result.columns}
+        refs = [shard.description for block in blocks for shard in block.shards]
+    return [ref.record for ref in refs if isinstance(ref, Tracked)]
+
+
 @dataclass(eq=False)
 class Calls:
     """Every call that the driver has submitted and not yet settled, and the events of those it has."""
@@ -107,6 +95,10 @@ class Calls:
     _pending: dict[int, CallRecord] = field(default_factory=dict)
     _deadlines: Deadlines = field(default_factory=Deadlines)
     _shared: WeakKeyDictionary[LocalRef, Ref] = field(default_factory=WeakKeyDictionary)
+    _replaced: Counter[Slot] = field(default_factory=Counter)
+    _not_given: dict[tuple[Slot, str], FlowError] = field(default_factory=dict)
+    """Process and role -> why the last call that was to give it a state has failed."""
+    _attendants: Attendants = field(default_factory=lambda: Attendants(records_of))
 
     def __post_init__(self) -> None:
         self.failures = Failures(self.backend, self.revivals, self._deadlines, self.say)
@@ -123,7 +115,7 @@ class Calls:
         number: int | None = None,
         submitted_ns: int | None = None,
         inputs: Sequence[Ref] = (),
-        timeout_s: float | None = None,
+        contract: Contract = _CONTRACT,
     ) -> CallRecord:
         """Takes up a call that was submitted: `inputs` are the references that it reads."""
         sources = {id(ref.record): ref.record for ref in inputs if isinstance(ref, Tracked)}
@@ -137,9 +129,11 @@ class Calls:
                 slot,
                 device,
                 submitted_ns or time.time_ns(),
-                timeout_s or self.timeout_s,
+                contract.timeout_s or self.timeout_s,
                 tuple(sources.values()),
                 start_timeout_s=self.timeout_s,
+                resend=contract.resend,
+                gives_state=bool(contract.replay),
             )
             self._pending[record.number] = record
             self._deadlines.add(record)
@@ -160,6 +154,27 @@ class Calls:
         with self._bookkeeping:
             return list(self._pending.values())
 
+    def expected(self) -> list[CallRecord]:
+        """Those of them that must end well for the run to go on: of a call that is not made again, whoever asks for its
+        result is told alone."""
+        return [record for record in self.pending() if record.resend]
+
+    def replacements(self, slot: Slot) -> int:
+        """How often a process is known to have taken a lost one's place in a slot. A process that was lost between two
+        calls is known by this alone: the second is answered, by one that has forgotten what it was given before."""
+        return self._replaced[slot]
+
+    def attend(self, attend: Attend) -> Callable[[], None]:
+        """Has a function called again and again while the driver waits for anything, and whenever such a wait ends.
+
+        The thread that waits calls it, never nested and never two at once; what it raises is raised there. It does not
+        wait itself, and returns results that are in flight: the end of one of them brings the next call, or
+        `LOOK_AROUND_S` do.
+
+        Returns: what ends that.
+        """
+        return self._attendants.add(attend)
+
     def close(self) -> None:
         """Ends the taking of calls; those in flight have failed, as their processes are gone."""
         self._closed = FlowError("the cluster is closed and its processes have ended; read results before it closes")
@@ -167,6 +182,25 @@ class Calls:
             record.error = self._closed
         with self._bookkeeping:
             self._pending.clear()
+        self._attendants.clear()
+
+    def abandon(self, timeout_s: float) -> set[str]:
+        """Lets go of every call and of what attends, for another attempt at the program.
+
+        Calls in flight are waited for at most so long, and how they end is nobody's concern any more.
+
+        Returns: the pools whose processes were not done.
+        """
+        self._attendants.clear()
+        self._wait(lambda: not self._pending, (), timeout_s)
+        late = self.pending()
+        for record in late:
+            record.error = FlowError("the program was begun again, and this call belongs to the attempt before")
+        with self._bookkeeping:
+            self._pending.clear()
+            self._not_given.clear()
+        self.events.clear()
+        return {record.slot.pool for record in late}
 
     def check_open(self) -> None:
         """Raises the sentence of `close` once it was called."""
@@ -188,20 +222,57 @@ class Calls:
             FlowError: one of them failed; the error is the first failure of its host set, which may be another call's.
             TimeoutError: after `timeout_s` seconds, naming a call that is not done.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while waiting := [record for record in records if not record.settled]:
-            left = LOOK_AROUND_S if deadline is None else max(0.0, deadline - time.monotonic())
-            self._collect(waiting, min(left, LOOK_AROUND_S))
-            if all(record.settled for record in waiting):
-                break
-            # What is waited for may hang because of a failure elsewhere, which ends it once it is known.
-            self._look_around()
-            if left <= 0:
-                late = waiting[0]
-                raise TimeoutError(f"{late.role}.{late.method} on rank {late.rank} is not done after {timeout_s:g} s")
+        if not self._wait(lambda: all(record.settled for record in records), records, timeout_s):
+            late = next(record for record in records if not record.settled)
+            raise TimeoutError(f"{late.role}.{late.method} on rank {late.rank} is not done after {timeout_s:g} s")
         for record in records:
             if record.error is not None:
                 raise self.failures.of(record.slot.pool) or record.error
+
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float | None = None) -> None:
+        """Waits until a condition holds that `attend` or the calls in flight bring about.
+
+        Raises:
+            FlowError: the first failure that is known, of whichever host set.
+            TimeoutError: after `timeout_s` seconds.
+        """
+
+        def is_over() -> bool:
+            if condition():
+                return True
+            self.check_open()
+            if error := self.failures.first():
+                raise error
+            return False
+
+        if not self._wait(is_over, (), timeout_s):
+            raise TimeoutError(f"what the driver waits for has not come after {timeout_s:g} s")
+
+    def _wait(self, is_over: Callable[[], bool], records: Sequence[CallRecord], timeout_s: float | None) -> bool:
+        """Waits until it is over, for these calls above all; whether it was in time."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        waited = False
+        while not is_over():
+            left = LOOK_AROUND_S if deadline is None else deadline - time.monotonic()
+            if waited and left <= 0:
+                return False
+            wakes = self._attendants.call()
+            if not is_over():
+                self._wait_once(records, wakes, min(max(left, 0.0), LOOK_AROUND_S))
+            waited = True
+        if waited:
+            self._attendants.call()
+        return True
+
+    def _wait_once(self, records: Sequence[CallRecord], wakes: Sequence[CallRecord], timeout_s: float) -> None:
+        """Waits for all of these calls, or for one of those that attendants look after, at most so long."""
+        waiting = [record for record in records if not record.settled]
+        if any(record.settled for record in wakes):
+            timeout_s = 0.0  # while they were called; they are to look again
+        self._collect([*waiting, *wakes], timeout_s, 1 if wakes else len(waiting))
+        if not records or any(not record.settled for record in waiting):
+            # What is waited for may hang because of a failure elsewhere, which ends it once it is known.
+            self._look_around()
 
     def fetch(self, refs: Sequence[Ref]) -> list[Any]:  # Any: the methods' own results
         """The values behind references to settled calls, read together."""
@@ -210,7 +281,8 @@ class Calls:
 
     def _look_around(self) -> None:
         """Settles what is done, resolves what is doubtful, and ends what is late."""
-        self._collect(self.pending(), 0.0)
+        every = self.pending()
+        self._collect(every, 0.0, len(every))
         with self._bookkeeping:
             self.failures.look(time.monotonic())
             for record in self.pending():
@@ -218,18 +290,20 @@ class Calls:
                     self._pending.pop(record.number)
                     record.error = error
 
-    def _collect(self, records: Sequence[CallRecord], timeout_s: float) -> None:
-        """Settles, in the order of submission, those that are done after at most this wait."""
-        by_ref = {id(record.report_ref): record for record in records if record.symptom is None}
+    def _collect(self, records: Sequence[CallRecord], timeout_s: float, count: int) -> None:
+        """Settles, in the order of submission, those that are done when so many are, or after at most this wait."""
+        by_ref = {id(r.report_ref): r for r in records if r.symptom is None and not r.settled}
         if not by_ref:
             # All that is waited for lost its peers: why, will show.
             return time.sleep(timeout_s)
-        ready = self.backend.wait([record.report_ref for record in by_ref.values()], timeout_s)
+        refs = [record.report_ref for record in by_ref.values()]
+        ready = self.backend.wait(refs, min(count, len(refs)), timeout_s)
         reports = dict(zip(map(id, ready), self._reports(ready), strict=True))
         every = self.pending()
-        if any(isinstance(report, FlowError) for report in reports.values()) and len(every) > len(records):
+        failed = any(isinstance(report, FlowError) for report in reports.values())
+        if failed and (list(records) != every or count < len(every)):
             # The cause may be an earlier call's failure, which nobody has asked for yet.
-            return self._collect(every, 0.0)
+            return self._collect(every, 0.0, len(every))
         with self._bookkeeping:
             for key, record in by_ref.items():
                 if key in reports and record.number in self._pending:
@@ -243,17 +317,33 @@ class Calls:
 
     def _settle_one(self, record: CallRecord, report: Report | FlowError) -> None:
         if isinstance(report, FlowError):
-            if isinstance(report, WorkerError) and _is_own(record, report) and self.failures.doubt(record, report):
+            record.error = self._told(record, report)
+            if record.error is None:
                 return
-            record.error = report
+            if record.gives_state:
+                self._not_given[record.slot, record.role] = record.error
         else:
+            if record.gives_state:
+                self._not_given.pop((record.slot, record.role), None)
             record.report = report
             self.failures.went_well(record.slot)
             self.events.append(_event(record, report))
             if report.revived:
+                self._replaced[record.slot] += 1
                 self.say(f"{record.role} on rank {record.rank} lost its process; another took its place and goes on")
         del self._pending[record.number]
         record.inputs = ()  # or every call would keep all calls before it
+
+    def _told(self, record: CallRecord, error: FlowError) -> FlowError | None:
+        """What a call that has failed is told with; None while that is not known."""
+        for source in record.inputs:
+            if source.error is not None:
+                return source.error
+        if (missing := self._not_given.get((record.slot, record.role))) is not None:
+            return missing  # its worker has not the state that it was to see
+        if isinstance(error, WorkerError) and _is_own(record, error):
+            return self.failures.judge(record, error)
+        return error
 
 
 def _is_own(record: CallRecord, error: WorkerError) -> bool:

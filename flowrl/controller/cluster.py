@@ -4,7 +4,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -25,6 +25,22 @@ _log = logging.getLogger("flowrl")
 
 TASKS = "tasks"
 """Role and pool of the process that runs pure functions beside the data."""
+
+_ABANDON_S = 60.0
+"""What processes are at when another attempt begins, they may bring to its end for so long."""
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A group, and what `Cluster.group` was given for it."""
+
+    group: WorkerGroup
+    cls: type[Worker]
+    args: tuple
+    kwargs: dict[str, Any]
+
+    def is_of(self, cls: type[Worker], args: tuple, kwargs: dict[str, Any]) -> bool:
+        return (self.cls, self.args, self.kwargs) == (cls, args, kwargs)
 
 
 class Cluster:
@@ -63,14 +79,19 @@ class Cluster:
         self._num_threads = num_threads
         if TASKS in placement.pools or TASKS in placement.roles:
             raise PlacementError(f"placement names a pool or role {TASKS}, which is flowrl's own: choose another name")
-        say = say or _log.warning
-        self._backend: Backend = InlineBackend() if self._inline else _ray_backend(address, say)
-        self.calls = Calls(self._backend, call_timeout_s, say)
+        self.say = say or _log.warning
+        """Tells the user what happened and did not end the run."""
+        self._backend: Backend = InlineBackend() if self._inline else _ray_backend(address, self._say)
+        self.calls = Calls(self._backend, call_timeout_s, self._say)
         self._sets: dict[str, HostSet] = {}
         self._restarts = restarts
         self._started: set[str] = set()
         self._joined: set[str] = set()
-        self._groups: dict[str, WorkerGroup] = {}
+        self._groups: dict[str, _Made] = {}
+        self._kept: dict[str, _Made] = {}
+        """Those of an attempt before, whose processes still are there."""
+        self._attempt = 0
+        self._prepare = prepare
         try:
             inventory = self._backend.inventory(placement.device, devices)
             self.plan: Plan = plan(placement, inventory, roles, apart)
@@ -82,16 +103,25 @@ class Cluster:
                 self._sets |= {pool.name: hosts for pool in hosts.pools}
             self._per_node = Counter(slot.node for slot in everyone)
             self._backend.reserve(pools, self.plan.kind)
-            tasks = self._make(RolePlan(TASKS, TASKS, _TASK_POOL.slots, Mesh(1, 1, 1, 1)), Tasks, (), {})
-            if prepare:
-                tasks.prepare.submit(prepare)
+            self._tasks = self._make_tasks()
         except BaseException:
             self.close()
             raise
-        self._tasks = GroupTasks(tasks)
+
+    def _say(self, text: str) -> None:
+        self.say(text)
+
+    def _make_tasks(self) -> GroupTasks:
+        tasks = self._make(RolePlan(TASKS, TASKS, _TASK_POOL.slots, Mesh(1, 1, 1, 1)), Tasks, (), {})
+        if self._prepare:
+            tasks.prepare.submit(self._prepare)
+        return GroupTasks(tasks)
 
     def group(self, role: str, cls: type[Worker], /, *args: Any, **kwargs: Any) -> WorkerGroup:
         """Makes a role's workers, one `cls(*args, **kwargs)` per rank. Does not wait for their constructors.
+
+        After `start_again` a role whose processes have stayed has its workers already, where `cls` and arguments are
+        the same as before.
 
         Futures are not taken as arguments. A constructor that raises is told at the group's next call.
         """
@@ -106,6 +136,10 @@ class Cluster:
         if self._inline and (cls.collective or cls.replicated):
             # One process cannot hold several members of a process group; with one rank the numbers are the same.
             planned = replace(planned, slots=planned.slots[:1], mesh=Mesh(1, 1, 1, 1))
+        kept = self._kept.pop(role, None)
+        if kept is not None and kept.is_of(cls, args, kwargs):
+            self._groups[role] = kept
+            return kept.group
         return self._make(planned, cls, args, kwargs)
 
     def _make(self, planned: RolePlan, cls: type[Worker], args: tuple, kwargs: dict) -> WorkerGroup:
@@ -140,9 +174,10 @@ class Cluster:
                 twins,
                 planned.leads,
                 self._handover.ledger.is_shared(slot) and cls.yields_device(device, *args, **kwargs),
+                self._attempt,
             )
             self._construct(slot, made, group)
-        self._groups[role] = group
+        self._groups[role] = _Made(group, cls, args, kwargs)
         if role != TASKS:
             group.tasks = self._tasks
         return group
@@ -188,8 +223,50 @@ class Cluster:
         return ResourcePool.of(self.plan.pools[name])
 
     def settle(self, timeout_s: float | None = None) -> None:
-        """Waits for every call in flight. Raises the first failure."""
-        self.calls.settle(self.calls.pending(), timeout_s)
+        """Waits for every call in flight that is made again where its process is lost. Raises the first failure."""
+        self.calls.settle(self.calls.expected(), timeout_s)
+
+    def start_again(self) -> tuple[str, ...]:
+        """Makes ready for another attempt at the program that made the groups, after a failure of some.
+
+        Processes stay where another could take a lost one's place, if they have not failed: what they hold is given
+        to them anew. All others are ended, and start on the same devices when `group` next asks for a role of theirs.
+        What those that stay are at is waited for, a minute at most.
+
+        Returns: the roles whose processes stay.
+        """
+        failures, revivals = self.calls.failures, self.calls.revivals
+        cause = failures.first()
+        assert cause is not None, "nothing has failed"
+        started = list({hosts.name: hosts for hosts in self._sets.values() if hosts.name in self._started}.values())
+        for hosts in started:
+            if not all(revivals.brings_back(pool.name) for pool in hosts.pools):
+                failures.end(hosts, cause)
+        busy = self.calls.abandon(_ABANDON_S)
+        for hosts in started:
+            if busy.intersection(pool.name for pool in hosts.pools):
+                failures.end(hosts, cause)
+        self._forget([hosts for hosts in started if failures.of(hosts.pools[0].name)])
+        return tuple(self._kept)
+
+    def _forget(self, ended: Sequence[HostSet]) -> None:
+        """Takes host sets whose processes have ended to where they were never started, and all groups apart."""
+        self.calls.revivals.begin_again([slot for hosts in ended for slot in hosts.slots], self.calls.next_number())
+        for hosts in ended:
+            self.calls.failures.forget(hosts)
+            self._handover.ledger.forget(hosts.slots)
+            self._started.discard(hosts.name)
+            self._joined.discard(hosts.name)
+        gone = {slot for hosts in ended for slot in hosts.slots}
+        self._kept = {role: made for role, made in self._groups.items() if gone.isdisjoint(made.group.slots)}
+        self._groups = {TASKS: self._kept.pop(TASKS)} if TASKS in self._kept else {}
+        self._attempt += 1
+        if TASKS not in self._groups:
+            self._tasks = self._make_tasks()
+
+    def has_lost_nodes(self) -> bool:
+        """Whether a node that the plan uses is gone."""
+        return bool(self._backend.lost_nodes())
 
     def close(self) -> None:
         """Ends every process that this cluster started."""

@@ -4,7 +4,7 @@ from collections import defaultdict, deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from flowrl.controller.calls import CallRecord
+    from flowrl.controller.call_record import CallRecord
 
 
 class Deadlines:

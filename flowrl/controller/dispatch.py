@@ -198,6 +198,7 @@ BUILT_IN = {
         DispatchMode(Dispatch.RANK_ZERO, _first_only, _first),
         DispatchMode(Dispatch.DP_COMPUTE, _one_per_dp_rank, _leaders_only),
         DispatchMode(Dispatch.DP_COMPUTE_PROTO, split_rows, None),
+        DispatchMode(Dispatch.COLLECT, _same_to_all, None),
         DispatchMode(Dispatch.DP_COMPUTE_METRIC, split_rows, _merged),
     )
 }

@@ -47,14 +47,22 @@ class WorkerError(FlowError, RuntimeError):
         self.remote_traceback = remote_traceback
         self.symptom = symptom
 
-    def __str__(self) -> str:
+    @property
+    def head(self) -> str:
+        """Who failed and why, in a sentence."""
         what = f"{self.role}.{self.method}" if self.method else self.role
-        head = f"{what} failed on rank {self.rank} (node {self.node}): {self.cause}"
-        return f"{head}\n\nIn the worker:\n{self.remote_traceback.rstrip()}" if self.remote_traceback else head
+        return f"{what} failed on rank {self.rank} (node {self.node}): {self.cause}"
+
+    def __str__(self) -> str:
+        told = f"\n\nIn the worker:\n{self.remote_traceback.rstrip()}" if self.remote_traceback else ""
+        return self.head + told
 
 
 class ProcessLost(WorkerError):
     """A worker's process has ended: killed, out of memory, or crashed."""
+
+    comes_back = False
+    """Whether another process may take its place."""
 
 
 class DeadlineError(WorkerError):

@@ -14,7 +14,7 @@ from flowrl.controller.stacks import Stack, host_stack
 from flowrl.data.block import Ref
 
 if TYPE_CHECKING:
-    from flowrl.controller.calls import CallRecord
+    from flowrl.controller.call_record import CallRecord
 
 GRACE_S = 2.0
 """A lost connection says that another rank is gone; so long its own failure, or its end, may take to be known."""
@@ -52,22 +52,41 @@ class Failures:
         """Why the processes of a pool were ended; None while they work."""
         return self._broken.get(pool)
 
-    def doubt(self, record: "CallRecord", error: WorkerError) -> bool:
-        """Takes up a failure of a call's own process. True: it is a symptom, and the call stays open until its cause
-        is known."""
+    def first(self) -> FlowError | None:
+        """Why processes were ended before any others; None while all work."""
+        return next(iter(self._broken.values()), None)
+
+    def end(self, hosts: HostSet, error: FlowError) -> None:
+        """Ends the processes of a set that has not failed, because of another's failure."""
+        if hosts.pools[0].name not in self._broken:
+            self._break(hosts, error)
+
+    def forget(self, hosts: HostSet) -> None:
+        """The processes of a set are started again."""
+        for pool in hosts.pools:
+            self._broken.pop(pool.name, None)
+        for slot in hosts.slots:
+            self._late.pop(slot, None)
+
+    def judge(self, record: "CallRecord", error: WorkerError) -> FlowError | None:
+        """What a call is told with whose own process has failed. None: it is a symptom, and the call stays open until
+        its cause is known."""
         hosts = self._sets[record.slot.pool]
         if record.slot.pool in self._broken:
-            return False
+            return error
+        replaced = self._revivals.brings_back(record.slot.pool)
+        # A process that is replaced, perhaps until no more will be, is told with what it was ended for.
+        late = self._late.get(record.slot) if isinstance(error, ProcessLost) else None
+        if isinstance(error, ProcessLost) and error.comes_back and not record.resend and replaced:
+            return error if late is None else _lost_as_late(error, late)
         if not error.symptom:
-            # A process that is replaced until no more will be is told with what it was ended for.
-            late = self._late.get(record.slot) if isinstance(error, ProcessLost) else None
             self._break(hosts, late or error)
-            return False
+            return late or error
         record.symptom = error
         if hosts.name not in self._suspicions:
             probes = [(slot, self._backend.probe(slot)) for slot in hosts.slots]
             self._suspicions[hosts.name] = _Suspicion(record, error, probes, time.monotonic() + GRACE_S)
-        return True
+        return None
 
     def went_well(self, slot: Slot) -> None:
         """A call of a slot's process is done."""
@@ -121,7 +140,7 @@ class Failures:
         """Those that are replaced: their calls will only say that they were."""
         hosts = {hosts.name: hosts for hosts in self._sets.values()}.values()
         slots = [slot for each in hosts for slot in each.slots if slot.pool not in self._broken]
-        for slot in self._backend.lost_processes([slot for slot in slots if self._revivals.of(slot) is not None]):
+        for slot in self._backend.lost_processes([slot for slot in slots if self._revivals.brings_back(slot.pool)]):
             if slot in self._late:
                 continue  # it was ended for that, which has been told
             lost = self._lost(slot, "its process has ended")
@@ -134,7 +153,7 @@ class Failures:
 
     def _end_late(self, record: "CallRecord", now_s: float) -> None:
         """Ends a call that is past its deadline: with all processes that may wait for it, or for a new one to do it."""
-        replaceable = self._revivals.of(record.slot) is not None
+        replaceable = self._revivals.brings_back(record.slot.pool)
         peers = [record] if replaceable else self._running(record)
         dumps = self._backend.stacks([peer.slot for peer in peers])
         stacks = {peer.number: host_stack(dumps.get(peer.slot)) for peer in peers}
@@ -177,6 +196,12 @@ class Failures:
         slots = self._sets[record.slot.pool].slots
         current = [self._deadlines.current(slot.pool, slot.rank) for slot in slots]
         return [record, *(other for other in current if other is not None and other is not record)]
+
+
+def _lost_as_late(error: ProcessLost, late: DeadlineError) -> ProcessLost:
+    """The end of a process that was ended because a call was past its deadline."""
+    cause = f"its process was ended, because {late.role}.{late.method} was {late.cause}"
+    return ProcessLost(error.role, error.rank, error.node, error.method, cause, late.remote_traceback)
 
 
 def _deadline_error(record: "CallRecord", late: "CallRecord", stack: Stack, waiting: Sequence[int]) -> DeadlineError:

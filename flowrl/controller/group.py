@@ -4,11 +4,13 @@ import inspect
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from flowrl.controller.backend import Backend
-from flowrl.controller.calls import CallRecord, Calls, Tracked
-from flowrl.controller.dispatch import DispatchMode, Part, dispatch_mode, is_leader, leaders, order_of
+from flowrl.controller.call_record import CallRecord
+from flowrl.controller.calls import Calls, Tracked, records_of
+from flowrl.controller.dispatch import DispatchMode, Part, dispatch_mode, dp_rank, is_leader, leaders, order_of
 from flowrl.controller.errors import ContractError
 from flowrl.controller.future import Future
 from flowrl.controller.plan import Mesh, Slot
@@ -55,7 +57,10 @@ class RemoteMethod:
 
 
 class WorkerGroup:
-    """All ranks of one role, with the worker class's registered methods. Made by `Cluster.group`."""
+    """All ranks of one role, with the worker class's registered methods. Made by `Cluster.group`.
+
+    A `replica` is a group too, with some of the role's `slots`, and the mesh of these alone.
+    """
 
     def __init__(
         self,
@@ -67,10 +72,13 @@ class WorkerGroup:
         calls: Calls,
         handover: Handover,
         kind: str,
+        ranks: Sequence[int] | None = None,
     ) -> None:
         self.role, self.cls, self.mesh = role, cls, mesh
         self.slots = tuple(slots)
         self.tasks: TaskRunner | None = None
+        self._ranks = range(len(slots)) if ranks is None else tuple(ranks)
+        self._replicas: dict[int, WorkerGroup] = {}
         self._backend, self._calls, self._handover, self._kind = backend, calls, handover, kind
         for name, (function, contract) in registered_methods(cls).items():
             dispatch_mode(contract.mode)
@@ -98,6 +106,42 @@ class WorkerGroup:
     def pool(self) -> str:
         """The name of the pool that the group's first rank is in."""
         return self.slots[0].pool
+
+    def replica(self, rank: int) -> "WorkerGroup":
+        """A view of one data-parallel replica, whose methods are called as the group's are, and run on its ranks alone.
+
+        Requests, errors and traces have the ranks of the role. There are `mesh.dp` replicas, counted from 0; the
+        inline backend makes one.
+
+        Raises:
+            ContractError: the ranks may need each other, or there is no such replica.
+        """
+        if not self.cls.replicated:
+            raise ContractError(
+                f"{self.role} has no replicas to call one by one: {self.cls.__name__} is not `replicated`, so its "
+                f"ranks may wait for each other, and one that is called alone would wait for ever; call the group"
+            )
+        if not 0 <= rank < self.mesh.dp:
+            raise ContractError(f"{self.role} has no replica {rank}; it has {self.mesh.dp}, counted from 0")
+        if rank not in self._replicas:
+            self._replicas[rank] = self._replica(rank)
+        return self._replicas[rank]
+
+    def _replica(self, rank: int) -> "WorkerGroup":
+        own = [place for place in range(self.world_size) if dp_rank(self.mesh, place) == rank]
+        view = WorkerGroup(
+            self.role,
+            self.cls,
+            [self.slots[place] for place in own],
+            replace(self.mesh, dp=1),
+            self._backend,
+            self._calls,
+            self._handover,
+            self._kind,
+            [self._ranks[place] for place in own],
+        )
+        view.tasks = self.tasks
+        return view
 
     def device_name(self, slot: Slot) -> str:
         """What traces call a slot's device; a CPU slot is a process, so it has a number too."""
@@ -164,15 +208,15 @@ class WorkerGroup:
         with submission:
             # Scattering may have waited, and its processes may have been ended meanwhile.
             self._calls.check(self.pool)
-            ranks = [rank for rank, part in enumerate(per_rank) if part is not None]
-            rooms = {} if contract.memory == () else self._rooms(ranks)
+            called = [place for place, part in enumerate(per_rank) if part is not None]
+            rooms = {} if contract.memory == () else self._rooms(called)
             results = {
-                rank: self._send(rank, method, contract, mode, part, rooms.get(rank, ()))
-                for rank in ranks
-                if (part := per_rank[rank]) is not None
+                place: self._send(place, method, contract, mode, part, rooms.get(place, ()))
+                for place in called
+                if (part := per_rank[place]) is not None
             }
         if mode.gather is None:
-            return self._as_batch(contract, [per_rank[rank] for rank in leaders(self.mesh)], results)
+            return self._as_batch(contract, [per_rank[place] for place in leaders(self.mesh)], results)
         records = [record for _, record in results.values()]
         refs = [value for value, _ in results.values()]
 
@@ -182,18 +226,18 @@ class WorkerGroup:
 
         return Future(refs, mode.gather, self.mesh, fetch)
 
-    def _rooms(self, ranks: Sequence[int]) -> dict[int, list[Tracked]]:
-        """Has other processes leave the devices of ranks; what each rank must wait for."""
-        rooms = {rank: going for rank in ranks if (going := self._handover.before(self.slots[rank]))}
+    def _rooms(self, places: Sequence[int]) -> dict[int, list[Tracked]]:
+        """Has other processes leave the devices of slots; what each must wait for."""
+        rooms = {place: going for place in places if (going := self._handover.before(self.slots[place]))}
         if not rooms or not self.cls.collective:
             return rooms
         # A rank whose own device is free must not enter a collective alone when a peer's is not given up.
         every = [room for going in rooms.values() for room in going]
-        return dict.fromkeys(ranks, every)
+        return dict.fromkeys(places, every)
 
     def _send(
         self,
-        rank: int,
+        place: int,
         method: str,
         contract: Contract,
         mode: DispatchMode,
@@ -202,8 +246,9 @@ class WorkerGroup:
     ) -> tuple[Tracked, CallRecord]:
         references = References(self._calls.share, self.cls.collective)
         returns_batch = mode.gather is None
-        answers = not returns_batch or is_leader(self.mesh, rank)
-        slot, submitted_ns, number = self.slots[rank], time.time_ns(), self._calls.next_number()
+        answers = not returns_batch or is_leader(self.mesh, place)
+        rank, slot = self._ranks[place], self.slots[place]
+        submitted_ns, number = time.time_ns(), self._calls.next_number()
         lowered = lower(dict(arguments), references)
         request = Request(number, self.role, rank, slot.node, method, lowered, contract, returns_batch, answers)
         awaited = [*references.refs, *(room.carrier for room in rooms)]
@@ -219,7 +264,7 @@ class WorkerGroup:
             number=number,
             submitted_ns=submitted_ns,
             inputs=[*references.sources, *rooms],
-            timeout_s=contract.timeout_s,
+            contract=contract,
         )
         return Tracked(value, record, self._calls), record
 
@@ -229,11 +274,11 @@ class WorkerGroup:
         parts: Sequence[Mapping[str, Any] | None],
         results: Mapping[int, tuple[Tracked, CallRecord]],
     ) -> Batch:
-        """The leaders' results as one batch, its rows in the order of the batch that went in."""
-        rows = [next(a.rows for a in part.values() if isinstance(a, Part)) for part in parts if part is not None]
+        """The leaders' results as one batch, its rows in the order of the batch that went in, if one did."""
+        rows = [_rows_taken(part) for part in parts if part is not None]
         shards = []
-        for rank, taken in zip(leaders(self.mesh), rows, strict=True):
-            value, record = results[rank]
+        for place, taken in zip(leaders(self.mesh), rows, strict=True):
+            value, record = results[place]
             description = Tracked(record.report_ref, record, self._calls, describes=True)
             shards.append(Shard(value, description, _rows_after(contract, taken)))
         block = Block(shards)
@@ -243,10 +288,7 @@ class WorkerGroup:
 
     def settle_batch(self, batch: Batch, timeout_s: float | None = None) -> None:
         """Waits until a batch that this group made is computed. Raises what the call raised."""
-        for name in batch.columns:
-            for shard in batch.column(name).block.shards:
-                if isinstance(shard.description, Tracked):
-                    self._calls.settle([shard.description.record], timeout_s)
+        self._calls.settle(records_of(batch), timeout_s)
 
 
 def _by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
@@ -256,6 +298,10 @@ def _by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             arguments |= arguments.pop(parameter.name, {})
     return arguments
+
+
+def _rows_taken(arguments: Mapping[str, Any]) -> Rows:
+    return next((argument.rows for argument in arguments.values() if isinstance(argument, Part)), (0, 0))
 
 
 def _rows_after(contract: Contract, taken: Rows) -> int | None:

@@ -48,6 +48,8 @@ class Construction:
     twins: frozenset[str] = frozenset()
     leads: int = 1
     yields: bool = False
+    attempt: int = 0
+    """Of several attempts at the same program, the one that it is made in."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ class Host:
 
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
+        self._attempts: dict[str, int] = {}
+        """Role -> the attempt in which its worker was made."""
         self._groups: dict[str, ProcessGroup | None] = {}
         self._states: dict[str, int] = {}
         self._stateful: dict[str, set[str]] = {}
@@ -124,7 +128,7 @@ class Host:
         )
         self._turns.clear()
         worker.__init__(*made.args, **made.kwargs)
-        self._workers[made.role] = worker
+        self._workers[made.role], self._attempts[made.role] = worker, made.attempt
         self._states[made.role] = 0
         self._stateful[made.role] = set()
 
@@ -155,8 +159,14 @@ class Host:
             return None, _untimed(started_ns)
 
     def lacks(self, constructions: Sequence[Construction]) -> bool:
-        """Whether a worker is missing that was made in the process before this one."""
-        return any(made.role not in self._workers for made in constructions)
+        """Whether a worker is missing that was made in the process before this one, or is of an earlier attempt."""
+        return any(self._attempts.get(made.role, -1) < made.attempt for made in constructions)
+
+    def settle_states(self, until: int) -> None:
+        """What roles were given by calls until this one is no state any more that another undoes."""
+        for role, number in self._states.items():
+            if 0 < number <= until:
+                self._states[role], self._stateful[role] = 0, set()
 
     def is_behind(self, role: str, states: Sequence[Request]) -> bool:
         """Whether a role was not given the last of these states yet."""

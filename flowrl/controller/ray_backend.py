@@ -13,7 +13,7 @@ from pickle import PicklingError
 from typing import Any
 
 import ray
-from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flowrl.config.base import Device
@@ -80,6 +80,7 @@ class _RayHost(Host):
         """Makes the workers that the process lacks, and gives the role the state that its call expects."""
         lacking = [made for made in revival.made if self.lacks([made])]
         self.replaced = self.replaced or bool(lacking)
+        self.settle_states(revival.since)
         # A state that was given after the call was submitted is undone: by the one before it, or, where there is none,
         # with all that came of it.
         ahead = self.is_ahead(role, revival.requests)
@@ -127,7 +128,9 @@ class RayRef:
         role, rank, node, method = self._what
         if isinstance(error, RayActorError | OutOfMemoryError):
             # Which call it was that met the dead process says nothing of why it died.
-            return ProcessLost(role, rank, node, method, _why_ended(error))
+            lost = ProcessLost(role, rank, node, method, _why_ended(error))
+            lost.comes_back = not isinstance(error, ActorDiedError)
+            return lost
         if isinstance(error, RayTaskError) and isinstance(error.cause, TypeError | PicklingError | AttributeError):
             # Whatever the method itself raises comes as a WorkerError: this was raised when its result was stored.
             return WorkerError(role, rank, node, method, unpicklable(error.cause))
@@ -180,9 +183,9 @@ class RayBackend:
         made = ray.remote(_RayHost).options(max_restarts=restarts, **options)
         self._hosts[key] = host = made.remote(self._names[key], self._nodes.address is None)
         # A call whose process is lost is made again on the one that takes its place, if its state can be brought back.
-        for replaceable in (False, True):
-            retries = {"num_returns": 2, "max_task_retries": -1 if replaceable else 0}
-            self._methods[(*key, replaceable)] = host.answer.options(**retries)
+        for resent in (False, True):
+            retries = {"num_returns": 2, "max_task_retries": -1 if resent else 0}
+            self._methods[(*key, resent)] = host.answer.options(**retries)
 
     def join(self, hosts: HostSet, kind: str) -> list[tuple[Slot, Ref]]:
         slots, name = hosts.slots, hosts.name
@@ -219,7 +222,7 @@ class RayBackend:
         objects = [_object_ref(ref) for ref in refs]
         if (slot.pool, slot.rank) not in self._hosts:
             raise ProcessLost(request.role, request.rank, slot.node, request.method, "its process was ended")
-        method = self._methods[slot.pool, slot.rank, revival is not None]
+        method = self._methods[slot.pool, slot.rank, revival is not None and request.contract.resend]
         value, report = method.remote(encode((request, revival)), *objects)
         what = (request.role, request.rank, slot.node, request.method)
         return RayRef(value, what, encoded=request.returns_batch), RayRef(report, what, encoded=True)
@@ -227,9 +230,9 @@ class RayBackend:
     def share(self, payload: Payload) -> Ref:
         return RayRef(ray.put(payload), ("driver", 0, 0, "put"))
 
-    def wait(self, refs: Sequence[Ref], timeout_s: float) -> list[Ref]:
+    def wait(self, refs: Sequence[Ref], count: int, timeout_s: float) -> list[Ref]:
         by_object = {_object_ref(ref): ref for ref in refs}
-        ready, _ = ray.wait(list(by_object), num_returns=len(by_object), timeout=timeout_s, fetch_local=False)
+        ready, _ = ray.wait(list(by_object), num_returns=count, timeout=timeout_s, fetch_local=False)
         return [by_object[ref] for ref in ready]
 
     def get(self, refs: Sequence[Ref]) -> list[Any]:
@@ -272,10 +275,9 @@ class RayBackend:
 
     def end_pool(self, name: str) -> None:
         for key in [key for key in self._hosts if key[0] == name]:
-            for replaceable in (False, True):
-                del self._methods[(*key, replaceable)]
+            for resent in (False, True):
+                del self._methods[(*key, resent)]
             ray.kill(self._hosts.pop(key), no_restart=True)
-        self._nodes.release(name)
 
     def close(self) -> None:
         if not self._nodes.end_with_run:

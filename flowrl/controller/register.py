@@ -27,6 +27,8 @@ class Dispatch:
     """Every argument is a list with one entry per data-parallel rank; such a list of results back."""
     DP_COMPUTE_PROTO = "dp_compute_proto"
     """Batches are split by rows over the data-parallel ranks; a `Batch` back, at once."""
+    COLLECT = "collect"
+    """The same arguments to every rank, which has rows of its own to give; a `Batch` of them back, at once."""
     DP_COMPUTE_METRIC = "dp_compute_metric"
     """Batches are split by rows; the ranks' metrics come back as one dictionary, each merged by its own reduction."""
 
@@ -44,6 +46,7 @@ class Contract:
     replay: bool | str = False
     timeout_s: float | None = None
     memory: tuple[str, ...] | None = None
+    resend: bool = True
 
     def reads_of(self, parameter: str) -> tuple[str, ...] | None:
         """The columns that a batch parameter reads; None is all of them. `name?` travels when it is there."""
@@ -61,6 +64,7 @@ def register(
     replay: bool | str = False,
     timeout_s: float | None = None,
     memory: tuple[str, ...] | None = None,
+    resend: bool = True,
 ) -> Callable[[Method], Method]:
     """Marks a worker method as callable from the driver.
 
@@ -70,32 +74,24 @@ def register(
         reads: columns that the method's batches bring along; only these travel. None is all of them, `"name?"` comes
             when the batch has it, `"*"` is the dataset's own columns: those that docs/batch.md does not name. A mapping
             gives them per parameter, for a method of several batches.
-        writes: columns of the table that a `DP_COMPUTE_PROTO` method returns. None: whatever it returns (the driver
-            then waits for the call to know).
-        rows: rows of that table: as many as came in, this multiple of them, or "unknown".
+        writes: columns of the table that a `DP_COMPUTE_PROTO` or `COLLECT` method returns. None: whatever it returns
+            (the driver then waits for the call to know).
+        rows: rows of that table: as many as came in, this multiple of them, or "unknown", which those of `COLLECT` are.
         balance: split rows into equal counts, or into equal sums of tokens (the driver then waits for the lengths).
         replay: the last call gives a `stateless` worker its state. A state that comes in several calls has a parameter
             that numbers them from 0 on, whose name this is: the last call of number 0 and those after it give it.
         timeout_s: seconds that a call may run; None is the cluster's limit.
         memory: what the method needs of the worker's device memory, where others take turns with it: parts that
             `Worker.onload_parts` knows; none, so that nobody makes room for it; None is all.
+        resend: whether a call whose process is lost is made again on the one that takes its place. False is for what
+            must not run twice, or means nothing to a process that has forgotten what it was given before: whoever asks
+            for the result is told by `ProcessLost`, and the run goes on.
     Raises:
         ValueError: the declaration contradicts itself, or the method's parameters have no names to travel under.
     """
 
-    if balance == "tokens" and rows != "same":
-        raise ValueError(f"balance='tokens' restores the order of rows, which needs rows='same', not {rows!r}")
-
-    if dispatch_mode == Dispatch.DP_COMPUTE_PROTO and replay:
-        raise ValueError("replay is of methods that give every rank the same state, which one of split rows does not")
-
-    if timeout_s is not None and timeout_s <= 0:
-        raise ValueError(f"timeout_s={timeout_s:g} gives a call no time; give seconds, or None for the cluster's limit")
-
-    if dispatch_mode == Dispatch.DP_COMPUTE_PROTO and writes == ():
-        raise ValueError(
-            "writes=() promises a batch without columns; name some, or choose a mode that returns no batch"
-        )
+    contract = Contract(dispatch_mode, blocking, reads, writes, rows, balance, replay, timeout_s, memory, resend)
+    _check(contract)
 
     def mark(method: Method) -> Method:
         parameters = inspect.signature(method).parameters
@@ -106,14 +102,30 @@ def register(
                 raise ValueError(
                     f"{method.__qualname__} takes *{parameter.name}; arguments travel by name: give each one"
                 )
-        setattr(
-            method,
-            _ATTRIBUTE,
-            Contract(dispatch_mode, blocking, reads, writes, rows, balance, replay, timeout_s, memory),
-        )
+        setattr(method, _ATTRIBUTE, contract)
         return method
 
     return mark
+
+
+def _check(contract: Contract) -> None:
+    """Raises ValueError for what contradicts itself."""
+    rows, replay, timeout_s = contract.rows, contract.replay, contract.timeout_s
+    returns_batch = contract.mode in (Dispatch.DP_COMPUTE_PROTO, Dispatch.COLLECT)
+    if contract.balance == "tokens" and rows != "same":
+        raise ValueError(f"balance='tokens' restores the order of rows, which needs rows='same', not {rows!r}")
+    if contract.mode == Dispatch.COLLECT and rows != "unknown":
+        raise ValueError(f"rows={rows!r} counts by the rows that come in, and with collect none do: set 'unknown'")
+    if returns_batch and replay:
+        raise ValueError("replay is of methods that give every rank the same state, which one of split rows does not")
+    if replay and not contract.resend:
+        raise ValueError("replay has a call made again where its process is lost, and resend=False does not: drop one")
+    if timeout_s is not None and timeout_s <= 0:
+        raise ValueError(f"timeout_s={timeout_s:g} gives a call no time; give seconds, or None for the cluster's limit")
+    if returns_batch and contract.writes == ():
+        raise ValueError(
+            "writes=() promises a batch without columns; name some, or choose a mode that returns no batch"
+        )
 
 
 def contract_of(method: Callable) -> Contract | None:

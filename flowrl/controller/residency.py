@@ -4,7 +4,7 @@
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from flowrl.controller.backend import Backend
 from flowrl.controller.calls import Calls, Tracked
@@ -59,6 +59,11 @@ class Residency:
         self._present.difference_update(leaving)
         self._present.add(slot)
         return leaving
+
+    def forget(self, slots: Sequence[Slot]) -> None:
+        """These processes were ended, and others are started in their place."""
+        self._present.difference_update(slots)
+        self._yields.difference_update(slots)
 
     def leave(self, slots: Iterable[Slot], others: Iterable[Slot]) -> bool:
         """Whether some of these processes leave their devices when some of the others are called."""

@@ -21,6 +21,10 @@ class Revival:
     """The last call of each `replay` method, or its last calls where a state comes in several, with the references that
     they read, in the order of submission."""
 
+    since: int = 0
+    """Number of the last call of the attempt before this one: what a worker was given until then is no state that
+    another undoes."""
+
     @property
     def requests(self) -> list[Request]:
         """The calls of `states` alone."""
@@ -39,11 +43,24 @@ class Revivals:
         self._states: defaultdict[Slot, dict[_Key, tuple[Request, tuple[Ref, ...]]]] = defaultdict(dict)
         self._irreplaceable: set[str] = set()
         self._known: dict[Slot, Revival] = {}
+        self._since = 0
 
     def constructed(self, slot: Slot, construction: Construction) -> None:
-        """A worker is made in a slot."""
-        self._made[slot].append(construction)
+        """A worker is made in a slot, perhaps in the place of one of an earlier attempt."""
+        role = construction.role
+        self._made[slot] = [*(made for made in self._made[slot] if made.role != role), construction]
+        self._states[slot] = {key: state for key, state in self._states[slot].items() if key[0] != role}
         self._known.pop(slot, None)
+
+    def begin_again(self, ended: Sequence[Slot], number: int) -> None:
+        """Another attempt begins after so many calls: all states are to be given anew, and of the processes that were
+        ended, others are started with nothing in them."""
+        self._since = number
+        self._states.clear()
+        self._known.clear()
+        for slot in ended:
+            self._made.pop(slot, None)
+            self._irreplaceable.discard(slot.pool)
 
     def first_role(self, slot: Slot) -> tuple[str, int]:
         """Role and rank of the first worker in a slot; the pool's where it has none yet."""
@@ -68,10 +85,14 @@ class Revivals:
         """The processes of these pools hold what nothing brings back."""
         self._irreplaceable.update(pools)
 
+    def brings_back(self, pool: str) -> bool:
+        """Whether a lost process of a pool is replaced."""
+        return pool not in self._irreplaceable
+
     def of(self, slot: Slot) -> Revival | None:
         """What brings a slot's process back; None if nothing does."""
-        if slot.pool in self._irreplaceable:
+        if not self.brings_back(slot.pool):
             return None
         if slot not in self._known:
-            self._known[slot] = Revival(tuple(self._made[slot]), tuple(self._states[slot].values()))
+            self._known[slot] = Revival(tuple(self._made[slot]), tuple(self._states[slot].values()), self._since)
         return self._known[slot]

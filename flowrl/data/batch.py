@@ -12,7 +12,7 @@ import numpy as np
 
 from flowrl.data.block import Block, Column, Description, LocalRef, Shard, read_together
 from flowrl.data.columns import compact, gathers, joined
-from flowrl.data.layout import Rows
+from flowrl.data.layout import Rows, shuffled
 from flowrl.data.payload import ColumnError, Payload, Source, collect, merge
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class Batch:
         self._columns = dict(columns)
         self._num_rows = num_rows
         self._tasks = tasks
+        self._sections = 1
 
     # Making one.
 
@@ -129,7 +130,7 @@ class Batch:
 
     def done(self) -> bool:
         """Whether every column is computed."""
-        return all(column.block.done() for column in self._columns.values())
+        return all(block.done() for block in {column.block for column in self._columns.values()})
 
     # Edits of the index.
 
@@ -166,7 +167,8 @@ class Batch:
     def union(self, other: "Batch") -> "Batch":
         """The columns of both; a column of `other` replaces one of the same name."""
         num_rows = self._check_rows(other, ", ".join(other.columns))
-        return Batch(self._columns | other._columns, num_rows, self._tasks or other._tasks)
+        result = Batch(self._columns | other._columns, num_rows, self._tasks or other._tasks)
+        return result.in_sections(self._sections)
 
     def _check_rows(self, other: "Batch", what: str) -> int | None:
         """The rows of both, None while neither count is known. A batch without columns takes any."""
@@ -244,9 +246,17 @@ class Batch:
         if rows < 1:
             raise ValueError(f"a minibatch has {rows} rows; ask for at least 1")
         for epoch in range(epochs):
-            order = np.random.default_rng([*np.atleast_1d(seed), epoch]).permutation(self.num_rows)
+            chance = np.random.default_rng([*np.atleast_1d(seed), epoch])
+            order = shuffled(chance, self.num_rows, rows, self._sections)
             for start in range(0, self.num_rows, rows):
                 yield self._taken(order[start : start + rows])
+
+    def in_sections(self, count: int) -> "Batch":
+        """The same rows, as so many equal stretches of which each minibatch has an equal part, in their order: what
+        one data-parallel rank of as many is to read stays its own. Holds until rows are chosen or ordered otherwise."""
+        result = Batch(self._columns, self._num_rows, self._tasks)
+        result._sections = count
+        return result
 
     def compacted(self) -> "Batch":
         """The same rows, holding less memory: a buffer of few rows of many batches then keeps little more than its own.

@@ -1,5 +1,7 @@
-"""What happened when: the record of one call on one rank, which the controller makes and `run/` draws and explains."""
+"""What happened when: the record of one call on one rank, which the controller makes and `run/` draws and explains; and
+how much there was of something."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -37,3 +39,12 @@ class CallEvent:
     @property
     def duration_s(self) -> float:
         return (self.ended_ns - self.started_ns) / 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """How many groups of samples were where, at one time."""
+
+    at_ns: int
+    """Since the epoch."""
+    values: Mapping[str, float]

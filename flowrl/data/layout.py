@@ -150,3 +150,16 @@ def compaction(sizes: np.ndarray, taken: np.ndarray) -> Compaction | None:
     places[stays] = np.arange(len(stays))
     places[moved] = np.arange(len(moved)) + len(stays)
     return Compaction(rewritten, moved, places)
+
+
+def shuffled(chance: np.random.Generator, num_rows: int, rows: int, sections: int = 1) -> np.ndarray:
+    """Every row once, in a random order, to be read `rows` at a time.
+
+    With `sections` that divide both, each piece so read has an equal part of each of so many equal stretches of rows,
+    in the order of the stretches.
+    """
+    if sections == 1 or num_rows % sections or rows % sections:
+        return chance.permutation(num_rows)
+    size, part = num_rows // sections, rows // sections
+    order = np.stack([chance.permutation(size) + size * section for section in range(sections)])
+    return np.concatenate([order[:, start : start + part].ravel() for start in range(0, size, part)])

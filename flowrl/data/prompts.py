@@ -1,7 +1,7 @@
 """Datasets of conversations as JSON lines, and the endless stream of prompts that a run draws from."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -154,9 +154,13 @@ class PromptStream:
             Rows of `prompt` (what the user said last), `prompt_ids`, `answer`, the dataset's other columns, `prompt_id`
             (the number of the draw, which no other draw of the run has) and `group` (the same number).
         """
-        rows = [self._row(self._place(draw), draw) for draw in range(self._drawn, self._drawn + num_prompts)]
+        first = self._drawn
         self._drawn += num_prompts
-        return rows
+        return self.rows(range(first, self._drawn))
+
+    def rows(self, draws: Iterable[int]) -> list[dict[str, Any]]:
+        """The rows of draws by their numbers, as `take` gave or will give them. Draws nothing."""
+        return [self._row(self._place(draw), draw) for draw in draws]
 
     def evaluation_rows(self, num_rows: int | None = None) -> list[dict[str, Any]]:
         """Every prompt once, in the order of the file, numbered from 0; only the first `num_rows` if stated."""

@@ -5,6 +5,7 @@ models       policy, critic and reward model from and to `save_pretrained` folde
 train        forward passes over a table, and optimizer steps whose gradient does not depend on how rows were split
 sampling     random numbers keyed by what they decide, and the choice of a token
 kv_cache     keys and values of past tokens, each row from position 0
-hf_rollout   generation with transformers
+hf_decode    rows that decode together, and come and go
+hf_rollout   generation with transformers, all at once or as requests come
 weights      a model's weights as NumPy arrays, and back
 """

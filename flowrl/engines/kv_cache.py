@@ -102,9 +102,15 @@ class _SlotLayer(CacheLayerMixin):
 
     def take(self, rows: Tensor, capacity: int) -> None:
         """Keeps the rows at an index (which may repeat them), in at least as many slots as before."""
-        assert self.keys is not None and self.values is not None
-        self.keys = _take(self.keys, rows, capacity)
-        self.values = _take(self.values, rows, capacity)
+        if self.keys is not None and self.values is not None:
+            self.keys = _take(self.keys, rows, capacity)
+            self.values = _take(self.values, rows, capacity)
+
+    def copy(self, sources: Tensor, targets: Tensor, num_slots: int) -> None:
+        """Copies the first slots of rows to others."""
+        if self.keys is not None and self.values is not None:
+            self.keys[targets, :, :num_slots] = self.keys[sources, :, :num_slots]
+            self.values[targets, :, :num_slots] = self.values[sources, :, :num_slots]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Keys that a prefill looks at, and where they begin; a decode step brings its own mask."""
@@ -136,12 +142,12 @@ class SlotCache(Cache):
         self.num_rows = num_rows
         self.capacity = round_up(num_slots, SLOT_MULTIPLE)
         self.width = self.capacity
-        self.prefilled: slice | None = None
+        self.prefilled: Tensor | None = None
         self.positions = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.row_numbers = torch.arange(num_rows, device=device)
 
-    def begin_prefill(self, rows: slice) -> None:
-        """The next forward pass brings right-padded prompts of these rows, from position 0."""
+    def begin_prefill(self, rows: Tensor) -> None:
+        """The next forward pass brings right-padded tokens of these rows, an index, from position 0."""
         self.prefilled = rows
 
     def begin_step(self, positions: Tensor, longest: int) -> None:
@@ -164,6 +170,19 @@ class SlotCache(Cache):
         unseen_BC = slots_C > self.positions[:, None]
         mask_BC = torch.zeros(unseen_BC.shape, dtype=dtype, device=unseen_BC.device)
         return mask_BC.masked_fill_(unseen_BC, -math.inf)[:, None, None]
+
+    def grow(self, num_rows: int, num_slots: int) -> None:
+        """Makes it at least so large; what new rows hold is not said."""
+        capacity = round_up(num_slots, SLOT_MULTIPLE)
+        if num_rows > self.num_rows or capacity > self.capacity:
+            missing = max(0, num_rows - self.num_rows)
+            self.take(nn.functional.pad(self.row_numbers, (0, missing)), capacity)
+
+    def copy(self, sources: Tensor, targets: Tensor, num_slots: int) -> None:
+        """Copies the first slots of rows at an index to those at another, none of which is among them."""
+        for layer in self.layers:
+            assert isinstance(layer, _SlotLayer)
+            layer.copy(sources, targets, num_slots)
 
     def take(self, rows: Tensor, capacity: int | None = None) -> None:
         """Keeps the rows at an index, which may repeat them; `capacity` adds slots."""

@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,9 +20,9 @@ from transformers import PreTrainedTokenizerBase
 
 from flowrl.config import ModelConfig, RolloutConfig, VllmConfig
 from flowrl.engines.models import load_policy
+from flowrl.engines.requests import Answer, Prompt, prompts_of, refuse_running, responses_of
 from flowrl.engines.residency import named_weights
 from flowrl.engines.responses import Responses, RolloutError, check_prompts, end_ids
-from flowrl.engines.sampling import row_keys
 from flowrl.engines.serving import PARTS, WEIGHTS, Serving, State
 from flowrl.engines.vllm_quantization import quantization_options
 
@@ -60,31 +59,6 @@ _STEP_TOKENS = 8192
 """Tokens that one step runs, most of them of prompts: more take more memory."""
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """A row that wants a response."""
-
-    name: str
-    """Of the request; no two that are not finished have the same."""
-    token_ids: Sequence[int]
-    key: int
-    """Keys the row's random numbers."""
-    greedy: bool = False
-
-
-@dataclass
-class Answer:
-    """A finished response."""
-
-    name: str
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    """Of the weights that each token was sampled from."""
-    truncated: bool = False
-    """Ended by length and not by a stop."""
-
-
 class VllmRollout:
     """Answers prompts, all at once (`generate`) or as they come (`add`, `poll`)."""
 
@@ -118,6 +92,8 @@ class VllmRollout:
         self._sequences = _by_last(stop for stop in config.stop_ids if len(stop) > 1)
         """Stops of several tokens, which vLLM does not know, by the last of them."""
         self._running: dict[str, Answer] = {}
+        self._finished: dict[str, Answer] = {}
+        """What was finished while a batch was generated, until a poll gives it."""
         self._tp = tp
         self._engine = start_engine(_engine_args(model, config, tp, sleeps))
         call_workers(self._engine, "init_weight_transfer_engine", {})
@@ -149,8 +125,8 @@ class VllmRollout:
 
     @property
     def num_running(self) -> int:
-        """Requests that were added and are not finished."""
-        return len(self._running)
+        """Requests that were added and whose answers were not given yet."""
+        return len(self._running) + len(self._finished)
 
     # Generation.
 
@@ -165,19 +141,14 @@ class VllmRollout:
     ) -> Responses:
         """One response per prompt; arguments, result and errors as of `HfRollout.generate`.
 
-        Raises RolloutError also while requests that were added are running: `poll` is who gives their answers.
+        Requests that were added go on meanwhile, and the next `poll` gives the answers of those that finish.
         """
-        if self._running:
-            raise RolloutError(
-                f"{len(self._running)} requests are running; poll them, or abort them, before a batch is generated"
-            )
-        keys_N = row_keys(seed, prompt_id.cpu(), sample.cpu()).tolist()
-        names = [f"generate-{row}" for row in range(len(prompt_ids))]
-        self.add(Prompt(name, ids, key, greedy) for name, ids, key in zip(names, prompt_ids, keys_N, strict=True))
-        found: dict[str, Answer] = {}
-        while len(found) < len(names):
-            found |= {answer.name: answer for answer in self.poll()}
-        return responses_of([found[name] for name in names])
+        prompts = prompts_of(prompt_ids, prompt_id, sample, seed=seed, greedy=greedy)
+        self.add(prompts)
+        names = [prompt.name for prompt in prompts]
+        while not self._running.keys().isdisjoint(names):
+            self._step()
+        return responses_of([self._finished.pop(name) for name in names])
 
     def add(self, prompts: Iterable[Prompt]) -> None:
         """Takes requests, which `poll` works on.
@@ -187,9 +158,8 @@ class VllmRollout:
         self._serving.expect(State.SERVING, "take requests")
         prompts = list(prompts)
         check_prompts([prompt.token_ids for prompt in prompts], self._config.max_response_tokens, self.max_length)
+        refuse_running([prompt.name for prompt in prompts], [*self._running, *self._finished])
         for prompt in prompts:
-            if prompt.name in self._running:
-                raise RolloutError(f"request {prompt.name} is running already; name it otherwise")
             ids = TokensPrompt(prompt_token_ids=list(prompt.token_ids))
             self._engine.add_request(prompt.name, ids, self._sampling(prompt))
             self._running[prompt.name] = Answer(prompt.name)
@@ -198,21 +168,27 @@ class VllmRollout:
         """Works until a response is finished, or for so long, and gives those that are; nothing running gives none."""
         self._serving.expect(State.SERVING, "generate")
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        finished: list[Answer] = []
-        while self._running and not finished:
-            for output in self._engine.step():
-                assert isinstance(output, RequestOutput)
-                answer = self._told(output)
-                if answer is not None:
-                    finished.append(answer)
+        while self._running and not self._finished:
+            self._step()
             if deadline is not None and time.monotonic() >= deadline:
                 break
-        return finished
+        finished, self._finished = self._finished, {}
+        return list(finished.values())
+
+    def _step(self) -> None:
+        """A token more of the rows that vLLM has chosen, or a part of their prompts."""
+        for output in self._engine.step():
+            assert isinstance(output, RequestOutput)
+            answer = self._told(output)
+            if answer is not None:
+                self._finished[answer.name] = answer
 
     def abort(self, names: Iterable[str]) -> None:
-        """Drops requests, finished or not."""
-        dropped = [name for name in names if self._running.pop(name, None) is not None]
-        self._engine.abort_request(dropped)
+        """Drops requests, finished or not; names that no request has are none."""
+        names = set(names)
+        self._engine.abort_request([name for name in names if self._running.pop(name, None) is not None])
+        for name in names:
+            self._finished.pop(name, None)
 
     def _told(self, output: RequestOutput) -> Answer | None:
         """Adds what an output says to its row; gives the row if it is finished."""
@@ -338,17 +314,6 @@ class VllmRollout:
         coming = self._serving.waking(parts)
         self._engine.wake_up(tags=sorted(coming))
         self._serving.asleep -= coming
-
-
-def responses_of(answers: Sequence[Answer]) -> Responses:
-    """Answers as flat tensors, in their order."""
-    return Responses(
-        torch.tensor([token for answer in answers for token in answer.token_ids], dtype=torch.int64),
-        torch.tensor([value for answer in answers for value in answer.logprobs], dtype=torch.float32),
-        torch.tensor([len(answer.token_ids) for answer in answers], dtype=torch.int64),
-        torch.tensor([answer.truncated for answer in answers], dtype=torch.bool),
-        torch.tensor([version for answer in answers for version in answer.versions], dtype=torch.int32),
-    )
 
 
 def _by_last(stops: Iterable[Sequence[int]]) -> dict[int, list[list[int]]]:

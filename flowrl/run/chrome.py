@@ -2,13 +2,13 @@
 
 import json
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from flowrl.config.errors import UserError
-from flowrl.data.events import CallEvent
+from flowrl.data.events import CallEvent, Counted
 from flowrl.run.folder import RunFolder
 from flowrl.run.trace import CallParts, call_parts
 
@@ -47,6 +47,7 @@ class Trace:
 
     events: Sequence[CallEvent] = ()
     resumes: Sequence[Resume] = ()
+    counts: Sequence[Counted] = ()
 
     def up_to_save(self, saved_at_s: float) -> "Trace":
         """What was submitted until a checkpoint's own save: the last call of that name before its manifest was written.
@@ -58,14 +59,19 @@ class Trace:
         saves = [e.number for e in self.events if e.method == _SAVE and e.submitted_ns <= until_ns]
         last = max(saves, default=0)
         kept = [event for event in self.events if event.number <= last]
-        return Trace(kept, [resume for resume in self.resumes if resume.number <= last])
+        counts = [counted for counted in self.counts if counted.at_ns <= until_ns]
+        return Trace(kept, [resume for resume in self.resumes if resume.number <= last], counts)
 
     def followed_by(self, events: Sequence[CallEvent], step: int) -> "Trace":
         """With the calls of the process that went on after a step, which had counted them from the start."""
         past = max((event.number for event in self.events), default=0)
         later = [replace(e, number=e.number + past, inputs=tuple(i + past for i in e.inputs)) for e in events]
         resumes = [Resume(min(event.number for event in later), step)] if later else []
-        return Trace([*self.events, *later], [*self.resumes, *resumes])
+        return Trace([*self.events, *later], [*self.resumes, *resumes], self.counts)
+
+    def counted(self, counts: Iterable[Counted]) -> "Trace":
+        """With these counts after its own."""
+        return replace(self, counts=[*self.counts, *counts])
 
     def last_process(self) -> list[CallEvent]:
         """The calls of the process that wrote last."""
@@ -77,13 +83,15 @@ _SAVE = "save_checkpoint"
 """The registered method by which workers take part in checkpoints."""
 
 
-def chrome_trace(events: Sequence[CallEvent], resumes: Sequence[Resume] = ()) -> dict[str, Any]:
+def chrome_trace(
+    events: Sequence[CallEvent], resumes: Sequence[Resume] = (), counts: Sequence[Counted] = ()
+) -> dict[str, Any]:
     """The events in the Chrome trace format.
 
     A process per pool and device, in it a thread per role and rank; times are microseconds from the first submission.
     `args` of each call has what it waited for, in milliseconds, and all of its event that is not said elsewhere, in
     nanoseconds. An arrow comes to each call from the last result that it waited for. A mark across all rows stands
-    where another process went on with the run.
+    where another process went on with the run. Counts are a graph above all rows.
     """
     rows = sorted({Row.of(event) for event in events})
     devices = list(dict.fromkeys((row.pool, row.device) for row in rows))
@@ -98,7 +106,7 @@ def chrome_trace(events: Sequence[CallEvent], resumes: Sequence[Resume] = ()) ->
         pid = pids[row.pool, row.device]
         trace.append(_label("thread_name", pid, tid, name=f"{row.role} {row.rank}"))
         trace.append(_label("thread_sort_index", pid, tid, sort_index=tid))
-    origin_ns = min((event.submitted_ns for event in events), default=0)
+    origin_ns = _origin_ns(events)
     places = {event.number: _place(event, pids, tids) for event in events}
     by_number = {event.number: event for event in events}
     for parts in sorted(call_parts(events), key=lambda parts: parts.event.started_ns):
@@ -112,7 +120,17 @@ def chrome_trace(events: Sequence[CallEvent], resumes: Sequence[Resume] = ()) ->
             trace.append(_arrow("s", event, left_ns - origin_ns) | places[last.number])
             trace.append(_arrow("f", event, event.started_ns - origin_ns) | places[event.number] | {"bp": "e"})
     trace += [_mark(resume, by_number[resume.number].submitted_ns - origin_ns) for resume in resumes]
+    trace += [_counter(counted, origin_ns) for counted in counts if events]
     return {"traceEvents": trace, "displayTimeUnit": "ms"}
+
+
+def _origin_ns(events: Iterable[CallEvent]) -> int:
+    return min((event.submitted_ns for event in events), default=0)
+
+
+def _counter(counted: Counted, origin_ns: int) -> dict[str, Any]:
+    at = (counted.at_ns - origin_ns) / 1e3
+    return {"ph": "C", "name": "groups", "pid": 0, "tid": 0, "ts": at, "args": dict(counted.values)}
 
 
 def _place(event: CallEvent, pids: Mapping[tuple[str, str], int], tids: Mapping[Row, int]) -> dict[str, int]:
@@ -171,13 +189,16 @@ def read_trace(path: Path) -> Trace:
         value = json.loads(file.read_text(encoding="utf-8"))
         found = [_event(entry) for entry in value["traceEvents"] if entry["ph"] == "X"]
         resumes = [Resume(**entry["args"]) for entry in value["traceEvents"] if entry["ph"] == "i"]
+        origin_ns = _origin_ns(found)
+        counters = [entry for entry in value["traceEvents"] if entry["ph"] == "C"]
+        counts = [Counted(origin_ns + round(1e3 * entry["ts"]), entry["args"]) for entry in counters]
     except OSError as error:
         raise TraceError(f"{file} cannot be read ({error.strerror}); {fix}") from error
     except KeyError as error:
         raise TraceError(f"{file} is not the trace of a run of flowrl: it has no {error.args[0]}; {fix}") from error
     except (ValueError, TypeError) as error:
         raise TraceError(f"{file} is not the trace of a run of flowrl; {fix}") from error
-    return Trace(sorted(found, key=lambda event: event.number), resumes)
+    return Trace(sorted(found, key=lambda event: event.number), resumes, counts)
 
 
 _COUNTS = ("number", "rank", "submitted_ns", "arrived_ns", "started_ns", "ended_ns", "finished_ns")

@@ -19,6 +19,8 @@ SHOWN = {
     "accuracy": "accuracy {:.3f}",
     "kl": "KL {:.4f}",
     "response_length": "length {:.1f}",
+    "staleness": "staleness {:.1f}",
+    "buffer_depth": "buffer {:.0f}",
     "tokens_per_s": "{:,.0f} tokens/s",
 }
 """Metrics in the progress line, in order, and how each is written."""

@@ -142,7 +142,7 @@ def _compare_weights(
             publisher.hand_over(actor, rollout, version)
             rollout.run(_answers)
             sync_s = time.monotonic() - started_s
-        check = WeightsCheck(actor, rollout, version, config.rollout).compare()
+        check = WeightsCheck(actor, rollout, version, config.rollout).compare(rollout)
         if check is not None:
             count, unreached = check.get()["weights_compared"], check.unreached()
             lacking = f" ({len(unreached)} cannot be, such as {unreached[0]})" if unreached else ""

@@ -69,8 +69,8 @@ def estimate_advantages(batch: Batch, config: AdvantageConfig, state: State | No
         reads = shaping_columns(config.shaping)
         _check_columns(batch, reads, "algorithm.shaping")
         batch = batch.apply(shape_scores, reads, ("shaped_scores",), config=config, state=state)
-    if config.correction is not None:
-        batch = correct_rollouts(batch, config.correction)
+    if config.applied_correction is not None:
+        batch = correct_rollouts(batch, config.applied_correction)
     inputs = advantage_estimators.inputs(advantage_estimators.load(config.estimator))
     reads = dict.fromkeys(INPUT_COLUMNS[name] for name in inputs if name != "importance_weights")
     if config.reward_columns is not None:

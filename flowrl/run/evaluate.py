@@ -1,7 +1,7 @@
 """Evaluation: greedy answers to held-out prompts, scored."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -52,3 +52,46 @@ class Evaluation:
             for i, place in enumerate(places)
         ]
         return Outcome(step, float(scores.mean()), float(mask.sum()) / len(batch), len(batch), samples)
+
+
+class Evaluations:
+    """What each evaluation of a run found; without `use` there is none."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[Outcome] = []
+        self._evaluation: Evaluation | None = None
+
+    def use(self, evaluation: Evaluation) -> None:
+        """Says what is evaluated."""
+        self._evaluation = evaluation
+
+    @property
+    def rows(self) -> int:
+        """Held-out rows of an evaluation."""
+        return 0 if self._evaluation is None else len(self._evaluation.rows)
+
+    def measure(self, step: int) -> None:
+        """Evaluates once per number of steps trained. Waits for the scores."""
+        if self._evaluation is not None and not self.are_of(step):
+            self.outcomes.append(self._evaluation.measure(step))
+
+    def are_of(self, step: int) -> bool:
+        """Whether the last one was made after so many steps."""
+        return bool(self.outcomes) and self.outcomes[-1].step == step
+
+    def summary(self, step: int) -> dict[str, float | None]:
+        """What the summary of a run of so many steps says."""
+        outcomes = self.outcomes
+        return {
+            "accuracy_before": outcomes[0].accuracy if outcomes else None,
+            "accuracy_after": outcomes[-1].accuracy if self.are_of(step) else None,
+            "evaluation_rows": outcomes[-1].num_rows if outcomes else 0,
+        }
+
+    def state(self) -> list[dict[str, Any]]:
+        """Plain values for a checkpoint."""
+        return [asdict(outcome) for outcome in self.outcomes]
+
+    def restore(self, state: Sequence[Mapping[str, Any]]) -> None:
+        """Goes on from what `state` gave."""
+        self.outcomes = [Outcome(**outcome) for outcome in state]

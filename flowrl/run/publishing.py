@@ -1,13 +1,39 @@
 """New weights on their way from the actor to the rollout."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from flowrl.config import RolloutConfig, RunConfig, TransferConfig
+from flowrl.config import RolloutConfig, RunConfig, ScheduleConfig, TransferConfig
 from flowrl.controller.future import Future
 from flowrl.controller.group import WorkerGroup
 from flowrl.controller.plan import PlacementError, Plan
 from flowrl.run.rollout_watch import ComparedWeights, WeightsCheck
 from flowrl.run.transports import Transport, transport_of
+
+
+@dataclass(frozen=True)
+class Version:
+    """A policy's weights at one moment, on their way to whoever is to sample from them."""
+
+    number: int
+    _way: "_Way"
+    _parts: Sequence[Future]
+    _check: WeightsCheck
+
+    def ready(self) -> bool:
+        """Whether the actor has come so far. Until then a rollout that was given them would wait for it."""
+        return all(part.done() for part in self._parts)
+
+    def awaited(self) -> Sequence[Future]:
+        """What `ready` looks at."""
+        return self._parts
+
+    def deliver(self, rollout: WorkerGroup) -> tuple[Sequence[Future], ComparedWeights | None]:
+        """Gives them to a rollout, or to a replica of it, which answers with them all calls from now on. Does not wait.
+
+        Returns: the calls that bring them, and what is compared, if anything is.
+        """
+        return self._way.deliver(self._parts, rollout, self.number), self._check.compare(rollout)
 
 
 class Publisher:
@@ -20,6 +46,8 @@ class Publisher:
 
     def __init__(self, config: RunConfig, plan: Plan) -> None:
         self._roles, self._plan = dict(config), plan
+        schedule = self._roles.get("schedule")
+        self._apart = isinstance(schedule, ScheduleConfig) and schedule.streams and not schedule.interrupt
         self._ways: dict[tuple[str, str], _Way] = {}
 
     def prepare(self, actor: WorkerGroup, rollout: WorkerGroup) -> None:
@@ -39,7 +67,23 @@ class Publisher:
         found = self._roles.get(rollout.role)
         check = WeightsCheck(actor, rollout, version, found if isinstance(found, RolloutConfig) else None)
         way.hand_over(version)
-        return check.compare()
+        return check.compare(rollout)
+
+    # In two halves, for rollouts that go on working until new weights are there.
+
+    def open(self, actor: WorkerGroup, rollout: WorkerGroup) -> None:
+        """Does what `export` would wait for. Waits for the constructors of both."""
+        self._way(actor, rollout).open()
+
+    def export(self, actor: WorkerGroup, rollout: WorkerGroup, version: int) -> Version:
+        """Has the actor give away its present weights, for replicas to take when they can. Does not wait."""
+        way, found = self._way(actor, rollout), self._roles.get(rollout.role)
+        check = WeightsCheck(actor, rollout, version, found if isinstance(found, RolloutConfig) else None)
+        return Version(version, way, way.export(), check)
+
+    def goes_to_all(self, actor: WorkerGroup, rollout: WorkerGroup) -> bool:
+        """Whether all replicas must take a version together, as one call of the whole group."""
+        return self._way(actor, rollout).to_all
 
     def _way(self, actor: WorkerGroup, rollout: WorkerGroup) -> "_Way":
         roles = (actor.role, rollout.role)
@@ -49,11 +93,25 @@ class Publisher:
                 transport = transport_of(
                     self._plan.roles[actor.role], self._plan.roles[rollout.role], self._plan.kind, found
                 )
+                transport = _one_by_one(transport, rollout, found) if self._apart else transport
                 way = _WAYS[_where_it_lies(transport, actor, rollout, found)]
                 self._ways[roles] = way(actor, rollout, found.transfer, found.sent_dtype)
             else:  # a role of the user's own
                 self._ways[roles] = _Way(actor, rollout, TransferConfig(), None)
         return self._ways[roles]
+
+
+def _one_by_one(transport: Transport, rollout: WorkerGroup, config: RolloutConfig) -> Transport:
+    """The way, where replicas take a version each when it has finished what it works on."""
+    if transport == "object_store":
+        return transport
+    if config.transfer.via != "auto":
+        raise PlacementError(
+            f"{rollout.role}.transfer.via is {config.transfer.via}, by which all replicas take weights together, but "
+            f"schedule.interrupt is false, by which each does so when it has finished: set schedule.interrupt: true, "
+            f"or {rollout.role}.transfer.via: auto"
+        )
+    return "object_store"
 
 
 def _where_it_lies(transport: Transport, actor: WorkerGroup, rollout: WorkerGroup, config: RolloutConfig) -> Transport:
@@ -72,21 +130,33 @@ def _where_it_lies(transport: Transport, actor: WorkerGroup, rollout: WorkerGrou
 class _Way:
     """Through the object store: once into each node's memory, from where it is read without a copy."""
 
+    to_all = False
+
     def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, config: TransferConfig, dtype: str | None) -> None:
         self._actor, self._rollout = actor, rollout
         self._how = (config.chunk_mb, dtype)
         self._count: Future = actor.num_chunks.submit(*self._how)
 
+    def open(self) -> None:
+        self._count.get()
+
+    def export(self) -> Sequence[Future]:
+        return [self._actor.weights.submit(chunk, *self._how) for chunk in range(self._count.get())]
+
+    def deliver(self, parts: Sequence[Future], rollout: WorkerGroup, version: int) -> Sequence[Future]:
+        load = rollout.load_weights.submit
+        return [load(weights, version, chunk, len(parts)) for chunk, weights in enumerate(parts)]
+
     def hand_over(self, version: int) -> None:
-        count = self._count.get()
         # All leave before the first arrives: a device that the two have in turns changes hands once.
-        parts = [self._actor.weights.submit(chunk, *self._how) for chunk in range(count)]
-        for chunk, weights in enumerate(parts):
-            self._rollout.load_weights.submit(weights, version, chunk, count)
+        self.deliver(self.export(), self._rollout, version)
 
 
 class _SharedWay(_Way):
     """In the memory of the GPUs that both are on, a part after the other has been read."""
+
+    def export(self) -> Sequence[Future]:
+        raise AssertionError("a rollout on the actor's GPUs cannot work while that trains")
 
     def hand_over(self, version: int) -> None:
         count, read = self._count.get(), None
@@ -99,17 +169,33 @@ class _SharedWay(_Way):
 class _LinkedWay(_Way):
     """From the actor's first GPU to all of the rollout's, which receive a part while it is sent."""
 
+    to_all = True
+
     def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, config: TransferConfig, dtype: str | None) -> None:
         super().__init__(actor, rollout, config, dtype)
         self._chunk_bytes = int(config.chunk_mb * 1e6)
         self._described: Sequence[Future] = ()
 
-    def hand_over(self, version: int) -> None:
-        count = self._count.get()
+    def open(self) -> None:
         if not self._described:
-            self._join(count)
+            self._join(self._count.get())
+
+    def export(self) -> Sequence[Future]:
+        self.open()
+        # The actor answers this when it comes to sending. It sends when all receive.
+        reached = self._actor.num_chunks.submit(*self._how)
+        for chunk in range(len(self._described)):
+            self._actor.send_weights.submit(chunk, *self._how)
+        return [reached]
+
+    def deliver(self, parts: Sequence[Future], rollout: WorkerGroup, version: int) -> Sequence[Future]:
+        load, count = rollout.load_sent.submit, len(self._described)
+        return [load(described, version, chunk, count) for chunk, described in enumerate(self._described)]
+
+    def hand_over(self, version: int) -> None:
+        self.open()
         for chunk, described in enumerate(self._described):
-            self._rollout.load_sent.submit(described, version, chunk, count)
+            self._rollout.load_sent.submit(described, version, chunk, len(self._described))
             self._actor.send_weights.submit(chunk, *self._how)
 
     def _join(self, count: int) -> None:

@@ -17,6 +17,7 @@ MAY_DIFFER = (
     "output",
     "resume",
     "checkpoint.*",
+    "restarts",
     "backend",
     "address",
     "placement.*",

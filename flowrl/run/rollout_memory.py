@@ -13,7 +13,7 @@ SLOT_MULTIPLE = 32
 
 MIN_ROWS = 16
 PREFILL_TOKENS = 16384
-"""Of flowrl/engines/hf_rollout.py."""
+"""Of flowrl/engines/hf_decode.py."""
 
 SAMPLED_ELEMENTS = 2**22
 """Probabilities that are worked on at a time (flowrl/engines/sampling.py)."""
@@ -54,9 +54,11 @@ def rollout_role(
     slots, before = num_slots(prompts.longest, config.max_response_tokens)
     a_slot = 2 * size.keys * item * size.layers
     prefilled = different * _round_up(prompts.longest)
+    begun = rows * _round_up(prompts.longest) if kind == "cuda" else prefilled
     products = min(PRODUCT_ROWS, PREFILL_TOKENS, prefilled) * 8 * size.mlp if quantized else 0
     steps = [
-        (prefilled * a_slot, _prefill(size, item, prefilled) + products),
+        # Rows that are alike are prefilled once, in places that are there for all.
+        (begun * a_slot, _prefill(size, item, prefilled) + products),
         (rows * _touched(slots, prompts, config, kind) * a_slot, _decode(size, item, rows, slots, before)),
     ]
     cache, activations = max(steps, key=sum)

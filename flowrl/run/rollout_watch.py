@@ -56,7 +56,7 @@ class WeightsCheck:
     """
 
     def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, version: int, config: RolloutConfig | None) -> None:
-        self._rollout, self._version = rollout, version
+        self._version = version
         knows = hasattr(rollout.cls, "check_weights") and hasattr(actor.cls, "weight_samples")
         parts: list[dict[str, Any]] = []
         if config is not None and knows and not rollout.lives_with(actor) and config.check_weights != "off":
@@ -65,11 +65,11 @@ class WeightsCheck:
         dtype = None if config is None else config.sent_dtype
         self._samples = [actor.weight_samples.submit(version, dtype=dtype, **part) for part in parts]
 
-    def compare(self) -> ComparedWeights | None:
-        """What comes of it; None where nothing is compared."""
+    def compare(self, rollout: WorkerGroup) -> ComparedWeights | None:
+        """What comes of it, of this rollout or replica, which was given them; None where nothing is compared."""
         if not self._samples:
             return None
-        return ComparedWeights(self._version, [self._rollout.check_weights.submit(each) for each in self._samples])
+        return ComparedWeights(self._version, [rollout.check_weights.submit(each) for each in self._samples])
 
 
 def gap_limit(rollout: RolloutConfig, actor: ActorConfig) -> float:
@@ -112,6 +112,8 @@ class RolloutWatch:
         """Tells what is wrong with a step that is done and whose metrics are written. Raises CheckFailed where the
         config says `check: strict`."""
         self._tell_unreached()
+        if values.get("staleness_max", 0.0) > 0:
+            return  # between two versions of the policy there is a gap, whatever samples from them
         if self._rollout is None or self._actor is None or self._rollout.check == "off" or "rollout_gap" not in values:
             return
         gap, limit = values["rollout_gap"], gap_limit(self._rollout, self._actor)

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
 from functools import cached_property
 from itertools import islice
 from types import TracebackType
@@ -17,27 +16,26 @@ from flowrl.data.batch import Batch
 from flowrl.data.files import FileSum
 from flowrl.data.prompts import PromptStream
 from flowrl.run.checkpoints import Checkpoint, Checkpoints
-from flowrl.run.chrome import Trace, TraceError, chrome_trace, read_trace
-from flowrl.run.curves import draw_curves
-from flowrl.run.display import LiveProgress, outcome_tables
-from flowrl.run.evaluate import Evaluation, Outcome
+from flowrl.run.chrome import Trace, TraceError, read_trace
+from flowrl.run.display import LiveProgress
+from flowrl.run.evaluate import Evaluation, Evaluations
 from flowrl.run.folder import RunFolder, remove_unfinished, replacing, write_json
 from flowrl.run.inputs import input_sums
 from flowrl.run.interrupt import Interruption
 from flowrl.run.lock import folder_lock
+from flowrl.run.makers import Draws, Makers, Setting
 from flowrl.run.memory import resident_mb
 from flowrl.run.metrics import MetricsLog
 from flowrl.run.publishing import Publisher
+from flowrl.run.restarts import attempt
+from flowrl.run.results import draw, show, summary_of
 from flowrl.run.resume import found, goes_on
-from flowrl.run.rollout_watch import RolloutWatch
+from flowrl.run.rollout_watch import ComparedWeights, RolloutWatch
 from flowrl.run.saving import Kept, Saver
+from flowrl.run.schedule_check import lanes_of
 from flowrl.run.start import check_engines, plan_run
 from flowrl.run.steps import Logged, StepLog
-from flowrl.run.timeline import draw_timeline
-from flowrl.run.trace import busy_fractions, loop_events
-
-_DRAWN_STEPS = 4
-"""Steps that `timeline.png` shows, of the last process; `trace.json` has all."""
+from flowrl.run.streaming import makers_of
 
 
 class Run:
@@ -62,8 +60,8 @@ class Run:
         """Version of the weights that were published last; 0 is what the model starts from."""
         self._step = 0
         self._policy: WorkerGroup | None = None
-        self._evaluation: Evaluation | None = None
-        self._outcomes: list[Outcome] = []
+        self._makers: Makers | None = None
+        self._evaluations = Evaluations()
         self._peak_mb = 0.0
         self._resumed: Checkpoint | None = None
         self._earlier = Trace()
@@ -79,12 +77,14 @@ class Run:
             self._resumed = found(config)
             self._progress = made.enter_context(LiveProgress(config.steps))
             self._interruption = made.enter_context(Interruption(self._progress.say))
-            self._progress.say(f"starting {', '.join(type(config).roles)} ({config.backend})")
+            attempts = attempt()
+            self._progress.say(attempts.said() or f"starting {', '.join(type(config).roles)} ({config.backend})")
             self._watch = RolloutWatch(config, self._progress.say)
             # Once the processes that write there are gone.
             made.callback(remove_unfinished, config.output)
             made.callback(Checkpoints(config.output).remove_unfinished)
-            self.cluster = made.enter_context(self._cluster())
+            self.cluster = made.enter_context(attempts.cluster(config, self._cluster, self._interruption))
+            self.cluster.say = self._progress.say
             self._interruption.take()  # Ray has set handlers of its own
             check_engines(config, self.cluster.plan)
             self._publisher = Publisher(config, self.cluster.plan)
@@ -108,7 +108,7 @@ class Run:
     def _take(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `_state` gave."""
         self._step, self.version = state["step"], state["version"]
-        self._outcomes = [Outcome(**outcome) for outcome in state["outcomes"]]
+        self._evaluations.restore(state["outcomes"])
         self._peak_mb = state["peak_mb"]
         self.started_s -= state["seconds"]
         self._progress.say(f"going on after step {self._step}")
@@ -119,7 +119,7 @@ class Run:
         return {
             "step": self._step,
             "version": self.version,
-            "outcomes": [asdict(outcome) for outcome in self._outcomes],
+            "outcomes": self._evaluations.state(),
             "peak_mb": self._peak_mb,
             "seconds": time.monotonic() - self.started_s,
             "inputs": self._inputs,
@@ -165,19 +165,20 @@ class Run:
     # Steps.
 
     def rollouts(self, rollout: WorkerGroup, prompts: PromptStream) -> Iterator[tuple[int, Batch]]:
-        """Step numbers from 1, each with responses to the next prompts, sampled from the last published weights.
+        """Step numbers from 1, each with the next prompts and responses to them, which are as old as `schedule` allows.
 
         Resolves step k-1 before it submits step k+1, so the driver runs ahead by one step at most.
         """
         config = self.config
         assert isinstance(config, OnPolicyConfig)
-        self._saver.keep([], {"prompts": prompts})
+        draws = Draws(prompts, config.samples_per_prompt)
+        lanes = lanes_of(config, self.cluster.plan)
+        setting = Setting(config, rollout, draws, self._publisher, self.cluster.calls, self._progress.say, lanes)
+        self._makers = makers_of(setting)
+        self._saver.keep([], {"prompts": self._makers})
         self._begin(rollout)
         for step in self._steps():
-            rows = prompts.take(config.prompts_per_step)
-            batch = Batch.from_rows(rows).repeat(config.samples_per_prompt)
-            batch["sample"] = Batch.from_rows([{"sample": i} for _ in rows for i in range(config.samples_per_prompt)])
-            yield step, batch.union(rollout.generate.submit(batch))
+            yield step, self._makers.batch(step, self.version)
 
     def batches(self, stream: Iterable[Batch]) -> Iterator[tuple[int, Batch]]:
         """Step numbers from 1, each with the stream's next batch; ends after `steps`, or with the stream.
@@ -200,14 +201,18 @@ class Run:
         self.cluster.settle()
         if self._resumed is None:
             self._evaluate_untrained()
+        if self._makers is not None and rollout is not None:
+            self._makers.begin(self._policy, self._step, self.version)
+            apart = rollout.role if self._makers.streams else None
+            self._log.follow(self._policy and self._policy.role, rollout.role, self.cluster.plan.roles, apart=apart)
         self._log.pause()
 
     def _evaluate_untrained(self) -> None:
-        if self._evaluation is not None:
-            self._progress.say(f"evaluating {len(self._evaluation.rows)} held-out rows before training")
+        if self._evaluations.rows:
+            self._progress.say(f"evaluating {self._evaluations.rows} held-out rows before training")
         self._evaluate()
-        if self._outcomes:
-            self._metrics.write(0, {"accuracy": self._outcomes[-1].accuracy})
+        if self._evaluations.outcomes:
+            self._metrics.write(0, {"accuracy": self._evaluations.outcomes[-1].accuracy})
 
     def _steps(self) -> Iterator[int]:
         while self._step < self.config.steps:
@@ -219,6 +224,7 @@ class Run:
             self._log.begin(self._step)
             self._hold(f"stopping after step {self._step}", f"in step {self._step}")
             yield self._step
+            self._log_makers()
             self._log.end()
             every = self.config.evaluate_every
             if every and self._step % every == 0:
@@ -235,7 +241,8 @@ class Run:
         In the same processes the rollout samples from the actor's own weights, and only their number changes.
         """
         self.version += 1
-        self._log.add(self._watch.follow(self._publisher.hand_over(actor, rollout, self.version)))
+        publish = self._publisher.hand_over if self._makers is None else self._makers.publish
+        self._log.add(self._watch.follow(publish(actor, rollout, self.version)))
 
     # Checkpoints.
 
@@ -272,6 +279,10 @@ class Run:
         """
         self._log.add(metrics)
 
+    def _log_makers(self) -> None:
+        for each in () if self._makers is None else self._makers.logged():
+            self._log.add(self._watch.follow(each) if isinstance(each, ComparedWeights) else (each,))
+
     def _write_lines_and_evaluate(self) -> None:
         """Brings everything up to the last step that was begun."""
         self._write_lines(self._step - 1)
@@ -289,8 +300,8 @@ class Run:
         values = self._log.resolve(step)
         self._peak_mb = max(self._peak_mb, resident_mb())
         values["memory_mb"] = self._peak_mb
-        if self._outcomes and self._outcomes[-1].step == step:
-            values["accuracy"] = self._outcomes[-1].accuracy
+        if self._evaluations.are_of(step):
+            values["accuracy"] = self._evaluations.outcomes[-1].accuracy
             self._log.pause()
         self._metrics.write(step, values)
         self._progress.update(step, values)
@@ -303,17 +314,15 @@ class Run:
         if held_out is not None:
             assert isinstance(self.config, OnPolicyConfig)
             rows = held_out.evaluation_rows(self.config.data.evaluation_rows)
-            self._evaluation = Evaluation(rollout, reward, rows)
+            self._evaluations.use(Evaluation(rollout, reward, rows))
 
     def _evaluate(self) -> None:
         """Once per number of steps trained, and not when the run was asked to end."""
-        if self._evaluation is None or self._is_evaluated or self._interruption.signal is not None:
+        if self._interruption.signal is not None or self._evaluations.are_of(self._step):
             return
-        self._outcomes.append(self._evaluation.measure(self._step))
-
-    @property
-    def _is_evaluated(self) -> bool:
-        return bool(self._outcomes) and self._outcomes[-1].step == self._step
+        if self._makers is not None and self._evaluations.rows:
+            self._makers.hold()
+        self._evaluations.measure(self._step)
 
     # The end.
 
@@ -325,6 +334,8 @@ class Run:
         self._log.end()
         self._hold("stopping when the results are written", f"after step {self._step}")
         self._write_lines_and_evaluate()
+        if self._makers is not None:
+            self._makers.end()
         self._save_last()
         self._write_model(actor)
         self._progress.close()
@@ -333,7 +344,7 @@ class Run:
         summary = self._summary()
         write_json(self.folder.summary, summary)
         if self._interruption.signal is None:
-            self._show()
+            show(self._progress.console, self._evaluations.outcomes, self.folder)
         return summary
 
     def _write_model(self, actor: WorkerGroup) -> None:
@@ -342,44 +353,31 @@ class Run:
             actor.save(folder.absolute())
 
     def _draw(self, until_ns: int | None = None) -> None:
-        draw_curves(self._metrics.history, self.folder.curves)
         events = list(self.cluster.calls.events)
         step = None if self._resumed is None else self._resumed.manifest.step
         trace = Trace(events) if step is None else self._earlier.followed_by(events, step)
-        write_json(self.folder.trace, chrome_trace(trace.events, trace.resumes), indent=None)
-        # A whole run would be stripes; the last steps show what overlaps.
-        window_s = sum(line.get("seconds", 0.0) for line in self._metrics.history[-_DRAWN_STEPS:])
-        draw_timeline(loop_events(events), self.folder.timeline, window_s=window_s, until_ns=until_ns)
+        counted = () if self._makers is None else self._makers.counted
+        draw(self.folder, self._metrics.history, trace.counted(counted), events, until_ns)
 
     def _summary(self) -> dict[str, Any]:
-        loop = loop_events(self.cluster.calls.events)
-        start_ns = min((event.started_ns for event in loop), default=0)
-        end_ns = max((event.ended_ns for event in loop), default=0)
-        outcomes = self._outcomes
-        return {
-            "steps": int(self._metrics.history[-1]["step"]) if self._metrics.history else 0,
+        signal = self._interruption.signal
+        self._peak_mb = max(self._peak_mb, resident_mb())
+        told = {
             "steps_asked": self.config.steps,
-            "interrupted_by": None if self._interruption.signal is None else self._interruption.signal.name,
+            "interrupted_by": None if signal is None else signal.name,
             "seconds": time.monotonic() - self.started_s,
-            "accuracy_before": outcomes[0].accuracy if outcomes else None,
-            "accuracy_after": outcomes[-1].accuracy if self._is_evaluated else None,
             "rollout_gap_steps": self._watch.gap_steps,
-            "evaluation_rows": outcomes[-1].num_rows if outcomes else 0,
-            "peak_memory_mb": max(self._peak_mb, resident_mb()),
-            "busy_fraction": busy_fractions(loop, start_ns, end_ns),
+            "peak_memory_mb": self._peak_mb,
         }
-
-    def _show(self) -> None:
-        console = self._progress.console
-        if self._outcomes:
-            for table in outcome_tables(self._outcomes[0], self._outcomes[-1]):
-                console.print(table)
-        console.print(f"results: {self.folder.path}", markup=False)
+        found = self._evaluations.summary(self._step) | ({} if self._makers is None else self._makers.summary())
+        return summary_of(self._metrics.history, self.cluster.calls.events) | told | found
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
+            if self._makers is not None:
+                self._makers.leave()
             if error is not None:
                 self._leave_early()
         except OSError as lost:  # what ended the run is what is told of it, and a full disk may be just that

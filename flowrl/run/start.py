@@ -29,6 +29,7 @@ from flowrl.run.memory_estimate import estimate
 from flowrl.run.memory_table import check_memory, room
 from flowrl.run.model_fit import check_fit
 from flowrl.run.resume import goes_on
+from flowrl.run.schedule_check import check_schedule
 from flowrl.run.transports import transport_of
 
 
@@ -133,14 +134,17 @@ def _functions_of_advantages(
     yield f"{group}.kl_kind", "KL estimate", config.kl_kind or "", {}
     if config.kl_control is not None:
         yield f"{group}.kl_control.kind", "KL control", config.kl_control.kind, config.kl_control.options or {}
-    if config.correction is not None:
-        yield f"{group}.correction.kind", "rollout correction", config.correction.kind, config.correction.options or {}
+    if (correction := config.applied_correction) is not None:
+        yield f"{group}.correction.kind", "rollout correction", correction.kind, correction.options or {}
     for i, shaping in enumerate(config.shaping):
         yield f"{group}.shaping.{i}.kind", "reward shaping", shaping.kind, shaping.options or {}
 
 
 def check_engines(config: RunConfig, planned: Plan) -> None:
-    """Refuses a role whose engine cannot run on the ranks of its mesh. Raises `ConfigError`."""
+    """Refuses a role whose engine cannot run on the ranks of its mesh, and a schedule that a plan does not let.
+
+    Raises: `ConfigError`.
+    """
     models = {role: found for role, found in models_of(config).items() if found[1].model is not None}
     for role, place in planned.roles.items():
         where, mesh = f"placement.roles.{role}", place.mesh
@@ -161,6 +165,7 @@ def check_engines(config: RunConfig, planned: Plan) -> None:
             _check_engine(role, f"{prefix}engine", place, model.engine)
     check_adapters(config, planned)
     check_quantization(config, planned)
+    check_schedule(config, planned)
     for role, value in config:
         if isinstance(value, RolloutConfig) and {"actor", role} <= planned.roles.keys():
             transport_of(planned.roles["actor"], planned.roles[role], planned.kind, value)

@@ -1,13 +1,15 @@
 """Which calls and metrics belong to which step of a loop, and when the step is done."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from flowrl.controller.calls import CallRecord, Calls
+from flowrl.controller.call_record import CallRecord
+from flowrl.controller.calls import Calls
 from flowrl.data.events import CallEvent
 from flowrl.data.metric import Mean, Metric, merge_metrics
+from flowrl.run.schedule_metrics import Idleness
 
 
 class MetricFuture(Protocol):
@@ -15,6 +17,9 @@ class MetricFuture(Protocol):
 
     def get(self) -> Mapping[str, Metric | float]: ...
 
+
+_HEARD_LATE_NS = 10**9
+"""The driver hears of calls in another order than that in which they end, but not so much later."""
 
 Logged = MetricFuture | Mapping[str, Metric | float]
 """What `Run.log` takes: metrics, or a future of them. A plain number is a mean over the values of that name."""
@@ -45,6 +50,22 @@ class StepLog:
         """When the step had ended that was resolved last."""
         self._steps: dict[int, _Step] = {}
         self._open: int | None = None
+        self._policy: str | None = None
+        self._rollout: str | None = None
+        self._roles: tuple[str, ...] = ()
+        self._apart: str | None = None
+        self._idleness = Idleness()
+
+    def follow(self, policy: str | None, rollout: str, roles: Iterable[str], *, apart: str | None = None) -> None:
+        """From now on steps tell also who waited.
+
+        Args:
+            policy: the role that is trained.
+            rollout: the role that generates.
+            roles: of which to tell.
+            apart: the role whose calls are no part of a step: it works all the time.
+        """
+        self._policy, self._rollout, self._roles, self._apart = policy, rollout, tuple(roles), apart
 
     def begin(self, step: int) -> None:
         """Opens a step: what is submitted and logged from now on is its own."""
@@ -55,7 +76,7 @@ class StepLog:
         """Closes the step that is open, if one is."""
         if self._open is not None:
             self._steps[self._open].submitted_ns = time.time_ns()
-            self._steps[self._open].calls = self._calls.pending()
+            self._steps[self._open].calls = [call for call in self._calls.expected() if call.role != self._apart]
             self._open = None
 
     def add(self, metrics: tuple[Logged, ...]) -> None:
@@ -77,8 +98,9 @@ class StepLog:
         done = self._steps.pop(step)
         merged = merge_metrics([_as_metrics(logged) for logged in done.metrics])
         self._calls.settle(done.calls, None)
-        ended_ns = max((event.ended_ns for event in self._events_of(done)), default=done.submitted_ns)
-        values = {name: metric.result() for name, metric in merged.items()}
+        own = list(self._events_of(done))
+        ended_ns = max((event.ended_ns for event in own), default=done.submitted_ns)
+        values = {name: metric.result() for name, metric in merged.items()} | self._waits(own, ended_ns)
         values["seconds"] = (ended_ns - self._ended_ns) / 1e9
         values["elapsed_s"] = (ended_ns - self._started_ns) / 1e9
         self._ended_ns = self.last_ended_ns = ended_ns
@@ -91,8 +113,25 @@ class StepLog:
         for event in reversed(self._calls.events):
             if event.ended_ns < step.begun_ns:
                 return
-            if step.begun_ns <= event.submitted_ns <= step.submitted_ns:
+            if step.begun_ns <= event.submitted_ns <= step.submitted_ns and event.role != self._apart:
                 yield event
+
+    def _waits(self, own: Iterable[CallEvent], ended_ns: int) -> dict[str, float]:
+        """Who had nothing to do since the step before ended, given the calls of the step itself."""
+        if not self._roles:
+            return {}
+        begun_ns, recent = self._ended_ns, []
+        for event in reversed(self._calls.events):
+            if event.ended_ns < begun_ns - _HEARD_LATE_NS:
+                break
+            if event.ended_ns > begun_ns:
+                recent.append(event)
+        values = self._idleness.of(recent, self._roles, begun_ns, ended_ns)
+        first_ns = min((event.started_ns for event in own if event.role == self._policy), default=begun_ns)
+        values["wait_data_s"] = max(0, first_ns - begun_ns) / 1e9
+        if (idle := values.get(f"idle_{self._rollout}")) is not None:
+            values["wait_weights_s"] = idle * (ended_ns - begun_ns) / 1e9
+        return values
 
     def pause(self) -> None:
         """What was done until now, an evaluation say, is no step's time."""

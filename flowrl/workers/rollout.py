@@ -1,5 +1,6 @@
 """Rollout: the actor's weights answering prompts."""
 
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -13,15 +14,18 @@ from flowrl.controller.plan import Mesh
 from flowrl.controller.register import Dispatch, register
 from flowrl.controller.worker import Worker
 from flowrl.data.chat import ChatTokenizer
-from flowrl.data.table import make_table, objects
+from flowrl.data.table import objects
 from flowrl.engines.hf_rollout import HfRollout
 from flowrl.engines.int8 import quantized_copy
 from flowrl.engines.models import LanguageModel, load_policy
+from flowrl.engines.responses import RolloutError
 from flowrl.engines.serving import State
 from flowrl.engines.sharded_load import read_weights
 from flowrl.engines.weight_check import Compared, WeightSamples, refuse_wrong
 from flowrl.engines.weights import borrowed_weights, empty_copy, tensors_of, whole_weights, write_weights
 from flowrl.workers.actor import Actor
+from flowrl.workers.groups import Groups
+from flowrl.workers.responses import RESPONSE_COLUMNS, response_table
 
 if TYPE_CHECKING:
     from flowrl.engines.vllm_links import Described, SharedPart
@@ -45,7 +49,7 @@ class Rollout(Worker):
         return _VllmRollout if config.engine == "vllm" else cls
 
     def __init__(self, config: RolloutConfig, model: ModelConfig, *, seed: int) -> None:
-        self.seed = seed
+        self.seed, self._groups, self._max_rows = seed, Groups(), config.max_rows
         actor = self.peer("actor")
         # Of an actor that ranks hold in parts, all of them must live here: they put its weights together.
         self._actor = actor if isinstance(actor, Actor) and actor.lends_weights_to(self) else None
@@ -69,7 +73,7 @@ class Rollout(Worker):
         Dispatch.DP_COMPUTE_PROTO,
         blocking=False,
         reads=("prompt_ids", "prompt_id", "sample"),
-        writes=("input_ids", "response_mask", "rollout_logprobs", "weight_version", "truncated", "response"),
+        writes=RESPONSE_COLUMNS,
     )
     def generate(self, batch: TensorDict, greedy: bool = False) -> TensorDict:
         """A response to every row's prompt: sampled, or the likeliest token each time with `greedy`."""
@@ -78,23 +82,61 @@ class Rollout(Worker):
             answers = self.engine.generate(
                 prompts, batch["rows", "prompt_id"], batch["rows", "sample"], seed=self.seed, greedy=greedy
             )
-        responses = answers.ids()
-        prompt_lengths_B = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64)
-        lengths_B = prompt_lengths_B + answers.lengths
-        rows_T = torch.repeat_interleave(torch.arange(len(prompts)), lengths_B)
-        positions_T = torch.arange(len(rows_T)) - (torch.cumsum(lengths_B, 0) - lengths_B)[rows_T]
-        mask_T = positions_T >= prompt_lengths_B[rows_T]
-        input_ids_T = torch.empty(len(rows_T), dtype=torch.int64)
-        input_ids_T[mask_T] = answers.tokens
-        input_ids_T[~mask_T] = torch.tensor([token for prompt in prompts for token in prompt], dtype=torch.int64)
-        tokens = {
-            "input_ids": input_ids_T,
-            "response_mask": mask_T,
-            "rollout_logprobs": torch.zeros(len(rows_T)).masked_scatter(mask_T, answers.logprobs.float()),
-            "weight_version": torch.full_like(mask_T, -1, dtype=torch.int32).masked_scatter(mask_T, answers.versions),
-        }
-        rows = {"truncated": answers.truncated, "response": [self.tokenizer.decode(ids) for ids in responses]}
-        return make_table(rows, tokens, lengths_B)
+        return response_table(prompts, answers, self.tokenizer)
+
+    # Groups as they come.
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False, reads=("prompt_ids", "prompt_id", "sample"), resend=False)
+    def add(self, batch: TensorDict, samples: int) -> None:
+        """Takes groups, which `poll` works on: the rows of prompts, so many of each.
+
+        Raises:
+            RolloutError: it samples from an actor's weights, which training changes without a word; or a prompt does
+                not fit.
+        """
+        if self._actor is not None:
+            raise RolloutError(
+                "the rollout answers with the weights of the actor in its process, which training changes while rows "
+                "run: give rollout a pool of its own in the placement, or set schedule.kind to sync or one_step_off"
+            )
+        self.engine.add(self._groups.requests(batch, samples, self.seed))
+        self._groups.add(batch)
+
+    @register(
+        Dispatch.COLLECT,
+        blocking=False,
+        rows="unknown",
+        writes=(*RESPONSE_COLUMNS, "prompt_id", "sample"),
+        resend=False,
+    )
+    def poll(self, slice_s: float) -> TensorDict:
+        """Works until all rows of some group are answered and none waits to take their place, or for so long and the
+        step that is running then; gives the rows of all answered groups, in the order in which they were added.
+
+        With nothing to work on, and in the middle of an update, it gives at once what there is, so that what comes next
+        need not wait: whoever asks knows whether it was given anything.
+        """
+        deadline = time.monotonic() + slice_s
+        if self.engine.state is not State.UPDATING:
+            self._work(deadline)
+        return self._groups.take_whole(self.tokenizer)
+
+    def _work(self, deadline: float) -> None:
+        while self.engine.num_running and not (self._groups.any_whole and self.engine.num_running <= self._max_rows):
+            left_s = deadline - time.monotonic()
+            self._groups.answered(self.engine.poll(max(0.0, left_s)))
+            if left_s <= 0:
+                return
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False, resend=False)
+    def abort(self, prompt_ids: Sequence[int]) -> None:
+        """Drops the groups of these prompts, whole or not; prompts that it does not work on are none."""
+        self.engine.abort(self._groups.drop(prompt_ids))
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def abort_all(self) -> None:
+        """Drops every group; of a process that was lost, those that the one in its place was given."""
+        self.engine.abort(self._groups.drop())
 
     @property
     def shares_weights(self) -> bool:
@@ -168,6 +210,7 @@ class _VllmRollout(Rollout):
         from flowrl.engines.vllm_rollout import VllmRollout  # noqa: PLC0415 (an extra, and it takes the process over)
 
         self.seed, self._actor, self._quantized = seed, None, config.quantization is not None
+        self._groups, self._max_rows = Groups(), config.max_rows
         self.tokenizer = ChatTokenizer(model.path)
         self.engine = VllmRollout(
             model, self.tokenizer.tokenizer, config, tp=self.context.leads, sleeps=self.context.yields

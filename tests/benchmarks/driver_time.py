@@ -78,7 +78,7 @@ class InstantBackend:
     def share(self, payload: Payload) -> Ref:
         return LocalRef(payload)
 
-    def wait(self, refs: Sequence[Ref], timeout_s: float) -> list[Ref]:
+    def wait(self, refs: Sequence[Ref], count: int, timeout_s: float) -> list[Ref]:
         return list(refs)
 
     def get(self, refs: Sequence[Ref]) -> list[Any]:

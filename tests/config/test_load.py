@@ -179,6 +179,8 @@ def test_a_fault_in_an_included_file_is_named_by_that_file_and_line(ppo: Path) -
 def test_an_included_file_that_is_not_there_is_refused(ppo: Path) -> None:
     sentence = "placement is none.yaml, and there is no such file; the folder has ppo.yaml"
     assert refusal(ppo, "placement=none.yaml").endswith(sentence)
+    sentence = "schedule is async, and there is no such file: for that choice set schedule.kind=async"
+    assert refusal(ppo, "schedule=async").endswith(sentence)
 
 
 def test_reading_a_config_loads_neither_torch_nor_ray() -> None:

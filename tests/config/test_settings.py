@@ -101,7 +101,7 @@ def quantized(quantization: str = "int8", **correction: Any) -> dict[str, Any]:
             {"max_response_tokens": 8, "quantization": "fp8"},
             "but engine hf quantises to int8 only",
         ),
-        (PPOConfig, quantized(), r"quantization is int8, .* algorithm\.correction is null: set .*kind: truncated"),
+        (PPOConfig, quantized(), r"quantization is int8, .* algorithm\.correction is null: set .*correction: auto"),
         (PPOConfig, quantized(kind="rejection", high=0.5), r"algorithm\.correction drops tokens and weighs none: set"),
         (
             PPOConfig,

@@ -1,6 +1,6 @@
 """A call's clock starts when nothing is before it."""
 
-from flowrl.controller.calls import CallRecord
+from flowrl.controller.call_record import CallRecord
 from flowrl.controller.deadlines import Deadlines
 from flowrl.controller.host import Report
 from flowrl.controller.plan import Slot

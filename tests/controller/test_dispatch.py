@@ -69,6 +69,13 @@ def test_objects_of_no_rows_at_all_are_an_empty_list(shared: Shared, batch: Batc
     assert shared.first.shout(batch.rows([])).get("loud") == []
 
 
+def test_ranks_give_rows_of_their_own_without_a_batch_that_goes_in(shared: Shared):
+    found = shared.first.own_rows(2)
+    assert found.get("y").tolist() == [2, 2, 4, 4, 4, 4] and found.get("name") == ["row"] * 6 and found.num_rows == 6
+    assert shared.first.own_rows(0).get("y").tolist() == []
+    assert shared.pipeline.own_rows(1).get("y").tolist() == [3], "the last stage answers"
+
+
 def test_metrics_are_merged_over_ranks_by_their_own_reduction(shared: Shared, batch: Batch):
     merged = {name: metric.result() for name, metric in shared.first.statistics(batch.rows([6, 0])).items()}
     assert merged == {"mean": 3.0, "rows": 2, "largest": 6.0}

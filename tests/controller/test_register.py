@@ -1,6 +1,6 @@
 import pytest
 
-from flowrl.controller.register import Contract, Dispatch, contract_of, register, registered_methods
+from flowrl.controller.register import Contract, Dispatch, Rows, contract_of, register, registered_methods
 from flowrl.controller.worker import Worker
 
 
@@ -57,6 +57,18 @@ def test_arguments_without_names_are_refused_where_the_method_is_written():
         def method(self: Worker, *values: int) -> None: ...
 
 
-def test_a_batch_of_no_columns_is_not_promised():
+@pytest.mark.parametrize(("mode", "rows"), [(Dispatch.DP_COMPUTE_PROTO, "same"), (Dispatch.COLLECT, "unknown")])
+def test_a_batch_of_no_columns_is_not_promised(mode: str, rows: Rows):
     with pytest.raises(ValueError, match=r"writes=\(\) promises a batch without columns"):
-        register(Dispatch.DP_COMPUTE_PROTO, writes=())
+        register(mode, writes=(), rows=rows)
+
+
+@pytest.mark.parametrize("rows", ["same", 2])
+def test_rows_that_a_rank_has_of_its_own_are_not_counted_by_a_batch(rows: Rows):
+    with pytest.raises(ValueError, match=rf"rows={rows!r} counts by the rows that come in, and with collect none do"):
+        register(Dispatch.COLLECT, rows=rows)
+
+
+def test_a_state_that_is_given_again_is_not_of_a_call_that_is_not_made_again():
+    with pytest.raises(ValueError, match=r"replay has a call made again .* and resend=False does not: drop one"):
+        register(Dispatch.ONE_TO_ALL, replay=True, resend=False)

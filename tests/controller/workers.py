@@ -102,6 +102,12 @@ class Arithmetic(Worker):
         kept = take_rows(table, torch.nonzero(table["rows", "x"] % 2 == 0).flatten())
         return make_table({"x": kept["rows", "x"]}, {"ids": kept["tokens", "ids"]}, lengths(kept))
 
+    @register(Dispatch.COLLECT, blocking=False, writes=("y", "name"), rows="unknown")
+    def own_rows(self, times: int) -> TensorDict:
+        """As many rows as its rank times a number."""
+        count = self.rank * times
+        return make_table({"y": torch.full((count,), self.rank * self.factor), "name": ["row"] * count})
+
     @register(Dispatch.DP_COMPUTE_METRIC, reads=("x",))
     def statistics(self, table: TensorDict) -> dict[str, Metric]:
         x = table["rows", "x"].double()

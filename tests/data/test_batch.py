@@ -84,6 +84,21 @@ def test_minibatches_hold_every_row_once_per_epoch(count: int, size: int, epochs
     assert all(len(part) <= size for part in parts)
 
 
+def test_minibatches_of_sections_have_an_equal_part_of_each_and_every_row_once():
+    batch = batch_of(numbered(24)).in_sections(2).union(batch_of(numbered(24)).rename({"x": "y"}))
+    parts = [part.get("x").tolist() for part in batch.minibatches(10, seed=1)]
+    assert [len(part) for part in parts] == [10, 10, 4]
+    assert sorted(x for part in parts for x in part) == list(range(24))
+    for part in parts:
+        half = len(part) // 2
+        assert max(part[:half]) < 12 <= min(part[half:])
+
+
+def test_sections_that_do_not_divide_the_rows_are_shuffled_together():
+    whole, cut = (list(batch_of(numbered(9)).in_sections(n).minibatches(3, seed=1)) for n in (1, 2))
+    assert [part.get("x").tolist() for part in whole] == [part.get("x").tolist() for part in cut]
+
+
 def test_minibatches_depend_on_seed_and_epoch_alone():
     first, again = (
         [part.get("x").tolist() for part in batch_of(numbered(20)).minibatches(20, epochs=2, seed=3)] for _ in range(2)

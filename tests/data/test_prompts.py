@@ -128,6 +128,13 @@ def test_the_size_of_a_draw_does_not_change_what_is_drawn(tokenizer: ChatTokeniz
     assert [row for size in (1, 6, 0, 4) for row in small.take(size)] == large.take(11)
 
 
+def test_rows_of_a_draw_are_the_same_before_and_after_it_is_taken(tokenizer: ChatTokenizer) -> None:
+    drawn, again = stream(tokenizer), stream(tokenizer)
+    taken = drawn.take(12)
+    assert again.rows([11, 3, 7]) == [taken[11], taken[3], taken[7]] == drawn.rows([11, 3, 7])
+    assert again.take(1) == taken[:1]
+
+
 def test_a_restored_stream_goes_on_where_it_was(tokenizer: ChatTokenizer) -> None:
     first, second = stream(tokenizer), stream(tokenizer)
     first.take(7)

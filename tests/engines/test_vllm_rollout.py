@@ -346,5 +346,33 @@ def test_requests_that_do_not_fit_leave_nothing_behind(pair: Pair) -> None:
     (said,) = pair.group.run(vllm_checks.adds_what_does_not_fit, 510)
     assert said[0].startswith("prompt 0 has 510 tokens, 522 with")
     assert said[1] == "request one is running already; name it otherwise"
-    assert said[2] == "1 requests are running; poll them, or abort them, before a batch is generated"
-    assert said[3] == "0"
+    assert said[2] == "0"
+
+
+def test_a_batch_is_generated_while_requests_run(pair: Pair) -> None:
+    alone = pair.says(PROMPTS)
+    ((found, names),) = pair.group.run(vllm_checks.generates_between, PROMPTS, list(range(len(PROMPTS))))
+    assert found["tokens"] == alone["tokens"]
+    assert set(names) - {"row-0"} == {f"row-{row}" for row in range(1, len(PROMPTS))} and len(names) == len(set(names))
+
+
+def test_groups_come_back_whole_with_the_rows_of_a_batch_and_every_token_its_version(pair: Pair) -> None:
+    batch = batch_of(9)
+    said = pair.group.generate(batch)
+    expected = dict(zip(range(9), said.get("input_ids").split(said.lengths().tolist()), strict=True))
+    pair.group.add(batch, 1)
+    found = []
+    while sum(piece.num_rows for piece in found) < 9:
+        found.append(pair.group.poll(0.5))
+    for piece in found:
+        rows = piece.get("input_ids").split(piece.lengths().tolist())
+        assert all(torch.equal(row, expected[n]) for n, row in zip(piece.get("prompt_id").tolist(), rows, strict=True))
+    pair.group.add(batch, 1)
+    pair.group.poll(0.0)
+    old = pair.version
+    pair.hand_over()
+    found = [pair.group.poll(0.5) for _ in range(9)]
+    versions = torch.cat([piece.get("weight_version")[piece.get("response_mask")] for piece in found])
+    assert set(versions.tolist()) == {old, pair.version}
+    pair.group.abort_all()
+    assert pair.group.poll(0.0).num_rows == 0

@@ -9,6 +9,7 @@ import torch
 
 from flowrl.config import CheckFailed, UserError
 from flowrl.controller.worker import Worker
+from flowrl.engines.requests import Prompt
 from flowrl.engines.weight_check import WeightSamples
 from flowrl.engines.weights import tensors_of
 from flowrl.workers import Rollout
@@ -81,17 +82,10 @@ def misses_a_part(worker: Rollout, weights: dict[str, Any]) -> str:
 
 def adds_what_does_not_fit(worker: Rollout, longest: int) -> list[str]:
     """What requests that are refused are told, and that none of them is left."""
-    from flowrl.engines.vllm_rollout import Prompt  # noqa: PLC0415 (only where vLLM is)
-
     engine = engine_of(worker)
     said = [refusal(worker, "add", ([Prompt("long", [2] * longest, key=1)],))]
     engine.add([Prompt("one", [2, 3], key=1)])
     said += [refusal(worker, "add", ([Prompt("one", [2, 3], key=1)],))]
-    row_B = torch.zeros(1, dtype=torch.int64)
-    try:
-        engine.generate([[2, 3]], row_B, row_B, seed=1)
-    except UserError as error:
-        said += [str(error)]
     engine.abort(["one"])
     return [*said, str(engine.num_running)]
 
@@ -116,8 +110,6 @@ def streams(
     worker: Rollout, prompts: Sequence[Sequence[int]], weights: dict[str, Any], version: int, steps: int
 ) -> list[dict[str, Any]]:
     """Answers as they come, with new weights after a few steps; the last request is dropped."""
-    from flowrl.engines.vllm_rollout import Prompt  # noqa: PLC0415 (only where vLLM is)
-
     engine = engine_of(worker)
     engine.add(Prompt(f"row-{row}", ids, key=row) for row, ids in enumerate(prompts))
     found = []
@@ -130,6 +122,21 @@ def streams(
     while engine.num_running:
         found += engine.poll()
     return [vars(answer) for answer in found]
+
+
+def generates_between(worker: Rollout, prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> tuple[Said, list[str]]:
+    """A batch while requests run, one of which is dropped when it may be finished; what the batch says, and who is
+    answered then and afterwards, in order of names."""
+    engine = engine_of(worker)
+    engine.add(Prompt(f"row-{row}", ids, key=row) for row, ids in enumerate(prompts))
+    names = [answer.name for answer in engine.poll(0.0)]
+    found = says(worker, prompts, rows)
+    engine.abort(["row-0"])
+    # Those that the batch has outlived are given at once.
+    names += [answer.name for answer in engine.poll(0.0)]
+    while engine.num_running:
+        names += [answer.name for answer in engine.poll()]
+    return found, sorted(names)
 
 
 def updates(worker: Rollout, weights: dict[str, Any], count: int) -> list[int]:

@@ -18,6 +18,8 @@ from recipes.ppo.config import PPOConfig
 from recipes.ppo.train import train as train_ppo
 
 CLOCK = {"seconds", "elapsed_s", "tokens_per_s", "memory_mb"}
+CLOCK |= {f"idle_{role}" for role in ("actor", "critic", "reference", "reward", "rollout")}
+CLOCK |= {"wait_data_s", "wait_weights_s"}
 OWN_MODULE = "tests.algorithms.own_functions"
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -28,6 +28,8 @@ def named(cases: Collection[str], *slow: str) -> list[Any]:
 
 CLOCK = {"seconds", "elapsed_s", "tokens_per_s", "memory_mb", "rollout_gap", "rollout_gap_max"}
 CLOCK |= {"weights_compared", "weights_unreached"}
+CLOCK |= {f"idle_{role}" for role in ("actor", "critic", "reference", "reward", "rollout")}
+CLOCK |= {"wait_data_s", "wait_weights_s"}
 """What a placement may change; the gap between rollout and trainer is itself a rounding error, and weights are compared
 where they travel."""
 

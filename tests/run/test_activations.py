@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from flowrl.algorithms import hidden_logprobs, logprobs
 from flowrl.config import LoraConfig
-from flowrl.engines import hf_rollout, kv_cache, sampling
+from flowrl.engines import hf_decode, kv_cache, sampling
 from flowrl.engines.lora import add_adapter
 from flowrl.engines.models import caps_attention
 from flowrl.run.activations import CHUNK_ELEMENTS, TILE_SIDES, TILED_FROM, Precision, layer_bytes
@@ -106,6 +106,6 @@ def test_what_the_head_makes_at_a_time_is_what_is_counted() -> None:
 
 def test_what_a_rollout_makes_at_a_time_is_what_is_counted() -> None:
     assert SLOT_MULTIPLE == kv_cache.SLOT_MULTIPLE
-    assert hf_rollout._MIN_ROWS == MIN_ROWS
-    assert hf_rollout._PREFILL_TOKENS == PREFILL_TOKENS
+    assert hf_decode._MIN_ROWS == MIN_ROWS
+    assert hf_decode._PREFILL_TOKENS == PREFILL_TOKENS
     assert sampling._CHUNK_ELEMENTS == SAMPLED_ELEMENTS

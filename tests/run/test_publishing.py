@@ -183,6 +183,49 @@ def test_a_second_version_uses_what_the_first_found_out(
     assert {given["version"] for given in arguments(second, loads)} == {2}
 
 
+def test_in_two_halves_a_version_leaves_and_is_given_to_who_takes_it_later(
+    open_cluster: ClusterMaker, tmp_path: Path
+) -> None:
+    two = Two(open_cluster, tmp_path, kind="cpu")
+    two.publisher.open(two.actor, two.rollout)
+    version = two.publisher.export(two.actor, two.rollout, 7)
+    assert version.ready() and not two.publisher.goes_to_all(two.actor, two.rollout)
+    assert calls(read(two.diary)) == [("actor", "num_chunks"), *[("actor", "weights")] * 3]
+    before = len(read(two.diary))
+    loads, compared = version.deliver(two.rollout)
+    assert len(loads) == Sending.CHUNKS and compared is None
+    assert calls(read(two.diary)[before:]) == [("rollout", "load_weights")] * 3
+
+
+def test_through_a_link_the_actor_sends_when_it_comes_to_it_and_all_receive_together(
+    open_cluster: ClusterMaker, tmp_path: Path
+) -> None:
+    two = Two(open_cluster, tmp_path)
+    two.publisher.open(two.actor, two.rollout)
+    before = len(read(two.diary))
+    version = two.publisher.export(two.actor, two.rollout, 7)
+    assert calls(read(two.diary)[before:]) == [("actor", "num_chunks"), *[("actor", "send_weights")] * 3]
+    assert version.ready() and two.publisher.goes_to_all(two.actor, two.rollout)
+    before = len(read(two.diary))
+    version.deliver(two.rollout)
+    assert calls(read(two.diary)[before:]) == [("rollout", "load_sent")] * 3
+
+
+@pytest.mark.parametrize("via", ["auto", "nccl"])
+def test_replicas_that_finish_first_take_weights_one_by_one(
+    via: str, open_cluster: ClusterMaker, tmp_path: Path
+) -> None:
+    two = Two(open_cluster, tmp_path, via=via)
+    two.publisher._apart = True
+    if via == "auto":
+        assert not two.publisher.goes_to_all(two.actor, two.rollout)
+        return
+    with pytest.raises(
+        PlacementError, match=r"transfer\.via is nccl, .*interrupt is false.*set schedule\.interrupt: true"
+    ):
+        two.publisher.open(two.actor, two.rollout)
+
+
 def test_what_a_version_needs_to_know_is_asked_before_it(open_cluster: ClusterMaker, tmp_path: Path) -> None:
     two = Two(open_cluster, tmp_path, kind="cpu")
     two.publisher.prepare(two.actor, two.rollout)

@@ -1,0 +1,166 @@
+"""Makers: the replicas of a rollout, and which of a run's steps their responses come for."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from flowrl.config import OnPolicyConfig
+from flowrl.controller.calls import Calls
+from flowrl.controller.group import WorkerGroup
+from flowrl.data.batch import Batch
+from flowrl.data.events import Counted
+from flowrl.data.prompts import PromptStream
+from flowrl.run.publishing import Publisher
+from flowrl.run.rollout_watch import ComparedWeights
+from flowrl.run.schedule_metrics import staleness
+from flowrl.run.steps import Logged
+
+
+class Makers(Protocol):
+    """Gives a loop the batch of each step, whenever its responses were generated. A checkpoint keeps it: `state` is
+    that of the prompts, and the draws that were taken and not trained."""
+
+    streams: bool
+    """Whether their calls are no part of any step."""
+
+    def begin(self, policy: WorkerGroup | None, step: int, version: int) -> None:
+        """Before the first step of this process: so many steps are done, and the makers have weights of a version."""
+        ...
+
+    def batch(self, step: int, version: int) -> Batch:
+        """The prompts of a step and their responses, for a trainer whose weights have this version."""
+        ...
+
+    def publish(self, actor: WorkerGroup, rollout: WorkerGroup, version: int) -> ComparedWeights | None:
+        """Gives the actor's present weights to the makers. Does not wait. What is compared at once, if anything is."""
+        ...
+
+    def hold(self) -> None:
+        """Waits until a call of the whole rollout would be answered with the weights that were published last."""
+        ...
+
+    def logged(self) -> tuple[Logged, ...]:
+        """Metrics of the step that is open."""
+        ...
+
+    def end(self) -> None:
+        """Has makers leave what is not finished. Waits for them."""
+        ...
+
+    def leave(self) -> None:
+        """Does nothing from here on, as nobody waits for it. Leaving twice is fine."""
+        ...
+
+    def summary(self) -> dict[str, Any]:
+        """What the summary says of them."""
+        ...
+
+    @property
+    def counted(self) -> Iterable[Counted]:
+        """How many groups were where at which time, for the trace."""
+        ...
+
+    def state(self) -> Mapping[str, Any]: ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What makers of every kind work with."""
+
+    config: OnPolicyConfig
+    rollout: WorkerGroup
+    prompts: "Draws"
+    publisher: Publisher
+    calls: Calls
+    say: Callable[[str], None]
+    """Tells the user what happened and did not end the run."""
+    lanes: tuple[tuple[int, ...], ...] | None = None
+    """For each data-parallel rank of the policy the makers that feed it; None: any maker feeds any."""
+
+
+class Draws:
+    """The prompts of a run: those first that a run before drew and did not train, then the stream's next ones."""
+
+    def __init__(self, prompts: PromptStream, samples: int) -> None:
+        self._prompts, self._samples = prompts, samples
+        self._again: deque[int] = deque()
+
+    def take(self, count: int) -> list[int]:
+        """The numbers of the next draws."""
+        again = [self._again.popleft() for _ in range(min(count, len(self._again)))]
+        return again + [row["prompt_id"] for row in self._prompts.take(count - len(again))]
+
+    def batch(self, draws: Iterable[int]) -> Batch:
+        """A row for each sample of each of these draws."""
+        rows = self._prompts.rows(draws)
+        batch = Batch.from_rows(rows).repeat(self._samples)
+        batch["sample"] = Batch.from_rows([{"sample": i} for _ in rows for i in range(self._samples)])
+        return batch
+
+    def state(self, untrained: Iterable[int]) -> dict[str, Any]:
+        """Args: `untrained` were taken and are in nobody's training yet."""
+        return self._prompts.state() | {"untrained": [*untrained, *self._again]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._prompts.restore(state)
+        self._again = deque(state.get("untrained", ()))  # a checkpoint of before schedules has none
+
+
+class WholeBatches:
+    """One call of `generate` for each step: for the step itself, or for one that is so many ahead.
+
+    The calls of a step ahead are submitted before those of the step, and so before its weights: they are answered while
+    it trains, with the weights of the step before.
+    """
+
+    streams = False
+    counted = ()
+
+    def __init__(self, setting: Setting, *, ahead: int = 0) -> None:
+        self._setting, self._ahead = setting, ahead
+        self._asked = 0
+        self._batches: deque[tuple[list[int], Batch]] = deque()
+        self._logged: tuple[Logged, ...] = ()
+
+    def begin(self, policy: WorkerGroup | None, step: int, version: int) -> None:
+        self._asked = step
+
+    def batch(self, step: int, version: int) -> Batch:
+        config, draws = self._setting.config, self._setting.prompts
+        while self._asked < min(step + self._ahead, config.steps):
+            self._asked += 1
+            taken = draws.take(config.prompts_per_step)
+            batch = draws.batch(taken)
+            self._batches.append((taken, batch.union(self._setting.rollout.generate.submit(batch))))
+        batch = self._batches.popleft()[1]
+        if self._ahead:
+            self._logged = (staleness(batch, version, self._ahead),)
+        return batch
+
+    def publish(self, actor: WorkerGroup, rollout: WorkerGroup, version: int) -> ComparedWeights | None:
+        return self._setting.publisher.hand_over(actor, rollout, version)
+
+    def hold(self) -> None:
+        """Calls come in the order of submission: the weights are before whatever comes now."""
+
+    def logged(self) -> tuple[Logged, ...]:
+        told, self._logged = self._logged, ()
+        return told
+
+    def end(self) -> None:
+        """What is ahead is answered, and read by nobody."""
+
+    def leave(self) -> None:
+        """There is nothing to leave."""
+
+    def summary(self) -> dict[str, Any]:
+        return {}
+
+    def state(self) -> Mapping[str, Any]:
+        return self._setting.prompts.state(draw for taken, _ in self._batches for draw in taken)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._setting.prompts.restore(state)

@@ -1,0 +1,175 @@
+"""Throughput of schedules against what generation and training would reach alone: roles that sleep, in processes of
+their own, and with `--model` GRPO with a small model. `python -m tests.benchmarks.schedules` prints the tables of
+docs/benchmarks.md.
+
+A step's time is known beforehand: t_k for training, g_k for a step's responses generated together, and g for a step's
+worth of responses where makers never stop. The bounds are 1 / mean(g_k + t_k) for sync, 1 / mean(max(g_k+1, t_k)) for
+one_step_off, and 1 / max(g, t) for async.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from flowrl.config import OnPolicyConfig
+from recipes.grpo.config import GRPOConfig
+from recipes.grpo.train import train as train_grpo
+from recipes.quickstart.prepare import prepare
+from tests.run.sleeping_makers import Costs
+from tests.run.sleeping_run import sleeping_config, train
+
+MAKERS, SLOTS, PROMPTS = 2, 8, 16
+WARMUP, LAST = 4, 3
+"""Steps until everything has begun, and those at the end for which makers have nothing left to do. Neither counts."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What takes how long, in seconds per step where nothing waits."""
+
+    name: str
+    generate_s: float
+    train_s: float
+    sigma: float = 0.0
+
+    def costs(self) -> Costs:
+        return Costs(self.generate_s * MAKERS * SLOTS / PROMPTS, self.sigma)
+
+
+CASES = [
+    Case("equal", 1.2, 1.2),
+    Case("1:3", 0.5, 1.5),
+    Case("3:1", 1.5, 0.5),
+    Case("equal, long tails", 1.2, 1.2, 0.8),
+    Case("1:3, long tails", 0.5, 1.5, 0.8),
+    Case("3:1, long tails", 1.5, 0.5, 0.8),
+]
+SCHEDULES = {
+    "sync": {"kind": "sync"},
+    "one_step_off": {"kind": "one_step_off"},
+    "async": {"kind": "async", "max_staleness": 2},
+}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One line of the table: steps per second, their bound, and the mean of what each side was idle."""
+
+    case: str
+    schedule: str
+    rate: float
+    bound: float
+    idle_makers: float
+    idle_trainers: float
+    staleness: float
+
+
+def measure(case: Case, schedule: str, task: Path, folder: Path, steps: int) -> Figure:
+    config = sleeping_config(
+        task,
+        folder / f"{case.name}-{schedule}".replace(" ", "").replace(":", "to"),
+        makers=MAKERS,
+        steps=steps,
+        rows_per_step=PROMPTS,
+        minibatch_rows=PROMPTS,
+        rollout={"max_response_tokens": 1, "max_rows": SLOTS},
+        schedule=SCHEDULES[schedule],
+    )
+    _, trained = train(config, case.costs(), case.train_s / PROMPTS)
+    return figure(config, case.name, schedule, bound(case, schedule, trained))
+
+
+def figure(config: OnPolicyConfig, case: str, schedule: str, bound: float) -> Figure:
+    lines = [json.loads(line) for line in (config.output / "metrics.jsonl").read_text().splitlines()]
+    counted = [line for line in lines if line["step"] > WARMUP][:-LAST]
+    seconds = sum(line["seconds"] for line in counted)
+
+    def mean(name: str) -> float:
+        return statistics.mean(line.get(name, 0.0) for line in counted)
+
+    idle = mean("idle_rollout"), mean("idle_actor")
+    return Figure(case, schedule, len(counted) / seconds, bound, *idle, mean("staleness"))
+
+
+def with_model(schedule: str, task: Path, folder: Path, steps: int) -> Figure:
+    """GRPO on the quickstart's task, the makers and the trainer on two cores."""
+    model = {"path": task / "model"}
+    roles = dict.fromkeys(GRPOConfig.roles, "train") | {"rollout": "make"}
+    config = GRPOConfig.model_validate(
+        {
+            "output": folder / f"model-{schedule}",
+            "threads": 1,
+            "placement": {"device": "cpu", "pools": {"train": [1], "make": [1]}, "roles": roles},
+            "steps": steps,
+            "rows_per_step": 256,
+            "samples_per_prompt": 8,
+            "minibatch_rows": 128,
+            "actor": {"model": model, "optimizer": {"lr": 3e-4}, "kl_loss_coef": 0.01},
+            "reference": {"model": model},
+            "reward": {"function": "recipes.quickstart.task:score"},
+            "rollout": {"max_response_tokens": 5},
+            "algorithm": {"estimator": "grpo"},
+            "data": {"train": task / "train.jsonl", "max_prompt_tokens": 6},
+            "schedule": SCHEDULES[schedule],
+        }
+    )
+    train_grpo(config)
+    return figure(config, "GRPO, a model", schedule, math.nan)
+
+
+def bound(case: Case, schedule: str, trained: Sequence[Sequence[int]]) -> float:
+    """Steps per second that the schedule allows, of the steps that are counted and the prompts that they trained."""
+    costs = case.costs()
+    per_maker = PROMPTS // MAKERS
+    together = [
+        max(costs.batch(prompts[i * per_maker : (i + 1) * per_maker], SLOTS) for i in range(MAKERS))
+        for prompts in trained
+    ]
+    if schedule == "sync":
+        return 1 / statistics.mean(g + case.train_s for g in together[WARMUP:-LAST])
+    if schedule == "one_step_off":
+        return 1 / statistics.mean(max(g, case.train_s) for g in together[WARMUP + 1 : -LAST + 1])
+    alone = [sum(map(costs.of, prompts)) / (MAKERS * SLOTS) for prompts in trained]
+    return 1 / max(statistics.mean(alone[WARMUP:-LAST]), case.train_s)
+
+
+def show(figures: Sequence[Figure]) -> None:
+    table = Table("generate : train", "schedule", "steps/s", "bound", "ratio", "makers idle", "trainer idle", "stale")
+    for f in figures:
+        numbers = (f"{f.rate:.3f}", f"{f.bound:.3f}", f"{f.rate / f.bound:.3f}")
+        shares = (f"{f.idle_makers:.2f}", f"{f.idle_trainers:.2f}", f"{f.staleness:.2f}")
+        table.add_row(f.case, f.schedule, *numbers, *shares)
+    Console(width=120).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--cases", nargs="*", default=[case.name for case in CASES])
+    parser.add_argument("--model", action="store_true")
+    parser.add_argument("--schedules", nargs="*", default=list(SCHEDULES))
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        task = Path(folder) / "task"
+        prepare(task, seed=0)
+        chosen = [case for case in CASES if case.name in arguments.cases]
+        figures = [
+            measure(case, schedule, task, Path(folder), arguments.steps)
+            for case in chosen
+            for schedule in arguments.schedules
+        ]
+        if arguments.model:
+            figures += [with_model(schedule, task, Path(folder), arguments.steps) for schedule in arguments.schedules]
+    show(figures)
+
+
+if __name__ == "__main__":
+    main()

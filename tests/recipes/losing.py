@@ -1,0 +1,37 @@
+"""A loss whose process is lost once, when the run has a checkpoint, and a score that says in which process it is made.
+
+The folder that the environment names has the run's checkpoints, and takes what is told.
+"""
+
+import os
+import signal
+from pathlib import Path
+
+from torch import Tensor, distributed
+
+from flowrl.algorithms.policy_losses import clipped_policy_loss
+from recipes.quickstart import task
+
+FOLDER = "FLOWRL_TEST_LOSING"
+LOST = "lost-"
+STEP = 2
+"""After whose checkpoint the process is lost."""
+
+
+def score(prompt: str, response: str, answer: str, **columns: object) -> float:
+    if folder := os.environ.get(FOLDER):
+        Path(folder, f"maker-{os.getpid()}").touch()
+    return task.score(prompt, response, answer, **columns)
+
+
+def loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    if FOLDER in os.environ and distributed.get_rank() == 1:
+        _be_lost(Path(os.environ[FOLDER]))
+    return clipped_policy_loss(logprobs, old_logprobs, advantages, mask, clip_low=0.2, clip_high=0.2)
+
+
+def _be_lost(folder: Path) -> None:
+    saved = folder / "run" / "checkpoints" / f"step-{STEP:06d}" / "manifest.json"
+    if saved.exists() and not list(folder.glob(f"{LOST}*")):
+        (folder / f"{LOST}{os.getpid()}").touch()
+        os.kill(os.getpid(), signal.SIGKILL)

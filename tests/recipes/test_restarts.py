@@ -1,0 +1,47 @@
+"""A trainer rank is killed in the middle of a run: the program goes on, on the makers that it has."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from flowrl.config import Placement, to_yaml
+from recipes.ppo.config import PPOConfig
+from recipes.ppo.train import train
+from tests.recipes import losing
+from tests.recipes.test_numbers import metrics_of
+
+Configs = Callable[..., PPOConfig]
+OWN = "tests.recipes.losing"
+SPLIT = Placement(
+    device="cpu",
+    pools={"train": [2], "rest": [1]},
+    roles={"actor": "train", "critic": "train"} | dict.fromkeys(("reference", "reward", "rollout"), "rest"),
+)
+
+
+def losing_config(ppo_config: Configs, output: Path) -> PPOConfig:
+    actor = ppo_config().actor.model_dump(include={"model", "optimizer"}, exclude_unset=True) | {"loss": f"{OWN}:loss"}
+    reward = {"function": f"{OWN}:score", "evaluation": "recipes.quickstart.task:exact"}
+    settings = {"recipe": "recipes.ppo.config:PPOConfig", "backend": "ray", "placement": SPLIT, "steps": 5}
+    return ppo_config(**settings, actor=actor, reward=reward, output=output, checkpoint={"every": 1})
+
+
+def test_a_killed_trainer_rank_costs_the_steps_since_the_checkpoint_and_no_maker(
+    ray_session: None, ppo_config: Configs, tmp_path: Path
+) -> None:
+    config = losing_config(ppo_config, tmp_path / "run")
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    command = [sys.executable, "-m", "recipes.ppo.train", str(tmp_path / "config.yaml")]
+    environment = os.environ | {losing.FOLDER: str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = " ".join(done.stdout.split())
+    assert re.search(r"failed on rank 1 \(node 0\): its process has ended", told), told
+    assert re.search(r"restart 1 of 3: going on after step [23]; the processes of .*rollout.* stay", told), told
+    assert len(list(tmp_path.glob("lost-*"))) == 1 and len(list(tmp_path.glob("maker-*"))) == 1
+    straight = losing_config(ppo_config, tmp_path / "straight")
+    train(straight)
+    assert metrics_of(config) == metrics_of(straight)

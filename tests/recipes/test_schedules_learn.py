@@ -1,0 +1,81 @@
+"""The quickstart's task is learned under every schedule: six runs cover the pairs of schedule, placement and engine.
+
+Accuracies are compared with those of sync on the same number of samples. Their 95 % intervals are those of two runs
+with other tokens: the held-out rows are few, and two seeds of one schedule differ too.
+"""
+
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+SEEDS_DEVIATION = 0.03
+"""Standard deviation of the accuracy over seeds of sync."""
+
+ASYNC = "{kind: async, max_staleness: 1}"
+RUNS = [
+    ("{kind: one_step_off}", "2m1t", "vllm"),
+    ("{kind: one_step_off}", "2m2t", "hf"),
+    (ASYNC, "2m1t", "hf"),
+    (ASYNC, "2m2t", "vllm"),
+]
+"""Beside those of sync: 2m1t with hf, 2m2t with vllm."""
+
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra vllm")
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data, and a model after the warm start."""
+    folder = tmp_path_factory.mktemp("task")
+    script = f"source recipes/quickstart/warm_start.sh; warm_start {folder} 0"
+    subprocess.run(["bash", "-ec", f'python() {{ {sys.executable} "$@"; }}; {script}'], check=True, timeout=900)
+    return folder
+
+
+def learned(task: Path, output: Path, schedule: str, placement: str, engine: str) -> tuple[float, float, int]:
+    """Held-out accuracy before and after GRPO, and the number of rows that it was measured on."""
+    model = task / "sft" / "model"
+    settings = [f"actor.model.path={model}", f"reference.model.path={model}", f"output={output}"]
+    settings += [f"data.train={task}/data/train.jsonl", f"data.test={task}/data/test.jsonl"]
+    settings += [f"placement=placement/detached_{placement}.yaml", "placement.device=cpu"]
+    settings += [f"schedule={schedule}", f"rollout.engine={engine}"]
+    command = [sys.executable, "-m", "recipes.grpo.train", "recipes/grpo/arithmetic.yaml", *settings]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3600, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    summary = json.loads((output / "summary.json").read_text())
+    return summary["accuracy_before"], summary["accuracy_after"], summary["evaluation_rows"]
+
+
+def half_width(accuracy: float, rows: int) -> float:
+    """Of the 95 % interval of an accuracy."""
+    return 1.96 * math.sqrt(accuracy * (1 - accuracy) / rows + SEEDS_DEVIATION**2)
+
+
+@pytest.fixture(scope="module")
+def sync(task: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[float, float, int]]:
+    """What sync reaches, by engine."""
+    folder = tmp_path_factory.mktemp("sync")
+    found = {"hf": learned(task, folder / "hf", "{kind: sync}", "2m1t", "hf")}
+    if importlib.util.find_spec("vllm") is not None:
+        found["vllm"] = learned(task, folder / "vllm", "{kind: sync}", "2m2t", "vllm")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("schedule", "placement", "engine"),
+    [pytest.param(*run, marks=[pytest.mark.vllm, needs_vllm] if run[2] == "vllm" else []) for run in RUNS],
+)
+def test_a_schedule_learns_as_sync_does(
+    task: Path, sync: dict[str, tuple[float, float, int]], tmp_path: Path, schedule: str, placement: str, engine: str
+) -> None:
+    before, after, rows = learned(task, tmp_path / "out", schedule, placement, engine)
+    _, expected, _ = sync[engine]
+    assert after > before + 0.1
+    assert abs(after - expected) <= half_width(after, rows) + half_width(expected, rows)

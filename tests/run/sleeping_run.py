@@ -1,0 +1,55 @@
+"""A run whose roles sleep: the loop of a recipe around `sleeping_makers`."""
+
+from pathlib import Path
+from typing import Any
+
+from flowrl.config import ModelConfig, OnPolicyConfig, Placement
+from flowrl.data.chat import ChatTokenizer
+from flowrl.data.prompts import PromptStream, read_conversations
+from flowrl.run.run import Run
+from tests.run.sleeping_makers import Costs, SleepingActor, SleepingMaker
+
+
+class SleepingConfig(OnPolicyConfig):
+    roles = ("actor", "rollout")
+
+
+def sleeping_config(task: Path, output: Path, *, makers: int = 2, trainers: int = 1, **changes: Any) -> SleepingConfig:
+    """Args: `task` is what `recipes.quickstart.prepare` made."""
+    model = ModelConfig(path=task / "model")
+    settings: dict[str, Any] = {
+        "output": output,
+        "backend": "ray",
+        "threads": 1,
+        "placement": Placement(
+            device="cpu", pools={"train": [trainers], "make": [makers]}, roles={"actor": "train", "rollout": "make"}
+        ),
+        "steps": 6,
+        "rows_per_step": 8,
+        "minibatch_rows": 8,
+        "actor": {"model": model, "optimizer": {"lr": 1e-3}},
+        "reference": {"model": model},
+        "reward": {"function": "a:b"},
+        "rollout": {"max_response_tokens": 1, "max_rows": 4},
+        "algorithm": {"estimator": "grpo"},
+        "data": {"train": task / "train.jsonl", "max_prompt_tokens": 16},
+    }
+    return SleepingConfig.model_validate(settings | changes)
+
+
+def train(config: SleepingConfig, costs: Costs, row_s: float) -> tuple[dict[str, Any], list[list[int]]]:
+    """Trains; the run's summary, and the prompts of each step."""
+    tokenizer = ChatTokenizer(config.actor.model.path)
+    prompts = PromptStream(read_conversations(config.data.train)[:64], tokenizer, seed=0, max_prompt_tokens=16)
+    slots = max(1, config.rollout.max_rows // config.samples_per_prompt)
+    trained = []
+    with Run(config) as run:
+        actor = run.group("actor", SleepingActor, row_s)
+        rollout = run.group("rollout", SleepingMaker, costs, slots)
+        run.keep(actor)
+        for _, batch in run.rollouts(rollout, prompts):
+            trained.append(batch["prompt_id"].get("prompt_id").tolist())
+            for minibatch in batch.minibatches(config.minibatch_rows):
+                run.log(actor.update(minibatch))
+            run.publish(actor, rollout)
+        return run.finish(actor), trained

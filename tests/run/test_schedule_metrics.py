@@ -1,0 +1,65 @@
+"""How stale a batch is, and who did nothing."""
+
+import pytest
+import torch
+
+from flowrl.data.batch import Batch
+from flowrl.run.schedule import Counts
+from flowrl.run.schedule_metrics import Idleness, group_metrics, measured_staleness, staleness
+from tests.run.call_events import call
+
+
+def batch(versions: list[list[int]]) -> Batch:
+    """Rows of a prompt token and these response tokens."""
+    tokens = [token for row in versions for token in (-1, *row)]
+    masks = [sampled for row in versions for sampled in (False, *[True] * len(row))]
+    return Batch.from_columns(
+        tokens={"weight_version": tokens, "response_mask": masks}, lengths=[1 + len(row) for row in versions]
+    )
+
+
+def told(versions: list[list[int]], version: int, bound: int) -> dict[str, float]:
+    return {name: metric.result() for name, metric in staleness(batch(versions), version, bound).get().items()}
+
+
+def test_a_row_is_as_old_as_its_oldest_token() -> None:
+    found = told([[5, 5], [3, 4, 5], [4]], version=5, bound=2)
+    assert found == {
+        "staleness": 1.0,
+        "staleness_max": 2.0,
+        "staleness_0": pytest.approx(1 / 3),
+        "staleness_1": pytest.approx(1 / 3),
+        "staleness_2": pytest.approx(1 / 3),
+    }
+
+
+def test_a_row_without_a_response_has_no_age() -> None:
+    assert told([[], [7]], version=8, bound=1)["staleness"] == 1.0
+    table = batch([[]]).table()
+    assert "staleness_max" not in measured_staleness(table, version=3, bound=1)
+    assert torch.isnan(torch.tensor(measured_staleness(table, version=3, bound=1)["staleness"].result()))
+
+
+def test_dropped_groups_are_told_by_reason() -> None:
+    counts = Counts(admitted=9, waiting=1, running=2, complete=3, trained=1, dropped={"stale": 2})
+    assert group_metrics(counts, {"stale": 2}) == {
+        "buffer_depth": 3.0,
+        "running_groups": 2.0,
+        "waiting_groups": 1.0,
+        "dropped_groups": 2.0,
+        "dropped_stale": 2.0,
+    }
+
+
+def test_a_role_is_idle_while_none_of_its_calls_runs_and_ranks_count_alike() -> None:
+    events = [call("actor", 0, 60), call("rollout", 10, 100, rank=0), call("rollout", 50, 60, rank=1)]
+    idle = Idleness()
+    found = idle.of(events, ["actor", "rollout", "critic"], 0, 100)
+    assert found == {"idle_actor": pytest.approx(0.4), "idle_rollout": pytest.approx(0.5)}
+
+
+def test_a_rank_that_did_nothing_in_a_step_is_counted_if_it_was_ever_called() -> None:
+    idle = Idleness()
+    idle.of([call("rollout", 0, 10, rank=0), call("rollout", 0, 10, rank=1)], ["rollout"], 0, 10)
+    assert idle.of([call("rollout", 10, 20)], ["rollout"], 10, 20) == {"idle_rollout": pytest.approx(0.5)}
+    assert idle.of([], ["rollout"], 20, 30) == {"idle_rollout": 1.0}

@@ -1,0 +1,108 @@
+"""A run on Ray whose roles sleep: what overlaps, what is told of it, and a maker that is killed."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrl.data.chat import ChatTokenizer
+from flowrl.data.prompts import PromptStream, read_conversations
+from flowrl.run.chrome import read_trace
+from flowrl.run.restarts import with_restarts
+from flowrl.run.run import Run
+from recipes.quickstart.prepare import prepare
+from tests.run.sleeping_makers import Costs, SleepingActor, SleepingMaker
+from tests.run.sleeping_run import SleepingConfig, sleeping_config, train
+
+ASYNC = {"kind": "async", "max_staleness": 2}
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sleeping") / "task"
+    prepare(folder, seed=0)
+    return folder
+
+
+def lines(config: SleepingConfig) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (config.output / "metrics.jsonl").read_text().splitlines()]
+
+
+def in_order(config: SleepingConfig) -> list[list[int]]:
+    rows = config.rows_per_step
+    return [list(range(step * rows, (step + 1) * rows)) for step in range(config.steps)]
+
+
+@pytest.mark.parametrize("schedule", [{"kind": "sync"}, {"kind": "one_step_off"}, ASYNC])
+def test_prompts_are_trained_in_order_and_no_token_is_too_old(
+    task: Path, tmp_path: Path, ray_session: None, schedule: dict[str, Any]
+) -> None:
+    config = sleeping_config(task, tmp_path / "out", schedule=schedule)
+    summary, trained = train(config, Costs(0.1, sigma=0.5), 0.02)
+    assert trained == in_order(config)
+    assert max(line["oldest"] for line in lines(config)) <= config.schedule.staleness
+    assert summary["steps"] == 6
+    last = lines(config)[-1]
+    assert {"idle_actor", "idle_rollout", "wait_data_s", "wait_weights_s"} <= last.keys()
+    assert ("staleness" in last) == (config.schedule.staleness > 0)
+    assert bool(read_trace(config.output).counts) == config.schedule.streams
+
+
+def test_a_killed_maker_is_replaced_and_its_prompts_are_given_to_others(
+    task: Path, tmp_path: Path, ray_session: None
+) -> None:
+    config = sleeping_config(task, tmp_path / "out", schedule=ASYNC, steps=12)
+    tokenizer = ChatTokenizer(config.actor.model.path)
+    prompts = PromptStream(read_conversations(config.data.train)[:64], tokenizer, seed=0, max_prompt_tokens=16)
+    trained: list[list[int]] = []
+    with Run(config) as run:
+        actor: Any = run.group("actor", SleepingActor, 0.02)
+        rollout: Any = run.group("rollout", SleepingMaker, Costs(0.2), 4)
+        run.keep(actor)
+        first, other = rollout.run(process_id)
+        for step, batch in run.rollouts(rollout, prompts):
+            trained.append(batch["prompt_id"].get("prompt_id").tolist())
+            if step == 3:
+                os.kill(first, signal.SIGKILL)
+            run.log(actor.update(batch))
+            run.publish(actor, rollout)
+        summary = run.finish(actor)
+        assert rollout.run(process_id)[1] == other
+    assert trained == in_order(config)
+    assert summary["makers_lost"] >= 1 and summary["groups"]["trained"] == 96
+
+
+def test_a_killed_trainer_costs_no_maker_and_every_prompt_is_trained_in_its_step(
+    task: Path, tmp_path: Path, ray_session: None
+) -> None:
+    made = sleeping_config(task, tmp_path / "out", schedule=ASYNC, steps=8, checkpoint={"every": 1})
+    makers: list[list[int]] = []
+    trained: dict[int, list[int]] = {}
+
+    def attempt(config: SleepingConfig) -> None:
+        tokenizer = ChatTokenizer(config.actor.model.path)
+        prompts = PromptStream(read_conversations(config.data.train)[:64], tokenizer, seed=0, max_prompt_tokens=16)
+        with Run(config) as run:
+            actor: Any = run.group("actor", SleepingActor, 0.02)
+            rollout: Any = run.group("rollout", SleepingMaker, Costs(0.2), 4)
+            run.keep(actor)
+            makers.append(rollout.run(process_id))
+            (victim,) = actor.run(process_id)
+            for step, batch in run.rollouts(rollout, prompts):
+                trained[step] = batch["prompt_id"].get("prompt_id").tolist()
+                if step == 5 and len(makers) == 1:
+                    os.kill(victim, signal.SIGKILL)
+                run.log(actor.update(batch))
+                run.publish(actor, rollout)
+            run.finish(actor)
+
+    with_restarts(attempt, made)
+    assert len(makers) == 2 and makers[0] == makers[1]
+    assert list(trained.values()) == in_order(made)
+
+
+def process_id(worker: Any) -> int:
+    return os.getpid()

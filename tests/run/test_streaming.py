@@ -1,0 +1,209 @@
+"""Streaming, with makers under a virtual clock: what is trained, when, and that nothing is lost or trained twice."""
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flowrl.config import OnPolicyConfig, UserError
+from flowrl.data.batch import Batch
+from flowrl.run.makers import Draws, Setting, WholeBatches
+from flowrl.run.streaming import Streaming, makers_of
+from tests.run.virtual_makers import Calls, Clock, Maker, Numbers, Publisher, Rollout, moments
+
+SAMPLES = 2
+
+
+def config_of(steps: int = 40, prompts: int = 4, slots: int = 2, **schedule: Any) -> OnPolicyConfig:
+    model = {"path": "m"}
+    settings = {
+        "output": "out",
+        "steps": steps,
+        "rows_per_step": prompts * SAMPLES,
+        "samples_per_prompt": SAMPLES,
+        "minibatch_rows": 1,
+        "actor": {"model": model, "optimizer": {"lr": 1.0}},
+        "reference": {"model": model},
+        "reward": {"function": "a:b"},
+        "rollout": {"max_response_tokens": 1, "max_rows": slots * SAMPLES},
+        "algorithm": {"estimator": "grpo"},
+        "data": {"train": "t", "max_prompt_tokens": 1},
+        "schedule": {"kind": "async", **schedule},
+    }
+    return OnPolicyConfig.model_validate(settings)
+
+
+class World:
+    """A trainer that takes so long for a step, and makers that take so long for a prompt."""
+
+    def __init__(
+        self,
+        config: OnPolicyConfig,
+        seconds: Callable[[int], float] = lambda prompt: 0.3,
+        *,
+        makers: int = 2,
+        train_s: float = 0.5,
+        kills: Any = None,
+    ) -> None:
+        self.config, self.train_s, self.clock = config, train_s, Clock()
+        slots = config.rollout.max_rows // SAMPLES
+        self.rollout: Any = Rollout([Maker(rank, self.clock, seconds, slots) for rank in range(makers)])
+        self.publisher: Any = Publisher(self.clock)
+        self.calls: Any = Calls(self.clock)
+        self.numbers: Any = Numbers()
+        self.said: list[str] = []
+        draws = Draws(self.numbers, SAMPLES)
+        self.makers = Streaming(Setting(config, self.rollout, draws, self.publisher, self.calls, self.said.append))
+        self.trained: Counter[int] = Counter()
+        self.ages: list[int] = []
+        self.mixed = 0
+        """Rows whose tokens are of several versions."""
+        if kills is not None:
+            self._kill_at(kills)
+
+    def _kill_at(self, chance: random.Random) -> None:
+        times = moments(chance, 4.0)
+        due = [next(times)]
+
+        def kill() -> None:
+            while self.clock.now >= due[0]:
+                chance.choice(self.rollout.makers).kill(chance)
+                due[0] = self.clock.at(next(times))
+
+        self.clock.at(due[0])
+        self.calls.before.append(kill)
+
+    def run(self, first: int = 1, last: int | None = None, version: int = 0) -> None:
+        """Trains the steps, the trainer as far behind the driver as a run allows: one step."""
+        self.makers.begin(None, first - 1, version)
+        ends = [0.0]
+        for step in range(first, (last or self.config.steps) + 1):
+            self.calls.wait_until(lambda: self.clock.now >= ends[-1 if len(ends) < 2 else -2])
+            batch = self.makers.batch(step, version)
+            self._check(batch, version)
+            ends.append(self.clock.at(max(self.clock.now, ends[-1]) + self.train_s))
+            self.publisher.trained_at = ends[-1]
+            version += 1
+            self.makers.publish(self.rollout, self.rollout, version)
+        self.ends = ends[1:]
+
+    def _check(self, batch: Batch, version: int) -> None:
+        ids, versions = batch.get("prompt_id").tolist(), batch.get("weight_version").tolist()
+        assert batch.get("sample").tolist() == list(range(SAMPLES)) * (len(ids) // SAMPLES)
+        assert ids == np.repeat(ids[::SAMPLES], SAMPLES).tolist() and len(ids) == self.config.rows_per_step
+        self.trained.update(ids[::SAMPLES])
+        pairs = list(zip(versions[::2], versions[1::2], strict=True))
+        self.ages += [version - min(pair) for pair in pairs]
+        self.mixed += sum(first != last for first, last in pairs)
+
+
+def test_every_prompt_is_trained_once_in_order_and_none_is_too_old() -> None:
+    world = World(config_of(max_staleness=1))
+    world.run()
+    assert world.trained == Counter(range(160))
+    assert max(world.ages) == 1
+    assert world.makers.summary() == {"groups": {"admitted": 160, "trained": 160, "dropped": {}}, "makers_lost": 0}
+
+
+@pytest.mark.parametrize(("mean_s", "train_s"), [(0.3, 0.3), (0.1, 0.3), (0.9, 0.3)])
+def test_the_slower_side_never_waits(mean_s: float, train_s: float) -> None:
+    """Two makers of two slots do a step's four prompts in the time of one."""
+    world = World(config_of(max_staleness=2), lambda prompt: mean_s, train_s=train_s)
+    world.run()
+    assert 35 * max(mean_s, train_s) / (world.ends[-1] - world.ends[4]) > 0.95
+
+
+def long_tailed(prompt: int) -> float:
+    return 0.2 * random.Random(prompt).lognormvariate(-0.5, 1.0)
+
+
+@pytest.mark.parametrize(("seed", "steps"), [(0, 500), (1, 60), (2, 60), (3, 60), (4, 60)])
+def test_with_makers_killed_at_random_every_prompt_is_trained_once_or_dropped_with_a_reason(
+    seed: int, steps: int
+) -> None:
+    chance = random.Random(seed)
+    bounds: dict[str, Any] = {"max_staleness": chance.choice([1, 2, 3]), "redundancy": chance.choice([0, 2])}
+    config = config_of(steps=steps, max_concurrent=chance.choice([None, 6]), interrupt=chance.random() < 0.5, **bounds)
+    world = World(config, long_tailed, makers=3, train_s=chance.choice([0.1, 0.4]), kills=chance)
+    world.run()
+    told = world.makers.summary()
+    assert told["makers_lost"] > steps / 100
+    assert set(world.trained.values()) == {1} and len(world.trained) == 4 * steps == told["groups"]["trained"]
+    dropped = sum(told["groups"]["dropped"].values())
+    assert world.numbers.drawn == told["groups"]["admitted"] == 4 * steps + dropped + len(left_over(world))
+    assert max(world.ages) <= bounds["max_staleness"]
+    assert dropped == 0 or bounds["redundancy"]
+
+
+def left_over(world: World) -> list[int]:
+    return world.makers.state()["untrained"]
+
+
+def test_a_checkpoint_keeps_what_is_not_trained_and_it_is_generated_first() -> None:
+    world = World(config_of(max_staleness=2))
+    world.run(last=10)
+    state = world.makers.state()
+    assert len(state["untrained"]) > 0 and not set(state["untrained"]) & set(world.trained)
+    again = World(world.config)
+    again.makers.restore(state)
+    again.run(first=11, version=10)
+    assert list(again.trained)[: len(state["untrained"])] == state["untrained"]
+    assert world.trained + again.trained == Counter(range(160))
+
+
+def test_a_lost_maker_is_told_of_and_what_it_had_is_given_to_others_first() -> None:
+    world = World(config_of(max_staleness=1), kills=None)
+    kill = random.Random(0)
+
+    def once() -> None:
+        if world.clock.now > 2 and not world.said:
+            world.rollout.makers[0].kill(kill)
+
+    world.calls.before.append(once)
+    world.run()
+    assert world.trained == Counter(range(160))
+    assert world.said[0].startswith("rollout on rank 0 is lost with ")
+
+
+def test_a_maker_that_may_not_be_interrupted_has_one_version_for_all_tokens_of_a_row() -> None:
+    world = World(config_of(max_staleness=2, interrupt=False), long_tailed)
+    world.run()
+    assert world.mixed == 0
+    World.run(interrupted := World(config_of(max_staleness=2), long_tailed))
+    assert interrupted.mixed > 0
+
+
+def test_a_recipe_that_publishes_nothing_is_told() -> None:
+    world = World(config_of(max_staleness=1))
+    world.makers.begin(None, 0, 0)
+    world.makers.batch(1, 0)
+    with pytest.raises(UserError, match=r"step 2 begins with 0 of them, not 1: call run\.publish once at the end"):
+        world.makers.batch(2, 0)
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_before_an_evaluation_all_makers_are_given_the_newest_weights(held: bool) -> None:
+    world = World(config_of(max_staleness=3, interrupt=held))
+    world.run(last=5)
+    world.makers.hold()
+    assert {maker.version for maker in world.rollout.makers} == {5}
+
+
+def test_at_the_end_makers_have_nothing_left_and_nobody_looks_after_them() -> None:
+    world = World(config_of(max_staleness=3))
+    world.run(last=5)
+    world.makers.leave()
+    assert world.calls.attended == []
+
+
+def test_without_staleness_every_schedule_is_sync() -> None:
+    world = World(config_of(max_staleness=1))
+    setting: Any = world.makers._setting
+    kinds = {"sync": {"kind": "sync"}, "one": {"kind": "one_step_off"}, "async": {"kind": "async", "max_staleness": 0}}
+    for schedule in kinds.values():
+        config = world.config.model_validate(world.config.model_dump() | {"schedule": schedule})
+        found = makers_of(Setting(config, setting.rollout, setting.prompts, setting.publisher, setting.calls, print))
+        assert isinstance(found, WholeBatches)

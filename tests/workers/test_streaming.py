@@ -1,0 +1,179 @@
+"""Groups that a rollout is given as they come: whole ones come back, as `generate` would have answered them."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from flowrl import Batch, Cluster, Placement, WorkerGroup
+from flowrl.config import ActorConfig, ModelConfig, OptimizerConfig, RolloutConfig
+from flowrl.controller.errors import ProcessLost, RefusedError, WorkerError
+from flowrl.workers import Actor, Rollout
+from flowrl.workers.responses import RESPONSE_COLUMNS
+from recipes.quickstart.prepare import prepare
+
+SAMPLES = 3
+COLUMNS = (*RESPONSE_COLUMNS, "prompt_id", "sample")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    folder = tmp_path_factory.mktemp("streaming") / "data"
+    prepare(folder, seed=0)
+    return ModelConfig(path=folder / "model")
+
+
+@pytest.fixture
+def rollout(model: ModelConfig) -> Iterator[WorkerGroup]:
+    with Cluster(Placement(pools={"b": [1]}, roles={"rollout": "b"}), backend="inline", num_threads=1) as cluster:
+        yield cluster.group("rollout", Rollout, config(), model, seed=0)
+
+
+def config(**settings) -> RolloutConfig:
+    return RolloutConfig(**{"max_response_tokens": 6, "temperature": 0.5, "max_rows": 16, **settings})
+
+
+def groups(*prompt_ids: int) -> Batch:
+    """All rows of prompts of these identities."""
+    rows = [(number, sample) for number in prompt_ids for sample in range(SAMPLES)]
+    return Batch.from_rows(
+        [{"prompt_ids": [2, 3, 5 + n % 10, 4, 14], "prompt_id": n, "sample": sample} for n, sample in rows]
+    )
+
+
+def polled(rollout: WorkerGroup, count: int) -> list[Batch]:
+    """What polls give until they gave so many groups."""
+    found = []
+    while sum(batch.num_rows for batch in found) < count * SAMPLES:
+        found.append(rollout.poll(0.05))
+    return found
+
+
+def by_row(batches: list[Batch]) -> dict[tuple[int, int], tuple]:
+    """Identity of a row -> all that it says."""
+    found = {}
+    for batch in batches:
+        lengths = batch.lengths().tolist()
+        tokens = [
+            [row.tolist() for row in batch.get(name).split(lengths)]
+            for name in ("input_ids", "response_mask", "rollout_logprobs", "weight_version")
+        ]
+        rows = (batch.get("truncated").tolist(), batch.get("response"))
+        names = zip(batch.get("prompt_id").tolist(), batch.get("sample").tolist(), strict=True)
+        found |= dict(zip(names, zip(*tokens, *rows, strict=True), strict=True))
+    return found
+
+
+def test_groups_come_back_whole_with_the_rows_of_generate(rollout: WorkerGroup) -> None:
+    batch = groups(*range(20))
+    expected = by_row([batch.union(rollout.generate(batch))])
+    rollout.add(batch.rows(slice(0, 5 * SAMPLES)), SAMPLES)
+    found = polled(rollout, 2)
+    rollout.add(batch.rows(slice(5 * SAMPLES, 20 * SAMPLES)), SAMPLES)
+    found += polled(rollout, 20 - sum(batch.num_rows for batch in found) // SAMPLES)
+    assert by_row(found) == expected and len(found) > 2
+    for piece in found:
+        assert set(piece.columns) == set(COLUMNS)
+        assert piece.get("sample").tolist() == list(range(SAMPLES)) * (piece.num_rows // SAMPLES)
+
+
+def test_without_work_a_poll_gives_an_empty_table_at_once(rollout: WorkerGroup) -> None:
+    started = time.monotonic()
+    found = rollout.poll(600.0)
+    assert found.num_rows == 0 and set(found.columns) == set(COLUMNS)
+    assert found.get("response") == [] and found.get("input_ids").tolist() == []
+    assert time.monotonic() - started < 600
+
+
+def test_dropped_groups_do_not_come_back(rollout: WorkerGroup) -> None:
+    rollout.add(groups(*range(8)), SAMPLES)
+    rollout.abort([1, 99])
+    given = rollout.poll(0.0).get("prompt_id").tolist()
+    dropped = {1, 3} - {*given}
+    rollout.abort(list(dropped))
+    found = polled(rollout, 8 - len(dropped) - len({*given}))
+    assert sorted([*given, *(n for batch in found for n in batch.get("prompt_id").tolist())]) == sorted(
+        n for n in range(8) if n not in dropped for _ in range(SAMPLES)
+    )
+    rollout.add(groups(1), SAMPLES)
+    rollout.abort_all()
+    assert rollout.poll(0.0).num_rows == 0
+    rollout.add(groups(1), SAMPLES)
+    assert set(polled(rollout, 1)[-1].get("prompt_id").tolist()) == {1}
+
+
+def test_a_batch_is_generated_while_groups_run(rollout: WorkerGroup) -> None:
+    batch, held_out = groups(*range(6)), groups(*range(30, 34))
+    expected = by_row([batch.union(rollout.generate(batch))])
+    answered = rollout.generate(held_out, greedy=True).get("input_ids").tolist()
+    rollout.add(batch, SAMPLES)
+    found = [rollout.poll(0.0)]
+    assert rollout.generate(held_out, greedy=True).get("input_ids").tolist() == answered
+    assert by_row(found + polled(rollout, 6 - found[0].num_rows // SAMPLES)) == expected
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_groups_go_on_with_new_weights_between_polls(model: ModelConfig, quantization: str | None) -> None:
+    split = Placement(pools={"a": [1], "b": [1]}, roles={"actor": "a", "rollout": "b"})
+    with Cluster(split, backend="inline", num_threads=1) as cluster:
+        actor = cluster.group("actor", Actor, actor_config(model), temperature=0.5)
+        rollout = cluster.group("rollout", Rollout, config(max_rows=4, quantization=quantization), model, seed=0)
+        rollout.add(groups(*range(6)), SAMPLES)
+        found, version = [], 0
+        while sum(batch.num_rows for batch in found) < 6 * SAMPLES:
+            found.append(rollout.poll(0.0))
+            version += 1
+            weights = actor.weights().get()
+            half = dict(list(weights.items())[:3])
+            rollout.load_weights(half, version, 0, 2)
+            assert rollout.poll(0.0).num_rows == 0, "in the middle of an update nothing is computed"
+            rollout.load_weights({n: w for n, w in weights.items() if n not in half}, version, 1, 2)
+        versions = [[version for version in row[3] if version >= 0] for row in by_row(found).values()]
+    assert all(row == list(range(row[0], row[0] + len(row))) for row in versions)
+    assert len({row[0] for row in versions}) > 2 and max(map(len, versions)) > 1
+
+
+def actor_config(model: ModelConfig) -> ActorConfig:
+    return ActorConfig.model_validate({"model": model, "optimizer": OptimizerConfig(lr=0.01)})
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_groups_beside_the_actor_are_refused(model: ModelConfig, quantization: str | None) -> None:
+    together = Placement(pools={"main": [1]}, roles={"actor": "main", "rollout": "main"})
+    with Cluster(together, backend="inline", num_threads=1) as cluster:
+        cluster.group("actor", Actor, actor_config(model), temperature=0.5)
+        rollout = cluster.group("rollout", Rollout, config(quantization=quantization), model, seed=0)
+        with pytest.raises(RefusedError, match=r"weights of the actor in its process, .*: give rollout a pool"):
+            rollout.add(groups(1), SAMPLES).get()
+
+
+def test_half_a_group_is_refused(rollout: WorkerGroup) -> None:
+    with pytest.raises(WorkerError, match="prompt 2 has 2 rows, and a group has 3: give all of them in one call"):
+        rollout.add(groups(1, 2).rows(slice(0, 5)), SAMPLES).get()
+
+
+def process_id(worker: Rollout) -> int:
+    return os.getpid()
+
+
+def test_each_replica_answers_its_own_and_what_a_lost_one_had_is_given_again(
+    model: ModelConfig, ray_session: None
+) -> None:
+    placement = Placement(device="cpu", pools={"b": [2]}, roles={"rollout": "b"})
+    with Cluster(placement, num_threads=1) as cluster:
+        rollout = cluster.group("rollout", Rollout, config(), model, seed=0)
+        expected = by_row([groups(*range(8)).union(rollout.generate(groups(*range(8))))])
+        replicas = [rollout.replica(0), rollout.replica(1)]
+        lost = rollout.run(process_id)[1]
+        for rank, replica in enumerate(replicas):
+            replica.add(groups(*range(4 * rank, 4 * rank + 4)), SAMPLES).get()
+        os.kill(lost, signal.SIGKILL)
+        with pytest.raises(ProcessLost, match=r"rollout\.poll failed on rank 1"):
+            replicas[1].poll(600.0).get("prompt_id")
+        # A call that is made again comes when the new process is there.
+        assert rollout.run(process_id)[1] != lost
+        replicas[1].add(groups(*range(4, 8)), SAMPLES).get()
+        found = [batch for replica in replicas for batch in polled(replica, 4)]
+        assert by_row(found) == expected
