@@ -2,9 +2,11 @@
 their own, and with `--model` GRPO with a small model. `python -m tests.benchmarks.schedules` prints the tables of
 docs/benchmarks.md.
 
-A step's time is known beforehand: t_k for training, g_k for a step's responses generated together, and g for a step's
-worth of responses where makers never stop. The bounds are 1 / mean(g_k + t_k) for sync, 1 / mean(max(g_k+1, t_k)) for
-one_step_off, and 1 / max(g, t) for async.
+A step's time is known beforehand: t for training, and g_k for its responses generated together. The bounds are
+1 / mean(g_k + t) for sync, 1 / mean(max(g_k, t)) for one_step_off, which generates them beside the step before, and
+1 / max(mean g_k, t) for async. Makers that nothing ever stops do not wait for a step's slowest response: with g, their
+time for a step's worth of responses, 1 / max(g, t) is what no schedule can exceed. For the model, g_k and t are what
+sync took.
 """
 
 import argparse
@@ -13,7 +15,7 @@ import math
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -55,18 +57,21 @@ CASES = [
 SCHEDULES = {
     "sync": {"kind": "sync"},
     "one_step_off": {"kind": "one_step_off"},
-    "async": {"kind": "async", "max_staleness": 2},
+    "async, 2": {"kind": "async", "max_staleness": 2},
+    "async, 8": {"kind": "async", "max_staleness": 8},
 }
+"""The number is the largest staleness."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One line of the table: steps per second, their bound, and the mean of what each side was idle."""
+    """One line of the table: steps per second, the schedule's bound, that of all, and what each side was idle."""
 
     case: str
     schedule: str
     rate: float
     bound: float
+    limit: float
     idle_makers: float
     idle_trainers: float
     staleness: float
@@ -75,7 +80,7 @@ class Figure:
 def measure(case: Case, schedule: str, task: Path, folder: Path, steps: int) -> Figure:
     config = sleeping_config(
         task,
-        folder / f"{case.name}-{schedule}".replace(" ", "").replace(":", "to"),
+        folder / f"{case.name}-{schedule}".replace(" ", "").replace(":", "to").replace(",", "-"),
         makers=MAKERS,
         steps=steps,
         rows_per_step=PROMPTS,
@@ -84,10 +89,10 @@ def measure(case: Case, schedule: str, task: Path, folder: Path, steps: int) -> 
         schedule=SCHEDULES[schedule],
     )
     _, trained = train(config, case.costs(), case.train_s / PROMPTS)
-    return figure(config, case.name, schedule, bound(case, schedule, trained))
+    return figure(config, case.name, schedule, *bounds(case, schedule, trained))
 
 
-def figure(config: OnPolicyConfig, case: str, schedule: str, bound: float) -> Figure:
+def figure(config: OnPolicyConfig, case: str, schedule: str, bound: float, limit: float) -> Figure:
     lines = [json.loads(line) for line in (config.output / "metrics.jsonl").read_text().splitlines()]
     counted = [line for line in lines if line["step"] > WARMUP][:-LAST]
     seconds = sum(line["seconds"] for line in counted)
@@ -96,55 +101,67 @@ def figure(config: OnPolicyConfig, case: str, schedule: str, bound: float) -> Fi
         return statistics.mean(line.get(name, 0.0) for line in counted)
 
     idle = mean("idle_rollout"), mean("idle_actor")
-    return Figure(case, schedule, len(counted) / seconds, bound, *idle, mean("staleness"))
+    return Figure(case, schedule, len(counted) / seconds, bound, limit, *idle, mean("staleness"))
 
 
-def with_model(schedule: str, task: Path, folder: Path, steps: int) -> Figure:
-    """GRPO on the quickstart's task, the makers and the trainer on two cores."""
+def with_model(schedules: Sequence[str], task: Path, folder: Path, steps: int) -> list[Figure]:
+    """GRPO with a model of random weights, a maker and a trainer with a core each. Sync comes first."""
+    sync = train_model("sync", task, folder, steps)
+    seconds = 1 / sync.rate
+    generate_s = (1 - sync.idle_makers) * seconds
+    limit = 1 / max(generate_s, seconds - generate_s)
+    others = [train_model(schedule, task, folder, steps) for schedule in schedules if schedule != "sync"]
+    return [replace(sync, bound=sync.rate, limit=limit), *(replace(f, bound=limit, limit=limit) for f in others)]
+
+
+def train_model(schedule: str, task: Path, folder: Path, steps: int) -> Figure:
     model = {"path": task / "model"}
     roles = dict.fromkeys(GRPOConfig.roles, "train") | {"rollout": "make"}
     config = GRPOConfig.model_validate(
         {
-            "output": folder / f"model-{schedule}",
+            "output": folder / f"model-{schedule}".replace(", ", "-"),
             "threads": 1,
             "placement": {"device": "cpu", "pools": {"train": [1], "make": [1]}, "roles": roles},
             "steps": steps,
-            "rows_per_step": 256,
+            "rows_per_step": 128,
             "samples_per_prompt": 8,
-            "minibatch_rows": 128,
-            "actor": {"model": model, "optimizer": {"lr": 3e-4}, "kl_loss_coef": 0.01},
+            "minibatch_rows": 64,
+            "actor": {"model": model, "optimizer": {"lr": 1e-5}, "kl_loss_coef": 0.01},
             "reference": {"model": model},
             "reward": {"function": "recipes.quickstart.task:score"},
-            "rollout": {"max_response_tokens": 5},
+            "rollout": {"max_response_tokens": 48},
             "algorithm": {"estimator": "grpo"},
             "data": {"train": task / "train.jsonl", "max_prompt_tokens": 6},
             "schedule": SCHEDULES[schedule],
         }
     )
     train_grpo(config)
-    return figure(config, "GRPO, a model", schedule, math.nan)
+    return figure(config, "GRPO, a model", schedule, math.nan, math.nan)
 
 
-def bound(case: Case, schedule: str, trained: Sequence[Sequence[int]]) -> float:
-    """Steps per second that the schedule allows, of the steps that are counted and the prompts that they trained."""
+def bounds(case: Case, schedule: str, trained: Sequence[Sequence[int]]) -> tuple[float, float]:
+    """Steps per second that the schedule and that anything allows, of the steps that are counted and their prompts."""
     costs = case.costs()
     per_maker = PROMPTS // MAKERS
     together = [
         max(costs.batch(prompts[i * per_maker : (i + 1) * per_maker], SLOTS) for i in range(MAKERS))
         for prompts in trained
     ]
+    together = together[WARMUP:-LAST]
+    alone = statistics.mean(sum(map(costs.of, prompts)) / (MAKERS * SLOTS) for prompts in trained[WARMUP:-LAST])
+    limit = 1 / max(alone, case.train_s)
     if schedule == "sync":
-        return 1 / statistics.mean(g + case.train_s for g in together[WARMUP:-LAST])
+        return 1 / statistics.mean(g + case.train_s for g in together), limit
     if schedule == "one_step_off":
-        return 1 / statistics.mean(max(g, case.train_s) for g in together[WARMUP + 1 : -LAST + 1])
-    alone = [sum(map(costs.of, prompts)) / (MAKERS * SLOTS) for prompts in trained]
-    return 1 / max(statistics.mean(alone[WARMUP:-LAST]), case.train_s)
+        return 1 / statistics.mean(max(g, case.train_s) for g in together), limit
+    return 1 / max(statistics.mean(together), case.train_s), limit
 
 
 def show(figures: Sequence[Figure]) -> None:
-    table = Table("generate : train", "schedule", "steps/s", "bound", "ratio", "makers idle", "trainer idle", "stale")
+    columns = ("steps/s", "bound", "ratio", "to the limit", "makers idle", "trainer idle", "staleness")
+    table = Table("generate : train", "schedule", *columns)
     for f in figures:
-        numbers = (f"{f.rate:.3f}", f"{f.bound:.3f}", f"{f.rate / f.bound:.3f}")
+        numbers = (f"{f.rate:.3f}", f"{f.bound:.3f}", f"{f.rate / f.bound:.3f}", f"{f.rate / f.limit:.3f}")
         shares = (f"{f.idle_makers:.2f}", f"{f.idle_trainers:.2f}", f"{f.staleness:.2f}")
         table.add_row(f.case, f.schedule, *numbers, *shares)
     Console(width=120).print(table)
@@ -167,7 +184,7 @@ def main() -> None:
             for schedule in arguments.schedules
         ]
         if arguments.model:
-            figures += [with_model(schedule, task, Path(folder), arguments.steps) for schedule in arguments.schedules]
+            figures += with_model(arguments.schedules, task, Path(folder), arguments.steps)
     show(figures)
 
 
