@@ -96,9 +96,10 @@ def _check_schedule_of_routes(config: OnPolicyConfig) -> None:
     if not schedule.streams:
         is_async = schedule.kind == "async"
         setting = "max_staleness is 0" if is_async else f"kind is {schedule.kind}"
+        fix = "max_staleness: 1" if is_async else "kind: async"
         raise ConfigError(
             f"placement.routes says which replica of rollout gets which prompts, but schedule.{setting}, at which each "
-            f"step's are split evenly over all: remove placement.routes, or set schedule.{'max_staleness: 1' if is_async else 'kind: async'}"
+            f"step's are split evenly over all: remove placement.routes, or set schedule.{fix}"
         )
     if schedule.redundancy:
         raise ConfigError(
