@@ -175,10 +175,12 @@ def _refuse_cuts(role: str, place: RolePlan, config: object) -> None:
     # Of a role apart one process leads tensor-parallel devices, and its mesh has none.
     for name, size in (("tp", place.mesh.tp), ("sp", place.mesh.sp)):
         if size > 1:
-            cuts = name == "tp" and isinstance(config, RolloutConfig)
-            why = f"but each of its ranks{f', with engine {config.engine},' if cuts else ''} holds all it needs"
-            fix = f"set {role}.engine: vllm, or remove it" if cuts else "remove it"
-            raise ConfigError(f"placement.roles.{role} has {name} {size}, {why}: {fix}")
+            which, fix = "its ranks", "remove it"
+            if name == "tp" and isinstance(config, RolloutConfig):
+                which, fix = f"its ranks, with engine {config.engine},", f"set {role}.engine: vllm, or remove it"
+            raise ConfigError(
+                f"placement.roles.{role} has {name} {size}, but each of {which} holds all it needs: {fix}"
+            )
 
 
 def check_quantization(config: RunConfig, planned: Plan) -> None:
