@@ -21,6 +21,7 @@ from flowrl.run.interrupt import Interrupted
 from flowrl.run.memory_estimate import estimate
 from flowrl.run.memory_table import check_memory, render_memory, room
 from flowrl.run.restarts import with_restarts
+from flowrl.run.schedule_check import check_routes
 from flowrl.run.schedule_graph import render_graph
 from flowrl.run.start import check_functions, check_run, check_start, plan_run
 from flowrl.run.trace import loop_events
@@ -125,6 +126,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     if "pools" in read(arguments.config).values:
         placement = load(arguments.config, arguments.overrides, Placement)
         planned, below = plan(placement, local_inventory(placement.device, arguments.devices)), ""
+        check_routes(placement, planned)
     else:
         config = load(arguments.config, arguments.overrides, _run_config(arguments.config))
         check_functions(config)

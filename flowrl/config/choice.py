@@ -1,7 +1,7 @@
 """Settings that belong to one of several choices: an estimator, a loss, a correction."""
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, model_validator
@@ -44,6 +44,24 @@ Aggregation = Annotated[
         )
     ),
 ]
+
+
+class OtherChoice(ValueError):
+    """A setting was given that belongs to another choice of its group."""
+
+    def __init__(self, name: str, choice: str, chosen: str, owners: Sequence[str]) -> None:
+        """`choice` is the field that chooses; `owners` have the setting `name`, and what was `chosen` has it not."""
+        self.name, self.choice, self.chosen, self.owners = name, choice, chosen, owners
+        super().__init__(self.within(""))
+
+    def within(self, group: str) -> str:
+        """The sentence, for a group of this name with its dot."""
+        key = f"{group}{self.choice}"
+        fix = f"set {key}: {self.owners[0]}" if len(self.owners) == 1 else f"set {key} to one of these"
+        return (
+            f"{group}{self.name} belongs to {self.choice} {', '.join(self.owners)} and does nothing for "
+            f"{self.chosen}: remove it, or {fix}"
+        )
 
 
 class ChoiceConfig(Config):
@@ -94,6 +112,6 @@ class ChoiceConfig(Config):
             if name in settings and value is None and settings[name] is REQUIRED:
                 raise ValueError(f"{name} is missing: {self.CHOICE} {choice} needs it and it has no usual value")
             if name not in settings and value is not None:
-                owners = ", ".join(other for other, others in self.CHOICES.items() if name in others)
-                raise ValueError(f"{name} belongs to {self.CHOICE} {owners} and does nothing for {choice}: remove it")
+                owners = [other for other, others in self.CHOICES.items() if name in others]
+                raise OtherChoice(name, self.CHOICE, choice, owners)
         return self

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from flowrl.config.base import Config, ConfigError
-from flowrl.config.choice import ChoiceConfig
+from flowrl.config.choice import ChoiceConfig, OtherChoice
 from flowrl.config.source import Key, Source, dotted, others_beside, parse, read
 
 C = TypeVar("C", bound=Config)
@@ -103,18 +103,38 @@ def _with_recipe(source: Source, cls: type[Config]) -> Source:
 
 
 def _choice_meant(name: str, value: str, group: type[Config] | None) -> str:
-    """The setting that was probably meant by a choice of a group that stands where the group does."""
-    if group is None or not issubclass(group, ChoiceConfig) or value not in group.CHOICES:
+    """What was probably meant by a word, which is no path, that stands where a group with a choice does."""
+    if group is None or not issubclass(group, ChoiceConfig) or "/" in value or value.endswith((".yaml", ".yml")):
         return ""
-    return f": for that choice set {name}.{group.CHOICE}={value}"
+    key = f"{name}.{group.CHOICE}"
+    if value in group.CHOICES:
+        return f": for that choice set {key}={value}"
+    near = difflib.get_close_matches(value, group.CHOICES, n=1)
+    meant = f", did you mean {key}={near[0]}?" if near else ""
+    return f", nor such a choice: {key} is one of {', '.join(group.CHOICES)}{meant}"
 
 
 def _sentence(errors: Sequence[ErrorDetails], source: Source, cls: type[Config]) -> str:
     # A misspelt key is also a missing one: the misspelling is the cause, so it comes first.
     first = min(errors, key=lambda error: error["type"] != "extra_forbidden")
     key: Key = first["loc"]
-    text = f"{source.origin(key)}: {_problem(first, key, cls)}"
+    text = f"{_origin(first, source)}: {_problem(first, key, cls)}"
     return text if len(errors) == 1 else f"{text} (and {len(errors) - 1} more to correct)"
+
+
+def _origin(error: ErrorDetails, source: Source) -> str:
+    """Where the setting was written that the error is about: that of a whole group begins with the setting's name."""
+    key: Key = error["loc"]
+    if error["type"] == "value_error":
+        word = _meaning(error).partition(" ")[0]
+        key = named if (named := (*key, *word.split("."))) in source.origins else key
+    elif error["type"] == "extra_forbidden":  # made by what was set below it
+        key = next((found for found in source.origins if found[: len(key)] == key), key)
+    return source.origin(key)
+
+
+def _meaning(error: ErrorDetails) -> str:
+    return error["msg"].removeprefix("Value error, ")
 
 
 def _problem(error: ErrorDetails, key: Key, cls: type[Config]) -> str:
@@ -127,12 +147,16 @@ def _problem(error: ErrorDetails, key: Key, cls: type[Config]) -> str:
         meaning = field.description.splitlines()[0] if field and field.description else "it has no default"
         return f"{name} is missing: {meaning}"
     if error["type"] == "value_error":
-        meaning = error["msg"].removeprefix("Value error, ")
-        return f"{name}: {meaning}" if name else meaning
+        cause = error.get("ctx", {}).get("error")
+        if isinstance(cause, OtherChoice):
+            return cause.within(f"{name}." if name else "")
+        return f"{name}: {_meaning(error)}" if name else _meaning(error)
     if error["type"] == "model_type":
         return f"{name} is {error['input']!r}, but it is a group of settings"
     if error["type"] in ("tuple_type", "list_type"):
         return f"{name} is {error['input']!r}, but must be a list, in square brackets"
+    if error["type"] in ("dict_type", "mapping_type"):
+        return f"{name} is {error['input']!r}, but must be a mapping, like {{key: value}}"
     message = error["msg"].replace("Input should be", "must be").replace("Input is not", "is not")
     return f"{name} is {error['input']!r}, but {message[0].lower()}{message[1:]}"
 

@@ -242,7 +242,8 @@ class VllmConfig(Config):
     sleep: bool | None = None
     """Where other roles use its devices, leave them while those work: weights move to the memory of the host, keys and
     values are dropped. Those leave theirs while it works where their engine has offload: idle. null is yes on GPUs; on
-    the CPU, where all memory is the host's, it moves nothing."""
+    the CPU, where all memory is the host's, it moves nothing. With schedule.kind async it cannot leave
+    them: false lets others use them even so."""
 
 
 class RolloutConfig(Config):
@@ -315,6 +316,14 @@ class RolloutConfig(Config):
                 f"transfer.via: auto, or engine: vllm"
             )
         return self
+
+    def leaves_devices(self, *, gpus: bool) -> bool:
+        """Whether it leaves its devices while other roles use them, as `VllmConfig.sleep` says; `gpus`: what they are.
+        `hf` is in one process with those roles, and stays."""
+        if self.engine != "vllm":
+            return False
+        sleep = None if self.vllm is None else self.vllm.sleep
+        return gpus if sleep is None else sleep
 
     @property
     def sent_dtype(self) -> str | None:

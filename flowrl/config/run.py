@@ -13,7 +13,7 @@ from pydantic import (
 )
 
 from flowrl.config.algorithm import AdvantageConfig, CorrectionConfig
-from flowrl.config.base import Config, FilePath, ImportName
+from flowrl.config.base import Config, ConfigError, FilePath, ImportName
 from flowrl.config.checkpoint import CheckpointConfig
 from flowrl.config.data import DataConfig
 from flowrl.config.placement import SINGLE, Placement
@@ -190,12 +190,19 @@ class OnPolicyConfig(RunConfig):
             )
         if quantization == "int4" and self.placement.device == "cpu":
             raise ValueError(int4_on_cpu("rollout"))
-        if quantization in ("int4", "fp8") and (self.rollout.sent_dtype or self.actor.model.dtype) != "bfloat16":
-            raise ValueError(
-                f"rollout.quantization is {quantization}, which vLLM computes in bfloat16, but its weights would be "
-                f"{self.rollout.sent_dtype or self.actor.model.dtype}: set rollout.vllm.dtype: bfloat16"
-            )
+        # Which devices `auto` is, and so whether there can be int4 at all, is known where the run is planned.
+        if quantization != "int4" or self.placement.device != "auto":
+            self.check_served_dtype()
         return self
+
+    def check_served_dtype(self) -> None:
+        """Refuses weights of another type than that in which they are multiplied once quantised. Raises ConfigError."""
+        dtype = self.rollout.sent_dtype or self.actor.model.dtype
+        if self.rollout.quantization in ("int4", "fp8") and dtype != "bfloat16":
+            raise ConfigError(
+                f"rollout.quantization is {self.rollout.quantization}, which vLLM computes in bfloat16, but its "
+                f"weights would be {dtype}: set rollout.vllm.dtype: bfloat16"
+            )
 
     @model_validator(mode="after")
     def _check_row_tokens(self) -> "OnPolicyConfig":

@@ -148,7 +148,7 @@ class Batch:
 
     def select(self, *names: str) -> "Batch":
         """Only these columns."""
-        return Batch({name: self.column(name) for name in names}, self._num_rows, self._tasks)
+        return self._with({name: self.column(name) for name in names}, self._num_rows)
 
     def drop(self, *names: str) -> "Batch":
         """All columns but these."""
@@ -162,13 +162,17 @@ class Batch:
         if len(set(renamed)) < len(renamed):
             raise ColumnError(f"rename would give two columns one name: {', '.join(renamed)}")
         columns = {names.get(name, name): column for name, column in self._columns.items()}
-        return Batch(columns, self._num_rows, self._tasks)
+        return self._with(columns, self._num_rows)
 
     def union(self, other: "Batch") -> "Batch":
         """The columns of both; a column of `other` replaces one of the same name."""
         num_rows = self._check_rows(other, ", ".join(other.columns))
-        result = Batch(self._columns | other._columns, num_rows, self._tasks or other._tasks)
-        return result.in_sections(self._sections)
+        merged = Batch(self._columns | other._columns, num_rows, self._tasks or other._tasks)
+        return merged.in_sections(max(self._sections, other._sections))
+
+    def _with(self, columns: Mapping[str, Column], num_rows: int | None) -> "Batch":
+        """The same rows with other columns."""
+        return Batch(columns, num_rows, self._tasks).in_sections(self._sections)
 
     def _check_rows(self, other: "Batch", what: str) -> int | None:
         """The rows of both, None while neither count is known. A batch without columns takes any."""
@@ -264,7 +268,7 @@ class Batch:
         Shards of which fewer than half of the rows are in this batch are read into new ones, as a task beside the data;
         they are freed with the last batch that has them. Does not wait, except for the counts of rows not known yet.
         """
-        return Batch(compact(self._columns, self._rewrite), self._num_rows, self._tasks)
+        return self._with(compact(self._columns, self._rewrite), self._num_rows)
 
     def _rewrite(self, columns: dict[str, Column], num_rows: int) -> Block:
         view = Batch(columns, num_rows, self._tasks)

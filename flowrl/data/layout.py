@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from flowrl.config import UserError
 from flowrl.data.payload import RowSelection
 
 Rows = tuple[int, int] | np.ndarray
@@ -155,11 +156,17 @@ def compaction(sizes: np.ndarray, taken: np.ndarray) -> Compaction | None:
 def shuffled(chance: np.random.Generator, num_rows: int, rows: int, sections: int = 1) -> np.ndarray:
     """Every row once, in a random order, to be read `rows` at a time.
 
-    With `sections` that divide both, each piece so read has an equal part of each of so many equal stretches of rows,
-    in the order of the stretches.
+    With `sections`, which divide both, each piece so read has an equal part of each of so many equal stretches of rows,
+    in the order of the stretches. Raises: UserError where they do not.
     """
-    if sections == 1 or num_rows % sections or rows % sections:
+    if sections == 1:
         return chance.permutation(num_rows)
+    if num_rows % sections or rows % sections:
+        raise UserError(
+            f"the batch has rows for {sections} data-parallel ranks that are to stay apart (placement.routes), which "
+            f"minibatches of {rows} of its {num_rows} rows cannot hold in equal parts: take a multiple of {sections} "
+            f"rows, or remove placement.routes"
+        )
     size, part = num_rows // sections, rows // sections
     order = np.stack([chance.permutation(size) + size * section for section in range(sections)])
     return np.concatenate([order[:, start : start + part].ravel() for start in range(0, size, part)])

@@ -25,7 +25,7 @@ from flowrl.run.interrupt import Interruption
 from flowrl.run.prompts import read_prompts
 from flowrl.run.publishing import Publisher
 from flowrl.run.rollout_watch import WeightsCheck, gap_causes, gap_limit
-from flowrl.run.transports import transport_of
+from flowrl.run.transports import takes_one_by_one, transport_of
 
 PROMPTS, TOKENS = 8, 32
 """Prompts that are answered, and the longest answers."""
@@ -85,7 +85,10 @@ def examine(
             actor = cluster.group("actor", actor_class, config.actor, temperature=rollout_config.temperature)
             rollout = cluster.group("rollout", rollout_class, rollout_config, config.actor.model, seed=config.seed)
             places = cluster.plan.roles
-            way = transport_of(places["actor"], places["rollout"], cluster.plan.kind, rollout_config)
+            one_by_one = takes_one_by_one(config)
+            way = transport_of(
+                places["actor"], places["rollout"], cluster.plan.kind, rollout_config, one_by_one=one_by_one
+            )
             found.add("weights travel by", way.replace("_", " "))
             unchecked = rollout_config.model_copy(update={"check_weights": "off"})  # to be timed by itself
             publisher = Publisher(config.model_copy(update={"rollout": unchecked}), cluster.plan)

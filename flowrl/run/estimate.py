@@ -190,7 +190,16 @@ def _advantages_and_returns(
     return found
 
 
-MEASURED = ("old_logprobs", "ref_logprobs", "values", "returns", "loss_weights", "loss_mask", "shaped_scores")
+MEASURED = (
+    "old_logprobs",
+    "ref_logprobs",
+    "values",
+    "returns",
+    "loss_weights",
+    "loss_mask",
+    "behavior_logprobs",
+    "shaped_scores",
+)
 """Columns that have metrics where a batch has them."""
 
 
@@ -230,6 +239,6 @@ def measure(table: TensorDict, state: StepState | None = None) -> dict[str, Metr
         found["kl_coef"] = Mean(state.kl_control.coef, 1)
     if "values" in tokens and "returns" in tokens:
         found["explained_variance"] = Mean(float(explained_variance(tokens["values"], tokens["returns"], mask_BT)), 1)
-    if "loss_weights" in tokens:
+    if "loss_weights" in tokens or "behavior_logprobs" in tokens:
         found |= correction_metrics(tokens)
     return found

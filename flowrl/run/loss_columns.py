@@ -21,6 +21,7 @@ from flowrl.algorithms import (
     weight_sums,
 )
 from flowrl.algorithms.registry import policy_losses, rollout_corrections
+from flowrl.algorithms.surrogates import bounded_ratio
 from flowrl.config import ActorConfig, CorrectionConfig
 from flowrl.data.batch import Batch
 from flowrl.data.metric import Mean, Metric
@@ -97,11 +98,14 @@ def correction_columns(table: TensorDict, config: CorrectionConfig) -> TensorDic
 
 
 def correction_metrics(tokens: Mapping[str, torch.Tensor]) -> dict[str, Metric]:
-    """What a correction did to a batch, and how far rollout and trainer are apart; docs/metrics.md."""
-    mask_BL = tokens["response_mask"]
-    dropped = float((mask_BL & ~tokens["loss_mask"]).sum())
-    sums = weight_sums(tokens["loss_weights"], mask_BL, level="token")
-    samples = weight_sums(tokens["loss_weights"], mask_BL, level=_sample_level(tokens["loss_weights"], mask_BL))
+    """What a correction did to a batch, and how far rollout and trainer are apart; docs/metrics.md.
+
+    Reads `loss_weights` and `loss_mask` of a correction, `behavior_logprobs` of a loss that weighs by them, or both.
+    """
+    mask_BL, weights_BL = tokens["response_mask"], _weights(tokens)
+    dropped = float((mask_BL & ~tokens.get("loss_mask", mask_BL)).sum())
+    sums = weight_sums(weights_BL, mask_BL, level="token")
+    samples = weight_sums(weights_BL, mask_BL, level=_sample_level(weights_BL, mask_BL))
     found: dict[str, Metric] = {
         "correction/weight": Mean(sums.total, sums.count),
         "correction/effective_samples": samples,
@@ -109,6 +113,16 @@ def correction_metrics(tokens: Mapping[str, torch.Tensor]) -> dict[str, Metric]:
     }
     mismatch = mismatch_metrics(tokens["old_logprobs"], tokens["rollout_logprobs"], mask_BL)
     return found | {f"mismatch/{name}": metric for name, metric in mismatch.items()}
+
+
+def _weights(tokens: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """[B, L]: those of the correction, times those in the formula of the loss."""
+    corrected_BL, behavior_BL = tokens.get("loss_weights"), tokens.get("behavior_logprobs")
+    if behavior_BL is None:
+        assert corrected_BL is not None, "metrics of a correction are of weights"
+        return corrected_BL
+    in_loss_BL = bounded_ratio(tokens["old_logprobs"] - behavior_BL)
+    return in_loss_BL if corrected_BL is None else in_loss_BL * corrected_BL
 
 
 def _sample_level(weights_BL: torch.Tensor, mask_BL: torch.Tensor) -> RatioLevel:

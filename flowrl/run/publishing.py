@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flowrl.config import RolloutConfig, RunConfig, ScheduleConfig, TransferConfig
+from flowrl.config import RolloutConfig, RunConfig, TransferConfig
 from flowrl.controller.future import Future
 from flowrl.controller.group import WorkerGroup
 from flowrl.controller.plan import PlacementError, Plan
 from flowrl.run.rollout_watch import ComparedWeights, WeightsCheck
-from flowrl.run.transports import Transport, transport_of
+from flowrl.run.transports import Transport, takes_one_by_one, transport_of
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,7 @@ class Publisher:
 
     def __init__(self, config: RunConfig, plan: Plan) -> None:
         self._roles, self._plan = dict(config), plan
-        schedule = self._roles.get("schedule")
-        self._apart = isinstance(schedule, ScheduleConfig) and schedule.streams and not schedule.interrupt
+        self._one_by_one = takes_one_by_one(config)
         self._ways: dict[tuple[str, str], _Way] = {}
 
     def prepare(self, actor: WorkerGroup, rollout: WorkerGroup) -> None:
@@ -90,28 +89,15 @@ class Publisher:
         if roles not in self._ways:
             found = self._roles.get(rollout.role)
             if isinstance(found, RolloutConfig):
+                places = self._plan.roles
                 transport = transport_of(
-                    self._plan.roles[actor.role], self._plan.roles[rollout.role], self._plan.kind, found
+                    places[actor.role], places[rollout.role], self._plan.kind, found, one_by_one=self._one_by_one
                 )
-                transport = _one_by_one(transport, rollout, found) if self._apart else transport
                 way = _WAYS[_where_it_lies(transport, actor, rollout, found)]
                 self._ways[roles] = way(actor, rollout, found.transfer, found.sent_dtype)
             else:  # a role of the user's own
                 self._ways[roles] = _Way(actor, rollout, TransferConfig(), None)
         return self._ways[roles]
-
-
-def _one_by_one(transport: Transport, rollout: WorkerGroup, config: RolloutConfig) -> Transport:
-    """The way, where replicas take a version each when it has finished what it works on."""
-    if transport == "object_store":
-        return transport
-    if config.transfer.via != "auto":
-        raise PlacementError(
-            f"{rollout.role}.transfer.via is {config.transfer.via}, by which all replicas take weights together, but "
-            f"schedule.interrupt is false, by which each does so when it has finished: set schedule.interrupt: true, "
-            f"or {rollout.role}.transfer.via: auto"
-        )
-    return "object_store"
 
 
 def _where_it_lies(transport: Transport, actor: WorkerGroup, rollout: WorkerGroup, config: RolloutConfig) -> Transport:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from flowrl.config import ActorConfig, ConfigError, CriticConfig, OnPolicyConfig, RunConfig
+from flowrl.config import ActorConfig, ConfigError, CriticConfig, OnPolicyConfig, Placement, RunConfig
 from flowrl.controller.plan import Plan, RolePlan
 
 Lanes = tuple[tuple[int, ...], ...]
@@ -22,14 +22,15 @@ def check_schedule(config: RunConfig, planned: Plan) -> None:
         for role, value in config:
             if isinstance(value, ActorConfig | CriticConfig):
                 _check_apart(planned.roles["rollout"], planned.roles[role])
+    if config.schedule.streams and config.rollout.leaves_devices(gpus=planned.kind == "cuda"):
+        _check_stays(planned)
     lanes_of(config, planned)
 
 
 def _check_apart(rollout: RolePlan, trained: RolePlan) -> None:
-    theirs, own = ({place for slot in role.slots for place in slot.places} for role in (trained, rollout))
-    if not theirs & own:
+    shared = _shared_pool(rollout, trained)
+    if shared is None:
         return
-    shared = next(slot.owner for slot in rollout.slots if theirs & set(slot.places))
     raise ConfigError(
         f"schedule.kind is async, but rollout and {trained.role}, which trains, share devices of pool {shared}, where "
         f"one waits while the other works: give rollout a pool of its own, as placement/detached_2m1t.yaml does, or "
@@ -37,44 +38,88 @@ def _check_apart(rollout: RolePlan, trained: RolePlan) -> None:
     )
 
 
+def _check_stays(planned: Plan) -> None:
+    """Refuses others on the devices of a vLLM that leaves them: it can do so only when it works on nothing."""
+    rollout, actor = planned.roles["rollout"], planned.roles["actor"]
+    for other in planned.roles.values():
+        shared = None if other is rollout else _shared_pool(rollout, other)
+        if shared is not None:
+            raise ConfigError(
+                f"schedule.kind is async, at which vLLM always works on prompts, but {other.role} is on devices of "
+                f"rollout, pool {shared}, which vLLM is to leave to it: give {other.role} the pool of actor, "
+                f"{actor.pool}, or set rollout.vllm.sleep: false"
+            )
+
+
+def _shared_pool(rollout: RolePlan, other: RolePlan) -> str | None:
+    """The first pool of which both have a device; None where they share none."""
+    theirs = {place for slot in other.slots for place in slot.places}
+    return next((slot.owner for slot in rollout.slots if theirs & set(slot.places)), None)
+
+
 def lanes_of(config: OnPolicyConfig, planned: Plan) -> Lanes | None:
     """Who feeds whom by `placement.routes`; None where any replica of the rollout may feed any rank of the actor.
 
     Raises: `ConfigError` for routes that mean nothing here.
     """
-    routes = config.placement.routes
-    if routes is None:
+    feeds = _feeds(config.placement)
+    if feeds is None:
         return None
-    for role in routes:
-        if role != "rollout":
-            raise ConfigError(f"placement.routes.{role} is no role that feeds others: name rollout")
-    if "rollout" not in routes:
-        raise ConfigError("placement.routes is empty: name the ranks that each replica feeds, or remove it")
     _check_schedule_of_routes(config)
     makers, trainers = planned.roles["rollout"].mesh.dp, planned.roles["actor"].mesh.dp
-    _check_routes(routes["rollout"], makers, trainers)
-    if config.prompts_per_step % trainers:
-        raise ConfigError(
-            f"placement.routes gives each of the {trainers} data-parallel ranks of actor an equal share of a step, but "
-            f"a step has rows_per_step / samples_per_prompt = {config.prompts_per_step} prompts: make it a multiple of "
-            f"{trainers}, or remove placement.routes"
-        )
-    feeds = routes["rollout"]
+    _check_routes(feeds, makers, trainers)
+    _check_shares(config, trainers)
     return tuple(tuple(maker for maker in range(makers) if rank in feeds[maker]) for rank in range(trainers))
+
+
+def check_routes(placement: Placement, planned: Plan) -> None:
+    """Refuses routes of a placement by itself, without a run's config, that lead nowhere. Raises `ConfigError`."""
+    feeds = _feeds(placement)
+    if feeds is not None and {"rollout", "actor"} <= planned.roles.keys():
+        _check_routes(feeds, planned.roles["rollout"].mesh.dp, planned.roles["actor"].mesh.dp)
+
+
+def _feeds(placement: Placement) -> Sequence[Sequence[int]] | None:
+    """For each replica of the rollout the ranks of the actor that it feeds; None where nothing is said."""
+    if placement.routes is None:
+        return None
+    for role in placement.routes:
+        if role != "rollout":
+            raise ConfigError(f"placement.routes.{role} is no role that feeds others: name rollout")
+    if "rollout" not in placement.routes:
+        raise ConfigError("placement.routes is empty: name the ranks that each replica feeds, or remove it")
+    return placement.routes["rollout"]
 
 
 def _check_schedule_of_routes(config: OnPolicyConfig) -> None:
     schedule = config.schedule
     if not schedule.streams:
-        setting = "max_staleness is 0" if schedule.kind == "async" else f"kind is {schedule.kind}"
+        is_async = schedule.kind == "async"
+        setting = "max_staleness is 0" if is_async else f"kind is {schedule.kind}"
+        fix = "max_staleness: 1" if is_async else "kind: async"
         raise ConfigError(
             f"placement.routes says which replica of rollout gets which prompts, but schedule.{setting}, at which each "
-            f"step's are split evenly over all: remove placement.routes, or set schedule.kind: async"
+            f"step's are split evenly over all: remove placement.routes, or set schedule.{fix}"
         )
     if schedule.redundancy:
         raise ConfigError(
             f"schedule.redundancy is {schedule.redundancy}, by which a step takes what is finished first, but "
             f"placement.routes says whose prompts it takes: set schedule.redundancy: 0, or remove placement.routes"
+        )
+
+
+def _check_shares(config: OnPolicyConfig, trainers: int) -> None:
+    """A rank gets the same part of a step and of each of its minibatches, so that its rows stay its own."""
+    each = f"placement.routes gives each of the {trainers} data-parallel ranks of actor an equal share of"
+    if config.prompts_per_step % trainers:
+        raise ConfigError(
+            f"{each} a step, but a step has rows_per_step / samples_per_prompt = {config.prompts_per_step} prompts: "
+            f"make it a multiple of {trainers}, or remove placement.routes"
+        )
+    if config.minibatch_rows % trainers:
+        raise ConfigError(
+            f"{each} a minibatch, but minibatch_rows is {config.minibatch_rows}: make it a multiple of {trainers}, or "
+            f"remove placement.routes"
         )
 
 

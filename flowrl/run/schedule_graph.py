@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from flowrl.config import OnPolicyConfig
 from flowrl.controller.plan import Plan, RolePlan
 from flowrl.run.schedule_check import lanes_of
-from flowrl.run.transports import Transport, transport_of
+from flowrl.run.transports import Transport, takes_one_by_one, transport_of
 
 MOST_RANKS = 6
 """Of a side that are drawn; of more, the first, the last and dots between."""
@@ -26,7 +26,8 @@ def render_graph(config: OnPolicyConfig, planned: Plan) -> str:
     rollout, actor = planned.roles["rollout"], planned.roles["actor"]
     makers = [_label(rollout, rank) for rank in range(rollout.mesh.dp)]
     trainers = [_label(actor, rank) for rank in range(actor.mesh.dp)]
-    weights = f"(2) weights, {_WAYS[transport_of(actor, rollout, planned.kind, config.rollout)]}"
+    way = transport_of(actor, rollout, planned.kind, config.rollout, one_by_one=takes_one_by_one(config))
+    weights = f"(2) weights, {_WAYS[way]}"
     lanes = lanes_of(config, planned)
     if lanes is None:
         drawn = _drawn(_some(makers), _some(trainers), _experience(config), weights)

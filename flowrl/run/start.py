@@ -11,6 +11,7 @@ from flowrl.config import (
     ConfigError,
     CriticConfig,
     EngineConfig,
+    OnPolicyConfig,
     PreferenceConfig,
     PtxConfig,
     ReferenceConfig,
@@ -30,7 +31,7 @@ from flowrl.run.memory_table import check_memory, room
 from flowrl.run.model_fit import check_fit
 from flowrl.run.resume import goes_on
 from flowrl.run.schedule_check import check_schedule
-from flowrl.run.transports import transport_of
+from flowrl.run.transports import takes_one_by_one, transport_of
 
 
 def plan_run(config: RunConfig, devices: Sequence[int] | None = None) -> Plan:
@@ -146,18 +147,15 @@ def check_engines(config: RunConfig, planned: Plan) -> None:
     Raises: `ConfigError`.
     """
     models = {role: found for role, found in models_of(config).items() if found[1].model is not None}
+    found = dict(config)
     for role, place in planned.roles.items():
-        where, mesh = f"placement.roles.{role}", place.mesh
-        if mesh.pp > 1:
+        if place.mesh.pp > 1:
             raise ConfigError(
-                f"{where} has pp {mesh.pp}, but no engine runs a model's layers as a pipeline: remove pp, and cut the "
-                f"model with strategy: fsdp or tp"
+                f"placement.roles.{role} has pp {place.mesh.pp}, but no engine runs a model's layers as a pipeline: "
+                f"remove pp, and cut the model with strategy: fsdp or tp"
             )
         if role not in models:
-            # Of a role apart one process leads tensor-parallel devices, and its mesh has none.
-            for name, size in (("tp", mesh.tp), ("sp", mesh.sp)):
-                if size > 1:
-                    raise ConfigError(f"{where} has {name} {size}, but each of its ranks holds all it needs: remove it")
+            _refuse_cuts(role, place, found.get(role))
             continue
         prefix, model = models[role]
         check_fit(role, prefix, model, place)
@@ -168,7 +166,21 @@ def check_engines(config: RunConfig, planned: Plan) -> None:
     check_schedule(config, planned)
     for role, value in config:
         if isinstance(value, RolloutConfig) and {"actor", role} <= planned.roles.keys():
-            transport_of(planned.roles["actor"], planned.roles[role], planned.kind, value)
+            actor, one_by_one = planned.roles["actor"], takes_one_by_one(config)
+            transport_of(actor, planned.roles[role], planned.kind, value, one_by_one=one_by_one)
+
+
+def _refuse_cuts(role: str, place: RolePlan, config: object) -> None:
+    """Refuses to cut a role whose ranks each hold all they need. Raises `ConfigError`."""
+    # Of a role apart one process leads tensor-parallel devices, and its mesh has none.
+    for name, size in (("tp", place.mesh.tp), ("sp", place.mesh.sp)):
+        if size > 1:
+            which, fix = "its ranks", "remove it"
+            if name == "tp" and isinstance(config, RolloutConfig):
+                which, fix = f"its ranks, with engine {config.engine},", f"set {role}.engine: vllm, or remove it"
+            raise ConfigError(
+                f"placement.roles.{role} has {name} {size}, but each of {which} holds all it needs: {fix}"
+            )
 
 
 def check_quantization(config: RunConfig, planned: Plan) -> None:
@@ -176,6 +188,8 @@ def check_quantization(config: RunConfig, planned: Plan) -> None:
     for role, value in config:
         if isinstance(value, RolloutConfig) and value.quantization == "int4" and planned.kind == "cpu":
             raise ConfigError(int4_on_cpu(role))
+    if isinstance(config, OnPolicyConfig):
+        config.check_served_dtype()
 
 
 def check_rollouts(config: RunConfig) -> None:

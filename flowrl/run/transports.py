@@ -2,20 +2,43 @@
 
 from typing import Literal
 
-from flowrl.config import RolloutConfig
+from flowrl.config import RolloutConfig, RunConfig, ScheduleConfig
 from flowrl.controller.plan import PlacementError, RolePlan
 
 Transport = Literal["shared", "object_store", "cuda_ipc", "nccl"]
 
 
-def transport_of(actor: RolePlan, rollout: RolePlan, kind: str, config: RolloutConfig) -> Transport:
+def takes_one_by_one(config: RunConfig) -> bool:
+    """Whether each replica of the rollout takes new weights by itself, when it has finished what it works on."""
+    return any(isinstance(value, ScheduleConfig) and value.streams and not value.interrupt for _, value in config)
+
+
+def transport_of(
+    actor: RolePlan, rollout: RolePlan, kind: str, config: RolloutConfig, *, one_by_one: bool = False
+) -> Transport:
     """The way that `transfer.via` asks for, or the best that there is.
 
     `shared` is none: the rollout runs in the actor's processes and samples from its weights.
 
+    Args:
+        kind: of the devices.
+        one_by_one: as `takes_one_by_one` says.
     Raises:
         PlacementError: what was asked for cannot be there.
     """
+    way = _way_between(actor, rollout, kind, config)
+    if way != "nccl" or not one_by_one:
+        return way
+    if config.transfer.via == "nccl":
+        raise PlacementError(
+            f"{rollout.role}.transfer.via is nccl, by which all replicas take weights together, but schedule.interrupt "
+            f"is false, by which each does so when it has finished: set schedule.interrupt: true, or "
+            f"{rollout.role}.transfer.via: auto"
+        )
+    return "object_store"
+
+
+def _way_between(actor: RolePlan, rollout: RolePlan, kind: str, config: RolloutConfig) -> Transport:
     asked = config.transfer.via
     if config.engine == "hf" and set(rollout.slots) == set(actor.slots):
         if asked != "auto":

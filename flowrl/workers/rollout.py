@@ -218,8 +218,7 @@ class _VllmRollout(Rollout):
 
     @classmethod
     def yields_device(cls, device: str, config: RolloutConfig, *_: Any, **__: Any) -> bool:  # Any: the constructor's
-        sleeps = None if config.vllm is None else config.vllm.sleep
-        return device != "cpu" if sleeps is None else sleeps
+        return config.leaves_devices(gpus=device != "cpu")
 
     def offload(self, *, keep_weights: bool) -> None:
         if self.context.yields and self.engine.awake:

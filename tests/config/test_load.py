@@ -183,6 +183,38 @@ def test_an_included_file_that_is_not_there_is_refused(ppo: Path) -> None:
     assert refusal(ppo, "schedule=async").endswith(sentence)
 
 
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("schedule=async1", "is one of sync, one_step_off, async, did you mean schedule.kind=async?"),
+        ("schedule=detached", "there is no such file, nor such a choice: schedule.kind is one of sync, one_step_off, "),
+        ("algorithm=gea", "did you mean algorithm.estimator=gae?"),
+        ("schedule=schedules/async1", "schedule is schedules/async1, and there is no such file"),
+        ("schedule=none.yaml", "schedule is none.yaml, and there is no such file; the folder has ppo.yaml"),
+    ],
+)
+def test_a_word_that_is_neither_a_file_nor_a_choice_is_told_what_may_be_chosen(
+    ppo: Path, override: str, sentence: str
+) -> None:
+    found = refusal(ppo, override)
+    assert found.startswith(f"{override}: ") and sentence in found
+
+
+def test_a_setting_of_another_choice_is_named_where_it_was_written_with_the_choice_that_has_it(ppo: Path) -> None:
+    assert refusal(ppo, "schedule.max_staleness=2") == (
+        "schedule.max_staleness=2: schedule.max_staleness belongs to kind async and does nothing for sync: remove it, "
+        "or set schedule.kind: async"
+    )
+    assert refusal(rewrite(ppo, "{estimator: gae}", "{estimator: gae,\n  k: 2}")).startswith("ppo.yaml:17: algorithm.k")
+    assert "or set actor.loss to one of these" in refusal(ppo, "actor.loss=reinforce", "actor.clip_low=0.1")
+    assert refusal(ppo, "shedule.kind=async").startswith("shedule.kind=async: shedule is not a setting")
+
+
+def test_what_a_group_finds_wrong_of_a_setting_is_told_with_where_that_was_written(ppo: Path) -> None:
+    assert refusal(ppo, "rollout.transfer.via=nccl").startswith("rollout.transfer.via=nccl: rollout: transfer.via is ")
+    assert refusal(ppo, "rows_per_step=9", "samples_per_prompt=2").startswith("rows_per_step=9: rows_per_step is 9, ")
+
+
 def test_reading_a_config_loads_neither_torch_nor_ray() -> None:
     code = "import sys, recipes.ppo.config, flowrl.cli; sys.exit(bool({'torch', 'ray'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

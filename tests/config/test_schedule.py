@@ -54,7 +54,10 @@ def test_a_schedule_bounds_staleness(settings: dict[str, Any], staleness: int, s
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"kind": "sync", "max_staleness": 1}, "max_staleness belongs to kind async and does nothing for sync: remove"),
+        (
+            {"kind": "sync", "max_staleness": 1},
+            "max_staleness belongs to kind async and does nothing for sync: remove it, or set kind: async",
+        ),
         ({"kind": "one_step_off", "interrupt": True}, "interrupt belongs to kind async and does nothing for one_step"),
         ({"kind": "async", "max_staleness": 0, "redundancy": 2}, "set redundancy: 0, or max_staleness: 1 or more"),
         ({"kind": "async", "max_staleness": -1}, "greater than or equal to 0"),

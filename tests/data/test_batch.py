@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flowrl.config import UserError
 from flowrl.data.batch import Batch
 from flowrl.data.payload import ColumnError
 from flowrl.data.table import lengths, make_table, take_rows
@@ -94,9 +95,20 @@ def test_minibatches_of_sections_have_an_equal_part_of_each_and_every_row_once()
         assert max(part[:half]) < 12 <= min(part[half:])
 
 
-def test_sections_that_do_not_divide_the_rows_are_shuffled_together():
-    whole, cut = (list(batch_of(numbered(9)).in_sections(n).minibatches(3, seed=1)) for n in (1, 2))
-    assert [part.get("x").tolist() for part in whole] == [part.get("x").tolist() for part in cut]
+@pytest.mark.parametrize(("num_rows", "size"), [(24, 3), (9, 4)])
+def test_sections_that_minibatches_cannot_hold_in_equal_parts_are_refused(num_rows: int, size: int):
+    batch = batch_of(numbered(num_rows)).in_sections(2)
+    with pytest.raises(UserError, match=r"2 data-parallel ranks .* \(placement.routes\).* take a multiple of 2 rows"):
+        list(batch.minibatches(size))
+
+
+def test_sections_stay_with_the_rows_whatever_their_columns():
+    batch = batch_of(numbered(24)).in_sections(2)
+    plain = batch_of(numbered(24)).rename({"x": "y"})
+    others = [batch.select("x"), batch.drop("name"), batch.rename({"name": "id"}), batch.compacted()]
+    for other in (*others, batch.union(plain), plain.union(batch)):
+        first = next(other.minibatches(4, seed=1)).get("x").tolist()
+        assert max(first[:2]) < 12 <= min(first[2:])
 
 
 def test_minibatches_depend_on_seed_and_epoch_alone():

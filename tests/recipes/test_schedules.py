@@ -27,6 +27,7 @@ from recipes.grpo.train import train as train_grpo
 from recipes.ppo.config import PPOConfig
 from recipes.ppo.train import train as train_ppo
 from tests.recipes.test_numbers import metrics_of
+from tests.recipes.witnesses import WritingActor, WritingRollout, ranks_of
 
 GrpoConfigs = Callable[..., GRPOConfig]
 ROLES = {"actor": "train", "reference": "train", "reward": "train", "critic": "train", "rollout": "make"}
@@ -124,9 +125,12 @@ def streamed(config: GRPOConfig) -> list[dict[str, float]]:
 ASYNC = {"kind": "async", "max_staleness": 2}
 
 
-def test_grpo_streams_inline(grpo_config: GrpoConfigs) -> None:
-    lines = streamed(grpo_config(steps=5, placement=Placement(**ALIKE), schedule=ASYNC, evaluate_every=2))
+@pytest.mark.parametrize("loss", ["ppo", "decoupled_ppo"])
+def test_grpo_streams_inline(grpo_config: GrpoConfigs, loss: str) -> None:
+    actor = grpo_config().actor.model_dump() | {"loss": loss}
+    lines = streamed(grpo_config(steps=5, placement=Placement(**ALIKE), schedule=ASYNC, evaluate_every=2, actor=actor))
     assert lines[0]["staleness_max"] == 0
+    assert all(0 < line["correction/effective_samples"] <= 1 for line in lines)
 
 
 @pytest.mark.parametrize("interrupt", [True, False])
@@ -138,9 +142,41 @@ def test_grpo_streams_from_two_makers_to_two_trainers(
     streamed(grpo_config(steps=6, backend="ray", placement=placement, schedule=schedule, evaluate_every=3))
 
 
-def test_each_trainer_trains_on_what_its_own_maker_answered(grpo_config: GrpoConfigs, ray_session: None) -> None:
-    placement = detached(2, 2, routes={"rollout": [[0], [1]]})
-    streamed(grpo_config(steps=4, backend="ray", placement=placement, schedule=ASYNC))
+def written(config: GRPOConfig, folder: Path) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
+    """Prompt -> the replicas of the rollout that answered it, and the ranks of the actor that trained on it."""
+    made, trained = folder / "made", folder / "trained"
+    prompts, _ = read_prompts(config)
+    with Run(config) as run:
+        actor: Any = run.group("actor", WritingActor, config.actor, diary=trained, temperature=1.0)
+        rollout: Any = run.group(
+            "rollout", WritingRollout, config.rollout, config.actor.model, seed=config.seed, diary=made
+        )
+        run.keep(actor)
+        for step, batch in run.rollouts(rollout, prompts):
+            batch["scores"] = Batch.from_rows([{"score": float(row % 3)} for row in range(batch.num_rows)])
+            batch["old_logprobs"] = actor.logprobs(batch)
+            batch["ref_logprobs"] = batch["old_logprobs"]
+            batch = loss_columns(estimate_advantages(batch, config.algorithm), config.actor, seed=(config.seed, step))
+            for minibatch in batch.minibatches(config.minibatch_rows, epochs=config.epochs, seed=(config.seed, step)):
+                actor.update(minibatch)
+            run.publish(actor, rollout)
+        run.finish(actor)
+    return ranks_of(made), ranks_of(trained)
+
+
+@pytest.mark.parametrize(
+    ("feeds", "pairs"), [([[0], [1]], {(0, 0), (1, 1)}), ([[0], [0, 1]], {(0, 0), (1, 0), (1, 1)})]
+)
+def test_each_trainer_trains_on_what_its_own_makers_answered(
+    grpo_config: GrpoConfigs, ray_session: None, tmp_path: Path, feeds: list[list[int]], pairs: set[tuple[int, int]]
+) -> None:
+    placement = detached(2, 2, routes={"rollout": feeds})
+    config = grpo_config(steps=6, backend="ray", placement=placement, schedule=ASYNC, epochs=2)
+    made, trained = written(config, tmp_path)
+    assert sorted(trained) == sorted(made) == list(range(6 * config.prompts_per_step))
+    assert all(len(ranks) == 1 for ranks in (*made.values(), *trained.values()))
+    assert {(*made[prompt], *trained[prompt]) for prompt in trained} <= pairs
+    assert set().union(*trained.values()) == set().union(*made.values()) == {0, 1}
 
 
 def test_a_killed_maker_loses_no_prompt(grpo_config: GrpoConfigs, ray_session: None) -> None:

@@ -1,11 +1,14 @@
 """From columns to advantages and metrics, against values computed by hand."""
 
+import math
+
 import pytest
 import torch
 
-from flowrl.config import AdvantageConfig
+from flowrl.config import ActorConfig, AdvantageConfig, CorrectionConfig
 from flowrl.data.batch import Batch
 from flowrl.run.estimate import batch_metrics, estimate_advantages
+from flowrl.run.loss_columns import loss_columns
 
 # Two rows: a prompt of 1 token and a response of 2; a prompt of 2 and a response of 1.
 LENGTHS = [3, 3]
@@ -58,3 +61,28 @@ def test_metrics_are_means_over_rows_and_response_tokens() -> None:
     assert found["truncated_fraction"] == 0.5
     assert found["kl"] == 0
     assert found["rollout_gap"] == pytest.approx(0.1, abs=1e-6)
+
+
+DECOUPLED = ActorConfig.model_validate({"model": {"path": "m"}, "optimizer": {"lr": 1.0}, "loss": "decoupled_ppo"})
+
+
+@pytest.mark.parametrize("correction", [None, CorrectionConfig(kind="rejection", high=9.0)])
+def test_a_loss_with_the_weight_in_its_formula_leaves_so_many_samples(correction: CorrectionConfig | None) -> None:
+    log2 = math.log(2)
+    rows = batch(
+        rollout_logprobs=[9.0, -1 - log2, -1.0, 9.0, 9.0, -1 + log2],
+        old_logprobs=[0.0, -1.0, -1.0, 0.0, 0.0, -1.0],
+    )
+    config = AdvantageConfig(estimator="grpo", correction=correction)
+    rows = loss_columns(estimate_advantages(rows, config), DECOUPLED, seed=(0, 1))
+    found = {name: metric.result() for name, metric in batch_metrics(rows).get().items()}
+    # Weights of 2, 1 and 1/2.
+    assert found["correction/weight"] == pytest.approx(3.5 / 3)
+    assert found["correction/effective_samples"] == pytest.approx(3.5**2 / (4 + 1 + 0.25) / 3)
+    assert found["correction/rejected_fraction"] == 0
+    assert found["mismatch/logprob_gap_max"] == pytest.approx(log2)
+
+
+def test_other_losses_without_a_correction_weigh_nothing() -> None:
+    rows = batch(rollout_logprobs=[0.0] * 6, old_logprobs=[-1.0] * 6)
+    assert not [name for name in batch_metrics(rows).get() if name.startswith(("correction/", "mismatch/"))]

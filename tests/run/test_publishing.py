@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flowrl.config import ActorConfig, Placement, RolloutConfig, RunConfig
+from flowrl.config import ActorConfig, Placement, RolloutConfig, RunConfig, ScheduleConfig
 from flowrl.controller.plan import Inventory, Mesh, PlacementError, plan
 from flowrl.controller.register import registered_methods
 from flowrl.run.publishing import Publisher
@@ -23,6 +23,7 @@ class SplitRun(RunConfig):
 
     actor: ActorConfig
     rollout: RolloutConfig
+    schedule: ScheduleConfig = ScheduleConfig()
 
 
 class Two:
@@ -40,6 +41,7 @@ class Two:
         leaves: bool = False,
         meets: bool = False,
         apart: tuple[str, ...] = ("rollout",),
+        schedule: dict[str, Any] | None = None,
     ) -> None:
         self.diary = folder / "diary"
         self.diary.touch()
@@ -55,6 +57,7 @@ class Two:
                 "output": "out",
                 "steps": 1,
                 "placement": placement,
+                "schedule": schedule or {},
                 "actor": {"model": {"path": "m"}, "optimizer": {"lr": 1.0}},
                 "rollout": {
                     "engine": "vllm",
@@ -215,8 +218,7 @@ def test_through_a_link_the_actor_sends_when_it_comes_to_it_and_all_receive_toge
 def test_replicas_that_finish_first_take_weights_one_by_one(
     via: str, open_cluster: ClusterMaker, tmp_path: Path
 ) -> None:
-    two = Two(open_cluster, tmp_path, via=via)
-    two.publisher._apart = True
+    two = Two(open_cluster, tmp_path, via=via, schedule={"kind": "async", "interrupt": False})
     if via == "auto":
         assert not two.publisher.goes_to_all(two.actor, two.rollout)
         return

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from flowrl.config import ConfigError, Placement, load
-from flowrl.controller.plan import Inventory, plan
-from flowrl.run.schedule_check import check_schedule, lanes_of
+from flowrl.controller.plan import Inventory, PlacementError, plan
+from flowrl.run.schedule_check import check_routes, check_schedule, lanes_of
 from flowrl.run.start import plan_run
 from recipes.grpo.config import GRPOConfig
 from recipes.ppo.config import PPOConfig
@@ -31,7 +31,7 @@ PPO: dict[str, Any] = {
 }
 
 
-VLLM = {"max_response_tokens": 8, "engine": "vllm"}
+VLLM: dict[str, Any] = {"max_response_tokens": 8, "engine": "vllm"}
 ALONE = {"pools": {"trainers": [2]}, "roles": dict.fromkeys(PPOConfig.roles, "trainers")}
 
 
@@ -69,6 +69,11 @@ def routed(*feeds: list[int], **settings: Any) -> dict[str, Any]:
         (routed([1], [1]), "names rank 0 of actor nowhere, so that nobody feeds it"),
         (routed([0, 0], [1]), r"rollout.0 is \[0, 0\], which names a rank twice"),
         (routed([0], [1], rows_per_step=6), "prompts: make it a multiple of 2, or remove placement.routes"),
+        (
+            routed([0], [1], minibatch_rows=3),
+            r"each of the 2 data-parallel ranks of actor an equal share of a minibatch, but minibatch_rows is 3: make "
+            r"it a multiple of 2, or remove placement.routes",
+        ),
         (placed({"routes": {"critic": [[0]]}}), "placement.routes.critic is no role that feeds others"),
         (placed({"routes": {}}), "placement.routes is empty"),
     ],
@@ -86,6 +91,64 @@ def test_schedules_of_whole_batches_may_share_devices(kind: str):
 def test_a_role_that_does_not_train_may_share_the_makers_devices():
     config = PPOConfig.model_validate(placed(reference="makers", reward="makers"))
     assert lanes_of(config, plan_run(config)) is None
+
+
+def beside(role: str, device: str, **vllm: bool) -> dict[str, Any]:
+    """A role on the makers' devices, which vLLM makes."""
+    settings = placed({"device": device}, **{role: "makers"})
+    rollout = VLLM | ({"vllm": vllm} if vllm else {})
+    return settings | {"rollout": rollout, "devices": [4]}
+
+
+@pytest.mark.parametrize("role", ["reference", "reward"])
+@pytest.mark.parametrize(("device", "vllm"), [("cuda", {}), ("cuda", {"sleep": True}), ("cpu", {"sleep": True})])
+def test_vllm_that_leaves_its_devices_to_another_role_does_not_stream(role: str, device: str, vllm: dict[str, bool]):
+    sentence = (
+        rf"schedule.kind is async, at which vLLM always works on prompts, but {role} is on devices of rollout, pool "
+        rf"makers, .* give {role} the pool of actor, trainers, or set rollout.vllm.sleep: false"
+    )
+    with pytest.raises(ConfigError, match=sentence):
+        plan_run(PPOConfig.model_validate(beside(role, device, **vllm)))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        beside("reference", "cuda", sleep=False),
+        beside("reference", "cpu"),
+        beside("reference", "cuda") | {"rollout": PPO["rollout"]},
+        beside("reference", "cuda") | {"schedule": {"kind": "async", "max_staleness": 0}},
+        beside("reference", "cuda") | {"schedule": {"kind": "one_step_off"}},
+    ],
+)
+def test_rollouts_that_stay_or_finish_share_their_devices(settings: dict[str, Any]):
+    assert plan_run(PPOConfig.model_validate(settings))
+
+
+def together(interrupt: bool, via: str = "auto") -> PPOConfig:
+    """vLLM on GPUs of its own."""
+    schedule = {"kind": "async", "interrupt": interrupt}
+    settings = placed({"device": "cuda"}, schedule=schedule, devices=[4])
+    return PPOConfig.model_validate(settings | {"rollout": VLLM | {"transfer": {"via": via}}})
+
+
+def test_a_way_that_all_take_together_is_refused_where_each_finishes_first():
+    with pytest.raises(PlacementError, match=r"via is nccl, .*but schedule.interrupt is false, .*interrupt: true, or"):
+        plan_run(together(False, "nccl"))
+    assert plan_run(together(True, "nccl")) and plan_run(together(False))
+
+
+@pytest.mark.parametrize(
+    ("routes", "sentence"),
+    [
+        ({"rollout": [[0], [7]]}, "rollout.1 names rank 7, but the data-parallel ranks of actor are 0 to 1"),
+        ({"actor": [[0]]}, "placement.routes.actor is no role that feeds others"),
+    ],
+)
+def test_routes_of_a_placement_by_itself_are_checked(routes: dict[str, Any], sentence: str):
+    placement = Placement.model_validate(placed({"routes": routes})["placement"])
+    with pytest.raises(ConfigError, match=sentence):
+        check_routes(placement, plan(placement, Inventory((4,), "cpu")))
 
 
 def test_routes_say_who_feeds_each_trainer():

@@ -78,6 +78,22 @@ def test_weights_within_processes_do_not_travel():
     assert "(2) weights, in the same processes, where nothing travels" in drawn(0, 2, {"kind": "sync"})
 
 
+@pytest.mark.parametrize(
+    ("schedule", "way"),
+    [
+        ({"kind": "async"}, "from GPU to GPU by NCCL"),
+        ({"kind": "async", "interrupt": False}, "through the object store"),
+        ({"kind": "sync"}, "from GPU to GPU by NCCL"),
+    ],
+)
+def test_weights_are_drawn_on_the_way_that_the_run_takes(schedule: dict[str, Any], way: str):
+    roles = dict.fromkeys(PPOConfig.roles, "trainers") | {"rollout": "makers"}
+    where = {"device": "cuda", "pools": {"makers": [2], "trainers": [2]}, "roles": roles}
+    vllm = {"rollout": {"max_response_tokens": 8, "engine": "vllm"}, "devices": [4]}
+    config = PPOConfig.model_validate(PPO | vllm | {"placement": where, "schedule": schedule})
+    assert f"(2) weights, {way}" in render_graph(config, plan_run(config))
+
+
 def test_many_ranks_are_not_all_drawn_and_lines_end_together():
     lines = drawn(64, 64, {"kind": "sync"}).splitlines()
     assert len(lines) == 1 + 6 + 2 and lines[5].startswith("...") and lines[6].startswith("rollout 63")

@@ -17,7 +17,9 @@ from flowrl.config import (
     RolloutConfig,
     RunConfig,
 )
-from flowrl.run.start import check_rollouts, plan_run
+from flowrl.controller.plan import Inventory, plan
+from flowrl.run.start import check_quantization, check_rollouts, plan_run
+from recipes.grpo.config import GRPOConfig
 
 
 class ActorRun(RunConfig):
@@ -195,6 +197,41 @@ def test_numbers_that_the_device_has_not_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.quantization is int4, .* GPUs only, but placement\.device is cpu"):
         plan_run(quantized_run("int4"))
     assert plan_run(quantized_run("int8")).kind == "cpu"
+
+
+def test_a_rollout_that_is_to_be_cut_is_told_of_the_engine_that_can() -> None:
+    roles = {"actor": "main", "rollout": {"pool": "other", "tp": 2}}
+    pools = {"main": [1], "other": [2]}
+    placement = Placement.model_validate({"device": "cpu", "pools": pools, "roles": roles})
+    run = quantized_run("int8").model_copy(update={"placement": placement})
+    assert plan_run(run).roles["rollout"].leads == 2
+    run = run.model_copy(update={"rollout": RolloutConfig(max_response_tokens=8)})
+    sentence = (
+        r"tp 2, but each of its ranks, with engine hf, holds all it needs: set rollout\.engine: vllm, or remove it"
+    )
+    with pytest.raises(ConfigError, match=sentence):
+        plan_run(run)
+
+
+def test_where_int4_cannot_be_is_told_before_what_it_computes_in() -> None:
+    settings = {
+        "output": "out",
+        "steps": 1,
+        "rows_per_step": 4,
+        "samples_per_prompt": 2,
+        "minibatch_rows": 4,
+        "actor": run_with(on(1)).actor,
+        "reference": {"model": {"path": "m"}},
+        "reward": {"function": "a:b"},
+        "rollout": {"engine": "vllm", "max_response_tokens": 8, "quantization": "int4"},
+        "algorithm": {"estimator": "grpo"},
+        "data": {"train": "t", "max_prompt_tokens": 1},
+    }
+    config = GRPOConfig.model_validate(settings)
+    assert config.placement.device == "auto"
+    for kind, sentence in (("cpu", "on GPUs only"), ("cuda", "in bfloat16, but its weights would be float32")):
+        with pytest.raises(ConfigError, match=sentence):
+            check_quantization(config, plan(config.placement, Inventory((8,), kind), GRPOConfig.roles, ("rollout",)))
 
 
 @pytest.mark.skipif(

@@ -4,20 +4,28 @@ from typing import Any
 
 import pytest
 
-from flowrl.config import Placement, RolloutConfig
+from flowrl.config import Placement, RolloutConfig, RunConfig, ScheduleConfig
 from flowrl.controller.plan import Inventory, PlacementError, plan
-from flowrl.run.transports import transport_of
+from flowrl.run.transports import takes_one_by_one, transport_of
 
 
 def way(
-    kind: Any, actor: str, rollout: str, *, engine: str = "vllm", via: str = "auto", tp: int = 1, nodes: tuple = (8,)
+    kind: Any,
+    actor: str,
+    rollout: str,
+    *,
+    engine: str = "vllm",
+    via: str = "auto",
+    tp: int = 1,
+    nodes: tuple = (8,),
+    one_by_one: bool = False,
 ) -> str:
     place: dict[str, Any] = {"pool": rollout, "tp": tp}
     roles = {"actor": actor, "rollout": place} | ({} if "b" in actor + rollout else {"reward": "b"})
     placement = Placement.model_validate({"device": kind, "pools": {"a": [4], "b": [4]}, "roles": roles})
     config = RolloutConfig.model_validate({"engine": engine, "max_response_tokens": 1, "transfer": {"via": via}})
     made = plan(placement, Inventory(nodes, kind), apart=("rollout",) if engine == "vllm" else ())
-    return transport_of(made.roles["actor"], made.roles["rollout"], kind, config)
+    return transport_of(made.roles["actor"], made.roles["rollout"], kind, config, one_by_one=one_by_one)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +70,32 @@ def test_weights_take_the_best_way_there_is(
 def test_a_way_that_cannot_be_is_refused(kind: str, actor: str, rollout: str, via: str, sentence: str) -> None:
     with pytest.raises(PlacementError, match=sentence):
         way(kind, actor, rollout, via=via)
+
+
+def test_replicas_that_take_weights_one_by_one_have_no_way_that_all_take_together() -> None:
+    assert way("cuda", "a", "b", one_by_one=True) == "object_store"
+    assert way("cpu", "a", "a", engine="hf", one_by_one=True) == "shared"
+    with pytest.raises(
+        PlacementError, match=r"rollout.transfer.via is nccl, by which all replicas .*schedule.interrupt: true"
+    ):
+        way("cuda", "a", "b", via="nccl", one_by_one=True)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ({"kind": "sync"}, False),
+        ({"kind": "async"}, False),
+        ({"kind": "async", "interrupt": False}, True),
+        ({"kind": "async", "interrupt": False, "max_staleness": 0}, False),
+    ],
+)
+def test_a_schedule_says_whether_replicas_take_weights_one_by_one(schedule: dict[str, Any], expected: bool) -> None:
+    class Scheduled(RunConfig):
+        schedule: ScheduleConfig
+
+    config = Scheduled.model_validate({"output": "out", "steps": 1, "schedule": schedule})
+    assert takes_one_by_one(config) is expected
 
 
 def test_weights_that_do_not_travel_are_sent_no_way() -> None:

@@ -1,0 +1,61 @@
+"""A rollout and an actor that write down of which prompts they answered or trained rows.
+
+Importable, so that Ray's processes find them.
+"""
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from tensordict import TensorDict
+
+from flowrl.controller.register import Dispatch, contract_of, register
+from flowrl.data.metric import Metric
+from flowrl.workers import Actor, Rollout
+
+
+def note(diary: Path, rank: int, batch: TensorDict) -> None:
+    """Adds a line: a rank, and the prompts of its rows. Short lines of several processes do not mix."""
+    with diary.open("a") as file:
+        file.write(json.dumps([rank, batch["rows", "prompt_id"].tolist()]) + "\n")
+
+
+def ranks_of(diary: Path) -> dict[int, set[int]]:
+    """Prompt -> the ranks that had a row of it."""
+    found: defaultdict[int, set[int]] = defaultdict(set)
+    for line in diary.read_text().splitlines():
+        rank, prompts = json.loads(line)
+        for prompt in prompts:
+            found[prompt].add(rank)
+    return dict(found)
+
+
+class WritingRollout(Rollout):
+    """Args: `diary` is a file to which every rank appends what it is given."""
+
+    def __init__(self, *args: Any, diary: Path, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.diary = diary
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False, reads=("prompt_ids", "prompt_id", "sample"), resend=False)
+    def add(self, batch: TensorDict, samples: int) -> None:
+        note(self.diary, self.rank, batch)
+        super().add(batch, samples)
+
+
+_UPDATE = contract_of(Actor.update)
+assert _UPDATE is not None and isinstance(_UPDATE.reads, tuple)
+
+
+class WritingActor(Actor):
+    """Args: `diary` is a file to which every rank appends what it trains."""
+
+    def __init__(self, *args: Any, diary: Path, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.diary = diary
+
+    @register(Dispatch.DP_COMPUTE_METRIC, blocking=False, reads=(*_UPDATE.reads, "prompt_id"))
+    def update(self, batch: TensorDict) -> dict[str, Metric]:
+        note(self.diary, self.rank, batch)
+        return super().update(batch)
