@@ -29,7 +29,6 @@ PRELOADED = ("flowrl.controller.host", "flowrl.workers")
 
 _CLIENT = Path(__file__).with_name("fork_client.py")
 _BACKLOG = 1024
-_END_TIMEOUT_S = 10.0
 _START = "import sys; sys.path[:] = {path!r}; from flowrl.controller.fork_server import main; main({listener})"
 
 
@@ -64,12 +63,7 @@ class ForkServer:
         """Ends the server; what it has forked goes on."""
         atexit.unregister(self.end)
         with self._process:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            try:
-                self._process.wait(_END_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
+            self._process.kill()
         self._folder.cleanup()
 
 
@@ -102,6 +96,7 @@ def main(listener: int) -> None:
     # What is there will not become garbage; a collection would only copy its pages into each process.
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # an interpreter that ends complains of what it cannot collect
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for what was forked
     with socket.socket(fileno=listener) as listening:
         order = _serve(listening)
