@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flowrl.config.base import Device
 from flowrl.controller.errors import FlowError, ProcessLost, WorkerError, unpicklable
+from flowrl.controller.fork_server import fork_server
 from flowrl.controller.host import Construction, Host, Report
 from flowrl.controller.plan import HostSet, Inventory, PoolPlan, Slot
 from flowrl.controller.pulse import Pulse
@@ -163,19 +164,28 @@ class RayBackend:
         return self._nodes.inventory(device, devices)
 
     def reserve(self, pools: Sequence[PoolPlan], kind: str) -> None:
+        if self._forks(kind):
+            fork_server()  # it imports while Ray starts
         self._nodes.connect(sum(len(pool.slots) for pool in pools))
         for pool in pools:
             self._nodes.reserve(pool, kind)
 
+    def _forks(self, kind: str) -> bool:
+        """Whether processes are forked: not on other machines, nor those that use GPUs, which survive no fork once an
+        import has looked at them."""
+        return self._nodes.address is None and kind == "cpu"
+
     def start_hosts(self, hosts: HostSet, kind: str, *, restarts: int) -> None:
+        forked = {"runtime_env": {"py_executable": fork_server().py_executable}} if self._forks(kind) else {}
         for slot in hosts.slots:
             count = slot.devices
             devices = {"num_gpus": count, "num_cpus": 0} if kind == "cuda" else {"num_cpus": count}
             if slot.device < 0:
                 # It takes part of no device's time worth counting.
-                self._add_host(slot, restarts, {"num_cpus": 0, "scheduling_strategy": self._nodes.beside_driver()})
+                beside = self._nodes.beside_driver()
+                self._add_host(slot, restarts, {"num_cpus": 0, "scheduling_strategy": beside, **forked})
             else:
-                self._add_host(slot, restarts, {"scheduling_strategy": self._nodes.bundle(slot), **devices})
+                self._add_host(slot, restarts, {"scheduling_strategy": self._nodes.bundle(slot), **devices, **forked})
 
     def _add_host(self, slot: Slot, restarts: int, options: dict[str, Any]) -> None:
         key = slot.pool, slot.rank

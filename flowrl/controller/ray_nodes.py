@@ -35,6 +35,8 @@ RAY_SETTINGS = {
     # Ray gives its workers niceness 15: anything else that the machine runs, the driver too, would starve them.
     "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # Workers that Ray starts in advance would not be those of a run, which are forked.
+    "RAY_prestart_worker_first_driver": "0",
 }
 """The environment in which a run starts its Ray, where that says nothing else; nodes of a cluster have their own."""
 

@@ -164,9 +164,16 @@ def test_every_set_tells_its_own_failure(ray_session: None, open_cluster: Cluste
 
 def test_a_call_whose_rows_are_known_too_late_tells_the_failure(ray_session: None, open_cluster: ClusterMaker):
     """The number of rows is waited for, and meanwhile the processes that it is for have ended."""
-    cluster = open_cluster("ray", {"a": [1], "b": [1]}, {"first": "a", "second": "b"}, num_threads=1)
-    first, second = cluster.group("first", Arithmetic), cluster.group("second", Failing)
+    roles = {"first": "a", "busy": "a", "second": "b"}
+    cluster = open_cluster("ray", {"a": [1], "b": [1]}, roles, num_threads=1)
+    first, second, busy = (
+        cluster.group("first", Arithmetic),
+        cluster.group("second", Failing),
+        cluster.group("busy", Failing),
+    )
     batch = Batch.from_columns({"x": [1, 2]}, {"ids": [1, 2]}, [1, 1])
+    first.process_id(), second.add_one(1).get()
+    busy.sleep(3.0)
     second.fail_on(0)
     with pytest.raises(WorkerError, match=r"second\.fail_on failed on rank 0"):
         second.run(lambda worker, table: None, first.keep_even(batch))
@@ -218,8 +225,8 @@ def test_a_replaced_process_is_told_of_when_it_is_lost_and_not_when_another_work
     judge = cluster.group("judge", Recovering, tmp_path / "lines", 10.0)
     judge.load(7).get()
     (process_id,), batch = judge.process_id(), Batch.from_columns({"x": [1, 2]})
-    time.sleep(2 * ALIVE_EVERY_S)
-    judge.process_id()  # a driver that waits for nothing sees nothing
+    started = time.monotonic()
+    cluster.calls.wait_until(lambda: time.monotonic() > started + 2 * ALIVE_EVERY_S)  # it looks only while it waits
     del said[:]
     os.kill(process_id, signal.SIGKILL)
     killed = time.monotonic()
