@@ -160,7 +160,11 @@ class PromptStream:
 
     def rows(self, draws: Iterable[int]) -> list[dict[str, Any]]:
         """The rows of draws by their numbers, as `take` gave or will give them. Draws nothing."""
-        return [self._row(self._place(draw), draw) for draw in draws]
+        return [self._row(self._index(draw), draw) for draw in draws]
+
+    def place(self, draw: int) -> str:
+        """The file and the line of a draw's prompt."""
+        return self._conversations[self._index(draw)].place
 
     def evaluation_rows(self, num_rows: int | None = None) -> list[dict[str, Any]]:
         """Every prompt once, in the order of the file, numbered from 0; only the first `num_rows` if stated."""
@@ -184,7 +188,7 @@ class PromptStream:
                 )
         self._drawn = state["drawn"]
 
-    def _place(self, draw: int) -> int:
+    def _index(self, draw: int) -> int:
         """Which conversation a draw gives."""
         epoch, position = divmod(draw, len(self))
         if not self._shuffle:

@@ -16,6 +16,17 @@ class RolloutError(UserError):
     """A prompt cannot be answered by this model, or not by this engine."""
 
 
+class PromptError(RolloutError):
+    """One prompt of a call cannot, and `why` goes on after 'the prompt'; the others could."""
+
+    def __init__(self, row: int, why: str) -> None:
+        super().__init__(row, why)
+        self.row, self.why = row, why
+
+    def __str__(self) -> str:
+        return f"prompt {self.row} {self.why}"
+
+
 @dataclass(frozen=True)
 class Responses:
     """What was generated, on the CPU, rows in the order of the prompts."""
@@ -44,13 +55,14 @@ def end_ids(tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig | N
 
 
 def check_prompts(prompt_ids: Sequence[Sequence[int]], max_response_tokens: int, max_length: int) -> None:
-    """Refuses a prompt that has no token, or that is too long for the model with its response. Raises RolloutError."""
+    """Refuses a prompt that has no token, or that is too long for the model with its response. Raises PromptError."""
     for row, prompt in enumerate(prompt_ids):
         if not len(prompt):
-            raise RolloutError(f"prompt {row} has no tokens; a response needs at least one to follow")
+            raise PromptError(row, "has no tokens; a response needs at least one to follow")
         total = len(prompt) + max_response_tokens
         if total > max_length:
-            raise RolloutError(
-                f"prompt {row} has {len(prompt)} tokens, {total} with max_response_tokens {max_response_tokens}, but "
-                f"the model takes {max_length}; shorten one of them"
+            raise PromptError(
+                row,
+                f"has {len(prompt)} tokens, {total} with max_response_tokens {max_response_tokens}, but the model "
+                f"takes {max_length}; shorten one of them",
             )

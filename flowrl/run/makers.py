@@ -1,7 +1,8 @@
 """Makers: the replicas of a rollout, and which of a run's steps their responses come for."""
 
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -9,11 +10,11 @@ from flowrl.config import OnPolicyConfig
 from flowrl.controller.calls import Calls
 from flowrl.controller.group import WorkerGroup
 from flowrl.data.batch import Batch
-from flowrl.data.events import Counted
+from flowrl.data.events import CallEvent, Counted
 from flowrl.data.prompts import PromptStream
 from flowrl.run.publishing import Publisher
 from flowrl.run.rollout_watch import ComparedWeights
-from flowrl.run.schedule_metrics import staleness
+from flowrl.run.schedule_metrics import staleness, waited_for_weights
 from flowrl.run.steps import Logged
 
 
@@ -42,6 +43,15 @@ class Makers(Protocol):
 
     def logged(self) -> tuple[Logged, ...]:
         """Metrics of the step that is open."""
+        ...
+
+    def waited_s(self, step: int, events: Sequence[CallEvent], start_ns: int, end_ns: int) -> float:
+        """Seconds of a step's time in which a maker could do nothing for the run until newer weights came; mean of the
+        makers. Steps come in order, each once.
+
+        Args:
+            events: the calls that ended after `start_ns`.
+        """
         ...
 
     def end(self) -> None:
@@ -79,6 +89,8 @@ class Setting:
     """Tells the user what happened and did not end the run."""
     lanes: tuple[tuple[int, ...], ...] | None = None
     """For each data-parallel rank of the policy the makers that feed it; None: any maker feeds any."""
+    now_ns: Callable[[], int] = time.time_ns
+    """The time since the epoch."""
 
 
 class Draws:
@@ -99,6 +111,14 @@ class Draws:
         batch = Batch.from_rows(rows).repeat(self._samples)
         batch["sample"] = Batch.from_rows([{"sample": i} for _ in rows for i in range(self._samples)])
         return batch
+
+    def place(self, draw: int) -> str:
+        """Where the prompt of a draw stands."""
+        return self._prompts.place(draw)
+
+    def __len__(self) -> int:
+        """Prompts that there are."""
+        return len(self._prompts)
 
     def state(self, untrained: Iterable[int]) -> dict[str, Any]:
         """Args: `untrained` were taken and are in nobody's training yet."""
@@ -149,6 +169,11 @@ class WholeBatches:
     def logged(self) -> tuple[Logged, ...]:
         told, self._logged = self._logged, ()
         return told
+
+    def waited_s(self, step: int, events: Sequence[CallEvent], start_ns: int, end_ns: int) -> float:
+        if step + self._ahead >= self._setting.config.steps:
+            return 0.0  # all that the run needs was generated before the step's weights
+        return waited_for_weights(events, self._setting.rollout.role, start_ns, end_ns)
 
     def end(self) -> None:
         """What is ahead is answered, and read by nobody."""

@@ -204,7 +204,8 @@ class Run:
         if self._makers is not None and rollout is not None:
             self._makers.begin(self._policy, self._step, self.version)
             apart = rollout.role if self._makers.streams else None
-            self._log.follow(self._policy and self._policy.role, rollout.role, self.cluster.plan.roles, apart=apart)
+            policy, roles = self._policy and self._policy.role, self.cluster.plan.roles
+            self._log.follow(policy, roles, self._makers.waited_s, apart=apart)
         self._log.pause()
 
     def _evaluate_untrained(self) -> None:

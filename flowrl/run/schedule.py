@@ -12,106 +12,11 @@ trains earlier. A group that a step with redundancy leaves behind may train late
 
 from bisect import insort
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from flowrl.config import OnPolicyConfig
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What a schedule is held to. All counts are of groups."""
-
-    groups_per_step: int
-    max_staleness: int
-    max_concurrent: int | None = None
-    """Running at once over all makers; None is no bound."""
-    redundancy: int = 0
-    """Admitted beyond what staleness allows; a step may leave so many behind."""
-    interrupt: bool = True
-    """Whether a maker takes new weights while it is working."""
-    slots: int = 1
-    """That one maker works on at once."""
-    whole_batches: bool = False
-    """A step's groups are given out together, when none is running; without regard to `slots` and `max_concurrent`."""
-    total: int | None = None
-    """That the run trains, those before a resume too; None is no end."""
-    lanes: tuple[tuple[int, ...], ...] | None = None
-    """For each trainer the makers that feed it, each with an equal part of the step; None: any maker feeds any."""
-
-
-def rules_of(config: OnPolicyConfig, lanes: tuple[tuple[int, ...], ...] | None = None) -> Rules:
-    """The rules of a config's schedule.
-
-    Args:
-        lanes: for each data-parallel rank of the actor the replicas of the rollout that feed it.
-    """
-    schedule = config.schedule
-    return Rules(
-        groups_per_step=config.prompts_per_step,
-        max_staleness=schedule.staleness,
-        max_concurrent=schedule.max_concurrent,
-        redundancy=schedule.redundancy or 0,
-        # A call of generate is over before the weights that come behind it.
-        interrupt=schedule.streams and bool(schedule.interrupt),
-        slots=max(1, config.rollout.max_rows // config.samples_per_prompt),
-        whole_batches=not schedule.streams,
-        total=config.steps * config.prompts_per_step,
-        lanes=lanes,
-    )
-
-
-@dataclass(frozen=True)
-class Give:
-    """The maker begins with the groups."""
-
-    maker: int
-    groups: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Update:
-    """The maker takes the weights of the version, after what it was given before and before what it is given next."""
-
-    maker: int
-    version: int
-
-
-@dataclass(frozen=True)
-class Abort:
-    """The maker leaves the groups unfinished: they were dropped."""
-
-    maker: int
-    groups: tuple[int, ...]
-
-
-Action = Give | Update | Abort
-
-
-@dataclass(frozen=True)
-class Taken:
-    """The groups of a step."""
-
-    version: int
-    """Of the weights that the step trains."""
-    groups: tuple[int, ...]
-    """In the order of admission; with lanes, lane after lane."""
-    staleness: tuple[int, ...]
-    """Of each group: that version minus the one its maker had when it was given."""
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Where all groups are: admitted = waiting + running + complete + trained + the sum of dropped."""
-
-    admitted: int
-    waiting: int
-    running: int
-    complete: int
-    """Not trained yet: the depth of the buffer."""
-    trained: int
-    dropped: Mapping[str, int]
-    """By reason."""
+from flowrl.run.pace import Pace
+from flowrl.run.schedule_rules import REASONS, Abort, Action, Counts, Give, Rules, Taken, Update
 
 
 @dataclass
@@ -166,8 +71,8 @@ class _Lane:
 class Scheduler:
     """Says what makers are to do, and which groups the next step trains.
 
-    Tell it what happened (`finished`, `published`, `updated`, `lost`, `drop`), then do what `actions` says, and ask for
-    the next step's groups with `take`. Every call is cheap and returns at once.
+    Tell it what happened (`finished`, `published`, `updated`, `lost`, `drop`), then do what `aborts` and `actions` say,
+    and ask for the next step's groups with `take`. Every call is cheap and returns at once.
 
     Args:
         rules: what it is held to.
@@ -179,6 +84,7 @@ class Scheduler:
     def __init__(self, rules: Rules, makers: int, *, version: int = 0, steps_taken: int = 0) -> None:
         self._rules = rules
         self._makers = [_Maker(version) for _ in range(makers)]
+        self._pace = Pace(makers)
         self._newest = version
         self._next_version = version
         """That the next step trains."""
@@ -192,9 +98,13 @@ class Scheduler:
         self._aborts: defaultdict[int, list[int]] = defaultdict(list)
         self._admitted = 0
         self._trained = 0
-        self._dropped: Counter[str] = Counter()
+        self._dropped: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
 
     # What happened.
+
+    def tick(self, now_s: float) -> None:
+        """It is so late, in seconds since any moment: it learns how fast makers are by it. Without, all are alike."""
+        self._pace.tick(now_s)
 
     def finished(self, maker: int, group: int) -> bool:
         """Takes note that a maker has all rows of a group. False: it is not that maker's any more, drop the rows."""
@@ -204,6 +114,7 @@ class Scheduler:
         lane.live[group].maker = None
         lane.running -= 1
         self._makers[maker].running.remove(group)
+        self._pace.finished(maker, group)
         return True
 
     def published(self, version: int) -> None:
@@ -226,6 +137,7 @@ class Scheduler:
             lane.running -= 1
             insort(lane.waiting, group)
         self._makers[maker] = _Maker(version=None)
+        self._pace.lost(maker)
         self._aborts.pop(maker, None)
 
     def drop(self, group: int, reason: str) -> bool:
@@ -238,6 +150,7 @@ class Scheduler:
             lane.running -= 1
             self._makers[dropped.maker].running.remove(group)
             self._aborts[dropped.maker].append(group)
+            self._pace.left(dropped.maker, group)
         elif not dropped.is_complete:
             lane.waiting.remove(group)
         self._dropped[reason] += 1
@@ -245,11 +158,15 @@ class Scheduler:
 
     # What to do.
 
-    def actions(self) -> list[Action]:
-        """What makers are to do now, in this order; counts as done when it is returned."""
+    def aborts(self) -> list[Abort]:
+        """What makers are to leave now, before they do anything else; counts as done when it is returned."""
         aborts = [Abort(maker, tuple(groups)) for maker, groups in self._aborts.items()]
         self._aborts.clear()
-        return [*aborts, *self._updates(), *self._gives()]
+        return aborts
+
+    def actions(self) -> list[Action]:
+        """What makers are to do now, in this order, after `aborts`; counts as done when it is returned."""
+        return [*self._updates(), *self._gives()]
 
     def _updates(self) -> Iterator[Update]:
         for rank, maker in enumerate(self._makers):
@@ -269,6 +186,7 @@ class Scheduler:
             lane.live[group].maker, lane.live[group].version = rank, maker.version
             lane.running += 1
             maker.running.add(group)
+            self._pace.given(rank, group)
             given[rank].append(group)
         return (Give(rank, tuple(groups)) for rank, groups in given.items())
 
@@ -280,10 +198,10 @@ class Scheduler:
         return group
 
     def _choice(self) -> tuple[_Lane, int] | None:
-        """The lane and the maker of the group that is given next: what trains first, to who has least to do."""
-        rules = self._rules
+        """The lane and the maker of the group that is given next: what trains first, to who has least to do and is not
+        too slow for it."""
         running = sum(lane.running for lane in self._lanes)
-        if rules.max_concurrent is not None and running >= rules.max_concurrent and not rules.whole_batches:
+        if self._is_at_limit(running):
             return None
         for lane in sorted(self._lanes, key=lambda lane: lane.rank()):
             trains_at = self._trains_at(lane, running)
@@ -294,14 +212,28 @@ class Scheduler:
                 return lane, rank
         return None
 
+    def _is_at_limit(self, running: int) -> bool:
+        limit = self._rules.max_concurrent
+        return limit is not None and running >= limit and not self._rules.whole_batches
+
     def _least_busy(self, lane: _Lane, trains_at: int) -> int | None:
         """The maker with the fewest groups, of those that may take one that is trained at a version."""
-        found, fewest = None, 0
-        for rank in lane.makers:
-            running = len(self._makers[rank].running)
-            if (found is None or running < fewest) and self._may_take(self._makers[rank], trains_at):
-                found, fewest = rank, running
+        able = [rank for rank in lane.makers if self._may_take(self._makers[rank], trains_at)]
+        able.sort(key=lambda rank: len(self._makers[rank].running))
+        found = next((rank for rank in able if not self._is_too_slow(lane, rank)), None)
+        if found is None and able and not any(self._makers[rank].running for rank in lane.makers):
+            return able[0]  # nobody else will do anything
         return found
+
+    def _is_too_slow(self, lane: _Lane, rank: int) -> bool:
+        """Whether the others of the lane would have to wait for what a maker is given."""
+        rules = self._rules
+        if rules.whole_batches:
+            return False
+        others = [other for other in lane.makers if other != rank and self._makers[other].version is not None]
+        most = (rules.max_staleness + 1) * lane.quota + rules.redundancy
+        most = most if lane.left is None else min(most, lane.left)
+        return self._pace.is_too_slow(rank, others, (most - lane.num_complete) / rules.slots)
 
     def _trains_at(self, lane: _Lane, running: int) -> int | None:
         """The version at which the lane's next group will be trained; None if it has none to give now."""
@@ -380,7 +312,10 @@ class Scheduler:
 
     @property
     def starved(self) -> tuple[int, ...]:
-        """Makers that have nothing to do until newer weights are there, because more groups would be too old."""
+        """Makers that have nothing to do until newer weights are there, because more groups would be too old. Those
+        that would get none with newer weights either, at the end of the run say, are not among them."""
+        if self._is_at_limit(sum(lane.running for lane in self._lanes)):
+            return ()
         return tuple(rank for rank, maker in enumerate(self._makers) if not maker.running and self._is_held(rank))
 
     def _is_held(self, rank: int) -> bool:

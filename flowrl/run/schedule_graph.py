@@ -48,7 +48,8 @@ def _sentence(config: OnPolicyConfig, rollout: RolePlan, actor: RolePlan) -> str
         return f"schedule: one_step_off; a step's responses are generated while the one before trains{where}"
     words = [f"staleness at most {schedule.staleness}"]
     if schedule.max_concurrent is not None:
-        words.append(f"at most {schedule.max_concurrent} prompts worked on at once")
+        prompts = "1 prompt" if schedule.max_concurrent == 1 else f"{schedule.max_concurrent} prompts"
+        words.append(f"at most {prompts} worked on at once")
     if schedule.redundancy:
         words.append(f"{schedule.redundancy} more in flight than steps need")
     words.append("new weights between two tokens" if schedule.interrupt else "new weights when a maker has finished")

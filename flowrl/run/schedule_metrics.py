@@ -1,6 +1,7 @@
 """What a schedule does to a run: how stale its samples are, who waits, and where its groups of samples are."""
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Iterable
 
 import torch
 from tensordict import TensorDict
@@ -11,7 +12,7 @@ from flowrl.data.block import LocalRef
 from flowrl.data.events import CallEvent
 from flowrl.data.metric import Max, Mean, Metric
 from flowrl.data.table import lengths
-from flowrl.run.schedule import Counts
+from flowrl.run.schedule_rules import REASONS, Counts
 from flowrl.run.trace import rank_fractions
 
 
@@ -41,15 +42,66 @@ def measured_staleness(table: TensorDict, version: int, bound: int) -> dict[str,
     return found
 
 
-def group_metrics(counts: Counts, dropped: Mapping[str, int]) -> dict[str, float]:
-    """Where the groups are when a step has taken its own, and those that were dropped since the step before."""
+def group_metrics(counts: Counts, before: Counts | None = None) -> dict[str, float]:
+    """Where the groups are when a step has taken its own, and what was admitted, trained and dropped since the step
+    `before`; None is since the beginning."""
+    dropped = {name: count - (before.dropped.get(name, 0) if before else 0) for name, count in counts.dropped.items()}
     found = {
-        "buffer_depth": float(counts.complete),
-        "running_groups": float(counts.running),
-        "waiting_groups": float(counts.waiting),
-        "dropped_groups": float(sum(dropped.values())),
+        "buffer_depth": counts.complete,
+        "running_groups": counts.running,
+        "waiting_groups": counts.waiting,
+        "admitted_groups": counts.admitted - (before.admitted if before else 0),
+        "trained_groups": counts.trained - (before.trained if before else 0),
+        "dropped_groups": sum(dropped.values()),
     }
-    return found | {f"dropped_{reason}": float(count) for reason, count in dropped.items()}
+    found |= {f"dropped_{reason}": count for reason, count in (dict.fromkeys(REASONS, 0) | dropped).items()}
+    return {name: float(count) for name, count in found.items()}
+
+
+WEIGHT_CALLS = frozenset({"load_weights", "load_sent", "load_shared", "set_version"})
+"""Methods by which a rollout comes to other weights."""
+
+
+def waited_for_weights(events: Iterable[CallEvent], role: str, start_ns: int, end_ns: int) -> float:
+    """Seconds of [start_ns, end_ns] in which a rank of a role had done all that it was asked for, until weights came to
+    it; mean over the ranks that were called.
+
+    Args:
+        events: calls of any roles, with those before the window that are the last of their ranks.
+    """
+    ranks: defaultdict[int, list[CallEvent]] = defaultdict(list)
+    for event in events:
+        if event.role == role:
+            ranks[event.rank].append(event)
+    waited_ns = 0
+    for found in ranks.values():
+        found.sort(key=lambda event: event.started_ns)
+        free_ns = start_ns
+        for event in found:
+            if event.method in WEIGHT_CALLS:
+                waited_ns += max(0, min(event.started_ns, end_ns) - max(free_ns, start_ns))
+            free_ns = max(free_ns, event.ended_ns)
+    return waited_ns / 1e9 / max(1, len(ranks))
+
+
+class Level:
+    """A number over time, as it was set."""
+
+    def __init__(self) -> None:
+        self._since: deque[tuple[int, float]] = deque()
+
+    def set(self, now_ns: int, value: float) -> None:
+        """From now on it is this. It is 0 before it is set."""
+        if not self._since or self._since[-1][1] != value:
+            self._since.append((now_ns, value))
+
+    def integral_s(self, start_ns: int, end_ns: int) -> float:
+        """The number times the seconds of [start_ns, end_ns] that it stood so; forgets what was before."""
+        while len(self._since) > 1 and self._since[1][0] <= start_ns:
+            self._since.popleft()
+        changes = [at for at, _ in self._since]
+        parts = zip(self._since, [*changes[1:], end_ns], strict=False)
+        return sum(value * max(0, min(to, end_ns) - max(at, start_ns)) for (at, value), to in parts) / 1e9
 
 
 class Idleness:

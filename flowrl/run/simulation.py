@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from flowrl.run.schedule import Action, Give, Rules, Scheduler, Update
+from flowrl.run.schedule import Scheduler
+from flowrl.run.schedule_rules import Action, Rules, Update
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,7 @@ class _Clock:
             event = heapq.heappop(self._events)
             self._starved_s += (event.at - self._now) * len(self._scheduler.starved)
             self._now = event.at
+            self._scheduler.tick(self._now)
             self._happens(event)
             self._act()
         num_slots, makers = self._rules.slots * len(self._makers), len(self._makers)
@@ -173,6 +175,9 @@ class _Clock:
 
     def _act(self) -> None:
         self._train()
+        for abort in self._scheduler.aborts():
+            for group in abort.groups:
+                self._worked_s += max(0.0, self._now - self._makers[abort.maker].active.pop(group))
         for action in self._scheduler.actions():
             self._do(self._makers[action.maker], action)
 
@@ -181,12 +186,9 @@ class _Clock:
             maker.free_at = max(maker.free_at, self._now) + self._times.update_s
             maker.paused_s += self._times.update_s
             self._at(maker.free_at, "updated", action.maker, action.version)
-        elif isinstance(action, Give):
+        else:
             maker.queue.extend(action.groups)
             self._begin(action.maker)
-        else:
-            for group in action.groups:
-                self._worked_s += max(0.0, self._now - maker.active.pop(group))
 
     def _begin(self, rank: int) -> None:
         maker = self._makers[rank]

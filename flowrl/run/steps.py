@@ -1,7 +1,7 @@
 """Which calls and metrics belong to which step of a loop, and when the step is done."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,6 +23,11 @@ _HEARD_LATE_NS = 10**9
 
 Logged = MetricFuture | Mapping[str, Metric | float]
 """What `Run.log` takes: metrics, or a future of them. A plain number is a mean over the values of that name."""
+
+
+Waited = Callable[[int, Sequence[CallEvent], int, int], float]
+"""Seconds for which makers waited for weights in a step, given the calls that had not ended before it, in nanoseconds
+from when to when it went."""
 
 
 def _as_metrics(logged: Logged) -> dict[str, Metric]:
@@ -51,21 +56,21 @@ class StepLog:
         self._steps: dict[int, _Step] = {}
         self._open: int | None = None
         self._policy: str | None = None
-        self._rollout: str | None = None
+        self._waited: Waited | None = None
         self._roles: tuple[str, ...] = ()
         self._apart: str | None = None
         self._idleness = Idleness()
 
-    def follow(self, policy: str | None, rollout: str, roles: Iterable[str], *, apart: str | None = None) -> None:
+    def follow(self, policy: str | None, roles: Iterable[str], waited: Waited, *, apart: str | None = None) -> None:
         """From now on steps tell also who waited.
 
         Args:
             policy: the role that is trained.
-            rollout: the role that generates.
             roles: of which to tell.
+            waited: of the makers.
             apart: the role whose calls are no part of a step: it works all the time.
         """
-        self._policy, self._rollout, self._roles, self._apart = policy, rollout, tuple(roles), apart
+        self._policy, self._roles, self._waited, self._apart = policy, tuple(roles), waited, apart
 
     def begin(self, step: int) -> None:
         """Opens a step: what is submitted and logged from now on is its own."""
@@ -100,7 +105,7 @@ class StepLog:
         self._calls.settle(done.calls, None)
         own = list(self._events_of(done))
         ended_ns = max((event.ended_ns for event in own), default=done.submitted_ns)
-        values = {name: metric.result() for name, metric in merged.items()} | self._waits(own, ended_ns)
+        values = {name: metric.result() for name, metric in merged.items()} | self._waits(step, own, ended_ns)
         values["seconds"] = (ended_ns - self._ended_ns) / 1e9
         values["elapsed_s"] = (ended_ns - self._started_ns) / 1e9
         self._ended_ns = self.last_ended_ns = ended_ns
@@ -116,7 +121,7 @@ class StepLog:
             if step.begun_ns <= event.submitted_ns <= step.submitted_ns and event.role != self._apart:
                 yield event
 
-    def _waits(self, own: Iterable[CallEvent], ended_ns: int) -> dict[str, float]:
+    def _waits(self, step: int, own: Iterable[CallEvent], ended_ns: int) -> dict[str, float]:
         """Who had nothing to do since the step before ended, given the calls of the step itself."""
         if not self._roles:
             return {}
@@ -129,8 +134,8 @@ class StepLog:
         values = self._idleness.of(recent, self._roles, begun_ns, ended_ns)
         first_ns = min((event.started_ns for event in own if event.role == self._policy), default=begun_ns)
         values["wait_data_s"] = max(0, first_ns - begun_ns) / 1e9
-        if (idle := values.get(f"idle_{self._rollout}")) is not None:
-            values["wait_weights_s"] = idle * (ended_ns - begun_ns) / 1e9
+        if self._waited is not None:
+            values["wait_weights_s"] = self._waited(step, recent, begun_ns, ended_ns)
         return values
 
     def pause(self) -> None:

@@ -1,10 +1,9 @@
 """Streaming: makers that generate all the time, each group as soon as the schedule admits it."""
 
-import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,12 +14,13 @@ from flowrl.controller.errors import ProcessLost
 from flowrl.controller.future import Future
 from flowrl.controller.group import WorkerGroup
 from flowrl.data.batch import Batch
-from flowrl.data.events import Counted
+from flowrl.data.events import CallEvent, Counted
 from flowrl.run.makers import Makers, Setting, WholeBatches
 from flowrl.run.publishing import Version
 from flowrl.run.rollout_watch import ComparedWeights
-from flowrl.run.schedule import Abort, Give, Scheduler, Taken, Update, rules_of
-from flowrl.run.schedule_metrics import group_metrics, staleness
+from flowrl.run.schedule import Scheduler
+from flowrl.run.schedule_metrics import Level, group_metrics, staleness
+from flowrl.run.schedule_rules import Abort, Counts, Give, Taken, Update, rules_of
 from flowrl.run.steps import Logged
 
 POLLS = 2
@@ -35,6 +35,12 @@ SLICE_PER_MAKER_S = 0.01
 SPARE = 4
 """A maker is given one group more for so many that it works on at once, which it begins with when another is finished
 and the driver does not know yet. While it has such it goes on with a poll, as every end of one costs it time."""
+
+MOST_REFUSED = 100
+"""Prompts that may be refused one after another before the run ends: that is no matter of some prompts any more."""
+
+SAID_REFUSED = 20
+"""Prompts of which a line says that they are refused; all are counted."""
 
 
 @dataclass(eq=False)
@@ -88,7 +94,13 @@ class Streaming:
         self._lost = 0
         self._first_step = self._first_version = self._published = 0
         self._logged: tuple[Logged, ...] = ()
-        self._dropped: Counter[str] = Counter()
+        self._counts: Counts | None = None
+        """When the step before had taken its groups."""
+        self._starved = Level()
+        """Makers that wait for newer weights."""
+        self._refused: set[str] = set()
+        """Places of prompts that an engine has refused."""
+        self._refused_in_a_row = 0
         self._leave: Callable[[], None] | None = None
         self.counted: deque[Counted] = deque(maxlen=KEPT_EVENTS)
 
@@ -111,15 +123,19 @@ class Streaming:
 
     def _attend(self) -> Iterable[Future | Batch]:
         """Reads what makers have done, and has them do what comes next; what to look at when it is done."""
+        self._scheduler.tick(self._setting.now_ns() / 1e9)
         for rank, maker in enumerate(self._makers):
             self._read(rank, maker)
         while self._exports and self._exports[0].ready():
             self._newest = self._exports.popleft()
             self._scheduler.published(self._newest.number)
+        self._abort(self._scheduler.aborts())
         if self._is_held:
             self._update_idle()
         else:
             self._act()
+        starved = () if self._is_held else self._scheduler.starved
+        self._starved.set(self._setting.now_ns(), len(starved) / len(self._makers))
         for maker in self._makers:
             while maker.polls < min(POLLS, len(maker.groups)):
                 maker.asked.append(maker.replica.poll.submit(self._slice_s))
@@ -144,14 +160,16 @@ class Streaming:
                 if isinstance(result, Batch):
                     self._take(rank, maker, result)
                 else:
-                    result.get()
+                    self._hear(maker, result.get())
             if maker.taking is not None and all(call.done() for call in maker.taking[1]):
                 version, calls = maker.taking
                 for call in calls:
                     call.get()
                 maker.taking = None
                 self._scheduler.updated(rank, version)
-        except ProcessLost:
+        except ProcessLost as error:
+            if error.role != self._setting.rollout.role:
+                raise  # what the maker was to read is gone, and the maker is sound
             self._tell_lost(rank, maker)
 
     def _tell_lost(self, rank: int, maker: _Maker) -> None:
@@ -165,18 +183,52 @@ class Streaming:
         """Takes up the groups that a poll gave."""
         if not rows.num_rows:
             return
-        numbers = {draw: group for group, draw in self._draws.items()}
+        numbers = self._groups()
         keys = rows.payload("prompt_id", "sample").rows
         draws, samples = np.asarray(keys["prompt_id"]), np.asarray(keys["sample"])
         for draw in dict.fromkeys(draws.tolist()):
             group = numbers.get(draw)
-            if group is None or not self._scheduler.finished(rank, group):
+            if group is None:
                 continue
             maker.groups.discard(group)
+            if not self._scheduler.finished(rank, group):
+                continue
             places = np.flatnonzero(draws == draw)
             ordered = places[np.argsort(samples[places])]
             self._finished[group] = rows.drop("prompt_id", "sample").rows(ordered)
         self._count()
+
+    def _groups(self) -> dict[int, int]:
+        """Draw -> its group."""
+        return {draw: group for group, draw in self._draws.items()}
+
+    def _hear(self, maker: _Maker, answers: Sequence[Mapping[int, str | None] | None]) -> None:
+        """Drops the groups whose prompts an `add` was refused for."""
+        numbers = self._groups()
+        for draw, why in ((draw, why) for answer in answers for draw, why in (answer or {}).items()):
+            group = numbers.get(draw)
+            if why is None:
+                self._refused_in_a_row = 0
+            elif group in maker.groups and self._scheduler.drop(group, "refused"):
+                self._tell_refused(self._setting.prompts.place(draw), why)
+
+    def _tell_refused(self, place: str, why: str) -> None:
+        """Raises `UserError` where no prompt seems to be taken."""
+        prompts, role = self._setting.prompts, self._setting.rollout.role
+        self._refused_in_a_row += 1
+        if self._refused_in_a_row >= min(MOST_REFUSED, 2 * len(prompts)):
+            count = f"{self._refused_in_a_row} prompts one after another"
+            raise UserError(f"{place}: the prompt {why}; {role} has refused {count}, so that nothing is trained")
+        if place not in self._refused and len(self._refused) < SAID_REFUSED:
+            self._setting.say(f"{place}: the prompt {why}; it is dropped, as {role} refuses it")
+        self._refused.add(place)
+
+    def _abort(self, aborts: Sequence[Abort]) -> None:
+        for abort in aborts:
+            maker = self._makers[abort.maker]
+            maker.groups.difference_update(abort.groups)
+            dropped = [self._draws.pop(group) for group in abort.groups]
+            maker.asked.append(maker.replica.abort.submit(dropped))
 
     def _act(self) -> None:
         actions = self._scheduler.actions()
@@ -190,10 +242,6 @@ class Streaming:
                     self._give(maker, groups)
                 case Update(maker=rank, version=version):
                     self._update(rank, version)
-                case Abort(groups=groups):
-                    maker.groups.difference_update(groups)
-                    dropped = [self._draws.pop(group) for group in groups]
-                    maker.asked.append(maker.replica.abort.submit(dropped))
 
     def _give(self, maker: _Maker, groups: Sequence[int]) -> None:
         setting = self._setting
@@ -293,9 +341,8 @@ class Streaming:
     def _tell(self, batch: Batch, version: int) -> None:
         """Notes what is to be told of the step."""
         counts = self._scheduler.counts
-        dropped = Counter(counts.dropped)
-        values = group_metrics(counts, dropped - self._dropped)
-        self._dropped = dropped
+        values = group_metrics(counts, self._counts)
+        self._counts = counts
         bound = self._setting.config.schedule.staleness
         self._logged = (values, staleness(batch, version, bound))
         self._count()
@@ -303,17 +350,18 @@ class Streaming:
     def _count(self) -> None:
         counts = self._scheduler.counts
         values = {"running": counts.running, "complete": counts.complete, "waiting": counts.waiting}
-        self.counted.append(Counted(time.time_ns(), values))
+        self.counted.append(Counted(self._setting.now_ns(), values))
 
     def logged(self) -> tuple[Logged, ...]:
         told, self._logged = (*self._logged, *self._compared), ()
         self._compared = []
         return told
 
+    def waited_s(self, step: int, events: Sequence[CallEvent], start_ns: int, end_ns: int) -> float:
+        return self._starved.integral_s(start_ns, end_ns)
+
     def summary(self) -> dict[str, Any]:
-        counts = self._scheduler.counts
-        groups = {"admitted": counts.admitted, "trained": counts.trained, "dropped": dict(counts.dropped)}
-        return {"groups": groups, "makers_lost": self._lost}
+        return {"groups": asdict(self._scheduler.counts), "makers_lost": self._lost}
 
     def end(self) -> None:
         self.leave()

@@ -1,6 +1,6 @@
 """Groups that a rollout works on as they come: all rows of a prompt, which leave together when each has its answer."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -41,8 +41,8 @@ class Groups:
         """Whether all rows of some group have their answers."""
         return any(group.is_whole for group in self._groups.values())
 
-    def requests(self, batch: TensorDict, samples: int, seed: int) -> list[Prompt]:
-        """The rows of a batch as requests, `<prompt_id>-<sample>`.
+    def requests(self, batch: TensorDict, samples: int, seed: int) -> list[tuple[int, list[Prompt]]]:
+        """The rows of a batch as requests, `<prompt_id>-<sample>`, for each `prompt_id` in the order of its first row.
 
         Raises:
             ValueError: a prompt has not so many rows in it.
@@ -55,13 +55,16 @@ class Groups:
                     f"prompt {number} has {count} rows, and a group has {samples}: give all of them in one call"
                 )
         keys = row_keys(seed, prompt_id_B, sample_B).tolist()
-        names = [_name(number, sample) for number, sample in _identities(batch)]
-        prompts = objects(batch, "prompt_ids")
-        return [Prompt(name, ids, key) for name, ids, key in zip(names, prompts, keys, strict=True)]
+        found: dict[int, list[Prompt]] = {}
+        for ids, key, (number, sample) in zip(objects(batch, "prompt_ids"), keys, _identities(batch), strict=True):
+            found.setdefault(number, []).append(Prompt(_name(number, sample), ids, key))
+        return list(found.items())
 
-    def add(self, batch: TensorDict) -> None:
-        """Takes the groups of a batch, whose requests an engine has."""
+    def add(self, batch: TensorDict, taken: Container[int]) -> None:
+        """Takes the groups of a batch, those whose requests an engine has taken."""
         for prompt, (number, sample) in zip(objects(batch, "prompt_ids"), _identities(batch), strict=True):
+            if number not in taken:
+                continue
             name = _name(number, sample)
             self._groups.setdefault(number, _Group(prompt)).samples[name] = sample
             self._group_of[name] = number

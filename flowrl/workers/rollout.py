@@ -18,7 +18,8 @@ from flowrl.data.table import objects
 from flowrl.engines.hf_rollout import HfRollout
 from flowrl.engines.int8 import quantized_copy
 from flowrl.engines.models import LanguageModel, load_policy
-from flowrl.engines.responses import RolloutError
+from flowrl.engines.requests import Prompt
+from flowrl.engines.responses import PromptError, RolloutError
 from flowrl.engines.serving import State
 from flowrl.engines.sharded_load import read_weights
 from flowrl.engines.weight_check import Compared, WeightSamples, refuse_wrong
@@ -87,20 +88,30 @@ class Rollout(Worker):
     # Groups as they come.
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, reads=("prompt_ids", "prompt_id", "sample"), resend=False)
-    def add(self, batch: TensorDict, samples: int) -> None:
+    def add(self, batch: TensorDict, samples: int) -> dict[int, str | None]:
         """Takes groups, which `poll` works on: the rows of prompts, so many of each.
 
+        Returns: for the `prompt_id` of each why the engine refuses it, which goes on after 'the prompt'; None where it
+            is taken.
         Raises:
-            RolloutError: it samples from an actor's weights, which training changes without a word; or a prompt does
-                not fit.
+            RolloutError: it samples from an actor's weights, which training changes without a word.
         """
         if self._actor is not None:
             raise RolloutError(
                 "the rollout answers with the weights of the actor in its process, which training changes while rows "
                 "run: give rollout a pool of its own in the placement, or set schedule.kind to sync or one_step_off"
             )
-        self.engine.add(self._groups.requests(batch, samples, self.seed))
-        self._groups.add(batch)
+        answers = {number: self._refused(rows) for number, rows in self._groups.requests(batch, samples, self.seed)}
+        self._groups.add(batch, {number for number, why in answers.items() if why is None})
+        return answers
+
+    def _refused(self, rows: Sequence[Prompt]) -> str | None:
+        """Has the engine take the rows of a prompt, all or none; why it has not."""
+        try:
+            self.engine.add(rows)
+        except PromptError as error:
+            return error.why
+        return None
 
     @register(
         Dispatch.COLLECT,

@@ -18,7 +18,7 @@ import matplotlib.pyplot as plt
 from rich.console import Console
 from rich.table import Table
 
-from flowrl.run.schedule import Rules
+from flowrl.run.schedule_rules import Rules
 from flowrl.run.simulation import Outcome, Times, detached, in_turns, long_tailed
 
 DEVICES = (8, 16, 32, 64, 128, 256, 512, 1024)

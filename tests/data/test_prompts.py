@@ -26,7 +26,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
 
 
 def stream(tokenizer: ChatTokenizer, num_prompts: int = 5, *, seed: int = 0, shuffle: bool = True) -> PromptStream:
-    conversations = [Conversation((Message("user", f"{n}+1"),), {"answer": str(n + 1)}) for n in range(num_prompts)]
+    conversations = [
+        Conversation((Message("user", f"{n}+1"),), {"answer": str(n + 1)}, Path("sums"), n) for n in range(num_prompts)
+    ]
     return PromptStream(conversations, tokenizer, seed=seed, max_prompt_tokens=8, shuffle=shuffle)
 
 
@@ -133,6 +135,11 @@ def test_rows_of_a_draw_are_the_same_before_and_after_it_is_taken(tokenizer: Cha
     taken = drawn.take(12)
     assert again.rows([11, 3, 7]) == [taken[11], taken[3], taken[7]] == drawn.rows([11, 3, 7])
     assert again.take(1) == taken[:1]
+
+
+def test_a_draw_has_the_line_of_its_prompt(tokenizer: ChatTokenizer) -> None:
+    drawn = stream(tokenizer)
+    assert [drawn.place(draw) for draw in range(12)] == [f"sums, line {row['prompt'][0]}" for row in drawn.take(12)]
 
 
 def test_a_restored_stream_goes_on_where_it_was(tokenizer: ChatTokenizer) -> None:

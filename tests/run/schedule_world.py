@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from flowrl.run.schedule import Abort, Give, Rules, Scheduler, Taken, Update
+from flowrl.run.schedule import Scheduler
+from flowrl.run.schedule_rules import Abort, Give, Rules, Taken, Update
 
 
 @dataclass(frozen=True)
@@ -81,14 +82,14 @@ class World:
     # What the scheduler says is done.
 
     def _act(self) -> None:
+        for abort in self.scheduler.aborts():
+            self._abort(abort)
         for action in self.scheduler.actions():
             if isinstance(action, Update):
                 self._update(action)
-            elif isinstance(action, Give):
-                self._give(action)
             else:
-                self._abort(action)
-        assert not self.scheduler.actions(), "what was said is not said again"
+                self._give(action)
+        assert not self.scheduler.actions() and not self.scheduler.aborts(), "what was said is not said again"
         self._train()
         self._check_counts()
 
@@ -209,4 +210,4 @@ class World:
         for rank, maker in enumerate(self.makers):
             assert set(self.scheduler.running(rank)) == maker.running & untrained
         if not self.rules.redundancy:
-            assert "stale" not in counts.dropped
+            assert not counts.dropped["stale"]

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrl.run.schedule import Abort, Action, Give, Rules, Scheduler, Update
+from flowrl.run.schedule import Scheduler
+from flowrl.run.schedule_rules import Abort, Action, Give, Rules, Update
 from tests.run.schedule_world import Weather, World
 
 
@@ -47,6 +48,18 @@ def test_groups_go_to_who_has_least_to_do_and_no_further_than_staleness_admits()
     assert scheduler.starved == ()
     run_all(scheduler, 2)
     assert scheduler.actions() == [] and scheduler.starved == (0, 1)
+
+
+def test_a_maker_that_would_get_nothing_with_newer_weights_either_does_not_wait_for_them():
+    at_its_end = Scheduler(Rules(groups_per_step=2, max_staleness=1, slots=8, total=4), makers=2)
+    at_its_end.actions()
+    run_all(at_its_end, 2)
+    assert at_its_end.actions() == [] and at_its_end.starved == ()
+    limited = Scheduler(Rules(groups_per_step=1, max_staleness=0, max_concurrent=1, slots=8), makers=3)
+    assert limited.actions() == [Give(0, (0,))] and limited.starved == ()
+    limited.lost(1)
+    run_all(limited, 3)
+    assert limited.actions() == [Update(1, 0)] and limited.starved == (0, 2)  # a new process waits for its model
 
 
 def test_a_maker_gets_what_it_works_on_and_hoards_nothing():
@@ -161,11 +174,12 @@ def test_a_dropped_group_frees_its_place():
     assert scheduler.actions() == [Give(0, (0, 1))]
     scheduler.finished(0, 0)
     assert scheduler.drop(0, "refused") and scheduler.drop(1, "too long")
-    assert scheduler.actions() == [Abort(0, (1,)), Give(0, (2, 3))]
+    assert scheduler.aborts() == [Abort(0, (1,))] and scheduler.aborts() == []
+    assert scheduler.actions() == [Give(0, (2, 3))]
     run_all(scheduler, 1)
     taken = scheduler.take()
     assert taken is not None and taken.groups == (2, 3)
-    assert scheduler.counts.dropped == {"refused": 1, "too long": 1} and not scheduler.finished(0, 1)
+    assert scheduler.counts.dropped == {"stale": 0, "refused": 1, "too long": 1} and not scheduler.finished(0, 1)
 
 
 def test_redundancy_leaves_the_slowest_behind_and_drops_it_when_it_is_too_old():
@@ -177,7 +191,8 @@ def test_redundancy_leaves_the_slowest_behind_and_drops_it_when_it_is_too_old():
     assert taken is not None and taken.groups == (1, 2)
     taken = scheduler.take()
     assert taken is not None and (taken.groups, taken.staleness) == ((3, 4), (1, 1))
-    assert scheduler.counts.dropped == {"stale": 1} and scheduler.actions() == [Abort(0, (0,))]
+    assert scheduler.counts.dropped == {"stale": 1, "refused": 0}
+    assert scheduler.aborts() == [Abort(0, (0,))] and scheduler.actions() == []
 
 
 def test_the_last_step_is_short():

@@ -68,6 +68,7 @@ def test_routes_say_whom_each_maker_feeds():
         (2, {"kind": "one_step_off"}, "schedule: one_step_off; a step's responses are generated while the one before"),
         (0, {"kind": "one_step_off"}, "trains; they share devices, which have one of them at a time"),
         (2, {"kind": "async", "max_concurrent": 3, "redundancy": 2}, "at most 3 prompts worked on at once, 2 more in"),
+        (2, {"kind": "async", "max_concurrent": 1}, "at most 1 prompt worked on at once, new"),
     ],
 )
 def test_a_schedule_says_what_it_is(makers: int, schedule: dict[str, Any], sentence: str):

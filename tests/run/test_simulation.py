@@ -2,7 +2,7 @@
 
 import pytest
 
-from flowrl.run.schedule import Rules
+from flowrl.run.schedule_rules import Rules
 from flowrl.run.simulation import Outcome, Times, detached, in_turns, long_tailed, simulate
 
 STEPS, GROUPS, MAKERS, SLOTS = 200, 16, 2, 2

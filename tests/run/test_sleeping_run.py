@@ -76,7 +76,7 @@ def test_a_killed_maker_is_replaced_and_its_prompts_are_given_to_others(
 
 
 def test_a_killed_trainer_costs_no_maker_and_every_prompt_is_trained_in_its_step(
-    task: Path, tmp_path: Path, ray_session: None
+    task: Path, tmp_path: Path, ray_session: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = sleeping_config(task, tmp_path / "out", schedule=ASYNC, steps=8, checkpoint={"every": 1})
     makers: list[list[int]] = []
@@ -102,6 +102,8 @@ def test_a_killed_trainer_costs_no_maker_and_every_prompt_is_trained_in_its_step
     with_restarts(attempt, made)
     assert len(makers) == 2 and makers[0] == makers[1]
     assert list(trained.values()) == in_order(made)
+    said = capsys.readouterr().out
+    assert "restart 1 of 3" in said and "is lost with" not in said
 
 
 def process_id(worker: Any) -> int:

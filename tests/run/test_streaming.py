@@ -2,16 +2,18 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 from flowrl.config import OnPolicyConfig, UserError
+from flowrl.controller.errors import ProcessLost
 from flowrl.data.batch import Batch
 from flowrl.run.makers import Draws, Setting, WholeBatches
-from flowrl.run.streaming import Streaming, makers_of
+from flowrl.run.streaming import SAID_REFUSED, Streaming, makers_of
+from tests.run.call_events import timed
 from tests.run.virtual_makers import Calls, Clock, Maker, Numbers, Publisher, Rollout, moments
 
 SAMPLES = 2
@@ -47,16 +49,21 @@ class World:
         makers: int = 2,
         train_s: float = 0.5,
         kills: Any = None,
+        refuses: Callable[[int], bool] = lambda prompt: False,
+        slower: Sequence[float] = (),
     ) -> None:
         self.config, self.train_s, self.clock = config, train_s, Clock()
         slots = config.rollout.max_rows // SAMPLES
-        self.rollout: Any = Rollout([Maker(rank, self.clock, seconds, slots) for rank in range(makers)])
+        takes = [lambda prompt, times=times: times * seconds(prompt) for times in [*slower, *[1.0] * makers][:makers]]
+        self.rollout: Any = Rollout([Maker(rank, self.clock, takes[rank], slots, refuses) for rank in range(makers)])
         self.publisher: Any = Publisher(self.clock)
         self.calls: Any = Calls(self.clock)
         self.numbers: Any = Numbers()
         self.said: list[str] = []
         draws = Draws(self.numbers, SAMPLES)
-        self.makers = Streaming(Setting(config, self.rollout, draws, self.publisher, self.calls, self.said.append))
+        now_ns = lambda: round(self.clock.now * 1e9)  # noqa: E731 (it is what the others are)
+        setting = Setting(config, self.rollout, draws, self.publisher, self.calls, self.said.append, now_ns=now_ns)
+        self.makers = Streaming(setting)
         self.trained: Counter[int] = Counter()
         self.ages: list[int] = []
         self.mixed = 0
@@ -76,7 +83,7 @@ class World:
         self.clock.at(due[0])
         self.calls.before.append(kill)
 
-    def run(self, first: int = 1, last: int | None = None, version: int = 0) -> None:
+    def run(self, first: int = 1, last: int | None = None, version: int = 0, evaluate_every: int = 0) -> None:
         """Trains the steps, the trainer as far behind the driver as a run allows: one step."""
         self.makers.begin(None, first - 1, version)
         ends = [0.0]
@@ -88,6 +95,9 @@ class World:
             self.publisher.trained_at = ends[-1]
             version += 1
             self.makers.publish(self.rollout, self.rollout, version)
+            if evaluate_every and step % evaluate_every == 0:
+                self.makers.hold()
+                assert {maker.version for maker in self.rollout.makers} == {version}
         self.ends = ends[1:]
 
     def _check(self, batch: Batch, version: int) -> None:
@@ -105,7 +115,9 @@ def test_every_prompt_is_trained_once_in_order_and_none_is_too_old() -> None:
     world.run()
     assert world.trained == Counter(range(160))
     assert max(world.ages) == 1
-    assert world.makers.summary() == {"groups": {"admitted": 160, "trained": 160, "dropped": {}}, "makers_lost": 0}
+    groups = {"admitted": 160, "waiting": 0, "running": 0, "complete": 0, "trained": 160}
+    groups |= {"dropped": {"stale": 0, "refused": 0}}
+    assert world.makers.summary() == {"groups": groups, "makers_lost": 0}
 
 
 @pytest.mark.parametrize(("mean_s", "train_s"), [(0.3, 0.3), (0.1, 0.3), (0.9, 0.3)])
@@ -136,6 +148,16 @@ def test_with_makers_killed_at_random_every_prompt_is_trained_once_or_dropped_wi
     assert world.numbers.drawn == told["groups"]["admitted"] == 4 * steps + dropped + len(left_over(world))
     assert max(world.ages) <= bounds["max_staleness"]
     assert dropped == 0 or bounds["redundancy"]
+
+
+@pytest.mark.parametrize("max_staleness", [1, 4])
+def test_a_maker_ten_times_slower_costs_the_others_nothing_once_it_is_known(max_staleness: int) -> None:
+    def steps_per_s(slower: Sequence[float], makers: int) -> float:
+        world = World(config_of(steps=60, max_staleness=max_staleness), makers=makers, train_s=0.02, slower=slower)
+        world.run()
+        return 39 / (world.ends[-1] - world.ends[20])
+
+    assert steps_per_s((10.0,), 3) >= 0.95 * steps_per_s((), 2)
 
 
 def left_over(world: World) -> list[int]:
@@ -192,6 +214,58 @@ def test_before_an_evaluation_all_makers_are_given_the_newest_weights(held: bool
     assert {maker.version for maker in world.rollout.makers} == {5}
 
 
+@pytest.mark.parametrize("interrupt", [True, False])
+@pytest.mark.parametrize("every", [1, 3, 4, 5])
+@pytest.mark.parametrize("seed", range(3))
+def test_an_evaluation_begins_whatever_was_dropped_before_it(interrupt: bool, every: int, seed: int) -> None:
+    seconds = lambda prompt: long_tailed(1000 * seed + prompt)  # noqa: E731 (it is what the others are)
+    world = World(config_of(max_staleness=1, redundancy=2, interrupt=interrupt), seconds, makers=3, train_s=0.1)
+    world.run(evaluate_every=every)
+    assert set(world.trained.values()) == {1} and len(world.trained) == 160
+    assert world.makers.summary()["groups"]["dropped"]["stale"] > 0
+
+
+def test_waiting_for_weights_is_the_time_in_which_no_more_prompts_may_be_begun() -> None:
+    """Two makers take 0.01 s for new weights and 0.1 s for their two prompts of a step, which trains for 1 s."""
+    world = World(config_of(max_staleness=1), lambda prompt: 0.1, train_s=1.0)
+    world.run()
+    ends_ns = [round(end * 1e9) for end in world.ends]
+    assert world.makers.waited_s(20, (), ends_ns[9], ends_ns[19]) == pytest.approx(10 * (1 - 0.01 - 0.1), abs=0.02)
+    # For the last step all prompts are given out when the weights of the one before the last are there.
+    assert world.makers.waited_s(40, (), ends_ns[38], ends_ns[39]) == 0
+
+
+def test_makers_that_always_have_work_wait_for_no_weights() -> None:
+    world = World(config_of(max_staleness=2), lambda prompt: 0.9, train_s=0.3)
+    world.run()
+    assert world.makers.waited_s(40, (), 0, round(world.clock.now * 1e9)) == 0
+
+
+def test_what_a_trainer_loses_costs_no_maker() -> None:
+    world = World(config_of(max_staleness=1))
+    world.publisher.lost = ProcessLost("actor", 0, 0, "weights", "it was killed")
+    with pytest.raises(ProcessLost, match=r"actor\.weights failed on rank 0"):
+        world.run()
+    assert world.makers.summary()["makers_lost"] == 0 and world.said == []
+
+
+def test_a_prompt_that_the_engine_refuses_is_dropped_with_a_line_and_counted() -> None:
+    world = World(config_of(max_staleness=1, max_concurrent=3), refuses=lambda prompt: prompt % 10 in (3, 4))
+    world.run()
+    refused = {prompt for prompt in range(world.numbers.drawn) if prompt % 10 in (3, 4)}
+    assert world.trained == Counter(set(range(world.numbers.drawn)) - refused) and len(world.trained) == 160
+    groups = world.makers.summary()["groups"]
+    assert groups["dropped"] == {"stale": 0, "refused": len(refused)} and groups["admitted"] == world.numbers.drawn
+    assert "prompts, line 3: the prompt is refused here; it is dropped, as rollout refuses it" in world.said
+    assert len(world.said) == SAID_REFUSED < len(refused)
+
+
+def test_where_every_prompt_is_refused_the_run_ends_with_the_sentence() -> None:
+    world = World(config_of(max_staleness=1), refuses=lambda prompt: True)
+    with pytest.raises(UserError, match="the prompt is refused here; rollout has refused 100 prompts one after"):
+        world.run()
+
+
 def test_at_the_end_makers_have_nothing_left_and_nobody_looks_after_them() -> None:
     world = World(config_of(max_staleness=3))
     world.run(last=5)
@@ -207,3 +281,15 @@ def test_without_staleness_every_schedule_is_sync() -> None:
         config = world.config.model_validate(world.config.model_dump() | {"schedule": schedule})
         found = makers_of(Setting(config, setting.rollout, setting.prompts, setting.publisher, setting.calls, print))
         assert isinstance(found, WholeBatches)
+
+
+@pytest.mark.parametrize(("ahead", "last_waits"), [(0, 39), (1, 38)])
+def test_whole_batches_wait_for_weights_as_long_as_more_is_to_be_generated(ahead: int, last_waits: int) -> None:
+    world = World(config_of(max_staleness=1))
+    found = WholeBatches(world.makers._setting, ahead=ahead)
+    events = [
+        timed(1, "rollout.generate", "cpu:0", (0, 0, 0, 2 * 10**9, 2 * 10**9)),
+        timed(2, "rollout.load_weights", "cpu:0", (0, 0, 5 * 10**9, 6 * 10**9, 6 * 10**9)),
+    ]
+    waited = [found.waited_s(step, events, 0, 6 * 10**9) for step in (1, last_waits, last_waits + 1, 40)]
+    assert waited == [3.0, 3.0, 0.0, 0.0]

@@ -20,8 +20,11 @@ from flowrl.data.batch import Batch
 from flowrl.data.block import Block, Description, Ref, Shard
 from flowrl.data.payload import Payload
 
+MOST_MOMENTS = 10_000
+"""At which something happens before anything that is waited for."""
+
 COLUMNS = ("prompt_id", "sample", "maker", "response_mask", "weight_version")
-FIRST: Gather = lambda mesh, results: results[0]  # noqa: E731 (a constant)
+ALL: Gather = lambda mesh, results: list(results)  # noqa: E731 (a constant)
 
 
 class Clock:
@@ -99,12 +102,14 @@ class Maker:
     Args:
         seconds: prompt -> how long its responses take.
         at_once: prompts that it works on together.
+        refuses: prompt -> whether its engine does not take it.
     """
 
     rank: int
     clock: Clock
     seconds: Callable[[int], float]
     at_once: int
+    refuses: Callable[[int], bool] = lambda prompt: False
     update_s: float = 0.01
     version: int = 0
     free_at: float = 0.0
@@ -138,7 +143,7 @@ class Maker:
 
     def _future(self, run: Callable[[], tuple[Any, float]]) -> Future:
         asked = self._submit(run)
-        return Future([asked.value], FIRST, Mesh(1, 1, 1, 1), lambda refs, timeout_s: [ref.get() for ref in refs])
+        return Future([asked.value], ALL, Mesh(1, 1, 1, 1), lambda refs, timeout_s: [ref.get() for ref in refs])
 
     def kill(self, chance: random.Random) -> None:
         """Ends its process."""
@@ -162,14 +167,14 @@ class Maker:
     def add(self) -> Method:
         return Method(lambda batch, samples: self._future(lambda: self._add(batch, samples)))
 
-    def _add(self, batch: Batch, samples: int) -> tuple[None, float]:
+    def _add(self, batch: Batch, samples: int) -> tuple[dict[int, str | None], float]:
         keys = batch.payload("prompt_id", "sample").rows
         ids = list(dict.fromkeys(np.asarray(keys["prompt_id"]).tolist()))
         assert np.asarray(keys["sample"]).tolist() == list(range(samples)) * len(ids), "groups are whole"
         present = {prompt for prompt, _ in self.todo} | self.working.keys()
         assert not present & set(ids), "it works on that already"
-        self.todo += [(prompt, samples) for prompt in ids]
-        return None, 0.0
+        self.todo += [(prompt, samples) for prompt in ids if not self.refuses(prompt)]
+        return {prompt: "is refused here" if self.refuses(prompt) else None for prompt in ids}, 0.0
 
     @property
     def abort(self) -> Method:
@@ -242,6 +247,8 @@ class Weights:
 
     number: int
     part: Late
+    lost: Exception | None = None
+    """With which calls fail that were to read them."""
 
     def ready(self) -> bool:
         return self.part.done()
@@ -251,6 +258,9 @@ class Weights:
 
     def deliver(self, maker: Maker) -> tuple[Sequence[Future], None]:
         assert self.ready(), "a call whose weights are not there makes its maker wait"
+        if self.lost is not None:
+            failed = Late(self.part.clock, self.part.at, error=self.lost)
+            return [Future([failed], ALL, Mesh(1, 1, 1, 1), lambda refs, timeout_s: [ref.get() for ref in refs])], None
         return [maker.load(self.number)], None
 
 
@@ -259,6 +269,8 @@ class Publisher:
     clock: Clock
     trained_at: float = 0.0
     """When the trainer has done all that it was asked for."""
+    lost: Exception | None = None
+    """What comes in the place of all weights."""
 
     def open(self, actor: Any, rollout: Rollout) -> None:
         pass
@@ -267,7 +279,7 @@ class Publisher:
         return False
 
     def export(self, actor: Any, rollout: Rollout, version: int) -> Weights:
-        return Weights(version, Late(self.clock, self.clock.at(self.trained_at)))
+        return Weights(version, Late(self.clock, self.clock.at(self.trained_at)), self.lost)
 
 
 class Calls:
@@ -287,12 +299,13 @@ class Calls:
         return lambda: self.attended.remove(fn)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        while True:
+        for _ in range(MOST_MOMENTS):
             for fn in [*self.before, *self.attended]:
                 list(fn() or ())
             if condition():
                 return
             self.clock.advance()
+        raise AssertionError("what is waited for never comes")
 
 
 class Numbers:
@@ -307,6 +320,12 @@ class Numbers:
 
     def rows(self, draws: Iterable[int]) -> list[dict[str, Any]]:
         return [{"prompt_id": draw, "group": draw} for draw in draws]
+
+    def place(self, draw: int) -> str:
+        return f"prompts, line {draw % len(self)}"
+
+    def __len__(self) -> int:
+        return 1000
 
     def state(self) -> dict[str, int]:
         return {"drawn": self.drawn}

@@ -149,6 +149,18 @@ def test_groups_beside_the_actor_are_refused(model: ModelConfig, quantization: s
             rollout.add(groups(1), SAMPLES).get()
 
 
+def test_a_prompt_that_is_too_long_is_refused_alone(rollout: WorkerGroup) -> None:
+    prompts = {1: [2, 3, 4], 2: [2] * 600, 3: [2, 3, 4]}
+    rows = [(number, sample) for number in prompts for sample in range(SAMPLES)]
+    batch = Batch.from_rows([{"prompt_ids": prompts[n], "prompt_id": n, "sample": sample} for n, sample in rows])
+    (answers,) = rollout.add(batch, SAMPLES).get()
+    assert answers.keys() == {1, 2, 3} and answers[1] is None and answers[3] is None
+    assert answers[2].startswith("has 600 tokens, 606 with max_response_tokens 6, but the model takes")
+    found = polled(rollout, 2)
+    assert sorted(n for batch in found for n in batch.get("prompt_id").tolist()) == [1] * SAMPLES + [3] * SAMPLES
+    assert rollout.poll(0.0).num_rows == 0
+
+
 def test_half_a_group_is_refused(rollout: WorkerGroup) -> None:
     with pytest.raises(WorkerError, match="prompt 2 has 2 rows, and a group has 3: give all of them in one call"):
         rollout.add(groups(1, 2).rows(slice(0, 5)), SAMPLES).get()
