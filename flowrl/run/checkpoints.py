@@ -1,8 +1,8 @@
 """The checkpoints of a run on disk: which are whole, which are kept, and what is wrong with the others.
 
-`checkpoints/step-000040/` has a folder per role, `driver.json`, and `manifest.json`, which is written last: a folder
-without one is what a crash has left, exists for no reader, and is removed by the next save or resume. The manifest has
-the size and sum of every other file. Loads neither torch nor ray.
+`checkpoints/step-000040/` has a folder per role, `driver.json`, perhaps `rows.safetensors` (flowrl/run/kept_rows.py),
+and `manifest.json`, which is written last: a folder without one is what a crash has left, exists for no reader, and is
+removed by the next save or resume. The manifest has the size and sum of every other file. Loads neither torch nor ray.
 """
 
 import json
@@ -20,7 +20,9 @@ from typing import Any
 from flowrl.data.files import CheckpointError, FileSum, sum_of, sync_folder, write_json_summed
 from flowrl.run.folder import finite
 
-FORMAT = 1
+FORMAT = 2
+READS = (1, FORMAT)
+"""Formats that can be read. Format 1 says nothing of rows that were generated and not trained."""
 MANIFEST, DRIVER = "manifest.json", "driver.json"
 
 SCORES: Mapping[str, int] = {"accuracy": 1, "reward": 1, "loss": -1}
@@ -146,9 +148,10 @@ class Checkpoints:
         try:
             value = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
             number = value["format"]
-            if number != FORMAT:
+            if number not in READS:
+                reads = " and ".join(map(str, READS))
                 raise CheckpointError(
-                    f"checkpoint {folder} has format {number}, and this version reads {FORMAT}: use the version of "
+                    f"checkpoint {folder} has format {number}, and this version reads {reads}: use the version of "
                     f"flowrl that wrote it, or remove the folder"
                 )
             return Checkpoint(folder, _manifest(value))

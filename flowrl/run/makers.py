@@ -12,6 +12,7 @@ from flowrl.controller.group import WorkerGroup
 from flowrl.data.batch import Batch
 from flowrl.data.events import CallEvent, Counted
 from flowrl.data.prompts import PromptStream
+from flowrl.run.kept_rows import IDENTITY, SavedRows
 from flowrl.run.publishing import Publisher
 from flowrl.run.rollout_watch import ComparedWeights
 from flowrl.run.schedule_metrics import staleness, waited_for_weights
@@ -20,7 +21,7 @@ from flowrl.run.steps import Logged
 
 class Makers(Protocol):
     """Gives a loop the batch of each step, whenever its responses were generated. A checkpoint keeps it: `state` is
-    that of the prompts, and the draws that were taken and not trained."""
+    that of the prompts, and the draws that were taken and not trained; `rows` are the responses to some of these."""
 
     streams: bool
     """Whether their calls are no part of any step."""
@@ -37,7 +38,7 @@ class Makers(Protocol):
         """Gives the actor's present weights to the makers. Does not wait. What is compared at once, if anything is."""
         ...
 
-    def hold(self) -> None:
+    def catch_up(self) -> None:
         """Waits until a call of the whole rollout would be answered with the weights that were published last."""
         ...
 
@@ -73,7 +74,9 @@ class Makers(Protocol):
 
     def state(self) -> Mapping[str, Any]: ...
 
-    def restore(self, state: Mapping[str, Any]) -> None: ...
+    def rows(self) -> Batch | None: ...
+
+    def restore(self, state: Mapping[str, Any], rows: SavedRows | None) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,16 @@ class Draws:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._prompts.restore(state)
-        self._again = deque(state.get("untrained", ()))  # a checkpoint of before schedules has none
+        self._again = deque(state["untrained"])
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A batch ahead: its draws, their rows, and the responses, perhaps not there yet."""
+
+    draws: Sequence[int]
+    prompts: Batch
+    responses: Batch
 
 
 class WholeBatches:
@@ -142,11 +154,11 @@ class WholeBatches:
     def __init__(self, setting: Setting, *, ahead: int = 0) -> None:
         self._setting, self._ahead = setting, ahead
         self._asked = 0
-        self._batches: deque[tuple[list[int], Batch]] = deque()
+        self._batches: deque[_Asked] = deque()
         self._logged: tuple[Logged, ...] = ()
 
     def begin(self, policy: WorkerGroup | None, step: int, version: int) -> None:
-        self._asked = step
+        self._asked = step + len(self._batches)
 
     def batch(self, step: int, version: int) -> Batch:
         config, draws = self._setting.config, self._setting.prompts
@@ -154,8 +166,9 @@ class WholeBatches:
             self._asked += 1
             taken = draws.take(config.prompts_per_step)
             batch = draws.batch(taken)
-            self._batches.append((taken, batch.union(self._setting.rollout.generate.submit(batch))))
-        batch = self._batches.popleft()[1]
+            self._batches.append(_Asked(taken, batch, self._setting.rollout.generate.submit(batch)))
+        asked = self._batches.popleft()
+        batch = asked.prompts.union(asked.responses)
         if self._ahead:
             self._logged = (staleness(batch, version, self._ahead),)
         return batch
@@ -163,7 +176,7 @@ class WholeBatches:
     def publish(self, actor: WorkerGroup, rollout: WorkerGroup, version: int) -> ComparedWeights | None:
         return self._setting.publisher.hand_over(actor, rollout, version)
 
-    def hold(self) -> None:
+    def catch_up(self) -> None:
         """Calls come in the order of submission: the weights are before whatever comes now."""
 
     def logged(self) -> tuple[Logged, ...]:
@@ -185,7 +198,23 @@ class WholeBatches:
         return {}
 
     def state(self) -> Mapping[str, Any]:
-        return self._setting.prompts.state(draw for taken, _ in self._batches for draw in taken)
+        return self._setting.prompts.state(draw for asked in self._batches for draw in asked.draws)
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self._setting.prompts.restore(state)
+    def rows(self) -> Batch | None:
+        """All that is ahead, which a run that goes on trains as one that was never interrupted would."""
+        ahead = [asked.prompts.select(*IDENTITY).union(asked.responses) for asked in self._batches]
+        return Batch.concat(ahead) if ahead else None
+
+    def restore(self, state: Mapping[str, Any], rows: SavedRows | None) -> None:
+        setting, draws = self._setting, self._setting.prompts
+        draws.restore(state)
+        if rows is None:
+            return
+        count, num_rows = setting.config.prompts_per_step, setting.config.rows_per_step
+        taken = draws.take(len(state["untrained"]))
+        prompts = draws.batch(taken)
+        responses = rows.of(prompts, setting.rollout.tasks)
+        for number in range(len(taken) // count):
+            own = slice(number * num_rows, (number + 1) * num_rows)
+            numbers = taken[number * count : (number + 1) * count]
+            self._batches.append(_Asked(numbers, prompts.rows(own), responses.rows(own)))

@@ -8,8 +8,9 @@ from typing import Any
 
 import yaml
 
-from flowrl.config import RunConfig
-from flowrl.run.checkpoints import Checkpoint, Checkpoints
+from flowrl.config import OnPolicyConfig, RunConfig
+from flowrl.data.files import CheckpointError
+from flowrl.run.checkpoints import FORMAT, Checkpoint, Checkpoints
 from flowrl.run.folder import RunFolder, RunFolderError
 from flowrl.run.inputs import refuse_changed_inputs
 
@@ -70,7 +71,7 @@ def found(config: RunConfig) -> Checkpoint | None:
     """The checkpoint that the run goes on from, found whole; None for a run that begins. Removes what crashes left.
 
     Raises: as `goes_on`; RunFolderError where data or a frozen model are not what they were; CheckpointError where the
-        newest checkpoint is damaged.
+        newest checkpoint is damaged, or of a format that lacks what the run goes on from.
     """
     if not goes_on(config):
         return None
@@ -81,8 +82,17 @@ def found(config: RunConfig) -> Checkpoint | None:
         # It came to nothing that could be gone on from: it begins again, without the curves of the first time.
         shutil.rmtree(config.output / "tensorboard", ignore_errors=True)
     else:
+        _refuse_without_rows(config, newest)
         refuse_changed_inputs(newest.driver().get("inputs", {}), config, newest)
     return newest
+
+
+def _refuse_without_rows(config: RunConfig, newest: Checkpoint) -> None:
+    if isinstance(config, OnPolicyConfig) and newest.manifest.format < FORMAT:
+        raise CheckpointError(
+            f"checkpoint {newest.path} has format {newest.manifest.format}, which says nothing of responses that were "
+            f"generated and not trained: go on with the version of flowrl that wrote it, or set output to a new folder"
+        )
 
 
 def _refuse_other_settings(config: RunConfig, path: Path) -> None:

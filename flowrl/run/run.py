@@ -175,7 +175,7 @@ class Run:
         lanes = lanes_of(config, self.cluster.plan)
         setting = Setting(config, rollout, draws, self._publisher, self.cluster.calls, self._progress.say, lanes)
         self._makers = makers_of(setting)
-        self._saver.keep([], {"prompts": self._makers})
+        self._saver.keep_rows(self._makers)
         self._begin(rollout)
         for step in self._steps():
             yield step, self._makers.batch(step, self.version)
@@ -322,7 +322,7 @@ class Run:
         if self._interruption.signal is not None or self._evaluations.are_of(self._step):
             return
         if self._makers is not None and self._evaluations.rows:
-            self._makers.hold()
+            self._makers.catch_up()
         self._evaluations.measure(self._step)
 
     # The end.

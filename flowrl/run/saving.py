@@ -11,6 +11,8 @@ from flowrl.config import CheckpointConfig, UserError
 from flowrl.controller.future import Future
 from flowrl.controller.group import WorkerGroup
 from flowrl.controller.register import registered_methods
+from flowrl.data.batch import Batch
+from flowrl.data.block import LocalRef
 from flowrl.data.files import FileSum, Saved, write_json_summed
 from flowrl.engines.random_state import random_state, restore_random_state
 from flowrl.run.checkpoints import (
@@ -24,8 +26,11 @@ from flowrl.run.checkpoints import (
     unwritable,
 )
 from flowrl.run.folder import finite
+from flowrl.run.kept_rows import FILE, IDENTITY, SavedRows, save_rows
 
 _DOCS = "see docs/training.md, Checkpoints and resume"
+_PROMPTS = "prompts"
+"""What the buffer's state is called among those of the driver's objects."""
 
 
 class Kept(Protocol):
@@ -40,6 +45,22 @@ class Kept(Protocol):
         ...
 
 
+class Buffer(Protocol):
+    """What gives a run its batches. It may hold rows that were generated and that no step has trained on."""
+
+    def state(self) -> Mapping[str, Any]:
+        """Where it stands, as plain values."""
+        ...
+
+    def rows(self) -> Batch | None:
+        """Those rows: their columns `prompt_id` and `sample`, and what the rollout wrote; None without any."""
+        ...
+
+    def restore(self, state: Mapping[str, Any], rows: SavedRows | None) -> None:
+        """Goes on where `state` was taken, with the rows that `rows` gave."""
+        ...
+
+
 @dataclass
 class _Saving:
     """A checkpoint from the moment at which its state was taken until it exists."""
@@ -49,6 +70,8 @@ class _Saving:
     files: dict[str, FileSum]
     saves: Mapping[str, Future]
     """Role -> its call of `save_checkpoint`."""
+    rows: Future | LocalRef | None
+    """The sum of the file of rows, where there is one."""
     asked: dict[str, Future] = field(default_factory=dict)
     """Role -> a call of `checkpoint_saved` that was not read yet."""
     saved: dict[str, Sequence[Saved]] = field(default_factory=dict)
@@ -64,6 +87,7 @@ class Saver:
         self.last_step = 0
         """The step of the checkpoint that was begun last, or gone on from."""
         self._checkpoints, self._config, self._compared_by = checkpoints, config, compared_by
+        self._buffer: Buffer | None = None
         self._saving: _Saving | None = None
 
     def keep(self, groups: Sequence[WorkerGroup], objects: Mapping[str, Kept]) -> None:
@@ -77,6 +101,10 @@ class Saver:
                 )
             self.groups[group.role] = group
         self.objects |= objects
+
+    def keep_rows(self, buffer: Buffer) -> None:
+        """Says what gives the run its batches."""
+        self._buffer = buffer
 
     def check(self, resumed: Checkpoint | None) -> None:
         """Refuses a recipe that asks for checkpoints and keeps nothing. Raises UserError."""
@@ -96,13 +124,19 @@ class Saver:
     def begin(self, step: int, driver: Mapping[str, Any], *, asynchronous: bool) -> None:
         """Has the groups take their state as it is after all calls so far. Does not wait.
 
+        Rows that are generated at this moment are written when they are there.
+
         Raises: CheckpointError where the folder cannot be written.
         """
         assert self._saving is None, "the checkpoint before this one is not finished"
         folder = self._checkpoints.begin(step, list(self.groups)).absolute()
         self.last_step = step
         objects = {name: kept.state() for name, kept in self.objects.items()}
-        state = finite({**driver, "objects": objects, "random": random_state()})
+        rows = None if self._buffer is None else self._buffer.rows()
+        if self._buffer is not None:
+            objects[_PROMPTS] = self._buffer.state()
+        columns = None if rows is None else [name for name in rows.columns if name not in IDENTITY]
+        state = finite({**driver, "objects": objects, "rows": columns, "random": random_state()})
         try:
             files = {DRIVER: write_json_summed(folder / DRIVER, state)}
         except OSError as error:
@@ -111,7 +145,8 @@ class Saver:
             role: group.save_checkpoint.submit(folder=folder / role, asynchronous=asynchronous)
             for role, group in self.groups.items()
         }
-        self._saving = _Saving(step, folder, files, saves)
+        written = None if rows is None else save_rows(rows, folder / FILE)
+        self._saving = _Saving(step, folder, files, saves, written)
 
     def advance(self, lines: Sequence[Mapping[str, float]], *, wait: bool = False) -> None:
         """Makes the checkpoint exist as soon as every rank has written and the step's line is there.
@@ -119,7 +154,9 @@ class Saver:
         Args:
             lines: of the metrics so far; with `wait` the step's is among them.
             wait: until it exists.
-        Raises: WorkerError: a group could not save. CheckpointError: the manifest cannot be written.
+        Raises:
+            WorkerError: a group could not save, or the rows could not be computed or written.
+            CheckpointError: the manifest cannot be written.
         """
         saving = self._saving
         if saving is None:
@@ -127,7 +164,8 @@ class Saver:
         for role in self.groups:
             self._ask(saving, role, wait)
         line = next((line for line in reversed(lines) if line["step"] == saving.step), None)
-        if line is not None and saving.saved.keys() == self.groups.keys():
+        has_rows = wait or saving.rows is None or saving.rows.done()
+        if line is not None and has_rows and saving.saved.keys() == self.groups.keys():
             self._commit(saving, Score.of(line, self._compared_by))
 
     def _ask(self, saving: _Saving, role: str, wait: bool) -> None:
@@ -150,6 +188,8 @@ class Saver:
 
     def _commit(self, saving: _Saving, score: Score | None) -> None:
         roles = {}
+        if saving.rows is not None:
+            saving.files[FILE] = saving.rows.get()
         try:
             for role, answers in saving.saved.items():
                 known = {name: file for saved in answers for name, file in saved.files.items()}
@@ -178,6 +218,10 @@ class Saver:
             if name not in state["objects"]:
                 raise UserError(f"checkpoint {checkpoint.path} has no {name}, which the recipe keeps: {_DOCS}")
             kept.restore(state["objects"][name])
+        if self._buffer is not None:
+            columns = state["rows"]
+            rows = None if columns is None else SavedRows(checkpoint.path.absolute() / FILE, tuple(columns))
+            self._buffer.restore(state["objects"][_PROMPTS], rows)
         for load in loads:
             load.get()
         restore_random_state(state["random"])

@@ -100,6 +100,26 @@ class Scheduler:
         self._trained = 0
         self._dropped: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
 
+    def take_back(self, groups: list[tuple[int, int | None]], num_lanes: int) -> list[int]:
+        """Admits what a run before had not trained: what was complete is, all else waits. Before any other call.
+
+        Args:
+            groups: its `standing`.
+            num_lanes: how many it had. With another number each goes to the lane with the fewest, and of what is then
+                trained later than was foreseen, what has grown too old is dropped.
+        Returns: their numbers here.
+        """
+        found = []
+        for number, version in groups:
+            same = num_lanes == self.num_lanes
+            lane = self._lanes[number] if same else min(self._lanes, key=lambda lane: len(lane.live))
+            group = self._admit(lane)
+            lane.live[group].version = version
+            if version is None:
+                lane.waiting.append(group)
+            found.append(group)
+        return found
+
     # What happened.
 
     def tick(self, now_s: float) -> None:
@@ -309,6 +329,18 @@ class Scheduler:
     def untrained(self) -> tuple[int, ...]:
         """Groups that were admitted and neither trained nor dropped, in order: what a checkpoint must keep."""
         return tuple(sorted(self._lane_of))
+
+    def standing(self) -> list[tuple[int, int | None]]:
+        """Of each of the `untrained` its lane and, where it is complete, the version that its maker had when it was
+        given: what `take_back` needs."""
+        numbers = {id(lane): number for number, lane in enumerate(self._lanes)}
+        found = [(self._lane_of[group], group) for group in self.untrained]
+        states = [(numbers[id(lane)], lane.live[group]) for lane, group in found]
+        return [(number, state.version if state.is_complete else None) for number, state in states]
+
+    @property
+    def num_lanes(self) -> int:
+        return len(self._lanes)
 
     @property
     def starved(self) -> tuple[int, ...]:

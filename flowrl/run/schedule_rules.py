@@ -29,7 +29,7 @@ class Rules:
 
 
 def rules_of(config: OnPolicyConfig, lanes: tuple[tuple[int, ...], ...] | None = None) -> Rules:
-    """The rules of a config's schedule.
+    """The rules of a schedule whose makers stream; runs of whole batches have no scheduler (flowrl/run/makers.py).
 
     Args:
         lanes: for each data-parallel rank of the actor the replicas of the rollout that feed it.
@@ -40,10 +40,8 @@ def rules_of(config: OnPolicyConfig, lanes: tuple[tuple[int, ...], ...] | None =
         max_staleness=schedule.staleness,
         max_concurrent=schedule.max_concurrent,
         redundancy=schedule.redundancy or 0,
-        # A call of generate is over before the weights that come behind it.
-        interrupt=schedule.streams and bool(schedule.interrupt),
+        interrupt=bool(schedule.interrupt),
         slots=max(1, config.rollout.max_rows // config.samples_per_prompt),
-        whole_batches=not schedule.streams,
         total=config.steps * config.prompts_per_step,
         lanes=lanes,
     )

@@ -15,6 +15,7 @@ from flowrl.controller.future import Future
 from flowrl.controller.group import WorkerGroup
 from flowrl.data.batch import Batch
 from flowrl.data.events import CallEvent, Counted
+from flowrl.run.kept_rows import SavedRows
 from flowrl.run.makers import Makers, Setting, WholeBatches
 from flowrl.run.publishing import Version
 from flowrl.run.rollout_watch import ComparedWeights
@@ -22,6 +23,7 @@ from flowrl.run.schedule import Scheduler
 from flowrl.run.schedule_metrics import Level, group_metrics, staleness
 from flowrl.run.schedule_rules import Abort, Counts, Give, Taken, Update, rules_of
 from flowrl.run.steps import Logged
+from flowrl.run.untrained import Untrained, complete_rows, untrained_state
 
 POLLS = 2
 """Calls of `poll` that a maker has: while the driver reads the one, the maker works on the next."""
@@ -85,6 +87,8 @@ class Streaming:
         """Group -> the number of its draw, of those that were admitted and not trained."""
         self._finished: dict[int, Batch] = {}
         """Group -> its rows, where a maker left them."""
+        self._kept: Untrained | None = None
+        """What `restore` gave, until `begin`."""
         self._exports: deque[Version] = deque()
         """Not there to be taken yet."""
         self._newest: Version | None = None
@@ -112,6 +116,9 @@ class Streaming:
         rules = rules_of(setting.config, lanes)
         rules = replace(rules, slots=rules.slots + -(-rules.slots // SPARE))
         self._scheduler = Scheduler(rules, len(self._makers), version=version, steps_taken=step)
+        if self._kept is not None:
+            self._draws, self._finished = self._kept.admit(self._scheduler, setting)
+            self._kept = None
         self._policy = policy
         if policy is not None:
             setting.publisher.open(policy, setting.rollout)
@@ -278,7 +285,7 @@ class Streaming:
         self._published = version
         return None
 
-    def hold(self) -> None:
+    def catch_up(self) -> None:
         if self._leave is None:
             return  # all have what they begin with, or nobody is to work any more
         self._is_held = not self._setting.config.schedule.interrupt
@@ -375,11 +382,15 @@ class Streaming:
             self._leave = None
 
     def state(self) -> Mapping[str, Any]:
-        waiting = (self._draws[group] for group in self._scheduler.untrained if group in self._draws)
-        return self._setting.prompts.state(waiting)
+        draws = [self._draws[group] for group in self._scheduler.untrained]
+        return self._setting.prompts.state(draws) | untrained_state(self._scheduler)
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def rows(self) -> Batch | None:
+        return complete_rows(self._scheduler, self._setting, self._draws, self._finished)
+
+    def restore(self, state: Mapping[str, Any], rows: SavedRows | None) -> None:
         self._setting.prompts.restore(state)
+        self._kept = Untrained.read(state, rows)
 
 
 def makers_of(setting: Setting) -> Makers:

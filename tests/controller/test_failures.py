@@ -172,7 +172,8 @@ def test_a_call_whose_rows_are_known_too_late_tells_the_failure(ray_session: Non
         cluster.group("busy", Failing),
     )
     batch = Batch.from_columns({"x": [1, 2]}, {"ids": [1, 2]}, [1, 1])
-    first.process_id(), second.add_one(1).get()
+    first.process_id()
+    second.add_one(1).get()
     busy.sleep(3.0)
     second.fail_on(0)
     with pytest.raises(WorkerError, match=r"second\.fail_on failed on rank 0"):

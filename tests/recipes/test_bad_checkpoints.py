@@ -89,8 +89,16 @@ def test_a_missing_shard_is_refused(checkpoints: Path, refused: Refused) -> None
 
 def test_a_newer_format_is_refused(checkpoints: Path, refused: Refused) -> None:
     manifest = checkpoints / "step-000002" / "manifest.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 2}))
-    assert "has format 2, and this version reads 1" in refused()
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 3}))
+    assert "has format 3, and this version reads 1 and 2" in refused()
+
+
+def test_a_format_without_rows_that_were_not_trained_is_refused_where_a_run_generates(
+    checkpoints: Path, refused: Refused
+) -> None:
+    manifest = checkpoints / "step-000002" / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 1}))
+    assert "has format 1, which says nothing of responses that were generated and not trained: go on" in refused()
 
 
 def test_another_model_in_the_same_place_is_refused(checkpoints: Path, refused: Refused, tmp_path: Path) -> None:

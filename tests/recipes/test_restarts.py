@@ -6,8 +6,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from flowrl.config import Placement, to_yaml
+from flowrl.run.checkpoints import Checkpoints
 from recipes.ppo.config import PPOConfig
 from recipes.ppo.train import train
 from tests.recipes import losing
@@ -22,26 +26,47 @@ SPLIT = Placement(
 )
 
 
-def losing_config(ppo_config: Configs, output: Path) -> PPOConfig:
+def losing_config(ppo_config: Configs, output: Path, **changes: Any) -> PPOConfig:
     actor = ppo_config().actor.model_dump(include={"model", "optimizer"}, exclude_unset=True) | {"loss": f"{OWN}:loss"}
     reward = {"function": f"{OWN}:score", "evaluation": "recipes.quickstart.task:exact"}
     settings = {"recipe": "recipes.ppo.config:PPOConfig", "backend": "ray", "placement": SPLIT, "steps": 5}
-    return ppo_config(**settings, actor=actor, reward=reward, output=output, checkpoint={"every": 1})
+    return ppo_config(**settings, actor=actor, reward=reward, output=output, checkpoint={"every": 1}, **changes)
 
 
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["sync", pytest.param("one_step_off", marks=pytest.mark.slow)])
 def test_a_killed_trainer_rank_costs_the_steps_since_the_checkpoint_and_no_maker(
+    ray_session: None, ppo_config: Configs, tmp_path: Path, kind: str
+) -> None:
+    config = losing_config(ppo_config, tmp_path / "run", schedule={"kind": kind})
+    losing_a_trainer(config, tmp_path)
+    straight = losing_config(ppo_config, tmp_path / "straight", schedule={"kind": kind})
+    train(straight)
+    assert metrics_of(config) == metrics_of(straight)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_makers_that_never_stop_are_kept_and_what_they_had_finished_is_trained(
     ray_session: None, ppo_config: Configs, tmp_path: Path
 ) -> None:
-    config = losing_config(ppo_config, tmp_path / "run")
+    config = losing_config(ppo_config, tmp_path / "run", schedule={"kind": "async", "max_staleness": 2})
+    losing_a_trainer(config, tmp_path)
+    lines = metrics_of(config)[1:]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert all(line["staleness_max"] <= 2 for line in lines)
+    state = Checkpoints(config.output).read(5).driver()["objects"]["prompts"]
+    assert state["drawn"] == 5 * config.prompts_per_step and state["untrained"] == []
+
+
+def losing_a_trainer(config: PPOConfig, tmp_path: Path) -> None:
+    """Runs the recipe as a program, which loses a rank of the actor, goes on, and starts no other maker."""
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     command = [sys.executable, "-m", "recipes.ppo.train", str(tmp_path / "config.yaml")]
     environment = os.environ | {losing.FOLDER: str(tmp_path)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=700)
     assert done.returncode == 0, done.stdout + done.stderr
     told = " ".join(done.stdout.split())
     assert re.search(r"failed on rank 1 \(node 0\): its process has ended", told), told
     assert re.search(r"restart 1 of 3: going on after step [23]; the processes of .*rollout.* stay", told), told
     assert len(list(tmp_path.glob("lost-*"))) == 1 and len(list(tmp_path.glob("maker-*"))) == 1
-    straight = losing_config(ppo_config, tmp_path / "straight")
-    train(straight)
-    assert metrics_of(config) == metrics_of(straight)

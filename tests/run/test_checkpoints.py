@@ -102,8 +102,9 @@ def test_a_damaged_manifest_is_told_and_not_removed(tmp_path: Path, text: str) -
 def test_a_newer_format_is_told_and_not_removed(tmp_path: Path) -> None:
     folder = save(tmp_path, 1)
     value = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps(value | {"format": 2}))
-    assert "has format 2, and this version reads 1: use the version of flowrl that wrote it" in refused(tmp_path)
+    (folder / "manifest.json").write_text(json.dumps(value | {"format": 3}))
+    said = "has format 3, and this version reads 1 and 2: use the version of flowrl that wrote it"
+    assert said in refused(tmp_path)
     Checkpoints(tmp_path).remove_unfinished()
     assert folder.exists()
 

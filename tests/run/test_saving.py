@@ -125,6 +125,13 @@ def test_two_ranks_on_ray_save_and_go_on(config: Callable[..., CountConfig], ray
     assert (config().output / "model" / "count").read_text() == "7"
 
 
+def test_a_run_that_generates_nothing_goes_on_from_a_format_without_rows(config: Callable[..., CountConfig]) -> None:
+    train(config(steps=2))
+    manifest = config().output / "checkpoints" / "step-000002" / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 1}))
+    assert train(config()).seen == [1, 2, 3, 4, 5, 6, 7]
+
+
 def test_a_run_that_is_over_is_finished_again_without_a_step(config: Callable[..., CountConfig]) -> None:
     train(config())
     before = lines(config())

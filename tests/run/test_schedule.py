@@ -134,6 +134,51 @@ def test_one_that_is_not_goes_on_with_the_old_weights_as_long_as_it_may():
     assert scheduler.actions() == [Update(0, 1), Give(0, (2,))]
 
 
+def half_done(lanes: tuple[tuple[int, ...], ...] | None = None) -> Scheduler:
+    """After a step, with groups that are complete, run, and wait."""
+    scheduler = Scheduler(Rules(2, max_staleness=2, slots=3, lanes=lanes), makers=2)
+    scheduler.actions()
+    for maker, group in ((0, 0), (1, 1), (1, 3)):
+        assert scheduler.finished(maker, group)
+    assert scheduler.take() is not None
+    scheduler.published(1)
+    confirm(scheduler, scheduler.actions())
+    scheduler.lost(0)
+    return scheduler
+
+
+def test_what_a_run_before_had_not_trained_is_complete_or_waits():
+    before = half_done()
+    states = before.standing()
+    assert states == [(0, None), (0, 0), *[(0, None)] * (len(before.untrained) - 2)]
+    scheduler = Scheduler(Rules(2, max_staleness=2, slots=3), makers=2, version=1, steps_taken=1)
+    assert scheduler.take_back(states, 1) == list(range(len(states)))
+    assert (scheduler.counts.complete, scheduler.counts.waiting) == (1, len(states) - 1)
+    assert scheduler.standing() == states
+    assert 1 not in [group for groups in given_to(scheduler.actions()).values() for group in groups]
+    run_all(scheduler, 2)
+    taken = scheduler.take()
+    assert taken is not None and (taken.version, taken.groups, taken.staleness) == (1, (0, 1), (0, 1))
+
+
+@pytest.mark.parametrize("lanes", [((0,), (1,)), None])
+def test_with_another_number_of_lanes_what_was_not_trained_is_dealt_out(lanes: tuple[tuple[int, ...], ...] | None):
+    before = half_done(None if lanes else ((0,), (1,)))
+    scheduler = Scheduler(Rules(2, max_staleness=2, slots=3, lanes=lanes), makers=2, version=1, steps_taken=1)
+    count = len(scheduler.take_back(before.standing(), before.num_lanes))
+    numbers = [lane for lane, _ in scheduler.standing()]
+    assert count == len(before.untrained)
+    assert abs(2 * numbers.count(0) - count) <= 1 if lanes else set(numbers) == {0}
+    trained = [group for version in range(1, 5) for group in stepped(scheduler, version)]
+    assert set(range(count)) <= set(trained) and len(set(trained)) == len(trained) == 8
+
+
+def stepped(scheduler: Scheduler, version: int) -> tuple[int, ...]:
+    groups = step(scheduler, 2)
+    scheduler.published(version + 1)
+    return groups
+
+
 def test_groups_of_a_lost_maker_go_to_others_first():
     scheduler = Scheduler(Rules(4, max_staleness=0, slots=2), makers=2)
     assert scheduler.actions() == [Give(0, (0, 2)), Give(1, (1, 3))]

@@ -229,9 +229,10 @@ def test_where_int4_cannot_be_is_told_before_what_it_computes_in() -> None:
     }
     config = GRPOConfig.model_validate(settings)
     assert config.placement.device == "auto"
-    for kind, sentence in (("cpu", "on GPUs only"), ("cuda", "in bfloat16, but its weights would be float32")):
+    cpus, gpus = Inventory((8,), "cpu"), Inventory((8,), "cuda")
+    for found, sentence in ((cpus, "on GPUs only"), (gpus, "in bfloat16, but its weights would be float32")):
         with pytest.raises(ConfigError, match=sentence):
-            check_quantization(config, plan(config.placement, Inventory((8,), kind), GRPOConfig.roles, ("rollout",)))
+            check_quantization(config, plan(config.placement, found, GRPOConfig.roles, ("rollout",)))
 
 
 @pytest.mark.skipif(

@@ -1,8 +1,10 @@
 """Streaming, with makers under a virtual clock: what is trained, when, and that nothing is lost or trained twice."""
 
+import json
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 from flowrl.config import OnPolicyConfig, UserError
 from flowrl.controller.errors import ProcessLost
 from flowrl.data.batch import Batch
+from flowrl.run.kept_rows import FILE, IDENTITY, SavedRows, save_rows
 from flowrl.run.makers import Draws, Setting, WholeBatches
 from flowrl.run.streaming import SAID_REFUSED, Streaming, makers_of
 from tests.run.call_events import timed
@@ -85,6 +88,8 @@ class World:
 
     def run(self, first: int = 1, last: int | None = None, version: int = 0, evaluate_every: int = 0) -> None:
         """Trains the steps, the trainer as far behind the driver as a run allows: one step."""
+        for maker in self.rollout.makers:
+            maker.version = version
         self.makers.begin(None, first - 1, version)
         ends = [0.0]
         for step in range(first, (last or self.config.steps) + 1):
@@ -96,7 +101,7 @@ class World:
             version += 1
             self.makers.publish(self.rollout, self.rollout, version)
             if evaluate_every and step % evaluate_every == 0:
-                self.makers.hold()
+                self.makers.catch_up()
                 assert {maker.version for maker in self.rollout.makers} == {version}
         self.ends = ends[1:]
 
@@ -164,16 +169,55 @@ def left_over(world: World) -> list[int]:
     return world.makers.state()["untrained"]
 
 
-def test_a_checkpoint_keeps_what_is_not_trained_and_it_is_generated_first() -> None:
-    world = World(config_of(max_staleness=2))
-    world.run(last=10)
-    state = world.makers.state()
-    assert len(state["untrained"]) > 0 and not set(state["untrained"]) & set(world.trained)
-    again = World(world.config)
-    again.makers.restore(state)
-    again.run(first=11, version=10)
-    assert list(again.trained)[: len(state["untrained"])] == state["untrained"]
+def gone_on(world: World, path: Path, seconds: Callable[[int], float]) -> tuple[World, list[int]]:
+    """The run that goes on after a checkpoint of a step, not begun; and the prompts whose rows are in that."""
+    state, rows = json.loads(json.dumps(world.makers.state())), world.makers.rows()
+    again = World(world.config, seconds, train_s=world.train_s)
+    if rows is None:
+        again.makers.restore(state, None)
+        return again, []
+    save_rows(rows, path).get()
+    again.makers.restore(state, SavedRows(path, tuple(name for name in rows.columns if name not in IDENTITY)))
+    return again, rows.get("prompt_id").tolist()[::SAMPLES]
+
+
+def test_a_checkpoint_keeps_finished_rows_and_what_is_not_is_generated_first(tmp_path: Path) -> None:
+    begun: list[int] = []
+
+    def seconds(prompt: int) -> float:
+        begun.append(prompt)
+        return long_tailed(prompt)
+
+    world = World(config_of(max_staleness=2), long_tailed, train_s=0.1)
+    world.run(last=12)
+    untrained = world.makers.state()["untrained"]
+    again, finished = gone_on(world, tmp_path / FILE, seconds)
+    running = [draw for draw in untrained if draw not in finished]
+    assert finished and running and not set(untrained) & set(world.trained)
+    again.run(first=13, version=12)
+    assert sorted(begun) == sorted(set(range(48, 160)) - set(finished))
+    assert set(begun[:2]) <= set(running)
+    assert list(again.trained)[: len(untrained)] == untrained
     assert world.trained + again.trained == Counter(range(160))
+    assert max(again.ages) <= 2
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_gone_on_with_at_random_nothing_is_trained_twice_lost_or_too_old(seed: int, tmp_path: Path) -> None:
+    chance = random.Random(seed)
+    bounds: dict[str, Any] = {"max_staleness": chance.choice([1, 2, 3]), "redundancy": chance.choice([0, 2])}
+    config = config_of(interrupt=chance.random() < 0.5, **bounds)
+    world, total, dropped, done = World(config, long_tailed, train_s=chance.choice([0.1, 0.4])), Counter[int](), 0, 0
+    for last in (*sorted(chance.sample(range(1, 40), 4)), 40):
+        world.run(first=done + 1, last=last, version=done)
+        total, done = total + world.trained, last
+        dropped += sum(world.makers.summary()["groups"]["dropped"].values())
+        assert max(world.ages) <= bounds["max_staleness"]
+        drawn, left = world.numbers.drawn, len(left_over(world))
+        assert drawn == 4 * done + dropped + left
+        world, _ = gone_on(world, tmp_path / f"{last}-{FILE}", long_tailed)
+    assert set(total.values()) == {1} and len(total) == 160
+    assert dropped == 0 or bounds["redundancy"]
 
 
 def test_a_lost_maker_is_told_of_and_what_it_had_is_given_to_others_first() -> None:
@@ -210,7 +254,7 @@ def test_a_recipe_that_publishes_nothing_is_told() -> None:
 def test_before_an_evaluation_all_makers_are_given_the_newest_weights(held: bool) -> None:
     world = World(config_of(max_staleness=3, interrupt=held))
     world.run(last=5)
-    world.makers.hold()
+    world.makers.catch_up()
     assert {maker.version for maker in world.rollout.makers} == {5}
 
 

@@ -232,6 +232,7 @@ class Rollout:
 
     makers: list[Maker]
     role: str = "rollout"
+    tasks: None = None
 
     @property
     def mesh(self) -> Mesh:
