@@ -99,6 +99,7 @@ def test_who_reads_a_lost_result_is_told_of_its_loss_and_not_ended(cluster: Clus
     with pytest.raises(ProcessLost) as caught:
         double.get("double")
     check_lost(caught.value, 0, "score")
+    maker.shifted(BATCH).get("y")  # which is made by the new process, once it is there
     assert reader.double(maker.score(BATCH, "nothing")).get("double").tolist() == [2, 4]
 
 
