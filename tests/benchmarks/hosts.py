@@ -1,0 +1,61 @@
+"""Seconds until the processes of a pool answer their first call, and the processor time of their starts: forked from
+one that has their imports, and started by Python as they are once that is gone. `python -m tests.benchmarks.hosts`
+prints the table of docs/benchmarks.md.
+"""
+
+import argparse
+import os
+import statistics
+import time
+
+import ray
+from rich.console import Console
+from rich.table import Table
+
+from flowrl import Cluster, Dispatch, Placement, Worker, register
+from flowrl.controller.fork_server import fork_server
+from flowrl.controller.ray_nodes import RAY_SETTINGS
+
+SIZES = (1, 2, 4, 8)
+
+
+class Importing(Worker):
+    """Has what the shipped roles import."""
+
+    def __init__(self) -> None:
+        import flowrl.workers  # noqa: F401, PLC0415 (what is measured)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def processor_seconds(self) -> float:
+        """Of this process since it was started, its imports included."""
+        return time.process_time()
+
+
+def start(ranks: int) -> tuple[float, float]:
+    """Seconds until all ranks have answered, and the mean of their processor seconds."""
+    placement = Placement(device="cpu", pools={"main": [ranks]}, roles={"worker": "main"})
+    began = time.monotonic()
+    with Cluster(placement, backend="ray", num_threads=1) as cluster:
+        used = cluster.group("worker", Importing).processor_seconds()
+        return time.monotonic() - began, statistics.mean(used)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    os.environ |= RAY_SETTINGS
+    ray.init(address="local", num_cpus=max(SIZES), include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    table = Table("processes", "started by", "seconds", "processor seconds of each")
+    for kind in ("forked", "Python"):
+        start(1)  # the server imports; files are read
+        for ranks in SIZES:
+            found = [start(ranks) for _ in range(arguments.repeats)]
+            wall, used = (statistics.median(values) for values in zip(*found, strict=True))
+            table.add_row(str(ranks), kind, f"{wall:.2f}", f"{used:.2f}")
+        fork_server().end()
+    Console(width=100).print(table)
+
+
+if __name__ == "__main__":
+    main()
