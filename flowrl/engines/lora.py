@@ -181,7 +181,7 @@ def save_adapter(model: PreTrainedModel, base: Path, folder: Path, *, wanted: bo
     Raises:
         LoraError: the folder exists already.
     """
-    if folder.exists():
+    if wanted and folder.exists():  # a rank that comes late finds what another has written
         raise LoraError(f"{folder} exists already; an adapter is not written over another: name a new folder")
     state = adapter_state(model)
     if not wanted:

@@ -201,7 +201,7 @@ def save_model(
         ModelError: the folder exists already.
         UserError: it cannot be written.
     """
-    if folder.exists():
+    if wanted and folder.exists():  # a rank that comes late finds what another has written
         raise ModelError(f"{folder} exists already; a model is not written over another: name a new folder")
     weights, wholes = {}, {}
     for name, weight in model_weights(model).items():
