@@ -251,10 +251,9 @@ class Streaming:
                     self._update(rank, version)
 
     def _give(self, maker: _Maker, groups: Sequence[int]) -> None:
-        setting = self._setting
-        rows = setting.prompts.batch(self._draws[group] for group in groups)
+        rows = self._setting.prompts.batch(self._draws[group] for group in groups)
         maker.groups.update(groups)
-        maker.asked.append(maker.replica.add.submit(rows, setting.config.samples_per_prompt))
+        maker.asked.append(maker.replica.add.submit(rows, self._setting.config.samples_per_prompt))
 
     # Weights.
 
@@ -360,8 +359,10 @@ class Streaming:
         self.counted.append(Counted(self._setting.now_ns(), values))
 
     def logged(self) -> tuple[Logged, ...]:
-        told, self._logged = (*self._logged, *self._compared), ()
-        self._compared = []
+        # A maker that is late, or was lost, answers in a later step's line: nobody waits for it.
+        done = [each for each in self._compared if each.done()]
+        self._compared = [each for each in self._compared if each not in done]
+        told, self._logged = (*self._logged, *done), ()
         return told
 
     def waited_s(self, step: int, events: Sequence[CallEvent], start_ns: int, end_ns: int) -> float:

@@ -15,6 +15,7 @@ from flowrl.controller.errors import ProcessLost
 from flowrl.data.batch import Batch
 from flowrl.run.kept_rows import FILE, IDENTITY, SavedRows, save_rows
 from flowrl.run.makers import Draws, Setting, WholeBatches
+from flowrl.run.rollout_watch import ComparedWeights
 from flowrl.run.streaming import SAID_REFUSED, Streaming, makers_of
 from tests.run.call_events import timed
 from tests.run.virtual_makers import Calls, Clock, Maker, Numbers, Publisher, Rollout, moments
@@ -71,6 +72,8 @@ class World:
         self.ages: list[int] = []
         self.mixed = 0
         """Rows whose tokens are of several versions."""
+        self.at_end: Callable[[], None] = lambda: None
+        """Is called at the end of each step."""
         if kills is not None:
             self._kill_at(kills)
 
@@ -100,6 +103,7 @@ class World:
             self.publisher.trained_at = ends[-1]
             version += 1
             self.makers.publish(self.rollout, self.rollout, version)
+            self.at_end()
             if evaluate_every and step % evaluate_every == 0:
                 self.makers.catch_up()
                 assert {maker.version for maker in self.rollout.makers} == {version}
@@ -123,6 +127,24 @@ def test_every_prompt_is_trained_once_in_order_and_none_is_too_old() -> None:
     groups = {"admitted": 160, "waiting": 0, "running": 0, "complete": 0, "trained": 160}
     groups |= {"dropped": {"stale": 0, "refused": 0}}
     assert world.makers.summary() == {"groups": groups, "makers_lost": 0}
+
+
+def test_a_comparison_of_weights_that_is_late_holds_up_nobody() -> None:
+    world, found = World(config_of(max_staleness=1, steps=6)), list[float]()
+
+    def read() -> None:
+        for each in world.makers.logged():
+            if isinstance(each, ComparedWeights):
+                found.append(each.get()["weights_compared"])
+
+    world.publisher.compared_s = 1.2  # a step is 0.5
+    world.at_end = read
+    world.run()
+    assert world.trained == Counter(range(24)) and found == [1.0] * len(found)
+    in_steps = len(found)
+    world.calls.wait_until(lambda: world.clock.now > world.ends[-1])
+    read()
+    assert in_steps >= 4 and len(found) > in_steps
 
 
 @pytest.mark.parametrize(("mean_s", "train_s"), [(0.3, 0.3), (0.1, 0.3), (0.9, 0.3)])

@@ -19,6 +19,8 @@ from flowrl.controller.plan import Mesh
 from flowrl.data.batch import Batch
 from flowrl.data.block import Block, Description, Ref, Shard
 from flowrl.data.payload import Payload
+from flowrl.engines.weight_check import Compared
+from flowrl.run.rollout_watch import ComparedWeights
 
 MOST_MOMENTS = 10_000
 """At which something happens before anything that is waited for."""
@@ -250,6 +252,8 @@ class Weights:
     part: Late
     lost: Exception | None = None
     """With which calls fail that were to read them."""
+    compared_s: float | None = None
+    """That a maker takes to compare them; None: it does not."""
 
     def ready(self) -> bool:
         return self.part.done()
@@ -257,12 +261,20 @@ class Weights:
     def awaited(self) -> Sequence[Any]:
         return ()
 
-    def deliver(self, maker: Maker) -> tuple[Sequence[Future], None]:
+    def deliver(self, maker: Maker) -> tuple[Sequence[Future], ComparedWeights | None]:
         assert self.ready(), "a call whose weights are not there makes its maker wait"
+        clock = self.part.clock
         if self.lost is not None:
-            failed = Late(self.part.clock, self.part.at, error=self.lost)
-            return [Future([failed], ALL, Mesh(1, 1, 1, 1), lambda refs, timeout_s: [ref.get() for ref in refs])], None
-        return [maker.load(self.number)], None
+            return [_future(Late(clock, self.part.at, error=self.lost))], None
+        loaded = maker.load(self.number)
+        if self.compared_s is None:
+            return [loaded], None
+        compared = Late(clock, clock.at(clock.now + self.compared_s), Compared(1))
+        return [loaded], ComparedWeights(self.number, [_future(compared)])
+
+
+def _future(late: Late) -> Future:
+    return Future([late], ALL, Mesh(1, 1, 1, 1), lambda refs, timeout_s: [ref.get() for ref in refs])
 
 
 @dataclass(eq=False)
@@ -272,6 +284,8 @@ class Publisher:
     """When the trainer has done all that it was asked for."""
     lost: Exception | None = None
     """What comes in the place of all weights."""
+    compared_s: float | None = None
+    """That a maker takes to compare weights with the trainer's."""
 
     def open(self, actor: Any, rollout: Rollout) -> None:
         pass
@@ -280,7 +294,7 @@ class Publisher:
         return False
 
     def export(self, actor: Any, rollout: Rollout, version: int) -> Weights:
-        return Weights(version, Late(self.clock, self.clock.at(self.trained_at)), self.lost)
+        return Weights(version, Late(self.clock, self.clock.at(self.trained_at)), self.lost, self.compared_s)
 
 
 class Calls:
