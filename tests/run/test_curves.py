@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.run.curves import draw_curves, smoothed
+from flowrl.run.curves import PANELS, draw_curves, lines_of, smoothed
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -16,6 +16,37 @@ def test_curves_of_a_run_are_a_png(tmp_path: Path) -> None:
 
 def test_a_run_without_metrics_still_has_a_picture(tmp_path: Path) -> None:
     draw_curves([], tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(PNG)
+
+
+IDLE = {"idle_rollout": 0.2, "idle_actor": 0.4}
+
+
+@pytest.mark.parametrize(
+    ("values", "schedule"),
+    [
+        (IDLE, {}),
+        (
+            IDLE | {"staleness": 0.9, "staleness_max": 1.0},
+            {"Staleness (updates)": ["mean", "max"], "Idle share of the step": ["makers", "trainer"]},
+        ),
+        (
+            IDLE | {"staleness": 0.9, "staleness_max": 1.0, "buffer_depth": 3.0},
+            {
+                "Staleness (updates)": ["mean", "max"],
+                "Buffer depth (prompts)": [""],
+                "Idle share of the step": ["makers", "trainer"],
+            },
+        ),
+    ],
+)
+def test_a_schedule_is_drawn_where_there_is_one(
+    tmp_path: Path, values: dict[str, float], schedule: dict[str, list[str]]
+) -> None:
+    history = [{"step": step, "reward": 0.5} | values for step in range(3)]
+    shown = {panel.title: [line.label for line, _ in lines_of(history, panel)] for panel in PANELS}
+    assert {title: labels for title, labels in shown.items() if labels} == {"Mean reward": [""]} | schedule
+    draw_curves(history, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(PNG)
 
 
