@@ -156,6 +156,16 @@ class OnPolicyConfig(RunConfig):
             raise ValueError(f"minibatch_rows is {self.minibatch_rows}, more than rows_per_step: set at most {rows}")
         return self
 
+    @model_validator(mode="after")
+    def _check_redundancy(self) -> "OnPolicyConfig":
+        redundancy, prompts = self.schedule.redundancy or 0, self.prompts_per_step
+        if redundancy > prompts:
+            raise ValueError(
+                f"schedule.redundancy is {redundancy}, more than the {prompts} prompts of a step (rows_per_step "
+                f"/ samples_per_prompt), so that more may be dropped than is trained: set at most {prompts}"
+            )
+        return self
+
     @field_validator("algorithm")
     @classmethod
     def _resolve_correction(cls, algorithm: AdvantageConfig, info: ValidationInfo) -> AdvantageConfig:

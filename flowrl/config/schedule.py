@@ -35,7 +35,7 @@ class ScheduleConfig(ChoiceConfig):
 
     redundancy: NonNegativeInt | None = None
     """async: prompts in flight beyond what the steps need, so that a step goes without its slowest; those that grow too
-    old are dropped and counted, and long responses with them. Usually 0."""
+    old are dropped and counted, and long responses with them. At most the prompts of a step; usually 0."""
 
     interrupt: bool | None = None
     """async: true gives a replica new weights between two tokens of what it is working on, and each token keeps the

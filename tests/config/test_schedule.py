@@ -70,6 +70,14 @@ def test_a_setting_that_means_nothing_is_refused(settings: dict[str, Any], sente
         ScheduleConfig.model_validate(settings)
 
 
+def test_redundancy_of_more_than_a_step_is_refused():
+    most = GRPO | {"schedule": {"kind": "async", "redundancy": 4}}
+    assert GRPOConfig.model_validate(most).schedule.redundancy == 4
+    sentence = r"schedule\.redundancy is 5, more than the 4 prompts of a step .*: set at most 4"
+    with pytest.raises(ValidationError, match=sentence):
+        GRPOConfig.model_validate(GRPO | {"schedule": {"kind": "async", "redundancy": 5}})
+
+
 @pytest.mark.parametrize(
     "settings",
     [
