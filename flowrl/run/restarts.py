@@ -39,6 +39,8 @@ class Attempts:
                 self._park(error, config, cluster)
             if interruption.signal is not None:
                 self._parked = None
+            elif isinstance(error, ProcessLost) and _saves_nothing(config):
+                error.cause += "; no checkpoint was saved to go on from: checkpoint.every=N saves one every N steps"
             raise
         finally:
             if self._parked is None:
@@ -62,6 +64,11 @@ class Attempts:
         stay = f"the processes of {', '.join(kept)} stay" if kept else "no role keeps its processes"
         self._line = f"{error}\nrestart {self._made} of {self._allowed}: going on after step {_newest(config)}; {stay}"
         self._parked = cluster
+
+    @property
+    def made(self) -> int:
+        """How often the program was begun again."""
+        return self._made
 
     @property
     def goes_on(self) -> bool:
@@ -110,6 +117,11 @@ def with_restarts(train: Callable[[AnyConfig], object], config: AnyConfig) -> No
     finally:
         _current.reset(token)
         attempts.close()
+
+
+def _saves_nothing(config: RunConfig) -> bool:
+    """Whether there is no checkpoint, and will be none."""
+    return not config.checkpoint.every and not Checkpoints(config.output).steps()
 
 
 def _newest(config: RunConfig) -> int:

@@ -366,6 +366,7 @@ class Run:
         told = {
             "steps_asked": self.config.steps,
             "interrupted_by": None if signal is None else signal.name,
+            "restarts": attempt().made,
             "seconds": time.monotonic() - self.started_s,
             "rollout_gap_steps": self._watch.gap_steps,
             "peak_memory_mb": self._peak_mb,

@@ -8,6 +8,7 @@ import pytest
 
 from flowrl import Cluster, FlowError, Placement, WorkerGroup
 from flowrl.config import RunConfig
+from flowrl.config.checkpoint import CheckpointConfig
 from flowrl.controller.errors import FailedCheck, ProcessLost, RefusedError, WorkerError
 from flowrl.run.interrupt import Interruption
 from flowrl.run.restarts import attempt, with_restarts
@@ -35,6 +36,7 @@ class Program:
         self.body = body
         self.said: list[str] = []
         self.resumes: list[str] = []
+        self.restarts: list[int] = []
         self.makers: list[int] = []
         self.clusters: list[Cluster] = []
 
@@ -42,6 +44,7 @@ class Program:
         attempts, interruption = attempt(), Interruption(self.said.append)
         self.said.append(attempts.said())
         self.resumes.append(config.resume)
+        self.restarts.append(attempts.made)
         with attempts.cluster(config, self._cluster, interruption) as cluster:
             self.clusters.append(cluster)
             actor, maker = cluster.group("actor", Keeper), cluster.group("maker", Maker)
@@ -69,6 +72,7 @@ def test_a_program_whose_process_is_lost_goes_on_with_the_others(config: RunConf
     program = Program(lambda self, actor: actor.commit("kill" if len(self.makers) < 3 else "nothing").get())
     with_restarts(program, config)
     assert program.resumes == ["never", "auto", "auto"]
+    assert program.restarts == [0, 1, 2]
     assert len(set(program.makers)) == 1 and len(set(map(id, program.clusters))) == 1
     assert program.said[0] == ""
     assert program.said[2].startswith("actor.commit failed on rank 0 (node 0): its process has ended")
@@ -78,16 +82,21 @@ def test_a_program_whose_process_is_lost_goes_on_with_the_others(config: RunConf
 
 def test_it_ends_when_it_was_begun_again_as_often_as_allowed(config: RunConfig):
     program = Program(lose)
-    with pytest.raises(ProcessLost):
+    with pytest.raises(ProcessLost) as lost:
         with_restarts(program, config)
     assert len(program.makers) == 3 and is_closed(program.clusters[0])
+    assert "no checkpoint" not in str(lost.value)
 
 
-def test_it_ends_where_there_is_no_checkpoint(config: RunConfig, tmp_path: Path):
+@pytest.mark.parametrize("every", [0, 5])
+def test_it_ends_where_there_is_no_checkpoint(config: RunConfig, tmp_path: Path, every: int):
     program = Program(lose)
-    with pytest.raises(ProcessLost):
-        with_restarts(program, config.model_copy(update={"output": tmp_path / "another"}))
+    changes = {"output": tmp_path / "another", "checkpoint": CheckpointConfig(every=every)}
+    with pytest.raises(ProcessLost) as lost:
+        with_restarts(program, config.model_copy(update=changes))
     assert len(program.makers) == 1 and is_closed(program.clusters[0])
+    remedy = "; no checkpoint was saved to go on from: checkpoint.every=N saves one every N steps"
+    assert str(lost.value).partition("\n")[0].endswith(remedy) == (every == 0)
 
 
 def test_it_ends_where_a_method_raises_the_same_from_the_same_checkpoint_on(config: RunConfig):
