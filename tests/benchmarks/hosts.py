@@ -4,6 +4,7 @@ prints the table of docs/benchmarks.md.
 """
 
 import argparse
+import logging
 import os
 import statistics
 import time
@@ -45,7 +46,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     os.environ |= RAY_SETTINGS
-    ray.init(address="local", num_cpus=max(SIZES), include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(
+        address="local",
+        num_cpus=max(SIZES),
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
     table = Table("processes", "started by", "seconds", "processor seconds of each")
     for kind in ("forked", "Python"):
         start(1)  # the server imports; files are read
