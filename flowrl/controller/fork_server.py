@@ -22,7 +22,10 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+
+import numpy as np
 
 PRELOADED = ("flowrl.controller.host", "flowrl.workers")
 """Modules, with all that they import: what the processes of most runs import first."""
@@ -67,14 +70,10 @@ class ForkServer:
         self._folder.cleanup()
 
 
-_servers: list[ForkServer] = []
-
-
+@cache
 def fork_server() -> ForkServer:
     """The fork server of this process, which is started when it is first asked for."""
-    if not _servers:
-        _servers.append(ForkServer())
-    return _servers[0]
+    return ForkServer()
 
 
 @dataclass(frozen=True)
@@ -154,6 +153,7 @@ def _become(order: _Order) -> None:
     os.environ.clear()
     os.environ.update(order.env)
     os.chdir(order.cwd)
+    np.random.seed()  # Python does so for its own generator, or all processes would draw the same numbers
     sys.argv = order.argv
     sys.path.insert(0, str(Path(order.argv[0]).parent))
     runpy.run_path(order.argv[0], run_name="__main__")

@@ -15,11 +15,12 @@ from flowrl.data.prompts import PromptStream
 from flowrl.run.kept_rows import IDENTITY, SavedRows
 from flowrl.run.publishing import Publisher
 from flowrl.run.rollout_watch import ComparedWeights
+from flowrl.run.saving import Buffer
 from flowrl.run.schedule_metrics import staleness, waited_for_weights
 from flowrl.run.steps import Logged
 
 
-class Makers(Protocol):
+class Makers(Buffer, Protocol):
     """Gives a loop the batch of each step, whenever its responses were generated. A checkpoint keeps it: `state` is
     that of the prompts, and the draws that were taken and not trained; `rows` are the responses to some of these."""
 
@@ -71,12 +72,6 @@ class Makers(Protocol):
     def counted(self) -> Iterable[Counted]:
         """How many groups were where at which time, for the trace."""
         ...
-
-    def state(self) -> Mapping[str, Any]: ...
-
-    def rows(self) -> Batch | None: ...
-
-    def restore(self, state: Mapping[str, Any], rows: SavedRows | None) -> None: ...
 
 
 @dataclass(frozen=True)

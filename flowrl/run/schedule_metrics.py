@@ -12,7 +12,7 @@ from flowrl.data.block import LocalRef
 from flowrl.data.events import CallEvent
 from flowrl.data.metric import Max, Mean, Metric
 from flowrl.data.table import lengths
-from flowrl.run.schedule_rules import REASONS, Counts
+from flowrl.run.schedule_rules import Counts
 from flowrl.run.trace import rank_fractions
 
 
@@ -54,7 +54,7 @@ def group_metrics(counts: Counts, before: Counts | None = None) -> dict[str, flo
         "trained_groups": counts.trained - (before.trained if before else 0),
         "dropped_groups": sum(dropped.values()),
     }
-    found |= {f"dropped_{reason}": count for reason, count in (dict.fromkeys(REASONS, 0) | dropped).items()}
+    found |= {f"dropped_{reason}": count for reason, count in dropped.items()}
     return {name: float(count) for name, count in found.items()}
 
 

@@ -211,12 +211,10 @@ class Streaming:
 
     def _hear(self, maker: _Maker, answers: Sequence[Mapping[int, str | None] | None]) -> None:
         """Drops the groups whose prompts an `add` was refused for."""
-        numbers = self._groups()
         for draw, why in ((draw, why) for answer in answers for draw, why in (answer or {}).items()):
-            group = numbers.get(draw)
             if why is None:
                 self._refused_in_a_row = 0
-            elif group in maker.groups and self._scheduler.drop(group, "refused"):
+            elif (group := self._groups().get(draw)) in maker.groups and self._scheduler.drop(group, "refused"):
                 self._tell_refused(self._setting.prompts.place(draw), why)
 
     def _tell_refused(self, place: str, why: str) -> None:

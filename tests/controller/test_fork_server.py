@@ -20,10 +20,11 @@ from tests.conftest import ClusterMaker
 from tests.controller.faults import Judge
 
 TOLD = """
-import json, os, sys
+import json, os, random, sys
+drawn = [random.random()] + [module.random.random() for name, module in sys.modules.items() if name == "numpy"]
 told = {"pid": os.getpid(), "parent": os.getppid(), "argv": sys.argv, "cwd": os.getcwd(), "env": dict(os.environ),
         "name": __name__, "path": sys.path[0], "modules": sorted(sys.modules),
-        "threads": len(os.listdir("/proc/self/task"))}
+        "drawn": drawn, "threads": len(os.listdir("/proc/self/task"))}
 open(sys.argv[1], "w").write(json.dumps(told))
 print("said")
 print("complained", file=sys.stderr)
@@ -79,6 +80,11 @@ def test_the_server_has_one_thread_and_leaves_no_zombies(server: ForkServer, pro
     told, _, _ = start(server.py_executable, program, tmp_path / "told")
     assert told["threads"] == 1
     wait(lambda: not psutil.pid_exists(told["pid"]))
+
+
+def test_forked_processes_draw_numbers_of_their_own(server: ForkServer, program: Path, tmp_path: Path) -> None:
+    drawn = [start(server.py_executable, program, tmp_path / f"told{i}")[0]["drawn"] for i in range(2)]
+    assert len(drawn[0]) == 2 and not set(drawn[0]) & set(drawn[1])
 
 
 def test_without_a_server_the_process_is_started_by_python(program: Path, tmp_path: Path) -> None:
