@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from flowrl.controller.pool import ResourcePool
     from flowrl.controller.register import Dispatch, register
     from flowrl.controller.worker import Worker
-    from flowrl.data.batch import Batch
-    from flowrl.data.table import make_table
+    from flowrl.data.batch.batch import Batch
+    from flowrl.data.batch.tensordicts import make_table
 
 __version__ = "0.1.0"
 
 # Loaded on first use: a config check or `flowrl plan` needs neither torch nor ray.
 _HOMES = {
-    "Batch": "flowrl.data.batch",
+    "Batch": "flowrl.data.batch.batch",
     "Cluster": "flowrl.controller.cluster",
     "ContractError": "flowrl.controller.errors",
     "Dispatch": "flowrl.controller.register",
@@ -31,7 +31,7 @@ _HOMES = {
     "Worker": "flowrl.controller.worker",
     "WorkerError": "flowrl.controller.errors",
     "WorkerGroup": "flowrl.controller.group",
-    "make_table": "flowrl.data.table",
+    "make_table": "flowrl.data.batch.tensordicts",
     "register": "flowrl.controller.register",
     "register_dispatch_mode": "flowrl.controller.dispatch",
 }

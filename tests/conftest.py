@@ -29,7 +29,7 @@ def ray_session() -> Iterator[None]:
     """One Ray on the loopback interface. Clusters that find it use it, and leave it running when they close."""
     import ray  # noqa: PLC0415 (a session that starts no Ray does not pay for its import)
 
-    from flowrl.controller.ray_nodes import RAY_SETTINGS  # noqa: PLC0415
+    from flowrl.controller.backends.ray_nodes import RAY_SETTINGS  # noqa: PLC0415
 
     os.environ |= RAY_SETTINGS
     ray.init(

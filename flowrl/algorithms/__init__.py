@@ -1,8 +1,27 @@
 """The maths: pure functions on padded tensors with explicit masks. No config, no logging, no moves between devices."""
 
-from flowrl.algorithms.advantages import gae, reinforce_plus_plus, remax, whiten
-from flowrl.algorithms.aggregation import AggregationMode, aggregate, aggregation_count
-from flowrl.algorithms.corrections import (
+from flowrl.algorithms.advantages.estimators import gae, reinforce_plus_plus, remax, whiten
+from flowrl.algorithms.advantages.group_estimators import (
+    gdpo,
+    gpg,
+    grpo,
+    opo,
+    pass_at_k,
+    reinforce_plus_plus_baseline,
+    rloo,
+)
+from flowrl.algorithms.advantages.reward_shaping import (
+    RewardMoments,
+    clip_rewards,
+    length_penalty,
+    normalize_rewards,
+    overlong_penalty,
+    update_moments,
+    with_length_penalty,
+    with_overlong_penalty,
+)
+from flowrl.algorithms.advantages.token_baselines import optimal_token_baseline
+from flowrl.algorithms.corrections.importance_weights import (
     RatioLevel,
     RejectionLevel,
     WeightSums,
@@ -13,7 +32,15 @@ from flowrl.algorithms.corrections import (
     truncated_weights,
     weight_sums,
 )
-from flowrl.algorithms.covariance_losses import (
+from flowrl.algorithms.corrections.mismatch import Correlation, mismatch_metrics
+from flowrl.algorithms.dynamic_sampling import FullBatch, full_batches, informative_groups
+from flowrl.algorithms.hidden_logprobs import logprobs_and_entropy_from_hidden, logprobs_from_hidden
+from flowrl.algorithms.kl.exact_kl import exact_kl
+from flowrl.algorithms.kl.kl_control import AdaptiveKlControl, FixedKlControl, KlControl
+from flowrl.algorithms.kl.kl_estimates import KlKind, kl_estimate, kl_loss, kl_shaped_rewards
+from flowrl.algorithms.logprobs import token_entropy, token_logprobs
+from flowrl.algorithms.losses.aggregation import AggregationMode, aggregate, aggregation_count
+from flowrl.algorithms.losses.covariance_losses import (
     CovarianceKl,
     clip_cov_loss,
     kl_cov_loss,
@@ -21,26 +48,14 @@ from flowrl.algorithms.covariance_losses import (
     select_kl_cov,
     token_covariances,
 )
-from flowrl.algorithms.dynamic_sampling import FullBatch, full_batches, informative_groups
-from flowrl.algorithms.group_advantages import (
-    gdpo,
-    gpg,
-    grpo,
-    opo,
-    pass_at_k,
-    reinforce_plus_plus_baseline,
-    rloo,
-)
-from flowrl.algorithms.hidden_logprobs import logprobs_and_entropy_from_hidden, logprobs_from_hidden
-from flowrl.algorithms.kl import KlKind, kl_estimate, kl_loss, kl_shaped_rewards
-from flowrl.algorithms.kl_control import AdaptiveKlControl, FixedKlControl, KlControl
-from flowrl.algorithms.kl_exact import exact_kl
-from flowrl.algorithms.kto import kto_loss, kto_reference_kl
-from flowrl.algorithms.logprobs import token_entropy, token_logprobs
+from flowrl.algorithms.losses.policy_losses import clipped_policy_loss, decoupled_policy_loss, sapo_loss
+from flowrl.algorithms.losses.ptx import PtxForm, ptx_loss, ptx_weights
+from flowrl.algorithms.losses.score_losses import Divergence, cispo_loss, dppo_loss, gpg_loss, reinforce_loss
+from flowrl.algorithms.losses.sequence_losses import gmpo_loss, gspo_loss, gspo_token_loss
+from flowrl.algorithms.losses.value_loss import clipped_value_loss, explained_variance
 from flowrl.algorithms.masks import last_masked, masked_mean, masked_range
-from flowrl.algorithms.mismatch import Correlation, mismatch_metrics
-from flowrl.algorithms.policy_losses import clipped_policy_loss, decoupled_policy_loss, sapo_loss
-from flowrl.algorithms.preference import (
+from flowrl.algorithms.preference.kto import kto_loss, kto_reference_kl
+from flowrl.algorithms.preference.pairwise import (
     DpoKind,
     SequenceMode,
     dpo_loss,
@@ -51,21 +66,6 @@ from flowrl.algorithms.preference import (
     sequence_logprobs,
     simpo_loss,
 )
-from flowrl.algorithms.ptx import PtxForm, ptx_loss, ptx_weights
-from flowrl.algorithms.rewards_shaping import (
-    RewardMoments,
-    clip_rewards,
-    length_penalty,
-    normalize_rewards,
-    overlong_penalty,
-    update_moments,
-    with_length_penalty,
-    with_overlong_penalty,
-)
-from flowrl.algorithms.score_losses import Divergence, cispo_loss, dppo_loss, gpg_loss, reinforce_loss
-from flowrl.algorithms.sequence_losses import gmpo_loss, gspo_loss, gspo_token_loss
-from flowrl.algorithms.token_baselines import optimal_token_baseline
-from flowrl.algorithms.values import clipped_value_loss, explained_variance
 
 __all__ = [
     "AdaptiveKlControl",

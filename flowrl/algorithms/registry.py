@@ -192,9 +192,9 @@ def _modes(place: str, setting: str, names: tuple[str, ...]) -> dict[str, Home]:
 
 advantage_estimators = Registry(
     "advantage estimator",
-    _homes("advantages", gae="gae", reinforce_plus_plus="reinforce_plus_plus", remax="remax")
+    _homes("advantages.estimators", gae="gae", reinforce_plus_plus="reinforce_plus_plus", remax="remax")
     | _homes(
-        "group_advantages",
+        "advantages.group_estimators",
         grpo="grpo",
         rloo="rloo",
         reinforce_plus_plus_baseline="reinforce_plus_plus_baseline",
@@ -203,7 +203,7 @@ advantage_estimators = Registry(
         pass_at_k="pass_at_k",
         gdpo="gdpo",
     )
-    | _homes("token_baselines", optimal_token_baseline="optimal_token_baseline"),
+    | _homes("advantages.token_baselines", optimal_token_baseline="optimal_token_baseline"),
     required=("mask",),
     optional=(
         "scores",
@@ -221,14 +221,14 @@ advantage_estimators = Registry(
 
 policy_losses = Registry(
     "policy loss",
-    _homes("policy_losses", ppo="clipped_policy_loss", decoupled_ppo="decoupled_policy_loss", sapo="sapo_loss")
-    | _homes("sequence_losses", gspo="gspo_loss", gspo_token="gspo_token_loss", gmpo="gmpo_loss")
-    | _homes("score_losses", reinforce="reinforce_loss", gpg="gpg_loss", cispo="cispo_loss")
+    _homes("losses.policy_losses", ppo="clipped_policy_loss", decoupled_ppo="decoupled_policy_loss", sapo="sapo_loss")
+    | _homes("losses.sequence_losses", gspo="gspo_loss", gspo_token="gspo_token_loss", gmpo="gmpo_loss")
+    | _homes("losses.score_losses", reinforce="reinforce_loss", gpg="gpg_loss", cispo="cispo_loss")
     | {
-        "dppo_tv": Home("flowrl.algorithms.score_losses:dppo_loss", {"divergence": "tv"}),
-        "dppo_kl": Home("flowrl.algorithms.score_losses:dppo_loss", {"divergence": "kl"}),
+        "dppo_tv": Home("flowrl.algorithms.losses.score_losses:dppo_loss", {"divergence": "tv"}),
+        "dppo_kl": Home("flowrl.algorithms.losses.score_losses:dppo_loss", {"divergence": "kl"}),
     }
-    | _homes("covariance_losses", clip_cov="clip_cov_loss", kl_cov="kl_cov_loss"),
+    | _homes("losses.covariance_losses", clip_cov="clip_cov_loss", kl_cov="kl_cov_loss"),
     required=("logprobs", "old_logprobs", "advantages", "mask"),
     keywords=("behavior_logprobs", "selected"),
 )
@@ -236,7 +236,7 @@ policy_losses = Registry(
 
 kl_kinds = Registry(
     "KL estimate",
-    _modes("kl:kl_estimate", "kind", ("k1", "k2", "k3", "abs")),
+    _modes("kl.kl_estimates:kl_estimate", "kind", ("k1", "k2", "k3", "abs")),
     required=("logprobs", "ref_logprobs"),
 )
 """(logprobs, ref_logprobs) -> an estimate of the same shape."""
@@ -244,7 +244,7 @@ kl_kinds = Registry(
 aggregation_modes = Registry(
     "aggregation",
     _modes(
-        "aggregation:aggregate",
+        "losses.aggregation:aggregate",
         "mode",
         ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"),
     ),
@@ -256,7 +256,12 @@ aggregation_modes = Registry(
 
 rollout_corrections = Registry(
     "rollout correction",
-    _homes("corrections", truncated="truncated_weights", masked="masked_weights", rejection="rejection_mask"),
+    _homes(
+        "corrections.importance_weights",
+        truncated="truncated_weights",
+        masked="masked_weights",
+        rejection="rejection_mask",
+    ),
     required=("logprobs", "rollout_logprobs", "mask"),
 )
 """(logprobs, rollout_logprobs, mask) -> (weights [B, T] or a bool mask [B, T], metrics)."""
@@ -264,17 +269,17 @@ rollout_corrections = Registry(
 preference_losses = Registry(
     "preference loss",
     _homes(
-        "preference",
+        "preference.pairwise",
         log_sig="log_sig_loss",
         log_exp="log_exp_loss",
         simpo="simpo_loss",
         orpo="orpo_loss",
     )
     | {
-        name: Home("flowrl.algorithms.preference:dpo_loss", {"kind": kind})
+        name: Home("flowrl.algorithms.preference.pairwise:dpo_loss", {"kind": kind})
         for name, kind in (("dpo", "sigmoid"), ("dpo_hinge", "hinge"), ("ipo", "ipo"))
     }
-    | _homes("kto", kto="kto_loss"),
+    | _homes("preference.kto", kto="kto_loss"),
     optional=(
         "chosen_logprobs",
         "rejected_logprobs",
@@ -292,14 +297,14 @@ preference_losses = Registry(
 
 ptx_forms = Registry(
     "ptx form",
-    _modes("ptx:ptx_loss", "form", ("add", "mix")),
+    _modes("losses.ptx:ptx_loss", "form", ("add", "mix")),
     required=("policy_loss", "lm_loss"),
 )
 """(policy_loss, lm_loss), scalars -> a scalar."""
 
 kl_controls = Registry(
     "KL control",
-    _homes("kl_control", fixed="FixedKlControl", adaptive="AdaptiveKlControl"),
+    _homes("kl.kl_control", fixed="FixedKlControl", adaptive="AdaptiveKlControl"),
     required=("coef",),
 )
 """(coef at the start) -> a `KlControl`."""
@@ -307,7 +312,7 @@ kl_controls = Registry(
 reward_shaping = Registry(
     "reward shaping",
     _homes(
-        "rewards_shaping",
+        "advantages.reward_shaping",
         overlong_penalty="with_overlong_penalty",
         length_penalty="with_length_penalty",
         clip_rewards="clip_rewards",

@@ -1,15 +1,15 @@
 """What may be set: frozen pydantic models and the reader of YAML files. Loads neither torch nor ray."""
 
-from flowrl.config.algorithm import AdvantageConfig, CorrectionConfig
+from flowrl.config.algorithm.advantage import AdvantageConfig, CorrectionConfig
+from flowrl.config.algorithm.preference import PreferenceConfig, PtxConfig
+from flowrl.config.algorithm.shaping import KlControlConfig, ShapingConfig
 from flowrl.config.base import Config, ConfigError
 from flowrl.config.checkpoint import CheckpointConfig
 from flowrl.config.data import DataConfig
 from flowrl.config.errors import CheckFailed, UserError
 from flowrl.config.load import load, recipe_class, to_yaml
-from flowrl.config.losses import PreferenceConfig, PtxConfig
 from flowrl.config.model import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, cuts_model
 from flowrl.config.placement import ROLES, SINGLE, Placement, RolePlacement
-from flowrl.config.rewards import KlControlConfig, ShapingConfig
 from flowrl.config.roles import (
     ActorConfig,
     CriticConfig,

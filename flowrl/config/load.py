@@ -10,8 +10,8 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from flowrl.config.algorithm.choice import ChoiceConfig, OtherChoice
 from flowrl.config.base import Config, ConfigError
-from flowrl.config.choice import ChoiceConfig, OtherChoice
 from flowrl.config.source import Key, Source, dotted, others_beside, parse, read
 
 C = TypeVar("C", bound=Config)

@@ -82,7 +82,7 @@ Ranks = Annotated[tuple[NonNegativeInt, ...], Field(strict=False)]
 
 
 class Placement(Config):
-    """Pools and roles. Whether they fit a machine is for `flowrl.controller.plan.plan` to say."""
+    """Pools and roles. Whether they fit a machine is for `flowrl.controller.placement.plan.plan` to say."""
 
     device: Device = "auto"
     """`cuda` gives each rank a GPU, `cpu` a process; `auto` is cuda where the machine has GPUs, else cpu."""

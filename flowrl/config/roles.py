@@ -13,8 +13,8 @@ from pydantic import (
     model_validator,
 )
 
+from flowrl.config.algorithm.choice import OWN, Aggregation, ChoiceConfig, KlKind, Options, known_name
 from flowrl.config.base import Config, ImportName, TokenIds
-from flowrl.config.choice import OWN, Aggregation, ChoiceConfig, KlKind, Options, known_name
 from flowrl.config.model import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig
 
 _CLIPS: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.2}

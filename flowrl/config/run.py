@@ -12,7 +12,7 @@ from pydantic import (
     model_validator,
 )
 
-from flowrl.config.algorithm import AdvantageConfig, CorrectionConfig
+from flowrl.config.algorithm.advantage import AdvantageConfig, CorrectionConfig
 from flowrl.config.base import Config, ConfigError, FilePath, ImportName
 from flowrl.config.checkpoint import CheckpointConfig
 from flowrl.config.data import DataConfig

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import NonNegativeInt, PositiveInt, model_validator
 
-from flowrl.config.choice import ChoiceConfig
+from flowrl.config.algorithm.choice import ChoiceConfig
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "sync": {},

@@ -9,15 +9,15 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from flowrl.config import Placement
-from flowrl.controller.backend import Backend
-from flowrl.controller.calls import Calls
+from flowrl.controller.backends.base import Backend
+from flowrl.controller.backends.inline_backend import InlineBackend
+from flowrl.controller.calls.calls import Calls
 from flowrl.controller.errors import ContractError
 from flowrl.controller.group import WorkerGroup, submission
-from flowrl.controller.host import Construction
-from flowrl.controller.inline_backend import InlineBackend
-from flowrl.controller.plan import HostSet, Mesh, PlacementError, Plan, PoolPlan, RolePlan, Slot, plan
+from flowrl.controller.host.host import Construction
+from flowrl.controller.placement.device_ownership import Handover, Residency
+from flowrl.controller.placement.plan import HostSet, Mesh, PlacementError, Plan, PoolPlan, RolePlan, Slot, plan
 from flowrl.controller.pool import ResourcePool
-from flowrl.controller.residency import Handover, Residency
 from flowrl.controller.tasks import GroupTasks, Tasks
 from flowrl.controller.worker import Worker
 
@@ -286,6 +286,6 @@ _TASK_POOL = PoolPlan(TASKS, (Slot(TASKS, 0, 0, 0, device=-1),))
 
 
 def _ray_backend(address: str | None, say: Callable[[str], None]) -> Backend:
-    from flowrl.controller.ray_backend import RayBackend  # noqa: PLC0415 (the one lazy import: inline runs need no ray)
+    from flowrl.controller.backends.ray_backend import RayBackend  # noqa: PLC0415 (the one lazy import: inline runs need no ray)
 
     return RayBackend(address, say)

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from flowrl.controller.errors import ContractError
-from flowrl.controller.plan import Mesh
+from flowrl.controller.placement.plan import Mesh
 from flowrl.controller.register import Contract, Dispatch
-from flowrl.data.batch import Batch
-from flowrl.data.fields import FIELDS
-from flowrl.data.layout import Rows, split_by_weight, split_evenly
+from flowrl.data.batch.batch import Batch
+from flowrl.data.batch.fields import FIELDS
+from flowrl.data.batch.layout import Rows, split_by_weight, split_evenly
 from flowrl.data.metric import merge_metrics
 
 Arguments = dict[str, Any]

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flowrl.controller.dispatch import Gather
-from flowrl.controller.plan import Mesh
-from flowrl.data.block import Ref
+from flowrl.controller.placement.plan import Mesh
+from flowrl.data.batch.block import Ref
 
 Fetch = Callable[[Sequence[Ref], float | None], list[Any]]
 """Waits for the calls behind references, at most so many seconds, and reads them together."""

@@ -7,20 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from flowrl.controller.backend import Backend
-from flowrl.controller.call_record import CallRecord
-from flowrl.controller.calls import Calls, Tracked, records_of
+from flowrl.controller.backends.base import Backend
+from flowrl.controller.calls.call_record import CallRecord
+from flowrl.controller.calls.calls import Calls, Tracked, records_of
+from flowrl.controller.calls.wire import References, Request, lower
 from flowrl.controller.dispatch import DispatchMode, Part, dispatch_mode, dp_rank, is_leader, leaders, order_of
 from flowrl.controller.errors import ContractError
 from flowrl.controller.future import Future
-from flowrl.controller.plan import Mesh, Slot
+from flowrl.controller.placement.device_ownership import Handover
+from flowrl.controller.placement.plan import Mesh, Slot
 from flowrl.controller.register import Contract, Dispatch, registered_methods
-from flowrl.controller.residency import Handover
-from flowrl.controller.wire import References, Request, lower
 from flowrl.controller.worker import Worker
-from flowrl.data.batch import Batch, TaskRunner
-from flowrl.data.block import Block, Ref, Shard
-from flowrl.data.layout import Rows
+from flowrl.data.batch.batch import Batch, TaskRunner
+from flowrl.data.batch.block import Block, Ref, Shard
+from flowrl.data.batch.layout import Rows
 
 # Submissions of one process to many ranks must not interleave: collectives meet in the same order everywhere.
 submission = threading.RLock()

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flowrl.controller.plan import PlacementError, PoolPlan
+from flowrl.controller.placement.plan import PlacementError, PoolPlan
 
 
 @dataclass(frozen=True)

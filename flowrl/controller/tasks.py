@@ -8,7 +8,7 @@ from flowrl.controller.future import Future
 from flowrl.controller.group import WorkerGroup
 from flowrl.controller.register import Contract, Dispatch, register
 from flowrl.controller.worker import Worker
-from flowrl.data.batch import Batch
+from flowrl.data.batch.batch import Batch
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from flowrl.controller.plan import Mesh
+from flowrl.controller.placement.plan import Mesh
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

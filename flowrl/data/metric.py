@@ -83,3 +83,13 @@ def merge_metrics(reports: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
                 raise ValueError(f"metric {name!r} is reported as {kinds}; a name has one kind of metric")
             merged[name] = merged[name].merge(metric)
     return merged
+
+
+class MetricFuture(Protocol):
+    """A future of a dictionary of metrics."""
+
+    def get(self) -> Mapping[str, Metric | float]: ...
+
+
+Logged = MetricFuture | Mapping[str, Metric | float]
+"""Metrics, or a future of them. A plain number is averaged over the values logged under its name."""

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from flowrl.data.batch.fields import FIELDS
 from flowrl.data.chat import ChatTokenizer, DataError, Message, Speaker
-from flowrl.data.fields import FIELDS
 
 SPEAKERS: dict[str, Speaker] = {"human": "user", "user": "user", "assistant": "assistant", "system": "system"}
 """What may stand under `from` or `role`, and the role it means."""

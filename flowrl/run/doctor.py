@@ -20,12 +20,12 @@ from flowrl.config import CheckFailed, OnPolicyConfig, Placement
 from flowrl.controller.cluster import Cluster
 from flowrl.controller.group import WorkerGroup
 from flowrl.controller.worker import Worker
-from flowrl.data.batch import Batch
+from flowrl.data.batch.batch import Batch
+from flowrl.run.datasets import read_prompts
 from flowrl.run.interrupt import Interruption
-from flowrl.run.prompts import read_prompts
-from flowrl.run.publishing import Publisher
-from flowrl.run.rollout_watch import WeightsCheck, gap_causes, gap_limit
-from flowrl.run.transports import takes_one_by_one, transport_of
+from flowrl.weight_sync.sync import Publisher
+from flowrl.weight_sync.transfer import takes_one_by_one, transport_of
+from flowrl.weight_sync.verification import WeightsCheck, gap_causes, gap_limit
 
 PROMPTS, TOKENS = 8, 32
 """Prompts that are answered, and the longest answers."""

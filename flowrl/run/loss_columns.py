@@ -20,13 +20,13 @@ from flowrl.algorithms import (
     token_covariances,
     weight_sums,
 )
+from flowrl.algorithms.losses.surrogates import bounded_ratio
 from flowrl.algorithms.registry import policy_losses, rollout_corrections
-from flowrl.algorithms.surrogates import bounded_ratio
 from flowrl.config import ActorConfig, CorrectionConfig
-from flowrl.data.batch import Batch
+from flowrl.data.batch.batch import Batch
+from flowrl.data.batch.tensordicts import lengths, make_table, pad_tokens, unpad_tokens
 from flowrl.data.metric import Mean, Metric
-from flowrl.data.results import weights_or_mask
-from flowrl.data.table import lengths, make_table, pad_tokens, unpad_tokens
+from flowrl.data.returned_values import weights_or_mask
 
 
 def loss_columns(batch: Batch, config: ActorConfig, *, seed: Sequence[int]) -> Batch:

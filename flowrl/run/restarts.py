@@ -5,9 +5,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, TypeVar
 
+from flowrl.checkpoints.checkpoints import Checkpoints
 from flowrl.config import RunConfig
 from flowrl.controller.errors import FailedCheck, ProcessLost, RefusedError, WorkerError
-from flowrl.run.checkpoints import Checkpoints
 from flowrl.run.interrupt import Interruption
 
 if TYPE_CHECKING:

@@ -5,14 +5,14 @@ from typing import Any
 
 from rich.console import Console
 
+from flowrl.checkpoints.run_folder import RunFolder, write_json
 from flowrl.data.events import CallEvent
-from flowrl.run.chrome import Trace, chrome_trace
-from flowrl.run.curves import draw_curves
-from flowrl.run.display import outcome_tables
-from flowrl.run.evaluate import Outcome
-from flowrl.run.folder import RunFolder, write_json
-from flowrl.run.timeline import draw_timeline
-from flowrl.run.trace import busy_fractions, loop_events
+from flowrl.report.chrome_trace import Trace, chrome_trace
+from flowrl.report.curves import draw_curves
+from flowrl.report.evaluation_result import EvaluationResult
+from flowrl.report.progress import outcome_tables
+from flowrl.report.timeline import draw_timeline
+from flowrl.report.trace import busy_fractions, loop_events
 
 DRAWN_STEPS = 4
 """Steps that `timeline.png` shows, of the last process; `trace.json` has all."""
@@ -51,7 +51,7 @@ def summary_of(history: Sequence[Mapping[str, float]], events: Iterable[CallEven
     }
 
 
-def show(console: Console, outcomes: Sequence[Outcome], folder: RunFolder) -> None:
+def show(console: Console, outcomes: Sequence[EvaluationResult], folder: RunFolder) -> None:
     """Prints what training changed, and where the results are."""
     if outcomes:
         for table in outcome_tables(outcomes[0], outcomes[-1]):

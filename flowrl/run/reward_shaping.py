@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from flowrl.algorithms import RewardMoments, update_moments
 from flowrl.algorithms.registry import reward_shaping
 from flowrl.config import ShapingConfig, UserError
-from flowrl.data.table import lengths, pad_tokens
+from flowrl.data.batch.tensordicts import lengths, pad_tokens
 
 Moments = tuple[RewardMoments, ...]
 """One for each shaping."""

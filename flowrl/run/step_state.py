@@ -20,9 +20,9 @@ from flowrl.algorithms import FixedKlControl, KlControl, RewardMoments, masked_m
 from flowrl.algorithms.registry import kl_controls, kl_kinds
 from flowrl.config import AdvantageConfig, KlControlConfig, UserError
 from flowrl.controller.future import Future
-from flowrl.data.batch import Batch
-from flowrl.data.block import LocalRef
-from flowrl.data.table import lengths, pad_tokens
+from flowrl.data.batch.batch import Batch
+from flowrl.data.batch.block import LocalRef
+from flowrl.data.batch.tensordicts import lengths, pad_tokens
 from flowrl.run.reward_shaping import remembers, shaped_rewards, shaping_columns
 
 
@@ -110,12 +110,12 @@ def _checked(control: object, config: KlControlConfig) -> KlControl:
     if not isinstance(control, KlControl):
         raise UserError(
             f"algorithm.kl_control.kind {config.kind} gives a {type(control).__name__} without coef or "
-            f"update(kl, num_rows): write both, like AdaptiveKlControl in flowrl/algorithms/kl_control.py"
+            f"update(kl, num_rows): write both, like AdaptiveKlControl in flowrl/algorithms/kl/kl_control.py"
         )
     if not is_dataclass(control):
         raise UserError(
             f"algorithm.kl_control.kind {config.kind} gives a {type(control).__name__}, which no checkpoint can keep: "
-            f"make it a dataclass of plain numbers, like AdaptiveKlControl in flowrl/algorithms/kl_control.py"
+            f"make it a dataclass of plain numbers, like AdaptiveKlControl in flowrl/algorithms/kl/kl_control.py"
         )
     return control
 

@@ -14,17 +14,17 @@ from flowrl.algorithms.registry import aggregation_modes, kl_kinds, policy_losse
 from flowrl.config import ActorConfig, ModelConfig, UserError
 from flowrl.controller.register import Dispatch, register
 from flowrl.controller.worker import Worker
+from flowrl.data.batch.tensordicts import lengths, make_table
 from flowrl.data.metric import Max, Mean, Metric, Min
-from flowrl.data.results import loss_and_metrics, per_token, scalar
-from flowrl.data.table import lengths, make_table
-from flowrl.engines.export import DESCRIPTION, describe_adapter
-from flowrl.engines.lora import add_adapter
-from flowrl.engines.microbatch import MicroBatch
-from flowrl.engines.models import describe_model, load_policy, save_model
-from flowrl.engines.train import Denominators, TrainEngine, is_sharded
-from flowrl.workers.mesh import mesh_of
-from flowrl.workers.policy import PolicyModel, policy_logprobs
-from flowrl.workers.sender import Sender
+from flowrl.data.returned_values import loss_and_metrics, per_token, scalar
+from flowrl.engines.checkpoint.export import DESCRIPTION, describe_adapter
+from flowrl.engines.models.loading import describe_model, load_policy, save_model
+from flowrl.engines.models.lora import add_adapter
+from flowrl.engines.train.engine import Denominators, TrainEngine, is_sharded
+from flowrl.engines.train.microbatch import MicroBatch
+from flowrl.workers.policy_model import PolicyModel, policy_logprobs
+from flowrl.workers.role_mesh import mesh_of
+from flowrl.workers.weight_sender import Sender
 
 
 class Actor(Sender):

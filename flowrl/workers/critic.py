@@ -7,15 +7,15 @@ from torch import nn
 from flowrl.algorithms import aggregate, clipped_value_loss
 from flowrl.config import CriticConfig
 from flowrl.controller.register import Dispatch, register
+from flowrl.data.batch.tensordicts import lengths, make_table
 from flowrl.data.metric import Metric
-from flowrl.data.table import lengths, make_table
-from flowrl.engines.lora import add_adapter
-from flowrl.engines.microbatch import MicroBatch
-from flowrl.engines.models import load_critic
-from flowrl.engines.train import Denominators, TrainEngine, is_sharded
+from flowrl.engines.models.loading import load_critic
+from flowrl.engines.models.lora import add_adapter
+from flowrl.engines.train.engine import Denominators, TrainEngine, is_sharded
+from flowrl.engines.train.microbatch import MicroBatch
 from flowrl.workers.actor import token_means
-from flowrl.workers.mesh import mesh_of
 from flowrl.workers.model_worker import TrainedWorker
+from flowrl.workers.role_mesh import mesh_of
 
 
 class Critic(TrainedWorker):

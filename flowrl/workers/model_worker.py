@@ -7,9 +7,9 @@ from typing import Any
 from flowrl.config import ActorConfig, CriticConfig, ReferenceConfig, RewardConfig
 from flowrl.controller.register import Dispatch, register
 from flowrl.controller.worker import Worker
-from flowrl.data.files import Saved
-from flowrl.engines.checkpoint import EngineCheckpoints, load
-from flowrl.engines.train import TrainEngine
+from flowrl.data.checksums import Saved
+from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints, load
+from flowrl.engines.train.engine import TrainEngine
 
 _Config = ActorConfig | CriticConfig | ReferenceConfig | RewardConfig
 

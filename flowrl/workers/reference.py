@@ -8,17 +8,17 @@ from tensordict import TensorDict
 from torch import distributed
 
 from flowrl.config import ModelConfig, ReferenceConfig
-from flowrl.controller.plan import Mesh
+from flowrl.controller.placement.plan import Mesh
 from flowrl.controller.register import Dispatch, register
 from flowrl.controller.worker import Worker
-from flowrl.data.table import lengths, make_table
-from flowrl.engines.lora import adapter_off
-from flowrl.engines.models import load_policy
-from flowrl.engines.train import TrainEngine, is_sharded
+from flowrl.data.batch.tensordicts import lengths, make_table
+from flowrl.engines.models.loading import load_policy
+from flowrl.engines.models.lora import adapter_off
+from flowrl.engines.train.engine import TrainEngine, is_sharded
 from flowrl.workers.actor import Actor
-from flowrl.workers.mesh import mesh_of, shares_model
 from flowrl.workers.model_worker import ModelWorker
-from flowrl.workers.policy import PolicyModel, policy_logprobs
+from flowrl.workers.policy_model import PolicyModel, policy_logprobs
+from flowrl.workers.role_mesh import mesh_of, shares_model
 
 
 class Reference(ModelWorker):

@@ -12,15 +12,15 @@ from tensordict import TensorDict
 from torch import nn
 
 from flowrl.config import RewardConfig, UserError
-from flowrl.controller.plan import Mesh
+from flowrl.controller.placement.plan import Mesh
 from flowrl.controller.register import Dispatch, register
 from flowrl.controller.worker import Worker
-from flowrl.data.table import make_table, num_rows, objects
-from flowrl.engines.microbatch import MicroBatch
-from flowrl.engines.models import load_reward_model
-from flowrl.engines.train import TrainEngine, is_sharded
-from flowrl.workers.mesh import mesh_of, shares_model
+from flowrl.data.batch.tensordicts import make_table, num_rows, objects
+from flowrl.engines.models.loading import load_reward_model
+from flowrl.engines.train.engine import TrainEngine, is_sharded
+from flowrl.engines.train.microbatch import MicroBatch
 from flowrl.workers.model_worker import ModelWorker
+from flowrl.workers.role_mesh import mesh_of, shares_model
 
 RewardFunction = Callable[..., float]
 

@@ -10,26 +10,26 @@ import torch
 from tensordict import TensorDict
 
 from flowrl.config import CheckFailed, ModelConfig, RolloutConfig
-from flowrl.controller.plan import Mesh
+from flowrl.controller.placement.plan import Mesh
 from flowrl.controller.register import Dispatch, register
 from flowrl.controller.worker import Worker
+from flowrl.data.batch.tensordicts import objects
 from flowrl.data.chat import ChatTokenizer
-from flowrl.data.table import objects
-from flowrl.engines.hf_rollout import HfRollout
-from flowrl.engines.int8 import quantized_copy
-from flowrl.engines.models import LanguageModel, load_policy
-from flowrl.engines.requests import Prompt
-from flowrl.engines.responses import PromptError, RolloutError
-from flowrl.engines.serving import State
-from flowrl.engines.sharded_load import read_weights
-from flowrl.engines.weight_check import Compared, WeightSamples, refuse_wrong
-from flowrl.engines.weights import borrowed_weights, empty_copy, tensors_of, whole_weights, write_weights
+from flowrl.engines.models.int8 import quantized_copy
+from flowrl.engines.models.loading import LanguageModel, load_policy
+from flowrl.engines.models.sharded_loading import read_weights
+from flowrl.engines.models.weights import borrowed_weights, empty_copy, tensors_of, whole_weights, write_weights
+from flowrl.engines.rollout.hf.engine import HfRollout
+from flowrl.engines.rollout.requests import Prompt
+from flowrl.engines.rollout.responses import PromptError, RolloutError
+from flowrl.engines.rollout.serving import State
+from flowrl.engines.rollout.weight_check import Compared, WeightSamples, refuse_wrong
 from flowrl.workers.actor import Actor
-from flowrl.workers.groups import Groups
-from flowrl.workers.responses import RESPONSE_COLUMNS, response_table
+from flowrl.workers.group_buffer import Groups
+from flowrl.workers.response_tensordict import RESPONSE_COLUMNS, response_table
 
 if TYPE_CHECKING:
-    from flowrl.engines.vllm_links import Described, SharedPart
+    from flowrl.engines.rollout.vllm.links import Described, SharedPart
 
 
 class Rollout(Worker):
@@ -218,7 +218,7 @@ class _VllmRollout(Rollout):
     """A rollout with vLLM, alone in its process. Weights come to it from whichever process trains them."""
 
     def __init__(self, config: RolloutConfig, model: ModelConfig, *, seed: int) -> None:
-        from flowrl.engines.vllm_rollout import VllmRollout  # noqa: PLC0415 (an extra, and it takes the process over)
+        from flowrl.engines.rollout.vllm.engine import VllmRollout  # noqa: PLC0415 (an extra, and it takes the process over)
 
         self.seed, self._actor, self._quantized = seed, None, config.quantization is not None
         self._groups, self._max_rows = Groups(), config.max_rows
@@ -246,7 +246,7 @@ class _VllmRollout(Rollout):
     def _receive(self, part: Any, version: int, chunk: int, of: int) -> None:
         super()._receive(tensors_of(part) if isinstance(part, dict) else part, version, chunk, of)
 
-    # From the actor's GPUs, see engines/vllm_links.py. What comes so cannot come again.
+    # From the actor's GPUs, see engines/rollout/vllm/links.py. What comes so cannot come again.
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, replay="chunk", memory=("weights",))
     def load_shared(self, parts: "Sequence[SharedPart]", version: int, chunk: int, of: int) -> None:

@@ -5,7 +5,7 @@ import time
 
 from flowrl.cli import exit_code
 from flowrl.config import UserError
-from flowrl.controller.ray_nodes import RayNodes
+from flowrl.controller.backends.ray_nodes import RayNodes
 
 _LIMIT_S = 120.0
 

@@ -9,10 +9,10 @@ import sys
 from typing import Any
 
 from flowrl.cli import run_recipe
-from flowrl.run.estimate import batch_metrics, estimate_advantages
+from flowrl.run.advantages import batch_metrics, estimate_advantages
+from flowrl.run.datasets import read_prompts
+from flowrl.run.loop import Run
 from flowrl.run.loss_columns import loss_columns
-from flowrl.run.prompts import read_prompts
-from flowrl.run.run import Run
 from flowrl.run.step_state import Carried
 from flowrl.workers import Actor, Critic, Reference, Rollout, reward_worker
 from recipes.ppo.config import PPOConfig

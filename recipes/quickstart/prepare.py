@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
+from flowrl.checkpoints.run_folder import replacing, write_json
 from flowrl.config.errors import UserError
-from flowrl.run.folder import replacing, write_json
 from recipes.quickstart.task import Problem, deal
 
 SPECIAL = ("<pad>", "<eos>")

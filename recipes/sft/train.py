@@ -8,8 +8,8 @@ from typing import Any
 
 from flowrl.cli import run_recipe
 from flowrl.config import ActorConfig
-from flowrl.run.prompts import Examples
-from flowrl.run.run import Run
+from flowrl.run.datasets import Examples
+from flowrl.run.loop import Run
 from flowrl.workers import Actor
 from recipes.sft.config import SFTConfig
 

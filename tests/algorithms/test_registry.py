@@ -23,10 +23,10 @@ from flowrl.algorithms.registry import (
     reward_shaping,
     rollout_corrections,
 )
-from flowrl.config.algorithm import CORRECTIONS, ESTIMATORS
-from flowrl.config.choice import OWN, Aggregation, KlKind
-from flowrl.config.losses import PREFERENCE_LOSSES, PTX_FORMS
-from flowrl.config.rewards import KL_CONTROLS, SHAPINGS
+from flowrl.config.algorithm.advantage import CORRECTIONS, ESTIMATORS
+from flowrl.config.algorithm.choice import OWN, Aggregation, KlKind
+from flowrl.config.algorithm.preference import PREFERENCE_LOSSES, PTX_FORMS
+from flowrl.config.algorithm.shaping import KL_CONTROLS, SHAPINGS
 from flowrl.config.roles import LOSSES
 from tests.algorithms.own_functions import half
 

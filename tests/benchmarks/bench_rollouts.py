@@ -18,7 +18,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrained
 
 from flowrl import Worker
 from flowrl.config import RolloutConfig
-from flowrl.engines.hf_rollout import HfRollout
+from flowrl.engines.rollout.hf.engine import HfRollout
 from flowrl.workers import Rollout
 
 END, FIRST, LAST = 1, 2, 1023
@@ -159,7 +159,7 @@ class BareLlm(Worker):
     replicated = stateless = True
 
     def __init__(self, folder: Path, rows: int) -> None:
-        import_module("flowrl.engines.vllm_rollout")  # sets the environment that vLLM reads
+        import_module("flowrl.engines.rollout.vllm.engine")  # sets the environment that vLLM reads
         from vllm import LLM  # noqa: PLC0415 (only in this process)
 
         self.llm = LLM(

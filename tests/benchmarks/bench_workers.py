@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from flowrl import Dispatch, Worker, make_table, register
-from flowrl.data.table import lengths, num_rows
+from flowrl.data.batch.tensordicts import lengths, num_rows
 
 RANKS = 4
 ROWS, TOKENS = 512, 8192

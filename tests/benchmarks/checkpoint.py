@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from flowrl.config import EngineConfig, OptimizerConfig
-from flowrl.engines.checkpoint import EngineCheckpoints
-from flowrl.engines.train import TrainEngine
+from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints
+from flowrl.engines.train.engine import TrainEngine
 from tests.benchmarks.measure import Figure, alone, machine, table
 
 LAYERS = 144

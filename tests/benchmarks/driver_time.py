@@ -11,16 +11,16 @@ import numpy as np
 
 from flowrl import Batch, WorkerGroup
 from flowrl.config.base import Device
-from flowrl.controller.calls import Calls
-from flowrl.controller.host import Construction, Report
-from flowrl.controller.plan import HostSet, Inventory, Mesh, PoolPlan, Slot
-from flowrl.controller.residency import Handover, Residency
-from flowrl.controller.revival import Revival
-from flowrl.controller.stacks import Dump
+from flowrl.controller.calls.calls import Calls
+from flowrl.controller.calls.wire import Request, TableArgument
+from flowrl.controller.failures.recovery import Revival
+from flowrl.controller.failures.stacks import Dump
+from flowrl.controller.host.host import Construction, Report
+from flowrl.controller.placement.device_ownership import Handover, Residency
+from flowrl.controller.placement.plan import HostSet, Inventory, Mesh, PoolPlan, Slot
 from flowrl.controller.tasks import GroupTasks
-from flowrl.controller.wire import Request, TableArgument
-from flowrl.data.block import Description, LocalRef, Ref
-from flowrl.data.payload import Payload
+from flowrl.data.batch.block import Description, LocalRef, Ref
+from flowrl.data.batch.payload import Payload
 from tests.benchmarks.bench_workers import WIDE, Bench, Talking
 from tests.benchmarks.measure import Figure, alone
 

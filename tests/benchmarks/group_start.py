@@ -10,7 +10,7 @@ from flowrl import Cluster, Placement
 from tests.benchmarks.bench_workers import RANKS, Bench
 from tests.benchmarks.measure import Figure
 
-IMPORTS = ("torch", "tensordict", "psutil", "flowrl.data.table", "flowrl.controller.host")
+IMPORTS = ("torch", "tensordict", "psutil", "flowrl.data.batch.tensordicts", "flowrl.controller.host.host")
 """What a worker's process loads for `Bench`."""
 
 

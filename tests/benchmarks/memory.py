@@ -8,7 +8,7 @@ The bound on the ratio is a fifth either way. `--as-it-is` measures with glibc's
 import argparse
 import sys
 
-from tests.run.memory_points import POINTS, grown, needed
+from tests.memory.memory_points import POINTS, grown, needed
 
 
 def main() -> int:

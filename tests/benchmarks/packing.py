@@ -20,11 +20,11 @@ from tensordict import TensorDict
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from flowrl.config import EngineConfig, OptimizerConfig
+from flowrl.data.batch.tensordicts import lengths, make_table, take_rows
 from flowrl.data.metric import Mean
-from flowrl.data.table import lengths, make_table, take_rows
-from flowrl.engines.microbatch import MicroBatch, microbatches
-from flowrl.engines.train import Denominators, TrainEngine
-from flowrl.workers.policy import PolicyModel
+from flowrl.engines.train.engine import Denominators, TrainEngine
+from flowrl.engines.train.microbatch import MicroBatch, microbatches
+from flowrl.workers.policy_model import PolicyModel
 from tests.benchmarks.measure import Figure, alone, machine, paired, table
 
 MEDIAN, SPREAD, LONGEST = 96, 0.9, 1024

@@ -13,9 +13,9 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from flowrl.config import RolloutConfig
-from flowrl.engines.hf_rollout import HfRollout
-from flowrl.engines.int8 import quantized_copy
-from flowrl.engines.weights import whole_weights, write_weights
+from flowrl.engines.models.int8 import quantized_copy
+from flowrl.engines.models.weights import whole_weights, write_weights
+from flowrl.engines.rollout.hf.engine import HfRollout
 from tests.benchmarks.measure import Figure, alone, paired
 from tests.engines.tiny import tokenizer
 

@@ -25,8 +25,8 @@ from flowrl.config import OnPolicyConfig
 from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train as train_grpo
 from recipes.quickstart.prepare import prepare
-from tests.run.sleeping_makers import Costs
 from tests.run.sleeping_run import sleeping_config, train
+from tests.schedules.sleeping_replicas import Costs
 
 MAKERS, SLOTS, PROMPTS = 2, 8, 16
 WARMUP, LAST = 4, 3

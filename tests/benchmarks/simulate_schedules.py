@@ -18,8 +18,8 @@ import matplotlib.pyplot as plt
 from rich.console import Console
 from rich.table import Table
 
-from flowrl.run.schedule_rules import Rules
-from flowrl.run.simulation import Outcome, Times, detached, in_turns, long_tailed
+from flowrl.schedules.rules import Rules
+from flowrl.schedules.simulation import Outcome, Times, detached, in_turns, long_tailed
 
 DEVICES = (8, 16, 32, 64, 128, 256, 512, 1024)
 PER_MAKER, SLOTS, PROMPTS_PER_DEVICE = 4, 8, 2

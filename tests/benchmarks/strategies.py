@@ -27,12 +27,12 @@ from torch.multiprocessing.spawn import spawn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from flowrl.config import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig
-from flowrl.data.table import take_rows
-from flowrl.engines.lora import add_adapter
-from flowrl.engines.models import load_policy
-from flowrl.engines.rank_mesh import RankMesh, rank_mesh
-from flowrl.engines.train import TrainEngine, is_sharded
-from flowrl.workers.policy import PolicyModel
+from flowrl.data.batch.tensordicts import take_rows
+from flowrl.engines.models.loading import load_policy
+from flowrl.engines.models.lora import add_adapter
+from flowrl.engines.parallel.rank_mesh import RankMesh, rank_mesh
+from flowrl.engines.train.engine import TrainEngine, is_sharded
+from flowrl.workers.policy_model import PolicyModel
 from tests.benchmarks.measure import MIB, machine, peak_growth, received_bytes
 from tests.benchmarks.packing import imitation, rows_of
 

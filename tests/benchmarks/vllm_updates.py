@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.engines.weights import tensors_of
+from flowrl.engines.models.weights import tensors_of
 from flowrl.workers import Rollout
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from flowrl.config.algorithm import CORRECTIONS, ESTIMATORS
-from flowrl.config.choice import OWN, REQUIRED
-from flowrl.config.losses import PREFERENCE_LOSSES, PTX_FORMS
-from flowrl.config.rewards import KL_CONTROLS, SHAPINGS
+from flowrl.config.algorithm.advantage import CORRECTIONS, ESTIMATORS
+from flowrl.config.algorithm.choice import OWN, REQUIRED
+from flowrl.config.algorithm.preference import PREFERENCE_LOSSES, PTX_FORMS
+from flowrl.config.algorithm.shaping import KL_CONTROLS, SHAPINGS
 from flowrl.config.roles import LOSSES
 
 CHOICES: dict[str, Mapping[str, Mapping[str, Any]]] = {

@@ -5,7 +5,7 @@ from tensordict import TensorDict
 
 from flowrl.controller.register import Dispatch, register
 from flowrl.controller.worker import Worker
-from flowrl.data.table import lengths, make_table, num_rows, objects, row_positions
+from flowrl.data.batch.tensordicts import lengths, make_table, num_rows, objects, row_positions
 
 PROTO = Dispatch.DP_COMPUTE_PROTO
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flowrl.controller.dispatch import Arguments
-from flowrl.controller.plan import Mesh
+from flowrl.controller.placement.plan import Mesh
 from flowrl.controller.register import Contract
 
 

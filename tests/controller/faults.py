@@ -13,7 +13,7 @@ from torch import distributed
 
 from flowrl.controller.register import Dispatch, register
 from flowrl.controller.worker import Worker
-from flowrl.data.table import make_table
+from flowrl.data.batch.tensordicts import make_table
 
 PROTO = Dispatch.DP_COMPUTE_PROTO
 DEADLINE_S = 2.0

@@ -3,7 +3,7 @@
 import sys
 
 from flowrl import Batch, Cluster, Placement
-from flowrl.controller.plan import PlacementError
+from flowrl.controller.placement.plan import PlacementError
 from tests.controller.chain import Chain
 
 

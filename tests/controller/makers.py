@@ -7,7 +7,7 @@ from tensordict import TensorDict
 
 from flowrl.controller.register import Dispatch, register
 from flowrl.controller.worker import Worker
-from flowrl.data.table import make_table
+from flowrl.data.batch.tensordicts import make_table
 from tests.controller.faults import DEADLINE_S, commit
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import ray
 
 from flowrl import Cluster, Dispatch, Placement, Worker, register
+from flowrl.controller.backends.ray_nodes import RayNodes
 from flowrl.controller.errors import WorkerError
-from flowrl.controller.plan import PlacementError, PoolPlan, Slot
-from flowrl.controller.ray_nodes import RayNodes
+from flowrl.controller.placement.plan import PlacementError, PoolPlan, Slot
 
 Row = tuple[int, int, int, str]
 

@@ -6,8 +6,8 @@ from tensordict import TensorDict
 
 from flowrl.controller.register import Dispatch, register
 from flowrl.controller.worker import Worker
+from flowrl.data.batch.tensordicts import make_table, num_rows
 from flowrl.data.metric import Metric, Sum
-from flowrl.data.table import make_table, num_rows
 
 
 class Sleeping(Worker):

@@ -3,7 +3,7 @@ import os
 import pytest
 
 from flowrl import ContractError, FlowError
-from flowrl.controller.plan import PlacementError
+from flowrl.controller.placement.plan import PlacementError
 from flowrl.controller.worker import Worker
 from tests.conftest import BackendName, ClusterMaker
 from tests.controller.failing import Failing

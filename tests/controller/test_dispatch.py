@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 
 from flowrl import Batch, ContractError, register_dispatch_mode
 from flowrl.controller.dispatch import dispatch_mode, dp_rank, is_leader, leaders, order_of, read_columns, split_rows
-from flowrl.controller.plan import Mesh
+from flowrl.controller.placement.plan import Mesh
 from flowrl.controller.register import Contract, Dispatch
-from flowrl.data.layout import split_by_weight
+from flowrl.data.batch.layout import split_by_weight
 from tests.controller.conftest import Shared
 from tests.controller.dispatch_modes import second_ranks, to_every_second
 from tests.controller.workers import Arithmetic

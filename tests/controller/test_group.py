@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from flowrl import Batch, ContractError, make_table
-from flowrl.data.payload import ColumnError
+from flowrl.data.batch.payload import ColumnError
 from tests.controller.conftest import Shared
 from tests.controller.workers import Arithmetic
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flowrl import Batch, ContractError, Placement
-from flowrl.controller.plan import Inventory, PlacementError, plan
+from flowrl.controller.placement.plan import Inventory, PlacementError, plan
 from tests.conftest import BackendName, ClusterMaker
 from tests.controller.conftest import Shared
 from tests.controller.workers import Arithmetic

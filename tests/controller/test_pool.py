@@ -1,7 +1,7 @@
 import pytest
 
 from flowrl import ResourcePool
-from flowrl.controller.plan import PlacementError
+from flowrl.controller.placement.plan import PlacementError
 
 
 def test_a_pool_counts_its_devices():

@@ -4,7 +4,7 @@ import torch
 from tensordict import TensorDict
 
 from flowrl import Batch, Future
-from flowrl.data.table import lengths, make_table, num_rows, take_rows
+from flowrl.data.batch.tensordicts import lengths, make_table, num_rows, take_rows
 from tests.controller.conftest import Shared
 
 

@@ -9,8 +9,8 @@ from torch import distributed
 
 from flowrl.controller.register import Dispatch, register
 from flowrl.controller.worker import Worker
+from flowrl.data.batch.tensordicts import lengths, make_table, num_rows, objects, take_rows
 from flowrl.data.metric import Max, Mean, Metric, Sum
-from flowrl.data.table import lengths, make_table, num_rows, objects, take_rows
 
 
 class Arithmetic(Worker):

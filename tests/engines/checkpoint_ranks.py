@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from flowrl.config import EngineConfig, OptimizerConfig
-from flowrl.data.files import CheckpointError
-from flowrl.engines.checkpoint import EngineCheckpoints, load
-from flowrl.engines.rank_mesh import rank_mesh
-from flowrl.engines.train import TrainEngine
+from flowrl.data.checksums import CheckpointError
+from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints, load
+from flowrl.engines.parallel.rank_mesh import rank_mesh
+from flowrl.engines.train.engine import TrainEngine
 from tests.engines.losses import Bigram, bigram_loss
 from tests.engines.tables import VOCABULARY, table
 

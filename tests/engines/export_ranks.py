@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, distributed
 
 from flowrl.config import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig
-from flowrl.engines.checkpoint import EngineCheckpoints
-from flowrl.engines.export import DESCRIPTION, describe_adapter
-from flowrl.engines.lora import add_adapter
-from flowrl.engines.models import describe_model, load_critic, load_policy, save_model
-from flowrl.engines.rank_mesh import ALONE, RankMesh, rank_mesh
-from flowrl.engines.train import TrainEngine, is_sharded
-from flowrl.workers.policy import PolicyModel
+from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints
+from flowrl.engines.checkpoint.export import DESCRIPTION, describe_adapter
+from flowrl.engines.models.loading import describe_model, load_critic, load_policy, save_model
+from flowrl.engines.models.lora import add_adapter
+from flowrl.engines.parallel.rank_mesh import ALONE, RankMesh, rank_mesh
+from flowrl.engines.train.engine import TrainEngine, is_sharded
+from flowrl.workers.policy_model import PolicyModel
 from tests.engines.strategies import critic_loss, policy_loss
 from tests.engines.tables import table
 

@@ -24,14 +24,14 @@ from transformers import (
 )
 
 from flowrl.config import EngineConfig, LoraConfig, OptimizerConfig, UserError
-from flowrl.engines.attention import why_padded
-from flowrl.engines.lora import add_adapter
-from flowrl.engines.microbatch import MicroBatch
-from flowrl.engines.models import caps_attention
-from flowrl.engines.rank_mesh import ALONE, RankMesh, rank_mesh
-from flowrl.engines.train import Denominators, TrainEngine
-from flowrl.engines.weights import export_weights
-from flowrl.workers.policy import PolicyModel, policy_logprobs
+from flowrl.engines.models.attention import why_padded
+from flowrl.engines.models.loading import caps_attention
+from flowrl.engines.models.lora import add_adapter
+from flowrl.engines.models.weights import export_weights
+from flowrl.engines.parallel.rank_mesh import ALONE, RankMesh, rank_mesh
+from flowrl.engines.train.engine import Denominators, TrainEngine
+from flowrl.engines.train.microbatch import MicroBatch
+from flowrl.workers.policy_model import PolicyModel, policy_logprobs
 from tests.engines.losses import weighted_loss
 from tests.engines.tables import VOCABULARY, table
 from tests.engines.tiny import END, SIZES

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor, distributed, nn
 
 from flowrl.config import EngineConfig, LoraConfig, ModelConfig
-from flowrl.engines.lora import adapter_state, add_adapter
-from flowrl.engines.models import load_critic, load_policy, load_reward_model
-from flowrl.engines.rank_mesh import RankMesh, rank_mesh
-from flowrl.engines.train import TrainEngine
-from flowrl.engines.weights import export_weights
-from flowrl.workers.policy import PolicyModel
+from flowrl.engines.models.loading import load_critic, load_policy, load_reward_model
+from flowrl.engines.models.lora import adapter_state, add_adapter
+from flowrl.engines.models.weights import export_weights
+from flowrl.engines.parallel.rank_mesh import RankMesh, rank_mesh
+from flowrl.engines.train.engine import TrainEngine
+from flowrl.workers.policy_model import PolicyModel
 
 MESHES: dict[str, tuple[int, dict[str, int]]] = {
     "fsdp on 2": (2, {}),

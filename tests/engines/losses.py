@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.data.metric import Mean, Metric
-from flowrl.engines.microbatch import MicroBatch
-from flowrl.engines.train import Denominators
+from flowrl.engines.train.engine import Denominators
+from flowrl.engines.train.microbatch import MicroBatch
 
 
 class Bigram(nn.Module):

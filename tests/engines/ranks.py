@@ -6,9 +6,9 @@ import torch
 from torch import distributed
 
 from flowrl.config import EngineConfig, OptimizerConfig
-from flowrl.data.table import take_rows
-from flowrl.engines.rank_mesh import rank_mesh
-from flowrl.engines.train import TrainEngine
+from flowrl.data.batch.tensordicts import take_rows
+from flowrl.engines.parallel.rank_mesh import rank_mesh
+from flowrl.engines.train.engine import TrainEngine
 from tests.engines.losses import Bigram, bigram_loss
 from tests.engines.tables import VOCABULARY, table
 

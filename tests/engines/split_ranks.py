@@ -9,12 +9,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from flowrl.config import EngineConfig, OptimizerConfig, UserError
-from flowrl.data.table import make_table
-from flowrl.engines.microbatch import MicroBatch
-from flowrl.engines.models import CriticModel
-from flowrl.engines.rank_mesh import RankMesh, rank_mesh
-from flowrl.engines.train import Denominators, TrainEngine
-from flowrl.workers.policy import PolicyModel
+from flowrl.data.batch.tensordicts import make_table
+from flowrl.engines.models.loading import CriticModel
+from flowrl.engines.parallel.rank_mesh import RankMesh, rank_mesh
+from flowrl.engines.train.engine import Denominators, TrainEngine
+from flowrl.engines.train.microbatch import MicroBatch
+from flowrl.workers.policy_model import PolicyModel
 from tests.engines.losses import weighted_loss
 from tests.engines.tiny import convolving, llama
 

@@ -12,19 +12,19 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from flowrl.config import EngineConfig, LoraConfig, OptimizerConfig, RolloutConfig
+from flowrl.data.batch.tensordicts import take_rows
 from flowrl.data.metric import Mean
-from flowrl.data.table import take_rows
-from flowrl.engines.checkpoint import EngineCheckpoints
-from flowrl.engines.hf_rollout import HfRollout
-from flowrl.engines.lora import adapter_off, adapter_state, add_adapter, load_adapter_state
-from flowrl.engines.microbatch import MicroBatch
-from flowrl.engines.models import CriticModel
-from flowrl.engines.rank_mesh import ALONE, RankMesh, rank_mesh
-from flowrl.engines.residency import move_optimizer
-from flowrl.engines.train import Denominators, TrainEngine
-from flowrl.engines.weight_check import WeightSample, weight_samples
-from flowrl.engines.weights import borrowed_weights, empty_copy, export_weights, tensors_of
-from flowrl.workers.policy import PolicyModel, policy_logprobs
+from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints
+from flowrl.engines.models.loading import CriticModel
+from flowrl.engines.models.lora import adapter_off, adapter_state, add_adapter, load_adapter_state
+from flowrl.engines.models.offload import move_optimizer
+from flowrl.engines.models.weights import borrowed_weights, empty_copy, export_weights, tensors_of
+from flowrl.engines.parallel.rank_mesh import ALONE, RankMesh, rank_mesh
+from flowrl.engines.rollout.hf.engine import HfRollout
+from flowrl.engines.rollout.weight_check import WeightSample, weight_samples
+from flowrl.engines.train.engine import Denominators, TrainEngine
+from flowrl.engines.train.microbatch import MicroBatch
+from flowrl.workers.policy_model import PolicyModel, policy_logprobs
 from tests.engines.losses import weighted_loss
 from tests.engines.tables import table
 from tests.engines.tiny import llama, qwen2, tokenizer

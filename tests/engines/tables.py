@@ -3,7 +3,7 @@
 import torch
 from tensordict import TensorDict
 
-from flowrl.data.table import make_table
+from flowrl.data.batch.tensordicts import make_table
 
 VOCABULARY = 32
 

@@ -9,13 +9,13 @@ import torch
 
 from flowrl.config import CheckFailed, UserError
 from flowrl.controller.worker import Worker
-from flowrl.engines.requests import Prompt
-from flowrl.engines.weight_check import WeightSamples
-from flowrl.engines.weights import tensors_of
+from flowrl.engines.models.weights import tensors_of
+from flowrl.engines.rollout.requests import Prompt
+from flowrl.engines.rollout.weight_check import WeightSamples
 from flowrl.workers import Rollout
 
 if TYPE_CHECKING:
-    from flowrl.engines.vllm_rollout import VllmRollout
+    from flowrl.engines.rollout.vllm.engine import VllmRollout
 
 Said = dict[str, list[Any]]
 """Per row its tokens, their log-probabilities, their versions, and whether it was cut off."""

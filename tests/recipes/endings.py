@@ -11,8 +11,8 @@ from tensordict import TensorDict
 from flowrl import Batch, Cluster, Dispatch, Placement, Worker, register
 from flowrl.cli import run_recipe
 from flowrl.config import RunConfig
+from flowrl.data.batch.tensordicts import num_rows
 from flowrl.data.metric import Metric, Sum
-from flowrl.data.table import num_rows
 
 
 class Slow(Worker):
@@ -41,7 +41,7 @@ class SlowConfig(RunConfig):
 
 
 def train(config: SlowConfig) -> dict[str, Any]:
-    from flowrl.run.run import Run  # noqa: PLC0415 (loads torch and matplotlib, which the driver below does without)
+    from flowrl.run.loop import Run  # noqa: PLC0415 (loads torch and matplotlib, which the driver below does without)
 
     with Run(config) as run:
         actor = run.group("actor", Slow)

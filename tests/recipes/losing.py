@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor, distributed
 
-from flowrl.algorithms.policy_losses import clipped_policy_loss
+from flowrl.algorithms.losses.policy_losses import clipped_policy_loss
 from recipes.quickstart import task
 
 FOLDER = "FLOWRL_TEST_LOSING"

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from flowrl.checkpoints.folder_lock import folder_lock
 from flowrl.cli import main, run_recipe
 from flowrl.config import to_yaml
-from flowrl.data.files import sum_of
-from flowrl.run.lock import folder_lock
+from flowrl.data.checksums import sum_of
 from recipes.ppo.config import PPOConfig
 from recipes.ppo.train import train
 

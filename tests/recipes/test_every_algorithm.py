@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from flowrl import Placement
-from flowrl.config.algorithm import ESTIMATORS, AdvantageConfig
-from flowrl.config.choice import OWN
+from flowrl.config.algorithm.advantage import ESTIMATORS, AdvantageConfig
+from flowrl.config.algorithm.choice import OWN
 from flowrl.config.roles import LOSSES
 from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train

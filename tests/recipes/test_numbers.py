@@ -9,7 +9,7 @@ import pytest
 
 from flowrl import Batch, Cluster, Placement
 from flowrl.config import ModelConfig, RolloutConfig, TransferConfig, load
-from flowrl.run.start import check_run
+from flowrl.run.preflight import check_run
 from flowrl.workers import Rollout
 from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train as train_grpo

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from flowrl.checkpoints.checkpoints import Checkpoints
 from flowrl.config import Placement, to_yaml
-from flowrl.run.checkpoints import Checkpoints
 from recipes.ppo.config import PPOConfig
 from recipes.ppo.train import train
 from tests.recipes import losing

@@ -15,12 +15,12 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from flowrl.checkpoints.checkpoints import Checkpoints, Score
 from flowrl.cli import main
 from flowrl.config import ModelConfig, Placement, to_yaml
-from flowrl.engines.export import export_policy
-from flowrl.engines.shards import read_index
-from flowrl.run.checkpoints import Checkpoints, Score
-from flowrl.run.chrome import read_trace
+from flowrl.engines.checkpoint.export import export_policy
+from flowrl.engines.checkpoint.shards import read_index
+from flowrl.report.chrome_trace import read_trace
 from flowrl.run.interrupt import Interrupted
 from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train as train_grpo

@@ -12,17 +12,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from flowrl.checkpoints.checkpoints import Checkpoints
+from flowrl.checkpoints.saved_rows import FILE
 from flowrl.config import Placement
 from flowrl.controller.cluster import Cluster
-from flowrl.data.batch import Batch
-from flowrl.run.checkpoints import Checkpoints
-from flowrl.run.chrome import read_trace
-from flowrl.run.estimate import estimate_advantages
+from flowrl.data.batch.batch import Batch
+from flowrl.report.chrome_trace import read_trace
+from flowrl.run.advantages import estimate_advantages
+from flowrl.run.datasets import read_prompts
 from flowrl.run.interrupt import Interrupted
-from flowrl.run.kept_rows import FILE
+from flowrl.run.loop import Run
 from flowrl.run.loss_columns import loss_columns
-from flowrl.run.prompts import read_prompts
-from flowrl.run.run import Run
 from flowrl.run.step_state import Carried
 from flowrl.workers import Actor, Reference, Rollout, reward_worker
 from recipes.grpo.config import GRPOConfig

@@ -11,9 +11,9 @@ import pytest
 
 from flowrl import Placement
 from flowrl.config import load
-from flowrl.run.estimate import batch_metrics, estimate_advantages
-from flowrl.run.prompts import read_prompts
-from flowrl.run.run import Run
+from flowrl.run.advantages import batch_metrics, estimate_advantages
+from flowrl.run.datasets import read_prompts
+from flowrl.run.loop import Run
 from flowrl.workers import Actor, Reference, Rollout, reward_worker
 from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train as train_grpo

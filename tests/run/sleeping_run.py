@@ -6,8 +6,8 @@ from typing import Any
 from flowrl.config import ModelConfig, OnPolicyConfig, Placement
 from flowrl.data.chat import ChatTokenizer
 from flowrl.data.prompts import PromptStream, read_conversations
-from flowrl.run.run import Run
-from tests.run.sleeping_makers import Costs, SleepingActor, SleepingMaker
+from flowrl.run.loop import Run
+from tests.schedules.sleeping_replicas import Costs, SleepingActor, SleepingMaker
 
 
 class SleepingConfig(OnPolicyConfig):

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from flowrl.config import ActorConfig, AdvantageConfig, CorrectionConfig, UserError
-from flowrl.data.batch import Batch
-from flowrl.run.estimate import batch_metrics, estimate_advantages
+from flowrl.data.batch.batch import Batch
+from flowrl.run.advantages import batch_metrics, estimate_advantages
 from flowrl.run.loss_columns import correct_rollouts, loss_columns
 
 MASK = [False, True, True, False, False, True]

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from flowrl.config import AdvantageConfig, ConfigError, UserError
-from flowrl.data.batch import Batch
-from flowrl.run.estimate import estimate_advantages
-from flowrl.run.start import check_functions
+from flowrl.data.batch.batch import Batch
+from flowrl.run.advantages import estimate_advantages
+from flowrl.run.preflight import check_functions
 from recipes.grpo.config import GRPOConfig
 
 OWN = "tests.algorithms.own_functions"

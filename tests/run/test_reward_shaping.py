@@ -7,8 +7,8 @@ import torch
 
 from flowrl.algorithms import RewardMoments
 from flowrl.config import AdvantageConfig, UserError
-from flowrl.data.batch import Batch
-from flowrl.run.estimate import batch_metrics, estimate_advantages
+from flowrl.data.batch.batch import Batch
+from flowrl.run.advantages import batch_metrics, estimate_advantages
 from flowrl.run.reward_shaping import shaped_rewards, shaping_columns
 
 OWN = "tests.algorithms.own_functions"

@@ -10,12 +10,12 @@ import pytest
 
 from flowrl.data.chat import ChatTokenizer
 from flowrl.data.prompts import PromptStream, read_conversations
-from flowrl.run.chrome import read_trace
+from flowrl.report.chrome_trace import read_trace
+from flowrl.run.loop import Run
 from flowrl.run.restarts import with_restarts
-from flowrl.run.run import Run
 from recipes.quickstart.prepare import prepare
-from tests.run.sleeping_makers import Costs, SleepingActor, SleepingMaker
 from tests.run.sleeping_run import SleepingConfig, sleeping_config, train
+from tests.schedules.sleeping_replicas import Costs, SleepingActor, SleepingMaker
 
 ASYNC = {"kind": "async", "max_staleness": 2}
 

@@ -9,9 +9,9 @@ import torch
 
 from flowrl.algorithms import AdaptiveKlControl, FixedKlControl, RewardMoments
 from flowrl.config import AdvantageConfig, UserError
-from flowrl.data.batch import Batch
-from flowrl.data.block import LocalRef
-from flowrl.run.estimate import batch_metrics, estimate_advantages
+from flowrl.data.batch.batch import Batch
+from flowrl.data.batch.block import LocalRef
+from flowrl.run.advantages import batch_metrics, estimate_advantages
 from flowrl.run.step_state import Carried, StepState, carries, first_state, next_state
 
 NORMALIZED = AdvantageConfig.model_validate({"estimator": "rloo", "shaping": [{"kind": "normalize_rewards"}]})

@@ -8,8 +8,8 @@ import torch
 from flowrl import Batch, Cluster, Placement, WorkerGroup
 from flowrl.config import ActorConfig, LoraConfig, ModelConfig, OptimizerConfig, RolloutConfig
 from flowrl.controller.errors import WorkerError
-from flowrl.engines.int8 import int8_layers, quantized_copy
-from flowrl.engines.weights import whole_weights, write_weights
+from flowrl.engines.models.int8 import int8_layers, quantized_copy
+from flowrl.engines.models.weights import whole_weights, write_weights
 from flowrl.workers import Actor, Rollout
 from recipes.quickstart.prepare import prepare
 

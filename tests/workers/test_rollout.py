@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from flowrl.config import RolloutConfig
-from flowrl.controller.plan import Mesh
+from flowrl.controller.placement.plan import Mesh
 from flowrl.controller.worker import WorkerContext
 from flowrl.workers import Rollout
 

@@ -11,7 +11,7 @@ from flowrl import Batch, Cluster, Placement, WorkerGroup
 from flowrl.config import ActorConfig, ModelConfig, OptimizerConfig, RolloutConfig
 from flowrl.controller.errors import ProcessLost, RefusedError, WorkerError
 from flowrl.workers import Actor, Rollout
-from flowrl.workers.responses import RESPONSE_COLUMNS
+from flowrl.workers.response_tensordict import RESPONSE_COLUMNS
 from recipes.quickstart.prepare import prepare
 
 SAMPLES = 3

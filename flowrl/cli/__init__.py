@@ -1,0 +1,9 @@
+"""The `flowrl` command and the exit codes of every program.
+
+Entry points: `main` (the command), `run_recipe` (a recipe's `__main__`), `exit_code`.
+May import every other package of flowrl.
+"""
+
+from flowrl.cli.main import exit_code, main, run_recipe
+
+__all__ = ["exit_code", "main", "run_recipe"]

@@ -1,0 +1,95 @@
+"""The inline backend: every host in the driver's process, every call done when it returns. `breakpoint()` works."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flowrl.config.base import Device
+from flowrl.controller.calls.wire import Request
+from flowrl.controller.errors import WorkerError, unpicklable
+from flowrl.controller.failures.recovery import Revival
+from flowrl.controller.failures.stacks import Dump
+from flowrl.controller.host.host import Construction, Host
+from flowrl.controller.placement.inventory import local_inventory
+from flowrl.controller.placement.plan import HostSet, Inventory, PoolPlan, Slot
+from flowrl.data.batch.block import LocalRef, Ref
+from flowrl.data.batch.payload import Payload
+
+
+class InlineBackend:
+    """Runs ranks one after another. A failing call raises at once, with the worker's own frames below it."""
+
+    def __init__(self) -> None:
+        self._hosts: dict[tuple[str, int], Host] = {}
+
+    def inventory(self, device: Device, devices: Sequence[int] | None) -> Inventory:
+        return local_inventory(device, devices)
+
+    def reserve(self, pools: Sequence[PoolPlan], kind: str) -> None:
+        """There is nothing to take."""
+
+    def start_hosts(self, hosts: HostSet, kind: str, *, restarts: int) -> None:
+        self._hosts |= {(slot.pool, slot.rank): Host() for slot in hosts.slots}
+
+    def join(self, hosts: HostSet, kind: str) -> list[tuple[Slot, Ref]]:
+        raise RuntimeError(f"the ranks of {hosts.name} talk to each other, which takes processes: use backend ray")
+
+    def open_group(self, slot: Slot, role: str, ranks: Sequence[int], rank: int) -> Ref:
+        raise RuntimeError(f"the ranks of {role} talk to each other, which takes processes: use backend ray")
+
+    def construct(
+        self, slot: Slot, construction: Construction, revival: Revival | None, after: Sequence[Ref] = ()
+    ) -> Ref:
+        _, report = self._hosts[slot.pool, slot.rank].construct(construction)
+        return LocalRef(report)
+
+    def make_room(self, slot: Slot, role: str, rank: int, *, replaceable: bool) -> Ref:
+        _, report = self._hosts[slot.pool, slot.rank].make_room(role, rank, slot.node)
+        return LocalRef(report)
+
+    def call(self, slot: Slot, request: Request, refs: Sequence[Ref], revival: Revival | None) -> tuple[Ref, Ref]:
+        # Between processes arguments are copies and a result is a snapshot. Here they would be the caller's own objects
+        # and the worker's own buffers, so both are copied; the arrays of inputs are shared there as here.
+        objects = [value.with_own_objects() if isinstance(value := ref.get(), Payload) else value for ref in refs]
+        value, report = self._hosts[slot.pool, slot.rank].call(copy.deepcopy(request), *objects)
+        return LocalRef(_snapshot(value, request)), LocalRef(report)
+
+    def share(self, payload: Payload) -> Ref:
+        return LocalRef(payload)
+
+    def wait(self, refs: Sequence[Ref], count: int, timeout_s: float) -> list[Ref]:
+        return list(refs)
+
+    def get(self, refs: Sequence[Ref]) -> list[Any]:
+        return [ref.get() for ref in refs]
+
+    def probe(self, slot: Slot) -> Ref:
+        return LocalRef(None)
+
+    def stacks(self, slots: Sequence[Slot]) -> Mapping[Slot, Dump]:
+        return {}
+
+    def restart(self, slot: Slot) -> None:
+        raise RuntimeError("the process of the inline backend is the driver's own")
+
+    def lost_processes(self, slots: Sequence[Slot]) -> list[Slot]:
+        return []
+
+    def lost_nodes(self) -> Mapping[int, str]:
+        return {}
+
+    def end_pool(self, name: str) -> None:
+        self._hosts = {key: host for key, host in self._hosts.items() if key[0] != name}
+
+    def close(self) -> None:
+        self._hosts.clear()
+
+
+def _snapshot(value: Any, request: Request) -> Any:  # Any: a payload or a method's own result
+    """The result in memory of its own. Raises `WorkerError` for what could not travel between processes either."""
+    if isinstance(value, Payload):
+        return value.copy()
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:
+        raise WorkerError(request.role, request.rank, request.node, request.method, unpicklable(error)) from error

@@ -1,0 +1,173 @@
+"""What a person at the terminal sees: live progress, and the tables at the end."""
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from math import isnan
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from flowrl.report.evaluation_result import EvaluationResult
+
+SHOWN = {
+    "reward": "reward {:.3f}",
+    "loss": "loss {:.4f}",
+    "accuracy": "accuracy {:.3f}",
+    "kl": "KL {:.4f}",
+    "response_length": "length {:.1f}",
+    "staleness": "staleness {:.1f}",
+    "buffer_depth": "buffer {:.0f}",
+    "tokens_per_s": "{:,.0f} tokens/s",
+}
+"""Metrics in the progress line, in order, and how each is written."""
+
+RECENT_STEPS = 20
+"""The time left is told from so many of the last steps."""
+
+
+class LiveProgress:
+    """Shows how a run goes: a bar that lives on a terminal, one plain line per `every` steps anywhere else."""
+
+    def __init__(
+        self,
+        num_steps: int,
+        *,
+        title: str = "training",
+        every: int = 10,
+        shown: Mapping[str, str] = SHOWN,
+        console: Console | None = None,
+    ) -> None:
+        """Shows nothing before the first `update`.
+
+        Args:
+            num_steps: steps of the whole run; the first is step 1.
+            title: the word before the bar.
+            every: steps per line where the output is not a terminal; the last step that was done is always shown.
+            shown: metric name -> format of its value. A metric keeps its last value until a new one comes.
+            console: where to write; the standard output unless stated.
+        """
+        self.console = console or Console()
+        self._num_steps, self._title, self._every, self._shown = num_steps, title, every, shown
+        self._latest: dict[str, float] = {}
+        self._seconds: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._updated_s = time.monotonic()
+        self._bar: Progress | None = None
+        self._unshown: Text | None = None
+        if self.console.is_terminal:
+            self._bar = Progress(
+                TextColumn("[bold]{task.description}"),
+                BarColumn(bar_width=12),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[line]}", markup=False),
+                console=self.console,
+            )
+            self._task = self._bar.add_task(title, total=num_steps, line="")
+
+    def update(self, step: int, values: Mapping[str, float]) -> None:
+        """Shows a finished step with its metrics."""
+        now_s = time.monotonic()
+        # The first update comes after the start of everything, which is no step's time.
+        self._seconds.append(values.get("seconds", now_s - self._updated_s))
+        self._updated_s = now_s
+        self._latest.update({name: value for name, value in values.items() if name in self._shown and not isnan(value)})
+        parts = [form.format(self._latest[name]) for name, form in self._shown.items() if name in self._latest]
+        line = self._fitted([*parts, f"{clock(self._seconds_left(step))} left"])
+        if self._bar is not None:
+            self._bar.start()
+            self._bar.update(self._task, completed=step, line=line)
+            return
+        self._unshown = Text(f"{self._title} {step}/{self._num_steps}  {line}")
+        if step % self._every == 0 or step == self._num_steps:
+            self._show()
+
+    def _show(self) -> None:
+        if self._unshown is not None:
+            self.console.print(self._unshown, soft_wrap=True)
+            self._unshown = None
+
+    def _seconds_left(self, step: int) -> float:
+        return max(0, self._num_steps - step) * sum(self._seconds) / len(self._seconds)
+
+    def _fitted(self, parts: list[str]) -> str:
+        """The parts on one line; on a narrow terminal without those before the time left, the last first."""
+        room = self.console.width - len(self._title) - 2 * len(str(self._num_steps)) - 18
+        while self._bar is not None and len(parts) > 2 and len("  ".join(parts)) > room:
+            del parts[-2]
+        return "  ".join(parts)
+
+    def say(self, text: str) -> None:
+        """Prints a line above the bar."""
+        self.console.print(Text(text))
+
+    def close(self) -> None:
+        """Leaves the last line where it is; a run that ends early has its last step shown. Closing twice is fine."""
+        if self._bar is not None:
+            self._bar.stop()
+        self._show()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def clock(seconds: float) -> str:
+    """Seconds as m:ss, or h:mm:ss from an hour on."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def outcome_tables(first: EvaluationResult, last: EvaluationResult) -> tuple[Table, Table]:
+    """What training changed between two evaluations of the same rows: the figures, and what the model says."""
+    rows = [
+        ("held-out accuracy", first.accuracy, last.accuracy),
+        ("response length (tokens)", first.response_length, last.response_length),
+    ]
+    before = [{"before": sample["response"]} for sample in first.samples]
+    samples = [a | b for a, b in zip(last.samples, before, strict=True)]
+    return before_after_table(rows), completions_table(samples)
+
+
+def before_after_table(rows: Sequence[tuple[str, float, float]], *, title: str = "Before and after training") -> Table:
+    """A table of figures before and after a run; each row is (name, before, after)."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    for heading in ("before", "after", "change"):
+        table.add_column(heading, justify="right")
+    for name, before, after in rows:
+        table.add_row(Text(name), f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}")
+    return table
+
+
+def completions_table(samples: Sequence[Mapping[str, Any]], *, title: str = "Sample completions") -> Table:
+    """A table of what a model wrote. A sample has `prompt` and `response`, and may have `before`, `answer`, `score`."""
+    table = Table(title=title, title_justify="left", show_lines=any("\n" in str(s["response"]) for s in samples))
+    table.add_column("prompt")
+    before = any("before" in sample for sample in samples)
+    if before:
+        table.add_column("before training")
+    table.add_column("response")
+    answers = any("answer" in sample for sample in samples)
+    scores = any("score" in sample for sample in samples)
+    if answers:
+        table.add_column("answer")
+    if scores:
+        table.add_column("score", justify="right")
+    for sample in samples:
+        # Text, not str: what a model writes may look like console markup.
+        cells = [Text(str(sample["prompt"]))]
+        if before:
+            cells.append(Text(str(sample.get("before", ""))))
+        cells.append(Text(str(sample["response"])))
+        if answers:
+            cells.append(Text(str(sample.get("answer", ""))))
+        if scores:
+            cells.append(Text(f"{sample['score']:.2f}" if "score" in sample else ""))
+        table.add_row(*cells)
+    return table

@@ -1,0 +1,163 @@
+"""Checkpoints on disk: what exists, what is kept, and what is wrong with the others."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from flowrl.checkpoints.checkpoints import Checkpoint, Checkpoints, Role, Score, kept, new_manifest, sums_of_rest
+from flowrl.data.checksums import CheckpointError, write_summed
+
+
+def save(run: Path, step: int, score: Score | None = None) -> Path:
+    """A whole checkpoint of one role with two files."""
+    checkpoints = Checkpoints(run)
+    folder = checkpoints.begin(step, ["actor"])
+    files = {"driver.json": write_summed(folder / "driver.json", b'{"step": 1}')}
+    files["actor/a"] = write_summed(folder / "actor" / "a", b"weights")
+    checkpoints.commit(step, new_manifest(step, score, {"actor": Role(2, "Tiny")}, {"torch": "2"}, files))
+    return folder
+
+
+def accuracy(value: float) -> Score:
+    return Score("accuracy", value)
+
+
+def test_what_was_saved_is_read_and_found_whole(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    save(tmp_path, 40, accuracy(0.5))
+    newest = Checkpoints(tmp_path).newest()
+    assert newest is not None and newest.path == tmp_path / "checkpoints" / "step-000040"
+    manifest = newest.manifest
+    assert (manifest.step, manifest.score, manifest.num_bytes) == (40, accuracy(0.5), 18)
+    assert manifest.roles == {"actor": Role(2, "Tiny")} and manifest.versions == {"torch": "2"}
+    assert newest.driver() == {"step": 1} and newest.role("actor") == newest.path / "actor"
+
+
+def test_a_run_without_checkpoints_has_none(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "none")
+    assert checkpoints.steps() == [] and checkpoints.newest() is None
+    checkpoints.remove_unfinished()
+    with pytest.raises(CheckpointError, match="has no checkpoint of step 4; it has none"):
+        checkpoints.read(4)
+
+
+def test_a_folder_without_a_manifest_does_not_exist_and_is_removed_by_the_next_save(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    left = Checkpoints(tmp_path).begin(2, ["actor"])
+    (left / "manifest.json.tmp").write_text("half")
+    newest = Checkpoints(tmp_path).newest()
+    assert newest is not None and newest.manifest.step == 1
+    save(tmp_path, 3)
+    assert not left.exists() and Checkpoints(tmp_path).steps() == [1, 3]
+
+
+def test_a_step_that_is_saved_again_is_replaced(tmp_path: Path) -> None:
+    save(tmp_path, 1, accuracy(0.1))
+    save(tmp_path, 1, accuracy(0.2))
+    assert Checkpoints(tmp_path).read(1).manifest.score == accuracy(0.2)
+
+
+def test_another_role_is_not_there(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    with pytest.raises(CheckpointError, match="has no role critic; it has actor"):
+        Checkpoints(tmp_path).read(1).role("critic")
+
+
+def refused(run: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoints(run).newest()
+    return str(caught.value)
+
+
+def test_a_file_that_was_cut_off_is_named(tmp_path: Path) -> None:
+    (save(tmp_path, 1) / "actor" / "a").write_bytes(b"weigh")
+    assert refused(tmp_path).endswith(
+        "step-000001 is damaged: actor/a has 5 bytes and had 7; remove the folder to begin again: it is the only one"
+    )
+
+
+def test_a_file_that_has_changed_is_named_with_what_to_go_on_from(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (save(tmp_path, 2) / "actor" / "a").write_bytes(b"Weights")
+    assert "actor/a has changed since it was written; remove the folder to go on from step 1" in refused(tmp_path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    (save(tmp_path, 1) / "actor" / "a").unlink()
+    assert "is damaged: actor/a cannot be read (No such file or directory)" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": 1}'])
+def test_a_damaged_manifest_is_told_and_not_removed(tmp_path: Path, text: str) -> None:
+    folder = save(tmp_path, 1)
+    (folder / "manifest.json").write_text(text)
+    assert "is damaged: manifest.json cannot be read" in refused(tmp_path)
+    save(tmp_path, 2)
+    Checkpoints(tmp_path).prune(1, 0)
+    assert folder.exists()
+
+
+def test_a_newer_format_is_told_and_not_removed(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    value = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(value | {"format": 3}))
+    said = "has format 3, and this version reads 1 and 2: use the version of flowrl that wrote it"
+    assert said in refused(tmp_path)
+    Checkpoints(tmp_path).remove_unfinished()
+    assert folder.exists()
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot be written to .*step-000001 \(Not a directory\); make room"):
+        Checkpoints(tmp_path).begin(1, ["actor"])
+
+
+@pytest.mark.parametrize(
+    ("scores", "last", "best", "expected"),
+    [
+        ({1: None, 2: None, 3: None}, 2, 0, {2, 3}),
+        ({1: None, 2: None, 3: None}, None, 0, {1, 2, 3}),
+        ({1: accuracy(0.9), 2: accuracy(0.1), 3: accuracy(0.2)}, 1, 1, {1, 3}),
+        ({1: accuracy(0.9), 2: accuracy(0.9), 3: accuracy(0.2)}, 1, 1, {2, 3}),
+        ({1: Score("loss", 0.1), 2: Score("loss", 0.5), 3: Score("loss", 0.2)}, 1, 1, {1, 3}),
+        ({1: Score("reward", 9.0), 2: accuracy(0.1), 3: accuracy(0.2)}, 1, 2, {1, 2, 3}),
+        ({4: Score("reward", 0.9), 8: Score("reward", 0.1), 12: accuracy(0.5)}, 1, 1, {4, 12}),
+        ({1: accuracy(float("nan")), 2: accuracy(0.0), 3: None}, 1, 1, {2, 3}),
+        ({1: accuracy(0.5)}, 5, 5, {1}),
+        ({}, 1, 1, set()),
+    ],
+)
+def test_the_newest_and_the_best_are_kept(scores: dict, last: int | None, best: int, expected: set[int]) -> None:
+    assert kept(scores, last, best) == expected
+
+
+def test_pruning_removes_the_others(tmp_path: Path) -> None:
+    for step, value in ((1, 0.1), (2, 0.9), (3, 0.3), (4, 0.2)):
+        save(tmp_path, step, accuracy(value))
+    Checkpoints(tmp_path).prune(1, 1)
+    assert Checkpoints(tmp_path).steps() == [2, 4]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000002", "step-000004"]
+
+
+def test_the_first_score_that_a_step_has_counts() -> None:
+    names = ("reward", "loss")
+    assert Score.of({"loss": 1.0, "reward": 2.0, "accuracy": 3.0}, names) == Score("reward", 2.0)
+    assert Score.of({"loss": 1.0}, names) == Score("loss", 1.0) and Score.of({"lr": 1.0}, names) is None
+
+
+def test_files_that_nobody_summed_are_read(tmp_path: Path) -> None:
+    known = {"a": write_summed(tmp_path / "a", b"1")}
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "b").write_bytes(b"2")
+    found = sums_of_rest(tmp_path, known)
+    assert found.keys() == {"a", "own/b"} and found["own/b"].size == 1
+
+
+def test_a_copied_run_keeps_its_checkpoints(tmp_path: Path) -> None:
+    save(tmp_path / "run", 1)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    newest = Checkpoints(tmp_path / "copy").newest()
+    assert isinstance(newest, Checkpoint) and newest.path.is_relative_to(tmp_path / "copy")

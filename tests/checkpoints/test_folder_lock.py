@@ -1,0 +1,112 @@
+"""Two runs never write into one folder, and a run that was killed keeps nobody out."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from flowrl.checkpoints.folder_lock import folder_lock, refuse_if_held
+from flowrl.checkpoints.run_folder import LOCK, RunFolder, RunFolderError, refuse_if_taken
+
+ROOT = Path(__file__).parents[2]
+HOLD = """
+import sys, time
+from pathlib import Path
+from flowrl.checkpoints.folder_lock import folder_lock
+
+with folder_lock(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[subprocess.Popen]:
+    """Another process that is in the folder."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "run")], cwd=ROOT, stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"held\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def state(folder: Path) -> dict[str, tuple[bytes, int]]:
+    return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()}
+
+
+def test_a_second_run_is_refused_by_folder_process_and_host_and_changes_nothing(
+    other: subprocess.Popen, tmp_path: Path
+) -> None:
+    before = state(tmp_path / "run")
+    sentence = rf"run is in use by the run of process {other.pid} on {socket.gethostname()}: wait until"
+    with pytest.raises(RunFolderError, match=sentence), folder_lock(tmp_path / "run"):
+        raise AssertionError("two runs are in the folder")
+    with pytest.raises(RunFolderError, match=sentence):
+        refuse_if_held(tmp_path / "run")
+    assert state(tmp_path / "run") == before
+
+
+def test_a_run_that_was_killed_keeps_nobody_out(other: subprocess.Popen, tmp_path: Path) -> None:
+    other.send_signal(signal.SIGKILL)
+    other.wait()
+    assert (tmp_path / "run" / LOCK).exists()
+    refuse_if_held(tmp_path / "run")
+    refuse_if_taken(tmp_path / "run")
+    with folder_lock(tmp_path / "run"):
+        assert str(os.getpid()) in (tmp_path / "run" / LOCK).read_text()
+        with pytest.raises(RunFolderError, match=f"process {os.getpid()}"):
+            refuse_if_held(tmp_path / "run")
+
+
+def test_a_lock_leaves_nothing_behind(tmp_path: Path) -> None:
+    with folder_lock(tmp_path / "runs" / "one"):
+        pass
+    assert not list(tmp_path.iterdir())
+    with folder_lock(tmp_path / "runs" / "one"):
+        RunFolder.create(tmp_path / "runs" / "one", {})
+    assert [path.name for path in (tmp_path / "runs" / "one").iterdir()] == ["config.yaml"]
+
+
+def test_a_folder_that_was_there_stays(tmp_path: Path) -> None:
+    with folder_lock(tmp_path):
+        pass
+    assert tmp_path.exists() and not list(tmp_path.iterdir())
+
+
+def test_of_many_that_come_and_go_one_at_a_time_is_in_the_folder(tmp_path: Path) -> None:
+    """A lock ends with its file: whoever has opened that one before must not take it for the next."""
+
+    def come_and_go(number: int) -> int:
+        entered = 0
+        while entered < 25:
+            with suppress(RunFolderError), folder_lock(tmp_path / "run"):
+                with (tmp_path / "inside").open("x"):
+                    entered += 1
+                (tmp_path / "inside").unlink()
+        return entered
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(come_and_go, range(4))) == [25] * 4
+    assert not list(tmp_path.rglob(LOCK))
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(RunFolderError, match="cannot be written"), folder_lock(folder):
+            pass
+
+
+def test_a_folder_that_is_emptied_keeps_its_lock(tmp_path: Path) -> None:
+    with folder_lock(tmp_path):
+        folder = RunFolder.create(tmp_path, {})
+        (folder.model / "deep").mkdir(parents=True)
+        folder.empty()
+        assert [path.name for path in tmp_path.iterdir()] == [LOCK]

@@ -1,0 +1,81 @@
+"""Rows that a checkpoint keeps: they come back as they were, or it is said why not."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tensordict import TensorDict
+
+from flowrl.checkpoints.saved_rows import FILE, SavedRows, save_rows
+from flowrl.config import UserError
+from flowrl.data.batch.batch import Batch
+from flowrl.data.batch.tensordicts import from_table, make_table
+from flowrl.data.checksums import CheckpointError, sum_of
+
+KEYS = Batch.from_rows([{"prompt_id": 7, "sample": 0}, {"prompt_id": 7, "sample": 1}, {"prompt_id": 9, "sample": 0}])
+
+
+def responses(**rows: Any) -> Batch:
+    tokens = {
+        "response_mask": torch.tensor([False, True, True, True]),
+        "weight_version": torch.tensor([-1, 3, 4, 4], dtype=torch.int32),
+        "rollout_logprobs": torch.tensor([0.0, -0.1, -float("inf"), float("nan")]),
+        "half": torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.bfloat16),
+    }
+    table = make_table({"response": ["é", "", '"\n'], **rows}, tokens, torch.tensor([3, 0, 1]))
+    return Batch.of_payload(from_table(table))
+
+
+def saved(found: Batch, folder: Path, keys: Batch = KEYS) -> SavedRows:
+    assert save_rows(keys.union(found), folder / FILE).get() == sum_of(folder / FILE)
+    return SavedRows(folder / FILE, found.columns)
+
+
+def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
+    written = responses(truncated=torch.tensor([True, False, True]), wide=torch.arange(6).reshape(3, 2))
+    read = saved(written, tmp_path).of(KEYS, None)
+    assert set(read.columns) == set(written.columns)
+    for name in written.columns:
+        expected, found = written.get(name), read.get(name)
+        if isinstance(expected, torch.Tensor):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+        else:
+            assert found == expected
+    assert read.lengths().tolist() == [3, 0, 1]
+
+
+def test_a_part_of_rows_of_many_is_written_alone(tmp_path: Path) -> None:
+    read = saved(responses().rows([2, 0]), tmp_path, KEYS.rows([2, 0])).of(KEYS.rows([2, 0]), None)
+    assert read.get("response") == ['"\n', "é"] and read.get("weight_version").tolist() == [4, -1, 3, 4]
+
+
+def test_the_file_has_tensors_alone(tmp_path: Path) -> None:
+    saved(responses(), tmp_path)
+    assert load_file(tmp_path / FILE)["tokens/half"].dtype == torch.bfloat16
+
+
+def test_rows_of_other_prompts_are_not_taken_for_those(tmp_path: Path) -> None:
+    kept = saved(responses(), tmp_path)
+    with pytest.raises(AssertionError, match="holds rows of other prompts"):
+        kept.of(KEYS.rows([1, 0, 2]), None)
+
+
+@pytest.mark.parametrize("values", [[{1, 2}] * 3, [(1, 2)] * 3, [{1: "a"}] * 3])
+def test_objects_that_would_not_come_back_as_they_were_are_refused(tmp_path: Path, values: list) -> None:
+    with pytest.raises(UserError, match=r"column mine of the rollout holds objects \(\w+\) that a checkpoint cannot"):
+        saved(responses(mine=values), tmp_path)
+    assert not (tmp_path / FILE).exists()
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"cannot be written to .*gone \(No such file or directory\); make room"):
+        saved(responses(), tmp_path / "gone")
+
+
+def test_a_table_without_tokens_has_no_lengths(tmp_path: Path) -> None:
+    table = make_table({"truncated": torch.tensor([True, False, True])})
+    assert isinstance(table, TensorDict)
+    read = saved(Batch.of_payload(from_table(table)), tmp_path).of(KEYS, None)
+    assert read.columns == ("truncated",) and read.get("truncated").tolist() == [True, False, True]

@@ -1,0 +1,193 @@
+"""The driver's part of a checkpoint, with workers of a user's own that only count."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensordict import TensorDict
+
+from flowrl import Batch, Dispatch, Placement, Worker, register
+from flowrl.checkpoints.checkpoints import Checkpoints
+from flowrl.config import RunConfig, UserError
+from flowrl.controller.errors import WorkerError
+from flowrl.data.checksums import CheckpointError
+from flowrl.data.metric import Mean, Metric
+from flowrl.run.loop import Run
+
+
+class Counter(Worker):
+    """Holds one number, and takes part in checkpoints with the two methods that this needs."""
+
+    def __init__(self, slow_s: float = 0.0, fails: bool = False) -> None:
+        self.count, self.slow_s, self.fails = 0, slow_s, fails
+
+    @register(Dispatch.DP_COMPUTE_METRIC, blocking=False, reads=("x",))
+    def update(self, batch: TensorDict) -> dict[str, Metric]:
+        self.count += 1
+        return {"loss": Mean(float(abs(3 - self.count)), 1), "x": Mean(float(batch["rows", "x"].sum()), 1)}
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def save_checkpoint(self, folder: Path, asynchronous: bool) -> None:
+        if self.fails:
+            raise UserError("the count cannot be written")
+        time.sleep(self.slow_s)
+        (folder / f"count-{self.rank}").write_text(str(self.count))
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def load_checkpoint(self, folder: Path) -> None:
+        self.count = int((folder / "count-0").read_text())
+
+    @register(Dispatch.RANK_ZERO)
+    def save(self, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "count").write_text(str(self.count))
+
+
+class Forgetful(Worker):
+    """Says nothing of checkpoints."""
+
+
+class Steps:
+    """Something that a driver holds between steps."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def state(self) -> dict[str, Any]:
+        return {"seen": list(self.seen)}
+
+    def restore(self, state: Any) -> None:
+        self.seen = state["seen"]
+
+
+class CountConfig(RunConfig):
+    roles = ("actor",)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Callable[..., CountConfig]:
+    def make(**changes: Any) -> CountConfig:
+        settings: dict[str, Any] = {
+            "output": tmp_path / "out",
+            "backend": "inline",
+            "placement": Placement(device="cpu", pools={"main": [1]}, roles={"actor": "main"}),
+            "steps": 7,
+            "checkpoint": {"every": 2, "keep_last": None},
+            "resume": "auto",
+        }
+        return CountConfig.model_validate(settings | changes)
+
+    return make
+
+
+def train(config: CountConfig, *arguments: Any) -> Steps:
+    steps = Steps()
+    rows = Batch.from_rows([{"x": number} for number in range(14)])
+    with Run(config) as run:
+        actor = run.group("actor", Counter, *arguments)
+        run.keep(actor, steps=steps)
+        for step, batch in run.batches(rows.minibatches(2)):
+            steps.seen.append(step)
+            run.log(actor.update(batch))
+        run.finish(actor)
+    return steps
+
+
+def lines(config: CountConfig) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (config.output / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_workers_of_ones_own_and_what_the_driver_holds_go_on(
+    config: Callable[..., CountConfig], tmp_path: Path, asynchronous: bool
+) -> None:
+    straight = config(output=tmp_path / "straight")
+    train(straight)
+    checkpoint = {"every": 2, "keep_last": None, "asynchronous": asynchronous}
+    train(config(steps=5, checkpoint=checkpoint))
+    assert Checkpoints(config().output).steps() == [2, 4, 5]
+    assert train(config(checkpoint=checkpoint)).seen == [1, 2, 3, 4, 5, 6, 7]
+    assert (config().output / "model" / "count").read_text() == "7"
+    assert [line["x"] for line in lines(config())] == [line["x"] for line in lines(straight)]
+
+
+def test_two_ranks_on_ray_save_and_go_on(config: Callable[..., CountConfig], ray_session: None) -> None:
+    two = Placement(device="cpu", pools={"main": [2]}, roles={"actor": "main"})
+    made = config(steps=4, backend="ray", placement=two, threads=1)
+    train(made, 0.2)
+    newest = Checkpoints(made.output).newest()
+    assert newest is not None and newest.manifest.roles["actor"].world_size == 2
+    assert {"actor/count-0", "actor/count-1", "driver.json"} == newest.manifest.files.keys()
+    train(config(), 0.0)
+    assert (config().output / "model" / "count").read_text() == "7"
+
+
+def test_a_run_that_generates_nothing_goes_on_from_a_format_without_rows(config: Callable[..., CountConfig]) -> None:
+    train(config(steps=2))
+    manifest = config().output / "checkpoints" / "step-000002" / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 1}))
+    assert train(config()).seen == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_run_that_is_over_is_finished_again_without_a_step(config: Callable[..., CountConfig]) -> None:
+    train(config())
+    before = lines(config())
+    assert train(config()).seen == [1, 2, 3, 4, 5, 6, 7]
+    assert lines(config()) == before
+    assert (config().output / "model" / "count").read_text() == "7"
+
+
+def test_the_newest_and_the_best_are_kept(config: Callable[..., CountConfig]) -> None:
+    """The loss is least at step 3."""
+    made = config(checkpoint={"every": 1, "keep_last": 1, "keep_best": 1})
+    train(made)
+    assert Checkpoints(made.output).steps() == [3, 7]
+
+
+def test_a_group_without_the_methods_is_refused_by_name(config: Callable[..., CountConfig]) -> None:
+    said = "role actor cannot be kept: Forgetful has no registered method load_checkpoint and save_checkpoint"
+    with pytest.raises(UserError, match=said), Run(config()) as run:
+        run.keep(run.group("actor", Forgetful))
+
+
+def test_a_recipe_that_keeps_nothing_is_refused(config: Callable[..., CountConfig]) -> None:
+    with pytest.raises(UserError, match=r"the recipe keeps nothing: call run\.keep"), Run(config()) as run:
+        run.group("actor", Counter)
+        next(run.batches([]), None)
+
+
+def test_a_group_that_cannot_save_ends_the_run_and_leaves_the_checkpoints_before(
+    config: Callable[..., CountConfig],
+) -> None:
+    train(config(steps=2))
+    with pytest.raises(WorkerError, match="the count cannot be written"):
+        train(config(), 0.0, True)
+    assert Checkpoints(config().output).steps() == [2]
+    assert [path.name for path in (config().output / "checkpoints").iterdir()] == ["step-000002"]
+
+
+def test_a_checkpoint_without_what_the_recipe_keeps_is_refused(config: Callable[..., CountConfig]) -> None:
+    train(config(steps=2))
+    with pytest.raises(UserError, match="has no other, which the recipe keeps"), Run(config()) as run:
+        run.keep(run.group("actor", Counter), other=Steps())
+        next(run.batches([]), None)
+
+
+def test_a_damaged_checkpoint_is_refused_before_anything_starts(config: Callable[..., CountConfig]) -> None:
+    train(config(steps=4))
+    (config().output / "checkpoints" / "step-000004" / "actor" / "count-0").write_text("40")
+    with pytest.raises(CheckpointError, match=r"count-0 has 2 bytes and had 1; remove the folder to go on from step 2"):
+        train(config())
+    assert Checkpoints(config().output).steps() == [2, 4] and len(lines(config())) == 4
+
+
+def test_a_run_that_cannot_go_on_keeps_its_checkpoints(config: Callable[..., CountConfig]) -> None:
+    train(config(steps=2))
+    (config().output / "metrics.jsonl").unlink()
+    with pytest.raises(UserError, match="keeps nothing"), Run(config()) as run:
+        run.group("actor", Counter)
+        next(run.batches([]), None)
+    assert Checkpoints(config().output).steps() == [2]

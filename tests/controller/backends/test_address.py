@@ -1,0 +1,109 @@
+"""Who may join a Ray cluster, and where processes listen: one that somebody else started, and a run's own."""
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from flowrl import Cluster, Placement
+from flowrl.controller.errors import BackendError
+
+
+def test_a_driver_joins_a_cluster_by_its_address_and_leaves_it_running(ray_session: None) -> None:
+    address = ray.get_runtime_context().gcs_address
+    command = [sys.executable, "-m", "tests.controller.joining", address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    refused, weights = done.stdout.splitlines()
+    assert "placement.pools.main is [2], more devices than there are" in refused
+    assert weights == "[7, 11, 9]"
+    assert ray.get(ray.put(1)) == 1
+
+
+def test_an_address_where_nothing_answers_is_refused() -> None:
+    placement = Placement(device="cpu", pools={"main": [1]}, roles={"actor": "main"})
+    with pytest.raises(BackendError, match=r"address is 127\.0\.0\.1:1, where no Ray cluster answers"):
+        Cluster(placement, address="127.0.0.1:1")
+
+
+@dataclass
+class LocalRun:
+    """The run of local_run.py, the token of its Ray, and what it prints."""
+
+    token: str
+    found: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def local_run() -> Iterator[LocalRun]:
+    token, pipe = secrets.token_hex(32), subprocess.PIPE
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    command = [sys.executable, "-m", "tests.controller.local_run"]
+    environment["RAY_AUTH_TOKEN"] = token
+    with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        line = process.stdout.readline()
+        assert line, process.stderr.read()[-3000:]
+        yield LocalRun(token, json.loads(line))
+        process.communicate(timeout=60)
+
+
+ENTER = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False); print(ray.get(ray.put('inside')))"
+JOIN = "from flowrl.controller.backends.ray_nodes import RayNodes; import sys; RayNodes(sys.argv[1])"
+NODE = "from ray.scripts.scripts import main; import sys; sys.argv[1:] = ['start', '--address', sys.argv[1]]; main()"
+
+
+def outsider(code: str, run: LocalRun, home: Path, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """A process on this machine that knows the address and what `variables` say."""
+    environment = {"HOME": str(home), "PATH": os.environ["PATH"], "RAY_NUM_REDIS_GET_RETRIES": "1"} | variables
+    command = [sys.executable, "-c", code, run.found["address"]]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.mark.parametrize("code", [ENTER, NODE], ids=["a driver", "a node"])
+@pytest.mark.parametrize(
+    "variables",
+    [{}, {"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}],
+    ids=["no token", "authentication off", "another token"],
+)
+def test_nobody_joins_a_local_run_without_its_token(
+    code: str, variables: dict[str, str], local_run: LocalRun, tmp_path: Path
+) -> None:
+    refused = outsider(code, local_run, tmp_path, **variables)
+    assert refused.returncode != 0
+    assert "AuthenticationError" in refused.stderr + refused.stdout
+
+
+def test_whoever_has_the_token_is_let_in(local_run: LocalRun, tmp_path: Path) -> None:
+    let_in = outsider(ENTER, local_run, tmp_path, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=local_run.token)
+    assert let_in.stdout == "inside\n", let_in.stderr[-2000:]
+
+
+def test_a_driver_without_the_token_is_told_what_to_set(local_run: LocalRun, tmp_path: Path) -> None:
+    refused = outsider(JOIN, local_run, tmp_path)
+    assert refused.stderr.splitlines()[-1].endswith(
+        f"the Ray cluster at address {local_run.found['address']} asks for its token, which this process does not "
+        f"give: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file with the token of its nodes"
+    )
+
+
+def test_a_local_run_has_no_dashboard(local_run: LocalRun) -> None:
+    assert local_run.found["dashboard"] == ""
+
+
+def test_our_own_sockets_listen_on_loopback_in_a_local_run(local_run: LocalRun) -> None:
+    """Ray's worker port is open before any process group is made; what comes with the group is ours."""
+    before, after = (local_run.found[when] for when in ("before", "after"))
+    assert local_run.found["total"] == [3, 3]
+    ours = [[ip for ip, port in now if [ip, port] not in was] for was, now in zip(before, after, strict=True)]
+    # The store of the first rank, and on each rank a listener of gloo for the pool and one for the role.
+    assert [len(addresses) for addresses in ours] == [3, 2]
+    assert {ip for addresses in ours for ip in addresses} == {"127.0.0.1"}

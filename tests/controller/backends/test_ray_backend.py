@@ -1,0 +1,35 @@
+"""What a host of the Ray backend does with calls that Ray makes again after its process was lost, in any order."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from flowrl.controller.backends.ray_backend import _RayHost
+from flowrl.controller.calls.wire import Request, encode
+from flowrl.controller.failures.recovery import Revival
+from flowrl.controller.host.host import Construction
+from flowrl.controller.placement.plan import Mesh
+from flowrl.controller.register import Contract, Dispatch
+from tests.controller.faults import Recovering
+
+SCORED = Request(5, "judge", 0, 0, "process_id", {}, Contract(Dispatch.ONE_TO_ALL), returns_batch=False)
+LOADED = Request(4, "judge", 0, 0, "load", {"offset": 7}, Contract(Dispatch.ONE_TO_ALL, replay=True), False)
+
+
+@pytest.mark.parametrize("first", ["the call", "the construction"])
+def test_a_new_process_makes_a_worker_once_whichever_comes_first(ray_session: None, tmp_path: Path, first: str) -> None:
+    lines = tmp_path / "lines"
+    made = Construction("judge", Recovering, (lines, 0.0), {}, Mesh(1, 1, 1, 1), 0, 0, 0, "cpu", 1)
+    host: Any = ray.remote(_RayHost).options(num_cpus=0).remote("flowrl-test-ray-backend", True)
+    called = encode((SCORED, Revival((made,), ((LOADED, ()),))))
+    answer, construct = host.answer.options(num_returns=2), host.construct.options(num_returns=2)
+    if first == "the call":
+        ids = [answer.remote(called)[0], construct.remote(made)[0], answer.remote(called)[0]]
+    else:
+        ids = [construct.remote(made)[0], answer.remote(called)[0], answer.remote(called)[0]]
+    found = ray.get(ids)
+    assert found.count(None) == 1
+    assert lines.read_text() == "made\n"
+    ray.kill(host)

@@ -1,0 +1,237 @@
+"""Plans on several nodes: a real Ray cluster of three, each with an address of the loopback network."""
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import IO, Any
+
+import pytest
+
+from flowrl.controller.backends.ray_nodes import RayNodes, interface_of
+from flowrl.controller.placement.plan import PlacementError
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a machine has one loopback address elsewhere")
+
+
+HEALTH = {
+    "RAY_health_check_initial_delay_ms": "0",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "1000",
+}
+"""Ray gives a silent node up after seconds instead of a minute."""
+
+
+class Several:
+    """The cluster of several_raylets.py."""
+
+    def __init__(self) -> None:
+        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        self.environment = (
+            os.environ | token | HEALTH | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
+        )
+        self._process = self.start("-m", "tests.controller.several_raylets")
+        self.address = said(self._process)
+
+    def start(self, *arguments: str) -> "subprocess.Popen[str]":
+        pipe = subprocess.PIPE
+        command = [sys.executable, *arguments]
+        return subprocess.Popen(command, env=self.environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+    def obey(self, command: str) -> None:
+        tell(self._process, command)
+        assert said(self._process) == "done"
+
+    def driver(self, name: str) -> "subprocess.Popen[str]":
+        return self.start("-m", "tests.controller.placed", name, self.address)
+
+    def close(self) -> None:
+        self._process.communicate(timeout=60)
+
+
+def tell(process: "subprocess.Popen[str]", line: str) -> None:
+    stream: IO[str] = process.stdin  # pyright: ignore[reportAssignmentType] (a pipe)
+    stream.write(f"{line}\n")
+    stream.flush()
+
+
+def said(process: "subprocess.Popen[str]") -> str:
+    stream: IO[str] = process.stdout  # pyright: ignore[reportAssignmentType] (a pipe)
+    line = stream.readline().strip()
+    assert line, process.communicate()[1][-3000:]
+    return line
+
+
+def result_in(out: str) -> Any:
+    """What a driver of placed.py found; Ray prints of its own beside it."""
+    return json.loads(next(line for line in out.splitlines() if line.startswith("result ")).removeprefix("result "))
+
+
+@pytest.fixture(scope="module")
+def several() -> Iterator[Several]:
+    with closing(Several()) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def found(several: Several) -> Callable[[str], Any]:
+    """What a driver of placed.py prints."""
+
+    def run(name: str) -> Any:
+        with several.driver(name) as process:
+            out, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors[-3000:]
+        return result_in(out)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def layouts(found: Callable[[str], Any]) -> dict[str, Any]:
+    return found("layouts")
+
+
+PLANNED = {
+    "three nodes": {"main": [(0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 0, 2), (4, 1, 2), (5, 2, 2)]},
+    "three pools": {
+        "uneven": [(0, 0, 0), (1, 0, 1), (2, 1, 1)],
+        "even": [(0, 0, 0), (1, 0, 1)],
+        "one node": [(0, 0, 2), (1, 1, 2)],
+    },
+    "half": {"main": [(0, 0, 0), (1, 0, 1), (2, 1, 1), (3, 0, 2), (4, 1, 2)]},
+    "stated": {"main": [(0, 0, 1), (1, 0, 2), (2, 1, 2)]},
+}
+"""Pool -> rank, local rank and node of each of its workers, on nodes of 2, 4 and 4 CPU slots."""
+
+
+@pytest.mark.parametrize("case", PLANNED)
+def test_ranks_are_where_the_plan_says(case: str, layouts: dict[str, Any]) -> None:
+    ids, pools = layouts["ids"], layouts["cases"][case]
+    assert {pool: [tuple(row[:3]) for row in rows] for pool, rows in pools.items()} == PLANNED[case]
+    assert [row[3] for rows in pools.values() for row in rows] == [
+        ids[row[2]] for rows in pools.values() for row in rows
+    ]
+
+
+def test_nodes_are_numbered_from_the_drivers_own_by_address_and_id(layouts: dict[str, Any]) -> None:
+    ids = layouts["ids"]
+    assert len(set(ids)) == 3
+    assert ids == [layouts["own"], *sorted(ids[1:])]
+
+
+def test_a_process_group_forms_across_nodes(found: Callable[[str], Any]) -> None:
+    assert found("sums") == [60, 60, 60]  # (1 + 2 + 3) * 10
+
+
+@pytest.fixture(scope="module")
+def gpus(found: Callable[[str], Any]) -> dict[str, dict[str, list[tuple[int, list[str]]]]]:
+    """Placement -> role -> node and GPUs of each of its ranks."""
+    cases = found("gpus")
+    ranks = [rank for roles in cases.values() for ranks in roles.values() for rank in ranks]
+    for _, given, visible, device in ranks:
+        assert (",".join(given), "cuda:0") == (visible, device)
+    return {
+        case: {role: [(rank[0], rank[1]) for rank in ranks] for role, ranks in roles.items()}
+        for case, roles in cases.items()
+    }
+
+
+@pytest.mark.parametrize(("case", "nodes"), [("one node", [0, 0]), ("two nodes", [0, 0, 1, 1, 1])])
+def test_processes_that_share_a_device_are_given_one_gpu(case: str, nodes: list[int], gpus: dict[str, Any]) -> None:
+    actor = gpus[case]["actor"]
+    assert gpus[case]["rollout"] == actor
+    assert [node for node, _ in actor] == nodes
+    check_apart(actor)
+
+
+def test_ranks_of_a_pool_that_only_some_roles_use_have_the_gpus_of_the_plan(gpus: dict[str, Any]) -> None:
+    actor, rollout = gpus["a part of a pool"]["actor"], gpus["a part of a pool"]["rollout"]
+    assert rollout[0] == actor[1]
+    check_apart([*actor, rollout[1]])
+
+
+def test_a_leader_has_whole_gpus_beside_those_that_others_share(gpus: dict[str, Any]) -> None:
+    for case in ("led", "shared and led"):
+        actor, rollout = gpus[case]["actor"], gpus[case]["rollout"]
+        assert len(rollout) == 1 and len(rollout[0][1]) == 2
+        check_apart([*actor, *((0, [gpu]) for gpu in rollout[0][1])])
+    assert gpus["shared and led"]["reward"] == [gpus["shared and led"]["actor"][1]]
+
+
+def test_pools_of_their_own_have_gpus_of_their_own(gpus: dict[str, Any]) -> None:
+    check_apart([rank for ranks in gpus["nothing shared"].values() for rank in ranks])
+
+
+def check_apart(ranks: list[tuple[int, list[str]]]) -> None:
+    """Each has one GPU that none of the others has."""
+    assert all(len(given) == 1 for _, given in ranks)
+    assert len({(node, given[0]) for node, given in ranks}) == len(ranks)
+
+
+def test_devices_that_the_cluster_does_not_have_are_refused(layouts: dict[str, Any]) -> None:
+    too_many, too_large, planned = layouts["refused"]
+    assert too_many == (
+        "devices is [2, 4, 4, 1], a count for each of 4 nodes, but the cluster has 3: cpu devices 2 on 127.0.0.2, "
+        "4 on 127.0.0.3, 4 on 127.0.0.3; remove entries, or start Ray on more hosts"
+    )
+    assert too_large.startswith("devices is [2, 5], more than node 1 (127.0.0.3) has: ")
+    assert planned.startswith("placement.pools.main is [3, 4], more devices than there are: nodes have [2, 4]")
+
+
+def test_a_pool_says_what_it_waits_for_and_leaves_nothing_reserved(found: Callable[[str], Any]) -> None:
+    waited = found("waiting")
+    shortage = "3 CPU on node 1 (127.0.0.3), where pools hold 2 of 4"
+    assert waited["words"] == [f"pool second waits for {shortage}; gives up in 1 s"]
+    assert waited["error"] == (
+        f"placement.pools.second waited 6 s for {shortage}: end what uses them, or make the pool smaller"
+    )
+
+
+@pytest.mark.parametrize(("end", "limit_s"), [("kill", 1), ("freeze", 15)])
+def test_a_node_that_dies_is_named(end: str, limit_s: float, several: Several) -> None:
+    several.obey("add 1 127.0.0.4")
+    with several.driver("dying") as process:
+        assert said(process) == "ready"
+        several.obey(end)
+        tell(process, "done")
+        out, errors = process.communicate(timeout=60)
+    if end == "freeze":
+        several.obey("kill")
+    assert process.returncode == 0, errors[-3000:]
+    told = result_in(out)
+    assert (told["before"], told["lost"], told["after"]) == ({}, {"3": "127.0.0.4"}, {})
+    assert told["seconds"] < limit_s and told["cost_ms"] < 100
+
+
+def test_a_run_is_told_that_the_node_of_a_rank_is_gone(several: Several) -> None:
+    several.obey("add 1 127.0.0.4")
+    with several.driver("bereft") as process:
+        assert said(process) == "ready"
+        several.obey("kill")
+        tell(process, "done")
+        out, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors[-3000:]
+    found = result_in(out)
+    *place, cause = found["told"]
+    assert place == ["actor", 1, 3, "stay"]
+    assert cause.startswith("its node") and cause.endswith("is gone")
+    assert found["seconds"] < 5
+
+
+def test_a_rank_on_another_node_is_asked_where_it_is(found: Callable[[str], Any]) -> None:
+    node, rank, told_node, cause = found("overdue")
+    assert (node, rank, told_node) == (1, 0, 1)
+    assert cause.startswith("not done after its deadline of 2 s, in stay_briefly (")
+
+
+def test_a_run_without_address_has_one_node() -> None:
+    with pytest.raises(PlacementError, match=r"devices is \[2, 2\], a count for each of 2 nodes, but a run without"):
+        RayNodes(None).inventory("cpu", (2, 2))
+
+
+def test_an_interface_is_found_by_its_address() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("203.0.113.1") is None

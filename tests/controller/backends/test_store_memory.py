@@ -1,0 +1,115 @@
+"""What a long run holds: nothing of the steps that are over, and of a buffer's batches the rows that it keeps."""
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import psutil
+import pytest
+import ray
+import torch
+from ray._private.internal_api import node_stats  # Ray 2.60 tells the bytes in its store nowhere else
+
+from flowrl import Batch
+from flowrl.data.batch.tensordicts import make_table
+from tests.controller.conftest import Shared
+
+MIB = 1024**2
+WIDTH = 1024
+"""Float32 values per row: 4 KiB, so that no shard travels inside a message."""
+
+
+def store_bytes() -> int:
+    """What the object store of this machine holds."""
+    node = ray.nodes()[0]
+    stats = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False)
+    return stats.store_stats.object_store_bytes_used
+
+
+def settled(measure: Callable[[], int], at_most: int) -> int:
+    """Waits for what is being freed: references end in other processes, and a little later."""
+    for _ in range(100):
+        if measure() <= at_most:
+            break
+        time.sleep(0.05)
+    return measure()
+
+
+def only_ray(shared: Shared) -> None:
+    if shared.backend == "inline":
+        pytest.skip("one process has no object store")
+
+
+def wide_rows(count: int, first: int = 0) -> Batch:
+    """Rows numbered from `first` on, each with 4 KiB that say which row it is."""
+    x = np.arange(first, first + count)
+    wide = np.broadcast_to(x[:, None], (count, WIDTH)).astype(np.float32)
+    return Batch.from_columns({"x": x, "wide": wide, "text": [f"t{i}" for i in x]}, {"ids": x.repeat(2)}, [2] * count)
+
+
+def run_steps(shared: Shared, steps: int) -> None:
+    """Each step 4 MiB pass from one group to another, and a third result stays in the batch."""
+    for step in range(steps):
+        batch = shared.first.echo(wide_rows(1000, first=step))
+        batch["y"] = shared.second.echo(batch)["wide"]
+        batch["y2"] = shared.first.scaled(batch.reorder(np.arange(1000)[::-1]))["y"]
+        assert batch.select("x").rows([0]).get("x").tolist() == [step]
+        shared.cluster.settle()
+
+
+def test_a_run_of_many_steps_holds_no_more_than_one_of_few(shared: Shared):
+    only_ray(shared)
+    run_steps(shared, 20)
+    stored, resident = settled(store_bytes, 2 * MIB), psutil.Process().memory_full_info().uss
+    run_steps(shared, 200)
+    assert settled(store_bytes, stored + 1 * MIB) <= stored + 1 * MIB
+    assert psutil.Process().memory_full_info().uss - resident < 8 * MIB
+
+
+def keep(shared: Shared, steps: int, *, compact: bool) -> tuple[Batch, list[int]]:
+    """A replay buffer that keeps 10 rows of the 1,000 of every step, and the numbers of those."""
+    buffer, kept = None, []
+    for step in range(steps):
+        rows = np.random.default_rng(step).permutation(1000)[:10]
+        chosen = shared.first.echo(wide_rows(1000, first=1000 * step)).rows(rows)
+        buffer = chosen if buffer is None else Batch.concat([buffer, chosen])
+        buffer = buffer.compacted() if compact else buffer
+        kept += (1000 * step + rows).tolist()
+    assert buffer is not None
+    return buffer, kept
+
+
+def test_a_buffer_of_few_rows_of_many_batches_holds_little_more_than_those(shared: Shared):
+    only_ray(shared)
+    before = settled(store_bytes, 2 * MIB)
+    buffer, kept = keep(shared, 50, compact=True)
+    own = len(kept) * 4 * WIDTH
+    assert settled(store_bytes, before + 3 * own) - before <= 3 * own
+    assert buffer.get("x").tolist() == kept
+
+
+def test_without_compaction_a_buffer_holds_every_batch_it_took_rows_of(shared: Shared):
+    """What `compacted` is for; and the measurement of the test above sees it."""
+    only_ray(shared)
+    before = settled(store_bytes, 2 * MIB)
+    buffer, _ = keep(shared, 5, compact=False)
+    assert store_bytes() - before >= 5 * 1000 * 4 * WIDTH
+    del buffer
+
+
+def as_bfloat16(table):
+    return make_table({"half": (table["rows", "x"] / 3).to(torch.bfloat16)})
+
+
+def test_compacted_rows_are_the_same_rows(shared: Shared):
+    """In their order, with repeats, of every kind of column, from several groups and under other names."""
+    batch = shared.first.echo(wide_rows(100)).apply(as_bfloat16, ("x",), ("half",))
+    batch["y"] = shared.second.scaled(batch)
+    rows = [97, 3, 3, 50, 4, 97]
+    chosen = batch.rows(rows).rename({"x": "number"})
+    compacted = chosen.compacted()
+    assert compacted.get("number").tolist() == rows and compacted.get("text") == [f"t{row}" for row in rows]
+    assert compacted.get("ids").tolist() == [row for row in rows for _ in range(2)]
+    assert all(torch.equal(compacted.get(name), chosen.get(name)) for name in ("half", "y", "wide"))
+    again = shared.second.echo(compacted.rename({"number": "x"}))
+    assert again.get("half").dtype == torch.bfloat16 and again.get("x").tolist() == rows

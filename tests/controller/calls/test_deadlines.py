@@ -1,0 +1,63 @@
+"""A call's clock starts when nothing is before it."""
+
+from flowrl.controller.calls.call_record import CallRecord
+from flowrl.controller.calls.deadlines import Deadlines
+from flowrl.controller.host.host import Report
+from flowrl.controller.placement.plan import Slot
+from flowrl.data.batch.block import LocalRef
+
+REPORT = Report(0, 0, 0, 0)
+
+
+def record(number: int, rank: int, timeout_s: float | None = 10.0, inputs: tuple[CallRecord, ...] = ()) -> CallRecord:
+    slot = Slot("main", rank, 0, rank, rank)
+    return CallRecord(number, LocalRef(REPORT), "actor", rank, "update", slot, "cpu:0", 0, timeout_s, inputs)
+
+
+def late(deadlines: Deadlines, now_s: float) -> list[int]:
+    return [found.number for found in deadlines.overdue(now_s)]
+
+
+def test_a_call_is_late_after_its_own_seconds():
+    deadlines = Deadlines()
+    for made in (record(1, 0, 10.0), record(2, 1, 20.0), record(3, 2, None)):
+        deadlines.add(made)
+    assert late(deadlines, 100.0) == []
+    assert late(deadlines, 110.0) == []
+    assert late(deadlines, 110.5) == [1]
+    assert late(deadlines, 10_000.0) == [1, 2]
+
+
+def test_the_time_behind_an_earlier_call_of_the_process_does_not_count():
+    deadlines = Deadlines()
+    first, second = record(1, 0), record(2, 0)
+    deadlines.add(first)
+    deadlines.add(second)
+    assert late(deadlines, 0.0) == []
+    assert late(deadlines, 9.0) == []
+    first.report = REPORT
+    assert deadlines.current("main", 0) is second
+    assert late(deadlines, 15.0) == []
+    assert late(deadlines, 24.0) == []
+    assert late(deadlines, 25.5) == [2]
+
+
+def test_the_time_until_its_inputs_are_there_does_not_count():
+    deadlines = Deadlines()
+    source = record(1, 0, None)
+    deadlines.add(source)
+    deadlines.add(record(2, 1, inputs=(source,)))
+    assert late(deadlines, 0.0) == late(deadlines, 50.0) == []
+    source.report = REPORT
+    assert late(deadlines, 51.0) == []
+    assert late(deadlines, 61.5) == [2]
+
+
+def test_a_call_that_is_done_is_not_late():
+    deadlines = Deadlines()
+    done = record(1, 0)
+    deadlines.add(done)
+    assert late(deadlines, 0.0) == []
+    done.report = REPORT
+    assert late(deadlines, 100.0) == []
+    assert deadlines.current("main", 0) is None

@@ -1,0 +1,80 @@
+"""What the driver keeps of processes that may be replaced."""
+
+from flowrl.controller.calls.wire import Request
+from flowrl.controller.failures.recovery import Revivals
+from flowrl.controller.host.host import Construction, Host
+from flowrl.controller.placement.plan import Mesh, Slot
+from flowrl.controller.register import Contract, Dispatch
+from flowrl.data.batch.block import LocalRef
+from tests.controller.faults import Judge
+
+SLOT = Slot("judges", 0, 0, 0, 0)
+MADE = Construction("judge", Judge, (10,), {}, Mesh(1, 1, 1, 1), 0, 0, 0, "cpu", 1)
+
+
+def load(number: int, offset: int, *, replay: bool = True) -> Request:
+    contract = Contract(Dispatch.ONE_TO_ALL, replay=replay)
+    return Request(number, "judge", 0, 0, "load", {"offset": offset}, contract, returns_batch=False)
+
+
+def test_a_process_needs_its_workers_and_their_last_states():
+    revivals = Revivals()
+    revivals.constructed(SLOT, MADE)
+    refs = [LocalRef("weights")]
+    revivals.called(SLOT, load(1, 5), [])
+    revivals.called(SLOT, load(2, 6), refs)
+    revivals.called(SLOT, load(3, 7, replay=False), [])
+    revival = revivals.of(SLOT)
+    assert revival is not None and revival.made == (MADE,)
+    assert [(state.number, kept) for state, kept in revival.states] == [(2, tuple(refs))]
+    assert revivals.of(SLOT) is revival
+
+
+def test_a_pool_with_a_stateful_role_is_not_brought_back():
+    revivals = Revivals()
+    revivals.constructed(SLOT, MADE)
+    revivals.rule_out(["judges"])
+    assert revivals.of(SLOT) is None
+
+
+def test_a_host_knows_what_it_lacks_and_where_its_state_is_behind_or_ahead():
+    host = Host()
+    assert host.lacks([MADE])
+    host.construct(MADE)
+    assert not host.lacks([MADE])
+    assert not host.is_behind("judge", []) and not host.is_ahead("judge", [])
+    assert host.is_behind("judge", [load(4, 1)])
+    host.call(load(4, 1))
+    assert not host.is_behind("judge", [load(4, 1)]) and not host.is_ahead("judge", [load(4, 1)])
+    assert host.is_ahead("judge", [load(2, 1)]) and host.is_ahead("judge", [])
+    host.construct(MADE)
+    assert not host.is_ahead("judge", [])
+
+
+def part(number: int, chunk: int | None) -> Request:
+    contract = Contract(Dispatch.ONE_TO_ALL, replay="chunk")
+    arguments = {"offset": number} | ({} if chunk is None else {"chunk": chunk})
+    return Request(number, "judge", 0, 0, "load", arguments, contract, returns_batch=False)
+
+
+def test_a_state_in_parts_is_kept_from_its_beginning_and_the_next_one_lets_go_of_it():
+    revivals = Revivals()
+    revivals.constructed(SLOT, MADE)
+    for number, chunk in ((1, None), (2, 1), (3, 2)):
+        revivals.called(SLOT, part(number, chunk), [LocalRef(number)])
+    first = revivals.of(SLOT)
+    revivals.called(SLOT, part(4, 0), [LocalRef(4)])
+    second = revivals.of(SLOT)
+    assert first is not None and [request.number for request in first.requests] == [1, 2, 3]
+    assert [refs[0].get() for _, refs in first.states] == [1, 2, 3]
+    assert second is not None and [request.number for request in second.requests] == [4]
+
+
+def test_earlier_states_undo_a_later_one_where_they_give_all_that_it_gave():
+    host = Host()
+    host.construct(MADE)
+    assert host.replaces("judge", [])
+    host.call(load(4, 1))
+    assert host.replaces("judge", [load(2, 1)]) and not host.replaces("judge", [])
+    host.construct(MADE)
+    assert host.replaces("judge", [])

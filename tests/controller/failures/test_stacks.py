@@ -1,0 +1,98 @@
+"""Stacks of processes that answer nothing else."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from flowrl.controller.failures.stacks import Dump, Frame, Stack, armed, dumps_of, host_stack
+
+STUCK = """
+import sys
+from flowrl.controller.failures.stacks import arm
+
+def in_c():
+    sum(range(10**14))
+
+def in_python():
+    while True:
+        pass
+
+arm({name!r})
+print(flush=True)
+{call}()
+"""
+
+
+@contextmanager
+def stuck(call: str, name: str) -> Iterator[None]:
+    """A process of this name that is stuck in a function."""
+    program = STUCK.format(call=call, name=name)
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(0.2)
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+def test_processes_tell_where_they_are_while_native_code_holds_their_interpreter():
+    with stuck("in_c", "first-of-two"), stuck("in_python", "second-of-two"):
+        for _ in range(2):
+            dumps = dumps_of(["first-of-two", "second-of-two", "nobody"])
+            assert set(dumps) == {"first-of-two", "second-of-two"}
+            assert "in in_c\n" in dumps["first-of-two"].text and "in in_python\n" in dumps["second-of-two"].text
+            assert [dump.text.count("most recent call first") for dump in dumps.values()] == [1, 1]
+            assert all(0 < dump.age_s < 60 for dump in dumps.values())
+
+
+def test_a_process_that_has_ended_tells_nothing():
+    with stuck("in_python", "one-that-ends"):
+        pass
+    assert dumps_of(["one-that-ends"]) == {}
+
+
+def test_processes_that_end_meanwhile_are_passed_over():
+    ends_s = time.monotonic() + 1.5
+    with stuck("in_python", "one-that-stays"):
+        while time.monotonic() < ends_s:
+            ending = [subprocess.Popen(["sleep", f"{0.002 * i}"]) for i in range(5)]
+            for _ in range(5):
+                assert list(armed(["one-that-stays", "nobody"])) == ["one-that-stays"]
+            for process in ending:
+                process.wait()
+
+
+DUMP = """Thread 0x00007f68110b86c0 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 327 in wait
+  File "/usr/lib/python3.11/threading.py", line 1002 in _bootstrap
+
+Current thread 0x00007f6858c27b80 (most recent call first):
+  File "/site-packages/torch/distributed/distributed_c10d.py", line 3200 in all_reduce
+  File "/home/user/train.py", line 16 in update
+  File "/home/user/flowrl/controller/host.py", line 153 in _run
+  File "/home/user/flowrl/controller/host.py", line 120 in call
+"""
+
+
+def test_the_frames_of_a_method_are_those_above_its_host():
+    stack = host_stack(Dump(3.0, DUMP))
+    assert stack.frames == (
+        Frame("/site-packages/torch/distributed/distributed_c10d.py", 3200, "all_reduce"),
+        Frame("/home/user/train.py", 16, "update"),
+    )
+    assert stack.in_collective and not stack.revives and stack.age_s == 3.0
+    assert str(stack.frames[1]) == "update (/home/user/train.py, line 16)"
+
+
+def test_a_process_that_takes_anothers_place_is_told_from_one_that_works():
+    revived = DUMP + '  File "/home/user/flowrl/controller/ray_backend.py", line 70 in revive\n'
+    assert host_stack(Dump(3.0, revived)).revives
+
+
+def test_a_process_between_calls_has_no_frames():
+    assert host_stack(Dump(3.0, DUMP.split("\n\n")[0])) == Stack(age_s=3.0)
+    assert host_stack(None) == Stack()

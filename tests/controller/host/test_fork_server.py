@@ -1,0 +1,150 @@
+"""Processes that are forked are what Python would have started, and outlive neither driver nor server wrongly."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from flowrl import Batch
+from flowrl.controller.host.fork_server import PRELOADED, ForkServer
+from tests.conftest import ClusterMaker
+from tests.controller.faults import Judge
+
+TOLD = """
+import json, os, random, sys
+drawn = [random.random()] + [module.random.random() for name, module in sys.modules.items() if name == "numpy"]
+told = {"pid": os.getpid(), "parent": os.getppid(), "argv": sys.argv, "cwd": os.getcwd(), "env": dict(os.environ),
+        "name": __name__, "path": sys.path[0], "modules": sorted(sys.modules),
+        "drawn": drawn, "threads": len(os.listdir("/proc/self/task"))}
+open(sys.argv[1], "w").write(json.dumps(told))
+print("said")
+print("complained", file=sys.stderr)
+sys.exit(3)
+"""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    server = ForkServer()
+    yield server
+    server.end()
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    file = tmp_path / "program.py"
+    file.write_text(TOLD)
+    return file
+
+
+def start(py_executable: str, program: Path, result: Path, **settings: Any) -> tuple[dict[str, Any], str, str]:
+    """What the program tells of its process, and what it printed."""
+    command = ["bash", "-c", f"exec {py_executable} {program} {result} 'two words'"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, **settings)
+    wait(result.exists)
+    wait(lambda: bool(result.read_text()))
+    return json.loads(result.read_text()), done.stdout, done.stderr
+
+
+def wait(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_forked_process_is_what_python_would_have_started(server: ForkServer, program: Path, tmp_path: Path) -> None:
+    environment = {"PATH": os.environ["PATH"], "OWN": "value\nof two lines"}
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    told, said, complained = start(server.py_executable, program, tmp_path / "told", env=environment, cwd=folder)
+    assert told["argv"] == [str(program), str(tmp_path / "told"), "two words"]
+    assert told["cwd"] == str(folder) and told["name"] == "__main__" and told["path"] == str(program.parent)
+    assert told["env"].items() >= environment.items() and "HOME" not in told["env"]
+    assert said == "said\n" and complained == "complained\n"
+    parent = psutil.Process(told["parent"])
+    assert parent.ppid() == os.getpid()
+    assert {"torch", *PRELOADED} <= set(told["modules"]) and "ray" not in told["modules"]
+
+
+def test_the_server_has_one_thread_and_leaves_no_zombies(server: ForkServer, program: Path, tmp_path: Path) -> None:
+    told, _, _ = start(server.py_executable, program, tmp_path / "told")
+    assert told["threads"] == 1
+    wait(lambda: not psutil.pid_exists(told["pid"]))
+
+
+def test_forked_processes_draw_numbers_of_their_own(server: ForkServer, program: Path, tmp_path: Path) -> None:
+    drawn = [start(server.py_executable, program, tmp_path / f"told{i}")[0]["drawn"] for i in range(2)]
+    assert len(drawn[0]) == 2 and not set(drawn[0]) & set(drawn[1])
+
+
+def test_without_a_server_the_process_is_started_by_python(program: Path, tmp_path: Path) -> None:
+    server = ForkServer()
+    server.end()
+    told, said, _ = start(server.py_executable, program, tmp_path / "told")
+    assert said == "said\n" and "torch" not in told["modules"]
+    assert told["argv"] == [str(program), str(tmp_path / "told"), "two words"]
+
+
+def test_what_breaks_off_in_the_middle_of_an_order_disturbs_nobody(
+    server: ForkServer, program: Path, tmp_path: Path
+) -> None:
+    path = server.py_executable.split()[-1]
+    for words in (b"", b"\0\0", b"\0\0\0\x09{", b"\0\0\0\x02{}"):
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(path)
+            client.sendall(words)
+    assert start(server.py_executable, program, tmp_path / "told")[1] == "said\n"
+
+
+def test_the_server_ends_with_a_driver_that_is_killed(tmp_path: Path) -> None:
+    told = "print(psutil.Process().children()[0].pid, flush=True)"
+    code = (
+        f"import psutil; from flowrl.controller.host.fork_server import ForkServer; s = ForkServer(); {told}; input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as driver:
+        assert driver.stdout is not None
+        process = psutil.Process(int(driver.stdout.readline()))
+        driver.send_signal(signal.SIGKILL)
+    wait(lambda: not process.is_running())
+
+
+def parentage(worker: Any) -> tuple[int, int]:
+    return os.getpid(), os.getppid()
+
+
+def start_helper(worker: Any) -> int:
+    return subprocess.Popen(["sleep", "600"]).pid
+
+
+def test_hosts_are_forked_and_so_is_what_takes_a_lost_one_s_place(
+    open_cluster: ClusterMaker, ray_session: None
+) -> None:
+    cluster = open_cluster("ray", {"main": [2]}, {"judge": "main"}, num_threads=1)
+    judge = cluster.group("judge", Judge, 1)
+    judge.load(2)
+    (lost, server), (_, other) = judge.run(parentage)
+    assert server == other and psutil.Process(server).ppid() == os.getpid()
+    os.kill(lost, signal.SIGKILL)
+    assert judge.score(Batch.from_columns({"x": [1, 2]})).get("score").tolist() == [3, 4]
+    (found, forked_by), _ = judge.run(parentage)
+    assert found != lost and forked_by == server
+
+
+def test_what_a_host_has_started_ends_with_it(open_cluster: ClusterMaker, ray_session: None) -> None:
+    cluster = open_cluster("ray", {"main": [1]}, {"judge": "main"}, num_threads=1)
+    judge = cluster.group("judge", Judge, 1)
+    (helper,), ((lost, _),) = judge.run(start_helper), judge.run(parentage)
+    os.kill(lost, signal.SIGKILL)
+    wait(lambda: not psutil.pid_exists(helper))

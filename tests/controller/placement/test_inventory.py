@@ -1,0 +1,77 @@
+"""The devices of several nodes keep the numbers of their nodes."""
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from flowrl.config import Placement
+from flowrl.config.base import Device
+from flowrl.controller.placement.inventory import cluster_inventory, local_memory
+from flowrl.controller.placement.plan import Inventory, PlacementError, plan
+
+NODES = {"names": ("head", "a", "b"), "cpus": (4, 64, 64), "gpus": (0, 8, 4)}
+
+
+@pytest.mark.parametrize(("device", "nodes"), [("auto", (0, 8, 4)), ("cuda", (0, 8, 4)), ("cpu", (4, 64, 64))])
+def test_every_node_has_its_entry(device: Device, nodes: tuple[int, ...]) -> None:
+    kind = "cpu" if device == "cpu" else "cuda"
+    assert cluster_inventory(device, None, **NODES) == Inventory(nodes, kind)
+
+
+def test_nodes_without_gpus_have_cpu_slots() -> None:
+    assert cluster_inventory("auto", None, names=("a",), cpus=(3,), gpus=(0,)) == Inventory((3,), "cpu")
+
+
+@pytest.mark.parametrize(("pool", "nodes"), [([2], {1}), ([8, 4], {1, 2}), ("1/2", {1, 2}), ([0, 1], {1})])
+def test_pools_pass_by_a_node_without_gpus(pool: list[int] | str, nodes: set[int]) -> None:
+    placement = Placement(pools={"main": pool}, roles={"actor": "main"})
+    planned = plan(placement, cluster_inventory("cuda", None, **NODES))
+    assert {slot.node for slot in planned.slots("actor")} == nodes
+
+
+def test_stated_devices_are_those_of_the_first_nodes() -> None:
+    assert cluster_inventory("cuda", (0, 6), **NODES) == Inventory((0, 6), "cuda")
+
+
+def test_more_entries_than_nodes_are_refused() -> None:
+    with pytest.raises(PlacementError) as caught:
+        cluster_inventory("cuda", (0, 8, 4, 8), **NODES)
+    assert str(caught.value) == (
+        "devices is [0, 8, 4, 8], a count for each of 4 nodes, but the cluster has 3: cuda devices 0 on head, "
+        "8 on a, 4 on b; remove entries, or start Ray on more hosts"
+    )
+
+
+def test_more_devices_than_a_node_has_are_refused() -> None:
+    with pytest.raises(PlacementError) as caught:
+        cluster_inventory("auto", (8, 4), **NODES)
+    assert str(caught.value) == (
+        "devices is [8, 4], more than node 0 (head) has: the cluster's cuda devices are 0 on head, 8 on a, 4 on b; "
+        "state at most these, in this order"
+    )
+
+
+def test_the_memory_of_cpu_slots_is_the_machines_or_less() -> None:
+    found = local_memory("cpu")
+    assert found is not None and 0 < found <= psutil.virtual_memory().total
+
+
+def driver(folder: Path, answer: str) -> None:
+    """A program in the place of nvidia-smi."""
+    path = folder / "nvidia-smi"
+    path.write_text(f"#!/bin/sh\nprintf '{answer}'\n")
+    path.chmod(0o755)
+
+
+def test_the_memory_of_gpus_is_that_of_the_smallest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert local_memory("cuda") is None
+    driver(tmp_path, r"81559\n40960\n")
+    assert local_memory("cuda") == 40960 * 2**20
+
+
+def test_a_gpu_that_does_not_say_has_no_known_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    driver(tmp_path, r"[N/A]\n")
+    assert local_memory("cuda") is None

@@ -1,0 +1,46 @@
+"""What one program overlaps under two placements: it follows from the columns that calls read and from the pools."""
+
+from flowrl import Batch, Cluster, Placement
+from flowrl.data.events import CallEvent
+from flowrl.report.trace import busy_fractions
+from tests.controller.sleeping import Sleeping
+
+COLOCATED = Placement(device="cpu", pools={"main": [2]}, roles={"actor": "main", "critic": "main"})
+SPLIT = Placement(device="cpu", pools={"policy": [1], "judges": [1]}, roles={"actor": "policy", "critic": "judges"})
+
+
+def step(placement: Placement) -> list[CallEvent]:
+    """The calls of a PPO step's shape: two evaluations that need only the prompts, then two updates."""
+    with Cluster(placement, num_threads=1) as cluster:
+        actor, critic = cluster.group("actor", Sleeping), cluster.group("critic", Sleeping)
+        cluster.settle()
+        batch = Batch.from_rows([{"x": i} for i in range(4)])
+        batch["old_logprobs"] = actor.values(batch)
+        batch["values"] = critic.values(batch)
+        updates = critic.update(batch), actor.update(batch)
+        assert [update.get()["rows"].result() for update in updates] == [4, 4]
+        cluster.settle()
+        return [event for event in cluster.calls.events if event.method in ("values", "update")]
+
+
+def overlap_s(events: list[CallEvent], method: str) -> float:
+    """How long actor and critic were in the method at the same time, on their first ranks."""
+    actor, critic = (
+        next(e for e in events if (e.role, e.method, e.rank) == (r, method, 0)) for r in ("actor", "critic")
+    )
+    return (min(actor.ended_ns, critic.ended_ns) - max(actor.started_ns, critic.started_ns)) / 1e9
+
+
+def test_updates_and_evaluations_overlap_on_separate_pools(ray_session: None) -> None:
+    events = step(SPLIT)
+    assert overlap_s(events, "values") > 0.5
+    assert overlap_s(events, "update") > 0.5
+    busy = busy_fractions(events, min(e.started_ns for e in events), max(e.ended_ns for e in events))
+    assert set(busy) == {"node0/cpu:0", "node0/cpu:1"}
+    assert min(busy.values()) > 0.75
+
+
+def test_roles_of_one_pool_take_turns(ray_session: None) -> None:
+    events = step(COLOCATED)
+    assert overlap_s(events, "values") <= 0
+    assert overlap_s(events, "update") <= 0

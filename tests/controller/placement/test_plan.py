@@ -1,0 +1,300 @@
+"""Every rank gets a device of its own, or one sentence says why not."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrl.config import Placement, RolePlacement, load
+from flowrl.controller.placement.inventory import local_inventory
+from flowrl.controller.placement.plan import Coordinates, Inventory, Mesh, PlacementError, Plan, plan
+from flowrl.controller.placement.plan_table import render_plan
+from recipes.grpo.config import GRPOConfig
+from recipes.ppo.config import PPOConfig
+
+SHIPPED = Path(__file__).parents[3] / "placement"
+
+
+def gpus(*nodes: int) -> Inventory:
+    return Inventory(nodes, "cuda")
+
+
+def places(made: Plan, role: str) -> list[tuple[int, int]]:
+    """(node, device) of each rank of `role`."""
+    return [(slot.node, slot.device) for slot in made.slots(role)]
+
+
+def shipped(name: str) -> Placement:
+    return load(SHIPPED / f"{name}.yaml", [], Placement)
+
+
+def test_single_puts_every_role_on_one_device() -> None:
+    made = plan(shipped("single"), gpus(8), PPOConfig.roles)
+    assert {role: places(made, role) for role in made.roles} == {role: [(0, 0)] for role in PPOConfig.roles}
+
+
+def test_colocated_puts_every_role_on_every_device() -> None:
+    made = plan(shipped("colocated"), gpus(2, 1), PPOConfig.roles)
+    assert places(made, "actor") == places(made, "critic") == [(0, 0), (0, 1), (1, 0)]
+
+
+def test_split_halves_every_node() -> None:
+    made = plan(shipped("split"), gpus(4, 2), PPOConfig.roles)
+    assert places(made, "actor") == places(made, "rollout") == [(0, 0), (0, 1), (1, 0)]
+    assert places(made, "critic") == places(made, "reward") == [(0, 2), (0, 3), (1, 1)]
+
+
+def test_standalone_gives_every_role_a_device_of_its_own() -> None:
+    made = plan(shipped("standalone"), gpus(3, 2), PPOConfig.roles)
+    assert [places(made, role) for role in PPOConfig.roles] == [[(0, 0)], [(0, 1)], [(0, 2)], [(1, 0)], [(1, 1)]]
+
+
+def test_a_role_that_the_recipe_does_not_drive_takes_no_device() -> None:
+    made = plan(shipped("standalone"), gpus(4), GRPOConfig.roles)
+    assert "critic" not in made.roles and "critic" not in made.pools
+
+
+def test_counts_per_node_are_ranked_node_by_node() -> None:
+    made = plan(Placement(pools={"main": [2, 2]}, roles={"actor": "main"}), gpus(2, 2))
+    assert [(slot.rank, slot.node, slot.local_rank, slot.device) for slot in made.slots("actor")] == [
+        (0, 0, 0, 0),
+        (1, 0, 1, 1),
+        (2, 1, 0, 0),
+        (3, 1, 1, 1),
+    ]
+
+
+def test_a_pool_goes_to_the_first_node_with_room() -> None:
+    made = plan(Placement(pools={"a": [3], "b": [2]}, roles={"actor": "a", "critic": "b"}), gpus(4, 4))
+    assert places(made, "critic") == [(1, 0), (1, 1)]
+
+
+def test_data_parallelism_takes_what_the_parallel_sizes_leave() -> None:
+    roles = {"actor": RolePlacement(pool="main", tp=2, pp=2)}
+    assert plan(Placement(pools={"main": [8]}, roles=roles), gpus(8)).roles["actor"].mesh == Mesh(
+        pp=2, dp=2, sp=1, tp=2
+    )
+
+
+def test_tensor_parallel_peers_are_neighbours() -> None:
+    mesh = Mesh(pp=2, dp=3, sp=2, tp=2)
+    assert mesh.size == 24 and mesh.rank(Coordinates(pp=1, dp=2, sp=0, tp=1)) == ((1 * 3 + 2) * 2 + 0) * 2 + 1
+    assert [mesh.rank(mesh.coordinates(rank)) for rank in range(24)] == list(range(24))
+
+
+@pytest.mark.parametrize(
+    ("pools", "roles", "sentence"),
+    [
+        ({"main": [1]}, {"rollout": "main"}, "placement.roles.actor is missing: give actor one of the pools main"),
+        ({"main": [1]}, {"actor": "mian"}, "placement.roles.actor is mian, which is not a pool; did you mean main?"),
+        (
+            {"main": [1]},
+            {"actor": "main", "acto": "main"},
+            "placement.roles.acto is not a role of this recipe; did you",
+        ),
+        ({"main": [0]}, {"actor": "main"}, "placement.pools.main is [0], an empty pool"),
+        ({"main": []}, {"actor": "main"}, "placement.pools.main is [], an empty pool"),
+        ({"main": [1], "b": [1]}, {"actor": "main"}, "placement.pools.b is empty of roles"),
+        ({"main": "1/2"}, {"actor": "main"}, "placement.pools.main is 1/2, an odd split of a node's 3 devices"),
+        ({"main": "3/2"}, {"actor": "main"}, "placement.pools.main is 3/2, more than every node has"),
+        ({"main": [4]}, {"actor": "main"}, "placement.pools.main is [4], more devices than there are: nodes have [3]"),
+        ({"main": [1, 1]}, {"actor": "main"}, "placement.pools.main is [1, 1], a count for each of 2 nodes, more than"),
+        (
+            {"main": "all"},
+            {"actor": {"pool": "main", "tp": 2}},
+            "placement.roles.actor has tp 2, which does not divide",
+        ),
+    ],
+)
+def test_the_impossible_is_refused_in_a_sentence_that_names_the_key(pools: dict, roles: dict, sentence: str) -> None:
+    with pytest.raises(PlacementError) as caught:
+        plan(Placement(pools=pools, roles=roles), gpus(3), ["actor"])
+    assert str(caught.value).startswith(sentence)
+
+
+def test_pools_that_overlap_are_refused() -> None:
+    placement = Placement(pools={"a": [2], "b": "all"}, roles={"actor": "a", "critic": "b"})
+    with pytest.raises(PlacementError, match=r"pools.b is \[4\], more devices .* and other pools take \[2\]"):
+        plan(placement, gpus(4))
+
+
+def test_without_a_gpu_a_cuda_placement_is_refused() -> None:
+    with pytest.raises(PlacementError, match=r"there are no cuda devices: set placement\.device: cpu"):
+        plan(shipped("split"), gpus(0))
+
+
+def test_cpu_slots_that_nobody_stated_are_no_limit() -> None:
+    made = plan(shipped("standalone"), Inventory((2,), "cpu", bounded=False))
+    assert places(made, "reward") == [(0, 4)]
+
+
+def test_a_share_of_an_odd_number_of_cores_is_rounded_down_but_never_to_nothing() -> None:
+    made = plan(shipped("split"), Inventory((1,), "cpu", bounded=False))
+    assert places(made, "actor") + places(made, "critic") == [(0, 0), (0, 1)]
+
+
+@given(st.lists(st.integers(0, 8), min_size=1, max_size=4), st.lists(st.integers(1, 4), min_size=1, max_size=4))
+def test_pools_are_disjoint_and_inside_the_inventory_or_refused(nodes: list[int], sizes: list[int]) -> None:
+    names = [f"pool{index}" for index in range(len(sizes))]
+    placement = Placement(pools={n: [s] for n, s in zip(names, sizes, strict=True)}, roles={n: n for n in names})
+    try:
+        made = plan(placement, gpus(*nodes))
+    except PlacementError:
+        # Refused only when no node has room: each then has fewer than 4 free devices.
+        assert max(sizes) > max(nodes) or sum(sizes) > sum(nodes) - 3 * len(nodes)
+        return
+    taken = [place for name in names for place in places(made, name)]
+    assert len(set(taken)) == len(taken) == sum(sizes)
+    assert all(device < nodes[node] for node, device in taken)
+
+
+def test_the_table_has_a_row_per_role_and_a_column_per_device() -> None:
+    table = render_plan(plan(shipped("split"), gpus(2, 2), GRPOConfig.roles)).splitlines()
+    assert table[1].split() == ["role", "pool", "mesh", "0:0", "0:1", "1:0", "1:1"]
+    assert table[2].split() == ["actor", "policy", "dp2", "0", ".", "1", "."]
+    assert table[5].split() == ["reward", "judges", "dp2", ".", "0", ".", "1"]
+
+
+def test_stated_devices_are_a_limit() -> None:
+    assert local_inventory("cpu", [3]) == Inventory((3,), "cpu", bounded=True)
+
+
+def test_stated_cuda_devices_need_not_be_here() -> None:
+    assert local_inventory("cuda", [8, 8]) == Inventory((8, 8), "cuda")
+
+
+def test_cores_that_nobody_stated_are_no_limit() -> None:
+    found = local_inventory("cpu")
+    assert found.nodes[0] >= 1 and not found.bounded
+
+
+def test_a_rendered_plan_says_when_devices_stay_idle() -> None:
+    one = Placement(device="cpu", pools={"main": [1]}, roles={"actor": "main"})
+    assert render_plan(plan(one, Inventory((8,), "cpu"))).startswith("1 of 8 cpu devices;")
+    assert render_plan(plan(one, Inventory((2,), "cpu", bounded=False))).startswith("1 cpu devices;")
+
+
+SHARED_POOLS = {"main": [4], "side": [2]}
+
+
+@pytest.mark.parametrize(
+    ("where", "expected"),
+    [
+        ("main[0:2]", [("main", 0), ("main", 1)]),
+        ("main[2:]", [("main", 2), ("main", 3)]),
+        ("main[:1]+main[3:]", [("main", 0), ("main", 3)]),
+        ("main[3:4]+side", [("main", 3), ("side", 0), ("side", 1)]),
+        ("side + main[:1]", [("main", 0), ("side", 0), ("side", 1)]),
+    ],
+)
+def test_a_role_takes_some_ranks_of_a_pool_or_several_pools(where: str, expected: list[tuple[str, int]]) -> None:
+    made = plan(Placement(pools=SHARED_POOLS, roles={"actor": where, "critic": "main", "reward": "side"}), gpus(8))
+    assert [(slot.pool, slot.rank) for slot in made.slots("actor")] == expected
+    assert made.roles["actor"].mesh.dp == len(expected)
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        (
+            "main[0:5]",
+            r"placement\.roles\.actor is main\[0:5\], but pool main has ranks 0 to 3: write main\[0:4\] or less",
+        ),
+        ("main[2:2]", "but pool main has ranks 0 to 3"),
+        ("main[0:3]+main[2:4]", "which names a rank twice: name each once"),
+        ("main+sid", r"is main\+sid, but sid is not a pool; did you mean side\?"),
+    ],
+)
+def test_ranks_that_are_not_there_are_refused(where: str, message: str) -> None:
+    placement = Placement(pools=SHARED_POOLS, roles={"actor": where, "critic": "main", "reward": "side"})
+    with pytest.raises(PlacementError, match=message):
+        plan(placement, gpus(8))
+
+
+def test_pools_that_a_role_spans_are_one_host_set() -> None:
+    roles = {"actor": "a+b", "critic": "b[1:2]", "reward": "c"}
+    made = plan(Placement(pools={"a": [1], "b": [2], "c": [1]}, roles=roles), gpus(4))
+    sets = {hosts.name: [(slot.pool, slot.rank) for slot in hosts.slots] for hosts in made.host_sets()}
+    assert sets == {"a+b": [("a", 0), ("b", 0), ("b", 1)], "c": [("c", 0)]}
+
+
+def test_local_ranks_count_on_each_node() -> None:
+    made = plan(Placement(pools={"main": [2, 1, 3]}, roles={"actor": "main[1:5]", "critic": "main"}), gpus(2, 1, 3))
+    role = made.roles["actor"]
+    assert [(slot.node, role.local_rank(rank)) for rank, slot in enumerate(role.slots)] == [
+        (0, 0),
+        (1, 0),
+        (2, 0),
+        (2, 1),
+    ]
+
+
+def test_the_table_shows_the_ranks_of_the_role() -> None:
+    made = plan(Placement(pools={"main": [3]}, roles={"actor": "main", "critic": "main[1:]"}), gpus(3))
+    assert render_plan(made).splitlines()[-1].split() == ["critic", "main[1:]", "dp2", ".", "0", "1"]
+
+
+def test_a_role_apart_has_its_own_processes_on_the_devices_of_its_pool() -> None:
+    made = plan(Placement(pools={"main": [2, 1]}, roles=dict.fromkeys(("actor", "rollout"), "main")), gpus(2, 1))
+    assert [slot.devices for slot in made.slots("actor")] == [1, 1, 1]
+    made = plan(
+        Placement(pools={"main": [2, 1]}, roles=dict.fromkeys(("actor", "rollout"), "main")),
+        gpus(2, 1),
+        apart=["rollout"],
+    )
+    assert places(made, "rollout") == places(made, "actor") == [(0, 0), (0, 1), (1, 0)]
+    assert [(slot.pool, slot.rank, slot.owner, slot.devices) for slot in made.slots("rollout")] == [
+        ("main/rollout", rank, "main", 0.5) for rank in range(3)
+    ]
+    assert [slot.devices for slot in made.slots("actor")] == [0.5, 0.5, 0.5]
+    assert [hosts.name for hosts in made.host_sets()] == ["main", "main/rollout"]
+
+
+def test_alone_on_its_pool_a_role_apart_has_whole_devices() -> None:
+    placement = Placement(pools={"main": [2], "makers": [1]}, roles={"actor": "main", "rollout": "makers"})
+    made = plan(placement, gpus(3), apart=["rollout"])
+    assert [(slot.device, slot.devices) for slot in made.slots("rollout")] == [(2, 1)]
+    assert [slot.devices for slot in made.slots("actor")] == [1, 1]
+
+
+def test_one_process_leads_the_tensor_parallel_devices_of_a_replica() -> None:
+    roles = {"actor": "main", "rollout": RolePlacement(pool="makers", tp=2)}
+    made = plan(Placement(pools={"main": [1], "makers": [4]}, roles=roles), gpus(5), apart=["rollout"])
+    rollout = made.roles["rollout"]
+    assert (rollout.mesh, rollout.leads) == (Mesh(pp=1, dp=2, sp=1, tp=1), 2)
+    assert [(slot.rank, slot.device, slot.devices) for slot in rollout.slots] == [(0, 1, 2), (1, 3, 2)]
+    assert render_plan(made).splitlines()[-1].split()[2:4] == ["dp2", "tp2"]
+
+
+@pytest.mark.parametrize(
+    ("pools", "where", "sentence"),
+    [
+        ({"main": [2]}, {"pool": "main", "tp": 2}, "on devices that other roles use too"),
+        ({"main": [1], "makers": [1, 1]}, {"pool": "makers", "tp": 2}, "devices of one replica are on two nodes"),
+    ],
+)
+def test_devices_that_one_process_cannot_lead_are_refused(pools: dict, where: dict, sentence: str) -> None:
+    with pytest.raises(PlacementError, match=sentence):
+        plan(
+            Placement(pools=pools, roles={"actor": "main", "rollout": RolePlacement.model_validate(where)}),
+            gpus(3, 3),
+            apart=["rollout"],
+        )
+
+
+def test_a_leader_of_a_device_that_others_use_is_refused_whichever_of_its_devices_it_is() -> None:
+    roles = {"actor": "main[1:2]", "rollout": RolePlacement(pool="main", tp=2)}
+    with pytest.raises(PlacementError, match="on devices that other roles use too"):
+        plan(Placement(pools={"main": [2]}, roles=roles), gpus(2), apart=["rollout"])
+
+
+def test_devices_that_only_a_role_apart_uses_have_no_other_process() -> None:
+    roles = {"actor": "main[0:2]", "rollout": "main[1:3]", "reward": "makers"}
+    made = plan(Placement(pools={"main": [3], "makers": [1]}, roles=roles), gpus(4), apart=["rollout", "reward"])
+    running = {hosts.name: [(slot.device, slot.devices) for slot in hosts.slots] for hosts in made.host_sets()}
+    assert running == {
+        "main": [(0, 1), (1, 0.5)],
+        "main[1:3]/rollout": [(1, 0.5), (2, 1)],
+        "makers/reward": [(3, 1)],
+    }

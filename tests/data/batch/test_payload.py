@@ -1,0 +1,162 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowrl.data.batch.payload import ColumnError, Payload, Source, collect, merge
+
+
+def payload_of(*lengths: int) -> Payload:
+    """Row i is numbered i, named `ri`, and has tokens that count on over the rows."""
+    rows = {"x": np.arange(len(lengths)), "name": [f"r{i}" for i in range(len(lengths))]}
+    return Payload(len(lengths), rows, {"ids": np.arange(sum(lengths))}, np.array(lengths, dtype=np.int64))
+
+
+def lists(payload: Payload) -> dict[str, list]:
+    """Every column's values, and the lengths, as lists."""
+    columns = payload.rows | payload.tokens | ({} if payload.lengths is None else {"lengths": payload.lengths})
+    return {name: column if isinstance(column, list) else column.tolist() for name, column in columns.items()}
+
+
+def test_a_slice_takes_rows_with_their_tokens():
+    taken = payload_of(1, 2, 3).take(slice(1, 3), {"x": "x", "ids": "ids"})
+    assert lists(taken) == {"x": [1, 2], "ids": [1, 2, 3, 4, 5], "lengths": [2, 3]}
+
+
+def test_positions_take_rows_in_their_own_order():
+    taken = payload_of(1, 2, 3).take(np.array([2, 0, 2]), {"name": "name", "ids": "ids"})
+    assert lists(taken) == {"name": ["r2", "r0", "r2"], "ids": [3, 4, 5, 0, 3, 4, 5], "lengths": [3, 1, 3]}
+
+
+def test_rows_without_tokens_can_be_taken():
+    taken = payload_of(0, 2, 0).take(np.array([0, 2]), {"ids": "ids"})
+    assert lists(taken) == {"ids": [], "lengths": [0, 0]}
+
+
+def test_no_rows_at_all_can_be_taken():
+    taken = payload_of(1, 2).take(slice(0, 0), {"x": "x", "name": "name", "ids": "ids"})
+    assert taken.num_rows == 0 and lists(taken) == {"x": [], "name": [], "ids": [], "lengths": []}
+
+
+def test_lengths_stay_behind_without_a_token_column():
+    assert payload_of(1, 2).take(None, {"x": "x"}).lengths is None
+
+
+def test_columns_are_renamed_on_the_way():
+    taken = payload_of(2).take(None, {"a": "x", "b": "x", "tokens": "ids"})
+    assert taken.columns == ("a", "b", "tokens")
+
+
+def test_a_missing_column_is_named_with_those_there():
+    with pytest.raises(ColumnError, match=r"'y' is not in this payload; it has x, name, ids"):
+        payload_of(1).take(None, {"y": "y"})
+
+
+def stacked(*parts: Payload) -> Payload:
+    """All rows of several payloads, one after another."""
+    ends = np.cumsum([part.num_rows for part in parts])
+    every = [
+        Source(part, {name: name for name in part.columns}, None, slice(int(end) - part.num_rows, int(end)))
+        for part, end in zip(parts, ends, strict=True)
+    ]
+    return collect(int(ends[-1]), every)
+
+
+def test_rows_of_every_kind_of_column_are_stacked():
+    whole = payload_of(1, 2, 3)
+    every = {name: name for name in whole.columns}
+    joined = stacked(whole.take(slice(2, 3), every), whole.take(slice(0, 2), every))
+    expected = {"x": [2, 0, 1], "name": ["r2", "r0", "r1"], "ids": [3, 4, 5, 0, 1, 2], "lengths": [3, 1, 2]}
+    assert lists(joined) == expected
+
+
+def test_an_empty_part_may_not_know_that_its_column_holds_objects():
+    empty = Payload(0, {"name": np.zeros(0, dtype=np.float32)})
+    assert stacked(empty, Payload(1, {"name": ["a"]}), empty).rows["name"] == ["a"]
+
+
+def test_stacked_rows_keep_the_mark_of_bfloat16_columns():
+    part = Payload(1, {"x": np.array([7], dtype=np.int16)}, bfloat16=frozenset({"x"}))
+    assert stacked(part, part).bfloat16 == {"x"}
+
+
+def test_numbers_beside_objects_become_objects():
+    assert stacked(Payload(1, {"x": np.array([1])}), Payload(1, {"x": ["a"]})).rows["x"] == [1, "a"]
+
+
+def test_the_wider_of_two_types_holds_both():
+    joined = stacked(Payload(1, {"x": np.array([1])}), Payload(1, {"x": np.array([0.5])})).rows["x"]
+    assert (np.asarray(joined).dtype, list(joined)) == (np.float64, [1, 0.5])
+
+
+def test_a_column_is_of_one_shape():
+    parts = [Payload(1, {"x": np.zeros((1, width))}) for width in (2, 3)]
+    with pytest.raises(ColumnError, match=r"column x has values of the shapes \(2,\) and \(3,\); give it one shape"):
+        stacked(*parts)
+
+
+def test_a_column_is_of_one_kind():
+    parts = [Payload(1, {"x": np.zeros(1)}), Payload(1, {}, {"x": np.zeros(2)}, np.array([2]))]
+    with pytest.raises(ColumnError, match="column 'x' has a value per token in some shards only"):
+        stacked(*parts)
+
+
+SHARDS = st.lists(st.lists(st.integers(0, 4), max_size=5), min_size=1, max_size=4)
+
+
+@given(SHARDS, st.data(), st.integers(1, 300))
+@settings(deadline=None)
+def test_rows_of_shards_go_wherever_they_are_sent(shards: list[list[int]], data: st.DataObject, width: int):
+    """Short and long runs of rows and tokens, in and out of order."""
+    shards = [[length * width for length in lengths] for lengths in shards]
+    rows = [(s, i) for s, lengths in enumerate(shards) for i in range(len(lengths))]
+    order = data.draw(st.permutations(range(len(rows))))
+    sources, expected, done = [], [[]] * len(rows), 0
+    for lengths in shards:
+        payload = payload_of(*lengths)
+        chosen = data.draw(st.permutations(range(len(lengths))))
+        at = order[done : done + len(lengths)]
+        done += len(lengths)
+        every = {name: name for name in payload.columns}
+        sources.append(Source(payload, every, np.array(chosen, dtype=int), np.array(at, dtype=int)))
+        for target, source in zip(at, chosen, strict=True):
+            first = sum(lengths[:source])
+            expected[target] = [source, f"r{source}", list(range(first, first + lengths[source]))]
+    found = collect(len(rows), sources)
+    assert found.lengths is not None
+    tokens = np.split(found.tokens["ids"], np.cumsum(found.lengths)[:-1]) if rows else []
+    columns = zip(found.rows["x"], found.rows["name"], tokens, strict=True)
+    assert [[x, name, ids.tolist()] for x, name, ids in columns] == expected
+
+
+@pytest.mark.parametrize("rows", [None, slice(1, 3), np.array([2, 0, 2])])
+def test_the_size_of_rows_is_known_before_they_are_taken(rows):
+    columns = {"a": "x", "name": "name", "ids": "ids"}
+    whole = payload_of(1, 2, 3)
+    assert whole.nbytes_of(rows, columns) == whole.take(rows, columns).nbytes
+
+
+def test_merge_refuses_columns_of_different_rows():
+    with pytest.raises(ColumnError, match=r"columns x have 2 rows, but y have 3"):
+        merge([Payload(2, {"x": np.arange(2)}), Payload(3, {"y": np.arange(3)})])
+
+
+def test_merge_refuses_token_columns_of_different_lengths():
+    other = Payload(2, {}, {"values": np.arange(3)}, np.array([2, 1]))
+    with pytest.raises(ColumnError, match=r"token columns ids and values differ in the lengths of rows"):
+        merge([payload_of(1, 2), other])
+
+
+def test_merge_puts_columns_side_by_side():
+    merged = merge([payload_of(1, 2).take(None, {"ids": "ids"}), Payload(2, {"y": np.arange(2)})])
+    assert lists(merged) == {"y": [0, 1], "ids": [0, 1, 2], "lengths": [1, 2]}
+
+
+def test_a_copy_shares_nothing():
+    whole = Payload(1, {"x": np.zeros(1), "names": [["a"]]}, {"ids": np.zeros(2)}, np.array([2]))
+    copied = whole.copy()
+    for array in (copied.rows["x"], copied.tokens["ids"], copied.lengths):
+        assert isinstance(array, np.ndarray)
+        array[:] = 9
+    copied.rows["names"][0].append("b")
+    assert lists(whole) == {"x": [0], "names": [["a"]], "ids": [0, 0], "lengths": [2]}

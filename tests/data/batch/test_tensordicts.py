@@ -1,0 +1,119 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowrl.data.batch.payload import Payload
+from flowrl.data.batch.tensordicts import (
+    from_table,
+    lengths,
+    make_table,
+    num_rows,
+    objects,
+    pad_tokens,
+    take_rows,
+    to_table,
+    unpad_tokens,
+)
+
+
+def table_of(*row_lengths: int):
+    rows = {"x": torch.arange(len(row_lengths)), "name": [f"r{i}" for i in range(len(row_lengths))]}
+    return make_table(rows, {"ids": torch.arange(sum(row_lengths))}, torch.tensor(row_lengths, dtype=torch.int64))
+
+
+def test_a_table_knows_its_rows_lengths_and_objects():
+    table = table_of(2, 0, 1)
+    assert (num_rows(table), lengths(table).tolist(), objects(table, "name")) == (3, [2, 0, 1], ["r0", "r1", "r2"])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[[1, 2], [3, 4]], [[1], [], [2, 3]], [{"a": 1}, {"a": 2}], [None, "x"], [["a", ["b"]], ["c", ["d"]]], [(1, 2)]],
+)
+def test_objects_come_back_as_they_went_in(values: list):
+    assert objects(make_table({"o": values}), "o") == values
+
+
+def test_objects_of_an_empty_table_are_an_empty_list():
+    assert objects(make_table({"o": []}, num_rows=0), "o") == []
+
+
+def test_a_missing_object_column_is_named_with_those_there():
+    with pytest.raises(KeyError, match=r"'y' is not in the table; it has x, name, length"):
+        objects(table_of(1), "y")
+
+
+def test_row_columns_of_different_sizes_are_refused():
+    with pytest.raises(ValueError, match=r"row columns y \(3\) do not have 2 rows"):
+        make_table({"x": torch.zeros(2), "y": torch.zeros(3)})
+
+
+def test_token_columns_need_lengths():
+    with pytest.raises(ValueError, match=r"token columns ids need lengths"):
+        make_table(tokens={"ids": torch.zeros(2)})
+
+
+def test_token_columns_have_the_sum_of_the_lengths():
+    with pytest.raises(ValueError, match=r"token columns ids \(3\) do not have 2 tokens"):
+        make_table(tokens={"ids": torch.zeros(3)}, lengths=torch.tensor([1, 1]))
+
+
+def test_padding_stands_right_of_the_tokens():
+    padded = pad_tokens(torch.arange(1, 6), torch.tensor([2, 0, 3]), padding=-1)
+    assert padded.tolist() == [[1, 2, -1], [-1, -1, -1], [3, 4, 5]]
+
+
+@given(st.lists(st.integers(0, 5), max_size=6))
+@settings(deadline=None)
+def test_unpadding_undoes_padding(row_lengths: list[int]):
+    lengths_B = torch.tensor(row_lengths, dtype=torch.int64)
+    values_T = torch.arange(sum(row_lengths))
+    assert torch.equal(unpad_tokens(pad_tokens(values_T, lengths_B, padding=-1), lengths_B), values_T)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=1, max_size=6), st.randoms())
+@settings(deadline=None)
+def test_taking_rows_takes_their_tokens(cases, random):
+    table = table_of(*(length for length, _ in cases))
+    index = [i for i, (_, kept) in enumerate(cases) if kept]
+    random.shuffle(index)
+    taken = take_rows(table, torch.tensor(index, dtype=torch.int64))
+    split = torch.split(table["tokens", "ids"], lengths(table).tolist())
+    assert objects(taken, "name") == [f"r{i}" for i in index]
+    assert taken["tokens", "ids"].tolist() == [token for i in index for token in split[i].tolist()]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.uint8, torch.bool])
+def test_every_type_survives_the_stored_form(dtype: torch.dtype):
+    values = torch.tensor([[1, 0], [3, 2]]).to(dtype)
+    table = make_table({"x": values}, {"t": values.flatten()}, torch.tensor([3, 1]))
+    back = to_table(from_table(table))
+    assert back["rows", "x"].dtype == back["tokens", "t"].dtype == dtype
+    assert torch.equal(back["rows", "x"], values) and torch.equal(back["tokens", "t"], values.flatten())
+
+
+def test_bfloat16_is_stored_as_int16_under_a_mark():
+    payload = from_table(make_table({"x": torch.zeros(2, dtype=torch.bfloat16)}))
+    assert (np.asarray(payload.rows["x"]).dtype, payload.bfloat16) == (np.int16, {"x"})
+
+
+def test_a_copy_can_be_written_without_harm():
+    payload = Payload(2, {"x": np.zeros(2)})
+    to_table(payload, copy=True)["rows", "x"].fill_(1)
+    assert list(payload.rows["x"]) == [0, 0]
+
+
+def test_token_columns_take_the_lengths_of_the_input_where_they_state_none():
+    table = table_of(2, 1)
+    del table["rows"]["length"]
+    taken = from_table(table, np.array([2, 1])).lengths
+    assert taken is not None and taken.tolist() == [2, 1]
+
+
+def test_token_columns_that_fit_no_lengths_are_refused():
+    table = table_of(2, 1)
+    del table["rows"]["length"]
+    with pytest.raises(ValueError, match=r"'ids' has 3 tokens where the lengths sum to 5"):
+        from_table(table, np.array([2, 3]))

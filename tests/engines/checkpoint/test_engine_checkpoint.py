@@ -1,0 +1,225 @@
+"""An engine goes on where it was saved: bit for bit, whatever happened meanwhile and whatever world saved it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.multiprocessing.spawn import spawn
+
+from flowrl.config import EngineConfig, OptimizerConfig
+from flowrl.data.checksums import CheckpointError, sum_of
+from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints, load
+from flowrl.engines.train.engine import TrainEngine
+from flowrl.engines.train.loss_scale import LossScale
+from flowrl.workers.policy_model import PolicyModel
+from tests.engines.checkpoint_ranks import STRATEGIES, copied, main, save, sharded, whole
+from tests.engines.losses import Bigram, bigram_loss
+from tests.engines.tables import VOCABULARY, table
+from tests.engines.tiny import qwen2
+
+
+def train(engine: TrainEngine, steps: range) -> None:
+    for step in steps:
+        engine.update(table(5, seed=step), bigram_loss)
+
+
+def assert_equal(found: dict, expected: dict) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_steps_after_a_load_are_bit_for_bit_those_of_a_run_that_never_stopped(
+    tmp_path: Path, asynchronous: bool
+) -> None:
+    straight, again = copied(None), copied(None)
+    train(straight, range(3))
+    save(straight, tmp_path, asynchronous=asynchronous)
+    train(straight, range(3, 6))
+    load(again, tmp_path)
+    assert again.num_steps == 3
+    train(again, range(3, 6))
+    assert_equal(whole(again.model), whole(straight.model))
+
+
+def test_an_asynchronous_save_holds_the_state_of_its_call(tmp_path: Path) -> None:
+    engine, again = copied(None), copied(None)
+    train(engine, range(2))
+    expected, checkpoints = whole(engine.model), EngineCheckpoints(engine)
+    checkpoints.save(tmp_path, asynchronous=True)
+    train(engine, range(2, 8))
+    checkpoints.saved()
+    load(again, tmp_path)
+    assert_equal(whole(again.model), expected)
+
+
+def test_a_second_asynchronous_save_takes_the_memory_of_the_first(tmp_path: Path) -> None:
+    engine, again = copied(None), copied(None)
+    checkpoints = EngineCheckpoints(engine)
+    for step in range(2):
+        train(engine, range(step, step + 1))
+        (tmp_path / str(step)).mkdir()
+        checkpoints.save(tmp_path / str(step), asynchronous=True)
+        checkpoints.saved()
+    load(again, tmp_path / "0")
+    assert again.num_steps == 1
+    load(again, tmp_path / "1")
+    assert_equal(whole(again.model), whole(engine.model))
+
+
+def test_what_was_saved_before_the_first_step_has_no_moments(tmp_path: Path) -> None:
+    save(copied(None), tmp_path, asynchronous=False)
+    straight, again = copied(None), copied(None)
+    load(again, tmp_path)
+    train(straight, range(2))
+    train(again, range(2))
+    assert_equal(whole(again.model), whole(straight.model))
+
+
+def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
+    engine = copied(None)
+    save(engine, tmp_path, asynchronous=False)
+    expected = torch.rand(3)
+    torch.rand(100)
+    load(engine, tmp_path)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_the_files_are_what_the_sums_say(tmp_path: Path) -> None:
+    checkpoints = EngineCheckpoints(copied(None))
+    checkpoints.save(tmp_path, beside={"model/config.json": b"{}"})
+    saved = checkpoints.saved()
+    assert saved is not None and saved.architecture == "Bigram, 1,426 parameters"
+    assert {name: sum_of(tmp_path / name) for name in saved.files} == saved.files
+    assert set(saved.files) == {p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file()}
+
+
+def test_tied_weights_are_stored_once_and_stay_tied(tmp_path: Path) -> None:
+    model, other = (TrainEngine(qwen2(seed=seed), OptimizerConfig(lr=1e-3), EngineConfig()) for seed in (0, 1))
+    save(model, tmp_path, asynchronous=False)
+    assert "lm_head" not in (tmp_path / "index.json").read_text()
+    load(other, tmp_path)
+    assert_equal(whole(other.model), whole(model.model))
+    assert other.model.get_output_embeddings().weight is other.model.get_input_embeddings().weight  # pyright: ignore
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
+    """What two processes have made of what one saved, and the folders of both."""
+    folder = tmp_path_factory.mktemp("two")
+    for name in ("one-sharded", "two-fsdp", "two-tp", "one-copied", "two-copied", "blocked"):
+        (folder / name).mkdir()
+    one, copy = sharded(None), copied(None)
+    for _ in range(2):
+        one.step()
+    train(copy, range(2))
+    save(one, folder / "one-sharded", asynchronous=False)
+    save(copy, folder / "one-copied", asynchronous=False)
+    spawn(main, (folder,), nprocs=2)
+    return folder, [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize("how", STRATEGIES)
+def test_shards_go_on_from_what_one_process_saved(two_ranks: tuple[Path, list[dict]], how: str) -> None:
+    straight = sharded(None)
+    for _ in range(3):
+        straight.step()
+    for results in two_ranks[1]:
+        torch.testing.assert_close(results[how, "weights"], whole(straight.model), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", STRATEGIES)
+def test_one_process_goes_on_from_shards(two_ranks: tuple[Path, list[dict]], how: str) -> None:
+    straight, again = sharded(None), sharded(None)
+    load(again, two_ranks[0] / f"two-{how}")
+    assert again.num_steps == 3
+    again.step()
+    for _ in range(4):
+        straight.step()
+    torch.testing.assert_close(whole(again.model), whole(straight.model), rtol=0, atol=1e-6)
+
+
+def test_copies_go_on_from_one_process_and_one_process_from_copies(two_ranks: tuple[Path, list[dict]]) -> None:
+    folder, results = two_ranks
+    again = copied(None)
+    load(again, folder / "two-copied")
+    assert again.num_steps == 3
+    for found in results:
+        assert_equal(found["copied", "weights"], whole(again.model))
+
+
+def test_of_copies_rank_0_writes_all_and_of_shards_every_rank_its_own(two_ranks: tuple[Path, list[dict]]) -> None:
+    first, second = two_ranks[1]
+    assert first["copied", "files"] == ["index.json", "random-00000.json", "rank-00000.bin"]
+    assert second["copied", "files"] == ["random-00001.json"]
+    assert second["fsdp", "files"] == second["tp", "files"] == ["random-00001.json", "rank-00001.bin"]
+
+
+def test_a_rank_that_cannot_write_is_told_by_all(two_ranks: tuple[Path, list[dict]]) -> None:
+    assert [results["blocked"] for results in two_ranks[1]] == [two_ranks[1][1]["blocked"]] * 2
+    assert "nowhere (No such file or directory); make room" in two_ranks[1][0]["blocked"]
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    engine = copied(None)
+    train(engine, range(1))
+    save(engine, tmp_path, asynchronous=False)
+    return tmp_path
+
+
+def test_another_size_is_refused_by_the_name_of_a_weight(stored: Path) -> None:
+    other = TrainEngine(Bigram(VOCABULARY, 8), None, EngineConfig())
+    with pytest.raises(CheckpointError, match=r"weight is float32 \[32, 17\] there and float32 \[32, 8\] here"):
+        load(other, stored)
+
+
+def test_another_model_is_refused_and_left_as_it_was(stored: Path) -> None:
+    other = TrainEngine(qwen2(), None, EngineConfig())
+    before = whole(other.model)
+    with pytest.raises(CheckpointError, match=r"of another model: the model has model\.model\.embed_tokens\.weight"):
+        load(other, stored)
+    assert_equal(whole(other.model), before)
+
+
+@pytest.mark.parametrize(
+    ("name", "contents", "said"),
+    [
+        ("index.json", None, "holds no checkpoint: index.json cannot be read"),
+        ("index.json", b"{", "holds no checkpoint"),
+        ("index.json", b'{"format": 2}', "has format 2, and this version reads 1"),
+        ("rank-00000.bin", b"short", r"rank-00000.bin ends before .* does"),
+    ],
+)
+def test_a_damaged_folder_is_refused(stored: Path, name: str, contents: bytes | None, said: str) -> None:
+    (stored / name).unlink()
+    if contents is not None:
+        (stored / name).write_bytes(contents)
+    with pytest.raises(CheckpointError, match=said):
+        load(copied(None), stored)
+
+
+def test_a_missing_file_of_tensors_is_told_by_name(stored: Path) -> None:
+    (stored / "rank-00000.bin").unlink()
+    with pytest.raises(CheckpointError, match=r"cannot be loaded: .*rank-00000\.bin"):
+        load(copied(None), stored)
+
+
+def test_a_folder_that_is_not_there_is_told_when_it_is_waited_for(tmp_path: Path) -> None:
+    checkpoints = EngineCheckpoints(copied(None))
+    checkpoints.save(tmp_path / "none", asynchronous=True)
+    with pytest.raises(CheckpointError, match=r"cannot be written to .*none \(No such file"):
+        checkpoints.saved()
+    checkpoints.save(tmp_path)
+    assert checkpoints.saved() is not None
+
+
+def test_the_scale_of_float16_goes_on_where_it_was(tmp_path: Path) -> None:
+    engines = [
+        TrainEngine(PolicyModel(qwen2()), OptimizerConfig(lr=1e-3), EngineConfig(compute_dtype="float16"))
+        for _ in range(2)
+    ]
+    engines[0].loss_scale = LossScale(512.0, good_steps=9)
+    save(engines[0], tmp_path, asynchronous=False)
+    load(engines[1], tmp_path)
+    assert engines[1].loss_scale == LossScale(512.0, good_steps=9)

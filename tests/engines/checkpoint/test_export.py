@@ -1,0 +1,144 @@
+"""A checkpoint as a folder that transformers loads."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.multiprocessing.spawn import spawn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from flowrl.config import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, UserError
+from flowrl.data.checksums import CheckpointError
+from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints, load
+from flowrl.engines.checkpoint.export import DESCRIPTION, describe_adapter, export_adapter, export_policy
+from flowrl.engines.checkpoint.shards import INDEX
+from flowrl.engines.models.loading import ModelError, describe_model
+from flowrl.engines.models.lora import adapter_state, add_adapter, load_adapter_state
+from flowrl.engines.parallel.rank_mesh import ALONE
+from flowrl.engines.train.engine import TrainEngine
+from flowrl.workers.policy_model import PolicyModel
+from tests.engines.export_ranks import CASES, START, critic_engine, main, values
+from tests.engines.tiny import llama, qwen2, save
+
+
+def saved(model: PreTrainedModel, tmp_path: Path) -> Path:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir(parents=True)
+    files = describe_model(model, save(model, tmp_path / "start"))
+    checkpoints = EngineCheckpoints(TrainEngine(PolicyModel(model), OptimizerConfig(lr=1e-3), EngineConfig()))
+    checkpoints.save(folder, beside={f"{DESCRIPTION}/{name}": data for name, data in files.items()})
+    checkpoints.saved()
+    return folder
+
+
+@pytest.mark.parametrize(
+    "model", [qwen2, llama, lambda: qwen2(dtype=torch.bfloat16)], ids=["tied", "untied", "bfloat16"]
+)
+def test_an_exported_policy_gives_the_same_logits(model, tmp_path: Path) -> None:
+    export_policy(saved(model(), tmp_path), tmp_path / "out")
+    loaded, expected = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="auto").eval() for name in ("out", "start")
+    )
+    ids = torch.randint(2, 30, (2, 9))
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, expected(ids).logits)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "<end>"
+
+
+def adapted(tmp_path: Path, base: Path, rank: int = 4) -> tuple[PreTrainedModel, Path]:
+    """A model with an adapter that changes it, and its checkpoint, which names the model in `base`."""
+    lora, model = LoraConfig(rank=rank), qwen2()
+    add_adapter(model, lora)
+    load_adapter_state(model, {name: torch.full_like(w, 0.02) for name, w in adapter_state(model).items()})
+    folder = saved(model, tmp_path)
+    described = describe_adapter(ModelConfig(path=base), lora)
+    for name, data in described.items():
+        (folder / DESCRIPTION / name).write_bytes(data)
+    return model, folder
+
+
+def test_an_exported_adapter_is_merged_into_the_model_that_it_was_trained_on(tmp_path: Path) -> None:
+    model, folder = adapted(tmp_path, save(qwen2(), tmp_path / "base"))
+    export_policy(folder, tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    ids = torch.randint(2, 30, (2, 9))
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, model(ids).logits, rtol=0, atol=2e-5)
+
+
+def test_an_adapter_of_another_model_or_of_none_is_refused(tmp_path: Path) -> None:
+    _, folder = adapted(tmp_path, save(llama(), tmp_path / "other"))
+    with pytest.raises(CheckpointError, match=r"does not fit the model in .*other: put the model there"):
+        export_policy(folder, tmp_path / "out")
+    _, folder = adapted(tmp_path / "again", tmp_path / "nowhere")
+    with pytest.raises(ModelError, match="nowhere"):
+        export_policy(folder, tmp_path / "out")
+
+
+def test_a_checkpoint_without_an_adapter_has_none_to_export_whatever_its_weights(tmp_path: Path) -> None:
+    folder = saved(qwen2(), tmp_path)
+    (folder / INDEX).unlink()
+    with pytest.raises(CheckpointError, match="has no adapter, because its run trained all weights"):
+        export_adapter(folder, tmp_path / "out")
+
+
+def test_a_folder_below_a_file_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"file/out cannot be written \(Not a directory\): make room, or name a folder"):
+        export_policy(saved(qwen2(), tmp_path), tmp_path / "file/out")
+
+
+@pytest.fixture(scope="module")
+def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two real processes saved, a folder per case with `actor`, `critic` and the whole `policy`."""
+    folder = tmp_path_factory.mktemp("ranks")
+    save(qwen2(), folder / START)
+    spawn(main, (folder,), nprocs=2)
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_two_ranks_saved_is_exported_by_one_process(of_two_ranks: Path, tmp_path: Path, name: str) -> None:
+    export_policy(of_two_ranks / name / "actor", tmp_path / "out")
+    found, expected, start = (
+        load_file(path / "model.safetensors")
+        for path in (tmp_path / "out", of_two_ranks / name / "policy", of_two_ranks / START)
+    )
+    assert found.keys() == expected.keys() == start.keys()
+    assert all(torch.equal(found[weight], expected[weight]) for weight in expected)
+    assert not torch.equal(found["model.layers.0.mlp.up_proj.weight"], start["model.layers.0.mlp.up_proj.weight"])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_critic_that_two_ranks_saved_goes_on_in_one_process(of_two_ranks: Path, name: str) -> None:
+    critic = critic_engine(CASES[name], of_two_ranks, ALONE)
+    load(critic, of_two_ranks / name / "critic")
+    assert critic.num_steps == 2
+    for rank in range(2):
+        said = torch.load(of_two_ranks / f"{rank}.pt")[name]
+        torch.testing.assert_close(values(critic), said, rtol=1e-5, atol=1e-5)
+
+
+def test_a_critic_is_no_policy(of_two_ranks: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="critic describes no language model: only what an Actor saved"):
+        export_policy(of_two_ranks / "fsdp" / "critic", tmp_path / "out")
+
+
+def test_a_folder_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ModelError, match="exists already"):
+        export_policy(saved(llama(), tmp_path), tmp_path / "out")
+
+
+def test_what_describes_no_language_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="describes no language model: only what an Actor saved is exported"):
+        export_policy(tmp_path, tmp_path / "out")
+
+
+def test_a_description_of_another_model_is_refused(tmp_path: Path) -> None:
+    folder = saved(llama(), tmp_path)
+    (folder / DESCRIPTION / "config.json").write_bytes(describe_model(qwen2(), tmp_path / "start")["config.json"])
+    with pytest.raises((ModelError, RuntimeError), match=r"do not fit the model described|size mismatch"):
+        export_policy(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,85 @@
+"""Attention within rows against products, a mask and a softmax, padded, packed, and on a GPU."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from flowrl.engines.models.attention import attend, why_padded
+from flowrl.engines.models.packing import Pack, pack_rows
+from tests.engines.families import FAMILIES, build
+from tests.engines.tiny import convolving
+
+LENGTHS = [3, 5, 5, 17]
+VARIANTS = {
+    "plain": {},
+    "scaled": {"scaling": 0.3},
+    "a window": {"window": 4},
+    "a cap": {"softcap": 1.5},
+    "a window and a cap": {"window": 4, "softcap": 1.5},
+}
+
+
+def states(dtype: torch.dtype = torch.float64, device: str = "cpu", width: int = 8) -> list[Tensor]:
+    """Queries of four heads, and keys and values of two, of a pack."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, heads, sum(LENGTHS), width) for heads in (4, 2, 2)]
+    return [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
+
+
+def expected(query: Tensor, key: Tensor, value: Tensor, scaling=None, window=None, softcap=None) -> Tensor:
+    """All products, and a mask over other rows, later tokens, and tokens before the window."""
+    row_T = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    place_T = torch.arange(len(row_T))
+    back_TT = place_T[:, None] - place_T
+    is_seen_TT = (row_T[:, None] == row_T) & (back_TT >= 0) & (back_TT < (window or math.inf))
+    key, value = (x.repeat_interleave(2, dim=1) for x in (key, value))
+    logits = query @ key.transpose(2, 3) * (scaling or query.shape[-1] ** -0.5)
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    return (logits.masked_fill(~is_seen_TT, -math.inf).softmax(-1) @ value).transpose(1, 2)
+
+
+def with_gradients(attended: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    weights = torch.rand(attended.shape, generator=torch.Generator().manual_seed(1))
+    return [attended, *torch.autograd.grad((attended * weights.to(attended)).sum(), inputs)]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tokens_of_a_pack_see_their_own_row(variant: str):
+    options, inputs = VARIANTS[variant], states()
+    found = with_gradients(attend(*inputs, pack=pack_rows(LENGTHS), **options), inputs)
+    torch.testing.assert_close(found, with_gradients(expected(*inputs, **options), inputs))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_padded_rows_say_the_same(variant: str):
+    options, inputs, pack = VARIANTS[variant], states(), pack_rows(LENGTHS)
+    mask_BL = torch.arange(17) < torch.tensor(LENGTHS)[:, None]
+    padded = [
+        x.new_zeros(4, 17, x.shape[1], 8).masked_scatter(mask_BL[..., None, None], x[0].transpose(0, 1)) for x in inputs
+    ]
+    rows = attend(*(x.transpose(1, 2) for x in padded), pack=None, **options)
+    torch.testing.assert_close(rows[mask_BL][None], attend(*inputs, pack=pack, **options))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_gpu_sees_what_a_cpu_sees(variant: str, dtype: torch.dtype):
+    options, inputs = VARIANTS[variant], states(dtype, "cuda", width=64)
+    pack: Pack = pack_rows(LENGTHS).to("cuda")
+    found = with_gradients(attend(*inputs, pack=pack, **options), inputs)
+    known = [x.detach().double().cpu().requires_grad_() for x in inputs]
+    for one, other in zip(found, with_gradients(expected(*known, **options), known), strict=True):
+        torch.testing.assert_close(one.double().cpu(), other, rtol=0.03, atol=0.03)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_nothing_keeps_the_documented_families_from_packs(name: str):
+    assert why_padded(build(name)) is None
+
+
+def test_layers_that_let_tokens_meet_outside_of_attention_are_padded():
+    assert why_padded(convolving()) == "conv layers"

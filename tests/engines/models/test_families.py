@@ -1,0 +1,168 @@
+"""Every family of docs/models.md, on one process and on two that share each layer or each row."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.multiprocessing.spawn import spawn
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from flowrl.config import ModelConfig, RolloutConfig
+from flowrl.engines.models.loading import (
+    ModelError,
+    load_critic,
+    load_policy,
+    load_reward_model,
+    save_model,
+)
+from flowrl.engines.parallel.sharding import EngineError
+from flowrl.engines.rollout.hf.engine import HfRollout, Responses, RolloutError
+from flowrl.workers.policy_model import PolicyModel
+from tests.engines.families import FAMILIES, SHARED, adapted, build, main, markdown, train
+from tests.engines.losses import logprobs, policy_logits
+from tests.engines.tables import VOCABULARY
+from tests.engines.tiny import save, tokenizer
+
+IDS = torch.randint(2, VOCABULARY, (3, 50), generator=torch.Generator().manual_seed(0))
+"""Longer than the windows of those that have one."""
+
+REFUSED = {
+    ("Mistral with a window", "sp"): "attention to the last 32 tokens only, which sp 2 cannot share over ranks",
+    ("Gemma 2", "sp"): "sliding_attention layers, a cap on its attention's logits, which sp 2 cannot share",
+    ("GPT-2", "tp"): "cannot run with tp 2: transformers has no tensor-parallel plan for it; set tp: 1",
+    ("OPT", "tp"): "cannot run with tp 2: transformers has no tensor-parallel plan for it; set tp: 1",
+}
+
+
+SAME = {"split norms": "tp"}
+"""Kind of parallelism -> the one that refuses the same families."""
+
+
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """What two real processes found, each a map from family and kind of parallelism."""
+    folder: Path = tmp_path_factory.mktemp("families")
+    spawn(main, (folder,), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, dict]:
+    """What one process found with padded rows; those that share layers or rows run packed ones."""
+    return {name: train(build(name), packing="never") for name in FAMILIES}
+
+
+@pytest.fixture(params=FAMILIES)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def generate(model: torch.nn.Module, prompts: list[list[int]], **settings: int) -> Responses:
+    rollout = HfRollout(model, tokenizer(), RolloutConfig(**{"max_response_tokens": 8, **settings}))  # pyright: ignore[reportArgumentType] (a family's model)
+    return rollout.generate(prompts, torch.arange(len(prompts)), torch.zeros(len(prompts), dtype=torch.int64), seed=3)
+
+
+def test_log_probabilities_are_those_of_the_models_own_logits(name: str):
+    model = build(name)
+    found = PolicyModel(model)(IDS, torch.ones_like(IDS, dtype=torch.bool))[0]
+    torch.testing.assert_close(found, logprobs(policy_logits(model, IDS), IDS), rtol=1e-5, atol=1e-5)
+
+
+def test_two_optimizer_steps_lower_the_loss(alone: dict[str, dict], name: str):
+    first, second = alone[name]["losses"]
+    assert second < first
+
+
+def test_a_saved_model_is_loaded_by_transformers_and_says_the_same(name: str, tmp_path: Path):
+    policy = load_policy(ModelConfig(path=save(build(name), tmp_path / "start")))
+    train(policy)
+    save_model(policy, tmp_path / "start", tmp_path / "end")
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "end", attn_implementation=policy.config._attn_implementation
+    )
+    assert torch.equal(loaded(IDS, use_cache=False).logits, policy_logits(policy, IDS))
+
+
+def test_responses_have_the_trainers_log_probabilities(name: str):
+    model, prompts = build(name), [[5], list(range(2, 20)), [7, 8, 9]]
+    answers = generate(model, prompts)
+    for i, (prompt, ids) in enumerate(zip(prompts, answers.ids(), strict=True)):
+        row = torch.tensor([prompt + ids])
+        expected = logprobs(policy_logits(model, row), row)[0, len(prompt) :]
+        found = answers.logprobs.split(answers.lengths.tolist())[i]
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_longest_row_that_a_rollout_takes_is_answered_and_a_longer_one_refused(name: str):
+    longest = FAMILIES[name].longest
+    answers = generate(build(name), [[5] * (longest - 1)], max_response_tokens=1)
+    assert answers.lengths.tolist() == [1]
+    with pytest.raises(RolloutError, match=f"but the model takes {longest}"):
+        generate(build(name), [[5] * longest], max_response_tokens=1)
+
+
+def test_a_critic_starts_from_its_backbone(name: str, tmp_path: Path):
+    critic = load_critic(ModelConfig(path=save(build(name), tmp_path / "start")))
+    assert torch.equal(critic(IDS), torch.zeros(IDS.shape))
+    torch.nn.init.normal_(critic.value_head.weight)
+    save_model(critic, tmp_path / "start", tmp_path / "critic")
+    assert torch.equal(load_critic(ModelConfig(path=tmp_path / "critic"))(IDS), critic(IDS))
+
+
+def test_a_reward_model_starts_from_its_backbone(name: str, tmp_path: Path):
+    reward = load_reward_model(ModelConfig(path=save(build(name), tmp_path / "start")), head="fresh")
+    lengths = torch.tensor([50, 1, 20])
+    save_model(reward, tmp_path / "start", tmp_path / "reward")
+    again = load_reward_model(ModelConfig(path=tmp_path / "reward"))
+    assert torch.equal(again(IDS, lengths), reward(IDS, lengths))
+
+
+@pytest.mark.parametrize("kind", [*SHARED, "split norms"])
+def test_two_ranks_train_the_weights_of_one_or_refuse(on_two: list[dict], alone: dict[str, dict], name: str, kind: str):
+    for found in on_two:
+        if (name, SAME.get(kind, kind)) in REFUSED:
+            assert REFUSED[name, SAME.get(kind, kind)] in found[name, kind]
+        else:
+            torch.testing.assert_close(found[name, kind], alone[name], rtol=0, atol=2e-5)
+
+
+def test_tensor_parallel_ranks_train_the_adapter_of_one_or_refuse(on_two: list[dict], name: str):
+    expected = train(adapted(name))
+    for found in on_two:
+        for case in ("tp of an adapter", "split norms of an adapter"):
+            if (name, "tp") in REFUSED:
+                assert REFUSED[name, "tp"] in found[name, case]
+            else:
+                torch.testing.assert_close(found[name, case], expected, rtol=0, atol=2e-5)
+
+
+def test_the_documented_table_is_what_was_found(on_two: list[dict]):
+    assert markdown(on_two[0]) in Path("docs/models.md").read_text()
+
+
+def test_a_cap_on_attention_is_not_left_out(tmp_path: Path):
+    loaded, capped = load_policy(ModelConfig(path=save(build("Gemma 2"), tmp_path))), build("Gemma 2")
+    uncapped = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
+    assert torch.equal(policy_logits(loaded, IDS), policy_logits(capped, IDS))
+    assert (policy_logits(loaded, IDS) - policy_logits(uncapped, IDS)).abs().max() > 0.01
+
+
+def test_kernels_that_leave_the_cap_out_are_refused():
+    with pytest.raises(EngineError, match="leaves out the cap on attention's logits that Gemma2ForCausalLM has"):
+        train(build("Gemma 2"), attention="sdpa")
+
+
+def test_all_dropout_of_a_configuration_is_named_at_once(tmp_path: Path):
+    folder = save(GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=32)), tmp_path)
+    sentence = r"resid_pdrop is 0\.1, embd_pdrop is 0\.1, attn_pdrop is 0\.1 in .* set each to 0\.0"
+    with pytest.raises(ModelError, match=sentence):
+        load_policy(ModelConfig(path=folder))
+
+
+def test_a_model_that_brings_its_own_code_is_refused(tmp_path: Path):
+    code = {"AutoModelForCausalLM": "modeling_baichuan.BaichuanForCausalLM"}
+    settings = {"model_type": "baichuan", "auto_map": {"AutoConfig": "configuration_baichuan.BaichuanConfig"} | code}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match="it brings code of its own to run, which is never done"):
+        load_policy(ModelConfig(path=tmp_path))

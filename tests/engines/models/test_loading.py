@@ -1,0 +1,138 @@
+import json
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from flowrl.config import ModelConfig
+from flowrl.engines.models.loading import (
+    CriticModel,
+    ModelError,
+    load_critic,
+    load_policy,
+    load_reward_model,
+    save_model,
+)
+from tests.engines.losses import policy_logits
+from tests.engines.tiny import END, classifier, llama, qwen2, save
+
+IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+
+
+def config(folder: Path, dtype: Literal["float32", "bfloat16"] = "float32") -> ModelConfig:
+    return ModelConfig(path=folder, dtype=dtype)
+
+
+@pytest.mark.parametrize("build", [qwen2, llama])
+def test_a_policy_is_what_was_saved_in_evaluation_mode(build, tmp_path: Path):
+    model = build()
+    loaded = load_policy(config(save(model, tmp_path)))
+    assert not loaded.training
+    assert torch.equal(policy_logits(loaded, IDS), policy_logits(model, IDS))
+
+
+def test_the_dtype_is_that_of_the_config(tmp_path: Path):
+    assert load_policy(config(save(qwen2(), tmp_path), "bfloat16")).dtype == torch.bfloat16
+
+
+def test_loading_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    folder = save(qwen2(), tmp_path)
+    capfd.readouterr()
+    load_policy(config(folder))
+    load_critic(config(folder))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_padding_on_the_right_changes_no_real_position():
+    model = qwen2()
+    padded = torch.nn.functional.pad(IDS, (0, 3))
+    torch.testing.assert_close(policy_logits(model, padded)[:, :4], policy_logits(model, IDS))
+
+
+def test_dropout_is_refused(tmp_path: Path):
+    folder = save(qwen2(), tmp_path)
+    settings = json.loads((folder / "config.json").read_text()) | {"attention_dropout": 0.1}
+    (folder / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match=r"attention_dropout is 0\.1 .* set it to 0\.0"):
+        load_policy(config(folder))
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path):
+    with pytest.raises(ModelError, match=f"cannot be loaded from {tmp_path}"):
+        load_policy(config(tmp_path))
+
+
+def test_a_critic_starts_at_zero_on_any_language_model(tmp_path: Path):
+    critic = load_critic(config(save(llama(), tmp_path)))
+    assert torch.equal(critic(IDS), torch.zeros(2, 4))
+
+
+def test_the_value_of_a_token_is_read_before_it():
+    critic = CriticModel(qwen2().model)
+    torch.nn.init.normal_(critic.value_head.weight)
+    changed = IDS.clone()
+    changed[:, 2] += 1
+    differs = (critic(IDS) != critic(changed)).tolist()
+    assert differs == [[False, False, False, True]] * 2
+    assert critic(IDS)[:, 0].tolist() == [0.0, 0.0]
+
+
+def test_a_saved_critic_is_loaded_with_its_head(tmp_path: Path):
+    critic = load_critic(config(save(qwen2(), tmp_path / "policy")))
+    torch.nn.init.normal_(critic.value_head.weight)
+    save_model(critic, tmp_path / "policy", tmp_path / "critic")
+    assert torch.equal(load_critic(config(tmp_path / "critic"))(IDS), critic(IDS))
+
+
+def test_a_reward_is_read_at_the_last_token_of_each_row(tmp_path: Path):
+    model = load_reward_model(config(save(classifier(), tmp_path)))
+    alone = [model(IDS[:1, :2], torch.tensor([2])), model(IDS[1:], torch.tensor([4]))]
+    torch.testing.assert_close(model(IDS, torch.tensor([2, 4])), torch.cat(alone))
+
+
+def test_a_language_model_is_refused_as_a_reward_model(tmp_path: Path):
+    with pytest.raises(ModelError, match=r"lacks the weights score\.weight; train its head first, or .* head: fresh"):
+        load_reward_model(config(save(qwen2(), tmp_path)))
+
+
+def test_a_fresh_head_is_drawn_from_a_normal_of_variance_one_over_the_width_and_one(tmp_path: Path):
+    folder = save(qwen2(hidden_size=2048, num_hidden_layers=1), tmp_path)
+    weight = load_reward_model(config(folder), head="fresh").model.get_parameter("score.weight")
+    critics = load_critic(config(folder), head="fresh").value_head
+    assert weight.shape == (1, 2048) and torch.equal(weight, critics.weight) and critics.bias.item() == 0
+    # The deviation of 2048 draws is within 5 % of the distribution's, their mean within 3 standard errors of 0.
+    assert weight.std().item() == pytest.approx(2049**-0.5, rel=0.05)
+    assert abs(weight.mean().item()) < 3 * 2049**-0.5 / 2048**0.5
+
+
+def test_a_fresh_head_is_the_same_for_the_same_seed_only(tmp_path: Path):
+    folder, lengths = config(save(qwen2(), tmp_path)), torch.tensor([4, 4])
+    first, again = (load_reward_model(folder, head="fresh")(IDS, lengths) for _ in range(2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, load_reward_model(folder, head="fresh", seed=1)(IDS, lengths))
+
+
+def test_a_saved_reward_model_has_its_head(tmp_path: Path):
+    model = load_reward_model(config(save(qwen2(), tmp_path / "policy")), head="fresh")
+    lengths = torch.tensor([2, 4])
+    save_model(model, tmp_path / "policy", tmp_path / "reward")
+    assert torch.equal(load_reward_model(config(tmp_path / "reward"))(IDS, lengths), model(IDS, lengths))
+
+
+def test_transformers_loads_a_saved_policy_and_its_tokenizer(tmp_path: Path):
+    policy = load_policy(config(save(qwen2(), tmp_path / "start")))
+    save_model(policy, tmp_path / "start", tmp_path / "end")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "end")
+    assert torch.equal(loaded(IDS).logits, policy_logits(policy, IDS))
+    assert AutoTokenizer.from_pretrained(tmp_path / "end").eos_token_id == END
+    assert load_file(tmp_path / "end" / "model.safetensors")
+
+
+def test_a_model_is_not_saved_over_another(tmp_path: Path):
+    folder = save(qwen2(), tmp_path / "start")
+    with pytest.raises(ModelError, match="exists already"):
+        save_model(qwen2(), folder, folder)
+    save_model(qwen2(), folder, folder, wanted=False)  # as a rank does that comes when the first has written

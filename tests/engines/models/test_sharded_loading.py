@@ -1,0 +1,148 @@
+"""Ranks that hold a model between them read their parts of it, and end with what a whole load gives."""
+
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.multiprocessing.spawn import spawn
+from transformers import AutoModel, AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+
+from flowrl.config import ModelConfig
+from flowrl.engines.models.loading import CriticModel, ModelError, load_policy, save_model
+from flowrl.engines.models.sharded_loading import empty_model, read_parts
+from tests.engines.families import FAMILIES, build
+from tests.engines.loading import IDS, MESHES, expected, main, measure
+from tests.engines.losses import policy_logits
+from tests.engines.tiny import SIZES, llama, qwen2, save
+
+KINDS = (
+    "tied policy",
+    "policy",
+    "critic",
+    "fresh critic",
+    "reward",
+    "policy with an adapter",
+    "critic with an adapter",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models on disk: two policies, one of them in several files, and a critic with its head."""
+    folder = tmp_path_factory.mktemp("loading")
+    save(qwen2(), folder / "tied")
+    save(llama(), folder / "policy")
+    llama().save_pretrained(folder / "policy", max_shard_size="20KB")
+    (folder / "policy" / "model.safetensors").unlink()
+    critic = CriticModel(qwen2().model, head="fresh", seed=7)
+    save_model(critic, folder / "tied", folder / "critic")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> list[dict]:
+    """What four real processes ended with."""
+    spawn(main, (folder,), nprocs=4)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(4)]
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> dict:
+    return expected(folder)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_models_read_in_parts_are_those_read_whole(results: list[dict], whole: dict, mesh: str, kind: str):
+    said, weights = whole[kind]
+    for rank in range(MESHES[mesh][0]):
+        found_said, found_weights = results[rank][mesh, kind]
+        assert found_weights.keys() == weights.keys()
+        assert all(torch.equal(found_weights[name], weights[name]) for name in weights)
+        # These critics are in bfloat16, whose sums ranks round in another order.
+        tolerance = 0.05 if kind.startswith("critic") else 1e-5
+        torch.testing.assert_close(found_said, said, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("auto", [AutoModel, AutoModelForCausalLM])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_buffers_that_no_file_has_are_made_again(name: str, auto: type, tmp_path: Path):
+    found = empty_model(auto, save(build(name), tmp_path), torch.float32)
+    assert found is not None and all(parameter.is_meta for parameter in found.parameters())
+    read_parts(found, torch.device("cpu"))
+    model = auto.from_pretrained(tmp_path)
+    for kind in ("named_buffers", "named_parameters"):
+        tensors, wanted = (dict(getattr(m, kind)(remove_duplicate=False)) for m in (found, model))
+        assert tensors.keys() == wanted.keys()
+        assert all(torch.equal(tensors[name], wanted[name]) for name in wanted)
+
+
+def test_tied_weights_stay_one(folder: Path):
+    model = load_policy(ModelConfig(path=folder / "tied"), parts=True)
+    read_parts(model, torch.device("cpu"))
+    assert model.get_parameter("lm_head.weight") is model.get_parameter("model.embed_tokens.weight")
+
+
+def renamed(folder: Path, old: str, new: str) -> Path:
+    """A policy whose file has a weight under another name, or not at all."""
+    save(llama(), folder)
+    weights = load_file(folder / "model.safetensors")
+    weights = {name.replace(old, new): weight for name, weight in weights.items() if new or name != old}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_a_missing_weight_is_refused_as_by_a_whole_load(tmp_path: Path):
+    broken = ModelConfig(path=renamed(tmp_path, "model.norm.weight", ""))
+    sentences = []
+    for parts in (True, False):
+        with pytest.raises(ModelError, match=r"it lacks the weights model\.norm\.weight") as caught:
+            load_policy(broken, parts=parts)
+        sentences.append(str(caught.value))
+    assert sentences[0] == sentences[1]
+
+
+def test_a_truncated_file_is_refused(tmp_path: Path):
+    path = save(llama(), tmp_path) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ModelError, match="cannot be loaded from"):
+        load_policy(ModelConfig(path=tmp_path), parts=True)
+
+
+def test_a_pickle_is_not_read(tmp_path: Path):
+    path = save(llama(), tmp_path) / "model.safetensors"
+    torch.save(load_file(path), tmp_path / "pytorch_model.bin")
+    path.unlink()
+    with pytest.raises(ModelError, match="cannot be loaded from"):
+        load_policy(ModelConfig(path=tmp_path), parts=True)
+
+
+def test_files_that_only_transformers_understands_are_loaded_whole_and_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """Mixtral's files have a weight per expert, its model one for all of them."""
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(MixtralConfig(**SIZES, hidden_size=32, num_local_experts=2)).eval()
+    with caplog.at_level(logging.WARNING):
+        loaded = load_policy(ModelConfig(path=save(model, tmp_path)), parts=True)
+    assert "every rank loads" in caplog.text and "whole before it is cut" in caplog.text
+    assert torch.equal(policy_logits(loaded, IDS), policy_logits(model, IDS))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell a process's peak since a moment")
+@pytest.mark.slow
+def test_a_rank_of_two_never_holds_the_whole_model(tmp_path: Path):
+    model = qwen2(hidden_size=768, intermediate_size=3072, num_hidden_layers=11, vocab_size=2048)
+    num_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())
+    assert 9e7 < num_bytes / 4 < 12e7
+    small, large = save(qwen2(), tmp_path / "small"), save(model, tmp_path / "large")
+    del model
+    for parts, lora in ((True, False), (True, True), (False, False)):
+        folder = tmp_path / f"{parts} {lora}"
+        folder.mkdir()
+        spawn(measure, (folder, small, large, parts, lora), nprocs=2)
+        grown = [int((folder / f"{rank}.txt").read_text()) / num_bytes for rank in range(2)]
+        assert all(share < 0.75 for share in grown) == parts

@@ -1,0 +1,134 @@
+import numpy as np
+import pytest
+import torch
+
+from flowrl.engines.models.weights import (
+    BFLOAT16,
+    WeightsError,
+    export_weights,
+    load_weights,
+    tensors_of,
+    weight_chunks,
+)
+from tests.engines.tiny import qwen2
+
+
+def equal(a: torch.nn.Module, b: torch.nn.Module) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_survive_the_way_to_another_model_bit_for_bit(dtype: torch.dtype, tied: bool):
+    source, target = (qwen2(dtype, seed, tie_word_embeddings=tied) for seed in (0, 1))
+    assert not equal(source, target)
+    load_weights(target, export_weights(source))
+    assert equal(source, target)
+
+
+def test_tied_weights_are_exported_once_and_stay_tied():
+    model = qwen2(tie_word_embeddings=True)
+    weights = export_weights(model)
+    assert "lm_head.weight" not in weights and "model.embed_tokens.weight" in weights
+    load_weights(model, weights)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_bfloat16_travels_as_int16_with_a_marked_name():
+    weights = export_weights(qwen2(torch.bfloat16))
+    assert all(name.endswith(BFLOAT16) and array.dtype == np.int16 for name, array in weights.items())
+
+
+def test_an_export_is_contiguous_and_does_not_follow_the_model():
+    model = qwen2()
+    weights = export_weights(model)
+    before = weights["model.norm.weight"].copy()
+    with torch.no_grad():
+        model.model.norm.weight.add_(1)
+    assert np.array_equal(weights["model.norm.weight"], before)
+    assert all(array.flags.c_contiguous for array in weights.values())
+
+
+def test_loading_keeps_the_parameters_that_an_optimizer_holds():
+    model, weights = qwen2(seed=0), export_weights(qwen2(seed=1))
+    parameters = list(model.parameters())
+    load_weights(model, weights)
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+
+
+def test_read_only_arrays_are_loaded():
+    weights = export_weights(qwen2(seed=1))
+    for array in weights.values():
+        array.flags.writeable = False
+    model = qwen2(seed=0)
+    load_weights(model, weights)
+    assert equal(model, qwen2(seed=1))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda w: w.pop("model.norm.weight"), "lack model.norm.weight"),
+        (lambda w: w.update(extra=np.zeros(1, np.float32)), "have also extra"),
+        (lambda w: w.update({"model.norm.weight": np.zeros(3, np.float32)}), r"float32 \[3\], but the model has"),
+        (lambda w: w.update({"model.norm.weight": np.zeros(64)}), r"float64 \[64\], but the model has"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_before_any_is_written(change, sentence: str):
+    model, weights = qwen2(seed=0), export_weights(qwen2(seed=1))
+    change(weights)
+    with pytest.raises(WeightsError, match=sentence):
+        load_weights(model, weights)
+    assert equal(model, qwen2(seed=0))
+
+
+def test_bfloat16_weights_are_refused_by_a_float32_model():
+    with pytest.raises(WeightsError, match="same configuration and dtype"):
+        load_weights(qwen2(), export_weights(qwen2(torch.bfloat16)))
+
+
+def num_bytes(model: torch.nn.Module, names: list[str], item: int) -> int:
+    return sum(model.state_dict()[name].numel() * item for name in names)
+
+
+@pytest.mark.parametrize(("dtype", "item"), [(None, 4), (torch.bfloat16, 2)])
+def test_parts_hold_each_weight_once_in_order_within_the_bound(dtype: torch.dtype | None, item: int):
+    model = qwen2(tie_word_embeddings=True)
+    largest = max(num_bytes(model, [name], item) for name in export_weights(model))
+    bound = largest + 1000
+    chunks = weight_chunks(model, bound, dtype)
+    assert len(chunks) > 2
+    assert [name for chunk in chunks for name in chunk] == list(export_weights(model))
+    sizes = [num_bytes(model, chunk, item) for chunk in chunks]
+    assert max(sizes) <= bound
+    # No part is closed while the next weight would have fitted.
+    for size, following in zip(sizes, chunks[1:], strict=False):
+        assert size + num_bytes(model, following[:1], item) > bound
+
+
+def test_a_weight_above_the_bound_is_a_part_by_itself():
+    model = qwen2(tie_word_embeddings=True)
+    assert all(len(chunk) == 1 for chunk in weight_chunks(model, 1))
+    assert len(weight_chunks(model, 1e12)) == 1
+
+
+def test_parts_of_an_export_are_the_whole():
+    model, other = qwen2(seed=0), qwen2(seed=1)
+    for chunk in weight_chunks(model, 5000):
+        load_weights(other, export_weights(model, chunk), whole=False)
+    assert equal(model, other)
+
+
+def test_weights_are_cast_before_they_travel():
+    model = qwen2()
+    cast = tensors_of(export_weights(model, dtype=torch.bfloat16))
+    assert set(cast) == set(export_weights(model))
+    assert all(torch.equal(weight, model.state_dict()[name].bfloat16()) for name, weight in cast.items())
+
+
+def test_without_a_snapshot_the_arrays_are_the_weights_themselves():
+    model = qwen2()
+    array = export_weights(model, ["model.norm.weight"], snapshot=False)["model.norm.weight"]
+    with torch.no_grad():
+        model.model.norm.weight.fill_(7)
+    assert (array == 7).all()

@@ -1,0 +1,192 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.spawn import spawn
+
+from flowrl.config import EngineConfig
+from flowrl.data.batch.tensordicts import lengths
+from flowrl.data.metric import merge_metrics
+from flowrl.engines.checkpoint.engine_checkpoint import load
+from flowrl.engines.parallel.rank_mesh import ALONE
+from flowrl.engines.train.engine import is_sharded
+from tests.engines.strategies import (
+    CASES,
+    ROWS,
+    Case,
+    fourth_step,
+    main,
+    policy_of,
+    train,
+    train_in_half,
+    train_on_bfloat16,
+)
+from tests.engines.tables import table
+
+
+def cases(holds: Callable[[Case], object] = lambda case: True) -> list[Any]:
+    """The names of the cases for which something holds, those that are slow marked."""
+    found = {name: case for name, case in CASES.items() if holds(case)}
+    return [pytest.param(name, marks=pytest.mark.slow) if case.slow else name for name, case in found.items()]
+
+
+def cuts(case: Case) -> bool:
+    return case.tp > 1 or "fsdp" in str(case.settings)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the processes' results, and of checkpoints that four of them wrote, by the case."""
+    made = tmp_path_factory.mktemp("strategies")
+    for name, case in CASES.items():
+        if case.ranks == 4:
+            (made / name).mkdir()
+    return made
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path, request: pytest.FixtureRequest) -> list[dict]:
+    """What four real processes ended with, each a map from the case; a process that is not in a case has none."""
+    tests = [item for item in request.session.items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
+    asked = [test.callspec.params for test in tests]
+    spawn(main, (folder, {params["name"] for params in asked if "name" in params}), nprocs=4)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(4)]
+
+
+@pytest.fixture(scope="module")
+def both_alone() -> dict[bool, dict]:
+    """What one process ends with, without and with an adapter; its rows are padded, and those of most cases packed."""
+    return {lora: train(Case(1, {"packing": "never"}, lora=lora), None) for lora in (False, True)}
+
+
+@pytest.fixture
+def alone(both_alone: dict[bool, dict], name: str) -> dict:
+    return both_alone[CASES[name].lora]
+
+
+@pytest.mark.parametrize("name", cases())
+def test_three_steps_end_with_the_weights_of_one_process(results: list[dict], alone: dict, name: str):
+    for rank in range(CASES[name].ranks):
+        for model in ("policy", "critic"):
+            torch.testing.assert_close(results[rank][name][model], alone[model], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", cases())
+def test_gradients_have_the_norm_of_one_process(results: list[dict], alone: dict, name: str):
+    for rank in range(CASES[name].ranks):
+        for (model, report), (expected_model, expected) in zip(
+            results[rank][name]["reports"], alone["reports"], strict=True
+        ):
+            assert model == expected_model and report == pytest.approx(expected, rel=2e-5)
+
+
+@pytest.mark.parametrize("name", cases())
+def test_the_losses_of_all_ranks_are_those_of_one_process(results: list[dict], alone: dict, name: str):
+    case = CASES[name]
+    for step, expected in enumerate(alone["losses"]):
+        # Ranks that share rows report the same.
+        parts = [results[rank][name]["losses"][step] for rank in range(0, case.ranks, case.tp * case.sp)]
+        found = merge_metrics([{"loss": part} for part in parts])["loss"]
+        assert found.result() == pytest.approx(expected.result(), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", cases(lambda case: case.ranks == 4))
+def test_one_process_goes_on_from_what_four_saved(results: list[dict], folder: Path, name: str):
+    policy = policy_of(Case(1, {}, lora=CASES[name].lora), ALONE)
+    load(policy, folder / name)
+    assert policy.num_steps == 3
+    torch.testing.assert_close(fourth_step(policy, list(range(11))), results[0][name]["later"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", cases())
+def test_passes_without_gradient_say_what_one_process_says(results: list[dict], alone: dict, name: str):
+    case = CASES[name]
+    lengths_B = lengths(table(11)).tolist()
+    expected = {kind: alone[kind].split(lengths_B) for kind in ("logprobs", "values")}
+    for rank in range(case.ranks):
+        rows = ROWS[case.ranks // (case.tp * case.sp)][rank // (case.tp * case.sp)]
+        for kind, by_row in expected.items():
+            own = torch.cat([by_row[row] for row in rows]) if rows else torch.zeros(0)
+            torch.testing.assert_close(results[rank][name][kind], own, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", cases(cuts))
+def test_ranks_generate_from_whole_weights(results: list[dict], alone: dict, name: str):
+    for rank in range(CASES[name].ranks):
+        assert results[rank][name]["generated"] == alone["generated"]
+
+
+@pytest.mark.parametrize("name", cases())
+def test_samples_of_weights_are_parts_of_what_is_exported(results: list[dict], name: str):
+    assert [results[rank][name]["unlike samples"] for rank in range(CASES[name].ranks)] == [[]] * CASES[name].ranks
+
+
+@pytest.mark.parametrize("name", cases())
+def test_the_optimizers_state_of_every_strategy_can_leave_the_device(results: list[dict], name: str):
+    """To a device that the ranks' mesh is not of, as the CPU is for that of GPUs."""
+    assert all(results[rank][name]["moved"] == {"meta"} for rank in range(CASES[name].ranks))
+
+
+@pytest.mark.parametrize("name", cases(cuts))
+def test_no_weight_stays_whole_after_a_pass_without_gradient(results: list[dict], name: str):
+    assert all(results[rank][name]["left whole"] == 0 for rank in range(CASES[name].ranks))
+
+
+@pytest.mark.parametrize("name", cases())
+def test_a_rank_holds_its_part_of_the_weights(results: list[dict], alone: dict, name: str):
+    """Uneven parts are filled up, so a rank may hold a little more than its share; tensor parallelism leaves the
+    embedding and the norms to be cut by fsdp alone."""
+    case, whole = CASES[name], alone["held"]
+    parts = case.settings.get("shard_ranks", case.ranks // case.tp)
+    for rank in range(case.ranks):
+        held = results[rank][name]["held"]
+        if case.tp > 1:
+            assert whole / (parts * case.tp) <= held < 0.8 * whole / parts
+        elif case.settings["strategy"] == "fsdp":
+            assert whole / parts <= held <= 1.05 * whole / parts
+        else:
+            assert held == whole
+
+
+@pytest.mark.parametrize("name", cases(lambda case: case.lora))
+def test_the_model_without_its_adapter_stays_as_it_was(results: list[dict], name: str):
+    for rank in range(CASES[name].ranks):
+        assert torch.equal(results[rank][name]["reference"], results[rank][name]["logprobs"])
+
+
+@pytest.mark.parametrize("name", cases(lambda case: case.lora))
+def test_every_rank_has_the_whole_adapter_on_request(results: list[dict], alone: dict, name: str):
+    for rank in range(CASES[name].ranks):
+        torch.testing.assert_close(results[rank][name]["adapter"], alone["adapter"], rtol=0, atol=1e-5)
+
+
+def test_an_adapter_beside_bfloat16_weights_is_trained_in_float32_on_ranks(results: list[dict]):
+    expected = train_on_bfloat16(None)
+    for rank in (0, 1):
+        torch.testing.assert_close(results[rank]["bfloat16"], expected, rtol=0, atol=1e-5)
+    assert all(weight.dtype == torch.float32 for weight in expected.values())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_fsdp_in_half_precision_takes_the_steps_of_one_process_in_it(results: list[dict], dtype: str):
+    """Rounding adds up from step to step, so the first two are compared; later ones must be taken, too."""
+    expected, (first, second) = train_in_half(dtype, None), [results[rank][f"in {dtype}"] for rank in (0, 1)]
+    assert first["norms"][:2] == pytest.approx(expected["norms"][:2], rel=0.01)
+    assert len(first["norms"]) + first["left out"] == len(expected["norms"]) and len(first["norms"]) >= 3
+    for name, weight in first["weights"].items():
+        assert weight.dtype == torch.float32 and torch.equal(weight, second["weights"][name])
+
+
+def test_ranks_agree_on_the_scale_of_the_loss_in_float16_and_bfloat16_has_none(results: list[dict]):
+    """A pass under fsdp is in float16 from end to end, and may overflow where one process's does not."""
+    for rank in (0, 1):
+        found = results[rank]["in float16"]
+        assert found["scale"] == (2.0 ** (16 - found["left out"]), len(found["norms"]))
+        assert found["left out"] == results[0]["in float16"]["left out"]
+        assert results[rank]["in bfloat16"]["scale"] is None and results[rank]["in bfloat16"]["left out"] == 0
+
+
+def test_a_process_alone_cuts_nothing():
+    assert not is_sharded(EngineConfig(strategy="fsdp"), ALONE)

@@ -1,0 +1,378 @@
+"""Real vLLM in a process of its own, against transformers with the same weights."""
+
+import importlib.util
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+
+from flowrl import Batch, Cluster, Placement, WorkerGroup
+from flowrl.config import ModelConfig, RolloutConfig, VllmConfig
+from flowrl.controller.worker import Worker
+from flowrl.engines.models.weights import export_weights, weight_chunks
+from flowrl.workers import Rollout
+from tests.engines import tiny, vllm_checks
+from tests.engines.tiny import END
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra vllm"),
+]
+
+RESPONSE = 12
+STOPS = tuple((first, first + step) for first in range(2, 20) for step in (1, 2, 3))
+SIZES = {**tiny.SIZES, "hidden_size": 128, "max_position_embeddings": 512}
+"""vLLM's attention on the CPU takes heads of 32 and more."""
+
+ARCHITECTURES = {
+    "Qwen2, tied": lambda: Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "LLaMA": lambda: LlamaConfig(**SIZES),
+    "Qwen3": lambda: Qwen3Config(**SIZES, head_dim=32),
+}
+
+PROMPTS = [[2 + (row + i) % 28 for i in range(3 + row)] for row in range(9)]
+
+
+@dataclass
+class Pair:
+    """A rollout, and the model that its weights come from."""
+
+    group: WorkerGroup
+    model: PreTrainedModel
+    version: int = 0
+    told: list[str] = field(default_factory=list)
+    """What a run would show its user."""
+
+    def publish(self, seed: int) -> None:
+        """Changes every weight, and hands them over."""
+        self.change(seed)
+        self.group.load_weights(export_weights(self.model), self.version)
+
+    def change(self, seed: int) -> None:
+        """Changes every weight, which makes a version."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for weight in self.model.parameters():
+                weight.add_(0.1 * weight.abs().mean() * torch.randn(weight.shape, generator=generator))
+        self.version += 1
+
+    def hand_over(self) -> None:
+        self.version += 1
+        self.group.load_weights(export_weights(self.model), self.version)
+
+    def says(self, prompts: list[list[int]], rows: list[int] | None = None, *, greedy: bool = False) -> dict:
+        (found,) = self.group.run(vllm_checks.says, prompts, rows or list(range(len(prompts))), greedy=greedy)
+        return found
+
+    def gap(self, prompt: list[int], tokens: list[int], logprobs: list[float]) -> float:
+        """The largest difference from the model's own log-probabilities."""
+        return float((self.logprobs(prompt, tokens) - torch.tensor(logprobs)).abs().max())
+
+    def logprobs(self, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            logits_LV = self.model(torch.tensor([[*prompt, *tokens]])).logits[0]
+        return logits_LV.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
+
+    def largest_gap(self, prompts: list[list[int]], found: dict) -> float:
+        return max(map(self.gap, prompts, found["tokens"], found["logprobs"]))
+
+
+@contextmanager
+def open_pair(folder: Path, architecture: str, stops: tuple[tuple[int, ...], ...] = STOPS) -> Iterator[Pair]:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(ARCHITECTURES[architecture]()).eval()
+    tiny.save(model, folder)
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    config = RolloutConfig(engine="vllm", max_response_tokens=RESPONSE, stop_ids=stops)
+    placement = Placement(device="cpu", pools={"main": [1]}, roles={"rollout": "main"})
+    told: list[str] = []
+    with Cluster(placement, apart=("rollout",), num_threads=1, say=told.append) as cluster:
+        yield Pair(cluster.group("rollout", Rollout, config, ModelConfig(path=folder), seed=0), model, told=told)
+
+
+@pytest.fixture(scope="module")
+def pair(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with open_pair(tmp_path_factory.mktemp("vllm"), "Qwen2, tied") as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_it_says_what_transformers_would_before_and_after_updates(
+    architecture: str, pair: Pair, tmp_path: Path
+) -> None:
+    is_shared = architecture == "Qwen2, tied"
+    with nullcontext(pair) if is_shared else open_pair(tmp_path / "model", architecture) as tried:
+        for seed in range(6):
+            if seed:
+                tried.publish(seed)
+            found = tried.says(PROMPTS)
+            assert tried.largest_gap(PROMPTS, found) < 1e-4
+            assert {version for row in found["versions"] for version in row} == {tried.version}
+            greedy = tried.says(PROMPTS, greedy=True)
+            assert tried.largest_gap(PROMPTS, greedy) < 1e-4
+            for prompt, tokens in zip(PROMPTS, greedy["tokens"], strict=True):
+                with torch.no_grad():
+                    logits_LV = tried.model(torch.tensor([[*prompt, *tokens]])).logits[0]
+                assert logits_LV[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
+
+
+def test_a_row_says_the_same_in_any_company_and_another_sample_something_else(pair: Pair) -> None:
+    together = pair.says(PROMPTS)["tokens"]
+    alone = [pair.says([prompt], [row])["tokens"][0] for row, prompt in enumerate(PROMPTS[:3])]
+    assert together[:3] == alone
+    assert pair.says(PROMPTS, [100 + row for row in range(len(PROMPTS))])["tokens"] != together
+
+
+def test_a_response_ends_at_a_stop_token_or_a_stop_sequence_and_keeps_it(pair: Pair) -> None:
+    prompts = [[2 + row % 28, 3] for row in range(200)]
+    found = pair.says(prompts)
+    ended_by_sequence = 0
+    for tokens, truncated in zip(found["tokens"], found["truncated"], strict=True):
+        stopped = tokens[-1] == END or tuple(tokens[-2:]) in STOPS
+        assert truncated == (not stopped)
+        assert len(tokens) == RESPONSE or stopped
+        inner = tokens[:-1]
+        assert END not in inner and not set(STOPS) & set(pairwise(inner))
+        ended_by_sequence += tuple(tokens[-2:]) in STOPS
+    assert ended_by_sequence, "no row tried it"
+
+
+def test_a_failed_update_leaves_it_refusing_until_a_whole_one(pair: Pair) -> None:
+    first = dict(list(export_weights(pair.model).items())[:5])
+    (message,) = pair.group.run(vllm_checks.fails_in_the_middle, first)
+    assert "nothing" in message
+    assert pair.group.run(vllm_checks.state) == ["broken"]
+    (refused,) = pair.group.run(vllm_checks.refusal, "poll")
+    assert refused.startswith("the rollout engine is broken and cannot generate; its weights are partly new")
+    pair.hand_over()
+    assert pair.largest_gap(PROMPTS, pair.says(PROMPTS)) < 1e-4
+    names = list(export_weights(pair.model))
+    (missing,) = pair.group.run(vllm_checks.misses_a_part, first)
+    assert missing.startswith("the update brought no ") and f"({len(names) - len(first)} missing)" in missing
+    assert pair.group.run(vllm_checks.state) == ["broken"]
+    pair.group.run(vllm_checks.gives_up, first)
+    assert pair.group.run(vllm_checks.state) == ["broken"]
+    pair.publish(20)
+    assert pair.largest_gap(PROMPTS, pair.says(PROMPTS)) < 1e-4
+
+
+def test_states_of_old_weights_are_not_used_again(pair: Pair) -> None:
+    """With the engine's reset of the prefix cache taken out, the same prompts show it."""
+    long = [[2 + (row * 5 + i) % 28 for i in range(400)] for row in range(4)]
+    gaps = []
+    for kept in (False, True):
+        pair.says(long)
+        pair.group.run(vllm_checks.keeps_stale_states, True) if kept else None
+        pair.publish(30 + kept)
+        gaps.append(pair.largest_gap(long, pair.says(long)))
+    pair.group.run(vllm_checks.keeps_stale_states, False)
+    pair.hand_over()
+    assert gaps[0] < 1e-4 < 1e-2 < gaps[1]
+
+
+@pytest.mark.parametrize("stops", [STOPS, ((5,),)], ids=["stop sequences", "stop tokens"])
+def test_rows_go_on_with_new_weights_and_say_which_token_had_which(
+    stops: tuple[tuple[int, ...], ...], pair: Pair, tmp_path: Path
+) -> None:
+    """Rows are told token by token where stop sequences are looked for, and whole where there are none."""
+    with nullcontext(pair) if stops is STOPS else open_pair(tmp_path / "model", "Qwen2, tied", stops) as tried:
+        check_rows_go_on(tried)
+
+
+def check_rows_go_on(pair: Pair) -> None:
+    before = export_weights(pair.model)
+    old = pair.version
+    pair.model.load_state_dict({n: w + 0.05 * torch.randn_like(w) for n, w in pair.model.state_dict().items()})
+    pair.version += 1
+    (found,) = pair.group.run(vllm_checks.streams, PROMPTS, export_weights(pair.model), pair.version, 5)
+    assert sorted(answer["name"] for answer in found) == [f"row-{row}" for row in range(len(PROMPTS) - 1)]
+    mixed = [answer for answer in found if len(set(answer["versions"])) == 2]
+    assert mixed, "no row was running when the weights came"
+    for answer in mixed:
+        prompt, tokens, number = PROMPTS[int(answer["name"][4:])], answer["token_ids"], answer["versions"].count(old)
+        assert answer["versions"] == [old] * number + [pair.version] * (len(tokens) - number)
+        logprobs = torch.tensor(answer["logprobs"])
+        assert torch.allclose(pair.logprobs(prompt, tokens)[number:], logprobs[number:], atol=1e-4)
+        other = AutoModelForCausalLM.from_config(pair.model.config).eval()
+        other.load_state_dict({n: torch.from_numpy(w) for n, w in before.items()}, strict=False)
+        assert torch.allclose(Pair(pair.group, other).logprobs(prompt, tokens)[:number], logprobs[:number], atol=1e-4)
+
+
+def test_what_a_state_does_not_allow_is_refused(pair: Pair) -> None:
+    pair.group.run(vllm_checks.refusal, "sleep")
+    assert pair.group.run(vllm_checks.state) == ["asleep"]
+    for method, arguments in (("poll", ()), ("begin_update", (9,)), ("sleep", ())):
+        (message,) = pair.group.run(vllm_checks.refusal, method, arguments)
+        assert message.startswith("the rollout engine is asleep and cannot ") and "wake it up first" in message
+    assert pair.group.run(vllm_checks.refusal, "wake") == [""]
+    for method in ("receive", "commit", "abort_update", "wake"):
+        arguments = ({},) if method == "receive" else ()
+        (message,) = pair.group.run(vllm_checks.refusal, method, arguments)
+        assert message.startswith("the rollout engine is serving and cannot ")
+    assert pair.largest_gap(PROMPTS, pair.says(PROMPTS)) < 1e-4
+
+
+SLEEPS = "the rollout engine is asleep and cannot "
+
+
+def check_sleep_in_parts(pair: Pair) -> None:
+    """What it says after an update that came while its keys and values were away is of the new weights."""
+    pair.says(PROMPTS)
+    generator = torch.Generator().manual_seed(40)
+    with torch.no_grad():
+        for weight in pair.model.parameters():
+            weight.add_(0.1 * weight.abs().mean() * torch.randn(weight.shape, generator=generator))
+    pair.version += 1
+    (said,) = pair.group.run(vllm_checks.sleeps_in_parts, export_weights(pair.model), pair.version)
+    beginnings = [
+        *("asleep", SLEEPS + "generate", SLEEPS + "take weights"),
+        *("asleep", SLEEPS + "generate", "updating"),
+        *("asleep", SLEEPS + "receive weights", SLEEPS + "commit weights"),
+        *("asleep", SLEEPS + "generate", SLEEPS + "wake up weights", "serving"),
+    ]
+    for found, beginning in zip(said, beginnings, strict=True):
+        assert found.startswith(beginning)
+    found = pair.says(PROMPTS)
+    assert pair.largest_gap(PROMPTS, found) < 1e-4
+    assert {version for row in found["versions"] for version in row} == {pair.version}
+
+
+def test_it_takes_weights_with_its_weights_alone_awake_and_says_nothing_before_it_is_whole(pair: Pair) -> None:
+    check_sleep_in_parts(pair)
+
+
+def test_sleep_heals_nothing(pair: Pair) -> None:
+    pair.group.run(vllm_checks.fails_in_the_middle, dict(list(export_weights(pair.model).items())[:5]))
+    for method in ("sleep", "wake"):
+        assert pair.group.run(vllm_checks.refusal, method) == [""]
+    assert pair.group.run(vllm_checks.state) == ["broken"]
+    pair.hand_over()
+    assert pair.largest_gap(PROMPTS, pair.says(PROMPTS)) < 1e-4
+
+
+def test_200_updates_leave_no_memory_behind(pair: Pair) -> None:
+    weights = export_weights(pair.model)
+    (sizes,) = pair.group.run(vllm_checks.updates, weights, 200)
+    whole = sum(array.nbytes for array in weights.values())
+    assert sizes[-1] - sizes[20] < 20 * whole, "180 updates kept more than a ninth of the weights each"
+    assert pair.says(PROMPTS)["versions"][0][0] == 199
+    pair.hand_over()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sentence"), [([], "prompt 0 has no tokens"), ([2] * 510, "prompt 0 has 510 tokens, 522 with")]
+)
+def test_a_prompt_that_does_not_fit_is_refused(prompt: list[int], sentence: str, pair: Pair) -> None:
+    (message,) = pair.group.run(vllm_checks.refused_prompt, prompt)
+    assert message.startswith(sentence)
+
+
+def batch_of(rows: int) -> Batch:
+    return Batch.from_rows([{"prompt_ids": PROMPTS[row % 9], "prompt_id": row, "sample": 0} for row in range(rows)])
+
+
+def kill(pair: Pair) -> None:
+    (process_id,) = pair.group.run(vllm_checks.process_id)
+    os.kill(process_id, signal.SIGKILL)
+
+
+def test_a_process_that_is_killed_in_the_middle_of_a_generation_is_replaced_and_says_the_same(pair: Pair) -> None:
+    pair.publish(40)
+    batch = batch_of(400)
+    pair.group.generate(batch).get("input_ids")  # the first takes longer
+    started = time.monotonic()
+    expected = pair.group.generate(batch).get("input_ids").tolist()
+    took_s = time.monotonic() - started
+    (process_id,) = pair.group.run(vllm_checks.process_id)
+    answered = pair.group.generate(batch)
+    time.sleep(took_s / 4)
+    assert not answered.done(), "it was done before it could be killed"
+    del pair.told[:]
+    os.kill(process_id, signal.SIGKILL)
+    found = answered.get("input_ids").tolist()
+    assert pair.group.run(vllm_checks.process_id) != [process_id]
+    assert found == expected
+    assert set(answered.get("weight_version").tolist()) == {-1, pair.version}
+    assert pair.told[0] == "rollout on rank 0 (node 0) lost its process in generate; another is started", pair.told
+
+
+def test_a_process_that_is_killed_in_the_middle_of_an_update_is_given_all_of_it(pair: Pair) -> None:
+    pair.publish(41)
+    old = pair.version
+    before = pair.group.generate(batch_of(9))
+    pair.change(42)
+    parts = [export_weights(pair.model, names) for names in weight_chunks(pair.model, 50_000)]
+    assert len(parts) > 3
+    pair.group.load_weights(parts[0], pair.version, 0, len(parts)).get()
+    pair.group.load_weights(parts[1], pair.version, 1, len(parts))
+    kill(pair)
+    for chunk, part in enumerate(parts[2:], 2):
+        pair.group.load_weights(part, pair.version, chunk, len(parts))
+    assert set(before.get("weight_version").tolist()) == {-1, old}
+    found = pair.says(PROMPTS)
+    assert {version for row in found["versions"] for version in row} == {pair.version}
+    assert pair.largest_gap(PROMPTS, found) < 1e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_its_memory_is_free_while_another_process_uses_its_gpu(ray_session: None, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(ARCHITECTURES["LLaMA"]()).eval()
+    tiny.save(model, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    config = RolloutConfig(engine="vllm", max_response_tokens=RESPONSE, vllm=VllmConfig(kv_cache_gb=4.0))
+    placement = Placement(device="cuda", pools={"main": [1]}, roles=dict.fromkeys(("actor", "rollout"), "main"))
+    with Cluster(placement, apart=("rollout",)) as cluster:
+        actor = cluster.group("actor", Worker)
+        pair = Pair(cluster.group("rollout", Rollout, config, ModelConfig(path=tmp_path / "model"), seed=0), model)
+        for seed in range(3):
+            (awake,) = pair.group.run(vllm_checks.free_memory)
+            (asleep,) = actor.run(vllm_checks.free_memory)
+            assert asleep - awake > 3.9e9
+            pair.publish(seed)
+            assert pair.largest_gap(PROMPTS, pair.says(PROMPTS, greedy=True)) < 2e-3
+
+
+def test_requests_that_do_not_fit_leave_nothing_behind(pair: Pair) -> None:
+    (said,) = pair.group.run(vllm_checks.adds_what_does_not_fit, 510)
+    assert said[0].startswith("prompt 0 has 510 tokens, 522 with")
+    assert said[1] == "request one is running already; name it otherwise"
+    assert said[2] == "0"
+
+
+def test_a_batch_is_generated_while_requests_run(pair: Pair) -> None:
+    alone = pair.says(PROMPTS)
+    ((found, names),) = pair.group.run(vllm_checks.generates_between, PROMPTS, list(range(len(PROMPTS))))
+    assert found["tokens"] == alone["tokens"]
+    assert set(names) - {"row-0"} == {f"row-{row}" for row in range(1, len(PROMPTS))} and len(names) == len(set(names))
+
+
+def test_groups_come_back_whole_with_the_rows_of_a_batch_and_every_token_its_version(pair: Pair) -> None:
+    batch = batch_of(9)
+    said = pair.group.generate(batch)
+    expected = dict(zip(range(9), said.get("input_ids").split(said.lengths().tolist()), strict=True))
+    pair.group.add(batch, 1)
+    found = []
+    while sum(piece.num_rows for piece in found) < 9:
+        found.append(pair.group.poll(0.5))
+    for piece in found:
+        rows = piece.get("input_ids").split(piece.lengths().tolist())
+        assert all(torch.equal(row, expected[n]) for n, row in zip(piece.get("prompt_id").tolist(), rows, strict=True))
+    pair.group.add(batch, 1)
+    pair.group.poll(0.0)
+    old = pair.version
+    pair.hand_over()
+    found = [pair.group.poll(0.5) for _ in range(9)]
+    versions = torch.cat([piece.get("weight_version")[piece.get("response_mask")] for piece in found])
+    assert set(versions.tolist()) == {old, pair.version}
+    pair.group.abort_all()
+    assert pair.group.poll(0.0).num_rows == 0

@@ -1,0 +1,179 @@
+"""The ways from GPUs to real vLLM: all that goes without one, and both end to end where there are some."""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from flowrl import Batch, Cluster, Placement, WorkerGroup
+from flowrl.config import ActorConfig, ModelConfig, RolloutConfig, RunConfig
+from flowrl.weight_sync.sync import Publisher
+from flowrl.workers import Actor, Rollout
+from tests.engines import tiny, vllm_link_checks
+from tests.engines.rollout.vllm.test_engine import PROMPTS, SIZES
+from tests.engines.vllm_link_checks import WEIGHTS, Bare
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra vllm"),
+]
+
+
+@pytest.fixture(scope="module")
+def ask(ray_session: None) -> Iterator[Callable[..., Any]]:
+    """Runs a function of `vllm_link_checks` in a process of its own."""
+    placement = Placement(device="cpu", pools={"main": [1]}, roles={"vllm": "main"})
+    with Cluster(placement, num_threads=1) as cluster:
+        group: WorkerGroup = cluster.group("vllm", Bare)
+        yield lambda check, *args: group.run(check, *args)[0]
+
+
+def test_a_part_is_described_as_vllm_reads_it(ask: Callable[..., Any]) -> None:
+    assert ask(vllm_link_checks.described) == {
+        "names": ("embed", "norm", "bias"),
+        "dtype_names": ("float32", "bfloat16", "int64"),
+        "shapes": ((2, 3), (4,), (4,)),
+        "lists": (["embed", "norm", "bias"], ["float32", "bfloat16", "int64"], [[2, 3], [4], [4]]),
+    }
+
+
+def test_a_part_keeps_what_opens_it_on_the_gpu_of_each_rank(ask: Callable[..., Any]) -> None:
+    found = ask(vllm_link_checks.merged)
+    assert found["ipc_handles"] == {f"GPU-{rank}": ("opens", rank) for rank in range(3)}
+    assert found["names"] == list(WEIGHTS) and found["tensor_sizes"] == [24, 8, 32]
+
+
+def test_vllm_checks_a_part_when_it_is_told_of_it(ask: Callable[..., Any]) -> None:
+    assert "`dtype_names` should be of the same size as `names`" in ask(vllm_link_checks.wrong_update)
+
+
+def test_vllm_finds_each_weight_in_the_buffer_of_a_part(ask: Callable[..., Any]) -> None:
+    found = ask(vllm_link_checks.unpacked)
+    assert list(found) == list(WEIGHTS)
+    assert all(
+        torch.equal(found[name], weight) and found[name].dtype == weight.dtype for name, weight in WEIGHTS.items()
+    )
+
+
+@pytest.mark.parametrize(("leads", "num_replicas"), [(1, 1), (1, 3), (2, 2)])
+def test_every_worker_of_every_replica_has_a_rank_of_its_own(
+    leads: int, num_replicas: int, ask: Callable[..., Any]
+) -> None:
+    ranks, info = ask(vllm_link_checks.link_ranks, leads, num_replicas)
+    assert [0, *ranks] == list(range(info["world_size"])), "the actor is 0"
+    assert (info["master_address"], info["master_port"]) == ("127.0.0.1", 4321)
+    assert info["packed"] and info["packed_buffer_size_bytes"] == 1000
+
+
+def test_a_shared_part_goes_to_vllms_receiver_and_tied_weights_to_each_of_their_names(ask: Callable[..., Any]) -> None:
+    packed, closes, loaded, why = ask(vllm_link_checks.shared_loads)
+    assert packed and closes and why, "without a GPU the memory of one was read"
+    assert list(loaded) == ["embed", "head", "third", "norm", "bias"]
+    assert torch.equal(loaded["head"], WEIGHTS["embed"]) and torch.equal(loaded["third"], WEIGHTS["embed"])
+
+
+def test_a_link_is_joined_as_vllms_receiver_asks_and_a_description_goes_to_it(ask: Callable[..., Any]) -> None:
+    why, buffer_bytes, told = ask(vllm_link_checks.joined_as_asked)
+    assert "NCCL weight transfer not initialized" in why
+    assert buffer_bytes == 1000 and told == (3, "parallel")
+
+
+def test_vllm_still_has_what_the_ways_are_made_of(ask: Callable[..., Any]) -> None:
+    """A version that renames one of these, or moves it, would be noticed on GPUs only."""
+    made = ["self", "config", "vllm_config", "device", "model"]
+    expected = {
+        "packed_ipc_producer": ["iterator", "gpu_uuid", "post_iter_func", "buffer_size_bytes"],
+        "packed_nccl_broadcast_producer": ["iterator", "group", "src", "post_iter_func", "buffer_size_bytes"],
+        "trainer_init": ["init_info"],
+        "PackedIpcChunk": ["names", "shapes", "dtype_names", "tensor_sizes", "ipc_handle"],
+    }
+    for kind in ("IPCWeightTransferEngine", "NCCLWeightTransferEngine"):
+        expected |= {
+            f"{kind}.__init__": made,
+            f"{kind}.init_transfer_engine": ["self", "init_info"],
+            f"{kind}.receive_weights": ["self", "update_info"],
+            f"{kind}.shutdown": ["self"],
+        }
+    found = ask(vllm_link_checks.signatures)
+    assert {name: found[name][: len(names)] for name, names in expected.items()} == expected
+    assert ask(vllm_link_checks.keys_of_trainer_init) == {"master_address", "master_port", "world_size"}
+
+
+class SplitRun(RunConfig):
+    roles = ("actor", "rollout")
+
+    actor: ActorConfig
+    rollout: RolloutConfig
+
+
+DTYPES = pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-4), ("bfloat16", 1e-2)])
+
+
+def check_updates(folder: Path, device: Any, place: str, via: str, dtype: Literal["float32", "bfloat16"]) -> float:
+    """Trains, hands over and answers, twice; the mean difference of log-probabilities from transformers'."""
+    torch.manual_seed(0)
+    # Small weights: what bfloat16 leaves of a logit is a share of it.
+    sizes = {**SIZES, "initializer_range": 0.05}
+    trained = Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=True))
+    tiny.save(trained.to(getattr(torch, dtype)), folder)  # pyright: ignore (transformers narrows `to`)
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    pools = {"main": [1]} | ({"other": [1]} if place == "other" else {})
+    placement = Placement.model_validate(
+        {"device": device, "pools": pools, "roles": {"actor": "main", "rollout": place}}
+    )
+    model = ModelConfig(path=folder, dtype=dtype)
+    config = SplitRun.model_validate(
+        {
+            "output": folder / "out",
+            "steps": 1,
+            "placement": placement,
+            "actor": {"model": model, "optimizer": {"lr": 0.005}},
+            "rollout": {"engine": "vllm", "max_response_tokens": 12, "transfer": {"via": via, "chunk_mb": 0.05}},
+        }
+    )
+    rows = [{"prompt_ids": ids, "prompt_id": i, "sample": 0} for i, ids in enumerate(PROMPTS)]
+    with Cluster(placement, apart=("rollout",), num_threads=1) as cluster:
+        actor = cluster.group("actor", Actor, config.actor)
+        rollout = cluster.group("rollout", Rollout, config.rollout, model, seed=0)
+        publisher, prompts, gaps = Publisher(config, cluster.plan), Batch.from_rows(rows), []
+        answered = rollout.generate(prompts)
+        for version in (1, 2):
+            actor.update_sft(answered).get()
+            publisher.hand_over(actor, rollout, version)
+            (compared,) = rollout.check_weights(actor.weight_samples(version, part=0, parts=1)).get()
+            assert compared.count > 20 and not compared.unreached
+            before, answered = answered, rollout.generate(prompts)
+            assert set(answered.get("weight_version").tolist()) == {-1, version}
+            mask = answered.get("response_mask")
+            gaps.append(
+                (actor.logprobs(answered).get("logprobs") - answered.get("rollout_logprobs"))[mask].abs().mean()
+            )
+            moved = actor.logprobs(before).get("logprobs") - before.get("rollout_logprobs")
+            assert moved[before.get("response_mask")].abs().mean() > 0.05, "the step changed nothing that would show"
+    return float(max(gaps))
+
+
+@pytest.mark.slow
+@DTYPES
+def test_an_update_through_the_object_store_arrives(
+    dtype: Any, limit: float, ray_session: None, tmp_path: Path
+) -> None:
+    assert check_updates(tmp_path / "model", "cpu", "other", "auto", dtype) < limit
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@DTYPES
+def test_an_update_through_memory_of_a_gpu_arrives(dtype: Any, limit: float, ray_session: None, tmp_path: Path) -> None:
+    assert check_updates(tmp_path / "model", "cuda", "main", "cuda_ipc", dtype) < limit
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@DTYPES
+def test_an_update_from_gpu_to_gpu_arrives(dtype: Any, limit: float, ray_session: None, tmp_path: Path) -> None:
+    assert check_updates(tmp_path / "model", "cuda", "other", "nccl", dtype) < limit

@@ -1,0 +1,181 @@
+"""The weights that real vLLM serves against samples of those it was given: right ones pass, wrong ones are named."""
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+
+from flowrl import Cluster, Placement, WorkerGroup
+from flowrl.config import ModelConfig, RolloutConfig
+from flowrl.engines.models.weights import export_weights
+from flowrl.engines.rollout.weight_check import weight_samples
+from flowrl.workers import Rollout
+from tests.engines import tiny, vllm_checks
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra vllm"),
+]
+
+SIZES = {**tiny.SIZES, "hidden_size": 128, "max_position_embeddings": 512}
+ARCHITECTURES = {
+    "LLaMA": lambda: LlamaConfig(**{**SIZES, "num_key_value_heads": 4}),
+    "Qwen3": lambda: Qwen3Config(**SIZES, head_dim=32),
+    "Qwen2, bfloat16": lambda: Qwen2Config(**SIZES, tie_word_embeddings=True),
+}
+
+
+@dataclass
+class Served:
+    """A model, and the vLLM that serves it."""
+
+    group: WorkerGroup
+    model: PreTrainedModel
+    version: int = 0
+    given: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def step(self, lr: float = 1e-6) -> None:
+        """One step of Adam, which moves each weight that has a gradient by about `lr`."""
+        optimizer = torch.optim.Adam(self.model.parameters(), lr)
+        self.model(torch.arange(32)[None], labels=torch.arange(32)[None]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def hand_over(self, **instead: np.ndarray) -> None:
+        """Gives the weights, but for some that are replaced on the way."""
+        self.version += 1
+        self.given = export_weights(self.model)
+        self.group.load_weights(self.given | instead, self.version)
+
+    def fault(self, version: int | None = None) -> str:
+        """What the check of the present weights says; chosen as of another version, it looks at other ones."""
+        samples = weight_samples(self.model, self.version if version is None else version)
+        samples = type(samples)(self.version, samples.samples)
+        (sentence,) = self.group.run(vllm_checks.weight_fault, samples)
+        return sentence
+
+    def all_pass(self) -> int:
+        """Checks some of the weights in two ways, and all; the number of all."""
+        assert self.fault(0) == self.fault(1) == ""
+        samples = weight_samples(self.model, self.version, parts=1)
+        ((count, unreached, _),) = self.group.run(vllm_checks.comparison, samples)
+        assert unreached == ()
+        return count
+
+
+@contextmanager
+def serving(folder: Path, config: Any, dtype: Literal["float32", "bfloat16"] = "float32") -> Iterator[Served]:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype)).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("bias") or "norm" in name:
+                weight.add_(0.1 * torch.randn_like(weight))
+    tiny.save(model, folder)
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    settings = RolloutConfig(engine="vllm", max_response_tokens=4)
+    placement = Placement(device="cpu", pools={"main": [1]}, roles={"rollout": "main"})
+    with Cluster(placement, apart=("rollout",), num_threads=1) as cluster:
+        path = ModelConfig(path=folder, dtype=dtype)
+        yield Served(cluster.group("rollout", Rollout, settings, path, seed=0), model)
+
+
+@pytest.fixture(scope="module")
+def served(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving(tmp_path_factory.mktemp("vllm"), Qwen2Config(**SIZES, tie_word_embeddings=True)) as opened:
+        yield opened
+
+
+def test_right_weights_pass_before_and_after_updates(served: Served) -> None:
+    for _ in range(3):
+        assert served.all_pass() == len(served.model.state_dict())
+        served.step()
+        served.hand_over()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_right_weights_pass_and_swapped_ones_are_named(ray_session: None, tmp_path: Path, architecture: str) -> None:
+    dtype = "bfloat16" if "bfloat16" in architecture else "float32"
+    with serving(tmp_path / "model", ARCHITECTURES[architecture](), dtype) as other:
+        for _ in range(2):
+            assert other.all_pass() == len(other.model.state_dict())
+            other.step(0.01)
+            other.hand_over()
+        attention, suffix = "model.layers.0.self_attn", "|bfloat16" if dtype == "bfloat16" else ""
+        first = "q_proj" if architecture == "LLaMA" else "v_proj"
+        names = [f"{attention}.{part}.weight{suffix}" for part in (first, "k_proj")]
+        other.hand_over(**dict(zip(names, [other.given[name] for name in reversed(names)], strict=True)))
+        sentence = other.fault(0)
+        assert all(name.removesuffix(suffix) in sentence for name in names) and " 2 of the " in sentence
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.norm.weight",
+        "model.layers.1.input_layernorm.weight",
+        "model.layers.1.self_attn.o_proj.weight",
+        "model.layers.1.self_attn.k_proj.bias",
+        "model.layers.1.mlp.up_proj.weight",
+        "model.layers.1.mlp.down_proj.weight",
+    ],
+)
+def test_a_weight_that_missed_one_small_step_is_named(served: Served, name: str) -> None:
+    served.hand_over()
+    stale = served.given[name]
+    served.step()
+    served.hand_over(**{name: stale})
+    sentence = served.fault(1)
+    assert f"the actor's weights of version {served.version}: 1 of the " in sentence
+    assert f" differ, {name} by up to " in sentence and "skipped these weights" in sentence
+    served.hand_over()
+    assert served.fault(1) == ""
+
+
+def test_an_update_that_did_not_come_is_told(served: Served) -> None:
+    served.hand_over()
+    before = deepcopy(served.model.state_dict())
+    served.step()
+    assert "the update has not arrived" in served.fault()
+    served.version += 1
+    served.model.load_state_dict(before)
+    sentence = served.fault()
+    assert sentence.startswith(f"the rollout serves version {served.version - 1} of the weights, and the actor's is ")
+    served.version -= 1
+
+
+def test_a_tied_head_that_kept_the_old_weights_is_named(served: Served, tmp_path: Path) -> None:
+    with serving(tmp_path / "model", Qwen2Config(**SIZES, tie_word_embeddings=True)) as other:
+        other.group.run(vllm_checks.forgets_tied)
+        other.step()
+        other.hand_over()
+        sentence = other.fault()
+        assert ": 1 of the " in sentence and "lm_head.weight by up to " in sentence
+
+
+def test_a_bias_that_is_left_out_is_named(served: Served) -> None:
+    served.hand_over()
+    served.group.run(vllm_checks.forgets_biases)
+    sentence = served.fault(0)
+    assert ": 3 of the " in sentence and "model.layers.0.self_attn.q_proj.bias" in sentence
+    assert served.fault(1) == ""
+    served.hand_over()
+    assert served.fault(0) == ""
+
+
+def test_what_cannot_be_compared_is_counted(served: Served) -> None:
+    served.hand_over()
+    samples = weight_samples(served.model, served.version)
+    other = type(samples.samples[-1])("model.rotary.weight", "plain", (), np.zeros(3, np.float32), False)
+    ((count, unreached, _),) = served.group.run(
+        vllm_checks.comparison, type(samples)(served.version, (*samples.samples, other))
+    )
+    assert (count, unreached) == (len(samples.samples), ("model.rotary.weight",))

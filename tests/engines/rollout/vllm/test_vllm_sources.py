@@ -1,0 +1,69 @@
+"""Weights from actors that ranks hold in parts, or that train an adapter, reach real vLLM whole."""
+
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from flowrl import Batch, Cluster, Placement, WorkerGroup
+from flowrl.config import ActorConfig, ModelConfig, RolloutConfig
+from flowrl.workers import Actor, Rollout
+from tests.engines import tiny
+from tests.engines.rollout.vllm.test_engine import PROMPTS, SIZES
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra vllm"),
+]
+
+SOURCES: dict[str, dict[str, Any]] = {
+    "fsdp": {"engine": {"strategy": "fsdp"}},
+    "tp": {},
+    "fsdp_lora": {"engine": {"strategy": "fsdp"}, "lora": {"rank": 4, "alpha": 64}},
+}
+"""Role -> what its actor is, on two ranks."""
+
+
+@pytest.fixture(scope="module")
+def groups(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, WorkerGroup]]:
+    """The actors, and a rollout that each of them gives its weights in turn."""
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    tiny.save(Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)), folder)
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    roles: dict[str, Any] = dict.fromkeys(SOURCES, "trainers") | {"tp": {"pool": "trainers", "tp": 2}}
+    placement = Placement.model_validate(
+        {"device": "cpu", "pools": {"trainers": [2], "answers": [1]}, "roles": roles | {"rollout": "answers"}}
+    )
+    model, config = ModelConfig(path=folder), RolloutConfig(engine="vllm", max_response_tokens=12)
+    with Cluster(placement, apart=("rollout",), num_threads=1) as cluster:
+        made = {"rollout": cluster.group("rollout", Rollout, config, model, seed=0)}
+        for role, settings in SOURCES.items():
+            actor = ActorConfig.model_validate({"model": model, "optimizer": {"lr": 0.02}, **settings})
+            made[role] = cluster.group(role, Actor, actor)
+        yield made
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_what_ranks_hold_in_parts_arrives_whole(source: str, groups: dict[str, WorkerGroup]) -> None:
+    actor, rollout = groups[source], groups["rollout"]
+    version = 1 + list(SOURCES).index(source)
+    prompts = Batch.from_rows([{"prompt_ids": ids, "prompt_id": i, "sample": 0} for i, ids in enumerate(PROMPTS)])
+    answered = rollout.generate(prompts)
+    actor.update_sft(answered).get()
+    count = actor.num_chunks(0.05).get()
+    assert count > 3
+    for chunk in range(count):
+        rollout.load_weights(actor.weights(chunk, 0.05), version, chunk, count)
+    (compared,) = rollout.check_weights(actor.weight_samples(version, part=0, parts=1)).get()
+    assert compared.count > 20 and not compared.unreached
+    again = rollout.generate(prompts)
+    mask = again.get("response_mask")
+    gap = actor.logprobs(again).get("logprobs") - again.get("rollout_logprobs")
+    assert gap[mask].abs().max() < 1e-4
+    assert set(again.get("weight_version").tolist()) == {-1, version}
+    moved = actor.logprobs(answered).get("logprobs") - answered.get("rollout_logprobs")
+    assert moved[answered.get("response_mask")].abs().max() > 0.01, "the step changed nothing that would show"

@@ -1,0 +1,170 @@
+"""Real vLLM on several devices: a process that leads and one per device, which live and end together."""
+
+import importlib.util
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+
+from flowrl import Cluster, Placement
+from flowrl.config import ModelConfig, RolloutConfig
+from flowrl.config.base import Device
+from flowrl.config.placement import RolePlacement
+from flowrl.controller.errors import FlowError
+from flowrl.engines.models.weights import export_weights
+from flowrl.workers import Rollout
+from tests.engines import tiny, vllm_checks
+from tests.engines.rollout.vllm.test_engine import PROMPTS, RESPONSE, SIZES, Pair, check_sleep_in_parts
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra vllm"),
+]
+
+LED = RolePlacement(pool="main", tp=2)
+ENDS_WITHIN_S = 30
+
+
+def save(folder: Path, **settings: int) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(Qwen2Config(**{**SIZES, **settings}, tie_word_embeddings=True)).eval()
+    tiny.save(model, folder)
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    return model
+
+
+@contextmanager
+def open_led(folder: Path, device: Device = "cpu") -> Iterator[Pair]:
+    model = save(folder)
+    config = RolloutConfig(engine="vllm", max_response_tokens=RESPONSE)
+    placement = Placement(device=device, pools={"main": [2]}, roles={"rollout": LED})
+    with Cluster(placement, apart=("rollout",), num_threads=2) as cluster:
+        yield Pair(cluster.group("rollout", Rollout, config, ModelConfig(path=folder), seed=0), model)
+
+
+@pytest.fixture(scope="module")
+def led(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    before = hosts_of_tests()  # those of a cluster that is closed may be about to end
+    with open_led(tmp_path_factory.mktemp("vllm")) as opened:
+        yield opened
+        hosts = [process for process in hosts_of_tests() if process not in before]
+        seen = [*hosts, *(process for host in hosts for process in started_by(host))]
+    assert hosts and all_end(seen), "processes of vLLM outlived the cluster"
+
+
+def hosts_of_tests() -> list[psutil.Process]:
+    return [process for process in started_by(psutil.Process()) if "ray::_RayHost" in process.name()]
+
+
+def leader_of(pair: Pair) -> psutil.Process:
+    (process_id,) = pair.group.run(vllm_checks.process_id)
+    return psutil.Process(process_id)
+
+
+def started_by(process: psutil.Process) -> list[psutil.Process]:
+    return process.children(recursive=True)
+
+
+def workers_of(leader: psutil.Process) -> list[psutil.Process]:
+    return [process for process in started_by(leader) if "Worker" in " ".join(process.cmdline())]
+
+
+def all_end(processes: list[psutil.Process]) -> bool:
+    deadline = time.monotonic() + ENDS_WITHIN_S
+    while time.monotonic() < deadline:
+        if not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_two_devices_say_what_transformers_would_before_and_after_updates(led: Pair) -> None:
+    assert len(workers_of(leader_of(led))) == 2
+    for seed in range(3):
+        if seed:
+            led.publish(seed)
+        for greedy in (False, True):
+            found = led.says(PROMPTS, greedy=greedy)
+            assert led.largest_gap(PROMPTS, found) < 1e-4
+            assert {version for row in found["versions"] for version in row} == {led.version}
+
+
+def test_the_memory_that_its_processes_share_has_no_name_that_could_be_left_behind(led: Pair) -> None:
+    led.says(PROMPTS)
+    leader = leader_of(led)
+    maps = [Path(f"/proc/{process.pid}/maps").read_text() for process in (leader, *workers_of(leader))]
+    found = [line.split(maxsplit=5) for text in maps for line in text.splitlines() if "/dev/shm/" in line]
+    assert {"psm", "vllm"} <= {path.removeprefix("/dev/shm/").split("_")[0] for *_, path in found}
+    assert not {int(inode) for *_, inode, _ in found} & {segment.inode() for segment in os.scandir("/dev/shm")}
+
+
+def test_a_failed_update_of_two_devices_is_refused_and_then_healed(led: Pair) -> None:
+    first = dict(list(export_weights(led.model).items())[:5])
+    (message,) = led.group.run(vllm_checks.fails_in_the_middle, first)
+    assert "nothing" in message and "worker 0" in message
+    (refused,) = led.group.run(vllm_checks.refusal, "poll")
+    assert refused.startswith("the rollout engine is broken and cannot generate")
+    led.publish(10)
+    assert led.largest_gap(PROMPTS, led.says(PROMPTS)) < 1e-4
+
+
+def test_two_devices_sleep_and_wake_by_parts(led: Pair) -> None:
+    check_sleep_in_parts(led)
+    led.hand_over()  # what came by a function of a test's own is not what a replacement is given
+
+
+@pytest.mark.slow
+def test_updates_leave_no_memory_behind_in_any_process(led: Pair) -> None:
+    weights = export_weights(led.model)
+    whole = sum(array.nbytes for array in weights.values())
+    processes = workers_of(leader_of(led))
+    led.group.run(vllm_checks.updates, weights, 10)
+    before = [process.memory_info().rss for process in processes]
+    led.group.run(vllm_checks.updates, weights, 40)
+    assert max(p.memory_info().rss - b for p, b in zip(processes, before, strict=True)) < 20 * whole
+    led.hand_over()
+
+
+def test_a_device_whose_process_dies_takes_the_replica_along_and_another_takes_its_place(led: Pair) -> None:
+    leader = leader_of(led)
+    old = [leader, *started_by(leader)]
+    workers_of(leader)[1].send_signal(signal.SIGKILL)
+    assert all_end(old)
+    assert led.largest_gap(PROMPTS, led.says(PROMPTS)) < 1e-4, "its replacement has other weights"
+    assert leader_of(led).pid != leader.pid
+
+
+@pytest.mark.slow
+def test_why_a_device_could_not_start_is_told(ray_session: None, tmp_path: Path) -> None:
+    save(tmp_path / "model", intermediate_size=97)
+    config = RolloutConfig(engine="vllm", max_response_tokens=RESPONSE)
+    placement = Placement(device="cpu", pools={"main": [2]}, roles={"rollout": LED})
+    with Cluster(placement, apart=("rollout",), num_threads=2) as cluster:
+        group = cluster.group("rollout", Rollout, config, ModelConfig(path=tmp_path / "model"), seed=0)
+        with pytest.raises(FlowError, match=r"could not start .* each of 2 devices: AssertionError: assert .*tp_size"):
+            group.run(vllm_checks.state)
+
+
+def test_no_process_outlives_a_leader_that_is_killed(led: Pair) -> None:
+    leader = leader_of(led)
+    old = started_by(leader)
+    os.kill(leader.pid, signal.SIGKILL)
+    assert all_end(old)
+    assert leader_of(led).pid != leader.pid
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_say_what_transformers_would_before_and_after_an_update(ray_session: None, tmp_path: Path) -> None:
+    with open_led(tmp_path / "model", "cuda") as pair:
+        for seed in range(2):
+            if seed:
+                pair.publish(seed)
+            assert pair.largest_gap(PROMPTS, pair.says(PROMPTS, greedy=True)) < 2e-3

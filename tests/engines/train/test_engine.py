@@ -1,0 +1,152 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from flowrl.config import EngineConfig, OptimizerConfig
+from flowrl.data.batch.tensordicts import lengths, take_rows
+from flowrl.engines.train.engine import Denominators, TrainEngine, learning_rate
+from flowrl.engines.train.microbatch import MicroBatch, microbatches
+from tests.engines.losses import Bigram, bigram_logprobs, bigram_loss, logprobs, policy_logits, weighted_loss
+from tests.engines.tables import VOCABULARY, table
+from tests.engines.tiny import qwen2
+
+OPTIMIZER = OptimizerConfig(lr=1e-2, max_grad_norm=None)
+
+
+def bigram_engine(max_tokens: int = 1000, optimizer: OptimizerConfig | None = OPTIMIZER) -> TrainEngine:
+    return TrainEngine(Bigram(VOCABULARY, 8).double(), optimizer, EngineConfig(max_tokens_per_microbatch=max_tokens))
+
+
+def qwen2_loss(model: nn.Module, micro: MicroBatch, counts: Denominators):
+    return weighted_loss(logprobs(policy_logits(model, micro.input_ids), micro.input_ids), micro, counts)
+
+
+def gradient(dtype: torch.dtype, max_tokens: int) -> dict[str, torch.Tensor]:
+    """Of one step of a Qwen2 over nine rows."""
+    model = qwen2(dtype, initializer_range=0.05)
+    engine = TrainEngine(model, OPTIMIZER, EngineConfig(max_tokens_per_microbatch=max_tokens))
+    engine._gradients.zero()
+    for micro in microbatches(table(9), max_tokens):
+        qwen2_loss(model, micro, Denominators(40, 9))[0].backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-9)])
+@pytest.mark.parametrize("max_tokens", [1, 13, 40])
+def test_the_gradient_does_not_depend_on_the_size_of_micro_batches(dtype, tolerance: float, max_tokens: int):
+    whole, parts = gradient(dtype, 1000), gradient(dtype, max_tokens)
+    torch.testing.assert_close(parts, whole, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 17])
+def test_training_does_not_depend_on_the_size_of_micro_batches(max_tokens: int):
+    whole, parts = bigram_engine(), bigram_engine(max_tokens)
+    reports = [[engine.update(table(9, seed), bigram_loss) for seed in range(3)] for engine in (whole, parts)]
+    torch.testing.assert_close(parts.model.state_dict(), whole.model.state_dict(), rtol=0, atol=1e-9)
+    for expected, report in zip(*reports, strict=True):
+        assert {n: m.result() for n, m in report.items()} == pytest.approx({n: m.result() for n, m in expected.items()})
+
+
+def test_denominators_count_trained_tokens_and_rows_that_have_one():
+    seen = []
+    rows = table(9)
+    rows["tokens", "response_mask"][: int(lengths(rows)[0])] = False
+    engine = bigram_engine(max_tokens=20)
+    engine.update(rows, lambda model, micro, counts: (seen.append(counts), bigram_loss(model, micro, counts))[1])
+    mask = rows["tokens", "response_mask"]
+    with_tokens = sum(bool(part.any()) for part in mask.split(lengths(rows).tolist()))
+    assert with_tokens < 9 and set(seen) == {Denominators(int(mask.sum()), with_tokens)}
+
+
+def test_values_come_back_in_the_order_of_the_table():
+    rows = table(12)
+    engine = bigram_engine(max_tokens=15)
+    values = engine.evaluate(rows, lambda model, micro: micro.input_ids.double() + micro.index[:, None] / 100)
+    row_of_token = torch.repeat_interleave(torch.arange(12), lengths(rows))
+    torch.testing.assert_close(values, rows["tokens", "input_ids"] + row_of_token.double() / 100)
+    assert engine.evaluate_rows(rows, lambda model, micro: micro.rows["prompt_id"]).tolist() == list(range(12))
+
+
+def test_evaluation_makes_no_gradients_and_keeps_the_weights():
+    engine = bigram_engine(optimizer=None)
+    assert not engine.evaluate(table(5), bigram_logprobs).requires_grad
+    assert all(parameter.grad is None for parameter in engine.model.parameters())
+
+
+def test_an_empty_table_evaluates_to_nothing():
+    empty = take_rows(table(3), torch.zeros(0, dtype=torch.int64))
+    assert bigram_engine().evaluate(empty, bigram_logprobs).shape == (0,)
+    assert bigram_engine().evaluate_rows(empty, bigram_logprobs).shape == (0,)
+
+
+def test_a_step_without_trained_tokens_changes_nothing_and_says_so():
+    engine, rows = bigram_engine(), table(4)
+    rows["tokens", "response_mask"].zero_()
+    before = [parameter.clone() for parameter in engine.model.parameters()]
+    report = engine.update(rows, bigram_loss)
+    assert {name: metric.result() for name, metric in report.items()} == {"skipped_update": 1.0}
+    assert engine.num_steps == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, engine.model.parameters(), strict=True))
+
+
+def test_clipping_scales_the_gradient_but_reports_its_own_norm():
+    free, clipped = bigram_engine(), bigram_engine(optimizer=OptimizerConfig(lr=1e-2, eps=1e3, max_grad_norm=1e-3))
+    norms = [engine.update(table(5), bigram_loss)["grad_norm"] for engine in (free, clipped)]
+    assert norms[0] == norms[1] and norms[0].result() > 1e-3
+    start = nn.utils.parameters_to_vector(Bigram(VOCABULARY, 8).double().parameters())
+    moved = nn.utils.parameters_to_vector(clipped.model.parameters()) - start
+    # A huge eps makes Adam's first step lr / eps times the gradient.
+    assert moved.norm().item() == pytest.approx(1e-2 / 1e3 * 1e-3, rel=1e-3)
+
+
+def test_a_gradient_that_is_not_finite_is_refused_before_the_step():
+    engine = bigram_engine()
+    before = [parameter.clone() for parameter in engine.model.parameters()]
+    with pytest.raises(FloatingPointError, match="norm is nan in optimizer step 0"):
+        engine.update(table(4), lambda model, micro, counts: (bigram_logprobs(model, micro).sum() * math.nan, {}))
+    assert all(torch.equal(a, b) for a, b in zip(before, engine.model.parameters(), strict=True))
+
+
+def test_weight_decay_is_for_matrices():
+    engine = bigram_engine(optimizer=OptimizerConfig(lr=0.1, weight_decay=0.5))
+    start = Bigram(VOCABULARY, 8).double()
+    engine.update(table(4), bigram_loss)
+    model = engine.model
+    assert isinstance(model, Bigram)
+    torch.testing.assert_close(model.unused.weight, start.unused.weight * (1 - 0.1 * 0.5))
+    assert torch.equal(model.unused.bias, start.unused.bias)
+
+
+def test_gradients_are_given_back_after_a_step():
+    engine = bigram_engine()
+    engine.update(table(4), bigram_loss)
+    assert all(parameter.grad is None for parameter in engine.model.parameters())
+
+
+def test_the_model_is_trained_in_place():
+    model = Bigram(VOCABULARY, 8)
+    weight = model.output.weight
+    before = weight.clone()
+    TrainEngine(model, OPTIMIZER, EngineConfig()).update(table(4), lambda m, b, c: (bigram_logprobs(m, b).sum(), {}))
+    assert model.output.weight is weight and not torch.equal(weight, before)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]), ("linear", [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0])],
+)
+def test_the_rate_rises_over_the_warmup_and_then_follows_the_schedule(schedule, rates: list[float]):
+    config = OptimizerConfig(lr=1.0, warmup_steps=2, schedule=schedule, total_steps=6)
+    assert [learning_rate(config, step) for step in range(7)] == pytest.approx(rates)
+
+
+def test_a_cosine_schedule_is_at_half_in_the_middle_and_stays_at_zero():
+    config = OptimizerConfig(lr=1.0, schedule="cosine", total_steps=4)
+    assert [learning_rate(config, step) for step in (0, 2, 4, 9)] == pytest.approx([1.0, 0.5, 0.0, 0.0])
+
+
+def test_the_rate_of_each_step_is_reported():
+    engine = bigram_engine(optimizer=OptimizerConfig(lr=1.0, schedule="linear", total_steps=4))
+    assert [engine.update(table(3), bigram_loss)["lr"].result() for _ in range(3)] == [1.0, 0.75, 0.5]

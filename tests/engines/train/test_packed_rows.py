@@ -1,0 +1,142 @@
+"""Packed rows against padded ones: what models of every family say, and what engines train."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from flowrl.config import EngineConfig, OptimizerConfig
+from flowrl.engines.models.attention import ROWS
+from flowrl.engines.models.loading import CriticModel, RewardModel, hidden_width
+from flowrl.engines.models.packing import Pack, pack_rows
+from flowrl.engines.parallel.sharding import EngineError
+from flowrl.engines.train.engine import TrainEngine
+from flowrl.engines.train.microbatch import MicroBatch
+from flowrl.workers.policy_model import PolicyModel, policy_logprobs
+from tests.engines.families import FAMILIES, build
+from tests.engines.losses import Bigram
+from tests.engines.strategies import policy_loss
+from tests.engines.tables import VOCABULARY, table
+from tests.engines.tiny import convolving, qwen2
+
+LENGTHS = [1, 7, 7, 33, 50]
+"""Some longer than the windows of those that have one."""
+
+Run = Callable[[Tensor, Tensor, Tensor, Pack | None], Tensor]
+"""From ids, mask, lengths, and a pack or None, to values of tokens [B, L] or rows [B]."""
+
+
+@pytest.fixture(params=FAMILIES)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def both(model: torch.nn.Module, run: Run, device: str = "cpu") -> Iterator[list[Tensor]]:
+    """What `run` gives, 0 where there is no token, and its gradients: of packed rows, then of padded ones."""
+    lengths = torch.tensor(LENGTHS)
+    mask = torch.arange(max(LENGTHS)) < lengths[:, None]
+    ids = torch.randint(2, VOCABULARY, mask.shape, generator=torch.Generator().manual_seed(0)) * mask
+    for pack in (pack_rows(LENGTHS).to(device), None):
+        model.zero_grad()
+        found = run(ids.to(device), mask.to(device), lengths.to(device), pack).cpu()
+        found = found.where(mask, 0) if found.shape == mask.shape else found
+        (found * torch.rand(found.shape, generator=torch.Generator().manual_seed(1))).mean().backward()
+        yield [found.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def with_row_attention(name: str) -> PreTrainedModel:
+    model = build(name)
+    model.set_attn_implementation(ROWS)
+    return model
+
+
+def backbone(language_model: PreTrainedModel) -> PreTrainedModel:
+    assert isinstance(language_model.base_model, PreTrainedModel)
+    return language_model.base_model
+
+
+def logprobs_and_entropies(model: PolicyModel, ids: Tensor, mask: Tensor, _: Tensor, pack: Pack | None) -> Tensor:
+    """Both in one tensor."""
+    logprobs_BL, entropy_BL = model(ids, mask, 0.7, "gradient", pack)
+    return logprobs_BL + entropy_BL
+
+
+def test_packed_rows_have_the_log_probabilities_and_gradients_of_padded_ones(name: str):
+    own, ours = PolicyModel(build(name)), PolicyModel(with_row_attention(name))
+    packed, _ = both(ours, partial(logprobs_and_entropies, ours))
+    # Padded by the attention that the model came with.
+    _, padded = both(own, partial(logprobs_and_entropies, own))
+    torch.testing.assert_close(packed, padded, rtol=1e-5, atol=1e-5)
+
+
+def test_packed_rows_have_the_values_of_padded_ones(name: str):
+    model = CriticModel(backbone(with_row_attention(name)), head="fresh")
+    packed, padded = both(model, lambda ids, mask, lengths, pack: model(ids, pack))
+    torch.testing.assert_close(packed, padded, rtol=1e-5, atol=1e-6)
+
+
+def test_packed_rows_have_the_scores_of_padded_ones(name: str):
+    language_model = with_row_attention(name)
+    head = torch.nn.Linear(hidden_width(backbone(language_model)), 1)
+    language_model.add_module("score", head)
+    model = RewardModel(language_model, head)
+    packed, padded = both(model, lambda ids, mask, lengths, pack: model(ids, lengths, pack))
+    torch.testing.assert_close(packed, padded, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_packed_rows_say_the_same_on_a_gpu_in_bfloat16(name: str):
+    model = PolicyModel(with_row_attention(name)).to("cuda", torch.bfloat16)
+    packed, padded = both(model, lambda ids, mask, lengths, pack: model(ids, mask, pack=pack)[0], "cuda")
+    torch.testing.assert_close(packed[0], padded[0], rtol=0, atol=0.1)
+
+
+def trained(**settings: object) -> dict[str, Tensor]:
+    """The weights after two steps."""
+    vocabulary = settings.pop("vocabulary", VOCABULARY)
+    model = PolicyModel(qwen2(vocab_size=vocabulary, initializer_range=0.1))
+    engine = TrainEngine(model, OptimizerConfig(lr=1e-2, eps=1e-3), EngineConfig.model_validate(settings))
+    for seed in range(2):
+        engine.update(table(9, seed), policy_loss)
+    return {name: weight.detach() for name, weight in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("settings", "tolerance"),
+    [
+        ({"max_tokens_per_microbatch": 20}, 1e-5),
+        ({"vocabulary": 8192}, 1e-5),
+        ({"gradient_checkpointing": True}, 1e-5),
+        ({"compute_dtype": "bfloat16"}, 1e-2),
+        ({"compute_dtype": "float16"}, 1e-2),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_packed_rows_train_what_padded_rows_do(settings: dict, tolerance: float):
+    packed, padded = (trained(packing=packing, **settings) for packing in ("always", "never"))
+    torch.testing.assert_close(packed, padded, rtol=0, atol=tolerance)
+
+
+def test_a_model_that_runs_no_packs_is_padded():
+    packs, engine = [], TrainEngine(PolicyModel(convolving()), None, EngineConfig())
+
+    def forward(model: torch.nn.Module, micro: MicroBatch) -> Tensor:
+        packs.append(micro.pack)
+        return policy_logprobs(model, micro, temperature=1.0)
+
+    engine.evaluate(table(9), forward)
+    assert packs and all(pack is None for pack in packs)
+
+
+def test_packs_that_were_asked_for_and_cannot_be_are_refused():
+    always = EngineConfig(packing="always")
+    with pytest.raises(
+        EngineError, match=r"packing is always, but Lfm2ForCausalLM has conv layers.* set packing: auto"
+    ):
+        TrainEngine(PolicyModel(convolving()), None, always)
+    with pytest.raises(EngineError, match="packing is always, but Bigram does not run its backbone by"):
+        TrainEngine(Bigram(VOCABULARY, 8), None, always)

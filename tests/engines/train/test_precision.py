@@ -1,0 +1,146 @@
+"""Matrix products in half precision over float32 weights, in one process (test_strategies.py covers fsdp)."""
+
+import pytest
+import torch
+
+from flowrl.config import EngineConfig, OptimizerConfig
+from flowrl.engines.parallel.gradients import WholeGradients
+from flowrl.engines.parallel.rank_mesh import ALONE
+from flowrl.engines.parallel.sharding import EngineError
+from flowrl.engines.train.engine import TrainEngine
+from flowrl.workers.policy_model import PolicyModel, policy_logprobs
+from tests.engines.strategies import policy_loss
+from tests.engines.tables import table
+from tests.engines.tiny import qwen2
+
+TINY_STEP = OptimizerConfig(lr=1e-6, max_grad_norm=None)
+
+
+def engine(**settings: object) -> TrainEngine:
+    model = PolicyModel(qwen2(initializer_range=0.1))
+    return TrainEngine(model, TINY_STEP, EngineConfig.model_validate({"max_tokens_per_microbatch": 40} | settings))
+
+
+def weights(trained: TrainEngine) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in trained.model.parameters()]
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [("bfloat16", 0.05), ("float16", 0.01)])
+def test_half_precision_says_nearly_the_same(dtype: str, atol: float):
+    values = [
+        made.evaluate(table(9), lambda m, micro: policy_logprobs(m, micro, temperature=1.0))
+        for made in (engine(), engine(compute_dtype=dtype))
+    ]
+    torch.testing.assert_close(values[1], values[0], rtol=0, atol=atol)
+    assert not torch.equal(*values)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_steps_too_small_for_half_precision_add_up_in_the_masters(dtype: str):
+    """A weight of 0.1 is known to 5e-4 in bfloat16; ten steps of 1e-6 are lost there."""
+    trained = engine(compute_dtype=dtype)
+    before = weights(trained)
+    for seed in range(10):
+        trained.update(table(9, seed), policy_loss)
+    for old, new in zip(before, weights(trained), strict=True):
+        assert new.dtype == torch.float32
+        assert 0 < (new - old).abs().max() <= 1.1e-5
+
+
+def test_scaling_the_loss_leaves_the_step_as_it_is():
+    plain, scaled = engine(compute_dtype="bfloat16"), engine(compute_dtype="float16")
+    for trained in (plain, scaled):
+        trained.update(table(9), policy_loss)
+    assert scaled.loss_scale is not None and scaled.loss_scale.good_steps == 1
+    norms = [made.update(table(9, 1), policy_loss)["grad_norm"].result() for made in (plain, scaled)]
+    assert norms[1] == pytest.approx(norms[0], rel=0.02)
+
+
+def test_a_step_that_overflows_in_float16_is_left_out_and_the_next_is_taken():
+    trained = engine(compute_dtype="float16")
+    before = weights(trained)
+
+    def huge(model, micro, counts):
+        share, report = policy_loss(model, micro, counts)
+        return share * 1e6, report
+
+    report = trained.update(table(9), huge)
+    assert report["skipped_update"].result() == 1.0 and report["loss_scale"].result() == 2.0**16
+    assert all(map(torch.equal, before, weights(trained))) and trained.num_steps == 0
+    report = trained.update(table(9), policy_loss)
+    assert report["skipped_update"].result() == 0.0 and report["loss_scale"].result() == 2.0**15
+    assert trained.num_steps == 1
+
+
+def test_layers_run_again_in_the_backward_pass_where_activations_are_dropped():
+    counts = {}
+    for settings in ({}, {"gradient_checkpointing": True}):
+        trained = engine(max_tokens_per_microbatch=1000, **settings)
+        layer = trained.model.get_submodule("language_model.model.layers.0.input_layernorm")
+        runs = []
+        layer.register_forward_hook(lambda *_, runs=runs: runs.append(1))
+        report = trained.update(table(9), policy_loss)
+        counts[len(settings)] = (len(runs), report["grad_norm"].result())
+        assert not trained.model.training
+    assert (counts[0][0], counts[1][0]) == (1, 2)
+    assert counts[1][1] == pytest.approx(counts[0][1], rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")  # torch's own
+def test_compiled_layers_train_the_same():
+    """Needs a C++ compiler on the CPU."""
+    norms = []
+    for compile_layers in (False, True):
+        trained = engine(compile=compile_layers)
+        norms.append([trained.update(table(9, seed), policy_loss)["grad_norm"].result() for seed in range(2)])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+
+
+def test_float32_is_refused_for_weights_in_half_precision():
+    with pytest.raises(EngineError, match=r"compute_dtype is float32, but the model's dtype is half precision"):
+        TrainEngine(PolicyModel(qwen2(torch.bfloat16)), TINY_STEP, EngineConfig(compute_dtype="float32"))
+
+
+def test_the_norm_of_gradients_in_half_precision_is_not_rounded_to_it():
+    parameter = torch.nn.Parameter(torch.zeros(1001, dtype=torch.bfloat16))
+    gradients = WholeGradients([parameter], ALONE)
+    gradients.zero()
+    assert parameter.grad is not None
+    parameter.grad.fill_(1.0)
+    assert gradients.norm() == pytest.approx(1001**0.5, rel=1e-6)
+
+
+def test_flash_attention_is_refused_where_it_cannot_run():
+    with pytest.raises(EngineError, match="flash_attention_2, which needs a GPU and bfloat16 or float16"):
+        engine(attention="flash_attention_2")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("offload", ["none", "optimizer", "idle"])
+def test_weights_and_optimizer_leave_the_device_and_come_back(offload: str):
+    model = PolicyModel(qwen2())
+    trained = TrainEngine(model, TINY_STEP, EngineConfig.model_validate({"offload": offload}), device="cuda:0")
+    free = []
+    for _ in range(2):
+        trained.update(table(9), policy_loss)
+        trained.offload()
+        free.append(torch.cuda.memory_allocated())
+        assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+        trained.onload()
+        assert {parameter.device.type for parameter in model.parameters()} == {"cuda"}
+    assert free[0] == free[1] < 1024**2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_lender_keeps_its_weights_on_the_device_and_no_more() -> None:
+    model = PolicyModel(qwen2())
+    trained = TrainEngine(model, TINY_STEP, EngineConfig(offload="idle"), device="cuda:0")
+    trained.update(table(9), policy_loss)
+    assert trained.optimizer is not None
+    trained.offload(keep_weights=True)
+    moments = [x for state in trained.optimizer.state.values() for x in state.values() if x.ndim]
+    assert {parameter.device.type for parameter in model.parameters()} == {"cuda"}
+    assert moments and {x.device.type for x in moments} == {"cpu"}

@@ -1,0 +1,224 @@
+"""Roles of middling size, each with its estimate, run once in a process of its own that tells how far it grew.
+
+python -m tests.memory.memory_points NAME [RANK FOLDER]
+
+glibc keeps freed memory for later, in pieces that do not fit everything that comes later, so what a process has is more
+than what its tensors take. `MALLOC_MMAP_THRESHOLD_` (see `grown`) has it give every larger piece back.
+"""
+
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import distributed, nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from flowrl.config import EngineConfig, LoraConfig, OptimizerConfig, RolloutConfig
+from flowrl.controller.placement.plan import Mesh
+from flowrl.data.batch.tensordicts import make_table
+from flowrl.engines.models.loading import CriticModel
+from flowrl.engines.models.lora import add_adapter
+from flowrl.engines.parallel.rank_mesh import ALONE, rank_mesh
+from flowrl.engines.rollout.hf.engine import HfRollout
+from flowrl.engines.train.engine import Denominators, TrainEngine
+from flowrl.engines.train.microbatch import MicroBatch
+from flowrl.memory.activations import Entropy
+from flowrl.memory.model_size import ModelSize, size_of
+from flowrl.memory.role_memory import RoleMemory, RoleModel, run_role, trained_role
+from flowrl.memory.rollout_memory import Prompts, rollout_role
+from flowrl.workers.policy_model import PolicyModel, policy_logprobs
+from tests.engines.tiny import tokenizer
+
+LENGTH, TOKENS = 256, 2048
+ROWS, PROMPT, RESPONSE = 32, 480, 48
+
+
+@dataclass(frozen=True)
+class Point:
+    """A role and how it runs."""
+
+    role: str = "actor"
+    vocabulary: int = 4096
+    entropy: Entropy = "value"
+    engine: EngineConfig = field(default_factory=lambda: _engine())
+    lora: LoraConfig | None = None
+    dtype: str = "float32"
+    tied: bool = True
+    ranks: int = 1
+
+
+def _engine(**settings) -> EngineConfig:
+    return EngineConfig.model_validate({"max_tokens_per_microbatch": TOKENS, **settings})
+
+
+POINTS: Mapping[str, Point] = {
+    "all activations": Point(),
+    "gradient checkpointing": Point(engine=_engine(gradient_checkpointing=True)),
+    "large vocabulary": Point(vocabulary=32768),
+    "large vocabulary, gradient checkpointing": Point(vocabulary=32768, engine=_engine(gradient_checkpointing=True)),
+    "large vocabulary, untied": Point(vocabulary=32768, tied=False),
+    "no entropy": Point(entropy="none"),
+    "trained entropy": Point(entropy="gradient"),
+    "large vocabulary, trained entropy": Point(vocabulary=32768, entropy="gradient"),
+    "twice the tokens": Point(engine=_engine(max_tokens_per_microbatch=2 * TOKENS)),
+    "bfloat16 model": Point(dtype="bfloat16"),
+    "bfloat16 products": Point(engine=_engine(compute_dtype="bfloat16")),
+    "critic": Point(role="critic"),
+    "reference": Point(role="reference", vocabulary=32768),
+    "LoRA": Point(lora=LoraConfig(rank=16)),
+    "LoRA, large vocabulary": Point(lora=LoraConfig(rank=16), vocabulary=32768),
+    "fsdp, 2 ranks": Point(engine=_engine(strategy="fsdp"), ranks=2),
+    "fsdp, 2 ranks, large vocabulary": Point(engine=_engine(strategy="fsdp"), ranks=2, vocabulary=32768),
+    "fsdp, 2 ranks, gradient checkpointing": Point(
+        engine=_engine(strategy="fsdp", gradient_checkpointing=True), ranks=2, vocabulary=32768
+    ),
+    "fsdp, 2 ranks, layers stay whole": Point(engine=_engine(strategy="fsdp", reshard_after_forward=False), ranks=2),
+    "rollout": Point(role="rollout"),
+    "rollout, large vocabulary": Point(role="rollout", vocabulary=32768),
+}
+
+
+def config_of(point: Point, *, small: bool = False) -> Qwen2Config:
+    """Of the point's model, or of one with the same code and next to no weights."""
+    return Qwen2Config(
+        hidden_size=32 if small else 384,
+        intermediate_size=64 if small else 1152,
+        num_hidden_layers=2 if small else 8,
+        vocab_size=point.vocabulary,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        tie_word_embeddings=point.tied,
+        max_position_embeddings=1024,
+    )
+
+
+def estimated(point: Point) -> RoleMemory:
+    """The estimate for one rank of a point."""
+    size = size_of(config_of(point).to_dict())
+    assert isinstance(size, ModelSize)
+    if point.role == "rollout":
+        return rollout_role(size, 4, _rollout_config(), Prompts(ROWS, ROWS, PROMPT), None, "cpu")
+    model = RoleModel(
+        size=size,
+        engine=point.engine,
+        mesh=Mesh(pp=1, dp=point.ranks, sp=1, tp=1),
+        kind="cpu",
+        item=2 if point.dtype == "bfloat16" else 4,
+        is_policy=point.role != "critic",
+        longest=LENGTH,
+        lora=point.lora,
+    )
+    if point.role == "reference":
+        return run_role(model, None, "logprobs")
+    return trained_role(model, None, point.entropy, saves=False)
+
+
+def needed(point: Point) -> int:
+    """Bytes that the estimate gives: what is held, and the largest call."""
+    memory = estimated(point)
+    return memory.held + max(call.total for call in memory.calls)
+
+
+def grown(name: str, *, freed_at_once: bool = True) -> int:
+    """Bytes by which a process grows that runs a point; of several ranks the one that grows most.
+
+    Args:
+        freed_at_once: whether glibc gives memory back as tensors do, so that a process has what its tensors take.
+    """
+    environment = {**os.environ, "PYTHONPATH": "."}
+    environment.pop("MALLOC_MMAP_THRESHOLD_", None)
+    if freed_at_once:
+        environment["MALLOC_MMAP_THRESHOLD_"] = str(2**16)
+    with TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "tests.memory.memory_points", name]
+        started = [
+            subprocess.Popen([*command, str(rank), folder], env=environment, stdout=subprocess.PIPE, text=True)
+            for rank in range(POINTS[name].ranks)
+        ]
+        answers = [process.communicate()[0] for process in started]
+    assert not any(process.returncode for process in started), f"{name} failed"
+    return max(int(answer.splitlines()[-1]) for answer in answers)
+
+
+def _rollout_config() -> RolloutConfig:
+    return RolloutConfig(max_response_tokens=RESPONSE)
+
+
+def _rows(num_rows: int, length: int, vocabulary: int):
+    total = num_rows * length
+    mask_T = torch.arange(total) % length > 0
+    ids_T = torch.randint(2, vocabulary, (total,))
+    return make_table({}, {"input_ids": ids_T, "response_mask": mask_T}, torch.full((num_rows,), length), num_rows)
+
+
+def _policy_loss(entropy: Entropy) -> Callable:
+    def loss(model: nn.Module, micro: MicroBatch, counts: Denominators):
+        mask_BL = micro.tokens["response_mask"]
+        logprobs_BL, entropy_BL = model(micro.input_ids, mask_BL, 1.0, entropy)
+        wanted_BL = logprobs_BL + 0.01 * entropy_BL if entropy == "gradient" else logprobs_BL
+        return -(wanted_BL * mask_BL).sum() / counts.tokens, {}
+
+    return loss
+
+
+def _value_loss(model: nn.Module, micro: MicroBatch, counts: Denominators):
+    return (model(micro.input_ids) * micro.tokens["response_mask"]).square().sum() / counts.tokens, {}
+
+
+def run(point: Point, config: Qwen2Config, mesh=ALONE) -> None:
+    """Makes the point's model and has it do what takes most, once all that it holds is there."""
+    dtype = torch.bfloat16 if point.dtype == "bfloat16" else torch.float32
+    model = Qwen2ForCausalLM(config).to(dtype)  # pyright: ignore[reportArgumentType] (transformers narrows `to`)
+    if point.role == "rollout":
+        rollout = HfRollout(model, tokenizer(), _rollout_config())
+        prompts = [[2 + (row + i) % 20 for i in range(PROMPT)] for row in range(ROWS)]
+        numbers = torch.arange(ROWS)
+        rollout.generate(prompts, numbers, numbers, seed=0)
+        return
+    if point.lora is not None:
+        add_adapter(model, point.lora)
+    module = CriticModel(model.model) if point.role == "critic" else PolicyModel(model)
+    del model
+    trained = point.role != "reference"
+    engine = TrainEngine(module, OptimizerConfig(lr=1e-4) if trained else None, point.engine, mesh=mesh)
+    rows = _rows(point.engine.max_tokens_per_microbatch // LENGTH, LENGTH, point.vocabulary)
+    if not trained:
+        engine.evaluate(rows, lambda m, micro: policy_logprobs(m, micro, temperature=1.0))
+        return
+    loss = _value_loss if point.role == "critic" else _policy_loss(point.entropy)
+    for table in (_rows(1, 8, point.vocabulary), rows):
+        engine.update(table, loss)
+
+
+def main(name: str, rank: int, folder: str) -> None:
+    """Prints by how many bytes this process's peak grows, once a small model has loaded all code."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    point, mesh = POINTS[name], ALONE
+    if point.ranks > 1:
+        distributed.init_process_group("gloo", init_method=f"file://{folder}/s", rank=rank, world_size=point.ranks)
+        mesh = rank_mesh(distributed.group.WORLD, device="cpu")
+    run(point, config_of(point, small=True), mesh)
+    gc.collect()
+    # Linux begins a new peak.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _memory("VmRSS")
+    run(point, config_of(point), mesh)
+    sys.stdout.write(f"{_memory('VmHWM') - before}\n")
+    if point.ranks > 1:
+        distributed.destroy_process_group()
+
+
+def _memory(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,220 @@
+"""Where the time of a run went."""
+
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrl import Batch, Cluster, Placement
+from flowrl.data.events import CallEvent
+from flowrl.report.trace import (
+    busy_fractions,
+    call_name,
+    call_parts,
+    critical_path,
+    loop_events,
+    path_totals,
+    rank_fractions,
+    since,
+    span,
+)
+from tests.controller.sleeping import Sleeping
+from tests.report.call_events import STEP, any_events, call, timed
+
+EVENTS = [
+    call("actor", 10_000, 60_000),
+    call("critic", 20_000, 80_000, device="cpu:1", pool="second"),
+    call("actor", 70_000, 90_000),
+    call("reward", 30_000, 40_000, rank=1, device="cpu:1", pool="second"),
+]
+
+
+def test_the_parts_of_a_step_are_those_of_its_times() -> None:
+    found = {c.event.number: (c.wait_ns, c.queue_ns, c.transfer_ns, c.compute_ns) for c in call_parts(STEP)}
+    assert found == {
+        1: (0, 0, 12 + 5, 38),
+        2: (55 - 5, 0, 6 + 1, 10),
+        3: (55 - 6, 72 - 55, 3 + 1, 20),
+        4: (96 - 7, 0, 8 + 1, 40),
+        5: (0, 0, 5, 10),
+    }
+
+
+def test_the_critical_path_of_a_step_goes_back_through_what_each_call_waited_for() -> None:
+    assert [(p.event.number, p.part, p.start_ns, p.end_ns) for p in critical_path(STEP)] == [
+        (1, "transfer", 0, 12),
+        (1, "compute", 12, 50),
+        (1, "transfer", 50, 55),
+        (2, "transfer", 55, 61),
+        (2, "compute", 61, 71),
+        (2, "transfer", 71, 72),
+        (3, "transfer", 72, 75),
+        (3, "compute", 75, 95),
+        (3, "transfer", 95, 96),
+        (4, "transfer", 96, 104),
+        (4, "compute", 104, 144),
+        (4, "transfer", 144, 145),
+        (5, "driver", 145, 165),
+        (5, "transfer", 165, 170),
+        (5, "compute", 170, 180),
+    ]
+
+
+def test_the_totals_of_the_critical_path_are_sums_by_call_and_part() -> None:
+    totals = path_totals(critical_path(STEP))
+    assert list(totals.items())[:5] == [
+        (("actor.update", "compute"), 40),
+        (("rollout.generate", "compute"), 38),
+        (("critic.values", "compute"), 20),
+        (("actor.save", "driver"), 20),
+        (("rollout.generate", "transfer"), 17),
+    ]
+    assert sum(totals.values()) == 180 and totals["critic.values", "transfer"] == 4
+
+
+def test_a_path_is_cut_at_the_start_of_a_window() -> None:
+    assert [(p.event.number, p.start_ns, p.end_ns) for p in since(critical_path(STEP), 144)] == [
+        (4, 144, 145),
+        (5, 145, 165),
+        (5, 165, 170),
+        (5, 170, 180),
+    ]
+
+
+def test_the_driver_is_waited_for_from_the_first_submission_where_nothing_had_finished() -> None:
+    events = [timed(1, "a.m", "cpu:0", (0, 1, 1, 40, 40)), timed(2, "b.m", "cpu:1", (30, 31, 31, 50, 50))]
+    assert [(p.event.number, p.part, p.duration_ns) for p in critical_path(events)] == [
+        (2, "driver", 30),
+        (2, "transfer", 1),
+        (2, "compute", 19),
+    ]
+
+
+def test_a_driver_that_held_a_call_back_is_late_since_the_last_call_that_had_finished() -> None:
+    events = [
+        timed(1, "a.m", "cpu:0", (0, 0, 0, 10, 10)),
+        timed(2, "b.m", "cpu:1", (0, 0, 0, 20, 20)),
+        timed(3, "c.m", "cpu:2", (25, 25, 25, 30, 30)),
+    ]
+    assert [(call_name(p.event), p.part) for p in critical_path(events)] == [
+        ("b.m", "compute"),
+        ("c.m", "driver"),
+        ("c.m", "compute"),
+    ]
+
+
+def test_a_host_whose_clock_is_behind_takes_no_time_from_its_own_parts() -> None:
+    # Submitted at 100 by the driver's clock, it arrived at 90 by its own; the input was done at 95 by a third.
+    events = [
+        timed(1, "a.m", "cpu:0", (50, 60, 60, 94, 95)),
+        timed(2, "b.m", "cpu:1", (100, 90, 92, 120, 121), 1),
+    ]
+    second = call_parts(events)[1]
+    assert (second.wait_ns, second.queue_ns, second.transfer_ns, second.compute_ns) == (0, 0, 2 + 1, 28)
+    assert sum(piece.duration_ns for piece in critical_path(events)) == 121 - 50
+
+
+def test_inputs_that_the_trace_does_not_hold_are_not_waited_for() -> None:
+    only = call_parts([replace(STEP[3], inputs=(2, 3))])[0]
+    assert (only.wait_ns, only.transfer_ns) == (0, 104 - 7 + 1)
+
+
+@given(any_events(one_clock=True))
+def test_the_parts_of_a_call_sum_to_its_time(events: list[CallEvent]) -> None:
+    found = call_parts(events)
+    assert [c.event.number for c in found] == list(range(len(events)))
+    for c in found:
+        parts = (c.wait_ns, c.queue_ns, c.transfer_ns, c.compute_ns)
+        assert min(parts) >= 0 and sum(parts) == c.event.finished_ns - c.event.submitted_ns
+        assert c.compute_ns == c.event.ended_ns - c.event.started_ns
+
+
+@given(any_events(one_clock=False))
+def test_no_part_is_negative_whatever_the_clocks_say(events: list[CallEvent]) -> None:
+    assert all(min(c.wait_ns, c.queue_ns, c.transfer_ns, c.compute_ns) >= 0 for c in call_parts(events))
+
+
+@given(any_events(one_clock=False))
+def test_the_critical_path_covers_the_span_once(events: list[CallEvent]) -> None:
+    path = critical_path(events)
+    assert all(piece.duration_ns > 0 for piece in path)
+    assert all(before.end_ns == after.start_ns for before, after in pairwise(path))
+    if path:
+        assert (path[0].start_ns, path[-1].end_ns) == span(events)
+    assert sum(piece.duration_ns for piece in path) == span(events)[1] - span(events)[0]
+
+
+@given(any_events(one_clock=False), st.randoms())
+def test_the_order_of_the_events_means_nothing(events: list[CallEvent], random: Random) -> None:
+    shuffled = random.sample(events, len(events))
+    assert critical_path(shuffled) == critical_path(events) and call_parts(shuffled) == call_parts(events)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9), st.sets(st.integers(0, 7), max_size=3)), max_size=8))
+def test_a_schedule_without_gaps_has_a_path_of_computing_alone(calls: list[tuple[int, int, set[int]]]) -> None:
+    free, done, events = {0: 0, 1: 0, 2: 0}, [], []
+    for number, (process, duration, wanted) in enumerate(calls):
+        inputs = [source for source in wanted if source < number]
+        start = max([free[process], *(done[source] for source in inputs)])
+        end = free[process] = start + duration
+        done.append(end)
+        events.append(timed(number, "a.m", f"cpu:{process}", (0, start, start, end, end), *inputs))
+    assert {piece.part for piece in critical_path(events)} <= {"compute"}
+    assert sum(piece.duration_ns for piece in critical_path(events)) == max(done, default=0)
+
+
+def test_calls_of_the_start_are_no_part_of_the_loop() -> None:
+    starting = [replace(STEP[0], method=method) for method in ("__init__", "join", "prepare")]
+    assert loop_events([*starting, *STEP]) == STEP
+
+
+def test_a_device_is_busy_while_any_call_runs_on_it() -> None:
+    assert busy_fractions(EVENTS, 0, 100_000) == pytest.approx({"node0/cpu:0": 0.7, "node0/cpu:1": 0.6})
+
+
+def test_calls_outside_the_window_do_not_count() -> None:
+    assert busy_fractions(EVENTS, 50_000, 70_000) == pytest.approx({"node0/cpu:0": 0.5, "node0/cpu:1": 1.0})
+    assert busy_fractions(EVENTS, 90_000, 99_000) == {"node0/cpu:0": 0.0, "node0/cpu:1": 0.0}
+
+
+def test_devices_of_two_nodes_are_told_apart() -> None:
+    other = CallEvent(1, (), "actor", 1, 1, "cpu:0", "main", "update", 0, 0, 0, 100_000, 100_000)
+    assert list(busy_fractions([*EVENTS, other], 0, 100_000)) == ["node0/cpu:0", "node0/cpu:1", "node1/cpu:0"]
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30))))
+def test_busy_time_is_the_number_of_moments_with_a_call(spans: list[tuple[int, int]]) -> None:
+    events = [call("actor", min(span), max(span)) for span in spans]
+    moments = {moment for span in spans for moment in range(min(span), max(span))}
+    assert busy_fractions(events, 0, 30).get("node0/cpu:0", 0.0) == pytest.approx(len(moments) / 30)
+
+
+def test_a_role_is_busy_rank_by_rank() -> None:
+    events = [*EVENTS, call("actor", 0, 100_000, rank=1, device="cpu:2")]
+    found = rank_fractions(events, 0, 100_000)
+    assert found == {"actor": [0.7, 1.0], "critic": [0.6], "reward": [0.1]}
+
+
+PAIR = Placement(device="cpu", pools={"policy": [1], "judges": [1]}, roles={"actor": "policy", "critic": "judges"})
+
+
+def test_the_trace_of_a_real_run_says_what_its_calls_waited_for(ray_session: None) -> None:
+    """Each method takes a second: the critic's first call waits for the actor's, its second stands in the queue."""
+    with Cluster(PAIR, num_threads=1) as cluster:
+        actor, critic = cluster.group("actor", Sleeping), cluster.group("critic", Sleeping)
+        cluster.settle()
+        batch = Batch.from_rows([{"x": i} for i in range(4)])
+        batch["x"] = actor.values(batch)
+        first, second = critic.update(batch), critic.update(batch)
+        assert [first.get()["rows"].result(), second.get()["rows"].result()] == [4, 4]
+        cluster.settle()
+        events = loop_events(cluster.calls.events)
+    values, first, second = call_parts(events)
+    assert values.wait_ns == values.queue_ns == first.queue_ns == 0
+    assert min(first.wait_ns, second.wait_ns, second.queue_ns) > 0.9e9
+    totals = path_totals(critical_path(events))
+    assert list(totals)[:2] == [("critic.update", "compute"), ("actor.values", "compute")]
+    assert totals["critic.update", "compute"] + totals["actor.values", "compute"] >= 3e9

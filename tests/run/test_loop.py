@@ -1,0 +1,280 @@
+"""The loop around a recipe, driven by workers that only do arithmetic."""
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from flowrl import Batch, Dispatch, Placement, Worker, WorkerError, make_table, register
+from flowrl.config import ModelConfig, OnPolicyConfig
+from flowrl.data.batch.tensordicts import num_rows
+from flowrl.data.metric import Mean, Metric
+from flowrl.data.prompts import PromptStream, read_conversations
+from flowrl.run.datasets import Examples
+from flowrl.run.interrupt import Interrupted
+from flowrl.run.loop import Run
+from recipes.quickstart.prepare import prepare
+
+
+class Echo(Worker):
+    """Every role of a run: answers, scores and "learns" by counting its versions."""
+
+    def __init__(self, fails_at: int = -1) -> None:
+        self.version, self.fails_at = 0, fails_at
+
+    @register(
+        Dispatch.DP_COMPUTE_PROTO,
+        blocking=False,
+        reads=("prompt_id", "sample"),
+        writes=("response_mask", "response", "version"),
+    )
+    def generate(self, batch: TensorDict, greedy: bool = False) -> TensorDict:
+        count = num_rows(batch)
+        rows = {"response": ["greedy" if greedy else "sampled"] * count, "version": torch.full((count,), self.version)}
+        return make_table(
+            rows, {"response_mask": torch.ones(count, dtype=torch.bool)}, torch.ones(count, dtype=torch.int64)
+        )
+
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("version",), writes=("scores",))
+    def score(self, batch: TensorDict, evaluation: bool = False) -> TensorDict:
+        if evaluation:
+            time.sleep(0.5)
+        return make_table({"scores": batch["rows", "version"].float() / 10})
+
+    @register(Dispatch.DP_COMPUTE_METRIC, blocking=False, reads=("version", "sample"))
+    def update(self, batch: TensorDict) -> dict[str, Metric]:
+        if self.version == self.fails_at:
+            raise RuntimeError("the update broke")
+        count = num_rows(batch)
+        return {
+            "version": Mean(float(batch["rows", "version"].sum()), count),
+            "sample": Mean(float(batch["rows", "sample"].sum()), count),
+        }
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def set_version(self, version: int) -> None:
+        self.version = version
+
+    @register(Dispatch.RANK_ZERO)
+    def save(self, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "weights").write_text(str(self.version))
+
+
+class EchoConfig(OnPolicyConfig):
+    roles = ("actor",)
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run") / "data"
+    prepare(folder, seed=0)
+    return folder
+
+
+@pytest.fixture
+def config(task: Path, tmp_path: Path) -> Callable[..., EchoConfig]:
+    def make(**changes: Any) -> EchoConfig:
+        model = ModelConfig(path=task / "model")
+        settings = {
+            "output": tmp_path / "out",
+            "backend": "inline",
+            "placement": Placement(pools={"main": [1]}, roles={"actor": "main"}),
+            "steps": 4,
+            "rows_per_step": 4,
+            "samples_per_prompt": 2,
+            "minibatch_rows": 2,
+            "actor": {"model": model, "optimizer": {"lr": 1e-3}},
+            "reference": {"model": model},
+            "reward": {"function": "a:b"},
+            "rollout": {"max_response_tokens": 1},
+            "algorithm": {"estimator": "grpo"},
+            "data": {
+                "train": task / "train.jsonl",
+                "test": task / "test.jsonl",
+                "max_prompt_tokens": 16,
+                "evaluation_rows": 3,
+            },
+        }
+        return EchoConfig.model_validate(settings | changes)
+
+    return make
+
+
+def stream(config: EchoConfig) -> PromptStream:
+    from flowrl.data.chat import ChatTokenizer  # noqa: PLC0415 (loads transformers, which only these tests need)
+
+    tokenizer = ChatTokenizer(config.actor.model.path)
+    return PromptStream(read_conversations(config.data.train)[:20], tokenizer, seed=0, max_prompt_tokens=16)
+
+
+def train(config: EchoConfig, fails_at: int = -1) -> dict[str, Any]:
+    prompts = stream(config)
+    with Run(config) as run:
+        actor = run.group("actor", Echo, fails_at)
+        run.evaluate_with(actor, actor, prompts)
+        for _, batch in run.rollouts(actor, prompts):
+            for minibatch in batch.minibatches(config.minibatch_rows):
+                run.log(actor.update(minibatch))
+            run.publish(actor, actor)
+        return run.finish(actor)
+
+
+def lines(config: EchoConfig) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (config.output / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_every_step_samples_from_the_version_that_the_step_before_published(config: Callable[..., EchoConfig]) -> None:
+    made = config()
+    train(made)
+    assert [line.get("version") for line in lines(made)] == [None, 0, 1, 2, 3]
+    assert [line.get("sample") for line in lines(made)] == [None, 0.5, 0.5, 0.5, 0.5]
+
+
+def test_accuracy_stands_on_the_line_of_the_steps_trained_before_it(config: Callable[..., EchoConfig]) -> None:
+    made = config(evaluate_every=2)
+    summary = train(made)
+    found = {line["step"]: line["accuracy"] for line in lines(made) if "accuracy" in line}
+    assert found == pytest.approx({0: 0.0, 2: 0.2, 4: 0.4})
+    assert (summary["accuracy_before"], summary["accuracy_after"]) == pytest.approx((0.0, 0.4))
+    assert summary["steps"] == 4 and summary["evaluation_rows"] == 3
+
+
+def test_the_same_numbers_come_through_ray(
+    config: Callable[..., EchoConfig], ray_session: None, tmp_path: Path
+) -> None:
+    two = Placement(device="cpu", pools={"main": [2]}, roles={"actor": "main"})
+    inline, placed = config(output=tmp_path / "a"), config(output=tmp_path / "b", backend="ray", placement=two)
+    train(inline)
+    train(placed)
+    kept = ("step", "version", "sample", "accuracy")
+    assert [[a.get(k) for k in kept] for a in lines(inline)] == [[b.get(k) for k in kept] for b in lines(placed)]
+
+
+def test_steps_take_no_time_from_an_evaluation(config: Callable[..., EchoConfig]) -> None:
+    made = config(evaluate_every=1)
+    train(made)  # every evaluation sleeps 0.5 s
+    assert all(0 <= line["seconds"] < 0.45 for line in lines(made)[1:])
+    assert lines(made)[-1]["elapsed_s"] > 4 * 0.5
+
+
+def test_a_stream_that_ends_early_ends_the_run_with_every_line(config: Callable[..., EchoConfig]) -> None:
+    made = config(steps=9)
+    rows = Batch.from_rows([{"version": i, "sample": 0} for i in range(6)])
+    with Run(made) as run:
+        actor = run.group("actor", Echo)
+        for _, batch in run.batches(rows.minibatches(2)):
+            run.log(actor.update(batch))
+        assert run.finish(actor)["steps"] == 3
+    assert [line["step"] for line in lines(made)] == [1, 2, 3]
+
+
+def test_a_loop_that_is_left_early_ends_the_run_with_every_line(config: Callable[..., EchoConfig]) -> None:
+    made, prompts = config(), None
+    with Run(made) as run:
+        actor, prompts = run.group("actor", Echo), stream(made)
+        run.evaluate_with(actor, actor, prompts)
+        for step, batch in run.rollouts(actor, prompts):
+            run.log(actor.update(batch))
+            run.publish(actor, actor)
+            if step == 2:
+                break
+        run.finish(actor)
+    assert [line["step"] for line in lines(made)] == [0, 1, 2]
+    assert lines(made)[-1]["accuracy"] == pytest.approx(0.2)
+
+
+def test_metrics_outside_of_a_step_are_refused_at_once(config: Callable[..., EchoConfig]) -> None:
+    with pytest.raises(RuntimeError, match=r"run\.log was called outside"), Run(config()) as run:
+        run.log(run.group("actor", Echo).update(Batch.from_rows([{"version": 0, "sample": 0}])))
+
+
+def test_the_driver_is_one_step_ahead_of_the_lines_and_no_further(config: Callable[..., EchoConfig]) -> None:
+    made, written = config(), []
+    with Run(made) as run:
+        actor = run.group("actor", Echo)
+        for _, batch in run.rollouts(actor, stream(made)):
+            written.append(len(lines(made)))
+            run.log(actor.update(batch))
+        run.finish(actor)
+    assert written == [0, 0, 1, 2]
+
+
+def test_the_model_and_all_results_are_left(config: Callable[..., EchoConfig]) -> None:
+    made = config()
+    train(made)
+    assert (made.output / "model" / "weights").read_text() == "4"
+    assert json.loads((made.output / "summary.json").read_text())["busy_fraction"].keys() == {"node0/cpu:0"}
+
+
+def test_a_run_that_fails_before_its_first_result_leaves_no_folder(config: Callable[..., EchoConfig]) -> None:
+    made = config()
+    prompts = stream(made)
+    with pytest.raises(WorkerError, match="the update broke"), Run(made) as run:
+        actor = run.group("actor", Echo, 0)
+        for _, batch in run.rollouts(actor, prompts):
+            run.log(actor.update(batch))
+    assert not made.output.exists()
+
+
+def test_a_run_that_fails_later_keeps_the_steps_it_made(config: Callable[..., EchoConfig]) -> None:
+    made = config()
+    with pytest.raises(WorkerError, match=r"actor\.update failed on rank 0"):
+        train(made, fails_at=3)
+    assert [line["step"] for line in lines(made)] == [0, 1, 2]
+    assert not (made.output / "summary.json").exists()
+    calls = {event["name"] for event in json.loads((made.output / "trace.json").read_text())["traceEvents"]}
+    assert "update" in calls and (made.output / "curves.png").exists()
+
+
+def train_until_asked(config: EchoConfig, number: signal.Signals, at_step: int) -> None:
+    with Run(config) as run:
+        actor, prompts = run.group("actor", Echo), stream(config)
+        run.evaluate_with(actor, actor, prompts)
+        for step, batch in run.rollouts(actor, prompts):
+            if step == at_step:
+                signal.raise_signal(number)
+            run.log(actor.update(batch))
+            run.publish(actor, actor)
+        run.finish(actor)
+
+
+def test_a_run_that_is_asked_to_end_does_its_step_and_keeps_everything(config: Callable[..., EchoConfig]) -> None:
+    made = config(evaluate_every=2)
+    with pytest.raises(Interrupted, match=r"^ended by SIGTERM after step 2 of 4; results: .*out$"):
+        train_until_asked(made, signal.SIGTERM, at_step=2)
+    assert [line["step"] for line in lines(made)] == [0, 1, 2]
+    assert (made.output / "model" / "weights").read_text() == "2"
+    assert all((made.output / name).exists() for name in ("curves.png", "timeline.png", "trace.json"))
+
+
+def test_the_summary_says_what_ended_a_run_and_claims_no_last_evaluation(config: Callable[..., EchoConfig]) -> None:
+    made = config()
+    with pytest.raises(Interrupted, match="interrupted after step 1 of 4"):
+        train_until_asked(made, signal.SIGINT, at_step=1)
+    told = json.loads((made.output / "summary.json").read_text())
+    ending = {name: told[name] for name in ("steps", "steps_asked", "interrupted_by")}
+    assert ending == {"steps": 1, "steps_asked": 4, "interrupted_by": "SIGINT"}
+    assert told["accuracy_before"] is not None and told["accuracy_after"] is None
+
+
+def test_a_run_on_another_thread_is_not_interrupted_and_ends_as_ever(config: Callable[..., EchoConfig]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        summary = pool.submit(train, config()).result()
+    assert summary["steps"] == 4 and summary["interrupted_by"] is None and summary["restarts"] == 0
+
+
+def test_examples_come_once_per_epoch(task: Path) -> None:
+    examples = Examples(task / "sft.jsonl", task / "model", max_tokens=16)
+    batches = list(examples.batches(300, seed=1, shuffle=True, epochs=1))
+    assert sum(len(batch) for batch in batches) == len(examples) == 2000
+    assert len(batches[-1]) == 200
+    first, second = (next(examples.batches(2000, seed=s, shuffle=True)).get("input_ids") for s in (1, 2))
+    assert not torch.equal(first, second) and torch.equal(first.sort().values, second.sort().values)

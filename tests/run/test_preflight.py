@@ -1,0 +1,244 @@
+"""What is refused before anything starts."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from flowrl.config import (
+    ActorConfig,
+    ConfigError,
+    EngineConfig,
+    ModelConfig,
+    OptimizerConfig,
+    Placement,
+    ReferenceConfig,
+    RolePlacement,
+    RolloutConfig,
+    RunConfig,
+)
+from flowrl.controller.placement.plan import Inventory, plan
+from flowrl.run.preflight import check_quantization, check_rollouts, plan_run
+from recipes.grpo.config import GRPOConfig
+
+
+class ActorRun(RunConfig):
+    roles = ("actor",)
+
+    actor: ActorConfig
+
+
+def run_with(placement: Placement, **engine: object) -> ActorRun:
+    actor = ActorConfig(
+        model=ModelConfig(path=Path("m")),
+        optimizer=OptimizerConfig(lr=1e-4),
+        engine=EngineConfig.model_validate(engine),
+    )
+    return ActorRun(output=Path("out"), steps=1, placement=placement, actor=actor)
+
+
+def on(num_ranks: int, **sizes: int) -> Placement:
+    role = RolePlacement.model_validate({"pool": "main"} | sizes)
+    return Placement(device="cpu", pools={"main": [num_ranks]}, roles={"actor": role})
+
+
+def test_a_run_is_planned_on_a_stated_inventory() -> None:
+    planned = plan_run(run_with(Placement(device="cuda", pools={"all": "all"}, roles={"actor": "all"})), [4, 4])
+    assert planned.kind == "cuda" and planned.roles["actor"].mesh.dp == 8
+
+
+def test_a_mesh_that_the_engine_can_run_is_planned() -> None:
+    planned = plan_run(run_with(on(8, tp=2, sp=2), strategy="fsdp", shard_ranks=1))
+    assert (planned.roles["actor"].mesh.dp, planned.roles["actor"].mesh.tp) == (2, 2)
+
+
+def test_what_cut_models_alone_have_may_be_set_where_auto_cuts_them() -> None:
+    planned = plan_run(run_with(on(2, tp=2), reshard_after_forward=False, offload="parameters"))
+    assert planned.roles["actor"].mesh.tp == 2
+
+
+@pytest.mark.parametrize(
+    ("placement", "engine", "sentence"),
+    [
+        (on(2), {"strategy": "single"}, r"actor\.engine\.strategy is single, but pool main gives the role 2 ranks"),
+        (on(2, pp=2), {}, r"placement\.roles\.actor has pp 2, but no engine runs a model's layers as a pipeline"),
+        (on(2, tp=2), {"strategy": "ddp"}, r"strategy is ddp, but placement\.roles\.actor has tp 2, which cuts the"),
+        (
+            on(2),
+            {"sequence_parallel_norms": True},
+            r"sequence_parallel_norms is true, but placement\.roles\.actor has tp 1",
+        ),
+        (on(1), {"strategy": "fsdp", "offload": "parameters"}, r"offload is parameters, but the role has one rank"),
+        (on(1), {"reshard_after_forward": False}, r"reshard_after_forward is False, but the role has one rank"),
+        (
+            on(2),
+            {"offload": "parameters"},
+            r"offload is parameters, but strategy auto gives each of the role's 2",
+        ),
+        (
+            on(2),
+            {"shard_ranks": 2},
+            r"actor\.engine\.shard_ranks is 2, but strategy auto gives .* the whole",
+        ),
+        (
+            on(2, sp=2),
+            {"reshard_after_forward": False},
+            r"strategy auto gives .*: set strategy: fsdp, or remove it",
+        ),
+        (on(4), {"strategy": "fsdp", "shard_ranks": 3}, r"shard_ranks is 3, which does not divide the role's 4 data-"),
+    ],
+)
+def test_an_engine_that_its_ranks_cannot_run_is_refused(placement: Placement, engine: dict, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        plan_run(run_with(placement, **engine))
+
+
+class KlRun(ActorRun):
+    roles = ("actor", "reference")
+
+    reference: ReferenceConfig
+
+
+def adapted(reference: str, sizes: dict[str, int], **engine: object) -> KlRun:
+    """An actor with an adapter on pool main, and a reference of the same model on a place of its own."""
+    roles = {"actor": {"pool": "main"} | sizes, "reference": {"pool": reference} | sizes}
+    pools = {"main": [2], "other": [2]} if "other" in reference else {"main": [2]}
+    placement = Placement.model_validate({"device": "cpu", "pools": pools, "roles": roles})
+    run = run_with(placement, **engine)
+    settings = run.model_dump() | {"actor": run.actor.model_dump() | {"lora": {"rank": 4}}}
+    return KlRun.model_validate(settings | {"reference": {"model": {"path": "m"}}})
+
+
+def test_an_adapter_may_be_cut_by_tensor_parallelism() -> None:
+    assert plan_run(adapted("main", {"tp": 2})).roles["actor"].mesh.tp == 2
+
+
+@pytest.mark.parametrize("reference", ["main", "main[1:]", "other"])
+def test_a_reference_may_share_an_adapted_model_or_have_its_own(reference: str) -> None:
+    assert plan_run(adapted(reference, {}, strategy="ddp")).roles["reference"].mesh.size == (
+        1 if "[" in reference else 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("reference", "sizes", "engine", "sentence"),
+    [
+        (
+            "main[1:]+other[1:]",
+            {},
+            {"strategy": "fsdp"},
+            r"1 of the 2 devices of actor, .*: give it main, or devices of its",
+        ),
+        ("main[1:]+other[1:]", {"sp": 2}, {}, r"1 of the 2 devices of actor, .*: give it main, or devices of its"),
+        ("main[1:]+other[1:]", {"tp": 2}, {}, r"1 of the 2 devices of actor, .*: give it main, or devices of its"),
+    ],
+)
+def test_an_adapter_that_its_ranks_cannot_run_is_refused(
+    reference: str, sizes: dict[str, int], engine: dict, sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        plan_run(adapted(reference, sizes, **engine))
+
+
+class TopRun(RunConfig):
+    """A recipe that trains one model, with its settings at the top."""
+
+    roles = ("actor",)
+
+    model: ModelConfig
+    optimizer: OptimizerConfig
+    engine: EngineConfig = EngineConfig()
+
+
+def top_run(placement: Placement, **engine: object) -> TopRun:
+    settings = {"output": "out", "steps": 1, "model": {"path": "m"}, "optimizer": {"lr": 1e-4}, "engine": engine}
+    return TopRun.model_validate(settings | {"placement": placement})
+
+
+@pytest.mark.parametrize("size", ["tp", "sp"])
+def test_an_engine_at_the_top_is_the_actors(size: str) -> None:
+    assert plan_run(top_run(on(2, **{size: 2}))).roles["actor"].mesh.dp == 1
+
+
+def test_an_engine_at_the_top_that_its_ranks_cannot_run_is_refused_by_its_key() -> None:
+    with pytest.raises(ConfigError, match=r"^engine\.shard_ranks is 3, which does not divide the role's 4"):
+        plan_run(top_run(on(4), strategy="fsdp", shard_ranks=3))
+
+
+def test_ranks_that_each_hold_all_they_need_take_no_parallel_size() -> None:
+    class RolloutRun(RunConfig):
+        roles = ("rollout",)
+
+    tensor = Placement(device="cpu", pools={"main": [2]}, roles={"rollout": RolePlacement(pool="main", tp=2)})
+    with pytest.raises(ConfigError, match=r"placement\.roles\.rollout has tp 2, but each of its ranks holds all"):
+        plan_run(RolloutRun(output=Path("out"), steps=1, placement=tensor))
+
+
+class RolloutRun(ActorRun):
+    roles = ("actor", "rollout")
+
+    rollout: RolloutConfig
+
+
+def quantized_run(quantization: str, num_ranks: int = 1) -> RolloutRun:
+    roles = {"actor": "main", "rollout": "main"}
+    return RolloutRun(
+        output=Path("out"),
+        steps=1,
+        placement=Placement(device="cpu", pools={"main": [num_ranks]}, roles=roles),
+        actor=run_with(on(1)).actor,
+        rollout=RolloutConfig.model_validate(
+            {"engine": "vllm", "max_response_tokens": 8, "quantization": quantization}
+        ),
+    )
+
+
+def test_numbers_that_the_device_has_not_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.quantization is int4, .* GPUs only, but placement\.device is cpu"):
+        plan_run(quantized_run("int4"))
+    assert plan_run(quantized_run("int8")).kind == "cpu"
+
+
+def test_a_rollout_that_is_to_be_cut_is_told_of_the_engine_that_can() -> None:
+    roles = {"actor": "main", "rollout": {"pool": "other", "tp": 2}}
+    pools = {"main": [1], "other": [2]}
+    placement = Placement.model_validate({"device": "cpu", "pools": pools, "roles": roles})
+    run = quantized_run("int8").model_copy(update={"placement": placement})
+    assert plan_run(run).roles["rollout"].leads == 2
+    run = run.model_copy(update={"rollout": RolloutConfig(max_response_tokens=8)})
+    sentence = (
+        r"tp 2, but each of its ranks, with engine hf, holds all it needs: set rollout\.engine: vllm, or remove it"
+    )
+    with pytest.raises(ConfigError, match=sentence):
+        plan_run(run)
+
+
+def test_where_int4_cannot_be_is_told_before_what_it_computes_in() -> None:
+    settings = {
+        "output": "out",
+        "steps": 1,
+        "rows_per_step": 4,
+        "samples_per_prompt": 2,
+        "minibatch_rows": 4,
+        "actor": run_with(on(1)).actor,
+        "reference": {"model": {"path": "m"}},
+        "reward": {"function": "a:b"},
+        "rollout": {"engine": "vllm", "max_response_tokens": 8, "quantization": "int4"},
+        "algorithm": {"estimator": "grpo"},
+        "data": {"train": "t", "max_prompt_tokens": 1},
+    }
+    config = GRPOConfig.model_validate(settings)
+    assert config.placement.device == "auto"
+    cpus, gpus = Inventory((8,), "cpu"), Inventory((8,), "cuda")
+    for found, sentence in ((cpus, "on GPUs only"), (gpus, "in bfloat16, but its weights would be float32")):
+        with pytest.raises(ConfigError, match=sentence):
+            check_quantization(config, plan(config.placement, found, GRPOConfig.roles, ("rollout",)))
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None or importlib.util.find_spec("torchao") is not None,
+    reason="with torchao they are not refused",
+)
+def test_integers_of_vllm_without_torchao_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.quantization is int8, for which vLLM needs torchao"):
+        check_rollouts(quantized_run("int8"))

@@ -1,0 +1,85 @@
+"""Log-probabilities and entropies of a policy, whole and by tiles, against the model's own logits."""
+
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
+
+from flowrl.workers.policy_model import PolicyModel
+from tests.engines.tiny import SIZES, qwen2
+
+LARGE = 8192
+"""The smallest vocabulary whose logits are made tile by tile."""
+
+
+def gemma2(vocabulary: int) -> Gemma2ForCausalLM:
+    """Caps its logits."""
+    torch.manual_seed(0)
+    settings = SIZES | {"vocab_size": vocabulary, "hidden_size": 32, "head_dim": 16, "final_logit_softcapping": 5.0}
+    return Gemma2ForCausalLM(Gemma2Config(**settings)).eval()
+
+
+MODELS = {
+    "whole": lambda: qwen2(),
+    "tiles": lambda: qwen2(vocab_size=LARGE),
+    "whole, capped": lambda: gemma2(32),
+    "tiles, capped": lambda: gemma2(LARGE),
+}
+
+
+def expected(model: PreTrainedModel, ids_BL: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """By definition, in float64."""
+    logits_BLV = model(input_ids=ids_BL, use_cache=False).logits.double() / temperature
+    logprobs_BLV = logits_BLV[:, :-1].log_softmax(-1)
+    chosen_BL = logprobs_BLV.gather(-1, ids_BL[:, 1:, None]).squeeze(-1)
+    entropy_BL = -(logprobs_BLV.exp() * logprobs_BLV).sum(-1)
+    pad = torch.nn.functional.pad
+    return pad(chosen_BL, (1, 0)), pad(entropy_BL, (1, 0))
+
+
+def inputs() -> tuple[Tensor, Tensor]:
+    ids_BL = torch.randint(2, 32, (3, 7), generator=torch.Generator().manual_seed(0))
+    return ids_BL, torch.ones_like(ids_BL, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_it_says_what_the_models_own_logits_say(name: str, temperature: float):
+    model, (ids_BL, mask_BL) = MODELS[name](), inputs()
+    with torch.no_grad():
+        logprobs_BL, entropy_BL = PolicyModel(model)(ids_BL, mask_BL, temperature, "value")
+        wanted = expected(model, ids_BL, temperature)
+    torch.testing.assert_close(logprobs_BL.double(), wanted[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy_BL.double(), wanted[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("entropy", ["value", "gradient"])
+def test_its_gradient_is_that_of_the_models_own_logits(name: str, entropy: Literal["value", "gradient"]):
+    model, (ids_BL, mask_BL) = MODELS[name](), inputs()
+    gradients = []
+    for ours in (True, False):
+        model.zero_grad()
+        logprobs_BL, entropy_BL = (
+            PolicyModel(model)(ids_BL, mask_BL, 0.7, entropy) if ours else expected(model, ids_BL, 0.7)
+        )
+        loss = logprobs_BL.sum() + (entropy_BL.square().sum() if entropy == "gradient" else 0)
+        loss.backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
+    for found, wanted in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_entropy_that_is_not_wanted_is_0(name: str):
+    ids_BL, mask_BL = inputs()
+    assert not PolicyModel(MODELS[name]())(ids_BL, mask_BL)[1].any()
+
+
+def test_tiles_skip_tokens_that_are_not_wanted():
+    model, (ids_BL, mask_BL) = qwen2(vocab_size=LARGE), inputs()
+    mask_BL[:, :4] = False
+    logprobs_BL, _ = PolicyModel(model)(ids_BL, mask_BL)
+    assert not logprobs_BL[:, :4].any() and (logprobs_BL[:, 4:] < 0).all()
