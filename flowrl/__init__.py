@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from flowrl.controller.register import Dispatch, register
     from flowrl.controller.worker import Worker
     from flowrl.data.batch.batch import Batch
-    from flowrl.data.batch.tensordicts import make_table
+    from flowrl.data.batch.tensordicts import make_tensordict
 
 __version__ = "0.1.0"
 
@@ -31,7 +31,7 @@ _HOMES = {
     "Worker": "flowrl.controller.worker",
     "WorkerError": "flowrl.controller.errors",
     "WorkerGroup": "flowrl.controller.group",
-    "make_table": "flowrl.data.batch.tensordicts",
+    "make_tensordict": "flowrl.data.batch.tensordicts",
     "register": "flowrl.controller.register",
     "register_dispatch_mode": "flowrl.controller.dispatch",
 }
@@ -48,7 +48,7 @@ __all__ = [
     "Worker",
     "WorkerError",
     "WorkerGroup",
-    "make_table",
+    "make_tensordict",
     "register",
     "register_dispatch_mode",
 ]

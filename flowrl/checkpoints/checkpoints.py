@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.checkpoints.run_folder import finite
-from flowrl.data.checksums import CheckpointError, FileSum, sum_of, sync_folder, write_json_summed
+from flowrl.data.checksums import CheckpointError, FileChecksum, checksum_of, sync_folder, write_json_with_checksum
 
 FORMAT = 2
 READS = (1, FORMAT)
@@ -67,7 +67,7 @@ class Manifest:
     score: Score | None
     roles: Mapping[str, Role]
     versions: Mapping[str, str]
-    files: Mapping[str, FileSum]
+    files: Mapping[str, FileChecksum]
     format: int = FORMAT
 
     @property
@@ -108,7 +108,7 @@ class Checkpoint:
             size = path.stat().st_size
             if size != expected.size:
                 return f"has {size:,} bytes and had {expected.size:,}"
-            return "" if sum_of(path) == expected else "has changed since it was written"
+            return "" if checksum_of(path) == expected else "has changed since it was written"
         except OSError as error:
             return f"cannot be read ({error.strerror})"
 
@@ -204,7 +204,7 @@ class Checkpoints:
         try:
             for path in [folder / role for role in manifest.roles]:
                 sync_folder(path)
-            write_json_summed(temporary, finite(asdict(manifest)))
+            write_json_with_checksum(temporary, finite(asdict(manifest)))
             os.replace(temporary, folder / MANIFEST)
             for changed in (folder, self.path, self.path.parent):
                 sync_folder(changed)
@@ -261,20 +261,24 @@ def kept(scores: Mapping[int, Score | None], keep_last: int | None, keep_best: i
     return stay
 
 
-def sums_of_rest(folder: Path, known: Mapping[str, FileSum]) -> dict[str, FileSum]:
+def sums_of_rest(folder: Path, known: Mapping[str, FileChecksum]) -> dict[str, FileChecksum]:
     """The sums of all files below a folder, of those read that nobody has summed. Brings those to the disk too."""
     found = dict(known)
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_file() and name not in found:
-            found[name] = sum_of(path)
+            found[name] = checksum_of(path)
             with path.open("rb") as file:
                 os.fsync(file.fileno())
     return found
 
 
 def new_manifest(
-    step: int, score: Score | None, roles: Mapping[str, Role], versions: Mapping[str, str], files: Mapping[str, FileSum]
+    step: int,
+    score: Score | None,
+    roles: Mapping[str, Role],
+    versions: Mapping[str, str],
+    files: Mapping[str, FileChecksum],
 ) -> Manifest:
     """The manifest of a checkpoint that is saved now."""
     return Manifest(step, time.time(), score, roles, versions, files)
@@ -287,7 +291,7 @@ def _manifest(value: Mapping[str, Any]) -> Manifest:
         score=None if value["score"] is None else Score(value["score"]["name"], _number(value["score"]["value"])),
         roles={name: Role(**role) for name, role in value["roles"].items()},
         versions=value["versions"],
-        files={name: FileSum(*file) for name, file in value["files"].items()},
+        files={name: FileChecksum(*file) for name, file in value["files"].items()},
         format=value["format"],
     )
 

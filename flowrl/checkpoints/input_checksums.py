@@ -7,7 +7,7 @@ from pathlib import Path
 from flowrl.checkpoints.checkpoints import Checkpoint
 from flowrl.checkpoints.run_folder import RunFolderError
 from flowrl.config import ActorConfig, CriticConfig, DataConfig, RunConfig, models_of
-from flowrl.data.checksums import FileSum
+from flowrl.data.checksums import FileChecksum
 
 _WHOLE = 256 * 1024**2
 """Bytes up to which a model's file is summed whole, in a tenth of a second (flowrl/data/checksums.py)."""
@@ -17,7 +17,7 @@ _PIECE = 1024**2
 them: the headers of weights, and enough of these that a model which was trained again has another sum."""
 
 
-def input_sums(config: RunConfig) -> dict[str, FileSum]:
+def input_checksums(config: RunConfig) -> dict[str, FileChecksum]:
     """Dotted key of a path in the config -> sum of what lies there. What cannot be read, such as a hub name, has none.
 
     A model that is trained as a whole is not among them: its weights are those of the checkpoint.
@@ -40,10 +40,10 @@ def refuse_changed_inputs(old: Mapping[str, Sequence[int]], config: RunConfig, c
     """Refuses a run that would go on with other data, or beside another model, than it had. Raises RunFolderError.
 
     Args:
-        old: what `input_sums` gave when the checkpoint was saved.
+        old: what `input_checksums` gave when the checkpoint was saved.
     """
-    for key, now in input_sums(config).items():
-        before = FileSum(*old[key]) if key in old else now
+    for key, now in input_checksums(config).items():
+        before = FileChecksum(*old[key]) if key in old else now
         if before != now:
             raise RunFolderError(
                 f"what lies at {key} is not what the run in {config.output} had at step {checkpoint.manifest.step} "
@@ -58,7 +58,7 @@ def refuse_changed_base(checkpoint: Checkpoint, base: Path) -> None:
         base: where that model was.
     """
     old = checkpoint.driver().get("inputs", {})
-    before = next((FileSum(*old[key]) for key in ("actor.model.path", "model.path") if key in old), None)
+    before = next((FileChecksum(*old[key]) for key in ("actor.model.path", "model.path") if key in old), None)
     if before is None:  # a hub name, or a checkpoint from before sums were kept
         return
     now = _sum_of_all(sorted(base.glob("*.safetensors")))
@@ -70,12 +70,12 @@ def refuse_changed_base(checkpoint: Checkpoint, base: Path) -> None:
         )
 
 
-def _difference(before: FileSum, now: FileSum) -> str:
+def _difference(before: FileChecksum, now: FileChecksum) -> str:
     same_size = before.size == now.size
     return "other contents of the same size" if same_size else f"{now.size:,} bytes, then {before.size:,}"
 
 
-def _sum_of_all(paths: Sequence[Path]) -> FileSum | None:
+def _sum_of_all(paths: Sequence[Path]) -> FileChecksum | None:
     """Of files one after another; None where one cannot be read."""
     size = crc32 = 0
     try:
@@ -84,7 +84,7 @@ def _sum_of_all(paths: Sequence[Path]) -> FileSum | None:
             crc32 = _sum(path, crc32)
     except OSError:
         return None
-    return FileSum(size, crc32)
+    return FileChecksum(size, crc32)
 
 
 def _sum(path: Path, crc32: int) -> int:

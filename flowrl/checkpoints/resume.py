@@ -27,7 +27,7 @@ MAY_DIFFER = (
     "call_timeout_s",
     "steps",
     "evaluate_every",
-    "rollout.max_rows",
+    "rollout.max_num_seqs",
     "*engine.strategy",
     "*engine.shard_ranks",
     "*engine.reshard_after_forward",
@@ -42,7 +42,7 @@ MAY_DIFFER = (
 _MISSING = object()
 
 
-def goes_on(config: RunConfig) -> bool:
+def is_resuming(config: RunConfig) -> bool:
     """Whether the run goes on in the folder of an earlier one.
 
     Raises:
@@ -70,10 +70,10 @@ def goes_on(config: RunConfig) -> bool:
 def found(config: RunConfig) -> Checkpoint | None:
     """The checkpoint that the run goes on from, found whole; None for a run that begins. Removes what crashes left.
 
-    Raises: as `goes_on`; RunFolderError where data or a frozen model are not what they were; CheckpointError where the
+    Raises: as `is_resuming`; RunFolderError where data or a frozen model are not what they were; CheckpointError where the
         newest checkpoint is damaged, or of a format that lacks what the run goes on from.
     """
-    if not goes_on(config):
+    if not is_resuming(config):
         return None
     checkpoints = Checkpoints(config.output)
     newest = checkpoints.newest()

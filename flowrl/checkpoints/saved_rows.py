@@ -16,8 +16,8 @@ from flowrl.config import UserError
 from flowrl.controller.future import Future
 from flowrl.data.batch.batch import Batch, LocalTasks, TaskRunner
 from flowrl.data.batch.block import LocalRef
-from flowrl.data.batch.tensordicts import make_table, num_rows
-from flowrl.data.checksums import FileSum, write_summed
+from flowrl.data.batch.tensordicts import make_tensordict, num_rows
+from flowrl.data.checksums import FileChecksum, write_with_checksum
 
 FILE = "rows.safetensors"
 
@@ -55,7 +55,7 @@ def save_rows(batch: Batch, path: Path) -> Future | LocalRef:
     return batch.reduce(write_rows, batch.columns, path=path)
 
 
-def write_rows(table: TensorDict, path: Path) -> FileSum:
+def write_rows(table: TensorDict, path: Path) -> FileChecksum:
     """`save_rows`, beside the data.
 
     Raises:
@@ -74,7 +74,7 @@ def write_rows(table: TensorDict, path: Path) -> FileSum:
                 objects[name] = column.tolist()
     tensors[_OBJECTS] = torch.frombuffer(bytearray(_text(objects)), dtype=torch.uint8)
     try:
-        return write_summed(path, save(tensors))
+        return write_with_checksum(path, save(tensors))
     except OSError as error:
         raise unwritable(path.parent, error) from error
 
@@ -104,4 +104,4 @@ def read_rows(table: TensorDict, path: Path) -> TensorDict:
         (rows if part == "rows" else tokens)[name] = tensor
     for name in IDENTITY:
         assert torch.equal(rows.pop(name), table["rows", name]), f"{path} holds rows of other prompts"
-    return make_table(rows, tokens, rows.pop("length", None), num_rows(table))
+    return make_tensordict(rows, tokens, rows.pop("length", None), num_rows(table))

@@ -25,7 +25,7 @@ from flowrl.controller.group import WorkerGroup
 from flowrl.controller.register import registered_methods
 from flowrl.data.batch.batch import Batch
 from flowrl.data.batch.block import LocalRef
-from flowrl.data.checksums import FileSum, Saved, write_json_summed
+from flowrl.data.checksums import FileChecksum, Saved, write_json_with_checksum
 from flowrl.engines.train.random_state import random_state, restore_random_state
 
 _DOCS = "see docs/training.md, Checkpoints and resume"
@@ -33,7 +33,7 @@ _PROMPTS = "prompts"
 """What the buffer's state is called among those of the driver's objects."""
 
 
-class Kept(Protocol):
+class Checkpointable(Protocol):
     """What the driver holds between steps, and a checkpoint keeps."""
 
     def state(self) -> Mapping[str, Any]:
@@ -67,7 +67,7 @@ class _Saving:
 
     step: int
     folder: Path
-    files: dict[str, FileSum]
+    files: dict[str, FileChecksum]
     saves: Mapping[str, Future]
     """Role -> its call of `save_checkpoint`."""
     rows: Future | LocalRef | None
@@ -83,14 +83,14 @@ class Saver:
     def __init__(self, checkpoints: Checkpoints, config: CheckpointConfig, compared_by: Sequence[str]) -> None:
         """Args: `compared_by` are the metrics that tell which checkpoints are best, the first that a step has."""
         self.groups: dict[str, WorkerGroup] = {}
-        self.objects: dict[str, Kept] = {}
+        self.objects: dict[str, Checkpointable] = {}
         self.last_step = 0
         """The step of the checkpoint that was begun last, or gone on from."""
         self._checkpoints, self._config, self._compared_by = checkpoints, config, compared_by
         self._buffer: Buffer | None = None
         self._saving: _Saving | None = None
 
-    def keep(self, groups: Sequence[WorkerGroup], objects: Mapping[str, Kept]) -> None:
+    def keep(self, groups: Sequence[WorkerGroup], objects: Mapping[str, Checkpointable]) -> None:
         """Says what checkpoints hold. Raises UserError for a group that cannot be saved."""
         for group in groups:
             lacks = {"save_checkpoint", "load_checkpoint"} - registered_methods(group.cls).keys()
@@ -102,7 +102,7 @@ class Saver:
             self.groups[group.role] = group
         self.objects |= objects
 
-    def keep_rows(self, buffer: Buffer) -> None:
+    def keep_pending_rollouts(self, buffer: Buffer) -> None:
         """Says what gives the run its batches."""
         self._buffer = buffer
 
@@ -138,7 +138,7 @@ class Saver:
         columns = None if rows is None else [name for name in rows.columns if name not in IDENTITY]
         state = finite({**driver, "objects": objects, "rows": columns, "random": random_state()})
         try:
-            files = {DRIVER: write_json_summed(folder / DRIVER, state)}
+            files = {DRIVER: write_json_with_checksum(folder / DRIVER, state)}
         except OSError as error:
             raise unwritable(folder, error) from error
         saves = {

@@ -8,7 +8,7 @@ from flowrl.config.checkpoint import CheckpointConfig
 from flowrl.config.data import DataConfig
 from flowrl.config.errors import CheckFailed, UserError
 from flowrl.config.load import load, recipe_class, to_yaml
-from flowrl.config.model import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, cuts_model
+from flowrl.config.model import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, shards_model
 from flowrl.config.placement import ROLES, SINGLE, Placement, RolePlacement
 from flowrl.config.roles import (
     ActorConfig,
@@ -54,9 +54,9 @@ __all__ = [
     "TransferConfig",
     "UserError",
     "VllmConfig",
-    "cuts_model",
     "load",
     "models_of",
     "recipe_class",
+    "shards_model",
     "to_yaml",
 ]

@@ -153,6 +153,6 @@ class EngineConfig(Config):
         return self
 
 
-def cuts_model(engine: EngineConfig, num_ranks: int, tp: int) -> bool:
+def shards_model(engine: EngineConfig, num_ranks: int, tp: int) -> bool:
     """Whether each of a role's `num_ranks` processes, tensor-parallel ones included, holds a part of its model."""
     return num_ranks > 1 and (engine.strategy == "fsdp" or tp > 1)

@@ -230,7 +230,7 @@ class VllmConfig(Config):
     """Memory for keys and values, in GB of 10^9 bytes, on each of the devices of a replica. Rows that it does not hold
     wait."""
 
-    max_row_tokens: PositiveInt | None = None
+    max_model_len: PositiveInt | None = None
     """Longest row, prompt and response; null is the model's own limit, or what kv_cache_gb holds where that is less."""
 
     prefix_caching: bool = True
@@ -280,7 +280,7 @@ class RolloutConfig(Config):
     stop_ids: Annotated[tuple[TokenIds, ...], Field(strict=False)] = ()
     """Token sequences that end a response and stay in it, besides the model's end-of-sequence token."""
 
-    max_rows: PositiveInt = 256
+    max_num_seqs: PositiveInt = 256
     """Rows that one rank generates at once; fewer than 16 take the memory of 16. Changes time and memory, never the
     tokens."""
 

@@ -122,16 +122,16 @@ class OnPolicyConfig(RunConfig):
     data: DataConfig
     """The prompts."""
 
-    rows_per_step: PositiveInt
+    batch_size: PositiveInt
     """Sequences generated and trained on in one step, all samples of all prompts counted."""
 
     samples_per_prompt: PositiveInt = 1
-    """Responses to each prompt; a step reads rows_per_step / samples_per_prompt prompts."""
+    """Responses to each prompt; a step reads batch_size / samples_per_prompt prompts."""
 
-    minibatch_rows: PositiveInt
+    minibatch_size: PositiveInt
     """Sequences of one optimizer step, over all ranks."""
 
-    epochs: PositiveInt = 1
+    ppo_epochs: PositiveInt = 1
     """Passes over a step's sequences."""
 
     @property
@@ -142,26 +142,24 @@ class OnPolicyConfig(RunConfig):
     @property
     def prompts_per_step(self) -> int:
         """Prompts read in one step."""
-        return self.rows_per_step // self.samples_per_prompt
+        return self.batch_size // self.samples_per_prompt
 
     @model_validator(mode="after")
     def _check_sizes(self) -> "OnPolicyConfig":
-        rows, samples = self.rows_per_step, self.samples_per_prompt
+        rows, samples = self.batch_size, self.samples_per_prompt
         if rows % samples:
             near = max(rows // samples, 1) * samples
-            raise ValueError(
-                f"rows_per_step is {rows}, not a multiple of samples_per_prompt, {samples}: set it to {near}"
-            )
-        if self.minibatch_rows > rows:
-            raise ValueError(f"minibatch_rows is {self.minibatch_rows}, more than rows_per_step: set at most {rows}")
+            raise ValueError(f"batch_size is {rows}, not a multiple of samples_per_prompt, {samples}: set it to {near}")
+        if self.minibatch_size > rows:
+            raise ValueError(f"minibatch_size is {self.minibatch_size}, more than batch_size: set at most {rows}")
         return self
 
     @model_validator(mode="after")
     def _check_redundancy(self) -> "OnPolicyConfig":
-        redundancy, prompts = self.schedule.redundancy or 0, self.prompts_per_step
-        if redundancy > prompts:
+        overprovision, prompts = self.schedule.overprovision or 0, self.prompts_per_step
+        if overprovision > prompts:
             raise ValueError(
-                f"schedule.redundancy is {redundancy}, more than the {prompts} prompts of a step (rows_per_step "
+                f"schedule.overprovision is {overprovision}, more than the {prompts} prompts of a step (batch_size "
                 f"/ samples_per_prompt), so that more may be dropped than is trained: set at most {prompts}"
             )
         return self
@@ -216,11 +214,11 @@ class OnPolicyConfig(RunConfig):
 
     @model_validator(mode="after")
     def _check_row_tokens(self) -> "OnPolicyConfig":
-        longest = None if self.rollout.vllm is None else self.rollout.vllm.max_row_tokens
+        longest = None if self.rollout.vllm is None else self.rollout.vllm.max_model_len
         needed = self.data.max_prompt_tokens + self.rollout.max_response_tokens
         if longest is not None and longest < needed:
             raise ValueError(
-                f"rollout.vllm.max_row_tokens is {longest}, less than data.max_prompt_tokens + "
+                f"rollout.vllm.max_model_len is {longest}, less than data.max_prompt_tokens + "
                 f"rollout.max_response_tokens, {needed}: set it to {needed} or more"
             )
         return self
@@ -263,10 +261,10 @@ class OnPolicyConfig(RunConfig):
     def _check_kl_control(self) -> "OnPolicyConfig":
         control = self.algorithm.kl_control
         # A step changes the coefficient by at most 0.2 rows / horizon, and so could bring it to 0.
-        if control is not None and control.horizon is not None and self.rows_per_step >= 5 * control.horizon:
+        if control is not None and control.horizon is not None and self.batch_size >= 5 * control.horizon:
             raise ValueError(
-                f"algorithm.kl_control.horizon is {control.horizon:g}, at most a fifth of rows_per_step, "
-                f"{self.rows_per_step}, so that one step could bring the coefficient to 0: set it to "
-                f"{self.rows_per_step} or more"
+                f"algorithm.kl_control.horizon is {control.horizon:g}, at most a fifth of batch_size, "
+                f"{self.batch_size}, so that one step could bring the coefficient to 0: set it to "
+                f"{self.batch_size} or more"
             )
         return self

@@ -10,7 +10,7 @@ from flowrl.config.algorithm.choice import ChoiceConfig
 SCHEDULES: dict[str, dict[str, Any]] = {
     "sync": {},
     "one_step_off": {},
-    "async": {"max_staleness": 1, "max_concurrent": None, "redundancy": 0, "interrupt": True},
+    "async": {"max_staleness": 1, "max_concurrent": None, "overprovision": 0, "interrupt": True},
 }
 """Schedule -> its settings with their defaults."""
 
@@ -33,7 +33,7 @@ class ScheduleConfig(ChoiceConfig):
     """async: prompts that are worked on at once, over all replicas; null is as many as max_staleness admits and the
     replicas take."""
 
-    redundancy: NonNegativeInt | None = None
+    overprovision: NonNegativeInt | None = None
     """async: prompts in flight beyond what the steps need, so that a step goes without its slowest; those that grow too
     old are dropped and counted, and long responses with them. At most the prompts of a step; usually 0."""
 
@@ -43,10 +43,10 @@ class ScheduleConfig(ChoiceConfig):
 
     @model_validator(mode="after")
     def _check_redundancy(self) -> "ScheduleConfig":
-        if self.redundancy and not self.max_staleness:
+        if self.overprovision and not self.max_staleness:
             raise ValueError(
-                f"redundancy is {self.redundancy}, but max_staleness is 0, at which a prompt that a step goes without "
-                f"is too old for the next one: set redundancy: 0, or max_staleness: 1 or more"
+                f"overprovision is {self.overprovision}, but max_staleness is 0, at which a prompt that a step goes without "
+                f"is too old for the next one: set overprovision: 0, or max_staleness: 1 or more"
             )
         return self
 

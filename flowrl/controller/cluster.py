@@ -15,7 +15,7 @@ from flowrl.controller.calls.calls import Calls
 from flowrl.controller.errors import ContractError
 from flowrl.controller.group import WorkerGroup, submission
 from flowrl.controller.host.host import Construction
-from flowrl.controller.placement.device_ownership import Handover, Residency
+from flowrl.controller.placement.device_ownership import DeviceEviction, DeviceOwnership
 from flowrl.controller.placement.plan import HostSet, Mesh, PlacementError, Plan, PoolPlan, RolePlan, Slot, plan
 from flowrl.controller.pool import ResourcePool
 from flowrl.controller.tasks import GroupTasks, Tasks
@@ -97,7 +97,7 @@ class Cluster:
             self.plan: Plan = plan(placement, inventory, roles, apart)
             pools = list(self.plan.pools.values())
             everyone = [slot for hosts in self.plan.host_sets() for slot in hosts.slots]
-            self._handover = Handover(Residency(everyone), self._backend, self.calls, self.plan.kind)
+            self._handover = DeviceEviction(DeviceOwnership(everyone), self._backend, self.calls, self.plan.kind)
             for hosts in (*self.plan.host_sets(), HostSet(TASKS, (_TASK_POOL,))):
                 self.calls.failures.watch(hosts)
                 self._sets |= {pool.name: hosts for pool in hosts.pools}
@@ -120,7 +120,7 @@ class Cluster:
     def group(self, role: str, cls: type[Worker], /, *args: Any, **kwargs: Any) -> WorkerGroup:
         """Makes a role's workers, one `cls(*args, **kwargs)` per rank. Does not wait for their constructors.
 
-        After `start_again` a role whose processes have stayed has its workers already, where `cls` and arguments are
+        After `restart` a role whose processes have stayed has its workers already, where `cls` and arguments are
         the same as before.
 
         Futures are not taken as arguments. A constructor that raises is told at the group's next call.
@@ -173,7 +173,7 @@ class Cluster:
                 self._threads(slot),
                 twins,
                 planned.leads,
-                self._handover.ledger.is_shared(slot) and cls.yields_device(device, *args, **kwargs),
+                self._handover.ledger.is_shared(slot) and cls.can_offload_device(device, *args, **kwargs),
                 self._attempt,
             )
             self._construct(slot, made, group)
@@ -226,7 +226,7 @@ class Cluster:
         """Waits for every call in flight that is made again where its process is lost. Raises the first failure."""
         self.calls.settle(self.calls.expected(), timeout_s)
 
-    def start_again(self) -> tuple[str, ...]:
+    def restart(self) -> tuple[str, ...]:
         """Makes ready for another attempt at the program that made the groups, after a failure of some.
 
         Processes stay where another could take a lost one's place, if they have not failed: what they hold is given

@@ -14,7 +14,7 @@ from flowrl.controller.calls.wire import References, Request, lower
 from flowrl.controller.dispatch import DispatchMode, Part, dispatch_mode, dp_rank, is_leader, leaders, order_of
 from flowrl.controller.errors import ContractError
 from flowrl.controller.future import Future
-from flowrl.controller.placement.device_ownership import Handover
+from flowrl.controller.placement.device_ownership import DeviceEviction
 from flowrl.controller.placement.plan import Mesh, Slot
 from flowrl.controller.register import Contract, Dispatch, registered_methods
 from flowrl.controller.worker import Worker
@@ -70,7 +70,7 @@ class WorkerGroup:
         mesh: Mesh,
         backend: Backend,
         calls: Calls,
-        handover: Handover,
+        handover: DeviceEviction,
         kind: str,
         ranks: Sequence[int] | None = None,
     ) -> None:
@@ -155,7 +155,7 @@ class WorkerGroup:
         """Whether the two have the very same processes."""
         return self.lives_in(other) and other.lives_in(self)
 
-    def leaves_for(self, other: "WorkerGroup") -> bool:
+    def offloads_for(self, other: "WorkerGroup") -> bool:
         """Whether it leaves a device when the other group is called: what it has there is then out of reach."""
         return self._handover.ledger.leave(self.slots, other.slots)
 

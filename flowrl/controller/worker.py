@@ -34,7 +34,7 @@ class WorkerContext:
     leads: int = 1
     """Devices of the node that this process leads, for a role with processes of its own."""
     yields: bool = False
-    """Whether it will be told to leave its device to other processes, as `yields_device` has said that it can."""
+    """Whether it will be told to leave its device to other processes, as `can_offload_device` has said that it can."""
 
 
 class Worker:
@@ -59,7 +59,7 @@ class Worker:
         return cls
 
     @classmethod
-    def yields_device(cls, device: str, *args: Any, **kwargs: Any) -> bool:  # Any: the constructor's
+    def can_offload_device(cls, device: str, *args: Any, **kwargs: Any) -> bool:  # Any: the constructor's
         """Whether a worker made with these arguments gives its memory on a device (`cpu` or `cuda:N`) away, by
         `offload`, where other processes use that device too."""
         return False

@@ -22,7 +22,7 @@ class CheckpointError(UserError):
     """A checkpoint cannot be written, or is not what should be read."""
 
 
-class FileSum(NamedTuple):
+class FileChecksum(NamedTuple):
     """What a file was when it was written."""
 
     size: int
@@ -34,14 +34,14 @@ class FileSum(NamedTuple):
 class Saved:
     """What a worker has written of a checkpoint, on one rank."""
 
-    files: Mapping[str, FileSum] = field(default_factory=dict)
+    files: Mapping[str, FileChecksum] = field(default_factory=dict)
     """Path below the worker's folder -> its sum. The driver reads and sums what is in the folder and not named here."""
 
     architecture: str = ""
     """What the weights are of, in words."""
 
 
-class SummedFile:
+class ChecksummedFile:
     """A new file that is summed while it is written, and on the disk when it is closed."""
 
     def __init__(self, path: Path) -> None:
@@ -63,21 +63,21 @@ class SummedFile:
         self.write(memoryview(bytes(-self.size % num_bytes)))
         return self.size
 
-    def finish(self) -> FileSum:
+    def finish(self) -> FileChecksum:
         """Brings the file to the disk and closes it. Raises OSError."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self.close()
-        return FileSum(self.size, self._crc32)
+        return FileChecksum(self.size, self._crc32)
 
     def close(self) -> None:
         """Closes the file as it is."""
         self._file.close()
 
 
-def write_summed(path: Path, data: bytes) -> FileSum:
+def write_with_checksum(path: Path, data: bytes) -> FileChecksum:
     """Writes a whole file through to the disk. Raises OSError."""
-    file = SummedFile(path)
+    file = ChecksummedFile(path)
     try:
         file.write(memoryview(data))
         return file.finish()
@@ -85,19 +85,19 @@ def write_summed(path: Path, data: bytes) -> FileSum:
         file.close()
 
 
-def write_json_summed(path: Path, value: Any) -> FileSum:
+def write_json_with_checksum(path: Path, value: Any) -> FileChecksum:
     """Writes `value` as JSON through to the disk. Raises OSError."""
-    return write_summed(path, json.dumps(value).encode())
+    return write_with_checksum(path, json.dumps(value).encode())
 
 
-def sum_of(path: Path) -> FileSum:
+def checksum_of(path: Path) -> FileChecksum:
     """The sum of a file that is there. Raises OSError."""
     size = crc32 = 0
     with path.open("rb") as file:
         while piece := file.read(_PIECE):
             size += len(piece)
             crc32 = zlib.crc32(piece, crc32)
-    return FileSum(size, crc32)
+    return FileChecksum(size, crc32)
 
 
 def sync_folder(folder: Path) -> None:

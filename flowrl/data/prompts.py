@@ -99,7 +99,7 @@ def _check_last(conversation: Conversation, last: Literal["user", "assistant"] |
 
 
 class PromptStream:
-    """Draws prompts without end, epoch after epoch."""
+    """PromptQueue prompts without end, epoch after epoch."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class PromptStream:
         return self.rows(range(first, self._drawn))
 
     def rows(self, draws: Iterable[int]) -> list[dict[str, Any]]:
-        """The rows of draws by their numbers, as `take` gave or will give them. Draws nothing."""
+        """The rows of draws by their numbers, as `take` gave or will give them. PromptQueue nothing."""
         return [self._row(self._index(draw), draw) for draw in draws]
 
     def place(self, draw: int) -> str:

@@ -107,13 +107,13 @@ class _Roles:
         if isinstance(value, ActorConfig | CriticConfig):
             entropy: Entropy = "gradient" if isinstance(value, ActorConfig) and value.entropy_coef else "value"
             saves = self._config.checkpoint.every > 0 and self._config.checkpoint.asynchronous
-            return trained_role(model, self._rows(place, "minibatch_rows"), entropy, saves=saves)
+            return trained_role(model, self._rows(place, "minibatch_size"), entropy, saves=saves)
         if isinstance(value, ReferenceConfig) and self._is_actor(value, place, slot):
             actor = self._model("actor")
             assert actor is not None, "it is the reference's model"
-            calls = run_role(actor, self._rows(place, "rows_per_step"), "logprobs").calls
+            calls = run_role(actor, self._rows(place, "batch_size"), "logprobs").calls
             return RoleMemory(0, 0, calls, borrows=True)
-        return run_role(model, self._rows(place, "rows_per_step"), "logprobs" if model.is_policy else "score")
+        return run_role(model, self._rows(place, "batch_size"), "logprobs" if model.is_policy else "score")
 
     def _read_model(self, role: str) -> RoleModel | None:
         value = self._values.get(role)
@@ -142,7 +142,7 @@ class _Roles:
             sleeps = config.rollout.vllm is None or config.rollout.vllm.sleep is not False
             leaves = sleeps and self._planned.kind == "cuda" and self._shares(slot)
             return vllm_role(actor.size, actor.item, config.rollout, place.leads, leaves=leaves)
-        rows = -(-config.rows_per_step // place.mesh.dp)
+        rows = -(-config.batch_size // place.mesh.dp)
         prompts = Prompts(rows, -(-rows // config.samples_per_prompt), config.data.max_prompt_tokens)
         lender = actor if self._lends(actor, place, slot) else None
         return rollout_role(actor.size, actor.item, config.rollout, prompts, lender, self._planned.kind)
@@ -172,7 +172,7 @@ class _Roles:
         config = self._config
         if not isinstance(config, OnPolicyConfig):
             return None
-        rows = config.minibatch_rows if setting == "minibatch_rows" else config.rows_per_step
+        rows = config.minibatch_size if setting == "minibatch_size" else config.batch_size
         return -(-rows // place.mesh.dp)
 
 

@@ -7,8 +7,8 @@ from flowrl.config import (
     ConfigError,
     RolloutConfig,
     RunConfig,
-    cuts_model,
     models_of,
+    shards_model,
 )
 from flowrl.controller.placement.inventory import local_memory
 from flowrl.controller.placement.plan import Plan
@@ -103,8 +103,8 @@ def _advice(config: RunConfig, planned: Plan, role: str, part: str) -> str:
         return "a process takes most of it before it has a model: give the run fewer devices, or larger ones"
     for name, value in config:
         if name == role and isinstance(value, RolloutConfig):
-            lower = part in ("cache", "activations") and value.max_rows > MIN_ROWS
-            fewer = f"lower {name}.max_rows, which is {value.max_rows}, or " if lower else ""
+            lower = part in ("cache", "activations") and value.max_num_seqs > MIN_ROWS
+            fewer = f"lower {name}.max_num_seqs, which is {value.max_num_seqs}, or " if lower else ""
             return f"{fewer}give {name} devices of its own in place of {place.pool}"
     prefix, model = models_of(config)[role]
     key, engine = f"{prefix}engine", model.engine
@@ -113,7 +113,7 @@ def _advice(config: RunConfig, planned: Plan, role: str, part: str) -> str:
         return f"lower {key}.max_tokens_per_microbatch, which is {engine.max_tokens_per_microbatch}{checkpointing}"
     if part == "whole":
         return f"set {key}.reshard_after_forward: true and a half-precision {key}.compute_dtype"
-    if place.mesh.size > 1 and not cuts_model(engine, place.mesh.size, place.mesh.tp) and config.backend == "ray":
+    if place.mesh.size > 1 and not shards_model(engine, place.mesh.size, place.mesh.tp) and config.backend == "ray":
         return f"set {key}.strategy: fsdp, which cuts what it holds over its {place.mesh.size} ranks"
     return (
         f"give {role} more devices than the {place.mesh.size} of {place.pool}, with {key}.strategy: fsdp, or a smaller "

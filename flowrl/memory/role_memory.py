@@ -8,7 +8,7 @@ embeddings is made.
 from dataclasses import dataclass
 from typing import Literal
 
-from flowrl.config import EngineConfig, LoraConfig, cuts_model
+from flowrl.config import EngineConfig, LoraConfig, shards_model
 from flowrl.controller.placement.plan import Mesh
 from flowrl.memory.activations import (
     Entropy,
@@ -86,7 +86,7 @@ class RoleModel:
     @property
     def is_cut(self) -> bool:
         """Whether ranks hold parts."""
-        return not self.alone and cuts_model(self.engine, self.mesh.size, self.mesh.tp)
+        return not self.alone and shards_model(self.engine, self.mesh.size, self.mesh.tp)
 
     @property
     def parts(self) -> int:

@@ -49,7 +49,7 @@ def rollout_role(
     """
     quantized = config.quantization is not None
     whole = 0 if lender is None or quantized else lender.whole if lender.is_cut else lender.merged
-    rows = max(MIN_ROWS, min(config.max_rows, prompts.rows))
+    rows = max(MIN_ROWS, min(config.max_num_seqs, prompts.rows))
     different = min(rows, prompts.different)
     slots, before = num_slots(prompts.longest, config.max_response_tokens)
     a_slot = 2 * size.keys * item * size.layers

@@ -58,7 +58,7 @@ FEW_POINTS = 25
 
 
 def draw_curves(history: Sequence[Mapping[str, float]], path: Path, *, panels: Sequence[Panel] = PANELS) -> None:
-    """Draws a run's metrics into a PNG file.
+    """PromptQueue a run's metrics into a PNG file.
 
     Args:
         history: `MetricsLog.history`: rows with `step` and metrics. Values that are missing or not finite are skipped.
@@ -118,7 +118,7 @@ def _draw_panel(axes: Axes, title: str, lines: Sequence[tuple[Line, Points]]) ->
 
 
 def _draw_line(axes: Axes, line: Line, steps: list[float], values: list[float]) -> str:
-    """Draws a metric; its last value as the picture says it."""
+    """PromptQueue a metric; its last value as the picture says it."""
     few = len(values) <= FEW_POINTS
     if not few:
         axes.plot(steps, values, color=line.colour, linewidth=0.8, alpha=0.3)

@@ -18,12 +18,12 @@ from flowrl.config import AdvantageConfig, UserError
 from flowrl.controller.future import Future
 from flowrl.data.batch.batch import Batch
 from flowrl.data.batch.block import LocalRef
-from flowrl.data.batch.tensordicts import lengths, make_table, pad_tokens, unpad_tokens
+from flowrl.data.batch.tensordicts import lengths, make_tensordict, pad_tokens, unpad_tokens
 from flowrl.data.metric import Max, Mean, Metric, Sum
 from flowrl.data.returned_values import described
 from flowrl.run.loss_columns import correct_rollouts, correction_metrics
 from flowrl.run.reward_shaping import shaped_rewards, shaping_columns
-from flowrl.run.step_state import State, StepState, carries, first_state
+from flowrl.run.step_state import AlgorithmState, State, carries, first_state
 
 INPUT_COLUMNS = {
     "mask": "response_mask",
@@ -97,16 +97,16 @@ def _check_columns(batch: Batch, reads: Iterable[str], who: str) -> None:
             )
 
 
-def shape_scores(table: TensorDict, config: AdvantageConfig, state: StepState) -> TensorDict:
+def shape_scores(table: TensorDict, config: AdvantageConfig, state: AlgorithmState) -> TensorDict:
     """The scores after every shaping, in the order of the config."""
-    return make_table({"shaped_scores": shaped_rewards(table, config.shaping, state.moments)[0]})
+    return make_tensordict({"shaped_scores": shaped_rewards(table, config.shaping, state.moments)[0]})
 
 
 def _score_column(config: AdvantageConfig) -> str:
     return "shaped_scores" if config.shaping else "scores"
 
 
-def advantage_columns(table: TensorDict, config: AdvantageConfig, state: StepState) -> TensorDict:
+def advantage_columns(table: TensorDict, config: AdvantageConfig, state: AlgorithmState) -> TensorDict:
     """Token rewards, advantages (whitened over the whole batch where configured), and returns for a critic."""
     lengths_B = lengths(table)
     padded = {name: pad_tokens(column_T, lengths_B) for name, column_T in table["tokens"].items()}
@@ -122,7 +122,7 @@ def advantage_columns(table: TensorDict, config: AdvantageConfig, state: StepSta
     inputs = {name: found[name] for name in advantage_estimators.inputs(estimator) if found[name] is not None}
     result = estimator(**inputs, **_options(config))
     columns = {"token_rewards": rewards_BT} | _advantages_and_returns(result, "values" in inputs, mask_BT, config)
-    return make_table(tokens={n: unpad_tokens(c, lengths_B) for n, c in columns.items()}, lengths=lengths_B)
+    return make_tensordict(tokens={n: unpad_tokens(c, lengths_B) for n, c in columns.items()}, lengths=lengths_B)
 
 
 def _options(config: AdvantageConfig) -> dict[str, object]:
@@ -213,7 +213,7 @@ def batch_metrics(batch: Batch, state: State | None = None) -> Future | LocalRef
     return batch.reduce(measure, reads, state=state)
 
 
-def measure(table: TensorDict, state: StepState | None = None) -> dict[str, Metric]:
+def measure(table: TensorDict, state: AlgorithmState | None = None) -> dict[str, Metric]:
     """The metrics of `batch_metrics`; docs/metrics.md says what each is."""
     lengths_B = lengths(table)
     tokens = {name: pad_tokens(column_T, lengths_B) for name, column_T in table["tokens"].items()}

@@ -142,7 +142,7 @@ def _compare_weights(
         if version:
             actor.run(nudge)
             started_s = time.monotonic()
-            publisher.hand_over(actor, rollout, version)
+            publisher.send(actor, rollout, version)
             rollout.run(_answers)
             sync_s = time.monotonic() - started_s
         check = WeightsCheck(actor, rollout, version, config.rollout).compare(rollout)

@@ -10,16 +10,16 @@ from typing import Any, Self
 
 from flowrl.checkpoints.checkpoints import Checkpoint, Checkpoints
 from flowrl.checkpoints.folder_lock import folder_lock
-from flowrl.checkpoints.input_checksums import input_sums
-from flowrl.checkpoints.resume import found, goes_on
+from flowrl.checkpoints.input_checksums import input_checksums
+from flowrl.checkpoints.resume import found, is_resuming
 from flowrl.checkpoints.run_folder import RunFolder, remove_unfinished, replacing, write_json
-from flowrl.checkpoints.saver import Kept, Saver
+from flowrl.checkpoints.saver import Checkpointable, Saver
 from flowrl.config import OnPolicyConfig, RunConfig
 from flowrl.controller.cluster import Cluster
 from flowrl.controller.group import WorkerGroup
 from flowrl.controller.worker import Worker
 from flowrl.data.batch.batch import Batch
-from flowrl.data.checksums import FileSum
+from flowrl.data.checksums import FileChecksum
 from flowrl.data.metric import Logged
 from flowrl.data.prompts import PromptStream
 from flowrl.memory.process_memory import resident_mb
@@ -32,9 +32,9 @@ from flowrl.run.preflight import check_engines, plan_run
 from flowrl.run.restarts import attempt
 from flowrl.run.results import draw, show, summary_of
 from flowrl.run.step_log import StepLog
-from flowrl.schedules.rollout_source import Draws, Makers, Setting
+from flowrl.schedules.rollout_source import PromptQueue, RolloutContext, RolloutSource
 from flowrl.schedules.schedule_check import lanes_of
-from flowrl.schedules.streaming_rollouts import makers_of
+from flowrl.schedules.streaming_rollouts import rollout_source_of
 from flowrl.weight_sync.sync import Publisher
 from flowrl.weight_sync.verification import ComparedWeights, RolloutWatch
 
@@ -61,7 +61,7 @@ class Run:
         """Version of the weights that were published last; 0 is what the model starts from."""
         self._step = 0
         self._policy: WorkerGroup | None = None
-        self._makers: Makers | None = None
+        self._makers: RolloutSource | None = None
         self._evaluations = Evaluations()
         self._peak_mb = 0.0
         self._resumed: Checkpoint | None = None
@@ -96,7 +96,7 @@ class Run:
     def _open_folder(self, made: ExitStack) -> None:
         config, checkpoint = self.config, self._resumed
         resolved = config.model_dump(mode="json")
-        self.folder = (RunFolder.reopen if goes_on(config) else RunFolder.create)(config.output, resolved)
+        self.folder = (RunFolder.reopen if is_resuming(config) else RunFolder.create)(config.output, resolved)
         last_step = -1 if checkpoint is None else checkpoint.manifest.step
         self._metrics = made.enter_context(MetricsLog(self.folder.path, last_step))
         elapsed_s = self._metrics.history[-1].get("elapsed_s", 0.0) if self._metrics.history else 0.0
@@ -127,9 +127,9 @@ class Run:
         }
 
     @cached_property
-    def _inputs(self) -> dict[str, FileSum]:
+    def _inputs(self) -> dict[str, FileChecksum]:
         """What the run reads that a checkpoint does not hold."""
-        return input_sums(self.config)
+        return input_checksums(self.config)
 
     def _cluster(self) -> Cluster:
         config = self.config
@@ -150,7 +150,7 @@ class Run:
         """Makes a role's workers where the placement says."""
         return self.cluster.group(role, cls, *args, **kwargs)
 
-    def keep(self, policy: WorkerGroup, *others: WorkerGroup, **objects: Kept) -> None:
+    def keep(self, policy: WorkerGroup, *others: WorkerGroup, **objects: Checkpointable) -> None:
         """Says what checkpoints hold, beside what the run itself has.
 
         Args:
@@ -172,11 +172,11 @@ class Run:
         """
         config = self.config
         assert isinstance(config, OnPolicyConfig)
-        draws = Draws(prompts, config.samples_per_prompt)
+        draws = PromptQueue(prompts, config.samples_per_prompt)
         lanes = lanes_of(config, self.cluster.plan)
-        setting = Setting(config, rollout, draws, self._publisher, self.cluster.calls, self._progress.say, lanes)
-        self._makers = makers_of(setting)
-        self._saver.keep_rows(self._makers)
+        setting = RolloutContext(config, rollout, draws, self._publisher, self.cluster.calls, self._progress.say, lanes)
+        self._makers = rollout_source_of(setting)
+        self._saver.keep_pending_rollouts(self._makers)
         self._begin(rollout)
         for step in self._steps():
             yield step, self._makers.batch(step, self.version)
@@ -198,7 +198,7 @@ class Run:
         if self._resumed is not None:
             self._saver.restore(self._resumed)
             if rollout is not None and self._policy is not None:
-                self._watch.follow(self._publisher.hand_over(self._policy, rollout, self.version))
+                self._watch.follow(self._publisher.send(self._policy, rollout, self.version))
         self.cluster.settle()
         if self._resumed is None:
             self._evaluate_untrained()
@@ -243,7 +243,7 @@ class Run:
         In the same processes the rollout samples from the actor's own weights, and only their number changes.
         """
         self.version += 1
-        publish = self._publisher.hand_over if self._makers is None else self._makers.publish
+        publish = self._publisher.send if self._makers is None else self._makers.publish
         self._log.add(self._watch.follow(publish(actor, rollout, self.version)))
 
     # Checkpoints.

@@ -24,7 +24,7 @@ from flowrl.algorithms.losses.surrogates import bounded_ratio
 from flowrl.algorithms.registry import policy_losses, rollout_corrections
 from flowrl.config import ActorConfig, CorrectionConfig
 from flowrl.data.batch.batch import Batch
-from flowrl.data.batch.tensordicts import lengths, make_table, pad_tokens, unpad_tokens
+from flowrl.data.batch.tensordicts import lengths, make_tensordict, pad_tokens, unpad_tokens
 from flowrl.data.metric import Mean, Metric
 from flowrl.data.returned_values import weights_or_mask
 
@@ -68,7 +68,7 @@ def select_tokens(table: TensorDict, config: ActorConfig, seed: Sequence[int]) -
             high=config.cov_high,
             seed=_one_number(seed),
         )
-    return make_table(tokens={"selected": unpad_tokens(selected_BL, lengths_B)}, lengths=lengths_B)
+    return make_tensordict(tokens={"selected": unpad_tokens(selected_BL, lengths_B)}, lengths=lengths_B)
 
 
 def correct_rollouts(batch: Batch, config: CorrectionConfig) -> Batch:
@@ -94,7 +94,7 @@ def correction_columns(table: TensorDict, config: CorrectionConfig) -> TensorDic
         mean = weight_sums(weights_BL, mask_BL, level=config.level).mean()
         weights_BL = normalized_weights(weights_BL, mask_BL, mean=mean)
     columns = {"loss_weights": weights_BL.float(), "loss_mask": kept_BL}
-    return make_table(tokens={n: unpad_tokens(c, lengths_B) for n, c in columns.items()}, lengths=lengths_B)
+    return make_tensordict(tokens={n: unpad_tokens(c, lengths_B) for n, c in columns.items()}, lengths=lengths_B)
 
 
 def correction_metrics(tokens: Mapping[str, torch.Tensor]) -> dict[str, Metric]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from flowrl.checkpoints.folder_lock import refuse_if_held
-from flowrl.checkpoints.resume import goes_on
+from flowrl.checkpoints.resume import is_resuming
 from flowrl.checkpoints.run_folder import refuse_if_taken
 from flowrl.config import (
     ActorConfig,
@@ -21,8 +21,8 @@ from flowrl.config import (
     RewardConfig,
     RolloutConfig,
     RunConfig,
-    cuts_model,
     models_of,
+    shards_model,
 )
 from flowrl.config.roles import int4_on_cpu
 from flowrl.controller.placement.inventory import local_inventory
@@ -60,7 +60,7 @@ def check_run(config: RunConfig) -> None:
     """
     check_start(config)
     refuse_if_held(config.output)
-    if not goes_on(config):
+    if not is_resuming(config):
         refuse_if_taken(config.output)
 
 
@@ -224,7 +224,7 @@ def check_adapters(config: RunConfig, planned: Plan) -> None:
         if not isinstance(value, ActorConfig | CriticConfig) or value.lora is None:
             continue
         place = planned.roles[role]
-        cut = cuts_model(value.engine, place.mesh.size, place.mesh.tp)
+        cut = shards_model(value.engine, place.mesh.size, place.mesh.tp)
         together = config.backend == "ray" and (cut or place.mesh.sp > 1)
         for name, other in config:
             if together and isinstance(other, ReferenceConfig) and other.model == value.model:
@@ -258,7 +258,7 @@ def _check_engine(role: str, key: str, place: RolePlan, engine: EngineConfig) ->
             f"{key}.sequence_parallel_norms is true, but placement.roles.{role} has tp 1, so that no ranks share a "
             f"layer: remove it, or set tp"
         )
-    if not cuts_model(engine, mesh.size, mesh.tp):
+    if not shards_model(engine, mesh.size, mesh.tp):
         _refuse_settings_of_cuts(key, place, engine)
     if engine.shard_ranks is not None and mesh.dp % engine.shard_ranks:
         raise ConfigError(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
 
 
-class Attempts:
+class RestartPolicy:
     """What one attempt at a program leaves to the next: its cluster, and what is to be said of it."""
 
     def __init__(self, restarts: int) -> None:
@@ -36,7 +36,7 @@ class Attempts:
             yield cluster
         except WorkerError as error:
             if self._goes_on(error, config, cluster):
-                self._park(error, config, cluster)
+                self.retain_cluster(error, config, cluster)
             if interruption.signal is not None:
                 self._parked = None
             elif isinstance(error, ProcessLost) and _saves_nothing(config):
@@ -57,10 +57,10 @@ class Attempts:
         """Whether a method raises what it has raised in the attempt before, which began where this one has."""
         return not isinstance(error, ProcessLost) and self._last == (error.head, _newest(config))
 
-    def _park(self, error: WorkerError, config: RunConfig, cluster: "Cluster") -> None:
+    def retain_cluster(self, error: WorkerError, config: RunConfig, cluster: "Cluster") -> None:
         self._made += 1
         self._last = error.head, _newest(config)
-        kept = cluster.start_again()
+        kept = cluster.restart()
         stay = f"the processes of {', '.join(kept)} stay" if kept else "no role keeps its processes"
         self._line = f"{error}\nrestart {self._made} of {self._allowed}: going on after step {_newest(config)}; {stay}"
         self._parked = cluster
@@ -71,7 +71,7 @@ class Attempts:
         return self._made
 
     @property
-    def goes_on(self) -> bool:
+    def is_resuming(self) -> bool:
         """Whether the attempt that has failed is to be followed by another."""
         return self._parked is not None
 
@@ -86,12 +86,12 @@ class Attempts:
             self._parked.close()
 
 
-_current: ContextVar[Attempts | None] = ContextVar("attempts", default=None)
+_current: ContextVar[RestartPolicy | None] = ContextVar("attempts", default=None)
 
 
-def attempt() -> Attempts:
+def attempt() -> RestartPolicy:
     """The attempts that the present one belongs to; one alone, for a program that `with_restarts` has not called."""
-    return _current.get() or Attempts(0)
+    return _current.get() or RestartPolicy(0)
 
 
 def with_restarts(train: Callable[[AnyConfig], object], config: AnyConfig) -> None:
@@ -103,7 +103,7 @@ def with_restarts(train: Callable[[AnyConfig], object], config: AnyConfig) -> No
 
     Raises: what `train` raises, of the attempt that was the last.
     """
-    attempts = Attempts(config.restarts)
+    attempts = RestartPolicy(config.restarts)
     token = _current.set(attempts)
     try:
         while True:
@@ -111,7 +111,7 @@ def with_restarts(train: Callable[[AnyConfig], object], config: AnyConfig) -> No
                 train(config)
                 return
             except WorkerError:
-                if not attempts.goes_on:
+                if not attempts.is_resuming:
                     raise
                 config = config.model_copy(update={"resume": "auto"})
     finally:

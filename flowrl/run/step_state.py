@@ -27,7 +27,7 @@ from flowrl.run.reward_shaping import remembers, shaped_rewards, shaping_columns
 
 
 @dataclass(frozen=True)
-class StepState:
+class AlgorithmState:
     """Plain numbers, to be saved with a run by `dataclasses.asdict`."""
 
     kl_control: KlControl
@@ -37,18 +37,18 @@ class StepState:
     """For each entry of `algorithm.shaping`, of the rewards that came to it; only what reads them counts them."""
 
 
-State = StepState | Future | LocalRef
+State = AlgorithmState | Future | LocalRef
 """A state, or the future of one."""
 
 
-def first_state(config: AdvantageConfig) -> StepState:
+def first_state(config: AdvantageConfig) -> AlgorithmState:
     """The state before the first step. Raises UserError on a KL control of the user's that is none, or that no
     checkpoint could keep."""
     control: KlControl = FixedKlControl(config.kl_coef or 0.0)
     if config.kl_control is not None:
         make = kl_controls.load(config.kl_control.kind)
         control = _checked(make(coef=config.kl_coef, **config.kl_control.arguments()), config.kl_control)
-    return StepState(control, (RewardMoments(),) * len(config.shaping))
+    return AlgorithmState(control, (RewardMoments(),) * len(config.shaping))
 
 
 class Carried:
@@ -65,7 +65,7 @@ class Carried:
 
     def state(self) -> dict[str, Any]:
         """Plain values for a checkpoint. Waits for the step."""
-        state = self.now if isinstance(self.now, StepState) else self.now.get()
+        state = self.now if isinstance(self.now, AlgorithmState) else self.now.get()
         assert is_dataclass(state.kl_control)
         return asdict(state)
 
@@ -74,7 +74,7 @@ class Carried:
         first = first_state(self._config)
         assert is_dataclass(first.kl_control) and not isinstance(first.kl_control, type)
         control = replace(first.kl_control, **state["kl_control"])
-        self.now = StepState(control, tuple(RewardMoments(**moments) for moments in state["moments"]))
+        self.now = AlgorithmState(control, tuple(RewardMoments(**moments) for moments in state["moments"]))
 
 
 def carries(config: AdvantageConfig) -> bool:
@@ -92,14 +92,14 @@ def next_state(batch: Batch, config: AdvantageConfig, state: State) -> State:
     return batch.reduce(advanced, list(reads), config=config, state=state)
 
 
-def advanced(table: TensorDict, config: AdvantageConfig, state: StepState) -> StepState:
+def advanced(table: TensorDict, config: AdvantageConfig, state: AlgorithmState) -> AlgorithmState:
     """`next_state`, beside the data."""
     control, moments = state.kl_control, state.moments
     if remembers(config.shaping):
         moments = shaped_rewards(table, config.shaping, moments)[1]
     if config.kl_control is not None and _steers(config):
         control = _checked(control.update(*_measured_kl(table, config)), config.kl_control)
-    return StepState(control, moments)
+    return AlgorithmState(control, moments)
 
 
 def _steers(config: AdvantageConfig) -> bool:

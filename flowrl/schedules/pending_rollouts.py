@@ -6,12 +6,12 @@ from typing import Any
 
 from flowrl.checkpoints.saved_rows import IDENTITY, SavedRows
 from flowrl.data.batch.batch import Batch
-from flowrl.schedules.rollout_source import Setting
+from flowrl.schedules.rollout_source import RolloutContext
 from flowrl.schedules.scheduler import Scheduler
 
 
 @dataclass(frozen=True)
-class Untrained:
+class PendingRollouts:
     """What a checkpoint keeps of them beside their draws."""
 
     groups: list[tuple[int, int | None]]
@@ -22,11 +22,11 @@ class Untrained:
     """Of the complete ones, in order."""
 
     @classmethod
-    def read(cls, state: Mapping[str, Any], rows: SavedRows | None) -> "Untrained":
-        """Args: `state` has what `untrained_state` gave."""
+    def read(cls, state: Mapping[str, Any], rows: SavedRows | None) -> "PendingRollouts":
+        """Args: `state` has what `pending_state` gave."""
         return cls([(lane, version) for lane, version in state["groups"]], state["lanes"], rows)
 
-    def admit(self, scheduler: Scheduler, setting: Setting) -> tuple[dict[int, int], dict[int, Batch]]:
+    def admit(self, scheduler: Scheduler, setting: RolloutContext) -> tuple[dict[int, int], dict[int, Batch]]:
         """Has a scheduler take them back; group -> its draw, and group -> its rows of those that are complete."""
         draws, samples = setting.prompts, setting.config.samples_per_prompt
         groups = scheduler.take_back(self.groups, self.lanes)
@@ -39,13 +39,13 @@ class Untrained:
         return numbers, {group: rows.rows(place) for group, place in places.items()}
 
 
-def untrained_state(scheduler: Scheduler) -> dict[str, Any]:
+def pending_state(scheduler: Scheduler) -> dict[str, Any]:
     """Plain values for a checkpoint."""
     return {"groups": scheduler.standing(), "lanes": scheduler.num_lanes}
 
 
 def complete_rows(
-    scheduler: Scheduler, setting: Setting, draws: Mapping[int, int], finished: Mapping[int, Batch]
+    scheduler: Scheduler, setting: RolloutContext, draws: Mapping[int, int], finished: Mapping[int, Batch]
 ) -> Batch | None:
     """The rows that a checkpoint keeps, those of complete groups; what makers work on is generated again.
 

@@ -1,4 +1,4 @@
-"""Makers: the replicas of a rollout, and which of a run's steps their responses come for."""
+"""RolloutSource: the replicas of a rollout, and which of a run's steps their responses come for."""
 
 import time
 from collections import deque
@@ -20,7 +20,7 @@ from flowrl.weight_sync.sync import Publisher
 from flowrl.weight_sync.verification import ComparedWeights
 
 
-class Makers(Buffer, Protocol):
+class RolloutSource(Buffer, Protocol):
     """Gives a loop the batch of each step, whenever its responses were generated. A checkpoint keeps it: `state` is
     that of the prompts, and the draws that were taken and not trained; `rows` are the responses to some of these."""
 
@@ -75,12 +75,12 @@ class Makers(Buffer, Protocol):
 
 
 @dataclass(frozen=True)
-class Setting:
+class RolloutContext:
     """What makers of every kind work with."""
 
     config: OnPolicyConfig
     rollout: WorkerGroup
-    prompts: "Draws"
+    prompts: "PromptQueue"
     publisher: Publisher
     calls: Calls
     say: Callable[[str], None]
@@ -91,7 +91,7 @@ class Setting:
     """The time since the epoch."""
 
 
-class Draws:
+class PromptQueue:
     """The prompts of a run: those first that a run before drew and did not train, then the stream's next ones."""
 
     def __init__(self, prompts: PromptStream, samples: int) -> None:
@@ -136,7 +136,7 @@ class _Asked:
     responses: Batch
 
 
-class WholeBatches:
+class BatchRollouts:
     """One call of `generate` for each step: for the step itself, or for one that is so many ahead.
 
     The calls of a step ahead are submitted before those of the step, and so before its weights: they are answered while
@@ -146,7 +146,7 @@ class WholeBatches:
     streams = False
     counted = ()
 
-    def __init__(self, setting: Setting, *, ahead: int = 0) -> None:
+    def __init__(self, setting: RolloutContext, *, ahead: int = 0) -> None:
         self._setting, self._ahead = setting, ahead
         self._asked = 0
         self._batches: deque[_Asked] = deque()
@@ -169,7 +169,7 @@ class WholeBatches:
         return batch
 
     def publish(self, actor: WorkerGroup, rollout: WorkerGroup, version: int) -> ComparedWeights | None:
-        return self._setting.publisher.hand_over(actor, rollout, version)
+        return self._setting.publisher.send(actor, rollout, version)
 
     def catch_up(self) -> None:
         """Calls come in the order of submission: the weights are before whatever comes now."""
@@ -205,7 +205,7 @@ class WholeBatches:
         draws.restore(state)
         if rows is None:
             return
-        count, num_rows = setting.config.prompts_per_step, setting.config.rows_per_step
+        count, num_rows = setting.config.prompts_per_step, setting.config.batch_size
         taken = draws.take(len(state["untrained"]))
         prompts = draws.batch(taken)
         responses = rows.of(prompts, setting.rollout.tasks)

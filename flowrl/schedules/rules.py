@@ -14,7 +14,7 @@ class Rules:
     max_staleness: int
     max_concurrent: int | None = None
     """Running at once over all makers; None is no bound."""
-    redundancy: int = 0
+    overprovision: int = 0
     """Admitted beyond what staleness allows; a step may leave so many behind."""
     interrupt: bool = True
     """Whether a maker takes new weights while it is working."""
@@ -39,9 +39,9 @@ def rules_of(config: OnPolicyConfig, lanes: tuple[tuple[int, ...], ...] | None =
         groups_per_step=config.prompts_per_step,
         max_staleness=schedule.staleness,
         max_concurrent=schedule.max_concurrent,
-        redundancy=schedule.redundancy or 0,
+        overprovision=schedule.overprovision or 0,
         interrupt=bool(schedule.interrupt),
-        slots=max(1, config.rollout.max_rows // config.samples_per_prompt),
+        slots=max(1, config.rollout.max_num_seqs // config.samples_per_prompt),
         total=config.steps * config.prompts_per_step,
         lanes=lanes,
     )
@@ -87,7 +87,7 @@ class Taken:
 
 
 REASONS = ("stale", "refused")
-"""Why a run drops groups: too old for any step to come, because a step with redundancy left them behind; or the engine
+"""Why a run drops groups: too old for any step to come, because a step with overprovision left them behind; or the engine
 refuses the prompt."""
 
 

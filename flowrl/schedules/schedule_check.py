@@ -101,10 +101,10 @@ def _check_schedule_of_routes(config: OnPolicyConfig) -> None:
             f"placement.routes says which replica of rollout gets which prompts, but schedule.{setting}, at which each "
             f"step's are split evenly over all: remove placement.routes, or set schedule.{fix}"
         )
-    if schedule.redundancy:
+    if schedule.overprovision:
         raise ConfigError(
-            f"schedule.redundancy is {schedule.redundancy}, by which a step takes what is finished first, but "
-            f"placement.routes says whose prompts it takes: set schedule.redundancy: 0, or remove placement.routes"
+            f"schedule.overprovision is {schedule.overprovision}, by which a step takes what is finished first, but "
+            f"placement.routes says whose prompts it takes: set schedule.overprovision: 0, or remove placement.routes"
         )
 
 
@@ -113,12 +113,12 @@ def _check_shares(config: OnPolicyConfig, trainers: int) -> None:
     each = f"placement.routes gives each of the {trainers} data-parallel ranks of actor an equal share of"
     if config.prompts_per_step % trainers:
         raise ConfigError(
-            f"{each} a step, but a step has rows_per_step / samples_per_prompt = {config.prompts_per_step} prompts: "
+            f"{each} a step, but a step has batch_size / samples_per_prompt = {config.prompts_per_step} prompts: "
             f"make it a multiple of {trainers}, or remove placement.routes"
         )
-    if config.minibatch_rows % trainers:
+    if config.minibatch_size % trainers:
         raise ConfigError(
-            f"{each} a minibatch, but minibatch_rows is {config.minibatch_rows}: make it a multiple of {trainers}, or "
+            f"{each} a minibatch, but minibatch_size is {config.minibatch_size}: make it a multiple of {trainers}, or "
             f"remove placement.routes"
         )
 

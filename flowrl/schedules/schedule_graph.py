@@ -50,15 +50,15 @@ def _sentence(config: OnPolicyConfig, rollout: RolePlan, actor: RolePlan) -> str
     if schedule.max_concurrent is not None:
         prompts = "1 prompt" if schedule.max_concurrent == 1 else f"{schedule.max_concurrent} prompts"
         words.append(f"at most {prompts} worked on at once")
-    if schedule.redundancy:
-        words.append(f"{schedule.redundancy} more in flight than steps need")
+    if schedule.overprovision:
+        words.append(f"{schedule.overprovision} more in flight than steps need")
     words.append("new weights between two tokens" if schedule.interrupt else "new weights when a maker has finished")
     return f"schedule: async; {', '.join(words)}"
 
 
 def _experience(config: OnPolicyConfig) -> str:
     schedule, prompts, samples = config.schedule, config.prompts_per_step, config.samples_per_prompt
-    most = (schedule.staleness + 1) * prompts + (schedule.redundancy or 0)
+    most = (schedule.staleness + 1) * prompts + (schedule.overprovision or 0)
     of = f" of {samples} samples" if samples > 1 else ""
     if schedule.streams:
         return f"(1) experience: {prompts} prompts{of} a step, at most {most} untrained"

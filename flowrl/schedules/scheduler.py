@@ -7,7 +7,7 @@ when it is first given to a maker, as late as it can be, so that it is as fresh 
 Staleness is prevented and not repaired, as in AReaL (Fu et al. 2025, https://arxiv.org/abs/2505.24298): a group that r
 others stand before trains at version V + r // groups_per_step, where V is the version that the next step trains, and is
 given to a maker only if that is at most `max_staleness` above the maker's version. Where one before it is dropped it
-trains earlier. A group that a step with redundancy leaves behind may train later, and is dropped once that is too late.
+trains earlier. A group that a step with overprovision leaves behind may train later, and is dropped once that is too late.
 """
 
 from bisect import insort
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from flowrl.schedules.rules import REASONS, Abort, Action, Counts, Give, Rules, Taken, Update
-from flowrl.schedules.throughput import Pace
+from flowrl.schedules.throughput import Throughput
 
 
 @dataclass
@@ -41,7 +41,7 @@ class _Maker:
 
 
 @dataclass
-class _Lane:
+class TrainerQueue:
     makers: tuple[int, ...]
     quota: int
     """Groups of a step."""
@@ -84,17 +84,17 @@ class Scheduler:
     def __init__(self, rules: Rules, makers: int, *, version: int = 0, steps_taken: int = 0) -> None:
         self._rules = rules
         self._makers = [_Maker(version) for _ in range(makers)]
-        self._pace = Pace(makers)
+        self._pace = Throughput(makers)
         self._newest = version
         self._next_version = version
         """That the next step trains."""
         lanes = rules.lanes or (tuple(range(makers)),)
         assert rules.groups_per_step % len(lanes) == 0, "a step's groups are shared equally by the trainers"
         left = None if rules.total is None else rules.total - steps_taken * rules.groups_per_step
-        self._lanes = [_Lane(lane, rules.groups_per_step // len(lanes), None) for lane in lanes]
+        self._lanes = [TrainerQueue(lane, rules.groups_per_step // len(lanes), None) for lane in lanes]
         for i, lane in enumerate(self._lanes):
             lane.left = None if left is None else (left + len(lanes) - 1 - i) // len(lanes)
-        self._lane_of: dict[int, _Lane] = {}
+        self._lane_of: dict[int, TrainerQueue] = {}
         self._aborts: defaultdict[int, list[int]] = defaultdict(list)
         self._admitted = 0
         self._trained = 0
@@ -210,14 +210,14 @@ class Scheduler:
             given[rank].append(group)
         return (Give(rank, tuple(groups)) for rank, groups in given.items())
 
-    def _admit(self, lane: _Lane) -> int:
+    def _admit(self, lane: TrainerQueue) -> int:
         group = self._admitted
         self._admitted += 1
         lane.live[group] = _Group()
         self._lane_of[group] = lane
         return group
 
-    def _choice(self) -> tuple[_Lane, int] | None:
+    def _choice(self) -> tuple[TrainerQueue, int] | None:
         """The lane and the maker of the group that is given next: what trains first, to who has least to do and is not
         too slow for it."""
         running = sum(lane.running for lane in self._lanes)
@@ -236,7 +236,7 @@ class Scheduler:
         limit = self._rules.max_concurrent
         return limit is not None and running >= limit and not self._rules.whole_batches
 
-    def _least_busy(self, lane: _Lane, trains_at: int) -> int | None:
+    def _least_busy(self, lane: TrainerQueue, trains_at: int) -> int | None:
         """The maker with the fewest groups, of those that may take one that is trained at a version."""
         able = [rank for rank in lane.makers if self._may_take(self._makers[rank], trains_at)]
         able.sort(key=lambda rank: len(self._makers[rank].running))
@@ -245,24 +245,24 @@ class Scheduler:
             return able[0]  # nobody else will do anything
         return found
 
-    def _is_too_slow(self, lane: _Lane, rank: int) -> bool:
+    def _is_too_slow(self, lane: TrainerQueue, rank: int) -> bool:
         """Whether the others of the lane would have to wait for what a maker is given."""
         rules = self._rules
         if rules.whole_batches:
             return False
         others = [other for other in lane.makers if other != rank and self._makers[other].version is not None]
-        most = (rules.max_staleness + 1) * lane.quota + rules.redundancy
+        most = (rules.max_staleness + 1) * lane.quota + rules.overprovision
         most = most if lane.left is None else min(most, lane.left)
         return self._pace.is_too_slow(rank, others, (most - lane.num_complete) / rules.slots)
 
-    def _trains_at(self, lane: _Lane, running: int) -> int | None:
+    def _trains_at(self, lane: TrainerQueue, running: int) -> int | None:
         """The version at which the lane's next group will be trained; None if it has none to give now."""
         rank = lane.rank()
         if not lane.waiting:
             begins_batch = rank % lane.quota == 0
             if lane.is_full or (self._rules.whole_batches and begins_batch and running):
                 return None
-        return self._next_version + max(0, rank - self._rules.redundancy) // lane.quota
+        return self._next_version + max(0, rank - self._rules.overprovision) // lane.quota
 
     def _may_take(self, maker: _Maker, trains_at: int) -> bool:
         has_room = self._rules.whole_batches or len(maker.running) < self._rules.slots
@@ -294,7 +294,7 @@ class Scheduler:
         self._trained += 1
         return self._next_version - given
 
-    def _complete(self, lane: _Lane) -> list[int] | None:
+    def _complete(self, lane: TrainerQueue) -> list[int] | None:
         """The lane's part of the next step: the first of its complete groups, and of all that are left at the end."""
         if lane.is_full and len(lane.live) < lane.quota:
             return list(lane.live) if lane.num_complete == len(lane.live) else None
@@ -304,7 +304,7 @@ class Scheduler:
         for seen, (group, state) in enumerate(lane.live.items(), start=1):
             if state.is_complete:
                 found.append(group)
-            if len(found) == lane.quota or seen - len(found) > self._rules.redundancy:
+            if len(found) == lane.quota or seen - len(found) > self._rules.overprovision:
                 break
         return found if len(found) == lane.quota else None
 
@@ -344,7 +344,7 @@ class Scheduler:
 
     @property
     def starved(self) -> tuple[int, ...]:
-        """Makers that have nothing to do until newer weights are there, because more groups would be too old. Those
+        """Replicas that have nothing to do until newer weights are there, because more groups would be too old. Those
         that would get none with newer weights either, at the end of the run say, are not among them."""
         if self._is_at_limit(sum(lane.running for lane in self._lanes)):
             return ()

@@ -85,7 +85,7 @@ def detached(rules: Rules, times: Times, *, makers: int, trainer_devices: int) -
 
 def in_turns(rules: Rules, times: Times, *, makers: int, trainer_devices: int) -> Outcome:
     """A synchronous run in which the same devices generate and train, so that each does one half of the time."""
-    whole = replace(rules, max_staleness=0, redundancy=0, interrupt=False, whole_batches=True)
+    whole = replace(rules, max_staleness=0, overprovision=0, interrupt=False, whole_batches=True)
     return simulate(whole, makers, _shared(times, trainer_devices))
 
 

@@ -17,12 +17,12 @@ from flowrl.controller.group import WorkerGroup
 from flowrl.data.batch.batch import Batch
 from flowrl.data.events import CallEvent, Counted
 from flowrl.data.metric import Logged
-from flowrl.schedules.pending_rollouts import Untrained, complete_rows, untrained_state
-from flowrl.schedules.rollout_source import Makers, Setting, WholeBatches
+from flowrl.schedules.pending_rollouts import PendingRollouts, complete_rows, pending_state
+from flowrl.schedules.rollout_source import BatchRollouts, RolloutContext, RolloutSource
 from flowrl.schedules.rules import Abort, Counts, Give, Taken, Update, rules_of
 from flowrl.schedules.schedule_metrics import Level, group_metrics, staleness
 from flowrl.schedules.scheduler import Scheduler
-from flowrl.weight_sync.sync import Version
+from flowrl.weight_sync.sync import WeightSnapshot
 from flowrl.weight_sync.verification import ComparedWeights
 
 POLLS = 2
@@ -73,12 +73,12 @@ class _Maker:
         return sum(isinstance(each, Batch) for each in self.asked)
 
 
-class Streaming:
+class StreamingRollouts:
     """Carries out what a `Scheduler` decides, whenever the driver waits for anything."""
 
     streams = True
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: RolloutContext) -> None:
         self._setting = setting
         ranks = range(setting.rollout.mesh.dp)
         self._makers = [_Maker(setting.rollout.replica(rank)) for rank in ranks]
@@ -87,11 +87,11 @@ class Streaming:
         """Group -> the number of its draw, of those that were admitted and not trained."""
         self._finished: dict[int, Batch] = {}
         """Group -> its rows, where a maker left them."""
-        self._kept: Untrained | None = None
+        self._kept: PendingRollouts | None = None
         """What `restore` gave, until `begin`."""
-        self._exports: deque[Version] = deque()
+        self._exports: deque[WeightSnapshot] = deque()
         """Not there to be taken yet."""
-        self._newest: Version | None = None
+        self._newest: WeightSnapshot | None = None
         """The last that is; None is what makers begin with."""
         self._compared: list[ComparedWeights] = []
         self._is_held = False
@@ -101,7 +101,7 @@ class Streaming:
         self._counts: Counts | None = None
         """When the step before had taken its groups."""
         self._starved = Level()
-        """Makers that wait for newer weights."""
+        """Replicas that wait for newer weights."""
         self._refused: set[str] = set()
         """Places of prompts that an engine has refused."""
         self._refused_in_a_row = 0
@@ -269,7 +269,7 @@ class Streaming:
         others = [each.taking for each in self._makers if each.taking is not None and each.taking[0] == version]
         maker.taking = others[0] if others else (version, self._deliver(newest, setting.rollout))
 
-    def _deliver(self, version: Version, to: WorkerGroup) -> Sequence[Future]:
+    def _deliver(self, version: WeightSnapshot, to: WorkerGroup) -> Sequence[Future]:
         loads, compared = version.deliver(to)
         if compared is not None:
             self._compared.append(compared)
@@ -382,17 +382,17 @@ class Streaming:
 
     def state(self) -> Mapping[str, Any]:
         draws = [self._draws[group] for group in self._scheduler.untrained]
-        return self._setting.prompts.state(draws) | untrained_state(self._scheduler)
+        return self._setting.prompts.state(draws) | pending_state(self._scheduler)
 
     def rows(self) -> Batch | None:
         return complete_rows(self._scheduler, self._setting, self._draws, self._finished)
 
     def restore(self, state: Mapping[str, Any], rows: SavedRows | None) -> None:
         self._setting.prompts.restore(state)
-        self._kept = Untrained.read(state, rows)
+        self._kept = PendingRollouts.read(state, rows)
 
 
-def makers_of(setting: Setting) -> Makers:
+def rollout_source_of(setting: RolloutContext) -> RolloutSource:
     """What gives a run its batches, as its schedule says; without staleness every schedule is `sync`."""
     schedule = setting.config.schedule
-    return Streaming(setting) if schedule.streams else WholeBatches(setting, ahead=schedule.staleness)
+    return StreamingRollouts(setting) if schedule.streams else BatchRollouts(setting, ahead=schedule.staleness)

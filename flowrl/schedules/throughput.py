@@ -25,7 +25,7 @@ class _Maker:
     """When it last finished one."""
 
 
-class Pace:
+class Throughput:
     """The times of makers, by a clock that its owner tells. Without one all makers are alike."""
 
     def __init__(self, makers: int) -> None:

@@ -12,7 +12,7 @@ from flowrl.weight_sync.verification import ComparedWeights, WeightsCheck
 
 
 @dataclass(frozen=True)
-class Version:
+class WeightSnapshot:
     """A policy's weights at one moment, on their way to whoever is to sample from them."""
 
     number: int
@@ -50,11 +50,11 @@ class Publisher:
         self._ways: dict[tuple[str, str], _Way] = {}
 
     def prepare(self, actor: WorkerGroup, rollout: WorkerGroup) -> None:
-        """Asks for what `hand_over` needs to know, so that it need not wait."""
+        """Asks for what `send` needs to know, so that it need not wait."""
         if not rollout.lives_with(actor):
             self._way(actor, rollout)
 
-    def hand_over(self, actor: WorkerGroup, rollout: WorkerGroup, version: int) -> ComparedWeights | None:
+    def send(self, actor: WorkerGroup, rollout: WorkerGroup, version: int) -> ComparedWeights | None:
         """Gives the rollout the actor's present weights, as those of a version; what is compared of them, if any is.
 
         In the same processes the rollout samples from the actor's own weights, and only their number changes.
@@ -65,7 +65,7 @@ class Publisher:
         way = self._way(actor, rollout)
         found = self._roles.get(rollout.role)
         check = WeightsCheck(actor, rollout, version, found if isinstance(found, RolloutConfig) else None)
-        way.hand_over(version)
+        way.send(version)
         return check.compare(rollout)
 
     # In two halves, for rollouts that go on working until new weights are there.
@@ -74,11 +74,11 @@ class Publisher:
         """Does what `export` would wait for. Waits for the constructors of both."""
         self._way(actor, rollout).open()
 
-    def export(self, actor: WorkerGroup, rollout: WorkerGroup, version: int) -> Version:
+    def export(self, actor: WorkerGroup, rollout: WorkerGroup, version: int) -> WeightSnapshot:
         """Has the actor give away its present weights, for replicas to take when they can. Does not wait."""
         way, found = self._way(actor, rollout), self._roles.get(rollout.role)
         check = WeightsCheck(actor, rollout, version, found if isinstance(found, RolloutConfig) else None)
-        return Version(version, way, way.export(), check)
+        return WeightSnapshot(version, way, way.export(), check)
 
     def goes_to_all(self, actor: WorkerGroup, rollout: WorkerGroup) -> bool:
         """Whether all replicas must take a version together, as one call of the whole group."""
@@ -102,7 +102,7 @@ class Publisher:
 
 def _where_it_lies(transport: Transport, actor: WorkerGroup, rollout: WorkerGroup, config: RolloutConfig) -> Transport:
     """The way, where the actor's processes stay on a GPU that the rollout comes back to; through the host else."""
-    if transport != "cuda_ipc" or not actor.leaves_for(rollout):
+    if transport != "cuda_ipc" or not actor.offloads_for(rollout):
         return transport
     if config.transfer.via == "cuda_ipc":
         raise PlacementError(
@@ -133,7 +133,7 @@ class _Way:
         load = rollout.load_weights.submit
         return [load(weights, version, chunk, len(parts)) for chunk, weights in enumerate(parts)]
 
-    def hand_over(self, version: int) -> None:
+    def send(self, version: int) -> None:
         # All leave before the first arrives: a device that the two have in turns changes hands once.
         self.deliver(self.export(), self._rollout, version)
 
@@ -144,7 +144,7 @@ class _SharedWay(_Way):
     def export(self) -> Sequence[Future]:
         raise AssertionError("a rollout on the actor's GPUs cannot work while that trains")
 
-    def hand_over(self, version: int) -> None:
+    def send(self, version: int) -> None:
         count, read = self._count.get(), None
         for chunk in range(count):
             parts = self._actor.share_weights.submit(chunk, *self._how, after=read)
@@ -178,7 +178,7 @@ class _LinkedWay(_Way):
         load, count = rollout.load_sent.submit, len(self._described)
         return [load(described, version, chunk, count) for chunk, described in enumerate(self._described)]
 
-    def hand_over(self, version: int) -> None:
+    def send(self, version: int) -> None:
         self.open()
         for chunk, described in enumerate(self._described):
             self._rollout.load_sent.submit(described, version, chunk, len(self._described))

@@ -14,7 +14,7 @@ from flowrl.algorithms.registry import aggregation_modes, kl_kinds, policy_losse
 from flowrl.config import ActorConfig, ModelConfig, UserError
 from flowrl.controller.register import Dispatch, register
 from flowrl.controller.worker import Worker
-from flowrl.data.batch.tensordicts import lengths, make_table
+from flowrl.data.batch.tensordicts import lengths, make_tensordict
 from flowrl.data.metric import Max, Mean, Metric, Min
 from flowrl.data.returned_values import loss_and_metrics, per_token, scalar
 from flowrl.engines.checkpoint.export import DESCRIPTION, describe_adapter
@@ -55,7 +55,7 @@ class Actor(Sender):
     def logprobs(self, batch: TensorDict) -> TensorDict:
         """Log-probability `[T]` of every token under the present weights."""
         values_T = self.engine.evaluate(batch, partial(policy_logprobs, temperature=self.temperature))
-        return make_table(tokens={"logprobs": values_T}, lengths=lengths(batch))
+        return make_tensordict(tokens={"logprobs": values_T}, lengths=lengths(batch))
 
     @register(
         Dispatch.DP_COMPUTE_METRIC,
@@ -98,7 +98,7 @@ class Actor(Sender):
         """Writes model and tokenizer as a `save_pretrained` folder."""
         save_model(self.model, self.config.model.path, folder, wanted=self.rank == 0)
 
-    def lends_weights_to(self, other: Worker) -> bool:
+    def shares_weights_with(self, other: Worker) -> bool:
         """Whether a worker in this process may sample from this model's weights."""
         return not self.engine.is_sharded or other.context.role in self.context.twins
 

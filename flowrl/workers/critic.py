@@ -7,7 +7,7 @@ from torch import nn
 from flowrl.algorithms import aggregate, clipped_value_loss
 from flowrl.config import CriticConfig
 from flowrl.controller.register import Dispatch, register
-from flowrl.data.batch.tensordicts import lengths, make_table
+from flowrl.data.batch.tensordicts import lengths, make_tensordict
 from flowrl.data.metric import Metric
 from flowrl.engines.models.loading import load_critic
 from flowrl.engines.models.lora import add_adapter
@@ -40,7 +40,7 @@ class Critic(TrainedWorker):
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("input_ids",), writes=("values",))
     def values(self, batch: TensorDict) -> TensorDict:
         """Value `[T]` of the state in which each token is chosen; 0 at position 0."""
-        return make_table(tokens={"values": self.engine.evaluate(batch, _values)}, lengths=lengths(batch))
+        return make_tensordict(tokens={"values": self.engine.evaluate(batch, _values)}, lengths=lengths(batch))
 
     @register(Dispatch.DP_COMPUTE_METRIC, blocking=False, reads=("input_ids", "response_mask", "values", "returns"))
     def update(self, batch: TensorDict) -> dict[str, Metric]:

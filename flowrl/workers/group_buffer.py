@@ -8,7 +8,7 @@ from tensordict import TensorDict
 
 from flowrl.data.batch.tensordicts import objects
 from flowrl.data.chat import ChatTokenizer
-from flowrl.engines.rollout.requests import Answer, Prompt, responses_of
+from flowrl.engines.rollout.requests import Prompt, Response, responses_of
 from flowrl.engines.rollout.sampling import row_keys
 from flowrl.workers.response_tensordict import response_table
 
@@ -20,10 +20,10 @@ class _Group:
     prompt: Sequence[int]
     samples: dict[str, int] = field(default_factory=dict)
     """Name of a row's request -> which sample of the prompt it is."""
-    answers: dict[str, Answer] = field(default_factory=dict)
+    answers: dict[str, Response] = field(default_factory=dict)
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         return len(self.answers) == len(self.samples)
 
 
@@ -39,7 +39,7 @@ class Groups:
     @property
     def any_whole(self) -> bool:
         """Whether all rows of some group have their answers."""
-        return any(group.is_whole for group in self._groups.values())
+        return any(group.is_complete for group in self._groups.values())
 
     def requests(self, batch: TensorDict, samples: int, seed: int) -> list[tuple[int, list[Prompt]]]:
         """The rows of a batch as requests, `<prompt_id>-<sample>`, for each `prompt_id` in the order of its first row.
@@ -69,15 +69,15 @@ class Groups:
             self._groups.setdefault(number, _Group(prompt)).samples[name] = sample
             self._group_of[name] = number
 
-    def answered(self, answers: Iterable[Answer]) -> None:
+    def answered(self, answers: Iterable[Response]) -> None:
         """Keeps what an engine has answered."""
         for answer in answers:
             self._groups[self._group_of[answer.name]].answers[answer.name] = answer
 
-    def take_whole(self, tokenizer: ChatTokenizer) -> TensorDict:
+    def pop_complete(self, tokenizer: ChatTokenizer) -> TensorDict:
         """The rows of all groups that are whole, which are forgotten: the `RESPONSE_COLUMNS`, `prompt_id` and `sample`.
         Groups in the order in which they came, rows of each too; a table without rows where none is whole."""
-        whole = {number: group for number, group in self._groups.items() if group.is_whole}
+        whole = {number: group for number, group in self._groups.items() if group.is_complete}
         self._forget(whole)
         rows = [(number, group, name) for number, group in whole.items() for name in group.samples]
         return response_table(

@@ -20,7 +20,7 @@ class ModelWorker(Worker):
     engine: TrainEngine
 
     @classmethod
-    def yields_device(cls, device: str, config: _Config, *_: Any, **__: Any) -> bool:  # Any: the constructor's
+    def can_offload_device(cls, device: str, config: _Config, *_: Any, **__: Any) -> bool:  # Any: the constructor's
         return config.engine.offload == "idle"
 
     def offload(self, *, keep_weights: bool) -> None:

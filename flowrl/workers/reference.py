@@ -11,7 +11,7 @@ from flowrl.config import ModelConfig, ReferenceConfig
 from flowrl.controller.placement.plan import Mesh
 from flowrl.controller.register import Dispatch, register
 from flowrl.controller.worker import Worker
-from flowrl.data.batch.tensordicts import lengths, make_table
+from flowrl.data.batch.tensordicts import lengths, make_tensordict
 from flowrl.engines.models.loading import load_policy
 from flowrl.engines.models.lora import adapter_off
 from flowrl.engines.train.engine import TrainEngine, is_sharded
@@ -76,7 +76,7 @@ class Reference(ModelWorker):
         """Log-probability `[T]` of every token under the reference."""
         with adapter_off(self.engine.model):
             values_T = self.engine.evaluate(batch, partial(policy_logprobs, temperature=self.temperature))
-        return make_table(tokens={"logprobs": values_T}, lengths=lengths(batch))
+        return make_tensordict(tokens={"logprobs": values_T}, lengths=lengths(batch))
 
 
 class _SharedReference(Reference):

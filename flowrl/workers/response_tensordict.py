@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from tensordict import TensorDict
 
-from flowrl.data.batch.tensordicts import make_table
+from flowrl.data.batch.tensordicts import make_tensordict
 from flowrl.data.chat import ChatTokenizer
 from flowrl.engines.rollout.responses import Responses
 
@@ -39,4 +39,4 @@ def response_table(
         "weight_version": torch.full_like(mask_T, -1, dtype=torch.int32).masked_scatter(mask_T, answers.versions),
     }
     rows = {"truncated": answers.truncated, "response": [tokenizer.decode(ids) for ids in responses]}
-    return make_table({**rows, **columns}, tokens, lengths_B)
+    return make_tensordict({**rows, **columns}, tokens, lengths_B)

@@ -15,7 +15,7 @@ from flowrl.config import RewardConfig, UserError
 from flowrl.controller.placement.plan import Mesh
 from flowrl.controller.register import Dispatch, register
 from flowrl.controller.worker import Worker
-from flowrl.data.batch.tensordicts import make_table, num_rows, objects
+from flowrl.data.batch.tensordicts import make_tensordict, num_rows, objects
 from flowrl.engines.models.loading import load_reward_model
 from flowrl.engines.train.engine import TrainEngine, is_sharded
 from flowrl.engines.train.microbatch import MicroBatch
@@ -49,7 +49,7 @@ def score_rows(batch: TensorDict, function: RewardFunction, name: str) -> Tensor
     scores = []
     for i in range(num_rows(batch)):
         scores.append(_score(function, name, {column: values[i] for column, values in columns.items()}))
-    return make_table({"scores": torch.tensor(scores, dtype=torch.float32)})
+    return make_tensordict({"scores": torch.tensor(scores, dtype=torch.float32)})
 
 
 def _score(function: RewardFunction, name: str, row: dict[str, Any]) -> float:
@@ -125,7 +125,7 @@ class RewardModel(ModelWorker):
         if evaluation and self._evaluation is not None:
             return score_rows(batch, self._evaluation, self._evaluation_name)
         scores_B = self.engine.evaluate_rows(batch, _scores)
-        return make_table({"scores": scores_B.float()})
+        return make_tensordict({"scores": scores_B.float()})
 
 
 class _SharedRewardModel(RewardModel):

@@ -1,6 +1,6 @@
 """Which ranks of a role hold a model together: from its placement to the engine."""
 
-from flowrl.config import EngineConfig, cuts_model
+from flowrl.config import EngineConfig, shards_model
 from flowrl.controller.placement.plan import Mesh
 from flowrl.controller.worker import Worker
 from flowrl.engines.parallel.rank_mesh import RankMesh, rank_mesh
@@ -19,4 +19,4 @@ def mesh_of(worker: Worker, engine: EngineConfig) -> RankMesh:
 
 def shares_model(mesh: Mesh, engine: EngineConfig) -> bool:
     """Whether the ranks of a role need each other for a forward pass."""
-    return mesh.sp > 1 or cuts_model(engine, mesh.size, mesh.tp)
+    return mesh.sp > 1 or shards_model(engine, mesh.size, mesh.tp)

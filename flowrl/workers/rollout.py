@@ -50,10 +50,10 @@ class Rollout(Worker):
         return _VllmRollout if config.engine == "vllm" else cls
 
     def __init__(self, config: RolloutConfig, model: ModelConfig, *, seed: int) -> None:
-        self.seed, self._groups, self._max_rows = seed, Groups(), config.max_rows
+        self.seed, self._groups, self._max_rows = seed, Groups(), config.max_num_seqs
         actor = self.peer("actor")
         # Of an actor that ranks hold in parts, all of them must live here: they put its weights together.
-        self._actor = actor if isinstance(actor, Actor) and actor.lends_weights_to(self) else None
+        self._actor = actor if isinstance(actor, Actor) and actor.shares_weights_with(self) else None
         self._quantized = config.quantization is not None
         self.model = self._model(model)
         self.tokenizer = ChatTokenizer(model.path)
@@ -130,7 +130,7 @@ class Rollout(Worker):
         deadline = time.monotonic() + slice_s
         if self.engine.state is not State.UPDATING:
             self._work(deadline)
-        return self._groups.take_whole(self.tokenizer)
+        return self._groups.pop_complete(self.tokenizer)
 
     def _work(self, deadline: float) -> None:
         while self.engine.num_running and not (self._groups.any_whole and self.engine.num_running <= self._max_rows):
@@ -221,14 +221,16 @@ class _VllmRollout(Rollout):
         from flowrl.engines.rollout.vllm.engine import VllmRollout  # noqa: PLC0415 (an extra, and it takes the process over)
 
         self.seed, self._actor, self._quantized = seed, None, config.quantization is not None
-        self._groups, self._max_rows = Groups(), config.max_rows
+        self._groups, self._max_rows = Groups(), config.max_num_seqs
         self.tokenizer = ChatTokenizer(model.path)
         self.engine = VllmRollout(
             model, self.tokenizer.tokenizer, config, tp=self.context.leads, sleeps=self.context.yields
         )
 
     @classmethod
-    def yields_device(cls, device: str, config: RolloutConfig, *_: Any, **__: Any) -> bool:  # Any: the constructor's
+    def can_offload_device(
+        cls, device: str, config: RolloutConfig, *_: Any, **__: Any
+    ) -> bool:  # Any: the constructor's
         return config.leaves_devices(gpus=device != "cpu")
 
     def offload(self, *, keep_weights: bool) -> None:

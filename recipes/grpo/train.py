@@ -42,7 +42,9 @@ def train(config: GRPOConfig) -> dict[str, Any]:
             carried.advance(batch)
 
             # 3. Improve the actor; the KL to the reference is part of its loss.
-            for minibatch in batch.minibatches(config.minibatch_rows, epochs=config.epochs, seed=(config.seed, step)):
+            for minibatch in batch.minibatches(
+                config.minibatch_size, epochs=config.ppo_epochs, seed=(config.seed, step)
+            ):
                 run.log(actor.update(minibatch))
 
             # 4. The next responses come from the new weights.

@@ -46,7 +46,9 @@ def train(config: PPOConfig) -> dict[str, Any]:
             carried.advance(batch)
 
             # 3. Improve critic and actor; on separate pools these run at the same time.
-            for minibatch in batch.minibatches(config.minibatch_rows, epochs=config.epochs, seed=(config.seed, step)):
+            for minibatch in batch.minibatches(
+                config.minibatch_size, epochs=config.ppo_epochs, seed=(config.seed, step)
+            ):
                 run.log(critic.update(minibatch), actor.update(minibatch))
 
             # 4. The next responses come from the new weights.

@@ -27,7 +27,7 @@ class SFTConfig(RunConfig):
     data: DataConfig
     """Conversations to imitate."""
 
-    rows_per_step: PositiveInt
+    batch_size: PositiveInt
     """Sequences of one optimizer step, over all ranks."""
 
     epochs: PositiveInt | None = None

@@ -22,7 +22,7 @@ def train(config: SFTConfig) -> dict[str, Any]:
         actor = run.group("actor", Actor, policy)
         run.keep(actor)
         stream = examples.batches(
-            config.rows_per_step, seed=config.seed, shuffle=config.data.shuffle, epochs=config.epochs
+            config.batch_size, seed=config.seed, shuffle=config.data.shuffle, epochs=config.epochs
         )
         for _, batch in run.batches(stream):
             run.log(actor.update_sft(batch))

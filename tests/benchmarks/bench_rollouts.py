@@ -128,7 +128,7 @@ def decode_steps(worker: Rollout, rows: int, length: int, steps: int) -> dict[st
     prompts, row_N = [[FIRST + row, *[LAST] * (length - 1)] for row in range(rows)], torch.arange(rows)
 
     def sampler(limit: int) -> Taken:
-        config = RolloutConfig(max_response_tokens=limit, max_rows=rows)
+        config = RolloutConfig(max_response_tokens=limit, max_num_seqs=rows)
         engine = HfRollout(model, worker.tokenizer.tokenizer, config)
         return measured(lambda: len(engine.generate(prompts, row_N, torch.zeros_like(row_N), seed=0).tokens))
 

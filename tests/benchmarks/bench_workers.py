@@ -8,7 +8,7 @@ import ray
 import torch
 from tensordict import TensorDict
 
-from flowrl import Dispatch, Worker, make_table, register
+from flowrl import Dispatch, Worker, make_tensordict, register
 from flowrl.data.batch.tensordicts import lengths, num_rows
 
 RANKS = 4
@@ -33,19 +33,19 @@ class Bench(Worker):
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=COLUMNS, writes=COLUMNS)
     def echo(self, table: TensorDict) -> TensorDict:
-        return make_table(tokens=dict(table["tokens"].items()), lengths=lengths(table))
+        return make_tensordict(tokens=dict(table["tokens"].items()), lengths=lengths(table))
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("x",), writes=COLUMNS)
     def make(self, table: TensorDict) -> TensorDict:
         count = num_rows(table)
-        return make_table(
+        return make_tensordict(
             tokens={name: torch.ones(count * TOKENS) for name in COLUMNS},
             lengths=torch.full((count,), TOKENS, dtype=torch.int64),
         )
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("x",), writes=("y",))
     def column(self, table: TensorDict) -> TensorDict:
-        return make_table({"y": table["rows", "x"]})
+        return make_tensordict({"y": table["rows", "x"]})
 
     @register(Dispatch.DP_COMPUTE_METRIC, blocking=False, reads=COLUMNS)
     def read(self, table: TensorDict) -> dict:

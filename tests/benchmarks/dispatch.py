@@ -21,7 +21,7 @@ from tests.benchmarks import batch_edits, driver_time, group_start, hand_over
 from tests.benchmarks.bench_workers import COLUMNS, RANKS, ROWS, TOKENS, Bench, Raw
 from tests.benchmarks.measure import Figure, machine, paired, table
 
-PARTS = ("calls", "hand_over", "start", "driver", "edits")
+PARTS = ("calls", "send", "start", "driver", "edits")
 
 
 def calls(first: WorkerGroup, raws: list, repeats: int) -> list[Figure]:
@@ -61,7 +61,7 @@ def _itself(part: dict) -> dict:
 
 def on_ray(parts: list[str], repeats: int) -> list[Figure]:
     """The figures that need processes: two groups of four, and as many raw actors."""
-    if not {"calls", "hand_over", "start"} & set(parts):
+    if not {"calls", "send", "start"} & set(parts):
         return []
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_lineage_pinning_enabled": "0"}  # as in a run
     ray.init(
@@ -82,7 +82,7 @@ def on_ray(parts: list[str], repeats: int) -> list[Figure]:
         cluster.settle()
         ray.get([actor.nothing.remote() for actor in raws + others])
         found += calls(first, raws, repeats) if "calls" in parts else []
-        found += hand_over.figures(first, second, raws, others, repeats) if "hand_over" in parts else []
+        found += hand_over.figures(first, second, raws, others, repeats) if "send" in parts else []
     return found
 
 

@@ -13,10 +13,10 @@ from flowrl import Batch, WorkerGroup
 from flowrl.config.base import Device
 from flowrl.controller.calls.calls import Calls
 from flowrl.controller.calls.wire import Request, TableArgument
-from flowrl.controller.failures.recovery import Revival
+from flowrl.controller.failures.recovery import RecoveryPlan
 from flowrl.controller.failures.stacks import Dump
 from flowrl.controller.host.host import Construction, Report
-from flowrl.controller.placement.device_ownership import Handover, Residency
+from flowrl.controller.placement.device_ownership import DeviceEviction, DeviceOwnership
 from flowrl.controller.placement.plan import HostSet, Inventory, Mesh, PoolPlan, Slot
 from flowrl.controller.tasks import GroupTasks
 from flowrl.data.batch.block import Description, LocalRef, Ref
@@ -65,11 +65,11 @@ class InstantBackend:
         return InstantRef(Report(0, 0, 0, 0))
 
     def construct(
-        self, slot: Slot, construction: Construction, revival: Revival | None, after: Sequence[Ref] = ()
+        self, slot: Slot, construction: Construction, revival: RecoveryPlan | None, after: Sequence[Ref] = ()
     ) -> Ref:
         return InstantRef(Report(0, 0, 0, 0))
 
-    def call(self, slot: Slot, request: Request, refs: Sequence[Ref], revival: Revival | None) -> tuple[Ref, Ref]:
+    def call(self, slot: Slot, request: Request, refs: Sequence[Ref], revival: RecoveryPlan | None) -> tuple[Ref, Ref]:
         tables = [a for a in request.arguments.values() if isinstance(a, TableArgument)]
         columns = dict.fromkeys(request.contract.writes or (), "row")
         description = Description(tables[0].num_rows, columns) if tables else None
@@ -95,7 +95,7 @@ class InstantBackend:
     def lost_processes(self, slots: Sequence[Slot]) -> list[Slot]:
         return []
 
-    def make_room(self, slot: Slot, role: str, rank: int, *, replaceable: bool) -> Ref:
+    def evict(self, slot: Slot, role: str, rank: int, *, replaceable: bool) -> Ref:
         return InstantRef(Report(0, 0, 0, 0))
 
     def lost_nodes(self) -> Mapping[int, str]:
@@ -111,7 +111,7 @@ def group_of(num_ranks: int, cls: type[Bench] = Bench) -> WorkerGroup:
     slots = [Slot("p", rank, 0, rank, rank) for rank in range(num_ranks)]
     backend = InstantBackend()
     calls = Calls(backend)
-    handover = Handover(Residency(slots), backend, calls, "cpu")
+    handover = DeviceEviction(DeviceOwnership(slots), backend, calls, "cpu")
     group = WorkerGroup("bench", cls, slots, Mesh(1, num_ranks, 1, 1), backend, calls, handover, "cpu")
     GroupTasks(group)
     return group

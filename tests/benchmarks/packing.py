@@ -20,7 +20,7 @@ from tensordict import TensorDict
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from flowrl.config import EngineConfig, OptimizerConfig
-from flowrl.data.batch.tensordicts import lengths, make_table, take_rows
+from flowrl.data.batch.tensordicts import lengths, make_tensordict, take_rows
 from flowrl.data.metric import Mean
 from flowrl.engines.train.engine import Denominators, TrainEngine
 from flowrl.engines.train.microbatch import MicroBatch, microbatches
@@ -40,7 +40,7 @@ def rows_of(lengths_B: torch.Tensor) -> TensorDict:
     mask_T = torch.ones(total, dtype=torch.bool)
     mask_T[torch.cumsum(lengths_B, 0) - lengths_B] = False
     ids_T = torch.randint(VOCABULARY, (total,), generator=torch.Generator().manual_seed(1))
-    return make_table({}, {"input_ids": ids_T, "response_mask": mask_T}, lengths_B, len(lengths_B))
+    return make_tensordict({}, {"input_ids": ids_T, "response_mask": mask_T}, lengths_B, len(lengths_B))
 
 
 def long_tailed(num_rows: int) -> torch.Tensor:

@@ -4,7 +4,7 @@ docs/benchmarks.md.
 
 A step's time is known beforehand: t for training, and g_k for its responses generated together. The bounds are
 1 / mean(g_k + t) for sync, 1 / mean(max(g_k, t)) for one_step_off, which generates them beside the step before, and
-1 / max(mean g_k, t) for async. Makers that nothing ever stops do not wait for a step's slowest response: with g, their
+1 / max(mean g_k, t) for async. Replicas that nothing ever stops do not wait for a step's slowest response: with g, their
 time for a step's worth of responses, 1 / max(g, t) is what no schedule can exceed. For the model, g_k and t are what
 sync took.
 """
@@ -83,9 +83,9 @@ def measure(case: Case, schedule: str, task: Path, folder: Path, steps: int) -> 
         folder / f"{case.name}-{schedule}".replace(" ", "").replace(":", "to").replace(",", "-"),
         makers=MAKERS,
         steps=steps,
-        rows_per_step=PROMPTS,
-        minibatch_rows=PROMPTS,
-        rollout={"max_response_tokens": 1, "max_rows": SLOTS},
+        batch_size=PROMPTS,
+        minibatch_size=PROMPTS,
+        rollout={"max_response_tokens": 1, "max_num_seqs": SLOTS},
         schedule=SCHEDULES[schedule],
     )
     _, trained = train(config, case.costs(), case.train_s / PROMPTS)
@@ -123,9 +123,9 @@ def train_model(schedule: str, task: Path, folder: Path, steps: int) -> Figure:
             "threads": 1,
             "placement": {"device": "cpu", "pools": {"train": [1], "make": [1]}, "roles": roles},
             "steps": steps,
-            "rows_per_step": 128,
+            "batch_size": 128,
             "samples_per_prompt": 8,
-            "minibatch_rows": 64,
+            "minibatch_size": 64,
             "actor": {"model": model, "optimizer": {"lr": 1e-5}, "kl_loss_coef": 0.01},
             "reference": {"model": model},
             "reward": {"function": "recipes.quickstart.task:score"},

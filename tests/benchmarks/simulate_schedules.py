@@ -66,8 +66,8 @@ def points(devices: int, steps: int) -> list[Point]:
         Point(devices, "sync", devices, in_turns(sync, times, makers=devices // PER_MAKER, trainer_devices=devices))
     ]
     for name, rules in SCHEDULES.items():
-        redundancy = groups // 8 if "redundant" in name else 0
-        rule = replace(rules, groups_per_step=groups, total=sync.total, redundancy=redundancy)
+        overprovision = groups // 8 if "redundant" in name else 0
+        rule = replace(rules, groups_per_step=groups, total=sync.total, overprovision=overprovision)
         tried = [_split(devices, name, rule, times, share) for share in SHARES]
         found.append(max(tried, key=lambda point: point.prompts_per_s))
     return found

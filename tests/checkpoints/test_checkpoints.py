@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from flowrl.checkpoints.checkpoints import Checkpoint, Checkpoints, Role, Score, kept, new_manifest, sums_of_rest
-from flowrl.data.checksums import CheckpointError, write_summed
+from flowrl.data.checksums import CheckpointError, write_with_checksum
 
 
 def save(run: Path, step: int, score: Score | None = None) -> Path:
     """A whole checkpoint of one role with two files."""
     checkpoints = Checkpoints(run)
     folder = checkpoints.begin(step, ["actor"])
-    files = {"driver.json": write_summed(folder / "driver.json", b'{"step": 1}')}
-    files["actor/a"] = write_summed(folder / "actor" / "a", b"weights")
+    files = {"driver.json": write_with_checksum(folder / "driver.json", b'{"step": 1}')}
+    files["actor/a"] = write_with_checksum(folder / "actor" / "a", b"weights")
     checkpoints.commit(step, new_manifest(step, score, {"actor": Role(2, "Tiny")}, {"torch": "2"}, files))
     return folder
 
@@ -149,7 +149,7 @@ def test_the_first_score_that_a_step_has_counts() -> None:
 
 
 def test_files_that_nobody_summed_are_read(tmp_path: Path) -> None:
-    known = {"a": write_summed(tmp_path / "a", b"1")}
+    known = {"a": write_with_checksum(tmp_path / "a", b"1")}
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "b").write_bytes(b"2")
     found = sums_of_rest(tmp_path, known)

@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 
-from flowrl.checkpoints import input_checksums
 from flowrl.checkpoints.checkpoints import Checkpoints, Role, new_manifest
-from flowrl.checkpoints.input_checksums import input_sums
-from flowrl.checkpoints.resume import differences, found, goes_on
+from flowrl.checkpoints.input_checksums import input_checksums
+from flowrl.checkpoints.resume import differences, found, is_resuming
 from flowrl.checkpoints.run_folder import RunFolderError
 from flowrl.config import RunConfig, to_yaml
-from flowrl.data.checksums import write_json_summed
+from flowrl.data.checksums import write_json_with_checksum
 from recipes.sft.config import SFTConfig
 
 
@@ -24,14 +23,14 @@ def config(folder: Path, **changes: Any) -> SFTConfig:
         "model": {"path": "m"},
         "optimizer": {"lr": 1e-3},
         "data": {"train": "t.jsonl", "max_prompt_tokens": 8},
-        "rows_per_step": 4,
+        "batch_size": 4,
     }
     return SFTConfig.model_validate(settings | changes)
 
 
 def checkpoint(folder: Path, step: int, driver: Mapping[str, Any] | None = None) -> None:
     checkpoints = Checkpoints(folder)
-    files = {"driver.json": write_json_summed(checkpoints.begin(step, ["actor"]) / "driver.json", driver or {})}
+    files = {"driver.json": write_json_with_checksum(checkpoints.begin(step, ["actor"]) / "driver.json", driver or {})}
     checkpoints.commit(step, new_manifest(step, None, {"actor": Role(1, "")}, {}, files))
 
 
@@ -47,7 +46,7 @@ def run(tmp_path: Path) -> Path:
 
 def refused(changed: RunConfig) -> str:
     with pytest.raises(RunFolderError) as caught:
-        goes_on(changed)
+        is_resuming(changed)
     return str(caught.value)
 
 
@@ -68,14 +67,14 @@ def with_inputs(run: Path, tmp_path: Path) -> SFTConfig:
     data = {"train": tmp_path / "t.jsonl", "max_prompt_tokens": 8}
     made = config(run, data=data, model={"path": tmp_path / "m"}, lora={"rank": 2})
     (run / "config.yaml").write_text(to_yaml(made))
-    checkpoint(run, 5, {"inputs": input_sums(made)})
+    checkpoint(run, 5, {"inputs": input_checksums(made)})
     return made
 
 
 def test_inputs_that_are_what_they_were_are_gone_on_with(with_inputs: SFTConfig) -> None:
     newest = found(with_inputs)
     assert newest is not None and newest.manifest.step == 5
-    assert set(input_sums(with_inputs)) == {"data.train", "model.path"}
+    assert set(input_checksums(with_inputs)) == {"data.train", "model.path"}
 
 
 @pytest.mark.parametrize(
@@ -95,29 +94,29 @@ def test_inputs_that_have_changed_are_refused(
 
 
 def test_a_model_that_is_trained_as_a_whole_is_no_input(with_inputs: SFTConfig) -> None:
-    assert set(input_sums(with_inputs.model_copy(update={"lora": None}))) == {"data.train"}
+    assert set(input_checksums(with_inputs.model_copy(update={"lora": None}))) == {"data.train"}
 
 
 @pytest.mark.parametrize("place", [0, 335, 999])
 def test_a_large_file_is_summed_in_pieces_of_all_of_it(
     with_inputs: SFTConfig, tmp_path: Path, place: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(input_checksums, "_PIECE", 10)
-    monkeypatch.setattr(input_checksums, "_WHOLE", 100)
+    monkeypatch.setattr("flowrl.checkpoints.input_checksums._PIECE", 10)
+    monkeypatch.setattr("flowrl.checkpoints.input_checksums._WHOLE", 100)
     weights = bytearray(1000)
     (tmp_path / "m" / "a.safetensors").write_bytes(weights)
-    before = input_sums(with_inputs)
+    before = input_checksums(with_inputs)
     weights[place] = 1
     (tmp_path / "m" / "a.safetensors").write_bytes(weights)
-    assert input_sums(with_inputs) != before
+    assert input_checksums(with_inputs) != before
 
 
 def test_a_new_folder_is_begun_in(tmp_path: Path) -> None:
-    assert not goes_on(config(tmp_path / "none")) and found(config(tmp_path / "none")) is None
+    assert not is_resuming(config(tmp_path / "none")) and found(config(tmp_path / "none")) is None
 
 
 def test_never_is_never(run: Path) -> None:
-    assert not goes_on(config(run, resume="never"))
+    assert not is_resuming(config(run, resume="never"))
 
 
 @pytest.mark.parametrize(
@@ -133,18 +132,18 @@ def test_never_is_never(run: Path) -> None:
     ],
 )
 def test_what_changes_no_number_may_differ(run: Path, changes: dict[str, Any]) -> None:
-    assert goes_on(config(run, **changes))
+    assert is_resuming(config(run, **changes))
 
 
 def test_a_folder_that_was_moved_goes_on(run: Path) -> None:
-    assert goes_on(config(run.rename(run.with_name("moved"))))
+    assert is_resuming(config(run.rename(run.with_name("moved"))))
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"optimizer": {"lr": 1e-2}}, "has optimizer.lr 0.001, and this one 0.01, which changes its numbers: set it"),
-        ({"seed": 1, "rows_per_step": 5}, "has seed 0, and this one 1"),
+        ({"seed": 1, "batch_size": 5}, "has seed 0, and this one 1"),
         ({"model": {"path": "n"}}, "has model.path m, and this one n"),
         ({"epochs": 2}, "has epochs null, and this one 2"),
         (
@@ -164,7 +163,7 @@ def test_a_run_that_has_come_further_is_refused(run: Path) -> None:
 
 def test_a_run_that_is_over_and_saved_nothing_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(to_yaml(config(tmp_path)))
-    assert goes_on(config(tmp_path))
+    assert is_resuming(config(tmp_path))
     (tmp_path / "summary.json").write_text("{}")
     assert "is over and has no checkpoint to go on from" in refused(config(tmp_path))
 

@@ -14,8 +14,8 @@ PPO = """\
 recipe: recipes.ppo.config:PPOConfig
 output: runs/test
 steps: 2
-rows_per_step: 8
-minibatch_rows: 4
+batch_size: 8
+minibatch_size: 4
 actor:
   model: {path: model}
   optimizer: {lr: 1e-4}
@@ -87,8 +87,8 @@ def test_a_recipe_that_is_not_there_is_refused_by_line(ppo: Path, name: str) -> 
 
 
 def test_an_unknown_key_is_named_with_its_line_and_its_neighbour(ppo: Path) -> None:
-    sentence = refusal(rewrite(ppo, "rows_per_step", "rows_per_stepp"))
-    assert sentence.startswith("ppo.yaml:4: rows_per_stepp is not a setting; did you mean rows_per_step?")
+    sentence = refusal(rewrite(ppo, "batch_size", "rows_per_stepp"))
+    assert sentence.startswith("ppo.yaml:4: rows_per_stepp is not a setting; did you mean batch_size?")
 
 
 def test_a_key_in_the_wrong_group_is_found_where_it_belongs(ppo: Path) -> None:
@@ -161,8 +161,8 @@ def test_an_override_below_a_plain_value_is_refused(ppo: Path) -> None:
 
 def test_an_override_below_null_makes_the_group(ppo: Path) -> None:
     rewrite(ppo, "{max_response_tokens: 8}", "{max_response_tokens: 8, engine: vllm, vllm: null}")
-    vllm = load(ppo, ["rollout.vllm.max_row_tokens=16"], PPOConfig).rollout.vllm
-    assert vllm is not None and vllm.max_row_tokens == 16
+    vllm = load(ppo, ["rollout.vllm.max_model_len=16"], PPOConfig).rollout.vllm
+    assert vllm is not None and vllm.max_model_len == 16
 
 
 def test_a_placement_may_be_a_file_beside_the_config(ppo: Path) -> None:
@@ -212,7 +212,7 @@ def test_a_setting_of_another_choice_is_named_where_it_was_written_with_the_choi
 
 def test_what_a_group_finds_wrong_of_a_setting_is_told_with_where_that_was_written(ppo: Path) -> None:
     assert refusal(ppo, "rollout.transfer.via=nccl").startswith("rollout.transfer.via=nccl: rollout: transfer.via is ")
-    assert refusal(ppo, "rows_per_step=9", "samples_per_prompt=2").startswith("rows_per_step=9: rows_per_step is 9, ")
+    assert refusal(ppo, "batch_size=9", "samples_per_prompt=2").startswith("batch_size=9: batch_size is 9, ")
 
 
 def test_reading_a_config_loads_neither_torch_nor_ray() -> None:

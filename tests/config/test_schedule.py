@@ -13,8 +13,8 @@ MODEL = {"path": "model"}
 GRPO: dict[str, Any] = {
     "output": "runs/test",
     "steps": 1,
-    "rows_per_step": 8,
-    "minibatch_rows": 4,
+    "batch_size": 8,
+    "minibatch_size": 4,
     "samples_per_prompt": 2,
     "actor": {"model": MODEL, "optimizer": {"lr": 1e-4}},
     "reference": {"model": MODEL},
@@ -33,7 +33,7 @@ def test_a_schedule_is_synchronous_unless_it_is_stated():
 
 def test_async_shows_what_is_in_force():
     found = ScheduleConfig.model_validate({"kind": "async"})
-    assert found.settings() == {"max_staleness": 1, "max_concurrent": None, "redundancy": 0, "interrupt": True}
+    assert found.settings() == {"max_staleness": 1, "max_concurrent": None, "overprovision": 0, "interrupt": True}
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,10 @@ def test_a_schedule_bounds_staleness(settings: dict[str, Any], staleness: int, s
             "max_staleness belongs to kind async and does nothing for sync: remove it, or set kind: async",
         ),
         ({"kind": "one_step_off", "interrupt": True}, "interrupt belongs to kind async and does nothing for one_step"),
-        ({"kind": "async", "max_staleness": 0, "redundancy": 2}, "set redundancy: 0, or max_staleness: 1 or more"),
+        (
+            {"kind": "async", "max_staleness": 0, "overprovision": 2},
+            "set overprovision: 0, or max_staleness: 1 or more",
+        ),
         ({"kind": "async", "max_staleness": -1}, "greater than or equal to 0"),
         ({"kind": "async", "max_concurrent": 0}, "greater than 0"),
         ({"kind": "detached"}, "'sync', 'one_step_off' or 'async'"),
@@ -71,11 +74,11 @@ def test_a_setting_that_means_nothing_is_refused(settings: dict[str, Any], sente
 
 
 def test_redundancy_of_more_than_a_step_is_refused():
-    most = GRPO | {"schedule": {"kind": "async", "redundancy": 4}}
-    assert GRPOConfig.model_validate(most).schedule.redundancy == 4
-    sentence = r"schedule\.redundancy is 5, more than the 4 prompts of a step .*: set at most 4"
+    most = GRPO | {"schedule": {"kind": "async", "overprovision": 4}}
+    assert GRPOConfig.model_validate(most).schedule.overprovision == 4
+    sentence = r"schedule\.overprovision is 5, more than the 4 prompts of a step .*: set at most 4"
     with pytest.raises(ValidationError, match=sentence):
-        GRPOConfig.model_validate(GRPO | {"schedule": {"kind": "async", "redundancy": 5}})
+        GRPOConfig.model_validate(GRPO | {"schedule": {"kind": "async", "overprovision": 5}})
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from tensordict import TensorDict
 
 from flowrl.controller.register import Dispatch, register
 from flowrl.controller.worker import Worker
-from flowrl.data.batch.tensordicts import lengths, make_table, num_rows, objects, row_positions
+from flowrl.data.batch.tensordicts import lengths, make_tensordict, num_rows, objects, row_positions
 
 PROTO = Dispatch.DP_COMPUTE_PROTO
 
@@ -17,17 +17,17 @@ class Chain(Worker):
     def weigh(self, table: TensorDict) -> TensorDict:
         rows_T = torch.repeat_interleave(torch.arange(num_rows(table)), lengths(table))
         sums = torch.zeros(num_rows(table), dtype=torch.int64).index_add(0, rows_T, table["tokens", "ids"])
-        return make_table({"weight": table["rows", "x"] * 3 + sums})
+        return make_tensordict({"weight": table["rows", "x"] * 3 + sums})
 
     @register(PROTO, blocking=False, reads=("ids",), writes=("next",), balance="tokens")
     def shift(self, table: TensorDict) -> TensorDict:
-        return make_table(tokens={"next": table["tokens", "ids"] + 1}, lengths=lengths(table))
+        return make_tensordict(tokens={"next": table["tokens", "ids"] + 1}, lengths=lengths(table))
 
     @register(PROTO, blocking=False, reads=("name", "x"), writes=("word",))
     def spell(self, table: TensorDict) -> TensorDict:
         marks = ["!" * (int(x) % 3) for x in table["rows", "x"]]
         words = [name + mark for name, mark in zip(objects(table, "name"), marks, strict=True)]
-        return make_table({"word": words}, num_rows=len(words))
+        return make_tensordict({"word": words}, num_rows=len(words))
 
     @register(PROTO, blocking=False, reads=("x", "ids", "name"), writes=("x", "ids", "name"), rows=2)
     def twice(self, table: TensorDict) -> TensorDict:
@@ -51,4 +51,4 @@ def _rows(rows: list[dict]) -> TensorDict:
     ids = torch.tensor([token for row in rows for token in row["ids"]], dtype=torch.int64)
     assert row_positions(lengths_B).sum() == len(ids)
     columns = {"x": torch.tensor([row["x"] for row in rows], dtype=torch.int64), "name": [row["name"] for row in rows]}
-    return make_table(columns, {"ids": ids}, lengths_B)
+    return make_tensordict(columns, {"ids": ids}, lengths_B)

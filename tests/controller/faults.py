@@ -13,7 +13,7 @@ from torch import distributed
 
 from flowrl.controller.register import Dispatch, register
 from flowrl.controller.worker import Worker
-from flowrl.data.batch.tensordicts import make_table
+from flowrl.data.batch.tensordicts import make_tensordict
 
 PROTO = Dispatch.DP_COMPUTE_PROTO
 DEADLINE_S = 2.0
@@ -69,11 +69,11 @@ class Faulty(Worker):
 
     @register(PROTO, blocking=False, reads=("x",), writes=("y",))
     def misnamed(self, table: TensorDict) -> TensorDict:
-        return make_table({"z" if self.rank == self.bad_rank else "y": table["rows", "x"]})
+        return make_tensordict({"z" if self.rank == self.bad_rank else "y": table["rows", "x"]})
 
     @register(PROTO, blocking=False, reads=("x",), writes=("y",), rows=2)
     def short(self, table: TensorDict) -> TensorDict:
-        return make_table({"y": table["rows", "x"].repeat(1 if self.rank == self.bad_rank else 2)})
+        return make_tensordict({"y": table["rows", "x"].repeat(1 if self.rank == self.bad_rank else 2)})
 
 
 class Judge(Worker):
@@ -103,7 +103,7 @@ class Judge(Worker):
     @register(PROTO, blocking=False, reads=("x",), writes=("score",), timeout_s=DEADLINE_S)
     def score(self, table: TensorDict, fault: str | None = None, once: Path | None = None) -> TensorDict:
         self._fail(fault, once)
-        return make_table({"score": table["rows", "x"] * self.factor + self.offset})
+        return make_tensordict({"score": table["rows", "x"] * self.factor + self.offset})
 
 
 class Summing(Judge):
@@ -133,4 +133,4 @@ class Doubling(Worker):
 
     @register(PROTO, blocking=False, reads=("score",), writes=("double",))
     def double(self, table: TensorDict) -> TensorDict:
-        return make_table({"double": table["rows", "score"] * 2})
+        return make_tensordict({"double": table["rows", "score"] * 2})

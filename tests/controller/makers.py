@@ -7,7 +7,7 @@ from tensordict import TensorDict
 
 from flowrl.controller.register import Dispatch, register
 from flowrl.controller.worker import Worker
-from flowrl.data.batch.tensordicts import make_table
+from flowrl.data.batch.tensordicts import make_tensordict
 from tests.controller.faults import DEADLINE_S, commit
 
 
@@ -31,7 +31,7 @@ class Maker(Worker):
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("x",), writes=("y",))
     def shifted(self, table: TensorDict) -> TensorDict:
-        return make_table({"y": table["rows", "x"] + self.offset})
+        return make_tensordict({"y": table["rows", "x"] + self.offset})
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, resend=False)
     def hand(self, item: int) -> list[int]:
@@ -52,7 +52,7 @@ class Maker(Worker):
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("x",), writes=("score",), resend=False)
     def score(self, table: TensorDict, fault: str) -> TensorDict:
         commit(fault)
-        return make_table({"score": table["rows", "x"] + self.offset})
+        return make_tensordict({"score": table["rows", "x"] + self.offset})
 
 
 class Keeper(Maker):

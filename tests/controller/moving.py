@@ -25,7 +25,7 @@ class Moving(Worker):
         self.write("starts")
 
     @classmethod
-    def yields_device(cls, device: str, diary: Path, yields: bool = True) -> bool:
+    def can_offload_device(cls, device: str, diary: Path, yields: bool = True) -> bool:
         return yields
 
     def write(self, text: str) -> None:

@@ -6,7 +6,7 @@ from tensordict import TensorDict
 
 from flowrl.controller.register import Dispatch, register
 from flowrl.controller.worker import Worker
-from flowrl.data.batch.tensordicts import make_table, num_rows
+from flowrl.data.batch.tensordicts import make_tensordict, num_rows
 from flowrl.data.metric import Metric, Sum
 
 
@@ -21,4 +21,4 @@ class Sleeping(Worker):
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("x",), writes=("y",))
     def values(self, table: TensorDict) -> TensorDict:
         time.sleep(1.0)
-        return make_table({"y": table["rows", "x"] + 1})
+        return make_tensordict({"y": table["rows", "x"] + 1})

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from flowrl import Batch, ContractError, make_table
+from flowrl import Batch, ContractError, make_tensordict
 from flowrl.data.batch.payload import ColumnError
 from tests.controller.conftest import Shared
 from tests.controller.workers import Arithmetic
@@ -148,7 +148,7 @@ def test_types_travel_as_they_are(shared: Shared, dtype: torch.dtype):
 
 
 def cast(table, dtype: str):
-    return make_table({"z": table["rows", "x"].to(getattr(torch, dtype))})
+    return make_tensordict({"z": table["rows", "x"].to(getattr(torch, dtype))})
 
 
 def test_a_result_does_not_change_with_the_workers_memory(shared: Shared, batch: Batch):

@@ -35,9 +35,9 @@ def test_a_replica_takes_whole_batches_and_gives_them_back(cluster: Cluster):
 
 
 def _doubled(table):
-    from flowrl import make_table  # noqa: PLC0415 (runs in another process)
+    from flowrl import make_tensordict  # noqa: PLC0415 (runs in another process)
 
-    return make_table({"z": table["rows", "y"] * 2})
+    return make_tensordict({"z": table["rows", "y"] * 2})
 
 
 def test_a_replica_of_several_ranks_is_all_of_them(cluster: Cluster):

@@ -4,14 +4,14 @@ import torch
 from tensordict import TensorDict
 
 from flowrl import Batch, Future
-from flowrl.data.batch.tensordicts import lengths, make_table, num_rows, take_rows
+from flowrl.data.batch.tensordicts import lengths, make_tensordict, num_rows, take_rows
 from tests.controller.conftest import Shared
 
 
 def centred(table: TensorDict, scale: int = 1) -> TensorDict:
     """Needs the whole batch."""
     y = table["rows", "y"].double()
-    return make_table({"centred": (y - y.mean()) * scale}, {"more": table["tokens", "ids"] + 1}, lengths(table))
+    return make_tensordict({"centred": (y - y.mean()) * scale}, {"more": table["tokens", "ids"] + 1}, lengths(table))
 
 
 def large(table: TensorDict, least: int) -> TensorDict:
@@ -19,7 +19,7 @@ def large(table: TensorDict, least: int) -> TensorDict:
 
 
 def process_of(table: TensorDict) -> TensorDict:
-    return make_table({"process": torch.full((num_rows(table),), os.getpid())})
+    return make_tensordict({"process": torch.full((num_rows(table),), os.getpid())})
 
 
 def total(table: TensorDict) -> int:

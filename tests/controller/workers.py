@@ -9,7 +9,7 @@ from torch import distributed
 
 from flowrl.controller.register import Dispatch, register
 from flowrl.controller.worker import Worker
-from flowrl.data.batch.tensordicts import lengths, make_table, num_rows, objects, take_rows
+from flowrl.data.batch.tensordicts import lengths, make_tensordict, num_rows, objects, take_rows
 from flowrl.data.metric import Max, Mean, Metric, Sum
 
 
@@ -66,20 +66,20 @@ class Arithmetic(Worker):
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("x",), writes=("y",))
     def scaled(self, table: TensorDict, shift: int = 0) -> TensorDict:
-        return make_table({"y": table["rows", "x"] * self.factor + shift})
+        return make_tensordict({"y": table["rows", "x"] * self.factor + shift})
 
     @register(Dispatch.DP_COMPUTE_PROTO, reads=("ids",), writes=("next",))
     def next_tokens(self, table: TensorDict) -> TensorDict:
-        return make_table(tokens={"next": table["tokens", "ids"] + 1}, lengths=lengths(table))
+        return make_tensordict(tokens={"next": table["tokens", "ids"] + 1}, lengths=lengths(table))
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("ids",), writes=("next", "rank"), balance="tokens")
     def balanced(self, table: TensorDict) -> TensorDict:
         rank = torch.full((num_rows(table),), self.rank)
-        return make_table({"rank": rank}, {"next": table["tokens", "ids"] + 1}, lengths(table))
+        return make_tensordict({"rank": rank}, {"next": table["tokens", "ids"] + 1}, lengths(table))
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, writes=("rank",))
     def ranks(self, table: TensorDict) -> TensorDict:
-        return make_table({"rank": torch.full((num_rows(table),), self.rank)}, num_rows=num_rows(table))
+        return make_tensordict({"rank": torch.full((num_rows(table),), self.rank)}, num_rows=num_rows(table))
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def echo(self, table: TensorDict) -> TensorDict:
@@ -89,24 +89,24 @@ class Arithmetic(Worker):
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("text",), writes=("loud", "letters"))
     def shout(self, table: TensorDict) -> TensorDict:
         texts = objects(table, "text")
-        return make_table(
+        return make_tensordict(
             {"loud": [t.upper() for t in texts], "letters": [list(t) for t in texts]}, num_rows=len(texts)
         )
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("x",), writes=("copy",), rows=2)
     def twice(self, table: TensorDict) -> TensorDict:
-        return make_table({"copy": table["rows", "x"].repeat_interleave(2)})
+        return make_tensordict({"copy": table["rows", "x"].repeat_interleave(2)})
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("x", "ids"), writes=("x", "ids"), rows="unknown")
     def keep_even(self, table: TensorDict) -> TensorDict:
         kept = take_rows(table, torch.nonzero(table["rows", "x"] % 2 == 0).flatten())
-        return make_table({"x": kept["rows", "x"]}, {"ids": kept["tokens", "ids"]}, lengths(kept))
+        return make_tensordict({"x": kept["rows", "x"]}, {"ids": kept["tokens", "ids"]}, lengths(kept))
 
     @register(Dispatch.COLLECT, blocking=False, writes=("y", "name"), rows="unknown")
     def own_rows(self, times: int) -> TensorDict:
         """As many rows as its rank times a number."""
         count = self.rank * times
-        return make_table({"y": torch.full((count,), self.rank * self.factor), "name": ["row"] * count})
+        return make_tensordict({"y": torch.full((count,), self.rank * self.factor), "name": ["row"] * count})
 
     @register(Dispatch.DP_COMPUTE_METRIC, reads=("x",))
     def statistics(self, table: TensorDict) -> dict[str, Metric]:
@@ -117,7 +117,7 @@ class Arithmetic(Worker):
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("x", "maybe?", "*"), writes=("count",))
     def count_columns(self, table: TensorDict) -> TensorDict:
         seen = len(set(table["rows"].keys()) | set(table["tokens"].keys()) - {"length"})
-        return make_table({"count": torch.full((num_rows(table),), seen)})
+        return make_tensordict({"count": torch.full((num_rows(table),), seen)})
 
     @register(Dispatch.RANK_ZERO, reads=("x", "maybe?", "*"))
     def seen_columns(self, table: TensorDict) -> list[str]:
@@ -136,7 +136,7 @@ class Arithmetic(Worker):
         """Returns memory that the worker keeps."""
         self.buffer = table["rows", "x"].clone()
         self.names = [[int(value)] for value in self.buffer]
-        return make_table({"buffer": self.buffer, "names": self.names})
+        return make_tensordict({"buffer": self.buffer, "names": self.names})
 
     @register(Dispatch.ONE_TO_ALL)
     def overwrite(self) -> None:
@@ -154,15 +154,15 @@ class Wrong(Worker):
 
     @register(Dispatch.DP_COMPUTE_PROTO, reads=("x",), writes=("y",))
     def misnamed(self, table: TensorDict) -> TensorDict:
-        return make_table({"z": table["rows", "x"]})
+        return make_tensordict({"z": table["rows", "x"]})
 
     @register(Dispatch.DP_COMPUTE_PROTO, reads=("x",), writes=("y",))
     def short(self, table: TensorDict) -> TensorDict:
-        return make_table({"y": table["rows", "x"][1:]})
+        return make_tensordict({"y": table["rows", "x"][1:]})
 
     @register(Dispatch.DP_COMPUTE_PROTO, reads=("x",), writes=("y",), rows=3)
     def not_thrice(self, table: TensorDict) -> TensorDict:
-        return make_table({"y": table["rows", "x"].repeat(2)})
+        return make_tensordict({"y": table["rows", "x"].repeat(2)})
 
     @register(Dispatch.DP_COMPUTE_PROTO, reads=("x",), writes=("y",))
     def not_a_table(self, table: TensorDict) -> list[int]:
@@ -170,11 +170,11 @@ class Wrong(Worker):
 
     @register(Dispatch.DP_COMPUTE_PROTO, reads=("x",), writes=("y",))
     def scribbles(self, table: TensorDict) -> TensorDict:
-        return make_table({"y": table["rows", "x"].mul_(2)})
+        return make_tensordict({"y": table["rows", "x"].mul_(2)})
 
     @register(Dispatch.DP_COMPUTE_PROTO, reads=("ids", "others"), writes=("y",))
     def misaligned(self, table: TensorDict) -> TensorDict:
-        return make_table({"y": lengths(table)})
+        return make_tensordict({"y": lengths(table)})
 
 
 class Summing(Worker):
@@ -200,4 +200,4 @@ class Summing(Worker):
         total = x.sum()
         if self.context.process_group is not None:
             distributed.all_reduce(total, group=self.context.process_group)
-        return make_table({"share": x / total})
+        return make_tensordict({"share": x / total})

@@ -3,16 +3,23 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.data.checksums import FileSum, SummedFile, sum_of, sync_folder, write_json_summed, write_summed
+from flowrl.data.checksums import (
+    ChecksummedFile,
+    FileChecksum,
+    checksum_of,
+    sync_folder,
+    write_json_with_checksum,
+    write_with_checksum,
+)
 
 
 def test_a_file_is_summed_as_it_is_written_and_as_it_is_read(tmp_path: Path) -> None:
-    file = SummedFile(tmp_path / "a")
+    file = ChecksummedFile(tmp_path / "a")
     file.write(memoryview(b"123"))
     assert file.align(8) == 8
     file.write(memoryview(b"456789"))
-    expected = FileSum(14, zlib.crc32(b"123\0\0\0\0\0" + b"456789"))
-    assert file.finish() == expected == sum_of(tmp_path / "a")
+    expected = FileChecksum(14, zlib.crc32(b"123\0\0\0\0\0" + b"456789"))
+    assert file.finish() == expected == checksum_of(tmp_path / "a")
 
 
 def test_the_sum_is_crc32() -> None:
@@ -22,15 +29,19 @@ def test_the_sum_is_crc32() -> None:
 
 def test_pieces_do_not_show_in_the_sum(tmp_path: Path) -> None:
     data = bytes(range(256)) * (140 * 1024)
-    assert write_summed(tmp_path / "a", data) == FileSum(len(data), zlib.crc32(data)) == sum_of(tmp_path / "a")
+    assert (
+        write_with_checksum(tmp_path / "a", data)
+        == FileChecksum(len(data), zlib.crc32(data))
+        == checksum_of(tmp_path / "a")
+    )
 
 
 def test_json_and_an_empty_file_are_summed_too(tmp_path: Path) -> None:
-    assert write_json_summed(tmp_path / "a", {"x": 1}) == FileSum(8, zlib.crc32(b'{"x": 1}'))
-    assert write_summed(tmp_path / "b", b"") == FileSum(0, 0)
+    assert write_json_with_checksum(tmp_path / "a", {"x": 1}) == FileChecksum(8, zlib.crc32(b'{"x": 1}'))
+    assert write_with_checksum(tmp_path / "b", b"") == FileChecksum(0, 0)
     sync_folder(tmp_path)
 
 
 def test_a_file_that_cannot_be_made_raises(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        write_summed(tmp_path / "none" / "a", b"")
+        write_with_checksum(tmp_path / "none" / "a", b"")

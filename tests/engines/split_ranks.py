@@ -9,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from flowrl.config import EngineConfig, OptimizerConfig, UserError
-from flowrl.data.batch.tensordicts import make_table
+from flowrl.data.batch.tensordicts import make_tensordict
 from flowrl.engines.models.loading import CriticModel
 from flowrl.engines.parallel.rank_mesh import RankMesh, rank_mesh
 from flowrl.engines.train.engine import Denominators, TrainEngine
@@ -53,7 +53,7 @@ def _kept_bytes(mesh: RankMesh, **settings: bool) -> int:
         "response_mask": torch.ones_like(ids, dtype=torch.bool),
         "weight": torch.ones(len(ids), dtype=torch.float64),
     }
-    rows = make_table({"prompt_id": torch.arange(ROWS)}, tokens, torch.full((ROWS,), LENGTH), ROWS)
+    rows = make_tensordict({"prompt_id": torch.arange(ROWS)}, tokens, torch.full((ROWS,), LENGTH), ROWS)
     kept = _Kept()
 
     def loss(model: nn.Module, micro: MicroBatch, counts: Denominators):

@@ -3,7 +3,7 @@
 import torch
 from tensordict import TensorDict
 
-from flowrl.data.batch.tensordicts import make_table
+from flowrl.data.batch.tensordicts import make_tensordict
 
 VOCABULARY = 32
 
@@ -20,4 +20,4 @@ def table(num_rows: int, seed: int = 0, longest: int = 12) -> TensorDict:
         "response_mask": mask,
         "weight": torch.rand(total, generator=generator, dtype=torch.float64),
     }
-    return make_table({"prompt_id": torch.arange(num_rows)}, tokens, lengths, num_rows)
+    return make_tensordict({"prompt_id": torch.arange(num_rows)}, tokens, lengths, num_rows)

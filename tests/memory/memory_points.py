@@ -21,7 +21,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from flowrl.config import EngineConfig, LoraConfig, OptimizerConfig, RolloutConfig
 from flowrl.controller.placement.plan import Mesh
-from flowrl.data.batch.tensordicts import make_table
+from flowrl.data.batch.tensordicts import make_tensordict
 from flowrl.engines.models.loading import CriticModel
 from flowrl.engines.models.lora import add_adapter
 from flowrl.engines.parallel.rank_mesh import ALONE, rank_mesh
@@ -154,7 +154,7 @@ def _rows(num_rows: int, length: int, vocabulary: int):
     total = num_rows * length
     mask_T = torch.arange(total) % length > 0
     ids_T = torch.randint(2, vocabulary, (total,))
-    return make_table({}, {"input_ids": ids_T, "response_mask": mask_T}, torch.full((num_rows,), length), num_rows)
+    return make_tensordict({}, {"input_ids": ids_T, "response_mask": mask_T}, torch.full((num_rows,), length), num_rows)
 
 
 def _policy_loss(entropy: Entropy) -> Callable:

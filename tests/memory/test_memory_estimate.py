@@ -95,7 +95,7 @@ def test_slots_double_when_a_row_grows_out_of_them() -> None:
 
 
 def test_roles_of_one_device_add_up_and_the_largest_call_counts(model: Path) -> None:
-    config = config_of(model, "actor.engine.strategy=ddp", "rollout.max_rows=16")
+    config = config_of(model, "actor.engine.strategy=ddp", "rollout.max_num_seqs=16")
     device = estimate(config, plan_run(config, [8]))[0]
     actor, reference = device.roles["actor"], device.roles["reference"]
     assert actor is not None and reference is not None
@@ -114,7 +114,7 @@ def test_a_quantised_rollout_beside_an_actor_holds_weights_of_its_own(model: Pat
     """Of 30 layers 4 x 4096^2 + 3 x 4096 x 11008 weights in a byte each and a float32 per output; the rest, embeddings,
     head and norms, in bfloat16."""
     correction = "algorithm.correction={kind: truncated}"
-    config = config_of(model, "rollout.max_rows=16", "rollout.quantization=int8", correction)
+    config = config_of(model, "rollout.max_num_seqs=16", "rollout.quantization=int8", correction)
     rollout = estimate(config, plan_run(config, [8]))[0].roles["rollout"]
     assert rollout is not None and rollout.borrows
     matrices, outputs = 4 * 4096**2 + 3 * 4096 * 11008, 5 * 4096 + 2 * 11008
@@ -176,12 +176,12 @@ def test_what_cannot_fit_is_refused_with_what_to_change(model: Path, capsys: pyt
     paths = [f"{role}.model.path={model}" for role in ("actor", "critic", "reference")]
     command = ["plan", str(DEEPSEEK), *paths, "placement.memory_gb=40", "--devices", "8"]
     refusals = {
-        "rollout.max_rows=256": "rollout's generate on device 0:0 needs about ",
+        "rollout.max_num_seqs=256": "rollout's generate on device 0:0 needs about ",
         "critic.engine.max_tokens_per_microbatch=262144": ": lower critic.engine.max_tokens_per_microbatch, which is 2",
         "critic.engine.strategy=ddp": ": set critic.engine.strategy: fsdp, which cuts what it holds over its 4 ranks",
     }
     for setting, sentence in refusals.items():
-        assert main([*command, "rollout.max_rows=16", setting]) == 2
+        assert main([*command, "rollout.max_num_seqs=16", setting]) == 2
         printed = capsys.readouterr()
         assert printed.out == "" and sentence in printed.err and "but there are 40.0 GB" in printed.err
 

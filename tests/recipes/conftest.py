@@ -28,8 +28,8 @@ def settings(folder: Path, output: Path) -> dict[str, Any]:
         "backend": "inline",
         "threads": 1,
         "steps": 3,
-        "rows_per_step": 32,
-        "minibatch_rows": 16,
+        "batch_size": 32,
+        "minibatch_size": 16,
         "data": {
             "train": folder / "train.jsonl",
             "test": folder / "test.jsonl",

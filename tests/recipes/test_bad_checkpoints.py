@@ -14,7 +14,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from flowrl.checkpoints.folder_lock import folder_lock
 from flowrl.cli import main, run_recipe
 from flowrl.config import to_yaml
-from flowrl.data.checksums import sum_of
+from flowrl.data.checksums import checksum_of
 from recipes.ppo.config import PPOConfig
 from recipes.ppo.train import train
 
@@ -59,7 +59,7 @@ def refused(run: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> Refu
 
 
 def sums(folder: Path) -> dict[str, tuple]:
-    return {str(path.relative_to(folder)): sum_of(path) for path in folder.rglob("*") if path.is_file()}
+    return {str(path.relative_to(folder)): checksum_of(path) for path in folder.rglob("*") if path.is_file()}
 
 
 def test_a_truncated_file_is_refused_by_name_and_the_older_checkpoint_goes_on(
@@ -194,7 +194,7 @@ def test_an_export_tells_what_it_cannot_read_from_what_it_cannot_write(
     config.write_text("{")
     manifest = checkpoints / "step-000002" / "manifest.json"
     said = json.loads(manifest.read_text())
-    said["files"]["actor/model/config.json"] = sum_of(config)
+    said["files"]["actor/model/config.json"] = checksum_of(config)
     manifest.write_text(json.dumps(said))
     assert main(["export", str(folder)]) == 2
     told = capsys.readouterr().err

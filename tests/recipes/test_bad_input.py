@@ -78,8 +78,8 @@ def test_prompt_and_response_longer_than_the_model_are_refused(refusal: Callable
         (["rollout.stop_ids=[[3],[3,99999]]"], "rollout.stop_ids.1 has the token 99999, which no response can say"),
         (["rollout.stop_ids=abc"], "rollout.stop_ids is 'abc', but must be a list, in square brackets"),
         (
-            ["rollout.engine=vllm", "rollout.vllm.max_row_tokens=4"],
-            "rollout.vllm.max_row_tokens is 4, less than data.max_prompt_tokens + rollout.max_response_tokens, 22",
+            ["rollout.engine=vllm", "rollout.vllm.max_model_len=4"],
+            "rollout.vllm.max_model_len is 4, less than data.max_prompt_tokens + rollout.max_response_tokens, 22",
         ),
         (["rollout.engine=vllm", "rollout.quantization=int4", "algorithm.correction.kind=truncated"], "on GPUs only"),
     ],
@@ -92,7 +92,7 @@ def test_rollouts_that_cannot_be_are_refused(
 
 
 def test_an_unknown_key_names_the_nearest_one(refusal: Callable[..., str]) -> None:
-    assert "minibatch_rows" in refusal("minibatch_row=8")
+    assert "minibatch_size" in refusal("minibatch_row=8")
 
 
 def test_a_wrong_type_names_the_key(refusal: Callable[..., str]) -> None:

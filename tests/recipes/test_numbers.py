@@ -190,7 +190,7 @@ def test_grpo_gives_the_same_metrics_on_one_and_two_ranks(
 
 def sft_config(task_folder: Path, **changes: Any) -> SFTConfig:
     data = {"train": task_folder / "sft.jsonl", "max_prompt_tokens": 16}
-    settings = {"model": {"path": task_folder / "model"}, "data": data, "optimizer": {"lr": 1e-3}, "rows_per_step": 32}
+    settings = {"model": {"path": task_folder / "model"}, "data": data, "optimizer": {"lr": 1e-3}, "batch_size": 32}
     return SFTConfig.model_validate(settings | {"backend": "inline", "threads": 1, "steps": 3} | changes)
 
 
@@ -231,7 +231,7 @@ def test_micro_batches_change_no_metric(ppo_config: Callable[..., PPOConfig], tm
 
 
 def test_the_first_on_policy_step_has_ratio_one_and_no_kl(ppo_config: Callable[..., PPOConfig]) -> None:
-    config = ppo_config(steps=1, minibatch_rows=32)
+    config = ppo_config(steps=1, minibatch_size=32)
     train_ppo(config)
     first = metrics_of(config)[1]
     assert first["kl"] == 0
@@ -247,7 +247,7 @@ def sampled(folder: Path, num_ranks: int, backend: Literal["ray", "inline"], ord
     placement = Placement(device="cpu", pools={"main": [num_ranks]}, roles={"rollout": "main"})
     model = ModelConfig(path=folder / "model")
     with Cluster(placement, backend=backend, num_threads=1) as cluster:
-        rollout = cluster.group("rollout", Rollout, RolloutConfig(max_response_tokens=6, max_rows=3), model, seed=5)
+        rollout = cluster.group("rollout", Rollout, RolloutConfig(max_response_tokens=6, max_num_seqs=3), model, seed=5)
         batch = Batch.from_rows(prompts).rows(order)
         answered = rollout.generate(batch).reorder(sorted(range(8), key=order.__getitem__))
         return answered.get("input_ids").tolist()

@@ -249,7 +249,7 @@ def test_sft_goes_on_with_the_examples_that_it_has_not_seen(task_folder: Path, t
         model = {"path": task_folder / "model"}
         data = {"train": task_folder / "sft.jsonl", "max_prompt_tokens": 16}
         settings = {"output": tmp_path / output, "backend": "inline", "threads": 1, "model": model, "data": data}
-        return SFTConfig.model_validate(settings | {"optimizer": {"lr": 1e-3}, "rows_per_step": 32} | changes)
+        return SFTConfig.model_validate(settings | {"optimizer": {"lr": 1e-3}, "batch_size": 32} | changes)
 
     straight, again = config("straight", steps=4), config("again", steps=4, checkpoint=EVERY_2, resume="auto")
     train_sft(straight)

@@ -85,7 +85,9 @@ def with_staleness_one(config: GRPOConfig) -> dict[str, torch.Tensor]:
                 estimate_advantages(batch, config.algorithm, carried.now), config.actor, seed=(config.seed, step)
             )
             carried.advance(batch)
-            for minibatch in batch.minibatches(config.minibatch_rows, epochs=config.epochs, seed=(config.seed, step)):
+            for minibatch in batch.minibatches(
+                config.minibatch_size, epochs=config.ppo_epochs, seed=(config.seed, step)
+            ):
                 actor.update(minibatch)
             rollout.load_weights(actor.weights(), step)
         actor.save(config.output.absolute())
@@ -269,7 +271,9 @@ def written(config: GRPOConfig, folder: Path) -> tuple[dict[int, set[int]], dict
             batch["old_logprobs"] = actor.logprobs(batch)
             batch["ref_logprobs"] = batch["old_logprobs"]
             batch = loss_columns(estimate_advantages(batch, config.algorithm), config.actor, seed=(config.seed, step))
-            for minibatch in batch.minibatches(config.minibatch_rows, epochs=config.epochs, seed=(config.seed, step)):
+            for minibatch in batch.minibatches(
+                config.minibatch_size, epochs=config.ppo_epochs, seed=(config.seed, step)
+            ):
                 actor.update(minibatch)
             run.publish(actor, rollout)
         run.finish(actor)
@@ -283,7 +287,7 @@ def test_each_trainer_trains_on_what_its_own_makers_answered(
     grpo_config: GrpoConfigs, ray_session: None, tmp_path: Path, feeds: list[list[int]], pairs: set[tuple[int, int]]
 ) -> None:
     placement = detached(2, 2, routes={"rollout": feeds})
-    config = grpo_config(steps=6, backend="ray", placement=placement, schedule=ASYNC, epochs=2)
+    config = grpo_config(steps=6, backend="ray", placement=placement, schedule=ASYNC, ppo_epochs=2)
     made, trained = written(config, tmp_path)
     assert sorted(trained) == sorted(made) == list(range(6 * config.prompts_per_step))
     assert all(len(ranks) == 1 for ranks in (*made.values(), *trained.values()))

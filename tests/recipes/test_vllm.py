@@ -85,9 +85,9 @@ def test_ppo_colocated_gives_the_same_numbers_with_roles_that_leave_the_device(
             assert line.get(name) == expected.get(name), name
     calls = [event["name"] for event in json.loads((tmp_path / "leave" / "trace.json").read_text())["traceEvents"]]
     # Once to the rollout and back for the evaluation before the first step, and in each of the three steps.
-    assert calls.count("make_room") >= 8
+    assert calls.count("evict") >= 8
     stayed = json.loads((tmp_path / "stay" / "trace.json").read_text())["traceEvents"]
-    assert "make_room" not in [event["name"] for event in stayed]
+    assert "evict" not in [event["name"] for event in stayed]
 
 
 @pytest.mark.slow
@@ -115,7 +115,9 @@ def train_and_kill(config: GRPOConfig, at_steps: tuple[int, ...]) -> list[int]:
             batch["ref_logprobs"] = reference.logprobs(batch)
             batch = estimate_advantages(batch, config.algorithm)
             run.log(batch_metrics(batch))
-            for minibatch in batch.minibatches(config.minibatch_rows, epochs=config.epochs, seed=(config.seed, step)):
+            for minibatch in batch.minibatches(
+                config.minibatch_size, epochs=config.ppo_epochs, seed=(config.seed, step)
+            ):
                 run.log(actor.update(minibatch))
             (victim,) = rollout.run(process_id)
             run.publish(actor, rollout)

@@ -25,12 +25,12 @@ def sleeping_config(task: Path, output: Path, *, makers: int = 2, trainers: int 
             device="cpu", pools={"train": [trainers], "make": [makers]}, roles={"actor": "train", "rollout": "make"}
         ),
         "steps": 6,
-        "rows_per_step": 8,
-        "minibatch_rows": 8,
+        "batch_size": 8,
+        "minibatch_size": 8,
         "actor": {"model": model, "optimizer": {"lr": 1e-3}},
         "reference": {"model": model},
         "reward": {"function": "a:b"},
-        "rollout": {"max_response_tokens": 1, "max_rows": 4},
+        "rollout": {"max_response_tokens": 1, "max_num_seqs": 4},
         "algorithm": {"estimator": "grpo"},
         "data": {"train": task / "train.jsonl", "max_prompt_tokens": 16},
     }
@@ -41,7 +41,7 @@ def train(config: SleepingConfig, costs: Costs, row_s: float) -> tuple[dict[str,
     """Trains; the run's summary, and the prompts of each step."""
     tokenizer = ChatTokenizer(config.actor.model.path)
     prompts = PromptStream(read_conversations(config.data.train)[:64], tokenizer, seed=0, max_prompt_tokens=16)
-    slots = max(1, config.rollout.max_rows // config.samples_per_prompt)
+    slots = max(1, config.rollout.max_num_seqs // config.samples_per_prompt)
     trained = []
     with Run(config) as run:
         actor = run.group("actor", SleepingActor, row_s)
@@ -49,7 +49,7 @@ def train(config: SleepingConfig, costs: Costs, row_s: float) -> tuple[dict[str,
         run.keep(actor)
         for _, batch in run.rollouts(rollout, prompts):
             trained.append(batch["prompt_id"].get("prompt_id").tolist())
-            for minibatch in batch.minibatches(config.minibatch_rows):
+            for minibatch in batch.minibatches(config.minibatch_size):
                 run.log(actor.update(minibatch))
             run.publish(actor, rollout)
         return run.finish(actor), trained

@@ -25,8 +25,8 @@ RECIPE = """
 recipe: recipes.grpo.config:GRPOConfig
 output: {folder}/run
 steps: 1
-rows_per_step: 4
-minibatch_rows: 4
+batch_size: 4
+minibatch_size: 4
 samples_per_prompt: 2
 threads: 1
 placement:

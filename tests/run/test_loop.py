@@ -12,7 +12,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from flowrl import Batch, Dispatch, Placement, Worker, WorkerError, make_table, register
+from flowrl import Batch, Dispatch, Placement, Worker, WorkerError, make_tensordict, register
 from flowrl.config import ModelConfig, OnPolicyConfig
 from flowrl.data.batch.tensordicts import num_rows
 from flowrl.data.metric import Mean, Metric
@@ -38,7 +38,7 @@ class Echo(Worker):
     def generate(self, batch: TensorDict, greedy: bool = False) -> TensorDict:
         count = num_rows(batch)
         rows = {"response": ["greedy" if greedy else "sampled"] * count, "version": torch.full((count,), self.version)}
-        return make_table(
+        return make_tensordict(
             rows, {"response_mask": torch.ones(count, dtype=torch.bool)}, torch.ones(count, dtype=torch.int64)
         )
 
@@ -46,7 +46,7 @@ class Echo(Worker):
     def score(self, batch: TensorDict, evaluation: bool = False) -> TensorDict:
         if evaluation:
             time.sleep(0.5)
-        return make_table({"scores": batch["rows", "version"].float() / 10})
+        return make_tensordict({"scores": batch["rows", "version"].float() / 10})
 
     @register(Dispatch.DP_COMPUTE_METRIC, blocking=False, reads=("version", "sample"))
     def update(self, batch: TensorDict) -> dict[str, Metric]:
@@ -88,9 +88,9 @@ def config(task: Path, tmp_path: Path) -> Callable[..., EchoConfig]:
             "backend": "inline",
             "placement": Placement(pools={"main": [1]}, roles={"actor": "main"}),
             "steps": 4,
-            "rows_per_step": 4,
+            "batch_size": 4,
             "samples_per_prompt": 2,
-            "minibatch_rows": 2,
+            "minibatch_size": 2,
             "actor": {"model": model, "optimizer": {"lr": 1e-3}},
             "reference": {"model": model},
             "reward": {"function": "a:b"},
@@ -121,7 +121,7 @@ def train(config: EchoConfig, fails_at: int = -1) -> dict[str, Any]:
         actor = run.group("actor", Echo, fails_at)
         run.evaluate_with(actor, actor, prompts)
         for _, batch in run.rollouts(actor, prompts):
-            for minibatch in batch.minibatches(config.minibatch_rows):
+            for minibatch in batch.minibatches(config.minibatch_size):
                 run.log(actor.update(minibatch))
             run.publish(actor, actor)
         return run.finish(actor)

@@ -28,8 +28,8 @@ def run_with(algorithm: dict[str, Any], reward: dict[str, str] | None = None, **
         {
             "output": Path("runs/own"),
             "steps": 1,
-            "rows_per_step": 8,
-            "minibatch_rows": 8,
+            "batch_size": 8,
+            "minibatch_size": 8,
             "samples_per_prompt": 2,
             "actor": {"model": model, "optimizer": {"lr": 1e-4}} | actor,
             "reference": {"model": model},

@@ -217,9 +217,9 @@ def test_where_int4_cannot_be_is_told_before_what_it_computes_in() -> None:
     settings = {
         "output": "out",
         "steps": 1,
-        "rows_per_step": 4,
+        "batch_size": 4,
         "samples_per_prompt": 2,
-        "minibatch_rows": 4,
+        "minibatch_size": 4,
         "actor": run_with(on(1)).actor,
         "reference": {"model": {"path": "m"}},
         "reward": {"function": "a:b"},

@@ -32,7 +32,7 @@ def lines(config: SleepingConfig) -> list[dict[str, float]]:
 
 
 def in_order(config: SleepingConfig) -> list[list[int]]:
-    rows = config.rows_per_step
+    rows = config.batch_size
     return [list(range(step * rows, (step + 1) * rows)) for step in range(config.steps)]
 
 

@@ -12,7 +12,7 @@ from flowrl.config import AdvantageConfig, UserError
 from flowrl.data.batch.batch import Batch
 from flowrl.data.batch.block import LocalRef
 from flowrl.run.advantages import batch_metrics, estimate_advantages
-from flowrl.run.step_state import Carried, StepState, carries, first_state, next_state
+from flowrl.run.step_state import AlgorithmState, Carried, carries, first_state, next_state
 
 NORMALIZED = AdvantageConfig.model_validate({"estimator": "rloo", "shaping": [{"kind": "normalize_rewards"}]})
 
@@ -32,7 +32,7 @@ def test_most_algorithms_carry_nothing() -> None:
 
 def test_moments_grow_from_step_to_step() -> None:
     state = first_state(NORMALIZED)
-    assert state == StepState(FixedKlControl(0.0), moments=(RewardMoments(),))
+    assert state == AlgorithmState(FixedKlControl(0.0), moments=(RewardMoments(),))
     state = next_state(batch([0.0, 4.0]), NORMALIZED, state)
     found = estimate_advantages(batch([2.0, 2.0]), NORMALIZED, state)
     # 0, 4, 2, 2: variance 8 / 3.
@@ -42,7 +42,7 @@ def test_moments_grow_from_step_to_step() -> None:
 
 
 def test_a_state_is_plain_numbers() -> None:
-    state = StepState(AdaptiveKlControl(0.5, target=1.0), (RewardMoments(4, 2.0, 8.0),))
+    state = AlgorithmState(AdaptiveKlControl(0.5, target=1.0), (RewardMoments(4, 2.0, 8.0),))
     assert json.loads(json.dumps(asdict(state))) == {
         "kl_control": {"coef": 0.5, "target": 1.0, "horizon": 10_000.0},
         "moments": [{"count": 4, "mean": 2.0, "sum_of_squares": 8.0}],
@@ -138,5 +138,5 @@ def test_an_adaptive_coefficient_goes_on_where_it_was() -> None:
     again = Carried(config)
     saved = Carried(config).state()
     again.restore(saved | {"kl_control": saved["kl_control"] | {"coef": 0.25}})
-    assert isinstance(again.now, StepState)
+    assert isinstance(again.now, AlgorithmState)
     assert again.now.kl_control == AdaptiveKlControl(0.25, target=0.1, horizon=100)

@@ -1,4 +1,4 @@
-"""Makers and a trainer under a virtual clock, with kills and refusals, that hold a scheduler to its promises."""
+"""Replicas and a trainer under a virtual clock, with kills and refusals, that hold a scheduler to its promises."""
 
 import heapq
 import random
@@ -209,5 +209,5 @@ class World:
         assert len(untrained) == left
         for rank, maker in enumerate(self.makers):
             assert set(self.scheduler.running(rank)) == maker.running & untrained
-        if not self.rules.redundancy:
+        if not self.rules.overprovision:
             assert not counts.dropped["stale"]

@@ -17,7 +17,7 @@ from tensordict import TensorDict
 
 from flowrl.controller.register import Dispatch, register
 from flowrl.controller.worker import Worker
-from flowrl.data.batch.tensordicts import make_table, num_rows
+from flowrl.data.batch.tensordicts import make_tensordict, num_rows
 from flowrl.data.metric import Max, Mean, Metric
 
 COLUMNS = ("response_mask", "weight_version", "response")
@@ -107,7 +107,7 @@ def _responses(rows: Sequence[tuple[int, int, int, int]], *columns: str) -> Tens
         "weight_version": table[:, 2:].reshape(-1).to(torch.int32),
     }
     kept = {name: column for name, column in found.items() if name in columns}
-    return make_table(kept, tokens, torch.full((len(rows),), 2, dtype=torch.int64))
+    return make_tensordict(kept, tokens, torch.full((len(rows),), 2, dtype=torch.int64))
 
 
 class SleepingActor(Worker):

@@ -1,4 +1,4 @@
-"""Makers of whole batches: what is asked for when, and that a checkpoint loses none of it."""
+"""Replicas of whole batches: what is asked for when, and that a checkpoint loses none of it."""
 
 import json
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ import pytest
 from flowrl.checkpoints.saved_rows import FILE, IDENTITY, SavedRows, save_rows
 from flowrl.config import OnPolicyConfig
 from flowrl.data.batch.batch import Batch
-from flowrl.schedules.rollout_source import Draws, Setting, WholeBatches
+from flowrl.schedules.rollout_source import BatchRollouts, PromptQueue, RolloutContext
 from flowrl.schedules.rules import Give, Rules, Update
 from flowrl.schedules.scheduler import Scheduler
 from tests.schedules.test_streaming_rollouts import SAMPLES, config_of
@@ -48,20 +48,20 @@ class Rollout:
 class Publisher:
     rollout: Rollout
 
-    def hand_over(self, actor: Any, rollout: Any, version: int) -> None:
+    def send(self, actor: Any, rollout: Any, version: int) -> None:
         self.rollout.version = version
 
 
-def makers_of(config: OnPolicyConfig, version: int = 0) -> tuple[WholeBatches, Any]:
+def rollout_source_of(config: OnPolicyConfig, version: int = 0) -> tuple[BatchRollouts, Any]:
     rollout: Any = Rollout(version)
     publisher: Any = Publisher(rollout)
     calls: Any = None
     numbers: Any = Numbers()
-    setting = Setting(config, rollout, Draws(numbers, SAMPLES), publisher, calls, print)
-    return WholeBatches(setting, ahead=config.schedule.staleness), rollout
+    setting = RolloutContext(config, rollout, PromptQueue(numbers, SAMPLES), publisher, calls, print)
+    return BatchRollouts(setting, ahead=config.schedule.staleness), rollout
 
 
-def trained(makers: WholeBatches, rollout: Any, steps: range) -> list[Batch]:
+def trained(makers: BatchRollouts, rollout: Any, steps: range) -> list[Batch]:
     """The batches of these steps."""
     makers.begin(None, steps[0] - 1, steps[0] - 1)
     found = []
@@ -98,12 +98,12 @@ def decided(max_staleness: int) -> list[tuple[list[int], int]]:
 @pytest.mark.parametrize("kind", ["sync", "one_step_off"])
 def test_a_run_asks_for_the_batches_that_the_scheduler_gives_a_simulation(kind: str) -> None:
     config = config_for(kind)
-    makers, rollout = makers_of(config)
+    makers, rollout = rollout_source_of(config)
     trained(makers, rollout, range(1, STEPS + 1))
     assert rollout.asked == decided(config.schedule.staleness)
 
 
-def kept(makers: WholeBatches, path: Path) -> tuple[dict[str, Any], SavedRows | None]:
+def kept(makers: BatchRollouts, path: Path) -> tuple[dict[str, Any], SavedRows | None]:
     """What a checkpoint keeps of them."""
     state, rows = json.loads(json.dumps(makers.state())), makers.rows()
     if rows is None:
@@ -116,10 +116,10 @@ def kept(makers: WholeBatches, path: Path) -> tuple[dict[str, Any], SavedRows | 
 @pytest.mark.parametrize("last", [1, 3, 4])
 def test_a_run_that_goes_on_trains_what_one_at_once_trains(kind: str, last: int, tmp_path: Path) -> None:
     config = config_for(kind)
-    straight = trained(*makers_of(config), range(1, STEPS + 1))
-    first, _ = made = makers_of(config)
+    straight = trained(*rollout_source_of(config), range(1, STEPS + 1))
+    first, _ = made = rollout_source_of(config)
     trained(*made, range(1, last + 1))
-    again, rollout = made = makers_of(config, version=last)
+    again, rollout = made = rollout_source_of(config, version=last)
     again.restore(*kept(first, tmp_path / FILE))
     found = trained(*made, range(last + 1, STEPS + 1))
     for batch, expected in zip(found, straight[last:], strict=True):
@@ -130,7 +130,7 @@ def test_a_run_that_goes_on_trains_what_one_at_once_trains(kind: str, last: int,
 
 
 def test_a_run_that_has_come_to_its_last_step_has_asked_for_nothing_more(tmp_path: Path) -> None:
-    first, _ = made = makers_of(config_for("one_step_off"))
+    first, _ = made = rollout_source_of(config_for("one_step_off"))
     trained(*made, range(1, STEPS + 1))
     state, rows = kept(first, tmp_path / FILE)
     assert state["untrained"] == [] and rows is None

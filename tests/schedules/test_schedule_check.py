@@ -17,8 +17,8 @@ TRAINED = {"model": {"path": "m"}, "optimizer": {"lr": 1e-4}}
 PPO: dict[str, Any] = {
     "output": "runs/test",
     "steps": 1,
-    "rows_per_step": 8,
-    "minibatch_rows": 4,
+    "batch_size": 8,
+    "minibatch_size": 4,
     "samples_per_prompt": 2,
     "actor": TRAINED,
     "critic": TRAINED,
@@ -61,17 +61,17 @@ def routed(*feeds: list[int], **settings: Any) -> dict[str, Any]:
         (routed([0], [1], schedule={"kind": "sync"}), "but schedule.kind is sync, at which .* split evenly over all"),
         (routed([0], [1], schedule={"kind": "one_step_off"}), "but schedule.kind is one_step_off"),
         (routed([0], [1], schedule={"kind": "async", "max_staleness": 0}), "but schedule.max_staleness is 0"),
-        (routed([0], [1], schedule={"kind": "async", "redundancy": 1}), "set schedule.redundancy: 0, or remove"),
+        (routed([0], [1], schedule={"kind": "async", "overprovision": 1}), "set schedule.overprovision: 0, or remove"),
         (routed([0]), "placement.routes.rollout has 1 list, but rollout has 2 replicas: give one for each"),
         (routed([0], [1], [1]), "has 3 lists, but rollout has 2 replicas"),
         (routed([0, 1], []), "placement.routes.rollout.1 is empty, so that replica 1 of rollout has no trainer"),
         (routed([0], [0, 2]), "rollout.1 names rank 2, but the data-parallel ranks of actor are 0 to 1"),
         (routed([1], [1]), "names rank 0 of actor nowhere, so that nobody feeds it"),
         (routed([0, 0], [1]), r"rollout.0 is \[0, 0\], which names a rank twice"),
-        (routed([0], [1], rows_per_step=6), "prompts: make it a multiple of 2, or remove placement.routes"),
+        (routed([0], [1], batch_size=6), "prompts: make it a multiple of 2, or remove placement.routes"),
         (
-            routed([0], [1], minibatch_rows=3),
-            r"each of the 2 data-parallel ranks of actor an equal share of a minibatch, but minibatch_rows is 3: make "
+            routed([0], [1], minibatch_size=3),
+            r"each of the 2 data-parallel ranks of actor an equal share of a minibatch, but minibatch_size is 3: make "
             r"it a multiple of 2, or remove placement.routes",
         ),
         (placed({"routes": {"critic": [[0]]}}), "placement.routes.critic is no role that feeds others"),

@@ -12,8 +12,8 @@ TRAINED = {"model": {"path": "m"}, "optimizer": {"lr": 1e-4}}
 PPO: dict[str, Any] = {
     "output": "runs/test",
     "steps": 1,
-    "rows_per_step": 8,
-    "minibatch_rows": 4,
+    "batch_size": 8,
+    "minibatch_size": 4,
     "samples_per_prompt": 2,
     "actor": TRAINED,
     "critic": TRAINED,
@@ -67,7 +67,11 @@ def test_routes_say_whom_each_maker_feeds():
         (2, {"kind": "async", "max_staleness": 0}, "schedule: async with max_staleness 0, which is sync; a step's"),
         (2, {"kind": "one_step_off"}, "schedule: one_step_off; a step's responses are generated while the one before"),
         (0, {"kind": "one_step_off"}, "trains; they share devices, which have one of them at a time"),
-        (2, {"kind": "async", "max_concurrent": 3, "redundancy": 2}, "at most 3 prompts worked on at once, 2 more in"),
+        (
+            2,
+            {"kind": "async", "max_concurrent": 3, "overprovision": 2},
+            "at most 3 prompts worked on at once, 2 more in",
+        ),
         (2, {"kind": "async", "max_concurrent": 1}, "at most 1 prompt worked on at once, new"),
     ],
 )

@@ -228,7 +228,7 @@ def test_a_dropped_group_frees_its_place():
 
 
 def test_redundancy_leaves_the_slowest_behind_and_drops_it_when_it_is_too_old():
-    scheduler = Scheduler(Rules(2, max_staleness=1, redundancy=1, slots=8), makers=1)
+    scheduler = Scheduler(Rules(2, max_staleness=1, overprovision=1, slots=8), makers=1)
     assert scheduler.actions() == [Give(0, (0, 1, 2, 3, 4))]
     for group in (1, 2, 3, 4):
         scheduler.finished(0, group)
@@ -285,8 +285,8 @@ LANES = ((0, 1), (1, 2))
         {"max_staleness": 1},
         {"max_staleness": 1, "interrupt": False},
         {"max_staleness": 4, "max_concurrent": 5},
-        {"max_staleness": 2, "redundancy": 3},
-        {"max_staleness": 1, "redundancy": 1, "interrupt": False},
+        {"max_staleness": 2, "overprovision": 3},
+        {"max_staleness": 1, "overprovision": 1, "interrupt": False},
         {"max_staleness": 0},
         {"max_staleness": 0, "whole_batches": True},
         {"max_staleness": 1, "whole_batches": True, "interrupt": False},
@@ -312,7 +312,7 @@ def worlds(draw: Any) -> World:
         groups_per_step=groups,
         max_staleness=max_staleness,
         max_concurrent=draw(st.none() | st.integers(1, 20)),
-        redundancy=draw(st.integers(0, 4)) if max_staleness and not whole else 0,
+        overprovision=draw(st.integers(0, 4)) if max_staleness and not whole else 0,
         interrupt=draw(st.booleans()) and not whole,
         slots=draw(st.integers(1, 6)),
         whole_batches=whole,

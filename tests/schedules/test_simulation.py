@@ -86,7 +86,7 @@ def test_a_slow_update_costs_a_maker_its_length():
 def test_redundancy_leaves_long_tails_behind():
     groups = long_tailed(STEPS * GROUPS, 1.0, sigma=1.5, longest=30.0, seed=2)
     rules = {"max_staleness": 1}
-    without, with_it = (run(rules | {"redundancy": extra}, groups, 1.0) for extra in (0, 4))
+    without, with_it = (run(rules | {"overprovision": extra}, groups, 1.0) for extra in (0, 4))
     assert with_it.steps_per_s > 1.05 * without.steps_per_s
     assert without.dropped == 0 < with_it.dropped and max(with_it.staleness) == 1
 

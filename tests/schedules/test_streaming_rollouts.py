@@ -14,8 +14,8 @@ from flowrl.checkpoints.saved_rows import FILE, IDENTITY, SavedRows, save_rows
 from flowrl.config import OnPolicyConfig, UserError
 from flowrl.controller.errors import ProcessLost
 from flowrl.data.batch.batch import Batch
-from flowrl.schedules.rollout_source import Draws, Setting, WholeBatches
-from flowrl.schedules.streaming_rollouts import SAID_REFUSED, Streaming, makers_of
+from flowrl.schedules.rollout_source import BatchRollouts, PromptQueue, RolloutContext
+from flowrl.schedules.streaming_rollouts import SAID_REFUSED, StreamingRollouts, rollout_source_of
 from flowrl.weight_sync.verification import ComparedWeights
 from tests.report.call_events import timed
 from tests.schedules.virtual_replicas import Calls, Clock, Maker, Numbers, Publisher, Rollout, moments
@@ -28,13 +28,13 @@ def config_of(steps: int = 40, prompts: int = 4, slots: int = 2, **schedule: Any
     settings = {
         "output": "out",
         "steps": steps,
-        "rows_per_step": prompts * SAMPLES,
+        "batch_size": prompts * SAMPLES,
         "samples_per_prompt": SAMPLES,
-        "minibatch_rows": 1,
+        "minibatch_size": 1,
         "actor": {"model": model, "optimizer": {"lr": 1.0}},
         "reference": {"model": model},
         "reward": {"function": "a:b"},
-        "rollout": {"max_response_tokens": 1, "max_rows": slots * SAMPLES},
+        "rollout": {"max_response_tokens": 1, "max_num_seqs": slots * SAMPLES},
         "algorithm": {"estimator": "grpo"},
         "data": {"train": "t", "max_prompt_tokens": 1},
         "schedule": {"kind": "async", **schedule},
@@ -57,17 +57,19 @@ class World:
         slower: Sequence[float] = (),
     ) -> None:
         self.config, self.train_s, self.clock = config, train_s, Clock()
-        slots = config.rollout.max_rows // SAMPLES
+        slots = config.rollout.max_num_seqs // SAMPLES
         takes = [lambda prompt, times=times: times * seconds(prompt) for times in [*slower, *[1.0] * makers][:makers]]
         self.rollout: Any = Rollout([Maker(rank, self.clock, takes[rank], slots, refuses) for rank in range(makers)])
         self.publisher: Any = Publisher(self.clock)
         self.calls: Any = Calls(self.clock)
         self.numbers: Any = Numbers()
         self.said: list[str] = []
-        draws = Draws(self.numbers, SAMPLES)
+        draws = PromptQueue(self.numbers, SAMPLES)
         now_ns = lambda: round(self.clock.now * 1e9)  # noqa: E731 (it is what the others are)
-        setting = Setting(config, self.rollout, draws, self.publisher, self.calls, self.said.append, now_ns=now_ns)
-        self.makers = Streaming(setting)
+        setting = RolloutContext(
+            config, self.rollout, draws, self.publisher, self.calls, self.said.append, now_ns=now_ns
+        )
+        self.makers = StreamingRollouts(setting)
         self.trained: Counter[int] = Counter()
         self.ages: list[int] = []
         self.mixed = 0
@@ -112,7 +114,7 @@ class World:
     def _check(self, batch: Batch, version: int) -> None:
         ids, versions = batch.get("prompt_id").tolist(), batch.get("weight_version").tolist()
         assert batch.get("sample").tolist() == list(range(SAMPLES)) * (len(ids) // SAMPLES)
-        assert ids == np.repeat(ids[::SAMPLES], SAMPLES).tolist() and len(ids) == self.config.rows_per_step
+        assert ids == np.repeat(ids[::SAMPLES], SAMPLES).tolist() and len(ids) == self.config.batch_size
         self.trained.update(ids[::SAMPLES])
         pairs = list(zip(versions[::2], versions[1::2], strict=True))
         self.ages += [version - min(pair) for pair in pairs]
@@ -164,7 +166,7 @@ def test_with_makers_killed_at_random_every_prompt_is_trained_once_or_dropped_wi
     seed: int, steps: int
 ) -> None:
     chance = random.Random(seed)
-    bounds: dict[str, Any] = {"max_staleness": chance.choice([1, 2, 3]), "redundancy": chance.choice([0, 2])}
+    bounds: dict[str, Any] = {"max_staleness": chance.choice([1, 2, 3]), "overprovision": chance.choice([0, 2])}
     config = config_of(steps=steps, max_concurrent=chance.choice([None, 6]), interrupt=chance.random() < 0.5, **bounds)
     world = World(config, long_tailed, makers=3, train_s=chance.choice([0.1, 0.4]), kills=chance)
     world.run()
@@ -174,7 +176,7 @@ def test_with_makers_killed_at_random_every_prompt_is_trained_once_or_dropped_wi
     dropped = sum(told["groups"]["dropped"].values())
     assert world.numbers.drawn == told["groups"]["admitted"] == 4 * steps + dropped + len(left_over(world))
     assert max(world.ages) <= bounds["max_staleness"]
-    assert dropped == 0 or bounds["redundancy"]
+    assert dropped == 0 or bounds["overprovision"]
 
 
 @pytest.mark.parametrize("max_staleness", [1, 4])
@@ -227,7 +229,7 @@ def test_a_checkpoint_keeps_finished_rows_and_what_is_not_is_generated_first(tmp
 @pytest.mark.parametrize("seed", range(8))
 def test_gone_on_with_at_random_nothing_is_trained_twice_lost_or_too_old(seed: int, tmp_path: Path) -> None:
     chance = random.Random(seed)
-    bounds: dict[str, Any] = {"max_staleness": chance.choice([1, 2, 3]), "redundancy": chance.choice([0, 2])}
+    bounds: dict[str, Any] = {"max_staleness": chance.choice([1, 2, 3]), "overprovision": chance.choice([0, 2])}
     config = config_of(interrupt=chance.random() < 0.5, **bounds)
     world, total, dropped, done = World(config, long_tailed, train_s=chance.choice([0.1, 0.4])), Counter[int](), 0, 0
     for last in (*sorted(chance.sample(range(1, 40), 4)), 40):
@@ -239,7 +241,7 @@ def test_gone_on_with_at_random_nothing_is_trained_twice_lost_or_too_old(seed: i
         assert drawn == 4 * done + dropped + left
         world, _ = gone_on(world, tmp_path / f"{last}-{FILE}", long_tailed)
     assert set(total.values()) == {1} and len(total) == 160
-    assert dropped == 0 or bounds["redundancy"]
+    assert dropped == 0 or bounds["overprovision"]
 
 
 def test_a_lost_maker_is_told_of_and_what_it_had_is_given_to_others_first() -> None:
@@ -285,7 +287,7 @@ def test_before_an_evaluation_all_makers_are_given_the_newest_weights(held: bool
 @pytest.mark.parametrize("seed", range(3))
 def test_an_evaluation_begins_whatever_was_dropped_before_it(interrupt: bool, every: int, seed: int) -> None:
     seconds = lambda prompt: long_tailed(1000 * seed + prompt)  # noqa: E731 (it is what the others are)
-    world = World(config_of(max_staleness=1, redundancy=2, interrupt=interrupt), seconds, makers=3, train_s=0.1)
+    world = World(config_of(max_staleness=1, overprovision=2, interrupt=interrupt), seconds, makers=3, train_s=0.1)
     world.run(evaluate_every=every)
     assert set(world.trained.values()) == {1} and len(world.trained) == 160
     assert world.makers.summary()["groups"]["dropped"]["stale"] > 0
@@ -345,14 +347,16 @@ def test_without_staleness_every_schedule_is_sync() -> None:
     kinds = {"sync": {"kind": "sync"}, "one": {"kind": "one_step_off"}, "async": {"kind": "async", "max_staleness": 0}}
     for schedule in kinds.values():
         config = world.config.model_validate(world.config.model_dump() | {"schedule": schedule})
-        found = makers_of(Setting(config, setting.rollout, setting.prompts, setting.publisher, setting.calls, print))
-        assert isinstance(found, WholeBatches)
+        found = rollout_source_of(
+            RolloutContext(config, setting.rollout, setting.prompts, setting.publisher, setting.calls, print)
+        )
+        assert isinstance(found, BatchRollouts)
 
 
 @pytest.mark.parametrize(("ahead", "last_waits"), [(0, 39), (1, 38)])
 def test_whole_batches_wait_for_weights_as_long_as_more_is_to_be_generated(ahead: int, last_waits: int) -> None:
     world = World(config_of(max_staleness=1))
-    found = WholeBatches(world.makers._setting, ahead=ahead)
+    found = BatchRollouts(world.makers._setting, ahead=ahead)
     events = [
         timed(1, "rollout.generate", "cpu:0", (0, 0, 0, 2 * 10**9, 2 * 10**9)),
         timed(2, "rollout.load_weights", "cpu:0", (0, 0, 5 * 10**9, 6 * 10**9, 6 * 10**9)),

@@ -2,12 +2,12 @@
 
 import pytest
 
-from flowrl.schedules.throughput import TRIES_AFTER, Pace
+from flowrl.schedules.throughput import TRIES_AFTER, Throughput
 
 
-def paced(*seconds: float) -> Pace:
-    """Makers that have each done one group in this time; it is 100 s when the last is done."""
-    pace = Pace(len(seconds))
+def paced(*seconds: float) -> Throughput:
+    """Replicas that have each done one group in this time; it is 100 s when the last is done."""
+    pace = Throughput(len(seconds))
     for rank, took_s in sorted(enumerate(seconds), key=lambda each: -each[1]):
         pace.tick(100 - took_s)
         pace.given(rank, rank)
@@ -31,7 +31,7 @@ def test_the_time_of_a_maker_is_a_mean_of_which_the_last_group_is_an_eighth_or_m
 
 
 def test_what_is_not_known_is_not_slow():
-    pace = Pace(2)
+    pace = Throughput(2)
     pace.given(0, 0)
     pace.finished(0, 0)
     assert pace.seconds(0) is None and not pace.is_too_slow(0, [1], 0)

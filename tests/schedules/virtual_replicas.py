@@ -1,4 +1,4 @@
-"""Makers, a trainer and a driver under a virtual clock: objects with the methods that `Streaming` calls.
+"""RolloutSource, a trainer and a driver under a virtual clock: objects with the methods that `StreamingRollouts` calls.
 
 A maker is a process that does one call after another. It works on what it was given only while it is polled, on a few
 groups at once. When it is lost, what it holds is gone, and each call that it has not answered fails, or is answered by

@@ -31,7 +31,7 @@ class Recording(Worker):
         self.diary, self.peers = diary, peers
 
     @classmethod
-    def yields_device(cls, device: str, diary: Path, *, peers: int = 0, yields: bool = False) -> bool:
+    def can_offload_device(cls, device: str, diary: Path, *, peers: int = 0, yields: bool = False) -> bool:
         return yields
 
     def write(self, method: str, **arguments: Any) -> None:

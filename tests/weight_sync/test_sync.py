@@ -68,10 +68,10 @@ class Two:
         )
         self.publisher = Publisher(config, plan(placement, Inventory((8,), kind), apart=apart))
 
-    def hand_over(self, version: int) -> list[list[Any]]:
+    def send(self, version: int) -> list[list[Any]]:
         """What this made the two write: role, rank, method, arguments."""
         before = len(read(self.diary))
-        self.publisher.hand_over(self.actor, self.rollout, version)
+        self.publisher.send(self.actor, self.rollout, version)
         self.cluster.settle()
         return read(self.diary)[before:]
 
@@ -105,7 +105,7 @@ def test_through_the_object_store_all_parts_leave_before_the_first_arrives(
     open_cluster: ClusterMaker, tmp_path: Path
 ) -> None:
     two = Two(open_cluster, tmp_path, kind="cpu")
-    lines = two.hand_over(7)
+    lines = two.send(7)
     leave, arrive = ("actor", "weights"), ("rollout", "load_weights")
     assert calls(lines) == [("actor", "num_chunks"), *[leave] * 3, *[arrive] * 3]
     for rank in range(2):
@@ -118,7 +118,7 @@ def test_a_part_is_shared_when_the_one_before_it_is_read_and_the_last_is_release
     open_cluster: ClusterMaker, tmp_path: Path
 ) -> None:
     two = Two(open_cluster, tmp_path, "main")
-    lines = two.hand_over(7)
+    lines = two.send(7)
     a_part = [("actor", "share_weights"), ("rollout", "load_shared")]
     assert calls(lines) == [("actor", "num_chunks"), *a_part * 3, ("actor", "release_weights")]
     have_read = [[f"{rank} has read {part} of 7" for rank in range(2)] for part in PARTS]
@@ -135,7 +135,7 @@ def test_no_process_shares_a_part_while_another_reads_the_one_before(
     ray_session: None, open_cluster: ClusterMaker, tmp_path: Path
 ) -> None:
     two = Two(open_cluster, tmp_path, "main", backend="ray", meets=True)
-    done = [method for _, _, method, _ in two.hand_over(1)[1:]]
+    done = [method for _, _, method, _ in two.send(1)[1:]]
     assert done == [*(["share_weights"] * 2 + ["load_shared"] * 2) * 3, *["release_weights"] * 2]
 
 
@@ -144,7 +144,7 @@ def test_a_link_is_joined_once_by_every_device_and_parts_are_received_before_the
     tp: int, open_cluster: ClusterMaker, tmp_path: Path
 ) -> None:
     two = Two(open_cluster, tmp_path, {"pool": "other", "tp": tp})
-    lines = two.hand_over(7)
+    lines = two.send(7)
     joined = [("actor", "open_link"), ("rollout", "join_link"), ("actor", "join_link")]
     a_part = [("rollout", "load_sent"), ("actor", "send_weights")]
     found = calls(lines)
@@ -163,7 +163,7 @@ def test_who_joins_sends_and_receives_meets_the_others(
 ) -> None:
     two = Two(open_cluster, tmp_path, backend="ray", meets=True)
     for version in (1, 2):
-        lines = two.hand_over(version)
+        lines = two.send(version)
         assert [each["version"] for each in arguments(lines, "load_sent", 3)] == [version] * 3
 
 
@@ -179,7 +179,7 @@ def test_a_second_version_uses_what_the_first_found_out(
     rollout: str, kind: str, once: list[str], open_cluster: ClusterMaker, tmp_path: Path
 ) -> None:
     two = Two(open_cluster, tmp_path, rollout, kind=kind)
-    first, second = two.hand_over(1), two.hand_over(2)
+    first, second = two.send(1), two.send(2)
     assert set(once) <= {method for _, method in calls(first)}
     assert calls(second) == [call for call in calls(first) if call[1] not in once]
     (loads,) = {name for role, name in calls(second) if role == "rollout"}
@@ -232,13 +232,13 @@ def test_what_a_version_needs_to_know_is_asked_before_it(open_cluster: ClusterMa
     two = Two(open_cluster, tmp_path, kind="cpu")
     two.publisher.prepare(two.actor, two.rollout)
     assert calls(read(two.diary)) == [("actor", "num_chunks")]
-    assert ("actor", "num_chunks") not in calls(two.hand_over(1))
+    assert ("actor", "num_chunks") not in calls(two.send(1))
 
 
 def test_in_the_same_processes_weights_only_change_their_number(open_cluster: ClusterMaker, tmp_path: Path) -> None:
     two = Two(open_cluster, tmp_path, "main", apart=())
     two.publisher.prepare(two.actor, two.rollout)
-    lines = two.hand_over(7)
+    lines = two.send(7)
     assert lines == [["rollout", rank, "set_version", {"version": 7}] for rank in range(2)]
     assert read(two.diary) == lines
 
@@ -247,7 +247,7 @@ def test_weights_of_an_actor_that_leaves_its_devices_go_through_the_object_store
     open_cluster: ClusterMaker, tmp_path: Path
 ) -> None:
     two = Two(open_cluster, tmp_path, "main", leaves=True)
-    assert {name for role, name in calls(two.hand_over(1)) if role == "rollout"} == {"load_weights"}
+    assert {name for role, name in calls(two.send(1)) if role == "rollout"} == {"load_weights"}
 
 
 def test_memory_of_an_actor_that_leaves_its_devices_cannot_be_asked_for(
@@ -260,4 +260,4 @@ def test_memory_of_an_actor_that_leaves_its_devices_cannot_be_asked_for(
 
 def test_memory_of_an_actor_that_stays_can_be_asked_for(open_cluster: ClusterMaker, tmp_path: Path) -> None:
     two = Two(open_cluster, tmp_path, "main", via="cuda_ipc")
-    assert ("rollout", "load_shared") in calls(two.hand_over(1))
+    assert ("rollout", "load_shared") in calls(two.send(1))

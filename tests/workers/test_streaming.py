@@ -32,7 +32,7 @@ def rollout(model: ModelConfig) -> Iterator[WorkerGroup]:
 
 
 def config(**settings) -> RolloutConfig:
-    return RolloutConfig(**{"max_response_tokens": 6, "temperature": 0.5, "max_rows": 16, **settings})
+    return RolloutConfig(**{"max_response_tokens": 6, "temperature": 0.5, "max_num_seqs": 16, **settings})
 
 
 def groups(*prompt_ids: int) -> Batch:
@@ -119,7 +119,7 @@ def test_groups_go_on_with_new_weights_between_polls(model: ModelConfig, quantiz
     split = Placement(pools={"a": [1], "b": [1]}, roles={"actor": "a", "rollout": "b"})
     with Cluster(split, backend="inline", num_threads=1) as cluster:
         actor = cluster.group("actor", Actor, actor_config(model), temperature=0.5)
-        rollout = cluster.group("rollout", Rollout, config(max_rows=4, quantization=quantization), model, seed=0)
+        rollout = cluster.group("rollout", Rollout, config(max_num_seqs=4, quantization=quantization), model, seed=0)
         rollout.add(groups(*range(6)), SAMPLES)
         found, version = [], 0
         while sum(batch.num_rows for batch in found) < 6 * SAMPLES:

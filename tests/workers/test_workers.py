@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
-from flowrl import Batch, Cluster, Placement, WorkerGroup, make_table
+from flowrl import Batch, Cluster, Placement, WorkerGroup, make_tensordict
 from flowrl.config import (
     ActorConfig,
     CriticConfig,
@@ -199,7 +199,7 @@ def test_a_colocated_rollout_samples_from_the_weights_that_are_trained(cluster: 
 
 def ones(table: TensorDict) -> TensorDict:
 
-    return make_table(
+    return make_tensordict(
         tokens={"advantages": torch.ones(len(table["tokens", "input_ids"]))}, lengths=table["rows", "length"]
     )
 

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from flowrl.config.base import Device
 from flowrl.controller.calls.wire import Request
-from flowrl.controller.failures.recovery import Revival
+from flowrl.controller.failures.recovery import RecoveryPlan
 from flowrl.controller.failures.stacks import Dump
 from flowrl.controller.host.host import Construction
 from flowrl.controller.placement.plan import HostSet, Inventory, PoolPlan, Slot
@@ -40,19 +40,19 @@ class Backend(Protocol):
         ...
 
     def construct(
-        self, slot: Slot, construction: Construction, revival: Revival | None, after: Sequence[Ref] = ()
+        self, slot: Slot, construction: Construction, revival: RecoveryPlan | None, after: Sequence[Ref] = ()
     ) -> Ref:
         """Makes a worker in a slot's host, once other references are filled; the reference is its `Report`."""
         ...
 
-    def make_room(self, slot: Slot, role: str, rank: int, *, replaceable: bool) -> Ref:
+    def evict(self, slot: Slot, role: str, rank: int, *, replaceable: bool) -> Ref:
         """Has the workers of a slot's host leave its devices; the reference is the `Report`, told of the first.
 
         In a process that has taken a lost one's place there are none yet, and none is made for this.
         """
         ...
 
-    def call(self, slot: Slot, request: Request, refs: Sequence[Ref], revival: Revival | None) -> tuple[Ref, Ref]:
+    def call(self, slot: Slot, request: Request, refs: Sequence[Ref], revival: RecoveryPlan | None) -> tuple[Ref, Ref]:
         """Runs a method in a slot's host: references to the result and to its `Report`.
 
         With a `revival`, a process that is lost is replaced, and the same references are filled by the new one; where

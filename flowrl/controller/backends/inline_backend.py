@@ -7,7 +7,7 @@ from typing import Any
 from flowrl.config.base import Device
 from flowrl.controller.calls.wire import Request
 from flowrl.controller.errors import WorkerError, unpicklable
-from flowrl.controller.failures.recovery import Revival
+from flowrl.controller.failures.recovery import RecoveryPlan
 from flowrl.controller.failures.stacks import Dump
 from flowrl.controller.host.host import Construction, Host
 from flowrl.controller.placement.inventory import local_inventory
@@ -38,16 +38,16 @@ class InlineBackend:
         raise RuntimeError(f"the ranks of {role} talk to each other, which takes processes: use backend ray")
 
     def construct(
-        self, slot: Slot, construction: Construction, revival: Revival | None, after: Sequence[Ref] = ()
+        self, slot: Slot, construction: Construction, revival: RecoveryPlan | None, after: Sequence[Ref] = ()
     ) -> Ref:
         _, report = self._hosts[slot.pool, slot.rank].construct(construction)
         return LocalRef(report)
 
-    def make_room(self, slot: Slot, role: str, rank: int, *, replaceable: bool) -> Ref:
-        _, report = self._hosts[slot.pool, slot.rank].make_room(role, rank, slot.node)
+    def evict(self, slot: Slot, role: str, rank: int, *, replaceable: bool) -> Ref:
+        _, report = self._hosts[slot.pool, slot.rank].evict(role, rank, slot.node)
         return LocalRef(report)
 
-    def call(self, slot: Slot, request: Request, refs: Sequence[Ref], revival: Revival | None) -> tuple[Ref, Ref]:
+    def call(self, slot: Slot, request: Request, refs: Sequence[Ref], revival: RecoveryPlan | None) -> tuple[Ref, Ref]:
         # Between processes arguments are copies and a result is a snapshot. Here they would be the caller's own objects
         # and the worker's own buffers, so both are copied; the arrays of inputs are shared there as here.
         objects = [value.with_own_objects() if isinstance(value := ref.get(), Payload) else value for ref in refs]

@@ -20,8 +20,8 @@ from flowrl.config.base import Device
 from flowrl.controller.backends.ray_nodes import RayNodes, interface_of
 from flowrl.controller.calls.wire import Request, decode, encode
 from flowrl.controller.errors import FlowError, ProcessLost, WorkerError, unpicklable
-from flowrl.controller.failures.liveness import Pulse
-from flowrl.controller.failures.recovery import Revival
+from flowrl.controller.failures.liveness import Liveness
+from flowrl.controller.failures.recovery import RecoveryPlan
 from flowrl.controller.failures.stacks import Dump, arm, dumps_of
 from flowrl.controller.host.fork_server import fork_server
 from flowrl.controller.host.host import Construction, Host, Report
@@ -62,7 +62,7 @@ class _RayHost(Host):
         value, report = self.call(request, revival, *objects)
         return encode(value) if isinstance(value, Payload) else value, encode(report)
 
-    def call(self, request: Request, revival: Revival | None, *objects: Any) -> tuple[Any, Report]:
+    def call(self, request: Request, revival: RecoveryPlan | None, *objects: Any) -> tuple[Any, Report]:
         """As `Host.call`, in a process that may have taken a lost one's place."""
         lost = revival is not None and self.lacks(revival.made)
         if revival is not None:
@@ -77,7 +77,7 @@ class _RayHost(Host):
         now_ns = time.time_ns()
         return None, Report(now_ns, now_ns, now_ns, now_ns)
 
-    def revive(self, revival: Revival, role: str) -> None:
+    def revive(self, revival: RecoveryPlan, role: str) -> None:
         """Makes the workers that the process lacks, and gives the role the state that its call expects."""
         lacking = [made for made in revival.made if self.lacks([made])]
         self.replaced = self.replaced or bool(lacking)
@@ -158,7 +158,7 @@ class RayBackend:
         self._methods: dict[tuple[str, int, bool], Any] = {}  # Any: as above; each costs as much as a call
         self._names: dict[tuple[str, int], str] = {}
         self._nodes = RayNodes(address, say=say)
-        self._pulse = Pulse()
+        self._pulse = Liveness()
 
     def inventory(self, device: Device, devices: Sequence[int] | None) -> Inventory:
         return self._nodes.inventory(device, devices)
@@ -215,20 +215,20 @@ class RayBackend:
         return RayRef(report, (role, rank, slot.node, "join"))
 
     def construct(
-        self, slot: Slot, construction: Construction, revival: Revival | None, after: Sequence[Ref] = ()
+        self, slot: Slot, construction: Construction, revival: RecoveryPlan | None, after: Sequence[Ref] = ()
     ) -> Ref:
         method = self._hosts[slot.pool, slot.rank].construct
         method = method.options(num_returns=2, max_task_retries=-1 if revival else 0)
         _, report = method.remote(construction, *map(_object_ref, after))
         return RayRef(report, (construction.role, construction.rank, slot.node, "__init__"))
 
-    def make_room(self, slot: Slot, role: str, rank: int, *, replaceable: bool) -> Ref:
-        method = self._hosts[slot.pool, slot.rank].make_room
+    def evict(self, slot: Slot, role: str, rank: int, *, replaceable: bool) -> Ref:
+        method = self._hosts[slot.pool, slot.rank].evict
         method = method.options(num_returns=2, max_task_retries=-1 if replaceable else 0)
         _, report = method.remote(role, rank, slot.node)
-        return RayRef(report, (role, rank, slot.node, "make_room"))
+        return RayRef(report, (role, rank, slot.node, "evict"))
 
-    def call(self, slot: Slot, request: Request, refs: Sequence[Ref], revival: Revival | None) -> tuple[Ref, Ref]:
+    def call(self, slot: Slot, request: Request, refs: Sequence[Ref], revival: RecoveryPlan | None) -> tuple[Ref, Ref]:
         objects = [_object_ref(ref) for ref in refs]
         if (slot.pool, slot.rank) not in self._hosts:
             raise ProcessLost(request.role, request.rank, slot.node, request.method, "its process was ended")

@@ -12,10 +12,10 @@ from weakref import WeakKeyDictionary
 from flowrl.controller.backends.base import Backend
 from flowrl.controller.calls.call_record import CallRecord
 from flowrl.controller.calls.deadlines import Deadlines
-from flowrl.controller.calls.idle_callbacks import Attend, Attendants
+from flowrl.controller.calls.idle_callbacks import Attend, IdleCallbacks
 from flowrl.controller.errors import FlowError, WorkerError
 from flowrl.controller.failures.failures import Failures
-from flowrl.controller.failures.recovery import Revivals
+from flowrl.controller.failures.recovery import Recovery
 from flowrl.controller.future import Future
 from flowrl.controller.host.host import Report
 from flowrl.controller.placement.plan import Slot
@@ -87,7 +87,7 @@ class Calls:
     """Tells the user what happened and did not end the run."""
     events: deque[CallEvent] = field(default_factory=lambda: deque(maxlen=KEPT_EVENTS))
     """The calls that ended last, in the order in which the driver heard of them."""
-    revivals: Revivals = field(default_factory=Revivals)
+    revivals: Recovery = field(default_factory=Recovery)
     _closed: FlowError | None = None
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _bookkeeping: threading.RLock = field(default_factory=threading.RLock)
@@ -98,7 +98,7 @@ class Calls:
     _replaced: Counter[Slot] = field(default_factory=Counter)
     _not_given: dict[tuple[Slot, str], FlowError] = field(default_factory=dict)
     """Process and role -> why the last call that was to give it a state has failed."""
-    _attendants: Attendants = field(default_factory=lambda: Attendants(records_of))
+    _attendants: IdleCallbacks = field(default_factory=lambda: IdleCallbacks(records_of))
 
     def __post_init__(self) -> None:
         self.failures = Failures(self.backend, self.revivals, self._deadlines, self.say)
@@ -326,7 +326,7 @@ class Calls:
             if record.gives_state:
                 self._not_given.pop((record.slot, record.role), None)
             record.report = report
-            self.failures.went_well(record.slot)
+            self.failures.record_success(record.slot)
             self.events.append(_event(record, report))
             if report.revived:
                 self._replaced[record.slot] += 1

@@ -14,7 +14,7 @@ Attend = Callable[[], Iterable[Future | Batch]]
 """Does what there is to do, without waiting, and returns what is to wake it: results that are in flight."""
 
 
-class Attendants:
+class IdleCallbacks:
     """Functions that are called again and again while the driver waits, by the thread that waits.
 
     Args: `records_of` finds the calls behind a result.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from flowrl.controller.backends.base import Backend
 from flowrl.controller.calls.deadlines import Deadlines
 from flowrl.controller.errors import DeadlineError, FlowError, ProcessLost, WorkerError
-from flowrl.controller.failures.recovery import Revivals
+from flowrl.controller.failures.recovery import Recovery
 from flowrl.controller.failures.stacks import Stack, host_stack
 from flowrl.controller.placement.plan import HostSet, Slot
 from flowrl.data.batch.block import Ref
@@ -36,7 +36,7 @@ class _Suspicion:
 class Failures:
     """The failures of every host set. The first of a set ends its processes, for peers may wait in a collective."""
 
-    def __init__(self, backend: Backend, revivals: Revivals, deadlines: Deadlines, say: Callable[[str], None]) -> None:
+    def __init__(self, backend: Backend, revivals: Recovery, deadlines: Deadlines, say: Callable[[str], None]) -> None:
         self._backend, self._revivals, self._deadlines, self._say = backend, revivals, deadlines, say
         self._sets: dict[str, HostSet] = {}
         self._broken: dict[str, FlowError] = {}
@@ -88,7 +88,7 @@ class Failures:
             self._suspicions[hosts.name] = _Suspicion(record, error, probes, time.monotonic() + GRACE_S)
         return None
 
-    def went_well(self, slot: Slot) -> None:
+    def record_success(self, slot: Slot) -> None:
         """A call of a slot's process is done."""
         self._late.pop(slot, None)
 

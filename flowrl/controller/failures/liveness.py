@@ -11,7 +11,7 @@ import psutil
 from flowrl.controller.failures.stacks import armed
 
 
-class Pulse:
+class Liveness:
     """The processes of this machine that were alive at the last look."""
 
     def __init__(self) -> None:

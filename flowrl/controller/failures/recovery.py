@@ -11,7 +11,7 @@ from flowrl.data.batch.block import Ref
 
 
 @dataclass(frozen=True)
-class Revival:
+class RecoveryPlan:
     """Goes along with every call to a process that may be replaced. A process that has all of it ignores it."""
 
     made: tuple[Construction, ...]
@@ -35,14 +35,14 @@ _Key = tuple[str, str, int]
 """Role, method and number of a call that gives a state, or a part of one."""
 
 
-class Revivals:
+class Recovery:
     """The driver's record of every process whose workers are all stateless."""
 
     def __init__(self) -> None:
         self._made: defaultdict[Slot, list[Construction]] = defaultdict(list)
         self._states: defaultdict[Slot, dict[_Key, tuple[Request, tuple[Ref, ...]]]] = defaultdict(dict)
         self._irreplaceable: set[str] = set()
-        self._known: dict[Slot, Revival] = {}
+        self._known: dict[Slot, RecoveryPlan] = {}
         self._since = 0
 
     def constructed(self, slot: Slot, construction: Construction) -> None:
@@ -89,10 +89,10 @@ class Revivals:
         """Whether a lost process of a pool is replaced."""
         return pool not in self._irreplaceable
 
-    def of(self, slot: Slot) -> Revival | None:
+    def of(self, slot: Slot) -> RecoveryPlan | None:
         """What brings a slot's process back; None if nothing does."""
         if not self.brings_back(slot.pool):
             return None
         if slot not in self._known:
-            self._known[slot] = Revival(tuple(self._made[slot]), tuple(self._states[slot].values()), self._since)
+            self._known[slot] = RecoveryPlan(tuple(self._made[slot]), tuple(self._states[slot].values()), self._since)
         return self._known[slot]

@@ -21,7 +21,7 @@ from flowrl.controller.errors import (
     WorkerError,
 )
 from flowrl.controller.host.rendezvous import join_process_group, role_process_group
-from flowrl.controller.host.resident_worker import Turns
+from flowrl.controller.host.resident_worker import ResidentWorker
 from flowrl.controller.placement.plan import Mesh
 from flowrl.controller.worker import Worker, WorkerContext
 from flowrl.data.batch.block import Description
@@ -76,7 +76,7 @@ class Host:
         self._states: dict[str, int] = {}
         self._stateful: dict[str, set[str]] = {}
         """Role -> the methods that have given it its state."""
-        self._turns = Turns(self._workers)
+        self._turns = ResidentWorker(self._workers)
         self.address = "127.0.0.1"
         self.replaced = False
 
@@ -151,9 +151,9 @@ class Host:
             self._stateful[request.role].add(request.method)
         return value, Report(arrived_ns, started_ns, ended_ns, time.time_ns(), description)
 
-    def make_room(self, role: str, rank: int, node: int) -> tuple[None, Report]:
+    def evict(self, role: str, rank: int, node: int) -> tuple[None, Report]:
         """Has all workers leave the device; who told of them is its first. Raises `WorkerError`."""
-        with _told_to_driver(role, rank, node, "make_room"):
+        with _told_to_driver(role, rank, node, "evict"):
             started_ns = time.time_ns()
             self._turns.clear()
             return None, _untimed(started_ns)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from flowrl.controller.worker import Worker
 
 
-class Turns:
+class ResidentWorker:
     """The workers of one process, and which of them was called last."""
 
     def __init__(self, workers: Mapping[str, Worker]) -> None:

@@ -1,6 +1,6 @@
 """Who has the memory of a device that several processes use: a ledger, kept where calls are submitted.
 
-`Turns` is its counterpart inside of one process.
+`ResidentWorker` is its counterpart inside of one process.
 """
 
 from collections import defaultdict
@@ -11,7 +11,7 @@ from flowrl.controller.calls.calls import Calls, Tracked
 from flowrl.controller.placement.plan import Slot
 
 
-class Residency:
+class DeviceOwnership:
     """The processes of a plan whose devices others use too, and those that are there now.
 
     It only says who must go before whom: a call waits for the going of others, whose own calls were all submitted
@@ -71,10 +71,10 @@ class Residency:
         return any(not theirs.isdisjoint(self._beside[slot]) for slot in self._yields.intersection(slots))
 
 
-class Handover:
+class DeviceEviction:
     """Has processes leave their devices as the ledger says."""
 
-    def __init__(self, ledger: Residency, backend: Backend, calls: Calls, kind: str) -> None:
+    def __init__(self, ledger: DeviceOwnership, backend: Backend, calls: Calls, kind: str) -> None:
         self.ledger = ledger
         self._backend, self._calls, self._kind = backend, calls, kind
 
@@ -93,6 +93,6 @@ class Handover:
     def _leave(self, slot: Slot) -> Tracked:
         role, rank = self._calls.revivals.first_role(slot)
         replaceable = self._calls.revivals.of(slot) is not None
-        report = self._backend.make_room(slot, role, rank, replaceable=replaceable)
-        record = self._calls.add(report, role, rank, "make_room", slot, f"{self._kind}:{slot.device}")
+        report = self._backend.evict(slot, role, rank, replaceable=replaceable)
+        record = self._calls.add(report, role, rank, "evict", slot, f"{self._kind}:{slot.device}")
         return Tracked(report, record, self._calls)

@@ -13,7 +13,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from flowrl.data.batch.payload import Payload
 
 
-def make_table(
+def make_tensordict(
     rows: Mapping[str, torch.Tensor | Sequence] | None = None,
     tokens: Mapping[str, torch.Tensor] | None = None,
     lengths: torch.Tensor | None = None,
@@ -116,7 +116,7 @@ def to_table(payload: Payload, *, copy: bool = False) -> TensorDict:
     rows = {n: tensor(n, c) if isinstance(c, np.ndarray) else c for n, c in payload.rows.items()}
     tokens = {name: tensor(name, column) for name, column in payload.tokens.items()}
     lengths_B = None if payload.lengths is None else tensor("length", payload.lengths)
-    return make_table(rows, tokens, lengths_B, payload.num_rows)
+    return make_tensordict(rows, tokens, lengths_B, payload.num_rows)
 
 
 def from_table(table: TensorDictBase, input_lengths: np.ndarray | None = None) -> Payload:

@@ -33,12 +33,12 @@ from torch.distributed.checkpoint.state_dict import (
 
 from flowrl.data.checksums import (
     CheckpointError,
-    FileSum,
+    ChecksummedFile,
+    FileChecksum,
     Saved,
-    SummedFile,
     sync_folder,
-    write_json_summed,
-    write_summed,
+    write_json_with_checksum,
+    write_with_checksum,
 )
 from flowrl.engines.checkpoint.shards import (
     ALIGNMENT,
@@ -91,7 +91,7 @@ class _Writing:
     random: Mapping[str, Any]
     beside: Mapping[str, bytes]
     places: dict[tuple[str, tuple[int, ...]], Place] = field(default_factory=dict)
-    sums: dict[str, FileSum] = field(default_factory=dict)
+    sums: dict[str, FileChecksum] = field(default_factory=dict)
     error: str | None = None
     thread: threading.Thread | None = None
 
@@ -105,7 +105,7 @@ class _Writing:
     def _write(self) -> None:
         if self.tensors:
             name = f"rank-{self.rank:05d}.bin"
-            file = SummedFile(self.folder / name)
+            file = ChecksummedFile(self.folder / name)
             try:
                 for key, tensor in zip(self.names, self.tensors, strict=True):
                     self.places[key] = Place(name, file.align(ALIGNMENT))
@@ -114,10 +114,10 @@ class _Writing:
             finally:
                 file.close()
         name = random_file(self.rank)
-        self.sums[name] = write_json_summed(self.folder / name, self.random)
+        self.sums[name] = write_json_with_checksum(self.folder / name, self.random)
         for name, data in self.beside.items():
             (self.folder / name).parent.mkdir(exist_ok=True)
-            self.sums[name] = write_summed(self.folder / name, data)
+            self.sums[name] = write_with_checksum(self.folder / name, data)
         for folder in {self.folder, *((self.folder / name).parent for name in self.beside)}:
             sync_folder(folder)
 
@@ -189,7 +189,7 @@ class EngineCheckpoints:
     def _finish(self, writing: _Writing, places: dict[tuple[str, tuple[int, ...]], Place]) -> None:
         text = index_text(writing.metadata, places, writing.position)
         try:
-            writing.sums[INDEX] = write_summed(writing.folder / INDEX, text.encode())
+            writing.sums[INDEX] = write_with_checksum(writing.folder / INDEX, text.encode())
             sync_folder(writing.folder)
         except OSError as error:
             raise CheckpointError(told(writing.folder, error)) from error

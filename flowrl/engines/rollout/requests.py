@@ -23,7 +23,7 @@ class Prompt:
 
 
 @dataclass
-class Answer:
+class Response:
     """A response, as far as it has come."""
 
     name: str
@@ -53,7 +53,7 @@ def refuse_running(names: Iterable[str], running: Iterable[str]) -> None:
         known.add(name)
 
 
-def responses_of(answers: Sequence[Answer]) -> Responses:
+def responses_of(answers: Sequence[Response]) -> Responses:
     """Answers as flat tensors, in their order."""
     return Responses(
         torch.tensor([token for answer in answers for token in answer.token_ids], dtype=torch.int64),

@@ -48,7 +48,7 @@ def sample_tokens(
     top_k: int = 0,
     top_p: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Draws a token per row by inverting the cumulative distribution, in the order of the vocabulary.
+    """PromptQueue a token per row by inverting the cumulative distribution, in the order of the vocabulary.
 
     Args:
         logits_BV: [B, V] of any float dtype.

@@ -100,7 +100,7 @@ class Serving:
         self._awake = State.BROKEN
 
     @contextmanager
-    def or_broken(self) -> Iterator[None]:
+    def mark_failed_on_error(self) -> Iterator[None]:
         """Whatever fails in here leaves the weights mixed."""
         try:
             yield

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from flowrl.config import EngineConfig, OptimizerConfig, cuts_model
+from flowrl.config import EngineConfig, OptimizerConfig, shards_model
 from flowrl.data.batch.tensordicts import lengths, num_rows
 from flowrl.data.metric import Max, Metric, merge_metrics
 from flowrl.engines.models.offload import move_model, move_optimizer
@@ -314,7 +314,7 @@ def is_sharded(config: EngineConfig, mesh: RankMesh) -> bool:
         )
     if config.strategy == "ddp" and mesh.tp > 1:
         raise ValueError(f"strategy is ddp, but tp is {mesh.tp}; tensor parallelism needs strategy fsdp")
-    return cuts_model(config, num_ranks, mesh.tp)
+    return shards_model(config, num_ranks, mesh.tp)
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:

@@ -129,8 +129,8 @@ def run_with(shaping: dict[str, Any], **settings: Any) -> GRPOConfig:
     base = {
         "output": Path("runs/own"),
         "steps": 1,
-        "rows_per_step": 8,
-        "minibatch_rows": 8,
+        "batch_size": 8,
+        "minibatch_size": 8,
         "samples_per_prompt": 2,
         "actor": {"model": model, "optimizer": {"lr": 1e-4}},
         "reference": {"model": model},
@@ -158,7 +158,7 @@ def test_a_punishment_that_no_response_is_long_enough_for_is_refused() -> None:
 
 def test_a_horizon_within_which_one_step_could_end_the_penalty_is_refused() -> None:
     control = {"kind": "adaptive", "target": 0.02, "horizon": 1.6}
-    with pytest.raises(ValidationError, match=r"horizon is 1\.6, at most a fifth of rows_per_step, 8.* set it to 8"):
+    with pytest.raises(ValidationError, match=r"horizon is 1\.6, at most a fifth of batch_size, 8.* set it to 8"):
         run_with(CLIP, algorithm=STEERED | {"kl_control": control})
     run_with(CLIP, algorithm=STEERED | {"kl_control": control | {"horizon": 1.7}})
 

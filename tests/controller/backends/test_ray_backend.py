@@ -8,7 +8,7 @@ import ray
 
 from flowrl.controller.backends.ray_backend import _RayHost
 from flowrl.controller.calls.wire import Request, encode
-from flowrl.controller.failures.recovery import Revival
+from flowrl.controller.failures.recovery import RecoveryPlan
 from flowrl.controller.host.host import Construction
 from flowrl.controller.placement.plan import Mesh
 from flowrl.controller.register import Contract, Dispatch
@@ -23,7 +23,7 @@ def test_a_new_process_makes_a_worker_once_whichever_comes_first(ray_session: No
     lines = tmp_path / "lines"
     made = Construction("judge", Recovering, (lines, 0.0), {}, Mesh(1, 1, 1, 1), 0, 0, 0, "cpu", 1)
     host: Any = ray.remote(_RayHost).options(num_cpus=0).remote("flowrl-test-ray-backend", True)
-    called = encode((SCORED, Revival((made,), ((LOADED, ()),))))
+    called = encode((SCORED, RecoveryPlan((made,), ((LOADED, ()),))))
     answer, construct = host.answer.options(num_returns=2), host.construct.options(num_returns=2)
     if first == "the call":
         ids = [answer.remote(called)[0], construct.remote(made)[0], answer.remote(called)[0]]

@@ -11,7 +11,7 @@ import torch
 from ray._private.internal_api import node_stats  # Ray 2.60 tells the bytes in its store nowhere else
 
 from flowrl import Batch
-from flowrl.data.batch.tensordicts import make_table
+from flowrl.data.batch.tensordicts import make_tensordict
 from tests.controller.conftest import Shared
 
 MIB = 1024**2
@@ -98,7 +98,7 @@ def test_without_compaction_a_buffer_holds_every_batch_it_took_rows_of(shared: S
 
 
 def as_bfloat16(table):
-    return make_table({"half": (table["rows", "x"] / 3).to(torch.bfloat16)})
+    return make_tensordict({"half": (table["rows", "x"] / 3).to(torch.bfloat16)})
 
 
 def test_compacted_rows_are_the_same_rows(shared: Shared):

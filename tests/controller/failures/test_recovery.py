@@ -1,7 +1,7 @@
 """What the driver keeps of processes that may be replaced."""
 
 from flowrl.controller.calls.wire import Request
-from flowrl.controller.failures.recovery import Revivals
+from flowrl.controller.failures.recovery import Recovery
 from flowrl.controller.host.host import Construction, Host
 from flowrl.controller.placement.plan import Mesh, Slot
 from flowrl.controller.register import Contract, Dispatch
@@ -18,7 +18,7 @@ def load(number: int, offset: int, *, replay: bool = True) -> Request:
 
 
 def test_a_process_needs_its_workers_and_their_last_states():
-    revivals = Revivals()
+    revivals = Recovery()
     revivals.constructed(SLOT, MADE)
     refs = [LocalRef("weights")]
     revivals.called(SLOT, load(1, 5), [])
@@ -31,7 +31,7 @@ def test_a_process_needs_its_workers_and_their_last_states():
 
 
 def test_a_pool_with_a_stateful_role_is_not_brought_back():
-    revivals = Revivals()
+    revivals = Recovery()
     revivals.constructed(SLOT, MADE)
     revivals.rule_out(["judges"])
     assert revivals.of(SLOT) is None
@@ -58,7 +58,7 @@ def part(number: int, chunk: int | None) -> Request:
 
 
 def test_a_state_in_parts_is_kept_from_its_beginning_and_the_next_one_lets_go_of_it():
-    revivals = Revivals()
+    revivals = Recovery()
     revivals.constructed(SLOT, MADE)
     for number, chunk in ((1, None), (2, 1), (3, 2)):
         revivals.called(SLOT, part(number, chunk), [LocalRef(number)])

@@ -42,7 +42,7 @@ def test_sound_processes_that_can_be_replaced_stay_and_others_start_anew(cluster
     before = processes(made)
     assert made["maker"].hand(5).get() == [[5]]
     fail(made["actor"])
-    assert cluster.start_again() == ("maker", "judge")
+    assert cluster.restart() == ("maker", "judge")
     again = groups(cluster)
     after = processes(again)
     assert again["maker"].hand(6).get() == [[5, 6]]
@@ -56,7 +56,7 @@ def test_a_role_made_with_other_arguments_is_made_anew_where_it_was(cluster: Clu
     before = processes(made)
     made["judge"].load(1).get()
     fail(made["actor"], "raise")
-    cluster.start_again()
+    cluster.restart()
     again = groups(cluster, factor=20)
     assert again["judge"].score(BATCH).get("score").tolist() == [20, 40]
     assert processes(again)["judge"] == before["judge"]
@@ -70,7 +70,7 @@ def test_a_process_that_failed_itself_starts_anew(cluster: Cluster):
     fail(made["actor"])
     with pytest.raises(FlowError):
         made["judge"].score(BATCH, "raise").get("score")
-    assert cluster.start_again() == ()
+    assert cluster.restart() == ()
     again = groups(cluster)
     assert processes(again)["judge"] != before["judge"]
     assert again["judge"].score(BATCH).get("score").tolist() == [10, 20]
@@ -85,7 +85,7 @@ def test_what_processes_that_stay_are_at_is_waited_for_and_told_to_nobody(cluste
     reading = made["judge"].score(made["critic"].shifted(BATCH).rename({"y": "x"}))
     fail(made["actor"])
     count = len(called)
-    assert cluster.start_again() == ("maker", "judge")
+    assert cluster.restart() == ("maker", "judge")
     assert napping.done() and lost.done() and reading.done() and not cluster.calls.pending()
     again = groups(cluster)
     assert again["maker"].shifted(BATCH).apply(_doubled, ("y",), ("z",)).get("z").tolist() == [2, 4]
@@ -100,7 +100,7 @@ def test_a_state_that_could_not_be_given_is_not_missed(cluster: Cluster):
     made["maker"].shifted(BATCH)
     with pytest.raises(FlowError):
         cluster.settle()
-    assert cluster.start_again() == ("maker", "judge")
+    assert cluster.restart() == ("maker", "judge")
     again = groups(cluster)
     assert processes(again)["maker"] == before["maker"] and again["maker"].hand(1).get() == [[1]]
     again["maker"].load(20)
@@ -113,7 +113,7 @@ def test_it_may_be_begun_again_more_than_once(cluster: Cluster):
     for _ in range(3):
         with pytest.raises(ProcessLost):
             made["critic"].commit("kill").get()
-        assert cluster.start_again() == ("maker", "judge")
+        assert cluster.restart() == ("maker", "judge")
         made = groups(cluster)
         after = processes(made)
         assert (after["maker"], after["judge"]) == (before["maker"], before["judge"])

@@ -1,6 +1,6 @@
 """Who has the device: roles of one process make room for each other."""
 
-from flowrl.controller.host.resident_worker import Turns
+from flowrl.controller.host.resident_worker import ResidentWorker
 from flowrl.controller.register import Dispatch, register
 from flowrl.controller.worker import Worker
 from tests.conftest import ClusterMaker
@@ -66,7 +66,7 @@ def test_a_role_that_could_not_come_is_asked_again() -> None:
                 raise MemoryError("no room")
 
     worker = Stuck()
-    turns = Turns({"actor": worker})
+    turns = ResidentWorker({"actor": worker})
     for _ in range(2):
         try:
             turns.take("actor")

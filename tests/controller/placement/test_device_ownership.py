@@ -8,7 +8,7 @@ import pytest
 
 from flowrl.controller.cluster import Cluster
 from flowrl.controller.errors import FlowError
-from flowrl.controller.placement.device_ownership import Residency
+from flowrl.controller.placement.device_ownership import DeviceOwnership
 from flowrl.controller.placement.plan import Slot
 from tests.conftest import ClusterMaker
 from tests.controller.moving import Moving, Stuck, Training
@@ -20,9 +20,9 @@ ALONE = Slot("other", 0, 0, 0, device=2)
 ELSEWHERE = Slot("far", 0, 1, 0, device=0)
 
 
-def made(**yields: bool) -> Residency:
+def made(**yields: bool) -> DeviceOwnership:
     """A ledger of all slots, in which workers were made that yield or not."""
-    ledger = Residency([HOST, LEADER, NEXT, ALONE, ELSEWHERE])
+    ledger = DeviceOwnership([HOST, LEADER, NEXT, ALONE, ELSEWHERE])
     slots = {"host": HOST, "leader": LEADER, "next": NEXT, "alone": ALONE}
     for name, does in yields.items():
         ledger.settle(slots[name], does)
@@ -115,7 +115,7 @@ def test_who_cannot_leave_stays_while_the_other_takes_its_turns(
     open_cluster: ClusterMaker, backend, tmp_path: Path
 ) -> None:
     two = Two(open_cluster, backend, tmp_path, actor=False)
-    assert two.rollout.leaves_for(two.actor) and not two.actor.leaves_for(two.rollout)
+    assert two.rollout.offloads_for(two.actor) and not two.actor.offloads_for(two.rollout)
     for _ in range(2):
         two.actor.work.submit(seconds=0.2)
         two.rollout.work.submit()
@@ -125,7 +125,7 @@ def test_who_cannot_leave_stays_while_the_other_takes_its_turns(
 
 def test_nobody_moves_where_nobody_yields(open_cluster: ClusterMaker, backend, tmp_path: Path) -> None:
     two = Two(open_cluster, backend, tmp_path, actor=False, rollout=False)
-    assert not two.rollout.leaves_for(two.actor)
+    assert not two.rollout.offloads_for(two.actor)
     two.rollout.work()
     two.actor.work()
     assert sorted(two.lines()) == ["actor starts", "actor works", "rollout starts", "rollout works"]
@@ -133,7 +133,7 @@ def test_nobody_moves_where_nobody_yields(open_cluster: ClusterMaker, backend, t
 
 def test_a_process_that_cannot_leave_ends_what_waits_for_it(ray_session, open_cluster, tmp_path: Path) -> None:
     two = Two(open_cluster, "ray", tmp_path, Stuck)
-    with pytest.raises(FlowError, match=r"rollout.make_room failed on rank 0 .*the host has no room"):
+    with pytest.raises(FlowError, match=r"rollout.evict failed on rank 0 .*the host has no room"):
         two.actor.work.submit().get()
 
 

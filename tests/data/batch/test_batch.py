@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from flowrl.config import UserError
 from flowrl.data.batch.batch import Batch
 from flowrl.data.batch.payload import ColumnError
-from flowrl.data.batch.tensordicts import lengths, make_table, take_rows
+from flowrl.data.batch.tensordicts import lengths, make_tensordict, take_rows
 
 Row = dict[str, Any]
 
@@ -261,7 +261,7 @@ def test_a_batch_without_token_columns_has_no_lengths():
 
 def test_a_function_adds_columns_beside_the_others():
     def double(table, factor):
-        return make_table({"y": table["rows", "x"] * factor}, {"next": table["tokens", "ids"] + 1}, lengths(table))
+        return make_tensordict({"y": table["rows", "x"] * factor}, {"next": table["tokens", "ids"] + 1}, lengths(table))
 
     batch = batch_of(numbered(4)).apply(double, ("x", "ids"), ("y", "next"), factor=2)
     assert batch.columns == ("x", "name", "ids", "y", "next")
@@ -278,7 +278,7 @@ def test_a_function_may_drop_rows():
 
 def test_a_function_that_writes_another_column_is_refused():
     with pytest.raises(ColumnError, match="<lambda> wrote z where y is declared"):
-        batch_of(numbered(1)).apply(lambda table: make_table({"z": table["rows", "x"]}), ("x",), ("y",))
+        batch_of(numbered(1)).apply(lambda table: make_tensordict({"z": table["rows", "x"]}), ("x",), ("y",))
 
 
 def test_reduce_gives_a_small_value():

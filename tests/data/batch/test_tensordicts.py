@@ -8,7 +8,7 @@ from flowrl.data.batch.payload import Payload
 from flowrl.data.batch.tensordicts import (
     from_table,
     lengths,
-    make_table,
+    make_tensordict,
     num_rows,
     objects,
     pad_tokens,
@@ -20,7 +20,7 @@ from flowrl.data.batch.tensordicts import (
 
 def table_of(*row_lengths: int):
     rows = {"x": torch.arange(len(row_lengths)), "name": [f"r{i}" for i in range(len(row_lengths))]}
-    return make_table(rows, {"ids": torch.arange(sum(row_lengths))}, torch.tensor(row_lengths, dtype=torch.int64))
+    return make_tensordict(rows, {"ids": torch.arange(sum(row_lengths))}, torch.tensor(row_lengths, dtype=torch.int64))
 
 
 def test_a_table_knows_its_rows_lengths_and_objects():
@@ -33,11 +33,11 @@ def test_a_table_knows_its_rows_lengths_and_objects():
     [[[1, 2], [3, 4]], [[1], [], [2, 3]], [{"a": 1}, {"a": 2}], [None, "x"], [["a", ["b"]], ["c", ["d"]]], [(1, 2)]],
 )
 def test_objects_come_back_as_they_went_in(values: list):
-    assert objects(make_table({"o": values}), "o") == values
+    assert objects(make_tensordict({"o": values}), "o") == values
 
 
 def test_objects_of_an_empty_table_are_an_empty_list():
-    assert objects(make_table({"o": []}, num_rows=0), "o") == []
+    assert objects(make_tensordict({"o": []}, num_rows=0), "o") == []
 
 
 def test_a_missing_object_column_is_named_with_those_there():
@@ -47,17 +47,17 @@ def test_a_missing_object_column_is_named_with_those_there():
 
 def test_row_columns_of_different_sizes_are_refused():
     with pytest.raises(ValueError, match=r"row columns y \(3\) do not have 2 rows"):
-        make_table({"x": torch.zeros(2), "y": torch.zeros(3)})
+        make_tensordict({"x": torch.zeros(2), "y": torch.zeros(3)})
 
 
 def test_token_columns_need_lengths():
     with pytest.raises(ValueError, match=r"token columns ids need lengths"):
-        make_table(tokens={"ids": torch.zeros(2)})
+        make_tensordict(tokens={"ids": torch.zeros(2)})
 
 
 def test_token_columns_have_the_sum_of_the_lengths():
     with pytest.raises(ValueError, match=r"token columns ids \(3\) do not have 2 tokens"):
-        make_table(tokens={"ids": torch.zeros(3)}, lengths=torch.tensor([1, 1]))
+        make_tensordict(tokens={"ids": torch.zeros(3)}, lengths=torch.tensor([1, 1]))
 
 
 def test_padding_stands_right_of_the_tokens():
@@ -88,14 +88,14 @@ def test_taking_rows_takes_their_tokens(cases, random):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.uint8, torch.bool])
 def test_every_type_survives_the_stored_form(dtype: torch.dtype):
     values = torch.tensor([[1, 0], [3, 2]]).to(dtype)
-    table = make_table({"x": values}, {"t": values.flatten()}, torch.tensor([3, 1]))
+    table = make_tensordict({"x": values}, {"t": values.flatten()}, torch.tensor([3, 1]))
     back = to_table(from_table(table))
     assert back["rows", "x"].dtype == back["tokens", "t"].dtype == dtype
     assert torch.equal(back["rows", "x"], values) and torch.equal(back["tokens", "t"], values.flatten())
 
 
 def test_bfloat16_is_stored_as_int16_under_a_mark():
-    payload = from_table(make_table({"x": torch.zeros(2, dtype=torch.bfloat16)}))
+    payload = from_table(make_tensordict({"x": torch.zeros(2, dtype=torch.bfloat16)}))
     assert (np.asarray(payload.rows["x"]).dtype, payload.bfloat16) == (np.int16, {"x"})
 
 

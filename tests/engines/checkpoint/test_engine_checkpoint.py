@@ -7,7 +7,7 @@ import torch
 from torch.multiprocessing.spawn import spawn
 
 from flowrl.config import EngineConfig, OptimizerConfig
-from flowrl.data.checksums import CheckpointError, sum_of
+from flowrl.data.checksums import CheckpointError, checksum_of
 from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints, load
 from flowrl.engines.train.engine import TrainEngine
 from flowrl.engines.train.loss_scale import LossScale
@@ -90,7 +90,7 @@ def test_the_files_are_what_the_sums_say(tmp_path: Path) -> None:
     checkpoints.save(tmp_path, beside={"model/config.json": b"{}"})
     saved = checkpoints.saved()
     assert saved is not None and saved.architecture == "Bigram, 1,426 parameters"
-    assert {name: sum_of(tmp_path / name) for name in saved.files} == saved.files
+    assert {name: checksum_of(tmp_path / name) for name in saved.files} == saved.files
     assert set(saved.files) == {p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file()}
 
 

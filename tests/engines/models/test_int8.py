@@ -132,8 +132,8 @@ def test_a_folder_is_quantised_as_the_model_in_it(tmp_path: Path) -> None:
 def test_a_row_is_bitwise_the_same_in_any_batch_and_on_any_number_of_threads() -> None:
     model, prompt_ids = quantized(tiny.qwen2()), prompts(40)
     whole = said(generate(rollout(model), prompt_ids))
-    for max_rows in (7, 33):
-        assert said(generate(rollout(model, max_rows=max_rows), prompt_ids)) == whole
+    for max_num_seqs in (7, 33):
+        assert said(generate(rollout(model, max_num_seqs=max_num_seqs), prompt_ids)) == whole
     torch.set_num_threads(2)
     assert said(generate(rollout(model), prompt_ids)) == whole
 

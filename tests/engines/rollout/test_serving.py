@@ -22,7 +22,7 @@ def test_a_version_is_served_when_all_of_it_has_come():
 def test_what_fails_in_an_update_or_is_given_up_leaves_it_broken_until_a_whole_one():
     serving = Serving()
     serving.begin(3, ["a", "b"])
-    with pytest.raises(KeyError), serving.or_broken():
+    with pytest.raises(KeyError), serving.mark_failed_on_error():
         raise KeyError
     assert (serving.state, serving.version) == (State.BROKEN, 0)
     serving.begin(4, ["a"])

@@ -2,7 +2,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrl.data.batch.tensordicts import lengths, make_table
+from flowrl.data.batch.tensordicts import lengths, make_tensordict
 from flowrl.engines.train.microbatch import microbatches
 from tests.engines.tables import table
 
@@ -11,7 +11,7 @@ def table_of(*row_lengths: int):
     total = sum(row_lengths)
     tokens = {"input_ids": torch.arange(1, total + 1), "response_mask": torch.ones(total, dtype=torch.bool)}
     rows = {"scores": torch.arange(len(row_lengths)) * 10.0, "prompt": [f"p{i}" for i in range(len(row_lengths))]}
-    return make_table(rows, tokens, torch.tensor(row_lengths, dtype=torch.int64), len(row_lengths))
+    return make_tensordict(rows, tokens, torch.tensor(row_lengths, dtype=torch.int64), len(row_lengths))
 
 
 def test_rows_of_similar_length_share_a_micro_batch():

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from flowrl.config import RolloutConfig
 from flowrl.engines.rollout.hf.kv_cache import SlotCache, round_up
-from flowrl.engines.rollout.requests import Answer, Prompt
+from flowrl.engines.rollout.requests import Prompt, Response
 from flowrl.engines.rollout.sampling import sample_tokens, uniforms
 
 _MIN_ROWS = 16
@@ -46,7 +46,7 @@ class Row:
     """A request at work."""
 
     prompt: Prompt
-    answer: Answer
+    answer: Response
     """What it had said when it joined, and all of it when it has left."""
 
     @property

@@ -16,7 +16,7 @@ from flowrl.engines.models.weights import WeightTargets
 from flowrl.engines.rollout.hf.decoder import Decoder
 from flowrl.engines.rollout.hf.kv_cache import with_slot_attention
 from flowrl.engines.rollout.hf.stream import Stream
-from flowrl.engines.rollout.requests import Answer, Prompt, prompts_of, responses_of
+from flowrl.engines.rollout.requests import Prompt, Response, prompts_of, responses_of
 from flowrl.engines.rollout.responses import Responses, RolloutError, check_prompts, end_ids
 from flowrl.engines.rollout.serving import Serving, State
 from flowrl.engines.rollout.weight_check import Compared, WeightSamples, compare_model
@@ -86,14 +86,14 @@ class HfRollout:
             WeightsError: they do not fit the model; it answers again after a whole update.
         """
         self._serving.expect(State.UPDATING, "receive weights")
-        with self._serving.or_broken():
+        with self._serving.mark_failed_on_error():
             self._targets.write(weights)
         self._serving.took(weights.keys())
 
     def commit(self) -> None:
         """Goes on with the weights that have come. Raises RolloutError where some have not."""
         self._serving.expect(State.UPDATING, "commit weights")
-        with self._serving.or_broken():
+        with self._serving.mark_failed_on_error():
             self._serving.check_whole()
         self._serving.commit()
 
@@ -142,13 +142,13 @@ class HfRollout:
         stream = self._new_stream()
         # Equal prompts join side by side, so that their prefill is shared.
         stream.add(sorted(prompts, key=lambda prompt: (len(prompt.token_ids), tuple(prompt.token_ids))))
-        found: dict[str, Answer] = {}
+        found: dict[str, Response] = {}
         while stream.num_running:
             found |= {answer.name: answer for answer in stream.poll(self.version)}
         return responses_of([found[prompt.name] for prompt in prompts])
 
     def add(self, prompts: Iterable[Prompt]) -> None:
-        """Takes requests, which `poll` works on, `max_rows` at a time in the order in which they came.
+        """Takes requests, which `poll` works on, `max_num_seqs` at a time in the order in which they came.
 
         What a row says is bit for bit what `generate` says for its prompt and key, whatever comes and goes beside it.
 
@@ -160,7 +160,7 @@ class HfRollout:
         self._stream.add(prompts)
 
     @torch.no_grad()
-    def poll(self, timeout_s: float | None = None) -> list[Answer]:
+    def poll(self, timeout_s: float | None = None) -> list[Response]:
         """Works until a response is finished, or for so long and the step that is running then, and gives those that
         are; nothing running gives none. Raises RolloutError in the middle of an update."""
         self._serving.expect(State.SERVING, "generate")
@@ -172,7 +172,7 @@ class HfRollout:
 
     def _new_stream(self) -> Stream:
         decoder = Decoder(self.model, self._config, self._end_ids, self._max_length, self._device)
-        return Stream(decoder, self._config.max_rows)
+        return Stream(decoder, self._config.max_num_seqs)
 
 
 def _max_length(settings: PreTrainedConfig) -> int:

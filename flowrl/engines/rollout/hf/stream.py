@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from flowrl.engines.rollout.hf.decoder import Decoder, Row
-from flowrl.engines.rollout.requests import Answer, Prompt, refuse_running
+from flowrl.engines.rollout.requests import Prompt, Response, refuse_running
 
 _JOIN_SHARE = 8
 """Waiting rows join when one in so many places is free: a prefill costs about half a step, however few it is of."""
@@ -14,8 +14,8 @@ _JOIN_SHARE = 8
 class Stream:
     """Requests in the order in which they came, of which so many decode at a time."""
 
-    def __init__(self, decoder: Decoder, max_rows: int) -> None:
-        self._decoder, self._max_rows = decoder, max_rows
+    def __init__(self, decoder: Decoder, max_num_seqs: int) -> None:
+        self._decoder, self._max_rows = decoder, max_num_seqs
         self._names: dict[str, None] = {}
         """Of the requests that are not answered, in order."""
         self._waiting: deque[Row] = deque()
@@ -29,9 +29,9 @@ class Stream:
         """Takes requests. Raises RolloutError for a name that one has already."""
         refuse_running([prompt.name for prompt in prompts], self._names)
         self._names.update(dict.fromkeys(prompt.name for prompt in prompts))
-        self._waiting.extend(Row(prompt, Answer(prompt.name)) for prompt in prompts)
+        self._waiting.extend(Row(prompt, Response(prompt.name)) for prompt in prompts)
 
-    def poll(self, version: int, timeout_s: float | None = None) -> list[Answer]:
+    def poll(self, version: int, timeout_s: float | None = None) -> list[Response]:
         """Works until a response is finished, or for so long, and gives those that are; nothing running gives none.
 
         Args:
@@ -39,7 +39,7 @@ class Stream:
             timeout_s: seconds after which no step begins; None is until one is finished.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        finished: list[Answer] = []
+        finished: list[Response] = []
         while self._names and not finished:
             self._join()
             finished = [row.answer for row in self._decoder.step(version)]

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from flowrl.config import ModelConfig, RolloutConfig, VllmConfig
 from flowrl.engines.models.loading import load_policy
 from flowrl.engines.models.offload import named_weights
-from flowrl.engines.rollout.requests import Answer, Prompt, prompts_of, refuse_running, responses_of
+from flowrl.engines.rollout.requests import Prompt, Response, prompts_of, refuse_running, responses_of
 from flowrl.engines.rollout.responses import Responses, RolloutError, check_prompts, end_ids
 from flowrl.engines.rollout.serving import PARTS, WEIGHTS, Serving, State
 from flowrl.engines.rollout.vllm.quantization import quantization_options
@@ -91,8 +91,8 @@ class VllmRollout:
         self._end_ids = sorted({*ends, *(stop[0] for stop in config.stop_ids if len(stop) == 1)})
         self._sequences = _by_last(stop for stop in config.stop_ids if len(stop) > 1)
         """Stops of several tokens, which vLLM does not know, by the last of them."""
-        self._running: dict[str, Answer] = {}
-        self._finished: dict[str, Answer] = {}
+        self._running: dict[str, Response] = {}
+        self._finished: dict[str, Response] = {}
         """What was finished while a batch was generated, until a poll gives it."""
         self._tp = tp
         self._engine = start_engine(_engine_args(model, config, tp, sleeps))
@@ -162,9 +162,9 @@ class VllmRollout:
         for prompt in prompts:
             ids = TokensPrompt(prompt_token_ids=list(prompt.token_ids))
             self._engine.add_request(prompt.name, ids, self._sampling(prompt))
-            self._running[prompt.name] = Answer(prompt.name)
+            self._running[prompt.name] = Response(prompt.name)
 
-    def poll(self, timeout_s: float | None = None) -> list[Answer]:
+    def poll(self, timeout_s: float | None = None) -> list[Response]:
         """Works until a response is finished, or for so long, and gives those that are; nothing running gives none."""
         self._serving.expect(State.SERVING, "generate")
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -190,7 +190,7 @@ class VllmRollout:
         for name in names:
             self._finished.pop(name, None)
 
-    def _told(self, output: RequestOutput) -> Answer | None:
+    def _told(self, output: RequestOutput) -> Response | None:
         """Adds what an output says to its row; gives the row if it is finished."""
         answer = self._running.get(output.request_id)
         if answer is None:
@@ -287,7 +287,7 @@ class VllmRollout:
     @contextmanager
     def _or_broken(self) -> Iterator[None]:
         try:
-            with self._serving.or_broken():
+            with self._serving.mark_failed_on_error():
                 yield
         except BaseException:
             call_workers(self._engine, "end_update")
@@ -332,10 +332,10 @@ def _engine_args(model: ModelConfig, config: RolloutConfig, tp: int, sleeps: boo
         tensor_parallel_size=tp,
         # Left to itself vLLM would ask Ray, in whose placement group this process is, for devices of its own.
         distributed_executor_backend="mp" if tp > 1 else "uni",
-        max_num_seqs=config.max_rows,
-        max_num_batched_tokens=max(_STEP_TOKENS, config.max_rows),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=max(_STEP_TOKENS, config.max_num_seqs),
         # -1: as long as the model takes and the cache holds.
-        max_model_len=settings.max_row_tokens or -1,
+        max_model_len=settings.max_model_len or -1,
         enforce_eager=not settings.graphs or not torch.cuda.is_available(),
         enable_prefix_caching=settings.prefix_caching,
         kv_cache_memory_bytes=int(settings.kv_cache_gb * 1e9),

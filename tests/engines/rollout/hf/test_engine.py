@@ -63,9 +63,9 @@ def test_responses_are_those_of_a_model_without_cache_or_batch(build, greedy: bo
 def test_a_row_is_bitwise_the_same_in_any_batch(settings: dict):
     model, prompt_ids = qwen2(**settings), prompts(60)
     whole = said(generate(rollout(model), prompt_ids))
-    for max_rows in (7, 33):
-        assert said(generate(rollout(model, max_rows=max_rows), prompt_ids)) == whole
-    assert said(generate(rollout(model, max_rows=1), prompt_ids, [0, 30, 59])) == [whole[0], whole[30], whole[59]]
+    for max_num_seqs in (7, 33):
+        assert said(generate(rollout(model, max_num_seqs=max_num_seqs), prompt_ids)) == whole
+    assert said(generate(rollout(model, max_num_seqs=1), prompt_ids, [0, 30, 59])) == [whole[0], whole[30], whole[59]]
     assert len({len(ids) for ids, _ in whole}) > 3
 
 
@@ -90,7 +90,7 @@ def test_rows_that_grow_past_several_slot_blocks_stay_bitwise_the_same():
     prompt_ids = prompts(20, longest=20)
     whole = said(generate(rollout(**settings), prompt_ids))
     assert max(len(ids) for ids, _ in whole) > 40
-    assert said(generate(rollout(max_rows=4, **settings), prompt_ids)) == whole
+    assert said(generate(rollout(max_num_seqs=4, **settings), prompt_ids)) == whole
 
 
 def test_samples_of_one_prompt_differ_and_repeat_with_the_seed():

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from flowrl.engines.models.weights import export_weights
 from flowrl.engines.rollout.hf.engine import HfRollout
-from flowrl.engines.rollout.requests import Answer, Prompt, prompts_of
+from flowrl.engines.rollout.requests import Prompt, Response, prompts_of
 from flowrl.engines.rollout.responses import RolloutError
 from tests.engines.losses import policy_logits
 from tests.engines.rollout.hf.test_engine import generate, prompts, rollout, said
@@ -30,11 +30,11 @@ def whole(engine: HfRollout, prompt_ids: list[list[int]], **settings) -> Said:
     return {f"generate-{row}": row_said for row, row_said in enumerate(said(generate(engine, prompt_ids, **settings)))}
 
 
-def of(answers: Sequence[Answer]) -> Said:
+def of(answers: Sequence[Response]) -> Said:
     return {answer.name: (answer.token_ids, answer.logprobs) for answer in answers}
 
 
-def finish(engine: HfRollout) -> list[Answer]:
+def finish(engine: HfRollout) -> list[Response]:
     found = []
     while engine.num_running:
         found += engine.poll()
@@ -47,14 +47,14 @@ def update(engine: HfRollout, model: PreTrainedModel, version: int) -> None:
     engine.commit()
 
 
-@pytest.mark.parametrize("max_rows", [1, 7, 20, 64])
+@pytest.mark.parametrize("max_num_seqs", [1, 7, 20, 64])
 @pytest.mark.parametrize("build", [qwen2, llama])
 def test_rows_are_bitwise_those_of_generate_whatever_comes_and_goes(
-    build: Callable[[], PreTrainedModel], max_rows: int
+    build: Callable[[], PreTrainedModel], max_num_seqs: int
 ) -> None:
     prompt_ids = [prompt for prompt in prompts(30) for _ in range(2)]
     expected = whole(rollout(build()), prompt_ids)
-    engine, chance, found = rollout(build(), max_rows=max_rows), random.Random(max_rows), []
+    engine, chance, found = rollout(build(), max_num_seqs=max_num_seqs), random.Random(max_num_seqs), []
     coming = requests(prompt_ids)
     while coming or engine.num_running:
         count = chance.choice([0, 1, 1, 9])
@@ -68,7 +68,7 @@ def test_long_rows_beside_short_ones_are_bitwise_those_of_generate() -> None:
     settings = {"max_response_tokens": 70, "temperature": 1.5}
     prompt_ids = prompts(24, longest=50)
     expected = whole(rollout(**settings), prompt_ids)
-    engine, found = rollout(max_rows=5, **settings), []
+    engine, found = rollout(max_num_seqs=5, **settings), []
     for prompt in requests(prompt_ids):
         engine.add([prompt])
         found += engine.poll(0.0)
@@ -98,7 +98,7 @@ def test_greedy_rows_and_sampled_ones_run_beside_each_other() -> None:
 def test_a_stop_sequence_ends_a_request() -> None:
     prompt_ids = prompts(60)
     stops = next((tuple(ids[3:5]),) for ids in generate(rollout(), prompt_ids).ids() if len(ids) > 6)
-    engine = rollout(stop_ids=stops, max_rows=16)
+    engine = rollout(stop_ids=stops, max_num_seqs=16)
     expected = generate(rollout(stop_ids=stops), prompt_ids)
     engine.add(requests(prompt_ids))
     found = {answer.name: answer for answer in finish(engine)}
@@ -111,7 +111,7 @@ def test_a_stop_sequence_ends_a_request() -> None:
 def test_dropped_requests_say_nothing_and_change_nobody() -> None:
     prompt_ids = prompts(40)
     expected = whole(rollout(), prompt_ids)
-    engine = rollout(max_rows=16)
+    engine = rollout(max_num_seqs=16)
     engine.add(requests(prompt_ids))
     found = engine.poll(0.0) + engine.poll(0.0)
     dropped = {f"generate-{row}" for row in (*range(0, 40, 7), 39)} - {answer.name for answer in found}
@@ -133,7 +133,7 @@ def test_all_requests_can_be_dropped_and_others_come() -> None:
 def test_a_batch_is_generated_while_requests_run_and_neither_changes_the_other() -> None:
     prompt_ids, others = prompts(30), prompts(9, seed=1)
     expected, answered = whole(rollout(), prompt_ids), whole(rollout(), others, greedy=True)
-    engine = rollout(max_rows=16)
+    engine = rollout(max_num_seqs=16)
     engine.add(requests(prompt_ids))
     found = engine.poll(0.0)
     # Its rows have the names of those that are running.
@@ -144,9 +144,9 @@ def test_a_batch_is_generated_while_requests_run_and_neither_changes_the_other()
 def test_rows_go_on_with_new_weights_and_every_token_has_its_version() -> None:
     # In float64, where only what is wrong makes a difference.
     models = [qwen2(torch.float64, seed=seed) for seed in range(4)]
-    engine, prompt_ids = rollout(qwen2(torch.float64), max_response_tokens=40, max_rows=20), prompts(50)
+    engine, prompt_ids = rollout(qwen2(torch.float64), max_response_tokens=40, max_num_seqs=20), prompts(50)
     engine.add(requests(prompt_ids))
-    found: list[Answer] = []
+    found: list[Response] = []
     for version, model in enumerate(models):
         if version:
             update(engine, model, version)
@@ -160,7 +160,7 @@ def test_rows_go_on_with_new_weights_and_every_token_has_its_version() -> None:
         check_logprobs(answer, prompt_ids[int(answer.name.removeprefix("generate-"))], models)
 
 
-def check_logprobs(answer: Answer, prompt: list[int], models: list) -> None:
+def check_logprobs(answer: Response, prompt: list[int], models: list) -> None:
     """Each token's is that which the model of its version gives it, after all tokens before it."""
     row = torch.tensor([prompt + answer.token_ids])
     with torch.no_grad():
@@ -185,7 +185,7 @@ def test_a_stop_sequence_that_two_versions_say_ends_a_row() -> None:
 
 
 def test_requests_go_on_in_the_order_in_which_they_came() -> None:
-    engine, prompt_ids = rollout(max_rows=16, max_response_tokens=12, stop_ids=()), prompts(60)
+    engine, prompt_ids = rollout(max_num_seqs=16, max_response_tokens=12, stop_ids=()), prompts(60)
     engine.add(requests(prompt_ids))
     found = engine.poll(0.0)
     for version in range(1, 4):

@@ -64,7 +64,7 @@ class Pair:
                 weight.add_(0.1 * weight.abs().mean() * torch.randn(weight.shape, generator=generator))
         self.version += 1
 
-    def hand_over(self) -> None:
+    def send(self) -> None:
         self.version += 1
         self.group.load_weights(export_weights(self.model), self.version)
 
@@ -152,7 +152,7 @@ def test_a_failed_update_leaves_it_refusing_until_a_whole_one(pair: Pair) -> Non
     assert pair.group.run(vllm_checks.state) == ["broken"]
     (refused,) = pair.group.run(vllm_checks.refusal, "poll")
     assert refused.startswith("the rollout engine is broken and cannot generate; its weights are partly new")
-    pair.hand_over()
+    pair.send()
     assert pair.largest_gap(PROMPTS, pair.says(PROMPTS)) < 1e-4
     names = list(export_weights(pair.model))
     (missing,) = pair.group.run(vllm_checks.misses_a_part, first)
@@ -174,7 +174,7 @@ def test_states_of_old_weights_are_not_used_again(pair: Pair) -> None:
         pair.publish(30 + kept)
         gaps.append(pair.largest_gap(long, pair.says(long)))
     pair.group.run(vllm_checks.keeps_stale_states, False)
-    pair.hand_over()
+    pair.send()
     assert gaps[0] < 1e-4 < 1e-2 < gaps[1]
 
 
@@ -254,7 +254,7 @@ def test_sleep_heals_nothing(pair: Pair) -> None:
     for method in ("sleep", "wake"):
         assert pair.group.run(vllm_checks.refusal, method) == [""]
     assert pair.group.run(vllm_checks.state) == ["broken"]
-    pair.hand_over()
+    pair.send()
     assert pair.largest_gap(PROMPTS, pair.says(PROMPTS)) < 1e-4
 
 
@@ -264,7 +264,7 @@ def test_200_updates_leave_no_memory_behind(pair: Pair) -> None:
     whole = sum(array.nbytes for array in weights.values())
     assert sizes[-1] - sizes[20] < 20 * whole, "180 updates kept more than a ninth of the weights each"
     assert pair.says(PROMPTS)["versions"][0][0] == 199
-    pair.hand_over()
+    pair.send()
 
 
 @pytest.mark.parametrize(
@@ -370,7 +370,7 @@ def test_groups_come_back_whole_with_the_rows_of_a_batch_and_every_token_its_ver
     pair.group.add(batch, 1)
     pair.group.poll(0.0)
     old = pair.version
-    pair.hand_over()
+    pair.send()
     found = [pair.group.poll(0.5) for _ in range(9)]
     versions = torch.cat([piece.get("weight_version")[piece.get("response_mask")] for piece in found])
     assert set(versions.tolist()) == {old, pair.version}

@@ -143,7 +143,7 @@ def check_updates(folder: Path, device: Any, place: str, via: str, dtype: Litera
         answered = rollout.generate(prompts)
         for version in (1, 2):
             actor.update_sft(answered).get()
-            publisher.hand_over(actor, rollout, version)
+            publisher.send(actor, rollout, version)
             (compared,) = rollout.check_weights(actor.weight_samples(version, part=0, parts=1)).get()
             assert compared.count > 20 and not compared.unreached
             before, answered = answered, rollout.generate(prompts)

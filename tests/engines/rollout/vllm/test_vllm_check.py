@@ -49,7 +49,7 @@ class Served:
         optimizer.step()
         optimizer.zero_grad()
 
-    def hand_over(self, **instead: np.ndarray) -> None:
+    def send(self, **instead: np.ndarray) -> None:
         """Gives the weights, but for some that are replaced on the way."""
         self.version += 1
         self.given = export_weights(self.model)
@@ -98,7 +98,7 @@ def test_right_weights_pass_before_and_after_updates(served: Served) -> None:
     for _ in range(3):
         assert served.all_pass() == len(served.model.state_dict())
         served.step()
-        served.hand_over()
+        served.send()
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -108,11 +108,11 @@ def test_right_weights_pass_and_swapped_ones_are_named(ray_session: None, tmp_pa
         for _ in range(2):
             assert other.all_pass() == len(other.model.state_dict())
             other.step(0.01)
-            other.hand_over()
+            other.send()
         attention, suffix = "model.layers.0.self_attn", "|bfloat16" if dtype == "bfloat16" else ""
         first = "q_proj" if architecture == "LLaMA" else "v_proj"
         names = [f"{attention}.{part}.weight{suffix}" for part in (first, "k_proj")]
-        other.hand_over(**dict(zip(names, [other.given[name] for name in reversed(names)], strict=True)))
+        other.send(**dict(zip(names, [other.given[name] for name in reversed(names)], strict=True)))
         sentence = other.fault(0)
         assert all(name.removesuffix(suffix) in sentence for name in names) and " 2 of the " in sentence
 
@@ -129,19 +129,19 @@ def test_right_weights_pass_and_swapped_ones_are_named(ray_session: None, tmp_pa
     ],
 )
 def test_a_weight_that_missed_one_small_step_is_named(served: Served, name: str) -> None:
-    served.hand_over()
+    served.send()
     stale = served.given[name]
     served.step()
-    served.hand_over(**{name: stale})
+    served.send(**{name: stale})
     sentence = served.fault(1)
     assert f"the actor's weights of version {served.version}: 1 of the " in sentence
     assert f" differ, {name} by up to " in sentence and "skipped these weights" in sentence
-    served.hand_over()
+    served.send()
     assert served.fault(1) == ""
 
 
 def test_an_update_that_did_not_come_is_told(served: Served) -> None:
-    served.hand_over()
+    served.send()
     before = deepcopy(served.model.state_dict())
     served.step()
     assert "the update has not arrived" in served.fault()
@@ -156,23 +156,23 @@ def test_a_tied_head_that_kept_the_old_weights_is_named(served: Served, tmp_path
     with serving(tmp_path / "model", Qwen2Config(**SIZES, tie_word_embeddings=True)) as other:
         other.group.run(vllm_checks.forgets_tied)
         other.step()
-        other.hand_over()
+        other.send()
         sentence = other.fault()
         assert ": 1 of the " in sentence and "lm_head.weight by up to " in sentence
 
 
 def test_a_bias_that_is_left_out_is_named(served: Served) -> None:
-    served.hand_over()
+    served.send()
     served.group.run(vllm_checks.forgets_biases)
     sentence = served.fault(0)
     assert ": 3 of the " in sentence and "model.layers.0.self_attn.q_proj.bias" in sentence
     assert served.fault(1) == ""
-    served.hand_over()
+    served.send()
     assert served.fault(0) == ""
 
 
 def test_what_cannot_be_compared_is_counted(served: Served) -> None:
-    served.hand_over()
+    served.send()
     samples = weight_samples(served.model, served.version)
     other = type(samples.samples[-1])("model.rotary.weight", "plain", (), np.zeros(3, np.float32), False)
     ((count, unreached, _),) = served.group.run(

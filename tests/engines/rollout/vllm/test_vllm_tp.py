@@ -117,7 +117,7 @@ def test_a_failed_update_of_two_devices_is_refused_and_then_healed(led: Pair) ->
 
 def test_two_devices_sleep_and_wake_by_parts(led: Pair) -> None:
     check_sleep_in_parts(led)
-    led.hand_over()  # what came by a function of a test's own is not what a replacement is given
+    led.send()  # what came by a function of a test's own is not what a replacement is given
 
 
 @pytest.mark.slow
@@ -129,7 +129,7 @@ def test_updates_leave_no_memory_behind_in_any_process(led: Pair) -> None:
     before = [process.memory_info().rss for process in processes]
     led.group.run(vllm_checks.updates, weights, 40)
     assert max(p.memory_info().rss - b for p, b in zip(processes, before, strict=True)) < 20 * whole
-    led.hand_over()
+    led.send()
 
 
 def test_a_device_whose_process_dies_takes_the_replica_along_and_another_takes_its_place(led: Pair) -> None:
