@@ -23,7 +23,7 @@ from flowrl.controller.worker import Worker
 from flowrl.data.batch.batch import Batch
 from flowrl.run.datasets import read_prompts
 from flowrl.run.interrupt import Interruption
-from flowrl.weight_sync.sync import Publisher
+from flowrl.weight_sync.sync import WeightSync
 from flowrl.weight_sync.transfer import takes_one_by_one, transport_of
 from flowrl.weight_sync.verification import WeightsCheck, gap_causes, gap_limit
 
@@ -91,8 +91,8 @@ def examine(
             )
             found.add("weights travel by", way.replace("_", " "))
             unchecked = rollout_config.model_copy(update={"check_weights": "off"})  # to be timed by itself
-            publisher = Publisher(config.model_copy(update={"rollout": unchecked}), cluster.plan)
-            _compare_weights(publisher, config, actor, rollout, found)
+            weight_sync = WeightSync(config.model_copy(update={"rollout": unchecked}), cluster.plan)
+            _compare_weights(weight_sync, config, actor, rollout, found)
             rows = Batch.from_rows([row | {"sample": 0} for row in prompts.take(max(PROMPTS, 2 * rollout.world_size))])
             _compare_words(config, actor, rollout, rows, found)
     finally:
@@ -133,7 +133,7 @@ def _version(engine: str) -> str:
 
 
 def _compare_weights(
-    publisher: Publisher, config: OnPolicyConfig, actor: WorkerGroup, rollout: WorkerGroup, found: _Findings
+    weight_sync: WeightSync, config: OnPolicyConfig, actor: WorkerGroup, rollout: WorkerGroup, found: _Findings
 ) -> None:
     """All weights, as they are loaded and after each of two updates; the second is what an update takes."""
     counts: list[str] = []
@@ -142,7 +142,7 @@ def _compare_weights(
         if version:
             actor.run(nudge)
             started_s = time.monotonic()
-            publisher.send(actor, rollout, version)
+            weight_sync.send(actor, rollout, version)
             rollout.run(_answers)
             sync_s = time.monotonic() - started_s
         check = WeightsCheck(actor, rollout, version, config.rollout).compare(rollout)

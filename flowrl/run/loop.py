@@ -35,7 +35,7 @@ from flowrl.run.step_log import StepLog
 from flowrl.schedules.rollout_source import PromptQueue, RolloutContext, RolloutSource
 from flowrl.schedules.schedule_check import lanes_of
 from flowrl.schedules.streaming_rollouts import rollout_source_of
-from flowrl.weight_sync.sync import Publisher
+from flowrl.weight_sync.sync import WeightSync
 from flowrl.weight_sync.verification import ComparedWeights, RolloutWatch
 
 
@@ -88,7 +88,7 @@ class Run:
             self.cluster.say = self._progress.say
             self._interruption.take()  # Ray has set handlers of its own
             check_engines(config, self.cluster.plan)
-            self._publisher = Publisher(config, self.cluster.plan)
+            self._weight_sync = WeightSync(config, self.cluster.plan)
             self._open_folder(made)
             self._made = made.pop_all()
         return self
@@ -174,7 +174,7 @@ class Run:
         assert isinstance(config, OnPolicyConfig)
         draws = PromptQueue(prompts, config.samples_per_prompt)
         lanes = lanes_of(config, self.cluster.plan)
-        setting = RolloutContext(config, rollout, draws, self._publisher, self.cluster.calls, self._progress.say, lanes)
+        setting = RolloutContext(config, rollout, draws, self._weight_sync, self.cluster.calls, self._progress.say, lanes)
         self._makers = rollout_source_of(setting)
         self._saver.keep_pending_rollouts(self._makers)
         self._begin(rollout)
@@ -194,11 +194,11 @@ class Run:
         """Brings everything to where the first step of this process begins."""
         self._saver.check(self._resumed)
         if rollout is not None and self._policy is not None:
-            self._publisher.prepare(self._policy, rollout)
+            self._weight_sync.prepare(self._policy, rollout)
         if self._resumed is not None:
             self._saver.restore(self._resumed)
             if rollout is not None and self._policy is not None:
-                self._watch.follow(self._publisher.send(self._policy, rollout, self.version))
+                self._watch.follow(self._weight_sync.send(self._policy, rollout, self.version))
         self.cluster.settle()
         if self._resumed is None:
             self._evaluate_untrained()
@@ -237,14 +237,14 @@ class Run:
         """From here on there is something to keep, so that the first Ctrl-C waits for the next good place to end."""
         self._interruption.hold(doing, f"{where} of {self.config.steps}; results: {self.folder.path}")
 
-    def publish(self, actor: WorkerGroup, rollout: WorkerGroup) -> None:
+    def sync_weights(self, actor: WorkerGroup, rollout: WorkerGroup) -> None:
         """Gives the actor's weights to the rollout as the next version. Does not wait.
 
         In the same processes the rollout samples from the actor's own weights, and only their number changes.
         """
         self.version += 1
-        publish = self._publisher.send if self._makers is None else self._makers.publish
-        self._log.add(self._watch.follow(publish(actor, rollout, self.version)))
+        sync = self._weight_sync.send if self._makers is None else self._makers.sync_weights
+        self._log.add(self._watch.follow(sync(actor, rollout, self.version)))
 
     # Checkpoints.
 

@@ -16,7 +16,7 @@ from flowrl.data.events import CallEvent, Counted
 from flowrl.data.metric import Logged
 from flowrl.data.prompts import PromptStream
 from flowrl.schedules.schedule_metrics import staleness, waited_for_weights
-from flowrl.weight_sync.sync import Publisher
+from flowrl.weight_sync.sync import WeightSync
 from flowrl.weight_sync.verification import ComparedWeights
 
 
@@ -35,7 +35,7 @@ class RolloutSource(Buffer, Protocol):
         """The prompts of a step and their responses, for a trainer whose weights have this version."""
         ...
 
-    def publish(self, actor: WorkerGroup, rollout: WorkerGroup, version: int) -> ComparedWeights | None:
+    def sync_weights(self, actor: WorkerGroup, rollout: WorkerGroup, version: int) -> ComparedWeights | None:
         """Gives the actor's present weights to the makers. Does not wait. What is compared at once, if anything is."""
         ...
 
@@ -81,7 +81,7 @@ class RolloutContext:
     config: OnPolicyConfig
     rollout: WorkerGroup
     prompts: "PromptQueue"
-    publisher: Publisher
+    weight_sync: WeightSync
     calls: Calls
     say: Callable[[str], None]
     """Tells the user what happened and did not end the run."""
@@ -168,8 +168,8 @@ class BatchRollouts:
             self._logged = (staleness(batch, version, self._ahead),)
         return batch
 
-    def publish(self, actor: WorkerGroup, rollout: WorkerGroup, version: int) -> ComparedWeights | None:
-        return self._setting.publisher.send(actor, rollout, version)
+    def sync_weights(self, actor: WorkerGroup, rollout: WorkerGroup, version: int) -> ComparedWeights | None:
+        return self._setting.weight_sync.send(actor, rollout, version)
 
     def catch_up(self) -> None:
         """Calls come in the order of submission: the weights are before whatever comes now."""

@@ -121,7 +121,7 @@ class StreamingRollouts:
             self._kept = None
         self._policy = policy
         if policy is not None:
-            setting.publisher.open(policy, setting.rollout)
+            setting.weight_sync.open(policy, setting.rollout)
         for maker in self._makers:
             maker.clear()
         self._leave = setting.calls.attend(self._attend)
@@ -263,7 +263,7 @@ class StreamingRollouts:
             return
         assert newest.number == version, "makers are told of versions that are there"
         setting, policy = self._setting, self._policy
-        if policy is None or not setting.publisher.goes_to_all(policy, setting.rollout):
+        if policy is None or not setting.weight_sync.goes_to_all(policy, setting.rollout):
             maker.taking = version, self._deliver(newest, maker.replica)
             return
         others = [each.taking for each in self._makers if each.taking is not None and each.taking[0] == version]
@@ -275,10 +275,10 @@ class StreamingRollouts:
             self._compared.append(compared)
         return loads
 
-    def publish(self, actor: WorkerGroup, rollout: WorkerGroup, version: int) -> ComparedWeights | None:
+    def sync_weights(self, actor: WorkerGroup, rollout: WorkerGroup, version: int) -> ComparedWeights | None:
         assert rollout is self._setting.rollout, "a schedule gives weights to the rollout whose responses it gives"
         self._policy = actor
-        self._exports.append(self._setting.publisher.export(actor, self._setting.rollout, version))
+        self._exports.append(self._setting.weight_sync.export(actor, self._setting.rollout, version))
         self._published = version
         return None
 
@@ -330,8 +330,8 @@ class StreamingRollouts:
         if version != expected:
             raise UserError(
                 f"schedule async bounds how many updates a response may be behind, and step {step} begins with "
-                f"{version - self._first_version} of them, not {expected - self._first_version}: call run.publish once "
-                f"at the end of every step"
+                f"{version - self._first_version} of them, not {expected - self._first_version}: call run.sync_weights "
+                f"once at the end of every step"
             )
 
     def _forget_dropped(self) -> None:

@@ -36,7 +36,7 @@ class WeightSnapshot:
         return self._way.deliver(self._parts, rollout, self.number), self._check.compare(rollout)
 
 
-class Publisher:
+class WeightSync:
     """Hands a policy's weights to a rollout, in parts of bounded size, without waiting for anything.
 
     Parts go from process to process; the driver only says which. Calls of one process come in the order in which they

@@ -48,7 +48,7 @@ def train(config: GRPOConfig) -> dict[str, Any]:
                 run.log(actor.update(minibatch))
 
             # 4. The next responses come from the new weights.
-            run.publish(actor, rollout)
+            run.sync_weights(actor, rollout)
         return run.finish(actor)
 
 

@@ -52,7 +52,7 @@ def train(config: PPOConfig) -> dict[str, Any]:
                 run.log(critic.update(minibatch), actor.update(minibatch))
 
             # 4. The next responses come from the new weights.
-            run.publish(actor, rollout)
+            run.sync_weights(actor, rollout)
         return run.finish(actor)
 
 

@@ -242,7 +242,7 @@ def trained_prompts(config: GRPOConfig) -> dict[int, list[int]]:
         for step, batch in run.rollouts(rollout, prompts):
             found[step] = batch["prompt_id"].get("prompt_id").tolist()[:: config.samples_per_prompt]
             batch["old_logprobs"] = actor.logprobs(batch)
-            run.publish(actor, rollout)
+            run.sync_weights(actor, rollout)
         run.finish(actor)
     return found
 
@@ -275,7 +275,7 @@ def written(config: GRPOConfig, folder: Path) -> tuple[dict[int, set[int]], dict
                 config.minibatch_size, epochs=config.ppo_epochs, seed=(config.seed, step)
             ):
                 actor.update(minibatch)
-            run.publish(actor, rollout)
+            run.sync_weights(actor, rollout)
         run.finish(actor)
     return ranks_of(made), ranks_of(trained)
 
@@ -309,7 +309,7 @@ def test_a_killed_maker_loses_no_prompt(grpo_config: GrpoConfigs, ray_session: N
             batch["old_logprobs"] = actor.logprobs(batch)
             if step == 3:
                 os.kill(victim, signal.SIGKILL)
-            run.publish(actor, rollout)
+            run.sync_weights(actor, rollout)
         assert run.finish(actor)["makers_lost"] >= 1
         assert rollout.run(process_id)[1] == other
     assert sorted(trained) == list(range(8 * 16))

@@ -120,7 +120,7 @@ def train_and_kill(config: GRPOConfig, at_steps: tuple[int, ...]) -> list[int]:
             ):
                 run.log(actor.update(minibatch))
             (victim,) = rollout.run(process_id)
-            run.publish(actor, rollout)
+            run.sync_weights(actor, rollout)
             if step in at_steps:
                 os.kill(victim, signal.SIGKILL)
                 killed.append(victim)

@@ -51,5 +51,5 @@ def train(config: SleepingConfig, costs: Costs, row_s: float) -> tuple[dict[str,
             trained.append(batch["prompt_id"].get("prompt_id").tolist())
             for minibatch in batch.minibatches(config.minibatch_size):
                 run.log(actor.update(minibatch))
-            run.publish(actor, rollout)
+            run.sync_weights(actor, rollout)
         return run.finish(actor), trained

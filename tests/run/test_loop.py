@@ -123,7 +123,7 @@ def train(config: EchoConfig, fails_at: int = -1) -> dict[str, Any]:
         for _, batch in run.rollouts(actor, prompts):
             for minibatch in batch.minibatches(config.minibatch_size):
                 run.log(actor.update(minibatch))
-            run.publish(actor, actor)
+            run.sync_weights(actor, actor)
         return run.finish(actor)
 
 
@@ -183,7 +183,7 @@ def test_a_loop_that_is_left_early_ends_the_run_with_every_line(config: Callable
         run.evaluate_with(actor, actor, prompts)
         for step, batch in run.rollouts(actor, prompts):
             run.log(actor.update(batch))
-            run.publish(actor, actor)
+            run.sync_weights(actor, actor)
             if step == 2:
                 break
         run.finish(actor)
@@ -242,7 +242,7 @@ def train_until_asked(config: EchoConfig, number: signal.Signals, at_step: int) 
             if step == at_step:
                 signal.raise_signal(number)
             run.log(actor.update(batch))
-            run.publish(actor, actor)
+            run.sync_weights(actor, actor)
         run.finish(actor)
 
 

@@ -68,7 +68,7 @@ def test_a_killed_maker_is_replaced_and_its_prompts_are_given_to_others(
             if step == 3:
                 os.kill(first, signal.SIGKILL)
             run.log(actor.update(batch))
-            run.publish(actor, rollout)
+            run.sync_weights(actor, rollout)
         summary = run.finish(actor)
         assert rollout.run(process_id)[1] == other
     assert trained == in_order(config)
@@ -96,7 +96,7 @@ def test_a_killed_trainer_costs_no_maker_and_every_prompt_is_trained_in_its_step
                 if step == 5 and len(makers) == 1:
                     os.kill(victim, signal.SIGKILL)
                 run.log(actor.update(batch))
-                run.publish(actor, rollout)
+                run.sync_weights(actor, rollout)
             run.finish(actor)
 
     with_restarts(attempt, made)

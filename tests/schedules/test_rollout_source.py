@@ -45,7 +45,7 @@ class Rollout:
 
 
 @dataclass
-class Publisher:
+class WeightSync:
     rollout: Rollout
 
     def send(self, actor: Any, rollout: Any, version: int) -> None:
@@ -54,10 +54,10 @@ class Publisher:
 
 def rollout_source_of(config: OnPolicyConfig, version: int = 0) -> tuple[BatchRollouts, Any]:
     rollout: Any = Rollout(version)
-    publisher: Any = Publisher(rollout)
+    weight_sync: Any = WeightSync(rollout)
     calls: Any = None
     numbers: Any = Numbers()
-    setting = RolloutContext(config, rollout, PromptQueue(numbers, SAMPLES), publisher, calls, print)
+    setting = RolloutContext(config, rollout, PromptQueue(numbers, SAMPLES), weight_sync, calls, print)
     return BatchRollouts(setting, ahead=config.schedule.staleness), rollout
 
 
@@ -67,7 +67,7 @@ def trained(makers: BatchRollouts, rollout: Any, steps: range) -> list[Batch]:
     found = []
     for step in steps:
         found.append(makers.batch(step, step - 1))
-        makers.publish(rollout, rollout, step)
+        makers.sync_weights(rollout, rollout, step)
     return found
 
 

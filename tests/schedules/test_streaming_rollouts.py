@@ -18,7 +18,7 @@ from flowrl.schedules.rollout_source import BatchRollouts, PromptQueue, RolloutC
 from flowrl.schedules.streaming_rollouts import SAID_REFUSED, StreamingRollouts, rollout_source_of
 from flowrl.weight_sync.verification import ComparedWeights
 from tests.report.call_events import timed
-from tests.schedules.virtual_replicas import Calls, Clock, Maker, Numbers, Publisher, Rollout, moments
+from tests.schedules.virtual_replicas import Calls, Clock, Maker, Numbers, Rollout, WeightSync, moments
 
 SAMPLES = 2
 
@@ -60,14 +60,14 @@ class World:
         slots = config.rollout.max_num_seqs // SAMPLES
         takes = [lambda prompt, times=times: times * seconds(prompt) for times in [*slower, *[1.0] * makers][:makers]]
         self.rollout: Any = Rollout([Maker(rank, self.clock, takes[rank], slots, refuses) for rank in range(makers)])
-        self.publisher: Any = Publisher(self.clock)
+        self.weight_sync: Any = WeightSync(self.clock)
         self.calls: Any = Calls(self.clock)
         self.numbers: Any = Numbers()
         self.said: list[str] = []
         draws = PromptQueue(self.numbers, SAMPLES)
         now_ns = lambda: round(self.clock.now * 1e9)  # noqa: E731 (it is what the others are)
         setting = RolloutContext(
-            config, self.rollout, draws, self.publisher, self.calls, self.said.append, now_ns=now_ns
+            config, self.rollout, draws, self.weight_sync, self.calls, self.said.append, now_ns=now_ns
         )
         self.makers = StreamingRollouts(setting)
         self.trained: Counter[int] = Counter()
@@ -102,9 +102,9 @@ class World:
             batch = self.makers.batch(step, version)
             self._check(batch, version)
             ends.append(self.clock.at(max(self.clock.now, ends[-1]) + self.train_s))
-            self.publisher.trained_at = ends[-1]
+            self.weight_sync.trained_at = ends[-1]
             version += 1
-            self.makers.publish(self.rollout, self.rollout, version)
+            self.makers.sync_weights(self.rollout, self.rollout, version)
             self.at_end()
             if evaluate_every and step % evaluate_every == 0:
                 self.makers.catch_up()
@@ -139,7 +139,7 @@ def test_a_comparison_of_weights_that_is_late_holds_up_nobody() -> None:
             if isinstance(each, ComparedWeights):
                 found.append(each.get()["weights_compared"])
 
-    world.publisher.compared_s = 1.2  # a step is 0.5
+    world.weight_sync.compared_s = 1.2  # a step is 0.5
     world.at_end = read
     world.run()
     assert world.trained == Counter(range(24)) and found == [1.0] * len(found)
@@ -270,7 +270,7 @@ def test_a_recipe_that_publishes_nothing_is_told() -> None:
     world = World(config_of(max_staleness=1))
     world.makers.begin(None, 0, 0)
     world.makers.batch(1, 0)
-    with pytest.raises(UserError, match=r"step 2 begins with 0 of them, not 1: call run\.publish once at the end"):
+    with pytest.raises(UserError, match=r"step 2 begins with 0 of them, not 1: call run\.sync_weights once at the end"):
         world.makers.batch(2, 0)
 
 
@@ -311,7 +311,7 @@ def test_makers_that_always_have_work_wait_for_no_weights() -> None:
 
 def test_what_a_trainer_loses_costs_no_maker() -> None:
     world = World(config_of(max_staleness=1))
-    world.publisher.lost = ProcessLost("actor", 0, 0, "weights", "it was killed")
+    world.weight_sync.lost = ProcessLost("actor", 0, 0, "weights", "it was killed")
     with pytest.raises(ProcessLost, match=r"actor\.weights failed on rank 0"):
         world.run()
     assert world.makers.summary()["makers_lost"] == 0 and world.said == []
@@ -348,7 +348,7 @@ def test_without_staleness_every_schedule_is_sync() -> None:
     for schedule in kinds.values():
         config = world.config.model_validate(world.config.model_dump() | {"schedule": schedule})
         found = rollout_source_of(
-            RolloutContext(config, setting.rollout, setting.prompts, setting.publisher, setting.calls, print)
+            RolloutContext(config, setting.rollout, setting.prompts, setting.weight_sync, setting.calls, print)
         )
         assert isinstance(found, BatchRollouts)
 

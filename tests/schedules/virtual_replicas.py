@@ -278,7 +278,7 @@ def _future(late: Late) -> Future:
 
 
 @dataclass(eq=False)
-class Publisher:
+class WeightSync:
     clock: Clock
     trained_at: float = 0.0
     """When the trainer has done all that it was asked for."""

@@ -9,7 +9,7 @@ import pytest
 from flowrl.config import ActorConfig, Placement, RolloutConfig, RunConfig, ScheduleConfig
 from flowrl.controller.placement.plan import Inventory, Mesh, PlacementError, plan
 from flowrl.controller.register import registered_methods
-from flowrl.weight_sync.sync import Publisher
+from flowrl.weight_sync.sync import WeightSync
 from flowrl.workers import Actor, Rollout
 from tests.conftest import ClusterMaker
 from tests.weight_sync.syncing_workers import Receiving, Sending, read
@@ -27,7 +27,7 @@ class SplitRun(RunConfig):
 
 
 class Two:
-    """An actor of two ranks and a rollout, on the CPU, with a publisher that takes the devices to be of a kind."""
+    """An actor of two ranks and a rollout, on the CPU, with a WeightSync that takes the devices to be of a kind."""
 
     def __init__(
         self,
@@ -66,12 +66,12 @@ class Two:
                 },
             }
         )
-        self.publisher = Publisher(config, plan(placement, Inventory((8,), kind), apart=apart))
+        self.weight_sync = WeightSync(config, plan(placement, Inventory((8,), kind), apart=apart))
 
     def send(self, version: int) -> list[list[Any]]:
         """What this made the two write: role, rank, method, arguments."""
         before = len(read(self.diary))
-        self.publisher.send(self.actor, self.rollout, version)
+        self.weight_sync.send(self.actor, self.rollout, version)
         self.cluster.settle()
         return read(self.diary)[before:]
 
@@ -190,9 +190,9 @@ def test_in_two_halves_a_version_leaves_and_is_given_to_who_takes_it_later(
     open_cluster: ClusterMaker, tmp_path: Path
 ) -> None:
     two = Two(open_cluster, tmp_path, kind="cpu")
-    two.publisher.open(two.actor, two.rollout)
-    version = two.publisher.export(two.actor, two.rollout, 7)
-    assert version.ready() and not two.publisher.goes_to_all(two.actor, two.rollout)
+    two.weight_sync.open(two.actor, two.rollout)
+    version = two.weight_sync.export(two.actor, two.rollout, 7)
+    assert version.ready() and not two.weight_sync.goes_to_all(two.actor, two.rollout)
     assert calls(read(two.diary)) == [("actor", "num_chunks"), *[("actor", "weights")] * 3]
     before = len(read(two.diary))
     loads, compared = version.deliver(two.rollout)
@@ -204,11 +204,11 @@ def test_through_a_link_the_actor_sends_when_it_comes_to_it_and_all_receive_toge
     open_cluster: ClusterMaker, tmp_path: Path
 ) -> None:
     two = Two(open_cluster, tmp_path)
-    two.publisher.open(two.actor, two.rollout)
+    two.weight_sync.open(two.actor, two.rollout)
     before = len(read(two.diary))
-    version = two.publisher.export(two.actor, two.rollout, 7)
+    version = two.weight_sync.export(two.actor, two.rollout, 7)
     assert calls(read(two.diary)[before:]) == [("actor", "num_chunks"), *[("actor", "send_weights")] * 3]
-    assert version.ready() and two.publisher.goes_to_all(two.actor, two.rollout)
+    assert version.ready() and two.weight_sync.goes_to_all(two.actor, two.rollout)
     before = len(read(two.diary))
     version.deliver(two.rollout)
     assert calls(read(two.diary)[before:]) == [("rollout", "load_sent")] * 3
@@ -220,24 +220,24 @@ def test_replicas_that_finish_first_take_weights_one_by_one(
 ) -> None:
     two = Two(open_cluster, tmp_path, via=via, schedule={"kind": "async", "interrupt": False})
     if via == "auto":
-        assert not two.publisher.goes_to_all(two.actor, two.rollout)
+        assert not two.weight_sync.goes_to_all(two.actor, two.rollout)
         return
     with pytest.raises(
         PlacementError, match=r"transfer\.via is nccl, .*interrupt is false.*set schedule\.interrupt: true"
     ):
-        two.publisher.open(two.actor, two.rollout)
+        two.weight_sync.open(two.actor, two.rollout)
 
 
 def test_what_a_version_needs_to_know_is_asked_before_it(open_cluster: ClusterMaker, tmp_path: Path) -> None:
     two = Two(open_cluster, tmp_path, kind="cpu")
-    two.publisher.prepare(two.actor, two.rollout)
+    two.weight_sync.prepare(two.actor, two.rollout)
     assert calls(read(two.diary)) == [("actor", "num_chunks")]
     assert ("actor", "num_chunks") not in calls(two.send(1))
 
 
 def test_in_the_same_processes_weights_only_change_their_number(open_cluster: ClusterMaker, tmp_path: Path) -> None:
     two = Two(open_cluster, tmp_path, "main", apart=())
-    two.publisher.prepare(two.actor, two.rollout)
+    two.weight_sync.prepare(two.actor, two.rollout)
     lines = two.send(7)
     assert lines == [["rollout", rank, "set_version", {"version": 7}] for rank in range(2)]
     assert read(two.diary) == lines
@@ -255,7 +255,7 @@ def test_memory_of_an_actor_that_leaves_its_devices_cannot_be_asked_for(
 ) -> None:
     two = Two(open_cluster, tmp_path, "main", leaves=True, via="cuda_ipc")
     with pytest.raises(PlacementError, match=r"rollout\.transfer\.via is cuda_ipc, but .*offload: idle.*via: auto"):
-        two.publisher.prepare(two.actor, two.rollout)
+        two.weight_sync.prepare(two.actor, two.rollout)
 
 
 def test_memory_of_an_actor_that_stays_can_be_asked_for(open_cluster: ClusterMaker, tmp_path: Path) -> None:

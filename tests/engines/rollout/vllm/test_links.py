@@ -11,7 +11,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from flowrl import Batch, Cluster, Placement, WorkerGroup
 from flowrl.config import ActorConfig, ModelConfig, RolloutConfig, RunConfig
-from flowrl.weight_sync.sync import Publisher
+from flowrl.weight_sync.sync import WeightSync
 from flowrl.workers import Actor, Rollout
 from tests.engines import tiny, vllm_link_checks
 from tests.engines.rollout.vllm.test_engine import PROMPTS, SIZES
@@ -139,11 +139,11 @@ def check_updates(folder: Path, device: Any, place: str, via: str, dtype: Litera
     with Cluster(placement, apart=("rollout",), num_threads=1) as cluster:
         actor = cluster.group("actor", Actor, config.actor)
         rollout = cluster.group("rollout", Rollout, config.rollout, model, seed=0)
-        publisher, prompts, gaps = Publisher(config, cluster.plan), Batch.from_rows(rows), []
+        weight_sync, prompts, gaps = WeightSync(config, cluster.plan), Batch.from_rows(rows), []
         answered = rollout.generate(prompts)
         for version in (1, 2):
             actor.update_sft(answered).get()
-            publisher.send(actor, rollout, version)
+            weight_sync.send(actor, rollout, version)
             (compared,) = rollout.check_weights(actor.weight_samples(version, part=0, parts=1)).get()
             assert compared.count > 20 and not compared.unreached
             before, answered = answered, rollout.generate(prompts)
