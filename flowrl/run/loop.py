@@ -174,7 +174,9 @@ class Run:
         assert isinstance(config, OnPolicyConfig)
         draws = PromptQueue(prompts, config.samples_per_prompt)
         lanes = lanes_of(config, self.cluster.plan)
-        setting = RolloutContext(config, rollout, draws, self._weight_sync, self.cluster.calls, self._progress.say, lanes)
+        setting = RolloutContext(
+            config, rollout, draws, self._weight_sync, self.cluster.calls, self._progress.say, lanes
+        )
         self._makers = rollout_source_of(setting)
         self._saver.keep_pending_rollouts(self._makers)
         self._begin(rollout)
