@@ -1,31 +1,53 @@
-"""The adapter between batch columns and the pure functions of flowrl/algorithms: it runs beside the data."""
+"""Computes advantages, loss columns and batch metrics on the task worker, by the functions of flowrl/algorithms.
 
-from collections.abc import Iterable
+Shape suffixes: B rows, T the longest row.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass, replace
+from typing import Any
 
 import torch
 from tensordict import TensorDict
 
 from flowrl.algorithms import (
+    FixedKlControl,
+    KlControl,
+    RatioLevel,
+    RewardMoments,
     explained_variance,
     kl_estimate,
     kl_shaped_rewards,
     last_masked,
     masked_mean,
+    mismatch_metrics,
+    normalized_weights,
+    select_clip_cov,
+    select_kl_cov,
+    token_covariances,
+    update_moments,
+    weight_sums,
     whiten,
 )
-from flowrl.algorithms.registry import advantage_estimators, kl_kinds
-from flowrl.config import AdvantageConfig, UserError
+from flowrl.algorithms.losses.surrogates import bounded_ratio
+from flowrl.algorithms.registry import (
+    advantage_estimators,
+    kl_controls,
+    kl_kinds,
+    policy_losses,
+    reward_shaping,
+    rollout_corrections,
+)
+from flowrl.config import ActorConfig, AdvantageConfig, CorrectionConfig, KlControlConfig, ShapingConfig, UserError
 from flowrl.controller.future import Future
 from flowrl.data.batch.batch import Batch
 from flowrl.data.batch.block import LocalRef
 from flowrl.data.batch.tensordicts import lengths, make_tensordict, pad_tokens, unpad_tokens
 from flowrl.data.metric import Max, Mean, Metric, Sum
-from flowrl.data.returned_values import described
-from flowrl.run.loss_columns import correct_rollouts, correction_metrics
-from flowrl.run.reward_shaping import shaped_rewards, shaping_columns
-from flowrl.run.step_state import AlgorithmState, State, carries, first_state
+from flowrl.data.returned_values import described, weights_or_mask
 
-INPUT_COLUMNS = {
+ESTIMATOR_COLUMNS = {
     "mask": "response_mask",
     "scores": "scores",
     "rewards": "scores",
@@ -37,160 +59,22 @@ INPUT_COLUMNS = {
     "sum_squared_probs": "sum_squared_probs",
     "importance_weights": "loss_weights",
 }
-"""Input of an estimator -> the column that it is, or is made of."""
+"""Estimator input -> the column that contains it, or from which it is computed."""
 
-COLUMN_MAKERS = {
-    "greedy_scores": "the score of an answer to the row's prompt that was decoded without sampling",
-    "sum_squared_probs": "per token the sum over the vocabulary of the actor's squared probabilities",
+SHAPING_COLUMNS = {"rewards": "scores", "scores": "scores", "lengths": "response_mask", "groups": "group"}
+"""Shaping input -> the column from which it is computed."""
+
+RECIPE_COLUMNS = {
+    "greedy_scores": "the score of a greedy response to the row's prompt",
+    "sum_squared_probs": "per token, the sum over the vocabulary of the actor's squared probabilities",
 }
-"""Columns that a recipe must compute for an estimator which no shipped recipe drives."""
+"""Columns that no shipped recipe computes, with their definitions."""
 
-
-def estimate_advantages(batch: Batch, config: AdvantageConfig, state: State | None = None) -> Batch:
-    """The batch with `token_rewards` and `advantages`, and from an estimator with a critic `returns`. Does not wait.
-
-    Reads `response_mask` and what the estimator takes as its inputs (`INPUT_COLUMNS`); for a KL penalty `old_logprobs`
-    and `ref_logprobs`. With a correction it reads `rollout_logprobs` too, and adds `loss_weights` and `loss_mask`. With
-    shaping it adds `shaped_scores`, and takes them where it would take `scores`.
-
-    Args:
-        state: of flowrl/run/step_state.py, for algorithms that carry something from step to step.
-
-    Raises: UserError for a column that is read and that the batch has not, and for an algorithm that needs a state.
-    """
-    if state is None:
-        if carries(config):
-            raise UserError(
-                "algorithm has settings that depend on the steps before, but this recipe keeps no state: pass "
-                "Carried.now (flowrl/run/step_state.py) to estimate_advantages, or remove them"
-            )
-        state = first_state(config)
-    if config.shaping:
-        reads = shaping_columns(config.shaping)
-        _check_columns(batch, reads, "algorithm.shaping")
-        batch = batch.apply(shape_scores, reads, ("shaped_scores",), config=config, state=state)
-    if config.applied_correction is not None:
-        batch = correct_rollouts(batch, config.applied_correction)
-    inputs = advantage_estimators.inputs(advantage_estimators.load(config.estimator))
-    reads = dict.fromkeys(INPUT_COLUMNS[name] for name in inputs if name != "importance_weights")
-    if config.reward_columns is not None:
-        reads = dict.fromkeys((*(name for name in reads if name != "scores"), *config.reward_columns))
-    else:
-        reads |= {"scores": None}
-    reads = dict.fromkeys(_score_column(config) if name == "scores" else name for name in reads)
-    if config.kl_coef:
-        reads |= {"old_logprobs": None, "ref_logprobs": None}
-    if "importance_weights" in inputs and "loss_weights" in batch:
-        reads |= {"loss_weights": None}
-    _check_columns(batch, reads, f"algorithm.estimator {config.estimator}")
-    writes = ("token_rewards", "advantages", *(("returns",) if "values" in inputs else ()))
-    return batch.apply(advantage_columns, list(reads), writes, config=config, state=state)
-
-
-def _check_columns(batch: Batch, reads: Iterable[str], who: str) -> None:
-    for name in reads:
-        if name not in batch:
-            meaning = f", {COLUMN_MAKERS[name]}" if name in COLUMN_MAKERS else ""
-            raise UserError(
-                f"{who} reads the column {name}{meaning}; the batch has none: "
-                f"store it in the recipe before the advantages, or choose another setting"
-            )
-
-
-def shape_scores(table: TensorDict, config: AdvantageConfig, state: AlgorithmState) -> TensorDict:
-    """The scores after every shaping, in the order of the config."""
-    return make_tensordict({"shaped_scores": shaped_rewards(table, config.shaping, state.moments)[0]})
-
-
-def _score_column(config: AdvantageConfig) -> str:
-    return "shaped_scores" if config.shaping else "scores"
-
-
-def advantage_columns(table: TensorDict, config: AdvantageConfig, state: AlgorithmState) -> TensorDict:
-    """Token rewards, advantages (whitened over the whole batch where configured), and returns for a critic."""
-    lengths_B = lengths(table)
-    padded = {name: pad_tokens(column_T, lengths_B) for name, column_T in table["tokens"].items()}
-    mask_BT = padded["response_mask"]
-    scores = _scores(table, config)
-    rewards_BT = _token_rewards(_one_score(scores, config), padded, mask_BT, config, state.kl_control.coef)
-    if config.kl_coef:
-        scores = rewards_BT.sum(-1)
-    rows = {name: column for name, column in table["rows"].items() if isinstance(column, torch.Tensor)}
-    found = {name: (padded | rows).get(column) for name, column in INPUT_COLUMNS.items()}
-    found |= {"mask": mask_BT, "scores": scores, "rewards": rewards_BT}
-    estimator = advantage_estimators.load(config.estimator)
-    inputs = {name: found[name] for name in advantage_estimators.inputs(estimator) if found[name] is not None}
-    result = estimator(**inputs, **_options(config))
-    columns = {"token_rewards": rewards_BT} | _advantages_and_returns(result, "values" in inputs, mask_BT, config)
-    return make_tensordict(tokens={n: unpad_tokens(c, lengths_B) for n, c in columns.items()}, lengths=lengths_B)
-
-
-def _options(config: AdvantageConfig) -> dict[str, object]:
-    """The keyword arguments of the estimator's function."""
-    settings = config.settings()
-    if "options" in settings:
-        return dict(settings["options"])
-    if "reward_weights" in settings:
-        return {"weights": settings["reward_weights"]}
-    return {name: value for name, value in settings.items() if not name.startswith(("whiten", "kl_"))}
-
-
-def _scores(table: TensorDict, config: AdvantageConfig) -> torch.Tensor:
-    """[B], or for several rewards [B, K]."""
-    if config.reward_columns is None:
-        return table["rows", _score_column(config)]
-    names = [_score_column(config) if name == "scores" else name for name in config.reward_columns]
-    return torch.stack([table["rows", name].float() for name in names], dim=-1)
-
-
-def _one_score(scores: torch.Tensor, config: AdvantageConfig) -> torch.Tensor:
-    """[B]: several rewards by their weights."""
-    if config.reward_columns is None:
-        return scores
-    weights_K = torch.tensor(config.reward_weights or [1.0] * scores.shape[1])
-    return scores @ weights_K.to(scores)
-
-
-def _token_rewards(
-    scores_B: torch.Tensor,
-    padded: dict[str, torch.Tensor],
-    mask_BT: torch.Tensor,
-    config: AdvantageConfig,
-    kl_coef: float,
-) -> torch.Tensor:
-    """The score on the last token, and where there is a penalty the KL off every one."""
-    if not config.kl_coef:
-        return torch.where(last_masked(mask_BT), scores_B[:, None], 0)
-    assert config.kl_kind is not None
-    return kl_shaped_rewards(
-        scores_B,
-        padded["old_logprobs"],
-        padded["ref_logprobs"],
-        mask_BT,
-        coef=kl_coef,
-        kind=kl_kinds.load(config.kl_kind),
-    )
-
-
-def _advantages_and_returns(
-    result: object, has_critic: bool, mask_BT: torch.Tensor, config: AdvantageConfig
-) -> dict[str, torch.Tensor]:
-    """The result of an estimator by name, checked: it may be a user's own."""
-    columns = list(result) if has_critic and isinstance(result, tuple) else [result]
-    names = ("advantages", "returns") if has_critic else ("advantages",)
-    fits = len(columns) == len(names)
-    if not fits or not all(isinstance(c, torch.Tensor) and c.shape == mask_BT.shape for c in columns):
-        raise UserError(
-            f"algorithm.estimator {config.estimator} returned {described(result)}, it must return "
-            f"{' and '.join(names)}, {'each ' if has_critic else ''}of shape {list(mask_BT.shape)}"
-        )
-    found = {name: column for name, column in zip(names, columns, strict=True) if isinstance(column, torch.Tensor)}
-    if config.whiten:
-        found["advantages"] = whiten(found["advantages"], mask_BT)
-    return found
-
-
-MEASURED = (
+METRIC_COLUMNS = (
+    "scores",
+    "response_mask",
+    "truncated",
+    "rollout_logprobs",
     "old_logprobs",
     "ref_logprobs",
     "values",
@@ -200,45 +84,401 @@ MEASURED = (
     "behavior_logprobs",
     "shaped_scores",
 )
-"""Columns that have metrics where a batch has them."""
+"""Columns from which `batch_metrics` computes metrics, if the batch has them."""
+
+Moments = tuple[RewardMoments, ...]
+"""Reward moments, one entry per entry of `algorithm.shaping`."""
 
 
-def batch_metrics(batch: Batch, state: State | None = None) -> Future | LocalRef:
-    """What a step's batch was like: reward, response length, KL to the reference, fit of the critic. Does not wait.
+@dataclass(frozen=True)
+class ShapedScores:
+    """The result of reward shaping on one batch."""
 
-    With the state that its advantages were made with it tells the coefficient of the KL penalty too.
+    scores_B: torch.Tensor
+    moments: Moments
+    """Moments of all rewards so far, including this batch."""
+
+
+class Advantages:
+    """Computes the columns that an actor or critic update needs beyond log-probabilities and values.
+
+    Owns the state that steps share: the coefficient of the KL penalty and the moments of the rewards. The state stays
+    on the task worker as futures, so the driver never waits. Pass the object to `run.add_checkpointable`.
     """
-    reads = ["scores", "response_mask", "truncated", "rollout_logprobs"]
-    reads += [name for name in MEASURED if name in batch]
-    return batch.reduce(measure, reads, state=state)
+
+    def __init__(self, config: AdvantageConfig, actor: ActorConfig, *, seed: int) -> None:
+        """Raises UserError if `algorithm.kl_control` names a class without the interface of `KlControl`."""
+        self._config, self._actor, self._seed = config, actor, seed
+        self._kl_control: KlControl | Future | LocalRef = _new_kl_control(config)
+        self._shaped: ShapedScores | Future | LocalRef = ShapedScores(
+            torch.empty(0), (RewardMoments(),) * len(config.shaping)
+        )
+
+    def compute(self, batch: Batch, step: int) -> tuple[Batch, Future | LocalRef]:
+        """Returns the batch with the new columns, and a future of the metrics for `run.log`. Does not wait.
+
+        New columns: `token_rewards` and `advantages`; with a critic `returns`; with `algorithm.shaping`
+        `shaped_scores`; with `algorithm.correction` `loss_weights` and `loss_mask`; for the losses that need them
+        `behavior_logprobs` or `selected`.
+
+        Args:
+            batch: has `scores`, `response_mask`, and the columns that the estimator, the loss and the KL penalty read.
+            step: seeds the random selection of `clip_cov`.
+        Raises:
+            UserError: the batch lacks a column.
+        """
+        config, actor, kl_control, shaped = self._config, self._actor, self._kl_control, None
+        if config.shaping:
+            reads = _select(batch, _shaping_columns(config.shaping), "algorithm.shaping")
+            shaped = batch.reduce(shape_scores, reads, shaping=config.shaping, previous=self._shaped)
+            self._shaped = shaped
+        if _is_adaptive(config):
+            reads = _select(batch, ["old_logprobs", "ref_logprobs", "response_mask"], "algorithm.kl_control")
+            self._kl_control = batch.reduce(update_kl_control, reads, config=config, control=kl_control)
+        loss_inputs = policy_losses.inputs(policy_losses.load(actor.loss))
+        if "behavior_logprobs" in loss_inputs:
+            batch = batch.union(batch.select("rollout_logprobs").rename({"rollout_logprobs": "behavior_logprobs"}))
+        reads, writes = _columns(batch, config, actor)
+        batch = batch.apply(
+            compute_columns,
+            reads,
+            writes,
+            config=config,
+            actor=actor,
+            kl_control=kl_control,
+            shaped=shaped,
+            seed=(self._seed, step),
+        )
+        measured = [name for name in METRIC_COLUMNS if name in batch]
+        return batch, batch.reduce(batch_metrics, measured, kl_control=kl_control)
+
+    def state(self) -> dict[str, Any]:
+        """Returns the state as plain numbers for a checkpoint. Waits for the last `compute`."""
+        control, shaped = _value(self._kl_control), _value(self._shaped)
+        return {"kl_control": asdict(control), "moments": [asdict(moments) for moments in shaped.moments]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restores the result of `state`."""
+        control: Any = _new_kl_control(self._config)
+        self._kl_control = replace(control, **state["kl_control"])
+        self._shaped = ShapedScores(torch.empty(0), tuple(RewardMoments(**moments) for moments in state["moments"]))
 
 
-def measure(table: TensorDict, state: AlgorithmState | None = None) -> dict[str, Metric]:
-    """The metrics of `batch_metrics`; docs/metrics.md says what each is."""
+def _value(result: Any) -> Any:  # Any: a value, or a future of it
+    return result.get() if isinstance(result, Future | LocalRef) else result
+
+
+def _columns(batch: Batch, config: AdvantageConfig, actor: ActorConfig) -> tuple[list[str], list[str]]:
+    """Returns the columns that `compute_columns` reads and writes. Raises UserError if the batch lacks one."""
+    inputs = advantage_estimators.inputs(advantage_estimators.load(config.estimator))
+    wanted = [ESTIMATOR_COLUMNS[name] for name in inputs if name != "importance_weights"]
+    if config.reward_columns is not None:
+        wanted = [*(name for name in wanted if name != "scores"), *config.reward_columns]
+    else:
+        wanted.append("scores")
+    if config.shaping:  # shaped scores arrive as an argument
+        wanted = [name for name in wanted if name != "scores"]
+    if config.kl_coef:
+        wanted += ["old_logprobs", "ref_logprobs"]
+    writes = ["token_rewards", "advantages"]
+    writes += ["returns"] if "values" in inputs else []
+    writes += ["shaped_scores"] if config.shaping else []
+    reads = _select(batch, ["response_mask", *wanted], f"algorithm.estimator {config.estimator}")
+    if config.applied_correction is not None:
+        reads += _select(batch, ["old_logprobs", "rollout_logprobs"], "algorithm.correction")
+        writes += ["loss_weights", "loss_mask"]
+    elif "importance_weights" in inputs and "loss_weights" in batch:
+        reads.append("loss_weights")
+    if actor.loss in ("clip_cov", "kl_cov"):
+        reads += _select(batch, ["old_logprobs"], f"actor.loss {actor.loss}")
+        writes.append("selected")
+    return list(dict.fromkeys(reads)), writes
+
+
+def _select(batch: Batch, names: Sequence[str], setting: str) -> list[str]:
+    """Returns the names without duplicates. Raises UserError, naming the setting, if the batch lacks a column."""
+    for name in names:
+        if name not in batch:
+            definition = f" ({RECIPE_COLUMNS[name]})" if name in RECIPE_COLUMNS else ""
+            raise UserError(
+                f"{setting} reads the column {name}{definition}, which the batch does not have: "
+                f"store it in the recipe before Advantages.compute, or change the setting"
+            )
+    return list(dict.fromkeys(names))
+
+
+def compute_columns(
+    table: TensorDict,
+    config: AdvantageConfig,
+    actor: ActorConfig,
+    kl_control: KlControl,
+    shaped: ShapedScores | None,
+    seed: Sequence[int],
+) -> TensorDict:
+    """Returns the columns that `Advantages.compute` documents, for a whole batch."""
     lengths_B = lengths(table)
     tokens = {name: pad_tokens(column_T, lengths_B) for name, column_T in table["tokens"].items()}
-    mask_BT, scores_B = tokens["response_mask"], table["rows", "scores"]
-    rows, count = len(scores_B), float(mask_BT.sum())
-    found: dict[str, Metric] = {
-        "reward": Mean(float(scores_B.sum()), rows),
-        "reward_max": Max(float(scores_B.max())),
-        "response_length": Mean(count, rows),
-        "response_tokens": Sum(count),
-        "truncated_fraction": Mean(float(table["rows", "truncated"].sum()), rows),
+    rows = {name: column for name, column in table["rows"].items() if isinstance(column, torch.Tensor)}
+    mask_BT = tokens["response_mask"]
+    result: dict[str, torch.Tensor] = {}
+    if config.applied_correction is not None:
+        result |= _correction_columns(tokens, config.applied_correction)
+    if shaped is not None:
+        rows |= {"scores": shaped.scores_B}
+    result |= _advantage_columns(tokens | rows | result, mask_BT, config, kl_control.coef)
+    if actor.loss in ("clip_cov", "kl_cov"):
+        result["selected"] = _selected_tokens(tokens["old_logprobs"], result["advantages"], mask_BT, actor, seed)
+    return make_tensordict(
+        {} if shaped is None else {"shaped_scores": shaped.scores_B},
+        {name: unpad_tokens(column_BT, lengths_B) for name, column_BT in result.items()},
+        lengths=lengths_B,
+    )
+
+
+# Rewards and advantages.
+
+
+def shape_scores(table: TensorDict, shaping: Sequence[ShapingConfig], previous: ShapedScores) -> ShapedScores:
+    """Applies the functions of `algorithm.shaping` in order to the scores of a whole batch.
+
+    The input `rewards` of a function is the result of the function before it. `scores` is the column itself, `lengths`
+    the number of response tokens, and `moments` the moments of all rewards that this function has received.
+    """
+    scores_B = table["rows", "scores"]
+    inputs = {"scores": scores_B, "groups": table["rows"].get("group", None)}
+    if "tokens" in table.keys() and "response_mask" in table["tokens"].keys():  # noqa: SIM118 (a TensorDict)
+        inputs["lengths"] = pad_tokens(table["tokens", "response_mask"], lengths(table)).sum(-1)
+    rewards_B, updated = scores_B, []
+    for entry, moments in zip(shaping, previous.moments, strict=True):
+        function = reward_shaping.load(entry.kind)
+        names = reward_shaping.inputs(function)
+        updated.append(update_moments(moments, rewards_B) if "moments" in names else moments)
+        inputs |= {"rewards": rewards_B, "moments": updated[-1]}
+        rewards_B = function(**{name: inputs[name] for name in names}, **entry.arguments())
+        if not isinstance(rewards_B, torch.Tensor) or rewards_B.shape != scores_B.shape:
+            raise UserError(
+                f"algorithm.shaping {entry.kind} returned {described(rewards_B)}, it must return rewards of shape "
+                f"{list(scores_B.shape)}"
+            )
+    return ShapedScores(rewards_B.float(), tuple(updated))
+
+
+def _shaping_columns(shaping: Sequence[ShapingConfig]) -> list[str]:
+    names = [name for entry in shaping for name in reward_shaping.inputs(reward_shaping.load(entry.kind))]
+    return ["scores", *(SHAPING_COLUMNS[name] for name in names if name in SHAPING_COLUMNS)]
+
+
+def _advantage_columns(
+    columns: Mapping[str, torch.Tensor], mask_BT: torch.Tensor, config: AdvantageConfig, kl_coef: float
+) -> dict[str, torch.Tensor]:
+    """Returns `token_rewards`, `advantages` (whitened over the batch if configured) and, with a critic, `returns`."""
+    if config.reward_columns is None:
+        scores = scores_B = columns["scores"]
+    else:
+        scores = torch.stack([columns[name].float() for name in config.reward_columns], dim=-1)
+        weights_K = torch.tensor(config.reward_weights or [1.0] * scores.shape[1])
+        scores_B = scores @ weights_K.to(scores)
+    if config.kl_coef:
+        assert config.kl_kind is not None
+        rewards_BT = kl_shaped_rewards(
+            scores_B,
+            columns["old_logprobs"],
+            columns["ref_logprobs"],
+            mask_BT,
+            coef=kl_coef,
+            kind=kl_kinds.load(config.kl_kind),
+        )
+        scores = rewards_BT.sum(-1)
+    else:
+        rewards_BT = torch.where(last_masked(mask_BT), scores_B[:, None], 0)
+    available = {name: columns.get(column) for name, column in ESTIMATOR_COLUMNS.items()}
+    available |= {"mask": mask_BT, "scores": scores, "rewards": rewards_BT}
+    estimator = advantage_estimators.load(config.estimator)
+    names = advantage_estimators.inputs(estimator)
+    inputs = {name: available[name] for name in names if available[name] is not None}
+    result = estimator(**inputs, **_estimator_settings(config))
+    estimates = _check_estimates(result, "values" in names, mask_BT, config.estimator)
+    if config.whiten:
+        estimates["advantages"] = whiten(estimates["advantages"], mask_BT)
+    return {"token_rewards": rewards_BT} | estimates
+
+
+def _estimator_settings(config: AdvantageConfig) -> dict[str, object]:
+    settings = config.settings()
+    if "options" in settings:
+        return dict(settings["options"])
+    if "reward_weights" in settings:
+        return {"weights": settings["reward_weights"]}
+    return {name: value for name, value in settings.items() if not name.startswith(("whiten", "kl_"))}
+
+
+def _check_estimates(
+    result: object, has_critic: bool, mask_BT: torch.Tensor, estimator: str
+) -> dict[str, torch.Tensor]:
+    """Returns an estimator's result by name. Raises UserError if a user-defined estimator returns another shape."""
+    columns = list(result) if has_critic and isinstance(result, tuple) else [result]
+    names = ("advantages", "returns") if has_critic else ("advantages",)
+    tensors = [column for column in columns if isinstance(column, torch.Tensor) and column.shape == mask_BT.shape]
+    if len(columns) != len(names) or len(tensors) != len(names):
+        raise UserError(
+            f"algorithm.estimator {estimator} returned {described(result)}, it must return "
+            f"{' and '.join(names)}, {'each ' if has_critic else ''}of shape {list(mask_BT.shape)}"
+        )
+    return dict(zip(names, tensors, strict=True))
+
+
+# Columns of corrections and losses.
+
+
+def _correction_columns(tokens: Mapping[str, torch.Tensor], config: CorrectionConfig) -> dict[str, torch.Tensor]:
+    """Returns `loss_weights`, which multiply the policy loss, and `loss_mask`, the tokens that stay in the loss.
+
+    A correction returns either weights or a mask; the other column is neutral.
+    """
+    mask_BT = tokens["response_mask"]
+    result = rollout_corrections.load(config.kind)(
+        logprobs=tokens["old_logprobs"],
+        rollout_logprobs=tokens["rollout_logprobs"],
+        mask=mask_BT,
+        **_correction_settings(config),
+    )
+    corrected_BT = weights_or_mask(result, mask_BT, f"algorithm.correction.kind {config.kind}")
+    if corrected_BT.dtype == torch.bool:
+        weights_BT, loss_mask_BT = corrected_BT.float(), corrected_BT & mask_BT
+    else:
+        weights_BT, loss_mask_BT = corrected_BT, mask_BT
+    if config.normalize and config.level and bool(mask_BT.any()):
+        mean = weight_sums(weights_BT, mask_BT, level=config.level).mean()
+        weights_BT = normalized_weights(weights_BT, mask_BT, mean=mean)
+    return {"loss_weights": weights_BT.float(), "loss_mask": loss_mask_BT}
+
+
+def _correction_settings(config: CorrectionConfig) -> dict[str, Any]:  # Any: as the settings are
+    if config.kind == "rejection":
+        bounds = {} if config.low is None else {"low": config.low}
+        return {"kind": config.kl_kind, "level": config.rejection_level, "high": config.high} | bounds
+    if config.options is not None:
+        return dict(config.options)
+    return {"level": config.level, "max_weight": config.max_weight, "min_weight": config.min_weight}
+
+
+def _selected_tokens(
+    old_logprobs_BT: torch.Tensor,
+    advantages_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    config: ActorConfig,
+    seed: Sequence[int],
+) -> torch.Tensor:
+    """Returns a mask of the tokens that `clip_cov` or `kl_cov` selects over the whole batch, not per minibatch."""
+    covariances_BT = token_covariances(old_logprobs_BT, advantages_BT, mask_BT)
+    assert config.cov_fraction is not None
+    if config.loss == "kl_cov":
+        return select_kl_cov(covariances_BT, mask_BT, fraction=config.cov_fraction)
+    assert config.cov_low is not None and config.cov_high is not None
+    return select_clip_cov(
+        covariances_BT,
+        mask_BT,
+        fraction=config.cov_fraction,
+        low=config.cov_low,
+        high=config.cov_high,
+        # 63 bits of a hash: a sum of run seed and step would collide.
+        seed=int.from_bytes(hashlib.sha256(repr(tuple(seed)).encode()).digest()[:8]) >> 1,
+    )
+
+
+# The coefficient of the KL penalty.
+
+
+def _new_kl_control(config: AdvantageConfig) -> KlControl:
+    """Returns the control before the first step. Raises UserError if a user-defined class lacks the interface."""
+    if config.kl_control is None:
+        return FixedKlControl(config.kl_coef or 0.0)
+    factory = kl_controls.load(config.kl_control.kind)
+    return _check_kl_control(factory(coef=config.kl_coef, **config.kl_control.arguments()), config.kl_control)
+
+
+def _check_kl_control(control: object, config: KlControlConfig) -> KlControl:
+    for is_valid, problem in (
+        (isinstance(control, KlControl), "without coef or update(kl, num_rows)"),
+        (is_dataclass(control), "which is not a dataclass and cannot be saved in a checkpoint"),
+    ):
+        if not is_valid:
+            raise UserError(
+                f"algorithm.kl_control.kind {config.kind} returns a {type(control).__name__} {problem}: write a "
+                f"dataclass of plain numbers, like AdaptiveKlControl in flowrl/algorithms/kl/kl_control.py"
+            )
+    assert isinstance(control, KlControl)
+    return control
+
+
+def _is_adaptive(config: AdvantageConfig) -> bool:
+    return config.kl_control is not None and config.kl_control.kind != "fixed"
+
+
+def update_kl_control(table: TensorDict, config: AdvantageConfig, control: KlControl) -> KlControl:
+    """Returns the control for the next step, given the mean KL to the reference over this batch's response tokens."""
+    assert config.kl_kind is not None and config.kl_control is not None
+    names = ("old_logprobs", "ref_logprobs", "response_mask")
+    logprobs_BT, ref_logprobs_BT, mask_BT = (pad_tokens(table["tokens", name], lengths(table)) for name in names)
+    kl_BT = kl_kinds.load(config.kl_kind)(logprobs=logprobs_BT, ref_logprobs=ref_logprobs_BT)
+    mean_kl = float(masked_mean(kl_BT.to(torch.float64), mask_BT))
+    return _check_kl_control(control.update(mean_kl, int(mask_BT.any(-1).sum())), config.kl_control)
+
+
+# Metrics.
+
+
+def batch_metrics(table: TensorDict, kl_control: KlControl) -> dict[str, Metric]:
+    """Returns the metrics of a batch: reward, lengths, KL, rollout gap, critic fit, correction (docs/metrics.md)."""
+    lengths_B, rows = lengths(table), dict(table["rows"].items())
+    tokens = {name: pad_tokens(column_T, lengths_B) for name, column_T in table["tokens"].items()}
+    mask_BT, num_rows = tokens["response_mask"], len(lengths_B)
+    num_tokens = float(mask_BT.sum())
+    metrics: dict[str, Metric] = {
+        "response_length": Mean(num_tokens, num_rows),
+        "response_tokens": Sum(num_tokens),
     }
-    if "shaped_scores" in table["rows"].keys():  # noqa: SIM118 (a TensorDict)
-        found["reward_shaping"] = Mean(float((table["rows", "shaped_scores"] - scores_B).sum()), rows)
-    if "old_logprobs" in tokens:
+    if "scores" in rows:
+        metrics |= {
+            "reward": Mean(float(rows["scores"].sum()), num_rows),
+            "reward_max": Max(float(rows["scores"].max())),
+        }
+    if "shaped_scores" in rows and "scores" in rows:
+        metrics["reward_shaping"] = Mean(float((rows["shaped_scores"] - rows["scores"]).sum()), num_rows)
+    if "truncated" in rows:
+        metrics["truncated_fraction"] = Mean(float(rows["truncated"].sum()), num_rows)
+    if "old_logprobs" in tokens and "rollout_logprobs" in tokens:
         gap_BT = (tokens["old_logprobs"] - tokens["rollout_logprobs"]).abs()
-        found["rollout_gap"] = Mean(float(masked_mean(gap_BT, mask_BT)) * count, count)
-        found["rollout_gap_max"] = Max(float(gap_BT.masked_fill(~mask_BT, 0).max()))
+        metrics["rollout_gap"] = Mean(float(masked_mean(gap_BT, mask_BT)) * num_tokens, num_tokens)
+        metrics["rollout_gap_max"] = Max(float(gap_BT.masked_fill(~mask_BT, 0).max()))
     if "old_logprobs" in tokens and "ref_logprobs" in tokens:
         kl_BT = kl_estimate(tokens["old_logprobs"], tokens["ref_logprobs"], kind="k3")
-        found["kl"] = Mean(float(masked_mean(kl_BT, mask_BT)) * count, count)
-    if state is not None and state.kl_control.coef:
-        found["kl_coef"] = Mean(state.kl_control.coef, 1)
+        metrics["kl"] = Mean(float(masked_mean(kl_BT, mask_BT)) * num_tokens, num_tokens)
+    if kl_control.coef:
+        metrics["kl_coef"] = Mean(kl_control.coef, 1)
     if "values" in tokens and "returns" in tokens:
-        found["explained_variance"] = Mean(float(explained_variance(tokens["values"], tokens["returns"], mask_BT)), 1)
+        metrics["explained_variance"] = Mean(float(explained_variance(tokens["values"], tokens["returns"], mask_BT)), 1)
     if "loss_weights" in tokens or "behavior_logprobs" in tokens:
-        found |= correction_metrics(tokens)
-    return found
+        metrics |= _correction_metrics(tokens)
+    return metrics
+
+
+def _correction_metrics(tokens: Mapping[str, torch.Tensor]) -> dict[str, Metric]:
+    """Returns the metrics of a correction, or of a loss that weights tokens by the rollout's probabilities."""
+    mask_BT, weights_BT = tokens["response_mask"], tokens.get("loss_weights")
+    if "behavior_logprobs" in tokens:
+        in_loss_BT = bounded_ratio(tokens["old_logprobs"] - tokens["behavior_logprobs"])
+        weights_BT = in_loss_BT if weights_BT is None else in_loss_BT * weights_BT
+    assert weights_BT is not None
+    num_rejected = float((mask_BT & ~tokens.get("loss_mask", mask_BT)).sum())
+    sums = weight_sums(weights_BT, mask_BT, level="token")
+    # Tokens of one row that share a weight are one sample.
+    last_B1 = weights_BT.masked_fill(~last_masked(mask_BT), 0).sum(-1, keepdim=True)
+    level: RatioLevel = "token" if bool((mask_BT & (weights_BT != last_B1)).any()) else "sequence"
+    metrics: dict[str, Metric] = {
+        "correction/weight": Mean(sums.total, sums.count),
+        "correction/effective_samples": weight_sums(weights_BT, mask_BT, level=level),
+        "correction/rejected_fraction": Mean(num_rejected, sums.count),
+    }
+    mismatch = mismatch_metrics(tokens["old_logprobs"], tokens["rollout_logprobs"], mask_BT)
+    return metrics | {f"mismatch/{name}": metric for name, metric in mismatch.items()}

@@ -134,11 +134,7 @@ class Actor(Sender):
             wanted["ref_logprobs"] = "kl_loss_coef"
         for name, setting in wanted.items():
             if name not in batch["tokens"].keys():  # noqa: SIM118 (a TensorDict)
-                how = (
-                    "the reference's logprobs"
-                    if name == "ref_logprobs"
-                    else "loss_columns(batch, config.actor, seed=...)"
-                )
+                how = "the reference's logprobs" if name == "ref_logprobs" else "flowrl.run.advantages.Advantages"
                 raise UserError(
                     f"actor.{setting} is set, but the batch has no column {name!r}; compute it before the update, "
                     f"with {how}"

@@ -7,11 +7,9 @@ import sys
 from typing import Any
 
 from flowrl.cli import run_recipe
-from flowrl.run.advantages import batch_metrics, estimate_advantages
+from flowrl.run.advantages import Advantages
 from flowrl.run.datasets import read_prompts
 from flowrl.run.loop import Run
-from flowrl.run.loss_columns import loss_columns
-from flowrl.run.step_state import Carried
 from flowrl.workers import Actor, Reference, Rollout, reward_worker
 from recipes.grpo.config import GRPOConfig
 
@@ -20,14 +18,14 @@ def train(config: GRPOConfig) -> dict[str, Any]:
     """Trains the actor; returns the run's summary."""
     prompts, held_out = read_prompts(config)
     temperature = config.rollout.temperature
-    carried = Carried(config.algorithm)
+    advantages = Advantages(config.algorithm, config.actor, seed=config.seed)
     with Run(config) as run:
         actor = run.group("actor", Actor, config.actor, temperature=temperature)
         reference = run.group("reference", Reference, config.reference, temperature=temperature)
         reward = run.group("reward", reward_worker(config.reward), config.reward)
         rollout = run.group("rollout", Rollout, config.rollout, config.actor.model, seed=config.seed)
         run.evaluate_with(rollout, reward, held_out)
-        run.keep(actor, carried=carried)
+        run.keep(actor, advantages=advantages)
 
         for step, batch in run.rollouts(rollout, prompts):
             # 1. Score the responses.
@@ -36,10 +34,8 @@ def train(config: GRPOConfig) -> dict[str, Any]:
             batch["ref_logprobs"] = reference.logprobs(batch)
 
             # 2. A response is as good as it is better than the others to its prompt.
-            batch = estimate_advantages(batch, config.algorithm, carried.now)
-            batch = loss_columns(batch, config.actor, seed=(config.seed, step))
-            run.log(batch_metrics(batch, carried.now))
-            carried.advance(batch)
+            batch, metrics = advantages.compute(batch, step)
+            run.log(metrics)
 
             # 3. Improve the actor; the KL to the reference is part of its loss.
             for minibatch in batch.minibatches(

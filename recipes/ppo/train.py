@@ -9,11 +9,9 @@ import sys
 from typing import Any
 
 from flowrl.cli import run_recipe
-from flowrl.run.advantages import batch_metrics, estimate_advantages
+from flowrl.run.advantages import Advantages
 from flowrl.run.datasets import read_prompts
 from flowrl.run.loop import Run
-from flowrl.run.loss_columns import loss_columns
-from flowrl.run.step_state import Carried
 from flowrl.workers import Actor, Critic, Reference, Rollout, reward_worker
 from recipes.ppo.config import PPOConfig
 
@@ -22,7 +20,7 @@ def train(config: PPOConfig) -> dict[str, Any]:
     """Trains the actor and the critic; returns the run's summary."""
     prompts, held_out = read_prompts(config)
     temperature = config.rollout.temperature
-    carried = Carried(config.algorithm)
+    advantages = Advantages(config.algorithm, config.actor, seed=config.seed)
     with Run(config) as run:
         actor = run.group("actor", Actor, config.actor, temperature=temperature)
         critic = run.group("critic", Critic, config.critic)
@@ -30,7 +28,7 @@ def train(config: PPOConfig) -> dict[str, Any]:
         reward = run.group("reward", reward_worker(config.reward), config.reward)
         rollout = run.group("rollout", Rollout, config.rollout, config.actor.model, seed=config.seed)
         run.evaluate_with(rollout, reward, held_out)
-        run.keep(actor, critic, carried=carried)
+        run.keep(actor, critic, advantages=advantages)
 
         for step, batch in run.rollouts(rollout, prompts):
             # 1. Score the responses; the four calls wait only for the columns they read.
@@ -40,10 +38,8 @@ def train(config: PPOConfig) -> dict[str, Any]:
             batch["values"] = critic.values(batch)
 
             # 2. Rewards and advantages: pure functions on the columns they name, run beside the data.
-            batch = estimate_advantages(batch, config.algorithm, carried.now)
-            batch = loss_columns(batch, config.actor, seed=(config.seed, step))
-            run.log(batch_metrics(batch, carried.now))
-            carried.advance(batch)
+            batch, metrics = advantages.compute(batch, step)
+            run.log(metrics)
 
             # 3. Improve critic and actor; on separate pools these run at the same time.
             for minibatch in batch.minibatches(

@@ -18,12 +18,10 @@ from flowrl.config import Placement
 from flowrl.controller.cluster import Cluster
 from flowrl.data.batch.batch import Batch
 from flowrl.report.chrome_trace import read_trace
-from flowrl.run.advantages import estimate_advantages
+from flowrl.run.advantages import Advantages
 from flowrl.run.datasets import read_prompts
 from flowrl.run.interrupt import Interrupted
 from flowrl.run.loop import Run
-from flowrl.run.loss_columns import loss_columns
-from flowrl.run.step_state import Carried
 from flowrl.workers import Actor, Reference, Rollout, reward_worker
 from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train as train_grpo
@@ -62,7 +60,7 @@ def test_async_without_staleness_is_sync_bit_for_bit(ppo_config: Callable[..., P
 def with_staleness_one(config: GRPOConfig) -> dict[str, torch.Tensor]:
     """What one step off is, written down: the responses of step k+1 are sampled before step k is trained."""
     prompts, _ = read_prompts(config)
-    carried = Carried(config.algorithm)
+    advantages = Advantages(config.algorithm, config.actor, seed=config.seed)
     with Cluster(config.placement, backend="inline", roles=type(config).roles) as cluster:
         actor: Any = cluster.group("actor", Actor, config.actor, temperature=1.0)
         reference: Any = cluster.group("reference", Reference, config.reference, temperature=1.0)
@@ -81,10 +79,7 @@ def with_staleness_one(config: GRPOConfig) -> dict[str, torch.Tensor]:
             batch["scores"] = reward.score(batch)
             batch["old_logprobs"] = actor.logprobs(batch)
             batch["ref_logprobs"] = reference.logprobs(batch)
-            batch = loss_columns(
-                estimate_advantages(batch, config.algorithm, carried.now), config.actor, seed=(config.seed, step)
-            )
-            carried.advance(batch)
+            batch, _ = advantages.compute(batch, step)
             for minibatch in batch.minibatches(
                 config.minibatch_size, epochs=config.ppo_epochs, seed=(config.seed, step)
             ):
@@ -260,6 +255,7 @@ def written(config: GRPOConfig, folder: Path) -> tuple[dict[int, set[int]], dict
     """Prompt -> the replicas of the rollout that answered it, and the ranks of the actor that trained on it."""
     made, trained = folder / "made", folder / "trained"
     prompts, _ = read_prompts(config)
+    advantages = Advantages(config.algorithm, config.actor, seed=config.seed)
     with Run(config) as run:
         actor: Any = run.group("actor", WritingActor, config.actor, diary=trained, temperature=1.0)
         rollout: Any = run.group(
@@ -270,7 +266,7 @@ def written(config: GRPOConfig, folder: Path) -> tuple[dict[int, set[int]], dict
             batch["scores"] = Batch.from_rows([{"score": float(row % 3)} for row in range(batch.num_rows)])
             batch["old_logprobs"] = actor.logprobs(batch)
             batch["ref_logprobs"] = batch["old_logprobs"]
-            batch = loss_columns(estimate_advantages(batch, config.algorithm), config.actor, seed=(config.seed, step))
+            batch, _ = advantages.compute(batch, step)
             for minibatch in batch.minibatches(
                 config.minibatch_size, epochs=config.ppo_epochs, seed=(config.seed, step)
             ):

@@ -11,7 +11,7 @@ import pytest
 
 from flowrl import Placement
 from flowrl.config import load
-from flowrl.run.advantages import batch_metrics, estimate_advantages
+from flowrl.run.advantages import Advantages
 from flowrl.run.datasets import read_prompts
 from flowrl.run.loop import Run
 from flowrl.workers import Actor, Reference, Rollout, reward_worker
@@ -102,6 +102,7 @@ def test_a_sleeping_rollout_that_is_killed_comes_back_in_its_turn(
 def train_and_kill(config: GRPOConfig, at_steps: tuple[int, ...]) -> list[int]:
     """GRPO's loop, with the rollout's process killed while weights are on their way to it; who was killed."""
     prompts, held_out = read_prompts(config)
+    advantages = Advantages(config.algorithm, config.actor, seed=config.seed)
     killed = []
     with Run(config) as run:
         actor = run.group("actor", Actor, config.actor, temperature=config.rollout.temperature)
@@ -113,8 +114,8 @@ def train_and_kill(config: GRPOConfig, at_steps: tuple[int, ...]) -> list[int]:
             batch["scores"] = reward.score(batch)
             batch["old_logprobs"] = actor.logprobs(batch)
             batch["ref_logprobs"] = reference.logprobs(batch)
-            batch = estimate_advantages(batch, config.algorithm)
-            run.log(batch_metrics(batch))
+            batch, metrics = advantages.compute(batch, step)
+            run.log(metrics)
             for minibatch in batch.minibatches(
                 config.minibatch_size, epochs=config.ppo_epochs, seed=(config.seed, step)
             ):

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from flowrl.config import AdvantageConfig, ConfigError, UserError
+from flowrl.config import ActorConfig, AdvantageConfig, ConfigError, UserError
 from flowrl.data.batch.batch import Batch
-from flowrl.run.advantages import estimate_advantages
+from flowrl.run.advantages import Advantages
 from flowrl.run.preflight import check_functions
 from recipes.grpo.config import GRPOConfig
 
@@ -20,6 +20,11 @@ def batch(**tokens: list[float]) -> Batch:
     columns = {name: torch.tensor(values) for name, values in tokens.items()}
     mask = torch.tensor([False, True, True, False, False, True])
     return Batch.from_columns(rows=rows, tokens=columns | {"response_mask": mask}, lengths=[3, 3])
+
+
+def compute(rows: Batch, config: AdvantageConfig) -> Batch:
+    actor = ActorConfig.model_validate({"model": {"path": "model"}, "optimizer": {"lr": 1e-4}})
+    return Advantages(config, actor, seed=0).compute(rows, step=1)[0]
 
 
 def run_with(algorithm: dict[str, Any], reward: dict[str, str] | None = None, **actor: Any) -> GRPOConfig:
@@ -43,28 +48,26 @@ def run_with(algorithm: dict[str, Any], reward: dict[str, str] | None = None, **
 
 def test_an_estimator_gets_its_inputs_by_name_and_its_options() -> None:
     config = AdvantageConfig(estimator=f"{OWN}:sign", options={"bar": 2.0})
-    assert estimate_advantages(batch(), config).get("advantages").tolist() == [0, -1, -1, 0, 0, 1]
+    assert compute(batch(), config).get("advantages").tolist() == [0, -1, -1, 0, 0, 1]
 
 
 def test_an_estimator_that_reads_values_gives_returns() -> None:
-    found = estimate_advantages(batch(values=[0.5] * 6), AdvantageConfig(estimator=f"{OWN}:with_critic"))
-    assert found.get("advantages").tolist() == [0, -0.5, 0.5, 0, 0, 2.5]
-    assert found.get("returns").tolist() == [0, 0, 1, 0, 0, 3]
+    result = compute(batch(values=[0.5] * 6), AdvantageConfig(estimator=f"{OWN}:with_critic"))
+    assert result.get("advantages").tolist() == [0, -0.5, 0.5, 0, 0, 2.5]
+    assert result.get("returns").tolist() == [0, 0, 1, 0, 0, 3]
 
 
 def test_a_kl_estimate_of_ones_own_shapes_the_rewards() -> None:
     config = AdvantageConfig(estimator="rloo", kl_coef=0.5, kl_kind=f"{OWN}:squared")
-    found = estimate_advantages(
-        batch(old_logprobs=[9.0, -1, -2, 9, 9, -1], ref_logprobs=[0.0, -3, -2, 0, 0, -1]), config
-    )
+    result = compute(batch(old_logprobs=[9.0, -1, -2, 9, 9, -1], ref_logprobs=[0.0, -3, -2, 0, 0, -1]), config)
     # The penalty is 0.5 * 4 on the first token of row 0; its score is -1 then, and that of row 1 is 3.
-    assert found.get("token_rewards").tolist() == [0, -2, 1, 0, 0, 3]
-    assert found.get("advantages").tolist() == [0, -4, -4, 0, 0, 4]
+    assert result.get("token_rewards").tolist() == [0, -2, 1, 0, 0, 3]
+    assert result.get("advantages").tolist() == [0, -4, -4, 0, 0, 4]
 
 
-def test_a_result_of_another_shape_is_told() -> None:
-    with pytest.raises(UserError, match=r"rows_only returned a tensor of shape \[2\], it must return advantages"):
-        estimate_advantages(batch(), AdvantageConfig(estimator=f"{OWN}:rows_only")).get("advantages")
+def test_a_result_of_another_shape_is_an_error() -> None:
+    with pytest.raises(UserError, match=rf"algorithm\.estimator {OWN}:rows_only"):
+        compute(batch(), AdvantageConfig(estimator=f"{OWN}:rows_only")).get("advantages")
 
 
 @pytest.mark.parametrize(

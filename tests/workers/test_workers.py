@@ -146,7 +146,7 @@ def test_a_micro_batch_of_no_token_has_no_range_of_ratios() -> None:
 
 def test_a_loss_without_its_columns_is_told(cluster: Cluster, model: ModelConfig) -> None:
     actor = actor_of(cluster, model, loss="decoupled_ppo")
-    with pytest.raises(RefusedError, match=r"loss decoupled_ppo .*no column 'behavior_logprobs'.*loss_columns\("):
+    with pytest.raises(RefusedError, match=r"loss decoupled_ppo .*no column 'behavior_logprobs'.*Advantages"):
         actor.update(batch(old_logprobs=[0.0] * 12, advantages=[1.0] * 12))
 
 
