@@ -18,6 +18,7 @@ MAY_DIFFER = (
     "output",
     "resume",
     "checkpoint.*",
+    "report.*",
     "restarts",
     "backend",
     "address",

@@ -10,6 +10,7 @@ from flowrl.config.errors import CheckFailed, UserError
 from flowrl.config.load import load, recipe_class, to_yaml
 from flowrl.config.model import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, shards_model
 from flowrl.config.placement import ROLES, SINGLE, Placement, RolePlacement
+from flowrl.config.report import ReportConfig
 from flowrl.config.roles import (
     ActorConfig,
     CriticConfig,
@@ -45,6 +46,7 @@ __all__ = [
     "PreferenceConfig",
     "PtxConfig",
     "ReferenceConfig",
+    "ReportConfig",
     "RewardConfig",
     "RolePlacement",
     "RolloutConfig",

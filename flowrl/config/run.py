@@ -17,6 +17,7 @@ from flowrl.config.base import Config, ConfigError, FilePath, ImportName
 from flowrl.config.checkpoint import CheckpointConfig
 from flowrl.config.data import DataConfig
 from flowrl.config.placement import SINGLE, Placement
+from flowrl.config.report import ReportConfig
 from flowrl.config.roles import ActorConfig, ReferenceConfig, RewardConfig, RolloutConfig, int4_on_cpu
 from flowrl.config.schedule import ScheduleConfig
 
@@ -42,6 +43,9 @@ class RunConfig(Config):
 
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When the run saves what it can go on from."""
+
+    report: ReportConfig = ReportConfig()
+    """Optional outputs: plots and TensorBoard events."""
 
     restarts: NonNegativeInt = 3
     """How often the run may start failed roles again, in this program, and go on after its newest checkpoint; without a

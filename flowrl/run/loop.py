@@ -30,7 +30,7 @@ from flowrl.run.evaluation import Evaluation, Evaluations
 from flowrl.run.interrupt import Interruption
 from flowrl.run.preflight import check_engines, plan_run
 from flowrl.run.restarts import attempt
-from flowrl.run.results import draw, show, summary_of
+from flowrl.run.results import draw_plots, show, summary_of, write_trace
 from flowrl.run.step_log import StepLog
 from flowrl.schedules.rollout_source import PromptQueue, RolloutContext, RolloutSource
 from flowrl.schedules.schedule_check import lanes_of
@@ -98,7 +98,7 @@ class Run:
         resolved = config.model_dump(mode="json")
         self.folder = (RunFolder.reopen if is_resuming(config) else RunFolder.create)(config.output, resolved)
         last_step = -1 if checkpoint is None else checkpoint.manifest.step
-        self._metrics = made.enter_context(MetricsLog(self.folder.path, last_step))
+        self._metrics = made.enter_context(MetricsLog(self.folder.path, last_step, has_tensorboard=config.report.tensorboard))
         elapsed_s = self._metrics.history[-1].get("elapsed_s", 0.0) if self._metrics.history else 0.0
         self._log = StepLog(self.cluster.calls, elapsed_s)
         if checkpoint is not None:
@@ -361,7 +361,9 @@ class Run:
         step = None if self._resumed is None else self._resumed.manifest.step
         trace = Trace(events) if step is None else self._earlier.followed_by(events, step)
         counted = () if self._makers is None else self._makers.counted
-        draw(self.folder, self._metrics.history, trace.counted(counted), events, until_ns)
+        write_trace(self.folder, trace.counted(counted))
+        if self.config.report.plots:
+            draw_plots(self.folder, self._metrics.history, events, until_ns)
 
     def _summary(self) -> dict[str, Any]:
         signal = self._interruption.signal

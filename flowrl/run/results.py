@@ -8,34 +8,37 @@ from rich.console import Console
 from flowrl.checkpoints.run_folder import RunFolder, write_json
 from flowrl.data.events import CallEvent
 from flowrl.report.chrome_trace import Trace, chrome_trace
-from flowrl.report.curves import draw_curves
 from flowrl.report.evaluation_result import EvaluationResult
 from flowrl.report.progress import outcome_tables
-from flowrl.report.timeline import draw_timeline
 from flowrl.report.trace import busy_fractions, loop_events
 
 DRAWN_STEPS = 4
 """Steps that `timeline.png` shows, of the last process; `trace.json` has all."""
 
 
-def draw(
+def write_trace(folder: RunFolder, trace: Trace) -> None:
+    """Writes `trace.json`."""
+    write_json(folder.trace, chrome_trace(trace.events, trace.resumes, trace.counts), indent=None)
+
+
+def draw_plots(
     folder: RunFolder,
     history: Sequence[Mapping[str, float]],
-    trace: Trace,
     events: Sequence[CallEvent],
     until_ns: int | None = None,
 ) -> None:
-    """Writes the pictures and the trace.
+    """Draws `curves.png` and the last steps of `timeline.png`.
 
     Args:
         history: the metrics of every step.
-        trace: of the whole run.
-        events: of this process, which the timeline shows the end of.
-        until_ns: where that ends; None is the last call.
+        events: the calls of this process.
+        until_ns: end of the timeline; None is the end of the last call.
     """
+    from flowrl.report.curves import draw_curves  # noqa: PLC0415 (matplotlib only if the run draws plots)
+    from flowrl.report.timeline import draw_timeline  # noqa: PLC0415 (as above)
+
     draw_curves(history, folder.curves)
-    write_json(folder.trace, chrome_trace(trace.events, trace.resumes, trace.counts), indent=None)
-    # A whole run would be stripes; the last steps show what overlaps.
+    # Calls of a whole run would be thinner than a pixel; a few steps show what overlaps.
     window_s = sum(line.get("seconds", 0.0) for line in history[-DRAWN_STEPS:])
     draw_timeline(loop_events(events), folder.timeline, window_s=window_s, until_ns=until_ns)
 

@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,3 +72,14 @@ def test_tensorboard_shows_a_step_that_was_done_again_once(tmp_path: Path) -> No
         log.write(2, {"reward": 0.75})
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("reward")
     assert [(event.step, event.value) for event in events] == [(1, 0.5), (2, 0.75)]
+
+
+def test_tensorboard_is_optional(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path, has_tensorboard=False) as log:
+        log.write(1, {"reward": 0.5})
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_matplotlib_and_tensorboard_are_loaded_only_when_used() -> None:
+    code = "import sys, flowrl.run.loop; print({'matplotlib', 'tensorboard'} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"

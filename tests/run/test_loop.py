@@ -214,6 +214,14 @@ def test_the_model_and_all_results_are_left(config: Callable[..., EchoConfig]) -
     assert json.loads((made.output / "summary.json").read_text())["busy_fraction"].keys() == {"node0/cpu:0"}
 
 
+def test_plots_and_tensorboard_events_are_optional(config: Callable[..., EchoConfig]) -> None:
+    quiet = config(report={"plots": False, "tensorboard": False}, data=config().data.model_copy(update={"test": None}))
+    train(quiet)
+    names = {path.name for path in quiet.output.iterdir()}
+    assert {"metrics.jsonl", "trace.json", "summary.json"} <= names
+    assert not {"curves.png", "timeline.png", "tensorboard"} & names
+
+
 def test_a_run_that_fails_before_its_first_result_leaves_no_folder(config: Callable[..., EchoConfig]) -> None:
     made = config()
     prompts = stream(made)
