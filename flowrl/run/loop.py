@@ -98,7 +98,9 @@ class Run:
         resolved = config.model_dump(mode="json")
         self.folder = (RunFolder.reopen if is_resuming(config) else RunFolder.create)(config.output, resolved)
         last_step = -1 if checkpoint is None else checkpoint.manifest.step
-        self._metrics = made.enter_context(MetricsLog(self.folder.path, last_step, has_tensorboard=config.report.tensorboard))
+        self._metrics = made.enter_context(
+            MetricsLog(self.folder.path, last_step, has_tensorboard=config.report.tensorboard)
+        )
         elapsed_s = self._metrics.history[-1].get("elapsed_s", 0.0) if self._metrics.history else 0.0
         self._log = StepLog(self.cluster.calls, elapsed_s)
         if checkpoint is not None:
