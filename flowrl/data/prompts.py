@@ -1,8 +1,8 @@
-"""Datasets of conversations as JSON lines, and the endless stream of prompts that a run draws from."""
+"""Reads conversations from JSON lines, and samples prompts from them epoch after epoch."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,16 +11,16 @@ import numpy as np
 from flowrl.data.batch.fields import FIELDS
 from flowrl.data.chat import ChatTokenizer, DataError, Message, Speaker
 
-SPEAKERS: dict[str, Speaker] = {"human": "user", "user": "user", "assistant": "assistant", "system": "system"}
-"""What may stand under `from` or `role`, and the role it means."""
+ROLE_NAMES: dict[str, Speaker] = {"human": "user", "user": "user", "assistant": "assistant", "system": "system"}
+"""Maps each allowed value of `from` (or `role`) to the chat role."""
 
-RESERVED = frozenset({*FIELDS, "length"} - {"answer", "data_source"})
-"""Columns that a run writes itself, so that a dataset cannot bring them."""
+RESERVED_COLUMNS = frozenset({*FIELDS, "length"} - {"answer", "data_source"})
+"""Column names that a run writes itself. A dataset must not use them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """One line of a dataset: the turns, every other key of the line, and where the line stands."""
+    """One line of a dataset: its messages, and all other keys as columns."""
 
     messages: tuple[Message, ...]
     columns: Mapping[str, Any] = field(default_factory=dict)
@@ -28,7 +28,8 @@ class Conversation:
     line: int = 0
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
+        """The file and the line number, for error messages."""
         return f"{self.file}, line {self.line}"
 
 
@@ -38,12 +39,12 @@ def read_conversations(
     """Reads a file with one JSON object per line: `{"messages": [{"from": "human", "content": ...}], "answer": ...}`.
 
     Args:
-        path: the file. `from` is human, assistant or system (`role` and `user` are understood too); keys beside
-            `messages` become columns.
-        last: who must speak last: the user in prompts, the assistant in examples.
+        path: the file. `from` is human, assistant or system (`role` and `user` also work). All keys except `messages`
+            become columns.
+        last: required role of the last message: user for prompts, assistant for supervised examples.
         needs: columns that every line must have, such as `answer`.
     Raises:
-        DataError: the file is missing or empty, or a line is not such a conversation; names the file and the line.
+        DataError: the file is missing or empty, or a line is malformed. The message names the file and the line.
     """
     file = Path(path)
     try:
@@ -55,51 +56,51 @@ def read_conversations(
         lines.pop()
     if not lines:
         raise DataError(f"dataset {file} is empty; write one conversation per line")
-    conversations = [_conversation(text, file, number) for number, text in enumerate(lines, start=1)]
+    conversations = [_parse_line(text, file, number) for number, text in enumerate(lines, start=1)]
     for conversation in conversations:
-        _check_last(conversation, last)
+        _check_last_role(conversation, last)
         for name in needs:
             if conversation.columns.get(name) is None:
-                raise DataError(f"{conversation.place}: {name!r} is missing; add it beside 'messages'")
+                raise DataError(f"{conversation.location}: {name!r} is missing; add it next to 'messages'")
     return conversations
 
 
-def _conversation(text: str, file: Path, line: int) -> Conversation:
-    place = f"{file}, line {line}"
+def _parse_line(text: str, file: Path, line: int) -> Conversation:
+    location = f"{file}, line {line}"
     if not text.strip():
-        raise DataError(f"{place}: the line is empty; write one JSON object per line")
+        raise DataError(f"{location}: the line is empty; write one JSON object per line")
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise DataError(f"{place}: not valid JSON ({error.msg} at column {error.colno})") from error
+        raise DataError(f"{location}: not valid JSON ({error.msg} at column {error.colno})") from error
     if not isinstance(value, dict) or not isinstance(value.get("messages"), list) or not value["messages"]:
-        raise DataError(f'{place}: expected an object with "messages": [{{"from": "human", "content": "..."}}]')
+        raise DataError(f'{location}: expected an object with "messages": [{{"from": "human", "content": "..."}}]')
     columns = {name: column for name, column in value.items() if name != "messages"}
-    for name in RESERVED:
+    for name in RESERVED_COLUMNS:
         if name in columns:
-            raise DataError(f"{place}: {name!r} is a column that the run writes; give it another name")
-    return Conversation(tuple(_message(turn, place) for turn in value["messages"]), columns, file, line)
+            raise DataError(f"{location}: column {name!r} is reserved for the run; rename it")
+    return Conversation(tuple(_parse_message(message, location) for message in value["messages"]), columns, file, line)
 
 
-def _message(turn: Any, place: str) -> Message:
-    if not isinstance(turn, dict) or not isinstance(turn.get("content"), str):
-        raise DataError(f'{place}: a message is {{"from": ..., "content": "text"}}, not {json.dumps(turn)[:80]}')
-    speaker = turn.get("from", turn.get("role"))
-    if speaker not in SPEAKERS:
-        raise DataError(f"{place}: a message is from {json.dumps(speaker)}; allowed are {', '.join(SPEAKERS)}")
-    return Message(SPEAKERS[speaker], turn["content"])
+def _parse_message(message: Any, location: str) -> Message:
+    if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+        raise DataError(f'{location}: a message is {{"from": ..., "content": "text"}}, not {json.dumps(message)[:80]}')
+    role = message.get("from", message.get("role"))
+    if role not in ROLE_NAMES:
+        raise DataError(f"{location}: unknown message role {json.dumps(role)}; allowed are {', '.join(ROLE_NAMES)}")
+    return Message(ROLE_NAMES[role], message["content"])
 
 
-def _check_last(conversation: Conversation, last: Literal["user", "assistant"] | None) -> None:
-    if last is None or conversation.messages[-1].role == last:
+def _check_last_role(conversation: Conversation, last: Literal["user", "assistant"] | None) -> None:
+    role = conversation.messages[-1].role
+    if last is None or role == last:
         return
-    found = conversation.messages[-1].role
-    fix = "remove it from a file of prompts" if last == "user" else "an example ends with what to learn"
-    raise DataError(f"{conversation.place}: the last message is from the {found}, not from the {last}; {fix}")
+    fix = "remove it from a file of prompts" if last == "user" else "an example ends with the response to learn"
+    raise DataError(f"{conversation.location}: the last message is from the {role}, not from the {last}; {fix}")
 
 
 class PromptStream:
-    """PromptQueue prompts without end, epoch after epoch."""
+    """An endless stream of tokenized prompts, reshuffled every epoch. Can be saved and restored."""
 
     def __init__(
         self,
@@ -110,87 +111,86 @@ class PromptStream:
         max_prompt_tokens: int,
         shuffle: bool = True,
     ) -> None:
-        """Tokenises every prompt, so that one that is too long is known before anything starts.
+        """Tokenizes all prompts up front, so that a prompt that is too long fails before the run starts.
 
         Args:
-            conversations: the dataset; each ends with the user.
-            tokenizer: of the model that answers.
-            seed: decides the order of every epoch.
-            max_prompt_tokens: the longest prompt allowed.
-            shuffle: read every epoch in another order; false keeps that of the dataset.
+            conversations: the dataset; each conversation ends with a user message.
+            tokenizer: the policy's tokenizer and chat template.
+            seed: determines the order of every epoch.
+            max_prompt_tokens: maximum number of tokens of a prompt.
+            shuffle: draw a new random order for every epoch; False keeps the order of the dataset.
         Raises:
-            DataError: there is no conversation, one ends with the assistant, or one has more than `max_prompt_tokens`.
+            DataError: the dataset is empty, a conversation ends with the assistant, or a prompt is too long.
         """
         if not conversations:
             raise DataError("a stream of prompts needs at least one conversation")
         prompts: list[np.ndarray] = []
         for conversation in conversations:
-            _check_last(conversation, "user")
+            _check_last_role(conversation, "user")
             ids = tokenizer.encode_prompt(conversation.messages)
             if len(ids) > max_prompt_tokens:
                 raise DataError(
-                    f"{conversation.place}: the prompt has {len(ids)} tokens, and at most {max_prompt_tokens} are "
+                    f"{conversation.location}: the prompt has {len(ids)} tokens, and at most {max_prompt_tokens} are "
                     f"allowed; shorten it or raise max_prompt_tokens"
                 )
             prompts.append(np.asarray(ids, dtype=np.int32))
         self._conversations = conversations
         self._seed = seed
         self._shuffle = shuffle
-        self._drawn = 0
-        # All rows have the same columns; None stands where a line has no such key.
+        self._num_drawn = 0
+        # All rows have the same columns. A line that lacks one has None in it.
         names = dict.fromkeys(name for conversation in conversations for name in conversation.columns)
         self._names = ("answer", *(name for name in names if name != "answer"))
         self._prompts = prompts
         self._epoch, self._order = -1, np.zeros(0, dtype=np.int64)
 
     def __len__(self) -> int:
-        """Prompts in one epoch."""
+        """Number of prompts in one epoch."""
         return len(self._conversations)
 
     def take(self, num_prompts: int) -> list[dict[str, Any]]:
-        """The next prompts, as rows.
+        """Returns the rows of the next prompts and advances the stream.
 
-        Returns:
-            Rows of `prompt` (what the user said last), `prompt_ids`, `answer`, the dataset's other columns, `prompt_id`
-            (the number of the draw, which no other draw of the run has) and `group` (the same number).
+        Each row has `prompt` (text of the last user message), `conversation` (all messages), `prompt_ids`, `answer`,
+        the dataset's other columns, `prompt_id` (unique in the run) and `group` (equal to `prompt_id`).
         """
-        first = self._drawn
-        self._drawn += num_prompts
-        return self.rows(range(first, self._drawn))
+        first = self._num_drawn
+        self._num_drawn += num_prompts
+        return self.rows(range(first, self._num_drawn))
 
-    def rows(self, draws: Iterable[int]) -> list[dict[str, Any]]:
-        """The rows of draws by their numbers, as `take` gave or will give them. PromptQueue nothing."""
-        return [self._row(self._index(draw), draw) for draw in draws]
+    def rows(self, prompt_ids: Iterable[int]) -> list[dict[str, Any]]:
+        """Returns the rows with these values of `prompt_id`, past or future, without advancing the stream."""
+        return [self._row(self._index(prompt_id), prompt_id) for prompt_id in prompt_ids]
 
-    def place(self, draw: int) -> str:
-        """The file and the line of a draw's prompt."""
-        return self._conversations[self._index(draw)].place
+    def location(self, prompt_id: int) -> str:
+        """Returns the file and the line of a prompt."""
+        return self._conversations[self._index(prompt_id)].location
 
     def evaluation_rows(self, num_rows: int | None = None) -> list[dict[str, Any]]:
-        """Every prompt once, in the order of the file, numbered from 0; only the first `num_rows` if stated."""
+        """Returns the first `num_rows` prompts (default: all) in file order, with `prompt_id` counted from 0."""
         count = len(self) if num_rows is None else min(num_rows, len(self))
-        return [self._row(place, place) for place in range(count)]
+        return [self._row(index, index) for index in range(count)]
 
     def state(self) -> dict[str, int]:
-        """Where the stream stands: all that `restore` needs, given the same dataset."""
-        return {"drawn": self._drawn, "seed": self._seed, "num_prompts": len(self)}
+        """Returns the position in the stream, which `restore` takes. The dataset is not part of it."""
+        return {"drawn": self._num_drawn, "seed": self._seed, "num_prompts": len(self)}
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """Goes on where `state` was taken.
+        """Continues at a saved position.
 
         Raises:
-            DataError: the state is of a stream with another seed or another number of prompts.
+            DataError: the state belongs to a stream with a different seed or number of prompts.
         """
-        for name, here in (("seed", self._seed), ("num_prompts", len(self))):
-            if state[name] != here:
+        for name, current in (("seed", self._seed), ("num_prompts", len(self))):
+            if state[name] != current:
                 raise DataError(
-                    f"the saved stream of prompts has {name} {state[name]}, this run has {here}; resume with the same"
+                    f"the saved prompt stream has {name} {state[name]}, this run has {current}; resume with the same"
                 )
-        self._drawn = state["drawn"]
+        self._num_drawn = state["drawn"]
 
-    def _index(self, draw: int) -> int:
-        """Which conversation a draw gives."""
-        epoch, position = divmod(draw, len(self))
+    def _index(self, prompt_id: int) -> int:
+        """Returns the position of a prompt in the dataset."""
+        epoch, position = divmod(prompt_id, len(self))
         if not self._shuffle:
             return position
         if epoch != self._epoch:
@@ -198,12 +198,13 @@ class PromptStream:
             self._order = np.random.default_rng([self._seed, epoch]).permutation(len(self))
         return int(self._order[position])
 
-    def _row(self, place: int, number: int) -> dict[str, Any]:
-        conversation = self._conversations[place]
+    def _row(self, index: int, prompt_id: int) -> dict[str, Any]:
+        conversation = self._conversations[index]
         return {
             "prompt": conversation.messages[-1].content,
-            "prompt_ids": self._prompts[place].tolist(),
+            "conversation": [asdict(message) for message in conversation.messages],
+            "prompt_ids": self._prompts[index].tolist(),
             **{name: conversation.columns.get(name) for name in self._names},
-            "prompt_id": number,
-            "group": number,
+            "prompt_id": prompt_id,
+            "group": prompt_id,
         }

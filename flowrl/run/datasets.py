@@ -77,7 +77,7 @@ class Examples:
             ids, mask = tokenizer.encode_example(conversation.messages)
             if len(ids) > max_tokens:
                 raise DataError(
-                    f"{conversation.place}: the conversation has {len(ids)} tokens, and at most {max_tokens} are "
+                    f"{conversation.location}: the conversation has {len(ids)} tokens, and at most {max_tokens} are "
                     f"allowed; shorten it or raise data.max_prompt_tokens"
                 )
             self._ids.append(ids)

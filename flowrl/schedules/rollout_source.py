@@ -112,7 +112,7 @@ class PromptQueue:
 
     def place(self, draw: int) -> str:
         """Where the prompt of a draw stands."""
-        return self._prompts.place(draw)
+        return self._prompts.location(draw)
 
     def __len__(self) -> int:
         """Prompts that there are."""

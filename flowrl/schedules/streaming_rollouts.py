@@ -215,7 +215,7 @@ class StreamingRollouts:
             if why is None:
                 self._refused_in_a_row = 0
             elif (group := self._groups().get(draw)) in maker.groups and self._scheduler.drop(group, "refused"):
-                self._tell_refused(self._setting.prompts.place(draw), why)
+                self._tell_refused(self._setting.prompts.location(draw), why)
 
     def _tell_refused(self, place: str, why: str) -> None:
         """Raises `UserError` where no prompt seems to be taken."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from flowrl.data.batch.batch import Batch
 from flowrl.data.chat import ChatTokenizer, DataError, Message
 from flowrl.data.prompts import Conversation, PromptStream, read_conversations
 from recipes.quickstart.prepare import save_tokenizer
@@ -36,7 +37,7 @@ def prompts(rows: list[dict[str, Any]]) -> list[str]:
     return [row["prompt"] for row in rows]
 
 
-def test_both_names_of_a_speaker_are_read(tmp_path: Path) -> None:
+def test_both_names_of_a_role_are_read(tmp_path: Path) -> None:
     turns = [
         {"from": "system", "content": "s"},
         {"role": "user", "content": "u"},
@@ -46,60 +47,85 @@ def test_both_names_of_a_speaker_are_read(tmp_path: Path) -> None:
     assert [message.role for message in conversation.messages] == ["system", "user", "assistant"]
 
 
-def test_other_keys_become_columns_and_the_line_is_kept(tmp_path: Path) -> None:
+def test_other_keys_become_columns(tmp_path: Path) -> None:
     conversation = read_conversations(write(tmp_path, ASK, {**ASK, "data_source": "sums"}))[1]
     assert conversation.columns == {"answer": "2", "data_source": "sums"}
-    assert conversation.place == f"{tmp_path / 'data.jsonl'}, line 2"
+    assert conversation.location == f"{tmp_path / 'data.jsonl'}, line 2"
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("line", "named"),
     [
-        ("", "line 2: the line is empty"),
-        ('{"messages": [', "line 2: not valid JSON .*column 15"),
-        ([1], 'line 2: expected an object with "messages"'),
-        ({"messages": []}, 'line 2: expected an object with "messages"'),
-        ({"messages": ["hello"]}, 'line 2: a message is .*not "hello"'),
-        ({"messages": [{"from": "human"}]}, "line 2: a message is "),
-        ({"messages": [{"from": "robot", "content": "x"}]}, 'line 2: a message is from "robot"; allowed are human'),
-        ({**ASK, "values": 1}, "line 2: 'values' is a column that the run writes"),
-        ({"messages": ASK["messages"]}, "line 2: 'answer' is missing"),
-        (
-            {**ASK, "messages": [{"from": "assistant", "content": "2"}]},
-            "line 2: the last message is from the assistant",
-        ),
+        ("", "empty"),
+        ('{"messages": [', "column 15"),
+        ([1], '"messages"'),
+        ({"messages": []}, '"messages"'),
+        ({"messages": ["hello"]}, '"hello"'),
+        ({"messages": [{"from": "human"}]}, '"content"'),
+        ({"messages": [{"from": "robot", "content": "x"}]}, '"robot"'),
+        ({**ASK, "values": 1}, "'values'"),
+        ({**ASK, "conversation": 1}, "'conversation'"),
+        ({"messages": ASK["messages"]}, "'answer'"),
+        ({**ASK, "messages": [{"from": "assistant", "content": "2"}]}, "assistant"),
     ],
 )
-def test_a_wrong_line_is_named(tmp_path: Path, line: Any, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        read_conversations(write(tmp_path, ASK, line), last="user", needs=("answer",))
+def test_an_error_in_a_line_names_the_file_the_line_and_the_value(tmp_path: Path, line: Any, named: str) -> None:
+    file = write(tmp_path, ASK, line)
+    with pytest.raises(DataError) as caught:
+        read_conversations(file, last="user", needs=("answer",))
+    location, _, message = str(caught.value).partition(": ")
+    assert location == f"{file}, line 2"
+    assert named in message
 
 
 def test_an_example_must_end_with_the_assistant(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="line 1: the last message is from the user, not from the assistant"):
+    with pytest.raises(DataError, match="line 1: "):
         read_conversations(write(tmp_path, ASK), last="assistant")
 
 
-def test_an_empty_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"data.jsonl is empty"):
+def test_an_empty_file_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"data\.jsonl"):
         read_conversations(write(tmp_path))
 
 
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nowhere.jsonl cannot be read \(No such file"):
+def test_a_missing_file_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nowhere\.jsonl"):
         read_conversations(tmp_path / "nowhere.jsonl")
 
 
-def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_text_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(DataError, match="is not UTF-8 text"):
+    with pytest.raises(DataError, match="UTF-8"):
         read_conversations(tmp_path / "data.jsonl")
 
 
 def test_rows_carry_the_tokens_of_the_prompt_and_the_columns(tokenizer: ChatTokenizer) -> None:
     row = stream(tokenizer, 1).take(1)[0]
     ids = tokenizer.encode_prompt([Message("user", "0+1")])
-    assert row == {"prompt": "0+1", "prompt_ids": ids, "answer": "1", "prompt_id": 0, "group": 0}
+    conversation = [{"role": "user", "content": "0+1"}]
+    assert row == {
+        "prompt": "0+1",
+        "conversation": conversation,
+        "prompt_ids": ids,
+        "answer": "1",
+        "prompt_id": 0,
+        "group": 0,
+    }
+
+
+def test_rows_keep_the_whole_conversation_and_every_dataset_column(tokenizer: ChatTokenizer) -> None:
+    messages = (Message("user", "1+1"), Message("assistant", "2"), Message("user", "2+2"))
+    columns = {"answer": "4", "data_source": "sums", "difficulty": 3}
+    prompts = PromptStream([Conversation(messages, columns)], tokenizer, seed=0, max_prompt_tokens=99)
+    for row in (*prompts.take(1), *prompts.evaluation_rows()):
+        assert row["prompt"] == "2+2"
+        assert [(turn["role"], turn["content"]) for turn in row["conversation"]] == [
+            ("user", "1+1"),
+            ("assistant", "2"),
+            ("user", "2+2"),
+        ]
+        assert {name: row[name] for name in columns} == columns
+        assert Batch.from_rows([row]).get("conversation") == [row["conversation"]]
 
 
 def test_rows_of_uneven_lines_have_the_same_columns(tokenizer: ChatTokenizer) -> None:
@@ -130,29 +156,29 @@ def test_the_size_of_a_draw_does_not_change_what_is_drawn(tokenizer: ChatTokeniz
     assert [row for size in (1, 6, 0, 4) for row in small.take(size)] == large.take(11)
 
 
-def test_rows_of_a_draw_are_the_same_before_and_after_it_is_taken(tokenizer: ChatTokenizer) -> None:
+def test_rows_by_prompt_id_are_the_same_before_and_after_they_are_drawn(tokenizer: ChatTokenizer) -> None:
     drawn, again = stream(tokenizer), stream(tokenizer)
     taken = drawn.take(12)
     assert again.rows([11, 3, 7]) == [taken[11], taken[3], taken[7]] == drawn.rows([11, 3, 7])
     assert again.take(1) == taken[:1]
 
 
-def test_a_draw_has_the_line_of_its_prompt(tokenizer: ChatTokenizer) -> None:
+def test_location_is_the_line_of_the_prompt(tokenizer: ChatTokenizer) -> None:
     drawn = stream(tokenizer)
-    assert [drawn.place(draw) for draw in range(12)] == [f"sums, line {row['prompt'][0]}" for row in drawn.take(12)]
+    assert [drawn.location(draw) for draw in range(12)] == [f"sums, line {row['prompt'][0]}" for row in drawn.take(12)]
 
 
-def test_a_restored_stream_goes_on_where_it_was(tokenizer: ChatTokenizer) -> None:
+def test_a_restored_stream_continues_at_its_position(tokenizer: ChatTokenizer) -> None:
     first, second = stream(tokenizer), stream(tokenizer)
     first.take(7)
     second.restore(json.loads(json.dumps(first.state())))
     assert first.take(6) == second.take(6)
 
 
-def test_the_state_of_another_dataset_or_seed_is_refused(tokenizer: ChatTokenizer) -> None:
-    with pytest.raises(DataError, match="has num_prompts 4, this run has 5"):
+def test_the_state_of_a_different_dataset_or_seed_is_rejected(tokenizer: ChatTokenizer) -> None:
+    with pytest.raises(DataError, match="num_prompts 4"):
         stream(tokenizer).restore(stream(tokenizer, 4).state())
-    with pytest.raises(DataError, match="has seed 1, this run has 0"):
+    with pytest.raises(DataError, match="seed 1"):
         stream(tokenizer).restore(stream(tokenizer, seed=1).state())
 
 
@@ -163,13 +189,13 @@ def test_evaluation_reads_the_file_in_order_and_draws_nothing(tokenizer: ChatTok
     assert test_set.take(1)[0]["prompt_id"] == 0
 
 
-def test_a_prompt_that_is_too_long_is_refused_with_its_line(tokenizer: ChatTokenizer) -> None:
+def test_a_prompt_that_is_too_long_is_rejected_with_its_line(tokenizer: ChatTokenizer) -> None:
     long = Conversation((Message("user", "11111+1"),), {}, Path("data.jsonl"), 7)
-    with pytest.raises(DataError, match=r"data.jsonl, line 7: the prompt has 8 tokens, and at most 7 are allowed"):
+    with pytest.raises(DataError, match=r"data.jsonl, line 7: .* 8 .* 7 .*max_prompt_tokens"):
         PromptStream([long], tokenizer, seed=0, max_prompt_tokens=7)
 
 
-def test_a_stream_refuses_a_conversation_that_is_already_answered(tokenizer: ChatTokenizer) -> None:
+def test_a_stream_rejects_a_conversation_that_ends_with_the_assistant(tokenizer: ChatTokenizer) -> None:
     answered = Conversation((Message("user", "1+1"), Message("assistant", "2")), {}, Path("data.jsonl"), 3)
-    with pytest.raises(DataError, match=r"data.jsonl, line 3: the last message is from the assistant"):
+    with pytest.raises(DataError, match=r"data.jsonl, line 3: "):
         PromptStream([answered], tokenizer, seed=0, max_prompt_tokens=9)
