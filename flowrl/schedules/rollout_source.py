@@ -110,7 +110,7 @@ class PromptQueue:
         batch["sample"] = Batch.from_rows([{"sample": i} for _ in rows for i in range(self._samples)])
         return batch
 
-    def place(self, draw: int) -> str:
+    def location(self, draw: int) -> str:
         """Where the prompt of a draw stands."""
         return self._prompts.location(draw)
 
