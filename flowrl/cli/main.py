@@ -16,8 +16,8 @@ from flowrl.controller.errors import WorkerError
 from flowrl.controller.placement.inventory import local_inventory
 from flowrl.controller.placement.plan import plan
 from flowrl.controller.placement.plan_table import render_plan
-from flowrl.memory.memory_estimate import estimate
-from flowrl.memory.memory_table import check_memory, render_memory, room
+from flowrl.memory.memory_estimate import estimate_memory
+from flowrl.memory.memory_table import check_memory, memory_budget, render_memory
 from flowrl.report.chrome_trace import TraceError, read_trace
 from flowrl.report.trace import loop_events
 from flowrl.run.interrupt import Interrupted
@@ -131,8 +131,8 @@ def _plan(arguments: argparse.Namespace) -> None:
         config = load(arguments.config, arguments.overrides, _run_config(arguments.config))
         check_functions(config)
         planned = plan_run(config, arguments.devices)
-        available = room(config, planned, here=arguments.devices is None and config.address is None)
-        devices = estimate(config, planned)
+        available = memory_budget(config, planned, is_local=arguments.devices is None and config.address is None)
+        devices = estimate_memory(config, planned)
         check_memory(config, planned, devices, available)
         graph = f"\n{render_graph(config, planned)}\n" if isinstance(config, OnPolicyConfig) else ""
         below = f"{graph}\n{render_memory(devices, available)}\n"

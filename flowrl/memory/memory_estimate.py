@@ -1,7 +1,7 @@
-"""How much memory each device of a plan needs, before anything starts: what roles hold, and the largest of their calls.
+"""Estimates the memory of each device of a plan: the resident state of its roles plus their largest call.
 
-Calls of one process come one after another, so a device needs what all its roles hold and what one call takes beside
-that. Files are read for the models' sizes only; neither torch nor a model is loaded.
+The calls of a process run one after another, so a device needs the state of all its roles and the memory of one call.
+The estimate reads `config.json` files; neither torch nor a model is loaded.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,169 +19,175 @@ from flowrl.config import (
 )
 from flowrl.controller.placement.plan import Plan, RolePlan, Slot
 from flowrl.memory.activations import Entropy
-from flowrl.memory.model_size import model_size
-from flowrl.memory.role_memory import Call, RoleMemory, RoleModel, run_role, trained_role
-from flowrl.memory.rollout_memory import Prompts, rollout_role, vllm_role
+from flowrl.memory.model_size import read_model_size
+from flowrl.memory.role_memory import CallMemory, RoleMemory, RoleModel, inference_role, training_role
+from flowrl.memory.rollout_memory import RolloutBatch, rollout_role, vllm_role
 
 PROCESS = {"cpu": 430_000_000, "cuda": 500_000_000}
-"""A process before it has a model. On the CPU Python with torch, transformers and Ray, measured; on a GPU what CUDA
-takes for itself, which has not been measured."""
+"""Bytes of a process without a model. The CPU value (Python, torch, transformers, Ray) is measured; the CUDA context's
+is an assumption."""
 
-_ITEMS = {"float32": 4, "bfloat16": 2}
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What the roles of one device need."""
+    """Memory that the roles on one device need."""
 
     node: int
     device: int
     roles: Mapping[str, RoleMemory | None]
-    """None: the model's size is not known."""
+    """Memory of each role; None if the size of its model is unknown."""
     process: int
+    """Bytes of the processes on the device before they load models."""
 
     @property
-    def known(self) -> bool:
+    def is_known(self) -> bool:
+        """Whether the model sizes of all roles are known."""
         return None not in self.roles.values()
 
     @property
-    def peak(self) -> tuple[int, str, Call]:
-        """(bytes, role, its call) when most is in use; of known roles."""
-        found = {role: memory for role, memory in self.roles.items() if memory is not None}
-        calls = [(self._during(role, call), role, call) for role, memory in found.items() for call in memory.calls]
-        return max(calls, key=lambda peak: peak[0], default=(self.process, "", Call("start")))
+    def peak(self) -> tuple[int, str, CallMemory]:
+        """(bytes, role, call) at the peak, over the roles with known memory."""
+        calls = [(role, call) for role, memory in self.roles.items() if memory is not None for call in memory.calls]
+        peaks = [(self._during(role, call), role, call) for role, call in calls]
+        return max(peaks, key=lambda peak: peak[0], default=(self.process, "", CallMemory("start")))
 
-    def _during(self, role: str, call: Call) -> int:
-        return self.process + call.total + sum(self.held(other, role) for other in self.roles)
+    def _during(self, role: str, call: CallMemory) -> int:
+        return self.process + call.total + sum(self.resident(other, role) for other in self.roles)
 
-    def held(self, role: str, during: str) -> int:
-        """What a role holds while a role (perhaps itself) is called."""
-        memory, caller = self.roles[role], self.roles[during]
+    def resident(self, role: str, caller: str) -> int:
+        """Returns the resident bytes of `role` while a method of `caller` (possibly the same role) runs."""
+        memory, caller_memory = self.roles[role], self.roles[caller]
         if memory is None:
             return 0
-        if not memory.leaves or role == during:
-            return memory.held
-        lends = role == "actor" and caller is not None and caller.borrows
-        return memory.weights if lends else 0
+        if not memory.offloads or role == caller:
+            return memory.resident
+        is_shared = role == "actor" and caller_memory is not None and caller_memory.shares_actor_weights
+        return memory.weights if is_shared else 0
 
 
-def estimate(config: RunConfig, planned: Plan) -> list[DeviceMemory]:
-    """What each device of a plan needs, in the order of nodes and devices; exact to a fifth (docs/training.md)."""
-    roles = _Roles(config, planned)
+def estimate_memory(config: RunConfig, planned: Plan) -> list[DeviceMemory]:
+    """Returns the memory of each device of a plan, ordered by node and device; exact to 20 % (docs/training.md)."""
+    estimator = _Estimator(config, planned)
     slots = {slot for role in planned.roles.values() for slot in role.slots}
-    found = []
-    for node, device in sorted({place for slot in slots for place in slot.places}):
-        here = [slot for slot in slots if (node, device) in slot.places]
-        memory = {
-            name: roles.memory(name, slot)
+    devices = []
+    for node, device in sorted({location for slot in slots for location in slot.places}):
+        local_slots = [slot for slot in slots if (node, device) in slot.places]
+        roles = {
+            name: estimator.role_memory(name, slot)
             for name, role in planned.roles.items()
-            for slot in here
+            for slot in local_slots
             if slot in role.slots
         }
-        found.append(DeviceMemory(node, device, memory, len(here) * PROCESS[planned.kind]))
-    return found
+        devices.append(DeviceMemory(node, device, roles, len(local_slots) * PROCESS[planned.kind]))
+    return devices
 
 
-class _Roles:
-    """The roles of a config on the ranks of a plan."""
+class _Estimator:
+    """Computes the memory of each role of a config on the ranks of a plan."""
 
     def __init__(self, config: RunConfig, planned: Plan) -> None:
         self._config, self._planned = config, planned
-        self._values = {role: value for role, (_, value) in models_of(config).items()}
-        self._model = cache(self._read_model)  # asked for by every slot
-        self._longest = 0
+        self._role_configs = {role: value for role, (_, value) in models_of(config).items()}
+        self._role_model = cache(self._read_role_model)  # every slot needs it
+        self._max_length = 0
         if isinstance(config, OnPolicyConfig):
-            self._longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+            self._max_length = config.data.max_prompt_tokens + config.rollout.max_response_tokens
 
-    def memory(self, role: str, slot: Slot) -> RoleMemory | None:
-        """Of the rank of a role that is on a slot."""
-        value = self._values.get(role)
-        place = self._planned.roles[role]
-        if isinstance(value, RewardConfig) and value.model is None:
+    def role_memory(self, role: str, slot: Slot) -> RoleMemory | None:
+        """Returns the memory of the role's rank on `slot`; None if the size of its model is unknown."""
+        role_config = self._role_configs.get(role)
+        role_plan = self._planned.roles[role]
+        if isinstance(role_config, RewardConfig) and role_config.model is None:
             return RoleMemory(0, 0, ())
         if role == "rollout":
-            return self._rollout(place, slot)
-        model = self._model(role)
+            return self._rollout_memory(role_plan, slot)
+        model = self._role_model(role)
         if model is None:
             return None
-        if isinstance(value, ActorConfig | CriticConfig):
-            entropy: Entropy = "gradient" if isinstance(value, ActorConfig) and value.entropy_coef else "value"
-            saves = self._config.checkpoint.every > 0 and self._config.checkpoint.asynchronous
-            return trained_role(model, self._rows(place, "minibatch_size"), entropy, saves=saves)
-        if isinstance(value, ReferenceConfig) and self._is_actor(value, place, slot):
-            actor = self._model("actor")
-            assert actor is not None, "it is the reference's model"
-            calls = run_role(actor, self._rows(place, "batch_size"), "logprobs").calls
-            return RoleMemory(0, 0, calls, borrows=True)
-        return run_role(model, self._rows(place, "batch_size"), "logprobs" if model.is_policy else "score")
+        if isinstance(role_config, ActorConfig | CriticConfig):
+            trains_entropy = isinstance(role_config, ActorConfig) and role_config.entropy_coef
+            entropy: Entropy = "gradient" if trains_entropy else "value"
+            copies = self._config.checkpoint.every > 0 and self._config.checkpoint.asynchronous
+            return training_role(model, self._rows(role_plan, "minibatch_size"), entropy, copies_checkpoints=copies)
+        rows = self._rows(role_plan, "batch_size")
+        if isinstance(role_config, ReferenceConfig) and self._is_actor_without_adapter(role_config, role_plan, slot):
+            actor = self._role_model("actor")
+            assert actor is not None, "the actor has the reference's model"
+            calls = inference_role(actor, rows, "logprobs").calls
+            return RoleMemory(0, 0, calls, shares_actor_weights=True)
+        return inference_role(model, rows, "logprobs" if model.is_policy else "score")
 
-    def _read_model(self, role: str) -> RoleModel | None:
-        value = self._values.get(role)
+    def _read_role_model(self, role: str) -> RoleModel | None:
+        value = self._role_configs.get(role)
         if not isinstance(value, ActorConfig | CriticConfig | ReferenceConfig | RewardConfig) or value.model is None:
             return None
-        size = model_size(value.model.path)
+        size = read_model_size(value.model.path)
         if size is None:
             return None
         return RoleModel(
             size=size,
             engine=value.engine,
             mesh=self._planned.roles[role].mesh,
-            kind=self._planned.kind,
-            item=_ITEMS[value.model.dtype],
+            device_type=self._planned.kind,
+            param_bytes=_DTYPE_BYTES[value.model.dtype],
             is_policy=isinstance(value, ActorConfig | ReferenceConfig),
-            longest=self._longest,
+            max_length=self._max_length,
             lora=value.lora if isinstance(value, ActorConfig | CriticConfig) else None,
-            alone=self._config.backend == "inline",
+            is_inline=self._config.backend == "inline",
         )
 
-    def _rollout(self, place: RolePlan, slot: Slot) -> RoleMemory | None:
-        config, actor = self._config, self._model("actor")
+    def _rollout_memory(self, role_plan: RolePlan, slot: Slot) -> RoleMemory | None:
+        config, actor = self._config, self._role_model("actor")
         if not isinstance(config, OnPolicyConfig) or actor is None:
             return None
-        if config.rollout.engine == "vllm":
-            sleeps = config.rollout.vllm is None or config.rollout.vllm.sleep is not False
-            leaves = sleeps and self._planned.kind == "cuda" and self._shares(slot)
-            return vllm_role(actor.size, actor.item, config.rollout, place.leads, leaves=leaves)
-        rows = -(-config.batch_size // place.mesh.dp)
-        prompts = Prompts(rows, -(-rows // config.samples_per_prompt), config.data.max_prompt_tokens)
-        lender = actor if self._lends(actor, place, slot) else None
-        return rollout_role(actor.size, actor.item, config.rollout, prompts, lender, self._planned.kind)
+        size, param_bytes, rollout = actor.size, actor.param_bytes, config.rollout
+        if rollout.engine == "vllm":
+            can_sleep = rollout.vllm is None or rollout.vllm.sleep is not False
+            offloads = can_sleep and self._planned.kind == "cuda" and self._shares_device(slot)
+            return vllm_role(size, param_bytes, rollout, role_plan.leads, offloads=offloads)
+        rows = -(-config.batch_size // role_plan.mesh.dp)
+        batch = RolloutBatch(rows, -(-rows // config.samples_per_prompt), config.data.max_prompt_tokens)
+        weight_owner = actor if self._shares_actor_weights(actor, role_plan, slot) else None
+        return rollout_role(size, param_bytes, rollout, batch, weight_owner, self._planned.kind)
 
-    def _shares(self, slot: Slot) -> bool:
-        """Whether roles of other processes use a device of this one."""
-        used = {other for role in self._planned.roles.values() for other in role.slots if other != slot}
-        return any(place in other.places for other in used for place in slot.places)
+    def _shares_device(self, slot: Slot) -> bool:
+        """Whether another process uses a device of this slot."""
+        others = {other for role in self._planned.roles.values() for other in role.slots if other != slot}
+        return any(location in other.places for other in others for location in slot.places)
 
-    def _lends(self, actor: RoleModel, place: RolePlan, slot: Slot) -> bool:
-        """Whether the actor of a slot lends its weights: one that is cut does to a role on its very ranks only."""
-        of_actor = self._planned.roles["actor"].slots
-        return slot in of_actor and (not actor.is_cut or tuple(of_actor) == tuple(place.slots))
+    def _shares_actor_weights(self, actor: RoleModel, rollout_plan: RolePlan, slot: Slot) -> bool:
+        """Whether the rollout reads the weights of the actor on this slot; a sharded actor needs identical ranks."""
+        actor_slots = self._planned.roles["actor"].slots
+        return slot in actor_slots and (not actor.is_sharded or tuple(actor_slots) == tuple(rollout_plan.slots))
 
-    def _is_actor(self, reference: ReferenceConfig, place: RolePlan, slot: Slot) -> bool:
-        """Whether a reference is the actor without its adapter."""
-        value, actor = self._values.get("actor"), self._model("actor")
+    def _is_actor_without_adapter(self, reference: ReferenceConfig, reference_plan: RolePlan, slot: Slot) -> bool:
+        """Whether the reference is the colocated actor with its LoRA adapter disabled."""
+        value, actor = self._role_configs.get("actor"), self._role_model("actor")
         if actor is None or not isinstance(value, ActorConfig) or value.lora is None or value.model != reference.model:
             return False
-        of_actor = self._planned.roles["actor"]
-        together = actor.is_cut or actor.mesh.sp > 1
-        same = tuple(of_actor.slots) == tuple(place.slots) and of_actor.mesh == place.mesh
-        return slot in of_actor.slots and (same or not together)
+        actor_plan = self._planned.roles["actor"]
+        is_collective = actor.is_sharded or actor.mesh.sp > 1
+        has_same_ranks = tuple(actor_plan.slots) == tuple(reference_plan.slots)
+        is_aligned = has_same_ranks and actor_plan.mesh == reference_plan.mesh
+        return slot in actor_plan.slots and (is_aligned or not is_collective)
 
-    def _rows(self, place: RolePlan, setting: str) -> int | None:
-        """Rows of one rank in a step or a minibatch; None where rows are of any length."""
+    def _rows(self, role_plan: RolePlan, setting: str) -> int | None:
+        """Returns the rows per rank of a batch or minibatch; None for configs that do not bound the number of rows."""
         config = self._config
         if not isinstance(config, OnPolicyConfig):
             return None
         rows = config.minibatch_size if setting == "minibatch_size" else config.batch_size
-        return -(-rows // place.mesh.dp)
+        return -(-rows // role_plan.mesh.dp)
 
 
-def same_devices(devices: Sequence[DeviceMemory]) -> list[list[DeviceMemory]]:
-    """Devices next to each other that need the same."""
+def group_equal_devices(devices: Sequence[DeviceMemory]) -> list[list[DeviceMemory]]:
+    """Groups adjacent devices whose roles need the same memory."""
     groups: list[list[DeviceMemory]] = []
-    for found in devices:
-        if groups and groups[-1][0].roles == found.roles:
-            groups[-1].append(found)
+    for device in devices:
+        if groups and groups[-1][0].roles == device.roles:
+            groups[-1].append(device)
         else:
-            groups.append([found])
+            groups.append([device])
     return groups

@@ -1,7 +1,6 @@
-"""How large a model is, from its `config.json` alone.
+"""Reads parameter counts and layer widths from a model's `config.json`.
 
-Widths are numbers of a token's states: D of the hidden states, Q of all queries, K of all keys (or values), M of the
-widest part of a layer.
+Widths per token: D hidden states, Q all query heads, K all key heads (values have the same width), M the MLP.
 """
 
 import json
@@ -11,40 +10,40 @@ from pathlib import Path
 from typing import Any, Literal
 
 Linears = tuple[tuple[str, int, int], ...]
-"""Name, inputs and outputs of a layer's matrices."""
+"""(name, input width, output width) of each matrix of a layer."""
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Counts of parameters, and widths that decide how large activations are."""
+    """Parameter counts and layer widths of a model."""
 
-    kind: str
-    """`model_type` of the configuration."""
+    family: str
+    """`model_type` in the model's configuration."""
     layers: int
     hidden: int
-    """D."""
+    """Width D of the hidden states."""
     queries: int
-    """Q, heads x width of a head."""
+    """Width Q of the queries: number of query heads times head width."""
     keys: int
-    """K."""
+    """Width K of the keys: number of key heads times head width."""
     mlp: int
-    """M."""
+    """Width M of the MLP."""
     heads: int
-    """Heads of queries."""
+    """Number of query heads."""
     vocabulary: int
     linears: Linears
     layer_matrices: int
-    """Parameters of one layer that tensor parallelism cuts: matrices and their biases."""
+    """Parameters of one layer that tensor parallelism shards: matrices and their biases."""
     layer_rest: int
-    """Those that it does not: norms."""
+    """Parameters of one layer that tensor parallelism replicates: norms."""
     embedding: int
-    """Parameters of the input embeddings, which are as many as those of the head."""
+    """Parameters of the input embeddings; an untied head has the same number."""
     rest: int
-    """Parameters outside of layers, embedding and head: norms, positions, projections."""
+    """Parameters outside layers, embeddings and head: norms, positions, projections."""
     tied: bool
-    """Whether the head's weights are the embeddings'."""
+    """Whether the head shares the weights of the input embeddings."""
     window: int | None = None
-    """Tokens that a layer sees of longer rows; None is all."""
+    """Sliding-window length in tokens; None for full attention."""
 
     @property
     def layer(self) -> int:
@@ -52,65 +51,68 @@ class ModelSize:
         return self.layer_matrices + self.layer_rest
 
     @property
-    def ends(self) -> int:
-        """Parameters outside of layers."""
+    def non_layer(self) -> int:
+        """Parameters outside the layers, including the language-model head."""
         return self.embedding * (1 if self.tied else 2) + self.rest
 
     @property
-    def backbone_ends(self) -> int:
-        """The same of a model that has no head over the vocabulary, such as a critic."""
+    def backbone_non_layer(self) -> int:
+        """Parameters outside the layers of a model without a language-model head, such as a critic."""
         return self.embedding + self.rest
 
     @property
     def parameters(self) -> int:
-        """All of a language model."""
-        return self.layers * self.layer + self.ends
+        """Parameters of the language model."""
+        return self.layers * self.layer + self.non_layer
 
     def adapted(self, targets: Literal["all_linear"] | Sequence[str]) -> Linears:
-        """The matrices of a layer that `lora.targets` names, each by what follows the last dot of a target: where two
-        have that name, as c_proj in GPT-2, both; and in all layers, where a target has the number of one."""
+        """Returns the matrices of a layer that match `lora.targets`.
+
+        A target matches by the part after its last dot. It matches every matrix of that name (GPT-2 has two c_proj),
+        in every layer even if the target contains a layer index.
+        """
         if targets == "all_linear":
             return self.linears
         names = {target.rpartition(".")[2] for target in targets}
         return tuple(linear for linear in self.linears if linear[0] in names)
 
 
-def model_size(folder: Path) -> ModelSize | None:
-    """The size of the model in a folder; None where there is no `config.json` of a family of docs/models.md."""
+def read_model_size(folder: Path) -> ModelSize | None:
+    """Returns the size of the model in `folder`; None without a `config.json` of a family in docs/models.md."""
     try:
-        return size_of(json.loads((folder / "config.json").read_text()))
+        return model_size_from_config(json.loads((folder / "config.json").read_text()))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def size_of(settings: dict[str, Any]) -> ModelSize | None:  # Any: as the file has it
-    """The size of a model with these settings; None for another family than those of docs/models.md."""
-    kind = settings["model_type"]
-    if kind == "gpt2":
+def model_size_from_config(settings: dict[str, Any]) -> ModelSize | None:  # Any: JSON values
+    """Returns the size of a model with this configuration; None if docs/models.md does not list its family."""
+    family = settings["model_type"]
+    if family == "gpt2":
         return _gpt2(settings)
-    if kind == "opt":
+    if family == "opt":
         return _opt(settings)
-    return _llama_like(kind, settings) if kind in _NORMS else None
+    return _llama_like(family, settings) if family in _NORMS else None
 
 
 _NORMS = {"llama": 2, "qwen2": 2, "qwen3": 2, "mistral": 2, "gemma": 2, "gemma2": 4, "glm": 2, "glm4": 4}
-"""Norms of the hidden states in a layer."""
+"""Number of norms over the hidden states per layer."""
 
 
-def _llama_like(kind: str, settings: dict[str, Any]) -> ModelSize:
+def _llama_like(family: str, settings: dict[str, Any]) -> ModelSize:
     hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
     width = settings.get("head_dim") or hidden // heads
     queries, keys = heads * width, (settings.get("num_key_value_heads") or heads) * width
-    biases = queries + 2 * keys if kind == "qwen2" or settings.get("attention_bias") else 0
-    if kind in ("llama", "qwen3") and biases:
+    biases = queries + 2 * keys if family == "qwen2" or settings.get("attention_bias") else 0
+    if family in ("llama", "qwen3") and biases:
         biases += hidden
-    mlp, head_norms = settings["intermediate_size"], 2 * width if kind == "qwen3" else 0
+    mlp, head_norms = settings["intermediate_size"], 2 * width if family == "qwen3" else 0
     inner = (("gate_proj", hidden, mlp), ("up_proj", hidden, mlp))
-    if kind.startswith("glm"):
+    if family.startswith("glm"):
         inner = (("gate_up_proj", hidden, 2 * mlp),)
     linears = (*_attention(hidden, queries, keys, "o_proj"), *inner, ("down_proj", mlp, hidden))
     return ModelSize(
-        kind=kind,
+        family=family,
         layers=settings["num_hidden_layers"],
         hidden=hidden,
         queries=queries,
@@ -119,12 +121,12 @@ def _llama_like(kind: str, settings: dict[str, Any]) -> ModelSize:
         heads=heads,
         vocabulary=settings["vocab_size"],
         linears=linears,
-        layer_matrices=_sizes(linears) + biases,
-        layer_rest=_NORMS[kind] * hidden + head_norms,
+        layer_matrices=_num_weights(linears) + biases,
+        layer_rest=_NORMS[family] * hidden + head_norms,
         embedding=settings["vocab_size"] * hidden,
         rest=hidden,
-        tied=settings.get("tie_word_embeddings", kind.startswith("gemma")),
-        window=settings.get("sliding_window") if settings.get("use_sliding_window", kind == "mistral") else None,
+        tied=settings.get("tie_word_embeddings", family.startswith("gemma")),
+        window=settings.get("sliding_window") if settings.get("use_sliding_window", family == "mistral") else None,
     )
 
 
@@ -166,16 +168,16 @@ def _opt(settings: dict[str, Any]) -> ModelSize:
 
 
 def _with_biases(
-    kind: str, settings: dict[str, Any], linears: Linears, *, layers: int, heads: int, embedding: int, rest: int
+    family: str, settings: dict[str, Any], linears: Linears, *, layers: int, heads: int, embedding: int, rest: int
 ) -> ModelSize:
-    """A family whose matrices and two norms of a layer all have biases, with as many heads of keys as of queries.
+    """Returns the size of a model whose matrices and norms have biases and whose attention is not grouped.
 
     Args:
-        linears: of a layer, the last of them from M to D.
+        linears: matrices of a layer; the last one maps M to D.
     """
     _, mlp, hidden = linears[-1]
     return ModelSize(
-        kind=kind,
+        family=family,
         layers=layers,
         hidden=hidden,
         queries=hidden,
@@ -184,7 +186,7 @@ def _with_biases(
         heads=heads,
         vocabulary=settings["vocab_size"],
         linears=linears,
-        layer_matrices=_sizes(linears) + 5 * hidden + mlp,
+        layer_matrices=_num_weights(linears) + 5 * hidden + mlp,
         layer_rest=4 * hidden,
         embedding=embedding,
         rest=rest,
@@ -201,5 +203,5 @@ def _attention(hidden: int, queries: int, keys: int, output: str) -> Linears:
     )
 
 
-def _sizes(linears: Linears) -> int:
+def _num_weights(linears: Linears) -> int:
     return sum(inputs * outputs for _, inputs, outputs in linears)

@@ -1,15 +1,15 @@
-"""How much memory a run takes on this machine."""
+"""Measures the memory that a run uses on this machine."""
 
 import psutil
 
 
 def resident_mb() -> float:
-    """Memory of this process and all it started, in MB; pages that several share are counted once."""
+    """Returns the memory of this process and its descendants in MB; shared pages are counted once (PSS)."""
     driver = psutil.Process()
     total = 0
     for process in (driver, *driver.children(recursive=True)):
         try:
-            # Linux alone tells how much of a shared page is one process's.
+            # Only Linux reports PSS, the proportional share of pages that several processes map.
             info = process.memory_full_info()._asdict()
             total += info.get("pss", info["rss"])
         except (psutil.NoSuchProcess, psutil.AccessDenied):

@@ -1,8 +1,7 @@
-"""What one rank of a role holds, and what each of its calls takes beside that, in bytes.
+"""Computes the bytes that one rank of a role holds between calls, and the bytes that each call adds.
 
-Backward passes have three places where most memory can be in use at once: the head, where all layers' activations are
-kept; the last layer, which with gradient checkpointing has just been run again; and the end, where the gradient of the
-embeddings is made.
+A backward pass can peak at three points: at the head, when the activations of all layers are saved; at the last layer,
+which gradient checkpointing has just recomputed; and at the end, when the gradient of the embeddings is computed.
 """
 
 from dataclasses import dataclass
@@ -12,126 +11,126 @@ from flowrl.config import EngineConfig, LoraConfig, shards_model
 from flowrl.controller.placement.plan import Mesh
 from flowrl.memory.activations import (
     Entropy,
-    Head,
+    HeadMemory,
     Precision,
     backward_bytes,
+    inference_bytes,
     layer_bytes,
-    no_head,
-    policy_head,
-    run_bytes,
+    policy_head_memory,
+    scalar_head_memory,
 )
 from flowrl.memory.model_size import Linears, ModelSize
 
-Kind = Literal["cpu", "cuda"]
+DeviceType = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True)
-class Call:
-    """What a call takes for its length."""
+class CallMemory:
+    """Bytes that a call uses in addition to the role's resident state."""
 
     name: str
     gradients: int = 0
     activations: int = 0
-    whole: int = 0
-    """Weights put together from parts, or merged with an adapter; gradients of such."""
-    cache: int = 0
-    """Keys and values of a rollout."""
+    gathered: int = 0
+    """Bytes of all-gathered or adapter-merged weights, and of their gradients."""
+    kv_cache: int = 0
     optimizer: int = 0
-    """State that comes to the device for a step."""
+    """Bytes of offloaded optimizer state that is loaded for the step."""
 
     @property
     def total(self) -> int:
-        return self.gradients + self.activations + self.whole + self.cache + self.optimizer
+        return self.gradients + self.activations + self.gathered + self.kv_cache + self.optimizer
 
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """One rank of a role."""
+    """Bytes that one rank of a role uses."""
 
     weights: int
     optimizer: int
-    calls: tuple[Call, ...]
-    leaves: bool = False
-    """Whether weights and optimizer state leave the device while other roles run."""
-    borrows: bool = False
-    """Whether it uses the actor's weights, which then stay."""
-    copy: int = 0
-    """Of a checkpoint that is being written, in host memory; counted where that is the device's."""
-    cache: int = 0
-    """Keys and values that a rollout keeps room for between calls."""
+    calls: tuple[CallMemory, ...]
+    offloads: bool = False
+    """Whether weights and optimizer state are offloaded while other roles run."""
+    shares_actor_weights: bool = False
+    """Whether the role reads the actor's weights, which then stay on the device during its calls."""
+    checkpoint_copy: int = 0
+    """Bytes of the checkpoint snapshot in host memory; 0 on GPUs, whose memory does not hold the snapshot."""
+    kv_cache: int = 0
+    """Bytes of the KV cache that stay allocated between calls."""
 
     @property
-    def held(self) -> int:
-        return self.weights + self.optimizer + self.copy + self.cache
+    def resident(self) -> int:
+        """Bytes that the rank holds between calls."""
+        return self.weights + self.optimizer + self.checkpoint_copy + self.kv_cache
 
 
 @dataclass(frozen=True)
 class RoleModel:
-    """A model as one rank of a role has it."""
+    """The model of a role, with the settings that decide how much of it one rank holds."""
 
     size: ModelSize
     engine: EngineConfig
     mesh: Mesh
-    kind: Kind
-    item: int
-    """Bytes of a parameter."""
+    device_type: DeviceType
+    param_bytes: int
+    """Bytes of one parameter."""
     is_policy: bool
-    """Whether it has a head over the vocabulary."""
-    longest: int
-    """Tokens of the longest row."""
+    """Whether the model has a language-model head."""
+    max_length: int
+    """Tokens in the longest row."""
     lora: LoraConfig | None = None
-    alone: bool = False
-    """Whether ranks know nothing of each other, as with the inline backend."""
+    is_inline: bool = False
+    """Whether the inline backend runs the model, which never shards it."""
 
     @property
-    def is_cut(self) -> bool:
-        """Whether ranks hold parts."""
-        return not self.alone and shards_model(self.engine, self.mesh.size, self.mesh.tp)
+    def is_sharded(self) -> bool:
+        """Whether each rank holds only a shard of the weights."""
+        return not self.is_inline and shards_model(self.engine, self.mesh.size, self.mesh.tp)
 
     @property
-    def parts(self) -> int:
-        """Ranks that fsdp cuts the weights over."""
-        return (self.engine.shard_ranks or self.mesh.dp) * self.mesh.sp if self.is_cut else 1
+    def num_shards(self) -> int:
+        """Number of ranks over which FSDP shards the weights."""
+        return (self.engine.shard_ranks or self.mesh.dp) * self.mesh.sp if self.is_sharded else 1
 
     @property
     def precision(self) -> Precision:
-        if self.item == 4 and self.engine.compute_dtype in (None, "float32"):
-            return "plain"
-        return "half" if self.item == 2 or self.is_cut else "autocast"
+        if self.param_bytes == 4 and self.engine.compute_dtype in (None, "float32"):
+            return "float32"
+        return "half" if self.param_bytes == 2 or self.is_sharded else "autocast"
 
     @property
-    def at_home(self) -> bool:
-        """Whether the weights are in host memory, and on the device for the length of a layer only."""
-        return self.kind == "cuda" and self.engine.offload == "parameters" and self.is_cut
+    def offloads_parameters(self) -> bool:
+        """Whether weights stay in host memory and each layer is loaded only while it runs."""
+        return self.device_type == "cuda" and self.engine.offload == "parameters" and self.is_sharded
 
     @property
-    def leaves(self) -> bool:
-        """Whether weights and optimizer state leave the device while other roles run."""
-        return self.kind == "cuda" and self.engine.offload == "idle"
+    def offloads_when_idle(self) -> bool:
+        """Whether weights and optimizer state are offloaded while other roles run."""
+        return self.device_type == "cuda" and self.engine.offload == "idle"
 
     @property
-    def ends(self) -> int:
-        """Parameters outside of layers."""
-        return self.size.ends if self.is_policy else self.size.backbone_ends
+    def non_layer(self) -> int:
+        """Number of parameters outside the layers."""
+        return self.size.non_layer if self.is_policy else self.size.backbone_non_layer
 
     @property
     def layer(self) -> int:
-        """Parameters of a layer, of which tensor-parallel peers hold parts."""
+        """Number of parameters of a layer on one tensor-parallel rank."""
         return self.size.layer_matrices // self.mesh.tp + self.size.layer_rest
 
     @property
     def weights(self) -> int:
-        """Bytes of the weights that the rank holds."""
-        return (self.size.layers * self.layer + self.ends) * self.item // self.parts + self._adapter
+        """Bytes of the weights on this rank."""
+        return (self.size.layers * self.layer + self.non_layer) * self.param_bytes // self.num_shards + self._adapter
 
     @property
-    def whole(self) -> int:
-        """Bytes of the weights, uncut."""
-        return (self.size.layers * self.size.layer + self.ends) * self.item
+    def full_weights(self) -> int:
+        """Bytes of the unsharded weights."""
+        return (self.size.layers * self.size.layer + self.non_layer) * self.param_bytes
 
     @property
     def trained(self) -> int:
-        """Bytes of the weights that it trains."""
+        """Bytes of the trainable weights on this rank."""
         return self.weights if self.lora is None else self._adapter
 
     @property
@@ -139,99 +138,105 @@ class RoleModel:
         if self.lora is None:
             return 0
         widths = sum(inputs + outputs for _, inputs, outputs in self._adapted)
-        return 4 * self.size.layers * self.lora.rank * widths // self.parts
+        return 4 * self.size.layers * self.lora.rank * widths // self.num_shards
 
     @property
     def merged(self) -> int:
-        """Bytes of the weights that an adapter changes."""
-        return self.item * self.size.layers * sum(inputs * outputs for _, inputs, outputs in self._adapted)
+        """Bytes of the weights that have an adapter to merge."""
+        return self.param_bytes * self.size.layers * sum(inputs * outputs for _, inputs, outputs in self._adapted)
 
     @property
     def _adapted(self) -> Linears:
         return () if self.lora is None else self.size.adapted(self.lora.targets)
 
     def num_tokens(self, rows: int | None) -> int:
-        """Tokens of a pass over so many rows (None: as many as you like): the budget, or one row that is longer."""
+        """Returns the tokens of the largest micro-batch: the token budget, or one row that exceeds it.
+
+        Args:
+            rows: rows of the call on this rank; None if the number is unknown.
+        """
         budget = self.engine.max_tokens_per_microbatch
-        most = budget if rows is None else min(budget, rows * self.longest // self.mesh.sp)
-        return max(most, self.longest // self.mesh.sp)
+        tokens = budget if rows is None else min(budget, rows * self.max_length // self.mesh.sp)
+        return max(tokens, self.max_length // self.mesh.sp)
 
-    def head(self, num_tokens: int, entropy: Entropy) -> Head:
+    def head(self, num_tokens: int, entropy: Entropy) -> HeadMemory:
+        """Returns the memory of the model's head for a pass over `num_tokens`."""
         if not self.is_policy:
-            return no_head(self.size, self.precision, num_tokens)
-        return policy_head(self.size, self.precision, num_tokens, entropy, self.kind)
+            return scalar_head_memory(self.size, self.precision, num_tokens)
+        return policy_head_memory(self.size, self.precision, num_tokens, entropy, self.device_type)
 
 
-def trained_role(model: RoleModel, rows: int | None, entropy: Entropy, *, saves: bool) -> RoleMemory:
-    """A model with an optimizer, AdamW: two moments in the type of the weights.
+def training_role(model: RoleModel, rows: int | None, entropy: Entropy, *, copies_checkpoints: bool) -> RoleMemory:
+    """Returns the memory of a model trained with AdamW, whose two moments have the dtype of the weights.
 
     Args:
-        rows: of one step on this rank, as far as known.
-        saves: whether it copies its state to host memory for checkpoints.
+        rows: rows of one optimizer step on this rank; None if the number is unknown.
+        copies_checkpoints: whether the role snapshots its state to host memory for asynchronous checkpoints.
     """
     moments = 2 * model.trained
-    moves = model.kind == "cuda"  # on a CPU all memory is the host's
-    away = moves and model.engine.offload == "optimizer"
-    gradients = 0 if model.at_home else model.trained
-    calls = [_update(model, gradients, model.num_tokens(rows), entropy), run_call(model, rows, "forward")]
-    if away:
-        calls.append(Call("step", gradients=gradients, optimizer=moments))
+    is_gpu = model.device_type == "cuda"  # on a CPU, device memory is host memory
+    offloads_optimizer = is_gpu and model.engine.offload == "optimizer"
+    gradients = 0 if model.offloads_parameters else model.trained
+    calls = [_update(model, gradients, model.num_tokens(rows), entropy), inference_call(model, rows, "forward")]
+    if offloads_optimizer:
+        calls.append(CallMemory("step", gradients=gradients, optimizer=moments))
     return RoleMemory(
-        weights=0 if model.at_home else model.weights,
-        optimizer=0 if model.at_home or away else moments,
+        weights=0 if model.offloads_parameters else model.weights,
+        optimizer=0 if model.offloads_parameters or offloads_optimizer else moments,
         calls=tuple(calls),
-        leaves=model.leaves,
-        copy=model.trained + moments if saves and not moves else 0,
+        offloads=model.offloads_when_idle,
+        checkpoint_copy=model.trained + moments if copies_checkpoints and not is_gpu else 0,
     )
 
 
-def run_role(model: RoleModel, rows: int | None, name: str) -> RoleMemory:
-    """A model that is only run."""
-    weights = 0 if model.at_home else model.weights
-    return RoleMemory(weights, 0, (run_call(model, rows, name),), leaves=model.leaves)
+def inference_role(model: RoleModel, rows: int | None, name: str) -> RoleMemory:
+    """Returns the memory of a model that only runs forward passes, as references and reward models do."""
+    weights = 0 if model.offloads_parameters else model.weights
+    return RoleMemory(weights, 0, (inference_call(model, rows, name),), offloads=model.offloads_when_idle)
 
 
-def run_call(model: RoleModel, rows: int | None, name: str) -> Call:
-    """A forward pass without gradient."""
+def inference_call(model: RoleModel, rows: int | None, name: str) -> CallMemory:
+    """Returns the memory of a forward pass without gradients."""
     num_tokens = model.num_tokens(rows)
     head = model.head(num_tokens, "none")
-    layer = num_tokens * run_bytes(model.size, model.precision, model.mesh.tp)
-    if model.size.kind == "gemma2":
-        layer += num_tokens * 8 * model.size.heads // model.mesh.tp * model.longest
-    activations = max(layer, head.kept + head.forward) + _half_copies(model)
-    return Call(name, activations=activations, whole=_gathered(model))
+    layer = num_tokens * inference_bytes(model.size, model.precision, model.mesh.tp)
+    if model.size.family == "gemma2":
+        layer += num_tokens * 8 * model.size.heads // model.mesh.tp * model.max_length
+    activations = max(layer, head.saved + head.forward) + _half_copies(model)
+    return CallMemory(name, activations=activations, gathered=_gathered(model))
 
 
-def _update(model: RoleModel, gradients: int, num_tokens: int, entropy: Entropy) -> Call:
-    size, precision, tp = model.size, model.precision, model.mesh.tp
+def _update(model: RoleModel, gradients: int, num_tokens: int, entropy: Entropy) -> CallMemory:
+    size, precision, tp, sp = model.size, model.precision, model.mesh.tp, model.mesh.sp
     rank = 0 if model.lora is None else model.lora.rank
-    layer = num_tokens * layer_bytes(size, precision, longest=model.longest, tp=tp, sp=model.mesh.sp, adapter_rank=rank)
+    layer = num_tokens * layer_bytes(size, precision, max_length=model.max_length, tp=tp, sp=sp, adapter_rank=rank)
     checkpointing = model.engine.gradient_checkpointing
     stream = num_tokens * size.hidden * (2 if precision == "half" else 4)
-    kept = size.layers * (stream if checkpointing else layer)
+    saved = size.layers * (stream if checkpointing else layer)
     copies = _half_copies(model)
     head = model.head(num_tokens, entropy)
-    trains_ends = model.lora is None
-    item = 2 if precision == "half" else 4
-    of_head = item * size.embedding if trains_ends and model.is_policy else 0
-    of_embedding = item * size.embedding if trains_ends else 0
-    # A tied weight's gradient waits for that of the embeddings, at the end.
-    waits = of_head if size.tied else 0
-    at_head = kept + copies + head.kept + max(head.forward, head.backward + of_head)
-    back = num_tokens * backward_bytes(size, precision, tp)
-    at_layer = kept + waits + back + (layer if checkpointing else copies)
-    whole = _gathered(model)
-    if not model.is_cut:
-        return Call("update", gradients, max(at_head, at_layer, waits + of_embedding))
-    # Whole gradients of a layer, and their copy that is summed over ranks; at the end, of what is outside of layers.
-    compute, reduced = _items(model)
-    of_layer, of_ends = (count * (compute + reduced) if trains_ends else 0 for count in (model.layer, model.ends))
-    in_layers = max(at_head, at_layer + of_layer)
-    return Call("update", gradients, max(in_layers, of_ends), whole)
+    is_full_finetuning = model.lora is None
+    element = 2 if precision == "half" else 4
+    embedding_gradient = element * size.embedding if is_full_finetuning else 0
+    head_gradient = embedding_gradient if model.is_policy else 0
+    # The gradient of a tied weight stays allocated until the gradient of the embeddings is added at the end.
+    tied_gradient = head_gradient if size.tied else 0
+    at_head = saved + copies + head.saved + max(head.forward, head.backward + head_gradient)
+    backward = num_tokens * backward_bytes(size, precision, tp)
+    at_layer = saved + tied_gradient + backward + (layer if checkpointing else copies)
+    if not model.is_sharded:
+        return CallMemory("update", gradients, max(at_head, at_layer, tied_gradient + embedding_gradient))
+    # Unsharded gradients of a layer and their copy for the reduce-scatter; at the end, those outside the layers.
+    compute, reduced = _sharded_dtype_bytes(model)
+    layer_gradients, non_layer_gradients = (
+        count * (compute + reduced) if is_full_finetuning else 0 for count in (model.layer, model.non_layer)
+    )
+    in_layers = max(at_head, at_layer + layer_gradients)
+    return CallMemory("update", gradients, max(in_layers, non_layer_gradients), _gathered(model))
 
 
 def _half_copies(model: RoleModel) -> int:
-    """Weights in half precision, which autocast keeps for the length of a pass."""
+    """Returns the bytes of 16-bit weight copies that autocast caches during a pass."""
     if model.precision != "autocast":
         return 0
     head = model.size.embedding if model.is_policy else 0
@@ -239,15 +244,15 @@ def _half_copies(model: RoleModel) -> int:
 
 
 def _gathered(model: RoleModel) -> int:
-    """Weights that fsdp has put together: outside of layers for a whole pass, of a layer that runs, and of the next."""
-    if not model.is_cut:
+    """Returns the bytes that FSDP all-gathers: parameters outside the layers, the running layer and the next one."""
+    if not model.is_sharded:
         return 0
-    compute, _ = _items(model)
+    compute, _ = _sharded_dtype_bytes(model)
     layers = 2 if model.engine.reshard_after_forward else model.size.layers
-    return compute * (model.ends + min(layers, model.size.layers) * model.layer)
+    return compute * (model.non_layer + min(layers, model.size.layers) * model.layer)
 
 
-def _items(model: RoleModel) -> tuple[int, int]:
-    """Bytes of a gathered parameter, and of one whose gradient is summed over ranks."""
+def _sharded_dtype_bytes(model: RoleModel) -> tuple[int, int]:
+    """Returns the bytes of a gathered parameter and of a gradient element in FSDP's reduce-scatter."""
     compute = 2 if model.precision == "half" else 4
     return compute, compute if model.engine.compute_dtype is None else 4

@@ -1,132 +1,157 @@
-"""What a rollout with transformers takes: keys and values of all rows (flowrl/engines/rollout/hf/kv_cache.py),
-and what a prefill or a decode step holds beside that. In bytes."""
+"""Computes the bytes of a rollout role: weights, the KV cache, and the activations of a prefill or decode step.
+
+The KV cache of the transformers engine is in flowrl/engines/rollout/hf/kv_cache.py.
+"""
 
 from dataclasses import dataclass
 
 from flowrl.config import RolloutConfig, VllmConfig
-from flowrl.memory.activations import run_bytes
+from flowrl.memory.activations import inference_bytes
 from flowrl.memory.model_size import ModelSize
-from flowrl.memory.role_memory import Call, Kind, RoleMemory, RoleModel
+from flowrl.memory.role_memory import CallMemory, DeviceType, RoleMemory, RoleModel
 
 SLOT_MULTIPLE = 32
-"""Of flowrl/engines/rollout/hf/kv_cache.py."""
+"""KV slots per row are a multiple of this number (flowrl/engines/rollout/hf/kv_cache.py)."""
 
 MIN_ROWS = 16
+"""Smallest number of rows decoded together (flowrl/engines/rollout/hf/decoder.py)."""
+
 PREFILL_TOKENS = 16384
-"""Of flowrl/engines/rollout/hf/decoder.py."""
+"""Prompt tokens per prefill pass (flowrl/engines/rollout/hf/decoder.py)."""
 
 SAMPLED_ELEMENTS = 2**22
-"""Probabilities that are worked on at a time (flowrl/engines/rollout/sampling.py)."""
-
+"""Probabilities per sampling chunk (flowrl/engines/rollout/sampling.py)."""
 
 VLLM_STEP_TOKENS = 8192
-"""Of flowrl/engines/rollout/vllm/engine.py: prompt tokens of one step."""
+"""Tokens per step of the vLLM engine (flowrl/engines/rollout/vllm/engine.py)."""
 
-PRODUCT_ROWS = 4096
-"""Of flowrl/engines/models/int8.py: tokens whose sums are integers and floats at once."""
+INT8_CHUNK_TOKENS = 4096
+"""Tokens per chunk of an int8 matrix product, which holds int32 and float sums (flowrl/engines/models/int8.py)."""
 
 _BITS = {"int8": 8, "fp8": 8, "int4": 4}
 
 
 @dataclass(frozen=True)
-class Prompts:
-    """What one rank answers in a call, as far as known."""
+class RolloutBatch:
+    """Upper bounds for the prompts that one rank generates in a call."""
 
     rows: int
-    different: int
-    """Prompts among the rows that differ: each is prefilled once."""
-    longest: int
-    """Tokens of the longest prompt."""
+    """Number of responses."""
+    unique_prompts: int
+    """Number of different prompts; each is prefilled once."""
+    max_prompt_tokens: int
 
 
 def rollout_role(
-    size: ModelSize, item: int, config: RolloutConfig, prompts: Prompts, lender: RoleModel | None, kind: Kind
+    size: ModelSize,
+    param_bytes: int,
+    config: RolloutConfig,
+    batch: RolloutBatch,
+    weight_owner: RoleModel | None,
+    device_type: DeviceType,
 ) -> RoleMemory:
-    """A rollout with weights of its own, as a quantised one always has, or beside an actor with those of the actor.
+    """Returns the memory of a rollout with the transformers engine.
 
     Args:
-        item: bytes of a parameter.
+        param_bytes: bytes of one parameter.
+        weight_owner: the colocated actor that shares its weights; None if the rollout has weights of its own. A
+            quantized rollout always has its own.
     """
-    quantized = config.quantization is not None
-    whole = 0 if lender is None or quantized else lender.whole if lender.is_cut else lender.merged
-    rows = max(MIN_ROWS, min(config.max_num_seqs, prompts.rows))
-    different = min(rows, prompts.different)
-    slots, before = num_slots(prompts.longest, config.max_response_tokens)
-    a_slot = 2 * size.keys * item * size.layers
-    prefilled = different * _round_up(prompts.longest)
-    begun = rows * _round_up(prompts.longest) if kind == "cuda" else prefilled
-    products = min(PRODUCT_ROWS, PREFILL_TOKENS, prefilled) * 8 * size.mlp if quantized else 0
+    is_quantized = config.quantization is not None
+    gathered = 0
+    if weight_owner is not None and not is_quantized:
+        gathered = weight_owner.full_weights if weight_owner.is_sharded else weight_owner.merged
+    rows = max(MIN_ROWS, min(config.max_num_seqs, batch.rows))
+    prompt = batch.max_prompt_tokens
+    final_slots, previous_slots = num_slots(prompt, config.max_response_tokens)
+    slot_bytes = 2 * size.keys * param_bytes * size.layers
+    prefill_tokens = min(rows, batch.unique_prompts) * _round_up(prompt)
+    # On a GPU the prefill allocates the cache of every row; on the CPU, rows of one prompt share pages until written.
+    prefill_slots = rows * _round_up(prompt) if device_type == "cuda" else prefill_tokens
+    chunk_tokens = min(INT8_CHUNK_TOKENS, PREFILL_TOKENS, prefill_tokens)
+    int8_sums = chunk_tokens * 8 * size.mlp if is_quantized else 0
+    # On the CPU, slots that were never written take no memory until rows are compacted to at most three quarters.
+    written_slots = max(_needed_slots(prompt, config.max_response_tokens), 3 * final_slots // 4)
+    decode_slots = rows * (final_slots if device_type == "cuda" else written_slots)
     steps = [
-        # Rows that are alike are prefilled once, in places that are there for all.
-        (begun * a_slot, _prefill(size, item, prefilled) + products),
-        (rows * _touched(slots, prompts, config, kind) * a_slot, _decode(size, item, rows, slots, before)),
+        (prefill_slots * slot_bytes, _prefill(size, param_bytes, prefill_tokens) + int8_sums),
+        (decode_slots * slot_bytes, _decode(size, param_bytes, rows, final_slots, previous_slots)),
     ]
-    cache, activations = max(steps, key=sum)
-    calls = [Call("generate", activations=activations, whole=whole, cache=cache)]
-    if quantized:
-        calls.append(Call("set_version" if lender else "load_weights", whole=_quantizing(size, item)))
-    weights = weight_bytes(size, item, config.quantization) if lender is None or quantized else 0
-    return RoleMemory(weights, 0, tuple(calls), borrows=lender is not None)
+    kv_cache, activations = max(steps, key=sum)
+    calls = [CallMemory("generate", activations=activations, gathered=gathered, kv_cache=kv_cache)]
+    if is_quantized:
+        name = "set_version" if weight_owner else "load_weights"
+        calls.append(CallMemory(name, gathered=_quantization_bytes(size, param_bytes)))
+    has_own_weights = weight_owner is None or is_quantized
+    weights = weight_bytes(size, param_bytes, config.quantization) if has_own_weights else 0
+    return RoleMemory(weights, 0, tuple(calls), shares_actor_weights=weight_owner is not None)
 
 
-def weight_bytes(size: ModelSize, item: int, quantization: str | None) -> int:
-    """All weights; a quantised rollout has its layers' matrices in few bits, and a scale per output."""
+def weight_bytes(size: ModelSize, param_bytes: int, quantization: str | None) -> int:
+    """Returns the bytes of all weights; quantization stores layer matrices in few bits with a scale per output."""
     if quantization is None:
-        return size.parameters * item
+        return size.parameters * param_bytes
     matrices = size.layers * sum(inputs * outputs for _, inputs, outputs in size.linears)
     scales = size.layers * sum(outputs for _, _, outputs in size.linears)
-    return (size.parameters - matrices) * item + matrices * _BITS[quantization] // 8 + 4 * scales
+    return (size.parameters - matrices) * param_bytes + matrices * _BITS[quantization] // 8 + 4 * scales
 
 
-def _quantizing(size: ModelSize, item: int) -> int:
-    """One weight after another: whole, in float32, its magnitudes, and divided by its scales."""
+def _quantization_bytes(size: ModelSize, param_bytes: int) -> int:
+    """Returns the peak bytes of quantizing one weight: the weight, its float32 magnitudes and the scaled copy."""
     largest = max(inputs * outputs for _, inputs, outputs in size.linears)
-    return max(size.embedding * item, largest * (8 if item == 4 else 10))
+    return max(size.embedding * param_bytes, largest * (8 if param_bytes == 4 else 10))
 
 
-def vllm_role(size: ModelSize, item: int, config: RolloutConfig, devices: int, *, leaves: bool) -> RoleMemory:
-    """A rollout with vLLM on one of the devices that a process leads: its part of the weights, and the room for keys
-    and values that it takes when it starts; both may leave it while other roles run."""
-    step = Call("generate", activations=VLLM_STEP_TOKENS * run_bytes(size, "plain" if item == 4 else "half") // devices)
-    cache = int((config.vllm or VllmConfig()).kv_cache_gb * 1e9)
-    weights = weight_bytes(size, item, config.quantization)
-    return RoleMemory(weights // devices, 0, (step,), leaves=leaves, cache=cache)
+def vllm_role(
+    size: ModelSize, param_bytes: int, config: RolloutConfig, num_devices: int, *, offloads: bool
+) -> RoleMemory:
+    """Returns the memory of a vLLM rollout on one of its tensor-parallel devices.
+
+    vLLM allocates the KV cache at start. Weights and KV cache are offloaded together if `offloads` is true.
+    """
+    step = VLLM_STEP_TOKENS * _run_bytes(size, param_bytes) // num_devices
+    kv_cache = int((config.vllm or VllmConfig()).kv_cache_gb * 1e9)
+    weights = weight_bytes(size, param_bytes, config.quantization) // num_devices
+    calls = (CallMemory("generate", activations=step),)
+    return RoleMemory(weights, 0, calls, offloads=offloads, kv_cache=kv_cache)
 
 
 def num_slots(prompt: int, response: int) -> tuple[int, int]:
-    """(slots of each row at the end, before they last grew): they double when the longest row needs one more."""
-    needed, slots = _needed(prompt, response), _round_up(prompt)
-    before = slots
+    """Returns the final KV slots per row and the slots before the last doubling.
+
+    The cache of all rows doubles when the longest row needs another slot.
+    """
+    needed, slots = _needed_slots(prompt, response), _round_up(prompt)
+    previous = slots
     while slots < needed:
-        before, slots = slots, 2 * (slots + SLOT_MULTIPLE)
-    return slots, before
+        previous, slots = slots, 2 * (slots + SLOT_MULTIPLE)
+    return slots, previous
 
 
-def _touched(slots: int, prompts: Prompts, config: RolloutConfig, kind: Kind) -> int:
-    """Slots that take memory. On the CPU those that nothing was written to do not, until rows leave and others, at most
-    three quarters, are copied with all their slots."""
-    if kind == "cuda":
-        return slots
-    return max(_needed(prompts.longest, config.max_response_tokens), 3 * slots // 4)
+def _run_bytes(size: ModelSize, param_bytes: int) -> int:
+    return inference_bytes(size, "float32" if param_bytes == 4 else "half")
 
 
-def _prefill(size: ModelSize, item: int, num_tokens: int) -> int:
-    return min(PREFILL_TOKENS, num_tokens) * run_bytes(size, "plain" if item == 4 else "half")
+def _prefill(size: ModelSize, param_bytes: int, num_tokens: int) -> int:
+    return min(PREFILL_TOKENS, num_tokens) * _run_bytes(size, param_bytes)
 
 
-def _decode(size: ModelSize, item: int, rows: int, slots: int, before: int) -> int:
-    """Logits of this step and of the one before, and of some rows probabilities, in float64 their sums, and
-    log-probabilities; or one layer's scores and weights and the mask; or one layer's keys, copied into more slots."""
+def _decode(size: ModelSize, param_bytes: int, rows: int, slots: int, previous_slots: int) -> int:
+    """Returns the peak bytes of a decode step: sampling, the attention of one layer, or growing one layer's cache.
+
+    Sampling holds the logits of two steps. For one chunk of rows it also holds probabilities, their float64 cumulative
+    sums, and log-probabilities.
+    """
     sampled = min(rows, max(1, SAMPLED_ELEMENTS // size.vocabulary)) * size.vocabulary
-    logits = 2 * rows * size.vocabulary * item + sampled * (16 if item == 4 else 20)
-    attention = rows * slots * (2 * size.heads * item + 1 + item)
-    return max(logits, attention, 2 * size.keys * item * rows * before)
+    logits = 2 * rows * size.vocabulary * param_bytes + sampled * (16 if param_bytes == 4 else 20)
+    attention = rows * slots * (2 * size.heads * param_bytes + 1 + param_bytes)
+    return max(logits, attention, 2 * size.keys * param_bytes * rows * previous_slots)
 
 
-def _needed(prompt: int, response: int) -> int:
-    """The last token of a response is said and not run."""
+def _needed_slots(prompt: int, response: int) -> int:
+    """Returns the slots of a full row; the last response token is sampled but never fed back, so it needs none."""
     return _round_up(prompt + response - 1)
 
 
-def _round_up(number: int) -> int:
-    return -(-number // SLOT_MULTIPLE) * SLOT_MULTIPLE
+def _round_up(slots: int) -> int:
+    return -(-slots // SLOT_MULTIPLE) * SLOT_MULTIPLE

@@ -27,9 +27,9 @@ from flowrl.config import (
 from flowrl.config.roles import int4_on_cpu
 from flowrl.controller.placement.inventory import local_inventory
 from flowrl.controller.placement.plan import Plan, RolePlan, plan
-from flowrl.memory.memory_estimate import estimate
-from flowrl.memory.memory_table import check_memory, room
-from flowrl.memory.model_fit import check_fit
+from flowrl.memory.memory_estimate import estimate_memory
+from flowrl.memory.memory_table import check_memory, memory_budget
+from flowrl.memory.model_fit import check_model_fit
 from flowrl.schedules.schedule_check import check_schedule
 from flowrl.weight_sync.transfer import takes_one_by_one, transport_of
 
@@ -73,7 +73,7 @@ def check_start(config: RunConfig) -> None:
     check_rollouts(config)
     if config.address is None:
         planned = plan_run(config)
-        check_memory(config, planned, estimate(config, planned), room(config, planned, here=True))
+        check_memory(config, planned, estimate_memory(config, planned), memory_budget(config, planned, is_local=True))
 
 
 def check_functions(config: RunConfig) -> None:
@@ -158,7 +158,7 @@ def check_engines(config: RunConfig, planned: Plan) -> None:
             _refuse_cuts(role, place, found.get(role))
             continue
         prefix, model = models[role]
-        check_fit(role, prefix, model, place)
+        check_model_fit(role, prefix, model, place)
         if config.backend == "ray":
             _check_engine(role, f"{prefix}engine", place, model.engine)
     check_adapters(config, planned)

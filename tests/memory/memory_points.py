@@ -1,9 +1,9 @@
-"""Roles of middling size, each with its estimate, run once in a process of its own that tells how far it grew.
+"""Measures the peak memory of roles in separate processes, for comparison with their estimates.
 
 python -m tests.memory.memory_points NAME [RANK FOLDER]
 
-glibc keeps freed memory for later, in pieces that do not fit everything that comes later, so what a process has is more
-than what its tensors take. `MALLOC_MMAP_THRESHOLD_` (see `grown`) has it give every larger piece back.
+glibc caches freed memory in fragments, so the resident size of a process exceeds the size of its tensors. With
+`MALLOC_MMAP_THRESHOLD_` (see `measure_growth`) it returns larger blocks at once.
 """
 
 import gc
@@ -29,9 +29,9 @@ from flowrl.engines.rollout.hf.engine import HfRollout
 from flowrl.engines.train.engine import Denominators, TrainEngine
 from flowrl.engines.train.microbatch import MicroBatch
 from flowrl.memory.activations import Entropy
-from flowrl.memory.model_size import ModelSize, size_of
-from flowrl.memory.role_memory import RoleMemory, RoleModel, run_role, trained_role
-from flowrl.memory.rollout_memory import Prompts, rollout_role
+from flowrl.memory.model_size import ModelSize, model_size_from_config
+from flowrl.memory.role_memory import RoleMemory, RoleModel, inference_role, training_role
+from flowrl.memory.rollout_memory import RolloutBatch, rollout_role
 from flowrl.workers.policy_model import PolicyModel, policy_logprobs
 from tests.engines.tiny import tokenizer
 
@@ -41,7 +41,7 @@ ROWS, PROMPT, RESPONSE = 32, 480, 48
 
 @dataclass(frozen=True)
 class Point:
-    """A role and how it runs."""
+    """A role and its settings."""
 
     role: str = "actor"
     vocabulary: int = 4096
@@ -78,14 +78,14 @@ POINTS: Mapping[str, Point] = {
     "fsdp, 2 ranks, gradient checkpointing": Point(
         engine=_engine(strategy="fsdp", gradient_checkpointing=True), ranks=2, vocabulary=32768
     ),
-    "fsdp, 2 ranks, layers stay whole": Point(engine=_engine(strategy="fsdp", reshard_after_forward=False), ranks=2),
+    "fsdp, 2 ranks, layers stay gathered": Point(engine=_engine(strategy="fsdp", reshard_after_forward=False), ranks=2),
     "rollout": Point(role="rollout"),
     "rollout, large vocabulary": Point(role="rollout", vocabulary=32768),
 }
 
 
 def config_of(point: Point, *, small: bool = False) -> Qwen2Config:
-    """Of the point's model, or of one with the same code and next to no weights."""
+    """Returns the configuration of the point's model, or of a tiny model of the same architecture."""
     return Qwen2Config(
         hidden_size=32 if small else 384,
         intermediate_size=64 if small else 1152,
@@ -99,51 +99,51 @@ def config_of(point: Point, *, small: bool = False) -> Qwen2Config:
 
 
 def estimated(point: Point) -> RoleMemory:
-    """The estimate for one rank of a point."""
-    size = size_of(config_of(point).to_dict())
+    """Returns the estimated memory of one rank."""
+    size = model_size_from_config(config_of(point).to_dict())
     assert isinstance(size, ModelSize)
     if point.role == "rollout":
-        return rollout_role(size, 4, _rollout_config(), Prompts(ROWS, ROWS, PROMPT), None, "cpu")
+        return rollout_role(size, 4, _rollout_config(), RolloutBatch(ROWS, ROWS, PROMPT), None, "cpu")
     model = RoleModel(
         size=size,
         engine=point.engine,
         mesh=Mesh(pp=1, dp=point.ranks, sp=1, tp=1),
-        kind="cpu",
-        item=2 if point.dtype == "bfloat16" else 4,
+        device_type="cpu",
+        param_bytes=2 if point.dtype == "bfloat16" else 4,
         is_policy=point.role != "critic",
-        longest=LENGTH,
+        max_length=LENGTH,
         lora=point.lora,
     )
     if point.role == "reference":
-        return run_role(model, None, "logprobs")
-    return trained_role(model, None, point.entropy, saves=False)
+        return inference_role(model, None, "logprobs")
+    return training_role(model, None, point.entropy, copies_checkpoints=False)
 
 
-def needed(point: Point) -> int:
-    """Bytes that the estimate gives: what is held, and the largest call."""
+def estimated_peak(point: Point) -> int:
+    """Returns the estimated bytes of the resident state plus the largest call."""
     memory = estimated(point)
-    return memory.held + max(call.total for call in memory.calls)
+    return memory.resident + max(call.total for call in memory.calls)
 
 
-def grown(name: str, *, freed_at_once: bool = True) -> int:
-    """Bytes by which a process grows that runs a point; of several ranks the one that grows most.
+def measure_growth(name: str, *, free_at_once: bool = True) -> int:
+    """Runs a point in new processes and returns the largest growth of a rank in bytes.
 
     Args:
-        freed_at_once: whether glibc gives memory back as tensors do, so that a process has what its tensors take.
+        free_at_once: whether glibc returns freed blocks at once, so that the resident size follows the tensors.
     """
     environment = {**os.environ, "PYTHONPATH": "."}
     environment.pop("MALLOC_MMAP_THRESHOLD_", None)
-    if freed_at_once:
+    if free_at_once:
         environment["MALLOC_MMAP_THRESHOLD_"] = str(2**16)
     with TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "tests.memory.memory_points", name]
-        started = [
+        processes = [
             subprocess.Popen([*command, str(rank), folder], env=environment, stdout=subprocess.PIPE, text=True)
             for rank in range(POINTS[name].ranks)
         ]
-        answers = [process.communicate()[0] for process in started]
-    assert not any(process.returncode for process in started), f"{name} failed"
-    return max(int(answer.splitlines()[-1]) for answer in answers)
+        outputs = [process.communicate()[0] for process in processes]
+    assert not any(process.returncode for process in processes), f"{name} failed"
+    return max(int(output.splitlines()[-1]) for output in outputs)
 
 
 def _rollout_config() -> RolloutConfig:
@@ -161,8 +161,8 @@ def _policy_loss(entropy: Entropy) -> Callable:
     def loss(model: nn.Module, micro: MicroBatch, counts: Denominators):
         mask_BL = micro.tokens["response_mask"]
         logprobs_BL, entropy_BL = model(micro.input_ids, mask_BL, 1.0, entropy)
-        wanted_BL = logprobs_BL + 0.01 * entropy_BL if entropy == "gradient" else logprobs_BL
-        return -(wanted_BL * mask_BL).sum() / counts.tokens, {}
+        objective_BL = logprobs_BL + 0.01 * entropy_BL if entropy == "gradient" else logprobs_BL
+        return -(objective_BL * mask_BL).sum() / counts.tokens, {}
 
     return loss
 
@@ -172,23 +172,23 @@ def _value_loss(model: nn.Module, micro: MicroBatch, counts: Denominators):
 
 
 def run(point: Point, config: Qwen2Config, mesh=ALONE) -> None:
-    """Makes the point's model and has it do what takes most, once all that it holds is there."""
+    """Builds the point's model and runs its largest call."""
     dtype = torch.bfloat16 if point.dtype == "bfloat16" else torch.float32
     model = Qwen2ForCausalLM(config).to(dtype)  # pyright: ignore[reportArgumentType] (transformers narrows `to`)
     if point.role == "rollout":
         rollout = HfRollout(model, tokenizer(), _rollout_config())
         prompts = [[2 + (row + i) % 20 for i in range(PROMPT)] for row in range(ROWS)]
-        numbers = torch.arange(ROWS)
-        rollout.generate(prompts, numbers, numbers, seed=0)
+        indices = torch.arange(ROWS)
+        rollout.generate(prompts, indices, indices, seed=0)
         return
     if point.lora is not None:
         add_adapter(model, point.lora)
     module = CriticModel(model.model) if point.role == "critic" else PolicyModel(model)
     del model
-    trained = point.role != "reference"
-    engine = TrainEngine(module, OptimizerConfig(lr=1e-4) if trained else None, point.engine, mesh=mesh)
+    is_trained = point.role != "reference"
+    engine = TrainEngine(module, OptimizerConfig(lr=1e-4) if is_trained else None, point.engine, mesh=mesh)
     rows = _rows(point.engine.max_tokens_per_microbatch // LENGTH, LENGTH, point.vocabulary)
-    if not trained:
+    if not is_trained:
         engine.evaluate(rows, lambda m, micro: policy_logprobs(m, micro, temperature=1.0))
         return
     loss = _value_loss if point.role == "critic" else _policy_loss(point.entropy)
@@ -197,7 +197,7 @@ def run(point: Point, config: Qwen2Config, mesh=ALONE) -> None:
 
 
 def main(name: str, rank: int, folder: str) -> None:
-    """Prints by how many bytes this process's peak grows, once a small model has loaded all code."""
+    """Prints the growth of this process's peak memory in bytes, after a tiny model has loaded all code."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     point, mesh = POINTS[name], ALONE
@@ -206,7 +206,7 @@ def main(name: str, rank: int, folder: str) -> None:
         mesh = rank_mesh(distributed.group.WORLD, device="cpu")
     run(point, config_of(point, small=True), mesh)
     gc.collect()
-    # Linux begins a new peak.
+    # Resets the peak (VmHWM) on Linux.
     Path("/proc/self/clear_refs").write_text("5")
     before = _memory("VmRSS")
     run(point, config_of(point), mesh)
