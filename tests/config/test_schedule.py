@@ -8,21 +8,9 @@ from pydantic import ValidationError
 
 from flowrl.config import AdvantageConfig, ConfigError, CorrectionConfig, ScheduleConfig, load, to_yaml
 from recipes.grpo.config import GRPOConfig
+from tests.configs import grpo_settings
 
-MODEL = {"path": "model"}
-GRPO: dict[str, Any] = {
-    "output": "runs/test",
-    "steps": 1,
-    "batch_size": 8,
-    "minibatch_size": 4,
-    "samples_per_prompt": 2,
-    "actor": {"model": MODEL, "optimizer": {"lr": 1e-4}},
-    "reference": {"model": MODEL},
-    "reward": {"function": "rewards:score"},
-    "rollout": {"max_response_tokens": 8},
-    "data": {"train": "train.jsonl", "max_prompt_tokens": 8},
-    "algorithm": {"estimator": "grpo"},
-}
+GRPO = grpo_settings()
 TRUNCATED = CorrectionConfig(kind="truncated")
 ASYNC = {"schedule": {"kind": "async"}}
 

@@ -20,23 +20,11 @@ from flowrl.config import (
 from recipes.grpo.config import GRPOConfig
 from recipes.ppo.config import PPOConfig
 from recipes.sft.config import SFTConfig
+from tests.configs import grpo_settings, on_policy_settings, ppo_settings
 
 MODEL = {"path": "model"}
 TRAINED = {"model": MODEL, "optimizer": {"lr": 1e-4}}
-ON_POLICY: dict[str, Any] = {
-    "output": "runs/test",
-    "steps": 1,
-    "batch_size": 8,
-    "minibatch_size": 4,
-    "samples_per_prompt": 2,
-    "actor": TRAINED,
-    "reference": {"model": MODEL},
-    "reward": {"function": "rewards:score"},
-    "rollout": {"max_response_tokens": 8},
-    "data": {"train": "train.jsonl", "max_prompt_tokens": 8},
-}
-PPO = ON_POLICY | {"critic": TRAINED, "algorithm": {"estimator": "gae"}}
-GRPO = ON_POLICY | {"algorithm": {"estimator": "grpo"}}
+ON_POLICY, PPO, GRPO = on_policy_settings(), ppo_settings(), grpo_settings()
 
 
 def corrected(kind: str, **settings: float) -> dict[str, Any]:

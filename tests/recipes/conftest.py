@@ -1,4 +1,4 @@
-"""A small task on disk, and configs of recipes that read it."""
+"""Provides the quickstart's task on disk and configs of the recipes that read it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,43 +9,31 @@ import pytest
 from recipes.grpo.config import GRPOConfig
 from recipes.ppo.config import PPOConfig
 from recipes.quickstart.prepare import prepare
+from tests.configs import quickstart_settings
 
 TASK = "recipes.quickstart.task"
 
 
 @pytest.fixture(scope="session")
 def task_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's data, tokenizer and untrained model."""
+    """Writes the quickstart's data, tokenizer and untrained model; returns their folder."""
     folder = tmp_path_factory.mktemp("task") / "data"
     prepare(folder, seed=0)
     return folder
 
 
 def settings(folder: Path, output: Path) -> dict[str, Any]:
-    model = {"path": folder / "model"}
-    return {
-        "output": output,
-        "backend": "inline",
-        "threads": 1,
-        "steps": 3,
-        "batch_size": 32,
-        "minibatch_size": 16,
-        "data": {
-            "train": folder / "train.jsonl",
-            "test": folder / "test.jsonl",
-            "max_prompt_tokens": 16,
-            "evaluation_rows": 8,
-        },
-        "actor": {"model": model, "optimizer": {"lr": 1e-3, "warmup_steps": 2}, "entropy_coef": 0.01},
-        "reference": {"model": model},
-        "reward": {"function": f"{TASK}:score", "evaluation": f"{TASK}:exact"},
-        "rollout": {"max_response_tokens": 6},
-    }
+    """Returns the settings that PPO and GRPO share: three inline steps of 32 rows."""
+    base = quickstart_settings(folder, output, steps=3, batch_size=32, minibatch_size=16, samples_per_prompt=1)
+    base["actor"] |= {"optimizer": {"lr": 1e-3, "warmup_steps": 2}, "entropy_coef": 0.01}
+    base["reward"] = {"function": f"{TASK}:score", "evaluation": f"{TASK}:exact"}
+    base["rollout"] = {"max_response_tokens": 6}
+    return base
 
 
 @pytest.fixture
 def ppo_config(task_folder: Path, tmp_path: Path) -> Callable[..., PPOConfig]:
-    """Makes a PPO config; keyword arguments replace its settings."""
+    """Returns a function that builds PPO configs; keyword arguments replace settings."""
 
     def make(**changes: Any) -> PPOConfig:
         base = settings(task_folder, tmp_path / "run")
@@ -58,7 +46,7 @@ def ppo_config(task_folder: Path, tmp_path: Path) -> Callable[..., PPOConfig]:
 
 @pytest.fixture
 def grpo_config(task_folder: Path, tmp_path: Path) -> Callable[..., GRPOConfig]:
-    """Makes a GRPO config; keyword arguments replace its settings."""
+    """Returns a function that builds GRPO configs; keyword arguments replace settings."""
 
     def make(**changes: Any) -> GRPOConfig:
         base = settings(task_folder, tmp_path / "run")

@@ -3,10 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from flowrl.config import ModelConfig, OnPolicyConfig, Placement
+from flowrl.config import OnPolicyConfig, Placement
 from flowrl.data.chat import ChatTokenizer
 from flowrl.data.prompts import PromptStream, read_conversations
 from flowrl.run.loop import Run
+from tests.configs import quickstart_settings
 from tests.schedules.sleeping_replicas import Costs, SleepingActor, SleepingMaker
 
 
@@ -16,24 +17,20 @@ class SleepingConfig(OnPolicyConfig):
 
 def sleeping_config(task: Path, output: Path, *, makers: int = 2, trainers: int = 1, **changes: Any) -> SleepingConfig:
     """Args: `task` is what `recipes.quickstart.prepare` made."""
-    model = ModelConfig(path=task / "model")
-    settings: dict[str, Any] = {
-        "output": output,
-        "backend": "ray",
-        "threads": 1,
-        "placement": Placement(
+    settings = quickstart_settings(
+        task,
+        output,
+        backend="ray",
+        placement=Placement(
             device="cpu", pools={"train": [trainers], "make": [makers]}, roles={"actor": "train", "rollout": "make"}
         ),
-        "steps": 6,
-        "batch_size": 8,
-        "minibatch_size": 8,
-        "actor": {"model": model, "optimizer": {"lr": 1e-3}},
-        "reference": {"model": model},
-        "reward": {"function": "a:b"},
-        "rollout": {"max_response_tokens": 1, "max_num_seqs": 4},
-        "algorithm": {"estimator": "grpo"},
-        "data": {"train": task / "train.jsonl", "max_prompt_tokens": 16},
-    }
+        steps=6,
+        minibatch_size=8,
+        samples_per_prompt=1,
+        rollout={"max_response_tokens": 1, "max_num_seqs": 4},
+        algorithm={"estimator": "grpo"},
+    )
+    del settings["data"]["test"]
     return SleepingConfig.model_validate(settings | changes)
 
 

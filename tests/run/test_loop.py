@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict
 
 from flowrl import Batch, Dispatch, Placement, Worker, WorkerError, make_tensordict, register
-from flowrl.config import ModelConfig, OnPolicyConfig
+from flowrl.config import OnPolicyConfig
 from flowrl.data.batch.tensordicts import num_rows
 from flowrl.data.metric import Mean, Metric
 from flowrl.data.prompts import PromptStream, read_conversations
@@ -21,6 +21,7 @@ from flowrl.run.datasets import Examples
 from flowrl.run.interrupt import Interrupted
 from flowrl.run.loop import Run
 from recipes.quickstart.prepare import prepare
+from tests.configs import quickstart_settings
 
 
 class Echo(Worker):
@@ -82,27 +83,18 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def config(task: Path, tmp_path: Path) -> Callable[..., EchoConfig]:
     def make(**changes: Any) -> EchoConfig:
-        model = ModelConfig(path=task / "model")
-        settings = {
-            "output": tmp_path / "out",
-            "backend": "inline",
-            "placement": Placement(pools={"main": [1]}, roles={"actor": "main"}),
-            "steps": 4,
-            "batch_size": 4,
-            "samples_per_prompt": 2,
-            "minibatch_size": 2,
-            "actor": {"model": model, "optimizer": {"lr": 1e-3}},
-            "reference": {"model": model},
-            "reward": {"function": "a:b"},
-            "rollout": {"max_response_tokens": 1},
-            "algorithm": {"estimator": "grpo"},
-            "data": {
-                "train": task / "train.jsonl",
-                "test": task / "test.jsonl",
-                "max_prompt_tokens": 16,
-                "evaluation_rows": 3,
-            },
-        }
+        settings = quickstart_settings(
+            task,
+            tmp_path / "out",
+            placement=Placement(pools={"main": [1]}, roles={"actor": "main"}),
+            steps=4,
+            batch_size=4,
+            minibatch_size=2,
+            rollout={"max_response_tokens": 1},
+            algorithm={"estimator": "grpo"},
+        )
+        settings["data"]["evaluation_rows"] = 3
+        settings["report"] = {}
         return EchoConfig.model_validate(settings | changes)
 
     return make

@@ -1,6 +1,5 @@
 """A function of the user's, named in the config as module:function: checked first, then used like one of ours."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from flowrl.data.batch.batch import Batch
 from flowrl.run.advantages import Advantages
 from flowrl.run.preflight import check_functions
 from recipes.grpo.config import GRPOConfig
+from tests.configs import grpo_settings
 
 OWN = "tests.algorithms.own_functions"
 
@@ -28,22 +28,10 @@ def compute(rows: Batch, config: AdvantageConfig) -> Batch:
 
 
 def run_with(algorithm: dict[str, Any], reward: dict[str, str] | None = None, **actor: Any) -> GRPOConfig:
-    model = {"path": Path("model")}
-    return GRPOConfig.model_validate(
-        {
-            "output": Path("runs/own"),
-            "steps": 1,
-            "batch_size": 8,
-            "minibatch_size": 8,
-            "samples_per_prompt": 2,
-            "actor": {"model": model, "optimizer": {"lr": 1e-4}} | actor,
-            "reference": {"model": model},
-            "reward": reward or {"function": "flowrl.rewards.final_number:score"},
-            "rollout": {"max_response_tokens": 8},
-            "data": {"train": Path("train.jsonl"), "max_prompt_tokens": 8},
-            "algorithm": algorithm,
-        }
-    )
+    settings = grpo_settings(algorithm=algorithm)
+    settings["actor"] |= actor
+    settings["reward"] = reward or {"function": "flowrl.rewards.final_number:score"}
+    return GRPOConfig.model_validate(settings)
 
 
 def test_an_estimator_gets_its_inputs_by_name_and_its_options() -> None:

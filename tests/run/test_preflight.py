@@ -20,6 +20,7 @@ from flowrl.config import (
 from flowrl.controller.placement.plan import Inventory, plan
 from flowrl.run.preflight import check_quantization, check_rollouts, plan_run
 from recipes.grpo.config import GRPOConfig
+from tests.configs import grpo_settings
 
 
 class ActorRun(RunConfig):
@@ -214,20 +215,8 @@ def test_a_rollout_that_is_to_be_cut_is_told_of_the_engine_that_can() -> None:
 
 
 def test_where_int4_cannot_be_is_told_before_what_it_computes_in() -> None:
-    settings = {
-        "output": "out",
-        "steps": 1,
-        "batch_size": 4,
-        "samples_per_prompt": 2,
-        "minibatch_size": 4,
-        "actor": run_with(on(1)).actor,
-        "reference": {"model": {"path": "m"}},
-        "reward": {"function": "a:b"},
-        "rollout": {"engine": "vllm", "max_response_tokens": 8, "quantization": "int4"},
-        "algorithm": {"estimator": "grpo"},
-        "data": {"train": "t", "max_prompt_tokens": 1},
-    }
-    config = GRPOConfig.model_validate(settings)
+    rollout = {"engine": "vllm", "max_response_tokens": 8, "quantization": "int4"}
+    config = GRPOConfig.model_validate(grpo_settings(rollout=rollout))
     assert config.placement.device == "auto"
     cpus, gpus = Inventory((8,), "cpu"), Inventory((8,), "cuda")
     for found, sentence in ((cpus, "on GPUs only"), (gpus, "in bfloat16, but its weights would be float32")):

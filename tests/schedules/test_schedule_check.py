@@ -11,24 +11,10 @@ from flowrl.run.preflight import plan_run
 from flowrl.schedules.schedule_check import check_routes, check_schedule, lanes_of
 from recipes.grpo.config import GRPOConfig
 from recipes.ppo.config import PPOConfig
+from tests.configs import ppo_settings
 
 ROOT = Path(__file__).parents[2]
-TRAINED = {"model": {"path": "m"}, "optimizer": {"lr": 1e-4}}
-PPO: dict[str, Any] = {
-    "output": "runs/test",
-    "steps": 1,
-    "batch_size": 8,
-    "minibatch_size": 4,
-    "samples_per_prompt": 2,
-    "actor": TRAINED,
-    "critic": TRAINED,
-    "reference": {"model": {"path": "m"}},
-    "reward": {"function": "rewards:score"},
-    "rollout": {"max_response_tokens": 8},
-    "data": {"train": "train.jsonl", "max_prompt_tokens": 8},
-    "algorithm": {"estimator": "gae"},
-    "schedule": {"kind": "async"},
-}
+PPO = ppo_settings(schedule={"kind": "async"})
 
 
 VLLM: dict[str, Any] = {"max_response_tokens": 8, "engine": "vllm"}

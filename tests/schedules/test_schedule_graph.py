@@ -7,22 +7,9 @@ import pytest
 from flowrl.run.preflight import plan_run
 from flowrl.schedules.schedule_graph import render_graph
 from recipes.ppo.config import PPOConfig
+from tests.configs import ppo_settings
 
-TRAINED = {"model": {"path": "m"}, "optimizer": {"lr": 1e-4}}
-PPO: dict[str, Any] = {
-    "output": "runs/test",
-    "steps": 1,
-    "batch_size": 8,
-    "minibatch_size": 4,
-    "samples_per_prompt": 2,
-    "actor": TRAINED,
-    "critic": TRAINED,
-    "reference": {"model": {"path": "m"}},
-    "reward": {"function": "rewards:score"},
-    "rollout": {"max_response_tokens": 8},
-    "data": {"train": "train.jsonl", "max_prompt_tokens": 8},
-    "algorithm": {"estimator": "gae"},
-}
+PPO = ppo_settings()
 
 
 def drawn(makers: int, trainers: int, schedule: dict[str, Any] | None = None, **placement: Any) -> str:

@@ -17,6 +17,7 @@ from flowrl.data.batch.batch import Batch
 from flowrl.schedules.rollout_source import BatchRollouts, PromptQueue, RolloutContext
 from flowrl.schedules.streaming_rollouts import SAID_REFUSED, StreamingRollouts, rollout_source_of
 from flowrl.weight_sync.verification import ComparedWeights
+from tests.configs import grpo_settings
 from tests.report.call_events import timed
 from tests.schedules.virtual_replicas import Calls, Clock, Maker, Numbers, Rollout, WeightSync, moments
 
@@ -24,21 +25,14 @@ SAMPLES = 2
 
 
 def config_of(steps: int = 40, prompts: int = 4, slots: int = 2, **schedule: Any) -> OnPolicyConfig:
-    model = {"path": "m"}
-    settings = {
-        "output": "out",
-        "steps": steps,
-        "batch_size": prompts * SAMPLES,
-        "samples_per_prompt": SAMPLES,
-        "minibatch_size": 1,
-        "actor": {"model": model, "optimizer": {"lr": 1.0}},
-        "reference": {"model": model},
-        "reward": {"function": "a:b"},
-        "rollout": {"max_response_tokens": 1, "max_num_seqs": slots * SAMPLES},
-        "algorithm": {"estimator": "grpo"},
-        "data": {"train": "t", "max_prompt_tokens": 1},
-        "schedule": {"kind": "async", **schedule},
-    }
+    settings = grpo_settings(
+        steps=steps,
+        batch_size=prompts * SAMPLES,
+        samples_per_prompt=SAMPLES,
+        minibatch_size=1,
+        rollout={"max_response_tokens": 1, "max_num_seqs": slots * SAMPLES},
+        schedule={"kind": "async", **schedule},
+    )
     return OnPolicyConfig.model_validate(settings)
 
 

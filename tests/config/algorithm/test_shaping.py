@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from flowrl.config import AdvantageConfig, ConfigError, KlControlConfig, ShapingConfig, load, to_yaml
 from recipes.grpo.config import GRPOConfig
+from tests.configs import grpo_settings
 
 YAML = """
 estimator: rloo
@@ -125,21 +126,8 @@ def test_a_control_of_nothing_is_refused(settings: dict[str, Any], way_out: str)
 
 
 def run_with(shaping: dict[str, Any], **settings: Any) -> GRPOConfig:
-    model = {"path": Path("model")}
-    base = {
-        "output": Path("runs/own"),
-        "steps": 1,
-        "batch_size": 8,
-        "minibatch_size": 8,
-        "samples_per_prompt": 2,
-        "actor": {"model": model, "optimizer": {"lr": 1e-4}},
-        "reference": {"model": model},
-        "reward": {"function": "rewards:score"},
-        "rollout": {"max_response_tokens": 8},
-        "data": {"train": Path("train.jsonl"), "max_prompt_tokens": 8},
-        "algorithm": {"estimator": "rloo", "shaping": [shaping]},
-    }
-    return GRPOConfig.model_validate(base | settings)
+    algorithm = {"estimator": "rloo", "shaping": [shaping]}
+    return GRPOConfig.model_validate(grpo_settings(algorithm=algorithm) | settings)
 
 
 def test_a_length_penalty_without_groups_is_refused() -> None:
