@@ -1,9 +1,8 @@
-"""The checkpoints of a run on disk: which are whole, which are kept, and what is wrong with the others.
+"""Reads, commits and prunes the checkpoints of a run on disk. Imports neither torch nor ray.
 
-`checkpoints/step-000040/` has a folder per role, `driver.json`, perhaps `rows.safetensors`
-(flowrl/checkpoints/saved_rows.py), and `manifest.json`, which is written last: a folder
-without one is what a crash has left, exists for no reader, and is
-removed by the next save or resume. The manifest has the size and sum of every other file. Loads neither torch nor ray.
+`checkpoints/step-000040/` has a folder per role, `driver.json`, `manifest.json`, and `rows.safetensors` if there are
+pending rollouts (flowrl/checkpoints/saved_rows.py). The manifest lists the size and checksum of every other file. It
+is written last, so a folder without a manifest is an incomplete save, which the next save or resume removes.
 """
 
 import json
@@ -23,35 +22,35 @@ from flowrl.data.checksums import CheckpointError, FileChecksum, checksum_of, sy
 
 FORMAT = 2
 READS = (1, FORMAT)
-"""Formats that can be read. Format 1 says nothing of rows that were generated and not trained."""
+"""Formats that can be read. Format 1 has no pending rollouts."""
 MANIFEST, DRIVER = "manifest.json", "driver.json"
 
 SCORES: Mapping[str, int] = {"accuracy": 1, "reward": 1, "loss": -1}
-"""What checkpoints are compared by: 1 where more is better."""
+"""Metrics that rank checkpoints: 1 if higher is better, -1 if lower is better."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """What a checkpoint is compared by."""
+    """The metric by which a checkpoint is ranked."""
 
     name: str
     value: float
 
     @classmethod
     def of(cls, values: Mapping[str, float], names: Sequence[str]) -> "Score | None":
-        """The first of these scores that the metrics of a step have, if there is one."""
+        """Returns the first of the named metrics that a step has, or None."""
         name = next((name for name in names if values.get(name) is not None), None)
         return None if name is None else cls(name, values[name])
 
     @property
-    def worth(self) -> float:
-        """More is better; what is no number is worst."""
+    def rank(self) -> float:
+        """The value as a rank: higher is better, and NaN is worst."""
         return -math.inf if math.isnan(self.value) else SCORES[self.name] * self.value
 
 
 @dataclass(frozen=True)
 class Role:
-    """What saved a folder of the checkpoint."""
+    """The role that saved a folder of the checkpoint."""
 
     world_size: int
     architecture: str
@@ -59,11 +58,11 @@ class Role:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a whole checkpoint says of itself."""
+    """The contents of `manifest.json`."""
 
     step: int
     saved_at_s: float
-    """Seconds since 1970."""
+    """Unix time in seconds."""
     score: Score | None
     roles: Mapping[str, Role]
     versions: Mapping[str, str]
@@ -77,47 +76,45 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder that has a manifest."""
+    """A complete checkpoint: a folder with a manifest."""
 
     path: Path
     manifest: Manifest
 
     def role(self, name: str) -> Path:
-        """The folder of a role. Raises CheckpointError for one that was not saved."""
+        """Returns the folder of a role. Raises CheckpointError if the role was not saved."""
         if name not in self.manifest.roles:
             saved = ", ".join(self.manifest.roles)
             raise CheckpointError(f"checkpoint {self.path} has no role {name}; it has {saved}")
         return self.path / name
 
     def driver(self) -> dict[str, Any]:
-        """What the driver held."""
+        """Returns the driver's state."""
         return json.loads((self.path / DRIVER).read_text(encoding="utf-8"))
 
     def check(self) -> None:
-        """Reads every file. Raises CheckpointError naming one that is missing, cut off or changed."""
+        """Verifies the checksum of every file. Raises CheckpointError if a file is missing, truncated or changed."""
+        largest_first = sorted(self.manifest.files, key=lambda name: -self.manifest.files[name].size)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            found = list(pool.map(lambda name: (name, self._problem(name)), self._by_size()))
-        for name, problem in found:
+            problems = list(pool.map(lambda name: (name, self._problem(name)), largest_first))
+        for name, problem in problems:
             if problem:
-                raise CheckpointError(f"checkpoint {self.path} is damaged: {name} {problem}")
+                raise CheckpointError(f"checkpoint {self.path} is corrupt: {name} {problem}")
 
     def _problem(self, name: str) -> str:
-        """What is wrong with a file; empty if nothing is."""
+        """Returns what is wrong with a file, or an empty string."""
         path, expected = self.path / name, self.manifest.files[name]
         try:
             size = path.stat().st_size
             if size != expected.size:
-                return f"has {size:,} bytes and had {expected.size:,}"
+                return f"has {size:,} bytes instead of {expected.size:,}"
             return "" if checksum_of(path) == expected else "has changed since it was written"
         except OSError as error:
             return f"cannot be read ({error.strerror})"
 
-    def _by_size(self) -> list[str]:
-        return sorted(self.manifest.files, key=lambda name: -self.manifest.files[name].size)
-
 
 class Checkpoints:
-    """The folder `checkpoints/` of a run. It need not exist."""
+    """The folder `checkpoints/` of a run, which may not exist yet."""
 
     def __init__(self, run: Path) -> None:
         self.path = run / "checkpoints"
@@ -126,49 +123,49 @@ class Checkpoints:
         return self.path / f"step-{step:06d}"
 
     def steps(self) -> list[int]:
-        """The steps whose folders have a manifest, oldest first."""
+        """Returns the steps with a complete checkpoint, oldest first."""
         return [step for step, path in self._folders() if (path / MANIFEST).exists()]
 
-    def some_steps(self) -> list[int]:
-        """As `steps`. Raises CheckpointError where there are none."""
+    def require_steps(self) -> list[int]:
+        """Returns the steps with a complete checkpoint. Raises CheckpointError if there are none."""
         run = self.path.parent
         if not run.is_dir():
-            raise CheckpointError(f"{run} is no folder: name the output folder of a run")
-        if not (found := self.steps()):
-            raise CheckpointError(f"{run} has no checkpoints; a run saves them with checkpoint.every=N")
-        return found
+            raise CheckpointError(f"{run} is not a folder: pass the output folder of a run")
+        if not (steps := self.steps()):
+            raise CheckpointError(f"{run} has no checkpoints: checkpoint.every=N saves one every N steps")
+        return steps
 
     def _folders(self) -> list[tuple[int, Path]]:
-        names = sorted(self.path.iterdir()) if self.path.is_dir() else []
-        found = [(re.fullmatch(r"step-(\d{6,})", path.name), path) for path in names]
-        return sorted((int(name[1]), path) for name, path in found if name)
+        paths = self.path.iterdir() if self.path.is_dir() else []
+        matches = [(re.fullmatch(r"step-(\d{6,})", path.name), path) for path in paths]
+        return sorted((int(match[1]), path) for match, path in matches if match)
 
     def read(self, step: int) -> Checkpoint:
-        """The checkpoint of a step. Raises CheckpointError: there is none, or its manifest is damaged or too new."""
+        """Returns the checkpoint of a step. Raises CheckpointError if its manifest is missing, corrupt or too new."""
         folder = self.folder(step)
         try:
             value = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-            number = value["format"]
-            if number not in READS:
-                reads = " and ".join(map(str, READS))
+            version = value["format"]
+            if version not in READS:
+                readable = " and ".join(map(str, READS))
                 raise CheckpointError(
-                    f"checkpoint {folder} has format {number}, and this version reads {reads}: use the version of "
-                    f"flowrl that wrote it, or remove the folder"
+                    f"checkpoint {folder} has format {version}, but this version of flowrl reads {readable}: use the "
+                    f"version that wrote it, or remove the folder"
                 )
             return Checkpoint(folder, _manifest(value))
         except FileNotFoundError as error:
-            have = ", ".join(map(str, self.steps())) or "none"
-            raise CheckpointError(f"{self.path.parent} has no checkpoint of step {step}; it has {have}") from error
+            steps = ", ".join(map(str, self.steps())) or "none"
+            raise CheckpointError(f"{self.path.parent} has no checkpoint of step {step}; available: {steps}") from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise CheckpointError(f"checkpoint {folder} is damaged: {MANIFEST} cannot be read ({error})") from error
+            raise CheckpointError(f"checkpoint {folder} is corrupt: {MANIFEST} cannot be read ({error})") from error
 
     def newest(self) -> Checkpoint | None:
-        """The newest checkpoint, every file of it read and found whole; None without any.
+        """Returns the newest checkpoint after verifying every file, or None if there is no checkpoint.
 
         Raises:
-            CheckpointError: it is damaged. An older one is not taken silently: the sentence says how to.
+            CheckpointError: the newest checkpoint is corrupt. There is no silent fallback to an older one.
         """
         steps = self.steps()
         if not steps:
@@ -177,12 +174,12 @@ class Checkpoints:
             checkpoint = self.read(steps[-1])
             checkpoint.check()
         except CheckpointError as error:
-            others = f"go on from step {steps[-2]}" if len(steps) > 1 else "begin again: it is the only one"
-            raise CheckpointError(f"{error}; remove the folder to {others}") from None
+            effect = f"resume from step {steps[-2]}" if len(steps) > 1 else "start over (there is no other checkpoint)"
+            raise CheckpointError(f"{error}; remove the folder to {effect}") from None
         return checkpoint
 
     def begin(self, step: int, roles: Sequence[str]) -> Path:
-        """Makes the folder of a step with one per role, and removes what crashes have left. Raises CheckpointError."""
+        """Creates the folder of a step with one per role, and removes incomplete saves. Raises CheckpointError."""
         folder = self.folder(step)
         try:
             self.remove_unfinished()
@@ -191,13 +188,13 @@ class Checkpoints:
             for role in roles:
                 (folder / role).mkdir(parents=True)
         except OSError as error:
-            raise unwritable(folder, error) from error
+            raise write_error(folder, error) from error
         return folder
 
     def commit(self, step: int, manifest: Manifest) -> None:
-        """Makes a checkpoint of a folder whose files are all on the disk: from now on it exists.
+        """Writes the manifest atomically, which completes the checkpoint. Raises CheckpointError.
 
-        A crash leaves a folder with the whole manifest or without any. Raises CheckpointError.
+        All other files must have been synced to disk before.
         """
         folder = self.folder(step)
         temporary = folder / f"{MANIFEST}.tmp"
@@ -209,68 +206,68 @@ class Checkpoints:
             for changed in (folder, self.path, self.path.parent):
                 sync_folder(changed)
         except OSError as error:
-            raise unwritable(folder, error) from error
+            raise write_error(folder, error) from error
 
     def prune(self, keep_last: int | None, keep_best: int) -> None:
-        """Removes the checkpoints that are neither among the newest nor among the best; damaged ones stay."""
+        """Removes checkpoints that are neither among the newest nor among the best, but keeps corrupt ones."""
         scores: dict[int, Score | None] = {}
         for step in self.steps():
             try:
                 scores[step] = self.read(step).manifest.score
             except CheckpointError:
-                continue  # for `flowrl checkpoints` to tell, and its owner to remove
-        for step in scores.keys() - kept(scores, keep_last, keep_best):
+                continue  # `flowrl checkpoints` lists it, and the user decides
+        for step in scores.keys() - steps_to_keep(scores, keep_last, keep_best):
             remove(self.folder(step))
 
     def remove_unfinished(self) -> None:
-        """Removes the folders without a manifest."""
+        """Removes incomplete saves: folders without a manifest."""
         for _, path in self._folders():
             if not (path / MANIFEST).exists():
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def unwritable(folder: Path, error: OSError) -> CheckpointError:
-    """The error for a folder that cannot be written."""
+def write_error(folder: Path, error: OSError) -> CheckpointError:
+    """Returns the error for a checkpoint folder that is not writable."""
     return CheckpointError(
-        f"the checkpoint cannot be written to {folder} ({error.strerror}); make room or set output to a folder that "
-        f"can be written; the checkpoints before it are untouched"
+        f"cannot write the checkpoint to {folder} ({error.strerror}): free disk space, or set output to a writable "
+        f"folder; earlier checkpoints are intact"
     )
 
 
 def remove(folder: Path) -> None:
-    """Removes a checkpoint, its manifest first: at no moment is there one that is half removed and looks whole."""
+    """Removes a checkpoint, manifest first, so that a crash leaves an incomplete save and not a corrupt checkpoint."""
     (folder / MANIFEST).unlink(missing_ok=True)
     sync_folder(folder)
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def kept(scores: Mapping[int, Score | None], keep_last: int | None, keep_best: int) -> set[int]:
-    """Which of the steps stay: the newest, and the best.
+def steps_to_keep(scores: Mapping[int, Score | None], keep_last: int | None, keep_best: int) -> set[int]:
+    """Returns the steps whose checkpoints are kept: the newest and the best.
 
     Args:
-        scores: step -> its score. Those of one name are compared; a run that goes on with another `evaluate_every` has
-            two, and keeps the best of each.
-        keep_last: how many of the newest; None is all.
-        keep_best: how many of the best. Of equals the newer ones stay.
+        scores: step -> score. Scores are compared per metric. A run that resumes with another `evaluate_every` has two
+            metrics, and keeps the best of each.
+        keep_last: number of newest checkpoints; None keeps all.
+        keep_best: number of best checkpoints per metric. Ties prefer the newer step.
     """
     steps = sorted(scores)
-    stay = set(steps if keep_last is None else steps[-keep_last:])
+    kept = set(steps if keep_last is None else steps[-keep_last:])
     for name in SCORES:
-        ranked = sorted((score.worth, step) for step, score in scores.items() if score and score.name == name)
-        stay |= {step for _, step in ranked[len(ranked) - min(keep_best, len(ranked)) :]}
-    return stay
+        ranked = sorted((score.rank, step) for step, score in scores.items() if score and score.name == name)
+        kept |= {step for _, step in ranked[len(ranked) - min(keep_best, len(ranked)) :]}
+    return kept
 
 
-def sums_of_rest(folder: Path, known: Mapping[str, FileChecksum]) -> dict[str, FileChecksum]:
-    """The sums of all files below a folder, of those read that nobody has summed. Brings those to the disk too."""
-    found = dict(known)
+def checksum_remaining_files(folder: Path, known: Mapping[str, FileChecksum]) -> dict[str, FileChecksum]:
+    """Returns the checksums of all files below a folder. Reads and syncs only the files that are not in `known`."""
+    checksums = dict(known)
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        if path.is_file() and name not in found:
-            found[name] = checksum_of(path)
+        if path.is_file() and name not in checksums:
+            checksums[name] = checksum_of(path)
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-    return found
+    return checksums
 
 
 def new_manifest(
@@ -280,7 +277,7 @@ def new_manifest(
     versions: Mapping[str, str],
     files: Mapping[str, FileChecksum],
 ) -> Manifest:
-    """The manifest of a checkpoint that is saved now."""
+    """Returns the manifest of a checkpoint that is saved now."""
     return Manifest(step, time.time(), score, roles, versions, files)
 
 
@@ -288,7 +285,7 @@ def _manifest(value: Mapping[str, Any]) -> Manifest:
     return Manifest(
         step=value["step"],
         saved_at_s=value["saved_at_s"],
-        score=None if value["score"] is None else Score(value["score"]["name"], _number(value["score"]["value"])),
+        score=None if value["score"] is None else Score(value["score"]["name"], _score_value(value["score"]["value"])),
         roles={name: Role(**role) for name, role in value["roles"].items()},
         versions=value["versions"],
         files={name: FileChecksum(*file) for name, file in value["files"].items()},
@@ -296,6 +293,6 @@ def _manifest(value: Mapping[str, Any]) -> Manifest:
     )
 
 
-def _number(value: float | None) -> float:
-    """JSON has null for what is not finite."""
+def _score_value(value: float | None) -> float:
+    """Returns NaN for null, which is how `finite` writes NaN to JSON."""
     return math.nan if value is None else value

@@ -1,4 +1,4 @@
-"""What a person asks of a run's checkpoints: which there are, and one of them as a model that transformers loads."""
+"""The table that `flowrl checkpoints` prints."""
 
 import time
 from collections.abc import Sequence
@@ -15,27 +15,26 @@ _UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 
 
 def show_checkpoints(run: Path, console: Console | None = None) -> None:
-    """Prints a table of all checkpoints of a run. Reads every file of them. Raises CheckpointError without any."""
+    """Verifies all checkpoints of a run and prints a table of them. Raises CheckpointError if there are none."""
     checkpoints = Checkpoints(run)
-    steps = checkpoints.some_steps()
-    table = checkpoints_table([(step, *_looked_at(checkpoints, step)) for step in steps])
+    table = checkpoints_table([(step, *_verify(checkpoints, step)) for step in checkpoints.require_steps()])
     (console or Console()).print(table, crop=False)
 
 
-def _looked_at(checkpoints: Checkpoints, step: int) -> tuple[Checkpoint | None, str]:
-    """The checkpoint, where it can be read, and what is wrong with it; empty if nothing is."""
+def _verify(checkpoints: Checkpoints, step: int) -> tuple[Checkpoint | None, str]:
+    """Returns the checkpoint, or None if it is unreadable, and its problem, or an empty string."""
     checkpoint = None
     try:
         checkpoint = checkpoints.read(step)
         checkpoint.check()
     except CheckpointError as error:
         problem = str(error).removeprefix(f"checkpoint {checkpoints.folder(step)} ")
-        return checkpoint, problem.removeprefix("is damaged: ")
+        return checkpoint, problem.removeprefix("is corrupt: ")
     return checkpoint, ""
 
 
 def checkpoints_table(rows: Sequence[tuple[int, Checkpoint | None, str]]) -> Table:
-    """A row per checkpoint: step, score, size, age, and what is wrong with it."""
+    """Returns a table with one row per checkpoint: step, score, size, age and state."""
     table = Table()
     for heading in ("step", "score", "value", "size", "age"):
         table.add_column(heading, justify="left" if heading == "score" else "right")
@@ -49,13 +48,13 @@ def checkpoints_table(rows: Sequence[tuple[int, Checkpoint | None, str]]) -> Tab
             "" if score is None else f"{score.value:.4f}",
             "" if manifest is None else size(manifest.num_bytes),
             "" if manifest is None else age(time.time() - manifest.saved_at_s),
-            Text(f"damaged: {problem}" if problem else "whole"),
+            Text(f"corrupt: {problem}" if problem else "complete"),
         )
     return table
 
 
 def size(num_bytes: float) -> str:
-    """Bytes with a unit of thousands."""
+    """Formats bytes with a decimal unit."""
     for unit in ("B", "kB", "MB", "GB"):
         if num_bytes < 1000:
             return f"{num_bytes:.3g} {unit}"
@@ -64,7 +63,7 @@ def size(num_bytes: float) -> str:
 
 
 def age(seconds: float) -> str:
-    """A length of time in its largest whole unit."""
+    """Formats a duration in its largest unit."""
     for length, unit in _UNITS:
         if seconds >= length:
             return f"{seconds / length:.0f} {unit}"

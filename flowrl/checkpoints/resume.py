@@ -1,7 +1,8 @@
-"""Whether a run may go on in the folder of another: with the same settings, but for those that change no number."""
+"""Finds the checkpoint from which a run resumes, and rejects changed settings or inputs that would change results."""
 
 import shutil
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,9 @@ from typing import Any
 import yaml
 
 from flowrl.checkpoints.checkpoints import FORMAT, Checkpoint, Checkpoints
-from flowrl.checkpoints.input_checksums import refuse_changed_inputs
 from flowrl.checkpoints.run_folder import RunFolder, RunFolderError
-from flowrl.config import OnPolicyConfig, RunConfig
-from flowrl.data.checksums import CheckpointError
+from flowrl.config import ActorConfig, CriticConfig, DataConfig, OnPolicyConfig, RunConfig, models_of
+from flowrl.data.checksums import CheckpointError, FileChecksum
 
 MAY_DIFFER = (
     "output",
@@ -38,41 +38,50 @@ MAY_DIFFER = (
     "*engine.packing",
     "*engine.max_tokens_per_microbatch",
 )
-"""Keys that change time, memory, places or the length of a run, but no number of it."""
+"""Patterns of settings that may change on resume: they affect time, memory, placement or length, but no result."""
 
 _MISSING = object()
 
+_FULL_CHECKSUM_BYTES = 256 * 1024**2
+"""Largest model file, in bytes, that is checksummed completely; larger files are sampled."""
+
+_CHUNK_BYTES = 1024**2
+"""Bytes per sampled chunk of a large file. The chunks are evenly spaced and include the file's beginning and end."""
+
 
 def is_resuming(config: RunConfig) -> bool:
-    """Whether the run goes on in the folder of an earlier one.
+    """Whether the run continues an earlier run in its output folder.
 
     Raises:
-        RunFolderError: that one had other settings, or is over and left no checkpoint.
-        CheckpointError: its newest checkpoint has a manifest that cannot be read.
+        RunFolderError: the earlier run had other settings, or is finished and has no checkpoint.
+        CheckpointError: the manifest of its newest checkpoint is unreadable.
     """
     folder = RunFolder(config.output)
     if config.resume == "never" or not folder.config.exists():
         return False
-    _refuse_other_settings(config, folder.config)
+    _check_same_settings(config, folder.config)
     steps = Checkpoints(config.output).steps()
     if not steps and folder.summary.exists():
         raise RunFolderError(
-            f"output folder {config.output} holds a run that is over and has no checkpoint to go on from; "
-            f"set output to a new folder or remove it"
+            f"output folder {config.output} has a finished run without a checkpoint to resume from: set output to a "
+            f"new folder, or remove it"
         )
     if steps and steps[-1] > config.steps:
         raise RunFolderError(
-            f"steps is {config.steps}, but the run in {config.output} has come to step {steps[-1]}: "
+            f"steps is {config.steps}, but the run in {config.output} is at step {steps[-1]}: "
             f"set steps to {steps[-1]} or more"
         )
     return True
 
 
-def found(config: RunConfig) -> Checkpoint | None:
-    """The checkpoint that the run goes on from, found whole; None for a run that begins. Removes what crashes left.
+def find_checkpoint(config: RunConfig) -> Checkpoint | None:
+    """Returns the verified checkpoint from which the run resumes, or None if it starts from step 0.
 
-    Raises: as `is_resuming`; RunFolderError where data or a frozen model are not what they were; CheckpointError where the
-        newest checkpoint is damaged, or of a format that lacks what the run goes on from.
+    Removes incomplete saves.
+
+    Raises:
+        RunFolderError: as `is_resuming`, or the data or a frozen model has changed.
+        CheckpointError: the newest checkpoint is corrupt, or its format lacks the pending rollouts.
     """
     if not is_resuming(config):
         return None
@@ -80,42 +89,41 @@ def found(config: RunConfig) -> Checkpoint | None:
     newest = checkpoints.newest()
     checkpoints.remove_unfinished()
     if newest is None:
-        # It came to nothing that could be gone on from: it begins again, without the curves of the first time.
+        # No checkpoint was written: starts over and drops the old TensorBoard events.
         shutil.rmtree(config.output / "tensorboard", ignore_errors=True)
-    else:
-        _refuse_without_rows(config, newest)
-        refuse_changed_inputs(newest.driver().get("inputs", {}), config, newest)
+        return None
+    if isinstance(config, OnPolicyConfig) and newest.manifest.format < FORMAT:
+        raise CheckpointError(
+            f"checkpoint {newest.path} has format {newest.manifest.format}, which lacks pending rollouts: resume with "
+            f"the version of flowrl that wrote it, or set output to a new folder"
+        )
+    _check_same_inputs(newest.driver().get("inputs", {}), config, newest)
     return newest
 
 
-def _refuse_without_rows(config: RunConfig, newest: Checkpoint) -> None:
-    if isinstance(config, OnPolicyConfig) and newest.manifest.format < FORMAT:
-        raise CheckpointError(
-            f"checkpoint {newest.path} has format {newest.manifest.format}, which says nothing of responses that were "
-            f"generated and not trained: go on with the version of flowrl that wrote it, or set output to a new folder"
-        )
+# Settings.
 
 
-def _refuse_other_settings(config: RunConfig, path: Path) -> None:
+def _check_same_settings(config: RunConfig, path: Path) -> None:
+    """Raises RunFolderError if a setting outside `MAY_DIFFER` differs from the earlier run's `config.yaml`."""
     try:
-        # Read by the same class: a setting that is new since then has its default there too.
+        # Validated by the same class, so that a setting added since then has its default on both sides.
         old = type(config).model_validate(yaml.safe_load(path.read_text(encoding="utf-8"))).model_dump(mode="json")
     except (OSError, yaml.YAMLError, ValueError) as error:
         raise RunFolderError(
-            f"{path} is no config of {type(config).__name__} ({str(error).splitlines()[0]}), so its run cannot be gone "
-            f"on with; set output to a new folder"
+            f"{path} is not a valid {type(config).__name__} ({str(error).splitlines()[0]}), so this run cannot be "
+            f"resumed: set output to a new folder"
         ) from error
-    new = config.model_dump(mode="json")
-    for key, before, now in differences(old, new):
+    for key, before, now in differences(old, config.model_dump(mode="json")):
         if not any(fnmatchcase(key, pattern) for pattern in MAY_DIFFER):
             raise RunFolderError(
-                f"the run in {path.parent} has {key} {_shown(before)}, and this one {_shown(now)}, which changes its "
-                f"numbers: set it back, or set output to a new folder"
+                f"{key} was {_format(before)} in the run in {path.parent} and is now {_format(now)}, which would "
+                f"change results; restore the old value, or set output to a new folder"
             )
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(dotted key, old value, new value) of every setting that differs, in the order of the new config."""
+    """Yields (dotted key, old value, new value) of every setting that differs, in the order of the new config."""
     for name in [*new, *(name for name in old if name not in new)]:
         before, now = old.get(name, _MISSING), new.get(name, _MISSING)
         if isinstance(before, Mapping) and isinstance(now, Mapping):
@@ -124,5 +132,81 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
             yield prefix + name, before, now
 
 
-def _shown(value: object) -> str:
+def _format(value: object) -> str:
     return "not set" if value is _MISSING else "null" if value is None else str(value)
+
+
+# Inputs: data files, and models that are not trained. Checkpoints have their checksums, not their contents.
+
+
+def input_checksums(config: RunConfig) -> dict[str, FileChecksum]:
+    """Returns dotted config key -> checksum of the files at that path. Skips unreadable paths, such as Hub names.
+
+    Fully trained models are not included, because checkpoints contain their weights.
+    """
+    files: dict[str, Sequence[Path]] = {}
+    for name, value in config:
+        if isinstance(value, DataConfig):
+            files[f"{name}.train"] = [value.train]
+            if value.test is not None:
+                files[f"{name}.test"] = [value.test]
+    for prefix, role in models_of(config).values():
+        is_trained = isinstance(role, ActorConfig | CriticConfig) and role.lora is None
+        if role.model is not None and not is_trained:
+            files[f"{prefix}model.path"] = sorted(role.model.path.glob("*.safetensors"))
+    checksums = {key: _combined_checksum(paths) for key, paths in files.items() if paths}
+    return {key: checksum for key, checksum in checksums.items() if checksum is not None}
+
+
+def _check_same_inputs(old: Mapping[str, Sequence[int]], config: RunConfig, checkpoint: Checkpoint) -> None:
+    for key, now in input_checksums(config).items():
+        before = FileChecksum(*old[key]) if key in old else now
+        if before != now:
+            raise RunFolderError(
+                f"the file at {key} has changed since step {checkpoint.manifest.step} of the run in {config.output} "
+                f"({_difference(before, now)}), which would change results; restore the old file, or set output to a "
+                f"new folder"
+            )
+
+
+def check_base_model(checkpoint: Checkpoint, base: Path) -> None:
+    """Raises RunFolderError if the model in `base` is not the one on which the checkpoint's adapter was trained."""
+    old = checkpoint.driver().get("inputs", {})
+    before = next((FileChecksum(*old[key]) for key in ("actor.model.path", "model.path") if key in old), None)
+    if before is None:  # a Hub name, or a checkpoint without checksums
+        return
+    now = _combined_checksum(sorted(base.glob("*.safetensors")))
+    if not base.is_dir() or now != before:
+        reason = _difference(before, now) if base.is_dir() and now is not None else "it is missing"
+        raise RunFolderError(
+            f"the adapter of step {checkpoint.manifest.step} was trained on the model in {base}, which has changed "
+            f"({reason}): restore the original model"
+        )
+
+
+def _difference(before: FileChecksum, now: FileChecksum) -> str:
+    same_size = before.size == now.size
+    return "other contents of the same size" if same_size else f"{now.size:,} bytes instead of {before.size:,}"
+
+
+def _combined_checksum(paths: Sequence[Path]) -> FileChecksum | None:
+    """Returns one checksum over several files, or None if a file is unreadable."""
+    size = crc32 = 0
+    try:
+        for path in paths:
+            size += path.stat().st_size
+            crc32 = _update_crc32(path, crc32)
+    except OSError:
+        return None
+    return FileChecksum(size, crc32)
+
+
+def _update_crc32(path: Path, crc32: int) -> int:
+    """Returns the CRC-32 continued over a file, which is sampled if it is large."""
+    size, num_samples = path.stat().st_size, _FULL_CHECKSUM_BYTES // _CHUNK_BYTES
+    is_small = size <= _FULL_CHECKSUM_BYTES
+    with path.open("rb") as file:
+        for i in range(-(-size // _CHUNK_BYTES) if is_small else num_samples):
+            file.seek(i * _CHUNK_BYTES if is_small else i * (size - _CHUNK_BYTES) // (num_samples - 1))
+            crc32 = zlib.crc32(file.read(_CHUNK_BYTES), crc32)
+    return crc32

@@ -1,49 +1,62 @@
-"""The run folder: everything that one run leaves behind, and nothing of any other run."""
+"""The output folder of one run: its files, its lock, and atomic writes.
 
+The lock is an advisory lock (flock) on an open file. The operating system releases it when the process ends, so the
+lock file of a killed run blocks nobody. Readers need no lock.
+"""
+
+import fcntl
 import json
+import logging
 import math
 import os
 import shutil
+import socket
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import yaml
 
 from flowrl.config.errors import UserError
 
 LOCK = "run.lock"
-"""File in the folder of a run that is going on; see `flowrl.checkpoints.folder_lock`."""
+"""Name of the lock file in a run folder."""
+
+_LOCK_TIMEOUT_S = 0.5
+"""Seconds for which `folder_lock` retries: `check_not_locked` holds the lock for a moment, too."""
+
+_logger = logging.getLogger(__name__)
 
 
 class RunFolderError(UserError):
-    """The output folder cannot take this run."""
+    """The output folder cannot be used by this run."""
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Where one run writes. Make one with `RunFolder.create`."""
+    """The paths in the output folder of a run. Create it with `RunFolder.create`."""
 
     path: Path
 
     @classmethod
     def create(cls, path: Path | str, resolved_config: Mapping[str, Any]) -> "RunFolder":
-        """Makes the folder and writes `config.yaml` into it.
+        """Creates the folder and writes `config.yaml` into it.
 
         Args:
-            path: a folder that does not exist yet, or is empty.
-            resolved_config: the whole configuration as plain values (`model_dump(mode="json")`).
+            path: a folder that does not exist, or is empty.
+            resolved_config: the complete configuration as plain values (`model_dump(mode="json")`).
         Raises:
-            RunFolderError: the folder holds another run or other files, or cannot be made; nothing has been written.
+            RunFolderError: the folder has a run or other files in it, or cannot be created. Nothing is written.
         """
-        refuse_if_taken(Path(path))
+        check_is_new(Path(path))
         return cls.reopen(path, resolved_config)
 
     @classmethod
     def reopen(cls, path: Path | str, resolved_config: Mapping[str, Any]) -> "RunFolder":
-        """The same for the folder of a run that is gone on with. Raises `RunFolderError`: it cannot be written."""
+        """Writes `config.yaml` into the folder of a run that resumes. Raises RunFolderError if it is not writable."""
         folder = Path(path)
         text = yaml.safe_dump(dict(resolved_config), sort_keys=False, allow_unicode=True)
         try:
@@ -51,7 +64,7 @@ class RunFolder:
             with replacing(folder / "config.yaml") as temporary:
                 temporary.write_text(text, encoding="utf-8")
         except OSError as error:
-            raise unwritable(folder, error) from error
+            raise _write_error(folder, error) from error
         return cls(folder)
 
     @property
@@ -80,48 +93,46 @@ class RunFolder:
 
     @property
     def model(self) -> Path:
-        """The trained policy as a `save_pretrained` folder; write it through `replacing`."""
+        """The trained policy, as written by `save_pretrained`."""
         return self.path / "model"
 
-    def empty(self) -> None:
-        """Removes all but the lock, which is for who holds it to remove."""
+    def clear(self) -> None:
+        """Removes all files except the lock."""
         for path in self.path.iterdir():
             if path.name != LOCK:
                 _remove(path)
 
 
-def unwritable(folder: Path, error: OSError) -> RunFolderError:
-    """The error for an output folder that cannot be written."""
-    return RunFolderError(
-        f"output folder {folder} cannot be written ({error.strerror}); set output to a folder that can"
-    )
+def _write_error(folder: Path, error: OSError) -> RunFolderError:
+    return RunFolderError(f"cannot write to output folder {folder} ({error.strerror}): set output to a writable folder")
 
 
-def refuse_if_taken(folder: Path) -> None:
-    """Raises `RunFolderError` where a run's folder cannot be made: it holds another run, or something else."""
+def check_is_new(folder: Path) -> None:
+    """Raises RunFolderError if the folder has a run or other files in it."""
     if (folder / "config.yaml").exists():
         raise RunFolderError(
-            f"output folder {folder} holds another run (it has a config.yaml); set output to a new folder or remove "
-            f"it, or go on with that run by resume=auto"
+            f"output folder {folder} has another run in it (config.yaml exists): set output to a new folder, remove "
+            f"it, or continue it with resume=auto"
         )
     if folder.exists() and not folder.is_dir():
-        raise RunFolderError(f"output {folder} is a file; set output to a folder")
+        raise RunFolderError(f"output {folder} is a file: set output to a folder")
     others = [path.name for path in folder.iterdir() if path.name != LOCK] if folder.exists() else []
     if others:
-        raise RunFolderError(
-            f"output folder {folder} is not empty (it has {others[0]}); set output to a new or an empty folder"
-        )
+        raise RunFolderError(f"output folder {folder} is not empty (it has {others[0]}): set output to a new folder")
+
+
+# Atomic writes.
 
 
 def write_json(path: Path, value: Any, *, indent: int | None = 2) -> None:
-    """Writes `value` as strict JSON, whole or not at all. A number that is not finite becomes null."""
+    """Writes `value` as strict JSON, atomically. NaN and infinities become null."""
     text = json.dumps(finite(value), indent=indent, allow_nan=False)
     with replacing(path) as temporary:
         temporary.write_text(text + "\n", encoding="utf-8")
 
 
 def finite(value: Any) -> Any:
-    """The same nested value, with null for every number that JSON cannot hold."""
+    """Returns a copy of a nested value with None in place of NaN and infinities."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -133,9 +144,9 @@ def finite(value: Any) -> Any:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a temporary path beside `path`, which becomes `path` when the block ends without an error.
+    """Yields a temporary path for a new file or folder, which replaces `path` when the block ends without an error.
 
-    The block writes a file, or makes a folder. On an error what it wrote is removed and `path` is as before.
+    If the block raises, the temporary file is removed and `path` is unchanged.
     """
     temporary = path.with_name(f".{path.name}{_temporary_suffix()}")
     try:
@@ -148,8 +159,8 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
 
 
-def remove_unfinished(folder: Path) -> None:
-    """Removes what this program began in `folder` and nobody writes any more: a worker may go on for a while."""
+def remove_temporary_files(folder: Path) -> None:
+    """Removes the temporary files that interrupted workers of this program left in `folder`."""
     for path in folder.glob(f".*{_temporary_suffix()}"):
         _remove(path)
 
@@ -163,3 +174,89 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)  # a worker may still write into it
     else:
         path.unlink(missing_ok=True)
+
+
+# The lock.
+
+
+@contextmanager
+def folder_lock(folder: Path) -> Iterator[None]:
+    """Holds the exclusive lock of an output folder during the block.
+
+    Creates the folder if necessary, and removes it at the end if it is still empty. On a file system without locks it
+    logs a warning and locks nothing.
+
+    Raises:
+        RunFolderError: another run holds the lock, or the folder is not writable. Nothing has changed.
+    """
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        file = _open_locked(folder)
+    except OSError as error:
+        raise _write_error(folder, error) from error
+    if file is None:
+        raise _locked_error(folder)
+    try:
+        yield
+    finally:
+        (folder / LOCK).unlink(missing_ok=True)  # before the release: the next run creates a new file
+        file.close()
+        with suppress(OSError):
+            for path in created:
+                path.rmdir()
+
+
+def check_not_locked(folder: Path) -> None:
+    """Raises RunFolderError if another run holds the lock of the folder. Changes nothing."""
+    try:
+        with (folder / LOCK).open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _locked_error(folder) from None
+    except OSError:
+        return  # no lock file; `folder_lock` reports other problems
+
+
+def _open_locked(folder: Path) -> TextIO | None:
+    """Returns the open, locked lock file, or None if another process holds the lock. Raises OSError."""
+    deadline_s = time.monotonic() + _LOCK_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        folder.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):  # a run that ended just now removed the folder that it had created
+            file = (folder / LOCK).open("a+", encoding="utf-8")
+            if _try_lock(file) and _is_current(folder / LOCK, file):
+                file.truncate(0)
+                file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
+                file.flush()
+                return file
+            file.close()
+        time.sleep(_LOCK_TIMEOUT_S / 10)
+    return None
+
+
+def _try_lock(file: TextIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        _logger.warning("%s cannot be locked against other runs: %s", Path(file.name).parent, error.strerror)
+    return True
+
+
+def _is_current(path: Path, file: TextIO) -> bool:
+    """Whether `path` is still this file: a run that ended just now removed its lock file."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    return False
+
+
+def _locked_error(folder: Path) -> RunFolderError:
+    try:
+        owner = json.loads((folder / LOCK).read_text(encoding="utf-8"))
+        process = f"process {owner['pid']} on {owner['host']}"
+    except (OSError, ValueError):
+        process = "another process"
+    return RunFolderError(
+        f"output folder {folder} is in use by {process}: wait until that run has ended, or set output to another folder"
+    )

@@ -1,4 +1,4 @@
-"""The driver's part of a checkpoint: has groups save and load, and makes the whole of it exist."""
+"""Saves and restores checkpoints from the driver: worker groups, driver objects and pending rollouts."""
 
 import platform
 from collections.abc import Mapping, Sequence
@@ -13,9 +13,9 @@ from flowrl.checkpoints.checkpoints import (
     Checkpoints,
     Role,
     Score,
+    checksum_remaining_files,
     new_manifest,
-    sums_of_rest,
-    unwritable,
+    write_error,
 )
 from flowrl.checkpoints.run_folder import finite
 from flowrl.checkpoints.saved_rows import FILE, IDENTITY, SavedRows, save_rows
@@ -30,108 +30,112 @@ from flowrl.engines.train.random_state import random_state, restore_random_state
 
 _DOCS = "see docs/training.md, Checkpoints and resume"
 _PROMPTS = "prompts"
-"""What the buffer's state is called among those of the driver's objects."""
+"""Key of the buffer's state among the states of the driver's objects."""
 
 
 class Checkpointable(Protocol):
-    """What the driver holds between steps, and a checkpoint keeps."""
+    """A driver object whose state is part of checkpoints."""
 
     def state(self) -> Mapping[str, Any]:
-        """Where it stands, as plain values."""
+        """Returns the state as plain values."""
         ...
 
     def restore(self, state: Any) -> None:
-        """Goes on where `state` was taken."""
+        """Restores the result of `state`."""
         ...
 
 
 class Buffer(Protocol):
-    """What gives a run its batches. It may hold rows that were generated and that no step has trained on."""
+    """The source of a run's batches, which may have pending rollouts: generated, but not yet trained on."""
 
     def state(self) -> Mapping[str, Any]:
-        """Where it stands, as plain values."""
+        """Returns the state as plain values."""
         ...
 
     def rows(self) -> Batch | None:
-        """Those rows: their columns `prompt_id` and `sample`, and what the rollout wrote; None without any."""
+        """Returns the pending rollouts (`prompt_id`, `sample` and the rollout's columns), or None."""
         ...
 
     def restore(self, state: Mapping[str, Any], rows: SavedRows | None) -> None:
-        """Goes on where `state` was taken, with the rows that `rows` gave."""
+        """Restores the results of `state` and `rows`."""
         ...
 
 
 @dataclass
 class _Saving:
-    """A checkpoint from the moment at which its state was taken until it exists."""
+    """A checkpoint that is being written."""
 
     step: int
     folder: Path
     files: dict[str, FileChecksum]
     saves: Mapping[str, Future]
-    """Role -> its call of `save_checkpoint`."""
+    """Role -> future of `save_checkpoint`."""
     rows: Future | LocalRef | None
-    """The sum of the file of rows, where there is one."""
-    asked: dict[str, Future] = field(default_factory=dict)
-    """Role -> a call of `checkpoint_saved` that was not read yet."""
+    """Future of the checksum of the file of pending rollouts."""
+    polls: dict[str, Future] = field(default_factory=dict)
+    """Role -> future of `checkpoint_saved`, while in flight."""
     saved: dict[str, Sequence[Saved]] = field(default_factory=dict)
+    """Role -> report of every rank, once all ranks have written their files."""
 
 
 class Saver:
-    """Saves groups and objects of a driver, one checkpoint at a time."""
+    """Saves worker groups and driver objects, one checkpoint at a time."""
 
     def __init__(self, checkpoints: Checkpoints, config: CheckpointConfig, compared_by: Sequence[str]) -> None:
-        """Args: `compared_by` are the metrics that tell which checkpoints are best, the first that a step has."""
+        """`compared_by` lists the metrics that rank checkpoints; the first that a step has is used."""
         self.groups: dict[str, WorkerGroup] = {}
         self.objects: dict[str, Checkpointable] = {}
         self.last_step = 0
-        """The step of the checkpoint that was begun last, or gone on from."""
+        """Step of the checkpoint that was saved or restored last."""
         self._checkpoints, self._config, self._compared_by = checkpoints, config, compared_by
         self._buffer: Buffer | None = None
         self._saving: _Saving | None = None
 
-    def keep(self, groups: Sequence[WorkerGroup], objects: Mapping[str, Checkpointable]) -> None:
-        """Says what checkpoints hold. Raises UserError for a group that cannot be saved."""
+    def add(self, groups: Sequence[WorkerGroup], objects: Mapping[str, Checkpointable]) -> None:
+        """Adds groups and objects to checkpoints. Raises UserError if a group's workers cannot be saved."""
         for group in groups:
-            lacks = {"save_checkpoint", "load_checkpoint"} - registered_methods(group.cls).keys()
-            if lacks:
+            missing = {"save_checkpoint", "load_checkpoint"} - registered_methods(group.cls).keys()
+            if missing:
                 raise UserError(
-                    f"role {group.role} cannot be kept: {group.cls.__name__} has no registered method "
-                    f"{' and '.join(sorted(lacks))}; {_DOCS}"
+                    f"role {group.role} cannot be saved in checkpoints: {group.cls.__name__} has no registered method "
+                    f"{' and '.join(sorted(missing))}; {_DOCS}"
                 )
             self.groups[group.role] = group
         self.objects |= objects
 
-    def keep_pending_rollouts(self, buffer: Buffer) -> None:
-        """Says what gives the run its batches."""
+    def add_buffer(self, buffer: Buffer) -> None:
+        """Adds the source of batches, with its pending rollouts, to checkpoints."""
         self._buffer = buffer
 
     def check(self, resumed: Checkpoint | None) -> None:
-        """Refuses a recipe that asks for checkpoints and keeps nothing. Raises UserError."""
+        """Raises UserError if checkpoints are enabled but the recipe adds no group to them."""
         if not self.groups and (self._config.every or resumed is not None):
-            raise UserError(f"checkpoints are on, but the recipe keeps nothing: call run.keep(actor, ...); {_DOCS}")
+            raise UserError(
+                f"checkpoints are enabled, but the recipe adds nothing to them: call "
+                f"run.add_checkpointable(actor, ...); {_DOCS}"
+            )
 
     def is_due(self, step: int) -> bool:
         return bool(self._config.every) and step % self._config.every == 0
 
     @property
-    def waits_for(self) -> int | None:
-        """The step whose checkpoint is being written; None without one."""
+    def pending_step(self) -> int | None:
+        """The step whose checkpoint is being written, or None."""
         return None if self._saving is None else self._saving.step
 
     # Saving.
 
     def begin(self, step: int, driver: Mapping[str, Any], *, asynchronous: bool) -> None:
-        """Has the groups take their state as it is after all calls so far. Does not wait.
+        """Starts a checkpoint of the state after all calls submitted so far. Does not wait.
 
-        Rows that are generated at this moment are written when they are there.
+        Rollouts that are in flight are written when they are complete.
 
-        Raises: CheckpointError where the folder cannot be written.
+        Raises: CheckpointError if the folder is not writable.
         """
-        assert self._saving is None, "the checkpoint before this one is not finished"
+        assert self._saving is None, "the previous checkpoint is not finished"
         folder = self._checkpoints.begin(step, list(self.groups)).absolute()
         self.last_step = step
-        objects = {name: kept.state() for name, kept in self.objects.items()}
+        objects = {name: added.state() for name, added in self.objects.items()}
         rows = None if self._buffer is None else self._buffer.rows()
         if self._buffer is not None:
             objects[_PROMPTS] = self._buffer.state()
@@ -140,7 +144,7 @@ class Saver:
         try:
             files = {DRIVER: write_json_with_checksum(folder / DRIVER, state)}
         except OSError as error:
-            raise unwritable(folder, error) from error
+            raise write_error(folder, error) from error
         saves = {
             role: group.save_checkpoint.submit(folder=folder / role, asynchronous=asynchronous)
             for role, group in self.groups.items()
@@ -149,27 +153,27 @@ class Saver:
         self._saving = _Saving(step, folder, files, saves, written)
 
     def advance(self, lines: Sequence[Mapping[str, float]], *, wait: bool = False) -> None:
-        """Makes the checkpoint exist as soon as every rank has written and the step's line is there.
+        """Commits the pending checkpoint once every rank has written its files and the step's metrics are known.
 
         Args:
-            lines: of the metrics so far; with `wait` the step's is among them.
-            wait: until it exists.
+            lines: log records of the metrics so far; with `wait` they include the step's.
+            wait: waits until the checkpoint is committed.
         Raises:
-            WorkerError: a group could not save, or the rows could not be computed or written.
-            CheckpointError: the manifest cannot be written.
+            WorkerError: a group failed to save, or the pending rollouts failed.
+            CheckpointError: the manifest is not writable.
         """
         saving = self._saving
         if saving is None:
             return
         for role in self.groups:
-            self._ask(saving, role, wait)
+            self._poll(saving, role, wait)
         line = next((line for line in reversed(lines) if line["step"] == saving.step), None)
         has_rows = wait or saving.rows is None or saving.rows.done()
         if line is not None and has_rows and saving.saved.keys() == self.groups.keys():
             self._commit(saving, Score.of(line, self._compared_by))
 
-    def _ask(self, saving: _Saving, role: str, wait: bool) -> None:
-        """Reads what a group has answered, and asks again."""
+    def _poll(self, saving: _Saving, role: str, wait: bool) -> None:
+        """Reads the result of the last poll of a group, and polls again if a rank has not finished."""
         save, group = saving.saves[role], self.groups[role]
         if role in saving.saved or not (wait or save.done()):
             return
@@ -177,47 +181,50 @@ class Saver:
             save.get()
             saving.saved[role] = [Saved()] * group.world_size
             return
-        if role not in saving.asked:
-            saving.asked[role] = group.checkpoint_saved.submit(wait=wait)
-        if wait or saving.asked[role].done():
-            answers = saving.asked.pop(role).get()
-            if None not in answers:
-                saving.saved[role] = answers
+        if role not in saving.polls:
+            saving.polls[role] = group.checkpoint_saved.submit(wait=wait)
+        if wait or saving.polls[role].done():
+            reports = saving.polls.pop(role).get()
+            if None not in reports:
+                saving.saved[role] = reports
             elif wait:
-                self._ask(saving, role, wait)
+                self._poll(saving, role, wait)
 
     def _commit(self, saving: _Saving, score: Score | None) -> None:
         roles = {}
         if saving.rows is not None:
             saving.files[FILE] = saving.rows.get()
         try:
-            for role, answers in saving.saved.items():
-                known = {name: file for saved in answers for name, file in saved.files.items()}
-                sums = sums_of_rest(saving.folder / role, known)
-                saving.files |= {f"{role}/{name}": file for name, file in sums.items()}
-                roles[role] = Role(len(answers), answers[0].architecture)
+            for role, reports in saving.saved.items():
+                known = {name: file for saved in reports for name, file in saved.files.items()}
+                checksums = checksum_remaining_files(saving.folder / role, known)
+                saving.files |= {f"{role}/{name}": file for name, file in checksums.items()}
+                roles[role] = Role(len(reports), reports[0].architecture)
         except OSError as error:
-            raise unwritable(saving.folder, error) from error
+            raise write_error(saving.folder, error) from error
         self._checkpoints.commit(saving.step, new_manifest(saving.step, score, roles, _versions(), saving.files))
         self._saving = None
         self._checkpoints.prune(self._config.keep_last, self._config.keep_best)
 
-    # Going on.
+    # Restoring.
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Brings groups and objects to a checkpoint. Waits for them.
+        """Restores groups and objects from a checkpoint, and waits for them.
 
-        Raises: CheckpointError where it lacks one of them. WorkerError: a group cannot load it.
+        Raises: CheckpointError or UserError if the checkpoint lacks one of them; WorkerError if a group fails to load.
         """
         self.last_step = checkpoint.manifest.step
         state = checkpoint.driver()
         loads = [
             group.load_checkpoint.submit(folder=checkpoint.role(role).absolute()) for role, group in self.groups.items()
         ]
-        for name, kept in self.objects.items():
+        for name, added in self.objects.items():
             if name not in state["objects"]:
-                raise UserError(f"checkpoint {checkpoint.path} has no {name}, which the recipe keeps: {_DOCS}")
-            kept.restore(state["objects"][name])
+                raise UserError(
+                    f"checkpoint {checkpoint.path} has no {name}, which the recipe adds with "
+                    f"run.add_checkpointable; {_DOCS}"
+                )
+            added.restore(state["objects"][name])
         if self._buffer is not None:
             columns = state["rows"]
             rows = None if columns is None else SavedRows(checkpoint.path.absolute() / FILE, tuple(columns))
@@ -228,11 +235,11 @@ class Saver:
 
 
 def _versions() -> dict[str, str]:
-    """What wrote a checkpoint."""
-    found = {"python": platform.python_version()}
+    """Returns the versions of Python and the main packages."""
+    versions = {"python": platform.python_version()}
     for package in ("flowrl", "torch", "transformers"):
         try:
-            found[package] = version(package)
-        except PackageNotFoundError:  # run from a folder that is not installed
-            found[package] = "not installed"
-    return found
+            versions[package] = version(package)
+        except PackageNotFoundError:  # run from a source folder
+            versions[package] = "not installed"
+    return versions

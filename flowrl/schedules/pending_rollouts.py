@@ -34,7 +34,7 @@ class PendingRollouts:
         if self.rows is None:
             return numbers, {}
         complete = [group for group, (_, version) in zip(groups, self.groups, strict=True) if version is not None]
-        rows = self.rows.of(draws.batch(numbers[group] for group in complete), setting.rollout.tasks)
+        rows = self.rows.load(draws.batch(numbers[group] for group in complete), setting.rollout.tasks)
         places = {group: slice(at * samples, (at + 1) * samples) for at, group in enumerate(complete)}
         return numbers, {group: rows.rows(place) for group, place in places.items()}
 

@@ -208,7 +208,7 @@ class BatchRollouts:
         count, num_rows = setting.config.prompts_per_step, setting.config.batch_size
         taken = draws.take(len(state["untrained"]))
         prompts = draws.batch(taken)
-        responses = rows.of(prompts, setting.rollout.tasks)
+        responses = rows.load(prompts, setting.rollout.tasks)
         for number in range(len(taken) // count):
             own = slice(number * num_rows, (number + 1) * num_rows)
             numbers = taken[number * count : (number + 1) * count]

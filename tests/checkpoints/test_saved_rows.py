@@ -35,7 +35,7 @@ def saved(found: Batch, folder: Path, keys: Batch = KEYS) -> SavedRows:
 
 def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
     written = responses(truncated=torch.tensor([True, False, True]), wide=torch.arange(6).reshape(3, 2))
-    read = saved(written, tmp_path).of(KEYS, None)
+    read = saved(written, tmp_path).load(KEYS, None)
     assert set(read.columns) == set(written.columns)
     for name in written.columns:
         expected, found = written.get(name), read.get(name)
@@ -47,7 +47,7 @@ def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
 
 
 def test_a_part_of_rows_of_many_is_written_alone(tmp_path: Path) -> None:
-    read = saved(responses().rows([2, 0]), tmp_path, KEYS.rows([2, 0])).of(KEYS.rows([2, 0]), None)
+    read = saved(responses().rows([2, 0]), tmp_path, KEYS.rows([2, 0])).load(KEYS.rows([2, 0]), None)
     assert read.get("response") == ['"\n', "é"] and read.get("weight_version").tolist() == [4, -1, 3, 4]
 
 
@@ -59,7 +59,7 @@ def test_the_file_has_tensors_alone(tmp_path: Path) -> None:
 def test_rows_of_other_prompts_are_not_taken_for_those(tmp_path: Path) -> None:
     kept = saved(responses(), tmp_path)
     with pytest.raises(AssertionError, match="holds rows of other prompts"):
-        kept.of(KEYS.rows([1, 0, 2]), None)
+        kept.load(KEYS.rows([1, 0, 2]), None)
 
 
 @pytest.mark.parametrize("values", [[{1, 2}] * 3, [(1, 2)] * 3, [{1: "a"}] * 3])
@@ -77,5 +77,5 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None
 def test_a_table_without_tokens_has_no_lengths(tmp_path: Path) -> None:
     table = make_tensordict({"truncated": torch.tensor([True, False, True])})
     assert isinstance(table, TensorDict)
-    read = saved(Batch.of_payload(from_table(table)), tmp_path).of(KEYS, None)
+    read = saved(Batch.of_payload(from_table(table)), tmp_path).load(KEYS, None)
     assert read.columns == ("truncated",) and read.get("truncated").tolist() == [True, False, True]
