@@ -25,7 +25,7 @@ READS = (1, FORMAT)
 """Formats that can be read. Format 1 has no pending rollouts."""
 MANIFEST, DRIVER = "manifest.json", "driver.json"
 
-SCORES: Mapping[str, int] = {"accuracy": 1, "reward": 1, "loss": -1}
+SCORES: Mapping[str, int] = {"accuracy": 1, "reward": 1, "validation_loss": -1, "loss": -1}
 """Metrics that rank checkpoints: 1 if higher is better, -1 if lower is better."""
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from flowrl.checkpoints.checkpoints import Checkpoints
-from flowrl.checkpoints.input_checksums import refuse_changed_base
+from flowrl.checkpoints.resume import check_base_model
 from flowrl.config import CheckFailed, ConfigError, OnPolicyConfig, Placement, RunConfig, UserError, load, recipe_class
 from flowrl.config.source import read
 from flowrl.controller.errors import WorkerError
@@ -205,7 +205,7 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 def _export(arguments: argparse.Namespace) -> None:
     checkpoints = Checkpoints(arguments.run_folder)
-    step = checkpoints.some_steps()[-1] if arguments.step is None else arguments.step
+    step = checkpoints.require_steps()[-1] if arguments.step is None else arguments.step
     checkpoint = checkpoints.read(step)
     checkpoint.check()
     what, name = ("adapter", "adapter") if arguments.adapter else ("policy", "export")
@@ -215,7 +215,7 @@ def _export(arguments: argparse.Namespace) -> None:
     from flowrl.engines.checkpoint.export import adapter_base, export_adapter, export_policy  # noqa: PLC0415
 
     if (base := adapter_base(checkpoint.role("actor"))) is not None:
-        refuse_changed_base(checkpoint, base)
+        check_base_model(checkpoint, base)
     try:
         (export_adapter if arguments.adapter else export_policy)(checkpoint.role("actor"), output)
     except OSError as error:

@@ -40,6 +40,7 @@ PANELS = (
     Panel("Policy loss", (Line("actor/loss", "#a63d57"),)),
     Panel("Value loss", (Line("critic/loss", "#8a6d1f"),)),
     Panel("Loss", (Line("loss", "#a63d57"),)),
+    Panel("Validation loss", (Line("validation_loss", "#2e8b57"),)),
     Panel("Entropy (nats per token)", (Line("actor/entropy", "#3f7f8c"),)),
     Panel("Tokens per second", (Line("tokens_per_s", "#5b6470"),)),
     Panel("Staleness (updates)", (Line("staleness", "#2a78b5", "mean"), Line("staleness_max", "#c0562f", "max"))),

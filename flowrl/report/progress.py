@@ -11,12 +11,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from flowrl.report.evaluation_result import EvaluationResult
+from flowrl.report.evaluation_result import EvaluationResult, LossResult
 
 SHOWN = {
     "reward": "reward {:.3f}",
     "loss": "loss {:.4f}",
     "accuracy": "accuracy {:.3f}",
+    "validation_loss": "validation loss {:.4f}",
     "kl": "KL {:.4f}",
     "response_length": "length {:.1f}",
     "staleness": "staleness {:.1f}",
@@ -123,8 +124,14 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
-def outcome_tables(first: EvaluationResult, last: EvaluationResult) -> tuple[Table, Table]:
-    """What training changed between two evaluations of the same rows: the figures, and what the model says."""
+def result_tables(
+    first: EvaluationResult | LossResult, last: EvaluationResult | LossResult
+) -> tuple[Table] | tuple[Table, Table]:
+    """Returns a table of the figures before and after training and, if there are responses, a table of samples."""
+    if isinstance(first, LossResult) or isinstance(last, LossResult):
+        names = first.metrics.keys() & last.metrics.keys()
+        figures = [(name.replace("_", " "), first.metrics[name], last.metrics[name]) for name in names]
+        return (before_after_table(figures),)
     rows = [
         ("held-out accuracy", first.accuracy, last.accuracy),
         ("response length (tokens)", first.response_length, last.response_length),

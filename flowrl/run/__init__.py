@@ -1,1 +1,6 @@
-"""What surrounds a loop: the run folder, metrics, progress, figures and the timeline."""
+"""The training loop of a recipe and its preflight checks.
+
+Entry points: `Run` (loop.py: steps, metrics, evaluation, checkpoints, results), `Advantages` (advantages.py),
+`read_prompts` and `Examples` (datasets.py), `check_run` (preflight.py), `with_restarts` (restarts.py).
+May import every package except `cli` and `recipes`.
+"""

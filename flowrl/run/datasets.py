@@ -1,4 +1,4 @@
-"""From a recipe's config to the data it reads, checked before anything starts."""
+"""Reads and validates the data of a run before anything starts."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,73 +12,66 @@ from flowrl.data.prompts import PromptStream, read_conversations
 
 
 def read_prompts(config: OnPolicyConfig) -> tuple[PromptStream, PromptStream | None]:
-    """Training prompts, and held-out ones where the config names a file.
+    """Returns the training prompts, and the held-out prompts or None.
 
     Raises:
-        DataError: naming file and line, for a row that is no prompt or longer than `data.max_prompt_tokens`; or naming
-            the keys, when the model's folder has no tokenizer that serves, when prompt and response together are longer
-            than the model takes, or when a stop has a token that the tokenizer has not.
+        DataError: a row is invalid or longer than `data.max_prompt_tokens`; the model has no usable tokenizer; prompt
+            and response exceed the model's context; or a stop sequence has an unknown token id.
     """
     try:
         tokenizer = ChatTokenizer(config.actor.model.path)
     except DataError as error:
         raise DataError(f"actor.model.path: {error}") from error
-    _check_stops(tokenizer, config)
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    check_context(tokenizer, longest, "data.max_prompt_tokens + rollout.max_response_tokens")
-    train = read_stream(config.data.train, config.data, tokenizer, seed=config.seed)
-    held_out = (
-        None if config.data.test is None else read_stream(config.data.test, config.data, tokenizer, seed=config.seed)
-    )
-    return train, held_out
-
-
-def _check_stops(tokenizer: ChatTokenizer, config: OnPolicyConfig) -> None:
-    for number, stop in enumerate(config.rollout.stop_ids):
+    for i, stop in enumerate(config.rollout.stop_ids):
         for token in stop:
             if token >= len(tokenizer):
                 raise DataError(
-                    f"rollout.stop_ids.{number} has the token {token}, which no response can say: the tokenizer in "
-                    f"{tokenizer.path} has 0 to {len(tokenizer) - 1}"
+                    f"rollout.stop_ids.{i} has the token {token}, which is not in the vocabulary of "
+                    f"{tokenizer.path}: use ids from 0 to {len(tokenizer) - 1}"
                 )
+    max_tokens = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    check_context(tokenizer, max_tokens, "data.max_prompt_tokens + rollout.max_response_tokens")
+    test = config.data.test
+    train = read_stream(config.data.train, config.data, tokenizer, seed=config.seed)
+    return train, None if test is None else read_stream(test, config.data, tokenizer, seed=config.seed)
 
 
 def read_stream(path: Path, data: DataConfig, tokenizer: ChatTokenizer, *, seed: int) -> PromptStream:
-    """The prompts of one file."""
+    """Returns the prompts of one file."""
     conversations = read_conversations(path, last="user")
     return PromptStream(
         conversations, tokenizer, seed=seed, max_prompt_tokens=data.max_prompt_tokens, shuffle=data.shuffle
     )
 
 
-def check_context(tokenizer: ChatTokenizer, num_tokens: int, what: str) -> None:
-    """Refuses sequences longer than the model's positions, where its config states them."""
+def check_context(tokenizer: ChatTokenizer, num_tokens: int, setting: str) -> None:
+    """Raises DataError if sequences of `num_tokens` exceed the model's maximum, where its config states one."""
     limit = tokenizer.max_positions()
     if limit is not None and num_tokens > limit:
         raise DataError(
-            f"{what} is {num_tokens}, but the model in {tokenizer.path} takes {limit} tokens at most; lower one of them"
+            f"{setting} is {num_tokens}, but the model in {tokenizer.path} supports at most {limit} tokens: lower it"
         )
 
 
 class Examples:
-    """Conversations with answers, tokenised for supervised fine-tuning.
+    """Tokenized conversations for supervised fine-tuning.
 
     Raises:
-        DataError: naming file and line, for a conversation that does not end with the assistant, or is longer than the
-            model takes.
+        DataError: a conversation does not end with the assistant, or is longer than `max_tokens`.
     """
 
-    def __init__(self, path: Path, model: Path, *, max_tokens: int) -> None:
+    def __init__(self, path: Path, model: Path, *, max_tokens: int, max_rows: int | None = None) -> None:
+        """Reads the first `max_rows` conversations of a JSON-lines file; None reads all."""
         tokenizer = ChatTokenizer(model)
         check_context(tokenizer, max_tokens, "data.max_prompt_tokens")
         self._ids: list[list[int]] = []
         self._masks: list[list[bool]] = []
-        for conversation in read_conversations(path, last="assistant"):
+        for conversation in read_conversations(path, last="assistant")[:max_rows]:
             ids, mask = tokenizer.encode_example(conversation.messages)
             if len(ids) > max_tokens:
                 raise DataError(
-                    f"{conversation.location}: the conversation has {len(ids)} tokens, and at most {max_tokens} are "
-                    f"allowed; shorten it or raise data.max_prompt_tokens"
+                    f"{conversation.location}: the conversation has {len(ids)} tokens, more than data.max_prompt_tokens "
+                    f"({max_tokens}): shorten it, or raise data.max_prompt_tokens"
                 )
             self._ids.append(ids)
             self._masks.append(mask)
@@ -86,19 +79,24 @@ class Examples:
     def __len__(self) -> int:
         return len(self._ids)
 
-    def batches(self, rows: int, *, seed: int, shuffle: bool, epochs: int | None = None) -> Iterator[Batch]:
-        """Batches of `rows` examples, each once per epoch in an order of the seed; the last batch may be short."""
+    def batches(self, num_rows: int, *, seed: int, shuffle: bool, epochs: int | None = None) -> Iterator[Batch]:
+        """Yields batches of `num_rows` examples; the last batch of an epoch may be smaller.
+
+        The order depends on the seed and the epoch only.
+        """
         epoch = 0
         while epochs is None or epoch < epochs:
             order = np.random.default_rng([seed, epoch]).permutation(len(self)) if shuffle else np.arange(len(self))
-            for start in range(0, len(self), rows):
-                yield self._batch(order[start : start + rows])
+            for start in range(0, len(self), num_rows):
+                yield self.batch(order[start : start + num_rows])
             epoch += 1
 
-    def _batch(self, places: np.ndarray) -> Batch:
-        ids = [self._ids[place] for place in places]
+    def batch(self, indices: np.ndarray | None = None) -> Batch:
+        """Returns the examples at `indices`, or all of them."""
+        indices = np.arange(len(self)) if indices is None else indices
+        ids = [self._ids[index] for index in indices]
         tokens = {
             "input_ids": np.concatenate([np.asarray(row, dtype=np.int64) for row in ids]),
-            "response_mask": np.concatenate([np.asarray(self._masks[place], dtype=bool) for place in places]),
+            "response_mask": np.concatenate([np.asarray(self._masks[index], dtype=bool) for index in indices]),
         }
         return Batch.from_columns(tokens=tokens, lengths=[len(row) for row in ids])

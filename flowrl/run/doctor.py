@@ -78,10 +78,10 @@ def examine(
     try:
         with ExitStack() as opened:
             interruption = opened.enter_context(Interruption(console.print))
-            interruption.left = "before all was compared; nothing was written"
+            interruption.progress = "before all was compared; nothing was written"
             console.print(f"starting actor, rollout ({config.backend})")
             cluster = opened.enter_context(_cluster(config))
-            interruption.take()  # Ray has set handlers of its own
+            interruption.install()  # Ray has installed its own handlers
             actor = cluster.group("actor", actor_class, config.actor, temperature=rollout_config.temperature)
             rollout = cluster.group("rollout", rollout_class, rollout_config, config.actor.model, seed=config.seed)
             places = cluster.plan.roles

@@ -1,83 +1,116 @@
-"""Evaluation: greedy answers to held-out prompts, scored."""
+"""Evaluation during a run: the score of greedy responses, or the loss on held-out examples."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 
 from flowrl.controller.group import WorkerGroup
 from flowrl.data.batch.batch import Batch
-from flowrl.report.evaluation_result import EvaluationResult
+from flowrl.report.evaluation_result import EvaluationResult, LossResult
 
 NUM_SAMPLES = 8
+"""Number of responses that the final table shows."""
+
+
+class Evaluation(Protocol):
+    """Measures the current model on held-out data."""
+
+    unit: ClassVar[str]
+
+    @property
+    def num_rows(self) -> int: ...
+
+    def measure(self, step: int) -> EvaluationResult | LossResult: ...
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """Held-out rows, and the groups that answer and score them."""
+class GreedyEvaluation:
+    """Scores greedy responses to held-out prompts."""
 
+    unit: ClassVar[str] = "prompts"
     rollout: WorkerGroup
     reward: WorkerGroup
     rows: Sequence[dict[str, Any]]
 
+    @property
+    def num_rows(self) -> int:
+        return len(self.rows)
+
     def measure(self, step: int) -> EvaluationResult:
-        """Answers every row greedily and waits for the scores."""
+        """Generates and scores one response per prompt. Waits for the scores."""
         batch = Batch.from_rows([row | {"sample": 0} for row in self.rows])
         batch = batch.union(self.rollout.generate.submit(batch, greedy=True))
         batch["scores"] = self.reward.score.submit(batch, evaluation=True)
         scores, mask = batch.get("scores"), batch.get("response_mask")
         assert isinstance(scores, torch.Tensor) and isinstance(mask, torch.Tensor)
-        # Spread over the set, and the same at every evaluation, so that before and after can be compared.
-        places = np.linspace(0, len(batch) - 1, num=min(NUM_SAMPLES, len(batch)), dtype=np.int64)
-        shown = batch.rows(places)
-        texts = {name: shown.get(name) for name in ("prompt", "response", "answer")}
+        # Evenly spaced, and the same rows at every evaluation, so that before and after are comparable.
+        shown = np.linspace(0, len(batch) - 1, num=min(NUM_SAMPLES, len(batch)), dtype=np.int64)
+        texts = {name: batch.rows(shown).get(name) for name in ("prompt", "response", "answer")}
         samples = [
-            {name: values[i] for name, values in texts.items()} | {"score": float(scores[place])}
-            for i, place in enumerate(places)
+            {name: values[i] for name, values in texts.items()} | {"score": float(scores[row])}
+            for i, row in enumerate(shown)
         ]
         return EvaluationResult(step, float(scores.mean()), float(mask.sum()) / len(batch), len(batch), samples)
 
 
-class Evaluations:
-    """What each evaluation of a run found; without `use` there is none."""
+@dataclass(frozen=True)
+class LossEvaluation:
+    """Computes the mean cross-entropy per response token of held-out examples."""
 
-    def __init__(self) -> None:
-        self.outcomes: list[EvaluationResult] = []
-        self._evaluation: Evaluation | None = None
-
-    def use(self, evaluation: Evaluation) -> None:
-        """Says what is evaluated."""
-        self._evaluation = evaluation
+    unit: ClassVar[str] = "examples"
+    actor: WorkerGroup
+    batch: Batch
 
     @property
-    def rows(self) -> int:
-        """Held-out rows of an evaluation."""
-        return 0 if self._evaluation is None else len(self._evaluation.rows)
+    def num_rows(self) -> int:
+        return len(self.batch)
+
+    def measure(self, step: int) -> LossResult:
+        """Runs a forward pass over all examples. Waits for the loss."""
+        batch = self.batch.union(self.actor.logprobs.submit(self.batch))
+        return LossResult(step, batch.reduce(mean_loss, ("logprobs", "response_mask")).get(), len(batch))
+
+
+def mean_loss(table: TensorDict) -> float:
+    """Returns the mean negative log-probability of the response tokens. Runs on the task worker."""
+    return -float(table["tokens", "logprobs"][table["tokens", "response_mask"]].double().mean())
+
+
+class Evaluations:
+    """The evaluation of a run and its results. Without `evaluation` there are no results."""
+
+    def __init__(self) -> None:
+        self.evaluation: Evaluation | None = None
+        self.results: list[EvaluationResult | LossResult] = []
 
     def measure(self, step: int) -> None:
-        """Evaluates once per number of steps trained. Waits for the scores."""
-        if self._evaluation is not None and not self.are_of(step):
-            self.outcomes.append(self._evaluation.measure(step))
+        """Evaluates the model after a step, unless there is a result of that step."""
+        if self.evaluation is not None and not self.has_result_of(step):
+            self.results.append(self.evaluation.measure(step))
 
-    def are_of(self, step: int) -> bool:
-        """Whether the last one was made after so many steps."""
-        return bool(self.outcomes) and self.outcomes[-1].step == step
+    def has_result_of(self, step: int) -> bool:
+        """Whether the last result is of this step."""
+        return bool(self.results) and self.results[-1].step == step
 
     def summary(self, step: int) -> dict[str, float | None]:
-        """What the summary of a run of so many steps says."""
-        outcomes = self.outcomes
+        """Returns the entries of `summary.json`; `step` is the last step of the run."""
+        name = "validation_loss" if isinstance(self.evaluation, LossEvaluation) else "accuracy"
+        before = self.results[0].metrics[name] if self.results else None
+        after = self.results[-1].metrics[name] if self.has_result_of(step) else None
         return {
-            "accuracy_before": outcomes[0].accuracy if outcomes else None,
-            "accuracy_after": outcomes[-1].accuracy if self.are_of(step) else None,
-            "evaluation_rows": outcomes[-1].num_rows if outcomes else 0,
+            f"{name}_before": before,
+            f"{name}_after": after,
+            "evaluation_rows": self.results[-1].num_rows if self.results else 0,
         }
 
     def state(self) -> list[dict[str, Any]]:
-        """Plain values for a checkpoint."""
-        return [asdict(outcome) for outcome in self.outcomes]
+        """Returns the results as plain values for a checkpoint."""
+        return [asdict(result) for result in self.results]
 
     def restore(self, state: Sequence[Mapping[str, Any]]) -> None:
-        """Goes on from what `state` gave."""
-        self.outcomes = [EvaluationResult(**outcome) for outcome in state]
+        """Restores the result of `state`."""
+        self.results = [(LossResult if "loss" in values else EvaluationResult)(**values) for values in state]

@@ -1,67 +1,70 @@
-"""Run: what surrounds a recipe's loop. Its groups, its steps, its metrics, its evaluation, its folder."""
+"""Run: the steps of a recipe, their metrics, evaluation, checkpoints and results."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from types import TracebackType
 from typing import Any, Self
 
 from flowrl.checkpoints.checkpoints import Checkpoint, Checkpoints
-from flowrl.checkpoints.folder_lock import folder_lock
-from flowrl.checkpoints.input_checksums import input_checksums
-from flowrl.checkpoints.resume import found, is_resuming
-from flowrl.checkpoints.run_folder import RunFolder, remove_unfinished, replacing, write_json
+from flowrl.checkpoints.resume import find_checkpoint, input_checksums, is_resuming
+from flowrl.checkpoints.run_folder import RunFolder, folder_lock, remove_temporary_files, replacing, write_json
 from flowrl.checkpoints.saver import Checkpointable, Saver
 from flowrl.config import OnPolicyConfig, RunConfig
+from flowrl.controller.calls.call_record import CallRecord
+from flowrl.controller.calls.calls import Calls
 from flowrl.controller.cluster import Cluster
 from flowrl.controller.group import WorkerGroup
 from flowrl.controller.worker import Worker
 from flowrl.data.batch.batch import Batch
 from flowrl.data.checksums import FileChecksum
-from flowrl.data.metric import Logged
+from flowrl.data.events import CallEvent
+from flowrl.data.metric import Logged, Mean, Metric, merge_metrics
 from flowrl.data.prompts import PromptStream
 from flowrl.memory.process_memory import resident_mb
 from flowrl.report.chrome_trace import Trace, TraceError, read_trace
 from flowrl.report.metrics_log import MetricsLog
 from flowrl.report.progress import LiveProgress
-from flowrl.run.evaluation import Evaluation, Evaluations
+from flowrl.run.datasets import Examples
+from flowrl.run.evaluation import Evaluations, GreedyEvaluation, LossEvaluation
 from flowrl.run.interrupt import Interruption
 from flowrl.run.preflight import check_engines, plan_run
-from flowrl.run.restarts import attempt
-from flowrl.run.results import draw_plots, show, summary_of, write_trace
-from flowrl.run.step_log import StepLog
+from flowrl.run.restarts import current_policy
+from flowrl.run.results import draw_plots, show, summarize, write_trace
 from flowrl.schedules.rollout_source import PromptQueue, RolloutContext, RolloutSource
 from flowrl.schedules.schedule_check import lanes_of
+from flowrl.schedules.schedule_metrics import Idleness
 from flowrl.schedules.streaming_rollouts import rollout_source_of
 from flowrl.weight_sync.sync import WeightSync
 from flowrl.weight_sync.verification import ComparedWeights, RolloutWatch
 
 
 class Run:
-    """Makes the run folder, starts the cluster, and leaves the results. Use it as a context manager.
+    """Starts the cluster, runs the steps of a recipe, and writes the run folder. Use it as a context manager.
 
-    Ctrl-C or SIGTERM ends the loop after the step in progress, and `finish` then leaves the results without a last
-    evaluation; a second one ends the run where it stands, and so does one that comes before the first step.
+    SIGINT (Ctrl-C) or SIGTERM ends the loop after the current step; `finish` then writes all results but skips the last
+    evaluation. A second signal aborts, and so does a signal before the first step.
 
-    With `resume: auto` and a run of this config in the output folder it goes on after that run's newest checkpoint.
+    With `resume: auto`, a run of the same config in the output folder continues from its newest checkpoint.
 
     Raises:
-        RunFolderError: the output folder is another run's, or another run is in it now.
-        CheckpointError: the newest checkpoint in it is damaged.
+        RunFolderError: the output folder has another run in it, or is in use.
+        CheckpointError: the newest checkpoint is corrupt.
         PlacementError: the placement does not fit the devices.
-        Interrupted: on leaving, where the run was asked to end.
+        Interrupted: a signal ended the run; raised when the `with` block ends.
     """
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.started_s = time.monotonic()
         self.version = 0
-        """Version of the weights that were published last; 0 is what the model starts from."""
+        """Version of the weights that the rollout received last; 0 is the initial model."""
         self._step = 0
         self._policy: WorkerGroup | None = None
-        self._makers: RolloutSource | None = None
+        self._source: RolloutSource | None = None
         self._evaluations = Evaluations()
         self._peak_mb = 0.0
         self._resumed: Checkpoint | None = None
@@ -70,70 +73,30 @@ class Run:
 
     def __enter__(self) -> Self:
         config = self.config
-        # Planned before anything is made: a placement that cannot be leaves nothing behind.
+        # Planned before anything is created, so that an impossible placement leaves no files.
         if config.address is None:
             plan_run(config)
-        with ExitStack() as made:
-            made.enter_context(folder_lock(config.output))
-            self._resumed = found(config)
-            self._progress = made.enter_context(LiveProgress(config.steps))
-            self._interruption = made.enter_context(Interruption(self._progress.say))
-            attempts = attempt()
-            self._progress.say(attempts.said() or f"starting {', '.join(type(config).roles)} ({config.backend})")
+        with ExitStack() as resources:
+            resources.enter_context(folder_lock(config.output))
+            self._resumed = find_checkpoint(config)
+            self._progress = resources.enter_context(LiveProgress(config.steps))
+            self._interruption = resources.enter_context(Interruption(self._progress.say))
+            restarts = current_policy()
+            self._progress.say(restarts.pop_message() or f"starting {', '.join(type(config).roles)} ({config.backend})")
             self._watch = RolloutWatch(config, self._progress.say)
-            # Once the processes that write there are gone.
-            made.callback(remove_unfinished, config.output)
-            made.callback(Checkpoints(config.output).remove_unfinished)
-            self.cluster = made.enter_context(attempts.cluster(config, self._cluster, self._interruption))
+            # Run after the cluster is closed, when no worker writes any more.
+            resources.callback(remove_temporary_files, config.output)
+            resources.callback(Checkpoints(config.output).remove_unfinished)
+            self.cluster = resources.enter_context(restarts.cluster(config, self._start_cluster, self._interruption))
             self.cluster.say = self._progress.say
-            self._interruption.take()  # Ray has set handlers of its own
+            self._interruption.install()  # Ray has installed its own handlers
             check_engines(config, self.cluster.plan)
             self._weight_sync = WeightSync(config, self.cluster.plan)
-            self._open_folder(made)
-            self._made = made.pop_all()
+            self._open_folder(resources)
+            self._resources = resources.pop_all()
         return self
 
-    def _open_folder(self, made: ExitStack) -> None:
-        config, checkpoint = self.config, self._resumed
-        resolved = config.model_dump(mode="json")
-        self.folder = (RunFolder.reopen if is_resuming(config) else RunFolder.create)(config.output, resolved)
-        last_step = -1 if checkpoint is None else checkpoint.manifest.step
-        self._metrics = made.enter_context(
-            MetricsLog(self.folder.path, last_step, has_tensorboard=config.report.tensorboard)
-        )
-        elapsed_s = self._metrics.history[-1].get("elapsed_s", 0.0) if self._metrics.history else 0.0
-        self._log = StepLog(self.cluster.calls, elapsed_s)
-        if checkpoint is not None:
-            self._take(checkpoint.driver())
-            with suppress(TraceError):  # a process that was killed has left none, and it is none that a run needs
-                self._earlier = read_trace(self.folder.trace).up_to_save(checkpoint.manifest.saved_at_s)
-
-    def _take(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `_state` gave."""
-        self._step, self.version = state["step"], state["version"]
-        self._evaluations.restore(state["outcomes"])
-        self._peak_mb = state["peak_mb"]
-        self.started_s -= state["seconds"]
-        self._progress.say(f"going on after step {self._step}")
-        self._interruption.left = f"after step {self._step} of {self.config.steps}; results: {self.folder.path}"
-
-    def _state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the run, as it is after the step that was submitted last."""
-        return {
-            "step": self._step,
-            "version": self.version,
-            "outcomes": self._evaluations.state(),
-            "peak_mb": self._peak_mb,
-            "seconds": time.monotonic() - self.started_s,
-            "inputs": self._inputs,
-        }
-
-    @cached_property
-    def _inputs(self) -> dict[str, FileChecksum]:
-        """What the run reads that a checkpoint does not hold."""
-        return input_checksums(self.config)
-
-    def _cluster(self) -> Cluster:
+    def _start_cluster(self) -> Cluster:
         config = self.config
         return Cluster(
             config.placement,
@@ -148,54 +111,57 @@ class Run:
             say=self._progress.say,
         )
 
+    def _open_folder(self, resources: ExitStack) -> None:
+        config, checkpoint = self.config, self._resumed
+        resolved = config.model_dump(mode="json")
+        self.folder = (RunFolder.reopen if is_resuming(config) else RunFolder.create)(config.output, resolved)
+        last_step = -1 if checkpoint is None else checkpoint.manifest.step
+        self._metrics = resources.enter_context(
+            MetricsLog(self.folder.path, last_step, has_tensorboard=config.report.tensorboard)
+        )
+        elapsed_s = self._metrics.history[-1].get("elapsed_s", 0.0) if self._metrics.history else 0.0
+        self._log = StepLog(self.cluster.calls, elapsed_s)
+        if checkpoint is not None:
+            self._restore(checkpoint.driver())
+            with suppress(TraceError):  # a killed process has written none
+                self._earlier = read_trace(self.folder.trace).up_to_save(checkpoint.manifest.saved_at_s)
+
     def group(self, role: str, cls: type[Worker], *args: Any, **kwargs: Any) -> WorkerGroup:
-        """Makes a role's workers where the placement says."""
+        """Creates the workers of a role on the devices of its placement."""
         return self.cluster.group(role, cls, *args, **kwargs)
-
-    def keep(self, policy: WorkerGroup, *others: WorkerGroup, **objects: Checkpointable) -> None:
-        """Says what checkpoints hold, beside what the run itself has.
-
-        Args:
-            policy: whose weights the rollout samples from.
-            others: groups that hold what training goes on from.
-            objects: what the driver holds, by name: with `state()`, plain values, and `restore(state)`.
-        Raises:
-            UserError: a group's workers have no `save_checkpoint` and `load_checkpoint`.
-        """
-        self._saver.keep([policy, *others], objects)
-        self._policy = policy
 
     # Steps.
 
     def rollouts(self, rollout: WorkerGroup, prompts: PromptStream) -> Iterator[tuple[int, Batch]]:
-        """Step numbers from 1, each with the next prompts and responses to them, which are as old as `schedule` allows.
+        """Yields (step, batch) from step 1; a batch has the next prompts and their responses.
 
-        Resolves step k-1 before it submits step k+1, so the driver runs ahead by one step at most.
+        `schedule` bounds the age of the responses. Step k-1 is resolved before step k+1 is submitted, so the driver is
+        at most one step ahead.
         """
         config = self.config
         assert isinstance(config, OnPolicyConfig)
-        draws = PromptQueue(prompts, config.samples_per_prompt)
+        queue = PromptQueue(prompts, config.samples_per_prompt)
         lanes = lanes_of(config, self.cluster.plan)
-        setting = RolloutContext(
-            config, rollout, draws, self._weight_sync, self.cluster.calls, self._progress.say, lanes
+        context = RolloutContext(
+            config, rollout, queue, self._weight_sync, self.cluster.calls, self._progress.say, lanes
         )
-        self._makers = rollout_source_of(setting)
-        self._saver.keep_pending_rollouts(self._makers)
+        self._source = rollout_source_of(context)
+        self._saver.add_buffer(self._source)
         self._begin(rollout)
         for step in self._steps():
-            yield step, self._makers.batch(step, self.version)
+            yield step, self._source.batch(step, self.version)
 
     def batches(self, stream: Iterable[Batch]) -> Iterator[tuple[int, Batch]]:
-        """Step numbers from 1, each with the stream's next batch; ends after `steps`, or with the stream.
+        """Yields (step, batch) from step 1, until `steps` or the end of the stream.
 
-        A run that goes on draws, and drops, the batches of the steps that are done.
+        A resumed run reads and drops the batches of the steps before its checkpoint.
         """
         self._begin()
         for batch, step in zip(islice(stream, self._step, None), self._steps(), strict=False):
             yield step, batch
 
     def _begin(self, rollout: WorkerGroup | None = None) -> None:
-        """Brings everything to where the first step of this process begins."""
+        """Restores the checkpoint, sends weights to the rollout, and evaluates the untrained model."""
         self._saver.check(self._resumed)
         if rollout is not None and self._policy is not None:
             self._weight_sync.prepare(self._policy, rollout)
@@ -206,109 +172,132 @@ class Run:
         self.cluster.settle()
         if self._resumed is None:
             self._evaluate_untrained()
-        if self._makers is not None and rollout is not None:
-            self._makers.begin(self._policy, self._step, self.version)
-            apart = rollout.role if self._makers.streams else None
+        if self._source is not None and rollout is not None:
+            self._source.begin(self._policy, self._step, self.version)
+            dedicated = rollout.role if self._source.streams else None
             policy, roles = self._policy and self._policy.role, self.cluster.plan.roles
-            self._log.follow(policy, roles, self._makers.waited_s, apart=apart)
-        self._log.pause()
-
-    def _evaluate_untrained(self) -> None:
-        if self._evaluations.rows:
-            self._progress.say(f"evaluating {self._evaluations.rows} held-out rows before training")
-        self._evaluate()
-        if self._evaluations.outcomes:
-            self._metrics.write(0, {"accuracy": self._evaluations.outcomes[-1].accuracy})
+            self._log.measure_idleness(policy, roles, self._source.waited_s, excluded_role=dedicated)
+        self._log.reset_clock()
 
     def _steps(self) -> Iterator[int]:
         while self._step < self.config.steps:
             if self._step > 1:
-                self._write_line(self._step - 1)
+                self._write_record(self._step - 1)
             if self._interruption.signal is not None:
-                return  # to `finish`, which keeps what there is
+                return  # `finish` writes the results
             self._step += 1
             self._log.begin(self._step)
-            self._hold(f"stopping after step {self._step}", f"in step {self._step}")
+            self._defer_signals(f"finishing step {self._step} and saving", f"in step {self._step}")
             yield self._step
-            self._log_makers()
+            self._log_source()
             self._log.end()
             every = self.config.evaluate_every
             if every and self._step % every == 0:
-                self._write_lines_and_evaluate()
+                self._write_records_and_evaluate()
             self._save()
 
-    def _hold(self, doing: str, where: str) -> None:
-        """From here on there is something to keep, so that the first Ctrl-C waits for the next good place to end."""
-        self._interruption.hold(doing, f"{where} of {self.config.steps}; results: {self.folder.path}")
+    def _defer_signals(self, action: str, progress: str) -> None:
+        """Makes the first signal end the run after this step, because there are results to save now."""
+        self._interruption.defer(action, f"{progress} of {self.config.steps}; results: {self.folder.path}")
 
     def sync_weights(self, actor: WorkerGroup, rollout: WorkerGroup) -> None:
-        """Gives the actor's weights to the rollout as the next version. Does not wait.
+        """Sends the actor's weights to the rollout as the next version. Does not wait.
 
-        In the same processes the rollout samples from the actor's own weights, and only their number changes.
+        A colocated rollout samples from the actor's own weights; then only the version changes.
         """
         self.version += 1
-        sync = self._weight_sync.send if self._makers is None else self._makers.sync_weights
+        sync = self._weight_sync.send if self._source is None else self._source.sync_weights
         self._log.add(self._watch.follow(sync(actor, rollout, self.version)))
 
     # Checkpoints.
 
+    def add_checkpointable(self, policy: WorkerGroup, *others: WorkerGroup, **objects: Checkpointable) -> None:
+        """Adds worker groups and driver objects to checkpoints.
+
+        Args:
+            policy: group whose weights the rollout samples from.
+            others: further groups with training state.
+            objects: driver objects by name.
+        Raises:
+            UserError: a group's workers lack `save_checkpoint` or `load_checkpoint`.
+        """
+        self._saver.add([policy, *others], objects)
+        self._policy = policy
+
+    def _state(self) -> dict[str, Any]:
+        """Returns the run's own state for a checkpoint, after the step submitted last."""
+        return {
+            "step": self._step,
+            "version": self.version,
+            "outcomes": self._evaluations.state(),
+            "peak_mb": self._peak_mb,
+            "seconds": time.monotonic() - self.started_s,
+            "inputs": self._input_checksums,
+        }
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        """Restores the result of `_state`."""
+        self._step, self.version = state["step"], state["version"]
+        self._evaluations.restore(state["outcomes"])
+        self._peak_mb = state["peak_mb"]
+        self.started_s -= state["seconds"]
+        self._progress.say(f"resuming from step {self._step}")
+        self._interruption.progress = f"after step {self._step} of {self.config.steps}; results: {self.folder.path}"
+
+    @cached_property
+    def _input_checksums(self) -> dict[str, FileChecksum]:
+        return input_checksums(self.config)
+
     def _save(self) -> None:
-        """Begins the checkpoint that is due after this step, and ends those that are written."""
+        """Starts the checkpoint that is due after this step, and commits the one that is complete."""
         if not self._saver.is_due(self._step) or self._step == self.config.steps:
             self._saver.advance(self._metrics.history)
-            return  # the last step's is saved with its evaluation, by `finish`
-        self._end_saving()
+            return  # `finish` saves the last step, after its evaluation
+        self._wait_for_save()
         asynchronous = self.config.checkpoint.asynchronous
         self._saver.begin(self._step, self._state(), asynchronous=asynchronous)
         if not asynchronous:
-            self._end_saving()
+            self._wait_for_save()
 
-    def _end_saving(self) -> None:
-        """Waits until the checkpoint that was begun exists."""
-        if self._saver.waits_for is not None:
-            self._write_lines(self._saver.waits_for)
+    def _wait_for_save(self) -> None:
+        if self._saver.pending_step is not None:
+            self._write_records(self._saver.pending_step)
             self._metrics.sync()
             self._saver.advance(self._metrics.history, wait=True)
 
     def _save_last(self) -> None:
-        self._end_saving()
+        self._wait_for_save()
         if self.config.checkpoint.every and self._step > self._saver.last_step:
             self._saver.begin(self._step, self._state(), asynchronous=False)
-            self._end_saving()
+            self._wait_for_save()
 
     # Metrics.
 
     def log(self, *metrics: Logged) -> None:
-        """Adds metrics to this step's line. Does not wait; several values of one name are merged.
+        """Adds metrics, or futures of them, to the log record of this step. Does not wait.
 
-        Raises `RuntimeError` outside of the loop over steps.
+        Several values of one name are merged. Raises RuntimeError outside of the loop over steps.
         """
         self._log.add(metrics)
 
-    def _log_makers(self) -> None:
-        for each in () if self._makers is None else self._makers.logged():
-            self._log.add(self._watch.follow(each) if isinstance(each, ComparedWeights) else (each,))
+    def _log_source(self) -> None:
+        for metrics in () if self._source is None else self._source.logged():
+            self._log.add(self._watch.follow(metrics) if isinstance(metrics, ComparedWeights) else (metrics,))
 
-    def _write_lines_and_evaluate(self) -> None:
-        """Brings everything up to the last step that was begun."""
-        self._write_lines(self._step - 1)
-        self._evaluate()
-        self._write_lines(self._step)
-
-    def _write_lines(self, last_step: int) -> None:
+    def _write_records(self, last_step: int) -> None:
         for step in self._log.unresolved:
             if step <= last_step:
-                self._write_line(step)
+                self._write_record(step)
 
-    def _write_line(self, step: int) -> None:
+    def _write_record(self, step: int) -> None:
         if step not in self._log.unresolved:
             return
         values = self._log.resolve(step)
         self._peak_mb = max(self._peak_mb, resident_mb())
         values["memory_mb"] = self._peak_mb
-        if self._evaluations.are_of(step):
-            values["accuracy"] = self._evaluations.outcomes[-1].accuracy
-            self._log.pause()
+        if self._evaluations.has_result_of(step):
+            values |= self._evaluations.results[-1].metrics
+            self._log.reset_clock()
         self._metrics.write(step, values)
         self._progress.update(step, values)
         self._watch.look(step, values)
@@ -316,53 +305,70 @@ class Run:
     # Evaluation.
 
     def evaluate_with(self, rollout: WorkerGroup, reward: WorkerGroup, held_out: PromptStream | None) -> None:
-        """Has greedy answers to held-out prompts scored: before the first step, every `evaluate_every`, at the end."""
+        """Evaluates greedy responses to held-out prompts before the first step, every `evaluate_every`, and at the end.
+
+        Without held-out prompts nothing is evaluated.
+        """
         if held_out is not None:
             assert isinstance(self.config, OnPolicyConfig)
             rows = held_out.evaluation_rows(self.config.data.evaluation_rows)
-            self._evaluations.use(Evaluation(rollout, reward, rows))
+            self._evaluations.evaluation = GreedyEvaluation(rollout, reward, rows)
+
+    def evaluate_loss_with(self, actor: WorkerGroup, held_out: Examples | None) -> None:
+        """Evaluates the loss on held-out examples at the same times as `evaluate_with`."""
+        if held_out is not None:
+            self._evaluations.evaluation = LossEvaluation(actor, held_out.batch())
+
+    def _evaluate_untrained(self) -> None:
+        evaluation = self._evaluations.evaluation
+        if evaluation is not None:
+            self._progress.say(f"baseline evaluation on {evaluation.num_rows} held-out {evaluation.unit}")
+        self._evaluate()
+        if self._evaluations.results:
+            self._metrics.write(0, self._evaluations.results[-1].metrics)
 
     def _evaluate(self) -> None:
-        """Once per number of steps trained, and not when the run was asked to end."""
-        if self._interruption.signal is not None or self._evaluations.are_of(self._step):
+        """Evaluates at most once per step, and not after a signal."""
+        if self._interruption.signal is not None or self._evaluations.has_result_of(self._step):
             return
-        if self._makers is not None and self._evaluations.rows:
-            self._makers.catch_up()
+        if self._source is not None and self._evaluations.evaluation is not None:
+            self._source.catch_up()
         self._evaluations.measure(self._step)
+
+    def _write_records_and_evaluate(self) -> None:
+        self._write_records(self._step - 1)
+        self._evaluate()
+        self._write_records(self._step)
 
     # The end.
 
     def finish(self, actor: WorkerGroup) -> dict[str, Any]:
-        """Evaluates, writes the model and every result, shows the tables, and returns the summary.
+        """Evaluates, writes the model and all results, prints the tables, and returns the summary.
 
-        A run that was asked to end is not evaluated: whoever waits for its end wants its results.
+        After a signal there is no evaluation, because the user waits for the end.
         """
         self._log.end()
-        self._hold("stopping when the results are written", f"after step {self._step}")
-        self._write_lines_and_evaluate()
-        if self._makers is not None:
-            self._makers.end()
+        self._defer_signals("writing the results", f"after step {self._step}")
+        self._write_records_and_evaluate()
+        if self._source is not None:
+            self._source.end()
         self._save_last()
-        self._write_model(actor)
+        with replacing(self.folder.model) as folder:
+            actor.save(folder.absolute())
         self._progress.close()
         self.cluster.settle()
-        self._draw(self._log.last_ended_ns)
+        self._write_trace_and_plots(self._log.last_ended_ns)
         summary = self._summary()
         write_json(self.folder.summary, summary)
         if self._interruption.signal is None:
-            show(self._progress.console, self._evaluations.outcomes, self.folder)
+            show(self._progress.console, self._evaluations.results, self.folder)
         return summary
 
-    def _write_model(self, actor: WorkerGroup) -> None:
-        """Writes what training can go on from, for a run that is over as for one that was asked to end."""
-        with replacing(self.folder.model) as folder:
-            actor.save(folder.absolute())
-
-    def _draw(self, until_ns: int | None = None) -> None:
+    def _write_trace_and_plots(self, until_ns: int | None = None) -> None:
         events = list(self.cluster.calls.events)
         step = None if self._resumed is None else self._resumed.manifest.step
         trace = Trace(events) if step is None else self._earlier.followed_by(events, step)
-        counted = () if self._makers is None else self._makers.counted
+        counted = () if self._source is None else self._source.counted
         write_trace(self.folder, trace.counted(counted))
         if self.config.report.plots:
             draw_plots(self.folder, self._metrics.history, events, until_ns)
@@ -370,35 +376,164 @@ class Run:
     def _summary(self) -> dict[str, Any]:
         signal = self._interruption.signal
         self._peak_mb = max(self._peak_mb, resident_mb())
-        told = {
-            "steps_asked": self.config.steps,
+        run = {
+            "steps_requested": self.config.steps,
             "interrupted_by": None if signal is None else signal.name,
-            "restarts": attempt().made,
+            "restarts": current_policy().num_restarts,
             "seconds": time.monotonic() - self.started_s,
             "rollout_gap_steps": self._watch.gap_steps,
             "peak_memory_mb": self._peak_mb,
         }
-        found = self._evaluations.summary(self._step) | ({} if self._makers is None else self._makers.summary())
-        return summary_of(self._metrics.history, self.cluster.calls.events) | told | found
+        steps = summarize(self._metrics.history, self.cluster.calls.events)
+        source = {} if self._source is None else self._source.summary()
+        return steps | run | self._evaluations.summary(self._step) | source
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if self._makers is not None:
-                self._makers.leave()
+            if self._source is not None:
+                self._source.leave()
             if error is not None:
-                self._leave_early()
-        except OSError as lost:  # what ended the run is what is told of it, and a full disk may be just that
-            self._progress.say(f"the results of {self.folder.path} are not complete: {lost}")
+                self._write_partial_results()
+        except OSError as lost:  # not raised, because the first error is the one to report; the disk may be full
+            self._progress.say(f"the results in {self.folder.path} are incomplete: {lost}")
         finally:
-            self._made.__exit__(kind, error, trace)
+            self._resources.__exit__(kind, error, trace)
 
-    def _leave_early(self) -> None:
-        if self._resumed is not None or any(line["step"] for line in self._metrics.history):
-            # What happened up to a failure is what one wants to see of it.
-            self._draw()
+    def _write_partial_results(self) -> None:
+        if self._resumed is not None or any(record["step"] for record in self._metrics.history):
+            self._write_trace_and_plots()
         else:
-            # It failed before it had a result: the next try may use the same folder.
-            self.folder.empty()
-            self._interruption.left = "before a step was done; nothing was kept"
+            # There is no result yet, so the next attempt may use the same folder.
+            self.folder.clear()
+            self._interruption.progress = "before the first step was complete; nothing was saved"
+
+
+WaitedS = Callable[[int, Sequence[CallEvent], int, int], float]
+"""(step, recent calls, begin and end in ns) -> seconds for which the rollout waited for weights."""
+
+_MAX_REPORT_DELAY_NS = 10**9
+"""Largest delay between the end of a call and the driver's receipt of its report, by which reports may be reordered."""
+
+
+@dataclass
+class _Step:
+    """A step that is not resolved yet."""
+
+    begun_ns: int
+    submitted_ns: int = 0
+    metrics: list[Logged] = field(default_factory=list)
+    calls: list[CallRecord] = field(default_factory=list)
+
+
+class StepLog:
+    """Assigns calls and metrics to steps, and measures the duration of each step.
+
+    The driver runs ahead of the workers, so a step is open, then unresolved, then resolved.
+    """
+
+    def __init__(self, calls: Calls, elapsed_s: float = 0.0) -> None:
+        """`elapsed_s` is the run time before a resume."""
+        self._calls = calls
+        self._ended_ns = time.time_ns()
+        self._started_ns = self._ended_ns - int(elapsed_s * 1e9)
+        self.last_ended_ns: int | None = None
+        """End of the step resolved last, in Unix nanoseconds."""
+        self._steps: dict[int, _Step] = {}
+        self._open: int | None = None
+        self._policy: str | None = None
+        self._waited_s: WaitedS | None = None
+        self._roles: tuple[str, ...] = ()
+        self._excluded_role: str | None = None
+        self._idleness = Idleness()
+
+    def measure_idleness(
+        self, policy: str | None, roles: Iterable[str], waited_s: WaitedS, *, excluded_role: str | None = None
+    ) -> None:
+        """Adds idle times to the metrics of later steps.
+
+        Args:
+            policy: the trained role.
+            roles: roles whose idle time is measured.
+            waited_s: measures how long the rollout waited for weights.
+            excluded_role: role that generates continuously, so its calls belong to no step.
+        """
+        self._policy, self._roles, self._waited_s = policy, tuple(roles), waited_s
+        self._excluded_role = excluded_role
+
+    def begin(self, step: int) -> None:
+        """Opens a step: later calls and metrics belong to it."""
+        self._steps[step] = _Step(time.time_ns())
+        self._open = step
+
+    def end(self) -> None:
+        """Closes the open step, if there is one."""
+        if self._open is not None:
+            self._steps[self._open].submitted_ns = time.time_ns()
+            calls = self._calls.expected()
+            self._steps[self._open].calls = [call for call in calls if call.role != self._excluded_role]
+            self._open = None
+
+    def add(self, metrics: tuple[Logged, ...]) -> None:
+        """Adds metrics to the open step. Raises RuntimeError if no step is open."""
+        if self._open is None:
+            raise RuntimeError("run.log was called outside of the loop over steps; metrics belong to a step")
+        self._steps[self._open].metrics.extend(metrics)
+
+    @property
+    def unresolved(self) -> list[int]:
+        """The steps without a log record, oldest first."""
+        return sorted(self._steps)
+
+    def resolve(self, step: int) -> dict[str, float]:
+        """Waits for all calls of a step and returns its metrics.
+
+        `seconds` is the time from the end of the previous step to the end of this step's last call.
+        """
+        done = self._steps.pop(step)
+        merged = merge_metrics([_as_metrics(logged) for logged in done.metrics])
+        self._calls.settle(done.calls, None)
+        events = list(self._events_of(done))
+        ended_ns = max((event.ended_ns for event in events), default=done.submitted_ns)
+        values = {name: metric.result() for name, metric in merged.items()} | self._waits(step, events, ended_ns)
+        values["seconds"] = (ended_ns - self._ended_ns) / 1e9
+        values["elapsed_s"] = (ended_ns - self._started_ns) / 1e9
+        self._ended_ns = self.last_ended_ns = ended_ns
+        if "response_tokens" in values:
+            values["tokens_per_s"] = values["response_tokens"] / values["seconds"]
+        return values
+
+    def _events_of(self, step: _Step) -> Iterator[CallEvent]:
+        # Newest first. Reports of the previous step may arrive after this step's, as two steps can be in flight.
+        for event in reversed(self._calls.events):
+            if event.ended_ns < step.begun_ns:
+                return
+            if step.begun_ns <= event.submitted_ns <= step.submitted_ns and event.role != self._excluded_role:
+                yield event
+
+    def _waits(self, step: int, events: Iterable[CallEvent], ended_ns: int) -> dict[str, float]:
+        """Returns the idle times since the end of the previous step."""
+        if not self._roles:
+            return {}
+        begun_ns, recent = self._ended_ns, []
+        for event in reversed(self._calls.events):
+            if event.ended_ns < begun_ns - _MAX_REPORT_DELAY_NS:
+                break
+            if event.ended_ns > begun_ns:
+                recent.append(event)
+        values = self._idleness.of(recent, self._roles, begun_ns, ended_ns)
+        first_ns = min((event.started_ns for event in events if event.role == self._policy), default=begun_ns)
+        values["wait_data_s"] = max(0, first_ns - begun_ns) / 1e9
+        if self._waited_s is not None:
+            values["wait_weights_s"] = self._waited_s(step, recent, begun_ns, ended_ns)
+        return values
+
+    def reset_clock(self) -> None:
+        """Excludes the time until now, such as an evaluation, from the next step's `seconds`."""
+        self._ended_ns = time.time_ns()
+
+
+def _as_metrics(logged: Logged) -> dict[str, Metric]:
+    values = logged if isinstance(logged, Mapping) else logged.get()
+    return {name: Mean(float(v), 1) if isinstance(v, int | float) else v for name, v in values.items()}

@@ -5,9 +5,8 @@ import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from flowrl.checkpoints.folder_lock import refuse_if_held
 from flowrl.checkpoints.resume import is_resuming
-from flowrl.checkpoints.run_folder import refuse_if_taken
+from flowrl.checkpoints.run_folder import check_is_new, check_not_locked
 from flowrl.config import (
     ActorConfig,
     AdvantageConfig,
@@ -59,9 +58,9 @@ def check_run(config: RunConfig) -> None:
     Raises: as `check_start`, and `RunFolderError`.
     """
     check_start(config)
-    refuse_if_held(config.output)
+    check_not_locked(config.output)
     if not is_resuming(config):
-        refuse_if_taken(config.output)
+        check_is_new(config.output)
 
 
 def check_start(config: RunConfig) -> None:

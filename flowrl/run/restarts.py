@@ -1,4 +1,4 @@
-"""A program whose processes fail goes on after its newest checkpoint, and the processes that are sound stay."""
+"""Restarts a program from its newest checkpoint after a process failure, and retains the intact processes."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,113 +17,108 @@ AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
 
 
 class RestartPolicy:
-    """What one attempt at a program leaves to the next: its cluster, and what is to be said of it."""
+    """Decides after each failure whether the program restarts, and retains the cluster for the next attempt."""
 
-    def __init__(self, restarts: int) -> None:
-        self._allowed, self._made = restarts, 0
-        self._parked: Cluster | None = None
-        self._line = ""
-        self._last: tuple[str, int] | None = None
+    def __init__(self, max_restarts: int) -> None:
+        self._max_restarts = max_restarts
+        self.num_restarts = 0
+        """Number of restarts so far."""
+        self._retained: Cluster | None = None
+        self._message = ""
+        self._last_failure: tuple[str, int] | None = None
 
     @contextmanager
     def cluster(
         self, config: RunConfig, start: "Callable[[], Cluster]", interruption: Interruption
     ) -> "Iterator[Cluster]":
-        """The cluster of an attempt: the one before's where that failed, or another. It is closed at the end, or kept
-        where there is to be another attempt."""
-        cluster, self._parked = self._parked or start(), None
+        """Yields the retained cluster, or starts one. Closes the cluster at the end unless the program restarts."""
+        cluster, self._retained = self._retained or start(), None
         try:
             yield cluster
         except WorkerError as error:
-            if self._goes_on(error, config, cluster):
-                self.retain_cluster(error, config, cluster)
+            if self._can_restart(error, config, cluster):
+                self._retain_cluster(error, config, cluster)
             if interruption.signal is not None:
-                self._parked = None
-            elif isinstance(error, ProcessLost) and _saves_nothing(config):
-                error.cause += "; no checkpoint was saved to go on from: checkpoint.every=N saves one every N steps"
+                self._retained = None
+            elif isinstance(error, ProcessLost) and not config.checkpoint.every and not _has_checkpoint(config):
+                error.cause += "; there is no checkpoint to resume from: set checkpoint.every=N to save every N steps"
             raise
         finally:
-            if self._parked is None:
+            if self._retained is None:
                 cluster.close()
 
-    def _goes_on(self, error: WorkerError, config: RunConfig, cluster: "Cluster") -> bool:
-        """Whether another attempt may come further: processes have failed, and not what they were given to do."""
-        refused = isinstance(error, RefusedError | FailedCheck) or cluster.calls.failures.first() is None
-        if refused or self._made >= self._allowed or not Checkpoints(config.output).steps():
+    def _can_restart(self, error: WorkerError, config: RunConfig, cluster: "Cluster") -> bool:
+        """Whether a restart may succeed: a process failed, and the cause is neither a defect nor wrong input."""
+        is_rejected = isinstance(error, RefusedError | FailedCheck) or cluster.calls.failures.first() is None
+        if is_rejected or self.num_restarts >= self._max_restarts or not _has_checkpoint(config):
             return False
-        return not self._is_defect(error, config) and not cluster.has_lost_nodes()
+        # The same error from the same checkpoint is a defect.
+        is_repeated = self._last_failure == (error.head, _newest_step(config))
+        return (isinstance(error, ProcessLost) or not is_repeated) and not cluster.has_lost_nodes()
 
-    def _is_defect(self, error: WorkerError, config: RunConfig) -> bool:
-        """Whether a method raises what it has raised in the attempt before, which began where this one has."""
-        return not isinstance(error, ProcessLost) and self._last == (error.head, _newest(config))
-
-    def retain_cluster(self, error: WorkerError, config: RunConfig, cluster: "Cluster") -> None:
-        self._made += 1
-        self._last = error.head, _newest(config)
-        kept = cluster.restart()
-        stay = f"the processes of {', '.join(kept)} stay" if kept else "no role keeps its processes"
-        self._line = f"{error}\nrestart {self._made} of {self._allowed}: going on after step {_newest(config)}; {stay}"
-        self._parked = cluster
-
-    @property
-    def made(self) -> int:
-        """How often the program was begun again."""
-        return self._made
+    def _retain_cluster(self, error: WorkerError, config: RunConfig, cluster: "Cluster") -> None:
+        self.num_restarts += 1
+        self._last_failure = error.head, _newest_step(config)
+        roles = cluster.restart()
+        retained = f"retaining the processes of {', '.join(roles)}" if roles else "all processes restart"
+        self._message = (
+            f"{error}\nrestart {self.num_restarts} of {self._max_restarts}: "
+            f"resuming from step {_newest_step(config)}; {retained}"
+        )
+        self._retained = cluster
 
     @property
-    def is_resuming(self) -> bool:
-        """Whether the attempt that has failed is to be followed by another."""
-        return self._parked is not None
+    def is_restarting(self) -> bool:
+        """Whether another attempt follows the failed one."""
+        return self._retained is not None
 
-    def said(self) -> str:
-        """What the next attempt tells of the one before; empty for the first."""
-        line, self._line = self._line, ""
-        return line
+    def pop_message(self) -> str:
+        """Returns the message about the last failure once, or an empty string."""
+        message, self._message = self._message, ""
+        return message
 
     def close(self) -> None:
-        """Ends the cluster that no attempt has taken."""
-        if self._parked is not None:
-            self._parked.close()
+        """Closes a retained cluster that no attempt has used."""
+        if self._retained is not None:
+            self._retained.close()
 
 
-_current: ContextVar[RestartPolicy | None] = ContextVar("attempts", default=None)
+_current: ContextVar[RestartPolicy | None] = ContextVar("restart_policy", default=None)
 
 
-def attempt() -> RestartPolicy:
-    """The attempts that the present one belongs to; one alone, for a program that `with_restarts` has not called."""
+def current_policy() -> RestartPolicy:
+    """Returns the policy of the enclosing `with_restarts`, or one without restarts."""
     return _current.get() or RestartPolicy(0)
 
 
 def with_restarts(train: Callable[[AnyConfig], object], config: AnyConfig) -> None:
-    """Calls `train(config)`, and with `resume: auto` again when processes fail and there is a checkpoint to go on from.
+    """Calls `train(config)`, and again with `resume: auto` after process failures, at most `config.restarts` times.
 
-    At most `config.restarts` times. Processes that are replaced when they are lost (makers, references, rewards) stay
-    through that, unless they are what failed; those that hold training state start anew, and load the checkpoint as in
-    any resume. Wrong input, failed checks, and what a method raises twice from the same checkpoint on end the program.
+    A restart needs a checkpoint. Processes of stateless roles (rollout, reference, reward) are retained unless they
+    failed; processes with training state restart and load the checkpoint. Wrong input, failed checks, and an error
+    that a method raises twice from the same checkpoint are not retried.
 
-    Raises: what `train` raises, of the attempt that was the last.
+    Raises: the exception of the last attempt.
     """
-    attempts = RestartPolicy(config.restarts)
-    token = _current.set(attempts)
+    policy = RestartPolicy(config.restarts)
+    token = _current.set(policy)
     try:
         while True:
             try:
                 train(config)
                 return
             except WorkerError:
-                if not attempts.is_resuming:
+                if not policy.is_restarting:
                     raise
                 config = config.model_copy(update={"resume": "auto"})
     finally:
         _current.reset(token)
-        attempts.close()
+        policy.close()
 
 
-def _saves_nothing(config: RunConfig) -> bool:
-    """Whether there is no checkpoint, and will be none."""
-    return not config.checkpoint.every and not Checkpoints(config.output).steps()
+def _has_checkpoint(config: RunConfig) -> bool:
+    return bool(Checkpoints(config.output).steps())
 
 
-def _newest(config: RunConfig) -> int:
-    """The step of the newest checkpoint."""
+def _newest_step(config: RunConfig) -> int:
     return Checkpoints(config.output).steps()[-1]

@@ -1,4 +1,4 @@
-"""What a run leaves at its end: curves, timeline, trace, summary, and what a person is shown."""
+"""The results of a run at its end: trace, plots, summary and the tables in the terminal."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -8,12 +8,12 @@ from rich.console import Console
 from flowrl.checkpoints.run_folder import RunFolder, write_json
 from flowrl.data.events import CallEvent
 from flowrl.report.chrome_trace import Trace, chrome_trace
-from flowrl.report.evaluation_result import EvaluationResult
-from flowrl.report.progress import outcome_tables
+from flowrl.report.evaluation_result import EvaluationResult, LossResult
+from flowrl.report.progress import result_tables
 from flowrl.report.trace import busy_fractions, loop_events
 
 DRAWN_STEPS = 4
-"""Steps that `timeline.png` shows, of the last process; `trace.json` has all."""
+"""Number of last steps that `timeline.png` shows; `trace.json` has all steps."""
 
 
 def write_trace(folder: RunFolder, trace: Trace) -> None:
@@ -43,8 +43,8 @@ def draw_plots(
     draw_timeline(loop_events(events), folder.timeline, window_s=window_s, until_ns=until_ns)
 
 
-def summary_of(history: Sequence[Mapping[str, float]], events: Iterable[CallEvent]) -> dict[str, Any]:
-    """What the summary says of steps and devices: steps done, and how long each device was busy in the loop."""
+def summarize(history: Sequence[Mapping[str, float]], events: Iterable[CallEvent]) -> dict[str, Any]:
+    """Returns the number of steps, and the busy fraction of each device during the loop, for `summary.json`."""
     loop = loop_events(events)
     start_ns = min((event.started_ns for event in loop), default=0)
     end_ns = max((event.ended_ns for event in loop), default=0)
@@ -54,9 +54,9 @@ def summary_of(history: Sequence[Mapping[str, float]], events: Iterable[CallEven
     }
 
 
-def show(console: Console, outcomes: Sequence[EvaluationResult], folder: RunFolder) -> None:
-    """Prints what training changed, and where the results are."""
-    if outcomes:
-        for table in outcome_tables(outcomes[0], outcomes[-1]):
+def show(console: Console, results: Sequence[EvaluationResult | LossResult], folder: RunFolder) -> None:
+    """Prints the evaluations before and after training, and the folder of the results."""
+    if results:
+        for table in result_tables(results[0], results[-1]):
             console.print(table)
     console.print(f"results: {folder.path}", markup=False)

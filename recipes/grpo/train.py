@@ -25,7 +25,7 @@ def train(config: GRPOConfig) -> dict[str, Any]:
         reward = run.group("reward", reward_worker(config.reward), config.reward)
         rollout = run.group("rollout", Rollout, config.rollout, config.actor.model, seed=config.seed)
         run.evaluate_with(rollout, reward, held_out)
-        run.keep(actor, advantages=advantages)
+        run.add_checkpointable(actor, advantages=advantages)
 
         for step, batch in run.rollouts(rollout, prompts):
             # 1. Score the responses.

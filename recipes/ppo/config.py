@@ -1,4 +1,4 @@
-"""What a PPO run may set."""
+"""Settings of the PPO recipe."""
 
 from typing import ClassVar
 

@@ -28,7 +28,7 @@ def train(config: PPOConfig) -> dict[str, Any]:
         reward = run.group("reward", reward_worker(config.reward), config.reward)
         rollout = run.group("rollout", Rollout, config.rollout, config.actor.model, seed=config.seed)
         run.evaluate_with(rollout, reward, held_out)
-        run.keep(actor, critic, advantages=advantages)
+        run.add_checkpointable(actor, critic, advantages=advantages)
 
         for step, batch in run.rollouts(rollout, prompts):
             # 1. Score the responses; the four calls wait only for the columns they read.

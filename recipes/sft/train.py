@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: cross-entropy on what the assistant says.
+"""Supervised fine-tuning: cross-entropy on the assistant's messages.
 
 `python -m recipes.sft.train CONFIG [key=value ...]`
 """
@@ -16,14 +16,17 @@ from recipes.sft.config import SFTConfig
 
 def train(config: SFTConfig) -> dict[str, Any]:
     """Trains the model; returns the run's summary."""
-    examples = Examples(config.data.train, config.model.path, max_tokens=config.data.max_prompt_tokens)
+    data = config.data
+    examples = Examples(data.train, config.model.path, max_tokens=data.max_prompt_tokens)
+    held_out = data.test and Examples(
+        data.test, config.model.path, max_tokens=data.max_prompt_tokens, max_rows=data.evaluation_rows
+    )
     policy = ActorConfig(model=config.model, optimizer=config.optimizer, lora=config.lora, engine=config.engine)
     with Run(config) as run:
         actor = run.group("actor", Actor, policy)
-        run.keep(actor)
-        stream = examples.batches(
-            config.batch_size, seed=config.seed, shuffle=config.data.shuffle, epochs=config.epochs
-        )
+        run.evaluate_loss_with(actor, held_out)
+        run.add_checkpointable(actor)
+        stream = examples.batches(config.batch_size, seed=config.seed, shuffle=data.shuffle, epochs=config.epochs)
         for _, batch in run.batches(stream):
             run.log(actor.update_sft(batch))
         return run.finish(actor)

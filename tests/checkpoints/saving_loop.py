@@ -84,7 +84,7 @@ def save_without_end(output: Path, told: int, asynchronous: bool) -> None:
     )
     with Run(config) as run:
         groups = run.group("actor", Filled), run.group("critic", Noted)
-        run.keep(*groups)
+        run.add_checkpointable(*groups)
         batches: Iterator[Batch] = repeat(Batch.from_rows([{"x": 0}]))
         for step, _ in run.batches(batches):
             for group in groups:

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: what exists, what is kept, and what is wrong with the others."""
+"""Checkpoints on disk: commit, verification and pruning."""
 
 import json
 import shutil
@@ -6,12 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.checkpoints.checkpoints import Checkpoint, Checkpoints, Role, Score, kept, new_manifest, sums_of_rest
+from flowrl.checkpoints.checkpoints import (
+    Checkpoint,
+    Checkpoints,
+    Role,
+    Score,
+    checksum_remaining_files,
+    new_manifest,
+    steps_to_keep,
+)
 from flowrl.data.checksums import CheckpointError, write_with_checksum
 
 
 def save(run: Path, step: int, score: Score | None = None) -> Path:
-    """A whole checkpoint of one role with two files."""
+    """Writes a complete checkpoint of one role with two files."""
     checkpoints = Checkpoints(run)
     folder = checkpoints.begin(step, ["actor"])
     files = {"driver.json": write_with_checksum(folder / "driver.json", b'{"step": 1}')}
@@ -24,7 +32,7 @@ def accuracy(value: float) -> Score:
     return Score("accuracy", value)
 
 
-def test_what_was_saved_is_read_and_found_whole(tmp_path: Path) -> None:
+def test_a_saved_checkpoint_is_complete(tmp_path: Path) -> None:
     save(tmp_path, 3)
     save(tmp_path, 40, accuracy(0.5))
     newest = Checkpoints(tmp_path).newest()
@@ -39,7 +47,7 @@ def test_a_run_without_checkpoints_has_none(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "none")
     assert checkpoints.steps() == [] and checkpoints.newest() is None
     checkpoints.remove_unfinished()
-    with pytest.raises(CheckpointError, match="has no checkpoint of step 4; it has none"):
+    with pytest.raises(CheckpointError, match="no checkpoint of step 4"):
         checkpoints.read(4)
 
 
@@ -59,59 +67,59 @@ def test_a_step_that_is_saved_again_is_replaced(tmp_path: Path) -> None:
     assert Checkpoints(tmp_path).read(1).manifest.score == accuracy(0.2)
 
 
-def test_another_role_is_not_there(tmp_path: Path) -> None:
+def test_a_role_that_was_not_saved_is_an_error(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    with pytest.raises(CheckpointError, match="has no role critic; it has actor"):
+    with pytest.raises(CheckpointError, match="role critic"):
         Checkpoints(tmp_path).read(1).role("critic")
 
 
-def refused(run: Path) -> str:
+def error_of_newest(run: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
         Checkpoints(run).newest()
     return str(caught.value)
 
 
-def test_a_file_that_was_cut_off_is_named(tmp_path: Path) -> None:
+def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     (save(tmp_path, 1) / "actor" / "a").write_bytes(b"weigh")
-    assert refused(tmp_path).endswith(
-        "step-000001 is damaged: actor/a has 5 bytes and had 7; remove the folder to begin again: it is the only one"
-    )
+    message = error_of_newest(tmp_path)
+    assert "step-000001 is corrupt: actor/a has 5 bytes instead of 7; remove the folder to start over" in message
 
 
-def test_a_file_that_has_changed_is_named_with_what_to_go_on_from(tmp_path: Path) -> None:
+def test_a_changed_file_is_named_with_the_step_to_resume_from(tmp_path: Path) -> None:
     save(tmp_path, 1)
     (save(tmp_path, 2) / "actor" / "a").write_bytes(b"Weights")
-    assert "actor/a has changed since it was written; remove the folder to go on from step 1" in refused(tmp_path)
+    assert "actor/a has changed since it was written; remove the folder to resume from step 1" in error_of_newest(
+        tmp_path
+    )
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     (save(tmp_path, 1) / "actor" / "a").unlink()
-    assert "is damaged: actor/a cannot be read (No such file or directory)" in refused(tmp_path)
+    assert "actor/a" in error_of_newest(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": 1}'])
-def test_a_damaged_manifest_is_told_and_not_removed(tmp_path: Path, text: str) -> None:
+def test_a_corrupt_manifest_is_an_error_and_not_removed(tmp_path: Path, text: str) -> None:
     folder = save(tmp_path, 1)
     (folder / "manifest.json").write_text(text)
-    assert "is damaged: manifest.json cannot be read" in refused(tmp_path)
+    assert "manifest.json" in error_of_newest(tmp_path)
     save(tmp_path, 2)
     Checkpoints(tmp_path).prune(1, 0)
     assert folder.exists()
 
 
-def test_a_newer_format_is_told_and_not_removed(tmp_path: Path) -> None:
+def test_a_newer_format_is_an_error_and_not_removed(tmp_path: Path) -> None:
     folder = save(tmp_path, 1)
     value = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(value | {"format": 3}))
-    said = "has format 3, and this version reads 1 and 2: use the version of flowrl that wrote it"
-    assert said in refused(tmp_path)
+    assert "has format 3" in error_of_newest(tmp_path)
     Checkpoints(tmp_path).remove_unfinished()
     assert folder.exists()
 
 
-def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_writable_is_named(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("")
-    with pytest.raises(CheckpointError, match=r"cannot be written to .*step-000001 \(Not a directory\); make room"):
+    with pytest.raises(CheckpointError, match="step-000001"):
         Checkpoints(tmp_path).begin(1, ["actor"])
 
 
@@ -131,7 +139,7 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None
     ],
 )
 def test_the_newest_and_the_best_are_kept(scores: dict, last: int | None, best: int, expected: set[int]) -> None:
-    assert kept(scores, last, best) == expected
+    assert steps_to_keep(scores, last, best) == expected
 
 
 def test_pruning_removes_the_others(tmp_path: Path) -> None:
@@ -152,7 +160,7 @@ def test_files_that_nobody_summed_are_read(tmp_path: Path) -> None:
     known = {"a": write_with_checksum(tmp_path / "a", b"1")}
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "b").write_bytes(b"2")
-    found = sums_of_rest(tmp_path, known)
+    found = checksum_remaining_files(tmp_path, known)
     assert found.keys() == {"a", "own/b"} and found["own/b"].size == 1
 
 

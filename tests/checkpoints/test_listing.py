@@ -23,20 +23,20 @@ def test_every_checkpoint_is_a_row(tmp_path: Path) -> None:
     save(tmp_path, 40)
     (tmp_path / "checkpoints/step-000040/actor/a").unlink()
     first, second = shown(tmp_path)
-    assert first[:4] == ["20", "accuracy", "0.2500", "18 B"] and first[-1] == "whole"
+    assert first[:4] == ["20", "accuracy", "0.2500", "18 B"] and first[-1] == "complete"
     assert second[:4] == ["40", "", "", "18 B"]
-    assert second[-1] == "damaged: actor/a cannot be read (No such file or directory)"
+    assert second[-1] == "corrupt: actor/a cannot be read (No such file or directory)"
 
 
-def test_a_damaged_manifest_is_a_row_too(tmp_path: Path) -> None:
+def test_a_corrupt_manifest_is_a_row_too(tmp_path: Path) -> None:
     (save(tmp_path, 1) / "manifest.json").write_text("{")
-    assert shown(tmp_path)[0][-1].startswith("damaged: manifest.json cannot be read")
+    assert shown(tmp_path)[0][-1].startswith("corrupt: manifest.json")
 
 
 def test_a_run_without_checkpoints_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="nowhere is no folder: name the output folder of a run"):
+    with pytest.raises(CheckpointError, match="nowhere"):
         show_checkpoints(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match=r"has no checkpoints; a run saves them with checkpoint\.every=N"):
+    with pytest.raises(CheckpointError, match=r"checkpoint\.every=N"):
         show_checkpoints(tmp_path)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flowrl.checkpoints.run_folder import RunFolder, RunFolderError, remove_unfinished, replacing, write_json
+from flowrl.checkpoints.run_folder import RunFolder, RunFolderError, remove_temporary_files, replacing, write_json
 
 
 def test_a_new_folder_holds_the_resolved_config(tmp_path: Path) -> None:
@@ -19,14 +19,14 @@ def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
 
 def test_the_folder_of_another_run_is_refused(tmp_path: Path) -> None:
     RunFolder.create(tmp_path / "run", {"seed": 1})
-    with pytest.raises(RunFolderError, match=r"run holds another run .*set output to a new folder"):
+    with pytest.raises(RunFolderError, match="another run"):
         RunFolder.create(tmp_path / "run", {"seed": 2})
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text()) == {"seed": 1}
 
 
 def test_a_folder_with_other_files_is_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("")
-    with pytest.raises(RunFolderError, match=r"not empty \(it has thesis.tex\)"):
+    with pytest.raises(RunFolderError, match=r"thesis\.tex"):
         RunFolder.create(tmp_path, {})
     assert [file.name for file in tmp_path.iterdir()] == ["thesis.tex"]
 
@@ -39,7 +39,7 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_below_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunFolderError, match="cannot be written"):
+    with pytest.raises(RunFolderError, match="file/run"):
         RunFolder.create(tmp_path / "file" / "run", {})
 
 
@@ -79,5 +79,5 @@ def test_what_a_worker_wrote_after_its_driver_gave_up_is_removed_and_nothing_els
     temporary.mkdir()
     (temporary / "weights").write_text("half")
     (tmp_path / ".model.0.tmp").write_text("another program's")
-    remove_unfinished(tmp_path)
+    remove_temporary_files(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [".model.0.tmp"]

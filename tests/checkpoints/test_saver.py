@@ -88,7 +88,7 @@ def train(config: CountConfig, *arguments: Any) -> Steps:
     rows = Batch.from_rows([{"x": number} for number in range(14)])
     with Run(config) as run:
         actor = run.group("actor", Counter, *arguments)
-        run.keep(actor, steps=steps)
+        run.add_checkpointable(actor, steps=steps)
         for step, batch in run.batches(rows.minibatches(2)):
             steps.seen.append(step)
             run.log(actor.update(batch))
@@ -150,7 +150,7 @@ def test_the_newest_and_the_best_are_kept(config: Callable[..., CountConfig]) ->
 def test_a_group_without_the_methods_is_refused_by_name(config: Callable[..., CountConfig]) -> None:
     said = "role actor cannot be kept: Forgetful has no registered method load_checkpoint and save_checkpoint"
     with pytest.raises(UserError, match=said), Run(config()) as run:
-        run.keep(run.group("actor", Forgetful))
+        run.add_checkpointable(run.group("actor", Forgetful))
 
 
 def test_a_recipe_that_keeps_nothing_is_refused(config: Callable[..., CountConfig]) -> None:
@@ -172,7 +172,7 @@ def test_a_group_that_cannot_save_ends_the_run_and_leaves_the_checkpoints_before
 def test_a_checkpoint_without_what_the_recipe_keeps_is_refused(config: Callable[..., CountConfig]) -> None:
     train(config(steps=2))
     with pytest.raises(UserError, match="has no other, which the recipe keeps"), Run(config()) as run:
-        run.keep(run.group("actor", Counter), other=Steps())
+        run.add_checkpointable(run.group("actor", Counter), other=Steps())
         next(run.batches([]), None)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from flowrl.checkpoints.folder_lock import folder_lock
+from flowrl.checkpoints.run_folder import folder_lock
 from flowrl.cli import main, run_recipe
 from flowrl.config import to_yaml
 from flowrl.data.checksums import checksum_of

@@ -136,10 +136,12 @@ def test_a_recipe_asked_to_end_leaves_whole_results(
         program.process.send_signal(number)
     assert program.code() == code and program.leaves_nothing()
     told = json.loads((out / "summary.json").read_text())
-    assert told["interrupted_by"] == number.name and 2 <= told["steps"] == lines(tmp_path) < told["steps_asked"] == 100
+    assert (
+        told["interrupted_by"] == number.name and 2 <= told["steps"] == lines(tmp_path) < told["steps_requested"] == 100
+    )
     assert (out / "model" / "weights").read_text() == "whole"
     assert {"curves.png", "timeline.png", "trace.json"} < {path.name for path in out.iterdir()}
-    assert f"stopping after step {told['steps']}; " in program.printed()
+    assert f"interrupt received: finishing step {told['steps']} and saving" in program.printed()
     assert program.printed().splitlines()[-1].endswith(f"after step {told['steps']} of 100; results: {out}")
 
 

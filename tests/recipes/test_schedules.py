@@ -233,7 +233,7 @@ def trained_prompts(config: GRPOConfig) -> dict[int, list[int]]:
     with Run(config) as run:
         actor: Any = run.group("actor", Actor, config.actor, temperature=1.0)
         rollout: Any = run.group("rollout", Rollout, config.rollout, config.actor.model, seed=config.seed)
-        run.keep(actor)
+        run.add_checkpointable(actor)
         for step, batch in run.rollouts(rollout, prompts):
             found[step] = batch["prompt_id"].get("prompt_id").tolist()[:: config.samples_per_prompt]
             batch["old_logprobs"] = actor.logprobs(batch)
@@ -261,7 +261,7 @@ def written(config: GRPOConfig, folder: Path) -> tuple[dict[int, set[int]], dict
         rollout: Any = run.group(
             "rollout", WritingRollout, config.rollout, config.actor.model, seed=config.seed, diary=made
         )
-        run.keep(actor)
+        run.add_checkpointable(actor)
         for step, batch in run.rollouts(rollout, prompts):
             batch["scores"] = Batch.from_rows([{"score": float(row % 3)} for row in range(batch.num_rows)])
             batch["old_logprobs"] = actor.logprobs(batch)
@@ -298,7 +298,7 @@ def test_a_killed_maker_loses_no_prompt(grpo_config: GrpoConfigs, ray_session: N
     with Run(config) as run:
         actor: Any = run.group("actor", Actor, config.actor, temperature=1.0)
         rollout: Any = run.group("rollout", Rollout, config.rollout, config.actor.model, seed=config.seed)
-        run.keep(actor)
+        run.add_checkpointable(actor)
         victim, other = rollout.run(process_id)
         for step, batch in run.rollouts(rollout, prompts):
             trained += batch["prompt_id"].get("prompt_id").tolist()[::2]

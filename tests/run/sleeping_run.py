@@ -43,7 +43,7 @@ def train(config: SleepingConfig, costs: Costs, row_s: float) -> tuple[dict[str,
     with Run(config) as run:
         actor = run.group("actor", SleepingActor, row_s)
         rollout = run.group("rollout", SleepingMaker, costs, slots)
-        run.keep(actor)
+        run.add_checkpointable(actor)
         for _, batch in run.rollouts(rollout, prompts):
             trained.append(batch["prompt_id"].get("prompt_id").tolist())
             for minibatch in batch.minibatches(config.minibatch_size):

@@ -260,8 +260,8 @@ def test_the_summary_says_what_ended_a_run_and_claims_no_last_evaluation(config:
     with pytest.raises(Interrupted, match="interrupted after step 1 of 4"):
         train_until_asked(made, signal.SIGINT, at_step=1)
     told = json.loads((made.output / "summary.json").read_text())
-    ending = {name: told[name] for name in ("steps", "steps_asked", "interrupted_by")}
-    assert ending == {"steps": 1, "steps_asked": 4, "interrupted_by": "SIGINT"}
+    ending = {name: told[name] for name in ("steps", "steps_requested", "interrupted_by")}
+    assert ending == {"steps": 1, "steps_requested": 4, "interrupted_by": "SIGINT"}
     assert told["accuracy_before"] is not None and told["accuracy_after"] is None
 
 

@@ -61,7 +61,7 @@ def test_a_killed_maker_is_replaced_and_its_prompts_are_given_to_others(
     with Run(config) as run:
         actor: Any = run.group("actor", SleepingActor, 0.02)
         rollout: Any = run.group("rollout", SleepingMaker, Costs(0.2), 4)
-        run.keep(actor)
+        run.add_checkpointable(actor)
         first, other = rollout.run(process_id)
         for step, batch in run.rollouts(rollout, prompts):
             trained.append(batch["prompt_id"].get("prompt_id").tolist())
@@ -88,7 +88,7 @@ def test_a_killed_trainer_costs_no_maker_and_every_prompt_is_trained_in_its_step
         with Run(config) as run:
             actor: Any = run.group("actor", SleepingActor, 0.02)
             rollout: Any = run.group("rollout", SleepingMaker, Costs(0.2), 4)
-            run.keep(actor)
+            run.add_checkpointable(actor)
             makers.append(rollout.run(process_id))
             (victim,) = actor.run(process_id)
             for step, batch in run.rollouts(rollout, prompts):
