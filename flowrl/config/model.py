@@ -17,6 +17,10 @@ class ModelConfig(Config):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights in memory; bfloat16 halves the memory and rounds updates."""
 
+    dropout: Literal[0] | None = None
+    """0 overrides the dropout probabilities of the model's configuration, for models published with dropout (GPT-2,
+    OPT). Without it such a model is rejected."""
+
 
 class LoraConfig(Config):
     """An adapter: two small matrices beside each chosen layer, which are trained in place of its weights."""

@@ -1,11 +1,10 @@
-"""The machines: the only code that touches a model. Import the module you need; each loads only what it uses.
+"""Engines: all code that runs a model.
 
-microbatch   rows of similar length, padded, within a token budget
-models       policy, critic and reward model from and to `save_pretrained` folders
-train        forward passes over a table, and optimizer steps whose gradient does not depend on how rows were split
-sampling     random numbers keyed by what they decide, and the choice of a token
-kv_cache     keys and values of past tokens, each row from position 0
-hf_decode    rows that decode together, and come and go
-hf_rollout   generation with transformers, all at once or as requests come
-weights      a model's weights as NumPy arrays, and back
+models       loading, saving, adapters, attention, sequence packing, 8-bit layers and weight export
+parallel     the process groups of a role, FSDP2 and tensor parallelism, gradient reduction
+train        `TrainEngine`: forward passes over a TensorDict and optimizer steps
+checkpoint   `EngineCheckpoints`: saves and loads an engine on any number of ranks
+rollout      generation with transformers or vLLM
+
+Each layer imports only the ones above it; `rollout` imports `models` alone. Other packages import the modules directly.
 """

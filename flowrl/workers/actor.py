@@ -39,7 +39,7 @@ class Actor(Sender):
         self.config, self.temperature = config, temperature
         self._loss = policy_losses.load(config.loss)
         mesh = mesh_of(self, config.engine)
-        self.model = load_policy(config.model, parts=is_sharded(config.engine, mesh))
+        self.model = load_policy(config.model, on_meta=is_sharded(config.engine, mesh))
         if config.lora is not None:
             add_adapter(self.model, config.lora)
         self.engine = TrainEngine(
@@ -96,7 +96,7 @@ class Actor(Sender):
     @register(Dispatch.ALL_TO_ONE)
     def save(self, folder: Path) -> None:
         """Writes model and tokenizer as a `save_pretrained` folder."""
-        save_model(self.model, self.config.model.path, folder, wanted=self.rank == 0)
+        save_model(self.model, self.config.model.path, folder, is_writer=self.rank == 0)
 
     def shares_weights_with(self, other: Worker) -> bool:
         """Whether a worker in this process may sample from this model's weights."""

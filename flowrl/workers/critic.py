@@ -25,7 +25,7 @@ class Critic(TrainedWorker):
         self.config = config
         mesh = mesh_of(self, config.engine)
         parts = is_sharded(config.engine, mesh)
-        model = load_critic(config.model, head=config.head, seed=config.head_seed, parts=parts)
+        model = load_critic(config.model, head=config.head, seed=config.head_seed, on_meta=parts)
         if config.lora is not None:
             add_adapter(model.backbone, config.lora)
             model.value_head.to(torch.promote_types(model.value_head.weight.dtype, torch.float32))

@@ -24,11 +24,11 @@ class ModelWorker(Worker):
         return config.engine.offload == "idle"
 
     def offload(self, *, keep_weights: bool) -> None:
-        if self.engine.leaves_when_idle:
+        if self.engine.offloads_when_idle:
             self.engine.offload(keep_weights=keep_weights)
 
     def onload(self) -> None:
-        if self.engine.leaves_when_idle:
+        if self.engine.offloads_when_idle:
             self.engine.onload()
 
 
@@ -40,12 +40,12 @@ class TrainedWorker(ModelWorker):
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def save_checkpoint(self, folder: Path, asynchronous: bool = False) -> None:
         """Takes all that training goes on from and writes it into an empty folder; beside later calls, if asked to."""
-        self._checkpoints.save(folder, asynchronous=asynchronous, beside=self.description())
+        self._checkpoints.save(folder, asynchronous=asynchronous, extra_files=self.description())
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, memory=())
     def checkpoint_saved(self, wait: bool = True) -> Saved | None:
         """What this rank wrote of the last save; None while some rank still writes, unless it should wait."""
-        return self._checkpoints.saved(wait=wait)
+        return self._checkpoints.result(wait=wait)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def load_checkpoint(self, folder: Path) -> None:

@@ -17,12 +17,12 @@ from flowrl.algorithms import (
 from flowrl.engines.models.loading import LanguageModel
 from flowrl.engines.models.packing import Pack
 from flowrl.engines.models.sequence_sharding import (
-    SharesRows,
+    SequenceShardable,
+    gather_sequence,
     head_weights,
-    own_targets,
+    local_targets,
     run_backbone,
     run_head,
-    whole_rows,
 )
 from flowrl.engines.train.microbatch import MicroBatch
 
@@ -35,7 +35,7 @@ def policy_logprobs(model: nn.Module, micro: MicroBatch, *, temperature: float) 
     return model(micro.input_ids, micro.mask, temperature, pack=micro.pack)[0]
 
 
-class PolicyModel(SharesRows):
+class PolicyModel(SequenceShardable):
     """What the actor trains and the reference runs. The language model stays usable by others."""
 
     def __init__(self, language_model: LanguageModel) -> None:
@@ -63,23 +63,25 @@ class PolicyModel(SharesRows):
         if pack is None:
             return self._of_rows(input_ids_BL, mask_BL, temperature, entropy, None)
         # Nothing comes before a row's first token, though in a pack the end of another row stands there.
-        wanted_1T = pack.flat(mask_BL) & (pack.positions_T > 0)
-        found = self._of_rows(pack.flat(input_ids_BL), wanted_1T, temperature, entropy, pack)
-        logprobs_BL, entropy_BL = (pack.rows(x_1T, input_ids_BL.shape)[:, 1:] for x_1T in found)
+        wanted_1T = pack.pack(mask_BL) & (pack.positions_T > 0)
+        found = self._of_rows(pack.pack(input_ids_BL), wanted_1T, temperature, entropy, pack)
+        logprobs_BL, entropy_BL = (pack.unpack(x_1T, input_ids_BL.shape)[:, 1:] for x_1T in found)
         return nn.functional.pad(logprobs_BL, (1, 0)), nn.functional.pad(entropy_BL, (1, 0))
 
     def _of_rows(
         self, input_ids_BL: Tensor, mask_BL: Tensor, temperature: float, entropy: str, pack: Pack | None
     ) -> tuple[Tensor, Tensor]:
-        hidden_BlD = run_backbone(self.language_model.base_model, input_ids_BL, self.shared, pack)
-        if self.shared is None:
+        hidden_BlD = run_backbone(self.language_model.base_model, input_ids_BL, self.sequence_sharding, pack)
+        if self.sequence_sharding is None:
             return self._reduce(hidden_BlD, input_ids_BL, mask_BL, temperature, entropy)
         # A stretch's last state chooses the token after it, so that its targets are one longer.
         hidden_BlD = nn.functional.pad(hidden_BlD, (0, 0, 0, 1))
-        targets_Bl, wanted_Bl = (own_targets(x_BL, self.shared) for x_BL in (input_ids_BL, mask_BL))
+        targets_Bl, wanted_Bl = (local_targets(x_BL, self.sequence_sharding) for x_BL in (input_ids_BL, mask_BL))
         found = self._reduce(hidden_BlD, targets_Bl, wanted_Bl, temperature, entropy)
         length = input_ids_BL.shape[1]
-        logprobs_BL, entropy_BL = (whole_rows(x_Bl[:, 1:], length, self.shared)[:, :-1] for x_Bl in found)
+        logprobs_BL, entropy_BL = (
+            gather_sequence(x_Bl[:, 1:], length, self.sequence_sharding)[:, :-1] for x_Bl in found
+        )
         return nn.functional.pad(logprobs_BL, (1, 0)), nn.functional.pad(entropy_BL, (1, 0))
 
     def _reduce(
@@ -90,11 +92,11 @@ class PolicyModel(SharesRows):
         settings = self.language_model.config.get_text_config()
         softcap = getattr(settings, "final_logit_softcapping", None)
         if len(head.weight) < _TILED_FROM:
-            logits_BlV = run_head(head, hidden_BlD, self.shared)
+            logits_BlV = run_head(head, hidden_BlD, self.sequence_sharding)
             if softcap is not None:
                 logits_BlV = softcap * torch.tanh(logits_BlV / softcap)
             return _from_logits(logits_BlV, targets_Bl, temperature, entropy)
-        weight, bias = head_weights(head, self.shared)
+        weight, bias = head_weights(head, self.sequence_sharding)
         weights = (weight, targets_Bl, wanted_Bl)
         options = {"bias": bias, "temperature": temperature, "softcap": softcap}
         if entropy == "none":

@@ -13,7 +13,7 @@ from flowrl.controller.register import Dispatch, register
 from flowrl.controller.worker import Worker
 from flowrl.data.batch.tensordicts import lengths, make_tensordict
 from flowrl.engines.models.loading import load_policy
-from flowrl.engines.models.lora import adapter_off
+from flowrl.engines.models.lora import adapter_disabled
 from flowrl.engines.train.engine import TrainEngine, is_sharded
 from flowrl.workers.actor import Actor
 from flowrl.workers.model_worker import ModelWorker
@@ -36,7 +36,7 @@ class Reference(ModelWorker):
         self._actor = self._actor_beside(config.model)
         self.engine = (
             TrainEngine(
-                PolicyModel(load_policy(config.model, parts=is_sharded(config.engine, mesh))),
+                PolicyModel(load_policy(config.model, on_meta=is_sharded(config.engine, mesh))),
                 None,
                 config.engine,
                 mesh=mesh,
@@ -74,7 +74,7 @@ class Reference(ModelWorker):
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("input_ids",), writes=("logprobs",))
     def logprobs(self, batch: TensorDict) -> TensorDict:
         """Log-probability `[T]` of every token under the reference."""
-        with adapter_off(self.engine.model):
+        with adapter_disabled(self.engine.model):
             values_T = self.engine.evaluate(batch, partial(policy_logprobs, temperature=self.temperature))
         return make_tensordict(tokens={"logprobs": values_T}, lengths=lengths(batch))
 

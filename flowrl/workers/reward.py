@@ -103,7 +103,7 @@ class RewardModel(ModelWorker):
         assert config.model is not None
         mesh = mesh_of(self, config.engine)
         model = load_reward_model(
-            config.model, head=config.head, seed=config.head_seed, parts=is_sharded(config.engine, mesh)
+            config.model, head=config.head, seed=config.head_seed, on_meta=is_sharded(config.engine, mesh)
         )
         self.engine = TrainEngine(model, None, config.engine, mesh=mesh, device=torch.device(self.device))
         self._evaluation = load_reward_function(config.evaluation) if config.evaluation else None

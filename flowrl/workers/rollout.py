@@ -17,8 +17,8 @@ from flowrl.data.batch.tensordicts import objects
 from flowrl.data.chat import ChatTokenizer
 from flowrl.engines.models.int8 import quantized_copy
 from flowrl.engines.models.loading import LanguageModel, load_policy
-from flowrl.engines.models.sharded_loading import read_weights
-from flowrl.engines.models.weights import borrowed_weights, empty_copy, tensors_of, whole_weights, write_weights
+from flowrl.engines.models.sharded_loading import stream_full_weights
+from flowrl.engines.models.weights import full_weights, gathered_weights, meta_copy, to_tensors, write_weights
 from flowrl.engines.rollout.hf.engine import HfRollout
 from flowrl.engines.rollout.requests import Prompt
 from flowrl.engines.rollout.responses import PromptError, RolloutError
@@ -62,13 +62,13 @@ class Rollout(Worker):
     def _model(self, config: ModelConfig) -> LanguageModel:
         """What it samples from: the actor's own or what takes the place of that, or another that starts alike."""
         if self._quantized:
-            source = load_policy(config, parts=True)
+            source = load_policy(config, on_meta=True)
             copy = quantized_copy(source, torch.device(self.device))
-            write_weights(copy, read_weights(source))
+            write_weights(copy, stream_full_weights(source))
             return copy
         if self._actor is None:
             return load_policy(config)
-        return empty_copy(self._actor.model) if self._actor.lends_copies else self._actor.model
+        return meta_copy(self._actor.model) if self._actor.lends_copies else self._actor.model
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,
@@ -162,14 +162,14 @@ class Rollout(Worker):
         """Whole weights, for a call: those of an actor in parts or with an adapter are put together for its length."""
         if self._actor is None or not self.shares_weights or not self._actor.lends_copies:
             return nullcontext()
-        return borrowed_weights(self.engine.model, self._actor.model)
+        return gathered_weights(self.engine.model, self._actor.model)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def set_version(self, version: int) -> None:
         """Numbers the weights that are sampled from, where they are the actor's own, and quantises them anew."""
         assert self._actor is not None, "weights of another process come through load_weights"
         if self._quantized:
-            write_weights(self.model, whole_weights(self._actor.model))
+            write_weights(self.model, full_weights(self._actor.model))
         self.engine.version = version
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, replay="chunk", memory=("weights",))
@@ -246,7 +246,7 @@ class _VllmRollout(Rollout):
             self.engine.wake(parts)
 
     def _receive(self, part: Any, version: int, chunk: int, of: int) -> None:
-        super()._receive(tensors_of(part) if isinstance(part, dict) else part, version, chunk, of)
+        super()._receive(to_tensors(part) if isinstance(part, dict) else part, version, chunk, of)
 
     # From the actor's GPUs, see engines/rollout/vllm/links.py. What comes so cannot come again.
 

@@ -9,7 +9,7 @@ import torch
 
 from flowrl.controller.register import Dispatch, register
 from flowrl.engines.models.loading import LanguageModel
-from flowrl.engines.models.weights import export_weights, weight_chunks, weight_shapes, whole_weights
+from flowrl.engines.models.weights import export_weights, full_weights, weight_buckets, weight_shapes
 from flowrl.engines.rollout.weight_check import WeightSamples, weight_samples
 from flowrl.workers.model_worker import TrainedWorker
 
@@ -41,12 +41,12 @@ class Sender(TrainedWorker):
         """
         names = None if chunk_mb is None else self._chunks(chunk_mb, dtype)[chunk]
         # The result of a call is a copy already.
-        return export_weights(self.model, names, dtype=_type(dtype), wanted=self.rank == 0, snapshot=False)
+        return export_weights(self.model, names, dtype=_type(dtype), is_receiver=self.rank == 0, snapshot=False)
 
     def _chunks(self, chunk_mb: float, dtype: str | None) -> list[list[str]]:
         key = (chunk_mb, dtype)
         if key not in self._known_chunks:
-            self._known_chunks[key] = weight_chunks(self.model, chunk_mb * 1e6, _type(dtype))
+            self._known_chunks[key] = weight_buckets(self.model, chunk_mb * 1e6, _type(dtype))
         return self._known_chunks[key]
 
     @cached_property
@@ -79,7 +79,7 @@ class Sender(TrainedWorker):
         `after` is the result of a call that must be done before: the reading of the part before this one.
         """
         described = self.describe_weights(chunk, chunk_mb, dtype)
-        weights = whole_weights(self.model, described.names, _type(dtype))
+        weights = full_weights(self.model, described.names, _type(dtype))
         return self._ipc.share(weights, described.num_bytes)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, memory=())
@@ -103,7 +103,7 @@ class Sender(TrainedWorker):
     @register(Dispatch.ALL_TO_ONE, blocking=False)
     def send_weights(self, chunk: int, chunk_mb: float, dtype: str | None = None) -> None:
         """Broadcasts a part through the link, from the first rank; the others help to put it together."""
-        weights = whole_weights(self.model, self._chunks(chunk_mb, dtype)[chunk], _type(dtype))
+        weights = full_weights(self.model, self._chunks(chunk_mb, dtype)[chunk], _type(dtype))
         if self.rank == 0:
             self._link.send(weights)
         else:

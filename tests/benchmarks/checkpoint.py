@@ -66,7 +66,7 @@ class Saves:
     def synchronous(self) -> tuple[float, float]:
         folder, start_s = self.empty(), time.perf_counter()
         self._checkpoints.save(folder)
-        self._checkpoints.saved()
+        self._checkpoints.result()
         done_s = time.perf_counter() - start_s
         return done_s, done_s
 
@@ -74,7 +74,7 @@ class Saves:
         folder, start_s = self.empty(), time.perf_counter()
         self._checkpoints.save(folder, asynchronous=True)
         stall_s = time.perf_counter() - start_s
-        self._checkpoints.saved()
+        self._checkpoints.result()
         return stall_s, time.perf_counter() - start_s
 
     def raw(self) -> tuple[float, float]:

@@ -14,7 +14,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from flowrl.config import RolloutConfig
 from flowrl.engines.models.int8 import quantized_copy
-from flowrl.engines.models.weights import whole_weights, write_weights
+from flowrl.engines.models.weights import full_weights, write_weights
 from flowrl.engines.rollout.hf.engine import HfRollout
 from tests.benchmarks.measure import Figure, alone, paired
 from tests.engines.tiny import tokenizer
@@ -56,7 +56,7 @@ def generation(floats: HfRollout, integers: HfRollout, rows: int) -> Figure:
 def figures() -> Iterator[Figure]:
     trained = model()
     copy = quantized_copy(trained, torch.device("cpu"))
-    write_weights(copy, whole_weights(trained))
+    write_weights(copy, full_weights(trained))
     config = RolloutConfig(max_response_tokens=RESPONSE)
     floats, integers = (HfRollout(found, tokenizer(), config) for found in (trained, copy))
     ids = torch.randint(2, 8000, (8, 128))
@@ -71,7 +71,7 @@ def figures() -> Iterator[Figure]:
     yield alone("standard deviation of log-probabilities", "nats", statistics.stdev(logprobs[0].flatten().tolist()))
     yield paired(
         "quantising all weights anew, against copying as many bytes, CPU time",
-        lambda: write_weights(copy, whole_weights(trained)),
+        lambda: write_weights(copy, full_weights(trained)),
         lambda: target.copy_(source),
         REPEATS,
         clock=time.thread_time,

@@ -118,7 +118,7 @@ class Stepper:
     def __init__(self, case: Case, folder: Path, mesh: RankMesh) -> None:
         engine = EngineConfig.model_validate(dict(case.engine) | {"max_tokens_per_microbatch": BUDGET})
         config = ModelConfig.model_validate({"path": folder, "dtype": case.dtype})
-        policy = load_policy(config, parts=is_sharded(engine, mesh))
+        policy = load_policy(config, on_meta=is_sharded(engine, mesh))
         if case.lora is not None:
             add_adapter(policy, case.lora)
         self.engine = TrainEngine(PolicyModel(policy), OptimizerConfig(lr=1e-4), engine, mesh=mesh)

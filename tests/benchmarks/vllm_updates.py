@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.engines.models.weights import tensors_of
+from flowrl.engines.models.weights import to_tensors
 from flowrl.workers import Rollout
 
 
 def own_engine_ms(worker: Rollout, weights: dict[str, np.ndarray], repeats: int) -> float:
     """Milliseconds of begin, receive and commit, without the way there."""
     engine: Any = worker.engine  # vLLM's, whose module is loaded in its process alone
-    tensors = tensors_of(weights)
+    tensors = to_tensors(weights)
 
     def update() -> None:
         engine.begin_update(1)
@@ -28,7 +28,7 @@ def reload_ms(worker: Rollout, weights: dict[str, np.ndarray], repeats: int) -> 
     """The same of vLLM's `reload_weights` with the reset of the prefix cache."""
     rollout: Any = worker.engine
     engine = rollout._engine
-    tensors = tensors_of(weights)
+    tensors = to_tensors(weights)
 
     def update() -> None:
         engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors.items())})

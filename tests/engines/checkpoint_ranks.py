@@ -36,12 +36,12 @@ class Sharded:
     group: ProcessGroup | None
     num_steps: int = 0
 
-    def position(self) -> dict[str, float]:
+    def snapshot(self) -> dict[str, float]:
         return {"num_steps": self.num_steps, "scale": 2.0**-7}
 
-    def restore(self, position: Mapping[str, float]) -> None:
-        assert position["scale"] == 2.0**-7
-        self.num_steps = int(position["num_steps"])
+    def restore(self, state: Mapping[str, float]) -> None:
+        assert state["scale"] == 2.0**-7
+        self.num_steps = int(state["num_steps"])
 
     def step(self) -> None:
         """A gradient that depends on the weights and on where the run stands, the same however it is sharded."""
@@ -74,7 +74,7 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
 def save(engine: Sharded | TrainEngine, folder: Path, *, asynchronous: bool) -> list[str]:
     checkpoints = EngineCheckpoints(engine)
     checkpoints.save(folder, asynchronous=asynchronous)
-    saved = checkpoints.saved()
+    saved = checkpoints.result()
     assert saved is not None
     return sorted(saved.files)
 
@@ -99,7 +99,7 @@ def main(rank: int, folder: Path) -> None:
     blocked = EngineCheckpoints(ddp)
     blocked.save(folder / ("nowhere" if rank == 1 else "blocked"))
     try:
-        blocked.saved()
+        blocked.result()
     except CheckpointError as error:
         results["blocked"] = str(error)
     torch.save(results, folder / f"{rank}.pt")

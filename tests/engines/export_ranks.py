@@ -11,7 +11,7 @@ from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints
 from flowrl.engines.checkpoint.export import DESCRIPTION, describe_adapter
 from flowrl.engines.models.loading import describe_model, load_critic, load_policy, save_model
 from flowrl.engines.models.lora import add_adapter
-from flowrl.engines.parallel.rank_mesh import ALONE, RankMesh, rank_mesh
+from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS, RankMesh, rank_mesh
 from flowrl.engines.train.engine import TrainEngine, is_sharded
 from flowrl.workers.policy_model import PolicyModel
 from tests.engines.strategies import critic_loss, policy_loss
@@ -43,7 +43,7 @@ CASES = {
 
 def policy_engine(case: Case, folder: Path, mesh: RankMesh) -> TrainEngine:
     engine = _engine(case, mesh)
-    model = load_policy(ModelConfig(path=folder / START), parts=is_sharded(engine, mesh))
+    model = load_policy(ModelConfig(path=folder / START), on_meta=is_sharded(engine, mesh))
     if case.lora is not None:
         add_adapter(model, case.lora)
     return TrainEngine(PolicyModel(model), OptimizerConfig(lr=1e-2), engine, mesh=mesh)
@@ -51,14 +51,14 @@ def policy_engine(case: Case, folder: Path, mesh: RankMesh) -> TrainEngine:
 
 def critic_engine(case: Case, folder: Path, mesh: RankMesh) -> TrainEngine:
     engine = _engine(case, mesh)
-    model = load_critic(ModelConfig(path=folder / START), head="fresh", parts=is_sharded(engine, mesh))
+    model = load_critic(ModelConfig(path=folder / START), head="fresh", on_meta=is_sharded(engine, mesh))
     if case.lora is not None:
         add_adapter(model.backbone, case.lora)
     return TrainEngine(model, OptimizerConfig(lr=1e-2), engine, mesh=mesh)
 
 
 def _engine(case: Case, mesh: RankMesh) -> EngineConfig:
-    return EngineConfig.model_validate({} if mesh is ALONE else case.settings)
+    return EngineConfig.model_validate({} if mesh is SINGLE_PROCESS else case.settings)
 
 
 def values(engine: TrainEngine) -> Tensor:
@@ -84,15 +84,15 @@ def main(rank: int, folder: Path) -> None:
             described |= describe_adapter(ModelConfig(path=folder / START), case.lora)
         _save(policy, folder / name / "actor", {f"{DESCRIPTION}/{file}": data for file, data in described.items()})
         _save(critic, folder / name / "critic", {})
-        save_model(language_model, folder / START, folder / name / "policy", wanted=rank == 0)
+        save_model(language_model, folder / START, folder / name / "policy", is_writer=rank == 0)
         found[name] = values(critic)
     torch.save(found, folder / f"{rank}.pt")
     distributed.destroy_process_group()
 
 
-def _save(engine: TrainEngine, folder: Path, beside: dict[str, bytes]) -> None:
+def _save(engine: TrainEngine, folder: Path, extra_files: dict[str, bytes]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     distributed.barrier()
     checkpoints = EngineCheckpoints(engine)
-    checkpoints.save(folder, asynchronous=True, beside=beside)
-    checkpoints.saved()
+    checkpoints.save(folder, asynchronous=True, extra_files=extra_files)
+    checkpoints.result()

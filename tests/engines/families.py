@@ -24,11 +24,11 @@ from transformers import (
 )
 
 from flowrl.config import EngineConfig, LoraConfig, OptimizerConfig, UserError
-from flowrl.engines.models.attention import why_padded
-from flowrl.engines.models.loading import caps_attention
+from flowrl.engines.models.attention import packing_obstacle
+from flowrl.engines.models.loading import has_attention_softcap
 from flowrl.engines.models.lora import add_adapter
 from flowrl.engines.models.weights import export_weights
-from flowrl.engines.parallel.rank_mesh import ALONE, RankMesh, rank_mesh
+from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS, RankMesh, rank_mesh
 from flowrl.engines.train.engine import Denominators, TrainEngine
 from flowrl.engines.train.microbatch import MicroBatch
 from flowrl.workers.policy_model import PolicyModel, policy_logprobs
@@ -118,7 +118,7 @@ def build(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
     config = FAMILIES[name].config()
     model = AutoModelForCausalLM.from_config(config).eval()
-    if caps_attention(model):
+    if has_attention_softcap(model):
         model.set_attn_implementation("eager")
     return model
 
@@ -130,7 +130,7 @@ def adapted(name: str) -> PreTrainedModel:
     return model
 
 
-def train(model: PreTrainedModel, mesh: RankMesh = ALONE, **settings: str | bool) -> dict[str, Any]:
+def train(model: PreTrainedModel, mesh: RankMesh = SINGLE_PROCESS, **settings: str | bool) -> dict[str, Any]:
     """Two steps on one table: its log-probabilities before and after, the loss of each step, and the weights."""
     engine = TrainEngine(
         PolicyModel(model), OptimizerConfig(lr=1e-2, eps=1e-1), EngineConfig.model_validate(settings), mesh=mesh
@@ -174,6 +174,6 @@ def markdown(found: Mapping[tuple[str, str], dict | str]) -> str:
         shared = ["no" if isinstance(found[name, kind], str) else "yes" for kind in SHARED]
         window = "to the window's length" if family.longest < LONGEST else "yes"
         model = build(name)
-        packed = "yes" if why_padded(model) is None else "no"
+        packed = "yes" if packing_obstacle(model) is None else "no"
         rows.append([name, f"`{type(model).__name__}`", family.covers, *shared, packed, window])
     return "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows)

@@ -1,4 +1,4 @@
-"""What each process of a loading test runs: models read in parts, beside models read whole, and their memory."""
+"""What each process of a loading test runs: models read shard by shard, and models read in full, and their memory."""
 
 from pathlib import Path
 
@@ -28,20 +28,20 @@ IDS = torch.randint(2, 32, (2, 9), generator=torch.Generator().manual_seed(0))
 LENGTHS = torch.tensor([9, 4])
 
 
-def models(folder: Path, parts: bool) -> dict[str, nn.Module]:
+def models(folder: Path, on_meta: bool) -> dict[str, nn.Module]:
     """Of every kind; a critic with a head of its own, a reward model with a fresh one."""
     policy, critic = ModelConfig(path=folder / "policy"), ModelConfig(path=folder / "critic", dtype="bfloat16")
-    adapted, adapted_critic = load_policy(policy, parts=parts), load_critic(critic, parts=parts)
+    adapted, adapted_critic = load_policy(policy, on_meta=on_meta), load_critic(critic, on_meta=on_meta)
     add_adapter(adapted, LORA)
     add_adapter(adapted_critic.backbone, LORA)
     return {
         "policy with an adapter": PolicyModel(adapted),
         "critic with an adapter": adapted_critic,
-        "tied policy": PolicyModel(load_policy(ModelConfig(path=folder / "tied"), parts=parts)),
-        "policy": PolicyModel(load_policy(policy, parts=parts)),
-        "critic": load_critic(critic, parts=parts),
-        "fresh critic": load_critic(policy, head="fresh", parts=parts),
-        "reward": load_reward_model(policy, head="fresh", seed=3, parts=parts),
+        "tied policy": PolicyModel(load_policy(ModelConfig(path=folder / "tied"), on_meta=on_meta)),
+        "policy": PolicyModel(load_policy(policy, on_meta=on_meta)),
+        "critic": load_critic(critic, on_meta=on_meta),
+        "fresh critic": load_critic(policy, head="fresh", on_meta=on_meta),
+        "reward": load_reward_model(policy, head="fresh", seed=3, on_meta=on_meta),
     }
 
 
@@ -54,7 +54,7 @@ def say(model: nn.Module, name: str) -> Tensor:
 
 
 def main(rank: int, folder: Path) -> None:
-    """Joins three others and writes what the models read in parts say, and all their weights."""
+    """Joins three others and writes what the models read shard by shard say, and all their weights."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
     groups = {size: distributed.new_group(list(range(size))) for size in (4, 2)}
@@ -66,7 +66,7 @@ def main(rank: int, folder: Path) -> None:
         assert isinstance(group, distributed.ProcessGroup)
         mesh = rank_mesh(group, device="cpu", **layout)
         config = EngineConfig(strategy="fsdp", shard_ranks=layout.get("shard_ranks"))
-        for name, model in models(folder, parts=True).items():
+        for name, model in models(folder, on_meta=True).items():
             assert any(parameter.is_meta for parameter in model.parameters())
             engine = TrainEngine(model, None, config, mesh=mesh)
             found[mesh_name, name] = say(engine.model, name), _weights(model)
@@ -81,15 +81,15 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
 
 def expected(folder: Path) -> dict[str, tuple[Tensor, dict[str, Tensor]]]:
     """The same from models that one process reads whole."""
-    return {name: (say(model, name), _weights(model)) for name, model in models(folder, parts=False).items()}
+    return {name: (say(model, name), _weights(model)) for name, model in models(folder, on_meta=False).items()}
 
 
-def growth(mesh: RankMesh, folder: Path, parts: bool, lora: bool) -> int:
+def growth(mesh: RankMesh, folder: Path, on_meta: bool, lora: bool) -> int:
     """Bytes by which this process's peak grows while it loads a policy, perhaps with an adapter, and cuts it."""
     # Linux begins a new peak.
     Path("/proc/self/clear_refs").write_text("5")
     before = _memory("VmRSS")
-    policy = load_policy(ModelConfig(path=folder), parts=parts)
+    policy = load_policy(ModelConfig(path=folder), on_meta=on_meta)
     if lora:
         add_adapter(policy, LORA)
     TrainEngine(PolicyModel(policy), None, EngineConfig(strategy="fsdp"), mesh=mesh)
@@ -102,11 +102,11 @@ def _memory(name: str) -> int:
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
-def measure(rank: int, folder: Path, small: Path, large: Path, parts: bool, lora: bool) -> None:
+def measure(rank: int, folder: Path, small: Path, large: Path, on_meta: bool, lora: bool) -> None:
     """Writes how much memory one of two processes takes for a large model, once a small one has loaded all code."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     mesh = rank_mesh(distributed.group.WORLD, device="cpu")
-    growth(mesh, small, parts, lora)
-    (folder / f"{rank}.txt").write_text(str(growth(mesh, large, parts, lora)))
+    growth(mesh, small, on_meta, lora)
+    (folder / f"{rank}.txt").write_text(str(growth(mesh, large, on_meta, lora)))
     distributed.destroy_process_group()

@@ -16,10 +16,10 @@ from flowrl.data.batch.tensordicts import take_rows
 from flowrl.data.metric import Mean
 from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints
 from flowrl.engines.models.loading import CriticModel
-from flowrl.engines.models.lora import adapter_off, adapter_state, add_adapter, load_adapter_state
-from flowrl.engines.models.offload import move_optimizer
-from flowrl.engines.models.weights import borrowed_weights, empty_copy, export_weights, tensors_of
-from flowrl.engines.parallel.rank_mesh import ALONE, RankMesh, rank_mesh
+from flowrl.engines.models.lora import adapter_disabled, adapter_state, add_adapter, load_adapter_state
+from flowrl.engines.models.parameters import move_optimizer
+from flowrl.engines.models.weights import export_weights, gathered_weights, meta_copy, to_tensors
+from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS, RankMesh, rank_mesh
 from flowrl.engines.rollout.hf.engine import HfRollout
 from flowrl.engines.rollout.weight_check import WeightSample, weight_samples
 from flowrl.engines.train.engine import Denominators, TrainEngine
@@ -112,7 +112,7 @@ def train(case: Case, group: distributed.ProcessGroup | None, folder: Path | Non
     before which the policy is saved in the folder."""
     rank = 0 if group is None else group.rank()
     rows = ROWS[case.ranks // (case.tp * case.sp)][rank // (case.tp * case.sp)]
-    mesh = ALONE if group is None else _mesh(case, group)
+    mesh = SINGLE_PROCESS if group is None else _mesh(case, group)
     engine = EngineConfig(max_tokens_per_microbatch=20, **case.settings)
     policy, critic = policy_of(case, mesh), CriticModel(llama().model)
     language_model = policy.model.language_model
@@ -145,7 +145,7 @@ def train(case: Case, group: distributed.ProcessGroup | None, folder: Path | Non
     if folder is not None:
         checkpoints = EngineCheckpoints(policy)
         checkpoints.save(folder)
-        checkpoints.saved()
+        checkpoints.result()
     found["later"] = fourth_step(policy, rows)
     found["held"] = sum(_own_part(parameter).numel() for parameter in policy.model.parameters())
     assert policy.optimizer is not None
@@ -170,13 +170,13 @@ def fourth_step(policy: TrainEngine, rows: list[int]) -> dict[str, torch.Tensor]
 
 
 def _reference_logprobs(policy: TrainEngine, rows: TensorDict) -> torch.Tensor:
-    with adapter_off(policy.model):
+    with adapter_disabled(policy.model):
         return policy.evaluate(rows, lambda m, micro: policy_logprobs(m, micro, temperature=0.7))
 
 
 def _unlike_samples(model: PreTrainedModel) -> list[str]:
     """The weights whose samples are not a part of what the model exports, to the last bit."""
-    whole = tensors_of(export_weights(model))
+    whole = to_tensors(export_weights(model))
     tied = {"lm_head.weight": whole["model.embed_tokens.weight"]}
     samples = [sample for version in range(3) for sample in weight_samples(model, version).samples]
 
@@ -206,8 +206,8 @@ def _mesh(case: Case, group: distributed.ProcessGroup):
 
 def _generated(model: PreTrainedModel) -> list[list[int]]:
     """Sampled from whole weights that are there for the call only."""
-    rollout = HfRollout(empty_copy(model), tokenizer(), RolloutConfig(max_response_tokens=6))
-    with borrowed_weights(rollout.model, model):
+    rollout = HfRollout(meta_copy(model), tokenizer(), RolloutConfig(max_response_tokens=6))
+    with gathered_weights(rollout.model, model):
         answers = rollout.generate([[3, 4], [5]], torch.arange(2), torch.zeros(2, dtype=torch.int64), seed=0)
     assert all(parameter.is_meta for parameter in rollout.model.parameters())
     return answers.ids()
@@ -217,7 +217,7 @@ def train_on_bfloat16(group: distributed.ProcessGroup | None) -> dict[str, torch
     """An adapter, float32 as always, after steps beside weights of another type, which FSDP puts together with it."""
     model = qwen2(torch.bfloat16)
     add_adapter(model, LORA)
-    mesh = ALONE if group is None else rank_mesh(group, device="cpu")
+    mesh = SINGLE_PROCESS if group is None else rank_mesh(group, device="cpu")
     settings = EngineConfig(strategy="single" if group is None else "fsdp")
     engine = TrainEngine(PolicyModel(model), OptimizerConfig(lr=1e-2, eps=1e-3), settings, mesh=mesh)
     rows = torch.arange(11) if group is None else torch.arange(group.rank(), 11, 2)
@@ -229,7 +229,7 @@ def train_on_bfloat16(group: distributed.ProcessGroup | None) -> dict[str, torch
 def train_in_half(dtype: str, group: distributed.ProcessGroup | None) -> dict[str, Any]:
     """Gradient norms of a policy's steps whose matrix products are in half precision, how many an overflow left out,
     the scale of the loss after them, and the weights, which are float32."""
-    mesh = ALONE if group is None else rank_mesh(group, device="cpu")
+    mesh = SINGLE_PROCESS if group is None else rank_mesh(group, device="cpu")
     settings = {"strategy": "single" if group is None else "fsdp", "compute_dtype": dtype}
     policy = policy_of(Case(1 if group is None else 2, settings), mesh)
     rows = torch.arange(11) if group is None else torch.arange(group.rank(), 11, 2)

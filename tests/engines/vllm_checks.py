@@ -9,7 +9,7 @@ import torch
 
 from flowrl.config import CheckFailed, UserError
 from flowrl.controller.worker import Worker
-from flowrl.engines.models.weights import tensors_of
+from flowrl.engines.models.weights import to_tensors
 from flowrl.engines.rollout.requests import Prompt
 from flowrl.engines.rollout.weight_check import WeightSamples
 from flowrl.workers import Rollout
@@ -219,7 +219,7 @@ def quantization_errors(worker: Rollout, weights: dict[str, Any]) -> dict[str, t
     """Of each kind of layer that is quantised the largest error of a weight, in steps of int8 or as a share for fp8,
     and the largest magnitude of a stored number."""
     inner: Any = engine_of(worker)._engine
-    (found,) = inner.collective_rpc(_quantization_errors, args=(dict(tensors_of(weights)),))
+    (found,) = inner.collective_rpc(_quantization_errors, args=(dict(to_tensors(weights)),))
     return found
 
 

@@ -24,7 +24,7 @@ from flowrl.controller.placement.plan import Mesh
 from flowrl.data.batch.tensordicts import make_tensordict
 from flowrl.engines.models.loading import CriticModel
 from flowrl.engines.models.lora import add_adapter
-from flowrl.engines.parallel.rank_mesh import ALONE, rank_mesh
+from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS, rank_mesh
 from flowrl.engines.rollout.hf.engine import HfRollout
 from flowrl.engines.train.engine import Denominators, TrainEngine
 from flowrl.engines.train.microbatch import MicroBatch
@@ -171,7 +171,7 @@ def _value_loss(model: nn.Module, micro: MicroBatch, counts: Denominators):
     return (model(micro.input_ids) * micro.tokens["response_mask"]).square().sum() / counts.tokens, {}
 
 
-def run(point: Point, config: Qwen2Config, mesh=ALONE) -> None:
+def run(point: Point, config: Qwen2Config, mesh=SINGLE_PROCESS) -> None:
     """Builds the point's model and runs its largest call."""
     dtype = torch.bfloat16 if point.dtype == "bfloat16" else torch.float32
     model = Qwen2ForCausalLM(config).to(dtype)  # pyright: ignore[reportArgumentType] (transformers narrows `to`)
@@ -200,7 +200,7 @@ def main(name: str, rank: int, folder: str) -> None:
     """Prints the growth of this process's peak memory in bytes, after a tiny model has loaded all code."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    point, mesh = POINTS[name], ALONE
+    point, mesh = POINTS[name], SINGLE_PROCESS
     if point.ranks > 1:
         distributed.init_process_group("gloo", init_method=f"file://{folder}/s", rank=rank, world_size=point.ranks)
         mesh = rank_mesh(distributed.group.WORLD, device="cpu")

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from flowrl.algorithms import hidden_logprobs, logprobs
 from flowrl.config import LoraConfig
-from flowrl.engines.models.loading import caps_attention
+from flowrl.engines.models.loading import has_attention_softcap
 from flowrl.engines.models.lora import add_adapter
 from flowrl.engines.rollout import sampling
 from flowrl.engines.rollout.hf import decoder, kv_cache
@@ -36,7 +36,7 @@ def saved_bytes(config: PreTrainedConfig, precision: Precision, adapter_rank: in
     """Returns the bytes that autograd saves in a forward pass, without weights and their copies."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16 if precision == "half" else torch.float32)
-    if caps_attention(model):
+    if has_attention_softcap(model):
         model.set_attn_implementation("eager")
     if adapter_rank:
         add_adapter(model, LoraConfig(rank=adapter_rank))

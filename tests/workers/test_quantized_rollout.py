@@ -9,7 +9,7 @@ from flowrl import Batch, Cluster, Placement, WorkerGroup
 from flowrl.config import ActorConfig, LoraConfig, ModelConfig, OptimizerConfig, RolloutConfig
 from flowrl.controller.errors import WorkerError
 from flowrl.engines.models.int8 import int8_layers, quantized_copy
-from flowrl.engines.models.weights import whole_weights, write_weights
+from flowrl.engines.models.weights import full_weights, write_weights
 from flowrl.workers import Actor, Rollout
 from recipes.quickstart.prepare import prepare
 
@@ -51,7 +51,7 @@ def is_quantised_from_actor(rollout: Rollout) -> bool:
     assert isinstance(actor, Actor)
     model = rollout.engine.model
     expected = quantized_copy(model, torch.device("cpu"))
-    write_weights(expected, whole_weights(actor.model))
+    write_weights(expected, full_weights(actor.model))
     same = [torch.equal(weight, expected.state_dict()[name]) for name, weight in model.state_dict().items()]
     return bool(int8_layers(model)) and all(same)
 

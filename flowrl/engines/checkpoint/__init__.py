@@ -1,0 +1,5 @@
+"""Checkpoints of a train engine, and the export of a policy from a checkpoint.
+
+Entry points: `engine_checkpoint.EngineCheckpoints` and `load`; `export.export_policy` and `export_adapter`.
+May import the other packages of `flowrl.engines` except `rollout`.
+"""

@@ -1,12 +1,12 @@
-"""An engine to a folder and back: weights, optimizer, position in its schedules, and random number generators.
+"""Saves an engine to a folder and loads it: weights, optimizer, counters and random number generators.
 
-Tensors are named by the model's parameters, never by rank, and torch's distributed checkpoint plans who writes and who
-reads which piece: of what every rank has a copy, rank 0 writes all; of what is sharded, each rank its shards. So a
-folder is loaded by any number of ranks, under any strategy.
+Tensors are named by the model's parameters, not by rank. torch's distributed checkpoint plans the reads and writes:
+rank 0 writes replicated tensors, and each rank writes its shards. A folder can be loaded by any number of ranks, under
+any strategy.
 
-All that ranks agree on is agreed in `save` and `saved` themselves, on the caller's thread and in the role's own group.
-Only the writing goes on beside it: torch's `async_save` would meet its peers on a thread of its own, in the middle of
-whatever collectives training is in, and needs a second group for that.
+All collectives run in `save` and `result`, on the caller's thread and in the role's process group. A background thread
+only writes files. torch's `async_save` would run collectives on its own thread, concurrently with those of training,
+and would need a second process group.
 """
 
 import json
@@ -44,21 +44,21 @@ from flowrl.engines.checkpoint.shards import (
     ALIGNMENT,
     INDEX,
     Index,
-    Place,
-    bytes_of,
-    index_text,
+    ShardLocation,
+    format_index,
     read_index,
     read_into,
+    tensor_bytes,
 )
-from flowrl.engines.models.offload import named_weights
+from flowrl.engines.models.parameters import unique_parameters
 from flowrl.engines.train.random_state import random_state, restore_random_state
 
 MODEL, OPTIMIZER = "model.", "optimizer."
-"""What the names of tensors begin with."""
+"""Prefixes of tensor names in a checkpoint."""
 
 
-class Checkpointed(Protocol):
-    """What an engine shows of itself."""
+class CheckpointedEngine(Protocol):
+    """The interface of an engine that can be checkpointed."""
 
     @property
     def model(self) -> nn.Module: ...
@@ -69,38 +69,38 @@ class Checkpointed(Protocol):
     @property
     def group(self) -> ProcessGroup | None: ...
 
-    def position(self) -> dict[str, float]:
-        """What it holds besides tensors: optimizer steps taken, the scale of a loss scaler."""
+    def snapshot(self) -> dict[str, float]:
+        """Returns the state besides tensors, such as the number of optimizer steps."""
         ...
 
-    def restore(self, position: Mapping[str, float]) -> None:
-        """Takes a position again."""
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Restores the result of `snapshot`."""
         ...
 
 
 @dataclass
-class _Writing:
-    """One save, from the copy until every rank has written."""
+class _Save:
+    """One save of a rank, from the snapshot until every rank has written."""
 
     folder: Path
     rank: int
     names: Sequence[tuple[str, tuple[int, ...]]]
     tensors: Sequence[Tensor]
     metadata: Metadata
-    position: Mapping[str, float]
-    random: Mapping[str, Any]
-    beside: Mapping[str, bytes]
-    places: dict[tuple[str, tuple[int, ...]], Place] = field(default_factory=dict)
-    sums: dict[str, FileChecksum] = field(default_factory=dict)
+    engine_state: Mapping[str, float]
+    random_state: Mapping[str, Any]
+    extra_files: Mapping[str, bytes]
+    locations: dict[tuple[str, tuple[int, ...]], ShardLocation] = field(default_factory=dict)
+    checksums: dict[str, FileChecksum] = field(default_factory=dict)
     error: str | None = None
     thread: threading.Thread | None = None
 
     def write(self) -> None:
-        """Writes this rank's files; what goes wrong is kept for `EngineCheckpoints.saved` to tell."""
+        """Writes the files of this rank. Stores an error, which `EngineCheckpoints.result` raises on all ranks."""
         try:
             self._write()
         except OSError as error:
-            self.error = told(self.folder, error)
+            self.error = write_error_message(self.folder, error)
 
     def _write(self) -> None:
         if self.tensors:
@@ -108,101 +108,102 @@ class _Writing:
             file = ChecksummedFile(self.folder / name)
             try:
                 for key, tensor in zip(self.names, self.tensors, strict=True):
-                    self.places[key] = Place(name, file.align(ALIGNMENT))
-                    file.write(bytes_of(tensor))
-                self.sums[name] = file.finish()
+                    self.locations[key] = ShardLocation(name, file.align(ALIGNMENT))
+                    file.write(tensor_bytes(tensor))
+                self.checksums[name] = file.finish()
             finally:
                 file.close()
-        name = random_file(self.rank)
-        self.sums[name] = write_json_with_checksum(self.folder / name, self.random)
-        for name, data in self.beside.items():
+        name = random_state_file(self.rank)
+        self.checksums[name] = write_json_with_checksum(self.folder / name, self.random_state)
+        for name, data in self.extra_files.items():
             (self.folder / name).parent.mkdir(exist_ok=True)
-            self.sums[name] = write_with_checksum(self.folder / name, data)
-        for folder in {self.folder, *((self.folder / name).parent for name in self.beside)}:
+            self.checksums[name] = write_with_checksum(self.folder / name, data)
+        for folder in {self.folder, *((self.folder / name).parent for name in self.extra_files)}:
             sync_folder(folder)
 
 
 class EngineCheckpoints:
-    """Saves an engine, one save at a time. Every rank of the engine's group makes the same calls in the same order."""
+    """Saves an engine, one save at a time. All methods are collective over the ranks of the engine."""
 
-    def __init__(self, engine: Checkpointed) -> None:
+    def __init__(self, engine: CheckpointedEngine) -> None:
         self._engine = engine
-        self._writing: _Writing | None = None
+        self._pending_save: _Save | None = None
         self._buffers: list[Tensor] = []
-        """Host memory that the last asynchronous save was copied to; the next one needs as much."""
+        """Host memory of the last asynchronous save, reused by the next save."""
 
-    def save(self, folder: Path, *, asynchronous: bool = False, beside: Mapping[str, bytes] | None = None) -> None:
-        """Takes the engine's state and writes it.
+    def save(self, folder: Path, *, asynchronous: bool = False, extra_files: Mapping[str, bytes] | None = None) -> None:
+        """Starts a save, whose outcome `result` returns.
 
         Args:
-            folder: an existing empty folder, which all ranks see.
-            asynchronous: copy the state to host memory, return, and write while training goes on.
-            beside: files that rank 0 writes too, by path below the folder.
+            folder: an existing empty folder, visible to all ranks.
+            asynchronous: copy the state to host memory and write it in a background thread. Otherwise the files are
+                written before the return.
+            extra_files: contents of further files for rank 0 to write, by path below the folder.
         """
-        assert self._writing is None, "the save before this one was not waited for"
+        assert self._pending_save is None, "the previous save is unfinished: call result() first"
         engine, rank = self._engine, _rank(self._engine.group)
         state = _state(engine, with_optimizer=engine.optimizer is not None and bool(engine.optimizer.state))
-        planner, plan, metadata = _planned(state, engine.group)
+        planner, plan, metadata = _plan_save(state, engine.group)
         resolved = [planner.resolve_data(item) for item in plan.items]
         tensors = [tensor for tensor in resolved if isinstance(tensor, Tensor)]
-        assert len(tensors) == len(resolved), "a checkpoint holds tensors alone"
-        self._writing = writing = _Writing(
+        assert len(tensors) == len(resolved), "a checkpoint holds only tensors"
+        self._pending_save = save = _Save(
             folder,
             rank,
             [(item.index.fqn, tuple(item.index.offset or ())) for item in plan.items],
-            self._copied(tensors) if asynchronous else tensors,
+            self._copy_to_host(tensors) if asynchronous else tensors,
             metadata,
-            engine.position(),
+            engine.snapshot(),
             random_state(),
-            beside if beside and rank == 0 else {},
+            extra_files if extra_files and rank == 0 else {},
         )
         if asynchronous:
-            # A daemon: a process that has to end does not wait for a file that nobody will read.
-            writing.thread = threading.Thread(target=writing.write, name="checkpoint", daemon=True)
-            writing.thread.start()
+            # A daemon thread, so that a failing process does not wait for an incomplete checkpoint.
+            save.thread = threading.Thread(target=save.write, name="checkpoint", daemon=True)
+            save.thread.start()
         else:
-            writing.write()
+            save.write()
 
-    def saved(self, *, wait: bool = True) -> Saved | None:
-        """What this rank has written when all ranks are done; None while one of them is not, if `wait` is false.
+    def result(self, *, wait: bool = True) -> Saved | None:
+        """Completes the save when all ranks have written.
 
+        Args:
+            wait: block until then; otherwise return None while a rank is still writing.
+        Returns: checksums of the files of this rank.
         Raises:
-            CheckpointError: a rank could not write; all ranks raise it.
+            CheckpointError: a rank could not write. All ranks raise it.
         """
-        writing = self._writing
-        assert writing is not None, "there is no save to wait for"
-        if wait and writing.thread is not None:
-            writing.thread.join()
-        running = writing.thread is not None and writing.thread.is_alive()
-        told_by_all = _gathered((running, writing.error, {} if running else writing.places), self._engine.group)
-        if any(running for running, _, _ in told_by_all):
+        save = self._pending_save
+        assert save is not None, "no save was started"
+        if wait and save.thread is not None:
+            save.thread.join()
+        is_writing = save.thread is not None and save.thread.is_alive()
+        outcomes = _all_gather((is_writing, save.error, {} if is_writing else save.locations), self._engine.group)
+        if any(is_writing for is_writing, _, _ in outcomes):
             return None
-        self._writing = None
-        for _, error, _ in told_by_all:
+        self._pending_save = None
+        for _, error, _ in outcomes:
             if error is not None:
                 raise CheckpointError(error)
-        if writing.rank == 0:
-            places = {key: place for _, _, written in told_by_all for key, place in written.items()}
-            self._finish(writing, places)
-        return Saved(writing.sums, _architecture(self._engine.model))
+        if save.rank == 0:
+            locations = {key: location for _, _, written in outcomes for key, location in written.items()}
+            text = format_index(save.metadata, locations, save.engine_state)
+            try:
+                save.checksums[INDEX] = write_with_checksum(save.folder / INDEX, text.encode())
+                sync_folder(save.folder)
+            except OSError as error:
+                raise CheckpointError(write_error_message(save.folder, error)) from error
+        return Saved(save.checksums, _architecture(self._engine.model))
 
-    def _finish(self, writing: _Writing, places: dict[tuple[str, tuple[int, ...]], Place]) -> None:
-        text = index_text(writing.metadata, places, writing.position)
-        try:
-            writing.sums[INDEX] = write_with_checksum(writing.folder / INDEX, text.encode())
-            sync_folder(writing.folder)
-        except OSError as error:
-            raise CheckpointError(told(writing.folder, error)) from error
-
-    def _copied(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors in host memory of their own. Memory that was touched before takes a copy several times faster."""
-        kinds = [(tensor.shape, tensor.dtype) for tensor in tensors]
-        if kinds != [(buffer.shape, buffer.dtype) for buffer in self._buffers]:
+    def _copy_to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copies the tensors to host buffers. Buffers are reused, since a copy to new memory is several times slower."""
+        layouts = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        if layouts != [(buffer.shape, buffer.dtype) for buffer in self._buffers]:
             self._buffers = [torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda) for t in tensors]
         for buffer, tensor in zip(self._buffers, tensors, strict=True):
             if tensor.is_cpu and tensor.is_contiguous():
-                # torch's threads meet after every tensor: 40 times slower where another program has one of their cores.
-                np.copyto(np.asarray(bytes_of(buffer)), np.asarray(bytes_of(tensor)))
+                # torch synchronizes its threads per tensor, which is 40 times slower if a core is busy.
+                np.copyto(np.asarray(tensor_bytes(buffer)), np.asarray(tensor_bytes(tensor)))
             else:
                 buffer.copy_(tensor.detach(), non_blocking=True)
         if any(tensor.is_cuda for tensor in tensors):
@@ -210,89 +211,92 @@ class EngineCheckpoints:
         return self._buffers
 
 
-def load(engine: Checkpointed, folder: Path) -> None:
-    """Brings an engine to the state that a folder holds, whatever world wrote it. Every rank of its group calls it.
+def load(engine: CheckpointedEngine, folder: Path) -> None:
+    """Restores an engine from a folder written by any number of ranks. Collective over the ranks of the engine.
 
-    Random number generators are restored on the ranks that were there when it was saved.
+    Random number generators are restored on ranks that existed when the folder was written.
 
     Raises:
-        CheckpointError: the folder has no whole checkpoint, or one of another model; the engine is then unchanged.
+        CheckpointError: the folder has no complete checkpoint, or that of a different model. The engine is then
+            unchanged.
     """
     index = read_index(folder)
-    stored = any(name.startswith(OPTIMIZER) for name in index.tensors)
-    state = _state(engine, with_optimizer=stored and engine.optimizer is not None)
-    _check_fits(state, index, folder)
+    has_optimizer = any(name.startswith(OPTIMIZER) for name in index.tensors)
+    state = _state(engine, with_optimizer=has_optimizer and engine.optimizer is not None)
+    _check_architecture(state, index, folder)
     read_into(state, folder, index, engine.group)
-    _put(engine, state)
-    engine.restore(index.position)
-    own = folder / random_file(_rank(engine.group))
-    if own.is_file():
-        restore_random_state(json.loads(own.read_text(encoding="utf-8")))
+    _set_state(engine, state)
+    engine.restore(index.engine_state)
+    file = folder / random_state_file(_rank(engine.group))
+    if file.is_file():
+        restore_random_state(json.loads(file.read_text(encoding="utf-8")))
 
 
-def told(folder: Path, error: OSError) -> str:
-    """The sentence for a folder that cannot be written."""
+def write_error_message(folder: Path, error: OSError) -> str:
+    """Returns the error message for a folder that cannot be written."""
     return (
-        f"the checkpoint cannot be written to {folder} ({error.strerror}); make room or set output to another disk: "
-        f"the checkpoints before it are whole, and resume=auto goes on from the newest"
+        f"the checkpoint cannot be written to {folder} ({error.strerror}): free disk space or set output to another "
+        f"disk; earlier checkpoints are complete, and resume=auto continues from the newest"
     )
 
 
-def random_file(rank: int) -> str:
-    """Where a rank's random number generators are."""
+def random_state_file(rank: int) -> str:
+    """Returns the name of the file with a rank's random number generators."""
     return f"random-{rank:05d}.json"
 
 
-def _state(engine: Checkpointed, *, with_optimizer: bool) -> dict[str, Any]:
-    """Name -> the engine's own tensors (DTensors where they are sharded); of tied weights the first name alone, and
-    none that are not trained: beside an adapter those are the model's that every run begins with."""
-    twice = {name for names, _ in named_weights(engine.model) for name in names[1:]}
+def _state(engine: CheckpointedEngine, *, with_optimizer: bool) -> dict[str, Any]:
+    """Returns the engine's tensors by name, as DTensors if they are sharded.
+
+    Tied weights appear once, under their first name. Frozen weights are excluded, because they never change.
+    """
+    tied = {name for names, _ in unique_parameters(engine.model) for name in names[1:]}
     weights = get_model_state_dict(engine.model, options=StateDictOptions(ignore_frozen_params=True))
-    state = {MODEL + name: weight for name, weight in weights.items() if name not in twice}
+    state = {MODEL + name: weight for name, weight in weights.items() if name not in tied}
     if with_optimizer:
         assert engine.optimizer is not None
         # Any: torch's type covers flattened dictionaries too.
         moments: Any = get_optimizer_state_dict(engine.model, engine.optimizer)["state"]
-        state |= {f"{OPTIMIZER}{name}.{key}": value for name, of in moments.items() for key, value in of.items()}
+        state |= {f"{OPTIMIZER}{n}.{key}": value for n, own in moments.items() for key, value in own.items()}
     return state
 
 
-def _put(engine: Checkpointed, state: Mapping[str, Any]) -> None:
-    """Gives the engine its tensors again, for strategies whose state dictionaries are copies."""
+def _set_state(engine: CheckpointedEngine, state: Mapping[str, Any]) -> None:
+    """Writes the tensors back to the engine, since the state dictionaries of some strategies are copies."""
     weights = {name.removeprefix(MODEL): value for name, value in state.items() if name.startswith(MODEL)}
-    # Not strict: the second names of tied weights are missing, and what is not trained.
+    # Not strict, because frozen weights and further names of tied weights are missing.
     set_model_state_dict(engine.model, weights, options=StateDictOptions(strict=False))
     if engine.optimizer is None or not any(name.startswith(OPTIMIZER) for name in state):
         return
     optimizer: Any = get_optimizer_state_dict(engine.model, engine.optimizer)
-    for name, of in optimizer["state"].items():
-        of |= {key: state[f"{OPTIMIZER}{name}.{key}"] for key in of}
+    for name, own in optimizer["state"].items():
+        own |= {key: state[f"{OPTIMIZER}{name}.{key}"] for key in own}
     set_optimizer_state_dict(engine.model, engine.optimizer, optimizer)
 
 
-def _planned(state: dict[str, Any], group: ProcessGroup | None) -> tuple[DefaultSavePlanner, SavePlan, Metadata]:
-    """What this rank writes, and what all ranks write together."""
+def _plan_save(state: dict[str, Any], group: ProcessGroup | None) -> tuple[DefaultSavePlanner, SavePlan, Metadata]:
+    """Returns torch's planner, the plan of this rank, and the metadata of all ranks."""
     planner = DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
     planner.set_up_planner(state, is_coordinator=_rank(group) == 0)
-    # Every rank makes the same plan from the same parts, so that none has to be sent back.
-    plans, metadata = planner.create_global_plan(_gathered(planner.create_local_plan(), group))
+    # Every rank computes the same global plan from all local plans, which saves a broadcast.
+    plans, metadata = planner.create_global_plan(_all_gather(planner.create_local_plan(), group))
     return planner, planner.finish_plan(plans[_rank(group)]), metadata
 
 
-def _check_fits(state: Mapping[str, Any], index: Index, folder: Path) -> None:
+def _check_architecture(state: Mapping[str, Any], index: Index, folder: Path) -> None:
     for name in [*state, *index.tensors]:
         if name not in index.tensors or name not in state:
-            has, lacks = ("the checkpoint", "the model here") if name in index.tensors else ("the model", folder)
+            where = "checkpoint" if name in index.tensors else "model"
             raise CheckpointError(
-                f"the checkpoint in {folder} is of another model: {has} has {name}, which {lacks} has not; "
-                f"resume with the model that the run began with"
+                f"the checkpoint in {folder} is of a different model: only the {where} has {name}; resume with the "
+                f"model that the run started with"
             )
         size, dtype = list(state[name].shape), str(state[name].dtype).removeprefix("torch.")
         stored = index.tensors[name]
         if (stored["size"], stored["dtype"]) != (size, dtype):
             raise CheckpointError(
-                f"the checkpoint in {folder} is of another model: {name} is {stored['dtype']} {stored['size']} there "
-                f"and {dtype} {size} here; resume with the model that the run began with"
+                f"the checkpoint in {folder} is of a different model: {name} is {stored['dtype']} {stored['size']} in "
+                f"the checkpoint and {dtype} {size} in the model; resume with the model that the run started with"
             )
 
 
@@ -304,8 +308,8 @@ def _rank(group: ProcessGroup | None) -> int:
     return 0 if group is None else distributed.get_rank(group)
 
 
-def _gathered(value: Any, group: ProcessGroup | None) -> list[Any]:
-    """This value of every rank."""
+def _all_gather(value: Any, group: ProcessGroup | None) -> list[Any]:
+    """Returns the value of every rank."""
     if group is None:
         return [value]
     values: list[Any] = [None] * distributed.get_world_size(group)

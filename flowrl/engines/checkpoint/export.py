@@ -1,4 +1,4 @@
-"""A policy, or its adapter alone, out of a checkpoint: a folder for others to load, from any number of ranks."""
+"""Exports a policy or its adapter from a checkpoint that any number of ranks wrote."""
 
 import json
 from collections.abc import Mapping
@@ -12,76 +12,78 @@ from transformers import PreTrainedModel
 from flowrl.config import LoraConfig, ModelConfig
 from flowrl.data.checksums import CheckpointError
 from flowrl.engines.checkpoint.engine_checkpoint import MODEL
-from flowrl.engines.checkpoint.shards import dtype_of, read_index, read_into
-from flowrl.engines.models.loading import load_policy, model_of, save_model
+from flowrl.engines.checkpoint.shards import read_index, read_into
+from flowrl.engines.models.loading import build_model, load_policy, save_model
 from flowrl.engines.models.lora import add_adapter, save_adapter
+from flowrl.engines.models.parameters import torch_dtype
 
 DESCRIPTION = "model"
-"""Folder in that of the actor: config and tokenizer."""
+"""Folder below the actor's folder with the model configuration and the tokenizer."""
 
 _ADAPTER = "adapter.json"
-"""File in it, where the checkpoint has an adapter alone: what that is, and the model it belongs to."""
+"""File in the description folder of a LoRA run, with the adapter's settings and its base model."""
 
 _POLICY = MODEL + "language_model."
-"""What the weights' names begin with in an actor's checkpoint."""
+"""Prefix of the policy's weights in an actor's checkpoint."""
 
 
 def describe_adapter(model: ModelConfig, lora: LoraConfig) -> dict[str, bytes]:
-    """What `export_policy` must know of an adapter, as a file beside the config."""
+    """Returns the file that describes an adapter in a checkpoint, as a map from name to contents."""
     path = model.path.resolve() if model.path.exists() else model.path
     settings = {"model": model.model_dump(mode="json") | {"path": str(path)}, "lora": lora.model_dump(mode="json")}
     return {_ADAPTER: json.dumps(settings).encode()}
 
 
 def export_policy(checkpoint: Path, output: Path) -> None:
-    """Writes the policy of an actor's folder so that transformers loads it. Needs memory for its weights once.
+    """Writes the policy of an actor's checkpoint as a folder that transformers loads. An adapter is merged.
 
     Args:
-        checkpoint: what `Actor.save_checkpoint` wrote.
-        output: a folder that does not exist yet; it appears whole or not at all.
+        checkpoint: folder written by `Actor.save_checkpoint`.
+        output: a new folder, which appears atomically.
     Raises:
-        CheckpointError: there is no such policy, or the adapter in it does not fit the model it was trained on.
-        ModelError: `output` exists already, or the model that an adapter was trained on is not where it was.
-        UserError: it cannot be written.
+        CheckpointError: the checkpoint has no policy, or its adapter does not match the base model.
+        ModelError: `output` already exists, or the base model of an adapter cannot be loaded.
+        UserError: `output` cannot be written.
     """
-    described, named = _described(checkpoint), _weights(checkpoint)
-    model = model_of(described, named) if adapter_base(checkpoint) is None else _adapted(described, named)
-    save_model(model, described, output)
+    description, weights = _description_folder(checkpoint), _policy_weights(checkpoint)
+    is_adapter = adapter_base(checkpoint) is not None
+    model = _load_adapted(description, weights) if is_adapter else build_model(description, weights)
+    save_model(model, description, output)
 
 
 def export_adapter(checkpoint: Path, output: Path) -> None:
-    """Writes the adapter of an actor's folder alone, so that peft loads it onto the model that the run began with.
+    """Writes the adapter of an actor's checkpoint as a folder that peft loads onto the base model.
 
-    Args and raises: as `export_policy`; CheckpointError also without an adapter, LoraError where `output` exists.
+    Arguments and errors as for `export_policy`. Also raises CheckpointError if there is no adapter, and LoraError if
+    `output` already exists.
     """
-    described, base = _described(checkpoint), adapter_base(checkpoint)
+    description, base = _description_folder(checkpoint), adapter_base(checkpoint)
     if base is None:
         raise CheckpointError(
-            f"{checkpoint} has no adapter, because its run trained all weights (lora was not set): export the model, "
-            f"without --adapter"
+            f"{checkpoint} has no adapter, because its run trained all weights (lora was not set): export without "
+            f"--adapter"
         )
-    save_adapter(_adapted(described, _weights(checkpoint)), base, output)
+    save_adapter(_load_adapted(description, _policy_weights(checkpoint)), base, output)
 
 
 def adapter_base(checkpoint: Path) -> Path | None:
-    """Where the model was that an adapter was trained on; None for a policy that was trained as a whole."""
+    """Returns the path of an adapter's base model, or None for a checkpoint without an adapter."""
     file = checkpoint / DESCRIPTION / _ADAPTER
     return ModelConfig.model_validate(json.loads(file.read_text())["model"]).path if file.is_file() else None
 
 
-def _described(checkpoint: Path) -> Path:
-    """Where the description of an actor's policy is."""
-    described = checkpoint / DESCRIPTION
-    if not (described / "config.json").is_file():
-        raise CheckpointError(f"{checkpoint} describes no language model: only what an Actor saved is exported")
-    return described
+def _description_folder(checkpoint: Path) -> Path:
+    folder = checkpoint / DESCRIPTION
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{checkpoint} is not the checkpoint of an Actor: only an actor's model can be exported")
+    return folder
 
 
-def _weights(checkpoint: Path) -> dict[str, Tensor]:
-    """What was saved of an actor's policy."""
+def _policy_weights(checkpoint: Path) -> dict[str, Tensor]:
+    """Reads all weights of an actor's policy from a checkpoint."""
     index = read_index(checkpoint)
     weights: dict[str, Any] = {
-        name: torch.empty(stored["size"], dtype=dtype_of(stored["dtype"]))
+        name: torch.empty(stored["size"], dtype=torch_dtype(stored["dtype"]))
         for name, stored in index.tensors.items()
         if name.startswith(_POLICY)
     }
@@ -89,16 +91,16 @@ def _weights(checkpoint: Path) -> dict[str, Tensor]:
     return {name.removeprefix(_POLICY): weight for name, weight in weights.items()}
 
 
-def _adapted(described: Path, weights: Mapping[str, Tensor]) -> PreTrainedModel:
-    """The model that an adapter was trained on, with it."""
-    settings = json.loads((described / _ADAPTER).read_text())
+def _load_adapted(description: Path, weights: Mapping[str, Tensor]) -> PreTrainedModel:
+    """Loads an adapter's base model and adds the adapter with these weights."""
+    settings = json.loads((description / _ADAPTER).read_text())
     model = load_policy(ModelConfig.model_validate(settings["model"]))
     add_adapter(model, LoraConfig.model_validate(settings["lora"]))
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     if {name: weight.shape for name, weight in trained.items()} != {name: w.shape for name, w in weights.items()}:
         raise CheckpointError(
-            f"the adapter in {described.parent} does not fit the model in {settings['model']['path']}: put the model "
-            f"there that the run began with"
+            f"the adapter in {description.parent} does not match the model in {settings['model']['path']}: restore the "
+            f"model that the run started with"
         )
     model.load_state_dict(weights, strict=False)
     return model

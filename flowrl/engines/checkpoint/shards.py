@@ -1,10 +1,10 @@
-"""How torch's distributed checkpoint is stored here: one file of raw tensors per rank, and one index in JSON.
+"""The storage format of checkpoints: one file of raw tensors per rank, and one JSON index.
 
-torch decides who writes which piece of which tensor, and which pieces a rank of another world reads. Its own storage
-writes pickles, which run code when they are read, and tells of a full disk by an exception that is no `Exception`.
+torch's distributed checkpoint plans which rank reads and writes which chunk of which tensor. Its own storage is not
+used, because it writes pickles, which can run code when loaded, and reports a full disk by a `BaseException`.
 
 An index is `{"format", "position", "tensors": {name: {"dtype", "size", "chunks": [{"offsets", "sizes", "file",
-"start"}]}}}`; `start` is the byte of the file at which the chunk begins, a multiple of 64.
+"start"}]}}}`. `position` is the engine's `snapshot`. `start` is the byte offset of the chunk, a multiple of 64.
 """
 
 import json
@@ -33,99 +33,97 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from flowrl.data.checksums import CheckpointError
+from flowrl.engines.models.parameters import torch_dtype
 
 FORMAT = 1
 ALIGNMENT = 64
 INDEX = "index.json"
 
 
-class Place(NamedTuple):
-    """Where a piece of a tensor is."""
+class ShardLocation(NamedTuple):
+    """File and byte offset of a chunk of a tensor."""
 
     file: str
     start: int
 
 
-Places = Mapping[tuple[str, tuple[int, ...]], Place]
-"""(name of the tensor, offsets of the piece in it) -> where it is."""
+ShardLocations = Mapping[tuple[str, tuple[int, ...]], ShardLocation]
+"""Location of each chunk, by name of the tensor and offsets of the chunk in the tensor."""
 
 
 @dataclass(frozen=True)
 class Index:
-    """What the files of a folder hold."""
+    """The parsed index of a checkpoint folder."""
 
-    position: Mapping[str, float]
-    """What the engine held besides tensors."""
+    engine_state: Mapping[str, float]
+    """The engine's state besides tensors."""
     tensors: Mapping[str, Any]
-    """As the file has it."""
+    """Dtype, size and chunks of each tensor by name."""
 
     def metadata(self) -> Metadata:
-        """The same for torch."""
-        tensors, places = {}, {}
+        """Returns the index as metadata for torch's distributed checkpoint."""
+        tensors, chunk_data = {}, {}
         for name, tensor in self.tensors.items():
             chunks = [ChunkStorageMetadata(torch.Size(c["offsets"]), torch.Size(c["sizes"])) for c in tensor["chunks"]]
-            properties = TensorProperties(dtype=dtype_of(tensor["dtype"]))
+            properties = TensorProperties(dtype=torch_dtype(tensor["dtype"]))
             tensors[name] = TensorStorageMetadata(properties, torch.Size(tensor["size"]), chunks)
             for chunk in tensor["chunks"]:
-                places[MetadataIndex(name, chunk["offsets"])] = (chunk, properties.dtype)
-        return Metadata(tensors, storage_data=places)
+                chunk_data[MetadataIndex(name, chunk["offsets"])] = (chunk, properties.dtype)
+        return Metadata(tensors, storage_data=chunk_data)
 
 
-def dtype_of(name: str) -> torch.dtype:
-    """The type of this name, as `float32`."""
-    dtype = vars(torch).get(name)
-    assert isinstance(dtype, torch.dtype), f"{name} is no type of torch's"
-    return dtype
-
-
-def index_text(metadata: Metadata, places: Places, position: Mapping[str, float]) -> str:
-    """The index of tensors whose pieces were written at these places."""
+def format_index(metadata: Metadata, locations: ShardLocations, engine_state: Mapping[str, float]) -> str:
+    """Returns the JSON text of an index."""
     tensors = {}
     for name, tensor in metadata.state_dict_metadata.items():
-        assert isinstance(tensor, TensorStorageMetadata), f"{name} is no tensor"
+        assert isinstance(tensor, TensorStorageMetadata), f"{name} is not a tensor"
         chunks = [
-            {"offsets": list(chunk.offsets), "sizes": list(chunk.sizes), **places[name, tuple(chunk.offsets)]._asdict()}
+            {
+                "offsets": list(chunk.offsets),
+                "sizes": list(chunk.sizes),
+                **locations[name, tuple(chunk.offsets)]._asdict(),
+            }
             for chunk in tensor.chunks
         ]
         dtype = str(tensor.properties.dtype).removeprefix("torch.")
         tensors[name] = {"dtype": dtype, "size": list(tensor.size), "chunks": chunks}
-    return json.dumps({"format": FORMAT, "position": dict(position), "tensors": tensors})
+    return json.dumps({"format": FORMAT, "position": dict(engine_state), "tensors": tensors})
 
 
 def read_index(folder: Path) -> Index:
-    """The index of a folder. Raises CheckpointError for one that is missing, damaged or of a newer format."""
+    """Reads the index of a folder. Raises `CheckpointError` if it is missing, corrupt or of another format."""
     try:
-        read = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        number = read["format"]
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        index_format = index["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder} holds no checkpoint: {INDEX} cannot be read ({error})") from error
-    if number != FORMAT:
+        raise CheckpointError(f"{folder} has no checkpoint: {INDEX} cannot be read ({error})") from error
+    if index_format != FORMAT:
         raise CheckpointError(
-            f"{folder} has format {number}, and this version reads {FORMAT}: use the version that wrote it"
+            f"{folder} has format {index_format}, but this version reads format {FORMAT}: use the version that wrote it"
         )
-    return Index(read["position"], read["tensors"])
+    return Index(index["position"], index["tensors"])
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a tensor on the CPU."""
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """Returns the bytes of a tensor, without a copy if it is contiguous on the CPU."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 class ShardReader(StorageReader):
-    """Reads a folder for `torch.distributed.checkpoint.load`. Files are mapped: only what a rank needs is read."""
+    """Storage reader for `torch.distributed.checkpoint.load`. Memory-maps the files, so each rank reads only its chunks."""
 
     def __init__(self, folder: Path, index: Index) -> None:
         self._folder, self._metadata = folder, index.metadata()
         self._maps: dict[str, np.ndarray] = {}
 
     def reset(self, checkpoint_id: object = None) -> None:
-        """There is nothing to begin again."""
+        """Does nothing: the reader has no state to reset."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """All is known already."""
+        """Does nothing: the reader already has the metadata."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -148,7 +146,7 @@ class ShardReader(StorageReader):
         num_bytes = sizes.numel() * dtype.itemsize
         stored = self._mapped(chunk["file"])[chunk["start"] : chunk["start"] + num_bytes]
         if len(stored) < num_bytes:
-            raise CheckpointError(f"{self._folder / chunk['file']} ends before {item.storage_index.fqn} does")
+            raise CheckpointError(f"{self._folder / chunk['file']} is too short for {item.storage_index.fqn}")
         tensor = torch.from_numpy(stored).view(dtype).reshape(sizes)
         for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             tensor = tensor.narrow(dimension, start, length)
@@ -156,7 +154,7 @@ class ShardReader(StorageReader):
 
     def _mapped(self, file: str) -> np.ndarray:
         if file not in self._maps:
-            # Mode c: torch takes no read-only array without a warning; nothing is written.
+            # Copy-on-write mode, because torch warns about read-only arrays.
             self._maps[file] = np.memmap(self._folder / file, dtype=np.uint8, mode="c")
         return self._maps[file]
 
@@ -166,13 +164,13 @@ class ShardReader(StorageReader):
 
 
 def read_into(state: dict[str, Any], folder: Path, index: Index, group: ProcessGroup | None) -> None:
-    """Fills tensors in place by name, DTensors from the pieces that this rank needs. All ranks of the group call it.
+    """Loads tensors in place by name; of DTensors only the local shards. Collective over the group.
 
     Raises:
         CheckpointError: a file is missing or too short.
     """
     with warnings.catch_warnings():
-        # It warns that one process alone needs no group.
+        # torch warns if a single process has no group.
         warnings.simplefilter("ignore", UserWarning)
         try:
             load_planned(
@@ -182,6 +180,6 @@ def read_into(state: dict[str, Any], folder: Path, index: Index, group: ProcessG
                 process_group=group,
                 no_dist=group is None,
             )
-        except CheckpointException as error:  # which is no Exception, and so would pass every handler
+        except CheckpointException as error:  # a BaseException, which `except Exception` would not catch
             cause = next(iter(error.failures.values()))[0]
             raise CheckpointError(f"{folder} cannot be loaded: {cause}") from error

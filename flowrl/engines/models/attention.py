@@ -1,10 +1,10 @@
-"""Causal attention within rows, padded or packed, in the form that transformers calls.
+"""Causal attention over padded or packed rows, registered as a transformers attention implementation.
 
-Shape suffixes: B rows, H heads, L tokens of the longest row, T tokens of a pack, E of a head.
+Shape suffixes: B rows, H heads, L tokens of the longest row, T tokens of a packed row, E head size.
 
-Attention over a pack never looks across rows, and its time and memory are those of the rows: on a GPU in half precision
-by torch's kernel for rows of any lengths, elsewhere by one call for each run of rows of the same length, of which T
-tokens have at most the square root of 2 T.
+Packed rows never attend to each other, and time and memory are those of the single rows. On a GPU in half precision
+torch's variable-length kernel runs. Elsewhere each run of rows of equal length takes one call; T tokens have at most
+sqrt(2 T) such runs.
 """
 
 import inspect
@@ -19,41 +19,41 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from flowrl.engines.models.packing import Pack
 
 ROWS = "flowrl_rows"
-"""Name of this attention in transformers."""
+"""Name of this attention implementation in transformers."""
 
 FLASH = "flash_attention_2"
 
 _GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else None
-"""How torch's kernel is told of fewer heads of keys than of queries; None where its version has no word for it."""
+"""Argument of torch's kernel for grouped-query attention; None if this torch version has no such argument."""
 
 
-def why_padded(model: PreTrainedModel) -> str | None:
-    """What a model has that does not run on packed rows; None where nothing keeps it from them.
+def packing_obstacle(model: PreTrainedModel) -> str | None:
+    """Returns the feature that prevents a model from running packed rows, or None if it can run them.
 
-    Tokens of a pack may meet in attention only, and there by what `AttentionInterface` is handed.
+    Packing requires that tokens interact only in attention, and that attention goes through `AttentionInterface`.
     """
     settings = model.config.get_text_config().to_dict()
     other = sorted(set(settings.get("layer_types") or ()) - {"full_attention", "sliding_attention"})
     if other:
         return f"{other[0]} layers"
     if model._is_stateful:
-        return "layers with a state"
+        return "stateful layers"
     if settings.get("use_bidirectional_attention"):
-        return "attention to later tokens"
+        return "bidirectional attention"
     if not (model._supports_attention_backend and model._supports_sdpa and model._supports_flash_attn):
-        return "attention of its own"
+        return "custom attention"
     return None
 
 
 def pack_arguments(model: PreTrainedModel, pack: Pack) -> dict[str, Any]:  # Any: as the attention takes them
-    """What a model's attention must be told of a pack."""
+    """Returns the arguments that describe a pack to a model's attention."""
     if model.config._attn_implementation != FLASH:
         return {"pack": pack}
     return {
-        "cu_seq_lens_q": pack.bounds,
-        "cu_seq_lens_k": pack.bounds,
-        "max_length_q": pack.longest,
-        "max_length_k": pack.longest,
+        "cu_seq_lens_q": pack.cu_seqlens,
+        "cu_seq_lens_k": pack.cu_seqlens,
+        "max_length_q": pack.max_length,
+        "max_length_k": pack.max_length,
     }
 
 
@@ -67,23 +67,24 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Causal attention of padded rows, or within the rows of a pack.
+    """Computes causal attention of padded rows, or within each row of a packed row.
 
     Args:
-        query: [B, H, L, E], or [1, H, T, E] of a pack.
-        key: the same with a number of heads that divides H; so is `value`, whose E may differ.
-        pack: what the row holds; None is rows as they are.
-        scaling: of the products of queries and keys; None is 1 / sqrt(E).
-        window: tokens that a token sees, itself included; None is all before it.
-        softcap: bound of the products, softly: softcap tanh(products / softcap).
-    Returns: [B, L, H, E], or [1, T, H, E].
+        query: [B, H, L, E], or [1, H, T, E] for a packed row.
+        key: as `query`, with a number of heads that divides H.
+        value: as `key`, with any head size.
+        pack: layout of the packed row; None for padded rows.
+        scaling: factor of the attention logits; None is 1 / sqrt(E).
+        window: number of tokens that a token attends to, itself included; None is all tokens before it.
+        softcap: replaces attention logits x by softcap tanh(x / softcap).
+    Returns: [B, L, H, E], or [1, T, H, E] for a packed row.
     """
     if pack is None:
         return _attend_rows(query, key, value, scaling, window, softcap)
-    return _attend_pack(query, key, value, pack, scaling, window, softcap)  # pyright: ignore[reportCallIssue] (torch's decorator hides it)
+    return _attend_pack(query, key, value, pack, scaling, window, softcap)  # pyright: ignore[reportCallIssue] (the decorator hides the signature)
 
 
-@torch.compiler.disable  # The lengths of every micro-batch would be compiled in.
+@torch.compiler.disable  # Otherwise each micro-batch would recompile for its row lengths.
 def _attend_pack(
     query: Tensor,
     key: Tensor,
@@ -96,21 +97,23 @@ def _attend_pack(
     dtype = query.dtype
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
-    if softcap is None and _has_kernel(query, value, dtype):
-        return _attend_on_gpu(query.to(dtype), key.to(dtype), value.to(dtype), pack, scaling, window)
-    sizes = [rows * length for rows, length in pack.runs]
-    found = []
-    # One split whose backward pass is one concatenation; a slice's would be a whole tensor of zeros for each run.
-    parts = [states.squeeze(0).split(sizes, 1) for states in (query, key, value)]
-    for (rows, _), *run in zip(pack.runs, *parts, strict=True):
-        query, key, value = (part.unflatten(1, (rows, -1)).transpose(0, 1) for part in run)
-        found.append(_attend_rows(query, key, value, scaling, window, softcap).flatten(0, 1))
-    return torch.cat(found)[None]
+    if softcap is None and _has_varlen_kernel(query, value, dtype):
+        return _attend_varlen(query.to(dtype), key.to(dtype), value.to(dtype), pack, scaling, window)
+    sizes = [num_rows * length for num_rows, length in pack.equal_length_runs]
+    attended = []
+    # `split`, whose backward pass is one concatenation; each slice would allocate a full-size gradient of zeros.
+    runs = [states.squeeze(0).split(sizes, 1) for states in (query, key, value)]
+    for (num_rows, _), *run in zip(pack.equal_length_runs, *runs, strict=True):
+        query, key, value = (states.unflatten(1, (num_rows, -1)).transpose(0, 1) for states in run)
+        attended.append(_attend_rows(query, key, value, scaling, window, softcap).flatten(0, 1))
+    return torch.cat(attended)[None]
 
 
-def _has_kernel(query: Tensor, value: Tensor, dtype: torch.dtype) -> bool:
-    """Whether torch's attention over rows of any lengths runs here: it is FlashAttention 2 (Dao 2023,
-    https://arxiv.org/abs/2307.08691)."""
+def _has_varlen_kernel(query: Tensor, value: Tensor, dtype: torch.dtype) -> bool:
+    """Returns whether torch's variable-length attention supports these inputs.
+
+    It is FlashAttention 2 (Dao 2023, https://arxiv.org/abs/2307.08691).
+    """
     width = query.shape[-1]
     return (
         query.is_cuda
@@ -122,13 +125,13 @@ def _has_kernel(query: Tensor, value: Tensor, dtype: torch.dtype) -> bool:
     )
 
 
-def _attend_on_gpu(
+def _attend_varlen(
     query: Tensor, key: Tensor, value: Tensor, pack: Pack, scaling: float | None, window: int | None
 ) -> Tensor:
-    grouped: dict[str, Any] = {}  # Any: as the kernel takes them
+    grouped: dict[str, Any] = {}  # Any: keyword arguments of the kernel
     if query.shape[1] != key.shape[1]:
         if _GROUPED is None:
-            key, value = _for_each_query(query, key, value)
+            key, value = _repeat_heads(query, key, value)
         else:
             grouped = _GROUPED
     query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
@@ -136,38 +139,38 @@ def _attend_on_gpu(
         query,
         key,
         value,
-        pack.bounds,
-        pack.bounds,
-        pack.longest,
-        pack.longest,
+        pack.cu_seqlens,
+        pack.cu_seqlens,
+        pack.max_length,
+        pack.max_length,
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
         **grouped,
     )
-    assert isinstance(attended, Tensor), "nothing besides was asked for"
+    assert isinstance(attended, Tensor)
     return attended[None]
 
 
 def _attend_rows(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, softcap: float | None
 ) -> Tensor:
-    """[B, H, L, E] -> [B, L, H, E]."""
-    is_seen_LL = None if window is None or window >= query.shape[2] else _band(query.shape[2], window, query.device)
+    """Maps [B, H, L, E] to [B, L, H, E]."""
+    mask_LL = None if window is None or window >= query.shape[2] else _window_mask(query.shape[2], window, query.device)
     if softcap is not None:
-        mask_LL = None
-        if is_seen_LL is not None:
-            mask_LL = torch.zeros_like(is_seen_LL, dtype=query.dtype).masked_fill_(~is_seen_LL, -math.inf)[None, None]
+        bias_LL = None
+        if mask_LL is not None:
+            bias_LL = torch.zeros_like(mask_LL, dtype=query.dtype).masked_fill_(~mask_LL, -math.inf)[None, None]
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return capped_attention(query * scale, key, value, mask_LL, softcap)
-    if is_seen_LL is not None:
-        # With a mask, kernels take no fewer heads of keys.
-        key, value = _for_each_query(query, key, value)
+        return capped_attention(query * scale, key, value, bias_LL, softcap)
+    if mask_LL is not None:
+        # Kernels with a mask do not support grouped-query attention.
+        key, value = _repeat_heads(query, key, value)
     attended = nn.functional.scaled_dot_product_attention(
         query,
         key,
         value,
-        attn_mask=is_seen_LL,
-        is_causal=is_seen_LL is None,
+        attn_mask=mask_LL,
+        is_causal=mask_LL is None,
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
@@ -177,15 +180,23 @@ def _attend_rows(
 def capped_attention(
     query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, softcap: float
 ) -> Tensor:
-    """Attention whose logits are bounded by `softcap`, softly: queries [B, H x G, L, E], scaled already, over keys and
-    values [B, H, C, E]; causal, or by an additive mask [B, 1, L, C]. Gives [B, L, H x G, E]."""
+    """Computes attention with softcapped logits, softcap tanh(x / softcap).
+
+    Args:
+        query: [B, H x G, L, E], already scaled; G queries share a key-value head.
+        key: [B, H, C, E].
+        value: [B, H, C, E].
+        attention_mask: additive, [B, 1, L, C]; None is causal.
+        softcap: bound of the logits.
+    Returns: [B, L, H x G, E].
+    """
     length = query.shape[2]
     query_BHGLE = query.unflatten(1, (key.shape[1], -1))
     logits_BHGLC = torch.matmul(query_BHGLE, key.transpose(2, 3)[:, :, None])
     logits_BHGLC = torch.tanh(logits_BHGLC / softcap) * softcap
     if attention_mask is None:
-        unseen_LC = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
-        logits_BHGLC = logits_BHGLC.masked_fill(unseen_LC, -math.inf)
+        future_LC = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+        logits_BHGLC = logits_BHGLC.masked_fill(future_LC, -math.inf)
     else:
         logits_BHGLC = logits_BHGLC + attention_mask[:, :, None]
     dtype = torch.promote_types(logits_BHGLC.dtype, torch.float32)
@@ -193,16 +204,16 @@ def capped_attention(
     return attended.flatten(1, 2).transpose(1, 2)
 
 
-def _band(length: int, window: int, device: torch.device) -> Tensor:
-    """bool [L, L], true where a token of a row sees one of the last `window`."""
+def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
+    """Returns a bool mask [L, L] that is true where a token attends to one of the last `window` tokens."""
     causal_LL = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return causal_LL.triu(1 - window)
 
 
-def _for_each_query(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values, once per head of the queries that share them."""
-    times = query.shape[1] // key.shape[1]
-    return key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
+def _repeat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns keys and values repeated to the number of query heads."""
+    repeats = query.shape[1] // key.shape[1]
+    return key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
 
 
 def _attention(
@@ -215,17 +226,17 @@ def _attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     pack: Pack | None = None,
-    **others: Any,  # Any: what transformers hands to every kind of attention
+    **others: Any,  # Any: transformers passes further arguments to every attention
 ) -> tuple[Tensor, None]:
-    """The form that transformers calls."""
-    assert attention_mask is None, "causal attention within rows takes no mask"
-    assert others.get("s_aux") is None and others.get("position_bias") is None, "why_padded lets no such model in"
+    """Calls `attend` with the signature of `AttentionInterface`."""
+    assert attention_mask is None, "attention within rows is causal and takes no mask"
+    assert others.get("s_aux") is None and others.get("position_bias") is None, "excluded by packing_obstacle"
     attended = attend(query, key, value, pack=pack, scaling=scaling, window=sliding_window, softcap=softcap)
     return attended.contiguous(), None
 
 
 def no_mask(**_: Any) -> None:
-    """Causal attention needs none; transformers asks each kind of attention for its own."""
+    """Returns None: causal attention needs no mask. transformers requires a mask function per attention."""
     return
 
 

@@ -1,14 +1,14 @@
-"""Models from and to folders that transformers reads.
+"""Loads models from `save_pretrained` folders and writes them back.
 
-Shape suffixes: B rows, L tokens of the longest row, V vocabulary.
+Shape suffixes: B rows, L tokens of the longest row, l of a sequence shard, D hidden size.
 
-Inputs are right-padded, and causal attention keeps tokens from seeing what stands after them, so no attention mask is
-passed: the fastest attention kernels take none. Code in a folder is never run; only safetensors are read.
+Inputs are right-padded. Causal attention keeps real tokens from attending to padding, so no attention mask is passed
+and the fastest kernels apply. Code in a model's folder is never run, and only safetensors are read.
 """
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -23,6 +23,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.utils import logging as transformers_logging
@@ -31,43 +32,48 @@ from flowrl.config import ModelConfig, UserError
 from flowrl.data.atomic_folder import appears_whole
 from flowrl.engines.models.lora import model_weights
 from flowrl.engines.models.packing import Pack
-from flowrl.engines.models.sequence_sharding import SharesRows, Stretches, run_backbone, run_head, whole_rows
-from flowrl.engines.models.sharded_loading import empty_model
+from flowrl.engines.models.parameters import torch_dtype
+from flowrl.engines.models.sequence_sharding import (
+    SequenceShardable,
+    SequenceSharding,
+    gather_sequence,
+    run_backbone,
+    run_head,
+)
+from flowrl.engines.models.sharded_loading import make_meta_model
 
 _VALUE_HEAD = "value_head.safetensors"
 _SCORE = "score"
-"""Name of the head of transformers' sequence-classification models."""
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
+"""Name of the head in transformers' sequence-classification models."""
 
 _logger = logging.getLogger(__name__)
 
 LanguageModel = PreTrainedModel
-"""A model of transformers with a head that gives logits."""
+"""A transformers model with a head that returns logits."""
 
 
 class ModelError(UserError):
-    """A model folder is not what its role needs."""
+    """A model folder cannot be used for its role."""
 
 
-def load_policy(config: ModelConfig, *, parts: bool = False) -> PreTrainedModel:
-    """A causal language model in evaluation mode.
+def load_policy(config: ModelConfig, *, on_meta: bool = False) -> PreTrainedModel:
+    """Loads a causal language model in evaluation mode.
 
     Args:
-        config: where it is.
-        parts: for an engine that cuts the model, which then reads each rank's parts: weights stay on `meta` till then.
+        config: path, dtype and dropout of the model.
+        on_meta: leave the weights on the meta device, for an engine that shards the model and then reads each rank's
+            shards.
     Raises:
-        ModelError: the folder has no such model, lacks weights, or its configuration has dropout.
+        ModelError: the folder has no such model or lacks weights, or the model configuration has dropout.
     """
-    return _load(AutoModelForCausalLM, config, "a causal language model", parts)
+    return _load(AutoModelForCausalLM, config, "a causal language model", on_meta)
 
 
-class CriticModel(SharesRows):
+class CriticModel(SequenceShardable):
     """The backbone of a causal language model with a linear value head."""
 
     def __init__(self, backbone: PreTrainedModel, *, head: Literal["zero", "fresh"] = "zero", seed: int = 0) -> None:
-        """A new value head is zero, or drawn by `seed` from N(0, 1 / (width + 1))."""
+        """Creates a value head that is zero, or drawn by `seed` from N(0, 1 / (width + 1))."""
         super().__init__()
         self.backbone = backbone
         self.value_head = nn.Linear(hidden_width(backbone), 1, dtype=backbone.dtype)
@@ -77,26 +83,28 @@ class CriticModel(SharesRows):
             _draw_head(self.value_head, seed)
 
     def forward(self, input_ids_BL: Tensor, pack: Pack | None = None) -> Tensor:
-        """The value of the state in which each token is chosen.
+        """Returns the value of the state before each token.
 
         Args:
             input_ids_BL: int64 [B, L], right-padded.
-            pack: of these rows, to run them without padding.
-        Returns: [B, L] in at least float32; column t is read from the hidden state at t - 1, column 0 is 0.
+            pack: layout of these rows, to run them without padding.
+        Returns: [B, L] in at least float32. Column t is computed from the hidden state at t - 1; column 0 is 0.
         """
-        values_BL = _read_tokens(self.backbone, self.value_head, input_ids_BL, self.shared, pack)
+        values_BL = _apply_head(self.backbone, self.value_head, input_ids_BL, self.sequence_sharding, pack)
         return nn.functional.pad(values_BL[:, :-1], (1, 0))
 
 
 def hidden_width(backbone: PreTrainedModel) -> int:
-    """The width of a backbone's last hidden states; OPT may project them to that of its embeddings."""
+    """Returns the width of a backbone's last hidden states. OPT may project them to the width of its embeddings."""
     settings = backbone.config.get_text_config().to_dict()
     return settings.get("word_embed_proj_dim") or backbone.config.get_text_config().hidden_size
 
 
 def _draw_head(head: nn.Linear, seed: int) -> None:
-    """Of variance 1 / (width + 1), so that the outputs of normalised states vary by about 1 (Stiennon et al. 2020,
-    arXiv 2009.01325, appendix B.1). The same on every rank, in every dtype."""
+    """Draws weights of variance 1 / (width + 1), the same on every rank and in every dtype.
+
+    The outputs of normalized states then vary by about 1 (Stiennon et al. 2020, arXiv 2009.01325, appendix B.1).
+    """
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(head.weight.shape, generator=generator) * (head.in_features + 1) ** -0.5
     with torch.no_grad():
@@ -104,80 +112,84 @@ def _draw_head(head: nn.Linear, seed: int) -> None:
 
 
 def load_critic(
-    config: ModelConfig, *, head: Literal["zero", "fresh"] = "zero", seed: int = 0, parts: bool = False
+    config: ModelConfig, *, head: Literal["zero", "fresh"] = "zero", seed: int = 0, on_meta: bool = False
 ) -> CriticModel:
-    """A value model on the backbone of any causal language model; a folder written by `save_model` brings its head,
-    and for another one `head` and `seed` say how it starts. `parts` as for `load_policy`.
+    """Loads a critic from any causal language model, in evaluation mode.
 
+    Args:
+        config: path, dtype and dropout of the model.
+        head: initialization of the value head, unless the folder was written by `save_model` and has a trained head.
+        seed: seed of a fresh head.
+        on_meta: as for `load_policy`.
     Raises:
         ModelError: as for `load_policy`.
     """
-    critic = CriticModel(_load(AutoModel, config, "a language model", parts), head=head, seed=seed)
+    critic = CriticModel(_load(AutoModel, config, "a language model", on_meta), head=head, seed=seed)
     saved = config.path / _VALUE_HEAD
     if saved.is_file():
         critic.value_head.load_state_dict(load_file(saved))
     return critic.eval()
 
 
-class RewardModel(SharesRows):
-    """A sequence-classification model with one label, read at the last token of each row."""
+class RewardModel(SequenceShardable):
+    """A sequence-classification model with one label, whose score is computed at the last token of each row."""
 
     def __init__(self, model: PreTrainedModel, head: nn.Linear) -> None:
-        """`head` is a part of `model`."""
+        """Wraps a model; `head` is a submodule of `model`."""
         super().__init__()
         self.model = model
         self._head_name = next(name for name, module in model.named_modules() if module is head)
 
     def forward(self, input_ids_BL: Tensor, lengths_B: Tensor, pack: Pack | None = None) -> Tensor:
-        """One score per row.
+        """Returns one score per row.
 
         Args:
             input_ids_BL: int64 [B, L], right-padded.
-            lengths_B: int64 [B], each at least 1.
-            pack: of these rows, to run them without padding.
+            lengths_B: int64 [B], number of tokens per row.
+            pack: layout of these rows, to run them without padding.
         Returns: [B] in at least float32.
         """
         head = self.model.get_submodule(self._head_name)
-        assert isinstance(head, nn.Linear), "it was given as such"
-        scores_BL = _read_tokens(self.model.base_model, head, input_ids_BL, self.shared, pack)
-        # A row without tokens, which fills up a round, is read at its first place.
+        assert isinstance(head, nn.Linear)
+        scores_BL = _apply_head(self.model.base_model, head, input_ids_BL, self.sequence_sharding, pack)
+        # The empty row of a dummy micro-batch has length 0 and is read at index 0.
         return scores_BL.gather(1, (lengths_B - 1).clamp(min=0)[:, None]).squeeze(1)
 
 
-def _read_tokens(
-    backbone: nn.Module, head: nn.Linear, input_ids_BL: Tensor, shared: Stretches | None, pack: Pack | None
+def _apply_head(
+    backbone: nn.Module, head: nn.Linear, input_ids_BL: Tensor, sharding: SequenceSharding | None, pack: Pack | None
 ) -> Tensor:
-    """What a head of one output reads from the hidden state at each token, [B, L] in at least float32."""
-    ids_BL = input_ids_BL if pack is None else pack.flat(input_ids_BL)
-    hidden_BlD = run_backbone(backbone, ids_BL, shared, pack)
-    read_Bl = at_least_float32(run_head(head, hidden_BlD, shared).squeeze(-1))
-    read_BL = whole_rows(read_Bl, ids_BL.shape[1], shared)
-    return read_BL if pack is None else pack.rows(read_BL, input_ids_BL.shape)
+    """Returns the output of a one-dimensional head at each token, [B, L] in at least float32."""
+    ids_BL = input_ids_BL if pack is None else pack.pack(input_ids_BL)
+    hidden_BlD = run_backbone(backbone, ids_BL, sharding, pack)
+    outputs_Bl = at_least_float32(run_head(head, hidden_BlD, sharding).squeeze(-1))
+    outputs_BL = gather_sequence(outputs_Bl, ids_BL.shape[1], sharding)
+    return outputs_BL if pack is None else pack.unpack(outputs_BL, input_ids_BL.shape)
 
 
 def at_least_float32(values: Tensor) -> Tensor:
-    """The same in float32, or in float64 where it is."""
+    """Returns the values in float32, or in float64 if they are float64."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def load_reward_model(
-    config: ModelConfig, *, head: Literal["from_model", "fresh"] = "from_model", seed: int = 0, parts: bool = False
+    config: ModelConfig, *, head: Literal["from_model", "fresh"] = "from_model", seed: int = 0, on_meta: bool = False
 ) -> RewardModel:
-    """A sequence-classification model with one label, in evaluation mode.
+    """Loads a sequence-classification model with one label, in evaluation mode.
 
     Args:
-        config: of such a model, or with a fresh head of any causal language model.
-        head: the model's own, or a new one without bias, drawn by `seed` from N(0, 1 / (width + 1)).
-        seed: of that draw.
-        parts: as for `load_policy`.
+        config: path, dtype and dropout of the model; with a fresh head, of any causal language model.
+        head: the head of the model, or a new head without bias, drawn by `seed` from N(0, 1 / (width + 1)).
+        seed: seed of a fresh head.
+        on_meta: as for `load_policy`.
     Raises:
-        ModelError: the folder has no such model, lacks weights, or its configuration has dropout.
+        ModelError: the folder has no such model or lacks weights, or the model configuration has dropout.
     """
     model = _load(
         AutoModelForSequenceClassification,
         config,
         "a sequence-classification model",
-        parts,
+        on_meta,
         fresh=frozenset({f"{_SCORE}.weight"} if head == "fresh" else ()),
         num_labels=1,
     )
@@ -190,40 +202,40 @@ def load_reward_model(
 
 
 def save_model(
-    model: PreTrainedModel | CriticModel | RewardModel, tokenizer_path: Path, folder: Path, *, wanted: bool = True
+    model: PreTrainedModel | CriticModel | RewardModel, tokenizer_path: Path, folder: Path, *, is_writer: bool = True
 ) -> None:
-    """Writes a model and its tokenizer as a folder that transformers loads. The folder appears whole or not at all.
+    """Writes a model and its tokenizer as a folder that transformers loads. The folder appears atomically.
 
-    An adapter is merged into what is written; the model keeps it apart. All ranks that hold parts of the model call it;
-    those that are not wanted to write help with it.
+    An adapter is merged into the written weights, not into the model. All ranks of a sharded model call this together;
+    ranks that are not the writer only take part in the all-gathers.
 
     Raises:
-        ModelError: the folder exists already.
-        UserError: it cannot be written.
+        ModelError: the folder already exists.
+        UserError: the folder cannot be written.
     """
-    if wanted and folder.exists():  # a rank that comes late finds what another has written
-        raise ModelError(f"{folder} exists already; a model is not written over another: name a new folder")
-    weights, wholes = {}, {}
+    if is_writer and folder.exists():  # other ranks may arrive after the writer has finished
+        raise ModelError(f"{folder} already exists and would be overwritten: choose a new folder")
+    weights, full = {}, {}
     for name, weight in model_weights(model).items():
-        # One tensor for all names of a tied weight, which transformers then writes once.
-        if id(weight.stored) not in wholes:
-            whole = weight.whole()
-            wholes[id(weight.stored)] = whole.cpu() if wanted else None
-        weights[name] = wholes[id(weight.stored)]
-    if not wanted:
+        # Tied names share one tensor, which transformers then writes once.
+        if id(weight.stored) not in full:
+            gathered = weight.gather()
+            full[id(weight.stored)] = gathered.cpu() if is_writer else None
+        weights[name] = full[id(weight.stored)]
+    if not is_writer:
         return
     heads = {name.removeprefix("value_head."): weights.pop(name) for name in list(weights) if "value_head." in name}
-    saved, prefix = _language_model(model)
+    language_model, prefix = _inner_model(model)
     with appears_whole(folder) as partial, _quiet():
-        named = {name.removeprefix(prefix): weight for name, weight in weights.items()}
-        saved.save_pretrained(partial, state_dict=named)
+        state_dict = {name.removeprefix(prefix): weight for name, weight in weights.items()}
+        language_model.save_pretrained(partial, state_dict=state_dict)
         AutoTokenizer.from_pretrained(tokenizer_path, local_files_only=True).save_pretrained(partial)
         if heads:
             save_file({name: weight.contiguous() for name, weight in heads.items()}, partial / _VALUE_HEAD)
 
 
 def describe_model(model: PreTrainedModel, tokenizer_path: Path) -> dict[str, bytes]:
-    """All files of a `save_pretrained` folder but the weights: name -> contents."""
+    """Returns all files of a `save_pretrained` folder except the weights, as a map from name to contents."""
     with TemporaryDirectory() as name, _quiet():
         model.config.save_pretrained(name)
         if model.generation_config is not None:
@@ -232,25 +244,28 @@ def describe_model(model: PreTrainedModel, tokenizer_path: Path) -> dict[str, by
         return {path.name: path.read_bytes() for path in Path(name).iterdir() if path.is_file()}
 
 
-def model_of(described: Path, weights: Mapping[str, Tensor]) -> PreTrainedModel:
-    """A causal language model from its description and weights, which become its own; tied weights once.
+def build_model(description: Path, weights: Mapping[str, Tensor]) -> PreTrainedModel:
+    """Builds a causal language model from the files of `describe_model` and weights, without copying them.
 
+    Args:
+        description: folder with the files.
+        weights: full weights by name; tied weights once.
     Raises:
-        ModelError: the weights are not those of such a model.
+        ModelError: the weights do not match the model.
     """
     with _quiet(), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(described, local_files_only=True))
-    unfit = model.load_state_dict(weights, strict=False, assign=True)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(description, local_files_only=True))
+    mismatch = model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()
-    lacking = [name for name, weight in model.named_parameters() if weight.is_meta]
-    if lacking or unfit.unexpected_keys:
-        names = ", ".join((lacking or unfit.unexpected_keys)[:3])
-        raise ModelError(f"the weights do not fit the model described in {described}: see {names}")
+    missing = [name for name, weight in model.named_parameters() if weight.is_meta]
+    if missing or mismatch.unexpected_keys:
+        names = ", ".join((missing or mismatch.unexpected_keys)[:3])
+        raise ModelError(f"the weights do not match the model described in {description}: see {names}")
     return model
 
 
-def _language_model(model: PreTrainedModel | CriticModel | RewardModel) -> tuple[PreTrainedModel, str]:
-    """The model of transformers in one of ours, and what its weights' names begin with there."""
+def _inner_model(model: PreTrainedModel | CriticModel | RewardModel) -> tuple[PreTrainedModel, str]:
+    """Returns the transformers model inside a model, and the prefix of its weights' names."""
     if isinstance(model, PreTrainedModel):
         return model, ""
     return (model.backbone, "backbone.") if isinstance(model, CriticModel) else (model.model, "model.")
@@ -259,104 +274,118 @@ def _language_model(model: PreTrainedModel | CriticModel | RewardModel) -> tuple
 def _load(
     auto: Any,  # Any: one of transformers' Auto classes, which share no typed base
     config: ModelConfig,
-    wanted: str,
-    parts: bool,
+    kind: str,
+    on_meta: bool,
     fresh: frozenset[str] = frozenset(),
     **settings: Any,  # Any: of a configuration
 ) -> PreTrainedModel:
-    """Weights named in `fresh` need not be there."""
+    """Loads a model of a kind; the files may lack the weights named in `fresh`."""
     if (config.path / "adapter_config.json").is_file():
-        raise ModelError(f"{config.path} holds an adapter, and {wanted} is needed: merge it into its model first")
-    model = _load_empty(auto, config, fresh, settings) if parts else None
+        raise ModelError(f"{config.path} is an adapter, not {kind}: merge it into its model first")
+    if config.dropout is not None:
+        settings |= dict.fromkeys(_dropout_settings(_read_config(config, kind)), 0.0)
+    model = None
+    if on_meta:
+        # If this fails, the full load reports the error.
+        with suppress(OSError, ValueError, SafetensorError), _quiet():
+            model = make_meta_model(auto, config.path, torch_dtype(config.dtype), fresh, **settings)
     if model is None:
-        model = _load_whole(auto, config, wanted, fresh, settings)
-        if parts:
+        model = _load_full(auto, config, kind, fresh, settings)
+        if on_meta:
             _logger.warning(
-                "every rank loads %s whole before it is cut: its files name or shape weights otherwise than %s does",
+                "every rank loads all weights of %s before sharding, because names or shapes in its files differ from "
+                "those of %s",
                 config.path,
                 type(model).__name__,
             )
-    _refuse_dropout(model, config.path)
-    _refuse_scaled_logits(model, config.path)
-    if caps_attention(model):
-        # torch's own kernel would leave the cap out, without a word.
+    _check_dropout(model.config, config.path)
+    _check_logit_scale(model.config, config.path)
+    if has_attention_softcap(model):
+        # torch's own attention kernel would ignore the softcap.
         model.set_attn_implementation("eager")
     return model.eval()
 
 
-def _load_empty(
-    auto: Any, config: ModelConfig, fresh: frozenset[str], settings: Mapping[str, Any]
-) -> PreTrainedModel | None:
+def _read_config(config: ModelConfig, kind: str) -> PreTrainedConfig:
     try:
-        with _quiet():
-            return empty_model(auto, config.path, _DTYPES[config.dtype], fresh, **settings)
-    except (OSError, ValueError, SafetensorError):
-        # The whole load says what is wrong.
-        return None
+        return AutoConfig.from_pretrained(
+            str(config.path), trust_remote_code=False, local_files_only=config.path.is_dir()
+        )
+    except (OSError, ValueError) as error:
+        raise _load_error(config.path, kind, error) from error
 
 
-def _load_whole(
-    auto: Any, config: ModelConfig, wanted: str, fresh: frozenset[str], settings: Mapping[str, Any]
+def _load_full(
+    auto: Any, config: ModelConfig, kind: str, fresh: frozenset[str], settings: Mapping[str, Any]
 ) -> PreTrainedModel:
     try:
         with _quiet():
             model, report = auto.from_pretrained(
                 str(config.path),
-                dtype=_DTYPES[config.dtype],
+                dtype=torch_dtype(config.dtype),
                 attn_implementation="sdpa",
                 use_safetensors=True,
                 trust_remote_code=False,
-                # A path that is a folder is never looked up anywhere else.
+                # A local folder is never looked up on the Hub.
                 local_files_only=config.path.is_dir(),
                 output_loading_info=True,
                 **settings,
             )
     except (OSError, ValueError, SafetensorError) as error:
-        reason = str(error).split("\n")[0]
-        if "custom code" in reason:
-            reason = (
-                "it brings code of its own to run, which is never done; choose a family of docs/models.md, or a copy "
-                "of the model in transformers' own format"
-            )
-        raise ModelError(f"{wanted} cannot be loaded from {config.path}: {reason}") from error
+        raise _load_error(config.path, kind, error) from error
     missing = sorted(set(report["missing_keys"]) - fresh)
     if missing:
-        raise _lacking(config.path, wanted, missing)
+        raise _missing_weights_error(config.path, kind, missing)
     return model
 
 
-def _lacking(path: Path, wanted: str, missing: Sequence[str]) -> ModelError:
+def _load_error(path: Path, kind: str, error: Exception) -> ModelError:
+    reason = str(error).split("\n")[0]
+    if "custom code" in reason:
+        reason = (
+            "it needs custom code, which is never run; choose a family of docs/models.md, or a copy of the model in "
+            "transformers' own format"
+        )
+    return ModelError(f"{kind} cannot be loaded from {path}: {reason}")
+
+
+def _missing_weights_error(path: Path, kind: str, missing: Sequence[str]) -> ModelError:
     is_head = missing[0].startswith(_SCORE)
-    fix = "train its head first, or try a program with head: fresh" if is_head else "give a folder that has them"
-    return ModelError(f"{path} is not {wanted}: it lacks the weights {', '.join(missing[:3])}; {fix}")
+    fix = "train its head first, or set head: fresh to try out a program" if is_head else "use a complete folder"
+    return ModelError(f"{path} is not {kind}: it lacks the weights {', '.join(missing[:3])}; {fix}")
 
 
-def caps_attention(model: PreTrainedModel) -> bool:
-    """Whether the model bounds its attention's logits, as Gemma 2 does."""
+def has_attention_softcap(model: PreTrainedModel) -> bool:
+    """Returns whether the model softcaps its attention logits, as Gemma 2 does."""
     return bool(model.config.get_text_config().to_dict().get("attn_logit_softcapping"))
 
 
-def _refuse_dropout(model: PreTrainedModel, path: Path) -> None:
-    settings = model.config.get_text_config().to_dict()
-    found = [
-        f"{name} is {value}"
-        for name, value in settings.items()
+def _dropout_settings(config: PreTrainedConfig) -> dict[str, float]:
+    """Returns the dropout probabilities above 0 in a model configuration, by name."""
+    return {
+        name: value
+        for name, value in config.get_text_config().to_dict().items()
         if ("dropout" in name or name.endswith(("_pdrop", "layerdrop")))
-        # Of a head that GPT-2 has for multiple choice, and none of our models.
+        # A setting of GPT-2's multiple-choice head, which no role uses.
         and name != "summary_first_dropout"
         and isinstance(value, float)
         and value > 0
-    ]
-    if found:
+    }
+
+
+def _check_dropout(config: PreTrainedConfig, path: Path) -> None:
+    dropout = _dropout_settings(config)
+    if dropout:
+        settings = ", ".join(f"{name} is {value}" for name, value in dropout.items())
         raise ModelError(
-            f"{', '.join(found)} in {path}/config.json; with dropout the policy that is trained is not the one that "
-            f"sampled: set {'it' if len(found) == 1 else 'each'} to 0.0"
+            f"{settings} in {path}/config.json, but with dropout the trained policy differs from the sampling policy: "
+            f"set model.dropout: 0, which overrides the file"
         )
 
 
-def _refuse_scaled_logits(model: PreTrainedModel, path: Path) -> None:
-    """Log-probabilities are taken from hidden states and the head's weights, without the model's own last lines."""
-    settings = model.config.get_text_config().to_dict()
+def _check_logit_scale(config: PreTrainedConfig, path: Path) -> None:
+    """Rejects scaled logits, because log-probabilities are computed from hidden states and the head's weights alone."""
+    settings = config.get_text_config().to_dict()
     for name in ("logit_scale", "logits_scaling"):
         if settings.get(name, 1.0) not in (None, 1.0):
             raise ModelError(
@@ -366,7 +395,7 @@ def _refuse_scaled_logits(model: PreTrainedModel, path: Path) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' progress bars and load reports: what matters of those is checked and raised here."""
+    """Disables transformers' progress bars and load reports in the block."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

@@ -1,8 +1,8 @@
-"""LoRA: a model learns by small matrices beside its own, which stay bit for bit as they were loaded.
+"""LoRA adapters: small trained matrices in the linear layers of a frozen model.
 
-Hu et al. 2021, https://arxiv.org/abs/2106.09685: a layer of weight W gives W x + alpha / rank B A x, where B starts at
-zero. peft puts A and B into the model's layers; the model keeps its class, and its weights are W + alpha / rank B A
-under the names that it had without an adapter (`model_weights`).
+Hu et al. 2021, https://arxiv.org/abs/2106.09685: a layer of weight W returns W x + alpha / rank B A x, and B starts at
+zero. peft adds A and B to the model's layers in place. `model_weights` returns the merged weights W + alpha / rank B A
+under the names of the model without an adapter.
 """
 
 import json
@@ -23,16 +23,16 @@ from transformers.pytorch_utils import Conv1D
 
 from flowrl.config import LoraConfig, UserError
 from flowrl.data.atomic_folder import appears_whole
-from flowrl.engines.models.offload import whole_tensor
+from flowrl.engines.models.parameters import to_full_tensor
 
 _ADAPTER = "default"
-"""peft's name for the only adapter of a model."""
+"""Name of the adapter in peft; a model has only one."""
 
 _BASE = ".base_layer"
-"""Where peft keeps the layer that an adapter stands beside."""
+"""Suffix that peft adds to the name of an adapted layer."""
 
 _SAVED_PREFIX = "base_model.model."
-"""What peft puts before the names of a model's layers in its files."""
+"""Prefix of layer names in peft's files."""
 
 
 class LoraError(UserError):
@@ -40,17 +40,17 @@ class LoraError(UserError):
 
 
 def add_adapter(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Puts an adapter into a model, in place. It changes no output yet, and is all of the model that is trained.
+    """Adds an adapter to a model in place and freezes the model's own weights. Outputs do not change yet.
 
-    Its weights are float32 at least, and the same in every process.
+    The adapter's weights have at least float32 and are the same in every process.
 
     Args:
-        model: whole, on the CPU; its weights may be on `meta` still, and stay there. The adapter's are made at once.
-        config: rank, scale, and which layers.
+        model: unsharded, on the CPU or on the meta device.
+        config: rank, scale and target layers.
     Raises:
-        LoraError: a target is no linear layer of the model.
+        LoraError: a target is not a linear layer of the model.
     """
-    targets = _targets(model, config)
+    targets = _target_layers(model, config)
     settings = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType] (peft says int, and divides)
@@ -62,38 +62,43 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig) -> None:
     generator = torch.Generator().manual_seed(0)
     for layer in adapter_layers(model).values():
         for name, matrix in _matrices(layer).items():
-            # Made anew: peft puts them where the layer's weight is, which may be nowhere.
-            made = torch.zeros(matrix.shape, dtype=torch.promote_types(matrix.dtype, torch.float32))
-            getattr(layer, name)[_ADAPTER].weight = nn.Parameter(made)
+            # Allocated again on the CPU, since peft uses the device of the layer's weight, which may be meta.
+            zeros = torch.zeros(matrix.shape, dtype=torch.promote_types(matrix.dtype, torch.float32))
+            getattr(layer, name)[_ADAPTER].weight = nn.Parameter(zeros)
         nn.init.kaiming_uniform_(_matrices(layer)["lora_A"], a=math.sqrt(5), generator=generator)
 
 
 def adapter_layers(model: nn.Module) -> dict[str, LoraLinear]:
-    """The layers of a model that have an adapter, by their names; none for a model without."""
+    """Returns the adapted layers of a model by name; empty for a model without an adapter."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
 
 
-def cut_layers(model: nn.Module, path: str, *, by_outputs: bool) -> list[str]:
-    """Where a tensor-parallel cut of the layer at `path` has to be made, by its outputs or else by its inputs.
+def tp_sharded_layers(model: nn.Module, path: str, *, by_outputs: bool) -> list[str]:
+    """Returns the names of the linear layers to shard for tensor parallelism of the layer at `path`.
 
-    With an adapter those are two linear layers, cut alike: the layer's own, and the matrix that has the same outputs
-    (B) or inputs (A). The other one stays whole: it makes rank numbers of each token, or takes them, as all peers do.
+    An adapted layer has two: the layer itself, and the matrix with the same outputs (B) or inputs (A). The other matrix
+    is replicated, because its output or input has only `rank` numbers per token.
+
+    Args:
+        model: the model of the layer.
+        path: name of the layer.
+        by_outputs: shard the outputs (column-wise), otherwise the inputs (row-wise).
     """
     if path not in adapter_layers(model):
         return [path]
     return [path + _BASE, f"{path}.lora_{'B' if by_outputs else 'A'}.{_ADAPTER}"]
 
 
-def uncut_layers(model: nn.Module, path: str, *, by_outputs: bool) -> list[str]:
-    """The other one, where the layer at `path` has an adapter."""
+def tp_replicated_layers(model: nn.Module, path: str, *, by_outputs: bool) -> list[str]:
+    """Returns the name of the replicated matrix of the adapter of the layer at `path`, if the layer has one."""
     return [f"{path}.lora_{'A' if by_outputs else 'B'}.{_ADAPTER}"] if path in adapter_layers(model) else []
 
 
 @contextmanager
-def adapter_off(model: nn.Module) -> Iterator[None]:
-    """Within the block the model is the one that the adapter was put into. Not for training."""
+def adapter_disabled(model: nn.Module) -> Iterator[None]:
+    """Disables the adapter in the block, so that forward passes are those of the base model. Not for training."""
     layers = adapter_layers(model).values()
-    # Not peft's own switch: it also freezes the adapter, and FSDP asks at a model's first pass what is trained.
+    # peft's own switch also freezes the adapter, and FSDP records at the first forward pass which weights are trained.
     for layer in layers:
         layer._disable_adapters = True
     try:
@@ -105,89 +110,90 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ModelWeight:
-    """A weight of the function that a model computes, adapter included."""
+    """An effective weight of a model: the stored weight and its adapter, if any."""
 
     stored: Tensor
-    """As the model has it, perhaps a part of it."""
+    """Weight or local shard in the model."""
     adapter: LoraLinear | None
-    """What is added to it."""
+    """Adapted layer, if the weight has an adapter."""
 
-    def whole(self, dtype: torch.dtype | None = None) -> Tensor:
-        """All of it in a type, its own by default, a copy only where it has to be.
+    def gather(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Returns the full merged weight, without a copy if possible. Collective if the model is sharded.
 
-        All ranks that hold parts of the model call it. Without an adapter each casts its part before they are put
-        together; with one, weight and adapter are added as they are.
+        Args:
+            dtype: dtype of the result, by default that of the stored weight. A weight without an adapter is cast before
+                the all-gather; a weight with an adapter is merged in its own dtype and then cast.
         """
         if self.adapter is None:
-            return whole_tensor(self.stored if dtype is None else self.stored.to(dtype))
-        stored = whole_tensor(self.stored)
-        matrices = {name: whole_tensor(matrix) for name, matrix in _matrices(self.adapter).items()}
+            return to_full_tensor(self.stored if dtype is None else self.stored.to(dtype))
+        stored = to_full_tensor(self.stored)
+        matrices = {name: to_full_tensor(matrix) for name, matrix in _matrices(self.adapter).items()}
         change = matrices["lora_B"] @ matrices["lora_A"] * self.adapter.scaling[_ADAPTER]
         change = change.T if self.adapter.fan_in_fan_out else change
         return (stored.to(change.dtype) + change).to(dtype or stored.dtype)
 
 
 def model_weights(model: nn.Module) -> dict[str, ModelWeight]:
-    """Every weight of a model under the name it has without an adapter; one that has two names appears under both."""
+    """Returns all weights of a model by their names without an adapter. Tied weights appear under each name."""
     layers = adapter_layers(model)
-    found = {}
+    weights = {}
     for name, weight in model.state_dict(keep_vars=True).items():
         path, _, leaf = name.rpartition(".")
         owner = path.removesuffix(_BASE)
         if owner in layers:
-            found[f"{owner}.{leaf}"] = ModelWeight(weight, layers[owner] if leaf == "weight" else None)
+            weights[f"{owner}.{leaf}"] = ModelWeight(weight, layers[owner] if leaf == "weight" else None)
         elif path.partition(".lora_")[0] not in layers:
-            found[name] = ModelWeight(weight, None)
-    return found
+            weights[name] = ModelWeight(weight, None)
+    return weights
 
 
 def adapter_state(model: nn.Module) -> dict[str, Tensor]:
-    """A copy of the adapter's weights, whole, on the CPU, under the names that peft saves them by.
+    """Returns a full copy of the adapter's weights on the CPU, by their names in peft's files.
 
-    All ranks that hold parts of the model call it.
+    Collective if the model is sharded.
     """
-    return {name: whole_tensor(matrix).cpu().clone() for name, matrix in _saved(model).items()}
+    return {name: to_full_tensor(matrix).cpu().clone() for name, matrix in _peft_weights(model).items()}
 
 
 def load_adapter_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Writes what `adapter_state` gave into a model with such an adapter, in place, whatever ranks it is spread over.
+    """Writes the result of `adapter_state` into the adapter of a model, in place. Works for any sharding of the model.
 
     Raises:
-        LoraError: a name is missing or unknown, or a weight has another shape. The model is then unchanged.
+        LoraError: a name is missing or unknown, or a shape differs. The model is then unchanged.
     """
-    targets = _saved(model)
-    unfit = list(targets.keys() ^ state.keys())
-    unfit += [name for name in targets.keys() & state.keys() if targets[name].shape != state[name].shape]
-    if unfit:
+    targets = _peft_weights(model)
+    mismatched = list(targets.keys() ^ state.keys())
+    mismatched += [name for name in targets.keys() & state.keys() if targets[name].shape != state[name].shape]
+    if mismatched:
         raise LoraError(
-            f"the adapter does not fit the model: {len(unfit)} of its weights are missing, unknown or of another "
-            f"shape, such as {min(unfit)}; give it to a model with the same lora.rank and lora.targets"
+            f"the adapter does not match the model: {len(mismatched)} weights are missing, unknown or of a different "
+            f"shape, such as {min(mismatched)}; use a model with the same lora.rank and lora.targets"
         )
     with torch.no_grad():
         for name, target in targets.items():
             weight = state[name].to(target.device, target.dtype)
             if isinstance(target, DTensor):
-                parts = distribute_tensor(weight, target.device_mesh, target.placements, src_data_rank=None)
-                target.to_local().copy_(parts.to_local())
+                sharded = distribute_tensor(weight, target.device_mesh, target.placements, src_data_rank=None)
+                target.to_local().copy_(sharded.to_local())
             else:
                 target.copy_(weight)
 
 
-def save_adapter(model: PreTrainedModel, base: Path, folder: Path, *, wanted: bool = True) -> None:
-    """Writes the adapter alone, as a folder that peft loads onto the model of `base`. It appears whole or not at all.
+def save_adapter(model: PreTrainedModel, base: Path, folder: Path, *, is_writer: bool = True) -> None:
+    """Writes the adapter as a folder that peft loads onto the model in `base`. The folder appears atomically.
 
-    All ranks that hold parts of the model call it; those that are not wanted to write help with it.
+    All ranks of a sharded model call this together; ranks that are not the writer only take part in the all-gathers.
 
     Raises:
-        LoraError: the folder exists already.
+        LoraError: the folder already exists.
     """
-    if wanted and folder.exists():  # a rank that comes late finds what another has written
-        raise LoraError(f"{folder} exists already; an adapter is not written over another: name a new folder")
+    if is_writer and folder.exists():  # other ranks may arrive after the writer has finished
+        raise LoraError(f"{folder} already exists and would be overwritten: choose a new folder")
     state = adapter_state(model)
-    if not wanted:
+    if not is_writer:
         return
     config = model.peft_config[_ADAPTER]
-    assert isinstance(config, peft.LoraConfig), "peft leaves it on the model that it changes"
+    assert isinstance(config, peft.LoraConfig)
     settings = config.to_dict() | {"base_model_name_or_path": str(base), "inference_mode": True}
     settings["target_modules"] = sorted(settings["target_modules"])
     with appears_whole(folder) as partial:
@@ -196,11 +202,12 @@ def save_adapter(model: PreTrainedModel, base: Path, folder: Path, *, wanted: bo
 
 
 def _matrices(layer: LoraLinear) -> dict[str, Tensor]:
-    """A of [rank, inputs] and B of [outputs, rank]."""
+    """Returns A [rank, inputs] and B [outputs, rank] by peft's names."""
     return {name: getattr(layer, name)[_ADAPTER].weight for name in ("lora_A", "lora_B")}
 
 
-def _saved(model: nn.Module) -> dict[str, Tensor]:
+def _peft_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the adapter's weights by their names in peft's files."""
     return {
         f"{_SAVED_PREFIX}{path}.{name}.weight": matrix
         for path, layer in adapter_layers(model).items()
@@ -208,17 +215,20 @@ def _saved(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _targets(model: PreTrainedModel, config: LoraConfig) -> Mapping[str, nn.Module]:
-    """The layers that get an adapter, by their whole names. The head is none of them: its weights are read as such."""
-    kind, head = type(model).__name__, model.get_output_embeddings()
+def _target_layers(model: PreTrainedModel, config: LoraConfig) -> Mapping[str, nn.Module]:
+    """Returns the layers to adapt, by full name. Excludes the head, whose weight the log-probabilities use directly."""
+    head = model.get_output_embeddings()
     linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head}
     if config.targets == "all_linear":
         return linear
     chosen = {}
     for target in config.targets:
-        found = {name: layer for name, layer in linear.items() if f".{name}".endswith(f".{target}")}
-        if not found:
+        matches = {name: layer for name, layer in linear.items() if f".{name}".endswith(f".{target}")}
+        if not matches:
             names = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
-            raise LoraError(f"lora.targets names {target}, which is no inner linear layer of {kind}: choose of {names}")
-        chosen |= found
+            raise LoraError(
+                f"lora.targets has {target}, which is not an inner linear layer of {type(model).__name__}; "
+                f"available: {names}"
+            )
+        chosen |= matches
     return chosen

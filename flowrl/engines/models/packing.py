@@ -1,6 +1,6 @@
-"""Rows one after another in a single row, so that a model computes no padding.
+"""Sequence packing: the rows of a micro-batch are concatenated into one row without padding.
 
-Shape suffixes: B rows, L the longest of them, T the tokens of all.
+Shape suffixes: B rows, L tokens of the longest row, T tokens of all rows.
 """
 
 from collections.abc import Iterable
@@ -14,61 +14,65 @@ from torch import Tensor
 from flowrl.data.batch.tensordicts import row_positions
 
 
-# Not frozen: torch.compile would look into one that is, and compile each layer anew for every micro-batch.
+# Not frozen: torch.compile traces into frozen dataclasses and would recompile each layer for every micro-batch.
 @dataclass(eq=False)
 class Pack:
-    """Where the tokens of padded rows [B, L] stand in one row [1, T] without padding, rows in the same order."""
+    """Layout that maps padded rows [B, L] to one packed row [1, T] and back. The order of the rows is kept."""
 
     lengths: tuple[int, ...]
-    """Tokens per row, B of them, each at least 1."""
-    places_T: Tensor
-    """int64 [T], where each token stands in the rows laid end to end with their padding."""
+    """Number of tokens per row, B entries, each at least 1."""
+    padded_index_T: Tensor
+    """Index of each token in the flattened padded rows, int64 [T]."""
     positions_T: Tensor
-    """int64 [T], the number of each token in its row, from 0."""
-    bounds: Tensor
-    """int32 [B + 1], where rows begin, and the end of the last."""
+    """Position of each token in its own row, int64 [T], starting at 0."""
+    cu_seqlens: Tensor
+    """Cumulative row lengths as in flash-attn, int32 [B + 1], starting at 0."""
 
-    # Computed once: every layer asks for these two.
+    # Cached: every layer reads these two.
     @cached_property
-    def longest(self) -> int:
-        """Tokens of the longest row."""
+    def max_length(self) -> int:
+        """Number of tokens of the longest row."""
         return max(self.lengths)
 
     @cached_property
-    def runs(self) -> list[tuple[int, int]]:
-        """(rows, tokens of each) of neighbours of the same length."""
+    def equal_length_runs(self) -> list[tuple[int, int]]:
+        """Runs of adjacent rows of equal length, as pairs (number of rows, tokens per row)."""
         return [(len(list(same)), length) for length, same in groupby(self.lengths)]
 
     def to(self, device: torch.device | str) -> "Pack":
-        """The same on a device; the lengths stay where Python reads them."""
-        places_T, positions_T, bounds = (x.to(device) for x in (self.places_T, self.positions_T, self.bounds))
-        return replace(self, places_T=places_T, positions_T=positions_T, bounds=bounds)
+        """Returns the layout with its tensors on a device."""
+        indices = (self.padded_index_T, self.positions_T, self.cu_seqlens)
+        padded_index_T, positions_T, cu_seqlens = (x.to(device) for x in indices)
+        return replace(self, padded_index_T=padded_index_T, positions_T=positions_T, cu_seqlens=cu_seqlens)
 
-    def filled(self, count: int) -> "Pack":
-        """The same for a row [1, T + count], whose last tokens are a row by themselves, which `rows` does not take."""
-        if not count:
+    def with_filler_row(self, num_tokens: int) -> "Pack":
+        """Returns the layout of a packed row [1, T + num_tokens] whose last tokens are filler.
+
+        Attention treats the filler as a row of its own, and `unpack` drops it.
+        """
+        if not num_tokens:
             return self
         return replace(
             self,
-            lengths=(*self.lengths, count),
-            positions_T=torch.cat([self.positions_T, torch.arange(count, device=self.positions_T.device)]),
-            bounds=torch.cat([self.bounds, self.bounds[-1:] + count]),
+            lengths=(*self.lengths, num_tokens),
+            positions_T=torch.cat([self.positions_T, torch.arange(num_tokens, device=self.positions_T.device)]),
+            cu_seqlens=torch.cat([self.cu_seqlens, self.cu_seqlens[-1:] + num_tokens]),
         )
 
-    def flat(self, rows_BL: Tensor) -> Tensor:
-        """Padded rows -> [1, T]."""
-        return rows_BL.flatten()[self.places_T][None]
+    def pack(self, rows_BL: Tensor) -> Tensor:
+        """Returns padded rows as one packed row [1, T]."""
+        return rows_BL.flatten()[self.padded_index_T][None]
 
-    def rows(self, values_1T: Tensor, shape: torch.Size) -> Tensor:
-        """Back at [B, L], which is `shape`; 0 where there is no token."""
+    def unpack(self, values_1T: Tensor, shape: torch.Size) -> Tensor:
+        """Returns a packed row as padded rows of `shape` [B, L], with 0 as padding."""
         empty = values_1T.new_zeros(shape.numel())
-        return empty.index_copy(0, self.places_T, values_1T.squeeze(0)).view(shape)
+        return empty.index_copy(0, self.padded_index_T, values_1T.squeeze(0)).view(shape)
 
 
 def pack_rows(lengths: Iterable[int]) -> Pack:
-    """How rows of these lengths, padded to the longest, are packed; on the CPU."""
+    """Returns the packed layout of rows of these lengths, on the CPU. The padded form has the width of the longest."""
     lengths_B = torch.tensor(list(lengths), dtype=torch.int64)
     mask_BL = row_positions(lengths_B)
-    bounds = torch.nn.functional.pad(lengths_B.cumsum(0), (1, 0)).to(torch.int32)
+    cu_seqlens = torch.nn.functional.pad(lengths_B.cumsum(0), (1, 0)).to(torch.int32)
     positions_BL = torch.arange(mask_BL.shape[1]).expand(mask_BL.shape)
-    return Pack(tuple(lengths_B.tolist()), mask_BL.flatten().nonzero().squeeze(1), positions_BL[mask_BL], bounds)
+    return Pack(tuple(lengths_B.tolist()), mask_BL.flatten().nonzero().squeeze(1), positions_BL[mask_BL], cu_seqlens)

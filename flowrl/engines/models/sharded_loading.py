@@ -1,7 +1,7 @@
-"""Models that ranks hold in parts, from disk without a rank that ever holds the whole.
+"""Loads sharded models without a full copy on any rank.
 
-A model is made with its weights on `meta`, where they take no memory; it is cut; then each rank makes room for its
-parts and reads them out of the safetensors files.
+The model is created on the meta device, where weights take no memory, and sharded. Each rank then allocates its shards
+and reads them from the safetensors files.
 """
 
 import json
@@ -21,143 +21,141 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from flowrl.engines.models.lora import model_weights
-from flowrl.engines.models.offload import named_weights
+from flowrl.engines.models.parameters import set_parameter, unique_parameters
+
+_OPTIONAL: Mapping[str, Any] = {"_raise_exceptions_for_missing_entries": False}
 
 
 @dataclass(frozen=True)
-class _Stored:
-    """A weight in a file."""
+class _FileEntry:
+    """File, name and shape of a weight on disk."""
 
     file: str
     name: str
     shape: tuple[int, ...]
 
 
-_stored: WeakKeyDictionary[nn.Module, Mapping[str, _Stored]] = WeakKeyDictionary()
-"""Model whose weights are yet to be read -> where each is, by its name in the model without an adapter."""
+_pending: WeakKeyDictionary[nn.Module, Mapping[str, _FileEntry]] = WeakKeyDictionary()
+"""Models on the meta device, each with the file entry of every weight by its name without an adapter."""
 
 
-def empty_model(
+def make_meta_model(
     auto: Any,  # Any: transformers' Auto classes share no typed base
     path: Path,
     dtype: torch.dtype,
     fresh: frozenset[str] = frozenset(),
     **settings: Any,  # Any: of a configuration
 ) -> PreTrainedModel | None:
-    """A model with its buffers, and weights on `meta` that `read_parts` reads.
-
-    None where the files lack a weight, or have it under another name or in another shape: transformers may know how to
-    make one of the other, or what is wrong with it.
+    """Creates a model whose weights are on the meta device until `load_shards` reads them. Buffers are real.
 
     Args:
         auto: one of transformers' Auto classes.
-        path: a folder with safetensors, or a hub name.
-        dtype: of the weights.
-        fresh: weights that are not in the files: made here, with nothing in them.
-        settings: put over the configuration's.
-    Raises: OSError, ValueError, SafetensorError: there is no such model, or its files are damaged.
+        path: a folder with safetensors, or a Hub name.
+        dtype: dtype of the weights.
+        fresh: names of weights that the files lack; they are allocated here and filled with zeros.
+        settings: overrides of the model configuration.
+    Returns: None if the files lack a weight or have another name or shape for it. `from_pretrained` may know a
+        conversion, or report the error.
+    Raises: OSError, ValueError, SafetensorError: there is no such model, or its files are corrupt.
     """
     local = path.is_dir()
-    found = _weights_of(path, local)
+    entries = _file_entries(path, local)
     config = AutoConfig.from_pretrained(str(path), trust_remote_code=False, local_files_only=local, **settings)
     with torch.device("meta"):
         model = auto.from_config(config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False)
     if model.state_dict().keys() != dict(model.named_parameters(remove_duplicate=False)).keys():
-        # Buffers that are saved; no family of docs/models.md has them.
+        # Persistent buffers; no family of docs/models.md has them.
         return None
-    stored = {}
-    for names, weight in named_weights(model):
+    pending = {}
+    for names, weight in unique_parameters(model):
         if not fresh.isdisjoint(names):
-            _replace(model, names, nn.Parameter(torch.zeros(weight.shape, dtype=weight.dtype)))
+            for name in names:
+                set_parameter(model, name, nn.Parameter(torch.zeros(weight.shape, dtype=weight.dtype)))
             continue
-        match = next((found[name] for name in _aliases(model, names) if name in found), None)
-        if match is None or match.shape != tuple(weight.shape):
+        entry = next((entries[name] for name in _file_names(model, names) if name in entries), None)
+        if entry is None or entry.shape != tuple(weight.shape):
             return None
-        stored[names[0]] = match
-    _make_buffers(model)
-    _stored[model] = stored
+        pending[names[0]] = entry
+    _initialize_buffers(model)
+    _pending[model] = pending
     if model.can_generate() and cached_file(str(path), "generation_config.json", **_OPTIONAL, local_files_only=local):
         model.generation_config = GenerationConfig.from_pretrained(str(path), local_files_only=local)
     return model
 
 
-_OPTIONAL: Mapping[str, Any] = {"_raise_exceptions_for_missing_entries": False}
-
-
-def place(model: nn.Module, device: torch.device) -> nn.Module:
-    """Moves what is there to a device; weights on `meta` stay."""
+def move_loaded(model: nn.Module, device: torch.device) -> nn.Module:
+    """Moves all tensors to a device, except those on the meta device."""
     return model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
-def read_parts(model: nn.Module, device: torch.device) -> None:
-    """Gives this rank its parts of all weights that are on `meta`; does nothing where there are none."""
+def load_shards(model: nn.Module, device: torch.device) -> None:
+    """Allocates this rank's shards of all weights on the meta device and reads them from the files.
+
+    Does nothing for a model without meta weights.
+    """
     if not any(parameter.is_meta for parameter in model.parameters()):
         return
-    names = [names for names, weight in named_weights(model) if weight.is_meta]
-    # Layers are told of their new weights by their own `_apply`.
+    tied_names = [names for names, weight in unique_parameters(model) if weight.is_meta]
+    # `_apply`, because FSDP2 and other modules override it to register their new weights.
     model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
-    for first, *others in names:
-        _replace(model, others, model.get_parameter(first))
-    for language_model in [module for module in model.modules() if module in _stored]:
+    for first, *others in tied_names:
+        for name in others:
+            set_parameter(model, name, model.get_parameter(first))
+    for language_model in [module for module in model.modules() if module in _pending]:
         weights = model_weights(language_model)
-        for name, stored in _stored.pop(language_model).items():
+        for name, entry in _pending.pop(language_model).items():
             with torch.no_grad():
-                _read(weights[name].stored, stored)
+                _read(weights[name].stored, entry)
 
 
-def read_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every weight of a model that was loaded with `parts`, whole, one after another; the model stays as it is."""
-    stored = _stored.get(model)
-    for names, weight in named_weights(model):
-        if stored is None:
+def stream_full_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields every full weight of a model loaded with `on_meta`, one at a time. The model is not changed."""
+    entries = _pending.get(model)
+    for names, weight in unique_parameters(model):
+        if entries is None:
             yield names[0], weight
         else:
-            read = torch.empty_like(weight, device="cpu", requires_grad=False)
-            _read(read, stored[names[0]])
-            yield names[0], read
+            full = torch.empty_like(weight, device="cpu", requires_grad=False)
+            _read(full, entries[names[0]])
+            yield names[0], full
 
 
-def _read(weight: Tensor, stored: _Stored) -> None:
-    """Fills a weight, or this rank's part of it. A file is open for one weight only: its pages count as memory."""
-    shape, offset, own = stored.shape, (0,) * weight.ndim, weight
+def _read(weight: Tensor, entry: _FileEntry) -> None:
+    """Reads a full weight, or this rank's shard of a DTensor. Opens the file per weight, since mapped pages count as
+    memory of the process."""
+    shape, offset, local = entry.shape, (0,) * weight.ndim, weight
     if isinstance(weight, DTensor):
-        own = weight.to_local()
+        local = weight.to_local()
         shape, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-    if own.numel():
-        with safe_open(stored.file, framework="pt") as file:
-            where = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-            own.copy_(file.get_slice(stored.name)[where] if where else file.get_tensor(stored.name))
+    if local.numel():
+        with safe_open(entry.file, framework="pt") as file:
+            slices = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+            local.copy_(file.get_slice(entry.name)[slices] if slices else file.get_tensor(entry.name))
 
 
-def _weights_of(path: Path, local: bool) -> dict[str, _Stored]:
-    """Every weight of a folder or a hub name."""
+def _file_entries(path: Path, local: bool) -> dict[str, _FileEntry]:
+    """Returns the file entries of a folder or a Hub name, by weight name."""
     index = cached_file(str(path), SAFE_WEIGHTS_INDEX_NAME, **_OPTIONAL, local_files_only=local)
     names = {SAFE_WEIGHTS_NAME} if index is None else set(json.loads(Path(index).read_text())["weight_map"].values())
-    found = {}
+    entries = {}
     for name in sorted(names):
         file = cached_file(str(path), name, local_files_only=local)
-        assert file is not None, "a file that is not there was raised for"
+        assert file is not None, "cached_file raises for a missing file"
         with safe_open(file, framework="pt") as opened:
             for key in opened.keys():  # noqa: SIM118 (a file, not a dictionary)
-                found[key] = _Stored(file, key, tuple(opened.get_slice(key).get_shape()))
-    return found
+                entries[key] = _FileEntry(file, key, tuple(opened.get_slice(key).get_shape()))
+    return entries
 
 
-def _aliases(model: PreTrainedModel, names: list[str]) -> Iterator[str]:
-    """What a weight may be called in a file: a backbone's weights have a prefix in a whole model, and none alone."""
+def _file_names(model: PreTrainedModel, names: list[str]) -> Iterator[str]:
+    """Yields the names that a weight may have in a file: with or without the prefix of the backbone."""
     prefix = f"{model.base_model_prefix}."
     for name in names:
         yield from (name, name.removeprefix(prefix), prefix + name)
 
 
-def _replace(model: nn.Module, names: list[str], weight: nn.Parameter) -> None:
-    for name in names:
-        owner, _, leaf = name.rpartition(".")
-        model.get_submodule(owner)._parameters[leaf] = weight
-
-
-def _make_buffers(model: PreTrainedModel) -> None:
-    """Buffers that no file has, such as rotary frequencies, by transformers' own code."""
+def _initialize_buffers(model: PreTrainedModel) -> None:
+    """Computes buffers that are not saved, such as rotary frequencies, with transformers' own initialization."""
     owners = {name.rpartition(".")[0] for name, buffer in model.named_buffers() if buffer.is_meta}
     for owner in map(model.get_submodule, sorted(owners)):
         for leaf, buffer in owner.named_buffers(recurse=False):

@@ -1,8 +1,8 @@
-"""A model's weights as NumPy arrays, which every process can be handed, and back into a model.
+"""Exports a model's weights as NumPy arrays for other processes, and loads them into a model.
 
-Names are those of the model's parameters and saved buffers; a weight that has two (a tied output layer) appears once.
-bfloat16 has no NumPy type: such an array is an int16 view and its name ends in `BFLOAT16`. A layer that is quantised
-takes the weight that it had before, and keeps what it makes of it.
+Names are those of the model's parameters and persistent buffers. Tied weights are exported once, under their first
+name. NumPy has no bfloat16: such an array is an int16 view, and its name ends in `BFLOAT16`. An 8-bit layer receives
+its original weight and quantizes it.
 """
 
 import copy
@@ -17,51 +17,59 @@ from transformers import PreTrainedModel
 
 from flowrl.engines.models.int8 import Int8Linear, int8_layers
 from flowrl.engines.models.lora import ModelWeight, adapter_layers, model_weights
+from flowrl.engines.models.parameters import set_parameter
 
 BFLOAT16 = "|bfloat16"
-"""Ending of the name of an array that holds bfloat16 bits as int16."""
+"""Suffix of the name of an array that holds bfloat16 bits as int16."""
 
 
 class WeightsError(ValueError):
-    """Weights do not fit the model they should be loaded into."""
+    """Weights do not match the model that should load them."""
 
 
-def weight_chunks(model: nn.Module, max_bytes: float, dtype: torch.dtype | None = None) -> list[list[str]]:
-    """The names of all weights in the model's order, each once, cut into parts of at most so many bytes.
+def weight_buckets(model: nn.Module, max_bytes: float, dtype: torch.dtype | None = None) -> list[list[str]]:
+    """Groups the names of all weights into buckets, in the model's order.
 
-    A weight that is larger is a part by itself. `dtype` is the type that floating-point weights are cast to.
+    Args:
+        model: may be sharded.
+        max_bytes: size of a bucket; a larger weight gets a bucket of its own.
+        dtype: dtype that floating-point weights are cast to.
     """
-    chunks: list[list[str]] = [[]]
+    buckets: list[list[str]] = [[]]
     size = 0
-    for name, weight in _each_once(model).items():
-        num_bytes = weight.stored.numel() * _cast_to(weight, dtype).itemsize
-        if chunks[-1] and size + num_bytes > max_bytes:
-            chunks.append([])
+    for name, weight in _unique_weights(model).items():
+        num_bytes = weight.stored.numel() * _export_dtype(weight, dtype).itemsize
+        if buckets[-1] and size + num_bytes > max_bytes:
+            buckets.append([])
             size = 0
-        chunks[-1].append(name)
+        buckets[-1].append(name)
         size += num_bytes
-    return chunks
+    return buckets
 
 
 def weight_shapes(
     model: nn.Module, names: Sequence[str], dtype: torch.dtype | None = None
 ) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-    """Name, type and shape of whole weights as `whole_weights` gives them, without putting one together."""
-    weights = _each_once(model)
-    return [(name, _cast_to(weights[name], dtype), tuple(weights[name].stored.shape)) for name in names]
+    """Returns name, dtype and shape of each weight that `full_weights` would yield, without gathering any."""
+    weights = _unique_weights(model)
+    return [(name, _export_dtype(weights[name], dtype), tuple(weights[name].stored.shape)) for name in names]
 
 
-def whole_weights(
+def full_weights(
     model: nn.Module, names: Sequence[str] | None = None, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Weights of these names, one whole after another, where the model is; without a copy where that can be.
+    """Yields full weights one at a time on the model's device, without a copy if possible.
 
-    A model with an adapter gives what it computes with, under the names it has without. Floating-point weights are cast
-    to `dtype`, by each rank its part, before they are put together. All ranks that hold parts of the model iterate.
+    Adapters are merged. All ranks of a sharded model iterate together.
+
+    Args:
+        model: may be sharded.
+        names: weights to yield, by default all.
+        dtype: dtype that each rank casts its shard of floating-point weights to before the all-gather.
     """
-    weights = _each_once(model)
+    weights = _unique_weights(model)
     for name in weights if names is None else names:
-        yield name, weights[name].whole(_cast_to(weights[name], dtype)).detach()
+        yield name, weights[name].gather(_export_dtype(weights[name], dtype)).detach()
 
 
 def export_weights(
@@ -69,78 +77,79 @@ def export_weights(
     names: Sequence[str] | None = None,
     *,
     dtype: torch.dtype | None = None,
-    wanted: bool = True,
+    is_receiver: bool = True,
     snapshot: bool = True,
 ) -> dict[str, np.ndarray]:
-    """Weights on the CPU, contiguous; arguments as of `whole_weights`.
+    """Returns full weights as contiguous arrays on the CPU. All ranks of a sharded model call this together.
 
     Args:
-        wanted: ranks that do not want the arrays help with them and get nothing.
-        snapshot: they are copies, which training on does not change; without it, those that can be are the weights
-            themselves.
+        model, names, dtype: as for `full_weights`.
+        is_receiver: False for ranks that only take part in the all-gathers and get an empty result.
+        snapshot: copy all weights, so that later training does not change the result. Otherwise unsharded weights on
+            the CPU share the model's memory.
     """
-    found = {}
-    for name, weight in whole_weights(model, names, dtype):
-        if wanted:
+    arrays = {}
+    for name, weight in full_weights(model, names, dtype):
+        if is_receiver:
             array = weight.cpu().contiguous()
-            is_own = array.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
-            bits = _bits(array.clone() if snapshot and is_own else array)
-            found[name + BFLOAT16 if array.dtype == torch.bfloat16 else name] = bits.numpy()
-    return found
+            is_view = array.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+            bits = _bits(array.clone() if snapshot and is_view else array)
+            arrays[name + BFLOAT16 if array.dtype == torch.bfloat16 else name] = bits.numpy()
+    return arrays
 
 
-def _cast_to(weight: ModelWeight, dtype: torch.dtype | None) -> torch.dtype:
+def _export_dtype(weight: ModelWeight, dtype: torch.dtype | None) -> torch.dtype:
     return weight.stored.dtype if dtype is None or not weight.stored.is_floating_point() else dtype
 
 
-def empty_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """The same model without weights, for `borrowed_weights`; whatever changes how the other runs does not reach it."""
+def meta_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """Returns a copy of a model without weights, for `gathered_weights`. The copy shares the model's buffers.
+
+    The copy has its own attention setting, so sequence parallelism of the original does not affect it.
+    """
     config = copy.deepcopy(model.config)
     config._attn_implementation = "sdpa"
     with torch.device("meta"):
-        found = type(model)(config)
-    _share_buffers(found, model)
-    found.generation_config = model.generation_config
-    return found.eval()
+        meta_model = type(model)(config)
+    _share_buffers(meta_model, model)
+    meta_model.generation_config = model.generation_config
+    return meta_model.eval()
 
 
 @contextmanager
-def borrowed_weights(borrower: nn.Module, lender: nn.Module) -> Iterator[None]:
-    """Fills an empty copy with the whole weights of a model that ranks hold in parts, or that has an adapter, for the
-    length of the block.
+def gathered_weights(meta_model: nn.Module, owner: nn.Module) -> Iterator[None]:
+    """Gives a `meta_copy` the full, merged weights of its original in the block. Unsharded weights are not copied.
 
-    All ranks of the lender enter it together; in the block each is on its own. One weight after another is put
-    together, so that beside the copy there is never more than one. Weights that are whole are not copied.
+    All ranks of a sharded model enter the block together; inside the block there are no collectives. Weights are
+    gathered one at a time, so peak memory exceeds the full copy by one weight at most.
+
+    Args:
+        meta_model: result of `meta_copy`.
+        owner: the model whose weights are gathered.
     """
-    _share_buffers(borrower, lender)  # anew, since moving the lender to another device replaced its own
-    places = dict(borrower.named_parameters(remove_duplicate=False))
-    for name, weight in _each_once(lender).items():
-        if name not in places:
-            continue  # a buffer, which the copy shares
-        whole = nn.Parameter(weight.whole(), requires_grad=False)
-        for place, empty in places.items():
-            if empty is places[name]:
-                _put(borrower, place, whole)
+    _share_buffers(meta_model, owner)  # again, since moving the owner to another device replaces its buffers
+    empty = dict(meta_model.named_parameters(remove_duplicate=False))
+    for name, weight in _unique_weights(owner).items():
+        if name not in empty:
+            continue  # a shared buffer
+        full = nn.Parameter(weight.gather(), requires_grad=False)
+        for tied_name in (other for other, parameter in empty.items() if parameter is empty[name]):
+            set_parameter(meta_model, tied_name, full)
     try:
         yield
     finally:
-        for name, empty in places.items():
-            _put(borrower, name, empty)
+        for name, parameter in empty.items():
+            set_parameter(meta_model, name, parameter)
 
 
-def _share_buffers(borrower: nn.Module, lender: nn.Module) -> None:
-    for name, buffer in lender.named_buffers():
-        owner, _, leaf = name.rpartition(".")
-        borrower.get_submodule(owner)._buffers[leaf] = buffer
+def _share_buffers(meta_model: nn.Module, owner: nn.Module) -> None:
+    for name, buffer in owner.named_buffers():
+        path, _, leaf = name.rpartition(".")
+        meta_model.get_submodule(path)._buffers[leaf] = buffer
 
 
-def _put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    owner, _, leaf = name.rpartition(".")
-    model.get_submodule(owner)._parameters[leaf] = parameter
-
-
-def tensors_of(weights: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-    """Exported weights as tensors on the same memory, which may be read-only, under the model's own names."""
+def to_tensors(weights: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+    """Returns exported weights as tensors by the model's own names. They share memory, which may be read-only."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         tensors = {name: torch.from_numpy(array) for name, array in weights.items()}
@@ -151,53 +160,54 @@ def tensors_of(weights: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
 
 
 class WeightTargets:
-    """Where a model's weights are, looked up once for all parts of an update."""
+    """The weights of a model by export name, collected once for all buckets of an update."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Raises WeightsError for a model with an adapter, which would be added to the one that is in the weights."""
+        """Raises WeightsError for a model with an adapter, because exported weights are merged."""
         if adapter_layers(model):
-            raise WeightsError(
-                "the model has an adapter, which would be added to weights that have one: load them into one without"
-            )
+            raise WeightsError("merged weights cannot be loaded into a model with an adapter: use one without")
         self._model = model
-        self._stored = {name: weight.stored for name, weight in _weights(model).items()}
+        self._stored = {
+            name + BFLOAT16 if weight.stored.dtype == torch.bfloat16 else name: weight.stored
+            for name, weight in _unique_weights(model).items()
+        }
 
     @property
     def names(self) -> Collection[str]:
-        """Those under which they are exported."""
+        """Export names of all weights."""
         return self._stored.keys()
 
-    def write(self, weights: Mapping[str, np.ndarray], *, whole: bool = False) -> None:
-        """Writes exported weights into the model, in place and bit for bit. Read-only arrays are welcome.
+    def write(self, weights: Mapping[str, np.ndarray], *, strict: bool = False) -> None:
+        """Copies exported weights into the model, bitwise. The arrays may be read-only.
 
         Args:
-            whole: all of them must be there, and not some.
+            weights: arrays by export name.
+            strict: raise if a weight of the model is missing.
         Raises:
-            WeightsError: a name is missing or unknown, or an array has another shape or type than the model's weight.
-                The model is then unchanged.
+            WeightsError: a name is missing or unknown, or a shape or dtype differs. The model is then unchanged.
         """
-        targets = self._stored if whole else {name: self._stored[name] for name in weights if name in self._stored}
+        targets = self._stored if strict else {name: self._stored[name] for name in weights if name in self._stored}
         _check(targets, weights)
         with torch.no_grad():
             for name, target in targets.items():
                 if target.is_meta:
-                    _quantize(self._model, *next(iter(tensors_of({name: weights[name]}).items())))
+                    _quantize(self._model, *next(iter(to_tensors({name: weights[name]}).items())))
                 else:
                     _write(_bits(target.detach()), weights[name])
 
 
-def load_weights(model: nn.Module, weights: Mapping[str, np.ndarray], *, whole: bool = True) -> None:
-    """Writes exported weights into a model; arguments and errors as of `WeightTargets`."""
-    WeightTargets(model).write(weights, whole=whole)
+def load_weights(model: nn.Module, weights: Mapping[str, np.ndarray], *, strict: bool = True) -> None:
+    """Copies exported weights into a model. Arguments and errors as for `WeightTargets.write`."""
+    WeightTargets(model).write(weights, strict=strict)
 
 
 def write_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Writes weights of a model of the same configuration into one that may be quantised, one after another.
+    """Copies weights into a model of the same configuration, one at a time, and quantizes those of its 8-bit layers.
 
     Raises:
-        WeightsError: the model has no such weight, or another shape of it; those before it are written.
+        WeightsError: a name is unknown or a shape differs. Earlier weights are already written.
     """
-    targets = {name: weight.stored for name, weight in _each_once(model).items()}
+    targets = {name: weight.stored for name, weight in _unique_weights(model).items()}
     with torch.no_grad():
         for name, weight in weights:
             if name not in targets or targets[name].shape != weight.shape:
@@ -210,20 +220,12 @@ def write_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> No
 
 def _quantize(model: nn.Module, name: str, weight: Tensor) -> None:
     layer = model.get_submodule(name.rpartition(".")[0])
-    assert isinstance(layer, Int8Linear), "no other keeps something else than its weight"
-    layer.take(weight)
+    assert isinstance(layer, Int8Linear), "only 8-bit layers have a target on the meta device"
+    layer.load_weight(weight)
 
 
-def _weights(model: nn.Module) -> dict[str, ModelWeight]:
-    """Every weight once, under the name it has in an export."""
-    return {
-        name + BFLOAT16 if weight.stored.dtype == torch.bfloat16 else name: weight
-        for name, weight in _each_once(model).items()
-    }
-
-
-def _each_once(model: nn.Module) -> dict[str, ModelWeight]:
-    """Every weight under the first of its names. That of a quantised layer is on `meta`: what is there is not it."""
+def _unique_weights(model: nn.Module) -> dict[str, ModelWeight]:
+    """Returns every weight under the first of its names; for an 8-bit layer a meta tensor like its original weight."""
     named: dict[str, ModelWeight] = {}
     seen: set[int] = set()
     quantized = int8_layers(model)
@@ -232,7 +234,7 @@ def _each_once(model: nn.Module) -> dict[str, ModelWeight]:
         if owner in quantized and leaf == "scale":
             continue
         if owner in quantized and leaf == "weight":
-            weight = ModelWeight(quantized[owner].replaced, None)
+            weight = ModelWeight(quantized[owner].original, None)
         if id(weight.stored) not in seen:
             seen.add(id(weight.stored))
             named[name] = weight
@@ -247,11 +249,9 @@ def _check(targets: Mapping[str, Tensor], weights: Mapping[str, np.ndarray]) -> 
     missing = [name for name in targets if name not in weights]
     unknown = [name for name in weights if name not in targets]
     if missing or unknown:
-        lack = [f"lack {', '.join(missing[:3])}"] if missing else []
-        extra = [f"have also {', '.join(unknown[:3])}"] if unknown else []
         raise WeightsError(
-            f"the weights {' and '.join(lack + extra)} ({len(missing)} missing, {len(unknown)} unknown); "
-            f"export them from a model of the same configuration and dtype"
+            f"{len(missing)} weights are missing and {len(unknown)} are unknown, such as "
+            f"{', '.join((missing + unknown)[:3])}; export them from a model of the same configuration and dtype"
         )
     for name, target in targets.items():
         array, expected = weights[name], _bits(target)
@@ -265,7 +265,7 @@ def _check(targets: Mapping[str, Tensor], weights: Mapping[str, np.ndarray]) -> 
 
 def _write(target: Tensor, array: np.ndarray) -> None:
     if target.device.type == "cpu":
-        # Through NumPy: torch warns about read-only arrays, and would need a copy of them first.
+        # NumPy copies from read-only arrays; torch would warn and need another copy.
         np.copyto(target.numpy(), array)
     else:
         target.copy_(torch.from_numpy(array if array.flags.writeable else array.copy()))

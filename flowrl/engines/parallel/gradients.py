@@ -1,4 +1,4 @@
-"""Gradients of one optimizer step: made zero, summed over ranks, measured, and scaled."""
+"""Gradients of one optimizer step: zeroed, summed over ranks, measured and scaled."""
 
 import math
 from collections.abc import Sequence
@@ -12,32 +12,31 @@ from flowrl.engines.parallel.rank_mesh import RankMesh
 
 
 class Gradients(Protocol):
-    """What an optimizer step does with gradients, whole on each rank or in parts."""
+    """Gradient operations of an optimizer step, for replicated or sharded gradients."""
 
     def zero(self) -> None:
-        """Before the backward passes: a parameter that none of them reaches has a gradient of 0."""
+        """Prepares for the backward passes. Parameters that no backward pass reaches get a gradient of 0."""
         ...
 
     def sum(self) -> None:
-        """After them: each rank holds its part of the sum over all ranks."""
+        """Completes the sum over all ranks after the backward passes."""
         ...
 
     def norm(self) -> float:
-        """The Euclidean norm over all parameters and ranks, the same on every rank."""
+        """Returns the L2 norm over all parameters and ranks, the same on every rank."""
         ...
 
-    def scale(self, factor: float) -> None: ...
+    def scale(self, factor: float) -> None:
+        """Multiplies all gradients by a factor."""
+        ...
 
-    def drop(self) -> None:
-        """Gives their memory back."""
+    def free(self) -> None:
+        """Frees the memory of the gradients."""
         ...
 
 
-class WholeGradients:
-    """Every rank has all of them, as views of one buffer per dtype.
-
-    Backward passes then add into what is summed over ranks, without a copy.
-    """
+class ReplicatedGradients:
+    """Full gradients on every rank, as views of one buffer per dtype that is all-reduced without a copy."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], mesh: RankMesh) -> None:
         self._parameters, self._mesh = parameters, mesh
@@ -65,19 +64,19 @@ class WholeGradients:
         for buffer in self._buffers:
             buffer.mul_(factor)
 
-    def drop(self) -> None:
-        _drop(self._parameters)
+    def free(self) -> None:
+        _free(self._parameters)
         self._buffers = []
 
 
 class ShardedGradients:
-    """Every rank has its part of each, which FSDP2 sums over ranks at the end of each backward pass."""
+    """Gradient shards, which FSDP2 reduce-scatters at the end of each backward pass."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], mesh: RankMesh) -> None:
         self._parameters, self._mesh = parameters, mesh
 
     def zero(self) -> None:
-        _drop(self._parameters)
+        _free(self._parameters)
 
     def sum(self) -> None:
         for parameter in self._parameters:
@@ -85,13 +84,15 @@ class ShardedGradients:
                 parameter.grad = torch.zeros_like(parameter)
 
     def norm(self) -> float:
-        assert self._mesh.everyone is not None
-        num_ranks = self._mesh.everyone.size()
+        assert self._mesh.all_ranks is not None
+        num_ranks = self._mesh.all_ranks.size()
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for parameter in self._parameters:
             gradient = parameter.grad
             assert isinstance(gradient, DTensor), "a sharded model's gradients are sharded"
-            total += gradient.to_local().double().square().sum().to(total.device) / _copies(gradient, num_ranks)
+            # Every shard is counted once per rank that holds it.
+            num_copies = num_ranks // _num_shards(gradient)
+            total += gradient.to_local().double().square().sum().to(total.device) / num_copies
         return math.sqrt(self._mesh.sum(total).item())
 
     @property
@@ -104,23 +105,21 @@ class ShardedGradients:
             assert parameter.grad is not None
             parameter.grad.mul_(factor)
 
-    def drop(self) -> None:
-        _drop(self._parameters)
+    def free(self) -> None:
+        _free(self._parameters)
 
 
 def _norm(buffer: Tensor) -> float:
-    """In at least float32: a sum in a half-precision buffer's own dtype would be rounded to three digits."""
+    """Returns the L2 norm, computed in at least float32, since half precision would round it to three digits."""
     return torch.linalg.vector_norm(buffer, dtype=torch.promote_types(buffer.dtype, torch.float32)).item()
 
 
-def _copies(gradient: DTensor, num_ranks: int) -> int:
-    """How many of the ranks hold the same part."""
-    mesh = gradient.device_mesh
-    sizes = zip(mesh.shape, gradient.placements, strict=True)
-    parts = math.prod(size for size, placement in sizes if not isinstance(placement, Replicate))
-    return num_ranks // parts
+def _num_shards(gradient: DTensor) -> int:
+    """Returns the number of shards of a tensor, not counting replicas."""
+    sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
+    return math.prod(size for size, placement in sizes if not isinstance(placement, Replicate))
 
 
-def _drop(parameters: Sequence[nn.Parameter]) -> None:
+def _free(parameters: Sequence[nn.Parameter]) -> None:
     for parameter in parameters:
         parameter.grad = None

@@ -1,8 +1,8 @@
-"""The ranks that hold one model between them, and which of them talk to each other.
+"""The process groups of a role.
 
-Ranks are numbered as placements number them: tensor-parallel peers next to each other, then sequence-parallel peers,
-then data-parallel ranks. A model is cut into `shard` parts over consecutive data-parallel and sequence-parallel ranks,
-and copied `replicate` times; each part may be cut again over `tp` ranks, layer by layer.
+Ranks are ordered as in placements: the tensor-parallel index varies fastest, then the sequence-parallel index, then the
+data-parallel index. FSDP2 shards a model over `shard` consecutive data- and sequence-parallel ranks and replicates it
+`replicate` times. Tensor parallelism shards each layer further over `tp` ranks.
 """
 
 from collections.abc import Sequence
@@ -17,79 +17,82 @@ from torch.distributed.distributed_c10d import _world
 
 @dataclass(frozen=True)
 class RankMesh:
-    """Make one with `rank_mesh`, or take `ALONE`."""
+    """The process groups that a rank belongs to. `rank_mesh` creates one."""
 
-    everyone: ProcessGroup | None
-    """All ranks of the model; None is this process alone."""
+    all_ranks: ProcessGroup | None
+    """All ranks of the model; None for a single process."""
     data: ProcessGroup | None
-    """Ranks whose gradients are parts of one sum: those that differ in rows, or in the part of a sequence."""
+    """Ranks over which gradients are summed: they have different rows or sequence shards."""
     sequence: ProcessGroup | None
-    """Ranks that share each sequence."""
-    peers: ProcessGroup | None
-    """Ranks that have the same rows: those that differ in tp or sp only, tp first."""
+    """Sequence-parallel ranks; None without sequence parallelism."""
+    same_rows: ProcessGroup | None
+    """Ranks with the same rows: they differ in tensor- or sequence-parallel index only."""
     devices: DeviceMesh | None
-    """Of dimensions `replicate`, `shard` and `tp`."""
+    """Device mesh with the dimensions `replicate`, `shard` and `tp`."""
     tp: int
-    counts_rows: bool
-    """Whether this rank answers for its rows: ranks that differ in tp or sp only have the same ones."""
+    """Number of tensor-parallel ranks."""
+    is_row_leader: bool
+    """Whether this rank has tensor- and sequence-parallel index 0, so that it counts the rows of its group."""
 
     def sum(self, values: Tensor) -> Tensor:
-        """The elementwise sum over all ranks, in place."""
-        if self.everyone is not None:
-            distributed.all_reduce(values, group=self.everyone)
+        """Sums the values elementwise over all ranks, in place."""
+        if self.all_ranks is not None:
+            distributed.all_reduce(values, group=self.all_ranks)
         return values
 
     def gather(self, values: Tensor) -> Tensor:
-        """The values of every rank, [ranks, ...]."""
-        if self.everyone is None:
+        """Returns the values of every rank, [ranks, ...]."""
+        if self.all_ranks is None:
             return values[None]
-        found = [torch.empty_like(values) for _ in range(self.everyone.size())]
-        distributed.all_gather(found, values, group=self.everyone)
-        return torch.stack(found)
+        gathered = [torch.empty_like(values) for _ in range(self.all_ranks.size())]
+        distributed.all_gather(gathered, values, group=self.all_ranks)
+        return torch.stack(gathered)
 
 
-ALONE = RankMesh(everyone=None, data=None, sequence=None, peers=None, devices=None, tp=1, counts_rows=True)
-"""A process that shares its model with no other."""
+SINGLE_PROCESS = RankMesh(
+    all_ranks=None, data=None, sequence=None, same_rows=None, devices=None, tp=1, is_row_leader=True
+)
+"""The mesh of a role with one process."""
 
 
 def rank_mesh(
     group: ProcessGroup | None, *, device: torch.device | str, tp: int = 1, sp: int = 1, shard_ranks: int | None = None
 ) -> RankMesh:
-    """Groups the ranks of a role. Every rank of the group calls it at the same time.
+    """Creates the process groups of a role. Collective over the group.
 
     Args:
-        group: the role's ranks; None is this process alone.
-        device: of the model.
-        tp: ranks that share each layer.
-        sp: ranks that share each sequence.
-        shard_ranks: data-parallel ranks that hold one copy of the model between them; None is all.
+        group: ranks of the role; None for a single process.
+        device: device of the model.
+        tp: number of tensor-parallel ranks.
+        sp: number of sequence-parallel ranks.
+        shard_ranks: number of data-parallel ranks that one copy of the model is sharded over; None is all.
     Raises:
-        ValueError: the sizes do not divide the ranks.
+        ValueError: the sizes do not divide the number of ranks.
     """
     if group is None or group.size() == 1:
-        return ALONE
+        return SINGLE_PROCESS
     dp, rest = divmod(group.size(), tp * sp)
     shard = dp if shard_ranks is None else shard_ranks
     if rest or dp % shard:
         raise ValueError(
-            f"{group.size()} ranks are no multiple of tp {tp} x sp {sp}"
+            f"{group.size()} ranks are not a multiple of tp {tp} x sp {sp}"
             if rest
             else f"shard_ranks is {shard}, which does not divide the {dp} data-parallel ranks"
         )
-    _level(group, device)
+    _align_group_counts(group, device)
     ranks_DST = torch.tensor(distributed.get_process_group_ranks(group)).view(dp, sp, tp)
     own_d, own_s, own_t = (int(x) for x in (ranks_DST == distributed.get_rank()).nonzero()[0])
     ranks_RST = ranks_DST.view(dp // shard, shard * sp, tp)
-    own_r, own_part = divmod(own_d * sp + own_s, shard * sp)
-    dimensions = [_group(ranks_RST[:, own_part, own_t]), _group(ranks_RST[own_r, :, own_t])]
-    dimensions.append(_group(ranks_RST[own_r, own_part]))
+    own_r, own_shard = divmod(own_d * sp + own_s, shard * sp)
+    dimensions = [_group(ranks_RST[:, own_shard, own_t]), _group(ranks_RST[own_r, :, own_t])]
+    dimensions.append(_group(ranks_RST[own_r, own_shard]))
     sequence = _group(ranks_DST[own_d, :, own_t]) if sp > 1 else None
     both = _group(ranks_DST[own_d].flatten()) if sp > 1 and tp > 1 else None
     return RankMesh(
-        everyone=group,
+        all_ranks=group,
         data=group if tp == 1 else _group(ranks_DST[:, :, own_t].flatten()),
         sequence=sequence,
-        peers=both or sequence or dimensions[-1],
+        same_rows=both or sequence or dimensions[-1],
         devices=DeviceMesh.from_group(
             dimensions,
             torch.device(device).type,
@@ -97,15 +100,15 @@ def rank_mesh(
             mesh_dim_names=("replicate", "shard", "tp"),
         ),
         tp=tp,
-        counts_rows=own_s == 0 and own_t == 0,
+        is_row_leader=own_s == 0 and own_t == 0,
     )
 
 
-def _level(group: ProcessGroup, device: torch.device | str) -> None:
-    """Brings the ranks to the same number of communicators.
+def _align_group_counts(group: ProcessGroup, device: torch.device | str) -> None:
+    """Creates dummy groups until all ranks have the same number of process groups.
 
-    torch names one that is made by its members alone by this number, and they meet under its name. Ranks differ in it
-    when some of them belong to other roles too.
+    torch derives the name of a group from this number, and members rendezvous by name. The numbers differ if some ranks
+    belong to other roles too.
     """
     own = torch.tensor([len(_world.pg_names)], device=device)
     most = own.clone()
@@ -115,7 +118,7 @@ def _level(group: ProcessGroup, device: torch.device | str) -> None:
 
 
 def _group(ranks: Tensor | Sequence[int]) -> ProcessGroup:
-    """A communicator of these ranks, made by them alone: others in the process's world need not know."""
-    found = distributed.new_group([int(rank) for rank in ranks], use_local_synchronization=True)
-    assert isinstance(found, ProcessGroup), "a rank makes only groups that it is in"
-    return found
+    """Creates a process group. Only its members call this."""
+    created = distributed.new_group([int(rank) for rank in ranks], use_local_synchronization=True)
+    assert isinstance(created, ProcessGroup), "this rank is a member of the group"
+    return created

@@ -1,7 +1,7 @@
-"""Cutting a model over ranks: its layers' matrices over tensor-parallel peers, and all its weights over the rest.
+"""Shards a model over ranks with torch's tensor parallelism and FSDP2, and selects its attention.
 
-The cuts are torch's own: tensor parallelism by transformers' plan of the model, FSDP2 (`fully_shard`) around each
-layer and the whole. Gradients are made sums over ranks, which FSDP2 would make means.
+Tensor parallelism follows transformers' plan of the model. FSDP2 (`fully_shard`) wraps each layer and the model.
+Gradients are sums over ranks; the default of FSDP2 would be means.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -22,51 +22,51 @@ from transformers import PreTrainedModel
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from flowrl.config import EngineConfig, UserError
-from flowrl.engines.models.attention import FLASH, ROWS, why_padded
-from flowrl.engines.models.loading import caps_attention
-from flowrl.engines.models.lora import cut_layers, uncut_layers
-from flowrl.engines.models.sequence_sharding import SharesRows, Stretches
+from flowrl.engines.models.attention import FLASH, ROWS, packing_obstacle
+from flowrl.engines.models.loading import has_attention_softcap
+from flowrl.engines.models.lora import tp_replicated_layers, tp_sharded_layers
+from flowrl.engines.models.sequence_sharding import SequenceShardable, SequenceSharding
 from flowrl.engines.parallel.rank_mesh import RankMesh
-from flowrl.engines.parallel.split_norms import ROW, split_adapter, split_norms
+from flowrl.engines.parallel.sequence_parallel_norms import SEQUENCE, shard_adapter, shard_norms
 
 _STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
-    # Two matrices in one, whose halves a plain cut would mix: the product is put together between the layers.
+    # Fused matrices, whose halves plain sharding would mix: the product is gathered between the layers.
     "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
     "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
-    # A norm of each head [B, L, H, E]: peers have the same weights and see other heads.
+    # A norm per head [B, L, H, E]: weights are replicated and heads are sharded.
     "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
 }
-"""Style of transformers -> torch's."""
+"""Torch's parallel style for each style name of transformers."""
 
-_STYLES_OF_STRETCHES: Mapping[str, Callable[[], ParallelStyle]] = {
+_SEQUENCE_STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     **_STYLES,
-    "rowwise": lambda: RowwiseParallel(output_layouts=ROW),
-    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=ROW),
+    "rowwise": lambda: RowwiseParallel(output_layouts=SEQUENCE),
+    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=SEQUENCE),
 }
-"""The same where peers hold stretches between layers' matrices."""
+"""As `_STYLES`, for hidden states that are sharded by sequence between the matrices."""
 
 
 class EngineError(UserError):
-    """A model cannot run as its placement or its engine asks."""
+    """A model does not support its placement or its engine settings."""
 
 
 def shard_model(model: nn.Module, mesh: RankMesh, config: EngineConfig, compute_dtype: torch.dtype | None) -> None:
-    """Cuts a model in place, so that each rank of the mesh holds its part of every weight.
+    """Shards a model over the ranks of a mesh, in place.
 
     Args:
         model: the same on every rank.
-        mesh: of several ranks.
-        config: what happens to whole weights after a forward pass, and where parts lie.
-        compute_dtype: of weights and activations in forward and backward passes; None is the weights' own.
+        mesh: mesh of several ranks.
+        config: resharding, offload and sequence-parallel norms.
+        compute_dtype: dtype of weights and activations in forward and backward passes; None is that of the weights.
     Raises:
-        EngineError: tensor parallelism does not know or does not divide the model.
+        EngineError: the model has no tensor-parallel plan, or a size is not a multiple of tp.
     """
-    assert mesh.devices is not None, "a process that shares its model with no other cuts nothing"
+    assert mesh.devices is not None, "a single process does not shard"
     if mesh.tp > 1:
         for language_model in language_models(model):
-            _cut_layers(language_model, mesh, splits_norms=config.sequence_parallel_norms)
+            _apply_tensor_parallelism(language_model, mesh, shards_norms=config.sequence_parallel_norms)
     reduce_dtype = torch.float32 if compute_dtype is not None else None
     pinned = mesh.devices.device_type != "cpu"
     offload = CPUOffloadPolicy(pin_memory=pinned) if config.offload == "parameters" else OffloadPolicy()
@@ -81,77 +81,101 @@ def shard_model(model: nn.Module, mesh: RankMesh, config: EngineConfig, compute_
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             unit.set_gradient_divide_factor(1)
-            # Without it the factor is an operation that gloo does not have.
+            # gloo has no reduction with a divide factor.
             unit.set_force_sum_reduction_for_comms(True)
 
 
-def shared_rows(config: EngineConfig, mesh: RankMesh) -> Stretches | None:
-    """How ranks share rows; None where none do. Raises `EngineError` for norms that no peers can share."""
+def make_sequence_sharding(config: EngineConfig, mesh: RankMesh) -> SequenceSharding | None:
+    """Returns the ranks that share each row, or None if no ranks do.
+
+    Raises:
+        EngineError: sequence-parallel norms are requested without tensor parallelism.
+    """
     if config.sequence_parallel_norms and mesh.tp == 1:
         raise EngineError(
-            "engine.sequence_parallel_norms is true, which is for a role with tp, and this one has tp 1: set it to "
-            "false, or tp for the role"
+            "engine.sequence_parallel_norms needs tensor parallelism, but this role has tp 1: set it to false, or set "
+            "tp for the role"
         )
     if not config.sequence_parallel_norms:
-        return None if mesh.sequence is None else Stretches(mesh.sequence, None)
-    assert mesh.devices is not None and mesh.peers is not None, "tp is of several ranks"
-    return Stretches(mesh.peers, mesh.devices.get_group("tp"))
+        return None if mesh.sequence is None else SequenceSharding(mesh.sequence, None)
+    assert mesh.devices is not None and mesh.same_rows is not None, "tp > 1 has several ranks"
+    return SequenceSharding(mesh.same_rows, mesh.devices.get_group("tp"))
 
 
-def refuse_lower_weights(model: nn.Module, compute_dtype: torch.dtype | None) -> None:
-    """Raises `EngineError` for half-precision weights that should compute in float32, which autocast does not do."""
-    found = {parameter.dtype for parameter in model.parameters()}
-    if compute_dtype == torch.float32 and found & {torch.bfloat16, torch.float16}:
+def check_weight_dtype(model: nn.Module, compute_dtype: torch.dtype | None) -> None:
+    """Raises `EngineError` if half-precision weights are combined with `compute_dtype: float32`.
+
+    Autocast does not support this combination.
+    """
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if compute_dtype == torch.float32 and dtypes & {torch.bfloat16, torch.float16}:
         raise EngineError(
-            "engine.compute_dtype is float32, but the model's dtype is half precision, which holds no more: set "
+            "engine.compute_dtype is float32, but the model's weights have half precision: set "
             "model.dtype: float32, or leave engine.compute_dtype out"
         )
 
 
-def drop_whole_weights(model: nn.Module) -> None:
-    """Gives back what a forward pass has put together and kept for the backward pass that does not come."""
+def reshard_weights(model: nn.Module) -> None:
+    """Frees the full weights that FSDP2 keeps after a forward pass, when no backward pass follows."""
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()
 
 
 def choose_attention(
-    model: PreTrainedModel, config: EngineConfig, device: torch.device, dtype: torch.dtype, *, packs: bool
+    model: PreTrainedModel, config: EngineConfig, device: torch.device, dtype: torch.dtype, *, without_masks: bool
 ) -> None:
-    """Sets a model's attention kernels; those for packed rows, if `packs`. Raises `EngineError` where those that were
-    asked for cannot run."""
-    wanted = config.attention
-    fits = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
-    if wanted == FLASH and not fits:
+    """Selects a model's attention implementation.
+
+    Args:
+        model: a transformers model.
+        config: engine settings with the requested attention.
+        device: device of the model.
+        dtype: dtype of queries, keys and values.
+        without_masks: use flowrl's attention over rows, which needs no attention masks, where flash-attn is not used.
+    Raises:
+        EngineError: the requested attention does not support the device, the dtype or the model.
+    """
+    requested = config.attention
+    supports_flash = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+    if requested == FLASH and not supports_flash:
         raise EngineError(
-            f"engine.attention is flash_attention_2, which needs a GPU and bfloat16 or float16, and the model is in "
+            f"engine.attention is flash_attention_2, which needs a GPU and bfloat16 or float16, but the model is "
             f"{str(dtype).removeprefix('torch.')} on {device.type}: set attention: auto"
         )
-    if wanted == "sdpa" and caps_attention(model):
+    if requested == "sdpa" and has_attention_softcap(model):
         raise EngineError(
-            f"engine.attention is sdpa, which leaves out the cap on attention's logits that {type(model).__name__} "
-            f"has: set attention: auto"
+            f"engine.attention is sdpa, which ignores the attention softcap of {type(model).__name__}: set "
+            f"attention: auto"
         )
-    if wanted == FLASH or (wanted == "auto" and fits and is_flash_attn_2_available()):
+    if requested == FLASH or (requested == "auto" and supports_flash and is_flash_attn_2_available()):
         model.set_attn_implementation(FLASH)
-    elif packs:
+    elif without_masks:
         model.set_attn_implementation(ROWS)
 
 
-def packs_rows(model: nn.Module, config: EngineConfig) -> bool:
-    """Whether a model runs packed rows. Raises `EngineError` where it was asked to and cannot."""
+def can_pack_rows(model: nn.Module, config: EngineConfig) -> bool:
+    """Returns whether an engine runs packed rows.
+
+    Raises:
+        EngineError: `packing: always` is set and the model does not support packing.
+    """
     if config.packing == "never":
         return False
-    reasons = [f"{type(part).__name__} has {why}" for part in language_models(model) if (why := why_padded(part))]
-    if not isinstance(model, SharesRows):
-        reasons.append(f"{type(model).__name__} does not run its backbone by flowrl.engines.models.sequence_sharding")
-    if reasons and config.packing == "always":
-        raise EngineError(f"engine.packing is always, but {reasons[0]}, so its rows are padded: set packing: auto")
-    return not reasons
+    obstacles = [
+        f"{type(part).__name__} has {obstacle}"
+        for part in language_models(model)
+        if (obstacle := packing_obstacle(part)) is not None
+    ]
+    if not isinstance(model, SequenceShardable):
+        obstacles.append(f"{type(model).__name__} is not a SequenceShardable")
+    if obstacles and config.packing == "always":
+        raise EngineError(f"engine.packing is always, but {obstacles[0]}: set packing: auto")
+    return not obstacles
 
 
 def language_models(model: nn.Module) -> Iterator[PreTrainedModel]:
-    """The outermost models of transformers in a module."""
+    """Yields the outermost transformers models in a module."""
     if isinstance(model, PreTrainedModel):
         yield model
     else:
@@ -160,53 +184,52 @@ def language_models(model: nn.Module) -> Iterator[PreTrainedModel]:
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of the language models in a module; none where transformers names none."""
-    found = []
+    """Returns the decoder layers of the language models in a module, as named by transformers."""
+    blocks = []
     for language_model in language_models(model):
         names = set(language_model._no_split_modules or ())
-        found += [module for module in language_model.modules() if type(module).__name__ in names]
-    return found
+        blocks += [module for module in language_model.modules() if type(module).__name__ in names]
+    return blocks
 
 
-def _cut_layers(model: PreTrainedModel, mesh: RankMesh, *, splits_norms: bool) -> None:
-    """Tensor parallelism of the layers' matrices. What is not in the plan is computed alike by all peers, or norms by
-    each for a stretch."""
+def _apply_tensor_parallelism(model: PreTrainedModel, mesh: RankMesh, *, shards_norms: bool) -> None:
+    """Shards the matrices in transformers' plan. Other modules are replicated; norms may be sharded by sequence."""
     name = type(model).__name__
-    # Embeddings and heads stay whole on each tensor-parallel rank: fsdp cuts them over the others.
+    # Embeddings and heads are replicated over tensor-parallel ranks; FSDP2 shards them over the others.
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    uncut = {path for path, module in model.named_modules() if any(module is end for end in ends)}
-    plan = {pattern: style for pattern, style in (model.tp_plan or {}).items() if pattern not in uncut}
+    replicated = {path for path, module in model.named_modules() if any(module is end for end in ends)}
+    plan = {pattern: style for pattern, style in (model.tp_plan or {}).items() if pattern not in replicated}
     unknown = sorted({style for style in plan.values() if style not in _STYLES})
     if unknown or not plan:
-        why = f"it asks for {', '.join(unknown)}" if unknown else "transformers has no tensor-parallel plan for it"
-        raise EngineError(f"{name} cannot run with tp {mesh.tp}: {why}; set tp: 1 and strategy: fsdp for this role")
+        reason = f"unknown style {', '.join(unknown)}" if unknown else "transformers has no tensor-parallel plan for it"
+        raise EngineError(f"{name} does not support tp {mesh.tp}: {reason}; set tp: 1 and strategy: fsdp for this role")
     settings = model.config.get_text_config()
-    for what, count in (
+    for setting, count in (
         ("num_attention_heads", settings.num_attention_heads),
         ("num_key_value_heads", getattr(settings, "num_key_value_heads", settings.num_attention_heads)),
         ("intermediate_size", getattr(settings, "intermediate_size", 0)),
     ):
         if count % mesh.tp:
-            raise EngineError(f"{name} has {what} {count}, which tp {mesh.tp} does not divide: set tp to a divisor")
+            raise EngineError(f"{name} has {setting} {count}, which tp {mesh.tp} does not divide: set tp to a divisor")
     assert mesh.devices is not None
     frozen = [path for path, weight in model.named_parameters() if not weight.requires_grad]
-    paths = [(path, style) for pattern, style in plan.items() for path in _named_by(pattern, model)]
-    peers, styles = mesh.devices["tp"], _STYLES_OF_STRETCHES if splits_norms else _STYLES
+    paths = [(path, style) for pattern, style in plan.items() for path in _matching_modules(pattern, model)]
+    tp_mesh, styles = mesh.devices["tp"], _SEQUENCE_STYLES if shards_norms else _STYLES
     for path, style in paths:
         by_outputs = style.startswith("colwise")
-        for layer in cut_layers(model, path, by_outputs=by_outputs):
-            parallelize_module(model.get_submodule(layer), peers, styles[style]())
-        for layer in uncut_layers(model, path, by_outputs=by_outputs) if splits_norms else ():
-            split_adapter(model.get_submodule(layer), peers, by_outputs=by_outputs)
-    if splits_norms:
-        split_norms(model, peers, [path for path, style in paths if style.startswith("rowwise")])
+        for layer in tp_sharded_layers(model, path, by_outputs=by_outputs):
+            parallelize_module(model.get_submodule(layer), tp_mesh, styles[style]())
+        for layer in tp_replicated_layers(model, path, by_outputs=by_outputs) if shards_norms else ():
+            shard_adapter(model.get_submodule(layer), tp_mesh, by_outputs=by_outputs)
+    if shards_norms:
+        shard_norms(model, tp_mesh, [path for path, style in paths if style.startswith("rowwise")])
     for path in frozen:
-        # torch's style for norms gives them weights that are trained.
+        # torch's style for norms creates trainable weights.
         model.get_parameter(path).requires_grad_(False)
 
 
-def _named_by(pattern: str, model: nn.Module) -> list[str]:
-    """The modules that a pattern of a plan names; `*` is one part of a path."""
+def _matching_modules(pattern: str, model: nn.Module) -> list[str]:
+    """Returns the names of the modules that match a pattern of a plan. `*` matches one part of a name."""
     parts = pattern.split(".")
     paths = [path.split(".") for path, _ in model.named_modules()]
     return [".".join(p) for p in paths if len(p) == len(parts) and all(map(fnmatchcase, p, parts))]

@@ -159,7 +159,7 @@ def _columns(weight: ModelWeight, dim: int | None, inputs: Sequence[int], dtype:
     """[J, N] contiguous, or the whole vector. Parts are put together after the choice where that can be."""
     dtype = dtype if weight.stored.is_floating_point() else None
     if dim is None:
-        return weight.whole(dtype).contiguous()
+        return weight.gather(dtype).contiguous()
     index = torch.tensor(inputs, dtype=torch.int64, device=weight.stored.device)
     stored = weight.stored
     if weight.adapter is None and isinstance(stored, DTensor) and dim == 1 and stored.ndim == 2 and _by_rows(stored):
@@ -170,7 +170,7 @@ def _columns(weight: ModelWeight, dim: int | None, inputs: Sequence[int], dtype:
         ).full_tensor()
     else:
         # Of an adapter the whole product: that of some columns may round otherwise.
-        chosen = weight.whole(dtype).index_select(dim, index)
+        chosen = weight.gather(dtype).index_select(dim, index)
     return (chosen.T if dim == 1 else chosen).contiguous()
 
 

@@ -1,9 +1,9 @@
-"""What one forward pass sees: a few rows of similar length, right-padded or also packed.
+"""Micro-batches: rows of similar length for one forward pass, right-padded and optionally packed.
 
-Shape suffixes: B rows, L the longest row of the micro-batch, T tokens of the table.
+Shape suffixes: B rows, L tokens of the longest row of the micro-batch, T tokens of the batch.
 
-Padding stands on the right, so that causal attention keeps real tokens from seeing it without an attention mask. A
-micro-batch with a pack is run by the model without padding; losses see padded rows in either case.
+With right padding, causal attention hides padding from real tokens without an attention mask. The model runs a packed
+micro-batch without padding; losses get padded rows in either case.
 """
 
 from dataclasses import dataclass, replace
@@ -15,34 +15,34 @@ from torch import Tensor
 from flowrl.data.batch.tensordicts import lengths, row_positions
 from flowrl.engines.models.packing import Pack, pack_rows
 
-_PASS_SHARE = 1 / 16
-"""What one more padded pass may save at least, of the tokens that a pass may hold."""
+_PASS_COST = 1 / 16
+"""Estimated fixed cost of a forward pass, as a fraction of the token budget."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some rows of a table, padded for one forward pass."""
+    """Rows of a batch, padded for one forward pass."""
 
     input_ids: Tensor
-    """int64 [B, L], 0 where there is no token."""
+    """Token ids, int64 [B, L], 0 at padding."""
     mask: Tensor
-    """bool [B, L], true where there is a token."""
+    """Token mask, bool [B, L], true at real tokens."""
     tokens: dict[str, Tensor]
-    """The other token columns, each [B, L, ...], 0 where there is no token."""
+    """All other token columns by name, each [B, L, ...], 0 at padding."""
     rows: dict[str, Tensor]
-    """The row columns that are tensors, each [B, ...]."""
+    """All tensor row columns by name, each [B, ...]."""
     index: Tensor
-    """int64 [B], which rows of the table these are."""
+    """Row index in the batch, int64 [B]."""
     pack: Pack | None = None
-    """The same rows without padding, for models that run them so; None where they are to be run as they stand here."""
+    """Packed layout of the rows; None if the model runs them padded."""
 
     @property
     def lengths(self) -> Tensor:
-        """Tokens per row, int64 [B]."""
+        """Number of tokens per row, int64 [B]."""
         return self.mask.sum(-1)
 
     def to(self, device: torch.device | str) -> "MicroBatch":
-        """The same micro-batch on a device; itself if it is there already."""
+        """Returns the micro-batch on a device, or itself if it is already there."""
         if self.input_ids.device == torch.device(device):
             return self
         return replace(
@@ -56,75 +56,75 @@ class MicroBatch:
         )
 
 
-def microbatches(table: TensorDictBase, max_tokens: int, *, packed: bool = False) -> list[MicroBatch]:
-    """Cuts a table into micro-batches.
+def microbatches(batch: TensorDictBase, max_tokens: int, *, packed: bool = False) -> list[MicroBatch]:
+    """Splits a batch into micro-batches.
 
-    Rows are sorted by length, equal lengths in table order, and cut into neighbours: packed ones while they fit;
-    padded ones so that passes and padding together cost least, where a pass costs as much as a sixteenth of
-    `max_tokens`. A row longer than `max_tokens` stands alone.
+    Rows are sorted by length (stable) and split into consecutive groups. Packed groups are filled greedily. Padded
+    groups minimize the total of padded tokens and passes, where a pass costs a sixteenth of `max_tokens`. A row longer
+    than `max_tokens` gets a micro-batch of its own.
 
     Args:
-        table: with `input_ids`; rows of at least one token.
-        max_tokens: >= 1, of a micro-batch, padding included where it is not packed.
-        packed: for a model that runs packed rows.
-    Returns: every row in exactly one micro-batch; an empty table gives none.
+        batch: rows of at least one token, with a token column `input_ids`.
+        max_tokens: >= 1, token budget of a micro-batch, including padding unless packed.
+        packed: whether the model runs packed rows.
+    Returns: micro-batches that contain every row once; none for an empty batch.
     """
-    lengths_B = lengths(table)
+    lengths_B = lengths(batch)
     sorted_lengths_B, order_B = torch.sort(lengths_B, stable=True)
     ascending = sorted_lengths_B.tolist()
-    assert not ascending or ascending[0] > 0, "a row without tokens cannot be run"
-    sizes = (_sizes_of_packs if packed else _sizes_padded)(ascending, max_tokens)
+    assert not ascending or ascending[0] > 0, "rows have at least one token"
+    sizes = (_packed_sizes if packed else _padded_sizes)(ascending, max_tokens)
     starts_B = torch.cumsum(lengths_B, 0) - lengths_B
-    chosen = order_B.split(sizes) if sizes else ()
-    return [_pad(table, index, lengths_B[index], starts_B[index], packed) for index in chosen]
+    indices = order_B.split(sizes) if sizes else ()
+    return [_pad(batch, index, lengths_B[index], starts_B[index], packed) for index in indices]
 
 
-def empty_microbatch(table: TensorDictBase, *, packed: bool = False) -> MicroBatch:
-    """A row of two tokens of which none counts, with the columns of a table: a pass that adds nothing."""
-    tokens = {name: column.new_zeros((1, 2, *column.shape[1:])) for name, column in table["tokens"].items()}
-    rows = {n: c.new_zeros((1, *c.shape[1:])) for n, c in table["rows"].items() if isinstance(c, Tensor)}
+def empty_microbatch(batch: TensorDictBase, *, packed: bool = False) -> MicroBatch:
+    """Returns a dummy micro-batch of one fully masked row with the columns of a batch. Its gradient is 0."""
+    tokens = {name: column.new_zeros((1, 2, *column.shape[1:])) for name, column in batch["tokens"].items()}
+    rows = {n: c.new_zeros((1, *c.shape[1:])) for n, c in batch["rows"].items() if isinstance(c, Tensor)}
     rows.pop("length", None)
     mask_BL = torch.zeros((1, 2), dtype=torch.bool)
     index = torch.zeros(0, dtype=torch.int64)
     return MicroBatch(tokens.pop("input_ids"), mask_BL, tokens, rows, index, pack_rows([2]) if packed else None)
 
 
-def _sizes_of_packs(ascending: list[int], max_tokens: int) -> list[int]:
+def _packed_sizes(ascending: list[int], max_tokens: int) -> list[int]:
     sizes: list[int] = []
-    size = held = 0
+    size = num_tokens = 0
     for length in ascending:
-        if size and held + length > max_tokens:
+        if size and num_tokens + length > max_tokens:
             sizes.append(size)
-            size = held = 0
-        size, held = size + 1, held + length
+            size = num_tokens = 0
+        size, num_tokens = size + 1, num_tokens + length
     return [*sizes, size] if size else []
 
 
-def _sizes_padded(ascending: list[int], max_tokens: int) -> list[int]:
-    """The cut of least cost, by the least costs of all shorter prefixes."""
+def _padded_sizes(ascending: list[int], max_tokens: int) -> list[int]:
+    """Returns the group sizes of least cost, by dynamic programming over prefixes."""
     costs_B = torch.zeros(len(ascending) + 1, dtype=torch.float64)
-    before = [0] * (len(ascending) + 1)
+    starts = [0] * (len(ascending) + 1)
     for end, length in enumerate(ascending, 1):
         first = end - min(end, max(1, max_tokens // length))
         costs = costs_B[first:end] + length * torch.arange(end - first, 0, -1)
-        cost, place = costs.min(0)
-        costs_B[end], before[end] = cost + _PASS_SHARE * max_tokens, first + int(place)
+        cost, offset = costs.min(0)
+        costs_B[end], starts[end] = cost + _PASS_COST * max_tokens, first + int(offset)
     sizes = []
     end = len(ascending)
     while end:
-        sizes.append(end - before[end])
-        end = before[end]
+        sizes.append(end - starts[end])
+        end = starts[end]
     return sizes[::-1]
 
 
-def _pad(table: TensorDictBase, index_B: Tensor, lengths_B: Tensor, starts_B: Tensor, packed: bool) -> MicroBatch:
+def _pad(batch: TensorDictBase, index_B: Tensor, lengths_B: Tensor, starts_B: Tensor, packed: bool) -> MicroBatch:
     mask_BL = row_positions(lengths_B)
     positions_BL = starts_B[:, None] + torch.arange(mask_BL.shape[1])
     tokens = {}
-    for name, column in table["tokens"].items():
+    for name, column in batch["tokens"].items():
         padded = column.new_zeros((*mask_BL.shape, *column.shape[1:]))
         padded[mask_BL] = column[positions_BL[mask_BL]]
         tokens[name] = padded
-    rows = {n: c[index_B] for n, c in table["rows"].items() if isinstance(c, Tensor) and n != "length"}
+    rows = {n: c[index_B] for n, c in batch["rows"].items() if isinstance(c, Tensor) and n != "length"}
     pack = pack_rows(lengths_B.tolist()) if packed else None
     return MicroBatch(tokens.pop("input_ids"), mask_BL, tokens, rows, index_B, pack)

@@ -1,4 +1,4 @@
-"""The random number generators of a process, as plain values: torch, its GPU, NumPy and Python."""
+"""Saves and restores the random number generators of a process: torch, CUDA, NumPy and Python."""
 
 import base64
 import random
@@ -11,34 +11,34 @@ from torch import Tensor
 
 
 def random_state() -> dict[str, Any]:
-    """Where every generator of this process stands, as JSON has it. Any: each library's own numbers."""
+    """Returns the state of all generators as JSON values. Any: each library has its own format."""
     kind, keys, *rest = np.random.get_state(legacy=True)
-    version, numbers, gauss = random.getstate()
+    version, words, gauss = random.getstate()
     state = {
-        "torch": _text(torch.get_rng_state()),
+        "torch": _encode(torch.get_rng_state()),
         "numpy": [kind, base64.b64encode(np.asarray(keys, dtype=np.uint32).tobytes()).decode(), *rest],
-        "python": [version, list(numbers), gauss],
+        "python": [version, list(words), gauss],
     }
-    # A process without a GPU at work has none to ask, and asking would start one.
+    # Reading the state would initialize CUDA.
     if torch.cuda.is_initialized():
-        state["cuda"] = _text(torch.cuda.get_rng_state())
+        state["cuda"] = _encode(torch.cuda.get_rng_state())
     return state
 
 
 def restore_random_state(state: Mapping[str, Any]) -> None:
-    """Goes on where `random_state` was taken."""
-    torch.set_rng_state(_tensor(state["torch"]))
+    """Restores all generators from the result of `random_state`."""
+    torch.set_rng_state(_decode(state["torch"]))
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, np.frombuffer(base64.b64decode(keys), dtype=np.uint32), *rest))
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
     if "cuda" in state and torch.cuda.is_initialized():
-        torch.cuda.set_rng_state(_tensor(state["cuda"]))
+        torch.cuda.set_rng_state(_decode(state["cuda"]))
 
 
-def _text(state: Tensor) -> str:
+def _encode(state: Tensor) -> str:
     return base64.b64encode(state.numpy().tobytes()).decode()
 
 
-def _tensor(text: str) -> Tensor:
+def _decode(text: str) -> Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

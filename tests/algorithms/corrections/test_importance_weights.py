@@ -285,8 +285,8 @@ def test_a_weighted_loss_split_into_micro_batches_gives_the_same_sum_and_gradien
         weights = normalized_weights(weights, mask[rows], mean=mean)
         return aggregate(-weights * current[rows], mask[rows], mode="token_mean", denominator=mask.sum())
 
-    whole_weights, _ = truncated_weights(logprobs, rollout_logprobs, mask, level="sequence", max_weight=1.2)
-    mean = weight_sums(whole_weights, mask, level="sequence").mean()
+    full_weights, _ = truncated_weights(logprobs, rollout_logprobs, mask, level="sequence", max_weight=1.2)
+    mean = weight_sums(full_weights, mask, level="sequence").mean()
     whole, parts = (
         reduced([0, 1, 2, 3, 4, 5], mean),
         reduced([5], mean) + reduced([1, 0], mean) + reduced([2, 3, 4], mean),

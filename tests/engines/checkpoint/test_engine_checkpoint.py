@@ -9,8 +9,7 @@ from torch.multiprocessing.spawn import spawn
 from flowrl.config import EngineConfig, OptimizerConfig
 from flowrl.data.checksums import CheckpointError, checksum_of
 from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints, load
-from flowrl.engines.train.engine import TrainEngine
-from flowrl.engines.train.loss_scale import LossScale
+from flowrl.engines.train.engine import LossScale, TrainEngine
 from flowrl.workers.policy_model import PolicyModel
 from tests.engines.checkpoint_ranks import STRATEGIES, copied, main, save, sharded, whole
 from tests.engines.losses import Bigram, bigram_loss
@@ -48,7 +47,7 @@ def test_an_asynchronous_save_holds_the_state_of_its_call(tmp_path: Path) -> Non
     expected, checkpoints = whole(engine.model), EngineCheckpoints(engine)
     checkpoints.save(tmp_path, asynchronous=True)
     train(engine, range(2, 8))
-    checkpoints.saved()
+    checkpoints.result()
     load(again, tmp_path)
     assert_equal(whole(again.model), expected)
 
@@ -60,7 +59,7 @@ def test_a_second_asynchronous_save_takes_the_memory_of_the_first(tmp_path: Path
         train(engine, range(step, step + 1))
         (tmp_path / str(step)).mkdir()
         checkpoints.save(tmp_path / str(step), asynchronous=True)
-        checkpoints.saved()
+        checkpoints.result()
     load(again, tmp_path / "0")
     assert again.num_steps == 1
     load(again, tmp_path / "1")
@@ -87,8 +86,8 @@ def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
 
 def test_the_files_are_what_the_sums_say(tmp_path: Path) -> None:
     checkpoints = EngineCheckpoints(copied(None))
-    checkpoints.save(tmp_path, beside={"model/config.json": b"{}"})
-    saved = checkpoints.saved()
+    checkpoints.save(tmp_path, extra_files={"model/config.json": b"{}"})
+    saved = checkpoints.result()
     assert saved is not None and saved.architecture == "Bigram, 1,426 parameters"
     assert {name: checksum_of(tmp_path / name) for name in saved.files} == saved.files
     assert set(saved.files) == {p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file()}
@@ -209,9 +208,9 @@ def test_a_folder_that_is_not_there_is_told_when_it_is_waited_for(tmp_path: Path
     checkpoints = EngineCheckpoints(copied(None))
     checkpoints.save(tmp_path / "none", asynchronous=True)
     with pytest.raises(CheckpointError, match=r"cannot be written to .*none \(No such file"):
-        checkpoints.saved()
+        checkpoints.result()
     checkpoints.save(tmp_path)
-    assert checkpoints.saved() is not None
+    assert checkpoints.result() is not None
 
 
 def test_the_scale_of_float16_goes_on_where_it_was(tmp_path: Path) -> None:

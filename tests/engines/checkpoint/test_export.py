@@ -15,7 +15,7 @@ from flowrl.engines.checkpoint.export import DESCRIPTION, describe_adapter, expo
 from flowrl.engines.checkpoint.shards import INDEX
 from flowrl.engines.models.loading import ModelError, describe_model
 from flowrl.engines.models.lora import adapter_state, add_adapter, load_adapter_state
-from flowrl.engines.parallel.rank_mesh import ALONE
+from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS
 from flowrl.engines.train.engine import TrainEngine
 from flowrl.workers.policy_model import PolicyModel
 from tests.engines.export_ranks import CASES, START, critic_engine, main, values
@@ -27,8 +27,8 @@ def saved(model: PreTrainedModel, tmp_path: Path) -> Path:
     folder.mkdir(parents=True)
     files = describe_model(model, save(model, tmp_path / "start"))
     checkpoints = EngineCheckpoints(TrainEngine(PolicyModel(model), OptimizerConfig(lr=1e-3), EngineConfig()))
-    checkpoints.save(folder, beside={f"{DESCRIPTION}/{name}": data for name, data in files.items()})
-    checkpoints.saved()
+    checkpoints.save(folder, extra_files={f"{DESCRIPTION}/{name}": data for name, data in files.items()})
+    checkpoints.result()
     return folder
 
 
@@ -112,7 +112,7 @@ def test_what_two_ranks_saved_is_exported_by_one_process(of_two_ranks: Path, tmp
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_critic_that_two_ranks_saved_goes_on_in_one_process(of_two_ranks: Path, name: str) -> None:
-    critic = critic_engine(CASES[name], of_two_ranks, ALONE)
+    critic = critic_engine(CASES[name], of_two_ranks, SINGLE_PROCESS)
     load(critic, of_two_ranks / name / "critic")
     assert critic.num_steps == 2
     for rank in range(2):

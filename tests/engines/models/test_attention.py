@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowrl.engines.models.attention import attend, why_padded
+from flowrl.engines.models.attention import attend, packing_obstacle
 from flowrl.engines.models.packing import Pack, pack_rows
 from tests.engines.families import FAMILIES, build
 from tests.engines.tiny import convolving
@@ -78,8 +78,8 @@ def test_a_gpu_sees_what_a_cpu_sees(variant: str, dtype: torch.dtype):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_nothing_keeps_the_documented_families_from_packs(name: str):
-    assert why_padded(build(name)) is None
+    assert packing_obstacle(build(name)) is None
 
 
 def test_layers_that_let_tokens_meet_outside_of_attention_are_padded():
-    assert why_padded(convolving()) == "conv layers"
+    assert packing_obstacle(convolving()) == "conv layers"

@@ -11,10 +11,10 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from flowrl.config import ModelConfig
-from flowrl.engines.models.int8 import Int8Linear, int8_layers, int8_product, product_by_parts, quantized_copy
+from flowrl.engines.models.int8 import Int8Linear, int8_layers, int8_product, int8_product_by_blocks, quantized_copy
 from flowrl.engines.models.loading import load_policy
-from flowrl.engines.models.sharded_loading import read_weights
-from flowrl.engines.models.weights import whole_weights, write_weights
+from flowrl.engines.models.sharded_loading import stream_full_weights
+from flowrl.engines.models.weights import full_weights, write_weights
 from tests.engines import families, tiny
 from tests.engines.rollout.hf.test_engine import generate, prompts, rollout, said
 
@@ -24,14 +24,14 @@ SHAPES = [(1, 1, 1), (3, 30, 7), (17, 64, 33), (40, 3072, 96), (33, 1025, 40)]
 
 def quantized(model):
     found = quantized_copy(model, CPU)
-    write_weights(found, whole_weights(model))
+    write_weights(found, full_weights(model))
     return found
 
 
 def linear(weight: list[list[float]], bias: list[float] | None = None) -> Int8Linear:
     layer = nn.Linear(len(weight[0]), len(weight), bias=bias is not None)
     found = Int8Linear(layer, CPU)
-    found.take(torch.tensor(weight))
+    found.load_weight(torch.tensor(weight))
     if bias is not None:
         found.bias = nn.Parameter(torch.tensor(bias))
     return found
@@ -66,7 +66,7 @@ def test_a_product_is_that_of_integers(rows: int, inputs: int, outputs: int) -> 
     left[0] = right[0] = 127
     expected = left.int() @ right.int().t()
     assert torch.equal(int8_product(left, right), expected)
-    assert torch.equal(product_by_parts(left, right), expected)
+    assert torch.equal(int8_product_by_blocks(left, right), expected)
 
 
 def test_a_cpu_that_adds_in_16_bits_gives_the_same_numbers() -> None:
@@ -122,9 +122,9 @@ def test_a_copy_has_memory_of_its_own_and_no_float_of_what_it_quantised() -> Non
 def test_a_folder_is_quantised_as_the_model_in_it(tmp_path: Path) -> None:
     model = tiny.qwen2(torch.bfloat16)
     tiny.save(model, tmp_path)
-    source = load_policy(ModelConfig(path=tmp_path, dtype="bfloat16"), parts=True)
+    source = load_policy(ModelConfig(path=tmp_path, dtype="bfloat16"), on_meta=True)
     found = quantized_copy(source, CPU)
-    write_weights(found, read_weights(source))
+    write_weights(found, stream_full_weights(source))
     expected = quantized(model).state_dict()
     assert all(torch.equal(weight, expected[name]) for name, weight in found.state_dict().items())
 

@@ -135,4 +135,4 @@ def test_a_model_is_not_saved_over_another(tmp_path: Path):
     folder = save(qwen2(), tmp_path / "start")
     with pytest.raises(ModelError, match="exists already"):
         save_model(qwen2(), folder, folder)
-    save_model(qwen2(), folder, folder, wanted=False)  # as a rank does that comes when the first has written
+    save_model(qwen2(), folder, folder, is_writer=False)  # as a rank does that comes when the first has written

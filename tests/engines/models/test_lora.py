@@ -13,15 +13,15 @@ from flowrl.config import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig
 from flowrl.engines.models.loading import ModelError, load_critic, load_policy, save_model
 from flowrl.engines.models.lora import (
     LoraError,
+    adapter_disabled,
     adapter_layers,
-    adapter_off,
     adapter_state,
     add_adapter,
     load_adapter_state,
     model_weights,
     save_adapter,
 )
-from flowrl.engines.models.weights import WeightsError, borrowed_weights, empty_copy, export_weights, load_weights
+from flowrl.engines.models.weights import WeightsError, export_weights, gathered_weights, load_weights, meta_copy
 from flowrl.engines.train.engine import TrainEngine
 from flowrl.workers.policy_model import PolicyModel
 from tests.engines.losses import policy_logits
@@ -77,7 +77,7 @@ def test_an_adapter_changes_nothing_until_it_is_trained(name: str) -> None:
     add_adapter(model, LORA)
     assert torch.equal(logits(model), before)
     for parameter, weight in model_weights(model).items():
-        assert torch.equal(weight.whole(), MODELS[name]().state_dict()[parameter])
+        assert torch.equal(weight.gather(), MODELS[name]().state_dict()[parameter])
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -97,7 +97,7 @@ def test_three_steps_change_the_adapter_and_never_the_model(name: str) -> None:
     assert (logits(model) - start).abs().max() > 0.1
     stored = {n: weight.stored for n, weight in model_weights(model).items()}
     assert stored.keys() == before.keys() and all(torch.equal(stored[n], before[n]) for n in before)
-    with adapter_off(engine.model):
+    with adapter_disabled(engine.model):
         assert torch.equal(logits(model), start)
     assert (logits(model) - start).abs().max() > 0.1
 
@@ -118,7 +118,7 @@ def test_a_merged_weight_is_the_weight_and_the_scaled_product() -> None:
     name, state = "model.layers.1.mlp.up_proj", adapter_state(model)
     a, b = (state[f"base_model.model.{name}.lora_{matrix}.weight"] for matrix in "AB")
     by_hand = llama().state_dict()[f"{name}.weight"] + 8 / 4 * b @ a
-    torch.testing.assert_close(model_weights(model)[f"{name}.weight"].whole(), by_hand, rtol=0, atol=1e-6)
+    torch.testing.assert_close(model_weights(model)[f"{name}.weight"].gather(), by_hand, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -143,8 +143,8 @@ def test_weights_are_not_loaded_under_an_adapter() -> None:
 def test_a_copy_borrows_merged_weights_and_shares_the_others() -> None:
     model = with_biases(qwen2())
     trained(model)
-    copy = empty_copy(model)
-    with borrowed_weights(copy, model):
+    copy = meta_copy(model)
+    with gathered_weights(copy, model):
         torch.testing.assert_close(logits(copy), logits(model), rtol=0, atol=2e-5)
         assert copy.model.embed_tokens.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
         assert copy.lm_head.weight is copy.model.embed_tokens.weight
@@ -205,7 +205,7 @@ def test_an_adapter_is_not_saved_over_another(tmp_path: Path) -> None:
     add_adapter(model, LORA)
     with pytest.raises(LoraError, match="exists already"):
         save_adapter(model, tmp_path, tmp_path)
-    save_adapter(model, tmp_path, tmp_path, wanted=False)  # as a rank does that comes when the first has written
+    save_adapter(model, tmp_path, tmp_path, is_writer=False)  # as a rank does that comes when the first has written
 
 
 def test_an_adapter_starts_alike_in_every_process() -> None:

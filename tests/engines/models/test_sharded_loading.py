@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoModelForCausalLM, MixtralConfig, Mixtral
 
 from flowrl.config import ModelConfig
 from flowrl.engines.models.loading import CriticModel, ModelError, load_policy, save_model
-from flowrl.engines.models.sharded_loading import empty_model, read_parts
+from flowrl.engines.models.sharded_loading import load_shards, make_meta_model
 from tests.engines.families import FAMILIES, build
 from tests.engines.loading import IDS, MESHES, expected, main, measure
 from tests.engines.losses import policy_logits
@@ -70,9 +70,9 @@ def test_models_read_in_parts_are_those_read_whole(results: list[dict], whole: d
 @pytest.mark.parametrize("auto", [AutoModel, AutoModelForCausalLM])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_buffers_that_no_file_has_are_made_again(name: str, auto: type, tmp_path: Path):
-    found = empty_model(auto, save(build(name), tmp_path), torch.float32)
+    found = make_meta_model(auto, save(build(name), tmp_path), torch.float32)
     assert found is not None and all(parameter.is_meta for parameter in found.parameters())
-    read_parts(found, torch.device("cpu"))
+    load_shards(found, torch.device("cpu"))
     model = auto.from_pretrained(tmp_path)
     for kind in ("named_buffers", "named_parameters"):
         tensors, wanted = (dict(getattr(m, kind)(remove_duplicate=False)) for m in (found, model))
@@ -81,8 +81,8 @@ def test_buffers_that_no_file_has_are_made_again(name: str, auto: type, tmp_path
 
 
 def test_tied_weights_stay_one(folder: Path):
-    model = load_policy(ModelConfig(path=folder / "tied"), parts=True)
-    read_parts(model, torch.device("cpu"))
+    model = load_policy(ModelConfig(path=folder / "tied"), on_meta=True)
+    load_shards(model, torch.device("cpu"))
     assert model.get_parameter("lm_head.weight") is model.get_parameter("model.embed_tokens.weight")
 
 
@@ -100,7 +100,7 @@ def test_a_missing_weight_is_refused_as_by_a_whole_load(tmp_path: Path):
     sentences = []
     for parts in (True, False):
         with pytest.raises(ModelError, match=r"it lacks the weights model\.norm\.weight") as caught:
-            load_policy(broken, parts=parts)
+            load_policy(broken, on_meta=parts)
         sentences.append(str(caught.value))
     assert sentences[0] == sentences[1]
 
@@ -109,7 +109,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path):
     path = save(llama(), tmp_path) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ModelError, match="cannot be loaded from"):
-        load_policy(ModelConfig(path=tmp_path), parts=True)
+        load_policy(ModelConfig(path=tmp_path), on_meta=True)
 
 
 def test_a_pickle_is_not_read(tmp_path: Path):
@@ -117,7 +117,7 @@ def test_a_pickle_is_not_read(tmp_path: Path):
     torch.save(load_file(path), tmp_path / "pytorch_model.bin")
     path.unlink()
     with pytest.raises(ModelError, match="cannot be loaded from"):
-        load_policy(ModelConfig(path=tmp_path), parts=True)
+        load_policy(ModelConfig(path=tmp_path), on_meta=True)
 
 
 def test_files_that_only_transformers_understands_are_loaded_whole_and_told(
@@ -127,7 +127,7 @@ def test_files_that_only_transformers_understands_are_loaded_whole_and_told(
     torch.manual_seed(0)
     model = MixtralForCausalLM(MixtralConfig(**SIZES, hidden_size=32, num_local_experts=2)).eval()
     with caplog.at_level(logging.WARNING):
-        loaded = load_policy(ModelConfig(path=save(model, tmp_path)), parts=True)
+        loaded = load_policy(ModelConfig(path=save(model, tmp_path)), on_meta=True)
     assert "every rank loads" in caplog.text and "whole before it is cut" in caplog.text
     assert torch.equal(policy_logits(loaded, IDS), policy_logits(model, IDS))
 

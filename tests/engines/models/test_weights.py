@@ -7,8 +7,8 @@ from flowrl.engines.models.weights import (
     WeightsError,
     export_weights,
     load_weights,
-    tensors_of,
-    weight_chunks,
+    to_tensors,
+    weight_buckets,
 )
 from tests.engines.tiny import qwen2
 
@@ -96,7 +96,7 @@ def test_parts_hold_each_weight_once_in_order_within_the_bound(dtype: torch.dtyp
     model = qwen2(tie_word_embeddings=True)
     largest = max(num_bytes(model, [name], item) for name in export_weights(model))
     bound = largest + 1000
-    chunks = weight_chunks(model, bound, dtype)
+    chunks = weight_buckets(model, bound, dtype)
     assert len(chunks) > 2
     assert [name for chunk in chunks for name in chunk] == list(export_weights(model))
     sizes = [num_bytes(model, chunk, item) for chunk in chunks]
@@ -108,20 +108,20 @@ def test_parts_hold_each_weight_once_in_order_within_the_bound(dtype: torch.dtyp
 
 def test_a_weight_above_the_bound_is_a_part_by_itself():
     model = qwen2(tie_word_embeddings=True)
-    assert all(len(chunk) == 1 for chunk in weight_chunks(model, 1))
-    assert len(weight_chunks(model, 1e12)) == 1
+    assert all(len(chunk) == 1 for chunk in weight_buckets(model, 1))
+    assert len(weight_buckets(model, 1e12)) == 1
 
 
 def test_parts_of_an_export_are_the_whole():
     model, other = qwen2(seed=0), qwen2(seed=1)
-    for chunk in weight_chunks(model, 5000):
-        load_weights(other, export_weights(model, chunk), whole=False)
+    for chunk in weight_buckets(model, 5000):
+        load_weights(other, export_weights(model, chunk), strict=False)
     assert equal(model, other)
 
 
 def test_weights_are_cast_before_they_travel():
     model = qwen2()
-    cast = tensors_of(export_weights(model, dtype=torch.bfloat16))
+    cast = to_tensors(export_weights(model, dtype=torch.bfloat16))
     assert set(cast) == set(export_weights(model))
     assert all(torch.equal(weight, model.state_dict()[name].bfloat16()) for name, weight in cast.items())
 

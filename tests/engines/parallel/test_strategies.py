@@ -10,7 +10,7 @@ from flowrl.config import EngineConfig
 from flowrl.data.batch.tensordicts import lengths
 from flowrl.data.metric import merge_metrics
 from flowrl.engines.checkpoint.engine_checkpoint import load
-from flowrl.engines.parallel.rank_mesh import ALONE
+from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS
 from flowrl.engines.train.engine import is_sharded
 from tests.engines.strategies import (
     CASES,
@@ -94,7 +94,7 @@ def test_the_losses_of_all_ranks_are_those_of_one_process(results: list[dict], a
 
 @pytest.mark.parametrize("name", cases(lambda case: case.ranks == 4))
 def test_one_process_goes_on_from_what_four_saved(results: list[dict], folder: Path, name: str):
-    policy = policy_of(Case(1, {}, lora=CASES[name].lora), ALONE)
+    policy = policy_of(Case(1, {}, lora=CASES[name].lora), SINGLE_PROCESS)
     load(policy, folder / name)
     assert policy.num_steps == 3
     torch.testing.assert_close(fourth_step(policy, list(range(11))), results[0][name]["later"], rtol=0, atol=1e-5)
@@ -189,4 +189,4 @@ def test_ranks_agree_on_the_scale_of_the_loss_in_float16_and_bfloat16_has_none(r
 
 
 def test_a_process_alone_cuts_nothing():
-    assert not is_sharded(EngineConfig(strategy="fsdp"), ALONE)
+    assert not is_sharded(EngineConfig(strategy="fsdp"), SINGLE_PROCESS)

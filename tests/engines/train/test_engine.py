@@ -6,7 +6,7 @@ from torch import nn
 
 from flowrl.config import EngineConfig, OptimizerConfig
 from flowrl.data.batch.tensordicts import lengths, take_rows
-from flowrl.engines.train.engine import Denominators, TrainEngine, learning_rate
+from flowrl.engines.train.engine import Denominators, LossScale, TrainEngine, learning_rate
 from flowrl.engines.train.microbatch import MicroBatch, microbatches
 from tests.engines.losses import Bigram, bigram_logprobs, bigram_loss, logprobs, policy_logits, weighted_loss
 from tests.engines.tables import VOCABULARY, table
@@ -150,3 +150,19 @@ def test_a_cosine_schedule_is_at_half_in_the_middle_and_stays_at_zero():
 def test_the_rate_of_each_step_is_reported():
     engine = bigram_engine(optimizer=OptimizerConfig(lr=1.0, schedule="linear", total_steps=4))
     assert [engine.update(table(3), bigram_loss)["lr"].result() for _ in range(3)] == [1.0, 0.75, 0.5]
+
+
+def test_an_overflow_halves_the_factor_and_resets_the_count():
+    assert LossScale(1024.0, good_steps=7).after(overflowed=True) == LossScale(512.0, good_steps=0)
+
+
+def test_the_factor_never_falls_below_one():
+    assert LossScale(1.0).after(overflowed=True).factor == 1.0
+
+
+def test_two_thousand_good_steps_double_the_factor():
+    scale = LossScale(8.0)
+    for _ in range(1999):
+        scale = scale.after(overflowed=False)
+    assert scale == LossScale(8.0, good_steps=1999)
+    assert scale.after(overflowed=False) == LossScale(16.0, good_steps=0)

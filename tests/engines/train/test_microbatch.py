@@ -23,7 +23,7 @@ def test_packed_rows_share_a_micro_batch_up_to_the_sum_of_their_tokens():
     micros = microbatches(table_of(3, 1, 2, 1, 3), 7, packed=True)
     assert [micro.index.tolist() for micro in micros] == [[1, 3, 2, 0], [4]]
     assert micros[0].pack is not None and micros[0].pack.lengths == (1, 1, 2, 3)
-    assert micros[0].pack.flat(micros[0].input_ids).tolist() == [[4, 7, 5, 6, 1, 2, 3]]
+    assert micros[0].pack.pack(micros[0].input_ids).tolist() == [[4, 7, 5, 6, 1, 2, 3]]
 
 
 def test_padded_rows_are_cut_where_their_length_jumps():

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from flowrl.config import EngineConfig, OptimizerConfig
-from flowrl.engines.parallel.gradients import WholeGradients
-from flowrl.engines.parallel.rank_mesh import ALONE
+from flowrl.engines.parallel.gradients import ReplicatedGradients
+from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS
 from flowrl.engines.parallel.sharding import EngineError
 from flowrl.engines.train.engine import TrainEngine
 from flowrl.workers.policy_model import PolicyModel, policy_logprobs
@@ -104,7 +104,7 @@ def test_float32_is_refused_for_weights_in_half_precision():
 
 def test_the_norm_of_gradients_in_half_precision_is_not_rounded_to_it():
     parameter = torch.nn.Parameter(torch.zeros(1001, dtype=torch.bfloat16))
-    gradients = WholeGradients([parameter], ALONE)
+    gradients = ReplicatedGradients([parameter], SINGLE_PROCESS)
     gradients.zero()
     assert parameter.grad is not None
     parameter.grad.fill_(1.0)

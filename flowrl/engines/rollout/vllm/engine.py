@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from flowrl.config import ModelConfig, RolloutConfig, VllmConfig
 from flowrl.engines.models.loading import load_policy
-from flowrl.engines.models.offload import named_weights
+from flowrl.engines.models.parameters import unique_parameters
 from flowrl.engines.rollout.requests import Prompt, Response, prompts_of, refuse_running, responses_of
 from flowrl.engines.rollout.responses import Responses, RolloutError, check_prompts, end_ids
 from flowrl.engines.rollout.serving import PARTS, WEIGHTS, Serving, State
@@ -84,8 +84,8 @@ class VllmRollout:
         """
         self._config = config
         self._serving = Serving()
-        empty = load_policy(model, parts=True)
-        self._also = {names[0]: names[1:] for names, _ in named_weights(empty)}
+        empty = load_policy(model, on_meta=True)
+        self._also = {names[0]: names[1:] for names, _ in unique_parameters(empty)}
         """Name of a weight -> its other names: vLLM is given a tied weight under each."""
         ends = end_ids(tokenizer, empty.generation_config)
         self._end_ids = sorted({*ends, *(stop[0] for stop in config.stop_ids if len(stop) == 1)})

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from flowrl.config import RolloutConfig
-from flowrl.engines.models.weights import WeightsError, export_weights, weight_chunks
+from flowrl.engines.models.weights import WeightsError, export_weights, weight_buckets
 from flowrl.engines.rollout.hf.engine import HfRollout, Responses, RolloutError
 from flowrl.engines.rollout.sampling import row_keys, sample_tokens, uniforms
 from tests.engines.losses import policy_logits
@@ -201,7 +201,7 @@ def test_a_gpu_gives_the_greedy_tokens_of_the_cpu():
 
 
 def parts_of(model) -> list[dict]:
-    return [export_weights(model, names) for names in weight_chunks(model, 5000)]
+    return [export_weights(model, names) for names in weight_buckets(model, 5000)]
 
 
 def test_an_update_in_parts_is_served_when_it_is_whole_and_nothing_is_in_between():

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 from flowrl import Batch, Cluster, Placement, WorkerGroup
 from flowrl.config import ModelConfig, RolloutConfig, VllmConfig
 from flowrl.controller.worker import Worker
-from flowrl.engines.models.weights import export_weights, weight_chunks
+from flowrl.engines.models.weights import export_weights, weight_buckets
 from flowrl.workers import Rollout
 from tests.engines import tiny, vllm_checks
 from tests.engines.tiny import END
@@ -309,7 +309,7 @@ def test_a_process_that_is_killed_in_the_middle_of_an_update_is_given_all_of_it(
     old = pair.version
     before = pair.group.generate(batch_of(9))
     pair.change(42)
-    parts = [export_weights(pair.model, names) for names in weight_chunks(pair.model, 50_000)]
+    parts = [export_weights(pair.model, names) for names in weight_buckets(pair.model, 50_000)]
     assert len(parts) > 3
     pair.group.load_weights(parts[0], pair.version, 0, len(parts)).get()
     pair.group.load_weights(parts[1], pair.version, 1, len(parts))
