@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.multiprocessing.spawn import spawn
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM
 
 from flowrl.config import ModelConfig, RolloutConfig
 from flowrl.engines.models.loading import (
@@ -149,20 +149,13 @@ def test_a_cap_on_attention_is_not_left_out(tmp_path: Path):
 
 
 def test_kernels_that_leave_the_cap_out_are_refused():
-    with pytest.raises(EngineError, match="leaves out the cap on attention's logits that Gemma2ForCausalLM has"):
+    with pytest.raises(EngineError, match=r"engine\.attention is sdpa.*Gemma2ForCausalLM"):
         train(build("Gemma 2"), attention="sdpa")
-
-
-def test_all_dropout_of_a_configuration_is_named_at_once(tmp_path: Path):
-    folder = save(GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=32)), tmp_path)
-    sentence = r"resid_pdrop is 0\.1, embd_pdrop is 0\.1, attn_pdrop is 0\.1 in .* set each to 0\.0"
-    with pytest.raises(ModelError, match=sentence):
-        load_policy(ModelConfig(path=folder))
 
 
 def test_a_model_that_brings_its_own_code_is_refused(tmp_path: Path):
     code = {"AutoModelForCausalLM": "modeling_baichuan.BaichuanForCausalLM"}
     settings = {"model_type": "baichuan", "auto_map": {"AutoConfig": "configuration_baichuan.BaichuanConfig"} | code}
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(ModelError, match="it brings code of its own to run, which is never done"):
+    with pytest.raises(ModelError, match="custom code"):
         load_policy(ModelConfig(path=tmp_path))

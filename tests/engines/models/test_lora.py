@@ -136,7 +136,7 @@ def test_merged_twice_is_merged_once(name: str) -> None:
 def test_weights_are_not_loaded_under_an_adapter() -> None:
     model = llama()
     add_adapter(model, LORA)
-    with pytest.raises(WeightsError, match="would be added"):
+    with pytest.raises(WeightsError, match="adapter"):
         load_weights(model, export_weights(model))
 
 
@@ -195,7 +195,7 @@ def test_an_adapters_state_is_not_loaded_into_another_kind_of_adapter(other: Lor
     trained(source)
     add_adapter(target, other)
     before = adapter_state(target)
-    with pytest.raises(LoraError, match=r"does not fit the model.*lora\.rank and lora\.targets"):
+    with pytest.raises(LoraError, match=r"lora\.rank and lora\.targets"):
         load_adapter_state(target, adapter_state(source))
     assert all(torch.equal(weight, before[name]) for name, weight in adapter_state(target).items())
 
@@ -203,7 +203,7 @@ def test_an_adapters_state_is_not_loaded_into_another_kind_of_adapter(other: Lor
 def test_an_adapter_is_not_saved_over_another(tmp_path: Path) -> None:
     model = llama()
     add_adapter(model, LORA)
-    with pytest.raises(LoraError, match="exists already"):
+    with pytest.raises(LoraError, match=str(tmp_path)):
         save_adapter(model, tmp_path, tmp_path)
     save_adapter(model, tmp_path, tmp_path, is_writer=False)  # as a rank does that comes when the first has written
 
@@ -236,7 +236,7 @@ def test_named_layers_alone_get_one() -> None:
 
 @pytest.mark.parametrize("target", ["query", "lm_head", "embed_tokens", "proj"])
 def test_a_target_that_is_no_inner_linear_layer_is_refused(target: str) -> None:
-    with pytest.raises(LoraError, match=rf"lora\.targets names {target}, .* LlamaForCausalLM: .* up_proj, v_proj$"):
+    with pytest.raises(LoraError, match=rf"lora\.targets has {target},.*up_proj, v_proj$"):
         add_adapter(llama(), LoraConfig(rank=2, targets=(target,)))
 
 
@@ -246,5 +246,5 @@ def test_a_folder_with_an_adapter_alone_is_no_model(tmp_path: Path) -> None:
     add_adapter(policy, LORA)
     save_adapter(policy, start, tmp_path / "adapter")
     for load in (load_policy, load_critic):
-        with pytest.raises(ModelError, match="holds an adapter"):
+        with pytest.raises(ModelError, match="adapter"):
             load(ModelConfig(path=tmp_path / "adapter"))

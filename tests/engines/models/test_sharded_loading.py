@@ -97,18 +97,18 @@ def renamed(folder: Path, old: str, new: str) -> Path:
 
 def test_a_missing_weight_is_refused_as_by_a_whole_load(tmp_path: Path):
     broken = ModelConfig(path=renamed(tmp_path, "model.norm.weight", ""))
-    sentences = []
-    for parts in (True, False):
-        with pytest.raises(ModelError, match=r"it lacks the weights model\.norm\.weight") as caught:
-            load_policy(broken, on_meta=parts)
-        sentences.append(str(caught.value))
-    assert sentences[0] == sentences[1]
+    messages = []
+    for on_meta in (True, False):
+        with pytest.raises(ModelError, match=r"model\.norm\.weight") as caught:
+            load_policy(broken, on_meta=on_meta)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
 
 
 def test_a_truncated_file_is_refused(tmp_path: Path):
     path = save(llama(), tmp_path) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ModelError, match="cannot be loaded from"):
+    with pytest.raises(ModelError, match=str(tmp_path)):
         load_policy(ModelConfig(path=tmp_path), on_meta=True)
 
 
@@ -116,7 +116,7 @@ def test_a_pickle_is_not_read(tmp_path: Path):
     path = save(llama(), tmp_path) / "model.safetensors"
     torch.save(load_file(path), tmp_path / "pytorch_model.bin")
     path.unlink()
-    with pytest.raises(ModelError, match="cannot be loaded from"):
+    with pytest.raises(ModelError, match=str(tmp_path)):
         load_policy(ModelConfig(path=tmp_path), on_meta=True)
 
 

@@ -66,24 +66,24 @@ def test_read_only_arrays_are_loaded():
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("change", "named"),
     [
-        (lambda w: w.pop("model.norm.weight"), "lack model.norm.weight"),
-        (lambda w: w.update(extra=np.zeros(1, np.float32)), "have also extra"),
-        (lambda w: w.update({"model.norm.weight": np.zeros(3, np.float32)}), r"float32 \[3\], but the model has"),
-        (lambda w: w.update({"model.norm.weight": np.zeros(64)}), r"float64 \[64\], but the model has"),
+        (lambda w: w.pop("model.norm.weight"), "model.norm.weight"),
+        (lambda w: w.update(extra=np.zeros(1, np.float32)), "extra"),
+        (lambda w: w.update({"model.norm.weight": np.zeros(3, np.float32)}), r"float32 \[3\]"),
+        (lambda w: w.update({"model.norm.weight": np.zeros(64)}), r"float64 \[64\]"),
     ],
 )
-def test_weights_that_do_not_fit_are_refused_before_any_is_written(change, sentence: str):
+def test_mismatched_weights_are_rejected_before_any_is_written(change, named: str):
     model, weights = qwen2(seed=0), export_weights(qwen2(seed=1))
     change(weights)
-    with pytest.raises(WeightsError, match=sentence):
+    with pytest.raises(WeightsError, match=named):
         load_weights(model, weights)
     assert equal(model, qwen2(seed=0))
 
 
 def test_bfloat16_weights_are_refused_by_a_float32_model():
-    with pytest.raises(WeightsError, match="same configuration and dtype"):
+    with pytest.raises(WeightsError):
         load_weights(qwen2(), export_weights(qwen2(torch.bfloat16)))
 
 

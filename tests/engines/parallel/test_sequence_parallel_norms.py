@@ -33,14 +33,14 @@ def test_peers_keep_half_of_what_is_between_checkpointed_layers(found: list[dict
 
 
 @pytest.mark.parametrize(
-    ("case", "sentence"),
+    ("case", "named"),
     [
-        ("widened", "model.widening is neither a norm, nor the embeddings, nor layers; set it to false for this role"),
-        ("gated", "model.layers.1.gate is neither a norm nor cut by the tensor-parallel plan"),
-        ("convolving", "cannot run with"),
-        ("of one", "engine.sequence_parallel_norms is true, which is for a role with tp, and this one has tp 1"),
+        ("widened", "model.widening"),
+        ("gated", "model.layers.1.gate"),
+        ("convolving", "engine.sequence_parallel_norms"),
+        ("of one", "engine.sequence_parallel_norms"),
     ],
 )
-def test_what_cannot_be_split_is_refused(found: list[dict], case: str, sentence: str):
+def test_unsupported_models_are_rejected(found: list[dict], case: str, named: str):
     for refusals in found:
-        assert sentence in refusals[case]
+        assert named in refusals[case]

@@ -98,7 +98,7 @@ def test_compiled_layers_train_the_same():
 
 
 def test_float32_is_refused_for_weights_in_half_precision():
-    with pytest.raises(EngineError, match=r"compute_dtype is float32, but the model's dtype is half precision"):
+    with pytest.raises(EngineError, match=r"engine\.compute_dtype is float32"):
         TrainEngine(PolicyModel(qwen2(torch.bfloat16)), TINY_STEP, EngineConfig(compute_dtype="float32"))
 
 
@@ -112,7 +112,7 @@ def test_the_norm_of_gradients_in_half_precision_is_not_rounded_to_it():
 
 
 def test_flash_attention_is_refused_where_it_cannot_run():
-    with pytest.raises(EngineError, match="flash_attention_2, which needs a GPU and bfloat16 or float16"):
+    with pytest.raises(EngineError, match=r"engine\.attention is flash_attention_2"):
         engine(attention="flash_attention_2")
 
 
