@@ -156,7 +156,7 @@ def test_of_copies_rank_0_writes_all_and_of_shards_every_rank_its_own(two_ranks:
 
 def test_a_rank_that_cannot_write_is_told_by_all(two_ranks: tuple[Path, list[dict]]) -> None:
     assert [results["blocked"] for results in two_ranks[1]] == [two_ranks[1][1]["blocked"]] * 2
-    assert "nowhere (No such file or directory); make room" in two_ranks[1][0]["blocked"]
+    assert "nowhere" in two_ranks[1][0]["blocked"]
 
 
 @pytest.fixture
