@@ -5,12 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flowrl.config import Placement
-    from flowrl.controller.cluster import Cluster
-    from flowrl.controller.dispatch import register_dispatch_mode
+    from flowrl.controller.cluster import Cluster, ResourcePool
+    from flowrl.controller.dispatch import Future, register_dispatch_mode
     from flowrl.controller.errors import ContractError, FlowError, WorkerError
-    from flowrl.controller.future import Future
     from flowrl.controller.group import WorkerGroup
-    from flowrl.controller.pool import ResourcePool
     from flowrl.controller.register import Dispatch, register
     from flowrl.controller.worker import Worker
     from flowrl.data.batch.batch import Batch
@@ -25,9 +23,9 @@ _HOMES = {
     "ContractError": "flowrl.controller.errors",
     "Dispatch": "flowrl.controller.register",
     "FlowError": "flowrl.controller.errors",
-    "Future": "flowrl.controller.future",
+    "Future": "flowrl.controller.dispatch",
     "Placement": "flowrl.config",
-    "ResourcePool": "flowrl.controller.pool",
+    "ResourcePool": "flowrl.controller.cluster",
     "Worker": "flowrl.controller.worker",
     "WorkerError": "flowrl.controller.errors",
     "WorkerGroup": "flowrl.controller.group",

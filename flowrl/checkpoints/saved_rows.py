@@ -15,7 +15,7 @@ from tensordict import TensorDict
 
 from flowrl.checkpoints.checkpoints import write_error
 from flowrl.config import UserError
-from flowrl.controller.future import Future
+from flowrl.controller.dispatch import Future
 from flowrl.data.batch.batch import Batch, LocalTasks, TaskRunner
 from flowrl.data.batch.block import LocalRef
 from flowrl.data.batch.tensordicts import make_tensordict, num_rows

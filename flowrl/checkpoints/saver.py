@@ -20,9 +20,9 @@ from flowrl.checkpoints.checkpoints import (
 from flowrl.checkpoints.run_folder import finite
 from flowrl.checkpoints.saved_rows import FILE, IDENTITY, SavedRows, save_rows
 from flowrl.config import CheckpointConfig, UserError
-from flowrl.controller.future import Future
+from flowrl.controller.dispatch import Future
 from flowrl.controller.group import WorkerGroup
-from flowrl.controller.register import registered_methods
+from flowrl.controller.register import get_registered_methods
 from flowrl.data.batch.batch import Batch
 from flowrl.data.batch.block import LocalRef
 from flowrl.data.checksums import FileChecksum, Saved, write_json_with_checksum
@@ -94,7 +94,7 @@ class Saver:
     def add(self, groups: Sequence[WorkerGroup], objects: Mapping[str, Checkpointable]) -> None:
         """Adds groups and objects to checkpoints. Raises UserError if a group's workers cannot be saved."""
         for group in groups:
-            missing = {"save_checkpoint", "load_checkpoint"} - registered_methods(group.cls).keys()
+            missing = {"save_checkpoint", "load_checkpoint"} - get_registered_methods(group.cls).keys()
             if missing:
                 raise UserError(
                     f"role {group.role} cannot be saved in checkpoints: {group.cls.__name__} has no registered method "
@@ -177,7 +177,7 @@ class Saver:
         save, group = saving.saves[role], self.groups[role]
         if role in saving.saved or not (wait or save.done()):
             return
-        if "checkpoint_saved" not in registered_methods(group.cls):
+        if "checkpoint_saved" not in get_registered_methods(group.cls):
             save.get()
             saving.saved[role] = [Saved()] * group.world_size
             return

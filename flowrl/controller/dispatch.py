@@ -1,6 +1,6 @@
-"""Dispatch modes: how a call's arguments are scattered over ranks, and how the ranks' results become one.
+"""Dispatch modes: how the arguments of a call are scattered over ranks, and how the ranks' results are gathered.
 
-A mode is a pair of pure functions on a mesh. What is split is declared by the mode, never guessed from an argument.
+A mode is a pair of pure functions of a mesh. The mode, never the type of an argument, decides how it is split.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,153 +13,152 @@ from flowrl.controller.errors import ContractError
 from flowrl.controller.placement.plan import Mesh
 from flowrl.controller.register import Contract, Dispatch
 from flowrl.data.batch.batch import Batch
+from flowrl.data.batch.block import Ref
 from flowrl.data.batch.fields import FIELDS
 from flowrl.data.batch.layout import Rows, split_by_weight, split_evenly
 from flowrl.data.metric import merge_metrics
 
 Arguments = dict[str, Any]
-"""Parameter name -> argument, bound to the method's signature; Any: users' own values."""
+"""Parameter name -> argument. Any: the users' own values."""
 Scatter = Callable[[Mesh, Contract, Arguments], Sequence[Arguments | None]]
 Gather = Callable[[Mesh, Sequence], Any]
+Fetch = Callable[[Sequence[Ref], float | None], list[Any]]
+"""Waits for the calls behind references, with a timeout in seconds, and reads all values in one request."""
+
+
+class Future:
+    """The result of a call that is not a batch. It may be passed to other calls before it is computed."""
+
+    def __init__(self, refs: Sequence[Ref], gather: Gather, mesh: Mesh, fetch: Fetch) -> None:
+        self.refs = tuple(refs)
+        self.gather = gather
+        self.mesh = mesh
+        self._fetch = fetch
+
+    def get(self, timeout_s: float | None = None) -> Any:  # Any: whatever the method returns
+        """Waits for the call and returns its gathered result.
+
+        Raises:
+            WorkerError: the first failure of the host set, with role, rank, node and method.
+            TimeoutError: the result is not available after `timeout_s` seconds.
+        """
+        return self.gather(self.mesh, self._fetch(self.refs, timeout_s))
+
+    def done(self) -> bool:
+        """Returns whether the call has finished or failed."""
+        return all(ref.done() for ref in self.refs)
 
 
 @dataclass(frozen=True)
-class Part:
-    """A batch argument on its way to one rank: these rows of these columns."""
+class BatchSlice:
+    """The rows and columns of a batch argument that one rank receives."""
 
     batch: Batch
     rows: Rows
     columns: tuple[str, ...]
 
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return self.rows[1] - self.rows[0] if isinstance(self.rows, tuple) else len(self.rows)
+
 
 @dataclass(frozen=True)
 class DispatchMode:
-    """A named pair. `gather` is None where the result is a `Batch` of the leaders' shards."""
+    """A named pair of scatter and gather functions."""
 
     name: str
     scatter: Scatter
     gather: Gather | None
+    """None if the result is a `Batch` made of the data-parallel leaders' shards."""
 
 
 _modes: dict[str, DispatchMode] = {}
 
 
 def register_dispatch_mode(name: str, scatter: Scatter, gather: Gather) -> None:
-    """Adds a dispatch mode for `register(dispatch_mode=name)`.
+    """Adds a dispatch mode that `register(dispatch_mode=name)` can use.
 
     Args:
-        name: not the name of a built-in mode.
-        scatter: `(mesh, contract, arguments) -> one dictionary of arguments per rank`, None for a rank that is not
-            called. A batch argument becomes a `Part`. `mesh` has `size`, the sizes `dp`, `tp`, `sp`, `pp`, and
+        name: any name except that of a built-in mode.
+        scatter: `(mesh, contract, arguments) -> [arguments of each rank]`; None for a rank that is not called. A
+            batch argument must become a `BatchSlice`. `mesh` has `size`, `dp`, `tp`, `sp`, `pp` and
             `coordinates(rank)`.
-        gather: `(mesh, results) -> value`; `results` has an entry per called rank, in rank order. It must be
-            importable, for futures that are passed on before they are there.
+        gather: `(mesh, results) -> value`, with one result per called rank, in rank order. It must be importable,
+            because other hosts gather futures that they receive as arguments.
     Raises:
-        ValueError: the name is a built-in mode's.
+        ValueError: a built-in mode has this name.
     """
     if name in BUILT_IN:
         raise ValueError(f"dispatch mode {name!r} is built in and cannot be replaced; choose another name")
     _modes[name] = DispatchMode(name, scatter, gather)
 
 
-def dispatch_mode(name: str) -> DispatchMode:
-    """The mode of this name. Raises `ContractError` that lists the known ones."""
-    known = BUILT_IN | _modes
-    if name not in known:
+def get_dispatch_mode(name: str) -> DispatchMode:
+    """Returns the mode with this name. Raises `ContractError` if there is none."""
+    modes = BUILT_IN | _modes
+    if name not in modes:
         raise ContractError(
-            f"dispatch mode {name!r} is unknown; known are {', '.join(known)}; register_dispatch_mode adds others"
+            f"unknown dispatch mode {name!r}; available: {', '.join(modes)}; add others with register_dispatch_mode"
         )
-    return known[name]
+    return modes[name]
 
 
-def dp_rank(mesh: Mesh, rank: int) -> int:
-    """The data-parallel coordinate of a rank."""
+def get_dp_rank(mesh: Mesh, rank: int) -> int:
+    """Returns the data-parallel coordinate of a rank."""
     return mesh.coordinates(rank).dp
 
 
 def is_leader(mesh: Mesh, rank: int) -> bool:
-    """Whether this rank answers for its data-parallel rank: first of its tp and sp peers, last pipeline stage."""
-    at = mesh.coordinates(rank)
-    return at.tp == 0 and at.sp == 0 and at.pp == mesh.pp - 1
+    """Returns whether a rank returns the result of its data-parallel rank.
+
+    The leader is the first of its tensor- and sequence-parallel peers, in the last pipeline stage.
+    """
+    coordinates = mesh.coordinates(rank)
+    return coordinates.tp == 0 and coordinates.sp == 0 and coordinates.pp == mesh.pp - 1
 
 
-def leaders(mesh: Mesh) -> list[int]:
-    """The answering rank of every data-parallel rank, in data-parallel order."""
-    return sorted((r for r in range(mesh.size) if is_leader(mesh, r)), key=lambda rank: dp_rank(mesh, rank))
+def get_leader_ranks(mesh: Mesh) -> list[int]:
+    """Returns the leader of every data-parallel rank, in data-parallel order."""
+    return sorted((r for r in range(mesh.size) if is_leader(mesh, r)), key=lambda rank: get_dp_rank(mesh, rank))
 
 
-def _same_to_all(mesh: Mesh, contract: Contract, arguments: Arguments) -> list[Arguments]:
-    return [_whole_batches(contract, arguments) for _ in range(mesh.size)]
-
-
-def _one_each(mesh: Mesh, contract: Contract, arguments: Arguments) -> list[Arguments]:
-    _check_lists(arguments, mesh.size, "rank")
-    return [
-        _whole_batches(contract, {name: values[rank] for name, values in arguments.items()})
-        for rank in range(mesh.size)
-    ]
-
-
-def _one_per_dp_rank(mesh: Mesh, contract: Contract, arguments: Arguments) -> list[Arguments]:
-    _check_lists(arguments, mesh.dp, "data-parallel rank")
-    own = [_whole_batches(contract, {name: values[dp] for name, values in arguments.items()}) for dp in range(mesh.dp)]
-    return [own[dp_rank(mesh, rank)] for rank in range(mesh.size)]
-
-
-def _first_only(mesh: Mesh, contract: Contract, arguments: Arguments) -> list[Arguments | None]:
-    return [_whole_batches(contract, arguments), *[None] * (mesh.size - 1)]
-
-
-def _check_lists(arguments: Arguments, size: int, what: str) -> None:
-    for name, values in arguments.items():
-        if not isinstance(values, list | tuple) or len(values) != size:
-            found = f"{len(values)} entries" if isinstance(values, list | tuple) else type(values).__name__
-            raise ContractError(f"argument {name!r} must be a list with one entry per {what} ({size}), not {found}")
-
-
-def _whole_batches(contract: Contract, arguments: Arguments) -> Arguments:
-    return {
-        name: Part(value, (0, value.num_rows), read_columns(contract, name, value))
-        if isinstance(value, Batch)
-        else value
-        for name, value in arguments.items()
-    }
-
-
-def split_rows(mesh: Mesh, contract: Contract, arguments: Arguments) -> list[Arguments]:
-    """Splits every batch argument by rows over the data-parallel ranks; peers of one rank get the same rows."""
+def scatter_rows(mesh: Mesh, contract: Contract, arguments: Arguments) -> list[Arguments]:
+    """Splits every batch argument by rows over the data-parallel ranks. All peers of one rank get the same rows."""
     batches = {name: value for name, value in arguments.items() if isinstance(value, Batch)}
     if not batches:
-        raise ContractError("a call that splits rows needs a Batch among its arguments, and got none")
+        raise ContractError("the dispatch mode splits rows, but no argument is a Batch; pass one")
     counts = {name: batch.num_rows for name, batch in batches.items()}
     if len(set(counts.values())) > 1:
-        raise ContractError(f"batches of one call must have the same number of rows, but have {counts}")
-    columns = {name: read_columns(contract, name, batch) for name, batch in batches.items()}
-    parts = split(next(iter(batches.values())), mesh.dp, contract)
-    per_dp = [arguments | {name: Part(batch, rows, columns[name]) for name, batch in batches.items()} for rows in parts]
-    return [per_dp[dp_rank(mesh, rank)] for rank in range(mesh.size)]
+        raise ContractError(f"the batches of one call must have the same number of rows, but have {counts}")
+    columns = {name: select_columns(contract, name, batch) for name, batch in batches.items()}
+    splits = split_batch(next(iter(batches.values())), mesh.dp, contract)
+    per_dp_rank = [
+        arguments | {name: BatchSlice(batch, rows, columns[name]) for name, batch in batches.items()} for rows in splits
+    ]
+    return [per_dp_rank[get_dp_rank(mesh, rank)] for rank in range(mesh.size)]
 
 
-def split(batch: Batch, num_parts: int, contract: Contract) -> list[Rows]:
-    """The rows of every data-parallel rank: contiguous and even, or balanced by tokens."""
+def split_batch(batch: Batch, num_parts: int, contract: Contract) -> list[Rows]:
+    """Returns the rows of every data-parallel rank: contiguous and even, or balanced by tokens."""
     if contract.balance == "tokens" and num_parts > 1:
         return list(split_by_weight(batch.lengths(), num_parts))
     return list(split_evenly(batch.num_rows, num_parts))
 
 
-def order_of(parts: Sequence[Rows]) -> np.ndarray | None:
-    """For results that come back part after part: which of their rows is row i of the batch. None: in order."""
-    if all(isinstance(rows, tuple) for rows in parts):
+def find_row_order(splits: Sequence[Rows]) -> np.ndarray | None:
+    """Returns the permutation that restores the batch order of results concatenated over ranks; None if in order."""
+    if all(isinstance(rows, tuple) for rows in splits):
         return None
-    positions = np.concatenate([np.arange(*rows) if isinstance(rows, tuple) else rows for rows in parts])
+    positions = np.concatenate([np.arange(*rows) if isinstance(rows, tuple) else rows for rows in splits])
     order = np.empty_like(positions)
     order[positions] = np.arange(len(positions))
     return order
 
 
-def read_columns(contract: Contract, parameter: str, batch: Batch) -> tuple[str, ...]:
-    """The columns that travel. Raises `ContractError` naming the missing ones, before anything is sent."""
-    reads = contract.reads_of(parameter)
+def select_columns(contract: Contract, parameter: str, batch: Batch) -> tuple[str, ...]:
+    """Returns the columns that the method reads. Raises `ContractError` if the batch lacks some of them."""
+    reads = contract.get_reads(parameter)
     if reads is None:
         return batch.columns
     missing = [name for name in reads if not name.endswith("?") and name != "*" and name not in batch]
@@ -169,36 +168,77 @@ def read_columns(contract: Contract, parameter: str, batch: Batch) -> tuple[str,
             f"{', '.join(batch.columns) or 'no columns'}; compute the column first and store it in the batch"
         )
     named = [name.removesuffix("?") for name in reads if name.removesuffix("?") in batch]
-    own = [name for name in batch.columns if name not in FIELDS] if "*" in reads else []
-    return tuple(dict.fromkeys([*named, *own]))
+    from_dataset = [name for name in batch.columns if name not in FIELDS] if "*" in reads else []
+    return tuple(dict.fromkeys([*named, *from_dataset]))
 
 
-def _as_list(mesh: Mesh, results: Sequence) -> list:
+def _slice_batches(contract: Contract, arguments: Arguments) -> Arguments:
+    """Replaces every batch by a slice with all of its rows."""
+    return {
+        name: BatchSlice(value, (0, value.num_rows), select_columns(contract, name, value))
+        if isinstance(value, Batch)
+        else value
+        for name, value in arguments.items()
+    }
+
+
+def _scatter_same(mesh: Mesh, contract: Contract, arguments: Arguments) -> list[Arguments]:
+    return [_slice_batches(contract, arguments) for _ in range(mesh.size)]
+
+
+def _scatter_per_rank(mesh: Mesh, contract: Contract, arguments: Arguments) -> list[Arguments]:
+    _check_list_lengths(arguments, mesh.size, "rank")
+    return [
+        _slice_batches(contract, {name: values[rank] for name, values in arguments.items()})
+        for rank in range(mesh.size)
+    ]
+
+
+def _scatter_per_dp_rank(mesh: Mesh, contract: Contract, arguments: Arguments) -> list[Arguments]:
+    _check_list_lengths(arguments, mesh.dp, "data-parallel rank")
+    per_dp_rank = [
+        _slice_batches(contract, {name: values[dp] for name, values in arguments.items()}) for dp in range(mesh.dp)
+    ]
+    return [per_dp_rank[get_dp_rank(mesh, rank)] for rank in range(mesh.size)]
+
+
+def _scatter_to_rank_zero(mesh: Mesh, contract: Contract, arguments: Arguments) -> list[Arguments | None]:
+    return [_slice_batches(contract, arguments), *[None] * (mesh.size - 1)]
+
+
+def _check_list_lengths(arguments: Arguments, size: int, unit: str) -> None:
+    for name, values in arguments.items():
+        if not isinstance(values, list | tuple) or len(values) != size:
+            actual = f"{len(values)} entries" if isinstance(values, list | tuple) else type(values).__name__
+            raise ContractError(f"argument {name!r} must be a list with one entry per {unit} ({size}), not {actual}")
+
+
+def _gather_list(mesh: Mesh, results: Sequence) -> list:
     return list(results)
 
 
-def _leaders_only(mesh: Mesh, results: Sequence) -> list:
-    return [results[rank] for rank in leaders(mesh)]
+def _gather_leaders(mesh: Mesh, results: Sequence) -> list:
+    return [results[rank] for rank in get_leader_ranks(mesh)]
 
 
-def _first(mesh: Mesh, results: Sequence) -> Any:
+def _gather_first(mesh: Mesh, results: Sequence) -> Any:
     return results[0]
 
 
-def _merged(mesh: Mesh, results: Sequence) -> dict:
-    return merge_metrics(_leaders_only(mesh, results))
+def _gather_metrics(mesh: Mesh, results: Sequence) -> dict:
+    return merge_metrics(_gather_leaders(mesh, results))
 
 
 BUILT_IN = {
     mode.name: mode
     for mode in (
-        DispatchMode(Dispatch.ONE_TO_ALL, _same_to_all, _as_list),
-        DispatchMode(Dispatch.ALL_TO_ALL, _one_each, _as_list),
-        DispatchMode(Dispatch.ALL_TO_ONE, _same_to_all, _first),
-        DispatchMode(Dispatch.RANK_ZERO, _first_only, _first),
-        DispatchMode(Dispatch.DP_COMPUTE, _one_per_dp_rank, _leaders_only),
-        DispatchMode(Dispatch.DP_COMPUTE_PROTO, split_rows, None),
-        DispatchMode(Dispatch.COLLECT, _same_to_all, None),
-        DispatchMode(Dispatch.DP_COMPUTE_METRIC, split_rows, _merged),
+        DispatchMode(Dispatch.ONE_TO_ALL, _scatter_same, _gather_list),
+        DispatchMode(Dispatch.ALL_TO_ALL, _scatter_per_rank, _gather_list),
+        DispatchMode(Dispatch.ALL_TO_ONE, _scatter_same, _gather_first),
+        DispatchMode(Dispatch.RANK_ZERO, _scatter_to_rank_zero, _gather_first),
+        DispatchMode(Dispatch.DP_COMPUTE, _scatter_per_dp_rank, _gather_leaders),
+        DispatchMode(Dispatch.DP_COMPUTE_PROTO, scatter_rows, None),
+        DispatchMode(Dispatch.COLLECT, _scatter_same, None),
+        DispatchMode(Dispatch.DP_COMPUTE_METRIC, scatter_rows, _gather_metrics),
     )
 }

@@ -1,34 +1,37 @@
-"""What goes wrong between the driver and its workers.
+"""Errors of the controller.
 
 FlowError
-+-- WorkerError     a worker's method raised
-|   +-- RefusedError    what it raised is the user's to mend (a UserError too)
-|   +-- FailedCheck     it found that what it computes would be wrong
-|   +-- ProcessLost     its process has ended
-|   +-- DeadlineError   it did not return in time
-+-- BackendError    processes cannot be started or joined as asked (a UserError too)
-+-- ContractError   a call or a result breaks what `register` declares (a UserError too)
++-- WorkerError         a method of a worker raised
+|   +-- WorkerUserError     the user must fix its cause (also a UserError)
+|   +-- WorkerCheckError    a self-check of the worker failed
+|   +-- ProcessLost         the process of the worker has ended
+|   +-- DeadlineError       the call passed its deadline
++-- BackendError        processes cannot be started, or the cluster cannot be joined (also a UserError)
++-- ContractError       a call or a result violates the `register` declaration (also a UserError)
 """
 
 from flowrl.config.errors import UserError
 
 
 class FlowError(Exception):
-    """The root of the controller's errors."""
+    """Base class of the controller's errors."""
 
 
 class ContractError(FlowError, UserError):
-    """A call, or a method's result, does not hold to the method's declared columns or rows."""
+    """A call or its result violates the declaration of the method: arguments, columns or rows."""
 
 
 class BackendError(FlowError, UserError):
-    """Ray cannot be started or joined as the environment or the config asks."""
+    """Ray cannot be started or joined with the given environment and config."""
 
 
 class WorkerError(FlowError, RuntimeError):
-    """A worker failed. Names role, rank, node and method, and carries the traceback of the worker's process.
+    """A worker failed.
 
-    `symptom` marks a lost connection to another rank: what that rank did is the cause.
+    Args:
+        cause: one sentence.
+        remote_traceback: the traceback in the worker's process.
+        symptom: whether the error is a lost connection to another rank, whose failure is the cause.
     """
 
     def __init__(
@@ -48,45 +51,46 @@ class WorkerError(FlowError, RuntimeError):
         self.symptom = symptom
 
     @property
-    def head(self) -> str:
-        """Who failed and why, in a sentence."""
-        what = f"{self.role}.{self.method}" if self.method else self.role
-        return f"{what} failed on rank {self.rank} (node {self.node}): {self.cause}"
+    def summary(self) -> str:
+        """The role, method, rank, node and cause in one sentence."""
+        name = f"{self.role}.{self.method}" if self.method else self.role
+        return f"{name} failed on rank {self.rank} (node {self.node}): {self.cause}"
 
     def __str__(self) -> str:
-        told = f"\n\nIn the worker:\n{self.remote_traceback.rstrip()}" if self.remote_traceback else ""
-        return self.head + told
+        traceback = f"\n\nIn the worker:\n{self.remote_traceback.rstrip()}" if self.remote_traceback else ""
+        return self.summary + traceback
 
 
 class ProcessLost(WorkerError):
-    """A worker's process has ended: killed, out of memory, or crashed."""
+    """The process of a worker has ended: it was killed, ran out of memory, or crashed."""
 
-    comes_back = False
-    """Whether another process may take its place."""
+    is_replaceable = False
+    """Whether the backend starts a replacement process."""
 
 
 class DeadlineError(WorkerError):
-    """A call ran longer than it may. `remote_traceback` is where its process stood."""
+    """A call passed its deadline. `remote_traceback` is the stack of its process at that time."""
 
 
-class RefusedError(WorkerError, UserError):
-    """A worker refused what a user set or gave. One sentence, without the traceback that is of no use to its reader."""
-
-    def __str__(self) -> str:
-        return _sentence(self)
-
-
-class FailedCheck(WorkerError):
-    """A check of a worker's own failed: `CheckFailed`. One sentence, as it names the cause better than a traceback."""
+class WorkerUserError(WorkerError, UserError):
+    """A worker raised a UserError. Its message omits the traceback, which does not help the user."""
 
     def __str__(self) -> str:
-        return _sentence(self)
+        return _format_cause(self)
 
 
-def _sentence(error: WorkerError) -> str:
+class WorkerCheckError(WorkerError):
+    """A self-check of a worker raised CheckFailed. Its message omits the traceback."""
+
+    def __str__(self) -> str:
+        return _format_cause(self)
+
+
+def _format_cause(error: WorkerError) -> str:
+    """Returns the cause without the name of the exception class."""
     return f"{error.role}: {error.cause.partition(': ')[2]}"
 
 
-def unpicklable(error: BaseException) -> str:
-    """The cause of a `WorkerError` for a result that cannot leave its process."""
+def describe_unpicklable(error: BaseException) -> str:
+    """Returns the `cause` of a WorkerError for a result that cannot be pickled."""
     return f"its result cannot be pickled ({type(error).__name__}: {error}); return plain values, arrays or a table"

@@ -1,4 +1,4 @@
-"""WorkerGroup: the driver's handle of one role's ranks, and the one path through which every call passes."""
+"""WorkerGroup: the driver's handle of a role's ranks. Every call to a worker goes through `WorkerGroup.submit`."""
 
 import inspect
 import threading
@@ -8,26 +8,32 @@ from dataclasses import replace
 from typing import Any
 
 from flowrl.controller.backends.base import Backend
-from flowrl.controller.calls.call_record import CallRecord
-from flowrl.controller.calls.calls import Calls, Tracked, records_of
-from flowrl.controller.calls.wire import References, Request, lower
-from flowrl.controller.dispatch import DispatchMode, Part, dispatch_mode, dp_rank, is_leader, leaders, order_of
+from flowrl.controller.calls.calls import CallRef, Calls, find_records
+from flowrl.controller.calls.wire import References, Request, lower_arguments
+from flowrl.controller.dispatch import (
+    BatchSlice,
+    DispatchMode,
+    Future,
+    find_row_order,
+    get_dispatch_mode,
+    get_dp_rank,
+    get_leader_ranks,
+    is_leader,
+)
 from flowrl.controller.errors import ContractError
-from flowrl.controller.future import Future
 from flowrl.controller.placement.device_ownership import DeviceEviction
 from flowrl.controller.placement.plan import Mesh, Slot
-from flowrl.controller.register import Contract, Dispatch, registered_methods
+from flowrl.controller.register import Contract, Dispatch, get_registered_methods
 from flowrl.controller.worker import Worker
 from flowrl.data.batch.batch import Batch, TaskRunner
 from flowrl.data.batch.block import Block, Ref, Shard
-from flowrl.data.batch.layout import Rows
 
-# Submissions of one process to many ranks must not interleave: collectives meet in the same order everywhere.
-submission = threading.RLock()
+# Held while a call is submitted to all of its ranks: collectives must be submitted in the same order on every rank.
+submission_lock = threading.RLock()
 
 
 class RemoteMethod:
-    """A registered method of a group. Called, it waits if its contract says so; `submit` never waits."""
+    """A registered method of a group. Calling it waits for the result if its contract says so; `submit` never waits."""
 
     def __init__(self, group: "WorkerGroup", name: str, function: Callable, contract: Contract) -> None:
         self._group, self._contract = group, contract
@@ -42,24 +48,25 @@ class RemoteMethod:
             return result
         if isinstance(result, Future):
             return result.get()
-        self._group.settle_batch(result)
+        self._group.wait_for_batch(result)
         return result
 
     def submit(self, *args: Any, **kwargs: Any) -> Any:  # Any: a Batch or a Future
-        """Starts the call and returns its `Batch` or `Future` at once. Wrong arguments raise before a thing is sent."""
+        """Submits the call and returns its `Batch` or `Future` without waiting.
+
+        Raises `ContractError` before anything is sent if the arguments do not fit the method's signature.
+        """
         try:
             bound = self.__signature__.bind(*args, **kwargs)
         except TypeError as error:
-            raise ContractError(
-                f"{self._group.role}.{self.__name__}{self.__signature__} was called wrongly: {error}"
-            ) from None
-        return self._group.submit(self.__name__, self._contract, _by_name(bound))
+            raise ContractError(f"{self._group.role}.{self.__name__}{self.__signature__}: {error}") from None
+        return self._group.submit(self.__name__, self._contract, _name_arguments(bound))
 
 
 class WorkerGroup:
-    """All ranks of one role, with the worker class's registered methods. Made by `Cluster.group`.
+    """All ranks of one role. Has the registered methods of the worker class as attributes.
 
-    A `replica` is a group too, with some of the role's `slots`, and the mesh of these alone.
+    `Cluster.group` makes it. `WorkerGroup.replica` returns a group with the ranks of one replica.
     """
 
     def __init__(
@@ -70,7 +77,7 @@ class WorkerGroup:
         mesh: Mesh,
         backend: Backend,
         calls: Calls,
-        handover: DeviceEviction,
+        eviction: DeviceEviction,
         kind: str,
         ranks: Sequence[int] | None = None,
     ) -> None:
@@ -78,13 +85,14 @@ class WorkerGroup:
         self.slots = tuple(slots)
         self.tasks: TaskRunner | None = None
         self._ranks = range(len(slots)) if ranks is None else tuple(ranks)
+        """Ranks within the role; those of a replica do not start at 0."""
         self._replicas: dict[int, WorkerGroup] = {}
-        self._backend, self._calls, self._handover, self._kind = backend, calls, handover, kind
-        for name, (function, contract) in registered_methods(cls).items():
-            dispatch_mode(contract.mode)
+        self._backend, self._calls, self._eviction, self._kind = backend, calls, eviction, kind
+        for name, (function, contract) in get_registered_methods(cls).items():
+            get_dispatch_mode(contract.mode)
             if name in dir(type(self)) or name in self.__dict__:
                 raise ContractError(
-                    f"{cls.__name__}.{name} has the name of something every group has; rename the method"
+                    f"{cls.__name__}.{name} has the name of an attribute of WorkerGroup; rename the method"
                 )
             setattr(self, name, RemoteMethod(self, name, function, contract))
 
@@ -92,7 +100,7 @@ class WorkerGroup:
         cls = self.__dict__.get("cls")
         if cls is not None and hasattr(cls, name):
             raise AttributeError(
-                f"{cls.__name__}.{name} is not registered: add @register(Dispatch....) above its def to call it"
+                f"{cls.__name__}.{name} is not registered; decorate it with @register(Dispatch....) to call it"
             )
         raise AttributeError(
             f"group {self.__dict__.get('role')!r} of {cls.__name__ if cls else '?'} has no method {name!r}"
@@ -100,64 +108,61 @@ class WorkerGroup:
 
     @property
     def world_size(self) -> int:
+        """Number of ranks."""
         return len(self.slots)
 
     @property
     def pool(self) -> str:
-        """The name of the pool that the group's first rank is in."""
+        """Name of the pool of the group's first rank."""
         return self.slots[0].pool
 
     def replica(self, rank: int) -> "WorkerGroup":
-        """A view of one data-parallel replica, whose methods are called as the group's are, and run on its ranks alone.
+        """Returns a group of one data-parallel replica, whose calls run on the replica's ranks only.
 
-        Requests, errors and traces have the ranks of the role. There are `mesh.dp` replicas, counted from 0; the
-        inline backend makes one.
+        Requests, errors and traces contain the ranks of the role. There are `mesh.dp` replicas, counted from 0; the
+        inline backend has one.
 
         Raises:
-            ContractError: the ranks may need each other, or there is no such replica.
+            ContractError: the worker class is not `replicated`, or there is no such replica.
         """
         if not self.cls.replicated:
             raise ContractError(
-                f"{self.role} has no replicas to call one by one: {self.cls.__name__} is not `replicated`, so its "
-                f"ranks may wait for each other, and one that is called alone would wait for ever; call the group"
+                f"{self.role} has no replicas: {self.cls.__name__} is not `replicated`, and its ranks may wait for "
+                f"each other; call the group"
             )
         if not 0 <= rank < self.mesh.dp:
             raise ContractError(f"{self.role} has no replica {rank}; it has {self.mesh.dp}, counted from 0")
         if rank not in self._replicas:
-            self._replicas[rank] = self._replica(rank)
+            indices = [index for index in range(self.world_size) if get_dp_rank(self.mesh, index) == rank]
+            self._replicas[rank] = WorkerGroup(
+                self.role,
+                self.cls,
+                [self.slots[index] for index in indices],
+                replace(self.mesh, dp=1),
+                self._backend,
+                self._calls,
+                self._eviction,
+                self._kind,
+                [self._ranks[index] for index in indices],
+            )
+            self._replicas[rank].tasks = self.tasks
         return self._replicas[rank]
 
-    def _replica(self, rank: int) -> "WorkerGroup":
-        own = [place for place in range(self.world_size) if dp_rank(self.mesh, place) == rank]
-        view = WorkerGroup(
-            self.role,
-            self.cls,
-            [self.slots[place] for place in own],
-            replace(self.mesh, dp=1),
-            self._backend,
-            self._calls,
-            self._handover,
-            self._kind,
-            [self._ranks[place] for place in own],
-        )
-        view.tasks = self.tasks
-        return view
-
-    def device_name(self, slot: Slot) -> str:
-        """What traces call a slot's device; a CPU slot is a process, so it has a number too."""
+    def format_device(self, slot: Slot) -> str:
+        """Returns the name of a slot's device in traces. A CPU slot is a process, so it is numbered too."""
         return slot.pool if slot.device < 0 else f"{self._kind}:{slot.device}"
 
-    def lives_in(self, other: "WorkerGroup") -> bool:
-        """Whether every rank of this group is in a process that has a rank of the other."""
+    def is_colocated_in(self, other: "WorkerGroup") -> bool:
+        """Returns whether every process of this group is also a process of the other group."""
         return set(self.slots) <= set(other.slots)
 
-    def lives_with(self, other: "WorkerGroup") -> bool:
-        """Whether the two have the very same processes."""
-        return self.lives_in(other) and other.lives_in(self)
+    def is_colocated_with(self, other: "WorkerGroup") -> bool:
+        """Returns whether both groups have the same processes."""
+        return self.is_colocated_in(other) and other.is_colocated_in(self)
 
-    def offloads_for(self, other: "WorkerGroup") -> bool:
-        """Whether it leaves a device when the other group is called: what it has there is then out of reach."""
-        return self._handover.ledger.leave(self.slots, other.slots)
+    def is_evicted_by(self, other: "WorkerGroup") -> bool:
+        """Returns whether calls of the other group evict this group from a device, with everything it holds there."""
+        return self._eviction.ledger.leave(self.slots, other.slots)
 
     def __repr__(self) -> str:
         return f"WorkerGroup({self.role}: {self.world_size} x {self.cls.__name__} on {self.pool})"
@@ -165,26 +170,26 @@ class WorkerGroup:
     def run(
         self, fn: Callable, /, *args: Any, rank_zero: bool = False, **kwargs: Any
     ) -> Any:  # Any: the function's own
-        """Runs `fn(worker, *args, **kwargs)` on every rank and returns their results in a list; waits for them.
+        """Runs `fn(worker, *args, **kwargs)` on every rank, waits, and returns the results in a list.
 
-        For a look at a worker or a change to it that needs no method of its own. Batches arrive as tables, futures as
-        their values, as in any call; the function itself is pickled.
+        Use it to inspect or change workers without a registered method. The function is pickled; batches arrive as
+        tables, and futures as their values.
 
         Args:
-            rank_zero: run it on rank 0 alone, and return its result.
+            rank_zero: run it on rank 0 only and return its result.
         Raises:
             ContractError: the arguments do not fit the function.
-            WorkerError: it raised.
+            WorkerError: the function raised.
         """
         try:
             bound = inspect.signature(fn).bind(None, *args, **kwargs)
         except TypeError as error:
             name = getattr(fn, "__name__", repr(fn))
-            raise ContractError(f"{self.role}.run: {name}(worker, ...) was called wrongly: {error}") from None
+            raise ContractError(f"{self.role}.run: {name}(worker, ...): {error}") from None
         worker, *others = bound.signature.parameters.values()
         if {p.kind for p in others} & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY}:
-            raise ContractError(f"{self.role}.run: arguments travel by name: give each parameter of the function one")
-        named = _by_name(bound)
+            raise ContractError(f"{self.role}.run: arguments are sent by name; name each parameter of the function")
+        named = _name_arguments(bound)
         del named[worker.name]
         contract = Contract(Dispatch.RANK_ZERO if rank_zero else Dispatch.ONE_TO_ALL)
         result = self.submit(
@@ -194,105 +199,106 @@ class WorkerGroup:
         return result.get()
 
     def submit(self, method: str, contract: Contract, arguments: Mapping[str, Any]) -> "Batch | Future":
-        """Sends one call to its ranks: checked, scattered, lowered, submitted and recorded here and nowhere else."""
-        self._calls.check(self.pool)
-        mode = dispatch_mode(contract.mode)
+        """Checks, scatters, lowers and submits a call to its ranks, and returns its result without waiting.
+
+        Raises the failure of the pool if a process of it has failed, even in another call.
+        """
+        self._calls.raise_if_failed(self.pool)
+        mode = get_dispatch_mode(contract.mode)
         try:
             per_rank = mode.scatter(self.mesh, contract, dict(arguments))
         except ContractError as error:
             raise ContractError(f"{self.role}.{method}: {error}") from None
         if len(per_rank) != self.world_size:
             raise ContractError(
-                f"dispatch mode {mode.name} made {len(per_rank)} parts for the {self.world_size} ranks of {self.role}"
+                f"dispatch mode {mode.name} returned {len(per_rank)} entries for the {self.world_size} ranks of "
+                f"{self.role}"
             )
-        with submission:
-            # Scattering may have waited, and its processes may have been ended meanwhile.
-            self._calls.check(self.pool)
-            called = [place for place, part in enumerate(per_rank) if part is not None]
-            rooms = {} if contract.memory == () else self._rooms(called)
+        with submission_lock:
+            # Scattering may wait for lengths, and the pool may have failed meanwhile.
+            self._calls.raise_if_failed(self.pool)
+            called = {index: args for index, args in enumerate(per_rank) if args is not None}
+            evictions = {} if contract.memory == () else self._evict_others(tuple(called))
             results = {
-                place: self._send(place, method, contract, mode, part, rooms.get(place, ()))
-                for place in called
-                if (part := per_rank[place]) is not None
+                index: self._send(index, method, contract, mode, args, evictions.get(index, ()))
+                for index, args in called.items()
             }
         if mode.gather is None:
-            return self._as_batch(contract, [per_rank[place] for place in leaders(self.mesh)], results)
-        records = [record for _, record in results.values()]
-        refs = [value for value, _ in results.values()]
+            return self._make_batch(contract, [per_rank[index] for index in get_leader_ranks(self.mesh)], results)
+        records = [ref.record for ref in results.values()]
 
         def fetch(refs: Sequence[Ref], timeout_s: float | None) -> list[Any]:
-            self._calls.settle(records, timeout_s)
+            self._calls.wait(records, timeout_s)
             return self._calls.fetch(refs)
 
-        return Future(refs, mode.gather, self.mesh, fetch)
+        return Future(tuple(results.values()), mode.gather, self.mesh, fetch)
 
-    def _rooms(self, places: Sequence[int]) -> dict[int, list[Tracked]]:
-        """Has other processes leave the devices of slots; what each must wait for."""
-        rooms = {place: going for place in places if (going := self._handover.before(self.slots[place]))}
-        if not rooms or not self.cls.collective:
-            return rooms
-        # A rank whose own device is free must not enter a collective alone when a peer's is not given up.
-        every = [room for going in rooms.values() for room in going]
-        return dict.fromkeys(places, every)
+    def _evict_others(self, indices: Sequence[int]) -> dict[int, list[CallRef]]:
+        """Evicts other processes from the devices of the called ranks. Returns the evictions that each awaits."""
+        evictions = {i: evicted for i in indices if (evicted := self._eviction.before(self.slots[i]))}
+        if not evictions or not self.cls.collective:
+            return evictions
+        # A rank must not enter a collective while a peer still waits for its device.
+        everything = [eviction for evicted in evictions.values() for eviction in evicted]
+        return dict.fromkeys(indices, everything)
 
     def _send(
         self,
-        place: int,
+        index: int,
         method: str,
         contract: Contract,
         mode: DispatchMode,
         arguments: Mapping[str, Any],
-        rooms: Sequence[Tracked],
-    ) -> tuple[Tracked, CallRecord]:
-        references = References(self._calls.share, self.cls.collective)
+        evictions: Sequence[CallRef],
+    ) -> CallRef:
+        """Submits the call to one rank and starts to track it."""
+        references = References(self._calls.put_once, self.cls.collective)
         returns_batch = mode.gather is None
-        answers = not returns_batch or is_leader(self.mesh, place)
-        rank, slot = self._ranks[place], self.slots[place]
-        submitted_ns, number = time.time_ns(), self._calls.next_number()
-        lowered = lower(dict(arguments), references)
-        request = Request(number, self.role, rank, slot.node, method, lowered, contract, returns_batch, answers)
-        awaited = [*references.refs, *(room.carrier for room in rooms)]
-        value, report = self._backend.call(slot, request, awaited, self._calls.revivals.of(slot))
-        self._calls.revivals.called(slot, request, references.refs)
+        returns_result = not returns_batch or is_leader(self.mesh, index)
+        rank, slot = self._ranks[index], self.slots[index]
+        submitted_ns, call_id = time.time_ns(), self._calls.next_call_id()
+        lowered = lower_arguments(dict(arguments), references)
+        request = Request(call_id, self.role, rank, slot.node, method, lowered, contract, returns_batch, returns_result)
+        awaited = [*references.refs, *(eviction.carrier for eviction in evictions)]
+        value, report = self._backend.call(slot, request, awaited, self._calls.recovery.get_plan(slot))
+        self._calls.recovery.record_call(slot, request, references.refs)
         record = self._calls.add(
             report,
             self.role,
             rank,
             method,
             slot,
-            self.device_name(slot),
-            number=number,
+            self.format_device(slot),
+            call_id=call_id,
             submitted_ns=submitted_ns,
-            inputs=[*references.sources, *rooms],
+            inputs=[*references.sources, *evictions],
             contract=contract,
         )
-        return Tracked(value, record, self._calls), record
+        return CallRef(value, record, self._calls)
 
-    def _as_batch(
-        self,
-        contract: Contract,
-        parts: Sequence[Mapping[str, Any] | None],
-        results: Mapping[int, tuple[Tracked, CallRecord]],
+    def _make_batch(
+        self, contract: Contract, arguments: Sequence[Mapping[str, Any] | None], results: Mapping[int, CallRef]
     ) -> Batch:
-        """The leaders' results as one batch, its rows in the order of the batch that went in, if one did."""
-        rows = [_rows_taken(part) for part in parts if part is not None]
+        """Returns the leaders' results as one batch, in the row order of the input batch, if there is one."""
+        slices = [_find_slice(args) for args in arguments if args is not None]
         shards = []
-        for place, taken in zip(leaders(self.mesh), rows, strict=True):
-            value, record = results[place]
-            description = Tracked(record.report_ref, record, self._calls, describes=True)
-            shards.append(Shard(value, description, _rows_after(contract, taken)))
+        for index, rows in zip(get_leader_ranks(self.mesh), slices, strict=True):
+            record = results[index].record
+            description = CallRef(record.report_ref, record, self._calls, is_description=True)
+            shards.append(Shard(results[index], description, _count_result_rows(contract, rows)))
         block = Block(shards)
         columns = contract.writes if contract.writes is not None else tuple(shards[0].description.get().columns)
-        order = order_of(rows) if contract.rows == "same" else None
+        splits = [rows.rows if rows else (0, 0) for rows in slices]
+        order = find_row_order(splits) if contract.rows == "same" else None
         return Batch.of_block(block, columns, order, self.tasks)
 
-    def settle_batch(self, batch: Batch, timeout_s: float | None = None) -> None:
-        """Waits until a batch that this group made is computed. Raises what the call raised."""
-        self._calls.settle(records_of(batch), timeout_s)
+    def wait_for_batch(self, batch: Batch, timeout_s: float | None = None) -> None:
+        """Waits until the calls that compute a batch are done. Raises their failure."""
+        self._calls.wait(find_records(batch), timeout_s)
 
 
-def _by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
-    """Every argument under a name of its own, those that go into `**others` too."""
+def _name_arguments(bound: inspect.BoundArguments) -> dict[str, Any]:
+    """Returns all arguments by name, with `**kwargs` merged in."""
     arguments = dict(bound.arguments)
     for parameter in bound.signature.parameters.values():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
@@ -300,12 +306,13 @@ def _by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
     return arguments
 
 
-def _rows_taken(arguments: Mapping[str, Any]) -> Rows:
-    return next((argument.rows for argument in arguments.values() if isinstance(argument, Part)), (0, 0))
+def _find_slice(arguments: Mapping[str, Any]) -> BatchSlice | None:
+    return next((argument for argument in arguments.values() if isinstance(argument, BatchSlice)), None)
 
 
-def _rows_after(contract: Contract, taken: Rows) -> int | None:
+def _count_result_rows(contract: Contract, rows: BatchSlice | None) -> int | None:
+    """Returns the number of rows that the contract promises for an input slice; None if unknown."""
     if contract.rows == "unknown":
         return None
-    count = taken[1] - taken[0] if isinstance(taken, tuple) else len(taken)
-    return count if contract.rows == "same" else count * contract.rows
+    num_rows = rows.num_rows if rows else 0
+    return num_rows if contract.rows == "same" else num_rows * contract.rows

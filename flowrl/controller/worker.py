@@ -1,4 +1,4 @@
-"""Worker: the class whose registered methods run on every rank of a group."""
+"""Worker: base class of the classes whose registered methods run on every rank of a group."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class WorkerContext:
-    """What a worker knows of its place. Filled by the host before the worker's constructor runs."""
+    """Rank, device and peers of a worker. The host sets it before it runs the worker's constructor."""
 
     role: str
     rank: int
@@ -22,85 +22,91 @@ class WorkerContext:
     device: str
     mesh: Mesh
     process_group: "ProcessGroup | None" = None
-    """All ranks of the role; None when it has one."""
+    """Process group of all ranks of the role; None for a single rank."""
     colocated: Mapping[str, "Worker"] = field(default_factory=dict)
-    """The workers of the same process, by role."""
-    twins: frozenset[str] = frozenset()
-    """Roles whose ranks are in the same processes as this role's, each with the same number."""
+    """Role -> worker, for all workers of this process."""
+    aligned_roles: frozenset[str] = frozenset()
+    """Colocated roles whose ranks equal this role's ranks in every process."""
     address: str = "127.0.0.1"
-    """Where other processes of the run reach this one."""
+    """Address at which other processes of the run reach this process."""
     replaced: bool = False
-    """Whether the process took a lost one's place."""
-    leads: int = 1
-    """Devices of the node that this process leads, for a role with processes of its own."""
-    yields: bool = False
-    """Whether it will be told to leave its device to other processes, as `can_offload_device` has said that it can."""
+    """Whether this process replaces a lost one."""
+    num_tp_devices: int = 1
+    """Number of tensor-parallel devices that a dedicated process uses; its peers have no process of the role."""
+    can_offload: bool = False
+    """Whether other processes share the device and the worker can offload for them (`can_offload_device`)."""
 
 
 class Worker:
-    """Inherit, take what you need in `__init__`, and mark the methods that the driver calls with `@register`."""
+    """Base class of workers. Subclasses mark the methods that the driver calls with `@register`."""
 
     collective: ClassVar[bool] = False
-    """Whether the ranks talk to each other: they then get a process group."""
+    """Whether the ranks communicate with each other; they then get a process group."""
 
     replicated: ClassVar[bool] = False
-    """Whether every rank holds a copy of the same model, and talks to no other: the inline backend then makes one."""
+    """Whether every rank holds a full copy of the model and needs no other rank. The inline backend makes one rank."""
 
     stateless: ClassVar[bool] = False
-    """Whether another process can take a lost one's place: the constructor's arguments, and the last call of each
-    method registered with `replay=True`, make up all that it holds."""
+    """Whether a lost process can be replaced. All state of the worker must come from its constructor's arguments and
+    from the last calls of its methods registered with `replay`."""
 
     context: WorkerContext
 
     @classmethod
-    def on(cls, mesh: Mesh, *args: Any, **kwargs: Any) -> "type[Worker]":  # Any: the constructor's
-        """The class that is made on these ranks for the constructor's arguments: this one, or a variant of it whose
-        ranks talk."""
+    def select_class(cls, mesh: Mesh, *args: Any, **kwargs: Any) -> "type[Worker]":  # Any: the constructor's
+        """Returns the class to construct for a mesh and the constructor's arguments.
+
+        Subclasses override it to return a collective variant, for example for sharded models.
+        """
         return cls
 
     @classmethod
     def can_offload_device(cls, device: str, *args: Any, **kwargs: Any) -> bool:  # Any: the constructor's
-        """Whether a worker made with these arguments gives its memory on a device (`cpu` or `cuda:N`) away, by
-        `offload`, where other processes use that device too."""
+        """Returns whether a worker with these arguments can free a device (`cpu` or `cuda:N`) for other processes."""
         return False
 
     @property
     def rank(self) -> int:
+        """Rank within the role."""
         return self.context.rank
 
     @property
     def world_size(self) -> int:
+        """Number of ranks of the role."""
         return self.context.world_size
 
     @property
     def device(self) -> str:
-        """`cpu` or `cuda:N`."""
+        """Torch device of the worker: `cpu` or `cuda:N`."""
         return self.context.device
 
     @property
     def mesh(self) -> Mesh:
+        """Parallel dimensions of the role."""
         return self.context.mesh
 
     def peer(self, role: str) -> "Worker | None":
-        """The worker of another role in this process; None if that role lives elsewhere."""
+        """Returns the worker of another role in this process; None if there is none."""
         return self.context.colocated.get(role)
 
     @property
-    def lenders(self) -> "tuple[Worker, ...]":
-        """Workers of this process whose weights this one's methods use."""
+    def weight_owners(self) -> "tuple[Worker, ...]":
+        """Workers of this process whose weights this worker uses."""
         return ()
 
     def offload(self, *, keep_weights: bool) -> None:
-        """Makes room on the device for another role of this process, which perhaps uses this one's weights, or for
-        another process."""
+        """Frees device memory for another role or process.
+
+        `keep_weights` is True if the other role uses this worker's weights.
+        """
 
     def onload(self) -> None:
-        """Comes back: a method of this worker is about to be called, or of one that uses its weights."""
+        """Restores the device memory before a call of this worker, or of a worker that uses its weights."""
 
     def onload_parts(self, parts: tuple[str, ...]) -> None:
-        """Comes back for a method that needs these parts only (`memory` of `register`); those that are there stay."""
+        """Restores only these parts of the device memory, for a method registered with `memory`."""
         self.onload()
 
     def run_function(self, fn: Callable, **arguments: Any) -> Any:  # Any: the function's own
-        """What `group.run` calls: `fn(self, ...)`, its arguments named `of_` and their own name."""
+        """Runs `fn(self, ...)` for `group.run`, which prefixes the names of its arguments with `of_`."""
         return fn(self, **{name.removeprefix("of_"): value for name, value in arguments.items()})

@@ -146,7 +146,7 @@ class _Estimator:
         if rollout.engine == "vllm":
             can_sleep = rollout.vllm is None or rollout.vllm.sleep is not False
             offloads = can_sleep and self._planned.kind == "cuda" and self._shares_device(slot)
-            return vllm_role(size, param_bytes, rollout, role_plan.leads, offloads=offloads)
+            return vllm_role(size, param_bytes, rollout, role_plan.num_tp_devices, offloads=offloads)
         rows = -(-config.batch_size // role_plan.mesh.dp)
         batch = RolloutBatch(rows, -(-rows // config.samples_per_prompt), config.data.max_prompt_tokens)
         weight_owner = actor if self._shares_actor_weights(actor, role_plan, slot) else None

@@ -40,7 +40,7 @@ from flowrl.algorithms.registry import (
     rollout_corrections,
 )
 from flowrl.config import ActorConfig, AdvantageConfig, CorrectionConfig, KlControlConfig, ShapingConfig, UserError
-from flowrl.controller.future import Future
+from flowrl.controller.dispatch import Future
 from flowrl.data.batch.batch import Batch
 from flowrl.data.batch.block import LocalRef
 from flowrl.data.batch.tensordicts import lengths, make_tensordict, pad_tokens, unpad_tokens

@@ -116,7 +116,7 @@ def _cluster(config: OnPolicyConfig) -> Cluster:
         address=config.address,
         devices=config.devices,
         roles=tuple(roles),
-        apart=config.apart(),
+        dedicated=config.apart(),
         num_threads=config.threads,
         call_timeout_s=config.call_timeout_s,
     )

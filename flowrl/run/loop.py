@@ -14,7 +14,7 @@ from flowrl.checkpoints.resume import find_checkpoint, input_checksums, is_resum
 from flowrl.checkpoints.run_folder import RunFolder, folder_lock, remove_temporary_files, replacing, write_json
 from flowrl.checkpoints.saver import Checkpointable, Saver
 from flowrl.config import OnPolicyConfig, RunConfig
-from flowrl.controller.calls.call_record import CallRecord
+from flowrl.controller.calls.calls import CallRecord
 from flowrl.controller.calls.calls import Calls
 from flowrl.controller.cluster import Cluster
 from flowrl.controller.group import WorkerGroup
@@ -88,7 +88,7 @@ class Run:
             resources.callback(remove_temporary_files, config.output)
             resources.callback(Checkpoints(config.output).remove_unfinished)
             self.cluster = resources.enter_context(restarts.cluster(config, self._start_cluster, self._interruption))
-            self.cluster.say = self._progress.say
+            self.cluster.notify = self._progress.say
             self._interruption.install()  # Ray has installed its own handlers
             check_engines(config, self.cluster.plan)
             self._weight_sync = WeightSync(config, self.cluster.plan)
@@ -104,11 +104,11 @@ class Run:
             address=config.address,
             devices=config.devices,
             roles=type(config).roles,
-            apart=config.apart(),
+            dedicated=config.apart(),
             num_threads=config.threads,
             prepare=("flowrl.run.advantages",),
             call_timeout_s=config.call_timeout_s,
-            say=self._progress.say,
+            notify=self._progress.say,
         )
 
     def _open_folder(self, resources: ExitStack) -> None:
@@ -169,7 +169,7 @@ class Run:
             self._saver.restore(self._resumed)
             if rollout is not None and self._policy is not None:
                 self._watch.follow(self._weight_sync.send(self._policy, rollout, self.version))
-        self.cluster.settle()
+        self.cluster.wait_for_calls()
         if self._resumed is None:
             self._evaluate_untrained()
         if self._source is not None and rollout is not None:
@@ -356,7 +356,7 @@ class Run:
         with replacing(self.folder.model) as folder:
             actor.save(folder.absolute())
         self._progress.close()
-        self.cluster.settle()
+        self.cluster.wait_for_calls()
         self._write_trace_and_plots(self._log.last_ended_ns)
         summary = self._summary()
         write_json(self.folder.summary, summary)
@@ -471,7 +471,7 @@ class StepLog:
         """Closes the open step, if there is one."""
         if self._open is not None:
             self._steps[self._open].submitted_ns = time.time_ns()
-            calls = self._calls.expected()
+            calls = self._calls.required()
             self._steps[self._open].calls = [call for call in calls if call.role != self._excluded_role]
             self._open = None
 
@@ -493,7 +493,7 @@ class StepLog:
         """
         done = self._steps.pop(step)
         merged = merge_metrics([_as_metrics(logged) for logged in done.metrics])
-        self._calls.settle(done.calls, None)
+        self._calls.wait(done.calls, None)
         events = list(self._events_of(done))
         ended_ns = max((event.ended_ns for event in events), default=done.submitted_ns)
         values = {name: metric.result() for name, metric in merged.items()} | self._waits(step, events, ended_ns)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from flowrl.checkpoints.checkpoints import Checkpoints
 from flowrl.config import RunConfig
-from flowrl.controller.errors import FailedCheck, ProcessLost, RefusedError, WorkerError
+from flowrl.controller.errors import ProcessLost, WorkerCheckError, WorkerError, WorkerUserError
 from flowrl.run.interrupt import Interruption
 
 if TYPE_CHECKING:
@@ -49,16 +49,16 @@ class RestartPolicy:
 
     def _can_restart(self, error: WorkerError, config: RunConfig, cluster: "Cluster") -> bool:
         """Whether a restart may succeed: a process failed, and the cause is neither a defect nor wrong input."""
-        is_rejected = isinstance(error, RefusedError | FailedCheck) or cluster.calls.failures.first() is None
+        is_rejected = isinstance(error, WorkerUserError | WorkerCheckError) or cluster.calls.failures.get_first_error() is None
         if is_rejected or self.num_restarts >= self._max_restarts or not _has_checkpoint(config):
             return False
         # The same error from the same checkpoint is a defect.
-        is_repeated = self._last_failure == (error.head, _newest_step(config))
+        is_repeated = self._last_failure == (error.summary, _newest_step(config))
         return (isinstance(error, ProcessLost) or not is_repeated) and not cluster.has_lost_nodes()
 
     def _retain_cluster(self, error: WorkerError, config: RunConfig, cluster: "Cluster") -> None:
         self.num_restarts += 1
-        self._last_failure = error.head, _newest_step(config)
+        self._last_failure = error.summary, _newest_step(config)
         roles = cluster.restart()
         retained = f"retaining the processes of {', '.join(roles)}" if roles else "all processes restart"
         self._message = (

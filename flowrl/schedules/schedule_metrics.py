@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import torch
 from tensordict import TensorDict
 
-from flowrl.controller.future import Future
+from flowrl.controller.dispatch import Future
 from flowrl.data.batch.batch import Batch
 from flowrl.data.batch.block import LocalRef
 from flowrl.data.batch.tensordicts import lengths

@@ -10,9 +10,9 @@ import numpy as np
 
 from flowrl.checkpoints.saved_rows import SavedRows
 from flowrl.config import UserError
-from flowrl.controller.calls.calls import KEPT_EVENTS
+from flowrl.controller.calls.calls import MAX_EVENTS
+from flowrl.controller.dispatch import Future
 from flowrl.controller.errors import ProcessLost
-from flowrl.controller.future import Future
 from flowrl.controller.group import WorkerGroup
 from flowrl.data.batch.batch import Batch
 from flowrl.data.events import CallEvent, Counted
@@ -106,7 +106,7 @@ class StreamingRollouts:
         """Places of prompts that an engine has refused."""
         self._refused_in_a_row = 0
         self._leave: Callable[[], None] | None = None
-        self.counted: deque[Counted] = deque(maxlen=KEPT_EVENTS)
+        self.counted: deque[Counted] = deque(maxlen=MAX_EVENTS)
 
     def begin(self, policy: WorkerGroup | None, step: int, version: int) -> None:
         setting = self._setting
@@ -124,7 +124,7 @@ class StreamingRollouts:
             setting.weight_sync.open(policy, setting.rollout)
         for maker in self._makers:
             maker.clear()
-        self._leave = setting.calls.attend(self._attend)
+        self._leave = setting.calls.add_idle_callback(self._attend)
 
     # While the driver waits.
 
@@ -156,7 +156,7 @@ class StreamingRollouts:
             yield from [poll] if (poll := next(polls, None)) is not None else list(taking)[:1]
 
     def _read(self, rank: int, maker: _Maker) -> None:
-        replaced = self._setting.calls.replacements(maker.replica.slots[0])
+        replaced = self._setting.calls.get_num_replacements(maker.replica.slots[0])
         if maker.back is not None and maker.back.done():
             maker.back, maker.replaced = None, replaced
         elif maker.back is None and replaced > maker.replaced:

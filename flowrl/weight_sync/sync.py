@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flowrl.config import RolloutConfig, RunConfig, TransferConfig
-from flowrl.controller.future import Future
+from flowrl.controller.dispatch import Future
 from flowrl.controller.group import WorkerGroup
 from flowrl.controller.placement.plan import PlacementError, Plan
 from flowrl.weight_sync.transfer import Transport, takes_one_by_one, transport_of
@@ -51,7 +51,7 @@ class WeightSync:
 
     def prepare(self, actor: WorkerGroup, rollout: WorkerGroup) -> None:
         """Asks for what `send` needs to know, so that it need not wait."""
-        if not rollout.lives_with(actor):
+        if not rollout.is_colocated_with(actor):
             self._way(actor, rollout)
 
     def send(self, actor: WorkerGroup, rollout: WorkerGroup, version: int) -> ComparedWeights | None:
@@ -59,7 +59,7 @@ class WeightSync:
 
         In the same processes the rollout samples from the actor's own weights, and only their number changes.
         """
-        if rollout.lives_with(actor):
+        if rollout.is_colocated_with(actor):
             rollout.set_version.submit(version)
             return None
         way = self._way(actor, rollout)
@@ -102,7 +102,7 @@ class WeightSync:
 
 def _where_it_lies(transport: Transport, actor: WorkerGroup, rollout: WorkerGroup, config: RolloutConfig) -> Transport:
     """The way, where the actor's processes stay on a GPU that the rollout comes back to; through the host else."""
-    if transport != "cuda_ipc" or not actor.offloads_for(rollout):
+    if transport != "cuda_ipc" or not actor.is_evicted_by(rollout):
         return transport
     if config.transfer.via == "cuda_ipc":
         raise PlacementError(

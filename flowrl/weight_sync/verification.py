@@ -5,7 +5,7 @@ from math import isnan
 from typing import Any
 
 from flowrl.config import ActorConfig, CheckFailed, RolloutConfig, RunConfig
-from flowrl.controller.future import Future
+from flowrl.controller.dispatch import Future
 from flowrl.controller.group import WorkerGroup
 
 COMPLETE_PARTS = 8
@@ -59,7 +59,7 @@ class WeightsCheck:
         self._version = version
         knows = hasattr(rollout.cls, "check_weights") and hasattr(actor.cls, "weight_samples")
         parts: list[dict[str, Any]] = []
-        if config is not None and knows and not rollout.lives_with(actor) and config.check_weights != "off":
+        if config is not None and knows and not rollout.is_colocated_with(actor) and config.check_weights != "off":
             complete = [{"part": part, "parts": COMPLETE_PARTS} for part in range(COMPLETE_PARTS)]
             parts = [{}] if config.check_weights == "sampled" else complete
         dtype = None if config is None else config.sent_dtype

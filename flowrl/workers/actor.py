@@ -100,7 +100,7 @@ class Actor(Sender):
 
     def shares_weights_with(self, other: Worker) -> bool:
         """Whether a worker in this process may sample from this model's weights."""
-        return not self.engine.is_sharded or other.context.role in self.context.twins
+        return not self.engine.is_sharded or other.context.role in self.context.aligned_roles
 
     @property
     def lends_copies(self) -> bool:
@@ -114,7 +114,7 @@ class Actor(Sender):
         return (
             self.config.lora is not None
             and model == self.config.model
-            and (alone or (other.mesh == self.mesh and other.context.role in self.context.twins))
+            and (alone or (other.mesh == self.mesh and other.context.role in self.context.aligned_roles))
         )
 
     def description(self) -> dict[str, bytes]:

@@ -59,7 +59,7 @@ class Reference(ModelWorker):
         return found
 
     @property
-    def lenders(self) -> tuple[Worker, ...]:
+    def weight_owners(self) -> tuple[Worker, ...]:
         return () if self._actor is None else (self._actor,)
 
     def offload(self, *, keep_weights: bool) -> None:
@@ -67,7 +67,7 @@ class Reference(ModelWorker):
             super().offload(keep_weights=keep_weights)
 
     @classmethod
-    def on(cls, mesh: Mesh, config: ReferenceConfig, **_: Any) -> type[Worker]:  # Any: the constructor's
+    def select_class(cls, mesh: Mesh, config: ReferenceConfig, **_: Any) -> type[Worker]:  # Any: the constructor's
         """Ranks that hold a model together talk, and none of them can be replaced alone."""
         return _SharedReference if shares_model(mesh, config.engine) else cls
 

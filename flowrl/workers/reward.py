@@ -110,7 +110,7 @@ class RewardModel(ModelWorker):
         self._evaluation_name = config.evaluation or ""
 
     @classmethod
-    def on(cls, mesh: Mesh, config: RewardConfig) -> type[Worker]:
+    def select_class(cls, mesh: Mesh, config: RewardConfig) -> type[Worker]:
         """As for `Reference`."""
         return _SharedRewardModel if shares_model(mesh, config.engine) else cls
 

@@ -45,7 +45,9 @@ class Rollout(Worker):
     replicated = stateless = True
 
     @classmethod
-    def on(cls, mesh: Mesh, config: RolloutConfig, *_: Any, **__: Any) -> type[Worker]:  # Any: the constructor's
+    def select_class(
+        cls, mesh: Mesh, config: RolloutConfig, *_: Any, **__: Any
+    ) -> type[Worker]:  # Any: the constructor's
         """The worker of the engine that the config asks for."""
         return _VllmRollout if config.engine == "vllm" else cls
 
@@ -155,7 +157,7 @@ class Rollout(Worker):
         return self._actor is not None and not self._quantized
 
     @property
-    def lenders(self) -> tuple[Worker, ...]:
+    def weight_owners(self) -> tuple[Worker, ...]:
         return () if self._actor is None else (self._actor,)
 
     def _weights(self) -> AbstractContextManager[None]:
@@ -224,7 +226,7 @@ class _VllmRollout(Rollout):
         self._groups, self._max_rows = Groups(), config.max_num_seqs
         self.tokenizer = ChatTokenizer(model.path)
         self.engine = VllmRollout(
-            model, self.tokenizer.tokenizer, config, tp=self.context.leads, sleeps=self.context.yields
+            model, self.tokenizer.tokenizer, config, tp=self.context.num_tp_devices, sleeps=self.context.can_offload
         )
 
     @classmethod
@@ -234,7 +236,7 @@ class _VllmRollout(Rollout):
         return config.leaves_devices(gpus=device != "cpu")
 
     def offload(self, *, keep_weights: bool) -> None:
-        if self.context.yields and self.engine.awake:
+        if self.context.can_offload and self.engine.awake:
             self.engine.sleep()
 
     def onload(self) -> None:
@@ -260,7 +262,7 @@ class _VllmRollout(Rollout):
     def join_link(self, link: Mapping[str, Any]) -> None:  # Any: the fields of `Link`
         """Joins the actor's link with each device of this replica; done when all have."""
         self._refuse_again()
-        self.engine.join_link(link, 1 + self.rank * self.context.leads)
+        self.engine.join_link(link, 1 + self.rank * self.context.num_tp_devices)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, replay="chunk", memory=("weights",))
     def load_sent(self, described: "Described", version: int, chunk: int, of: int) -> None:

@@ -79,7 +79,7 @@ def on_ray(parts: list[str], repeats: int) -> list[Figure]:
     with Cluster(placement, num_threads=1) as cluster:
         first, second = cluster.group("first", Bench), cluster.group("second", Bench)
         raws, others = ([Raw.remote() for _ in range(RANKS)] for _ in range(2))
-        cluster.settle()
+        cluster.wait_for_calls()
         ray.get([actor.nothing.remote() for actor in raws + others])
         found += calls(first, raws, repeats) if "calls" in parts else []
         found += hand_over.figures(first, second, raws, others, repeats) if "send" in parts else []

@@ -13,8 +13,8 @@ from flowrl import Batch, WorkerGroup
 from flowrl.config.base import Device
 from flowrl.controller.calls.calls import Calls
 from flowrl.controller.calls.wire import Request, TableArgument
+from flowrl.controller.failures.process_probe import StackDump
 from flowrl.controller.failures.recovery import RecoveryPlan
-from flowrl.controller.failures.stacks import Dump
 from flowrl.controller.host.host import Construction, Report
 from flowrl.controller.placement.device_ownership import DeviceEviction, DeviceOwnership
 from flowrl.controller.placement.plan import HostSet, Inventory, Mesh, PoolPlan, Slot
@@ -65,11 +65,11 @@ class InstantBackend:
         return InstantRef(Report(0, 0, 0, 0))
 
     def construct(
-        self, slot: Slot, construction: Construction, revival: RecoveryPlan | None, after: Sequence[Ref] = ()
+        self, slot: Slot, construction: Construction, plan: RecoveryPlan | None, after: Sequence[Ref] = ()
     ) -> Ref:
         return InstantRef(Report(0, 0, 0, 0))
 
-    def call(self, slot: Slot, request: Request, refs: Sequence[Ref], revival: RecoveryPlan | None) -> tuple[Ref, Ref]:
+    def call(self, slot: Slot, request: Request, refs: Sequence[Ref], plan: RecoveryPlan | None) -> tuple[Ref, Ref]:
         tables = [a for a in request.arguments.values() if isinstance(a, TableArgument)]
         columns = dict.fromkeys(request.contract.writes or (), "row")
         description = Description(tables[0].num_rows, columns) if tables else None
@@ -87,7 +87,7 @@ class InstantBackend:
     def probe(self, slot: Slot) -> Ref:
         return InstantRef()
 
-    def stacks(self, slots: Sequence[Slot]) -> Mapping[Slot, Dump]:
+    def stacks(self, slots: Sequence[Slot]) -> Mapping[Slot, StackDump]:
         return {}
 
     def restart(self, slot: Slot) -> None: ...

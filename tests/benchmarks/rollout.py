@@ -83,7 +83,7 @@ def opened(engine: str, folder: Path, rows: int) -> Iterator[tuple[WorkerGroup, 
     roles = {"rollout": "main", **bare}
     placement = Placement(device="cpu", pools={name: [1] for name in ("main", *bare)}, roles=roles)
     config = RolloutConfig.model_validate({"engine": engine, "max_response_tokens": LIMIT, "max_num_seqs": rows})
-    with Cluster(placement, apart=tuple(roles) if bare else (), num_threads=1) as cluster:
+    with Cluster(placement, dedicated=tuple(roles) if bare else (), num_threads=1) as cluster:
         group = cluster.group("rollout", Rollout, config, ModelConfig(path=folder), seed=0)
         if bare:
             llm = cluster.group("bare", BareLlm, folder, rows)

@@ -54,11 +54,11 @@ def opened(model: ModelConfig, engine: str) -> Iterator[tuple[WorkerGroup, Worke
     placement = Placement(device="cpu", pools={"a": [1], "b": [1]}, roles={"actor": "a", "rollout": "b"})
     rollout = RolloutConfig.model_validate({"engine": engine, "max_response_tokens": 8})
     apart = ("rollout",) if engine == "vllm" else ()
-    with Cluster(placement, apart=apart, num_threads=1) as cluster:
+    with Cluster(placement, dedicated=apart, num_threads=1) as cluster:
         settings = ActorConfig(model=model, optimizer=OptimizerConfig(lr=1e-4))
         actor = cluster.group("actor", Actor, settings)
         made = cluster.group("rollout", Rollout, rollout, model, seed=0)
-        cluster.settle()
+        cluster.wait_for_calls()
         yield actor, made
 
 

@@ -33,7 +33,7 @@ class Moving(Worker):
             file.write(f"{self.context.role} {text}\n")
 
     def offload(self, *, keep_weights: bool) -> None:
-        if self.context.yields and self.away != PARTS:
+        if self.context.can_offload and self.away != PARTS:
             self.away = PARTS
             self.write("leaves")
 

@@ -92,7 +92,7 @@ def gpus(address: str) -> object:
     found = {}
     for case, placed in GPU_PLACEMENTS.items():
         placement, apart = Placement(device="cuda", **placed), ("rollout", "reward")
-        with Cluster(placement, address=address, num_threads=1, apart=apart) as cluster:
+        with Cluster(placement, address=address, num_threads=1, dedicated=apart) as cluster:
             groups = {role: cluster.group(role, Placed) for role in placement.roles}
             found[case] = {role: group.devices() for role, group in groups.items()}
     return found

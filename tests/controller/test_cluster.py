@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from flowrl import ContractError, FlowError
+from flowrl import ContractError, FlowError, ResourcePool
 from flowrl.controller.placement.plan import PlacementError
 from flowrl.controller.worker import Worker
 from tests.conftest import BackendName, ClusterMaker
@@ -36,8 +36,8 @@ def test_a_pool_of_the_placement_is_read_back(open_cluster: ClusterMaker):
 def test_settle_waits_for_every_call_in_flight(backend: BackendName, open_cluster: ClusterMaker):
     cluster = open_cluster(backend, {"main": [1]}, {"actor": "main"})
     future = cluster.group("actor", Failing).sleep(0.1)
-    cluster.settle(timeout_s=60)
-    assert future.done() and not cluster.calls.pending()
+    cluster.wait_for_calls(timeout_s=60)
+    assert future.done() and not cluster.calls.in_flight()
 
 
 def test_the_processes_of_a_closed_cluster_are_free_for_the_next(backend: BackendName, open_cluster: ClusterMaker):
@@ -51,15 +51,15 @@ def test_workers_have_the_priority_of_their_driver(ray_session: None, open_clust
     assert cluster.group("actor", Arithmetic).niceness() == [os.nice(0)] * 2
 
 
-def twins(worker: Worker) -> frozenset[str]:
-    return worker.context.twins
+def aligned_roles(worker: Worker) -> frozenset[str]:
+    return worker.context.aligned_roles
 
 
 def test_a_worker_knows_the_roles_of_its_very_processes(open_cluster: ClusterMaker):
     roles = {"actor": "main", "critic": "main", "first": "main[0:1]", "last": "main[1:2]"}
     cluster = open_cluster("inline", {"main": [2]}, roles)
     groups = {role: cluster.group(role, Arithmetic) for role in roles}
-    found = {role: group.run(twins) for role, group in groups.items()}
+    found = {role: group.run(aligned_roles) for role, group in groups.items()}
     assert found == {
         "actor": [{"critic"}] * 2,
         "critic": [{"actor"}] * 2,
@@ -82,3 +82,13 @@ def test_a_call_in_flight_when_the_cluster_closes_has_failed(ray_session: None, 
     cluster.close()
     with pytest.raises(FlowError, match="the cluster is closed"):
         future.get()
+
+
+def test_a_resource_pool_counts_its_devices():
+    assert ResourcePool((8, 8)).world_size == 16
+
+
+@pytest.mark.parametrize("counts", [(), (0,), (2, -1)])
+def test_a_resource_pool_without_devices_on_a_node_is_rejected(counts: tuple[int, ...]):
+    with pytest.raises(PlacementError):
+        ResourcePool(counts)

@@ -4,7 +4,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl import Batch, ContractError, register_dispatch_mode
-from flowrl.controller.dispatch import dispatch_mode, dp_rank, is_leader, leaders, order_of, read_columns, split_rows
+from flowrl.controller.dispatch import (
+    find_row_order,
+    get_dispatch_mode,
+    get_dp_rank,
+    get_leader_ranks,
+    is_leader,
+    scatter_rows,
+    select_columns,
+)
 from flowrl.controller.placement.plan import Mesh
 from flowrl.controller.register import Contract, Dispatch
 from flowrl.data.batch.layout import split_by_weight
@@ -106,39 +114,39 @@ def test_a_built_in_mode_is_not_replaced():
 
 def test_an_unknown_mode_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="dispatch mode 'nowhere' is unknown; known are one_to_all, all_to_all"):
-        dispatch_mode("nowhere")
+        get_dispatch_mode("nowhere")
 
 
 @given(MESHES)
 def test_one_leader_answers_for_every_data_parallel_rank(mesh: Mesh):
-    assert [dp_rank(mesh, rank) for rank in leaders(mesh)] == list(range(mesh.dp))
-    assert [rank for rank in range(mesh.size) if is_leader(mesh, rank)] == sorted(leaders(mesh))
+    assert [get_dp_rank(mesh, rank) for rank in get_leader_ranks(mesh)] == list(range(mesh.dp))
+    assert [rank for rank in range(mesh.size) if is_leader(mesh, rank)] == sorted(get_leader_ranks(mesh))
 
 
 @given(MESHES, st.integers(0, 9))
 def test_peers_of_a_data_parallel_rank_get_the_same_rows(mesh: Mesh, count: int):
     batch = Batch.from_columns({"x": list(range(count))})
-    parts = split_rows(mesh, Contract(Dispatch.DP_COMPUTE_PROTO), {"batch": batch})
-    seen = {(dp_rank(mesh, rank), part["batch"].rows) for rank, part in enumerate(parts)}
+    parts = scatter_rows(mesh, Contract(Dispatch.DP_COMPUTE_PROTO), {"batch": batch})
+    seen = {(get_dp_rank(mesh, rank), part["batch"].rows) for rank, part in enumerate(parts)}
     assert len(parts) == mesh.size and len(seen) == mesh.dp
 
 
 @given(st.lists(st.integers(0, 9), min_size=1), st.integers(1, 4))
 def test_the_order_puts_balanced_rows_back(weights: list[int], num_parts: int):
     parts = split_by_weight(torch.tensor(weights).numpy(), num_parts)
-    order = order_of(parts)
+    order = find_row_order(parts)
     stacked = [row for part in parts for row in part.tolist()]
     assert order is not None and [stacked[place] for place in order] == list(range(len(weights)))
 
 
 def test_even_ranges_need_no_order():
-    assert order_of([(0, 2), (2, 3)]) is None
+    assert find_row_order([(0, 2), (2, 3)]) is None
 
 
 def test_an_optional_column_and_those_of_the_dataset_travel_when_they_are_there():
     contract = Contract(Dispatch.DP_COMPUTE_PROTO, reads=("x", "answer?", "*"))
     batch = Batch.from_columns({name: [1] for name in ("scores", "hint", "x")})
-    assert read_columns(contract, "batch", batch) == ("x", "hint")
+    assert select_columns(contract, "batch", batch) == ("x", "hint")
 
 
 @pytest.mark.parametrize("entries", [[1, 2], 5])

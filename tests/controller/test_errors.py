@@ -8,7 +8,7 @@ import pytest
 
 from flowrl import Batch, ContractError, FlowError, WorkerError, WorkerGroup
 from flowrl.config import UserError
-from flowrl.controller.errors import RefusedError
+from flowrl.controller.errors import WorkerUserError
 from tests.conftest import BackendName, ClusterMaker
 from tests.controller.failing import Failing, Unmakeable, raises
 
@@ -34,13 +34,13 @@ def test_a_failure_carries_the_traceback_of_the_worker(failing: WorkerGroup):
 
 
 def test_a_refusal_in_a_worker_is_one_sentence(failing: WorkerGroup):
-    with pytest.raises(RefusedError) as caught:
+    with pytest.raises(WorkerUserError) as caught:
         failing.refuse()
     assert isinstance(caught.value, UserError)
     assert str(caught.value) == "actor: the folder is empty; give one with a model"
 
 
-@pytest.mark.parametrize("kind", [WorkerError, RefusedError])
+@pytest.mark.parametrize("kind", [WorkerError, WorkerUserError])
 def test_errors_survive_the_way_between_processes(kind: type[WorkerError]):
     error = kind("actor", 1, 0, "update", "ValueError: no", "Traceback ...")
     again = pickle.loads(pickle.dumps(error))

@@ -51,12 +51,12 @@ def test_submit_never_waits_and_a_blocking_call_does(shared: Shared):
 
 
 def test_a_missing_column_is_named_before_anything_is_sent(shared: Shared, batch: Batch):
-    sent = len(shared.cluster.calls.pending())
+    sent = len(shared.cluster.calls.in_flight())
     with pytest.raises(
         ContractError, match=r"first.scaled: the batch lacks 'x', which the method reads; it has text, ids"
     ):
         shared.first.scaled(batch.drop("x"))
-    assert len(shared.cluster.calls.pending()) <= sent
+    assert len(shared.cluster.calls.in_flight()) <= sent
 
 
 def test_only_the_columns_that_are_read_arrive(shared: Shared, batch: Batch):
@@ -166,8 +166,8 @@ def test_token_columns_of_different_lengths_are_refused_when_read(shared: Shared
 
 def test_roles_of_one_pool_share_processes(shared: Shared):
     assert shared.first.process_id() == shared.guest.process_id()
-    assert shared.first.lives_in(shared.guest)
-    assert not shared.first.lives_in(shared.second)
+    assert shared.first.is_colocated_in(shared.guest)
+    assert not shared.first.is_colocated_in(shared.second)
 
 
 def test_ranks_of_the_ray_backend_are_processes(shared: Shared):

@@ -1,6 +1,6 @@
 import pytest
 
-from flowrl.controller.register import Contract, Dispatch, Rows, contract_of, register, registered_methods
+from flowrl.controller.register import Contract, Dispatch, Rows, get_contract, get_registered_methods, register
 from flowrl.controller.worker import Worker
 
 
@@ -23,26 +23,26 @@ class Derived(Base):
 
 
 def test_a_registered_method_is_still_a_plain_function():
-    assert Base().kept() is None and contract_of(Base.kept) == Contract(Dispatch.ONE_TO_ALL)
+    assert Base().kept() is None and get_contract(Base.kept) == Contract(Dispatch.ONE_TO_ALL)
 
 
 def test_a_subclass_inherits_replaces_and_withdraws_methods():
-    found = registered_methods(Derived)
+    found = get_registered_methods(Derived)
     assert set(found) == {"kept", "replaced"}
     assert found["replaced"][1] == Contract(Dispatch.RANK_ZERO, False, ("x",), ("y",), 2)
 
 
 def test_an_undecorated_method_has_no_contract():
-    assert contract_of(Derived.withdrawn) is None
+    assert get_contract(Derived.withdrawn) is None
 
 
 def test_columns_may_be_declared_per_parameter():
     contract = Contract(Dispatch.RANK_ZERO, reads={"left": ("x",)})
-    assert (contract.reads_of("left"), contract.reads_of("right")) == (("x",), ())
+    assert (contract.get_reads("left"), contract.get_reads("right")) == (("x",), ())
 
 
 def test_a_method_that_declares_nothing_reads_everything():
-    assert Contract(Dispatch.RANK_ZERO).reads_of("batch") is None
+    assert Contract(Dispatch.RANK_ZERO).get_reads("batch") is None
 
 
 def test_balancing_needs_as_many_rows_out_as_in():

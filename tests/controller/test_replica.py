@@ -21,7 +21,7 @@ def test_a_call_of_a_replica_runs_on_its_rank_alone(cluster: Cluster):
     group = cluster.group("maker", Maker)
     everyone = group.identify()
     assert group.replica(2).identify() == [everyone[2]] == [(2, 4, everyone[2][2])]
-    cluster.settle()
+    cluster.wait_for_calls()
     last = cluster.calls.events[-1]
     assert (last.role, last.rank, last.method) == ("maker", 2, "identify")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from tensordict import TensorDict
 
-from flowrl.controller.register import Dispatch, contract_of, register
+from flowrl.controller.register import Dispatch, get_contract, register
 from flowrl.data.metric import Metric
 from flowrl.workers import Actor, Rollout
 
@@ -44,7 +44,7 @@ class WritingRollout(Rollout):
         super().add(batch, samples)
 
 
-_UPDATE = contract_of(Actor.update)
+_UPDATE = get_contract(Actor.update)
 assert _UPDATE is not None and isinstance(_UPDATE.reads, tuple)
 
 

@@ -205,12 +205,12 @@ def test_the_trace_of_a_real_run_says_what_its_calls_waited_for(ray_session: Non
     """Each method takes a second: the critic's first call waits for the actor's, its second stands in the queue."""
     with Cluster(PAIR, num_threads=1) as cluster:
         actor, critic = cluster.group("actor", Sleeping), cluster.group("critic", Sleeping)
-        cluster.settle()
+        cluster.wait_for_calls()
         batch = Batch.from_rows([{"x": i} for i in range(4)])
         batch["x"] = actor.values(batch)
         first, second = critic.update(batch), critic.update(batch)
         assert [first.get()["rows"].result(), second.get()["rows"].result()] == [4, 4]
-        cluster.settle()
+        cluster.wait_for_calls()
         events = loop_events(cluster.calls.events)
     values, first, second = call_parts(events)
     assert values.wait_ns == values.queue_ns == first.queue_ns == 0

@@ -13,7 +13,7 @@ from rich.console import Console
 from flowrl import Placement
 from flowrl.cli import main
 from flowrl.config import CheckFailed, OnPolicyConfig, load
-from flowrl.controller.errors import FailedCheck
+from flowrl.controller.errors import WorkerCheckError
 from flowrl.run.doctor import examine
 from flowrl.workers import Actor, Rollout
 from recipes.grpo.config import GRPOConfig
@@ -119,7 +119,7 @@ def test_weights_that_the_two_share_are_not_compared(
 
 
 def test_an_update_that_arrives_wrong_is_told(config: Callable[..., OnPolicyConfig]) -> None:
-    with pytest.raises(FailedCheck, match=r"weights of version 1: 1 of the .* model.norm.weight by up to 0\.10"):
+    with pytest.raises(WorkerCheckError, match=r"weights of version 1: 1 of the .* model.norm.weight by up to 0\.10"):
         examine(config(), Actor, Drifting, Console(quiet=True))
 
 

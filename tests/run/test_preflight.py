@@ -205,7 +205,7 @@ def test_a_rollout_that_is_to_be_cut_is_told_of_the_engine_that_can() -> None:
     pools = {"main": [1], "other": [2]}
     placement = Placement.model_validate({"device": "cpu", "pools": pools, "roles": roles})
     run = quantized_run("int8").model_copy(update={"placement": placement})
-    assert plan_run(run).roles["rollout"].leads == 2
+    assert plan_run(run).roles["rollout"].num_tp_devices == 2
     run = run.model_copy(update={"rollout": RolloutConfig(max_response_tokens=8)})
     sentence = (
         r"tp 2, but each of its ranks, with engine hf, holds all it needs: set rollout\.engine: vllm, or remove it"

@@ -9,7 +9,7 @@ import pytest
 from flowrl import Cluster, FlowError, Placement, WorkerGroup
 from flowrl.config import RunConfig
 from flowrl.config.checkpoint import CheckpointConfig
-from flowrl.controller.errors import FailedCheck, ProcessLost, RefusedError, WorkerError
+from flowrl.controller.errors import ProcessLost, WorkerCheckError, WorkerError, WorkerUserError
 from flowrl.run.interrupt import Interruption
 from flowrl.run.restarts import current_policy, with_restarts
 from tests.controller.makers import Keeper, Maker
@@ -58,7 +58,7 @@ class Program:
 
 def is_closed(cluster: Cluster) -> bool:
     try:
-        cluster.calls.check_open()
+        cluster.calls.raise_if_closed()
     except FlowError:
         return True
     return False
@@ -116,7 +116,7 @@ def test_restart_if_an_error_repeats_after_a_later_checkpoint(config: RunConfig,
     assert program.messages[2].endswith("resuming from step 4; retaining the processes of maker")
 
 
-@pytest.mark.parametrize("kind", [RefusedError, FailedCheck])
+@pytest.mark.parametrize("kind", [WorkerUserError, WorkerCheckError])
 def test_no_restart_after_a_rejection_or_a_failed_check(config: RunConfig, kind: type[WorkerError]):
     def body(self: Program, actor: WorkerGroup) -> None:
         with pytest.raises(ProcessLost):

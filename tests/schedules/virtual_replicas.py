@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.controller.dispatch import Gather
+from flowrl.controller.dispatch import Future, Gather
 from flowrl.controller.errors import ProcessLost
-from flowrl.controller.future import Future
 from flowrl.controller.placement.plan import Mesh
 from flowrl.data.batch.batch import Batch
 from flowrl.data.batch.block import Block, Description, Ref, Shard
@@ -306,10 +305,10 @@ class Calls:
         self.before: list[Callable[[], None]] = []
         """Called at every moment at which something happens."""
 
-    def replacements(self, maker: Maker) -> int:
+    def get_num_replacements(self, maker: Maker) -> int:
         return sum(late.done() and late.error is None for late in maker.first)
 
-    def attend(self, fn: Callable[[], Iterable[Any]]) -> Callable[[], None]:
+    def add_idle_callback(self, fn: Callable[[], Iterable[Any]]) -> Callable[[], None]:
         self.attended.append(fn)
         return lambda: self.attended.remove(fn)
 

@@ -8,7 +8,7 @@ import pytest
 
 from flowrl.config import ActorConfig, Placement, RolloutConfig, RunConfig, ScheduleConfig
 from flowrl.controller.placement.plan import Inventory, Mesh, PlacementError, plan
-from flowrl.controller.register import registered_methods
+from flowrl.controller.register import get_registered_methods
 from flowrl.weight_sync.sync import WeightSync
 from flowrl.workers import Actor, Rollout
 from tests.conftest import ClusterMaker
@@ -40,14 +40,14 @@ class Two:
         via: str = "auto",
         leaves: bool = False,
         meets: bool = False,
-        apart: tuple[str, ...] = ("rollout",),
+        dedicated: tuple[str, ...] = ("rollout",),
         schedule: dict[str, Any] | None = None,
     ) -> None:
         self.diary = folder / "diary"
         self.diary.touch()
         pools: dict[str, Any] = {"main": [2]} | ({} if rollout == "main" else {"other": [4]})
         roles = {"actor": "main", "rollout": rollout}
-        self.cluster = open_cluster(backend, pools, roles, apart=apart)
+        self.cluster = open_cluster(backend, pools, roles, dedicated=dedicated)
         settings = {"yields": leaves, "peers": 4 if meets else 0}
         self.actor = self.cluster.group("actor", Sending, self.diary, **settings)
         self.rollout = self.cluster.group("rollout", Receiving, self.diary, peers=1 if meets else 0)
@@ -66,13 +66,13 @@ class Two:
                 },
             }
         )
-        self.weight_sync = WeightSync(config, plan(placement, Inventory((8,), kind), apart=apart))
+        self.weight_sync = WeightSync(config, plan(placement, Inventory((8,), kind), dedicated=dedicated))
 
     def send(self, version: int) -> list[list[Any]]:
         """What this made the two write: role, rank, method, arguments."""
         before = len(read(self.diary))
         self.weight_sync.send(self.actor, self.rollout, version)
-        self.cluster.settle()
+        self.cluster.wait_for_calls()
         return read(self.diary)[before:]
 
 
@@ -90,9 +90,9 @@ def arguments(lines: list[list[Any]], method: str, rank: int = 0) -> list[dict[s
 @pytest.mark.parametrize(("stands_in", "real"), [(Sending, Actor), (Receiving, Rollout)])
 def test_the_two_are_declared_as_the_real_ones(stands_in: type, real: Any) -> None:
     if real is Rollout:
-        real = Rollout.on(Mesh(1, 1, 1, 1), RolloutConfig(engine="vllm", max_response_tokens=1))
-    methods = registered_methods(real)
-    for name, (function, contract) in registered_methods(stands_in).items():
+        real = Rollout.select_class(Mesh(1, 1, 1, 1), RolloutConfig(engine="vllm", max_response_tokens=1))
+    methods = get_registered_methods(real)
+    for name, (function, contract) in get_registered_methods(stands_in).items():
         assert contract == methods[name][1], name
         assert _parameters(function) == _parameters(methods[name][0]), name
 
@@ -236,7 +236,7 @@ def test_what_a_version_needs_to_know_is_asked_before_it(open_cluster: ClusterMa
 
 
 def test_in_the_same_processes_weights_only_change_their_number(open_cluster: ClusterMaker, tmp_path: Path) -> None:
-    two = Two(open_cluster, tmp_path, "main", apart=())
+    two = Two(open_cluster, tmp_path, "main", dedicated=())
     two.weight_sync.prepare(two.actor, two.rollout)
     lines = two.send(7)
     assert lines == [["rollout", rank, "set_version", {"version": 7}] for rank in range(2)]

@@ -24,7 +24,7 @@ def way(
     roles = {"actor": actor, "rollout": place} | ({} if "b" in actor + rollout else {"reward": "b"})
     placement = Placement.model_validate({"device": kind, "pools": {"a": [4], "b": [4]}, "roles": roles})
     config = RolloutConfig.model_validate({"engine": engine, "max_response_tokens": 1, "transfer": {"via": via}})
-    made = plan(placement, Inventory(nodes, kind), apart=("rollout",) if engine == "vllm" else ())
+    made = plan(placement, Inventory(nodes, kind), dedicated=("rollout",) if engine == "vllm" else ())
     return transport_of(made.roles["actor"], made.roles["rollout"], kind, config, one_by_one=one_by_one)
 
 

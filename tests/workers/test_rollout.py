@@ -25,8 +25,10 @@ class Joining:
 def rollout(rank: int = 0, *, world_size: int = 1, leads: int = 1, replaced: bool = False) -> Any:
     """Rank of a rollout, in its place; vLLM is not started."""
     mesh = Mesh(world_size, 1, 1, 1)
-    worker: Any = Rollout.on(mesh, CONFIG).__new__(Rollout.on(mesh, CONFIG))
-    worker.context = WorkerContext("rollout", rank, world_size, rank, 0, "cpu", mesh, replaced=replaced, leads=leads)
+    worker: Any = Rollout.select_class(mesh, CONFIG).__new__(Rollout.select_class(mesh, CONFIG))
+    worker.context = WorkerContext(
+        "rollout", rank, world_size, rank, 0, "cpu", mesh, replaced=replaced, num_tp_devices=leads
+    )
     worker.engine = Joining()
     return worker
 

@@ -9,7 +9,7 @@ import pytest
 
 from flowrl import Batch, Cluster, Placement, WorkerGroup
 from flowrl.config import ActorConfig, ModelConfig, OptimizerConfig, RolloutConfig
-from flowrl.controller.errors import ProcessLost, RefusedError, WorkerError
+from flowrl.controller.errors import ProcessLost, WorkerError, WorkerUserError
 from flowrl.workers import Actor, Rollout
 from flowrl.workers.response_tensordict import RESPONSE_COLUMNS
 from recipes.quickstart.prepare import prepare
@@ -145,7 +145,7 @@ def test_groups_beside_the_actor_are_refused(model: ModelConfig, quantization: s
     with Cluster(together, backend="inline", num_threads=1) as cluster:
         cluster.group("actor", Actor, actor_config(model), temperature=0.5)
         rollout = cluster.group("rollout", Rollout, config(quantization=quantization), model, seed=0)
-        with pytest.raises(RefusedError, match=r"weights of the actor in its process, .*: give rollout a pool"):
+        with pytest.raises(WorkerUserError, match=r"weights of the actor in its process, .*: give rollout a pool"):
             rollout.add(groups(1), SAMPLES).get()
 
 

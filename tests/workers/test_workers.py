@@ -23,7 +23,7 @@ from flowrl.config import (
     RewardConfig,
     RolloutConfig,
 )
-from flowrl.controller.errors import RefusedError, WorkerError
+from flowrl.controller.errors import WorkerError, WorkerUserError
 from flowrl.data.metric import Mean
 from flowrl.workers import Actor, Critic, Reference, Rollout, reward_worker
 from flowrl.workers.actor import token_means
@@ -146,7 +146,7 @@ def test_a_micro_batch_of_no_token_has_no_range_of_ratios() -> None:
 
 def test_a_loss_without_its_columns_is_told(cluster: Cluster, model: ModelConfig) -> None:
     actor = actor_of(cluster, model, loss="decoupled_ppo")
-    with pytest.raises(RefusedError, match=r"loss decoupled_ppo .*no column 'behavior_logprobs'.*Advantages"):
+    with pytest.raises(WorkerUserError, match=r"loss decoupled_ppo .*no column 'behavior_logprobs'.*Advantages"):
         actor.update(batch(old_logprobs=[0.0] * 12, advantages=[1.0] * 12))
 
 
@@ -301,7 +301,7 @@ def test_a_reward_function_sees_the_datasets_own_columns(cluster: Cluster) -> No
 
 def test_a_reward_that_is_no_number_is_refused(cluster: Cluster) -> None:
     config = RewardConfig(function=f"{__name__}:broken")
-    with pytest.raises(RefusedError, match=r"reward: .*returned nan for prompt 'p', response '1'"):
+    with pytest.raises(WorkerUserError, match=r"reward: .*returned nan for prompt 'p', response '1'"):
         cluster.group("reward", reward_worker(config), config).score(rows_with())
 
 

@@ -5,8 +5,8 @@ from typing import Any, Protocol
 
 from flowrl.config.base import Device
 from flowrl.controller.calls.wire import Request
+from flowrl.controller.failures.process_probe import StackDump
 from flowrl.controller.failures.recovery import RecoveryPlan
-from flowrl.controller.failures.stacks import Dump
 from flowrl.controller.host.host import Construction
 from flowrl.controller.placement.plan import HostSet, Inventory, PoolPlan, Slot
 from flowrl.data.batch.block import Ref
@@ -40,7 +40,7 @@ class Backend(Protocol):
         ...
 
     def construct(
-        self, slot: Slot, construction: Construction, revival: RecoveryPlan | None, after: Sequence[Ref] = ()
+        self, slot: Slot, construction: Construction, plan: RecoveryPlan | None, after: Sequence[Ref] = ()
     ) -> Ref:
         """Makes a worker in a slot's host, once other references are filled; the reference is its `Report`."""
         ...
@@ -52,11 +52,11 @@ class Backend(Protocol):
         """
         ...
 
-    def call(self, slot: Slot, request: Request, refs: Sequence[Ref], revival: RecoveryPlan | None) -> tuple[Ref, Ref]:
+    def call(self, slot: Slot, request: Request, refs: Sequence[Ref], plan: RecoveryPlan | None) -> tuple[Ref, Ref]:
         """Runs a method in a slot's host: references to the result and to its `Report`.
 
-        With a `revival`, a process that is lost is replaced, and the same references are filled by the new one; where
-        the contract says `resend=False` they raise `ProcessLost` instead, whose `comes_back` is true.
+        With a `plan`, a process that is lost is replaced, and the same references are filled by the new one; where
+        the contract says `resend=False` they raise `ProcessLost` instead, whose `is_replaceable` is true.
         """
         ...
 
@@ -77,7 +77,7 @@ class Backend(Protocol):
         """A reference that is filled when the slot's process next has time, and raises once it has ended."""
         ...
 
-    def stacks(self, slots: Sequence[Slot]) -> Mapping[Slot, Dump]:
+    def stacks(self, slots: Sequence[Slot]) -> Mapping[Slot, StackDump]:
         """What the threads of these slots' processes are at now, as `faulthandler` tells it; a process that has not
         started, or has ended, is left out."""
         ...

@@ -6,9 +6,9 @@ from typing import Any
 
 from flowrl.config.base import Device
 from flowrl.controller.calls.wire import Request
-from flowrl.controller.errors import WorkerError, unpicklable
+from flowrl.controller.errors import WorkerError, describe_unpicklable
+from flowrl.controller.failures.process_probe import StackDump
 from flowrl.controller.failures.recovery import RecoveryPlan
-from flowrl.controller.failures.stacks import Dump
 from flowrl.controller.host.host import Construction, Host
 from flowrl.controller.placement.inventory import local_inventory
 from flowrl.controller.placement.plan import HostSet, Inventory, PoolPlan, Slot
@@ -38,7 +38,7 @@ class InlineBackend:
         raise RuntimeError(f"the ranks of {role} talk to each other, which takes processes: use backend ray")
 
     def construct(
-        self, slot: Slot, construction: Construction, revival: RecoveryPlan | None, after: Sequence[Ref] = ()
+        self, slot: Slot, construction: Construction, plan: RecoveryPlan | None, after: Sequence[Ref] = ()
     ) -> Ref:
         _, report = self._hosts[slot.pool, slot.rank].construct(construction)
         return LocalRef(report)
@@ -47,7 +47,7 @@ class InlineBackend:
         _, report = self._hosts[slot.pool, slot.rank].evict(role, rank, slot.node)
         return LocalRef(report)
 
-    def call(self, slot: Slot, request: Request, refs: Sequence[Ref], revival: RecoveryPlan | None) -> tuple[Ref, Ref]:
+    def call(self, slot: Slot, request: Request, refs: Sequence[Ref], plan: RecoveryPlan | None) -> tuple[Ref, Ref]:
         # Between processes arguments are copies and a result is a snapshot. Here they would be the caller's own objects
         # and the worker's own buffers, so both are copied; the arrays of inputs are shared there as here.
         objects = [value.with_own_objects() if isinstance(value := ref.get(), Payload) else value for ref in refs]
@@ -66,7 +66,7 @@ class InlineBackend:
     def probe(self, slot: Slot) -> Ref:
         return LocalRef(None)
 
-    def stacks(self, slots: Sequence[Slot]) -> Mapping[Slot, Dump]:
+    def stacks(self, slots: Sequence[Slot]) -> Mapping[Slot, StackDump]:
         return {}
 
     def restart(self, slot: Slot) -> None:
@@ -92,4 +92,6 @@ def _snapshot(value: Any, request: Request) -> Any:  # Any: a payload or a metho
     try:
         return copy.deepcopy(value)
     except Exception as error:
-        raise WorkerError(request.role, request.rank, request.node, request.method, unpicklable(error)) from error
+        raise WorkerError(
+            request.role, request.rank, request.node, request.method, describe_unpicklable(error)
+        ) from error

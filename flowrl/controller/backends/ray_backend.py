@@ -19,10 +19,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from flowrl.config.base import Device
 from flowrl.controller.backends.ray_nodes import RayNodes, interface_of
 from flowrl.controller.calls.wire import Request, decode, encode
-from flowrl.controller.errors import FlowError, ProcessLost, WorkerError, unpicklable
-from flowrl.controller.failures.liveness import Liveness
+from flowrl.controller.errors import FlowError, ProcessLost, WorkerError, describe_unpicklable
+from flowrl.controller.failures.process_probe import Liveness, StackDump, collect_stack_dumps, enable_stack_dumps
 from flowrl.controller.failures.recovery import RecoveryPlan
-from flowrl.controller.failures.stacks import Dump, arm, dumps_of
 from flowrl.controller.host.fork_server import fork_server
 from flowrl.controller.host.host import Construction, Host, Report
 from flowrl.controller.placement.plan import HostSet, Inventory, PoolPlan, Slot
@@ -43,7 +42,7 @@ class _RayHost(Host):
         # Objects are read from shared memory that is not writable; `Host` checks that no method writes, so torch need
         # not say.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        arm(name)
+        enable_stack_dumps(name)
         self.address = _LOOPBACK if loopback else ray.util.get_node_ip_address()
         # Left alone, gloo takes the interface that the host's name stands for, which may be none that others reach.
         if device := interface_of(self.address):
@@ -58,15 +57,15 @@ class _RayHost(Host):
 
     def answer(self, encoded: Any, *objects: Any) -> tuple[Any, Any]:  # Any: what `encode` makes
         """As `call`, request and answer in the form in which they travel."""
-        request, revival = decode(encoded)
-        value, report = self.call(request, revival, *objects)
+        request, plan = decode(encoded)
+        value, report = self.call(request, plan, *objects)
         return encode(value) if isinstance(value, Payload) else value, encode(report)
 
-    def call(self, request: Request, revival: RecoveryPlan | None, *objects: Any) -> tuple[Any, Report]:
+    def call(self, request: Request, plan: RecoveryPlan | None, *objects: Any) -> tuple[Any, Report]:
         """As `Host.call`, in a process that may have taken a lost one's place."""
-        lost = revival is not None and self.lacks(revival.made)
-        if revival is not None:
-            self.revive(revival, request.role)
+        lost = plan is not None and self.lacks(plan.constructions)
+        if plan is not None:
+            self.recover(plan, request.role)
         value, report = super().call(request, *objects)
         return value, replace(report, revived=True) if lost else report
 
@@ -77,19 +76,19 @@ class _RayHost(Host):
         now_ns = time.time_ns()
         return None, Report(now_ns, now_ns, now_ns, now_ns)
 
-    def revive(self, revival: RecoveryPlan, role: str) -> None:
+    def recover(self, plan: RecoveryPlan, role: str) -> None:
         """Makes the workers that the process lacks, and gives the role the state that its call expects."""
-        lacking = [made for made in revival.made if self.lacks([made])]
+        lacking = [made for made in plan.constructions if self.lacks([made])]
         self.replaced = self.replaced or bool(lacking)
-        self.settle_states(revival.since)
+        self.settle_states(plan.attempt_start_id)
         # A state that was given after the call was submitted is undone: by the one before it, or, where there is none,
         # with all that came of it.
-        ahead = self.is_ahead(role, revival.requests)
-        undone = ahead and not self.replaces(role, revival.requests)
-        for made in [*lacking, *(made for made in revival.made if made.role == role and undone)]:
+        ahead = self.is_ahead(role, plan.requests)
+        undone = ahead and not self.replaces(role, plan.requests)
+        for made in [*lacking, *(made for made in plan.constructions if made.role == role and undone)]:
             super().construct(made)
-        if ahead or self.is_behind(role, revival.requests):
-            for state, refs in revival.states:
+        if ahead or self.is_behind(role, plan.requests):
+            for state, refs in plan.replay_log:
                 if state.role == role:
                     super().call(state, *ray.get([_object_ref(ref) for ref in refs]))
 
@@ -130,11 +129,11 @@ class RayRef:
         if isinstance(error, RayActorError | OutOfMemoryError):
             # Which call it was that met the dead process says nothing of why it died.
             lost = ProcessLost(role, rank, node, method, _why_ended(error))
-            lost.comes_back = not isinstance(error, ActorDiedError)
+            lost.is_replaceable = not isinstance(error, ActorDiedError)
             return lost
         if isinstance(error, RayTaskError) and isinstance(error.cause, TypeError | PicklingError | AttributeError):
             # Whatever the method itself raises comes as a WorkerError: this was raised when its result was stored.
-            return WorkerError(role, rank, node, method, unpicklable(error.cause))
+            return WorkerError(role, rank, node, method, describe_unpicklable(error.cause))
         return WorkerError(role, rank, node, method, f"{type(error).__name__}: {error}")
 
 
@@ -158,7 +157,7 @@ class RayBackend:
         self._methods: dict[tuple[str, int, bool], Any] = {}  # Any: as above; each costs as much as a call
         self._names: dict[tuple[str, int], str] = {}
         self._nodes = RayNodes(address, say=say)
-        self._pulse = Liveness()
+        self._liveness = Liveness()
 
     def inventory(self, device: Device, devices: Sequence[int] | None) -> Inventory:
         return self._nodes.inventory(device, devices)
@@ -215,10 +214,10 @@ class RayBackend:
         return RayRef(report, (role, rank, slot.node, "join"))
 
     def construct(
-        self, slot: Slot, construction: Construction, revival: RecoveryPlan | None, after: Sequence[Ref] = ()
+        self, slot: Slot, construction: Construction, plan: RecoveryPlan | None, after: Sequence[Ref] = ()
     ) -> Ref:
         method = self._hosts[slot.pool, slot.rank].construct
-        method = method.options(num_returns=2, max_task_retries=-1 if revival else 0)
+        method = method.options(num_returns=2, max_task_retries=-1 if plan else 0)
         _, report = method.remote(construction, *map(_object_ref, after))
         return RayRef(report, (construction.role, construction.rank, slot.node, "__init__"))
 
@@ -228,12 +227,12 @@ class RayBackend:
         _, report = method.remote(role, rank, slot.node)
         return RayRef(report, (role, rank, slot.node, "evict"))
 
-    def call(self, slot: Slot, request: Request, refs: Sequence[Ref], revival: RecoveryPlan | None) -> tuple[Ref, Ref]:
+    def call(self, slot: Slot, request: Request, refs: Sequence[Ref], plan: RecoveryPlan | None) -> tuple[Ref, Ref]:
         objects = [_object_ref(ref) for ref in refs]
         if (slot.pool, slot.rank) not in self._hosts:
             raise ProcessLost(request.role, request.rank, slot.node, request.method, "its process was ended")
-        method = self._methods[slot.pool, slot.rank, revival is not None and request.contract.resend]
-        value, report = method.remote(encode((request, revival)), *objects)
+        method = self._methods[slot.pool, slot.rank, plan is not None and request.contract.resend]
+        value, report = method.remote(encode((request, plan)), *objects)
         what = (request.role, request.rank, slot.node, request.method)
         return RayRef(value, what, encoded=request.returns_batch), RayRef(report, what, encoded=True)
 
@@ -255,7 +254,7 @@ class RayBackend:
     def probe(self, slot: Slot) -> Ref:
         return RayRef(self._hosts[slot.pool, slot.rank].live.remote(), (slot.pool, slot.rank, slot.node, "live"))
 
-    def stacks(self, slots: Sequence[Slot]) -> Mapping[Slot, Dump]:
+    def stacks(self, slots: Sequence[Slot]) -> Mapping[Slot, StackDump]:
         by_node: defaultdict[str, dict[str, Slot]] = defaultdict(dict)
         for slot in slots:
             by_node[self._nodes.id_of(slot)][self._names[slot.pool, slot.rank]] = slot
@@ -263,9 +262,9 @@ class RayBackend:
         asked = {}
         for node in set(by_node) - {here}:
             there = NodeAffinitySchedulingStrategy(node, soft=False)
-            task = ray.remote(num_cpus=0)(dumps_of).options(scheduling_strategy=there)
+            task = ray.remote(num_cpus=0)(collect_stack_dumps).options(scheduling_strategy=there)
             asked[node] = task.remote(list(by_node[node]))
-        dumps = {here: dumps_of(list(by_node[here]))} if here in by_node else {}
+        dumps = {here: collect_stack_dumps(list(by_node[here]))} if here in by_node else {}
         for node, ref in asked.items():
             with contextlib.suppress(RayError):
                 dumps[node] = ray.get(ref, timeout=_STACKS_TIMEOUT_S)
@@ -278,7 +277,7 @@ class RayBackend:
         here = ray.get_runtime_context().get_node_id()
         names = {self._names[key]: slot for slot in slots if (key := (slot.pool, slot.rank)) in self._hosts}
         near = {name: slot for name, slot in names.items() if self._nodes.id_of(slot) == here}
-        return [near[name] for name in self._pulse.ended(near)]
+        return [near[name] for name in self._liveness.find_ended(near)]
 
     def lost_nodes(self) -> Mapping[int, str]:
         return self._nodes.lost()

@@ -1,22 +1,19 @@
-"""Calls in flight: where every call is settled, timed, held to its deadline, and its failure becomes the run's."""
+"""Calls: tracks every call in flight until its report arrives, and runs idle callbacks while the driver waits."""
 
 import itertools
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from flowrl.controller.backends.base import Backend
-from flowrl.controller.calls.call_record import CallRecord
-from flowrl.controller.calls.deadlines import Deadlines
-from flowrl.controller.calls.idle_callbacks import Attend, IdleCallbacks
+from flowrl.controller.dispatch import Future
 from flowrl.controller.errors import FlowError, WorkerError
 from flowrl.controller.failures.failures import Failures
 from flowrl.controller.failures.recovery import Recovery
-from flowrl.controller.future import Future
 from flowrl.controller.host.host import Report
 from flowrl.controller.placement.plan import Slot
 from flowrl.controller.register import Contract, Dispatch
@@ -24,84 +21,163 @@ from flowrl.data.batch.batch import Batch
 from flowrl.data.batch.block import Description, LocalRef, Ref
 from flowrl.data.events import CallEvent
 
-KEPT_EVENTS = 200_000
-"""Calls that a driver remembers for its trace: about 34 MB, whatever the length of the run."""
+MAX_EVENTS = 200_000
+"""Number of finished calls that the driver keeps for its trace; they take about 34 MB."""
 
-_CONTRACT = Contract(Dispatch.ONE_TO_ALL)
-"""Of what is no method's call: constructors, joining and leaving."""
+POLL_INTERVAL_S = 0.1
+"""Seconds between two checks of all calls in flight for failures and deadlines while the driver waits."""
 
-LOOK_AROUND_S = 0.1
-"""While a driver waits for some calls, it looks this often whether others have failed or are late."""
+IdleCallback = Callable[[], Iterable[Future | Batch]]
+"""A non-blocking function that returns the results in flight whose completion triggers its next run."""
+
+_DEFAULT_CONTRACT = Contract(Dispatch.ONE_TO_ALL)
+"""Contract of calls that are not registered methods: constructors, process group setup and evictions."""
 
 
 @dataclass(eq=False)
-class Tracked:
-    """A reference to a call's result or description whose `get` first settles the call."""
+class CallRecord:
+    """One call on one rank, from its submission until the driver has read its report."""
+
+    call_id: int
+    report_ref: Ref
+    role: str
+    rank: int
+    method: str
+    slot: Slot
+    device: str
+    submitted_ns: int
+    timeout_s: float | None
+    inputs: tuple["CallRecord", ...] = ()
+    """Calls whose results this call reads; emptied when the call is resolved."""
+    running_since_s: float | None = None
+    """Monotonic time when the process and all inputs became available; None before that."""
+    start_timeout_s: float | None = None
+    """Seconds that a replacement process may take to start before it runs the call."""
+    starting_since_s: float | None = None
+    """Monotonic time when the driver first saw the replacement process starting; None if it is not."""
+    resend: bool = True
+    """Whether the call is sent again if its process is lost and replaced."""
+    gives_state: bool = False
+    """Whether the call sets worker state that later calls depend on (`replay` in its contract)."""
+    symptom: WorkerError | None = None
+    """The error of a call that lost its connection to a peer, while the cause is unknown."""
+    report: Report | None = None
+    error: FlowError | None = None
+
+    @property
+    def is_resolved(self) -> bool:
+        """Whether the call has finished or failed."""
+        return self.report is not None or self.error is not None
+
+
+@dataclass(eq=False)
+class CallRef:
+    """Reference to a call's result, or to its description. `get` waits for the call first."""
 
     carrier: Ref
-    """What travels in its place."""
+    """The backend's reference, which requests contain instead of this object."""
     record: CallRecord
     calls: "Calls"
-    describes: bool = False
+    is_description: bool = False
 
     def get(self) -> Any:  # Any: a payload, a description or a method's own result
-        self.calls.settle([self.record], None)
-        if self.describes:
+        """Waits for the call and returns its value. Raises the failure of the call."""
+        self.calls.wait([self.record], None)
+        if self.is_description:
             return self.description
-        self.calls.check_open()
+        self.calls.raise_if_closed()
         return self.carrier.get()
 
     def get_with(self, others: Sequence[Ref]) -> list[Any]:
-        tracked = [self, *(other for other in others if isinstance(other, Tracked))]
-        self.calls.settle([ref.record for ref in tracked], None)
-        if self.describes:
-            return [ref.description for ref in tracked]
-        return self.calls.fetch(tracked)
+        """Waits for several calls and reads their values in one request."""
+        refs = [self, *(other for other in others if isinstance(other, CallRef))]
+        self.calls.wait([ref.record for ref in refs], None)
+        if self.is_description:
+            return [ref.description for ref in refs]
+        return self.calls.fetch(refs)
 
     @property
     def description(self) -> Description | None:
+        """Rows, lengths and columns of the result; None until the report has arrived."""
         return self.record.report.description if self.record.report else None
 
     def done(self) -> bool:
-        return self.record.settled or self.record.report_ref.done()
+        """Whether `get` would return without waiting."""
+        return self.record.is_resolved or self.record.report_ref.done()
 
 
-def records_of(result: Future | Batch) -> list[CallRecord]:
-    """The calls that compute a result, those that the driver still holds."""
+def find_records(result: Future | Batch) -> list[CallRecord]:
+    """Returns the records of the calls that compute a result."""
     if isinstance(result, Future):
         refs = result.refs
     else:
         blocks = {result.column(name).block for name in result.columns}
         refs = [shard.description for block in blocks for shard in block.shards]
-    return [ref.record for ref in refs if isinstance(ref, Tracked)]
+    return [ref.record for ref in refs if isinstance(ref, CallRef)]
+
+
+class IdleCallbacks:
+    """Functions that the waiting thread runs repeatedly (an event pump), so that schedules need no thread."""
+
+    def __init__(self) -> None:
+        self._callbacks: list[IdleCallback] = []
+        self._reported: set[CallRecord] = set()
+        """Resolved calls that have already triggered a run."""
+        self._is_running = threading.Lock()
+
+    def add(self, callback: IdleCallback) -> Callable[[], None]:
+        """Registers a callback and returns a function that removes it."""
+        self._callbacks.append(callback)
+        return lambda: self._callbacks.remove(callback)
+
+    def clear(self) -> None:
+        """Removes all callbacks."""
+        self._callbacks.clear()
+
+    def run(self) -> list[CallRecord]:
+        """Runs every callback once. Raises what a callback raises.
+
+        Does nothing if another thread is running the callbacks, or if a callback waits itself.
+
+        Returns: the calls whose completion triggers the next run. A resolved call is returned only once.
+        """
+        if not self._callbacks or not self._is_running.acquire(blocking=False):
+            return []
+        try:
+            results = [result for callback in tuple(self._callbacks) for result in callback()]
+        finally:
+            self._is_running.release()
+        records = [record for result in results for record in find_records(result)]
+        resolved = {record for record in records if record.is_resolved}
+        reported, self._reported = self._reported, resolved
+        return [record for record in records if record not in reported or not record.is_resolved]
 
 
 @dataclass(eq=False)
 class Calls:
-    """Every call that the driver has submitted and not yet settled, and the events of those it has."""
+    """All calls of a driver: those in flight, and the trace events of finished ones."""
 
     backend: Backend
     timeout_s: float | None = None
-    """Seconds that a call may run, where its method does not say."""
-    say: Callable[[str], None] = lambda text: None
-    """Tells the user what happened and did not end the run."""
-    events: deque[CallEvent] = field(default_factory=lambda: deque(maxlen=KEPT_EVENTS))
-    """The calls that ended last, in the order in which the driver heard of them."""
-    revivals: Recovery = field(default_factory=Recovery)
+    """Seconds that a call may run unless its method sets `timeout_s`; None is no limit."""
+    notify: Callable[[str], None] = lambda text: None
+    """Shows the user a message about an event that did not end the run."""
+    events: deque[CallEvent] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
+    """The most recent finished calls, in the order in which their reports were read."""
+    recovery: Recovery = field(default_factory=Recovery)
     _closed: FlowError | None = None
-    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    _bookkeeping: threading.RLock = field(default_factory=threading.RLock)
-    """Several threads of a driver may wait at once; each call is settled by one of them."""
-    _pending: dict[int, CallRecord] = field(default_factory=dict)
-    _deadlines: Deadlines = field(default_factory=Deadlines)
-    _shared: WeakKeyDictionary[LocalRef, Ref] = field(default_factory=WeakKeyDictionary)
-    _replaced: Counter[Slot] = field(default_factory=Counter)
-    _not_given: dict[tuple[Slot, str], FlowError] = field(default_factory=dict)
-    """Process and role -> why the last call that was to give it a state has failed."""
-    _attendants: IdleCallbacks = field(default_factory=lambda: IdleCallbacks(records_of))
+    _ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+    """Guards the records: several driver threads may wait at once, and one of them resolves each call."""
+    _in_flight: dict[int, CallRecord] = field(default_factory=dict)
+    _stored_rows: WeakKeyDictionary[LocalRef, Ref] = field(default_factory=WeakKeyDictionary)
+    _num_replacements: Counter[Slot] = field(default_factory=Counter)
+    _missing_states: dict[tuple[Slot, str], FlowError] = field(default_factory=dict)
+    """(slot, role) -> the error of the last call that should have set the worker's state."""
+    _idle_callbacks: IdleCallbacks = field(default_factory=IdleCallbacks)
 
     def __post_init__(self) -> None:
-        self.failures = Failures(self.backend, self.revivals, self._deadlines, self.say)
+        self.failures = Failures(self.backend, self.recovery, self.notify)
 
     def add(
         self,
@@ -112,16 +188,16 @@ class Calls:
         slot: Slot,
         device: str,
         *,
-        number: int | None = None,
+        call_id: int | None = None,
         submitted_ns: int | None = None,
         inputs: Sequence[Ref] = (),
-        contract: Contract = _CONTRACT,
+        contract: Contract = _DEFAULT_CONTRACT,
     ) -> CallRecord:
-        """Takes up a call that was submitted: `inputs` are the references that it reads."""
-        sources = {id(ref.record): ref.record for ref in inputs if isinstance(ref, Tracked)}
-        with self._bookkeeping:
+        """Starts to track a submitted call. `inputs` are the references that the call reads."""
+        sources = {id(ref.record): ref.record for ref in inputs if isinstance(ref, CallRef)}
+        with self._lock:
             record = CallRecord(
-                number or self.next_number(),
+                call_id or self.next_call_id(),
                 report,
                 role,
                 rank,
@@ -135,228 +211,229 @@ class Calls:
                 resend=contract.resend,
                 gives_state=bool(contract.replay),
             )
-            self._pending[record.number] = record
-            self._deadlines.add(record)
+            self._in_flight[record.call_id] = record
+            self.failures.deadlines.add(record)
         return record
 
-    def next_number(self) -> int:
-        """Counts the calls of a run, each rank's on its own."""
-        return next(self._numbers)
+    def next_call_id(self) -> int:
+        """Returns the next id. Each rank's part of a call has its own id."""
+        return next(self._ids)
 
-    def share(self, rows: LocalRef) -> Ref:
-        """Rows of the driver where every host can read them: put there once, while some batch holds them."""
-        if rows not in self._shared:
-            self._shared[rows] = self.backend.share(rows.value)
-        return self._shared[rows]
+    def put_once(self, rows: LocalRef) -> Ref:
+        """Stores driver-made rows for all hosts and returns their reference, cached while a batch holds the rows."""
+        if rows not in self._stored_rows:
+            self._stored_rows[rows] = self.backend.share(rows.value)
+        return self._stored_rows[rows]
 
-    def pending(self) -> list[CallRecord]:
-        """What is in flight now, in the order of submission."""
-        with self._bookkeeping:
-            return list(self._pending.values())
+    def in_flight(self) -> list[CallRecord]:
+        """Returns the unresolved calls in the order of submission."""
+        with self._lock:
+            return list(self._in_flight.values())
 
-    def expected(self) -> list[CallRecord]:
-        """Those of them that must end well for the run to go on: of a call that is not made again, whoever asks for its
-        result is told alone."""
-        return [record for record in self.pending() if record.resend]
+    def required(self) -> list[CallRecord]:
+        """Returns the calls in flight whose failure ends the run, which are those with `resend`."""
+        return [record for record in self.in_flight() if record.resend]
 
-    def replacements(self, slot: Slot) -> int:
-        """How often a process is known to have taken a lost one's place in a slot. A process that was lost between two
-        calls is known by this alone: the second is answered, by one that has forgotten what it was given before."""
-        return self._replaced[slot]
+    def get_num_replacements(self, slot: Slot) -> int:
+        """Returns how many times a slot's process was lost and replaced.
 
-    def attend(self, attend: Attend) -> Callable[[], None]:
-        """Has a function called again and again while the driver waits for anything, and whenever such a wait ends.
-
-        The thread that waits calls it, never nested and never two at once; what it raises is raised there. It does not
-        wait itself, and returns results that are in flight: the end of one of them brings the next call, or
-        `LOOK_AROUND_S` do.
-
-        Returns: what ends that.
+        A caller that keeps state in a worker compares counts: a process lost between two calls fails neither of them.
         """
-        return self._attendants.add(attend)
+        return self._num_replacements[slot]
+
+    def add_idle_callback(self, callback: IdleCallback) -> Callable[[], None]:
+        """Runs a function repeatedly while the driver waits, and once when each wait ends.
+
+        The waiting thread runs it, never nested or concurrently, and raises its errors. It runs again when one of the
+        results that it returned is done, or after `POLL_INTERVAL_S`.
+
+        Returns: a function that removes the callback.
+        """
+        return self._idle_callbacks.add(callback)
 
     def close(self) -> None:
-        """Ends the taking of calls; those in flight have failed, as their processes are gone."""
-        self._closed = FlowError("the cluster is closed and its processes have ended; read results before it closes")
-        for record in self.pending():
+        """Fails all calls in flight and rejects new ones."""
+        self._closed = FlowError("the cluster is closed and its processes have ended; read results before closing it")
+        for record in self.in_flight():
             record.error = self._closed
-        with self._bookkeeping:
-            self._pending.clear()
-        self._attendants.clear()
+        with self._lock:
+            self._in_flight.clear()
+        self._idle_callbacks.clear()
 
-    def abandon(self, timeout_s: float) -> set[str]:
-        """Lets go of every call and of what attends, for another attempt at the program.
+    def abandon_all(self, timeout_s: float) -> set[str]:
+        """Drops all calls and idle callbacks before the program restarts, after waiting for the calls.
 
-        Calls in flight are waited for at most so long, and how they end is nobody's concern any more.
+        Failures of these calls are ignored.
 
-        Returns: the pools whose processes were not done.
+        Returns: the pools whose processes were still busy after `timeout_s` seconds.
         """
-        self._attendants.clear()
-        self._wait(lambda: not self._pending, (), timeout_s)
-        late = self.pending()
+        self._idle_callbacks.clear()
+        self._wait(lambda: not self._in_flight, (), timeout_s)
+        late = self.in_flight()
         for record in late:
-            record.error = FlowError("the program was begun again, and this call belongs to the attempt before")
-        with self._bookkeeping:
-            self._pending.clear()
-            self._not_given.clear()
+            record.error = FlowError("the program restarted, and this call belongs to the previous attempt")
+        with self._lock:
+            self._in_flight.clear()
+            self._missing_states.clear()
         self.events.clear()
         return {record.slot.pool for record in late}
 
-    def check_open(self) -> None:
-        """Raises the sentence of `close` once it was called."""
+    def raise_if_closed(self) -> None:
+        """Raises FlowError if the cluster is closed."""
         if self._closed is not None:
             raise self._closed
 
-    def check(self, pool: str) -> None:
-        """Reads the reports that are there, without waiting. Raises this pool's failure, even one nobody asked for."""
-        self.check_open()
-        if self._pending:
-            self._look_around()
-        if error := self.failures.of(pool):
+    def raise_if_failed(self, pool: str) -> None:
+        """Reads the reports that have arrived, without waiting, and raises the failure of a pool, if any."""
+        self.raise_if_closed()
+        if self._in_flight:
+            self._poll()
+        if error := self.failures.get_error(pool):
             raise error
 
-    def settle(self, records: Sequence[CallRecord], timeout_s: float | None) -> None:
-        """Waits until these calls are done.
+    def wait(self, records: Sequence[CallRecord], timeout_s: float | None) -> None:
+        """Waits until these calls are resolved.
 
         Raises:
-            FlowError: one of them failed; the error is the first failure of its host set, which may be another call's.
-            TimeoutError: after `timeout_s` seconds, naming a call that is not done.
+            FlowError: a call failed; the error is the first failure of its host set, perhaps of another call.
+            TimeoutError: a call is not resolved after `timeout_s` seconds.
         """
-        if not self._wait(lambda: all(record.settled for record in records), records, timeout_s):
-            late = next(record for record in records if not record.settled)
+        if not self._wait(lambda: all(record.is_resolved for record in records), records, timeout_s):
+            late = next(record for record in records if not record.is_resolved)
             raise TimeoutError(f"{late.role}.{late.method} on rank {late.rank} is not done after {timeout_s:g} s")
         for record in records:
             if record.error is not None:
-                raise self.failures.of(record.slot.pool) or record.error
+                raise self.failures.get_error(record.slot.pool) or record.error
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float | None = None) -> None:
-        """Waits until a condition holds that `attend` or the calls in flight bring about.
+        """Waits until a condition holds that idle callbacks or calls in flight make true.
 
         Raises:
-            FlowError: the first failure that is known, of whichever host set.
-            TimeoutError: after `timeout_s` seconds.
+            FlowError: the first failure of any host set.
+            TimeoutError: the condition does not hold after `timeout_s` seconds.
         """
 
         def is_over() -> bool:
             if condition():
                 return True
-            self.check_open()
-            if error := self.failures.first():
+            self.raise_if_closed()
+            if error := self.failures.get_first_error():
                 raise error
             return False
 
         if not self._wait(is_over, (), timeout_s):
-            raise TimeoutError(f"what the driver waits for has not come after {timeout_s:g} s")
+            raise TimeoutError(f"the awaited condition does not hold after {timeout_s:g} s")
 
     def _wait(self, is_over: Callable[[], bool], records: Sequence[CallRecord], timeout_s: float | None) -> bool:
-        """Waits until it is over, for these calls above all; whether it was in time."""
+        """Runs idle callbacks and resolves calls until `is_over()`. Returns False after `timeout_s` seconds."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        waited = False
+        has_waited = False
         while not is_over():
-            left = LOOK_AROUND_S if deadline is None else deadline - time.monotonic()
-            if waited and left <= 0:
+            left_s = POLL_INTERVAL_S if deadline is None else deadline - time.monotonic()
+            if has_waited and left_s <= 0:
                 return False
-            wakes = self._attendants.call()
+            triggers = self._idle_callbacks.run()
             if not is_over():
-                self._wait_once(records, wakes, min(max(left, 0.0), LOOK_AROUND_S))
-            waited = True
-        if waited:
-            self._attendants.call()
+                self._wait_once(records, triggers, min(max(left_s, 0.0), POLL_INTERVAL_S))
+            has_waited = True
+        if has_waited:
+            self._idle_callbacks.run()
         return True
 
-    def _wait_once(self, records: Sequence[CallRecord], wakes: Sequence[CallRecord], timeout_s: float) -> None:
-        """Waits for all of these calls, or for one of those that attendants look after, at most so long."""
-        waiting = [record for record in records if not record.settled]
-        if any(record.settled for record in wakes):
-            timeout_s = 0.0  # while they were called; they are to look again
-        self._collect([*waiting, *wakes], timeout_s, 1 if wakes else len(waiting))
-        if not records or any(not record.settled for record in waiting):
-            # What is waited for may hang because of a failure elsewhere, which ends it once it is known.
-            self._look_around()
+    def _wait_once(self, records: Sequence[CallRecord], triggers: Sequence[CallRecord], timeout_s: float) -> None:
+        """Waits for all `records`, or for any of `triggers`, for at most `timeout_s` seconds."""
+        unresolved = [record for record in records if not record.is_resolved]
+        if any(record.is_resolved for record in triggers):
+            timeout_s = 0.0  # resolved while the callbacks ran, so they must run again
+        self._collect([*unresolved, *triggers], timeout_s, 1 if triggers else len(unresolved))
+        if not records or any(not record.is_resolved for record in unresolved):
+            # These calls may hang because of a failure elsewhere, which only a poll of all calls finds.
+            self._poll()
 
     def fetch(self, refs: Sequence[Ref]) -> list[Any]:  # Any: the methods' own results
-        """The values behind references to settled calls, read together."""
-        self.check_open()
+        """Reads the values of resolved calls in one request."""
+        self.raise_if_closed()
         return self.backend.get([ref.carrier for ref in refs])
 
-    def _look_around(self) -> None:
-        """Settles what is done, resolves what is doubtful, and ends what is late."""
-        every = self.pending()
-        self._collect(every, 0.0, len(every))
-        with self._bookkeeping:
-            self.failures.look(time.monotonic())
-            for record in self.pending():
-                if record.symptom is not None and (error := self.failures.of(record.slot.pool)):
-                    self._pending.pop(record.number)
+    def _poll(self) -> None:
+        """Resolves finished calls, and ends processes that have failed or passed a deadline."""
+        records = self.in_flight()
+        self._collect(records, 0.0, len(records))
+        with self._lock:
+            self.failures.check(time.monotonic())
+            for record in self.in_flight():
+                if record.symptom is not None and (error := self.failures.get_error(record.slot.pool)):
+                    self._in_flight.pop(record.call_id)
                     record.error = error
 
     def _collect(self, records: Sequence[CallRecord], timeout_s: float, count: int) -> None:
-        """Settles, in the order of submission, those that are done when so many are, or after at most this wait."""
-        by_ref = {id(r.report_ref): r for r in records if r.symptom is None and not r.settled}
+        """Waits until `count` of the calls are done, or the timeout, and resolves them in the order of submission."""
+        by_ref = {id(r.report_ref): r for r in records if r.symptom is None and not r.is_resolved}
         if not by_ref:
-            # All that is waited for lost its peers: why, will show.
+            # Every call lost a peer; `Failures` finds the cause.
             return time.sleep(timeout_s)
         refs = [record.report_ref for record in by_ref.values()]
         ready = self.backend.wait(refs, min(count, len(refs)), timeout_s)
-        reports = dict(zip(map(id, ready), self._reports(ready), strict=True))
-        every = self.pending()
-        failed = any(isinstance(report, FlowError) for report in reports.values())
-        if failed and (list(records) != every or count < len(every)):
-            # The cause may be an earlier call's failure, which nobody has asked for yet.
-            return self._collect(every, 0.0, len(every))
-        with self._bookkeeping:
+        reports = dict(zip(map(id, ready), self._read_reports(ready), strict=True))
+        in_flight = self.in_flight()
+        has_failed = any(isinstance(report, FlowError) for report in reports.values())
+        if has_failed and (list(records) != in_flight or count < len(in_flight)):
+            # The cause may be an earlier call, whose report has not been read yet.
+            return self._collect(in_flight, 0.0, len(in_flight))
+        with self._lock:
             for key, record in by_ref.items():
-                if key in reports and record.number in self._pending:
-                    self._settle_one(record, reports[key])
+                if key in reports and record.call_id in self._in_flight:
+                    self._resolve(record, reports[key])
 
-    def _reports(self, ready: Sequence[Ref]) -> list[Report | FlowError]:
+    def _read_reports(self, ready: Sequence[Ref]) -> list[Report | FlowError]:
         try:
             return self.backend.get(ready)
         except FlowError:
             return [_report_or_error(ref) for ref in ready]
 
-    def _settle_one(self, record: CallRecord, report: Report | FlowError) -> None:
+    def _resolve(self, record: CallRecord, report: Report | FlowError) -> None:
+        """Sets the report or the error of a call, unless the failure is a symptom whose cause is unknown."""
         if isinstance(report, FlowError):
-            record.error = self._told(record, report)
+            record.error = self._find_cause(record, report)
             if record.error is None:
                 return
             if record.gives_state:
-                self._not_given[record.slot, record.role] = record.error
+                self._missing_states[record.slot, record.role] = record.error
         else:
             if record.gives_state:
-                self._not_given.pop((record.slot, record.role), None)
+                self._missing_states.pop((record.slot, record.role), None)
             record.report = report
             self.failures.record_success(record.slot)
-            self.events.append(_event(record, report))
+            self.events.append(_make_event(record, report))
             if report.revived:
-                self._replaced[record.slot] += 1
-                self.say(f"{record.role} on rank {record.rank} lost its process; another took its place and goes on")
-        del self._pending[record.number]
-        record.inputs = ()  # or every call would keep all calls before it
+                self._num_replacements[record.slot] += 1
+                self.notify(f"{record.role} on rank {record.rank} lost its process; the replacement has taken over")
+        del self._in_flight[record.call_id]
+        record.inputs = ()  # otherwise every record would keep all earlier records alive
 
-    def _told(self, record: CallRecord, error: FlowError) -> FlowError | None:
-        """What a call that has failed is told with; None while that is not known."""
+    def _find_cause(self, record: CallRecord, error: FlowError) -> FlowError | None:
+        """Returns the error to raise for a failed call; None while it is unknown."""
         for source in record.inputs:
             if source.error is not None:
                 return source.error
-        if (missing := self._not_given.get((record.slot, record.role))) is not None:
-            return missing  # its worker has not the state that it was to see
-        if isinstance(error, WorkerError) and _is_own(record, error):
-            return self.failures.judge(record, error)
+        if (error_of_state := self._missing_states.get((record.slot, record.role))) is not None:
+            return error_of_state
+        if isinstance(error, WorkerError) and _failed_in_own_process(record, error):
+            return self.failures.classify(record, error)
         return error
 
 
-def _is_own(record: CallRecord, error: WorkerError) -> bool:
-    """Whether a call failed in its own process, and not because what it reads did: then its processes are sound."""
-    named = error.role, error.method
-    return named == (record.role, record.method) or named not in {(s.role, s.method) for s in record.inputs}
+def _failed_in_own_process(record: CallRecord, error: WorkerError) -> bool:
+    """Returns False if the error is that of an input, which leaves the call's own process intact."""
+    failed = error.role, error.method
+    return failed == (record.role, record.method) or failed not in {(s.role, s.method) for s in record.inputs}
 
 
-def _event(record: CallRecord, report: Report) -> CallEvent:
+def _make_event(record: CallRecord, report: Report) -> CallEvent:
     slot = record.slot
     return CallEvent(
-        number=record.number,
-        inputs=tuple(source.number for source in record.inputs),
+        number=record.call_id,
+        inputs=tuple(source.call_id for source in record.inputs),
         role=record.role,
         rank=record.rank,
         node=slot.node,

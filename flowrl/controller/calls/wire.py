@@ -1,7 +1,7 @@
-"""The form in which a call travels: a small request, and references beside it as top-level arguments.
+"""Wire format of a call: a small request, plus object references that the backend passes as top-level arguments.
 
-`lower` runs in the driver and turns the parts of a call into positions in a list of references. In the host each
-argument's `read` turns them back into tables and values, copying only where rows are picked out of order.
+In the driver, `lower_arguments` replaces batches and futures by positions in the list of references. In the host,
+`read` turns each argument back into a table or a value. It copies rows only where they are not in order.
 """
 
 import pickle
@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
 
-from flowrl.controller.dispatch import Arguments, Gather, Part
+from flowrl.controller.dispatch import Arguments, BatchSlice, Future, Gather
 from flowrl.controller.errors import ContractError
-from flowrl.controller.future import Future
 from flowrl.controller.placement.plan import Mesh
 from flowrl.controller.register import Contract
 from flowrl.data.batch.batch import Batch
@@ -22,64 +21,63 @@ from flowrl.data.batch.columns import gathers
 from flowrl.data.batch.layout import GatherPlan
 from flowrl.data.batch.payload import Payload, RowSelection, Source, collect, merge
 
-_FOR_RAY = re.compile(rb"__main__|\x8c.ray[.\x94]", re.DOTALL)
-"""In a pickle: the program that the user started, or the module or a package of Ray."""
+_NEEDS_RAY_PICKLER = re.compile(rb"__main__|\x8c.ray[.\x94]", re.DOTALL)
+"""Matches a pickle that refers to `__main__` or to Ray, which only Ray can pickle correctly."""
 
 BY_VALUE_BYTES = 64 * 1024
-"""Driver-made rows up to this size travel inside the request: an object of their own costs milliseconds."""
+"""Largest size of driver-made rows that are sent inside the request; a separate object costs milliseconds."""
 
 
 @dataclass(frozen=True)
 class BlockArgument:
-    """Rows of one block: how to gather them, and where each piece's shard is.
-
-    A piece comes from an object beside the request, by its position, or holds its rows itself. With each goes
-    `{name: name in that piece}`.
-    """
+    """One rank's rows of one block."""
 
     plan: GatherPlan
     pieces: tuple[tuple[int | Payload, dict[str, str]], ...]
+    """For each piece of the plan, its rows or the position of their reference, and {name: name in the shard}."""
 
     def read(self, objects: Sequence) -> Payload:
+        """Gathers the rows. `objects` are the values of the request's references."""
         sources = []
-        for piece, (where, columns) in zip(self.plan.pieces, self.pieces, strict=True):
-            if isinstance(where, Payload):
-                sources.append(Source(where, columns, None, piece.at))
+        for piece, (rows_or_position, columns) in zip(self.plan.pieces, self.pieces, strict=True):
+            if isinstance(rows_or_position, Payload):
+                sources.append(Source(rows_or_position, columns, None, piece.at))
             else:
-                sources.append(Source(decode(objects[where]), columns, piece.rows, piece.at))
+                sources.append(Source(decode(objects[rows_or_position]), columns, piece.rows, piece.at))
         return collect(self.plan.num_rows, sources)
 
 
 @dataclass(frozen=True)
 class TableArgument:
-    """One rank's part of a batch."""
+    """One rank's rows of a batch argument."""
 
     num_rows: int
     blocks: tuple[BlockArgument, ...]
 
     def read(self, objects: Sequence) -> Payload:
+        """Gathers the rows of all blocks into one payload."""
         parts = [block.read(objects) for block in self.blocks]
         return merge(parts) if parts else Payload(self.num_rows)
 
 
 @dataclass(frozen=True)
 class FutureArgument:
-    """The result of an earlier call, gathered in the host that takes it."""
+    """The result of an earlier call, which the receiving host gathers from the ranks' results."""
 
     positions: tuple[int, ...]
     gather: Gather
     mesh: Mesh
 
     def read(self, objects: Sequence) -> Any:
+        """Returns the gathered value."""
         return self.gather(self.mesh, [objects[position] for position in self.positions])
 
 
 @dataclass(frozen=True)
 class Request:
-    """One call for one rank."""
+    """One call on one rank."""
 
-    number: int
-    """Counts the driver's requests."""
+    call_id: int
     role: str
     rank: int
     node: int
@@ -87,75 +85,73 @@ class Request:
     arguments: dict[str, Any]
     contract: Contract
     returns_batch: bool
-    """Whether the result is a table whose columns and rows the contract states."""
-    answers: bool = True
-    """False for a rank whose data-parallel leader answers for it: its result is dropped where it is."""
+    """Whether the result is a table with the columns and rows that the contract declares."""
+    returns_result: bool = True
+    """False for ranks whose result is dropped, as their data-parallel leader returns the same rows."""
 
 
 @dataclass
 class References:
-    """The references that travel beside one request, each once."""
+    """Collects the references of one request while its arguments are lowered."""
 
-    share: Callable[[LocalRef], Ref]
-    """Puts rows of the driver where every host can read them."""
+    put_rows: Callable[[LocalRef], Ref]
+    """Stores driver-made rows where every host can read them."""
     awaits_peers: bool = True
-    """Whether the rank talks to others, and so waits for the inputs of them all."""
+    """Whether the rank also waits for its peers' inputs, because the call contains collectives."""
     refs: list[Ref] = field(default_factory=list)
+    """References that the backend receives."""
     sources: list[Ref] = field(default_factory=list)
-    """The same references as the driver holds them, which know their calls."""
+    """The driver's counterparts of `refs`, which know the calls that compute them."""
     _positions: dict[int, int] = field(default_factory=dict)
-    """Of the first `_indexed` references: those of whole blocks are added without a look at each."""
-    _indexed: int = 0
-    _awaited: set[int] = field(default_factory=set)
-    _read: set[int] = field(default_factory=set)
+    """id(reference) -> position, for the first `_num_indexed` references. Later ones are indexed on demand."""
+    _num_indexed: int = 0
+    _awaited_blocks: set[int] = field(default_factory=set)
+    _added_blocks: set[int] = field(default_factory=set)
 
-    def position(self, ref: Ref) -> int:
+    def add(self, ref: Ref) -> int:
+        """Adds a reference once and returns its position."""
         carrier = ref.carrier
-        for number in range(self._indexed, len(self.refs)):
-            self._positions.setdefault(id(self.refs[number]), number)
-        self._indexed = len(self.refs)
+        for position in range(self._num_indexed, len(self.refs)):
+            self._positions.setdefault(id(self.refs[position]), position)
+        self._num_indexed = len(self.refs)
         if id(carrier) not in self._positions:
             self.refs.append(carrier)
             self.sources.append(ref)
-        return self._positions.get(id(carrier), self._indexed)
+        return self._positions.get(id(carrier), self._num_indexed)
 
-    def argument(self, value: Any) -> Any:
-        """The travelling form of one argument."""
-        if isinstance(value, Part):
-            return self.table(value)
+    def lower(self, value: Any) -> Any:
+        """Returns the wire form of one argument."""
+        if isinstance(value, BatchSlice):
+            return self._lower_batch(value)
         if isinstance(value, dict | list | tuple) and _holds_reference(value):
-            raise ContractError(
-                "a Batch or Future inside a list or dictionary is not followed; pass it as an argument of its own"
-            )
+            raise ContractError("a Batch or Future inside a list or dictionary is not resolved; pass it as an argument")
         if isinstance(value, Future):
-            return FutureArgument(tuple(self.position(ref) for ref in value.refs), value.gather, value.mesh)
+            return FutureArgument(tuple(self.add(ref) for ref in value.refs), value.gather, value.mesh)
         return value
 
-    def table(self, part: Part) -> TableArgument:
+    def _lower_batch(self, rows: BatchSlice) -> TableArgument:
         blocks = []
-        for block, columns, plan in gathers({n: part.batch.column(n) for n in part.columns}, part.rows):
-            blocks.append(BlockArgument(plan, self.pieces(block, plan, columns)))
+        for block, columns, plan in gathers({name: rows.batch.column(name) for name in rows.columns}, rows.rows):
+            blocks.append(BlockArgument(plan, self._lower_pieces(block, plan, columns)))
             if self.awaits_peers and len(block.shards) > 1:
-                self._await(block)
-        num_rows = part.rows[1] - part.rows[0] if isinstance(part.rows, tuple) else len(part.rows)
-        return TableArgument(num_rows, tuple(blocks))
+                self._await_all_shards(block)
+        return TableArgument(rows.num_rows, tuple(blocks))
 
-    def _await(self, block: Block) -> None:
-        """A rank whose own shards are fine must not enter a collective alone when a peer's shard has failed."""
-        if id(block) not in self._awaited:
-            self._awaited.add(id(block))
+    def _await_all_shards(self, block: Block) -> None:
+        """Adds all descriptions of a block: a rank must not enter a collective if the shard of a peer has failed."""
+        if id(block) not in self._awaited_blocks:
+            self._awaited_blocks.add(id(block))
             descriptions, carriers = block.remote_descriptions
             self.refs.extend(carriers)
             self.sources.extend(descriptions)
 
-    def pieces(
+    def _lower_pieces(
         self, block: Block, plan: GatherPlan, columns: dict[str, str]
     ) -> tuple[tuple[int | Payload, dict[str, str]], ...]:
-        """Where the rows of every piece of a block are, and what their columns are called there."""
-        if block.remote_payloads is None or id(block) in self._read:
-            return tuple(self.piece(block.shards[piece.shard], piece.rows, columns) for piece in plan.pieces)
-        # One by one, the pieces of shuffled rows would be most of what a call costs the driver.
-        self._read.add(id(block))
+        if block.remote_payloads is None or id(block) in self._added_blocks:
+            return tuple(self._lower_piece(block.shards[piece.shard], piece.rows, columns) for piece in plan.pieces)
+        # Fast path: shuffled rows have many pieces, and adding them one by one dominates the driver's cost of a call.
+        self._added_blocks.add(id(block))
         payloads, carriers = block.remote_payloads
         shards = [piece.shard for piece in plan.pieces]
         positions = range(len(self.refs), len(self.refs) + len(shards))
@@ -163,46 +159,47 @@ class References:
         self.sources.extend(map(payloads.__getitem__, shards))
         return tuple(zip(positions, repeat(columns)))
 
-    def piece(self, shard: Shard, rows: RowSelection, columns: dict[str, str]) -> tuple[int | Payload, dict[str, str]]:
-        """Where a piece's rows are, and what its columns are called there."""
-        own = shard.sources(columns)
+    def _lower_piece(
+        self, shard: Shard, rows: RowSelection, columns: dict[str, str]
+    ) -> tuple[int | Payload, dict[str, str]]:
+        names = shard.sources(columns)
         if not isinstance(shard.payload, LocalRef):
-            return self.position(shard.payload), own
-        held: Payload = shard.payload.value
-        if held.nbytes_of(rows, own) <= BY_VALUE_BYTES:
-            return held.take(rows, own), {name: name for name in own}
-        return self.position(self.share(shard.payload)), own
+            return self.add(shard.payload), names
+        payload: Payload = shard.payload.value
+        if payload.nbytes_of(rows, names) <= BY_VALUE_BYTES:
+            return payload.take(rows, names), {name: name for name in names}
+        return self.add(self.put_rows(shard.payload)), names
 
 
-def lower(arguments: Arguments, references: References) -> dict[str, Any]:
-    """Arguments as they travel; fills `references` with what they refer to."""
-    return {name: references.argument(value) for name, value in arguments.items()}
+def lower_arguments(arguments: Arguments, references: References) -> dict[str, Any]:
+    """Returns the wire form of the arguments, and adds their references to `references`."""
+    return {name: references.lower(value) for name, value in arguments.items()}
 
 
 def encode(value: Any) -> Any:  # Any: requests, reports and payloads
-    """The value as bytes, or as it is where it is large or takes more than pickle.
+    """Pickles a small value to bytes; returns other values unchanged, for Ray to serialize.
 
-    Ray pickles in Python, and stores bytes as they are: this is three times as fast for the small objects that every
-    call sends and returns. What is large stays outside of the pickle, to be read without a copy; functions and classes
-    of the program that the user started are for Ray to pickle by value, and its own objects for it to count.
+    Ray pickles in Python but stores bytes as they are, so this is three times as fast for small objects. Ray has to
+    serialize three kinds of values: large arrays, which are read without a copy; functions and classes of `__main__`,
+    which are pickled by value; and its own object references, which it counts.
     """
     budget = BY_VALUE_BYTES
 
-    def inside(buffer: pickle.PickleBuffer) -> bool:
+    def fits_in_band(buffer: pickle.PickleBuffer) -> bool:
         nonlocal budget
         budget -= buffer.raw().nbytes
         return budget >= 0
 
     try:
-        data = pickle.dumps(value, protocol=5, buffer_callback=inside)
+        data = pickle.dumps(value, protocol=5, buffer_callback=fits_in_band)
     except (pickle.PicklingError, AttributeError, TypeError):
         return value
-    fits = budget >= 0 and len(data) <= 2 * BY_VALUE_BYTES
-    return data if fits and not _FOR_RAY.search(data) else value
+    is_small = budget >= 0 and len(data) <= 2 * BY_VALUE_BYTES
+    return data if is_small and not _NEEDS_RAY_PICKLER.search(data) else value
 
 
 def decode(value: Any) -> Any:
-    """What `encode` was given."""
+    """Returns the value that `encode` received."""
     return pickle.loads(value) if isinstance(value, bytes) else value
 
 

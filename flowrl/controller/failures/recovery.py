@@ -1,4 +1,4 @@
-"""What lets a new process take a lost one's place: how its workers were made, and the states they were given last."""
+"""Recovery: records how workers were constructed and which calls set their state, to rebuild lost processes."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -12,87 +12,90 @@ from flowrl.data.batch.block import Ref
 
 @dataclass(frozen=True)
 class RecoveryPlan:
-    """Goes along with every call to a process that may be replaced. A process that has all of it ignores it."""
+    """The construction and replay log of a process, sent with each call to it; a complete process ignores it."""
 
-    made: tuple[Construction, ...]
-    """Its workers, in the order in which they were made."""
+    constructions: tuple[Construction, ...]
+    """The workers of the process, in the order of construction."""
 
-    states: tuple[tuple[Request, tuple[Ref, ...]], ...]
-    """The last call of each `replay` method, or its last calls where a state comes in several, with the references that
-    they read, in the order of submission."""
+    replay_log: tuple[tuple[Request, tuple[Ref, ...]], ...]
+    """(request, references that it reads) of the calls that set the workers' state, in the order of submission."""
 
-    since: int = 0
-    """Number of the last call of the attempt before this one: what a worker was given until then is no state that
-    another undoes."""
+    attempt_start_id: int = 0
+    """Id of the last call of the previous attempt at the program. State set by calls up to it cannot be undone."""
 
     @property
     def requests(self) -> list[Request]:
-        """The calls of `states` alone."""
-        return [request for request, _ in self.states]
+        """The requests of the replay log."""
+        return [request for request, _ in self.replay_log]
 
 
 _Key = tuple[str, str, int]
-"""Role, method and number of a call that gives a state, or a part of one."""
+"""(role, method, index) of a call that sets state. The index counts the calls that together set one state."""
 
 
 class Recovery:
-    """The driver's record of every process whose workers are all stateless."""
+    """The recovery plans of all processes whose workers are stateless."""
 
     def __init__(self) -> None:
-        self._made: defaultdict[Slot, list[Construction]] = defaultdict(list)
-        self._states: defaultdict[Slot, dict[_Key, tuple[Request, tuple[Ref, ...]]]] = defaultdict(dict)
-        self._irreplaceable: set[str] = set()
-        self._known: dict[Slot, RecoveryPlan] = {}
-        self._since = 0
+        self._constructions: defaultdict[Slot, list[Construction]] = defaultdict(list)
+        self._replay_logs: defaultdict[Slot, dict[_Key, tuple[Request, tuple[Ref, ...]]]] = defaultdict(dict)
+        self._unrecoverable: set[str] = set()
+        self._plans: dict[Slot, RecoveryPlan] = {}
+        """Cached plans, dropped when a construction or a replay log changes."""
+        self._attempt_start_id = 0
 
-    def constructed(self, slot: Slot, construction: Construction) -> None:
-        """A worker is made in a slot, perhaps in the place of one of an earlier attempt."""
+    def record_construction(self, slot: Slot, construction: Construction) -> None:
+        """Records a new worker. It replaces the worker of the same role from an earlier attempt."""
         role = construction.role
-        self._made[slot] = [*(made for made in self._made[slot] if made.role != role), construction]
-        self._states[slot] = {key: state for key, state in self._states[slot].items() if key[0] != role}
-        self._known.pop(slot, None)
+        self._constructions[slot] = [*(c for c in self._constructions[slot] if c.role != role), construction]
+        log = self._replay_logs[slot]
+        self._replay_logs[slot] = {key: entry for key, entry in log.items() if key[0] != role}
+        self._plans.pop(slot, None)
 
-    def begin_again(self, ended: Sequence[Slot], number: int) -> None:
-        """Another attempt begins after so many calls: all states are to be given anew, and of the processes that were
-        ended, others are started with nothing in them."""
-        self._since = number
-        self._states.clear()
-        self._known.clear()
+    def record_call(self, slot: Slot, request: Request, refs: Sequence[Ref]) -> None:
+        """Adds a call that sets state to the replay log, which keeps its references alive until the next state."""
+        index_parameter = request.contract.replay
+        if not index_parameter:
+            return
+        index = request.arguments.get(index_parameter, 0) if isinstance(index_parameter, str) else 0
+        log, method = self._replay_logs[slot], (request.role, request.method)
+        if index == 0:
+            for key in [key for key in log if key[:2] == method]:
+                del log[key]
+        log[*method, index] = (request, tuple(refs))
+        self._plans.pop(slot, None)
+
+    def start_attempt(self, ended: Sequence[Slot], call_id: int) -> None:
+        """Clears all replay logs, and the constructions of ended processes, before the program restarts.
+
+        `call_id` is the id of the last call of the previous attempt.
+        """
+        self._attempt_start_id = call_id
+        self._replay_logs.clear()
+        self._plans.clear()
         for slot in ended:
-            self._made.pop(slot, None)
-            self._irreplaceable.discard(slot.pool)
+            self._constructions.pop(slot, None)
+            self._unrecoverable.discard(slot.pool)
 
-    def first_role(self, slot: Slot) -> tuple[str, int]:
-        """Role and rank of the first worker in a slot; the pool's where it has none yet."""
-        for made in self._made[slot][:1]:
-            return made.role, made.rank
+    def get_first_role(self, slot: Slot) -> tuple[str, int]:
+        """Returns the role and rank of the first worker in a slot, or the pool and rank if it has no worker."""
+        for construction in self._constructions[slot][:1]:
+            return construction.role, construction.rank
         return slot.pool, slot.rank
 
-    def called(self, slot: Slot, request: Request, refs: Sequence[Ref]) -> None:
-        """A method is called; if it gives its worker a state, the references stay alive until the next state begins."""
-        numbered_by = request.contract.replay
-        if not numbered_by:
-            return
-        number = request.arguments.get(numbered_by, 0) if isinstance(numbered_by, str) else 0
-        states, method = self._states[slot], (request.role, request.method)
-        if number == 0:
-            for key in [key for key in states if key[:2] == method]:
-                del states[key]
-        states[*method, number] = (request, tuple(refs))
-        self._known.pop(slot, None)
+    def mark_unrecoverable(self, pools: Sequence[str]) -> None:
+        """Marks pools whose processes hold state that cannot be restored."""
+        self._unrecoverable.update(pools)
 
-    def rule_out(self, pools: Sequence[str]) -> None:
-        """The processes of these pools hold what nothing brings back."""
-        self._irreplaceable.update(pools)
+    def is_recoverable(self, pool: str) -> bool:
+        """Returns whether lost processes of a pool are replaced."""
+        return pool not in self._unrecoverable
 
-    def brings_back(self, pool: str) -> bool:
-        """Whether a lost process of a pool is replaced."""
-        return pool not in self._irreplaceable
-
-    def of(self, slot: Slot) -> RecoveryPlan | None:
-        """What brings a slot's process back; None if nothing does."""
-        if not self.brings_back(slot.pool):
+    def get_plan(self, slot: Slot) -> RecoveryPlan | None:
+        """Returns the recovery plan of a slot's process; None if the process cannot be replaced."""
+        if not self.is_recoverable(slot.pool):
             return None
-        if slot not in self._known:
-            self._known[slot] = RecoveryPlan(tuple(self._made[slot]), tuple(self._states[slot].values()), self._since)
-        return self._known[slot]
+        if slot not in self._plans:
+            constructions, log = tuple(self._constructions[slot]), tuple(self._replay_logs[slot].values())
+            self._plans[slot] = RecoveryPlan(constructions, log, self._attempt_start_id)
+        return self._plans[slot]

@@ -14,11 +14,11 @@ from flowrl.config import CheckFailed, UserError
 from flowrl.controller.calls.wire import FutureArgument, Request, TableArgument
 from flowrl.controller.errors import (
     ContractError,
-    FailedCheck,
     FlowError,
     ProcessLost,
-    RefusedError,
+    WorkerCheckError,
     WorkerError,
+    WorkerUserError,
 )
 from flowrl.controller.host.rendezvous import join_process_group, role_process_group
 from flowrl.controller.host.resident_worker import ResidentWorker
@@ -45,9 +45,9 @@ class Construction:
     node: int
     device: str
     num_threads: int
-    twins: frozenset[str] = frozenset()
-    leads: int = 1
-    yields: bool = False
+    aligned_roles: frozenset[str] = frozenset()
+    num_tp_devices: int = 1
+    can_offload: bool = False
     attempt: int = 0
     """Of several attempts at the same program, the one that it is made in."""
 
@@ -120,11 +120,11 @@ class Host:
             mesh=made.mesh,
             process_group=self._groups.get(made.role),
             colocated=self._workers,
-            twins=made.twins,
-            leads=made.leads,
+            aligned_roles=made.aligned_roles,
+            num_tp_devices=made.num_tp_devices,
             address=self.address,
             replaced=self.replaced,
-            yields=made.yields,
+            can_offload=made.can_offload,
         )
         self._turns.clear()
         worker.__init__(*made.args, **made.kwargs)
@@ -147,7 +147,7 @@ class Host:
             ended_ns = time.time_ns()
             value, description = _packed(result, list(payloads.values()), request)
         if request.contract.replay:
-            self._states[request.role] = request.number
+            self._states[request.role] = request.call_id
             self._stateful[request.role].add(request.method)
         return value, Report(arrived_ns, started_ns, ended_ns, time.time_ns(), description)
 
@@ -182,7 +182,7 @@ class Host:
 
 
 def _last_of(role: str, states: Sequence[Request]) -> int:
-    return max((state.number for state in states if state.role == role), default=0)
+    return max((state.call_id for state in states if state.role == role), default=0)
 
 
 @contextmanager
@@ -191,8 +191,8 @@ def _told_to_driver(role: str, rank: int, node: int, method: str) -> Iterator[No
     try:
         yield
     except Exception as error:  # noqa: BLE001 (process boundary: everything is raised again)
-        kind = FailedCheck if isinstance(error, CheckFailed) else WorkerError
-        kind = RefusedError if isinstance(error, UserError) and not isinstance(error, FlowError) else kind
+        kind = WorkerCheckError if isinstance(error, CheckFailed) else WorkerError
+        kind = WorkerUserError if isinstance(error, UserError) and not isinstance(error, FlowError) else kind
         cause = f"{type(error).__name__}: {error}"
         raise kind(role, rank, node, method, cause, traceback.format_exc(), _connection_lost(error)) from None
 
@@ -242,7 +242,7 @@ def _run(worker: Worker, request: Request, arguments: Mapping[str, Any], tables:
 
 def _packed(result: Any, inputs: list[Payload], request: Request) -> tuple[Any, Description | None]:
     """The result as it is stored, and what the driver is told of it."""
-    if not request.answers:
+    if not request.returns_result:
         return None, None
     if not request.returns_batch:
         return result, None

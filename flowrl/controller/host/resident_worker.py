@@ -36,11 +36,11 @@ class ResidentWorker:
         self._last, self._here = role, None if parts is None else here.union(parts)
 
     def _enter(self, worker: Worker) -> None:
-        lenders = worker.lenders
+        weight_owners = worker.weight_owners
         for other in self._workers.values():
             if other is not worker:
-                other.offload(keep_weights=other in lenders)
-        for lender in lenders:
+                other.offload(keep_weights=other in weight_owners)
+        for lender in weight_owners:
             lender.onload()
 
     def clear(self) -> None:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from flowrl.controller.backends.base import Backend
-from flowrl.controller.calls.calls import Calls, Tracked
+from flowrl.controller.calls.calls import CallRef, Calls
 from flowrl.controller.placement.plan import Slot
 
 
@@ -38,9 +38,9 @@ class DeviceOwnership:
         """Whether another process uses one of its devices."""
         return slot in self._beside
 
-    def settle(self, slot: Slot, yields: bool) -> list[Slot]:
-        """A worker is made in a process: as `claim`. `yields`: it can leave its devices to others."""
-        if yields and slot in self._beside:
+    def settle(self, slot: Slot, can_offload: bool) -> list[Slot]:
+        """A worker is made in a process: as `claim`. `can_offload`: it can leave its devices to others."""
+        if can_offload and slot in self._beside:
             self._yields.add(slot)
         return self.claim(slot)
 
@@ -78,21 +78,21 @@ class DeviceEviction:
         self.ledger = ledger
         self._backend, self._calls, self._kind = backend, calls, kind
 
-    def before(self, slot: Slot) -> list[Tracked]:
+    def before(self, slot: Slot) -> list[CallRef]:
         """A process is about to be called: what the call must wait for."""
         return self._send(self.ledger.claim(slot))
 
-    def before_first(self, slot: Slot, *, yields: bool) -> list[Tracked]:
+    def before_first(self, slot: Slot, *, can_offload: bool) -> list[CallRef]:
         """A worker is about to be made in a process, which can leave its devices or not: as `before`."""
-        return self._send(self.ledger.settle(slot, yields))
+        return self._send(self.ledger.settle(slot, can_offload))
 
-    def _send(self, leaving: Iterable[Slot]) -> list[Tracked]:
+    def _send(self, leaving: Iterable[Slot]) -> list[CallRef]:
         # Of a pool that has failed no process is left.
-        return [self._leave(slot) for slot in leaving if self._calls.failures.of(slot.pool) is None]
+        return [self._leave(slot) for slot in leaving if self._calls.failures.get_error(slot.pool) is None]
 
-    def _leave(self, slot: Slot) -> Tracked:
-        role, rank = self._calls.revivals.first_role(slot)
-        replaceable = self._calls.revivals.of(slot) is not None
+    def _leave(self, slot: Slot) -> CallRef:
+        role, rank = self._calls.recovery.get_first_role(slot)
+        replaceable = self._calls.recovery.get_plan(slot) is not None
         report = self._backend.evict(slot, role, rank, replaceable=replaceable)
         record = self._calls.add(report, role, rank, "evict", slot, f"{self._kind}:{slot.device}")
-        return Tracked(report, record, self._calls)
+        return CallRef(report, record, self._calls)

@@ -110,7 +110,7 @@ class RolePlan:
     """As the placement writes it: a pool, some of its ranks, or several pools."""
     slots: Sequence[Slot]
     mesh: Mesh
-    leads: int = 1
+    num_tp_devices: int = 1
     """Devices that each process leads: those of its tensor-parallel peers, which have no process of the role."""
 
     def local_rank(self, rank: int) -> int:
@@ -163,24 +163,24 @@ class Plan:
 
 
 def plan(
-    placement: Placement, inventory: Inventory, roles: Sequence[str] | None = None, apart: Collection[str] = ()
+    placement: Placement, inventory: Inventory, roles: Sequence[str] | None = None, dedicated: Collection[str] = ()
 ) -> Plan:
     """Gives every rank of every role in `roles` a device.
 
     `roles` are those that a recipe drives; None plans all that `placement` maps. A standard role that a recipe does not
-    drive is left out, and so is a pool that then has no role. Roles `apart` have processes of their own on their
+    drive is left out, and so is a pool that then has no role. Roles in `dedicated` have processes of their own on their
     devices, one for all tensor-parallel peers. Raises: PlacementError.
     """
     wanted = _wanted_roles(placement, roles)
     pools = _wanted_pools(placement, wanted)
     counts = {name: _counts(name, placement.pools[name], inventory) for name in pools}
-    slots = _shared(_pack(counts, inventory), wanted, apart)
+    slots = _shared(_pack(counts, inventory), wanted, dedicated)
     pool_plans = {name: PoolPlan(name, slots[name]) for name in pools}
     role_plans, apart_plans = {}, {}
     for role, place in wanted.items():
         chosen = _role_slots(role, place, slots)
         role_plans[role] = RolePlan(role, place.pool, chosen, _mesh(role, place, len(chosen)))
-        if role in apart:
+        if role in dedicated:
             role_plans[role] = _own_processes(role_plans[role], inventory.kind)
             apart_plans[role] = PoolPlan(role_plans[role].slots[0].pool, tuple(role_plans[role].slots))
     num_devices = sum(inventory.nodes) if inventory.bounded else None
@@ -188,14 +188,14 @@ def plan(
 
 
 def _shared(
-    slots: Mapping[str, tuple[Slot, ...]], wanted: Mapping[str, RolePlacement], apart: Collection[str]
+    slots: Mapping[str, tuple[Slot, ...]], wanted: Mapping[str, RolePlacement], dedicated: Collection[str]
 ) -> dict[str, tuple[Slot, ...]]:
     """The slots, each with its part of a device that processes of other roles use too."""
     users: Counter[Slot] = Counter()
     hosts = set()
     for role, place in wanted.items():
         chosen = _role_slots(role, place, slots)
-        if role in apart:
+        if role in dedicated:
             users.update(chosen)
         else:
             hosts |= set(chosen)
@@ -236,7 +236,7 @@ def _own_processes(planned: RolePlan, kind: str) -> RolePlan:
                 led=tuple(slot.device for slot in replica[1:]),
             )
         )
-    return replace(planned, slots=tuple(slots), mesh=replace(mesh, tp=1), leads=mesh.tp)
+    return replace(planned, slots=tuple(slots), mesh=replace(mesh, tp=1), num_tp_devices=mesh.tp)
 
 
 def _wanted_roles(placement: Placement, roles: Sequence[str] | None) -> dict[str, RolePlacement]:

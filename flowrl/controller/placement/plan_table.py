@@ -15,7 +15,7 @@ def render_plan(plan: Plan) -> str:
         mesh = role_plan.mesh
         sizes = (("pp", mesh.pp), ("dp", mesh.dp), ("sp", mesh.sp), ("tp", mesh.tp))
         shape = " ".join(f"{name}{size}" for name, size in sizes if size > 1 or name == "dp")
-        shape += f" tp{role_plan.leads}" if role_plan.leads > 1 else ""
+        shape += f" tp{role_plan.num_tp_devices}" if role_plan.num_tp_devices > 1 else ""
         rows.append([role, role_plan.pool, shape, *(ranks.get(place, ".") for place in places)])
     idle = (plan.num_devices or 0) - len(places)
     used = f"{len(places)} of {plan.num_devices}" if idle > 0 else f"{len(places)}"

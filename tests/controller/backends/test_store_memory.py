@@ -54,7 +54,7 @@ def run_steps(shared: Shared, steps: int) -> None:
         batch["y"] = shared.second.echo(batch)["wide"]
         batch["y2"] = shared.first.scaled(batch.reorder(np.arange(1000)[::-1]))["y"]
         assert batch.select("x").rows([0]).get("x").tolist() == [step]
-        shared.cluster.settle()
+        shared.cluster.wait_for_calls()
 
 
 def test_a_run_of_many_steps_holds_no_more_than_one_of_few(shared: Shared):

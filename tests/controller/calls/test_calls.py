@@ -3,7 +3,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from flowrl import Batch
-from flowrl.controller.calls.calls import KEPT_EVENTS
+from flowrl.controller.calls.calls import MAX_EVENTS
 from flowrl.controller.errors import FlowError
 from tests.conftest import BackendName, ClusterMaker
 from tests.controller.conftest import Shared
@@ -12,10 +12,10 @@ from tests.controller.workers import Arithmetic
 
 
 def test_every_call_on_every_rank_is_an_event(shared: Shared):
-    shared.cluster.settle()
+    shared.cluster.wait_for_calls()
     before = len(shared.cluster.calls.events)
     shared.second.identify()
-    shared.cluster.settle()
+    shared.cluster.wait_for_calls()
     new = [(event.role, event.rank, event.method, event.pool) for event in list(shared.cluster.calls.events)[before:]]
     assert [("second", rank, "identify", "two") for rank in (0, 1)] == sorted(new)
 
@@ -29,7 +29,7 @@ def test_times_of_an_event_are_in_order(shared: Shared):
 def test_constructors_are_calls_too(open_cluster: ClusterMaker):
     cluster = open_cluster("inline", {"main": [2]}, {"actor": "main"})
     cluster.group("actor", Failing)
-    cluster.settle()
+    cluster.wait_for_calls()
     assert [(e.role, e.rank, e.method) for e in cluster.calls.events if e.role == "actor"] == [
         ("actor", 0, "__init__"),
         ("actor", 1, "__init__"),
@@ -40,9 +40,9 @@ def test_large_rows_of_the_driver_are_shared_once_for_all_ranks_and_calls(shared
     batch = Batch.from_columns({"x": list(range(100_000))})
     rows = batch.column("x").block.shards[0].payload
     shared.first.scaled(batch)
-    once = shared.cluster.calls.share(rows)  # pyright: ignore[reportArgumentType] (a LocalRef: the driver made it)
+    once = shared.cluster.calls.put_once(rows)  # pyright: ignore[reportArgumentType] (a LocalRef: the driver made it)
     shared.second.scaled(batch)
-    assert shared.cluster.calls.share(rows) is once  # pyright: ignore[reportArgumentType] (see above)
+    assert shared.cluster.calls.put_once(rows) is once  # pyright: ignore[reportArgumentType] (see above)
 
 
 def test_the_devices_of_events_are_told_apart(open_cluster: ClusterMaker):
@@ -75,6 +75,6 @@ def test_a_driver_remembers_the_calls_that_ended_last(open_cluster: ClusterMaker
     group = cluster.group("actor", Failing)
     group.add_one(1).get()
     events = cluster.calls.events
-    events.extend([events[-1]] * KEPT_EVENTS)
+    events.extend([events[-1]] * MAX_EVENTS)
     group.sleep(0.0).get()
-    assert len(events) == KEPT_EVENTS and events[-1].method == "sleep"
+    assert len(events) == MAX_EVENTS and events[-1].method == "sleep"

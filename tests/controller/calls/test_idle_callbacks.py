@@ -38,9 +38,9 @@ def test_it_is_done_while_the_driver_waits_for_a_call(cluster: Cluster, monkeypa
     """The end of its own calls wakes it: looking around would take as long as the test may."""
     first, second = cluster.group("first", Failing), cluster.group("second", Failing)
     chain = Chain(lambda: first.add_one.submit(1), 20)
-    cluster.calls.attend(chain)
+    cluster.calls.add_idle_callback(chain)
     first.add_one(1).get()
-    monkeypatch.setattr(calls_module, "LOOK_AROUND_S", 600.0)
+    monkeypatch.setattr(calls_module, "POLL_INTERVAL_S", 600.0)
     while chain.done < 20:
         second.sleep(0.2).get()
 
@@ -48,9 +48,9 @@ def test_it_is_done_while_the_driver_waits_for_a_call(cluster: Cluster, monkeypa
 def test_the_driver_waits_for_what_it_brings_about(cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
     first = cluster.group("first", Failing)
     first.add_one(1).get()
-    monkeypatch.setattr(calls_module, "LOOK_AROUND_S", 600.0)
+    monkeypatch.setattr(calls_module, "POLL_INTERVAL_S", 600.0)
     chain = Chain(lambda: first.add_one.submit(1), 20)
-    cluster.calls.attend(chain)
+    cluster.calls.add_idle_callback(chain)
     cluster.calls.wait_until(lambda: chain.done == 20)
 
 
@@ -62,7 +62,7 @@ def test_it_is_called_when_a_wait_ends_and_not_where_nothing_is_waited_for(clust
         called.append(future.done())
         return []
 
-    cluster.calls.attend(attend)
+    cluster.calls.add_idle_callback(attend)
     future.get()
     count = len(called)
     assert count >= 2 and called[-1]
@@ -82,7 +82,7 @@ def test_it_may_wait_itself_and_is_never_nested(cluster: Cluster):
         depth -= 1
         return []
 
-    cluster.calls.attend(attend)
+    cluster.calls.add_idle_callback(attend)
     first.sleep(0.3).get()
     assert set(depths) == {1} and len(depths) >= 2
 
@@ -97,7 +97,7 @@ def test_threads_that_wait_at_once_do_not_call_it_at_once(cluster: Cluster):
         inside.release()
         return []
 
-    cluster.calls.attend(attend)
+    cluster.calls.add_idle_callback(attend)
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda x: first.add_one.submit(x).get(), range(20))) == [[x + 1] for x in range(20)]
     assert not any(overlapping)
@@ -109,7 +109,7 @@ def test_what_it_raises_is_raised_in_the_wait(cluster: Cluster):
     def attend() -> list[Future]:
         raise ArithmeticError("no such schedule")
 
-    stop = cluster.calls.attend(attend)
+    stop = cluster.calls.add_idle_callback(attend)
     with pytest.raises(ArithmeticError, match="no such schedule"):
         first.add_one(1).get()
     stop()
@@ -126,10 +126,10 @@ def test_results_that_are_there_do_not_make_it_spin(cluster: Cluster):
         count += 1
         return [done]
 
-    cluster.calls.attend(attend)
+    cluster.calls.add_idle_callback(attend)
     with pytest.raises(TimeoutError, match=r"what the driver waits for has not come after 1 s"):
         cluster.calls.wait_until(lambda: False, 1.0)
-    assert 2 <= count <= 1.0 / calls_module.LOOK_AROUND_S + 4
+    assert 2 <= count <= 1.0 / calls_module.POLL_INTERVAL_S + 4
 
 
 def test_a_wait_for_a_condition_tells_what_fails_meanwhile(ray_session: None, open_cluster: ClusterMaker):

@@ -44,7 +44,7 @@ def test_who_asks_is_told_and_the_run_goes_on(cluster: Cluster):
         assert lost.done()
         assert maker.shifted(BATCH).get("y").tolist() == [11, 12]
         assert process_of(maker) != before and during.get() == 10
-    cluster.settle()
+    cluster.wait_for_calls()
 
 
 def test_calls_of_a_process_that_restarts_fail_or_run_on_the_new_one(cluster: Cluster):
@@ -88,7 +88,7 @@ def test_a_loss_that_nobody_asks_for_is_nobodys(cluster: Cluster):
     maker = cluster.group("maker", Maker).replica(0)
     lost = maker.commit("kill")
     assert maker.shifted(BATCH).get("y").tolist() == [1, 2]
-    cluster.settle()
+    cluster.wait_for_calls()
     cluster.calls.wait_until(lost.done)
     assert maker.hand(1).get() == [[1]]
 

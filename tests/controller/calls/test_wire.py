@@ -8,8 +8,8 @@ import pytest
 import ray
 
 from flowrl import Batch
-from flowrl.controller.calls.wire import BY_VALUE_BYTES, References, TableArgument, decode, encode, lower
-from flowrl.controller.dispatch import Part
+from flowrl.controller.calls.wire import BY_VALUE_BYTES, References, TableArgument, decode, encode, lower_arguments
+from flowrl.controller.dispatch import BatchSlice
 from flowrl.data.batch.block import Block, Description, Ref, Shard
 from flowrl.data.batch.payload import Payload
 
@@ -43,7 +43,7 @@ def stored(*shards: list[int]) -> Batch:
 
 def sent(batch: Batch, rows, columns=("x",)) -> tuple[TableArgument, References]:
     references = References(lambda local: StoredRef(local.value))
-    return lower({"table": Part(batch, rows, columns)}, references)["table"], references
+    return lower_arguments({"table": BatchSlice(batch, rows, columns)}, references)["table"], references
 
 
 def read(argument: TableArgument, references: References) -> dict[str, list]:
@@ -85,7 +85,7 @@ def test_a_rank_also_waits_for_the_shards_that_its_peers_read():
 def test_a_rank_that_talks_to_no_other_waits_for_its_own_shards_alone():
     batch = stored([1], [2], [3])
     references = References(lambda local: StoredRef(local.value), awaits_peers=False)
-    lower({"table": Part(batch, (0, 1), ("x",))}, references)
+    lower_arguments({"table": BatchSlice(batch, (0, 1), ("x",))}, references)
     assert references.refs == [batch.column("x").block.shards[0].payload]
 
 
@@ -100,7 +100,7 @@ def test_a_table_of_no_columns_still_has_its_rows():
 
 
 def test_other_arguments_travel_as_they_are():
-    assert lower({"x": [1, {"y": None}]}, References(lambda local: local)) == {"x": [1, {"y": None}]}
+    assert lower_arguments({"x": [1, {"y": None}]}, References(lambda local: local)) == {"x": [1, {"y": None}]}
 
 
 @pytest.mark.parametrize("value", [None, {"x": [1, None]}, b"bytes", ("a", 1.5)])

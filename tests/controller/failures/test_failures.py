@@ -11,7 +11,7 @@ import pytest
 
 from flowrl import Batch, Cluster, FlowError, WorkerGroup
 from flowrl.controller.errors import DeadlineError, ProcessLost, WorkerError
-from flowrl.controller.failures.failures import ALIVE_EVERY_S
+from flowrl.controller.failures.failures import LIVENESS_INTERVAL_S
 from tests.conftest import ClusterMaker
 from tests.controller.failing import Failing
 from tests.controller.faults import DEADLINE_S, Doubling, Faulty, Judge, Recovering, Summing
@@ -87,7 +87,7 @@ def test_a_rank_that_fails_while_it_is_made(ray_session: None, open_cluster: Clu
     began_s = time.monotonic()
     cluster.group("second", Faulty, fault)
     with pytest.raises(FlowError) as caught:
-        cluster.settle()
+        cluster.wait_for_calls()
     check(caught.value, fault, "second", "__init__", began_s)
     check_ended(ids)
 
@@ -194,7 +194,7 @@ def test_the_stack_of_the_silent_rank_is_told(pair: Cluster):
 def replaceable(ray_session: None, open_cluster: ClusterMaker) -> tuple[Cluster, list[str]]:
     said: list[str] = []
     roles = {"judge": "judges", "reader": "readers"}
-    cluster = open_cluster("ray", {"judges": [2], "readers": [1]}, roles, num_threads=1, say=said.append)
+    cluster = open_cluster("ray", {"judges": [2], "readers": [1]}, roles, num_threads=1, notify=said.append)
     return cluster, said
 
 
@@ -213,7 +213,7 @@ def test_a_stateless_process_lost_in_a_call_is_replaced(
     judge = cluster.group("judge", Judge, 10)
     judge.load(1).get()
     assert doubled(cluster, judge, fault, tmp_path / "once") == [22, 42, 62, 82]
-    cluster.settle()
+    cluster.wait_for_calls()
     assert any("lost its process; another took its place" in line for line in said)
     assert any("deadline of 2 s, in commit" in line for line in said) == (fault != "kill")
 
@@ -222,19 +222,21 @@ def test_a_replaced_process_is_told_of_when_it_is_lost_and_not_when_another_work
     ray_session: None, open_cluster: ClusterMaker, tmp_path: Path
 ) -> None:
     said: list[str] = []
-    cluster = open_cluster("ray", {"judges": [1]}, {"judge": "judges"}, num_threads=1, say=said.append)
+    cluster = open_cluster("ray", {"judges": [1]}, {"judge": "judges"}, num_threads=1, notify=said.append)
     judge = cluster.group("judge", Recovering, tmp_path / "lines", 10.0)
     judge.load(7).get()
     (process_id,), batch = judge.process_id(), Batch.from_columns({"x": [1, 2]})
     started = time.monotonic()
-    cluster.calls.wait_until(lambda: time.monotonic() > started + 2 * ALIVE_EVERY_S)  # it looks only while it waits
+    cluster.calls.wait_until(
+        lambda: time.monotonic() > started + 2 * LIVENESS_INTERVAL_S
+    )  # it looks only while it waits
     del said[:]
     os.kill(process_id, signal.SIGKILL)
     killed = time.monotonic()
     scored = judge.score(batch)
     while not said and time.monotonic() < killed + 8:
         with suppress(TimeoutError):
-            cluster.calls.settle(cluster.calls.pending(), 0.5)
+            cluster.calls.wait(cluster.calls.in_flight(), 0.5)
     assert time.monotonic() < killed + 5
     assert said == ["judge on rank 0 (node 0) lost its process in score; another is started"]
     assert scored.get("score").tolist() == [8, 9]
@@ -304,7 +306,7 @@ def test_a_process_that_is_lost_again_and_again_ends_the_run(replaceable: tuple[
 
 def test_a_call_that_sticks_again_and_again_is_told_with_its_stack(ray_session: None, open_cluster: ClusterMaker):
     said: list[str] = []
-    cluster = open_cluster("ray", {"judges": [1]}, {"judge": "judges"}, num_threads=1, restarts=1, say=said.append)
+    cluster = open_cluster("ray", {"judges": [1]}, {"judge": "judges"}, num_threads=1, restarts=1, notify=said.append)
     judge = cluster.group("judge", Judge, 1)
     with pytest.raises(
         DeadlineError, match=r"judge\.score failed on rank 0 .*: not done after its deadline of 2 s, in commit"

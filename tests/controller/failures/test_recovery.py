@@ -18,23 +18,23 @@ def load(number: int, offset: int, *, replay: bool = True) -> Request:
 
 
 def test_a_process_needs_its_workers_and_their_last_states():
-    revivals = Recovery()
-    revivals.constructed(SLOT, MADE)
+    recovery = Recovery()
+    recovery.record_construction(SLOT, MADE)
     refs = [LocalRef("weights")]
-    revivals.called(SLOT, load(1, 5), [])
-    revivals.called(SLOT, load(2, 6), refs)
-    revivals.called(SLOT, load(3, 7, replay=False), [])
-    revival = revivals.of(SLOT)
-    assert revival is not None and revival.made == (MADE,)
-    assert [(state.number, kept) for state, kept in revival.states] == [(2, tuple(refs))]
-    assert revivals.of(SLOT) is revival
+    recovery.record_call(SLOT, load(1, 5), [])
+    recovery.record_call(SLOT, load(2, 6), refs)
+    recovery.record_call(SLOT, load(3, 7, replay=False), [])
+    revival = recovery.get_plan(SLOT)
+    assert revival is not None and revival.constructions == (MADE,)
+    assert [(state.call_id, kept) for state, kept in revival.replay_log] == [(2, tuple(refs))]
+    assert recovery.get_plan(SLOT) is revival
 
 
 def test_a_pool_with_a_stateful_role_is_not_brought_back():
-    revivals = Recovery()
-    revivals.constructed(SLOT, MADE)
-    revivals.rule_out(["judges"])
-    assert revivals.of(SLOT) is None
+    recovery = Recovery()
+    recovery.record_construction(SLOT, MADE)
+    recovery.mark_unrecoverable(["judges"])
+    assert recovery.get_plan(SLOT) is None
 
 
 def test_a_host_knows_what_it_lacks_and_where_its_state_is_behind_or_ahead():
@@ -58,16 +58,16 @@ def part(number: int, chunk: int | None) -> Request:
 
 
 def test_a_state_in_parts_is_kept_from_its_beginning_and_the_next_one_lets_go_of_it():
-    revivals = Recovery()
-    revivals.constructed(SLOT, MADE)
+    recovery = Recovery()
+    recovery.record_construction(SLOT, MADE)
     for number, chunk in ((1, None), (2, 1), (3, 2)):
-        revivals.called(SLOT, part(number, chunk), [LocalRef(number)])
-    first = revivals.of(SLOT)
-    revivals.called(SLOT, part(4, 0), [LocalRef(4)])
-    second = revivals.of(SLOT)
-    assert first is not None and [request.number for request in first.requests] == [1, 2, 3]
-    assert [refs[0].get() for _, refs in first.states] == [1, 2, 3]
-    assert second is not None and [request.number for request in second.requests] == [4]
+        recovery.record_call(SLOT, part(number, chunk), [LocalRef(number)])
+    first = recovery.get_plan(SLOT)
+    recovery.record_call(SLOT, part(4, 0), [LocalRef(4)])
+    second = recovery.get_plan(SLOT)
+    assert first is not None and [request.call_id for request in first.requests] == [1, 2, 3]
+    assert [refs[0].get() for _, refs in first.replay_log] == [1, 2, 3]
+    assert second is not None and [request.call_id for request in second.requests] == [4]
 
 
 def test_earlier_states_undo_a_later_one_where_they_give_all_that_it_gave():

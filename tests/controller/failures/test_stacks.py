@@ -6,11 +6,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from flowrl.controller.failures.stacks import Dump, Frame, Stack, armed, dumps_of, host_stack
+from flowrl.controller.failures.process_probe import (
+    Frame,
+    Stack,
+    StackDump,
+    collect_stack_dumps,
+    find_processes,
+    parse_host_stack,
+)
 
 STUCK = """
 import sys
-from flowrl.controller.failures.stacks import arm
+from flowrl.controller.failures.process_probe import enable_stack_dumps
 
 def in_c():
     sum(range(10**14))
@@ -19,7 +26,7 @@ def in_python():
     while True:
         pass
 
-arm({name!r})
+enable_stack_dumps({name!r})
 print(flush=True)
 {call}()
 """
@@ -42,7 +49,7 @@ def stuck(call: str, name: str) -> Iterator[None]:
 def test_processes_tell_where_they_are_while_native_code_holds_their_interpreter():
     with stuck("in_c", "first-of-two"), stuck("in_python", "second-of-two"):
         for _ in range(2):
-            dumps = dumps_of(["first-of-two", "second-of-two", "nobody"])
+            dumps = collect_stack_dumps(["first-of-two", "second-of-two", "nobody"])
             assert set(dumps) == {"first-of-two", "second-of-two"}
             assert "in in_c\n" in dumps["first-of-two"].text and "in in_python\n" in dumps["second-of-two"].text
             assert [dump.text.count("most recent call first") for dump in dumps.values()] == [1, 1]
@@ -52,7 +59,7 @@ def test_processes_tell_where_they_are_while_native_code_holds_their_interpreter
 def test_a_process_that_has_ended_tells_nothing():
     with stuck("in_python", "one-that-ends"):
         pass
-    assert dumps_of(["one-that-ends"]) == {}
+    assert collect_stack_dumps(["one-that-ends"]) == {}
 
 
 def test_processes_that_end_meanwhile_are_passed_over():
@@ -61,7 +68,7 @@ def test_processes_that_end_meanwhile_are_passed_over():
         while time.monotonic() < ends_s:
             ending = [subprocess.Popen(["sleep", f"{0.002 * i}"]) for i in range(5)]
             for _ in range(5):
-                assert list(armed(["one-that-stays", "nobody"])) == ["one-that-stays"]
+                assert list(find_processes(["one-that-stays", "nobody"])) == ["one-that-stays"]
             for process in ending:
                 process.wait()
 
@@ -79,20 +86,20 @@ Current thread 0x00007f6858c27b80 (most recent call first):
 
 
 def test_the_frames_of_a_method_are_those_above_its_host():
-    stack = host_stack(Dump(3.0, DUMP))
+    stack = parse_host_stack(StackDump(3.0, DUMP))
     assert stack.frames == (
         Frame("/site-packages/torch/distributed/distributed_c10d.py", 3200, "all_reduce"),
         Frame("/home/user/train.py", 16, "update"),
     )
-    assert stack.in_collective and not stack.revives and stack.age_s == 3.0
+    assert stack.in_collective and not stack.is_recovering and stack.age_s == 3.0
     assert str(stack.frames[1]) == "update (/home/user/train.py, line 16)"
 
 
 def test_a_process_that_takes_anothers_place_is_told_from_one_that_works():
-    revived = DUMP + '  File "/home/user/flowrl/controller/ray_backend.py", line 70 in revive\n'
-    assert host_stack(Dump(3.0, revived)).revives
+    revived = DUMP + '  File "/home/user/flowrl/controller/ray_backend.py", line 70 in recover\n'
+    assert parse_host_stack(StackDump(3.0, revived)).is_recovering
 
 
 def test_a_process_between_calls_has_no_frames():
-    assert host_stack(Dump(3.0, DUMP.split("\n\n")[0])) == Stack(age_s=3.0)
-    assert host_stack(None) == Stack()
+    assert parse_host_stack(StackDump(3.0, DUMP.split("\n\n")[0])) == Stack(age_s=3.0)
+    assert parse_host_stack(None) == Stack()

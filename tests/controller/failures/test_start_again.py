@@ -80,13 +80,13 @@ def test_what_processes_that_stay_are_at_is_waited_for_and_told_to_nobody(cluste
     made = groups(cluster)
     processes(made)
     called: list[bool] = []
-    cluster.calls.attend(lambda: called.append(True) or [])
+    cluster.calls.add_idle_callback(lambda: called.append(True) or [])
     napping, lost = made["maker"].nap(2.0), made["maker"].score(BATCH, "kill")
     reading = made["judge"].score(made["critic"].shifted(BATCH).rename({"y": "x"}))
     fail(made["actor"])
     count = len(called)
     assert cluster.restart() == ("maker", "judge")
-    assert napping.done() and lost.done() and reading.done() and not cluster.calls.pending()
+    assert napping.done() and lost.done() and reading.done() and not cluster.calls.in_flight()
     again = groups(cluster)
     assert again["maker"].shifted(BATCH).apply(_doubled, ("y",), ("z",)).get("z").tolist() == [2, 4]
     assert len(called) == count and all(event.role != "actor" for event in cluster.calls.events)
@@ -99,7 +99,7 @@ def test_a_state_that_could_not_be_given_is_not_missed(cluster: Cluster):
     made["maker"].load(made["actor"].compute("raise"))
     made["maker"].shifted(BATCH)
     with pytest.raises(FlowError):
-        cluster.settle()
+        cluster.wait_for_calls()
     assert cluster.restart() == ("maker", "judge")
     again = groups(cluster)
     assert processes(again)["maker"] == before["maker"] and again["maker"].hand(1).get() == [[1]]

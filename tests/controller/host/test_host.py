@@ -3,7 +3,7 @@
 import pytest
 
 from flowrl import Batch, WorkerError
-from flowrl.controller.errors import RefusedError
+from flowrl.controller.errors import WorkerUserError
 from tests.conftest import BackendName, ClusterMaker
 from tests.controller.workers import Wrong
 
@@ -48,5 +48,5 @@ def test_token_columns_that_do_not_fit_are_the_users_to_mend(backend: BackendNam
     group = open_cluster(backend, {"main": [1]}, {"actor": "main"}).group("actor", Wrong)
     columns = Batch.from_columns(tokens={"ids": [1, 2, 3]}, lengths=[1, 2])
     columns["others"] = Batch.from_columns(tokens={"others": [1, 2, 3]}, lengths=[2, 1])
-    with pytest.raises(RefusedError, match=r"^actor: token columns ids and others"):
+    with pytest.raises(WorkerUserError, match=r"^actor: token columns ids and others"):
         group.misaligned(columns)

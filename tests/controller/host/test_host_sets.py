@@ -29,7 +29,7 @@ def test_roles_of_one_process_know_each_other_whatever_their_ranks(backend: Back
     assert back.identify() == [(0, 2, 1), (1, 2, 1)]
     assert back.peer_factor("all") == [2, 2]
     assert whole.peer_factor("back") == [None, 3, 3]
-    assert back.lives_in(whole) and not whole.lives_in(back)
+    assert back.is_colocated_in(whole) and not whole.is_colocated_in(back)
     if backend == "ray":
         assert back.process_id() == whole.process_id()[1:]
 

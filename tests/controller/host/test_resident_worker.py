@@ -13,7 +13,7 @@ class Resident(Worker):
         self.moves, self.borrows_from = moves, borrows_from
 
     @property
-    def lenders(self) -> tuple[Worker, ...]:
+    def weight_owners(self) -> tuple[Worker, ...]:
         lender = None if self.borrows_from is None else self.peer(self.borrows_from)
         return () if lender is None else (lender,)
 

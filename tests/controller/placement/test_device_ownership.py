@@ -78,12 +78,12 @@ class Two:
     def __init__(self, open_cluster: ClusterMaker, backend: str, folder: Path, cls=Moving, **yields: bool) -> None:
         self.diary = folder / "diary"
         roles = dict.fromkeys(("actor", "rollout"), "main")
-        self.cluster: Cluster = open_cluster(backend, {"main": [1]}, roles, apart=("rollout",))
+        self.cluster: Cluster = open_cluster(backend, {"main": [1]}, roles, dedicated=("rollout",))
         self.actor = self.cluster.group("actor", Training, self.diary, yields.get("actor", True))
         self.rollout = self.cluster.group("rollout", cls, self.diary, yields.get("rollout", True))
 
     def lines(self) -> list[str]:
-        self.cluster.settle()
+        self.cluster.wait_for_calls()
         return self.diary.read_text().splitlines()
 
 
@@ -115,7 +115,7 @@ def test_who_cannot_leave_stays_while_the_other_takes_its_turns(
     open_cluster: ClusterMaker, backend, tmp_path: Path
 ) -> None:
     two = Two(open_cluster, backend, tmp_path, actor=False)
-    assert two.rollout.offloads_for(two.actor) and not two.actor.offloads_for(two.rollout)
+    assert two.rollout.is_evicted_by(two.actor) and not two.actor.is_evicted_by(two.rollout)
     for _ in range(2):
         two.actor.work.submit(seconds=0.2)
         two.rollout.work.submit()
@@ -125,7 +125,7 @@ def test_who_cannot_leave_stays_while_the_other_takes_its_turns(
 
 def test_nobody_moves_where_nobody_yields(open_cluster: ClusterMaker, backend, tmp_path: Path) -> None:
     two = Two(open_cluster, backend, tmp_path, actor=False, rollout=False)
-    assert not two.rollout.offloads_for(two.actor)
+    assert not two.rollout.is_evicted_by(two.actor)
     two.rollout.work()
     two.actor.work()
     assert sorted(two.lines()) == ["actor starts", "actor works", "rollout starts", "rollout works"]

@@ -13,13 +13,13 @@ def step(placement: Placement) -> list[CallEvent]:
     """The calls of a PPO step's shape: two evaluations that need only the prompts, then two updates."""
     with Cluster(placement, num_threads=1) as cluster:
         actor, critic = cluster.group("actor", Sleeping), cluster.group("critic", Sleeping)
-        cluster.settle()
+        cluster.wait_for_calls()
         batch = Batch.from_rows([{"x": i} for i in range(4)])
         batch["old_logprobs"] = actor.values(batch)
         batch["values"] = critic.values(batch)
         updates = critic.update(batch), actor.update(batch)
         assert [update.get()["rows"].result() for update in updates] == [4, 4]
-        cluster.settle()
+        cluster.wait_for_calls()
         return [event for event in cluster.calls.events if event.method in ("values", "update")]
 
 

@@ -241,7 +241,7 @@ def test_a_role_apart_has_its_own_processes_on_the_devices_of_its_pool() -> None
     made = plan(
         Placement(pools={"main": [2, 1]}, roles=dict.fromkeys(("actor", "rollout"), "main")),
         gpus(2, 1),
-        apart=["rollout"],
+        dedicated=["rollout"],
     )
     assert places(made, "rollout") == places(made, "actor") == [(0, 0), (0, 1), (1, 0)]
     assert [(slot.pool, slot.rank, slot.owner, slot.devices) for slot in made.slots("rollout")] == [
@@ -253,16 +253,16 @@ def test_a_role_apart_has_its_own_processes_on_the_devices_of_its_pool() -> None
 
 def test_alone_on_its_pool_a_role_apart_has_whole_devices() -> None:
     placement = Placement(pools={"main": [2], "makers": [1]}, roles={"actor": "main", "rollout": "makers"})
-    made = plan(placement, gpus(3), apart=["rollout"])
+    made = plan(placement, gpus(3), dedicated=["rollout"])
     assert [(slot.device, slot.devices) for slot in made.slots("rollout")] == [(2, 1)]
     assert [slot.devices for slot in made.slots("actor")] == [1, 1]
 
 
 def test_one_process_leads_the_tensor_parallel_devices_of_a_replica() -> None:
     roles = {"actor": "main", "rollout": RolePlacement(pool="makers", tp=2)}
-    made = plan(Placement(pools={"main": [1], "makers": [4]}, roles=roles), gpus(5), apart=["rollout"])
+    made = plan(Placement(pools={"main": [1], "makers": [4]}, roles=roles), gpus(5), dedicated=["rollout"])
     rollout = made.roles["rollout"]
-    assert (rollout.mesh, rollout.leads) == (Mesh(pp=1, dp=2, sp=1, tp=1), 2)
+    assert (rollout.mesh, rollout.num_tp_devices) == (Mesh(pp=1, dp=2, sp=1, tp=1), 2)
     assert [(slot.rank, slot.device, slot.devices) for slot in rollout.slots] == [(0, 1, 2), (1, 3, 2)]
     assert render_plan(made).splitlines()[-1].split()[2:4] == ["dp2", "tp2"]
 
@@ -279,19 +279,19 @@ def test_devices_that_one_process_cannot_lead_are_refused(pools: dict, where: di
         plan(
             Placement(pools=pools, roles={"actor": "main", "rollout": RolePlacement.model_validate(where)}),
             gpus(3, 3),
-            apart=["rollout"],
+            dedicated=["rollout"],
         )
 
 
 def test_a_leader_of_a_device_that_others_use_is_refused_whichever_of_its_devices_it_is() -> None:
     roles = {"actor": "main[1:2]", "rollout": RolePlacement(pool="main", tp=2)}
     with pytest.raises(PlacementError, match="on devices that other roles use too"):
-        plan(Placement(pools={"main": [2]}, roles=roles), gpus(2), apart=["rollout"])
+        plan(Placement(pools={"main": [2]}, roles=roles), gpus(2), dedicated=["rollout"])
 
 
 def test_devices_that_only_a_role_apart_uses_have_no_other_process() -> None:
     roles = {"actor": "main[0:2]", "rollout": "main[1:3]", "reward": "makers"}
-    made = plan(Placement(pools={"main": [3], "makers": [1]}, roles=roles), gpus(4), apart=["rollout", "reward"])
+    made = plan(Placement(pools={"main": [3], "makers": [1]}, roles=roles), gpus(4), dedicated=["rollout", "reward"])
     running = {hosts.name: [(slot.device, slot.devices) for slot in hosts.slots] for hosts in made.host_sets()}
     assert running == {
         "main": [(0, 1), (1, 0.5)],

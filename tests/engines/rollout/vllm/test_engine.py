@@ -94,7 +94,7 @@ def open_pair(folder: Path, architecture: str, stops: tuple[tuple[int, ...], ...
     config = RolloutConfig(engine="vllm", max_response_tokens=RESPONSE, stop_ids=stops)
     placement = Placement(device="cpu", pools={"main": [1]}, roles={"rollout": "main"})
     told: list[str] = []
-    with Cluster(placement, apart=("rollout",), num_threads=1, say=told.append) as cluster:
+    with Cluster(placement, dedicated=("rollout",), num_threads=1, notify=told.append) as cluster:
         yield Pair(cluster.group("rollout", Rollout, config, ModelConfig(path=folder), seed=0), model, told=told)
 
 
@@ -331,7 +331,7 @@ def test_its_memory_is_free_while_another_process_uses_its_gpu(ray_session: None
     (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
     config = RolloutConfig(engine="vllm", max_response_tokens=RESPONSE, vllm=VllmConfig(kv_cache_gb=4.0))
     placement = Placement(device="cuda", pools={"main": [1]}, roles=dict.fromkeys(("actor", "rollout"), "main"))
-    with Cluster(placement, apart=("rollout",)) as cluster:
+    with Cluster(placement, dedicated=("rollout",)) as cluster:
         actor = cluster.group("actor", Worker)
         pair = Pair(cluster.group("rollout", Rollout, config, ModelConfig(path=tmp_path / "model"), seed=0), model)
         for seed in range(3):

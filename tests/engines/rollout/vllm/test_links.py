@@ -136,7 +136,7 @@ def check_updates(folder: Path, device: Any, place: str, via: str, dtype: Litera
         }
     )
     rows = [{"prompt_ids": ids, "prompt_id": i, "sample": 0} for i, ids in enumerate(PROMPTS)]
-    with Cluster(placement, apart=("rollout",), num_threads=1) as cluster:
+    with Cluster(placement, dedicated=("rollout",), num_threads=1) as cluster:
         actor = cluster.group("actor", Actor, config.actor)
         rollout = cluster.group("rollout", Rollout, config.rollout, model, seed=0)
         weight_sync, prompts, gaps = WeightSync(config, cluster.plan), Batch.from_rows(rows), []

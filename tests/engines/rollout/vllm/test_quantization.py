@@ -38,7 +38,7 @@ def test_it_is_quantised_anew_at_every_update(quantization: str, ray_session: No
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
     config = RolloutConfig.model_validate({"engine": "vllm", "max_response_tokens": 12, "quantization": quantization})
     placement = Placement(device="cpu", pools={"main": [1]}, roles={"rollout": "main"})
-    with Cluster(placement, apart=("rollout",), num_threads=1) as cluster:
+    with Cluster(placement, dedicated=("rollout",), num_threads=1) as cluster:
         folder = ModelConfig.model_validate({"path": tmp_path, "dtype": dtype})
         group = cluster.group("rollout", Rollout, config, folder, seed=0)
         stale = {}

@@ -83,7 +83,7 @@ def serving(folder: Path, config: Any, dtype: Literal["float32", "bfloat16"] = "
     (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
     settings = RolloutConfig(engine="vllm", max_response_tokens=4)
     placement = Placement(device="cpu", pools={"main": [1]}, roles={"rollout": "main"})
-    with Cluster(placement, apart=("rollout",), num_threads=1) as cluster:
+    with Cluster(placement, dedicated=("rollout",), num_threads=1) as cluster:
         path = ModelConfig(path=folder, dtype=dtype)
         yield Served(cluster.group("rollout", Rollout, settings, path, seed=0), model)
 

@@ -39,7 +39,7 @@ def groups(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
         {"device": "cpu", "pools": {"trainers": [2], "answers": [1]}, "roles": roles | {"rollout": "answers"}}
     )
     model, config = ModelConfig(path=folder), RolloutConfig(engine="vllm", max_response_tokens=12)
-    with Cluster(placement, apart=("rollout",), num_threads=1) as cluster:
+    with Cluster(placement, dedicated=("rollout",), num_threads=1) as cluster:
         made = {"rollout": cluster.group("rollout", Rollout, config, model, seed=0)}
         for role, settings in SOURCES.items():
             actor = ActorConfig.model_validate({"model": model, "optimizer": {"lr": 0.02}, **settings})

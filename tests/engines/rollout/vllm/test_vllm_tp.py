@@ -45,7 +45,7 @@ def open_led(folder: Path, device: Device = "cpu") -> Iterator[Pair]:
     model = save(folder)
     config = RolloutConfig(engine="vllm", max_response_tokens=RESPONSE)
     placement = Placement(device=device, pools={"main": [2]}, roles={"rollout": LED})
-    with Cluster(placement, apart=("rollout",), num_threads=2) as cluster:
+    with Cluster(placement, dedicated=("rollout",), num_threads=2) as cluster:
         yield Pair(cluster.group("rollout", Rollout, config, ModelConfig(path=folder), seed=0), model)
 
 
@@ -146,7 +146,7 @@ def test_why_a_device_could_not_start_is_told(ray_session: None, tmp_path: Path)
     save(tmp_path / "model", intermediate_size=97)
     config = RolloutConfig(engine="vllm", max_response_tokens=RESPONSE)
     placement = Placement(device="cpu", pools={"main": [2]}, roles={"rollout": LED})
-    with Cluster(placement, apart=("rollout",), num_threads=2) as cluster:
+    with Cluster(placement, dedicated=("rollout",), num_threads=2) as cluster:
         group = cluster.group("rollout", Rollout, config, ModelConfig(path=tmp_path / "model"), seed=0)
         with pytest.raises(FlowError, match=r"could not start .* each of 2 devices: AssertionError: assert .*tp_size"):
             group.run(vllm_checks.state)

@@ -1,7 +1,7 @@
 """A call's clock starts when nothing is before it."""
 
-from flowrl.controller.calls.call_record import CallRecord
-from flowrl.controller.calls.deadlines import Deadlines
+from flowrl.controller.calls.calls import CallRecord
+from flowrl.controller.failures.failures import Deadlines
 from flowrl.controller.host.host import Report
 from flowrl.controller.placement.plan import Slot
 from flowrl.data.batch.block import LocalRef
@@ -15,7 +15,7 @@ def record(number: int, rank: int, timeout_s: float | None = 10.0, inputs: tuple
 
 
 def late(deadlines: Deadlines, now_s: float) -> list[int]:
-    return [found.number for found in deadlines.overdue(now_s)]
+    return [found.call_id for found in deadlines.find_overdue(now_s)]
 
 
 def test_a_call_is_late_after_its_own_seconds():
@@ -36,7 +36,7 @@ def test_the_time_behind_an_earlier_call_of_the_process_does_not_count():
     assert late(deadlines, 0.0) == []
     assert late(deadlines, 9.0) == []
     first.report = REPORT
-    assert deadlines.current("main", 0) is second
+    assert deadlines.get_current("main", 0) is second
     assert late(deadlines, 15.0) == []
     assert late(deadlines, 24.0) == []
     assert late(deadlines, 25.5) == [2]
@@ -60,4 +60,4 @@ def test_a_call_that_is_done_is_not_late():
     assert late(deadlines, 0.0) == []
     done.report = REPORT
     assert late(deadlines, 100.0) == []
-    assert deadlines.current("main", 0) is None
+    assert deadlines.get_current("main", 0) is None

@@ -1,0 +1,158 @@
+"""Inspects worker processes from outside with signals and /proc, even while native code holds their interpreter."""
+
+import contextlib
+import faulthandler
+import os
+import re
+import signal
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+_DUMP_TIMEOUT_S = 2.0
+_FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)')
+_HOST_FILE, _RECOVERY_FUNCTION = "flowrl/controller/host/host.py", "recover"
+
+
+class Frame(NamedTuple):
+    """One frame of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    @property
+    def in_collective(self) -> bool:
+        """Whether the frame belongs to torch.distributed."""
+        return "torch/distributed/" in self.file
+
+    def __str__(self) -> str:
+        return f"{self.function} ({self.file}, line {self.line})"
+
+
+class StackDump(NamedTuple):
+    """The stacks of one process."""
+
+    age_s: float
+    """Seconds since the process started."""
+    text: str
+    """The stacks of all threads, as `faulthandler` writes them."""
+
+
+class Stack(NamedTuple):
+    """The current call of a worker process."""
+
+    frames: tuple[Frame, ...] = ()
+    """Frames of the worker's method or constructor, innermost first; empty between calls."""
+    is_recovering: bool = False
+    """Whether the process is replaying the calls of a lost process, before it runs the call itself."""
+    age_s: float = 0.0
+    """Seconds since the process started."""
+
+    @property
+    def in_collective(self) -> bool:
+        """Whether the call waits for other ranks."""
+        return any(frame.in_collective for frame in self.frames[:3])
+
+
+def enable_stack_dumps(name: str) -> None:
+    """Makes this process write its stacks to an anonymous file on SIGUSR1.
+
+    Args:
+        name: unique name of the file, by which `find_processes` finds the process.
+    """
+    file = os.memfd_create(name) if hasattr(os, "memfd_create") else os.open(os.devnull, os.O_WRONLY)
+    # The signal handler writes the stacks itself, without the interpreter.
+    faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+
+
+def find_processes(names: Collection[str]) -> dict[str, tuple[int, Path]]:
+    """Returns name -> (process id, dump file) for the processes of this machine that enabled stack dumps."""
+    links = {f"/memfd:{name} (deleted)": name for name in names}
+    processes = {}
+    for process_id in psutil.pids() if names else ():
+        # Files close and processes end during the search, and files of other users cannot be read.
+        with contextlib.suppress(OSError):
+            for path in Path(f"/proc/{process_id}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    if (name := links.get(os.readlink(path))) is not None:
+                        processes[name] = process_id, path
+    return processes
+
+
+def collect_stack_dumps(names: Sequence[str]) -> dict[str, StackDump]:
+    """Returns the stacks of processes of this machine; leaves out processes that have ended or do not respond."""
+    before = {}
+    for name, (process_id, path) in find_processes(names).items():
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):
+            age_s = time.time() - psutil.Process(process_id).create_time()
+            before[name] = age_s, path, len(path.read_bytes())
+            os.kill(process_id, signal.SIGUSR1)
+    return {
+        name: StackDump(age_s, text)
+        for name, (age_s, path, size) in before.items()
+        if (text := _read_appended(path, size))
+    }
+
+
+def _read_appended(path: Path, size_before: int) -> str:
+    """Returns the text after the first `size_before` bytes of a dump file, once the file has stopped growing."""
+    deadline, size = time.monotonic() + _DUMP_TIMEOUT_S, size_before
+    with contextlib.suppress(OSError):
+        while time.monotonic() < deadline:
+            time.sleep(0.05)
+            dump = path.read_bytes()
+            if len(dump) == size > size_before:
+                return dump[size_before:].decode(errors="replace")
+            size = len(dump)
+    return ""
+
+
+def parse_host_stack(dump: StackDump | None) -> Stack:
+    """Returns the frames of the worker's current call: those above the host's own frames in a dump."""
+    if dump is None:
+        return Stack()
+    for thread in dump.text.split("\n\n"):
+        frames = [
+            Frame(match["file"], int(match["line"]), match["function"])
+            for match in map(_FRAME.fullmatch, thread.splitlines())
+            if match
+        ]
+        depth = next((i for i, frame in enumerate(frames) if frame.file.endswith(_HOST_FILE)), None)
+        if depth is not None:
+            is_recovering = any(frame.function == _RECOVERY_FUNCTION for frame in frames[depth:])
+            return Stack(tuple(frames[:depth]), is_recovering, dump.age_s)
+    return Stack(age_s=dump.age_s)
+
+
+class Liveness:
+    """Detects ended processes on this machine.
+
+    A lost process on another node becomes known only when its replacement has run a call.
+    """
+
+    def __init__(self) -> None:
+        self._alive: dict[str, psutil.Process] = {}
+
+    def find_ended(self, names: Collection[str]) -> list[str]:
+        """Returns the processes, by name, that have ended since the last check. Each is returned once."""
+        ended = [name for name in self._alive if name in names and not _is_alive(self._alive[name])]
+        for name in ended:
+            del self._alive[name]
+        # A search reads all processes of the machine, so it is limited to unknown names.
+        for name, (process_id, _) in find_processes([name for name in names if name not in self._alive]).items():
+            try:
+                self._alive[name] = psutil.Process(process_id)
+            except psutil.NoSuchProcess:
+                continue
+        return ended
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
