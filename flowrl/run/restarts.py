@@ -49,7 +49,9 @@ class RestartPolicy:
 
     def _can_restart(self, error: WorkerError, config: RunConfig, cluster: "Cluster") -> bool:
         """Whether a restart may succeed: a process failed, and the cause is neither a defect nor wrong input."""
-        is_rejected = isinstance(error, WorkerUserError | WorkerCheckError) or cluster.calls.failures.get_first_error() is None
+        is_rejected = (
+            isinstance(error, WorkerUserError | WorkerCheckError) or cluster.calls.failures.get_first_error() is None
+        )
         if is_rejected or self.num_restarts >= self._max_restarts or not _has_checkpoint(config):
             return False
         # The same error from the same checkpoint is a defect.
