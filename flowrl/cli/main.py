@@ -23,8 +23,7 @@ from flowrl.report.trace import loop_events
 from flowrl.run.interrupt import Interrupted
 from flowrl.run.preflight import check_functions, check_run, check_start, plan_run
 from flowrl.run.restarts import with_restarts
-from flowrl.schedules.schedule_check import check_routes
-from flowrl.schedules.schedule_graph import render_graph
+from flowrl.schedules.schedule_plan import check_routes, render_graph
 
 RecipeConfig = TypeVar("RecipeConfig", bound=RunConfig)
 

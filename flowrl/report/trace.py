@@ -1,10 +1,10 @@
-"""Where the time of a run went: pure functions on call events.
+"""Timing analysis of call events: parts of calls, critical path, busy and idle fractions. Pure functions.
 
-A process, which is a device of a pool, runs one call after another, in the order in which the driver submitted them. So
-a call begins when the driver has submitted it, the results that it reads are there, and its process is free.
+A process serves one device of a pool. It runs calls one at a time, in the order of submission. A call starts when it is
+submitted, its inputs are available and its process is free.
 
-Clocks of two machines differ: a call that seems to have arrived before it was submitted, or before a result that it
-reads was there, is taken to have been submitted, or to have had that result, when it arrived. No time is ever negative.
+Clocks of different machines may disagree. If a call seems to arrive before its submission or before one of its inputs,
+the arrival time replaces that time. Therefore no duration is negative.
 """
 
 from bisect import bisect_right
@@ -17,22 +17,23 @@ from typing import Literal, NamedTuple
 from flowrl.data.events import CallEvent
 
 STARTING = ("__init__", "join", "prepare")
-"""Calls that belong to the start of a run, not to its loop."""
+"""Methods that are called during startup, before the training loop."""
 
 Part = Literal["compute", "transfer", "driver"]
 
 
 def loop_events(events: Iterable[CallEvent]) -> list[CallEvent]:
-    """The events without those of the start of the run."""
+    """Returns the events of the training loop, without startup."""
     return [event for event in events if event.method not in STARTING]
 
 
 def call_name(event: CallEvent) -> str:
+    """Returns `role.method`."""
     return f"{event.role}.{event.method}"
 
 
 class Times(NamedTuple):
-    """The times of a call, never falling."""
+    """Times of a call, in ascending order."""
 
     submitted_ns: int
     arrived_ns: int
@@ -42,29 +43,29 @@ class Times(NamedTuple):
 
 
 def times(event: CallEvent) -> Times:
-    """The event's times in order: the process's own as they are, if its clock was not set back meanwhile."""
+    """Returns the times of an event, corrected so that they ascend."""
     own = accumulate((event.arrived_ns, event.started_ns, event.ended_ns, event.finished_ns), max)
     return Times(min(event.submitted_ns, event.arrived_ns), *own)
 
 
 @dataclass(frozen=True, slots=True)
 class CallParts:
-    """What a call's time from its submission until its result was packed went into; the parts sum to it."""
+    """Durations of a call. They sum to the time between the submission and the packed result."""
 
     event: CallEvent
     wait_ns: int
-    """Until the last call whose result it reads had finished."""
+    """From the submission until the last input is available."""
     queue_ns: int
-    """From then until its process had finished the call before."""
+    """From then until the process is free."""
     transfer_ns: int
-    """From then until the method began: arguments on their way and unpacked. And the packing of its result."""
+    """Transfer and unpacking of the arguments, and packing of the result."""
     compute_ns: int
-    """In the method."""
+    """Execution of the method."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A piece of the critical path. A piece of the part `driver` ends when the driver submitted the event."""
+    """Interval of the critical path. An interval of part `driver` ends at the submission of `event`."""
 
     event: CallEvent
     part: Part
@@ -77,30 +78,30 @@ class Segment:
 
 
 def span(events: Iterable[CallEvent]) -> tuple[int, int]:
-    """From the first submission to the last result; (0, 0) without events."""
+    """Returns the times of the first submission and the last result; (0, 0) without events."""
     both = [(at.submitted_ns, at.finished_ns) for at in map(times, events)]
     return min((first for first, _ in both), default=0), max((last for _, last in both), default=0)
 
 
 def call_parts(events: Iterable[CallEvent]) -> list[CallParts]:
-    """The parts of every call, in the order of submission. Calls that are not among `events` are waited for by none."""
-    graph, found = _Graph(events), []
+    """Returns the parts of every call, in the order of submission. Inputs that are not among `events` are ignored."""
+    graph, calls = _Graph(events), []
     for number, event in graph.events.items():
         at = graph.times[number]
         ready_ns = max(at.submitted_ns, graph.seen_by(number, graph.last_input(number)))
         free_ns = max(ready_ns, graph.seen_by(number, graph.before.get(number)))
         transfer_ns = at.started_ns - free_ns + at.finished_ns - at.ended_ns
         compute_ns = at.ended_ns - at.started_ns
-        found.append(CallParts(event, ready_ns - at.submitted_ns, free_ns - ready_ns, transfer_ns, compute_ns))
-    return found
+        calls.append(CallParts(event, ready_ns - at.submitted_ns, free_ns - ready_ns, transfer_ns, compute_ns))
+    return calls
 
 
 def critical_path(events: Iterable[CallEvent]) -> list[Segment]:
-    """What the end of the run waited for at each moment: segments in order of time, which cover its span exactly once.
+    """Returns the critical path: consecutive segments that cover the span of the events exactly once.
 
-    From the call that finished last back: each call waited for the last of its inputs, for the call before it in its
-    process, or for the driver, whichever came last. What the driver waited for is not recorded: its own time is taken
-    to begin when the last call had finished that did so before the submission.
+    The path is traced backwards from the call that finished last. The predecessor of a call is its last input, the
+    previous call of its process, or the driver, whichever released the call last. Events do not record why the driver
+    submitted a call late. Driver time therefore starts when the last earlier call finished.
     """
     graph = _Graph(events)
     if not graph.events:
@@ -110,7 +111,7 @@ def critical_path(events: Iterable[CallEvent]) -> list[Segment]:
     path: list[Segment] = []
 
     def reach(event: CallEvent, part: Part, start_ns: int) -> None:
-        """Goes back to `start_ns`, or stays where the path is earlier than that already."""
+        """Extends the path back to `start_ns`, unless it already starts earlier."""
         nonlocal cursor_ns
         if start_ns < cursor_ns:
             path.append(Segment(event, part, start_ns, cursor_ns))
@@ -130,13 +131,13 @@ def critical_path(events: Iterable[CallEvent]) -> list[Segment]:
 
 
 class _Graph:
-    """Calls and what each may have waited for: always one with a smaller number, so that no walk goes in circles."""
+    """Dependency graph of calls. Every edge leads to a call with a smaller number, so the graph has no cycles."""
 
     def __init__(self, events: Iterable[CallEvent]) -> None:
         self.events = {event.number: event for event in sorted(events, key=lambda event: event.number)}
         self.times = {number: times(event) for number, event in self.events.items()}
         self.before: dict[int, int] = {}
-        """Call -> the one before it in its process."""
+        """Call -> previous call of the same process."""
         latest: dict[tuple[str, str], int] = {}
         for number, event in self.events.items():
             process = (event.pool, event.device_label)
@@ -146,16 +147,16 @@ class _Graph:
         self._finished = sorted((at.finished_ns, number) for number, at in self.times.items())
 
     def last_input(self, number: int) -> int | None:
-        """The call that finished last of those that this one reads."""
+        """Returns the input that finished last."""
         known = [source for source in self.events[number].inputs if source < number and source in self.events]
         return max(known, key=lambda source: self.times[source].finished_ns, default=None)
 
     def seen_by(self, number: int, source: int | None) -> int:
-        """When call `source` had finished, by the clock of call `number`: before that arrived; 0 without a source."""
+        """Returns the finish time of `source`, at most the arrival time of `number`; 0 without a source."""
         return 0 if source is None else min(self.times[source].finished_ns, self.times[number].arrived_ns)
 
     def cause(self, number: int) -> tuple[int | None, int]:
-        """The call that this one waited for last, or None for the driver; and when that wait was over."""
+        """Returns the predecessor on the critical path (None: the driver) and the time when it released the call."""
         sources = [source for source in (self.last_input(number), self.before.get(number)) if source is not None]
         last = max(sources, key=lambda source: self.seen_by(number, source), default=None)
         submitted_ns = self.times[number].submitted_ns
@@ -164,50 +165,71 @@ class _Graph:
         return last, self.seen_by(number, last)
 
     def last_finished(self, number: int, until_ns: int) -> int | None:
-        """The call that finished last until then, of those submitted before this one."""
-        for place in range(bisect_right(self._finished, until_ns, key=lambda entry: entry[0]) - 1, -1, -1):
-            if self._finished[place][1] < number:
-                return self._finished[place][1]
+        """Returns the call that finished last until `until_ns`, among the calls submitted before `number`."""
+        for i in range(bisect_right(self._finished, until_ns, key=lambda entry: entry[0]) - 1, -1, -1):
+            if self._finished[i][1] < number:
+                return self._finished[i][1]
         return None
 
 
 def since(path: Iterable[Segment], start_ns: int) -> list[Segment]:
-    """The part of a critical path from `start_ns` on."""
-    return [replace(piece, start_ns=max(piece.start_ns, start_ns)) for piece in path if piece.end_ns > start_ns]
+    """Returns the critical path from `start_ns` on."""
+    return [replace(segment, start_ns=max(segment.start_ns, start_ns)) for segment in path if segment.end_ns > start_ns]
 
 
 def path_totals(path: Iterable[Segment]) -> dict[tuple[str, Part], int]:
-    """Nanoseconds of the path per call name and part, the largest first."""
+    """Returns the nanoseconds of the path per (call name, part), largest first."""
     totals: defaultdict[tuple[str, Part], int] = defaultdict(int)
-    for piece in path:
-        totals[call_name(piece.event), piece.part] += piece.duration_ns
+    for segment in path:
+        totals[call_name(segment.event), segment.part] += segment.duration_ns
     return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
 
 def busy_fractions(events: Iterable[CallEvent], start_ns: int, end_ns: int) -> dict[str, float]:
-    """The share of [start_ns, end_ns] in which each device ran at least one call, by `CallEvent.device_label`.
+    """Returns, per `CallEvent.device_label`, the fraction of [start_ns, end_ns] in which the device ran a call.
 
-    Calls that overlap count once. Every device that appears in the events is in the result.
+    Overlapping calls count once. The result contains every device of the events.
     """
     intervals: defaultdict[str, list[CallEvent]] = defaultdict(list)
     for event in events:
         intervals[event.device_label].append(event)
-    return {label: _covered(found, start_ns, end_ns) for label, found in sorted(intervals.items())}
+    return {label: _busy_fraction(calls, start_ns, end_ns) for label, calls in sorted(intervals.items())}
 
 
 def rank_fractions(events: Iterable[CallEvent], start_ns: int, end_ns: int) -> dict[str, list[float]]:
-    """The share of [start_ns, end_ns] in which each rank of each role was in one of its methods, in order of ranks."""
+    """Returns, per role, the fraction of [start_ns, end_ns] in which each rank ran a call, in the order of ranks."""
     ranks: defaultdict[tuple[str, int], list[CallEvent]] = defaultdict(list)
     for event in events:
         ranks[event.role, event.rank].append(event)
     roles: defaultdict[str, list[float]] = defaultdict(list)
-    for (role, _), found in sorted(ranks.items()):
-        roles[role].append(_covered(found, start_ns, end_ns))
+    for (role, _), calls in sorted(ranks.items()):
+        roles[role].append(_busy_fraction(calls, start_ns, end_ns))
     return dict(roles)
 
 
-def _covered(events: Sequence[CallEvent], start_ns: int, end_ns: int) -> float:
-    """The share of the window in which at least one of the calls ran."""
+class IdleTracker:
+    """Computes the idle fraction of roles per step. Remembers the number of ranks of each role."""
+
+    def __init__(self) -> None:
+        self._num_ranks: dict[str, int] = {}
+
+    def idle_fractions(
+        self, events: Iterable[CallEvent], roles: Iterable[str], start_ns: int, end_ns: int
+    ) -> dict[str, float]:
+        """Returns `idle_<role>`: the fraction of [start_ns, end_ns] without a call of the role, mean over its ranks.
+
+        Roles that were never called are omitted.
+        """
+        if end_ns <= start_ns:
+            return {}
+        busy = rank_fractions(events, start_ns, end_ns)
+        for role, fractions in busy.items():
+            self._num_ranks[role] = max(self._num_ranks.get(role, 0), len(fractions))
+        known = [role for role in roles if role in self._num_ranks]
+        return {f"idle_{role}": 1 - sum(busy.get(role, ())) / self._num_ranks[role] for role in known}
+
+
+def _busy_fraction(events: Sequence[CallEvent], start_ns: int, end_ns: int) -> float:
     spans = sorted((max(event.started_ns, start_ns), min(event.ended_ns, end_ns)) for event in events)
     covered, reached = 0, start_ns
     for first, last in spans:

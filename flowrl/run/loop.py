@@ -27,6 +27,7 @@ from flowrl.memory.process_memory import resident_mb
 from flowrl.report.chrome_trace import Trace, TraceError, read_trace
 from flowrl.report.metrics_log import MetricsLog
 from flowrl.report.progress import LiveProgress
+from flowrl.report.trace import IdleTracker
 from flowrl.run.datasets import Examples
 from flowrl.run.evaluation import Evaluations, GreedyEvaluation, LossEvaluation
 from flowrl.run.interrupt import Interruption
@@ -34,9 +35,8 @@ from flowrl.run.preflight import check_engines, plan_run
 from flowrl.run.restarts import current_policy
 from flowrl.run.results import draw_plots, show, summarize, write_trace
 from flowrl.schedules.rollout_source import PromptQueue, RolloutContext, RolloutSource
-from flowrl.schedules.schedule_check import lanes_of
-from flowrl.schedules.schedule_metrics import Idleness
-from flowrl.schedules.streaming_rollouts import rollout_source_of
+from flowrl.schedules.schedule_plan import trainer_routes
+from flowrl.schedules.streaming_rollouts import make_rollout_source
 from flowrl.weight_sync.sync import WeightSync
 from flowrl.weight_sync.verification import ComparedWeights, RolloutWatch
 
@@ -140,15 +140,15 @@ class Run:
         config = self.config
         assert isinstance(config, OnPolicyConfig)
         queue = PromptQueue(prompts, config.samples_per_prompt)
-        lanes = lanes_of(config, self.cluster.plan)
+        routes = trainer_routes(config, self.cluster.plan)
         context = RolloutContext(
-            config, rollout, queue, self._weight_sync, self.cluster.calls, self._progress.say, lanes
+            config, rollout, queue, self._weight_sync, self.cluster.calls, self._progress.say, routes
         )
-        self._source = rollout_source_of(context)
+        self._source = make_rollout_source(context)
         self._saver.add_buffer(self._source)
         self._begin(rollout)
         for step in self._steps():
-            yield step, self._source.batch(step, self.version)
+            yield step, self._source.next_batch(step, self.version)
 
     def batches(self, stream: Iterable[Batch]) -> Iterator[tuple[int, Batch]]:
         """Yields (step, batch) from step 1, until `steps` or the end of the stream.
@@ -173,9 +173,9 @@ class Run:
             self._evaluate_untrained()
         if self._source is not None and rollout is not None:
             self._source.begin(self._policy, self._step, self.version)
-            dedicated = rollout.role if self._source.streams else None
+            dedicated = rollout.role if self._source.is_streaming else None
             policy, roles = self._policy and self._policy.role, self.cluster.plan.roles
-            self._log.measure_idleness(policy, roles, self._source.waited_s, excluded_role=dedicated)
+            self._log.measure_idleness(policy, roles, self._source.weight_wait_s, excluded_role=dedicated)
         self._log.reset_clock()
 
     def _steps(self) -> Iterator[int]:
@@ -280,7 +280,7 @@ class Run:
         self._log.add(metrics)
 
     def _log_source(self) -> None:
-        for metrics in () if self._source is None else self._source.logged():
+        for metrics in () if self._source is None else self._source.pop_metrics():
             self._log.add(self._watch.follow(metrics) if isinstance(metrics, ComparedWeights) else (metrics,))
 
     def _write_records(self, last_step: int) -> None:
@@ -331,7 +331,7 @@ class Run:
         if self._interruption.signal is not None or self._evaluations.has_result_of(self._step):
             return
         if self._source is not None and self._evaluations.evaluation is not None:
-            self._source.catch_up()
+            self._source.wait_for_newest_weights()
         self._evaluations.measure(self._step)
 
     def _write_records_and_evaluate(self) -> None:
@@ -350,7 +350,7 @@ class Run:
         self._defer_signals("writing the results", f"after step {self._step}")
         self._write_records_and_evaluate()
         if self._source is not None:
-            self._source.end()
+            self._source.finish()
         self._save_last()
         with replacing(self.folder.model) as folder:
             actor.save(folder.absolute())
@@ -392,7 +392,7 @@ class Run:
     ) -> None:
         try:
             if self._source is not None:
-                self._source.leave()
+                self._source.detach()
             if error is not None:
                 self._write_partial_results()
         except OSError as lost:  # not raised, because the first error is the one to report; the disk may be full
@@ -445,7 +445,7 @@ class StepLog:
         self._waited_s: WaitedS | None = None
         self._roles: tuple[str, ...] = ()
         self._excluded_role: str | None = None
-        self._idleness = Idleness()
+        self._idle = IdleTracker()
 
     def measure_idleness(
         self, policy: str | None, roles: Iterable[str], waited_s: WaitedS, *, excluded_role: str | None = None
@@ -521,7 +521,7 @@ class StepLog:
                 break
             if event.ended_ns > begun_ns:
                 recent.append(event)
-        values = self._idleness.of(recent, self._roles, begun_ns, ended_ns)
+        values = self._idle.idle_fractions(recent, self._roles, begun_ns, ended_ns)
         first_ns = min((event.started_ns for event in events if event.role == self._policy), default=begun_ns)
         values["wait_data_s"] = max(0, first_ns - begun_ns) / 1e9
         if self._waited_s is not None:

@@ -29,7 +29,7 @@ from flowrl.controller.placement.plan import Plan, RolePlan, plan
 from flowrl.memory.memory_estimate import estimate_memory
 from flowrl.memory.memory_table import check_memory, memory_budget
 from flowrl.memory.model_fit import check_model_fit
-from flowrl.schedules.schedule_check import check_schedule
+from flowrl.schedules.schedule_plan import check_schedule
 from flowrl.weight_sync.transfer import takes_one_by_one, transport_of
 
 

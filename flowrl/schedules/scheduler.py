@@ -1,364 +1,554 @@
-"""Who generates what when: the decisions of a schedule, without models, processes or a clock.
+"""Scheduling of `schedule: async`: which replica generates which prompt, and which responses a step trains.
 
-A *group* is a prompt with all its samples, numbered in the order of admission. A *maker* is a replica of the rollout. A
-group is waiting (its maker was lost), running, complete, and then trained once or dropped with a reason. It is admitted
-when it is first given to a maker, as late as it can be, so that it is as fresh as it can be.
+The scheduler makes decisions only. It has no models, processes or clock. A *group* is a prompt with all its samples. A
+*replica* is a data-parallel replica of the rollout. A group is admitted when it is first dispatched to a replica. It is
+then running, complete, and finally trained once or dropped with a reason. If its replica is lost, the group waits for
+another replica.
 
-Staleness is prevented and not repaired, as in AReaL (Fu et al. 2025, https://arxiv.org/abs/2505.24298): a group that r
-others stand before trains at version V + r // groups_per_step, where V is the version that the next step trains, and is
-given to a maker only if that is at most `max_staleness` above the maker's version. Where one before it is dropped it
-trains earlier. A group that a step with overprovision leaves behind may train later, and is dropped once that is too late.
+Staleness is bounded at dispatch, as in AReaL (Fu et al. 2025, https://arxiv.org/abs/2505.24298). A group with r groups
+ahead of it trains at version V + r // groups_per_step, where V is the version that the next step trains. A replica gets
+the group only if that version is at most `max_staleness` above the replica's own version.
 """
 
 from bisect import insort
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from flowrl.schedules.rules import REASONS, Abort, Action, Counts, Give, Rules, Taken, Update
-from flowrl.schedules.throughput import Throughput
+TrainerRoutes = tuple[tuple[int, ...], ...]
+"""For each data-parallel rank of the actor, the rollout replicas that generate its share of a step."""
+
+DROP_REASONS = ("stale", "refused")
+"""`stale`: over-provisioning left the group behind for too long. `refused`: the engine rejects the prompt."""
+
+EWMA_WEIGHT = 1 / 8
+"""Smallest weight of the latest group in the moving average of a replica's seconds per group."""
+
+STRAGGLER_RATIO = 2.0
+"""A replica counts as a straggler only if it is slower than the other replicas by more than this factor."""
+
+RETRY_AFTER = 50.0
+"""An idle straggler gets a group again after this multiple of its own seconds per group."""
+
+
+@dataclass(frozen=True)
+class ScheduleLimits:
+    """Limits that the scheduler enforces. All counts are in groups."""
+
+    groups_per_step: int
+    max_staleness: int
+    max_concurrent: int | None = None
+    """Largest number of running groups over all replicas; None: unlimited."""
+    overprovision: int = 0
+    """Groups admitted beyond the staleness bound; a step may leave this many behind."""
+    interrupt: bool = True
+    """Whether a replica loads new weights while it is generating."""
+    slots: int = 1
+    """Largest number of running groups per replica."""
+    is_batched: bool = False
+    """Whether a step's groups are dispatched together, when no group is running. Ignores `slots`, `max_concurrent`."""
+    total_groups: int | None = None
+    """Groups that the run trains, including the groups before a resume; None: unlimited."""
+    trainer_routes: TrainerRoutes | None = None
+    """Replicas per trainer; each trainer gets an equal share of a step. None: any replica serves any trainer."""
+
+
+@dataclass(frozen=True)
+class DispatchGroups:
+    """Tells a replica to start generating the groups."""
+
+    replica: int
+    groups: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class UpdateWeights:
+    """Tells a replica to load a weight version, before the groups that are dispatched to it later."""
+
+    replica: int
+    version: int
+
+
+@dataclass(frozen=True)
+class AbortGroups:
+    """Tells a replica to stop generating dropped groups."""
+
+    replica: int
+    groups: tuple[int, ...]
+
+
+Action = DispatchGroups | UpdateWeights
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The groups that a step trains."""
+
+    version: int
+    """Version of the weights that the step trains."""
+    groups: tuple[int, ...]
+    """Groups in the order of admission; with `trainer_routes`, trainer by trainer."""
+    staleness: tuple[int, ...]
+    """Staleness per group: `version` minus the replica's version when the group was dispatched."""
+
+
+@dataclass(frozen=True)
+class GroupCounts:
+    """Number of groups per state; admitted = waiting + running + complete + trained + all dropped."""
+
+    admitted: int
+    waiting: int
+    running: int
+    complete: int
+    """Complete groups that no step has trained yet."""
+    trained: int
+    dropped: Mapping[str, int]
+    """Reason -> number of groups. All `DROP_REASONS` are present."""
+
+
+@dataclass
+class _ReplicaTiming:
+    mean_s: float = 0.0
+    num_completed: int = 0
+    started_s: dict[int, float] = field(default_factory=dict)
+    """Running group -> time of its dispatch."""
+    idle_since_s: float = 0.0
+
+
+class ThroughputTracker:
+    """Measures the seconds per group of each replica, to detect stragglers. Without a clock no replica is a straggler.
+
+    Args:
+        num_replicas: number of replicas of the rollout.
+    """
+
+    def __init__(self, num_replicas: int) -> None:
+        self._replicas = [_ReplicaTiming() for _ in range(num_replicas)]
+        self._now_s: float | None = None
+
+    def advance_clock(self, now_s: float) -> None:
+        """Sets the current time (monotonic seconds)."""
+        self._now_s = now_s
+
+    def start_group(self, replica: int, group: int) -> None:
+        """Records that a group was dispatched to a replica."""
+        if self._now_s is not None:
+            self._replicas[replica].started_s[group] = self._now_s
+
+    def cancel_group(self, replica: int, group: int) -> None:
+        """Discards the measurement of a group that was dropped."""
+        self._replicas[replica].started_s.pop(group, None)
+
+    def complete_group(self, replica: int, group: int) -> None:
+        """Adds the time of a completed group to the replica's moving average."""
+        timing = self._replicas[replica]
+        started_s = timing.started_s.pop(group, None)
+        if started_s is None or self._now_s is None:
+            return
+        timing.num_completed += 1
+        timing.mean_s += (self._now_s - started_s - timing.mean_s) * max(EWMA_WEIGHT, 1 / timing.num_completed)
+        timing.idle_since_s = self._now_s
+
+    def reset_replica(self, replica: int) -> None:
+        """Discards all measurements of a replica whose process was replaced."""
+        self._replicas[replica] = _ReplicaTiming()
+
+    def seconds_per_group(self, replica: int) -> float | None:
+        """Returns the moving average of a replica, or None before its first measurement.
+
+        The oldest running group counts as completed now if it already exceeds the average.
+        """
+        timing = self._replicas[replica]
+        if self._now_s is None or not (timing.num_completed or timing.started_s):
+            return None
+        age_s = self._now_s - min(timing.started_s.values(), default=self._now_s)
+        weight = max(EWMA_WEIGHT, 1 / (timing.num_completed + 1))
+        return timing.mean_s + max(0.0, age_s - timing.mean_s) * weight
+
+    def is_straggler(self, replica: int, others: Iterable[int], num_groups: float) -> bool:
+        """Whether the other replicas complete `num_groups` groups before this replica completes one.
+
+        Args:
+            replica: the replica to test.
+            others: the other replicas that serve the same trainer.
+            num_groups: groups per slot that may still be dispatched before the staleness bound is reached.
+        """
+        own_s, others_s = self.seconds_per_group(replica), [self.seconds_per_group(other) for other in others]
+        measured_s = [seconds for seconds in others_s if seconds]
+        if own_s is None or not measured_s or len(measured_s) < len(others_s):
+            return False
+        timing = self._replicas[replica]
+        assert self._now_s is not None
+        if not timing.started_s and self._now_s - timing.idle_since_s > RETRY_AFTER * own_s:
+            return False
+        groups_per_s = sum(1 / seconds for seconds in measured_s)
+        return own_s > STRAGGLER_RATIO * len(measured_s) / groups_per_s and own_s > num_groups / groups_per_s
 
 
 @dataclass
 class _Group:
-    maker: int | None = None
-    """Where it runs."""
+    replica: int | None = None
+    """Replica that generates the group, or None."""
     version: int | None = None
-    """That its maker had when it was given; None while it waits."""
+    """Version of the replica when the group was dispatched; None while the group waits."""
 
     @property
     def is_complete(self) -> bool:
-        return self.maker is None and self.version is not None
+        return self.replica is None and self.version is not None
 
 
 @dataclass
-class _Maker:
+class _Replica:
     version: int | None
-    """At the end of what it has been told so far; None for a new process, until it has weights."""
-    taking: int | None = None
-    """The version that it was told to take and has not yet."""
+    """Weight version after all submitted updates; None: a new process that has no weights yet."""
+    updating_to: int | None = None
+    """Version of the update in flight."""
     running: set[int] = field(default_factory=set)
 
 
 @dataclass
 class TrainerQueue:
-    makers: tuple[int, ...]
+    """Groups of one trainer rank, or of all trainers if any replica serves any trainer."""
+
+    replicas: tuple[int, ...]
     quota: int
-    """Groups of a step."""
-    left: int | None
-    """Groups that are to be trained still; None is no end."""
+    """Groups per step."""
+    num_untrained: int | None
+    """Groups that the queue still has to train; None: unlimited."""
     live: dict[int, _Group] = field(default_factory=dict)
-    """Neither trained nor dropped, in the order of admission."""
+    """Groups that are neither trained nor dropped, in the order of admission."""
     waiting: list[int] = field(default_factory=list)
-    """Those without a maker, in the same order."""
-    running: int = 0
-    """How many have one."""
+    """Admitted groups without a replica, in the order of admission."""
+    num_running: int = 0
 
     @property
     def is_full(self) -> bool:
-        """Whether all that will be trained has been admitted."""
-        return self.left is not None and len(self.live) >= self.left
+        """Whether every group that the queue will train is admitted."""
+        return self.num_untrained is not None and len(self.live) >= self.num_untrained
 
     @property
     def num_complete(self) -> int:
-        return len(self.live) - self.running - len(self.waiting)
+        return len(self.live) - self.num_running - len(self.waiting)
 
-    def rank(self) -> int:
-        """Of the group that would be given next: how many live ones were admitted before it."""
+    def num_ahead(self) -> int:
+        """Returns the number of live groups ahead of the group that is dispatched next."""
         return list(self.live).index(self.waiting[0]) if self.waiting else len(self.live)
 
 
 class Scheduler:
-    """Says what makers are to do, and which groups the next step trains.
+    """Decides what each replica generates and which groups the next step trains.
 
-    Tell it what happened (`finished`, `published`, `updated`, `lost`, `drop`), then do what `aborts` and `actions` say,
-    and ask for the next step's groups with `take`. Every call is cheap and returns at once.
+    The caller reports events (`complete_group`, `add_version`, `confirm_update`, `mark_replica_lost`, `drop_group`).
+    It then carries out `pop_aborts` and `pop_actions`, and gets the next step's groups from `pop_step_batch`. No method
+    blocks.
 
     Args:
-        rules: what it is held to.
-        makers: how many there are, at least 1.
-        version: of the weights that all makers and the trainer begin with.
-        steps_taken: steps of the run that are done, after a resume.
+        limits: limits to enforce.
+        num_replicas: number of replicas, at least 1.
+        version: weight version of the trainer and of all replicas at the start.
+        num_steps_done: steps of the run that are already trained, after a resume.
     """
 
-    def __init__(self, rules: Rules, makers: int, *, version: int = 0, steps_taken: int = 0) -> None:
-        self._rules = rules
-        self._makers = [_Maker(version) for _ in range(makers)]
-        self._pace = Throughput(makers)
-        self._newest = version
+    def __init__(self, limits: ScheduleLimits, num_replicas: int, *, version: int = 0, num_steps_done: int = 0) -> None:
+        self._limits = limits
+        self._replicas = [_Replica(version) for _ in range(num_replicas)]
+        self._throughput = ThroughputTracker(num_replicas)
+        self._newest_version = version
         self._next_version = version
-        """That the next step trains."""
-        lanes = rules.lanes or (tuple(range(makers)),)
-        assert rules.groups_per_step % len(lanes) == 0, "a step's groups are shared equally by the trainers"
-        left = None if rules.total is None else rules.total - steps_taken * rules.groups_per_step
-        self._lanes = [TrainerQueue(lane, rules.groups_per_step // len(lanes), None) for lane in lanes]
-        for i, lane in enumerate(self._lanes):
-            lane.left = None if left is None else (left + len(lanes) - 1 - i) // len(lanes)
-        self._lane_of: dict[int, TrainerQueue] = {}
+        """Version that the next step trains."""
+        routes = limits.trainer_routes or (tuple(range(num_replicas)),)
+        num_queues, per_step = len(routes), limits.groups_per_step
+        assert per_step % num_queues == 0, "a step's groups are shared equally by the trainers"
+        num_left = None if limits.total_groups is None else limits.total_groups - num_steps_done * per_step
+        # Queue i gets the remaining groups i, i + num_queues, ...
+        shares = [
+            None if num_left is None else (num_left + num_queues - 1 - i) // num_queues for i in range(num_queues)
+        ]
+        self._queues = [
+            TrainerQueue(replicas, per_step // num_queues, share)
+            for replicas, share in zip(routes, shares, strict=True)
+        ]
+        self._queue_of: dict[int, TrainerQueue] = {}
         self._aborts: defaultdict[int, list[int]] = defaultdict(list)
-        self._admitted = 0
-        self._trained = 0
-        self._dropped: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
+        self._num_admitted = 0
+        self._num_trained = 0
+        self._dropped: Counter[str] = Counter(dict.fromkeys(DROP_REASONS, 0))
 
-    def take_back(self, groups: list[tuple[int, int | None]], num_lanes: int) -> list[int]:
-        """Admits what a run before had not trained: what was complete is, all else waits. Before any other call.
+    # Checkpoints.
+
+    def snapshot(self) -> list[tuple[int, int | None]]:
+        """Returns (queue index, version at dispatch) per untrained group; the version is None if it is not complete."""
+        indices = {id(queue): index for index, queue in enumerate(self._queues)}
+        queues = [(self._queue_of[group], group) for group in self.untrained]
+        states = [(indices[id(queue)], queue.live[group]) for queue, group in queues]
+        return [(index, state.version if state.is_complete else None) for index, state in states]
+
+    def restore(self, groups: list[tuple[int, int | None]], num_queues: int) -> list[int]:
+        """Admits the untrained groups of an earlier run. Must precede all other calls.
+
+        Complete groups stay complete; all other groups wait for a replica. If the number of queues differs, each group
+        goes to the shortest queue. Groups that are too stale for their new position are dropped later.
 
         Args:
-            groups: its `standing`.
-            num_lanes: how many it had. With another number each goes to the lane with the fewest, and of what is then
-                trained later than was foreseen, what has grown too old is dropped.
-        Returns: their numbers here.
+            groups: result of `snapshot`.
+            num_queues: `num_queues` of the earlier scheduler.
+
+        Returns:
+            The new ids of the groups.
         """
-        found = []
-        for number, version in groups:
-            same = num_lanes == self.num_lanes
-            lane = self._lanes[number] if same else min(self._lanes, key=lambda lane: len(lane.live))
-            group = self._admit(lane)
-            lane.live[group].version = version
+        ids = []
+        for index, version in groups:
+            is_same = num_queues == self.num_queues
+            queue = self._queues[index] if is_same else min(self._queues, key=lambda queue: len(queue.live))
+            group = self._admit(queue)
+            queue.live[group].version = version
             if version is None:
-                lane.waiting.append(group)
-            found.append(group)
-        return found
-
-    # What happened.
-
-    def tick(self, now_s: float) -> None:
-        """It is so late, in seconds since any moment: it learns how fast makers are by it. Without, all are alike."""
-        self._pace.tick(now_s)
-
-    def finished(self, maker: int, group: int) -> bool:
-        """Takes note that a maker has all rows of a group. False: it is not that maker's any more, drop the rows."""
-        lane = self._lane_of.get(group)
-        if lane is None or lane.live[group].maker != maker:
-            return False
-        lane.live[group].maker = None
-        lane.running -= 1
-        self._makers[maker].running.remove(group)
-        self._pace.finished(maker, group)
-        return True
-
-    def published(self, version: int) -> None:
-        """Weights of this version are there to be taken."""
-        self._newest = max(self._newest, version)
-
-    def updated(self, maker: int, version: int) -> None:
-        """A maker has the weights of this version, because of an `Update` or of something else. Until an `Update` is
-        done the maker is told of no other, and a new process is given no groups."""
-        found = self._makers[maker]
-        if found.taking is None or version >= found.taking:  # else it is word of a process that was lost since
-            found.taking, found.version = None, version
-
-    def lost(self, maker: int) -> None:
-        """A maker's process is gone: what it had waits for others, before everything new."""
-        gone = self._makers[maker]
-        for group in gone.running:
-            lane = self._lane_of[group]
-            lane.live[group] = _Group()
-            lane.running -= 1
-            insort(lane.waiting, group)
-        self._makers[maker] = _Maker(version=None)
-        self._pace.lost(maker)
-        self._aborts.pop(maker, None)
-
-    def drop(self, group: int, reason: str) -> bool:
-        """Gives up a group, whose place is free then. False: it was trained or dropped before."""
-        lane = self._lane_of.pop(group, None)
-        if lane is None:
-            return False
-        dropped = lane.live.pop(group)
-        if dropped.maker is not None:
-            lane.running -= 1
-            self._makers[dropped.maker].running.remove(group)
-            self._aborts[dropped.maker].append(group)
-            self._pace.left(dropped.maker, group)
-        elif not dropped.is_complete:
-            lane.waiting.remove(group)
-        self._dropped[reason] += 1
-        return True
-
-    # What to do.
-
-    def aborts(self) -> list[Abort]:
-        """What makers are to leave now, before they do anything else; counts as done when it is returned."""
-        aborts = [Abort(maker, tuple(groups)) for maker, groups in self._aborts.items()]
-        self._aborts.clear()
-        return aborts
-
-    def actions(self) -> list[Action]:
-        """What makers are to do now, in this order, after `aborts`; counts as done when it is returned."""
-        return [*self._updates(), *self._gives()]
-
-    def _updates(self) -> Iterator[Update]:
-        for rank, maker in enumerate(self._makers):
-            is_free = self._rules.interrupt or not maker.running
-            if maker.version != self._newest and maker.taking is None and is_free:
-                maker.taking = self._newest
-                if maker.version is not None:  # a new process is ready when it says so: it has a model to load first
-                    maker.version = self._newest
-                yield Update(rank, self._newest)
-
-    def _gives(self) -> Iterator[Give]:
-        given: defaultdict[int, list[int]] = defaultdict(list)
-        while (choice := self._choice()) is not None:
-            lane, rank = choice
-            maker = self._makers[rank]
-            group = lane.waiting.pop(0) if lane.waiting else self._admit(lane)
-            lane.live[group].maker, lane.live[group].version = rank, maker.version
-            lane.running += 1
-            maker.running.add(group)
-            self._pace.given(rank, group)
-            given[rank].append(group)
-        return (Give(rank, tuple(groups)) for rank, groups in given.items())
-
-    def _admit(self, lane: TrainerQueue) -> int:
-        group = self._admitted
-        self._admitted += 1
-        lane.live[group] = _Group()
-        self._lane_of[group] = lane
-        return group
-
-    def _choice(self) -> tuple[TrainerQueue, int] | None:
-        """The lane and the maker of the group that is given next: what trains first, to who has least to do and is not
-        too slow for it."""
-        running = sum(lane.running for lane in self._lanes)
-        if self._is_at_limit(running):
-            return None
-        for lane in sorted(self._lanes, key=lambda lane: lane.rank()):
-            trains_at = self._trains_at(lane, running)
-            if trains_at is None:
-                continue
-            rank = self._least_busy(lane, trains_at)
-            if rank is not None:
-                return lane, rank
-        return None
-
-    def _is_at_limit(self, running: int) -> bool:
-        limit = self._rules.max_concurrent
-        return limit is not None and running >= limit and not self._rules.whole_batches
-
-    def _least_busy(self, lane: TrainerQueue, trains_at: int) -> int | None:
-        """The maker with the fewest groups, of those that may take one that is trained at a version."""
-        able = [rank for rank in lane.makers if self._may_take(self._makers[rank], trains_at)]
-        able.sort(key=lambda rank: len(self._makers[rank].running))
-        found = next((rank for rank in able if not self._is_too_slow(lane, rank)), None)
-        if found is None and able and not any(self._makers[rank].running for rank in lane.makers):
-            return able[0]  # nobody else will do anything
-        return found
-
-    def _is_too_slow(self, lane: TrainerQueue, rank: int) -> bool:
-        """Whether the others of the lane would have to wait for what a maker is given."""
-        rules = self._rules
-        if rules.whole_batches:
-            return False
-        others = [other for other in lane.makers if other != rank and self._makers[other].version is not None]
-        most = (rules.max_staleness + 1) * lane.quota + rules.overprovision
-        most = most if lane.left is None else min(most, lane.left)
-        return self._pace.is_too_slow(rank, others, (most - lane.num_complete) / rules.slots)
-
-    def _trains_at(self, lane: TrainerQueue, running: int) -> int | None:
-        """The version at which the lane's next group will be trained; None if it has none to give now."""
-        rank = lane.rank()
-        if not lane.waiting:
-            begins_batch = rank % lane.quota == 0
-            if lane.is_full or (self._rules.whole_batches and begins_batch and running):
-                return None
-        return self._next_version + max(0, rank - self._rules.overprovision) // lane.quota
-
-    def _may_take(self, maker: _Maker, trains_at: int) -> bool:
-        has_room = self._rules.whole_batches or len(maker.running) < self._rules.slots
-        return has_room and maker.version is not None and trains_at - maker.version <= self._rules.max_staleness
-
-    # What to train.
-
-    def take(self) -> Taken | None:
-        """The next step's groups; None while they are not complete. Those that are too old for any later step are
-        dropped then, as `stale`."""
-        chosen = [self._complete(lane) for lane in self._lanes]
-        ready = [groups for groups in chosen if groups is not None]
-        if len(ready) < len(chosen) or not any(ready):
-            return None
-        version = self._next_version
-        staleness = {group: self._train(group) for groups in ready for group in groups}
-        assert max(staleness.values()) <= self._rules.max_staleness
-        self._next_version += 1
-        self._drop_stale()
-        return Taken(version, tuple(staleness), tuple(staleness.values()))
-
-    def _train(self, group: int) -> int:
-        """Counts a group as trained; its staleness."""
-        lane = self._lane_of.pop(group)
-        given = lane.live.pop(group).version
-        assert given is not None
-        if lane.left is not None:
-            lane.left -= 1
-        self._trained += 1
-        return self._next_version - given
-
-    def _complete(self, lane: TrainerQueue) -> list[int] | None:
-        """The lane's part of the next step: the first of its complete groups, and of all that are left at the end."""
-        if lane.is_full and len(lane.live) < lane.quota:
-            return list(lane.live) if lane.num_complete == len(lane.live) else None
-        if lane.num_complete < lane.quota:
-            return None
-        found: list[int] = []
-        for seen, (group, state) in enumerate(lane.live.items(), start=1):
-            if state.is_complete:
-                found.append(group)
-            if len(found) == lane.quota or seen - len(found) > self._rules.overprovision:
-                break
-        return found if len(found) == lane.quota else None
-
-    def _drop_stale(self) -> None:
-        oldest = self._next_version - self._rules.max_staleness
-        for lane in self._lanes:
-            for group, state in list(lane.live.items()):
-                if state.version is not None and state.version < oldest:
-                    self.drop(group, "stale")
-
-    # Where everything is.
+                queue.waiting.append(group)
+            ids.append(group)
+        return ids
 
     @property
-    def counts(self) -> Counts:
-        """Where all groups are now."""
-        running = sum(lane.running for lane in self._lanes)
-        waiting = sum(len(lane.waiting) for lane in self._lanes)
-        complete = sum(lane.num_complete for lane in self._lanes)
-        return Counts(self._admitted, waiting, running, complete, self._trained, dict(self._dropped))
+    def num_queues(self) -> int:
+        return len(self._queues)
 
     @property
     def untrained(self) -> tuple[int, ...]:
-        """Groups that were admitted and neither trained nor dropped, in order: what a checkpoint must keep."""
-        return tuple(sorted(self._lane_of))
+        """Groups that are admitted and neither trained nor dropped, in the order of admission."""
+        return tuple(sorted(self._queue_of))
 
-    def standing(self) -> list[tuple[int, int | None]]:
-        """Of each of the `untrained` its lane and, where it is complete, the version that its maker had when it was
-        given: what `take_back` needs."""
-        numbers = {id(lane): number for number, lane in enumerate(self._lanes)}
-        found = [(self._lane_of[group], group) for group in self.untrained]
-        states = [(numbers[id(lane)], lane.live[group]) for lane, group in found]
-        return [(number, state.version if state.is_complete else None) for number, state in states]
+    # Events.
+
+    def advance_clock(self, now_s: float) -> None:
+        """Sets the current time (monotonic seconds), which is used to estimate each replica's throughput."""
+        self._throughput.advance_clock(now_s)
+
+    def complete_group(self, replica: int, group: int) -> bool:
+        """Marks a group as complete. Returns False if the group is not running on this replica; discard its rows."""
+        queue = self._queue_of.get(group)
+        if queue is None or queue.live[group].replica != replica:
+            return False
+        queue.live[group].replica = None
+        queue.num_running -= 1
+        self._replicas[replica].running.remove(group)
+        self._throughput.complete_group(replica, group)
+        return True
+
+    def add_version(self, version: int) -> None:
+        """Makes a weight version available to replicas."""
+        self._newest_version = max(self._newest_version, version)
+
+    def confirm_update(self, replica: int, version: int) -> None:
+        """Records that a replica has loaded a version. Versions older than the update in flight are ignored.
+
+        A replica has at most one update in flight. A new process gets no groups before its first update is confirmed.
+        """
+        state = self._replicas[replica]
+        # An older version is a late confirmation of the process that was lost.
+        if state.updating_to is None or version >= state.updating_to:
+            state.updating_to, state.version = None, version
+
+    def mark_replica_lost(self, replica: int) -> None:
+        """Requeues the groups of a lost process. The new process gets groups after its first weight update."""
+        for group in self._replicas[replica].running:
+            queue = self._queue_of[group]
+            queue.live[group] = _Group()
+            queue.num_running -= 1
+            insort(queue.waiting, group)
+        self._replicas[replica] = _Replica(version=None)
+        self._throughput.reset_replica(replica)
+        self._aborts.pop(replica, None)
+
+    def drop_group(self, group: int, reason: str) -> bool:
+        """Drops a group and aborts it if it is running. Returns False if it was already trained or dropped."""
+        queue = self._queue_of.pop(group, None)
+        if queue is None:
+            return False
+        state = queue.live.pop(group)
+        if state.replica is not None:
+            queue.num_running -= 1
+            self._replicas[state.replica].running.remove(group)
+            self._aborts[state.replica].append(group)
+            self._throughput.cancel_group(state.replica, group)
+        elif not state.is_complete:
+            queue.waiting.remove(group)
+        self._dropped[reason] += 1
+        return True
+
+    # Actions.
+
+    def pop_aborts(self) -> list[AbortGroups]:
+        """Returns the aborts that replicas must receive before other actions. Each abort is returned once."""
+        aborts = [AbortGroups(replica, tuple(groups)) for replica, groups in self._aborts.items()]
+        self._aborts.clear()
+        return aborts
+
+    def pop_actions(self) -> list[Action]:
+        """Returns weight updates and dispatches, in the order of submission. Each action is returned once."""
+        return [*self._pop_updates(), *self._pop_dispatches()]
+
+    def _pop_updates(self) -> Iterator[UpdateWeights]:
+        for index, replica in enumerate(self._replicas):
+            can_update = self._limits.interrupt or not replica.running
+            if replica.version != self._newest_version and replica.updating_to is None and can_update:
+                replica.updating_to = self._newest_version
+                if (
+                    replica.version is not None
+                ):  # a new process has no version until it confirms: it loads a model first
+                    replica.version = self._newest_version
+                yield UpdateWeights(index, self._newest_version)
+
+    def _pop_dispatches(self) -> Iterator[DispatchGroups]:
+        dispatched: defaultdict[int, list[int]] = defaultdict(list)
+        while (choice := self._choose_next()) is not None:
+            queue, index = choice
+            replica = self._replicas[index]
+            group = queue.waiting.pop(0) if queue.waiting else self._admit(queue)
+            queue.live[group].replica, queue.live[group].version = index, replica.version
+            queue.num_running += 1
+            replica.running.add(group)
+            self._throughput.start_group(index, group)
+            dispatched[index].append(group)
+        return (DispatchGroups(index, tuple(groups)) for index, groups in dispatched.items())
+
+    def _admit(self, queue: TrainerQueue) -> int:
+        group = self._num_admitted
+        self._num_admitted += 1
+        queue.live[group] = _Group()
+        self._queue_of[group] = queue
+        return group
+
+    def _choose_next(self) -> tuple[TrainerQueue, int] | None:
+        """Returns the queue whose next group trains first and the least busy replica that may generate that group."""
+        num_running = sum(queue.num_running for queue in self._queues)
+        if self._is_at_limit(num_running):
+            return None
+        for queue in sorted(self._queues, key=lambda queue: queue.num_ahead()):
+            train_version = self._next_train_version(queue, num_running)
+            if train_version is None:
+                continue
+            replica = self._find_replica(queue, train_version)
+            if replica is not None:
+                return queue, replica
+        return None
+
+    def _is_at_limit(self, num_running: int) -> bool:
+        limit = self._limits.max_concurrent
+        return limit is not None and num_running >= limit and not self._limits.is_batched
+
+    def _find_replica(self, queue: TrainerQueue, train_version: int) -> int | None:
+        """Returns the replica with the fewest running groups that may generate a group for this version."""
+        eligible = [index for index in queue.replicas if self._is_eligible(self._replicas[index], train_version)]
+        eligible.sort(key=lambda index: len(self._replicas[index].running))
+        best = next((index for index in eligible if not self._is_straggler(queue, index)), None)
+        if best is None and eligible and not any(self._replicas[index].running for index in queue.replicas):
+            return eligible[0]  # without this group the queue would make no progress
+        return best
+
+    def _is_eligible(self, replica: _Replica, train_version: int) -> bool:
+        has_slot = self._limits.is_batched or len(replica.running) < self._limits.slots
+        return (
+            has_slot and replica.version is not None and train_version - replica.version <= self._limits.max_staleness
+        )
+
+    def _is_straggler(self, queue: TrainerQueue, replica: int) -> bool:
+        """Whether the other replicas of the queue would have to wait for a group of this replica."""
+        limits = self._limits
+        if limits.is_batched:
+            return False
+        others = [other for other in queue.replicas if other != replica and self._replicas[other].version is not None]
+        max_live = (limits.max_staleness + 1) * queue.quota + limits.overprovision
+        max_live = max_live if queue.num_untrained is None else min(max_live, queue.num_untrained)
+        return self._throughput.is_straggler(replica, others, (max_live - queue.num_complete) / limits.slots)
+
+    def _next_train_version(self, queue: TrainerQueue, num_running: int) -> int | None:
+        """Returns the version that will train the queue's next group; None if no group may be dispatched now."""
+        num_ahead = queue.num_ahead()
+        if not queue.waiting:
+            is_batch_start = num_ahead % queue.quota == 0
+            if queue.is_full or (self._limits.is_batched and is_batch_start and num_running):
+                return None
+        return self._next_version + max(0, num_ahead - self._limits.overprovision) // queue.quota
+
+    # Training.
+
+    def pop_step_batch(self) -> StepBatch | None:
+        """Returns the next step's groups, or None if they are not complete. Then drops groups that are too stale."""
+        shares = [self._complete_share(queue) for queue in self._queues]
+        ready = [groups for groups in shares if groups is not None]
+        if len(ready) < len(shares) or not any(ready):
+            return None
+        version = self._next_version
+        staleness = {group: self._mark_trained(group) for groups in ready for group in groups}
+        assert max(staleness.values()) <= self._limits.max_staleness
+        self._next_version += 1
+        self._drop_stale()
+        return StepBatch(version, tuple(staleness), tuple(staleness.values()))
+
+    def _mark_trained(self, group: int) -> int:
+        """Removes a group from its queue and returns its staleness."""
+        queue = self._queue_of.pop(group)
+        version = queue.live.pop(group).version
+        assert version is not None
+        if queue.num_untrained is not None:
+            queue.num_untrained -= 1
+        self._num_trained += 1
+        return self._next_version - version
+
+    def _complete_share(self, queue: TrainerQueue) -> list[int] | None:
+        """Returns the queue's share of the next step, or None if it is not complete. The last share may be smaller.
+
+        The share is the first `quota` complete groups. It skips at most `overprovision` groups that are not complete.
+        """
+        if queue.is_full and len(queue.live) < queue.quota:
+            return list(queue.live) if queue.num_complete == len(queue.live) else None
+        if queue.num_complete < queue.quota:
+            return None
+        share: list[int] = []
+        for num_seen, (group, state) in enumerate(queue.live.items(), start=1):
+            if state.is_complete:
+                share.append(group)
+            if len(share) == queue.quota or num_seen - len(share) > self._limits.overprovision:
+                break
+        return share if len(share) == queue.quota else None
+
+    def _drop_stale(self) -> None:
+        oldest = self._next_version - self._limits.max_staleness
+        for queue in self._queues:
+            for group, state in list(queue.live.items()):
+                if state.version is not None and state.version < oldest:
+                    self.drop_group(group, "stale")
+
+    # State.
 
     @property
-    def num_lanes(self) -> int:
-        return len(self._lanes)
+    def counts(self) -> GroupCounts:
+        """Current number of groups per state."""
+        running = sum(queue.num_running for queue in self._queues)
+        waiting = sum(len(queue.waiting) for queue in self._queues)
+        complete = sum(queue.num_complete for queue in self._queues)
+        return GroupCounts(self._num_admitted, waiting, running, complete, self._num_trained, dict(self._dropped))
 
     @property
-    def starved(self) -> tuple[int, ...]:
-        """Replicas that have nothing to do until newer weights are there, because more groups would be too old. Those
-        that would get none with newer weights either, at the end of the run say, are not among them."""
-        if self._is_at_limit(sum(lane.running for lane in self._lanes)):
+    def starved_replicas(self) -> tuple[int, ...]:
+        """Idle replicas that the staleness bound blocks until they load newer weights.
+
+        Excludes replicas that would get no groups with newer weights either, for example at the end of the run.
+        """
+        if self._is_at_limit(sum(queue.num_running for queue in self._queues)):
             return ()
-        return tuple(rank for rank, maker in enumerate(self._makers) if not maker.running and self._is_held(rank))
+        idle = (index for index, replica in enumerate(self._replicas) if not replica.running)
+        return tuple(index for index in idle if self._is_blocked_by_staleness(index))
 
-    def _is_held(self, rank: int) -> bool:
-        version, limit = self._makers[rank].version, self._rules.max_staleness
-        next_ones = [self._trains_at(lane, running=0) for lane in self._lanes if rank in lane.makers]
-        return version is not None and any(at is not None and at - version > limit for at in next_ones)
+    def _is_blocked_by_staleness(self, index: int) -> bool:
+        version, limit = self._replicas[index].version, self._limits.max_staleness
+        queues = [queue for queue in self._queues if index in queue.replicas]
+        train_versions = [self._next_train_version(queue, num_running=0) for queue in queues]
+        return version is not None and any(train is not None and train - version > limit for train in train_versions)
 
-    def running(self, maker: int) -> tuple[int, ...]:
-        """The groups that a maker works on, in order."""
-        return tuple(sorted(self._makers[maker].running))
+    def running_groups(self, replica: int) -> tuple[int, ...]:
+        """Returns the groups that a replica is generating, in the order of admission."""
+        return tuple(sorted(self._replicas[replica].running))
 
-    def version(self, maker: int) -> int | None:
-        """Of the weights that a maker has when it has done what it was told; None for a new process without."""
-        return self._makers[maker].version
+    def replica_version(self, replica: int) -> int | None:
+        """Returns the replica's weight version after all submitted updates; None: a new process without weights."""
+        return self._replicas[replica].version

@@ -1,211 +1,337 @@
-"""A run under a virtual clock: what a schedule gives for stated stage times. The decisions are `Scheduler`'s."""
+"""Discrete-event simulation of a schedule under a virtual clock. All decisions come from the real `Scheduler`.
+
+`simulate` returns the throughput, staleness and idle time for given durations. `Simulation` also injects faults. Tests
+subclass it to check the scheduler's invariants.
+"""
 
 import heapq
 import random
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+from math import isfinite
 
-from flowrl.schedules.rules import Action, Rules, Update
-from flowrl.schedules.scheduler import Scheduler
+from flowrl.schedules.scheduler import AbortGroups, Action, ScheduleLimits, Scheduler, StepBatch, UpdateWeights
+
+
+class VirtualClock:
+    """Virtual time with a queue of events. Events with the same time run in the order of their registration."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._events: list[tuple[float, int, Callable[[], None] | None]] = []
+        self._order = count()
+
+    def call_at(self, time_s: float, callback: Callable[[], None] | None = None) -> float:
+        """Registers an event and returns its time. Without a callback the event only advances the clock."""
+        heapq.heappush(self._events, (time_s, next(self._order), callback))
+        return time_s
+
+    def advance(self) -> None:
+        """Moves to the time of the next event and runs its callback."""
+        assert self._events, "no event is pending: the schedule is deadlocked"
+        time_s, _, callback = heapq.heappop(self._events)
+        self.now_s = max(self.now_s, time_s)
+        if callback is not None:
+            callback()
 
 
 @dataclass(frozen=True)
-class Times:
-    """Seconds that things take."""
+class Workload:
+    """Durations in seconds. A sequence is repeated if it is shorter than the run."""
 
-    groups: Sequence[float]
-    """Of a group on a slot of a maker, whatever runs beside it; the k-th admitted one takes groups[k % len(groups)]."""
-    train: Sequence[float]
-    """Of a step, by its number in the same way."""
+    group_s: Sequence[float]
+    """Generation of each group in the order of admission; independent of the other groups on the replica."""
+    train_s: Sequence[float]
+    """Training of each step."""
     update_s: float = 0.0
-    """For which new weights stop all that a maker works on."""
+    """Weight update, which pauses generation on the replica."""
+    startup_s: float = 3.0
+    """Start of a replacement process."""
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Faults to inject, at random times."""
+
+    mean_s_between_losses: float = float("inf")
+    """Mean time between two process losses, of a random replica."""
+    max_losses: int = 10**6
+    refused_fraction: float = 0.0
+    """Fraction of groups that are refused, while they run or when they complete."""
+    slowdown: float = 1.0
+    """Factor by which replica 0 is slower than the other replicas."""
+    seed: int = 0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of it."""
+    """Result of a simulation."""
 
     steps: int
     seconds: float
-    """From the first group to the end of the last step."""
+    """Time from the first dispatch to the end of the last step."""
     staleness: Mapping[int, int]
-    """Staleness -> trained groups."""
-    idle_makers: float
-    """Part of the time of all slots of the makers that was without a group."""
+    """Staleness -> number of trained groups."""
+    idle_replicas: float
+    """Fraction of all slots' time without a group."""
     idle_trainer: float
-    """Part of the time in which nothing was trained; all of it is waiting for data."""
+    """Fraction of the time without training."""
     wait_weights_s: float
-    """For which a maker had nothing to do, because more groups would have been too old; the mean of the makers."""
-    dropped: int
-    """Groups that grew too old."""
+    """Time in which the staleness bound kept an idle replica from generating, mean over replicas."""
+    num_dropped: int
+    """Dropped groups."""
 
     @property
     def steps_per_s(self) -> float:
-        """Steps in a second of the whole time."""
+        """Steps per second."""
         return self.steps / self.seconds
 
     @property
     def mean_staleness(self) -> float:
-        """Over trained groups."""
+        """Mean staleness over trained groups."""
         return sum(age * num for age, num in self.staleness.items()) / sum(self.staleness.values())
 
 
-def simulate(rules: Rules, makers: int, times: Times) -> Outcome:
-    """Lets makers and a trainer do what the rules say until `rules.total` groups are trained.
+def simulate(limits: ScheduleLimits, num_replicas: int, workload: Workload, faults: Faults | None = None) -> Outcome:
+    """Simulates a run of `limits.total_groups` groups with one trainer.
 
-    A trainer takes a step's groups when they are there, and its weights can be taken at the end of the step.
+    The trainer starts a step when its groups are complete. The new weights are available at the end of the step.
     """
-    assert rules.total is not None, "a run without an end has no outcome"
-    return _Clock(rules, makers, times).run()
+    return Simulation(limits, num_replicas, workload, faults).run()
 
 
-def long_tailed(num: int, mean_s: float, *, sigma: float, longest: float, seed: int) -> list[float]:
-    """Seconds drawn from a log-normal distribution, as lengths of responses are, cut off and then scaled to the mean.
+def simulate_detached(
+    limits: ScheduleLimits, workload: Workload, *, num_replicas: int, num_trainer_devices: int
+) -> Outcome:
+    """Simulates a run with separate devices for generation and training.
 
     Args:
-        sigma: standard deviation of the logarithm; 0 is all the same.
-        longest: where it is cut off, in multiples of the distribution's own mean, as `max_response_tokens` does.
+        limits: the schedule.
+        workload: `train_s` is the time of a step on one trainer device.
+        num_replicas: rollout replicas.
+        num_trainer_devices: devices that share a step's training equally.
     """
-    draws = random.Random(seed)
-    cut = [min(draws.lognormvariate(-sigma * sigma / 2, sigma), longest) for _ in range(num)]
-    scale = mean_s * num / sum(cut)
-    return [scale * seconds for seconds in cut]
+    return simulate(limits, num_replicas, _share_training(workload, num_trainer_devices))
 
 
-def detached(rules: Rules, times: Times, *, makers: int, trainer_devices: int) -> Outcome:
-    """A run with devices of their own for both.
+def simulate_colocated(
+    limits: ScheduleLimits, workload: Workload, *, num_replicas: int, num_trainer_devices: int
+) -> Outcome:
+    """Simulates a synchronous run whose devices alternate between generation and training.
+
+    Args: as `simulate_detached`.
+    """
+    sync = replace(limits, max_staleness=0, overprovision=0, interrupt=False, is_batched=True)
+    return simulate(sync, num_replicas, _share_training(workload, num_trainer_devices))
+
+
+def _share_training(workload: Workload, num_devices: int) -> Workload:
+    return replace(workload, train_s=[seconds / num_devices for seconds in workload.train_s])
+
+
+def sample_long_tailed_s(num: int, mean_s: float, *, sigma: float, max_ratio: float, seed: int) -> list[float]:
+    """Samples durations from a truncated log-normal distribution, which resembles response lengths.
 
     Args:
-        times: `train` is the time of a step on one device, and the trainer's share it evenly.
+        num: number of samples.
+        mean_s: mean of the samples.
+        sigma: standard deviation of the logarithm; 0: all samples are equal.
+        max_ratio: truncation, as a multiple of the mean before truncation; models `max_response_tokens`.
+        seed: seed of the random generator.
     """
-    return simulate(rules, makers, _shared(times, trainer_devices))
-
-
-def in_turns(rules: Rules, times: Times, *, makers: int, trainer_devices: int) -> Outcome:
-    """A synchronous run in which the same devices generate and train, so that each does one half of the time."""
-    whole = replace(rules, max_staleness=0, overprovision=0, interrupt=False, whole_batches=True)
-    return simulate(whole, makers, _shared(times, trainer_devices))
-
-
-def _shared(times: Times, devices: int) -> Times:
-    return replace(times, train=[seconds / devices for seconds in times.train])
+    rng = random.Random(seed)
+    samples = [min(rng.lognormvariate(-sigma * sigma / 2, sigma), max_ratio) for _ in range(num)]
+    scale = mean_s * num / sum(samples)
+    return [scale * sample for sample in samples]
 
 
 @dataclass
-class _Maker:
+class _Replica:
+    process: int = 0
+    """Number of process losses so far."""
     queue: deque[int] = field(default_factory=deque)
-    """Groups that it was given beyond its slots, as a whole batch may be."""
+    """Dispatched groups without a slot; only batched schedules exceed the slots."""
     active: dict[int, float] = field(default_factory=dict)
-    """Groups in its slots, and when they began."""
-    free_at: float = 0.0
-    """When the weights that it was told to take are there."""
+    """Group in a slot -> start time."""
+    free_at_s: float = 0.0
+    """End of the last weight update."""
     paused_s: float = 0.0
-    """For which updates stopped it so far."""
+    """Total duration of weight updates."""
 
 
-@dataclass(frozen=True, order=True)
-class _Event:
-    at: float
-    order: int
-    kind: str = field(compare=False)
-    maker: int = field(default=0, compare=False)
-    group: int = field(default=0, compare=False)
-    paused_s: float = field(default=0.0, compare=False)
-    """Of the maker, when the end of the group was foreseen."""
+class Simulation:
+    """Runs replicas and a trainer under a virtual clock until all groups are trained.
 
+    Args:
+        limits: the schedule; `total_groups` is required.
+        num_replicas: rollout replicas.
+        workload: durations.
+        faults: faults to inject; None: no faults.
+    """
 
-class _Clock:
-    def __init__(self, rules: Rules, makers: int, times: Times) -> None:
-        self._rules, self._times = rules, times
-        self._scheduler = Scheduler(rules, makers)
-        self._makers = [_Maker() for _ in range(makers)]
-        self._events: list[_Event] = []
-        self._order = count()
-        self._now = self._worked_s = self._trained_s = self._starved_s = 0.0
+    def __init__(
+        self, limits: ScheduleLimits, num_replicas: int, workload: Workload, faults: Faults | None = None
+    ) -> None:
+        assert limits.total_groups is not None, "an unlimited run has no outcome"
+        self.limits, self.workload, self.faults = limits, workload, faults or Faults()
+        self.clock = VirtualClock()
+        self.scheduler = Scheduler(limits, num_replicas)
+        self.version = 0
+        """Version that the trainer trains next."""
+        self.num_steps = self.num_losses = 0
+        self.is_training = False
+        self._replicas = [_Replica() for _ in range(num_replicas)]
+        self._rng = random.Random(self.faults.seed)
+        self._worked_s = self._trained_s = self._starved_s = 0.0
         self._staleness: Counter[int] = Counter()
-        self._steps = self._version = 0
-        self._is_training = False
 
     def run(self) -> Outcome:
-        self._act()
-        while self._events:
-            event = heapq.heappop(self._events)
-            self._starved_s += (event.at - self._now) * len(self._scheduler.starved)
-            self._now = event.at
-            self._scheduler.tick(self._now)
-            self._happens(event)
-            self._act()
-        num_slots, makers = self._rules.slots * len(self._makers), len(self._makers)
+        """Runs the simulation to its end."""
+        clock, scheduler, num_replicas = self.clock, self.scheduler, len(self._replicas)
+        self._schedule_loss()
+        self.process_decisions()
+        while self.is_training or scheduler.counts.trained < (self.limits.total_groups or 0):
+            num_starved, start_s = len(scheduler.starved_replicas), clock.now_s
+            clock.advance()
+            self._starved_s += (clock.now_s - start_s) * num_starved
+            self.process_decisions()
         return Outcome(
-            steps=self._steps,
-            seconds=self._now,
+            steps=self.num_steps,
+            seconds=clock.now_s,
             staleness=dict(self._staleness),
-            idle_makers=1 - self._worked_s / (self._now * num_slots),
-            idle_trainer=1 - self._trained_s / self._now,
-            wait_weights_s=self._starved_s / makers,
-            dropped=sum(self._scheduler.counts.dropped.values()),
+            idle_replicas=1 - self._worked_s / (clock.now_s * self.limits.slots * num_replicas),
+            idle_trainer=1 - self._trained_s / clock.now_s,
+            wait_weights_s=self._starved_s / num_replicas,
+            num_dropped=sum(scheduler.counts.dropped.values()),
         )
 
-    def _at(self, at: float, kind: str, maker: int = 0, group: int = 0, paused_s: float = 0.0) -> None:
-        heapq.heappush(self._events, _Event(at, next(self._order), kind, maker, group, paused_s))
+    def _call_at(self, time_s: float, callback: Callable[[], None]) -> None:
+        def handle() -> None:
+            self.scheduler.advance_clock(self.clock.now_s)
+            callback()
 
-    def _happens(self, event: _Event) -> None:
-        if event.kind == "trained":
-            self._is_training = False
-            self._version += 1
-            self._scheduler.published(self._version)
-        elif event.kind == "updated":
-            self._scheduler.updated(event.maker, event.group)
-        else:
-            self._end(event)
+        self.clock.call_at(time_s, handle)
 
-    def _end(self, event: _Event) -> None:
-        maker = self._makers[event.maker]
-        if event.group not in maker.active:
-            return  # it was aborted
-        if later := maker.paused_s - event.paused_s:
-            self._at(self._now + later, "end", event.maker, event.group, maker.paused_s)
-            return
-        self._worked_s += self._seconds(event.group)
-        del maker.active[event.group]
-        self._scheduler.finished(event.maker, event.group)
-        self._begin(event.maker)
+    # Decisions of the scheduler. Tests override these methods to check them.
 
-    def _act(self) -> None:
-        self._train()
-        for abort in self._scheduler.aborts():
-            for group in abort.groups:
-                self._worked_s += max(0.0, self._now - self._makers[abort.maker].active.pop(group))
-        for action in self._scheduler.actions():
-            self._do(self._makers[action.maker], action)
+    def process_decisions(self) -> None:
+        """Carries out everything that the scheduler decides now."""
+        if not self.is_training and (batch := self.scheduler.pop_step_batch()) is not None:
+            self.train(batch)
+        for abort in self.scheduler.pop_aborts():
+            self.abort(abort)
+        for action in self.scheduler.pop_actions():
+            self.perform(action)
 
-    def _do(self, maker: _Maker, action: Action) -> None:
-        if isinstance(action, Update):
-            maker.free_at = max(maker.free_at, self._now) + self._times.update_s
-            maker.paused_s += self._times.update_s
-            self._at(maker.free_at, "updated", action.maker, action.version)
-        else:
-            maker.queue.extend(action.groups)
-            self._begin(action.maker)
-
-    def _begin(self, rank: int) -> None:
-        maker = self._makers[rank]
-        while maker.queue and len(maker.active) < self._rules.slots:
-            group = maker.queue.popleft()
-            begins_at = maker.active[group] = max(self._now, maker.free_at)
-            self._at(begins_at + self._seconds(group), "end", rank, group, maker.paused_s)
-
-    def _seconds(self, group: int) -> float:
-        return self._times.groups[group % len(self._times.groups)]
-
-    def _train(self) -> None:
-        if self._is_training or (taken := self._scheduler.take()) is None:
-            return
-        self._staleness.update(taken.staleness)
-        seconds = self._times.train[self._steps % len(self._times.train)]
+    def train(self, batch: StepBatch) -> None:
+        """Starts a training step."""
+        self._staleness.update(batch.staleness)
+        seconds = self.workload.train_s[self.num_steps % len(self.workload.train_s)]
         self._trained_s += seconds
-        self._steps += 1
-        self._is_training = True
-        self._at(self._now + seconds, "trained")
+        self.num_steps += 1
+        self.is_training = True
+        self._call_at(self.clock.now_s + seconds, self.finish_step)
+
+    def finish_step(self) -> None:
+        """Ends a training step and makes its weights available."""
+        self.is_training = False
+        self.version += 1
+        self.scheduler.add_version(self.version)
+
+    def abort(self, abort: AbortGroups) -> None:
+        """Removes dropped groups from a replica."""
+        replica = self._replicas[abort.replica]
+        for group in abort.groups:
+            if group in replica.active:
+                self._worked_s += max(0.0, self.clock.now_s - replica.active.pop(group))
+            else:
+                replica.queue.remove(group)
+        self._fill_slots(abort.replica)
+
+    def perform(self, action: Action) -> None:
+        """Starts a weight update or the generation of groups on a replica."""
+        rank, replica = action.replica, self._replicas[action.replica]
+        if not isinstance(action, UpdateWeights):
+            replica.queue.extend(action.groups)
+            return self._fill_slots(rank)
+        is_new_process = self.scheduler.replica_version(rank) is None
+        seconds = self.workload.update_s + (self.workload.startup_s if is_new_process else 0.0)
+        replica.free_at_s = max(replica.free_at_s, self.clock.now_s) + seconds
+        replica.paused_s += seconds
+        process, version = replica.process, action.version
+
+        def confirm() -> None:
+            if self._replicas[rank].process == process:
+                self.confirm_update(rank, version)
+
+        self._call_at(replica.free_at_s, confirm)
+
+    def confirm_update(self, rank: int, version: int) -> None:
+        """Reports a finished weight update to the scheduler."""
+        self.scheduler.confirm_update(rank, version)
+
+    # Replicas.
+
+    def _fill_slots(self, rank: int) -> None:
+        replica = self._replicas[rank]
+        while replica.queue and len(replica.active) < self.limits.slots:
+            group = replica.queue.popleft()
+            start_s = replica.active[group] = max(self.clock.now_s, replica.free_at_s)
+            self._schedule_end(start_s + self._seconds(rank, group), rank, group)
+
+    def _schedule_end(self, time_s: float, rank: int, group: int) -> None:
+        process, paused_s = self._replicas[rank].process, self._replicas[rank].paused_s
+        self._call_at(time_s, lambda: self._end_group(rank, group, process, paused_s))
+
+    def _seconds(self, rank: int, group: int) -> float:
+        factor = self.faults.slowdown if rank == 0 else 1.0
+        return factor * self.workload.group_s[group % len(self.workload.group_s)]
+
+    def _end_group(self, rank: int, group: int, process: int, paused_s: float) -> None:
+        replica = self._replicas[rank]
+        if replica.process != process:
+            if group not in replica.active and group not in replica.queue:
+                assert not self.scheduler.complete_group(rank, group), "a lost process completed a group"
+            return
+        if group not in replica.active:
+            return  # aborted
+        if delay_s := replica.paused_s - paused_s:  # a weight update paused generation
+            return self._schedule_end(self.clock.now_s + delay_s, rank, group)
+        is_refused = self.faults.refused_fraction > 0 and self._rng.random() < self.faults.refused_fraction
+        if is_refused and self._rng.random() < 0.5:
+            return self.refuse(group)
+        del replica.active[group]
+        self._worked_s += self._seconds(rank, group)
+        self.complete_group(rank, group)
+        if is_refused:
+            self.refuse(group)
+        self._fill_slots(rank)
+
+    def complete_group(self, rank: int, group: int) -> None:
+        """Reports a complete group to the scheduler."""
+        assert self.scheduler.complete_group(rank, group), "the scheduler lost track of a running group"
+
+    def refuse(self, group: int) -> None:
+        """Drops a running or complete group because the engine refuses its prompt."""
+        assert self.scheduler.drop_group(group, "refused"), "a live group is already dropped"
+
+    # Losses.
+
+    def _schedule_loss(self) -> None:
+        mean_s = self.faults.mean_s_between_losses
+        if isfinite(mean_s) and self.num_losses < self.faults.max_losses:
+            delay_s = self._rng.expovariate(1 / mean_s)
+            self._call_at(
+                self.clock.now_s + delay_s, lambda: self.lose_replica(self._rng.randrange(len(self._replicas)))
+            )
+
+    def lose_replica(self, rank: int) -> None:
+        """Replaces the process of a replica by a new process without weights and groups."""
+        lost = self._replicas[rank]
+        self._worked_s += sum(max(0.0, self.clock.now_s - start_s) for start_s in lost.active.values())
+        self._replicas[rank] = _Replica(lost.process + 1)
+        self.scheduler.mark_replica_lost(rank)
+        self.num_losses += 1
+        self._schedule_loss()

@@ -1,14 +1,14 @@
-"""Streaming: makers that generate all the time, each group as soon as the schedule admits it."""
+"""StreamingRollouts: `schedule: async`, in which replicas generate continuously while the trainer trains."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
-from flowrl.checkpoints.saved_rows import SavedRows
+from flowrl.checkpoints.saved_rows import IDENTITY, SavedRows
 from flowrl.config import UserError
 from flowrl.controller.calls.calls import MAX_EVENTS
 from flowrl.controller.dispatch import Future
@@ -17,382 +17,475 @@ from flowrl.controller.group import WorkerGroup
 from flowrl.data.batch.batch import Batch
 from flowrl.data.events import CallEvent, Counted
 from flowrl.data.metric import Logged
-from flowrl.schedules.pending_rollouts import PendingRollouts, complete_rows, pending_state
-from flowrl.schedules.rollout_source import BatchRollouts, RolloutContext, RolloutSource
-from flowrl.schedules.rules import Abort, Counts, Give, Taken, Update, rules_of
-from flowrl.schedules.schedule_metrics import Level, group_metrics, staleness
-from flowrl.schedules.scheduler import Scheduler
+from flowrl.schedules.rollout_source import BatchRollouts, RolloutContext, RolloutSource, staleness_metrics
+from flowrl.schedules.scheduler import (
+    AbortGroups,
+    DispatchGroups,
+    GroupCounts,
+    ScheduleLimits,
+    Scheduler,
+    StepBatch,
+    UpdateWeights,
+)
 from flowrl.weight_sync.sync import WeightSnapshot
 from flowrl.weight_sync.verification import ComparedWeights
 
-POLLS = 2
-"""Calls of `poll` that a maker has: while the driver reads the one, the maker works on the next."""
+MAX_POLLS = 2
+"""Polls in flight per replica: the replica works on the second while the driver reads the first."""
 
-SLICE_S = 0.1
-"""The longest that a poll takes, and twice that what a maker may take to hear of anything, with few makers."""
+POLL_S = 0.1
+"""Longest duration of a poll, with few replicas. A replica receives new calls after at most two polls."""
 
-SLICE_PER_MAKER_S = 0.01
-"""With many makers polls are longer, so that the driver has about a hundred a second of them whatever their number."""
+POLL_S_PER_REPLICA = 0.01
+"""Lower bound of the poll duration per replica. It limits the driver to about 100 polls per second in total."""
 
-SPARE = 4
-"""A maker is given one group more for so many that it works on at once, which it begins with when another is finished
-and the driver does not know yet. While it has such it goes on with a poll, as every end of one costs it time."""
+OVERSUBSCRIPTION = 4
+"""Over-subscribes each replica by one group per this many slots, so that it never idles between polls."""
 
-MOST_REFUSED = 100
-"""Prompts that may be refused one after another before the run ends: that is no matter of some prompts any more."""
+MAX_REFUSED_IN_A_ROW = 100
+"""Number of consecutive refused prompts that ends the run, because then the fault is not in single prompts."""
 
-SAID_REFUSED = 20
-"""Prompts of which a line says that they are refused; all are counted."""
+MAX_REFUSAL_MESSAGES = 20
+"""Number of refused prompts that are printed. All refused prompts are counted."""
 
 
 @dataclass(eq=False)
-class _Maker:
-    """What the driver knows of a replica."""
+class _Replica:
+    """Driver-side state of a rollout replica."""
 
-    replica: WorkerGroup
-    asked: deque[Future | Batch] = field(default_factory=deque)
-    """Its calls that were not read yet, in order; a poll is a batch."""
+    group: WorkerGroup
+    calls: deque[Future | Batch] = field(default_factory=deque)
+    """Calls whose results are not read yet, in the order of submission. The result of a poll is a Batch."""
     groups: set[int] = field(default_factory=set)
-    """That it works on."""
-    taking: tuple[int, Sequence[Future]] | None = None
-    """A version of the weights, and the calls that bring it."""
-    back: Future | None = None
-    """After a loss: what tells that another process is there, and has nothing to do."""
-    replaced: int = 0
-    """How often its process was replaced, as far as it has been taken note of."""
+    """Groups that the replica is generating."""
+    update: tuple[int, Sequence[Future]] | None = None
+    """Weight version in flight and the calls that load it."""
+    recovery: Future | None = None
+    """First call after a process was lost; resolved once the new process is ready."""
+    num_replacements: int = 0
+    """Number of process replacements that the driver has handled."""
 
-    def clear(self) -> None:
-        """Has it forget all that it was given. What was asked of it before may be answered still; nobody listens."""
-        self.back = cleared = self.replica.abort_all.submit()
-        self.asked = deque([cleared])
+    def reset(self) -> None:
+        """Aborts all groups and ignores the results of earlier calls."""
+        self.recovery = abort = self.group.abort_all.submit()
+        self.calls = deque([abort])
         self.groups.clear()
-        self.taking = None
+        self.update = None
 
     @property
-    def polls(self) -> int:
-        return sum(isinstance(each, Batch) for each in self.asked)
+    def num_polls(self) -> int:
+        return sum(isinstance(call, Batch) for call in self.calls)
+
+
+@dataclass(frozen=True)
+class PendingRollouts:
+    """Untrained groups of an earlier run, from a checkpoint."""
+
+    groups: list[tuple[int, int | None]]
+    """Result of `Scheduler.snapshot`."""
+    num_queues: int
+    """Number of queues of the earlier scheduler."""
+    rows: SavedRows | None
+    """Rows of the complete groups, in order."""
+
+    def admit(self, scheduler: Scheduler, context: RolloutContext) -> tuple[dict[int, int], dict[int, Batch]]:
+        """Restores the groups in a new scheduler.
+
+        Returns:
+            Group -> prompt index, for all groups; group -> rows, for complete groups.
+        """
+        queue, samples = context.prompts, context.config.samples_per_prompt
+        groups = scheduler.restore(self.groups, self.num_queues)
+        indices = dict(zip(groups, queue.pop(len(groups)), strict=True))
+        if self.rows is None:
+            return indices, {}
+        complete = [group for group, (_, version) in zip(groups, self.groups, strict=True) if version is not None]
+        rows = self.rows.load(queue.make_batch(indices[group] for group in complete), context.rollout.tasks)
+        return indices, {group: rows.rows(slice(i * samples, (i + 1) * samples)) for i, group in enumerate(complete)}
 
 
 class StreamingRollouts:
-    """Carries out what a `Scheduler` decides, whenever the driver waits for anything."""
+    """Runs the `Scheduler`: dispatches prompts and weights to replicas, and collects responses.
 
-    streams = True
+    All work happens in an idle callback, which the driver runs whenever it waits for a call.
+    """
 
-    def __init__(self, setting: RolloutContext) -> None:
-        self._setting = setting
-        ranks = range(setting.rollout.mesh.dp)
-        self._makers = [_Maker(setting.rollout.replica(rank)) for rank in ranks]
-        self._slice_s = max(SLICE_S, SLICE_PER_MAKER_S * len(ranks))
-        self._draws: dict[int, int] = {}
-        """Group -> the number of its draw, of those that were admitted and not trained."""
-        self._finished: dict[int, Batch] = {}
-        """Group -> its rows, where a maker left them."""
-        self._kept: PendingRollouts | None = None
-        """What `restore` gave, until `begin`."""
+    is_streaming = True
+
+    def __init__(self, context: RolloutContext) -> None:
+        self._context = context
+        num_replicas = context.rollout.mesh.dp
+        self._replicas = [_Replica(context.rollout.replica(rank)) for rank in range(num_replicas)]
+        self._poll_s = max(POLL_S, POLL_S_PER_REPLICA * num_replicas)
+        self._prompts: dict[int, int] = {}
+        """Untrained group -> prompt index."""
+        self._complete: dict[int, Batch] = {}
+        """Complete group -> rows, which stay in the replica's process."""
+        self._pending: PendingRollouts | None = None
+        """Groups of the checkpoint, between `restore` and `begin`."""
         self._exports: deque[WeightSnapshot] = deque()
-        """Not there to be taken yet."""
+        """Weight versions that the actor has not exported yet."""
         self._newest: WeightSnapshot | None = None
-        """The last that is; None is what makers begin with."""
-        self._compared: list[ComparedWeights] = []
-        self._is_held = False
-        self._lost = 0
-        self._first_step = self._first_version = self._published = 0
-        self._logged: tuple[Logged, ...] = ()
-        self._counts: Counts | None = None
-        """When the step before had taken its groups."""
-        self._starved = Level()
-        """Replicas that wait for newer weights."""
-        self._refused: set[str] = set()
-        """Places of prompts that an engine has refused."""
-        self._refused_in_a_row = 0
-        self._leave: Callable[[], None] | None = None
+        """Newest exported version; None: the initial version."""
+        self._comparisons: list[ComparedWeights] = []
+        self._is_paused = False
+        """Whether dispatch is paused until all replicas have the newest weights."""
+        self._num_lost = 0
+        self._first_step = self._first_version = self._newest_version = 0
+        self._metrics: tuple[Logged, ...] = ()
+        self._counts: GroupCounts | None = None
+        """Counts after the previous step took its groups."""
+        self._starved = StepFunction()
+        """Share of replicas that wait for newer weights."""
+        self._refused_locations: set[str] = set()
+        self._num_refused_in_a_row = 0
+        self._remove_callback: Callable[[], None] | None = None
         self.counted: deque[Counted] = deque(maxlen=MAX_EVENTS)
 
     def begin(self, policy: WorkerGroup | None, step: int, version: int) -> None:
-        setting = self._setting
-        self._first_step, self._first_version, self._published = step, version, version
-        # The inline backend has one maker, whatever the placement says.
-        lanes = setting.lanes if len(self._makers) > 1 else None
-        rules = rules_of(setting.config, lanes)
-        rules = replace(rules, slots=rules.slots + -(-rules.slots // SPARE))
-        self._scheduler = Scheduler(rules, len(self._makers), version=version, steps_taken=step)
-        if self._kept is not None:
-            self._draws, self._finished = self._kept.admit(self._scheduler, setting)
-            self._kept = None
+        context = self._context
+        self._first_step, self._first_version, self._newest_version = step, version, version
+        self._scheduler = Scheduler(self._limits(), len(self._replicas), version=version, num_steps_done=step)
+        if self._pending is not None:
+            self._prompts, self._complete = self._pending.admit(self._scheduler, context)
+            self._pending = None
         self._policy = policy
         if policy is not None:
-            setting.weight_sync.open(policy, setting.rollout)
-        for maker in self._makers:
-            maker.clear()
-        self._leave = setting.calls.add_idle_callback(self._attend)
+            context.weight_sync.open(policy, context.rollout)
+        for replica in self._replicas:
+            replica.reset()
+        self._remove_callback = context.calls.add_idle_callback(self._run_once)
 
-    # While the driver waits.
+    def _limits(self) -> ScheduleLimits:
+        config, schedule = self._context.config, self._context.config.schedule
+        slots = max(1, config.rollout.max_num_seqs // config.samples_per_prompt)
+        return ScheduleLimits(
+            groups_per_step=config.prompts_per_step,
+            max_staleness=schedule.staleness,
+            max_concurrent=schedule.max_concurrent,
+            overprovision=schedule.overprovision or 0,
+            interrupt=bool(schedule.interrupt),
+            slots=slots + -(-slots // OVERSUBSCRIPTION),
+            total_groups=config.steps * config.prompts_per_step,
+            # The inline backend has one replica, whatever the placement specifies.
+            trainer_routes=self._context.trainer_routes if len(self._replicas) > 1 else None,
+        )
 
-    def _attend(self) -> Iterable[Future | Batch]:
-        """Reads what makers have done, and has them do what comes next; what to look at when it is done."""
-        self._scheduler.tick(self._setting.now_ns() / 1e9)
-        for rank, maker in enumerate(self._makers):
-            self._read(rank, maker)
+    # Idle callback.
+
+    def _run_once(self) -> Iterable[Future | Batch]:
+        """Reads new results, submits the scheduler's actions, and returns the results that should trigger the next run.
+
+        Never blocks.
+        """
+        self._scheduler.advance_clock(self._context.now_ns() / 1e9)
+        for rank, replica in enumerate(self._replicas):
+            self._read_results(rank, replica)
         while self._exports and self._exports[0].ready():
             self._newest = self._exports.popleft()
-            self._scheduler.published(self._newest.number)
-        self._abort(self._scheduler.aborts())
-        if self._is_held:
-            self._update_idle()
+            self._scheduler.add_version(self._newest.number)
+        self._submit_aborts(self._scheduler.pop_aborts())
+        if self._is_paused:
+            self._update_idle_replicas()
         else:
-            self._act()
-        starved = () if self._is_held else self._scheduler.starved
-        self._starved.set(self._setting.now_ns(), len(starved) / len(self._makers))
-        for maker in self._makers:
-            while maker.polls < min(POLLS, len(maker.groups)):
-                maker.asked.append(maker.replica.poll.submit(self._slice_s))
-        return [*self._next_results(), *(part for version in self._exports for part in version.awaited())]
+            self._submit_actions()
+        starved = () if self._is_paused else self._scheduler.starved_replicas
+        self._starved.set(self._context.now_ns(), len(starved) / len(self._replicas))
+        for replica in self._replicas:
+            while replica.num_polls < min(MAX_POLLS, len(replica.groups)):
+                replica.calls.append(replica.group.poll.submit(self._poll_s))
+        exports = (part for snapshot in self._exports for part in snapshot.awaited())
+        return [*self._next_results(), *exports]
 
     def _next_results(self) -> Iterable[Future | Batch]:
-        """Of each maker what tells most: a poll comes after what was asked before it."""
-        for maker in self._makers:
-            polls = (each for each in maker.asked if isinstance(each, Batch))
-            taking = maker.taking[1][-1:] if maker.taking else maker.asked
-            yield from [poll] if (poll := next(polls, None)) is not None else list(taking)[:1]
+        """Yields one result per replica. Calls resolve in order, so a resolved poll implies all calls before it."""
+        for replica in self._replicas:
+            polls = (call for call in replica.calls if isinstance(call, Batch))
+            others = replica.update[1][-1:] if replica.update else replica.calls
+            yield from [poll] if (poll := next(polls, None)) is not None else list(others)[:1]
 
-    def _read(self, rank: int, maker: _Maker) -> None:
-        replaced = self._setting.calls.get_num_replacements(maker.replica.slots[0])
-        if maker.back is not None and maker.back.done():
-            maker.back, maker.replaced = None, replaced
-        elif maker.back is None and replaced > maker.replaced:
-            return self._tell_lost(rank, maker)
+    def _read_results(self, rank: int, replica: _Replica) -> None:
+        num_replacements = self._context.calls.get_num_replacements(replica.group.slots[0])
+        if replica.recovery is not None and replica.recovery.done():
+            replica.recovery, replica.num_replacements = None, num_replacements
+        elif replica.recovery is None and num_replacements > replica.num_replacements:
+            return self._handle_loss(rank, replica)
         try:
-            while maker.asked and maker.asked[0].done():
-                result = maker.asked.popleft()
+            while replica.calls and replica.calls[0].done():
+                result = replica.calls.popleft()
                 if isinstance(result, Batch):
-                    self._take(rank, maker, result)
+                    self._collect(rank, replica, result)
                 else:
-                    self._hear(maker, result.get())
-            if maker.taking is not None and all(call.done() for call in maker.taking[1]):
-                version, calls = maker.taking
+                    self._drop_refused(replica, result.get())
+            if replica.update is not None and all(call.done() for call in replica.update[1]):
+                version, calls = replica.update
                 for call in calls:
                     call.get()
-                maker.taking = None
-                self._scheduler.updated(rank, version)
+                replica.update = None
+                self._scheduler.confirm_update(rank, version)
         except ProcessLost as error:
-            if error.role != self._setting.rollout.role:
-                raise  # what the maker was to read is gone, and the maker is sound
-            self._tell_lost(rank, maker)
+            if error.role != self._context.rollout.role:
+                raise  # the source of the weights is lost; the replica is sound
+            self._handle_loss(rank, replica)
 
-    def _tell_lost(self, rank: int, maker: _Maker) -> None:
-        self._lost += 1
-        role, count = self._setting.rollout.role, len(maker.groups)
-        self._setting.say(f"{role} on rank {rank} is lost with {count} unfinished prompts, which others are given")
-        self._scheduler.lost(rank)
-        maker.clear()
+    def _handle_loss(self, rank: int, replica: _Replica) -> None:
+        self._num_lost += 1
+        role, count = self._context.rollout.role, len(replica.groups)
+        self._context.notify(f"{role} rank {rank} lost: {count} unfinished prompts are regenerated by other replicas")
+        self._scheduler.mark_replica_lost(rank)
+        replica.reset()
 
-    def _take(self, rank: int, maker: _Maker, rows: Batch) -> None:
-        """Takes up the groups that a poll gave."""
+    def _collect(self, rank: int, replica: _Replica, rows: Batch) -> None:
+        """Stores the complete groups of a poll."""
         if not rows.num_rows:
             return
-        numbers = self._groups()
+        group_of = self._groups_by_prompt()
         keys = rows.payload("prompt_id", "sample").rows
-        draws, samples = np.asarray(keys["prompt_id"]), np.asarray(keys["sample"])
-        for draw in dict.fromkeys(draws.tolist()):
-            group = numbers.get(draw)
+        prompt_ids, samples = np.asarray(keys["prompt_id"]), np.asarray(keys["sample"])
+        for prompt_id in dict.fromkeys(prompt_ids.tolist()):
+            group = group_of.get(prompt_id)
             if group is None:
                 continue
-            maker.groups.discard(group)
-            if not self._scheduler.finished(rank, group):
+            replica.groups.discard(group)
+            if not self._scheduler.complete_group(rank, group):
                 continue
-            places = np.flatnonzero(draws == draw)
-            ordered = places[np.argsort(samples[places])]
-            self._finished[group] = rows.drop("prompt_id", "sample").rows(ordered)
-        self._count()
+            own_rows = np.flatnonzero(prompt_ids == prompt_id)
+            in_order = own_rows[np.argsort(samples[own_rows])]
+            self._complete[group] = rows.drop("prompt_id", "sample").rows(in_order)
+        self._record_counts()
 
-    def _groups(self) -> dict[int, int]:
-        """Draw -> its group."""
-        return {draw: group for group, draw in self._draws.items()}
+    def _groups_by_prompt(self) -> dict[int, int]:
+        return {index: group for group, index in self._prompts.items()}
 
-    def _hear(self, maker: _Maker, answers: Sequence[Mapping[int, str | None] | None]) -> None:
-        """Drops the groups whose prompts an `add` was refused for."""
-        for draw, why in ((draw, why) for answer in answers for draw, why in (answer or {}).items()):
-            if why is None:
-                self._refused_in_a_row = 0
-            elif (group := self._groups().get(draw)) in maker.groups and self._scheduler.drop(group, "refused"):
-                self._tell_refused(self._setting.prompts.location(draw), why)
+    def _drop_refused(self, replica: _Replica, results: Sequence[Mapping[int, str | None] | None]) -> None:
+        """Drops groups whose prompts `add` refused. A result maps prompt index -> reason, or None if accepted."""
+        for index, reason in ((index, reason) for result in results for index, reason in (result or {}).items()):
+            if reason is None:
+                self._num_refused_in_a_row = 0
+                continue
+            group = self._groups_by_prompt().get(index)
+            if group in replica.groups and self._scheduler.drop_group(group, "refused"):
+                self._report_refused(self._context.prompts.location(index), reason)
 
-    def _tell_refused(self, place: str, why: str) -> None:
-        """Raises `UserError` where no prompt seems to be taken."""
-        prompts, role = self._setting.prompts, self._setting.rollout.role
-        self._refused_in_a_row += 1
-        if self._refused_in_a_row >= min(MOST_REFUSED, 2 * len(prompts)):
-            count = f"{self._refused_in_a_row} prompts one after another"
-            raise UserError(f"{place}: the prompt {why}; {role} has refused {count}, so that nothing is trained")
-        if place not in self._refused and len(self._refused) < SAID_REFUSED:
-            self._setting.say(f"{place}: the prompt {why}; it is dropped, as {role} refuses it")
-        self._refused.add(place)
+    def _report_refused(self, location: str, reason: str) -> None:
+        """Prints a refused prompt. Raises `UserError` if the engine seems to refuse every prompt."""
+        prompts, role = self._context.prompts, self._context.rollout.role
+        self._num_refused_in_a_row += 1
+        count = self._num_refused_in_a_row
+        if count >= min(MAX_REFUSED_IN_A_ROW, 2 * len(prompts)):
+            raise UserError(f"{location}: the prompt {reason}; {role} refused {count} prompts in a row")
+        if location not in self._refused_locations and len(self._refused_locations) < MAX_REFUSAL_MESSAGES:
+            self._context.notify(f"{location}: the prompt {reason}; {role} refuses it, and it is dropped")
+        self._refused_locations.add(location)
 
-    def _abort(self, aborts: Sequence[Abort]) -> None:
+    def _submit_aborts(self, aborts: Sequence[AbortGroups]) -> None:
         for abort in aborts:
-            maker = self._makers[abort.maker]
-            maker.groups.difference_update(abort.groups)
-            dropped = [self._draws.pop(group) for group in abort.groups]
-            maker.asked.append(maker.replica.abort.submit(dropped))
+            replica = self._replicas[abort.replica]
+            replica.groups.difference_update(abort.groups)
+            indices = [self._prompts.pop(group) for group in abort.groups]
+            replica.calls.append(replica.group.abort.submit(indices))
 
-    def _act(self) -> None:
-        actions = self._scheduler.actions()
-        given = sorted(group for action in actions if isinstance(action, Give) for group in action.groups)
-        new = [group for group in given if group not in self._draws]
-        self._draws |= zip(new, self._setting.prompts.take(len(new)), strict=True)
+    def _submit_actions(self) -> None:
+        actions = self._scheduler.pop_actions()
+        groups = sorted(group for action in actions if isinstance(action, DispatchGroups) for group in action.groups)
+        new = [group for group in groups if group not in self._prompts]
+        self._prompts |= zip(new, self._context.prompts.pop(len(new)), strict=True)
         for action in actions:
-            maker = self._makers[action.maker]
             match action:
-                case Give(groups=groups):
-                    self._give(maker, groups)
-                case Update(maker=rank, version=version):
-                    self._update(rank, version)
+                case DispatchGroups(replica=rank, groups=groups):
+                    self._dispatch(self._replicas[rank], groups)
+                case UpdateWeights(replica=rank, version=version):
+                    self._update_weights(rank, version)
 
-    def _give(self, maker: _Maker, groups: Sequence[int]) -> None:
-        rows = self._setting.prompts.batch(self._draws[group] for group in groups)
-        maker.groups.update(groups)
-        maker.asked.append(maker.replica.add.submit(rows, self._setting.config.samples_per_prompt))
+    def _dispatch(self, replica: _Replica, groups: Sequence[int]) -> None:
+        rows = self._context.prompts.make_batch(self._prompts[group] for group in groups)
+        replica.groups.update(groups)
+        replica.calls.append(replica.group.add.submit(rows, self._context.config.samples_per_prompt))
 
     # Weights.
 
-    def _update(self, rank: int, version: int) -> None:
-        maker, newest = self._makers[rank], self._newest
+    def _update_weights(self, rank: int, version: int) -> None:
+        replica, newest = self._replicas[rank], self._newest
         if newest is None:
-            # A process that has taken a lost one's place has been given what that one began with.
-            maker.taking = version, [maker.replica.abort_all.submit()]
+            # A replacement process has already loaded the initial weights.
+            replica.update = version, [replica.group.abort_all.submit()]
             return
-        assert newest.number == version, "makers are told of versions that are there"
-        setting, policy = self._setting, self._policy
-        if policy is None or not setting.weight_sync.goes_to_all(policy, setting.rollout):
-            maker.taking = version, self._deliver(newest, maker.replica)
+        assert newest.number == version, "the scheduler only knows exported versions"
+        context, policy = self._context, self._policy
+        if policy is None or not context.weight_sync.goes_to_all(policy, context.rollout):
+            replica.update = version, self._load_weights(newest, replica.group)
             return
-        others = [each.taking for each in self._makers if each.taking is not None and each.taking[0] == version]
-        maker.taking = others[0] if others else (version, self._deliver(newest, setting.rollout))
+        shared = [other.update for other in self._replicas if other.update is not None and other.update[0] == version]
+        replica.update = shared[0] if shared else (version, self._load_weights(newest, context.rollout))
 
-    def _deliver(self, version: WeightSnapshot, to: WorkerGroup) -> Sequence[Future]:
-        loads, compared = version.deliver(to)
-        if compared is not None:
-            self._compared.append(compared)
+    def _load_weights(self, snapshot: WeightSnapshot, rollout: WorkerGroup) -> Sequence[Future]:
+        loads, comparison = snapshot.deliver(rollout)
+        if comparison is not None:
+            self._comparisons.append(comparison)
         return loads
 
     def sync_weights(self, actor: WorkerGroup, rollout: WorkerGroup, version: int) -> ComparedWeights | None:
-        assert rollout is self._setting.rollout, "a schedule gives weights to the rollout whose responses it gives"
+        assert rollout is self._context.rollout, "weights must be sent to the rollout that generates the responses"
         self._policy = actor
-        self._exports.append(self._setting.weight_sync.export(actor, self._setting.rollout, version))
-        self._published = version
+        self._exports.append(self._context.weight_sync.export(actor, self._context.rollout, version))
+        self._newest_version = version
         return None
 
-    def catch_up(self) -> None:
-        if self._leave is None:
-            return  # all have what they begin with, or nobody is to work any more
-        self._is_held = not self._setting.config.schedule.interrupt
+    def wait_for_newest_weights(self) -> None:
+        if self._remove_callback is None:
+            return  # not begun, or detached
+        self._is_paused = not self._context.config.schedule.interrupt
         try:
-            self._setting.calls.wait_until(self._have_newest)
+            self._context.calls.wait_until(self._have_newest_weights)
         finally:
-            self._is_held = False
+            self._is_paused = False
 
-    def _have_newest(self) -> bool:
-        makers = range(len(self._makers))
-        return all(self._scheduler.version(maker) == self._published for maker in makers)
+    def _have_newest_weights(self) -> bool:
+        ranks = range(len(self._replicas))
+        return all(self._scheduler.replica_version(rank) == self._newest_version for rank in ranks)
 
-    def _update_idle(self) -> None:
-        """Gives the newest weights to makers that have finished, where none is to take them while it works."""
+    def _update_idle_replicas(self) -> None:
+        """Sends the newest weights to idle replicas while dispatch is paused (`interrupt: false`)."""
         newest = self._newest
-        for rank, maker in enumerate(self._makers):
-            version = self._scheduler.version(rank)
-            if newest is not None and not maker.groups and maker.taking is None and version != newest.number:
-                self._update(rank, newest.number)
+        for rank, replica in enumerate(self._replicas):
+            version = self._scheduler.replica_version(rank)
+            if newest is not None and not replica.groups and replica.update is None and version != newest.number:
+                self._update_weights(rank, newest.number)
 
     # Steps.
 
-    def batch(self, step: int, version: int) -> Batch:
+    def next_batch(self, step: int, version: int) -> Batch:
         self._check_version(step, version)
-        taken: Taken | None = None
+        step_batch: StepBatch | None = None
 
-        def is_there() -> bool:
-            nonlocal taken
-            taken = taken or self._scheduler.take()  # may be asked again when it is
-            return taken is not None
+        def is_complete() -> bool:
+            nonlocal step_batch
+            step_batch = step_batch or self._scheduler.pop_step_batch()  # may be called again afterwards
+            return step_batch is not None
 
-        self._setting.calls.wait_until(is_there)
-        assert taken is not None
-        groups = taken.groups
-        batch = self._setting.prompts.batch([self._draws.pop(group) for group in groups])
-        batch = batch.union(Batch.concat([self._finished.pop(group) for group in groups]))
-        batch = batch.in_sections(len(self._setting.lanes or [()]))
+        self._context.calls.wait_until(is_complete)
+        assert step_batch is not None
+        groups = step_batch.groups
+        batch = self._context.prompts.make_batch([self._prompts.pop(group) for group in groups])
+        batch = batch.union(Batch.concat([self._complete.pop(group) for group in groups]))
+        batch = batch.in_sections(len(self._context.trainer_routes or [()]))
         self._forget_dropped()
-        self._tell(batch, version)
-        return batch
-
-    def _check_version(self, step: int, version: int) -> None:
-        """A version counts a step's update: what bounds how stale a response may be."""
-        expected = self._first_version + step - self._first_step - 1
-        if version != expected:
-            raise UserError(
-                f"schedule async bounds how many updates a response may be behind, and step {step} begins with "
-                f"{version - self._first_version} of them, not {expected - self._first_version}: call run.sync_weights "
-                f"once at the end of every step"
-            )
-
-    def _forget_dropped(self) -> None:
-        """Lets go of the rows of groups that were finished and not taken in time."""
-        live = set(self._scheduler.untrained)
-        # A maker is told of those that it works on by their draws.
-        working = {group for maker in self._makers for group in maker.groups}
-        self._draws = {group: draw for group, draw in self._draws.items() if group in live | working}
-        self._finished = {group: rows for group, rows in self._finished.items() if group in live}
-
-    def _tell(self, batch: Batch, version: int) -> None:
-        """Notes what is to be told of the step."""
         counts = self._scheduler.counts
         values = group_metrics(counts, self._counts)
         self._counts = counts
-        bound = self._setting.config.schedule.staleness
-        self._logged = (values, staleness(batch, version, bound))
-        self._count()
+        self._metrics = (values, staleness_metrics(batch, version, self._context.config.schedule.staleness))
+        self._record_counts()
+        return batch
 
-    def _count(self) -> None:
+    def _check_version(self, step: int, version: int) -> None:
+        """Raises `UserError` if the recipe did not sync weights exactly once per step: staleness counts versions."""
+        expected = self._first_version + step - self._first_step - 1
+        if version != expected:
+            raise UserError(
+                f"step {step} begins with weight version {version - self._first_version}, but schedule async expects "
+                f"{expected - self._first_version}: call run.sync_weights once at the end of every step"
+            )
+
+    def _forget_dropped(self) -> None:
+        """Frees the rows and prompt indices of dropped groups."""
+        live = set(self._scheduler.untrained)
+        # An abort names groups by prompt index, so the index is needed until the abort is submitted.
+        running = {group for replica in self._replicas for group in replica.groups}
+        self._prompts = {group: index for group, index in self._prompts.items() if group in live | running}
+        self._complete = {group: rows for group, rows in self._complete.items() if group in live}
+
+    def _record_counts(self) -> None:
         counts = self._scheduler.counts
         values = {"running": counts.running, "complete": counts.complete, "waiting": counts.waiting}
-        self.counted.append(Counted(self._setting.now_ns(), values))
+        self.counted.append(Counted(self._context.now_ns(), values))
 
-    def logged(self) -> tuple[Logged, ...]:
-        # A maker that is late, or was lost, answers in a later step's line: nobody waits for it.
-        done = [each for each in self._compared if each.done()]
-        self._compared = [each for each in self._compared if each not in done]
-        told, self._logged = (*self._logged, *done), ()
-        return told
+    def pop_metrics(self) -> tuple[Logged, ...]:
+        # Nothing waits for a comparison: a slow or lost replica reports it in a later step's metrics.
+        done = [comparison for comparison in self._comparisons if comparison.done()]
+        self._comparisons = [comparison for comparison in self._comparisons if comparison not in done]
+        metrics, self._metrics = (*self._metrics, *done), ()
+        return metrics
 
-    def waited_s(self, step: int, events: Sequence[CallEvent], start_ns: int, end_ns: int) -> float:
+    def weight_wait_s(self, step: int, events: Sequence[CallEvent], start_ns: int, end_ns: int) -> float:
         return self._starved.integral_s(start_ns, end_ns)
 
     def summary(self) -> dict[str, Any]:
-        return {"groups": asdict(self._scheduler.counts), "makers_lost": self._lost}
+        return {"groups": asdict(self._scheduler.counts), "replicas_lost": self._num_lost}
 
-    def end(self) -> None:
-        self.leave()
-        for last in [maker.replica.abort_all.submit() for maker in self._makers]:
+    def finish(self) -> None:
+        self.detach()
+        for abort in [replica.group.abort_all.submit() for replica in self._replicas]:
             with suppress(ProcessLost):
-                last.get()
+                abort.get()
 
-    def leave(self) -> None:
-        if self._leave is not None:
-            self._leave()
-            self._leave = None
+    def detach(self) -> None:
+        if self._remove_callback is not None:
+            self._remove_callback()
+            self._remove_callback = None
+
+    # Checkpoints.
 
     def state(self) -> Mapping[str, Any]:
-        draws = [self._draws[group] for group in self._scheduler.untrained]
-        return self._setting.prompts.state(draws) | pending_state(self._scheduler)
+        indices = [self._prompts[group] for group in self._scheduler.untrained]
+        pending = {"groups": self._scheduler.snapshot(), "num_queues": self._scheduler.num_queues}
+        return self._context.prompts.state(indices) | pending
 
     def rows(self) -> Batch | None:
-        return complete_rows(self._scheduler, self._setting, self._draws, self._finished)
+        """Returns the rows of complete groups. Groups that are still running are generated again after a resume."""
+        complete = [group for group in self._scheduler.untrained if group in self._complete]
+        if not complete:
+            return None
+        keys = self._context.prompts.make_batch(self._prompts[group] for group in complete).select(*IDENTITY)
+        return keys.union(Batch.concat([self._complete[group] for group in complete]))
 
     def restore(self, state: Mapping[str, Any], rows: SavedRows | None) -> None:
-        self._setting.prompts.restore(state)
-        self._kept = PendingRollouts.read(state, rows)
+        self._context.prompts.restore(state)
+        groups = [(queue, version) for queue, version in state["groups"]]
+        self._pending = PendingRollouts(groups, state["num_queues"], rows)
 
 
-def rollout_source_of(setting: RolloutContext) -> RolloutSource:
-    """What gives a run its batches, as its schedule says; without staleness every schedule is `sync`."""
-    schedule = setting.config.schedule
-    return StreamingRollouts(setting) if schedule.streams else BatchRollouts(setting, ahead=schedule.staleness)
+class StepFunction:
+    """Piecewise constant function of time, initially 0."""
+
+    def __init__(self) -> None:
+        self._changes: deque[tuple[int, float]] = deque()
+
+    def set(self, now_ns: int, value: float) -> None:
+        """Sets the value from `now_ns` on."""
+        if not self._changes or self._changes[-1][1] != value:
+            self._changes.append((now_ns, value))
+
+    def integral_s(self, start_ns: int, end_ns: int) -> float:
+        """Returns the integral over [start_ns, end_ns] in seconds, and discards the history before `start_ns`."""
+        while len(self._changes) > 1 and self._changes[1][0] <= start_ns:
+            self._changes.popleft()
+        times = [at_ns for at_ns, _ in self._changes]
+        pieces = zip(self._changes, [*times[1:], end_ns], strict=False)
+        return sum(value * max(0, min(to_ns, end_ns) - max(at_ns, start_ns)) for (at_ns, value), to_ns in pieces) / 1e9
+
+
+def group_metrics(counts: GroupCounts, previous: GroupCounts | None = None) -> dict[str, float]:
+    """Returns the number of groups per state, and the admitted, trained and dropped groups since the previous step.
+
+    Args:
+        counts: counts after the step took its groups.
+        previous: the same for the previous step; None: the run's first step.
+    """
+    before = previous.dropped if previous else {}
+    dropped = {reason: count - before.get(reason, 0) for reason, count in counts.dropped.items()}
+    metrics = {
+        "buffer_depth": counts.complete,
+        "running_groups": counts.running,
+        "waiting_groups": counts.waiting,
+        "admitted_groups": counts.admitted - (previous.admitted if previous else 0),
+        "trained_groups": counts.trained - (previous.trained if previous else 0),
+        "dropped_groups": sum(dropped.values()),
+    }
+    metrics |= {f"dropped_{reason}": count for reason, count in dropped.items()}
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def make_rollout_source(context: RolloutContext) -> RolloutSource:
+    """Returns the rollout source of the config's schedule. Without staleness, every schedule is `sync`."""
+    schedule = context.config.schedule
+    return StreamingRollouts(context) if schedule.streams else BatchRollouts(context, num_ahead=schedule.staleness)

@@ -1,12 +1,12 @@
-"""Throughput of schedules against what generation and training would reach alone: roles that sleep, in processes of
-their own, and with `--model` GRPO with a small model. `python -m tests.benchmarks.schedules` prints the tables of
-docs/benchmarks.md.
+"""Measures the throughput of schedules against bounds: `python -m tests.benchmarks.schedules`.
 
-A step's time is known beforehand: t for training, and g_k for its responses generated together. The bounds are
-1 / mean(g_k + t) for sync, 1 / mean(max(g_k, t)) for one_step_off, which generates them beside the step before, and
-1 / max(mean g_k, t) for async. Replicas that nothing ever stops do not wait for a step's slowest response: with g, their
-time for a step's worth of responses, 1 / max(g, t) is what no schedule can exceed. For the model, g_k and t are what
-sync took.
+Workers sleep in their own processes, so the duration of each stage is known. `--model` also trains GRPO with a small
+model. The tables are in docs/benchmarks.md.
+
+t is the training time of a step and g_k the generation time of step k. The bounds in steps per second are
+1 / mean(g_k + t) for sync, 1 / mean(max(g_k, t)) for one_step_off and 1 / max(mean g_k, t) for async. A streaming
+replica does not wait for the slowest response of a step. With g, the mean generation time of a step on busy replicas,
+1 / max(g, t) bounds every schedule. For the model, g and t are measured with sync.
 """
 
 import argparse
@@ -26,24 +26,24 @@ from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train as train_grpo
 from recipes.quickstart.prepare import prepare
 from tests.run.sleeping_run import sleeping_config, train
-from tests.schedules.sleeping_replicas import Costs
+from tests.schedules.sleeping_replicas import Durations
 
-MAKERS, SLOTS, PROMPTS = 2, 8, 16
+REPLICAS, SLOTS, PROMPTS = 2, 8, 16
 WARMUP, LAST = 4, 3
-"""Steps until everything has begun, and those at the end for which makers have nothing left to do. Neither counts."""
+"""Steps at the start and at the end that are not measured: start-up, and the end of generation."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What takes how long, in seconds per step where nothing waits."""
+    """Durations per step without waiting."""
 
     name: str
     generate_s: float
     train_s: float
     sigma: float = 0.0
 
-    def costs(self) -> Costs:
-        return Costs(self.generate_s * MAKERS * SLOTS / PROMPTS, self.sigma)
+    def durations(self) -> Durations:
+        return Durations(self.generate_s * REPLICAS * SLOTS / PROMPTS, self.sigma)
 
 
 CASES = [
@@ -60,19 +60,19 @@ SCHEDULES = {
     "async, 2": {"kind": "async", "max_staleness": 2},
     "async, 8": {"kind": "async", "max_staleness": 8},
 }
-"""The number is the largest staleness."""
+"""Table label -> schedule; the number is `max_staleness`."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One line of the table: steps per second, the schedule's bound, that of all, and what each side was idle."""
+    """One row of the table. `bound` is the schedule's bound and `limit` the bound of every schedule, in steps/s."""
 
     case: str
     schedule: str
     rate: float
     bound: float
     limit: float
-    idle_makers: float
+    idle_replicas: float
     idle_trainers: float
     staleness: float
 
@@ -81,14 +81,14 @@ def measure(case: Case, schedule: str, task: Path, folder: Path, steps: int) -> 
     config = sleeping_config(
         task,
         folder / f"{case.name}-{schedule}".replace(" ", "").replace(":", "to").replace(",", "-"),
-        makers=MAKERS,
+        makers=REPLICAS,
         steps=steps,
         batch_size=PROMPTS,
         minibatch_size=PROMPTS,
         rollout={"max_response_tokens": 1, "max_num_seqs": SLOTS},
         schedule=SCHEDULES[schedule],
     )
-    _, trained = train(config, case.costs(), case.train_s / PROMPTS)
+    _, trained = train(config, case.durations(), case.train_s / PROMPTS)
     return figure(config, case.name, schedule, *bounds(case, schedule, trained))
 
 
@@ -105,10 +105,10 @@ def figure(config: OnPolicyConfig, case: str, schedule: str, bound: float, limit
 
 
 def with_model(schedules: Sequence[str], task: Path, folder: Path, steps: int) -> list[Figure]:
-    """GRPO with a model of random weights, a maker and a trainer with a core each. Sync comes first."""
+    """Measures GRPO with a randomly initialized model; one replica and one trainer with one core each."""
     sync = train_model("sync", task, folder, steps)
     seconds = 1 / sync.rate
-    generate_s = (1 - sync.idle_makers) * seconds
+    generate_s = (1 - sync.idle_replicas) * seconds
     limit = 1 / max(generate_s, seconds - generate_s)
     others = [train_model(schedule, task, folder, steps) for schedule in schedules if schedule != "sync"]
     return [replace(sync, bound=sync.rate, limit=limit), *(replace(f, bound=limit, limit=limit) for f in others)]
@@ -140,15 +140,17 @@ def train_model(schedule: str, task: Path, folder: Path, steps: int) -> Figure:
 
 
 def bounds(case: Case, schedule: str, trained: Sequence[Sequence[int]]) -> tuple[float, float]:
-    """Steps per second that the schedule and that anything allows, of the steps that are counted and their prompts."""
-    costs = case.costs()
-    per_maker = PROMPTS // MAKERS
+    """Returns the bound of the schedule and the bound of every schedule, in steps/s, for the measured steps."""
+    durations = case.durations()
+    per_replica = PROMPTS // REPLICAS
     together = [
-        max(costs.batch(prompts[i * per_maker : (i + 1) * per_maker], SLOTS) for i in range(MAKERS))
+        max(durations.batch_seconds(prompts[i * per_replica : (i + 1) * per_replica], SLOTS) for i in range(REPLICAS))
         for prompts in trained
     ]
     together = together[WARMUP:-LAST]
-    alone = statistics.mean(sum(map(costs.of, prompts)) / (MAKERS * SLOTS) for prompts in trained[WARMUP:-LAST])
+    alone = statistics.mean(
+        sum(map(durations.seconds, prompts)) / (REPLICAS * SLOTS) for prompts in trained[WARMUP:-LAST]
+    )
     limit = 1 / max(alone, case.train_s)
     if schedule == "sync":
         return 1 / statistics.mean(g + case.train_s for g in together), limit
@@ -158,11 +160,11 @@ def bounds(case: Case, schedule: str, trained: Sequence[Sequence[int]]) -> tuple
 
 
 def show(figures: Sequence[Figure]) -> None:
-    columns = ("steps/s", "bound", "ratio", "to the limit", "makers idle", "trainer idle", "staleness")
+    columns = ("steps/s", "bound", "ratio", "to the limit", "replicas idle", "trainer idle", "staleness")
     table = Table("generate : train", "schedule", *columns)
     for f in figures:
         numbers = (f"{f.rate:.3f}", f"{f.bound:.3f}", f"{f.rate / f.bound:.3f}", f"{f.rate / f.limit:.3f}")
-        shares = (f"{f.idle_makers:.2f}", f"{f.idle_trainers:.2f}", f"{f.staleness:.2f}")
+        shares = (f"{f.idle_replicas:.2f}", f"{f.idle_trainers:.2f}", f"{f.staleness:.2f}")
         table.add_row(f.case, f.schedule, *numbers, *shares)
     Console(width=120).print(table)
 

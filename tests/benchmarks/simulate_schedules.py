@@ -1,8 +1,8 @@
-"""What each schedule gives on 8 to 1,024 devices, simulated: `python -m tests.benchmarks.simulate_schedules [--png F]`.
+"""Simulates schedules on 8 to 1,024 devices: `python -m tests.benchmarks.simulate_schedules [--png F]`.
 
-Four devices a maker, eight prompts at once on each, lengths with a long tail, a batch that grows with the devices: the
-work of a step is the same per device everywhere, and what changes is the slowest response of a step. Sync has all
-devices generate and then train; the others have devices of their own for both, split where they are fastest.
+A replica has four devices and generates eight prompts concurrently. Response lengths have a long tail. The batch grows
+with the devices, so the work per device is constant; the slowest response of a step grows. `sync` is colocated on all
+devices. The other schedules are detached, with the faster of two splits.
 """
 
 import argparse
@@ -18,24 +18,30 @@ import matplotlib.pyplot as plt
 from rich.console import Console
 from rich.table import Table
 
-from flowrl.schedules.rules import Rules
-from flowrl.schedules.simulation import Outcome, Times, detached, in_turns, long_tailed
+from flowrl.schedules.scheduler import ScheduleLimits
+from flowrl.schedules.simulation import (
+    Outcome,
+    Workload,
+    sample_long_tailed_s,
+    simulate_colocated,
+    simulate_detached,
+)
 
 DEVICES = (8, 16, 32, 64, 128, 256, 512, 1024)
-PER_MAKER, SLOTS, PROMPTS_PER_DEVICE = 4, 8, 2
-GROUP_S, SIGMA, LONGEST = 60.0, 0.6, 4.0
-TRAIN_S = GROUP_S / SLOTS * PER_MAKER
-"""Of a prompt's samples on one device: as much as one device takes to generate them."""
+PER_REPLICA, SLOTS, PROMPTS_PER_DEVICE = 4, 8, 2
+GROUP_S, SIGMA, MAX_RATIO = 60.0, 0.6, 4.0
+TRAIN_S = GROUP_S / SLOTS * PER_REPLICA
+"""Training seconds of a prompt's samples on one device; equal to the generation time per device."""
 UPDATE_S = 2.0
 STEPS = 20
 
-SCHEDULES: dict[str, Rules] = {
-    "one_step_off": Rules(0, max_staleness=1, whole_batches=True, interrupt=False, slots=SLOTS),
-    "async 1": Rules(0, max_staleness=1, slots=SLOTS),
-    "async 4": Rules(0, max_staleness=4, slots=SLOTS),
-    "async 1, redundant": Rules(0, max_staleness=1, slots=SLOTS),
+SCHEDULES: dict[str, ScheduleLimits] = {
+    "one_step_off": ScheduleLimits(0, max_staleness=1, is_batched=True, interrupt=False, slots=SLOTS),
+    "async 1": ScheduleLimits(0, max_staleness=1, slots=SLOTS),
+    "async 4": ScheduleLimits(0, max_staleness=4, slots=SLOTS),
+    "async 1, over-provisioned": ScheduleLimits(0, max_staleness=1, slots=SLOTS),
 }
-"""By the staleness that they allow; the last has an eighth of a step's prompts more in flight."""
+"""Table label -> limits; the number is `max_staleness`. The last schedule is over-provisioned by 1/8 of a step."""
 SHARES = (0.5, 0.75)
 
 
@@ -43,13 +49,16 @@ SHARES = (0.5, 0.75)
 class Point:
     devices: int
     schedule: str
-    makers: int
-    """Devices that generate."""
+    rollout_devices: int
     outcome: Outcome
 
     @property
     def split(self) -> str:
-        return "in turns" if self.schedule == "sync" else f"{self.makers} : {self.devices - self.makers}"
+        return (
+            "colocated"
+            if self.schedule == "sync"
+            else f"{self.rollout_devices} : {self.devices - self.rollout_devices}"
+        )
 
     @property
     def prompts_per_s(self) -> float:
@@ -57,35 +66,45 @@ class Point:
 
 
 def points(devices: int, steps: int) -> list[Point]:
-    """Every schedule, at its best split."""
+    """Simulates every schedule at its best split."""
     groups = devices * PROMPTS_PER_DEVICE
-    draws = long_tailed(groups * steps, GROUP_S, sigma=SIGMA, longest=LONGEST, seed=devices)
-    times = Times(draws, [TRAIN_S * groups], UPDATE_S)
-    sync = Rules(groups, max_staleness=0, slots=SLOTS, total=groups * steps)
-    found = [
-        Point(devices, "sync", devices, in_turns(sync, times, makers=devices // PER_MAKER, trainer_devices=devices))
+    group_s = sample_long_tailed_s(groups * steps, GROUP_S, sigma=SIGMA, max_ratio=MAX_RATIO, seed=devices)
+    workload = Workload(group_s, [TRAIN_S * groups], UPDATE_S)
+    sync = ScheduleLimits(groups, max_staleness=0, slots=SLOTS, total_groups=groups * steps)
+    results = [
+        Point(
+            devices,
+            "sync",
+            devices,
+            simulate_colocated(sync, workload, num_replicas=devices // PER_REPLICA, num_trainer_devices=devices),
+        )
     ]
     for name, rules in SCHEDULES.items():
-        overprovision = groups // 8 if "redundant" in name else 0
-        rule = replace(rules, groups_per_step=groups, total=sync.total, overprovision=overprovision)
-        tried = [_split(devices, name, rule, times, share) for share in SHARES]
-        found.append(max(tried, key=lambda point: point.prompts_per_s))
-    return found
+        overprovision = groups // 8 if "over-provisioned" in name else 0
+        rule = replace(rules, groups_per_step=groups, total_groups=sync.total_groups, overprovision=overprovision)
+        tried = [_split(devices, name, rule, workload, share) for share in SHARES]
+        results.append(max(tried, key=lambda point: point.prompts_per_s))
+    return results
 
 
-def _split(devices: int, name: str, rules: Rules, times: Times, share: float) -> Point:
-    makers = max(1, int(devices * share) // PER_MAKER)
-    rest = devices - makers * PER_MAKER
-    return Point(devices, name, makers * PER_MAKER, detached(rules, times, makers=makers, trainer_devices=rest))
+def _split(devices: int, name: str, rules: ScheduleLimits, workload: Workload, share: float) -> Point:
+    num_replicas = max(1, int(devices * share) // PER_REPLICA)
+    rest = devices - num_replicas * PER_REPLICA
+    return Point(
+        devices,
+        name,
+        num_replicas * PER_REPLICA,
+        simulate_detached(rules, workload, num_replicas=num_replicas, num_trainer_devices=rest),
+    )
 
 
-def table(found: Sequence[Point]) -> Table:
-    """A line for each."""
-    words = ("devices", "schedule", "make : train", "prompts/s", "to sync", "staleness", "dropped", "idle makers")
+def table(results: Sequence[Point]) -> Table:
+    """Returns the result table."""
+    words = ("devices", "schedule", "rollout : train", "prompts/s", "vs. sync", "staleness", "dropped", "idle replicas")
     shown = Table(*words, "idle trainer")
-    for number, point in enumerate(found):
-        sync = next(other for other in found if (other.devices, other.schedule) == (point.devices, "sync"))
-        is_last = number + 1 == len(found) or found[number + 1].devices != point.devices
+    for number, point in enumerate(results):
+        sync = next(other for other in results if (other.devices, other.schedule) == (point.devices, "sync"))
+        is_last = number + 1 == len(results) or results[number + 1].devices != point.devices
         ratio = f"{point.prompts_per_s / sync.prompts_per_s:.2f}"
         start = (f"{point.devices:,}", point.schedule, point.split, f"{point.prompts_per_s:.2f}", ratio)
         shown.add_row(*start, *_measures(point), end_section=is_last)
@@ -94,22 +113,22 @@ def table(found: Sequence[Point]) -> Table:
 
 def _measures(point: Point) -> tuple[str, str, str, str]:
     of = point.outcome
-    idle = (of.idle_makers, of.idle_trainer)
-    if point.schedule == "sync":  # the same devices do both
+    idle = (of.idle_replicas, of.idle_trainer)
+    if point.schedule == "sync":  # the same devices generate and train
         idle = (sum(idle) - 1, sum(idle) - 1)
-    admitted = sum(of.staleness.values()) + of.dropped
-    return f"{of.mean_staleness:.2f}", f"{of.dropped / admitted:.1%}", f"{idle[0]:.0%}", f"{idle[1]:.0%}"
+    admitted = sum(of.staleness.values()) + of.num_dropped
+    return f"{of.mean_staleness:.2f}", f"{of.num_dropped / admitted:.1%}", f"{idle[0]:.0%}", f"{idle[1]:.0%}"
 
 
-def draw(found: Sequence[Point], path: Path) -> None:
-    """Prompts per second and device, and how stale they are, against devices."""
+def draw(results: Sequence[Point], path: Path) -> None:
+    """Draws throughput per device and mean staleness against the number of devices."""
     figure, (speed, age) = plt.subplots(1, 2, figsize=(10, 3.8), constrained_layout=True)
-    for name in dict.fromkeys(point.schedule for point in found):
-        own = [point for point in found if point.schedule == name]
+    for name in dict.fromkeys(point.schedule for point in results):
+        own = [point for point in results if point.schedule == name]
         devices = [point.devices for point in own]
         speed.plot(devices, [point.prompts_per_s / point.devices * 60 for point in own], marker="o", label=name)
         age.plot(devices, [point.outcome.mean_staleness for point in own], marker="o", label=name)
-    for axes, title in ((speed, "prompts per minute and device"), (age, "mean staleness, in updates")):
+    for axes, title in ((speed, "prompts per minute per device"), (age, "mean staleness (versions)")):
         axes.set(xscale="log", title=title, xlabel="devices", ylim=(0, None))
         axes.set_xticks(DEVICES, [f"{devices:,}" for devices in DEVICES], minor=False)
         axes.minorticks_off()
@@ -120,17 +139,17 @@ def draw(found: Sequence[Point], path: Path) -> None:
 
 
 def main() -> None:
-    """Prints the table, and draws it where a file is named."""
+    """Prints the table; with `--png`, also draws the plot."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--png", type=Path, help="draw it too")
+    parser.add_argument("--png", type=Path, help="write the plot to this file")
     parser.add_argument("--devices", type=int, nargs="*", default=DEVICES)
     parser.add_argument("--steps", type=int, default=STEPS)
     arguments = parser.parse_args()
     start_s = time.perf_counter()
-    found = [point for devices in arguments.devices for point in points(devices, arguments.steps)]
-    Console(width=130).print(table(found), f"simulated in {time.perf_counter() - start_s:.0f} s")
+    results = [point for devices in arguments.devices for point in points(devices, arguments.steps)]
+    Console(width=130).print(table(results), f"simulated in {time.perf_counter() - start_s:.0f} s")
     if arguments.png is not None:
-        draw(found, arguments.png)
+        draw(results, arguments.png)
 
 
 if __name__ == "__main__":

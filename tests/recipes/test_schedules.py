@@ -306,7 +306,7 @@ def test_a_killed_maker_loses_no_prompt(grpo_config: GrpoConfigs, ray_session: N
             if step == 3:
                 os.kill(victim, signal.SIGKILL)
             run.sync_weights(actor, rollout)
-        assert run.finish(actor)["makers_lost"] >= 1
+        assert run.finish(actor)["replicas_lost"] >= 1
         assert rollout.run(process_id)[1] == other
     assert sorted(trained) == list(range(8 * 16))
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from flowrl import Batch, Cluster, Placement
 from flowrl.data.events import CallEvent
 from flowrl.report.trace import (
+    IdleTracker,
     busy_fractions,
     call_name,
     call_parts,
@@ -199,6 +200,20 @@ def test_a_role_is_busy_rank_by_rank() -> None:
 
 
 PAIR = Placement(device="cpu", pools={"policy": [1], "judges": [1]}, roles={"actor": "policy", "critic": "judges"})
+
+
+def test_idle_fraction_is_the_mean_over_ranks() -> None:
+    events = [call("actor", 0, 60), call("rollout", 10, 100, rank=0), call("rollout", 50, 60, rank=1)]
+    idle = IdleTracker()
+    found = idle.idle_fractions(events, ["actor", "rollout", "critic"], 0, 100)
+    assert found == {"idle_actor": pytest.approx(0.4), "idle_rollout": pytest.approx(0.5)}
+
+
+def test_a_rank_without_calls_in_a_step_is_idle() -> None:
+    idle = IdleTracker()
+    idle.idle_fractions([call("rollout", 0, 10, rank=0), call("rollout", 0, 10, rank=1)], ["rollout"], 0, 10)
+    assert idle.idle_fractions([call("rollout", 10, 20)], ["rollout"], 10, 20) == {"idle_rollout": pytest.approx(0.5)}
+    assert idle.idle_fractions([], ["rollout"], 20, 30) == {"idle_rollout": 1.0}
 
 
 def test_the_trace_of_a_real_run_says_what_its_calls_waited_for(ray_session: None) -> None:

@@ -1,4 +1,4 @@
-"""A run whose roles sleep: the loop of a recipe around `sleeping_makers`."""
+"""A run whose roles sleep: the loop of a recipe around `sleeping_replicas`."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from flowrl.data.chat import ChatTokenizer
 from flowrl.data.prompts import PromptStream, read_conversations
 from flowrl.run.loop import Run
 from tests.configs import quickstart_settings
-from tests.schedules.sleeping_replicas import Costs, SleepingActor, SleepingMaker
+from tests.schedules.sleeping_replicas import Durations, SleepingActor, SleepingRollout
 
 
 class SleepingConfig(OnPolicyConfig):
@@ -34,7 +34,7 @@ def sleeping_config(task: Path, output: Path, *, makers: int = 2, trainers: int 
     return SleepingConfig.model_validate(settings | changes)
 
 
-def train(config: SleepingConfig, costs: Costs, row_s: float) -> tuple[dict[str, Any], list[list[int]]]:
+def train(config: SleepingConfig, costs: Durations, row_s: float) -> tuple[dict[str, Any], list[list[int]]]:
     """Trains; the run's summary, and the prompts of each step."""
     tokenizer = ChatTokenizer(config.actor.model.path)
     prompts = PromptStream(read_conversations(config.data.train)[:64], tokenizer, seed=0, max_prompt_tokens=16)
@@ -42,7 +42,7 @@ def train(config: SleepingConfig, costs: Costs, row_s: float) -> tuple[dict[str,
     trained = []
     with Run(config) as run:
         actor = run.group("actor", SleepingActor, row_s)
-        rollout = run.group("rollout", SleepingMaker, costs, slots)
+        rollout = run.group("rollout", SleepingRollout, costs, slots)
         run.add_checkpointable(actor)
         for _, batch in run.rollouts(rollout, prompts):
             trained.append(batch["prompt_id"].get("prompt_id").tolist())

@@ -15,7 +15,7 @@ from flowrl.run.loop import Run
 from flowrl.run.restarts import with_restarts
 from recipes.quickstart.prepare import prepare
 from tests.run.sleeping_run import SleepingConfig, sleeping_config, train
-from tests.schedules.sleeping_replicas import Costs, SleepingActor, SleepingMaker
+from tests.schedules.sleeping_replicas import Durations, SleepingActor, SleepingRollout
 
 ASYNC = {"kind": "async", "max_staleness": 2}
 
@@ -41,7 +41,7 @@ def test_prompts_are_trained_in_order_and_no_token_is_too_old(
     task: Path, tmp_path: Path, ray_session: None, schedule: dict[str, Any]
 ) -> None:
     config = sleeping_config(task, tmp_path / "out", schedule=schedule)
-    summary, trained = train(config, Costs(0.1, sigma=0.5), 0.02)
+    summary, trained = train(config, Durations(0.1, sigma=0.5), 0.02)
     assert trained == in_order(config)
     assert max(line["oldest"] for line in lines(config)) <= config.schedule.staleness
     assert summary["steps"] == 6
@@ -60,7 +60,7 @@ def test_a_killed_maker_is_replaced_and_its_prompts_are_given_to_others(
     trained: list[list[int]] = []
     with Run(config) as run:
         actor: Any = run.group("actor", SleepingActor, 0.02)
-        rollout: Any = run.group("rollout", SleepingMaker, Costs(0.2), 4)
+        rollout: Any = run.group("rollout", SleepingRollout, Durations(0.2), 4)
         run.add_checkpointable(actor)
         first, other = rollout.run(process_id)
         for step, batch in run.rollouts(rollout, prompts):
@@ -72,7 +72,7 @@ def test_a_killed_maker_is_replaced_and_its_prompts_are_given_to_others(
         summary = run.finish(actor)
         assert rollout.run(process_id)[1] == other
     assert trained == in_order(config)
-    assert summary["makers_lost"] >= 1 and summary["groups"]["trained"] == 96
+    assert summary["replicas_lost"] >= 1 and summary["groups"]["trained"] == 96
 
 
 def test_a_killed_trainer_costs_no_maker_and_every_prompt_is_trained_in_its_step(
@@ -87,7 +87,7 @@ def test_a_killed_trainer_costs_no_maker_and_every_prompt_is_trained_in_its_step
         prompts = PromptStream(read_conversations(config.data.train)[:64], tokenizer, seed=0, max_prompt_tokens=16)
         with Run(config) as run:
             actor: Any = run.group("actor", SleepingActor, 0.02)
-            rollout: Any = run.group("rollout", SleepingMaker, Costs(0.2), 4)
+            rollout: Any = run.group("rollout", SleepingRollout, Durations(0.2), 4)
             run.add_checkpointable(actor)
             makers.append(rollout.run(process_id))
             (victim,) = actor.run(process_id)
@@ -103,7 +103,7 @@ def test_a_killed_trainer_costs_no_maker_and_every_prompt_is_trained_in_its_step
     assert len(makers) == 2 and makers[0] == makers[1]
     assert list(trained.values()) == in_order(made)
     said = capsys.readouterr().out
-    assert "restart 1 of 3" in said and "is lost with" not in said
+    assert "restart 1 of 3" in said and "lost:" not in said
 
 
 def process_id(worker: Any) -> int:

@@ -1,7 +1,6 @@
-"""A rollout and an actor that take time and do no work: they sleep. Their methods are declared as those of the real
-ones, and Ray's processes can import them.
+"""Rollout and actor workers that sleep instead of computing, for runs with real Ray processes.
 
-A maker works on some prompts at once and on the others after those, as an engine does, and only while it is called.
+A replica generates a few prompts concurrently, and only while it is called.
 """
 
 import heapq
@@ -24,41 +23,41 @@ COLUMNS = ("response_mask", "weight_version", "response")
 
 
 @dataclass(frozen=True)
-class Costs:
-    """Seconds that the responses to a prompt take: always the mean, or log-normal around it."""
+class Durations:
+    """Seconds to generate a prompt: constant, or log-normal around the mean."""
 
     mean_s: float
     sigma: float = 0.0
     seed: int = 0
 
-    def of(self, prompt: int) -> float:
+    def seconds(self, prompt: int) -> float:
         if not self.sigma:
             return self.mean_s
         chance = np.random.default_rng([self.seed, prompt])
         return float(self.mean_s * chance.lognormal(-(self.sigma**2) / 2, self.sigma))
 
-    def batch(self, prompts: Sequence[int], slots: int) -> float:
-        """Of prompts that are begun in this order, so many at once."""
+    def batch_seconds(self, prompts: Sequence[int], slots: int) -> float:
+        """Returns the seconds to generate the prompts in this order with the given slots."""
         ends = [0.0] * slots
         for prompt in prompts:
-            heapq.heapreplace(ends, ends[0] + self.of(prompt))
+            heapq.heapreplace(ends, ends[0] + self.seconds(prompt))
         return max(ends)
 
 
-class SleepingMaker(Worker):
-    """Args: `slots` are the prompts that it works on at once."""
+class SleepingRollout(Worker):
+    """Args: `slots` is the number of concurrent prompts."""
 
     replicated = stateless = True
 
-    def __init__(self, costs: Costs, slots: int) -> None:
-        self.costs, self.slots, self.version = costs, slots, 0
+    def __init__(self, durations: Durations, slots: int) -> None:
+        self.durations, self.slots, self.version = durations, slots, 0
         self._todo: list[tuple[int, int]] = []
         self._working: dict[int, tuple[int, float, int]] = {}
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("prompt_ids", "prompt_id", "sample"), writes=COLUMNS)
     def generate(self, batch: TensorDict, greedy: bool = False) -> TensorDict:
         prompts = batch["rows", "prompt_id"].tolist()
-        time.sleep(0 if greedy else self.costs.batch(list(dict.fromkeys(prompts)), self.slots))
+        time.sleep(0 if greedy else self.durations.batch_seconds(list(dict.fromkeys(prompts)), self.slots))
         return _responses([(prompt, 0, self.version, self.version) for prompt in prompts], *COLUMNS)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, resend=False, reads=("prompt_ids", "prompt_id", "sample"))
@@ -70,10 +69,10 @@ class SleepingMaker(Worker):
         begun_s, rows = time.monotonic(), []
         while (self._todo or self._working) and (left := begun_s + slice_s - time.monotonic()) > 0:
             if rows and not self._todo:
-                break  # there is room for more
+                break  # a slot is free
             while self._todo and len(self._working) < self.slots:
                 prompt, samples = self._todo.pop(0)
-                self._working[prompt] = (samples, self.costs.of(prompt), self.version)
+                self._working[prompt] = (samples, self.durations.seconds(prompt), self.version)
             slept_s = time.monotonic()
             time.sleep(min(left, max(0.0, min(state[1] for state in self._working.values()))))
             slept_s = time.monotonic() - slept_s
@@ -99,19 +98,19 @@ class SleepingMaker(Worker):
 
 
 def _responses(rows: Sequence[tuple[int, int, int, int]], *columns: str) -> TensorDict:
-    """Of two tokens each: (prompt, sample, version of the first, version of the second)."""
+    """Returns rows of two tokens from (prompt, sample, version of token 1, version of token 2)."""
     table = torch.tensor(rows, dtype=torch.int64).reshape(len(rows), 4)
-    found = {"prompt_id": table[:, 0], "sample": table[:, 1], "response": ["..."] * len(rows)}
+    columns_of = {"prompt_id": table[:, 0], "sample": table[:, 1], "response": ["..."] * len(rows)}
     tokens = {
         "response_mask": torch.ones(2 * len(rows), dtype=torch.bool),
         "weight_version": table[:, 2:].reshape(-1).to(torch.int32),
     }
-    kept = {name: column for name, column in found.items() if name in columns}
-    return make_tensordict(kept, tokens, torch.full((len(rows),), 2, dtype=torch.int64))
+    selected = {name: column for name, column in columns_of.items() if name in columns}
+    return make_tensordict(selected, tokens, torch.full((len(rows),), 2, dtype=torch.int64))
 
 
 class SleepingActor(Worker):
-    """Args: `row_s` are the seconds that a row takes in an update."""
+    """Args: `row_s` is the duration of an update per row."""
 
     def __init__(self, row_s: float) -> None:
         self.row_s, self.updates = row_s, 0

@@ -1,32 +1,41 @@
-"""Replicas of whole batches: what is asked for when, and that a checkpoint loses none of it."""
+"""BatchRollouts: submitted batches and checkpoints. Staleness and weight-wait metrics."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from flowrl.checkpoints.saved_rows import FILE, IDENTITY, SavedRows, save_rows
 from flowrl.config import OnPolicyConfig
 from flowrl.data.batch.batch import Batch
-from flowrl.schedules.rollout_source import BatchRollouts, PromptQueue, RolloutContext
-from flowrl.schedules.rules import Give, Rules, Update
-from flowrl.schedules.scheduler import Scheduler
+from flowrl.data.events import CallEvent
+from flowrl.schedules.rollout_source import (
+    BatchRollouts,
+    PromptQueue,
+    RolloutContext,
+    measure_staleness,
+    measure_weight_wait_s,
+    staleness_metrics,
+)
+from flowrl.schedules.scheduler import DispatchGroups, ScheduleLimits, Scheduler, UpdateWeights
+from tests.report.call_events import timed
+from tests.schedules.simulated_workers import Method, NumberedPrompts
 from tests.schedules.test_streaming_rollouts import SAMPLES, config_of
-from tests.schedules.virtual_replicas import Method, Numbers
 
 STEPS, GROUPS = 5, 3
 
 
 @dataclass(eq=False)
 class Rollout:
-    """Answers at once, with the weights that it was given last."""
+    """Generates immediately, with the newest weights."""
 
     version: int = 0
-    asked: list[tuple[list[int], int]] = field(default_factory=list)
-    """Prompts of a call, and the version that answered it."""
+    calls_made: list[tuple[list[int], int]] = field(default_factory=list)
+    """Prompts and weight version of each call."""
     tasks: None = None
 
     @property
@@ -34,13 +43,13 @@ class Rollout:
         return Method(self._generate)
 
     def _generate(self, batch: Batch) -> Batch:
-        self.asked.append((batch.get("prompt_id").tolist()[::SAMPLES], self.version))
+        self.calls_made.append((batch.get("prompt_id").tolist()[::SAMPLES], self.version))
         tokens = {
             "response_mask": np.ones(len(batch), dtype=bool),
             "weight_version": np.full(len(batch), self.version, dtype=np.int32),
         }
         return Batch.from_columns(
-            rows={"call": [len(self.asked)] * len(batch)}, tokens=tokens, lengths=[1] * len(batch)
+            rows={"call": [len(self.calls_made)] * len(batch)}, tokens=tokens, lengths=[1] * len(batch)
         )
 
 
@@ -52,22 +61,22 @@ class WeightSync:
         self.rollout.version = version
 
 
-def rollout_source_of(config: OnPolicyConfig, version: int = 0) -> tuple[BatchRollouts, Any]:
+def make_source(config: OnPolicyConfig, version: int = 0) -> tuple[BatchRollouts, Any]:
     rollout: Any = Rollout(version)
     weight_sync: Any = WeightSync(rollout)
     calls: Any = None
-    numbers: Any = Numbers()
-    setting = RolloutContext(config, rollout, PromptQueue(numbers, SAMPLES), weight_sync, calls, print)
-    return BatchRollouts(setting, ahead=config.schedule.staleness), rollout
+    numbers: Any = NumberedPrompts()
+    context = RolloutContext(config, rollout, PromptQueue(numbers, SAMPLES), weight_sync, calls, print)
+    return BatchRollouts(context, num_ahead=config.schedule.staleness), rollout
 
 
-def trained(makers: BatchRollouts, rollout: Any, steps: range) -> list[Batch]:
-    """The batches of these steps."""
-    makers.begin(None, steps[0] - 1, steps[0] - 1)
+def trained(source: BatchRollouts, rollout: Any, steps: range) -> list[Batch]:
+    """Returns the batches of the steps."""
+    source.begin(None, steps[0] - 1, steps[0] - 1)
     found = []
     for step in steps:
-        found.append(makers.batch(step, step - 1))
-        makers.sync_weights(rollout, rollout, step)
+        found.append(source.next_batch(step, step - 1))
+        source.sync_weights(rollout, rollout, step)
     return found
 
 
@@ -76,36 +85,36 @@ def config_for(kind: str, **changes: Any) -> OnPolicyConfig:
     return OnPolicyConfig.model_validate(settings)
 
 
-def decided(max_staleness: int) -> list[tuple[list[int], int]]:
-    """What the scheduler gives out as a step's prompts, and at which version, to a maker that is always done."""
-    rules = Rules(GROUPS, max_staleness, interrupt=False, whole_batches=True, total=STEPS * GROUPS)
-    scheduler = Scheduler(rules, makers=1)
+def scheduled(max_staleness: int) -> list[tuple[list[int], int]]:
+    """Returns the scheduler's (groups, version) per dispatch, for a replica that completes groups immediately."""
+    limits = ScheduleLimits(GROUPS, max_staleness, interrupt=False, is_batched=True, total_groups=STEPS * GROUPS)
+    scheduler = Scheduler(limits, num_replicas=1)
     found, version = [], 0
     for step in range(1, STEPS + 1):
-        while actions := scheduler.actions():
+        while actions := scheduler.pop_actions():
             for action in actions:
-                if isinstance(action, Update):
+                if isinstance(action, UpdateWeights):
                     version = action.version
-                    scheduler.updated(0, version)
-                elif isinstance(action, Give):
+                    scheduler.confirm_update(0, version)
+                elif isinstance(action, DispatchGroups):
                     found.append((list(action.groups), version))
-                    assert all(scheduler.finished(0, group) for group in action.groups)
-        assert scheduler.take() is not None
-        scheduler.published(step)
+                    assert all(scheduler.complete_group(0, group) for group in action.groups)
+        assert scheduler.pop_step_batch() is not None
+        scheduler.add_version(step)
     return found
 
 
 @pytest.mark.parametrize("kind", ["sync", "one_step_off"])
-def test_a_run_asks_for_the_batches_that_the_scheduler_gives_a_simulation(kind: str) -> None:
+def test_submitted_batches_match_the_scheduler(kind: str) -> None:
     config = config_for(kind)
-    makers, rollout = rollout_source_of(config)
-    trained(makers, rollout, range(1, STEPS + 1))
-    assert rollout.asked == decided(config.schedule.staleness)
+    source, rollout = make_source(config)
+    trained(source, rollout, range(1, STEPS + 1))
+    assert rollout.calls_made == scheduled(config.schedule.staleness)
 
 
-def kept(makers: BatchRollouts, path: Path) -> tuple[dict[str, Any], SavedRows | None]:
-    """What a checkpoint keeps of them."""
-    state, rows = json.loads(json.dumps(makers.state())), makers.rows()
+def checkpoint_of(source: BatchRollouts, path: Path) -> tuple[dict[str, Any], SavedRows | None]:
+    """Returns the state and rows of a checkpoint."""
+    state, rows = json.loads(json.dumps(source.state())), source.rows()
     if rows is None:
         return state, None
     save_rows(rows, path).get()
@@ -114,23 +123,78 @@ def kept(makers: BatchRollouts, path: Path) -> tuple[dict[str, Any], SavedRows |
 
 @pytest.mark.parametrize("kind", ["sync", "one_step_off"])
 @pytest.mark.parametrize("last", [1, 3, 4])
-def test_a_run_that_goes_on_trains_what_one_at_once_trains(kind: str, last: int, tmp_path: Path) -> None:
+def test_a_resumed_run_trains_the_same_batches(kind: str, last: int, tmp_path: Path) -> None:
     config = config_for(kind)
-    straight = trained(*rollout_source_of(config), range(1, STEPS + 1))
-    first, _ = made = rollout_source_of(config)
+    straight = trained(*make_source(config), range(1, STEPS + 1))
+    first, _ = made = make_source(config)
     trained(*made, range(1, last + 1))
-    again, rollout = made = rollout_source_of(config, version=last)
-    again.restore(*kept(first, tmp_path / FILE))
+    again, rollout = made = make_source(config, version=last)
+    again.restore(*checkpoint_of(first, tmp_path / FILE))
     found = trained(*made, range(last + 1, STEPS + 1))
     for batch, expected in zip(found, straight[last:], strict=True):
         assert set(batch.columns) == set(expected.columns)
         for name in ("prompt_id", "sample", "weight_version"):
             assert batch.get(name).tolist() == expected.get(name).tolist()
-    assert len(rollout.asked) == STEPS - last - config.schedule.staleness
+    assert len(rollout.calls_made) == STEPS - last - config.schedule.staleness
 
 
-def test_a_run_that_has_come_to_its_last_step_has_asked_for_nothing_more(tmp_path: Path) -> None:
-    first, _ = made = rollout_source_of(config_for("one_step_off"))
+def test_the_last_step_submits_nothing_ahead(tmp_path: Path) -> None:
+    first, _ = made = make_source(config_for("one_step_off"))
     trained(*made, range(1, STEPS + 1))
-    state, rows = kept(first, tmp_path / FILE)
+    state, rows = checkpoint_of(first, tmp_path / FILE)
     assert state["untrained"] == [] and rows is None
+
+
+def batch_of(versions: list[list[int]]) -> Batch:
+    """Returns rows of one prompt token and the response tokens."""
+    tokens = [token for row in versions for token in (-1, *row)]
+    masks = [sampled for row in versions for sampled in (False, *[True] * len(row))]
+    return Batch.from_columns(
+        tokens={"weight_version": tokens, "response_mask": masks}, lengths=[1 + len(row) for row in versions]
+    )
+
+
+def staleness_of(versions: list[list[int]], version: int, bound: int) -> dict[str, float]:
+    return {
+        name: metric.result() for name, metric in staleness_metrics(batch_of(versions), version, bound).get().items()
+    }
+
+
+def test_a_row_is_as_stale_as_its_oldest_token() -> None:
+    metrics = staleness_of([[5, 5], [3, 4, 5], [4]], version=5, bound=2)
+    assert metrics == {
+        "staleness": 1.0,
+        "staleness_max": 2.0,
+        "staleness_0": pytest.approx(1 / 3),
+        "staleness_1": pytest.approx(1 / 3),
+        "staleness_2": pytest.approx(1 / 3),
+    }
+
+
+def test_a_row_without_response_tokens_is_skipped() -> None:
+    assert staleness_of([[], [7]], version=8, bound=1)["staleness"] == 1.0
+    table = batch_of([[]]).table()
+    assert "staleness_max" not in measure_staleness(table, version=3, bound=1)
+    assert torch.isnan(torch.tensor(measure_staleness(table, version=3, bound=1)["staleness"].result()))
+
+
+NS_PER_S = 10**9
+
+
+def rollout(method: str, start_s: int, end_s: int, rank: int = 0) -> CallEvent:
+    start, end = start_s * NS_PER_S, end_s * NS_PER_S
+    return replace(timed(start_s, f"rollout.{method}", "cpu:0", (start, start, start, end, end)), rank=rank)
+
+
+def test_weight_wait_is_the_idle_time_before_a_weight_update() -> None:
+    events = [
+        rollout("generate", 0, 4),
+        rollout("load_weights", 9, 10),
+        rollout("generate", 12, 14),  # idle for two seconds, but not for weights
+        rollout("generate", 0, 8, rank=1),
+        rollout("load_weights", 9, 10, rank=1),
+    ]
+    assert measure_weight_wait_s(events, "rollout", 0, 20 * NS_PER_S) == (5 + 1) / 2
+    assert measure_weight_wait_s(events, "rollout", 6 * NS_PER_S, 20 * NS_PER_S) == (3 + 1) / 2
+    assert measure_weight_wait_s(events, "rollout", 0, 7 * NS_PER_S) == 3 / 2
+    assert measure_weight_wait_s(events, "actor", 0, 20 * NS_PER_S) == 0

@@ -1,286 +1,306 @@
-"""The decisions of a schedule, by hand and under a virtual clock in which everything goes wrong."""
+"""The scheduler: hand-computed decisions, and properties under random losses and refusals."""
 
+import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrl.schedules.rules import Abort, Action, Give, Rules, Update
-from flowrl.schedules.scheduler import Scheduler
-from tests.schedules.schedule_world import Weather, World
+from flowrl.schedules.scheduler import (
+    RETRY_AFTER,
+    AbortGroups,
+    Action,
+    DispatchGroups,
+    ScheduleLimits,
+    Scheduler,
+    ThroughputTracker,
+    TrainerRoutes,
+    UpdateWeights,
+)
+from flowrl.schedules.simulation import Faults, Workload
+from tests.schedules.checked_simulation import CheckedSimulation
 
 
-def run_all(scheduler: Scheduler, makers: int) -> None:
-    """Every maker finishes what it has."""
-    for maker in range(makers):
-        for group in scheduler.running(maker):
-            assert scheduler.finished(maker, group)
+def complete_all(scheduler: Scheduler, num_replicas: int) -> None:
+    """Completes all running groups."""
+    for replica in range(num_replicas):
+        for group in scheduler.running_groups(replica):
+            assert scheduler.complete_group(replica, group)
 
 
-def confirm(scheduler: Scheduler, actions: list[Action]) -> None:
-    """Weights are there as soon as they are told of."""
+def confirm_updates(scheduler: Scheduler, actions: list[Action]) -> None:
+    """Confirms all weight updates immediately."""
     for action in actions:
-        if isinstance(action, Update):
-            scheduler.updated(action.maker, action.version)
+        if isinstance(action, UpdateWeights):
+            scheduler.confirm_update(action.replica, action.version)
 
 
-def step(scheduler: Scheduler, makers: int) -> tuple[int, ...]:
-    """The groups of the next step, when makers work until it is complete."""
+def step(scheduler: Scheduler, num_replicas: int) -> tuple[int, ...]:
+    """Returns the groups of the next step."""
     for _ in range(100):
-        if (taken := scheduler.take()) is not None:
-            return taken.groups
-        confirm(scheduler, scheduler.actions())
-        run_all(scheduler, makers)
-    raise AssertionError("no step is ever complete")
+        if (batch := scheduler.pop_step_batch()) is not None:
+            return batch.groups
+        confirm_updates(scheduler, scheduler.pop_actions())
+        complete_all(scheduler, num_replicas)
+    raise AssertionError("no step is complete")
 
 
-def given_to(actions: list[Action]) -> dict[int, tuple[int, ...]]:
-    return {action.maker: action.groups for action in actions if isinstance(action, Give)}
+def dispatched(actions: list[Action]) -> dict[int, tuple[int, ...]]:
+    return {action.replica: action.groups for action in actions if isinstance(action, DispatchGroups)}
 
 
-# By hand.
+# Hand-computed decisions.
 
 
-def test_groups_go_to_who_has_least_to_do_and_no_further_than_staleness_admits():
-    scheduler = Scheduler(Rules(groups_per_step=2, max_staleness=1, slots=8), makers=2)
-    assert scheduler.actions() == [Give(0, (0, 2)), Give(1, (1, 3))]
-    assert scheduler.starved == ()
-    run_all(scheduler, 2)
-    assert scheduler.actions() == [] and scheduler.starved == (0, 1)
+def test_groups_go_to_the_least_busy_replica_within_the_staleness_bound():
+    scheduler = Scheduler(ScheduleLimits(groups_per_step=2, max_staleness=1, slots=8), num_replicas=2)
+    assert scheduler.pop_actions() == [DispatchGroups(0, (0, 2)), DispatchGroups(1, (1, 3))]
+    assert scheduler.starved_replicas == ()
+    complete_all(scheduler, 2)
+    assert scheduler.pop_actions() == [] and scheduler.starved_replicas == (0, 1)
 
 
-def test_a_maker_that_would_get_nothing_with_newer_weights_either_does_not_wait_for_them():
-    at_its_end = Scheduler(Rules(groups_per_step=2, max_staleness=1, slots=8, total=4), makers=2)
-    at_its_end.actions()
-    run_all(at_its_end, 2)
-    assert at_its_end.actions() == [] and at_its_end.starved == ()
-    limited = Scheduler(Rules(groups_per_step=1, max_staleness=0, max_concurrent=1, slots=8), makers=3)
-    assert limited.actions() == [Give(0, (0,))] and limited.starved == ()
-    limited.lost(1)
-    run_all(limited, 3)
-    assert limited.actions() == [Update(1, 0)] and limited.starved == (0, 2)  # a new process waits for its model
+def test_a_replica_without_remaining_work_is_not_starved():
+    last_step = Scheduler(ScheduleLimits(groups_per_step=2, max_staleness=1, slots=8, total_groups=4), num_replicas=2)
+    last_step.pop_actions()
+    complete_all(last_step, 2)
+    assert last_step.pop_actions() == [] and last_step.starved_replicas == ()
+    limited = Scheduler(ScheduleLimits(groups_per_step=1, max_staleness=0, max_concurrent=1, slots=8), num_replicas=3)
+    assert limited.pop_actions() == [DispatchGroups(0, (0,))] and limited.starved_replicas == ()
+    limited.mark_replica_lost(1)
+    complete_all(limited, 3)
+    assert limited.pop_actions() == [UpdateWeights(1, 0)] and limited.starved_replicas == (
+        0,
+        2,
+    )  # a new process loads its model first
 
 
-def test_a_maker_gets_what_it_works_on_and_hoards_nothing():
-    scheduler = Scheduler(Rules(groups_per_step=8, max_staleness=0, slots=2), makers=2)
-    assert scheduler.actions() == [Give(0, (0, 2)), Give(1, (1, 3))]
-    scheduler.finished(1, 3)
-    assert scheduler.actions() == [Give(1, (4,))]
+def test_a_replica_gets_at_most_one_group_per_slot():
+    scheduler = Scheduler(ScheduleLimits(groups_per_step=8, max_staleness=0, slots=2), num_replicas=2)
+    assert scheduler.pop_actions() == [DispatchGroups(0, (0, 2)), DispatchGroups(1, (1, 3))]
+    scheduler.complete_group(1, 3)
+    assert scheduler.pop_actions() == [DispatchGroups(1, (4,))]
 
 
-def test_no_more_run_at_once_than_is_set():
-    scheduler = Scheduler(Rules(groups_per_step=8, max_staleness=2, max_concurrent=3, slots=8), makers=2)
-    assert scheduler.actions() == [Give(0, (0, 2)), Give(1, (1,))]
+def test_max_concurrent_bounds_the_running_groups():
+    scheduler = Scheduler(ScheduleLimits(groups_per_step=8, max_staleness=2, max_concurrent=3, slots=8), num_replicas=2)
+    assert scheduler.pop_actions() == [DispatchGroups(0, (0, 2)), DispatchGroups(1, (1,))]
 
 
 def test_training_follows_the_order_of_admission():
-    scheduler = Scheduler(Rules(groups_per_step=2, max_staleness=1, slots=4), makers=1)
-    scheduler.actions()
+    scheduler = Scheduler(ScheduleLimits(groups_per_step=2, max_staleness=1, slots=4), num_replicas=1)
+    scheduler.pop_actions()
     for group in (1, 3, 2):
-        scheduler.finished(0, group)
-    assert scheduler.take() is None
-    scheduler.finished(0, 0)
-    taken = scheduler.take()
-    assert taken is not None and (taken.version, taken.groups, taken.staleness) == (0, (0, 1), (0, 0))
+        scheduler.complete_group(0, group)
+    assert scheduler.pop_step_batch() is None
+    scheduler.complete_group(0, 0)
+    batch = scheduler.pop_step_batch()
+    assert batch is not None and (batch.version, batch.groups, batch.staleness) == (0, (0, 1), (0, 0))
     assert scheduler.untrained == (2, 3)
 
 
-def test_with_staleness_zero_whole_batches_follow_each_publication():
-    scheduler = Scheduler(Rules(groups_per_step=3, max_staleness=0, whole_batches=True), makers=2)
+def test_batched_with_staleness_zero_dispatches_one_batch_per_version():
+    scheduler = Scheduler(ScheduleLimits(groups_per_step=3, max_staleness=0, is_batched=True), num_replicas=2)
     for version in range(4):
-        actions = scheduler.actions()
-        assert sum(map(len, given_to(actions).values())) == 3
-        confirm(scheduler, actions)
-        run_all(scheduler, 2)
-        assert scheduler.actions() == []
-        taken = scheduler.take()
-        assert taken is not None and set(taken.staleness) == {0} and scheduler.actions() == []
-        scheduler.published(version + 1)
+        actions = scheduler.pop_actions()
+        assert sum(map(len, dispatched(actions).values())) == 3
+        confirm_updates(scheduler, actions)
+        complete_all(scheduler, 2)
+        assert scheduler.pop_actions() == []
+        batch = scheduler.pop_step_batch()
+        assert batch is not None and set(batch.staleness) == {0} and scheduler.pop_actions() == []
+        scheduler.add_version(version + 1)
 
 
-def test_one_step_off_begins_the_next_batch_when_the_one_before_is_done():
-    scheduler = Scheduler(Rules(2, max_staleness=1, interrupt=False, whole_batches=True), makers=1)
-    assert scheduler.actions() == [Give(0, (0, 1))]
-    run_all(scheduler, 1)
-    assert scheduler.actions() == [Give(0, (2, 3))]
-    assert scheduler.take() is not None
-    run_all(scheduler, 1)
-    assert scheduler.actions() == []
-    scheduler.published(1)
-    assert scheduler.actions() == [Update(0, 1), Give(0, (4, 5))]
+def test_one_step_off_dispatches_the_next_batch_when_the_previous_one_is_complete():
+    scheduler = Scheduler(ScheduleLimits(2, max_staleness=1, interrupt=False, is_batched=True), num_replicas=1)
+    assert scheduler.pop_actions() == [DispatchGroups(0, (0, 1))]
+    complete_all(scheduler, 1)
+    assert scheduler.pop_actions() == [DispatchGroups(0, (2, 3))]
+    assert scheduler.pop_step_batch() is not None
+    complete_all(scheduler, 1)
+    assert scheduler.pop_actions() == []
+    scheduler.add_version(1)
+    assert scheduler.pop_actions() == [UpdateWeights(0, 1), DispatchGroups(0, (4, 5))]
 
 
-def test_a_maker_that_is_interrupted_takes_new_weights_at_once_and_one_version_at_a_time():
-    scheduler = Scheduler(Rules(1, max_staleness=4, slots=1), makers=1)
-    assert scheduler.actions() == [Give(0, (0,))]
-    scheduler.published(1)
-    assert scheduler.actions() == [Update(0, 1)]
-    scheduler.published(2)
-    scheduler.published(3)
-    assert scheduler.actions() == []
-    scheduler.updated(0, 1)
-    assert scheduler.actions() == [Update(0, 3)]
+def test_with_interrupt_a_replica_updates_immediately_and_one_version_at_a_time():
+    scheduler = Scheduler(ScheduleLimits(1, max_staleness=4, slots=1), num_replicas=1)
+    assert scheduler.pop_actions() == [DispatchGroups(0, (0,))]
+    scheduler.add_version(1)
+    assert scheduler.pop_actions() == [UpdateWeights(0, 1)]
+    scheduler.add_version(2)
+    scheduler.add_version(3)
+    assert scheduler.pop_actions() == []
+    scheduler.confirm_update(0, 1)
+    assert scheduler.pop_actions() == [UpdateWeights(0, 3)]
 
 
-def test_one_that_is_not_goes_on_with_the_old_weights_as_long_as_it_may():
-    scheduler = Scheduler(Rules(1, max_staleness=1, slots=2, interrupt=False), makers=1)
-    assert scheduler.actions() == [Give(0, (0, 1))]
-    scheduler.finished(0, 0)
-    assert scheduler.take() is not None
-    scheduler.published(1)
-    assert scheduler.actions() == []  # the next one would be too old, and group 1 runs still
-    scheduler.finished(0, 1)
-    assert scheduler.actions() == [Update(0, 1), Give(0, (2,))]
+def test_without_interrupt_a_replica_updates_when_it_is_idle():
+    scheduler = Scheduler(ScheduleLimits(1, max_staleness=1, slots=2, interrupt=False), num_replicas=1)
+    assert scheduler.pop_actions() == [DispatchGroups(0, (0, 1))]
+    scheduler.complete_group(0, 0)
+    assert scheduler.pop_step_batch() is not None
+    scheduler.add_version(1)
+    assert scheduler.pop_actions() == []  # the next group would be too stale, and group 1 is running
+    scheduler.complete_group(0, 1)
+    assert scheduler.pop_actions() == [UpdateWeights(0, 1), DispatchGroups(0, (2,))]
 
 
-def half_done(lanes: tuple[tuple[int, ...], ...] | None = None) -> Scheduler:
-    """After a step, with groups that are complete, run, and wait."""
-    scheduler = Scheduler(Rules(2, max_staleness=2, slots=3, lanes=lanes), makers=2)
-    scheduler.actions()
-    for maker, group in ((0, 0), (1, 1), (1, 3)):
-        assert scheduler.finished(maker, group)
-    assert scheduler.take() is not None
-    scheduler.published(1)
-    confirm(scheduler, scheduler.actions())
-    scheduler.lost(0)
+def half_done(routes: TrainerRoutes | None = None) -> Scheduler:
+    """Returns a scheduler after one step, with complete, running and waiting groups."""
+    scheduler = Scheduler(ScheduleLimits(2, max_staleness=2, slots=3, trainer_routes=routes), num_replicas=2)
+    scheduler.pop_actions()
+    for replica, group in ((0, 0), (1, 1), (1, 3)):
+        assert scheduler.complete_group(replica, group)
+    assert scheduler.pop_step_batch() is not None
+    scheduler.add_version(1)
+    confirm_updates(scheduler, scheduler.pop_actions())
+    scheduler.mark_replica_lost(0)
     return scheduler
 
 
-def test_what_a_run_before_had_not_trained_is_complete_or_waits():
+def test_restored_groups_are_complete_or_wait():
     before = half_done()
-    states = before.standing()
+    states = before.snapshot()
     assert states == [(0, None), (0, 0), *[(0, None)] * (len(before.untrained) - 2)]
-    scheduler = Scheduler(Rules(2, max_staleness=2, slots=3), makers=2, version=1, steps_taken=1)
-    assert scheduler.take_back(states, 1) == list(range(len(states)))
+    scheduler = Scheduler(ScheduleLimits(2, max_staleness=2, slots=3), num_replicas=2, version=1, num_steps_done=1)
+    assert scheduler.restore(states, 1) == list(range(len(states)))
     assert (scheduler.counts.complete, scheduler.counts.waiting) == (1, len(states) - 1)
-    assert scheduler.standing() == states
-    assert 1 not in [group for groups in given_to(scheduler.actions()).values() for group in groups]
-    run_all(scheduler, 2)
-    taken = scheduler.take()
-    assert taken is not None and (taken.version, taken.groups, taken.staleness) == (1, (0, 1), (0, 1))
+    assert scheduler.snapshot() == states
+    assert 1 not in [group for groups in dispatched(scheduler.pop_actions()).values() for group in groups]
+    complete_all(scheduler, 2)
+    batch = scheduler.pop_step_batch()
+    assert batch is not None and (batch.version, batch.groups, batch.staleness) == (1, (0, 1), (0, 1))
 
 
-@pytest.mark.parametrize("lanes", [((0,), (1,)), None])
-def test_with_another_number_of_lanes_what_was_not_trained_is_dealt_out(lanes: tuple[tuple[int, ...], ...] | None):
-    before = half_done(None if lanes else ((0,), (1,)))
-    scheduler = Scheduler(Rules(2, max_staleness=2, slots=3, lanes=lanes), makers=2, version=1, steps_taken=1)
-    count = len(scheduler.take_back(before.standing(), before.num_lanes))
-    numbers = [lane for lane, _ in scheduler.standing()]
+@pytest.mark.parametrize("routes", [((0,), (1,)), None])
+def test_restored_groups_are_redistributed_over_another_number_of_queues(routes: TrainerRoutes | None):
+    before = half_done(None if routes else ((0,), (1,)))
+    scheduler = Scheduler(
+        ScheduleLimits(2, max_staleness=2, slots=3, trainer_routes=routes), num_replicas=2, version=1, num_steps_done=1
+    )
+    count = len(scheduler.restore(before.snapshot(), before.num_queues))
+    queues = [queue for queue, _ in scheduler.snapshot()]
     assert count == len(before.untrained)
-    assert abs(2 * numbers.count(0) - count) <= 1 if lanes else set(numbers) == {0}
+    assert abs(2 * queues.count(0) - count) <= 1 if routes else set(queues) == {0}
     trained = [group for version in range(1, 5) for group in stepped(scheduler, version)]
     assert set(range(count)) <= set(trained) and len(set(trained)) == len(trained) == 8
 
 
 def stepped(scheduler: Scheduler, version: int) -> tuple[int, ...]:
     groups = step(scheduler, 2)
-    scheduler.published(version + 1)
+    scheduler.add_version(version + 1)
     return groups
 
 
-def test_groups_of_a_lost_maker_go_to_others_first():
-    scheduler = Scheduler(Rules(4, max_staleness=0, slots=2), makers=2)
-    assert scheduler.actions() == [Give(0, (0, 2)), Give(1, (1, 3))]
-    scheduler.lost(0)
-    assert not scheduler.finished(0, 0)
-    assert scheduler.actions() == [Update(0, 0)]
-    run_all(scheduler, 2)
-    assert scheduler.actions() == [Give(1, (0, 2))]
-    scheduler.updated(0, 0)
-    run_all(scheduler, 2)
-    taken = scheduler.take()
-    assert taken is not None and taken.groups == (0, 1, 2, 3)
+def test_groups_of_a_lost_replica_are_dispatched_first():
+    scheduler = Scheduler(ScheduleLimits(4, max_staleness=0, slots=2), num_replicas=2)
+    assert scheduler.pop_actions() == [DispatchGroups(0, (0, 2)), DispatchGroups(1, (1, 3))]
+    scheduler.mark_replica_lost(0)
+    assert not scheduler.complete_group(0, 0)
+    assert scheduler.pop_actions() == [UpdateWeights(0, 0)]
+    complete_all(scheduler, 2)
+    assert scheduler.pop_actions() == [DispatchGroups(1, (0, 2))]
+    scheduler.confirm_update(0, 0)
+    complete_all(scheduler, 2)
+    batch = scheduler.pop_step_batch()
+    assert batch is not None and batch.groups == (0, 1, 2, 3)
 
 
-def test_a_new_process_is_given_groups_when_it_has_weights():
-    scheduler = Scheduler(Rules(2, max_staleness=0, slots=2), makers=1)
-    scheduler.actions()
-    scheduler.lost(0)
-    assert scheduler.actions() == [Update(0, 0)]
-    assert scheduler.actions() == []
-    scheduler.updated(0, 0)
-    assert scheduler.actions() == [Give(0, (0, 1))]
+def test_a_new_process_gets_groups_after_its_first_update():
+    scheduler = Scheduler(ScheduleLimits(2, max_staleness=0, slots=2), num_replicas=1)
+    scheduler.pop_actions()
+    scheduler.mark_replica_lost(0)
+    assert scheduler.pop_actions() == [UpdateWeights(0, 0)]
+    assert scheduler.pop_actions() == []
+    scheduler.confirm_update(0, 0)
+    assert scheduler.pop_actions() == [DispatchGroups(0, (0, 1))]
 
 
-def test_word_of_an_update_before_the_loss_is_not_taken_for_the_one_after():
-    scheduler = Scheduler(Rules(2, max_staleness=1, slots=1), makers=1)
-    scheduler.published(1)
-    scheduler.actions()
-    scheduler.lost(0)
-    scheduler.published(2)
-    assert scheduler.actions() == [Update(0, 2)]
-    scheduler.updated(0, 1)
-    assert scheduler.version(0) is None and scheduler.actions() == []
+def test_a_late_confirmation_of_a_lost_process_is_ignored():
+    scheduler = Scheduler(ScheduleLimits(2, max_staleness=1, slots=1), num_replicas=1)
+    scheduler.add_version(1)
+    scheduler.pop_actions()
+    scheduler.mark_replica_lost(0)
+    scheduler.add_version(2)
+    assert scheduler.pop_actions() == [UpdateWeights(0, 2)]
+    scheduler.confirm_update(0, 1)
+    assert scheduler.replica_version(0) is None and scheduler.pop_actions() == []
 
 
-def test_a_dropped_group_frees_its_place():
-    scheduler = Scheduler(Rules(2, max_staleness=0, slots=4), makers=1)
-    assert scheduler.actions() == [Give(0, (0, 1))]
-    scheduler.finished(0, 0)
-    assert scheduler.drop(0, "refused") and scheduler.drop(1, "too long")
-    assert scheduler.aborts() == [Abort(0, (1,))] and scheduler.aborts() == []
-    assert scheduler.actions() == [Give(0, (2, 3))]
-    run_all(scheduler, 1)
-    taken = scheduler.take()
-    assert taken is not None and taken.groups == (2, 3)
-    assert scheduler.counts.dropped == {"stale": 0, "refused": 1, "too long": 1} and not scheduler.finished(0, 1)
+def test_a_dropped_group_is_replaced():
+    scheduler = Scheduler(ScheduleLimits(2, max_staleness=0, slots=4), num_replicas=1)
+    assert scheduler.pop_actions() == [DispatchGroups(0, (0, 1))]
+    scheduler.complete_group(0, 0)
+    assert scheduler.drop_group(0, "refused") and scheduler.drop_group(1, "too long")
+    assert scheduler.pop_aborts() == [AbortGroups(0, (1,))] and scheduler.pop_aborts() == []
+    assert scheduler.pop_actions() == [DispatchGroups(0, (2, 3))]
+    complete_all(scheduler, 1)
+    batch = scheduler.pop_step_batch()
+    assert batch is not None and batch.groups == (2, 3)
+    assert scheduler.counts.dropped == {"stale": 0, "refused": 1, "too long": 1} and not scheduler.complete_group(0, 1)
 
 
-def test_redundancy_leaves_the_slowest_behind_and_drops_it_when_it_is_too_old():
-    scheduler = Scheduler(Rules(2, max_staleness=1, overprovision=1, slots=8), makers=1)
-    assert scheduler.actions() == [Give(0, (0, 1, 2, 3, 4))]
+def test_overprovisioning_leaves_the_slowest_group_behind_and_drops_it_when_stale():
+    scheduler = Scheduler(ScheduleLimits(2, max_staleness=1, overprovision=1, slots=8), num_replicas=1)
+    assert scheduler.pop_actions() == [DispatchGroups(0, (0, 1, 2, 3, 4))]
     for group in (1, 2, 3, 4):
-        scheduler.finished(0, group)
-    taken = scheduler.take()
-    assert taken is not None and taken.groups == (1, 2)
-    taken = scheduler.take()
-    assert taken is not None and (taken.groups, taken.staleness) == ((3, 4), (1, 1))
+        scheduler.complete_group(0, group)
+    batch = scheduler.pop_step_batch()
+    assert batch is not None and batch.groups == (1, 2)
+    batch = scheduler.pop_step_batch()
+    assert batch is not None and (batch.groups, batch.staleness) == ((3, 4), (1, 1))
     assert scheduler.counts.dropped == {"stale": 1, "refused": 0}
-    assert scheduler.aborts() == [Abort(0, (0,))] and scheduler.actions() == []
+    assert scheduler.pop_aborts() == [AbortGroups(0, (0,))] and scheduler.pop_actions() == []
 
 
 def test_the_last_step_is_short():
-    scheduler = Scheduler(Rules(2, max_staleness=1, slots=8, total=3), makers=1)
+    scheduler = Scheduler(ScheduleLimits(2, max_staleness=1, slots=8, total_groups=3), num_replicas=1)
     sizes = [len(step(scheduler, 1))]
-    scheduler.published(1)
+    scheduler.add_version(1)
     sizes.append(len(step(scheduler, 1)))
-    assert sizes == [2, 1] and scheduler.take() is None and scheduler.untrained == ()
+    assert sizes == [2, 1] and scheduler.pop_step_batch() is None and scheduler.untrained == ()
 
 
-def test_staleness_is_counted_from_where_a_run_goes_on():
-    scheduler = Scheduler(Rules(2, max_staleness=1, slots=8, total=20), makers=1, version=9, steps_taken=9)
-    assert scheduler.actions() == [Give(0, (0, 1))]  # the run has but one step left
-    run_all(scheduler, 1)
-    taken = scheduler.take()
-    assert taken is not None and (taken.version, taken.staleness) == (9, (0, 0))
+def test_staleness_counts_from_the_version_of_a_resumed_run():
+    scheduler = Scheduler(
+        ScheduleLimits(2, max_staleness=1, slots=8, total_groups=20), num_replicas=1, version=9, num_steps_done=9
+    )
+    assert scheduler.pop_actions() == [DispatchGroups(0, (0, 1))]  # the run has one step left
+    complete_all(scheduler, 1)
+    batch = scheduler.pop_step_batch()
+    assert batch is not None and (batch.version, batch.staleness) == (9, (0, 0))
 
 
-def test_a_lane_is_fed_by_its_makers_alone():
-    rules = Rules(4, max_staleness=1, slots=8, lanes=((0,), (0, 1)))
-    scheduler = Scheduler(rules, makers=2)
-    assert given_to(scheduler.actions()) == {0: (0, 2, 4, 6), 1: (1, 3, 5, 7)}
-    run_all(scheduler, 2)
-    taken = scheduler.take()
-    assert taken is not None and taken.groups == (0, 2, 1, 3)
+def test_a_trainer_gets_groups_from_its_own_replicas():
+    rules = ScheduleLimits(4, max_staleness=1, slots=8, trainer_routes=((0,), (0, 1)))
+    scheduler = Scheduler(rules, num_replicas=2)
+    assert dispatched(scheduler.pop_actions()) == {0: (0, 2, 4, 6), 1: (1, 3, 5, 7)}
+    complete_all(scheduler, 2)
+    batch = scheduler.pop_step_batch()
+    assert batch is not None and batch.groups == (0, 2, 1, 3)
 
 
-def test_a_lane_waits_for_its_own():
-    scheduler = Scheduler(Rules(2, max_staleness=0, slots=8, lanes=((0,), (1,))), makers=2)
-    scheduler.actions()
-    scheduler.lost(1)
-    scheduler.finished(0, 0)
-    assert scheduler.actions() == [Update(1, 0)] and scheduler.take() is None
+def test_a_trainer_waits_for_its_own_replicas():
+    scheduler = Scheduler(ScheduleLimits(2, max_staleness=0, slots=8, trainer_routes=((0,), (1,))), num_replicas=2)
+    scheduler.pop_actions()
+    scheduler.mark_replica_lost(1)
+    scheduler.complete_group(0, 0)
+    assert scheduler.pop_actions() == [UpdateWeights(1, 0)] and scheduler.pop_step_batch() is None
 
 
-# In a world where everything goes wrong.
+# Properties under faults.
 
-ROUGH = Weather(kill_every_s=7.0, refused=0.1, slow_maker=5.0)
-LANES = ((0, 1), (1, 2))
+TAILS = [random.Random(i).paretovariate(1.5) for i in range(997)]
+FAULTY = Faults(mean_s_between_losses=7.0, refused_fraction=0.1, slowdown=5.0)
+ROUTES = ((0, 1), (1, 2))
 
 
 @pytest.mark.parametrize(
-    "rules",
+    "changes",
     [
         {"max_staleness": 1},
         {"max_staleness": 1, "interrupt": False},
@@ -288,56 +308,139 @@ LANES = ((0, 1), (1, 2))
         {"max_staleness": 2, "overprovision": 3},
         {"max_staleness": 1, "overprovision": 1, "interrupt": False},
         {"max_staleness": 0},
-        {"max_staleness": 0, "whole_batches": True},
-        {"max_staleness": 1, "whole_batches": True, "interrupt": False},
-        {"max_staleness": 2, "lanes": LANES},
+        {"max_staleness": 0, "is_batched": True},
+        {"max_staleness": 1, "is_batched": True, "interrupt": False},
+        {"max_staleness": 2, "trainer_routes": ROUTES},
     ],
 )
-def test_over_500_steps_every_group_is_trained_once_or_dropped_with_a_reason(rules: dict[str, Any]):
+def test_over_500_steps_every_group_is_trained_once_or_dropped_with_a_reason(changes: dict[str, Any]):
     total = 500 * 4 + 2
-    world = World(Rules(groups_per_step=4, slots=3, total=total, **rules), 3, ROUGH, seed=sum(map(ord, str(rules))))
-    world.run()
-    counts = world.scheduler.counts
-    assert (len(world.steps), counts.trained, world.lost > 100) == (501, total, True)
+    limits = ScheduleLimits(groups_per_step=4, slots=3, total_groups=total, **changes)
+    faults = replace(FAULTY, seed=sum(map(ord, str(changes))))
+    run = CheckedSimulation(limits, 3, Workload(TAILS, [1.0, 2.0, 3.0], update_s=0.25), faults)
+    run.run()
+    counts = run.scheduler.counts
+    assert (len(run.batches), counts.trained, run.num_losses > 100) == (501, total, True)
     assert counts.admitted == total + sum(counts.dropped.values()) and counts.dropped["refused"] > 100
-    assert world.trained <= set(range(counts.admitted))
+    assert run.trained <= set(range(counts.admitted))
 
 
 @st.composite
-def worlds(draw: Any) -> World:
+def simulations(draw: Any) -> CheckedSimulation:
     max_staleness = draw(st.integers(0, 4))
-    whole = draw(st.booleans())
-    makers, groups = draw(st.integers(1, 5)), draw(st.integers(1, 7))
-    rules = Rules(
+    is_batched = draw(st.booleans())
+    num_replicas, groups = draw(st.integers(1, 5)), draw(st.integers(1, 7))
+    limits = ScheduleLimits(
         groups_per_step=groups,
         max_staleness=max_staleness,
         max_concurrent=draw(st.none() | st.integers(1, 20)),
-        overprovision=draw(st.integers(0, 4)) if max_staleness and not whole else 0,
-        interrupt=draw(st.booleans()) and not whole,
+        overprovision=draw(st.integers(0, 4)) if max_staleness and not is_batched else 0,
+        interrupt=draw(st.booleans()) and not is_batched,
         slots=draw(st.integers(1, 6)),
-        whole_batches=whole,
-        total=draw(st.integers(1, 12 * groups)),
+        is_batched=is_batched,
+        total_groups=draw(st.integers(1, 12 * groups)),
     )
-    weather = Weather(
-        kill_every_s=draw(st.sampled_from([2.0, 10.0, float("inf")])),
-        kills=30,
-        refused=draw(st.sampled_from([0.0, 0.3])),
-        slow_maker=draw(st.sampled_from([1.0, 20.0])),
-        train_s=draw(st.sampled_from([0.0, 2.0, 10.0])),
+    faults = Faults(
+        mean_s_between_losses=draw(st.sampled_from([2.0, 10.0, float("inf")])),
+        max_losses=30,
+        refused_fraction=draw(st.sampled_from([0.0, 0.3])),
+        slowdown=draw(st.sampled_from([1.0, 20.0])),
+        seed=draw(st.integers(0, 10**6)),
     )
-    return World(rules, makers, weather, seed=draw(st.integers(0, 10**6)))
+    workload = Workload(TAILS[draw(st.integers(0, 900)) :], [draw(st.sampled_from([0.0, 2.0, 10.0]))], update_s=0.25)
+    return CheckedSimulation(limits, num_replicas, workload, faults)
 
 
 @settings(max_examples=150, deadline=None)
-@given(worlds())
-def test_whatever_happens_the_promises_hold_and_the_run_ends(world: World):
-    world.run()
-    assert world.scheduler.counts.trained == world.rules.total
+@given(simulations())
+def test_invariants_hold_and_every_run_ends(run: CheckedSimulation):
+    run.run()
+    assert run.scheduler.counts.trained == run.limits.total_groups
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(0, 10**6), st.integers(1, 6), st.booleans())
-def test_with_staleness_zero_each_publication_gives_out_one_batch(seed: int, groups: int, whole: bool):
-    rules = Rules(groups, max_staleness=0, slots=2, whole_batches=whole, total=8 * groups)
-    world = World(rules, 3, Weather(), seed).run()
-    assert world.given_of_version == [groups] * 8 + [0]
+@given(st.integers(0, 900), st.integers(1, 6), st.booleans())
+def test_with_staleness_zero_each_version_generates_one_batch(first: int, groups: int, is_batched: bool):
+    limits = ScheduleLimits(groups, max_staleness=0, slots=2, is_batched=is_batched, total_groups=8 * groups)
+    run = CheckedSimulation(limits, 3, Workload(TAILS[first:], [2.0], update_s=0.25))
+    run.run()
+    assert run.dispatched_per_version == [groups] * 8 + [0]
+
+
+def test_a_straggler_gets_only_groups_that_nobody_waits_for():
+    limits = ScheduleLimits(groups_per_step=4, max_staleness=1, slots=2, total_groups=400)
+    run = CheckedSimulation(limits, 3, Workload([1.0], [0.1]), Faults(slowdown=20.0))
+    run.run()
+    assert run.replicas_of[0] < 0.05 * 400 and min(run.replicas_of[1], run.replicas_of[2]) > 100
+
+
+# Throughput.
+
+
+def tracker_of(*seconds: float) -> ThroughputTracker:
+    """Returns a tracker at time 100 s, after each replica has completed one group in the given seconds."""
+    tracker = ThroughputTracker(len(seconds))
+    for rank, took_s in sorted(enumerate(seconds), key=lambda each: -each[1]):
+        tracker.advance_clock(100 - took_s)
+        tracker.start_group(rank, rank)
+    tracker.advance_clock(100)
+    for rank in range(len(seconds)):
+        tracker.complete_group(rank, rank)
+    return tracker
+
+
+def test_seconds_per_group_is_a_moving_average():
+    tracker, mean_s = tracker_of(2.0), 2.0
+    for group, count in enumerate([2, 3, 4, 5, 6, 7, 8, 8, 8], start=1):
+        now_s = 100.0 + 10 * group
+        tracker.advance_clock(now_s - 10)
+        tracker.start_group(0, group)
+        tracker.advance_clock(now_s)
+        mean_s += (10 - mean_s) / count
+        assert tracker.seconds_per_group(0) == pytest.approx(mean_s)
+        tracker.complete_group(0, group)
+        assert tracker.seconds_per_group(0) == pytest.approx(mean_s)
+
+
+def test_a_replica_without_measurement_is_no_straggler():
+    tracker = ThroughputTracker(2)
+    tracker.start_group(0, 0)
+    tracker.complete_group(0, 0)
+    assert tracker.seconds_per_group(0) is None and not tracker.is_straggler(0, [1], 0)
+    tracker.advance_clock(5)
+    tracker.start_group(0, 1)
+    tracker.advance_clock(50)
+    assert tracker.seconds_per_group(0) == 45 and not tracker.is_straggler(0, [1], 0)
+
+
+def test_a_maker_is_straggler_where_the_others_had_to_wait_for_it():
+    tracker = tracker_of(10.0, 1.0, 1.0)
+    assert tracker.is_straggler(0, [1, 2], 8)  # the others need 4 s
+    assert not tracker.is_straggler(0, [1, 2], 24)
+    assert not tracker.is_straggler(1, [0, 2], 0)
+    assert not tracker.is_straggler(0, [], 0)
+
+
+def test_a_replica_up_to_twice_as_slow_is_no_straggler():
+    assert not tracker_of(2.0, 1.0, 1.0).is_straggler(0, [1, 2], 0)
+    assert tracker_of(2.1, 1.0, 1.0).is_straggler(0, [1, 2], 0)
+
+
+def test_an_idle_straggler_is_retried():
+    tracker = tracker_of(10.0, 1.0)
+    tracker.advance_clock(100 + RETRY_AFTER * 10)
+    assert tracker.is_straggler(0, [1], 0)
+    tracker.advance_clock(101 + RETRY_AFTER * 10)
+    assert not tracker.is_straggler(0, [1], 0)
+    tracker.start_group(0, 9)
+    assert tracker.is_straggler(0, [1], 0)
+
+
+def test_dropped_groups_and_lost_processes_are_not_measured():
+    tracker = tracker_of(1.0, 1.0)
+    tracker.start_group(0, 9)
+    tracker.cancel_group(0, 9)
+    tracker.start_group(1, 8)
+    tracker.reset_replica(1)
+    tracker.advance_clock(500)
+    assert tracker.seconds_per_group(0) == 1.0 and tracker.seconds_per_group(1) is None

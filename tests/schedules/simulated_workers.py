@@ -1,8 +1,7 @@
-"""RolloutSource, a trainer and a driver under a virtual clock: objects with the methods that `StreamingRollouts` calls.
+"""Rollout workers, weight sync and calls under a virtual clock, with the methods that `StreamingRollouts` uses.
 
-A maker is a process that does one call after another. It works on what it was given only while it is polled, on a few
-groups at once. When it is lost, what it holds is gone, and each call that it has not answered fails, or is answered by
-the process that takes its place.
+A simulated replica executes one call at a time. It generates only during `poll`, a few groups concurrently. If its
+process is lost, its groups are gone. Each unresolved call then fails or is executed by the new process.
 """
 
 import random
@@ -19,37 +18,21 @@ from flowrl.data.batch.batch import Batch
 from flowrl.data.batch.block import Block, Description, Ref, Shard
 from flowrl.data.batch.payload import Payload
 from flowrl.engines.rollout.weight_check import Compared
+from flowrl.schedules.simulation import VirtualClock
 from flowrl.weight_sync.verification import ComparedWeights
 
-MOST_MOMENTS = 10_000
-"""At which something happens before anything that is waited for."""
+MAX_EVENTS = 10_000
+"""Largest number of clock events per wait."""
 
-COLUMNS = ("prompt_id", "sample", "maker", "response_mask", "weight_version")
+COLUMNS = ("prompt_id", "sample", "replica", "response_mask", "weight_version")
 ALL: Gather = lambda mesh, results: list(results)  # noqa: E731 (a constant)
-
-
-class Clock:
-    """Virtual time, and what is due."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.due: set[float] = set()
-
-    def at(self, time: float) -> float:
-        self.due.add(time)
-        return time
-
-    def advance(self) -> None:
-        self.due = {time for time in self.due if time > self.now}
-        assert self.due, "nothing is under way: the schedule stands still"
-        self.now = min(self.due)
 
 
 @dataclass(eq=False)
 class Late:
-    """A value that is there from some time on, or an error."""
+    """A value or an error that becomes available at a time."""
 
-    clock: Clock
+    clock: VirtualClock
     at: float
     value: Any = None
     error: Exception | None = None
@@ -59,10 +42,10 @@ class Late:
         return self
 
     def done(self) -> bool:
-        return self.clock.now >= self.at
+        return self.clock.now_s >= self.at
 
     def get(self) -> Any:
-        assert self.done(), "a schedule that waits for a maker makes the others wait too"
+        assert self.done(), "the driver must not block on a replica"
         if self.error is not None:
             raise self.error
         return self.value
@@ -71,16 +54,16 @@ class Late:
         return [self.get(), *(other.get() for other in others)]
 
 
-class Asked:
-    """A call of a maker that was submitted: its method has run in the model of the process, its end is to come."""
+class SubmittedCall:
+    """A submitted call: its effect is already applied, its result arrives later."""
 
-    def __init__(self, clock: Clock, run: Callable[[], Any], begin: float) -> None:
+    def __init__(self, clock: VirtualClock, run: Callable[[], Any], begin: float) -> None:
         self.run, self.begin = run, begin
         self.value, self.described = Late(clock, begin), Late(clock, begin)
 
-    def answer(self, value: Any, end: float) -> None:
+    def resolve(self, value: Any, end: float) -> None:
         for late in (self.value, self.described):
-            late.at = late.clock.at(end)
+            late.at = late.clock.call_at(end)
         self.value.value = value
         self.described.value = Description.of(value) if isinstance(value, Payload) else None
 
@@ -90,75 +73,75 @@ class Asked:
 
 
 class Method:
-    """`group.method`, of which only `submit` is there."""
+    """A worker method that only supports `submit`."""
 
     def __init__(self, submit: Callable[..., Any]) -> None:
         self.submit = submit
 
 
 @dataclass(eq=False)
-class Maker:
-    """A replica of the rollout.
+class SimulatedReplica:
+    """A rollout replica.
 
     Args:
-        seconds: prompt -> how long its responses take.
-        at_once: prompts that it works on together.
-        refuses: prompt -> whether its engine does not take it.
+        seconds: prompt -> duration of its generation.
+        num_slots: prompts that are generated concurrently.
+        refuses: prompt -> whether the engine refuses it.
     """
 
     rank: int
-    clock: Clock
+    clock: VirtualClock
     seconds: Callable[[int], float]
-    at_once: int
+    num_slots: int
     refuses: Callable[[int], bool] = lambda prompt: False
     update_s: float = 0.01
     version: int = 0
     free_at: float = 0.0
     todo: list[tuple[int, int]] = field(default_factory=list)
-    """(prompt, samples) not begun."""
+    """(prompt, samples) without a slot."""
     working: dict[int, tuple[int, float, int]] = field(default_factory=dict)
-    """Prompt -> (samples, seconds left, version at its beginning)."""
-    asked: list[Asked] = field(default_factory=list)
+    """Prompt -> (samples, seconds left, version at its start)."""
+    submitted: list[SubmittedCall] = field(default_factory=list)
     is_new: bool = False
     first: list[Late] = field(default_factory=list)
-    """The first answer of each process that took a lost one's place."""
+    """First result of each replacement process."""
 
     @property
-    def slots(self) -> list["Maker"]:
+    def slots(self) -> list["SimulatedReplica"]:
         return [self]
 
-    def _submit(self, run: Callable[[], tuple[Any, float]]) -> Asked:
-        asked = Asked(self.clock, run, 0.0)
-        self.asked.append(asked)
-        self._run(asked)
-        return asked
+    def _submit(self, run: Callable[[], tuple[Any, float]]) -> SubmittedCall:
+        submitted = SubmittedCall(self.clock, run, 0.0)
+        self.submitted.append(submitted)
+        self._run(submitted)
+        return submitted
 
-    def _run(self, asked: Asked) -> None:
-        asked.begin = max(self.free_at, self.clock.now)
+    def _run(self, submitted: SubmittedCall) -> None:
+        submitted.begin = max(self.free_at, self.clock.now_s)
         if self.is_new:
             self.is_new = False
-            self.first.append(asked.value)
-        value, seconds = asked.run()
-        self.free_at = asked.begin + seconds + 1e-4
-        asked.answer(value, self.free_at)
+            self.first.append(submitted.value)
+        value, seconds = submitted.run()
+        self.free_at = submitted.begin + seconds + 1e-4
+        submitted.resolve(value, self.free_at)
 
     def _future(self, run: Callable[[], tuple[Any, float]]) -> Future:
-        asked = self._submit(run)
-        return Future([asked.value], ALL, Mesh(1, 1, 1, 1), lambda refs, timeout_s: [ref.get() for ref in refs])
+        submitted = self._submit(run)
+        return Future([submitted.value], ALL, Mesh(1, 1, 1, 1), lambda refs, timeout_s: [ref.get() for ref in refs])
 
     def kill(self, chance: random.Random) -> None:
-        """Ends its process."""
+        """Replaces the process."""
         self._reset()
         if self.first and not self.first[-1].done():
             self.first.pop()
         self.is_new = True
-        self.free_at = self.clock.now + 0.3
+        self.free_at = self.clock.now_s + 0.3
         lost = ProcessLost("rollout", self.rank, 0, "poll", "it was killed")
-        for asked in [asked for asked in self.asked if not asked.value.done()]:
+        for submitted in [submitted for submitted in self.submitted if not submitted.value.done()]:
             if chance.random() < 0.6:
-                asked.fail(lost, self.clock.at(self.clock.now + 0.01))
+                submitted.fail(lost, self.clock.call_at(self.clock.now_s + 0.01))
             else:
-                self._run(asked)
+                self._run(submitted)
 
     def _reset(self) -> None:
         self.todo.clear()
@@ -171,9 +154,9 @@ class Maker:
     def _add(self, batch: Batch, samples: int) -> tuple[dict[int, str | None], float]:
         keys = batch.payload("prompt_id", "sample").rows
         ids = list(dict.fromkeys(np.asarray(keys["prompt_id"]).tolist()))
-        assert np.asarray(keys["sample"]).tolist() == list(range(samples)) * len(ids), "groups are whole"
+        assert np.asarray(keys["sample"]).tolist() == list(range(samples)) * len(ids), "a group is incomplete"
         present = {prompt for prompt, _ in self.todo} | self.working.keys()
-        assert not present & set(ids), "it works on that already"
+        assert not present & set(ids), "the prompt is already running"
         self.todo += [(prompt, samples) for prompt in ids if not self.refuses(prompt)]
         return {prompt: "is refused here" if self.refuses(prompt) else None for prompt in ids}, 0.0
 
@@ -202,13 +185,13 @@ class Maker:
         return Method(self._submit_poll)
 
     def _submit_poll(self, slice_s: float) -> Batch:
-        asked = self._submit(lambda: self._poll(slice_s))
-        return Batch.of_block(Block([Shard(asked.value, asked.described, None)]), COLUMNS)
+        submitted = self._submit(lambda: self._poll(slice_s))
+        return Batch.of_block(Block([Shard(submitted.value, submitted.described, None)]), COLUMNS)
 
     def _poll(self, slice_s: float) -> tuple[Payload, float]:
         left, finished = slice_s, []
         while not finished and left > 0 and (self.todo or self.working):
-            while self.todo and len(self.working) < self.at_once:
+            while self.todo and len(self.working) < self.num_slots:
                 prompt, samples = self.todo.pop(0)
                 self.working[prompt] = (samples, self.seconds(prompt), self.version)
             passed = min(left, min(state[1] for state in self.working.values()))
@@ -219,40 +202,40 @@ class Maker:
         return self._rows([(p, i, v) for p, n, _, v in finished for i in reversed(range(n))]), slice_s - left
 
     def _rows(self, rows: Sequence[tuple[int, int, int]]) -> Payload:
-        """Each of two tokens: of the version at its beginning, and of that at its end."""
+        """Returns rows of two tokens, sampled by the versions at the start and at the end of the prompt."""
         ids, samples, versions = (np.array([row[i] for row in rows], dtype=np.int64) for i in range(3))
         both = np.stack([versions, np.full(len(rows), self.version)], axis=1).reshape(-1).astype(np.int32)
-        columns = {"prompt_id": ids, "sample": samples, "maker": np.full(len(rows), self.rank)}
+        columns = {"prompt_id": ids, "sample": samples, "replica": np.full(len(rows), self.rank)}
         tokens = {"response_mask": np.ones(2 * len(rows), dtype=bool), "weight_version": both}
         return Payload(len(rows), columns, tokens, np.full(len(rows), 2))
 
 
 @dataclass(eq=False)
-class Rollout:
-    """The group of all makers."""
+class SimulatedRollout:
+    """The worker group of all replicas."""
 
-    makers: list[Maker]
+    replicas: list[SimulatedReplica]
     role: str = "rollout"
     tasks: None = None
 
     @property
     def mesh(self) -> Mesh:
-        return Mesh(dp=len(self.makers), tp=1, sp=1, pp=1)
+        return Mesh(dp=len(self.replicas), tp=1, sp=1, pp=1)
 
-    def replica(self, rank: int) -> Maker:
-        return self.makers[rank]
+    def replica(self, rank: int) -> SimulatedReplica:
+        return self.replicas[rank]
 
 
 @dataclass(eq=False)
-class Weights:
-    """A version of the weights, there from some time on."""
+class SimulatedSnapshot:
+    """A weight version that becomes available at a time."""
 
     number: int
     part: Late
     lost: Exception | None = None
-    """With which calls fail that were to read them."""
+    """Error of the calls that load the weights."""
     compared_s: float | None = None
-    """That a maker takes to compare them; None: it does not."""
+    """Duration of the weight comparison; None: no comparison."""
 
     def ready(self) -> bool:
         return self.part.done()
@@ -260,15 +243,15 @@ class Weights:
     def awaited(self) -> Sequence[Any]:
         return ()
 
-    def deliver(self, maker: Maker) -> tuple[Sequence[Future], ComparedWeights | None]:
-        assert self.ready(), "a call whose weights are not there makes its maker wait"
+    def deliver(self, replica: SimulatedReplica) -> tuple[Sequence[Future], ComparedWeights | None]:
+        assert self.ready(), "a load would block the replica until the weights are exported"
         clock = self.part.clock
         if self.lost is not None:
             return [_future(Late(clock, self.part.at, error=self.lost))], None
-        loaded = maker.load(self.number)
+        loaded = replica.load(self.number)
         if self.compared_s is None:
             return [loaded], None
-        compared = Late(clock, clock.at(clock.now + self.compared_s), Compared(1))
+        compared = Late(clock, clock.call_at(clock.now_s + self.compared_s), Compared(1))
         return [loaded], ComparedWeights(self.number, [_future(compared)])
 
 
@@ -278,52 +261,56 @@ def _future(late: Late) -> Future:
 
 @dataclass(eq=False)
 class WeightSync:
-    clock: Clock
+    clock: VirtualClock
     trained_at: float = 0.0
-    """When the trainer has done all that it was asked for."""
+    """End of all submitted training."""
     lost: Exception | None = None
-    """What comes in the place of all weights."""
+    """Error of all weight loads."""
     compared_s: float | None = None
-    """That a maker takes to compare weights with the trainer's."""
+    """Duration of a weight comparison."""
 
-    def open(self, actor: Any, rollout: Rollout) -> None:
+    def open(self, actor: Any, rollout: SimulatedRollout) -> None:
         pass
 
-    def goes_to_all(self, actor: Any, rollout: Rollout) -> bool:
+    def goes_to_all(self, actor: Any, rollout: SimulatedRollout) -> bool:
         return False
 
-    def export(self, actor: Any, rollout: Rollout, version: int) -> Weights:
-        return Weights(version, Late(self.clock, self.clock.at(self.trained_at)), self.lost, self.compared_s)
+    def export(self, actor: Any, rollout: SimulatedRollout, version: int) -> SimulatedSnapshot:
+        return SimulatedSnapshot(
+            version, Late(self.clock, self.clock.call_at(self.trained_at)), self.lost, self.compared_s
+        )
 
 
 class Calls:
-    """What waits."""
+    """The controller's `Calls`, with the methods that wait."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: VirtualClock) -> None:
         self.clock = clock
         self.attended: list[Callable[[], Iterable[Any]]] = []
         self.before: list[Callable[[], None]] = []
-        """Called at every moment at which something happens."""
+        """Callbacks that run before the idle callbacks."""
 
-    def get_num_replacements(self, maker: Maker) -> int:
-        return sum(late.done() and late.error is None for late in maker.first)
+    def get_num_replacements(self, replica: SimulatedReplica) -> int:
+        return sum(late.done() and late.error is None for late in replica.first)
 
     def add_idle_callback(self, fn: Callable[[], Iterable[Any]]) -> Callable[[], None]:
         self.attended.append(fn)
         return lambda: self.attended.remove(fn)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        for _ in range(MOST_MOMENTS):
+        for _ in range(MAX_EVENTS):
             for fn in [*self.before, *self.attended]:
                 list(fn() or ())
             if condition():
                 return
-            self.clock.advance()
-        raise AssertionError("what is waited for never comes")
+            now_s = self.clock.now_s
+            while self.clock.now_s == now_s:
+                self.clock.advance()
+        raise AssertionError("the condition never becomes true")
 
 
-class Numbers:
-    """Prompts that are numbers."""
+class NumberedPrompts:
+    """A prompt stream whose prompts are their indices."""
 
     def __init__(self) -> None:
         self.drawn = 0
@@ -332,11 +319,11 @@ class Numbers:
         self.drawn += count
         return self.rows(range(self.drawn - count, self.drawn))
 
-    def rows(self, draws: Iterable[int]) -> list[dict[str, Any]]:
-        return [{"prompt_id": draw, "group": draw} for draw in draws]
+    def rows(self, indices: Iterable[int]) -> list[dict[str, Any]]:
+        return [{"prompt_id": index, "group": index} for index in indices]
 
-    def place(self, draw: int) -> str:
-        return f"prompts, line {draw % len(self)}"
+    def location(self, index: int) -> str:
+        return f"prompts, line {index % len(self)}"
 
     def __len__(self) -> int:
         return 1000
@@ -349,7 +336,7 @@ class Numbers:
 
 
 def moments(chance: random.Random, mean_s: float) -> Iterator[float]:
-    """Random times, so far apart on average."""
+    """Yields random times with the given mean distance."""
     now = 0.0
     while True:
         now += chance.expovariate(1 / mean_s)
