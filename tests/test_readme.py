@@ -1,22 +1,38 @@
-"""The README shows what is there."""
+"""The README and the links of the documentation."""
 
 import re
+import textwrap
 from pathlib import Path
 
-SUFFIXES = {".py", ".yaml", ".sh", ".md"}
-UNLISTED = {"__init__.py", "README.md"}
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "recipes").rglob("README.md")]
 
 
-def test_the_tree_names_every_file_and_nothing_else() -> None:
-    text = Path("README.md").read_text()
-    tree = text[text.index("## Tree") :]
-    listed = set(re.findall(r"[\w.]+\.(?:py|yaml|sh|md)\b", tree))
-    files = [path for top in ("flowrl", "recipes", "placement", "docs") for path in Path(top).rglob("*")]
-    present = {path.name for path in files if path.suffix in SUFFIXES and path.name not in UNLISTED}
-    assert listed - {"run_tests.sh"} == present
+def test_the_readme_shows_the_loop_of_the_ppo_recipe() -> None:
+    (loop,) = re.findall(r"```python\n(.*?)\n```", README, re.DOTALL)
+    program = (ROOT / "recipes/ppo/train.py").read_text(encoding="utf-8")
+    start, end = program.index("        for step, batch in run.rollouts"), program.index("        return run.finish")
+    assert loop == textwrap.dedent(program[start:end]).rstrip()
 
 
-def test_every_link_of_the_documents_leads_somewhere() -> None:
-    for document in (Path("README.md"), *Path("docs").glob("*.md"), *Path("recipes").rglob("README.md")):
-        for target in re.findall(r"\]\((?!http)([^)#]+)\)", document.read_text()):
-            assert (document.parent / target).exists(), f"{document}: {target}"
+def test_the_readme_has_one_line_per_package() -> None:
+    packages = {f"flowrl/{path.parent.name}" for path in (ROOT / "flowrl").glob("*/__init__.py")}
+    assert set(re.findall(r"^\| `(flowrl/\w+)` \|", README, re.MULTILINE)) == packages
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 130
+
+
+@pytest.mark.parametrize("command", re.findall(r"^bash ([\w/.]+\.sh)", README, re.MULTILINE))
+def test_the_scripts_of_the_readme_exist(command: str) -> None:
+    assert (ROOT / command).exists()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_lead_to_existing_files(document: Path) -> None:
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", document.read_text(encoding="utf-8")):
+        assert (document.parent / target).exists(), target

@@ -1,4 +1,4 @@
-"""The command `flowrl`, and how every program of this project ends: 0, or 2 with one sentence about what to correct."""
+"""The `flowrl` command, and the exit codes and error messages of every program of this project."""
 
 import argparse
 import errno
@@ -49,12 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def exit_code(program: Callable[[], object]) -> int:
-    """Runs `program` and tells what ended it.
+    """Runs `program` and returns its exit code. Prints errors to stderr without the driver's traceback.
 
-    Returns: 0 when it returns; 2 for a `UserError`, whose sentence goes to stderr, and for a full disk; 1 when a worker
-    failed, with its own traceback instead of the driver's, or a check of the run's, in one sentence; 130 when it was
-    interrupted and 143 when SIGTERM ended it, with a line that says where its results are. Any other exception is a
-    defect, and is raised.
+    0: success. 1: a worker or a check failed. 2: a `UserError` or a full disk. 130 or 143: SIGINT or SIGTERM ended the
+    program. Any other exception is a defect and propagates.
     """
     try:
         program()
@@ -73,10 +71,10 @@ def exit_code(program: Callable[[], object]) -> int:
     except OSError as error:
         if error.errno not in _DISK_FULL:
             raise
-        where = f" while {error.filename} was written" if error.filename else ""
+        location = f" while writing {error.filename}" if error.filename else ""
         sys.stderr.write(
-            f"error: the disk is full{where} ({error.strerror}): make room, or set output to another disk; checkpoints "
-            f"that were saved are whole, and resume=auto goes on from the newest\n"
+            f"error: the disk is full{location} ({error.strerror}): free space, or set output to another disk; saved "
+            f"checkpoints are complete, and resume=auto resumes from the newest\n"
         )
         return 2
     return 0
@@ -88,13 +86,13 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def run_recipe(
     schema: type[RecipeConfig], train: Callable[[RecipeConfig], object], argv: Sequence[str] | None = None
 ) -> int:
-    """The command line of a recipe: `CONFIG [KEY=VALUE ...] [--address HOST:PORT]`.
+    """Runs the command line of a recipe, `CONFIG [KEY=VALUE ...] [--address HOST:PORT]`, and returns its exit code.
 
-    Reads the config, calls `train`, again after a failure that `restarts` allows, and returns an exit code.
+    Loads the config and calls `train`, again after process failures if `restarts` allows it.
     """
     parser = argparse.ArgumentParser(description=(schema.__doc__ or "").strip(), allow_abbrev=False)
     parser.add_argument("config", type=Path, metavar="CONFIG", help="the recipe's YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings put over the file's")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings that override the file")
     parser.add_argument("--address", metavar="HOST:PORT", help="the Ray cluster to join, as address=HOST:PORT")
     arguments = parser.parse_intermixed_args(argv)
     address = [] if arguments.address is None else [f"address={arguments.address}"]
@@ -110,21 +108,19 @@ def run_recipe(
 def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "plan",
-        help="print which role runs on which device, who feeds whom and what memory it takes, and start nothing",
+        help="print the devices, data flow and memory of every role, without starting anything",
         allow_abbrev=False,
     )
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a recipe's YAML file, or one of placement/")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings put over the file's")
-    parser.add_argument(
-        "--devices", type=_counts, metavar="N[,N...]", help="devices per node, instead of this machine's"
-    )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings that override the file")
+    parser.add_argument("--devices", type=_counts, metavar="N[,N...]", help="devices per node; default: this machine's")
     parser.set_defaults(run=_plan)
 
 
 def _plan(arguments: argparse.Namespace) -> None:
     if "pools" in read(arguments.config).values:
         placement = load(arguments.config, arguments.overrides, Placement)
-        planned, below = plan(placement, local_inventory(placement.device, arguments.devices)), ""
+        planned, details = plan(placement, local_inventory(placement.device, arguments.devices)), ""
         check_routes(placement, planned)
     else:
         config = load(arguments.config, arguments.overrides, _run_config(arguments.config))
@@ -134,70 +130,66 @@ def _plan(arguments: argparse.Namespace) -> None:
         devices = estimate_memory(config, planned)
         check_memory(config, planned, devices, available)
         graph = f"\n{render_graph(config, planned)}\n" if isinstance(config, OnPolicyConfig) else ""
-        below = f"{graph}\n{render_memory(devices, available)}\n"
-    sys.stdout.write(f"{render_plan(planned)}\n{below}")
+        details = f"{graph}\n{render_memory(devices, available)}\n"
+    sys.stdout.write(f"{render_plan(planned)}\n{details}")
 
 
 def _run_config(path: Path) -> type[RunConfig]:
-    # A recipe beside the working folder is found as `python -m` finds it; a console script's path lacks that folder.
+    # As with `python -m`, recipes are importable from the working folder.
     if "" not in sys.path:
         sys.path.insert(0, "")
-    found = recipe_class(path)
-    if not issubclass(found, RunConfig):
-        raise ConfigError(f"{path}: recipe is {found.__name__}, which is not the config of a run and has no placement")
-    return found
+    schema = recipe_class(path)
+    if not issubclass(schema, RunConfig):
+        raise ConfigError(f"{path}: recipe is {schema.__name__}, which is not a RunConfig and has no placement")
+    return schema
 
 
 def _add_trace(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser(
-        "trace", help="print where the time of a run went, and what bounds it", allow_abbrev=False
-    )
+    parser = commands.add_parser("trace", help="print how a run spent its time, and its bottleneck", allow_abbrev=False)
     parser.add_argument("trace", type=Path, metavar="RUN", help="the output folder of a run, or its trace.json")
-    parser.add_argument("--last", type=_seconds, metavar="SECONDS", help="look at the end of the run only")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the timeline too")
+    parser.add_argument("--last", type=_seconds, metavar="SECONDS", help="analyze only the end of the run")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="also draw the timeline")
     parser.set_defaults(run=_trace)
 
 
 def _trace(arguments: argparse.Namespace) -> None:
     events = loop_events(read_trace(arguments.trace).last_process())
     if not events:
-        raise TraceError(f"{arguments.trace} has no calls after the start of the run: there is nothing to explain")
+        raise TraceError(f"{arguments.trace} has no calls after the start of the run")
 
-    from flowrl.report.explain import explain  # noqa: PLC0415 (rich only where tables are printed)
+    from flowrl.report.explain import explain  # noqa: PLC0415 (rich only if tables are printed)
 
     explain(events, window_s=arguments.last)
     if arguments.png is not None:
-        from flowrl.report.timeline import draw_timeline  # noqa: PLC0415 (matplotlib only where a picture is asked for)
+        from flowrl.report.timeline import draw_timeline  # noqa: PLC0415 (matplotlib only with --png)
 
         try:
             draw_timeline(events, arguments.png, window_s=arguments.last)
         except OSError as error:
-            raise UserError(f"--png {arguments.png} cannot be written ({error.strerror}); name another file") from error
+            raise UserError(f"--png: cannot write {arguments.png} ({error.strerror}): choose another file") from error
 
 
 def _add_checkpoints(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser(
-        "checkpoints", help="list what a run can go on from; reads every file", allow_abbrev=False
-    )
+    parser = commands.add_parser("checkpoints", help="verify and list the checkpoints of a run", allow_abbrev=False)
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="the output folder of a run")
     parser.set_defaults(run=_checkpoints)
 
 
 def _checkpoints(arguments: argparse.Namespace) -> None:
-    from flowrl.checkpoints.listing import show_checkpoints  # noqa: PLC0415 (rich only where tables are printed)
+    from flowrl.checkpoints.listing import show_checkpoints  # noqa: PLC0415 (rich only if tables are printed)
 
     show_checkpoints(arguments.run_folder)
 
 
 def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
-        "export", help="write the policy of a checkpoint as a folder that transformers loads", allow_abbrev=False
+        "export", help="export the policy of a checkpoint as a transformers model", allow_abbrev=False
     )
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="the output folder of a run")
-    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step; the newest if not stated")
-    parser.add_argument("--output", type=Path, metavar="F", help="folder to make; RUN/export-step-N if not stated")
+    parser.add_argument("--step", type=int, metavar="N", help="step of the checkpoint; default: the newest")
+    parser.add_argument("--output", type=Path, metavar="F", help="new folder; default: RUN/export-step-N")
     parser.add_argument(
-        "--adapter", action="store_true", help="the adapter alone, for peft; into RUN/adapter-step-N if not stated"
+        "--adapter", action="store_true", help="export only the adapter, for peft; default folder: RUN/adapter-step-N"
     )
     parser.set_defaults(run=_export)
 
@@ -207,10 +199,10 @@ def _export(arguments: argparse.Namespace) -> None:
     step = checkpoints.require_steps()[-1] if arguments.step is None else arguments.step
     checkpoint = checkpoints.read(step)
     checkpoint.check()
-    what, name = ("adapter", "adapter") if arguments.adapter else ("policy", "export")
-    output = arguments.output or arguments.run_folder / f"{name}-step-{step:06d}"
+    content, prefix = ("adapter", "adapter") if arguments.adapter else ("policy", "export")
+    output = arguments.output or arguments.run_folder / f"{prefix}-step-{step:06d}"
 
-    # torch and transformers only where a model is read
+    # torch and transformers only if a model is loaded
     from flowrl.engines.checkpoint.export import adapter_base, export_adapter, export_policy  # noqa: PLC0415
 
     if (base := adapter_base(checkpoint.role("actor"))) is not None:
@@ -219,21 +211,23 @@ def _export(arguments: argparse.Namespace) -> None:
         (export_adapter if arguments.adapter else export_policy)(checkpoint.role("actor"), output)
     except OSError as error:
         if str(error.filename) == str(output):
-            raise UserError(f"--output {output} cannot be written ({error.strerror}); name another folder") from error
-        # Who fails to write into a folder says so in an error of its own.
+            raise UserError(f"--output: cannot write {output} ({error.strerror}): choose another folder") from error
+        # Other write errors have their own exception, so this one is a read error.
         reason = str(error).split("\n")[0]
         raise UserError(
-            f"checkpoint {checkpoint.path} cannot be read ({reason}); choose another one with --step"
+            f"checkpoint {checkpoint.path} cannot be read ({reason}): choose another with --step"
         ) from error
-    sys.stdout.write(f"{output}: the {what} after step {step}\n")
+    sys.stdout.write(f"{output}: the {content} after step {step}\n")
 
 
 def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
-        "doctor", help="start a recipe's actor and rollout, and compare what the two compute", allow_abbrev=False
+        "doctor",
+        help="start a recipe's actor and rollout, and compare their weights and log-probabilities",
+        allow_abbrev=False,
     )
     parser.add_argument("--rollout", type=Path, metavar="CONFIG", required=True, help="a recipe's YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings put over the file's")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings that override the file")
     parser.set_defaults(run=_doctor)
 
 
@@ -241,12 +235,12 @@ def _doctor(arguments: argparse.Namespace) -> None:
     schema = _run_config(arguments.rollout)
     if not issubclass(schema, OnPolicyConfig):
         raise ConfigError(
-            f"{arguments.rollout}: {schema.__name__} has no rollout: name a recipe that samples responses"
+            f"{arguments.rollout}: {schema.__name__} has no rollout: choose a recipe that generates responses"
         )
     config = load(arguments.rollout, arguments.overrides, schema)
     check_start(config)
 
-    # torch and Ray only where a model is run
+    # torch and Ray only if a model is run
     from flowrl.run.doctor import examine  # noqa: PLC0415
     from flowrl.workers import Actor, Rollout  # noqa: PLC0415
 
@@ -259,14 +253,14 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds: write one above 0, like 30")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds, like 30")
     return seconds
 
 
 def _counts(text: str) -> tuple[int, ...]:
     counts = tuple(int(part) if part.isdecimal() else -1 for part in text.split(","))
     if min(counts) < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of counts: write 8, or 4,4 for two nodes")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of device counts, like 8, or 4,4 for two nodes")
     return counts
 
 

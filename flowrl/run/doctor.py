@@ -1,4 +1,4 @@
-"""`flowrl doctor`: a recipe's actor and rollout are started, and what the one serves is compared with the other.
+"""`flowrl doctor`: starts the actor and the rollout of a recipe, and compares weights and log-probabilities.
 
 Shape suffixes: T tokens of all responses.
 """
@@ -28,21 +28,25 @@ from flowrl.weight_sync.transfer import takes_one_by_one, transport_of
 from flowrl.weight_sync.verification import WeightsCheck, gap_causes, gap_limit
 
 PROMPTS, TOKENS = 8, 32
-"""Prompts that are answered, and the longest answers."""
+"""Number of prompts, and maximal number of tokens per response."""
 
 _COLD = 1e-4
-"""A temperature at which a token's negative log-probability, times it, is how far its logit is below the best one."""
+"""Temperature so low that a token's negative log-probability times it is the distance of its logit from the best."""
 
 _LARGEST = 20
-"""The largest gap of a token may be so many times what the mean may be."""
+"""Limit of the largest gap of a token, as a multiple of the limit of the mean gap."""
 
-_ALIKE = 1e-3
-"""Logits that are this close are equal: what `_COLD` makes of ties, and of rounding."""
+_TIE = 1e-3
+"""Distance below which two logits are a tie, given rounding at temperature `_COLD`."""
+
+
+_TRANSPORTS = {"shared": "none (the rollout uses the actor's weights)"}
+"""Transports whose name in the table differs from the setting."""
 
 
 @dataclass
 class _Findings:
-    """Rows of the table, in order."""
+    """The rows of the printed table."""
 
     rows: list[tuple[str, str]] = field(default_factory=list)
 
@@ -59,49 +63,49 @@ class _Findings:
 def examine(
     config: OnPolicyConfig, actor_class: type[Worker], rollout_class: type[Worker], console: Console | None = None
 ) -> None:
-    """Starts both, changes the actor's weights twice and hands them over, generates, and prints what was found.
+    """Starts actor and rollout, syncs changed weights twice, generates, and prints a table of the comparisons.
 
-    Nothing is written to disk.
+    Writes nothing to disk.
 
     Raises:
-        CheckFailed, or WorkerError of one: what the rollout serves or says is not the actor's.
-        UserError: the config's data or placement does not fit.
-        Interrupted: it was asked to end.
+        CheckFailed or WorkerError: weights or log-probabilities of the rollout differ from the actor's.
+        UserError: the config's data or placement is invalid.
+        Interrupted: a signal ended the program.
     """
     prompts, _ = read_prompts(config)
-    console, found = console or Console(), _Findings()
+    console, findings = console or Console(), _Findings()
     rollout_config = config.rollout.model_copy(
         update={"max_response_tokens": min(TOKENS, config.rollout.max_response_tokens), "check_weights": "complete"}
     )
     config = config.model_copy(update={"rollout": rollout_config})
-    found.add("engine", f"{rollout_config.engine}, {_version(rollout_config.engine)}")
+    findings.add("engine", f"{rollout_config.engine}, {_version(rollout_config.engine)}")
     try:
-        with ExitStack() as opened:
-            interruption = opened.enter_context(Interruption(console.print))
-            interruption.progress = "before all was compared; nothing was written"
+        with ExitStack() as resources:
+            interruption = resources.enter_context(Interruption(console.print))
+            interruption.progress = "before the comparison was complete"
             console.print(f"starting actor, rollout ({config.backend})")
-            cluster = opened.enter_context(_cluster(config))
+            cluster = resources.enter_context(_cluster(config))
             interruption.install()  # Ray has installed its own handlers
             actor = cluster.group("actor", actor_class, config.actor, temperature=rollout_config.temperature)
             rollout = cluster.group("rollout", rollout_class, rollout_config, config.actor.model, seed=config.seed)
-            places = cluster.plan.roles
+            plans = cluster.plan.roles
             one_by_one = takes_one_by_one(config)
-            way = transport_of(
-                places["actor"], places["rollout"], cluster.plan.kind, rollout_config, one_by_one=one_by_one
+            transport = transport_of(
+                plans["actor"], plans["rollout"], cluster.plan.kind, rollout_config, one_by_one=one_by_one
             )
-            found.add("weights travel by", way.replace("_", " "))
+            findings.add("weight sync", _TRANSPORTS.get(transport, transport.replace("_", " ")))
             unchecked = rollout_config.model_copy(update={"check_weights": "off"})  # to be timed by itself
             weight_sync = WeightSync(config.model_copy(update={"rollout": unchecked}), cluster.plan)
-            _compare_weights(weight_sync, config, actor, rollout, found)
+            _compare_weights(weight_sync, config, actor, rollout, findings)
             rows = Batch.from_rows([row | {"sample": 0} for row in prompts.take(max(PROMPTS, 2 * rollout.world_size))])
-            _compare_words(config, actor, rollout, rows, found)
+            _compare_responses(config, actor, rollout, rows, findings)
     finally:
-        console.print(found.table())
-    console.print("the rollout serves the actor's weights, and says what transformers would")
+        console.print(findings.table())
+    console.print("OK: uses the actor's weights and matches transformers")
 
 
 def _cluster(config: OnPolicyConfig) -> Cluster:
-    """The processes of the two roles alone."""
+    """Returns a cluster with the processes of the two roles only."""
     placement = config.placement
     roles = {name: placement.roles[name] for name in ("actor", "rollout")}
     used = {part.pool for name in roles for part in placement.role(name).parts}
@@ -129,13 +133,13 @@ def _version(engine: str) -> str:
             return f"{name} {metadata.version(name)}"
         except metadata.PackageNotFoundError:
             continue
-    return "of an unknown version"
+    return "unknown version"
 
 
 def _compare_weights(
-    weight_sync: WeightSync, config: OnPolicyConfig, actor: WorkerGroup, rollout: WorkerGroup, found: _Findings
+    weight_sync: WeightSync, config: OnPolicyConfig, actor: WorkerGroup, rollout: WorkerGroup, findings: _Findings
 ) -> None:
-    """All weights, as they are loaded and after each of two updates; the second is what an update takes."""
+    """Compares all weights after loading and after each of two weight syncs, and measures the second sync."""
     counts: list[str] = []
     sync_s = 0.0
     for version in range(3):
@@ -143,83 +147,85 @@ def _compare_weights(
             actor.run(nudge)
             started_s = time.monotonic()
             weight_sync.send(actor, rollout, version)
-            rollout.run(_answers)
+            rollout.run(_no_op)
             sync_s = time.monotonic() - started_s
         check = WeightsCheck(actor, rollout, version, config.rollout).compare(rollout)
         if check is not None:
             count, unreached = check.get()["weights_compared"], check.unreached()
-            lacking = f" ({len(unreached)} cannot be, such as {unreached[0]})" if unreached else ""
+            lacking = f" ({len(unreached)} are not accessible, such as {unreached[0]})" if unreached else ""
             counts.append(f"{count:.0f}{lacking}")
     if counts:
-        found.add("weights compared", f"{counts[0]} as loaded, {counts[1]} and {counts[2]} after updates: all equal")
+        findings.add(
+            "weights compared", f"{counts[0]} after loading, {counts[1]} and {counts[2]} after updates: all equal"
+        )
     else:
-        found.add("weights compared", "none: they are the actor's own")
-    found.add("an update takes", f"{1e3 * sync_s:.0f} ms")
+        findings.add("weights compared", "none (the actor's own)")
+    findings.add("weight sync time", f"{1e3 * sync_s:.0f} ms")
 
 
 def nudge(worker: Any) -> None:  # Any: the recipe's actor
-    """Changes every weight that is trained a little, so that an update that does nothing is seen."""
+    """Changes every trained weight slightly, so that a missing weight sync is detected."""
     with torch.no_grad():
         for weight in worker.model.parameters():
             if weight.requires_grad:
                 own = weight.to_local() if isinstance(weight, DTensor) else weight
-                # A zero, as an adapter has at first, would stay one.
+                # Scaling would leave a zero unchanged, such as the initial weights of an adapter.
                 own.copy_(torch.where(own == 0, torch.full_like(own, 2**-10), own * (1 + 2**-6)))
 
 
-def _answers(worker: Worker) -> None:
-    """A call that comes after all before it."""
+def _no_op(worker: Worker) -> None:
+    """Returns after all earlier calls, as calls run in order."""
 
 
-def _compare_words(
-    config: OnPolicyConfig, actor: WorkerGroup, rollout: WorkerGroup, rows: Batch, found: _Findings
+def _compare_responses(
+    config: OnPolicyConfig, actor: WorkerGroup, rollout: WorkerGroup, rows: Batch, findings: _Findings
 ) -> None:
-    """What is said, and how likely it was, against the actor's model on the same tokens."""
+    """Compares greedy tokens and log-probabilities with the actor's model on the same tokens."""
     greedy = rows.union(rollout.generate.submit(rows, greedy=True))
-    greedy_T = _gaps(config, actor, greedy, 1.0, "greedy", found)
+    greedy_T = _gaps(config, actor, greedy, 1.0, "greedy", findings)
     below_T = -_COLD * _logprobs(actor, greedy, _COLD)
     sampled = rows.union(rollout.generate.submit(rows))
     sampled.get("rollout_logprobs")
     started_s = time.monotonic()
     again = rows.union(rollout.generate.submit(rows))
     count = int(again.get("response_mask").sum())
-    found.add("tokens per second", f"{count / (time.monotonic() - started_s):,.0f} ({len(rows)} rows)")
-    _gaps(config, actor, sampled, config.rollout.temperature, "sampled", found)
-    others = int((below_T > _ALIKE).sum())
-    far = below_T > max(_ALIKE, 2 * float(greedy_T.max()))
-    near = f", {others} others where the two best are within {float(below_T.max()):.2g}" if others else ""
-    found.add("greedy tokens", f"{len(below_T) - others} of {len(below_T)} are transformers' own choice{near}")
+    findings.add("tokens per second", f"{count / (time.monotonic() - started_s):,.0f} ({len(rows)} rows)")
+    _gaps(config, actor, sampled, config.rollout.temperature, "sampled", findings)
+    others = int((below_T > _TIE).sum())
+    far = below_T > max(_TIE, 2 * float(greedy_T.max()))
+    near = f", {others} ties within {float(below_T.max()):.2g}" if others else ""
+    findings.add("greedy tokens", f"{len(below_T) - others} of {len(below_T)} match transformers{near}")
     if far.any():
         raise CheckFailed(
-            f"{int(far.sum())} of {len(far)} greedy tokens are not what transformers would choose, by up to "
-            f"{float(below_T.max()):.3g} in the logits, more than the log-probabilities explain: the engine changes "
-            f"the logits before it chooses (penalties, bad words, a minimal length) or does not decode greedily"
+            f"{int(far.sum())} of {len(far)} greedy tokens differ from transformers, by up to "
+            f"{float(below_T.max()):.3g} in the logits, more than the log-probability gap explains: the engine modifies "
+            f"the logits (penalties, bad words, a minimal length) or does not decode greedily"
         )
 
 
 def _gaps(
-    config: OnPolicyConfig, actor: WorkerGroup, batch: Batch, temperature: float, how: str, found: _Findings
+    config: OnPolicyConfig, actor: WorkerGroup, batch: Batch, temperature: float, how: str, findings: _Findings
 ) -> Tensor:
-    """Distance [T] of the log-probabilities of responses. Raises CheckFailed where it is too large."""
+    """Returns the gaps [T] between rollout and actor log-probabilities. Raises CheckFailed if they exceed the limit."""
     mask = batch.get("response_mask").bool()
-    said_T = batch.get("rollout_logprobs")[mask]
-    gaps_T = (_logprobs(actor, batch, temperature) - said_T).abs()
+    rollout_T = batch.get("rollout_logprobs")[mask]
+    gaps_T = (_logprobs(actor, batch, temperature) - rollout_T).abs()
     mean, largest, limit = float(gaps_T.mean()), float(gaps_T.max()), gap_limit(config.rollout, config.actor)
-    found.add(f"log-probability gap, {how}", f"{mean:.2g} mean, {largest:.2g} largest, {len(gaps_T)} tokens")
+    findings.add(f"log-probability gap, {how}", f"{mean:.2g} mean, {largest:.2g} largest, {len(gaps_T)} tokens")
     if not (mean <= limit and largest <= _LARGEST * limit):
         raise CheckFailed(
-            f"the {how} tokens' log-probabilities are {mean:.3g} on average and {largest:.3g} at most from those of "
-            f"transformers, above {limit:g} and {_LARGEST * limit:g} (rollout.gap_warning, and {_LARGEST} times it); "
-            f"likely causes, the first first: {gap_causes(config.rollout)}"
+            f"the log-probabilities of {how} tokens differ from transformers by {mean:.3g} on average and "
+            f"{largest:.3g} at most, above the limits {limit:g} (rollout.gap_warning) and {_LARGEST * limit:g} "
+            f"({_LARGEST} times that); likely causes, most likely first: {gap_causes(config.rollout)}"
         )
     return gaps_T
 
 
 def _logprobs(actor: WorkerGroup, batch: Batch, temperature: float) -> Tensor:
-    """The actor's, [T], of the responses' tokens."""
-    actor.run(_at_temperature, temperature)
+    """Returns the actor's log-probabilities [T] of the response tokens."""
+    actor.run(_set_temperature, temperature)
     return actor.logprobs(batch).get("logprobs")[batch.get("response_mask").bool()]
 
 
-def _at_temperature(worker: Any, temperature: float) -> None:  # Any: the recipe's actor
+def _set_temperature(worker: Any, temperature: float) -> None:  # Any: the recipe's actor
     worker.temperature = temperature

@@ -1,4 +1,4 @@
-"""What is checked of a run before anything starts. Loads neither torch nor ray."""
+"""Checks a run before anything starts. Imports neither torch nor ray unless a config names a user-defined function."""
 
 import importlib
 import importlib.util
@@ -34,17 +34,17 @@ from flowrl.weight_sync.transfer import takes_one_by_one, transport_of
 
 
 def plan_run(config: RunConfig, devices: Sequence[int] | None = None) -> Plan:
-    """The plan of a run on this machine, or on an inventory of `devices` per node that is stated instead.
+    """Returns the placement plan of a run on this machine, or on `devices` per node.
 
     Raises:
-        PlacementError: the placement does not fit.
-        ConfigError: a role's engine cannot run on the ranks that the placement gives it.
+        PlacementError: the placement does not fit the devices.
+        ConfigError: a role's engine cannot run on its ranks.
     """
     placement, stated = config.placement, devices or config.devices
     if config.address is not None and stated is None:
         raise ConfigError(
-            f"the run joins the cluster at {config.address}, whose devices are not known here: state them per node, "
-            f"with --devices 8,8 or devices: [8, 8]"
+            f"the devices of the cluster at {config.address} are unknown here: state them per node, with "
+            f"--devices 8,8 or devices: [8, 8]"
         )
     planned = plan(placement, local_inventory(placement.device, stated), type(config).roles, config.apart())
     check_engines(config, planned)
@@ -52,10 +52,9 @@ def plan_run(config: RunConfig, devices: Sequence[int] | None = None) -> Plan:
 
 
 def check_run(config: RunConfig) -> None:
-    """Refuses what can be told before data and models are read: functions, placement, memory, and the output
-    folder.
+    """Checks functions, placement, memory and the output folder, before data and models are read.
 
-    Raises: as `check_start`, and `RunFolderError`.
+    Raises: as `check_start`; RunFolderError if the output folder cannot be used.
     """
     check_start(config)
     check_not_locked(config.output)
@@ -64,7 +63,7 @@ def check_run(config: RunConfig) -> None:
 
 
 def check_start(config: RunConfig) -> None:
-    """The same but for the output folder.
+    """Checks functions, placement and memory.
 
     Raises: as `check_functions`, `check_rollouts`, `plan_run` and `check_memory`.
     """
@@ -76,21 +75,21 @@ def check_start(config: RunConfig) -> None:
 
 
 def check_functions(config: RunConfig) -> None:
-    """Imports the estimators, losses, rewards and the like that the config names as `module:function`.
+    """Imports every user-defined function that the config names as `module:function`.
 
-    Raises: ConfigError for one that cannot be imported, does not fit its kind, or has other settings.
+    Raises: ConfigError if an import fails, or if a function has the wrong inputs or settings.
     """
     for group, value in config:
         if isinstance(value, RewardConfig):
             _check_import(f"{group}.function", value.function)
             _check_import(f"{group}.evaluation", value.evaluation)
-    own = [chosen for chosen in _chosen_functions(config) if ":" in chosen[2]]
-    if not own:
+    user_defined = [choice for choice in _chosen_functions(config) if ":" in choice[2]]
+    if not user_defined:
         return
-    from flowrl.algorithms import registry  # noqa: PLC0415 (torch, only where a config names a function of its own)
+    from flowrl.algorithms import registry  # noqa: PLC0415 (torch, only for user-defined functions)
 
     kinds = {known.kind: known for known in registry.REGISTRIES}
-    for key, kind, name, options in own:
+    for key, kind, name, options in user_defined:
         try:
             kinds[kind].check(name, options)
         except registry.RegistryError as error:
@@ -102,18 +101,18 @@ def _check_import(key: str, name: str | None) -> None:
         return
     module, _, attribute = name.partition(":")
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        function = getattr(importlib.import_module(module), attribute)
     except Exception as error:
         raise ConfigError(
-            f"{key}: {name} cannot be loaded ({type(error).__name__}: {error}): name it as module:function, of a "
-            f"module that can be imported where the program is started"
+            f"{key}: cannot import {name} ({type(error).__name__}: {error}): write module:function, where the module "
+            f"is importable from the working folder"
         ) from error
-    if not callable(found):
-        raise ConfigError(f"{key}: {name} is a {type(found).__name__}, not a function")
+    if not callable(function):
+        raise ConfigError(f"{key}: {name} is a {type(function).__name__}, not a function")
 
 
 def _chosen_functions(config: RunConfig) -> Iterator[tuple[str, str, str, Mapping[str, Any]]]:
-    """(key, kind of function, name, settings) of every choice of a function."""
+    """Yields (key, kind, name, settings) of every function that the config names."""
     for group, value in config:
         if isinstance(value, ActorConfig):
             yield f"{group}.loss", "policy loss", value.loss, value.loss_options or {}
@@ -129,7 +128,7 @@ def _chosen_functions(config: RunConfig) -> Iterator[tuple[str, str, str, Mappin
 
 def _functions_of_advantages(
     group: str, config: AdvantageConfig
-) -> Iterator[tuple[str, str, str, Mapping[str, Any]]]:  # Any: the user's own
+) -> Iterator[tuple[str, str, str, Mapping[str, Any]]]:  # Any: user-defined
     yield f"{group}.estimator", "advantage estimator", config.estimator, config.options or {}
     yield f"{group}.kl_kind", "KL estimate", config.kl_kind or "", {}
     if config.kl_control is not None:
@@ -141,25 +140,24 @@ def _functions_of_advantages(
 
 
 def check_engines(config: RunConfig, planned: Plan) -> None:
-    """Refuses a role whose engine cannot run on the ranks of its mesh, and a schedule that a plan does not let.
+    """Checks that every role's engine runs on its ranks, and that the plan supports the schedule.
 
-    Raises: `ConfigError`.
+    Raises: ConfigError.
     """
-    models = {role: found for role, found in models_of(config).items() if found[1].model is not None}
-    found = dict(config)
-    for role, place in planned.roles.items():
-        if place.mesh.pp > 1:
+    models = {role: entry for role, entry in models_of(config).items() if entry[1].model is not None}
+    for role, role_plan in planned.roles.items():
+        if role_plan.mesh.pp > 1:
             raise ConfigError(
-                f"placement.roles.{role} has pp {place.mesh.pp}, but no engine runs a model's layers as a pipeline: "
-                f"remove pp, and cut the model with strategy: fsdp or tp"
+                f"placement.roles.{role} has pp {role_plan.mesh.pp}, but no engine supports pipeline parallelism: "
+                f"remove pp, and shard the model with strategy: fsdp or tp"
             )
         if role not in models:
-            _refuse_cuts(role, place, found.get(role))
+            _check_unsharded(role, role_plan, dict(config).get(role))
             continue
         prefix, model = models[role]
-        check_model_fit(role, prefix, model, place)
+        check_model_fit(role, prefix, model, role_plan)
         if config.backend == "ray":
-            _check_engine(role, f"{prefix}engine", place, model.engine)
+            _check_engine(role, f"{prefix}engine", role_plan, model.engine)
     check_adapters(config, planned)
     check_quantization(config, planned)
     check_schedule(config, planned)
@@ -169,21 +167,19 @@ def check_engines(config: RunConfig, planned: Plan) -> None:
             transport_of(actor, planned.roles[role], planned.kind, value, one_by_one=one_by_one)
 
 
-def _refuse_cuts(role: str, place: RolePlan, config: object) -> None:
-    """Refuses to cut a role whose ranks each hold all they need. Raises `ConfigError`."""
-    # Of a role apart one process leads tensor-parallel devices, and its mesh has none.
-    for name, size in (("tp", place.mesh.tp), ("sp", place.mesh.sp)):
+def _check_unsharded(role: str, role_plan: RolePlan, config: object) -> None:
+    """Raises ConfigError if a role that cannot be sharded has tp or sp."""
+    # A role in a dedicated process (vLLM) has one process per tp group, so its mesh has tp 1.
+    for name, size in (("tp", role_plan.mesh.tp), ("sp", role_plan.mesh.sp)):
         if size > 1:
-            which, fix = "its ranks", "remove it"
+            reason, fix = "the role cannot be sharded", "remove it"
             if name == "tp" and isinstance(config, RolloutConfig):
-                which, fix = f"its ranks, with engine {config.engine},", f"set {role}.engine: vllm, or remove it"
-            raise ConfigError(
-                f"placement.roles.{role} has {name} {size}, but each of {which} holds all it needs: {fix}"
-            )
+                reason, fix = f"engine {config.engine} cannot shard it", f"set {role}.engine: vllm, or remove it"
+            raise ConfigError(f"placement.roles.{role} has {name} {size}, but {reason}: {fix}")
 
 
 def check_quantization(config: RunConfig, planned: Plan) -> None:
-    """Refuses a quantised rollout that the devices of a plan do not run. Raises `ConfigError`."""
+    """Raises ConfigError if the planned devices do not support the rollout's quantization."""
     for role, value in config:
         if isinstance(value, RolloutConfig) and value.quantization == "int4" and planned.kind == "cpu":
             raise ConfigError(int4_on_cpu(role))
@@ -192,16 +188,16 @@ def check_quantization(config: RunConfig, planned: Plan) -> None:
 
 
 def check_rollouts(config: RunConfig) -> None:
-    """Refuses a rollout engine that this program cannot start. Raises `ConfigError`."""
+    """Raises ConfigError if the rollout engine cannot start, because a package is missing or the backend is inline."""
     for name in config.apart():
         if config.backend == "inline":
             raise ConfigError(
-                f"{name}.engine is vllm, which takes a process for itself, and backend inline has one for all roles: "
+                f"{name}.engine is vllm, which needs a dedicated process, but backend inline has one process: "
                 f"set backend: ray, or {name}.engine: hf"
             )
         if config.address is None and importlib.util.find_spec("vllm") is None:
             raise ConfigError(
-                f"{name}.engine is vllm, which is not installed here: run bash recipes/install_vllm.sh, or set "
+                f"{name}.engine is vllm, which is not installed: run bash recipes/install_vllm.sh, or set "
                 f"{name}.engine: hf"
             )
     for name, value in config:
@@ -209,71 +205,69 @@ def check_rollouts(config: RunConfig) -> None:
             continue
         if config.address is None and importlib.util.find_spec("torchao") is None:
             raise ConfigError(
-                f"{name}.quantization is {value.quantization}, for which vLLM needs torchao, which is not installed "
-                f"here: run pip install 'torchao>=0.18,<0.19', or set {name}.quantization: fp8"
+                f"{name}.quantization {value.quantization} needs torchao, which is not installed: run "
+                f"pip install 'torchao>=0.18,<0.19', or set {name}.quantization: fp8"
             )
 
 
 def check_adapters(config: RunConfig, planned: Plan) -> None:
-    """Refuses a reference on a part of the ranks that run together a model with an adapter, which it would share.
-
-    Raises: `ConfigError`.
-    """
+    """Raises ConfigError if a reference is colocated with only some ranks of a sharded LoRA model that it shares."""
     for role, value in config:
         if not isinstance(value, ActorConfig | CriticConfig) or value.lora is None:
             continue
-        place = planned.roles[role]
-        cut = shards_model(value.engine, place.mesh.size, place.mesh.tp)
-        together = config.backend == "ray" and (cut or place.mesh.sp > 1)
+        role_plan = planned.roles[role]
+        is_sharded = shards_model(value.engine, role_plan.mesh.size, role_plan.mesh.tp)
+        is_collective = config.backend == "ray" and (is_sharded or role_plan.mesh.sp > 1)
         for name, other in config:
-            if together and isinstance(other, ReferenceConfig) and other.model == value.model:
-                _check_beside(name, planned.roles[name], role, place)
+            if is_collective and isinstance(other, ReferenceConfig) and other.model == value.model:
+                _check_shared_ranks(name, planned.roles[name], role, role_plan)
 
 
-def _check_beside(name: str, reference: RolePlan, role: str, actor: RolePlan) -> None:
-    """Ranks that ran the actor's model for a reference would wait for those that are not in the reference."""
+def _check_shared_ranks(name: str, reference: RolePlan, role: str, actor: RolePlan) -> None:
+    # A collective forward pass needs all ranks of the actor, so it would hang on a subset.
     shared = set(reference.slots) & set(actor.slots)
     if shared and reference.mesh == actor.mesh and set(reference.slots) != set(actor.slots):
         raise ConfigError(
-            f"placement.roles.{name} is {reference.pool}, {len(shared)} of the {len(actor.slots)} devices of {role}, "
-            f"whose model it shares because of {role}.lora: give it {actor.pool}, or devices of its own"
+            f"placement.roles.{name} is {reference.pool}, which has {len(shared)} of the {len(actor.slots)} devices of "
+            f"{role}, whose model it shares because of {role}.lora: assign {name} to {actor.pool}, or to other devices"
         )
 
 
-def _check_engine(role: str, key: str, place: RolePlan, engine: EngineConfig) -> None:
-    mesh = place.mesh
+def _check_engine(role: str, key: str, role_plan: RolePlan, engine: EngineConfig) -> None:
+    """Raises ConfigError if the engine's settings do not fit the role's mesh."""
+    mesh = role_plan.mesh
     if mesh.size > 1 and engine.strategy == "single" and role in ("actor", "critic"):
         raise ConfigError(
-            f"{key}.strategy is single, but pool {place.pool} gives the role {mesh.size} ranks: "
+            f"{key}.strategy is single, but the role has {mesh.size} ranks in pool {role_plan.pool}: "
             f"set strategy: auto, ddp or fsdp, or make the pool one device"
         )
     if mesh.tp > 1 and engine.strategy in ("single", "ddp"):
         raise ConfigError(
-            f"{key}.strategy is {engine.strategy}, but placement.roles.{role} has tp {mesh.tp}, which cuts the model: "
+            f"{key}.strategy is {engine.strategy}, but placement.roles.{role} has tp {mesh.tp}, which shards the model: "
             f"set strategy: fsdp, or remove tp"
         )
     if engine.sequence_parallel_norms and mesh.tp == 1:
         raise ConfigError(
-            f"{key}.sequence_parallel_norms is true, but placement.roles.{role} has tp 1, so that no ranks share a "
+            f"{key}.sequence_parallel_norms is true, but placement.roles.{role} has tp 1, so no ranks share a "
             f"layer: remove it, or set tp"
         )
     if not shards_model(engine, mesh.size, mesh.tp):
-        _refuse_settings_of_cuts(key, place, engine)
+        _check_unsharded_settings(key, role_plan, engine)
     if engine.shard_ranks is not None and mesh.dp % engine.shard_ranks:
         raise ConfigError(
             f"{key}.shard_ranks is {engine.shard_ranks}, which does not divide the role's {mesh.dp} data-parallel "
-            f"ranks: set it to a divisor, or leave it out for all"
+            f"ranks: set it to a divisor, or remove it"
         )
 
 
-def _refuse_settings_of_cuts(key: str, place: RolePlan, engine: EngineConfig) -> None:
-    """Refuses what would do nothing, because each rank of the role has the whole model. Raises `ConfigError`."""
-    num_ranks = place.mesh.size
-    for name, asked in engine.for_cut_models().items():
+def _check_unsharded_settings(key: str, role_plan: RolePlan, engine: EngineConfig) -> None:
+    """Raises ConfigError for a setting of sharded models, because each rank of the role has the full model."""
+    num_ranks = role_plan.mesh.size
+    for name, value in engine.for_cut_models().items():
         if num_ranks == 1:
-            instead = "set offload: optimizer" if name == "offload" else "remove it"
-            why = f"the role has one rank, which cuts nothing: {instead}, or give the role more ranks"
+            alternative = "set offload: optimizer" if name == "offload" else "remove it"
+            reason = f"the role has one rank, so its model is not sharded: {alternative}, or assign more ranks"
         else:
-            why = f"strategy {engine.strategy} gives each of the role's {num_ranks} ranks the whole model: "
-            why += "set strategy: fsdp, or remove it"
-        raise ConfigError(f"{key}.{name} is {asked}, but {why}")
+            reason = f"strategy {engine.strategy} puts the full model on each of the role's {num_ranks} ranks: "
+            reason += "set strategy: fsdp, or remove it"
+        raise ConfigError(f"{key}.{name} is {value}, but {reason}")

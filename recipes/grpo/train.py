@@ -1,4 +1,4 @@
-"""GRPO: PPO's update, with advantages from comparing several responses to one prompt instead of a critic.
+"""GRPO: PPO without a critic, with advantages relative to the responses of one prompt.
 
 Shao et al. (2024), https://arxiv.org/abs/2402.03300. `python -m recipes.grpo.train CONFIG [key=value ...]`
 """
@@ -15,7 +15,7 @@ from recipes.grpo.config import GRPOConfig
 
 
 def train(config: GRPOConfig) -> dict[str, Any]:
-    """Trains the actor; returns the run's summary."""
+    """Trains the actor. Returns the summary of the run."""
     prompts, held_out = read_prompts(config)
     temperature = config.rollout.temperature
     advantages = Advantages(config.algorithm, config.actor, seed=config.seed)
@@ -33,17 +33,17 @@ def train(config: GRPOConfig) -> dict[str, Any]:
             batch["old_logprobs"] = actor.logprobs(batch)
             batch["ref_logprobs"] = reference.logprobs(batch)
 
-            # 2. A response is as good as it is better than the others to its prompt.
+            # 2. Compute advantages and metrics, on the task worker.
             batch, metrics = advantages.compute(batch, step)
             run.log(metrics)
 
-            # 3. Improve the actor; the KL to the reference is part of its loss.
+            # 3. Update the actor. The KL to the reference is part of its loss.
             for minibatch in batch.minibatches(
                 config.minibatch_size, epochs=config.ppo_epochs, seed=(config.seed, step)
             ):
                 run.log(actor.update(minibatch))
 
-            # 4. The next responses come from the new weights.
+            # 4. Send the new weights to the rollout.
             run.sync_weights(actor, rollout)
         return run.finish(actor)
 

@@ -1,8 +1,8 @@
 """PPO with a critic and a KL penalty to the reference policy.
 
-Schulman et al. (2017), https://arxiv.org/abs/1707.06347, in the form in which Ouyang et al. (2022),
-https://arxiv.org/abs/2203.02155, train language models: one reward per response, on its last token, and a KL penalty on
-every token. `python -m recipes.ppo.train CONFIG [key=value ...]`
+Schulman et al. (2017), https://arxiv.org/abs/1707.06347, as applied to language models by Ouyang et al. (2022),
+https://arxiv.org/abs/2203.02155: one reward per response, on its last token, and a KL penalty on every token.
+`python -m recipes.ppo.train CONFIG [key=value ...]`
 """
 
 import sys
@@ -17,7 +17,7 @@ from recipes.ppo.config import PPOConfig
 
 
 def train(config: PPOConfig) -> dict[str, Any]:
-    """Trains the actor and the critic; returns the run's summary."""
+    """Trains the actor and the critic. Returns the summary of the run."""
     prompts, held_out = read_prompts(config)
     temperature = config.rollout.temperature
     advantages = Advantages(config.algorithm, config.actor, seed=config.seed)
@@ -31,23 +31,23 @@ def train(config: PPOConfig) -> dict[str, Any]:
         run.add_checkpointable(actor, critic, advantages=advantages)
 
         for step, batch in run.rollouts(rollout, prompts):
-            # 1. Score the responses; the four calls wait only for the columns they read.
+            # 1. Score the responses. Calls return at once, and each waits only for the columns that it reads.
             batch["scores"] = reward.score(batch)
             batch["old_logprobs"] = actor.logprobs(batch)
             batch["ref_logprobs"] = reference.logprobs(batch)
             batch["values"] = critic.values(batch)
 
-            # 2. Rewards and advantages: pure functions on the columns they name, run beside the data.
+            # 2. Compute rewards, advantages and metrics, on the task worker.
             batch, metrics = advantages.compute(batch, step)
             run.log(metrics)
 
-            # 3. Improve critic and actor; on separate pools these run at the same time.
+            # 3. Update critic and actor. On separate pools they run at the same time.
             for minibatch in batch.minibatches(
                 config.minibatch_size, epochs=config.ppo_epochs, seed=(config.seed, step)
             ):
                 run.log(critic.update(minibatch), actor.update(minibatch))
 
-            # 4. The next responses come from the new weights.
+            # 4. Send the new weights to the rollout.
             run.sync_weights(actor, rollout)
         return run.finish(actor)
 

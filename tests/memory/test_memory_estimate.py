@@ -30,6 +30,16 @@ SETTINGS = {
     "tie_word_embeddings": False,
 }
 """Configuration of deepseek-llm-7b-chat."""
+BFLOAT16 = (
+    *(
+        f"{role}.{name}"
+        for role in ("actor", "critic")
+        for name in ("model.dtype=bfloat16", "engine.compute_dtype=null")
+    ),
+    "rollout.max_num_seqs=64",
+)
+"""Settings of the expected figures; the recipe itself trains float32 weights."""
+
 QUICK = ("gradient checkpointing", "reference")
 
 
@@ -54,7 +64,7 @@ def model(tmp_path: Path) -> Path:
 
 def config_of(model: Path, *settings: str) -> PPOConfig:
     paths = [f"{role}.model.path={model}" for role in ("actor", "critic", "reference")]
-    return load(DEEPSEEK, [*paths, *settings], PPOConfig)
+    return load(DEEPSEEK, [*paths, *BFLOAT16, *settings], PPOConfig)
 
 
 def role_model(**settings) -> RoleModel:
@@ -166,7 +176,7 @@ def test_sleeping_vllm_rollout_is_offloaded_during_other_calls(model: Path) -> N
 
 def test_plan_that_does_not_fit_names_the_setting_to_change(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [f"{role}.model.path={model}" for role in ("actor", "critic", "reference")]
-    command = ["plan", str(DEEPSEEK), *paths, "placement.memory_gb=40", "--devices", "8"]
+    command = ["plan", str(DEEPSEEK), *paths, *BFLOAT16, "placement.memory_gb=40", "--devices", "8"]
     expected = {
         "rollout.max_num_seqs=256": ("rollout.generate", "rollout.max_num_seqs", 256),
         "critic.engine.max_tokens_per_microbatch=262144": ("critic.engine.max_tokens_per_microbatch", 262144),
@@ -179,7 +189,8 @@ def test_plan_that_does_not_fit_names_the_setting_to_change(model: Path, capsys:
 
 
 def test_deepseek_recipe_fits_eight_gpus_of_80_gb(model: Path) -> None:
-    config = config_of(model, "placement.memory_gb=80")
+    paths = [f"{role}.model.path={model}" for role in ("actor", "critic", "reference")]
+    config = load(DEEPSEEK, [*paths, "placement.memory_gb=80"], PPOConfig)
     planned = plan_run(config, [8])
     check_memory(config, planned, estimate_memory(config, planned), memory_budget(config, planned, is_local=False))
 
@@ -189,7 +200,7 @@ def test_plan_that_fits_prints_a_table(model: Path, capsys: pytest.CaptureFixtur
     assert main(["plan", str(DEEPSEEK), *paths, "placement.memory_gb=500", "--devices", "8"]) == 0
     lines = capsys.readouterr().out.splitlines()
     actor = next(line for line in lines if line.startswith("0:0 to 0:3"))
-    assert actor.split()[3:7] == ["actor", "3.5", "6.9", "10.4"]
+    assert actor.split()[3:7] == ["actor", "6.9", "13.8", "20.7"]
     assert any(line.endswith("of 500.0") for line in lines)
 
 

@@ -1,4 +1,4 @@
-"""`flowrl doctor` as a command, and what it says of rollouts that are not well."""
+"""`flowrl doctor` as a command, and the differences that it detects."""
 
 import importlib.util
 import subprocess
@@ -75,69 +75,69 @@ def rows_of(printed: str) -> dict[str, str]:
     return {name.strip(): value.strip() for name, value in cells}
 
 
-def test_a_rollout_in_another_process_is_well(recipe: Path) -> None:
+def test_a_rollout_in_another_process_passes(recipe: Path) -> None:
     done = doctor(recipe)
     assert done.returncode == 0, done.stderr
-    found = rows_of(done.stdout)
-    assert found["engine"].startswith("hf, transformers ")
-    assert found["weights compared"].startswith("27 as loaded, 27 and 27 after updates")
-    assert "are transformers' own choice" in found["greedy tokens"]
-    assert float(found["log-probability gap, sampled"].split()[0]) < 1e-5
-    assert done.stdout.splitlines()[-1].startswith("the rollout serves the actor's weights")
+    rows = rows_of(done.stdout)
+    assert rows["engine"].startswith("hf, transformers ")
+    assert rows["weights compared"].startswith("27 after loading, 27 and 27 after updates")
+    assert "match transformers" in rows["greedy tokens"]
+    assert float(rows["log-probability gap, sampled"].split()[0]) < 1e-5
+    assert done.stdout.splitlines()[-1].startswith("OK: ")
     assert not (recipe.parent / "run").exists()
 
 
-def test_one_that_is_asked_to_end_says_so(recipe: Path) -> None:
+def test_a_signal_ends_the_doctor(recipe: Path) -> None:
     command = [sys.executable, "-m", "flowrl.cli", "doctor", "--rollout", str(recipe)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
         assert program.stdout is not None
         assert program.stdout.readline() == "starting actor, rollout (ray)\n"
         program.terminate()
-        _, told = program.communicate(timeout=120)
+        _, errors = program.communicate(timeout=120)
         assert program.returncode == 143
-    assert told.splitlines()[-1] == "ended by SIGTERM before all was compared; nothing was written"
+    assert errors.splitlines()[-1] == "ended by SIGTERM before the comparison was complete"
 
 
 @pytest.mark.vllm
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra vllm")
-def test_vllm_is_well(recipe: Path) -> None:
+def test_vllm_passes(recipe: Path) -> None:
     done = doctor(recipe, "rollout.engine=vllm")
     assert done.returncode == 0, done.stderr
-    found = rows_of(done.stdout)
-    assert found["engine"].startswith("vllm, ") and found["weights compared"].startswith("27 as loaded, 27 and 27 ")
-    assert max(float(found[f"log-probability gap, {how}"].split()[2]) for how in ("greedy", "sampled")) < 1e-4
-    assert found["greedy tokens"].endswith("are transformers' own choice")
+    rows = rows_of(done.stdout)
+    assert rows["engine"].startswith("vllm, ") and rows["weights compared"].startswith("27 after loading, 27 and 27 ")
+    assert max(float(rows[f"log-probability gap, {how}"].split()[2]) for how in ("greedy", "sampled")) < 1e-4
+    assert rows["greedy tokens"].endswith("match transformers")
 
 
-def test_weights_that_the_two_share_are_not_compared(
+def test_shared_weights_are_not_compared(
     config: Callable[..., OnPolicyConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:
     roles: dict[str, Any] = dict.fromkeys(("actor", "rollout", "reference", "reward"), "main")
     shared = config().model_copy(update={"placement": Placement(pools={"main": [1]}, roles=roles)})
     examine(shared, Actor, Rollout)
-    assert rows_of(capsys.readouterr().out)["weights compared"] == "none: they are the actor's own"
+    assert rows_of(capsys.readouterr().out)["weights compared"] == "none (the actor's own)"
 
 
-def test_an_update_that_arrives_wrong_is_told(config: Callable[..., OnPolicyConfig]) -> None:
+def test_wrong_weights_are_an_error(config: Callable[..., OnPolicyConfig]) -> None:
     with pytest.raises(WorkerCheckError, match=r"weights of version 1: 1 of the .* model.norm.weight by up to 0\.10"):
         examine(config(), Actor, Drifting, Console(quiet=True))
 
 
-def test_a_gap_is_told_with_its_causes(
+def test_a_gap_is_an_error_with_its_causes(
     config: Callable[..., OnPolicyConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(CheckFailed, match=r"the sampled tokens' log-probabilities are .* another temperature"):
+    with pytest.raises(CheckFailed, match=r"sampled .*temperature"):
         examine(config(), Actor, Hotter)
-    found = rows_of(capsys.readouterr().out)
-    assert float(found["log-probability gap, greedy"].split()[0]) < 1e-5
-    assert float(found["log-probability gap, sampled"].split()[0]) > 1e-3
+    rows = rows_of(capsys.readouterr().out)
+    assert float(rows["log-probability gap, greedy"].split()[0]) < 1e-5
+    assert float(rows["log-probability gap, sampled"].split()[0]) > 1e-3
 
 
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        (["rollout.check=loud"], "error: rollout.check=loud: rollout.check is 'loud', but must be "),
-        (["backend=inline", "rollout.engine=vllm"], "error: rollout.engine is vllm, which takes a process for itself"),
+        (["rollout.check=loud"], "error: rollout.check=loud: "),
+        (["backend=inline", "rollout.engine=vllm"], "error: rollout.engine is vllm"),
         (["devices=[1]"], "error: placement.pools"),
         (["data.train=nowhere.jsonl"], "error: "),
     ],
@@ -146,10 +146,10 @@ def test_wrong_settings_are_one_sentence(
     recipe: Path, settings: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["doctor", "--rollout", str(recipe), *settings]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith(sentence) and told.count("\n") == 1
+    message = capsys.readouterr().err
+    assert message.startswith(sentence) and message.count("\n") == 1
 
 
-def test_a_recipe_without_a_rollout_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_without_a_rollout_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--rollout", str(ROOT / "recipes/quickstart/sft.yaml")]) == 2
-    assert "SFTConfig has no rollout: name a recipe that samples responses" in capsys.readouterr().err
+    assert "SFTConfig" in capsys.readouterr().err

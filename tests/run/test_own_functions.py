@@ -1,4 +1,4 @@
-"""A function of the user's, named in the config as module:function: checked first, then used like one of ours."""
+"""User-defined functions, named in the config as module:function."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ def test_an_estimator_that_reads_values_gives_returns() -> None:
     assert result.get("returns").tolist() == [0, 0, 1, 0, 0, 3]
 
 
-def test_a_kl_estimate_of_ones_own_shapes_the_rewards() -> None:
+def test_a_user_defined_kl_estimate_shapes_the_rewards() -> None:
     config = AdvantageConfig(estimator="rloo", kl_coef=0.5, kl_kind=f"{OWN}:squared")
     result = compute(batch(old_logprobs=[9.0, -1, -2, 9, 9, -1], ref_logprobs=[0.0, -3, -2, 0, 0, -1]), config)
     # The penalty is 0.5 * 4 on the first token of row 0; its score is -1 then, and that of row 1 is 3.
@@ -61,48 +61,48 @@ def test_a_result_of_another_shape_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("algorithm", "actor", "reason"),
     [
-        ({"estimator": "nowhere:f"}, {}, r"algorithm\.estimator: .*cannot be loaded \(ModuleNotFoundError"),
-        ({"estimator": f"{OWN}:sign"}, {}, r"algorithm\.estimator: .*needs the setting bar"),
-        ({"estimator": f"{OWN}:half"}, {}, r"algorithm\.estimator: .*its inputs are mask"),
-        ({"estimator": "grpo"}, {"loss": f"{OWN}:sign"}, r"actor\.loss: .*its inputs are logprobs"),
+        ({"estimator": "nowhere:f"}, {}, r"algorithm\.estimator: .*ModuleNotFoundError"),
+        ({"estimator": f"{OWN}:sign"}, {}, r"algorithm\.estimator: .*\bbar\b"),
+        ({"estimator": f"{OWN}:half"}, {}, r"algorithm\.estimator: .*\bmask\b"),
+        ({"estimator": "grpo"}, {"loss": f"{OWN}:sign"}, r"actor\.loss: .*\blogprobs\b"),
         (
             {"estimator": "grpo"},
             {"loss": f"{OWN}:half", "loss_options": {"wait": 1}},
-            "has no setting wait; it has weight",
+            r"actor\.loss: .*\bwait\b",
         ),
-        ({"estimator": "grpo"}, {"kl_loss_kind": f"{OWN}:half"}, r"actor\.kl_loss_kind: .*inputs are logprobs, ref"),
-        ({"estimator": "grpo"}, {"aggregation": f"{OWN}:absent"}, r"actor\.aggregation: .*cannot be loaded"),
+        ({"estimator": "grpo"}, {"kl_loss_kind": f"{OWN}:half"}, r"actor\.kl_loss_kind: .*\bref_logprobs\b"),
+        ({"estimator": "grpo"}, {"aggregation": f"{OWN}:absent"}, r"actor\.aggregation: .*absent"),
         ({"estimator": "grpo", "correction": {"kind": "nowhere:f"}}, {}, r"algorithm\.correction\.kind: .*nowhere"),
         (
             {"estimator": "grpo", "shaping": [{"kind": "clip_rewards", "low": 0}, {"kind": f"{OWN}:scaled"}]},
             {},
-            r"algorithm\.shaping\.1\.kind: .*needs the setting by",
+            r"algorithm\.shaping\.1\.kind: .*\bby\b",
         ),
     ],
 )
-def test_what_cannot_be_used_is_refused_before_anything_starts(
+def test_an_unusable_function_is_rejected_before_the_start(
     algorithm: dict[str, Any], actor: dict[str, Any], reason: str
 ) -> None:
-    with pytest.raises(ConfigError, match=reason) as refused:
+    with pytest.raises(ConfigError, match=reason) as caught:
         check_functions(run_with(algorithm, **actor))
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("reward", "reason"),
     [
-        ({"function": "nowhere:f"}, r"reward\.function: nowhere:f cannot be loaded \(ModuleNotFoundError"),
+        ({"function": "nowhere:f"}, r"reward\.function: .*ModuleNotFoundError"),
         ({"function": f"{OWN}:absent"}, r"reward\.function: .*AttributeError"),
-        ({"function": f"{OWN}:NOT_A_FUNCTION"}, r"reward\.function: .* is a int, not a function"),
-        ({"function": f"{OWN}:sign", "evaluation": "nowhere:f"}, r"reward\.evaluation: nowhere:f cannot be loaded"),
+        ({"function": f"{OWN}:NOT_A_FUNCTION"}, r"reward\.function: .*NOT_A_FUNCTION"),
+        ({"function": f"{OWN}:sign", "evaluation": "nowhere:f"}, r"reward\.evaluation: .*nowhere:f"),
     ],
 )
-def test_a_reward_that_cannot_be_loaded_is_refused_too(reward: dict[str, str], reason: str) -> None:
+def test_an_unusable_reward_is_rejected(reward: dict[str, str], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         check_functions(run_with({"estimator": "grpo"}, reward))
 
 
-def test_what_can_be_used_passes() -> None:
+def test_usable_functions_are_accepted() -> None:
     algorithm = {"estimator": f"{OWN}:sign", "options": {"bar": 0.5}, "correction": {"kind": f"{OWN}:kept_half"}}
     check_functions(
         run_with(algorithm, loss=f"{OWN}:half_reinforce", kl_loss_kind=f"{OWN}:squared", aggregation=f"{OWN}:tenth")

@@ -61,32 +61,32 @@ def test_what_cut_models_alone_have_may_be_set_where_auto_cuts_them() -> None:
 @pytest.mark.parametrize(
     ("placement", "engine", "sentence"),
     [
-        (on(2), {"strategy": "single"}, r"actor\.engine\.strategy is single, but pool main gives the role 2 ranks"),
-        (on(2, pp=2), {}, r"placement\.roles\.actor has pp 2, but no engine runs a model's layers as a pipeline"),
-        (on(2, tp=2), {"strategy": "ddp"}, r"strategy is ddp, but placement\.roles\.actor has tp 2, which cuts the"),
+        (on(2), {"strategy": "single"}, r"actor\.engine\.strategy is single"),
+        (on(2, pp=2), {}, r"placement\.roles\.actor has pp 2"),
+        (on(2, tp=2), {"strategy": "ddp"}, r"strategy is ddp, but placement\.roles\.actor has tp 2"),
         (
             on(2),
             {"sequence_parallel_norms": True},
             r"sequence_parallel_norms is true, but placement\.roles\.actor has tp 1",
         ),
-        (on(1), {"strategy": "fsdp", "offload": "parameters"}, r"offload is parameters, but the role has one rank"),
-        (on(1), {"reshard_after_forward": False}, r"reshard_after_forward is False, but the role has one rank"),
+        (on(1), {"strategy": "fsdp", "offload": "parameters"}, r"engine\.offload is parameters.*offload: optimizer"),
+        (on(1), {"reshard_after_forward": False}, r"engine\.reshard_after_forward is False"),
         (
             on(2),
             {"offload": "parameters"},
-            r"offload is parameters, but strategy auto gives each of the role's 2",
+            r"engine\.offload is parameters, but strategy auto",
         ),
         (
             on(2),
             {"shard_ranks": 2},
-            r"actor\.engine\.shard_ranks is 2, but strategy auto gives .* the whole",
+            r"actor\.engine\.shard_ranks is 2, but strategy auto",
         ),
         (
             on(2, sp=2),
             {"reshard_after_forward": False},
-            r"strategy auto gives .*: set strategy: fsdp, or remove it",
+            r"strategy auto .*: set strategy: fsdp",
         ),
-        (on(4), {"strategy": "fsdp", "shard_ranks": 3}, r"shard_ranks is 3, which does not divide the role's 4 data-"),
+        (on(4), {"strategy": "fsdp", "shard_ranks": 3}, r"engine\.shard_ranks is 3"),
     ],
 )
 def test_an_engine_that_its_ranks_cannot_run_is_refused(placement: Placement, engine: dict, sentence: str) -> None:
@@ -128,10 +128,10 @@ def test_a_reference_may_share_an_adapted_model_or_have_its_own(reference: str) 
             "main[1:]+other[1:]",
             {},
             {"strategy": "fsdp"},
-            r"1 of the 2 devices of actor, .*: give it main, or devices of its",
+            r"placement\.roles\.reference .* 1 of the 2 devices of actor",
         ),
-        ("main[1:]+other[1:]", {"sp": 2}, {}, r"1 of the 2 devices of actor, .*: give it main, or devices of its"),
-        ("main[1:]+other[1:]", {"tp": 2}, {}, r"1 of the 2 devices of actor, .*: give it main, or devices of its"),
+        ("main[1:]+other[1:]", {"sp": 2}, {}, r"placement\.roles\.reference .* 1 of the 2 devices of actor"),
+        ("main[1:]+other[1:]", {"tp": 2}, {}, r"placement\.roles\.reference .* 1 of the 2 devices of actor"),
     ],
 )
 def test_an_adapter_that_its_ranks_cannot_run_is_refused(
@@ -162,7 +162,7 @@ def test_an_engine_at_the_top_is_the_actors(size: str) -> None:
 
 
 def test_an_engine_at_the_top_that_its_ranks_cannot_run_is_refused_by_its_key() -> None:
-    with pytest.raises(ConfigError, match=r"^engine\.shard_ranks is 3, which does not divide the role's 4"):
+    with pytest.raises(ConfigError, match=r"^engine\.shard_ranks is 3"):
         plan_run(top_run(on(4), strategy="fsdp", shard_ranks=3))
 
 
@@ -171,7 +171,7 @@ def test_ranks_that_each_hold_all_they_need_take_no_parallel_size() -> None:
         roles = ("rollout",)
 
     tensor = Placement(device="cpu", pools={"main": [2]}, roles={"rollout": RolePlacement(pool="main", tp=2)})
-    with pytest.raises(ConfigError, match=r"placement\.roles\.rollout has tp 2, but each of its ranks holds all"):
+    with pytest.raises(ConfigError, match=r"placement\.roles\.rollout has tp 2"):
         plan_run(RolloutRun(output=Path("out"), steps=1, placement=tensor))
 
 
@@ -207,9 +207,7 @@ def test_a_rollout_that_is_to_be_cut_is_told_of_the_engine_that_can() -> None:
     run = quantized_run("int8").model_copy(update={"placement": placement})
     assert plan_run(run).roles["rollout"].num_tp_devices == 2
     run = run.model_copy(update={"rollout": RolloutConfig(max_response_tokens=8)})
-    sentence = (
-        r"tp 2, but each of its ranks, with engine hf, holds all it needs: set rollout\.engine: vllm, or remove it"
-    )
+    sentence = r"placement\.roles\.rollout has tp 2.*rollout\.engine: vllm"
     with pytest.raises(ConfigError, match=sentence):
         plan_run(run)
 
@@ -229,5 +227,5 @@ def test_where_int4_cannot_be_is_told_before_what_it_computes_in() -> None:
     reason="with torchao they are not refused",
 )
 def test_integers_of_vllm_without_torchao_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.quantization is int8, for which vLLM needs torchao"):
+    with pytest.raises(ConfigError, match=r"rollout\.quantization int8 needs torchao"):
         check_rollouts(quantized_run("int8"))

@@ -1,0 +1,77 @@
+"""Supervised fine-tuning with held-out examples."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from transformers import AutoModelForCausalLM
+
+from flowrl.checkpoints.checkpoints import Checkpoints
+from flowrl.report.curves import PANELS, lines_of
+from flowrl.run.datasets import Examples
+from recipes.sft.config import SFTConfig
+from recipes.sft.train import train
+
+
+def sft_config(task_folder: Path, **changes: Any) -> SFTConfig:
+    data = {"train": task_folder / "sft.jsonl", "test": task_folder / "sft.jsonl", "max_prompt_tokens": 16}
+    settings = {
+        "backend": "inline",
+        "threads": 1,
+        "steps": 4,
+        "model": {"path": task_folder / "model"},
+        "optimizer": {"lr": 1e-2},
+        "data": data | {"evaluation_rows": 50},
+        "batch_size": 16,
+        "report": {"plots": False, "tensorboard": False},
+    }
+    return SFTConfig.model_validate(settings | changes)
+
+
+def expected_loss(model_path: Path, task_folder: Path) -> float:
+    """The mean cross-entropy of the answer tokens, computed with transformers."""
+    model = AutoModelForCausalLM.from_pretrained(model_path)
+    total, count = 0.0, 0
+    batch = Examples(task_folder / "sft.jsonl", task_folder / "model", max_tokens=16, max_rows=50).batch()
+    lengths = batch.lengths().tolist()
+    ids, masks = batch.get("input_ids").split(lengths), batch.get("response_mask").split(lengths)
+    with torch.no_grad():
+        for ids_T, mask_T in zip(ids, masks, strict=True):
+            logprobs_TV = model(ids_T[None]).logits[0, :-1].double().log_softmax(-1)
+            chosen_T = logprobs_TV.gather(-1, ids_T[1:, None])[:, 0]
+            total -= float(chosen_T[mask_T[1:]].sum())
+            count += int(mask_T[1:].sum())
+    return total / count
+
+
+def test_the_validation_loss_is_in_metrics_curves_and_summary(task_folder: Path, tmp_path: Path) -> None:
+    config = sft_config(task_folder, output=tmp_path / "run", evaluate_every=2, checkpoint={"every": 2})
+    summary = train(config)
+    history = [json.loads(line) for line in (config.output / "metrics.jsonl").read_text().splitlines()]
+    losses = {record["step"]: record["validation_loss"] for record in history if "validation_loss" in record}
+    assert list(losses) == [0, 2, 4] and losses[4] < losses[0]
+    assert losses[0] == pytest.approx(expected_loss(task_folder / "model", task_folder), rel=1e-5)
+    assert losses[4] == pytest.approx(expected_loss(config.output / "model", task_folder), rel=1e-5)
+    assert (summary["validation_loss_before"], summary["validation_loss_after"]) == (losses[0], losses[4])
+    assert summary["evaluation_rows"] == 50
+    (panel,) = (panel for panel in PANELS if panel.lines[0].metric == "validation_loss")
+    ((_, (steps, _)),) = lines_of(history, panel)
+    assert steps == [0, 2, 4]
+    score = Checkpoints(config.output).read(4).manifest.score
+    assert score is not None and (score.name, score.value) == ("validation_loss", losses[4])
+
+
+def test_without_held_out_examples_nothing_is_evaluated(task_folder: Path, tmp_path: Path) -> None:
+    data = {"train": task_folder / "sft.jsonl", "max_prompt_tokens": 16}
+    config = sft_config(task_folder, output=tmp_path / "run", steps=1, data=data)
+    train(config)
+    assert "validation_loss" not in (config.output / "metrics.jsonl").read_text()
+
+
+def test_evaluations_without_a_test_file_are_rejected(task_folder: Path, tmp_path: Path) -> None:
+    data = {"train": task_folder / "sft.jsonl", "max_prompt_tokens": 16}
+    with pytest.raises(ValidationError, match=r"data\.test"):
+        sft_config(task_folder, output=tmp_path / "run", evaluate_every=2, data=data)
