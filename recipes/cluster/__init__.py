@@ -1,1 +1,1 @@
-"""A recipe on many hosts: Ray is started on each of them, and ended with the recipe."""
+"""Runs a recipe on several hosts: starts a Ray node on each, and ends the nodes with the recipe."""

@@ -1,4 +1,4 @@
-"""Waits until a Ray cluster has as many nodes as were started: `ADDRESS NUMBER`."""
+"""Waits until a Ray cluster has a number of nodes: `ADDRESS NUM_NODES`."""
 
 import sys
 import time
@@ -7,18 +7,18 @@ from flowrl.cli import exit_code
 from flowrl.config import UserError
 from flowrl.controller.backends.ray_nodes import RayNodes
 
-_LIMIT_S = 120.0
+_TIMEOUT_S = 120.0
 
 
-def await_nodes(address: str, number: int) -> None:
-    """Returns when the cluster at `address` has `number` nodes. Raises `UserError` after two minutes."""
-    nodes, deadline = RayNodes(address), time.monotonic() + _LIMIT_S
+def await_nodes(address: str, num_nodes: int) -> None:
+    """Waits until the cluster at `address` has `num_nodes` nodes. Raises UserError after two minutes."""
+    nodes, deadline = RayNodes(address), time.monotonic() + _TIMEOUT_S
     try:
-        while (found := len(nodes.inventory("cpu", None).nodes)) < number:
+        while (num_joined := len(nodes.inventory("cpu", None).nodes)) < num_nodes:
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"Ray runs on {number} hosts, but only {found} nodes have come to {address} in {_LIMIT_S:.0f} s: "
-                    f"see that the hosts reach each other on every port"
+                    f"only {num_joined} of {num_nodes} Ray nodes joined {address} within {_TIMEOUT_S:.0f} s: "
+                    f"check that the hosts can reach each other on all ports"
                 )
             time.sleep(0.5)
             nodes.connect(0)

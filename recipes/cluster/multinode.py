@@ -1,4 +1,4 @@
-"""Starts a Ray node on every host of a hostfile over ssh, runs a recipe on them, and ends what it started."""
+"""Starts a Ray node on every host of a hostfile over ssh, runs a recipe, and ends the nodes."""
 
 import json
 import os
@@ -22,20 +22,21 @@ from flowrl.cli import exit_code
 from flowrl.config import UserError
 
 _SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15"
-_START_LIMIT_S, _END_LIMIT_S = 120.0, 30.0
-_PASSED = ("GLOO_", "NCCL_", "HF_")
-"""Beginnings of the environment variables that every node is given as they are here."""
+_START_TIMEOUT_S, _END_TIMEOUT_S = 120.0, 30.0
+_FORWARDED = ("GLOO_", "NCCL_", "HF_")
+"""Prefixes of the environment variables that are forwarded to every node."""
 _STARTED = "Ray runtime started"
+"""Text that Ray prints when a node is running."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line `HOSTFILE COMMAND...`. Returns the command's exit code, or 2 after a sentence."""
+    """Runs the command line `HOSTFILE COMMAND...`. Returns the command's exit code, or 2 after a `UserError`."""
     words = list(sys.argv[1:] if argv is None else argv)
     codes: list[int] = []
 
     def program() -> None:
         if len(words) < 2:
-            raise UserError("usage: run_multinode.sh HOSTFILE COMMAND..., where --address HOST:PORT is put at the end")
+            raise UserError("usage: run_multinode.sh HOSTFILE COMMAND... (--address HOST:PORT is appended)")
         with Hosts(read_hosts(Path(words[0]))) as hosts:
             codes.append(run([*words[1:], "--address", hosts.start()], hosts))
 
@@ -43,43 +44,43 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_hosts(path: Path) -> list[str]:
-    """The hosts of a hostfile: one in a line, for ssh; what follows a # is a remark. Raises `UserError`."""
+    """Returns the hosts of a file with one ssh host per line and # comments. Raises UserError."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"the hostfile {path} cannot be read ({error}): write one host per line into it") from None
+        raise UserError(f"cannot read the hostfile {path} ({error}): write one host per line") from None
     hosts: list[str] = []
     for number, line in enumerate(lines, 1):
         host = line.partition("#")[0].strip()
         if not host:
             continue
         if not re.fullmatch(r"[\w.@:][\w.@:-]*", host):
-            raise UserError(f"{path}:{number}: {host!r} is not a host: write one name or address per line")
+            raise UserError(f"{path}:{number}: {host!r} is not a host name or address: write one per line")
         if host in hosts:
-            raise UserError(f"{path}:{number}: {host} stands there twice: remove one")
+            raise UserError(f"{path}:{number}: duplicate host {host}: remove it")
         hosts.append(host)
     if not hosts:
-        raise UserError(f"the hostfile {path} names no host: write one per line, this machine first")
+        raise UserError(f"the hostfile {path} is empty: write one host per line, this machine first")
     return hosts
 
 
 @dataclass(frozen=True)
 class _Host:
-    """One host and its connection, which holds its Ray node."""
+    """A host and the ssh connection with which its Ray node ends."""
 
     name: str
     connection: "subprocess.Popen[bytes]"
     log: Path
 
-    def says(self) -> str:
+    def output(self) -> str:
         return self.log.read_text(errors="replace")
 
     def last_line(self) -> str:
-        return ([line for line in self.says().splitlines() if line.strip()] or ["it said nothing"])[-1].strip()
+        return ([line for line in self.output().splitlines() if line.strip()] or ["no output"])[-1].strip()
 
 
 class Hosts:
-    """A Ray node on every host, from `start` until the end of the `with` block."""
+    """Ray nodes on all hosts, from `start` until the end of the `with` block."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
@@ -87,22 +88,22 @@ class Hosts:
         self._ended: set[str] = set()
         self._logs = tempfile.TemporaryDirectory(prefix="flowrl-hosts-")
         self._folder = f"/tmp/flowrl-ray-{secrets.token_hex(4)}"
-        # This cluster's own: whoever holds it may run code on every host.
+        # A token per cluster, because its owner can run code on every host.
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        passed = {name: os.environ[name] for name in os.environ if name.startswith(_PASSED)}
-        # Of workers: the driver's own. Ray's default is 15, at which anything else that the machine runs starves them.
-        self._node_environment = token | passed | {"RAY_worker_niceness": str(os.nice(0))}
+        forwarded = {name: os.environ[name] for name in os.environ if name.startswith(_FORWARDED)}
+        # Workers get the driver's niceness. At Ray's default of 15, other programs of the machine starve them.
+        self._node_environment = token | forwarded | {"RAY_worker_niceness": str(os.nice(0))}
         self.environment = os.environ | token
-        """Of programs that join the cluster."""
+        """Environment of programs that join the cluster."""
 
     def start(self) -> str:
-        """Returns the cluster's address once Ray runs on every host. Raises `UserError`."""
+        """Starts all nodes and returns the address of the cluster. Raises UserError."""
         first = self._connect(self._names[0], ())
         self._await(first)
-        found = re.search(r"--address='([^']+)'", first.says())
-        assert found is not None, first.says()
-        address = found[1]
-        _check_here(address, self._names[0])
+        match = re.search(r"--address='([^']+)'", first.output())
+        assert match is not None, first.output()
+        address = match[1]
+        _check_is_local(address, self._names[0])
         others = [self._connect(name, ("--join", address)) for name in self._names[1:]]
         for host in others:
             self._await(host)
@@ -112,16 +113,16 @@ class Hosts:
 
     def _connect(self, name: str, arguments: Sequence[str]) -> _Host:
         log = Path(self._logs.name) / f"{len(self._hosts)}.log"
-        # An address in the hostfile is also the one that Ray is to use there: hosts may have several networks.
+        # Ray uses an address from the hostfile, because a host may have several networks.
         address = name.rpartition("@")[2]
-        own = ["--ip", address] if re.fullmatch(r"[\d.]+", address) else []
-        words = [sys.executable, "-m", "recipes.cluster.node", "--folder", self._folder, *own, *arguments]
+        ip_arguments = ["--ip", address] if re.fullmatch(r"[\d.]+", address) else []
+        words = [sys.executable, "-m", "recipes.cluster.node", "--folder", self._folder, *ip_arguments, *arguments]
         command = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"
         ssh = shlex.split(os.environ.get("FLOWRL_SSH", _SSH))
         with log.open("wb") as out:
             try:
                 connection = subprocess.Popen(
-                    # A session of its own: Ctrl-C is for the recipe, which still needs its nodes then.
+                    # A new session, so that Ctrl-C reaches only the recipe, which still needs its nodes.
                     [*ssh, name, command],
                     stdin=subprocess.PIPE,
                     stdout=out,
@@ -129,7 +130,7 @@ class Hosts:
                     start_new_session=True,
                 )
             except OSError as error:
-                raise UserError(f"FLOWRL_SSH is {shlex.join(ssh)}, which cannot be run: {error}") from None
+                raise UserError(f"cannot run FLOWRL_SSH ({shlex.join(ssh)}): {error}") from None
         self._hosts.append(_Host(name, connection, log))
         assert connection.stdin is not None
         with suppress(BrokenPipeError):
@@ -138,26 +139,28 @@ class Hosts:
         return self._hosts[-1]
 
     def _await(self, host: _Host) -> None:
-        deadline = time.monotonic() + _START_LIMIT_S
-        while _STARTED not in host.says():
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while _STARTED not in host.output():
             code = host.connection.poll()
             if code == 255:
-                raise UserError(f"host {host.name} cannot be reached: {host.last_line()}")
+                raise UserError(f"cannot reach host {host.name}: {host.last_line()}")
             if code is not None:
                 raise UserError(f"Ray did not start on host {host.name}: {host.last_line()}")
             if time.monotonic() > deadline:
-                raise UserError(f"Ray did not start on host {host.name} in {_START_LIMIT_S:.0f} s: {host.last_line()}")
+                raise UserError(
+                    f"Ray did not start on host {host.name} within {_START_TIMEOUT_S:.0f} s: {host.last_line()}"
+                )
             time.sleep(0.1)
 
     def _await_nodes(self, address: str) -> None:
-        # Ray reads its token when it is imported, so whoever is to have another one is another process.
+        # A new process, because Ray reads its token when it is imported.
         command = [sys.executable, "-m", "recipes.cluster.await_nodes", address, str(len(self._names))]
         waited = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
         if waited.returncode:
             raise UserError(waited.stderr.strip().rpartition("\n")[2].removeprefix("error: "))
 
-    def tell_ended(self) -> None:
-        """Says once of every host that its node has ended, if it has."""
+    def report_ended(self) -> None:
+        """Prints a line for every node that has ended since the last call."""
         for host in self._hosts:
             if host.connection.poll() is not None and host.name not in self._ended:
                 self._ended.add(host.name)
@@ -173,47 +176,51 @@ class Hosts:
             assert host.connection.stdin is not None
             with suppress(BrokenPipeError):
                 host.connection.stdin.close()
-        deadline = time.monotonic() + _END_LIMIT_S
+        deadline = time.monotonic() + _END_TIMEOUT_S
         for host in self._hosts:
             try:
                 host.connection.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                _say(f"host {host.name} did not answer in {_END_LIMIT_S:.0f} s: look for ray processes of yours there")
+                _say(
+                    f"host {host.name} did not respond within {_END_TIMEOUT_S:.0f} s: check it for remaining ray processes"
+                )
                 host.connection.kill()
         self._logs.cleanup()
 
 
 def run(command: Sequence[str], hosts: Hosts) -> int:
-    """Runs the command to its end, passes on the signals that end programs, and returns its exit code."""
+    """Runs the command, forwards SIGINT and SIGTERM to it, and returns its exit code."""
     try:
-        # A session of its own, so that Ctrl-C in a terminal reaches it once, by us.
+        # A new session, so that Ctrl-C reaches the program only once, from here.
         program = subprocess.Popen(command, env=hosts.environment, stdin=subprocess.DEVNULL, start_new_session=True)
     except OSError as error:
-        raise UserError(f"the command {command[0]} cannot be run: {error}") from None
+        raise UserError(f"cannot run the command {command[0]}: {error}") from None
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
+    def forward(number: int, frame: FrameType | None) -> None:
         with suppress(ProcessLookupError):
             os.killpg(program.pid, number)
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         while True:
             with suppress(subprocess.TimeoutExpired):
                 code = program.wait(1)
                 return code if code >= 0 else 128 - code
-            hosts.tell_ended()
+            hosts.report_ended()
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
-def _check_here(address: str, name: str) -> None:
-    """A driver needs a Ray node on its own machine: refuses a first host that is another one."""
+def _check_is_local(address: str, name: str) -> None:
+    """Raises UserError if the first host is another machine, because a driver needs a local Ray node."""
     ip = address.rpartition(":")[0]
     try:
         socket.create_server((ip, 0)).close()
     except OSError:
-        raise UserError(f"the first host, {name}, is another machine ({ip}): run this there") from None
+        raise UserError(
+            f"the first host, {name}, is another machine ({ip}): run this command there, or list this machine first"
+        ) from None
 
 
 def _say(text: str) -> None:

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Starts Ray on every host of HOSTFILE, runs a recipe on them from this machine, the first host, and ends what it started.
+# Starts a Ray node on every host of HOSTFILE, runs a recipe from this machine (the first host), and ends the nodes.
 #
-#   bash recipes/cluster/run_multinode.sh HOSTFILE COMMAND...    --address HOST:PORT is put at the end of COMMAND
-#   FLOWRL_SSH="ssh -p 2222"                                     how a host is reached: this, the host, a command
+#   bash recipes/cluster/run_multinode.sh HOSTFILE COMMAND...    appends --address HOST:PORT to COMMAND
+#   FLOWRL_SSH="ssh -p 2222"                                     ssh command; the host and a command are appended
 set -euo pipefail
 if [[ -f ${1:-} ]]; then
     set -- "$(cd "$(dirname "$1")" && pwd)/$(basename "$1")" "${@:2}"

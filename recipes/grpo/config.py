@@ -22,7 +22,7 @@ class GRPOConfig(OnPolicyConfig):
                 f"this recipe does not compute it: set grpo, or write a recipe that stores that column"
             )
         if estimator in self.algorithm.GROUPED and self.samples_per_prompt < 2:
-            raise ValueError("samples_per_prompt is 1, so every advantage would be 0: set it to 2 or more")
+            raise ValueError("samples_per_prompt is 1, so every advantage would be 0: set it to at least 2")
         if self.algorithm.k is not None and self.algorithm.k > self.samples_per_prompt:
             raise ValueError(
                 f"algorithm.k is {self.algorithm.k}, more than samples_per_prompt ({self.samples_per_prompt}), so every "

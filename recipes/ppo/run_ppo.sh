@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# PPO on the quickstart's task, every role in the same two processes. Further arguments are settings: key=value.
+# PPO on the quickstart's task, with all roles colocated in two processes. Further arguments are settings: key=value.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source recipes/quickstart/warm_start.sh

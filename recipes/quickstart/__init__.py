@@ -1,1 +1,1 @@
-"""A task that a laptop learns in a minute or two: two-digit addition and subtraction."""
+"""The quickstart task: two-digit addition and subtraction, learned on a laptop in a few minutes."""

@@ -1,4 +1,4 @@
-"""Makes everything the quickstart reads: the data, a character tokenizer, and a small untrained model.
+"""Creates the data, a character tokenizer and a small untrained model for the quickstart.
 
 python -m recipes.quickstart.prepare --output DIR --seed 0
 """
@@ -22,32 +22,32 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
     "{{ eos_token if message['role'] == 'assistant' else '=' }}{% endfor %}"
 )
-"""A question becomes `37+58=` and an answer `95<eos>`: ten tokens at most."""
+"""Renders a question as `37+58=` and an answer as `95<eos>`, at most ten tokens together."""
 
 MANIFEST = "prepared.json"
 
 
 class PrepareError(UserError):
-    """The folder holds something else."""
+    """The output folder has other files in it."""
 
 
 def prepare(output: Path, seed: int) -> bool:
-    """Makes the folder `output`, whole or not at all; one that was made with the same seed is left alone.
+    """Creates the folder `output` atomically, unless it exists with the data of the same seed.
 
-    Writes `sft.jsonl` (conversations with answers), `train.jsonl` and `test.jsonl` (prompts, the answer beside them),
+    Writes `sft.jsonl` (conversations with answers), `train.jsonl` and `test.jsonl` (prompts with an `answer` column),
     and `model/` (weights, config, tokenizer).
 
     Returns:
-        Whether anything was made.
+        Whether the folder was created.
     Raises:
-        PrepareError: `output` is there and holds something else.
+        PrepareError: `output` exists and has other files in it.
     """
     manifest = {"task": "two-digit addition and subtraction", "seed": seed}
     if (output / MANIFEST).exists() and json.loads((output / MANIFEST).read_text(encoding="utf-8")) == manifest:
         return False
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise PrepareError(
-            f"{output} holds something else than the data of seed {seed}; choose another folder or remove it"
+            f"{output} has other files in it than the data of seed {seed}: choose another folder, or remove it"
         )
     output.parent.mkdir(parents=True, exist_ok=True)
     with replacing(output) as folder:
@@ -83,11 +83,11 @@ def _prompt(problem: Problem) -> dict:
 
 
 def save_tokenizer(folder: Path) -> None:
-    """Saves a tokenizer with one token per character of the task, with end and padding tokens and a chat template.
+    """Saves a tokenizer with one token per character, end and padding tokens, and a chat template.
 
-    It is a Qwen2 tokenizer without merges: beside a Qwen2 model, transformers loads no other kind.
+    It is a Qwen2 tokenizer without merges, because transformers loads no other class for a Qwen2 model.
     """
-    vocabulary = {token: number for number, token in enumerate((*SPECIAL, *CHARACTERS))}
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL, *CHARACTERS))}
     pad, eos = SPECIAL
     tokenizer = Qwen2Tokenizer(
         vocab=vocabulary, merges=[], unk_token=pad, pad_token=pad, eos_token=eos, chat_template=CHAT_TEMPLATE
@@ -96,7 +96,7 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def save_model(folder: Path, seed: int) -> None:
-    """Saves an untrained Qwen2 model of 330 thousand parameters, the same for the same seed."""
+    """Saves an untrained Qwen2 model of 330,000 parameters, initialized from the seed."""
     config = Qwen2Config(
         vocab_size=len(SPECIAL) + len(CHARACTERS),
         hidden_size=128,
@@ -106,7 +106,7 @@ def save_model(folder: Path, seed: int) -> None:
         num_key_value_heads=4,
         max_position_embeddings=64,
         tie_word_embeddings=True,
-        # Wider than the default 0.02, which suits a hidden size of thousands: at 128 it learns several times slower.
+        # The default of 0.02 suits hidden sizes of thousands; at 128 the model would learn several times slower.
         initializer_range=0.05,
         pad_token_id=0,
         eos_token_id=1,
@@ -118,17 +118,17 @@ def save_model(folder: Path, seed: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Makes the data, the tokenizer and the model of the quickstart.")
-    parser.add_argument("--output", type=Path, required=True, help="folder to make")
-    parser.add_argument("--seed", type=int, default=0, help="deals the problems and draws the first weights")
+    """Runs the command line and returns the exit code."""
+    parser = argparse.ArgumentParser(description="Creates the data, the tokenizer and the model of the quickstart.")
+    parser.add_argument("--output", type=Path, required=True, help="folder to create")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the problem sets and the initial weights")
     options = parser.parse_args(arguments)
     try:
-        made = prepare(options.output, options.seed)
+        is_created = prepare(options.output, options.seed)
     except PrepareError as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    sys.stdout.write(f"{options.output} {'made' if made else 'is there already'}\n")
+    sys.stdout.write(f"{options.output} {'created' if is_created else 'exists already'}\n")
     return 0
 
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Two-digit arithmetic from nothing: installs, makes data and a small model, warms it up, trains it with PPO.
+# Installs missing packages, creates data and a small model, fine-tunes it, and trains it with PPO.
 #
-#   bash recipes/quickstart/run_quickstart.sh [key=value ...]      settings of ppo.yaml
-#   SEED=0 OUTPUT=runs/quickstart                                  from the environment
+#   bash recipes/quickstart/run_quickstart.sh [key=value ...]      overrides settings of ppo.yaml
+#   SEED=0 OUTPUT=runs/quickstart                                  environment variables
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source recipes/install.sh

@@ -1,6 +1,6 @@
-"""The task: two-digit addition and subtraction, its three sets of problems, and the reward.
+"""Two-digit addition and subtraction: three disjoint sets of problems, and the reward functions.
 
-All 16,200 problems are dealt out once, by a seed: what is held out occurs in neither of the other two sets.
+The seed splits all 16,200 problems into examples, prompts and held-out problems.
 """
 
 import random
@@ -13,7 +13,7 @@ NUM_EXAMPLES = 2_000
 
 @dataclass(frozen=True, order=True)
 class Problem:
-    """`first` and `second` are in [10, 99], `operator` is + or -."""
+    """A problem; `first` and `second` are in [10, 99], and `operator` is + or -."""
 
     first: int
     operator: str
@@ -30,20 +30,20 @@ class Problem:
 
 @dataclass(frozen=True)
 class Problems:
-    """Three sets without a problem in common."""
+    """Three disjoint sets of problems."""
 
     examples: tuple[Problem, ...]
-    """For the warm start, where answers are shown."""
+    """Problems with answers for the warm start."""
 
     prompts: tuple[Problem, ...]
-    """For reinforcement learning, where answers are only scored."""
+    """Problems for reinforcement learning, without answers."""
 
     held_out: tuple[Problem, ...]
-    """For evaluation, before and after."""
+    """Problems for evaluation."""
 
 
 def deal(seed: int) -> Problems:
-    """The three sets for a seed: 2,000 examples, 1,200 held out, and the other 13,000 as prompts."""
+    """Returns 2,000 examples, 1,200 held-out problems, and the other 13,000 problems as prompts."""
     every = [Problem(a, operator, b) for operator in "+-" for a in range(10, 100) for b in range(10, 100)]
     random.Random(seed).shuffle(every)
     held_out, examples = every[:NUM_HELD_OUT], every[NUM_HELD_OUT : NUM_HELD_OUT + NUM_EXAMPLES]
@@ -51,12 +51,12 @@ def deal(seed: int) -> Problems:
 
 
 def score(prompt: str, response: str, answer: str, **columns: Any) -> float:
-    """The training reward, in [0, 1]: half for the share of characters that stand right, half for a right answer."""
+    """Returns the training reward in [0, 1]: half the fraction of correct characters, plus half if the answer is correct."""
     longest = max(len(response), len(answer))
-    right = sum(said == wanted for said, wanted in zip(response, answer, strict=False))
-    return 0.5 * right / longest + 0.5 * exact(prompt, response, answer, **columns)
+    num_correct = sum(a == b for a, b in zip(response, answer, strict=False))
+    return 0.5 * num_correct / longest + 0.5 * exact(prompt, response, answer, **columns)
 
 
 def exact(prompt: str, response: str, answer: str, **columns: Any) -> float:
-    """The evaluation reward: 1.0 for the right answer, else 0.0."""
+    """Returns the evaluation reward: 1.0 for the correct answer, else 0.0."""
     return float(response == answer)

@@ -87,7 +87,9 @@ def test_preparing_twice_gives_the_same_bytes(folder: Path, tmp_path: Path) -> N
         assert file.read_bytes() == (tmp_path / "again" / file.relative_to(folder)).read_bytes(), file.name
 
 
-def test_preparing_another_seed_over_it_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_preparing_another_seed_in_the_same_folder_is_rejected(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["--output", str(folder), "--seed", "1"]) == 2
-    assert "holds something else than the data of seed 1" in capsys.readouterr().err
+    assert "seed 1" in capsys.readouterr().err
     assert json.loads((folder / "prepared.json").read_text())["seed"] == 0
