@@ -9,8 +9,7 @@ if TYPE_CHECKING:
     from flowrl.controller.dispatch import Future, register_dispatch_mode
     from flowrl.controller.errors import ContractError, FlowError, WorkerError
     from flowrl.controller.group import WorkerGroup
-    from flowrl.controller.register import Dispatch, register
-    from flowrl.controller.worker import Worker
+    from flowrl.controller.worker import Dispatch, Worker, register
     from flowrl.data.batch.batch import Batch
     from flowrl.data.batch.tensordicts import make_tensordict
 
@@ -21,7 +20,7 @@ _HOMES = {
     "Batch": "flowrl.data.batch.batch",
     "Cluster": "flowrl.controller.cluster",
     "ContractError": "flowrl.controller.errors",
-    "Dispatch": "flowrl.controller.register",
+    "Dispatch": "flowrl.controller.worker",
     "FlowError": "flowrl.controller.errors",
     "Future": "flowrl.controller.dispatch",
     "Placement": "flowrl.config",
@@ -30,7 +29,7 @@ _HOMES = {
     "WorkerError": "flowrl.controller.errors",
     "WorkerGroup": "flowrl.controller.group",
     "make_tensordict": "flowrl.data.batch.tensordicts",
-    "register": "flowrl.controller.register",
+    "register": "flowrl.controller.worker",
     "register_dispatch_mode": "flowrl.controller.dispatch",
 }
 

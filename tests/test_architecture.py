@@ -39,7 +39,7 @@ HOMES = {
         "flowrl/run/",
         "flowrl/checkpoints/",
         "flowrl/schedules/",
-        "flowrl/controller/tasks.py",
+        "flowrl/controller/group.py",
     ),
     "pydantic": ("flowrl/config/", "recipes/"),
     "yaml": ("flowrl/config/", "flowrl/checkpoints/"),

@@ -22,7 +22,7 @@ from flowrl.checkpoints.saved_rows import FILE, IDENTITY, SavedRows, save_rows
 from flowrl.config import CheckpointConfig, UserError
 from flowrl.controller.dispatch import Future
 from flowrl.controller.group import WorkerGroup
-from flowrl.controller.register import get_registered_methods
+from flowrl.controller.worker import get_registered_methods
 from flowrl.data.batch.batch import Batch
 from flowrl.data.batch.block import LocalRef
 from flowrl.data.checksums import FileChecksum, Saved, write_json_with_checksum

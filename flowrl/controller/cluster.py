@@ -13,11 +13,10 @@ from flowrl.controller.backends.base import Backend
 from flowrl.controller.backends.inline_backend import InlineBackend
 from flowrl.controller.calls.calls import Calls
 from flowrl.controller.errors import ContractError
-from flowrl.controller.group import WorkerGroup, submission_lock
+from flowrl.controller.group import GroupTasks, Tasks, WorkerGroup, submission_lock
 from flowrl.controller.host.host import Construction
 from flowrl.controller.placement.device_ownership import DeviceEviction, DeviceOwnership
 from flowrl.controller.placement.plan import HostSet, Mesh, PlacementError, Plan, PoolPlan, RolePlan, Slot, plan
-from flowrl.controller.tasks import GroupTasks, Tasks
 from flowrl.controller.worker import Worker
 
 _log = logging.getLogger("flowrl")

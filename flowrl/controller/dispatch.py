@@ -11,7 +11,7 @@ import numpy as np
 
 from flowrl.controller.errors import ContractError
 from flowrl.controller.placement.plan import Mesh
-from flowrl.controller.register import Contract, Dispatch
+from flowrl.controller.worker import Contract, Dispatch
 from flowrl.data.batch.batch import Batch
 from flowrl.data.batch.block import Ref
 from flowrl.data.batch.fields import FIELDS

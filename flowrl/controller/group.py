@@ -1,11 +1,12 @@
 """WorkerGroup: the driver's handle of a role's ranks. Every call to a worker goes through `WorkerGroup.submit`."""
 
+import importlib
 import inspect
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flowrl.controller.backends.base import Backend
 from flowrl.controller.calls.calls import CallRef, Calls, find_records
@@ -23,10 +24,12 @@ from flowrl.controller.dispatch import (
 from flowrl.controller.errors import ContractError
 from flowrl.controller.placement.device_ownership import DeviceEviction
 from flowrl.controller.placement.plan import Mesh, Slot
-from flowrl.controller.register import Contract, Dispatch, get_registered_methods
-from flowrl.controller.worker import Worker
+from flowrl.controller.worker import Contract, Dispatch, Worker, get_registered_methods, register
 from flowrl.data.batch.batch import Batch, TaskRunner
 from flowrl.data.batch.block import Block, Ref, Shard
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 # Held while a call is submitted to all of its ranks: collectives must be submitted in the same order on every rank.
 submission_lock = threading.RLock()
@@ -316,3 +319,48 @@ def _count_result_rows(contract: Contract, rows: BatchSlice | None) -> int | Non
         return None
     num_rows = rows.num_rows if rows else 0
     return num_rows if contract.rows == "same" else num_rows * contract.rows
+
+
+class Tasks(Worker):
+    """Runs functions in a process that no role uses, so that they do not wait for models."""
+
+    stateless = True
+
+    @register(Dispatch.RANK_ZERO, blocking=False)
+    def prepare(self, modules: tuple[str, ...]) -> None:
+        """Imports modules while the processes of the roles are still starting."""
+        for module in modules:
+            importlib.import_module(module)
+
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def apply(self, table: "TensorDict", fn: Callable, **kwargs: Any) -> "TensorDict":  # Any: the function's own
+        """Runs a function that returns a table."""
+        return fn(table, **kwargs)
+
+    @register(Dispatch.RANK_ZERO, blocking=False)
+    def reduce(self, table: "TensorDict", fn: Callable, **kwargs: Any) -> Any:  # Any: the function's own result
+        """Runs a function that returns any value."""
+        return fn(table, **kwargs)
+
+
+class GroupTasks:
+    """The cluster's `TaskRunner`, which sends functions to one rank of `Tasks`."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+        group.tasks = self
+
+    def apply(self, fn: Callable, batch: Batch, writes: tuple[str, ...], rows: str, kwargs: dict) -> Batch:
+        """Submits `fn(table, **kwargs)` and returns its rows as a batch."""
+        kind = "same" if rows == "same" else "unknown"
+        contract = Contract(Dispatch.DP_COMPUTE_PROTO, blocking=False, writes=writes, rows=kind)
+        result = self._group.submit("apply", contract, {"table": batch, "fn": fn, **kwargs})
+        assert isinstance(result, Batch)
+        return result
+
+    def reduce(self, fn: Callable, batch: Batch, kwargs: dict) -> Future:
+        """Submits `fn(table, **kwargs)` and returns its result as a future."""
+        contract = Contract(Dispatch.RANK_ZERO, blocking=False)
+        result = self._group.submit("reduce", contract, {"table": batch, "fn": fn, **kwargs})
+        assert isinstance(result, Future)
+        return result

@@ -12,8 +12,7 @@ from torch import nn
 from flowrl.algorithms import aggregate, kl_loss, masked_range
 from flowrl.algorithms.registry import aggregation_modes, kl_kinds, policy_losses
 from flowrl.config import ActorConfig, ModelConfig, UserError
-from flowrl.controller.register import Dispatch, register
-from flowrl.controller.worker import Worker
+from flowrl.controller.worker import Dispatch, Worker, register
 from flowrl.data.batch.tensordicts import lengths, make_tensordict
 from flowrl.data.metric import Max, Mean, Metric, Min
 from flowrl.data.returned_values import loss_and_metrics, per_token, scalar

@@ -6,7 +6,7 @@ from torch import nn
 
 from flowrl.algorithms import aggregate, clipped_value_loss
 from flowrl.config import CriticConfig
-from flowrl.controller.register import Dispatch, register
+from flowrl.controller.worker import Dispatch, register
 from flowrl.data.batch.tensordicts import lengths, make_tensordict
 from flowrl.data.metric import Metric
 from flowrl.engines.models.loading import load_critic

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.config import ActorConfig, CriticConfig, ReferenceConfig, RewardConfig
-from flowrl.controller.register import Dispatch, register
-from flowrl.controller.worker import Worker
+from flowrl.controller.worker import Dispatch, Worker, register
 from flowrl.data.checksums import Saved
 from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints, load
 from flowrl.engines.train.engine import TrainEngine

@@ -9,8 +9,7 @@ from torch import distributed
 
 from flowrl.config import ModelConfig, ReferenceConfig
 from flowrl.controller.placement.plan import Mesh
-from flowrl.controller.register import Dispatch, register
-from flowrl.controller.worker import Worker
+from flowrl.controller.worker import Dispatch, Worker, register
 from flowrl.data.batch.tensordicts import lengths, make_tensordict
 from flowrl.engines.models.loading import load_policy
 from flowrl.engines.models.lora import adapter_disabled

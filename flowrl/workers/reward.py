@@ -13,8 +13,7 @@ from torch import nn
 
 from flowrl.config import RewardConfig, UserError
 from flowrl.controller.placement.plan import Mesh
-from flowrl.controller.register import Dispatch, register
-from flowrl.controller.worker import Worker
+from flowrl.controller.worker import Dispatch, Worker, register
 from flowrl.data.batch.tensordicts import make_tensordict, num_rows, objects
 from flowrl.engines.models.loading import load_reward_model
 from flowrl.engines.train.engine import TrainEngine, is_sharded

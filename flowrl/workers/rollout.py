@@ -11,8 +11,7 @@ from tensordict import TensorDict
 
 from flowrl.config import CheckFailed, ModelConfig, RolloutConfig
 from flowrl.controller.placement.plan import Mesh
-from flowrl.controller.register import Dispatch, register
-from flowrl.controller.worker import Worker
+from flowrl.controller.worker import Dispatch, Worker, register
 from flowrl.data.batch.tensordicts import objects
 from flowrl.data.chat import ChatTokenizer
 from flowrl.engines.models.int8 import quantized_copy

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flowrl.controller.register import Dispatch, register
+from flowrl.controller.worker import Dispatch, register
 from flowrl.engines.models.loading import LanguageModel
 from flowrl.engines.models.weights import export_weights, full_weights, weight_buckets, weight_shapes
 from flowrl.engines.rollout.weight_check import WeightSamples, weight_samples

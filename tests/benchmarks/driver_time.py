@@ -15,10 +15,10 @@ from flowrl.controller.calls.calls import Calls
 from flowrl.controller.calls.wire import Request, TableArgument
 from flowrl.controller.failures.process_probe import StackDump
 from flowrl.controller.failures.recovery import RecoveryPlan
+from flowrl.controller.group import GroupTasks
 from flowrl.controller.host.host import Construction, Report
 from flowrl.controller.placement.device_ownership import DeviceEviction, DeviceOwnership
 from flowrl.controller.placement.plan import HostSet, Inventory, Mesh, PoolPlan, Slot
-from flowrl.controller.tasks import GroupTasks
 from flowrl.data.batch.block import Description, LocalRef, Ref
 from flowrl.data.batch.payload import Payload
 from tests.benchmarks.bench_workers import WIDE, Bench, Talking

@@ -3,8 +3,7 @@
 import torch
 from tensordict import TensorDict
 
-from flowrl.controller.register import Dispatch, register
-from flowrl.controller.worker import Worker
+from flowrl.controller.worker import Dispatch, Worker, register
 from flowrl.data.batch.tensordicts import lengths, make_tensordict, num_rows, objects, row_positions
 
 PROTO = Dispatch.DP_COMPUTE_PROTO

@@ -1,4 +1,4 @@
-"""A cluster per backend that all tests of calls that succeed share: starting processes is what costs time."""
+"""One cluster per backend, shared by all tests whose calls succeed, because starting processes is slow."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

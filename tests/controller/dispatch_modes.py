@@ -1,11 +1,11 @@
-"""A dispatch mode of a user's own: every second rank is called."""
+"""A custom dispatch mode that calls every second rank."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from flowrl.controller.dispatch import Arguments
 from flowrl.controller.placement.plan import Mesh
-from flowrl.controller.register import Contract
+from flowrl.controller.worker import Contract
 
 
 def to_every_second(mesh: Mesh, contract: Contract, arguments: Arguments) -> list[Arguments | None]:
@@ -13,4 +13,4 @@ def to_every_second(mesh: Mesh, contract: Contract, arguments: Arguments) -> lis
 
 
 def second_ranks(mesh: Mesh, results: Sequence[Any]) -> dict[int, Any]:
-    return {2 * place: result for place, result in enumerate(results)}
+    return {2 * index: result for index, result in enumerate(results)}

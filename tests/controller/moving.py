@@ -4,8 +4,7 @@ import os
 import time
 from pathlib import Path
 
-from flowrl.controller.register import Dispatch, register
-from flowrl.controller.worker import Worker
+from flowrl.controller.worker import Dispatch, Worker, register
 
 PARTS = frozenset({"weights", "cache"})
 

@@ -6,21 +6,21 @@ from flowrl import ContractError, FlowError, ResourcePool
 from flowrl.controller.placement.plan import PlacementError
 from flowrl.controller.worker import Worker
 from tests.conftest import BackendName, ClusterMaker
-from tests.controller.failing import Failing
+from tests.controller.faulty_workers import RaisingWorker
 from tests.controller.workers import Arithmetic
 
 
 def test_a_role_is_made_once(open_cluster: ClusterMaker):
     cluster = open_cluster("inline", {"main": [1]}, {"actor": "main"})
-    cluster.group("actor", Failing)
-    with pytest.raises(ContractError, match="role 'actor' has its group already"):
-        cluster.group("actor", Failing)
+    cluster.group("actor", RaisingWorker)
+    with pytest.raises(ContractError, match="'actor'"):
+        cluster.group("actor", RaisingWorker)
 
 
-def test_a_role_needs_a_place(open_cluster: ClusterMaker):
+def test_a_role_must_be_in_the_placement(open_cluster: ClusterMaker):
     cluster = open_cluster("inline", {"main": [1]}, {"actor": "main"})
-    with pytest.raises(ContractError, match="role 'critic' is not in the placement, which has actor; add it to roles"):
-        cluster.group("critic", Failing)
+    with pytest.raises(ContractError, match="'critic'"):
+        cluster.group("critic", RaisingWorker)
 
 
 def test_a_placement_that_does_not_fit_starts_nothing(open_cluster: ClusterMaker):
@@ -33,9 +33,9 @@ def test_a_pool_of_the_placement_is_read_back(open_cluster: ClusterMaker):
     assert cluster.pool("main").devices_per_node == (2, 1)
 
 
-def test_settle_waits_for_every_call_in_flight(backend: BackendName, open_cluster: ClusterMaker):
+def test_the_cluster_waits_for_every_call_in_flight(backend: BackendName, open_cluster: ClusterMaker):
     cluster = open_cluster(backend, {"main": [1]}, {"actor": "main"})
-    future = cluster.group("actor", Failing).sleep(0.1)
+    future = cluster.group("actor", RaisingWorker).sleep(0.1)
     cluster.wait_for_calls(timeout_s=60)
     assert future.done() and not cluster.calls.in_flight()
 
@@ -51,16 +51,16 @@ def test_workers_have_the_priority_of_their_driver(ray_session: None, open_clust
     assert cluster.group("actor", Arithmetic).niceness() == [os.nice(0)] * 2
 
 
-def aligned_roles(worker: Worker) -> frozenset[str]:
+def get_aligned_roles(worker: Worker) -> frozenset[str]:
     return worker.context.aligned_roles
 
 
-def test_a_worker_knows_the_roles_of_its_very_processes(open_cluster: ClusterMaker):
+def test_a_worker_knows_its_rank_aligned_roles(open_cluster: ClusterMaker):
     roles = {"actor": "main", "critic": "main", "first": "main[0:1]", "last": "main[1:2]"}
     cluster = open_cluster("inline", {"main": [2]}, roles)
     groups = {role: cluster.group(role, Arithmetic) for role in roles}
-    found = {role: group.run(aligned_roles) for role, group in groups.items()}
-    assert found == {
+    aligned = {role: group.run(get_aligned_roles) for role, group in groups.items()}
+    assert aligned == {
         "actor": [{"critic"}] * 2,
         "critic": [{"actor"}] * 2,
         "first": [frozenset()],
@@ -68,19 +68,19 @@ def test_a_worker_knows_the_roles_of_its_very_processes(open_cluster: ClusterMak
     }
 
 
-def test_a_closed_cluster_takes_no_calls(backend: BackendName, open_cluster: ClusterMaker):
+def test_a_closed_cluster_rejects_calls(backend: BackendName, open_cluster: ClusterMaker):
     cluster = open_cluster(backend, {"main": [1]}, {"actor": "main"})
-    group = cluster.group("actor", Failing)
+    group = cluster.group("actor", RaisingWorker)
     cluster.close()
-    with pytest.raises(FlowError, match="the cluster is closed and its processes have ended"):
+    with pytest.raises(FlowError):
         group.add_one(1)
 
 
-def test_a_call_in_flight_when_the_cluster_closes_has_failed(ray_session: None, open_cluster: ClusterMaker):
+def test_a_call_in_flight_fails_when_the_cluster_closes(ray_session: None, open_cluster: ClusterMaker):
     cluster = open_cluster("ray", {"main": [1]}, {"actor": "main"})
-    future = cluster.group("actor", Failing).sleep(60.0)
+    future = cluster.group("actor", RaisingWorker).sleep(60.0)
     cluster.close()
-    with pytest.raises(FlowError, match="the cluster is closed"):
+    with pytest.raises(FlowError):
         future.get()
 
 

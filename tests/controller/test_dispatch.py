@@ -14,7 +14,7 @@ from flowrl.controller.dispatch import (
     select_columns,
 )
 from flowrl.controller.placement.plan import Mesh
-from flowrl.controller.register import Contract, Dispatch
+from flowrl.controller.worker import Contract, Dispatch
 from flowrl.data.batch.layout import split_by_weight
 from tests.controller.conftest import Shared
 from tests.controller.dispatch_modes import second_ranks, to_every_second
@@ -43,7 +43,7 @@ def table_of(*x: int) -> Batch:
     return Batch.from_columns({"x": list(x)})
 
 
-def test_rank_zero_alone_is_asked(shared: Shared):
+def test_rank_zero_calls_only_rank_0(shared: Shared):
     assert shared.first.double(21).get() == 42
 
 
@@ -77,11 +77,11 @@ def test_objects_of_no_rows_at_all_are_an_empty_list(shared: Shared, batch: Batc
     assert shared.first.shout(batch.rows([])).get("loud") == []
 
 
-def test_ranks_give_rows_of_their_own_without_a_batch_that_goes_in(shared: Shared):
-    found = shared.first.own_rows(2)
-    assert found.get("y").tolist() == [2, 2, 4, 4, 4, 4] and found.get("name") == ["row"] * 6 and found.num_rows == 6
+def test_collect_returns_the_rows_of_every_rank(shared: Shared):
+    batch = shared.first.own_rows(2)
+    assert batch.get("y").tolist() == [2, 2, 4, 4, 4, 4] and batch.get("name") == ["row"] * 6 and batch.num_rows == 6
     assert shared.first.own_rows(0).get("y").tolist() == []
-    assert shared.pipeline.own_rows(1).get("y").tolist() == [3], "the last stage answers"
+    assert shared.pipeline.own_rows(1).get("y").tolist() == [3], "the last stage returns the result"
 
 
 def test_metrics_are_merged_over_ranks_by_their_own_reduction(shared: Shared, batch: Batch):
@@ -103,22 +103,22 @@ def test_balancing_by_tokens_gives_every_rank_as_many_tokens(shared: Shared, bat
     assert max(tokens) - min(tokens) <= 1
 
 
-def test_a_mode_of_ones_own_calls_the_ranks_that_it_chooses(shared: Shared):
-    assert shared.first.tell(5) == {0: (0, 5), 2: (2, 5)}
+def test_a_custom_mode_calls_the_ranks_that_it_chooses(shared: Shared):
+    assert shared.first.report(5) == {0: (0, 5), 2: (2, 5)}
 
 
 def test_a_built_in_mode_is_not_replaced():
-    with pytest.raises(ValueError, match="dispatch mode 'rank_zero' is built in"):
+    with pytest.raises(ValueError, match="rank_zero"):
         register_dispatch_mode(Dispatch.RANK_ZERO, to_every_second, second_ranks)
 
 
-def test_an_unknown_mode_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="dispatch mode 'nowhere' is unknown; known are one_to_all, all_to_all"):
+def test_an_unknown_mode_is_rejected_with_the_available_ones():
+    with pytest.raises(ValueError, match=r"'nowhere'.*one_to_all, all_to_all"):
         get_dispatch_mode("nowhere")
 
 
 @given(MESHES)
-def test_one_leader_answers_for_every_data_parallel_rank(mesh: Mesh):
+def test_every_data_parallel_rank_has_one_leader(mesh: Mesh):
     assert [get_dp_rank(mesh, rank) for rank in get_leader_ranks(mesh)] == list(range(mesh.dp))
     assert [rank for rank in range(mesh.size) if is_leader(mesh, rank)] == sorted(get_leader_ranks(mesh))
 
@@ -136,14 +136,14 @@ def test_the_order_puts_balanced_rows_back(weights: list[int], num_parts: int):
     parts = split_by_weight(torch.tensor(weights).numpy(), num_parts)
     order = find_row_order(parts)
     stacked = [row for part in parts for row in part.tolist()]
-    assert order is not None and [stacked[place] for place in order] == list(range(len(weights)))
+    assert order is not None and [stacked[index] for index in order] == list(range(len(weights)))
 
 
 def test_even_ranges_need_no_order():
     assert find_row_order([(0, 2), (2, 3)]) is None
 
 
-def test_an_optional_column_and_those_of_the_dataset_travel_when_they_are_there():
+def test_optional_columns_and_dataset_columns_are_sent_if_present():
     contract = Contract(Dispatch.DP_COMPUTE_PROTO, reads=("x", "answer?", "*"))
     batch = Batch.from_columns({name: [1] for name in ("scores", "hint", "x")})
     assert select_columns(contract, "batch", batch) == ("x", "hint")
@@ -151,19 +151,17 @@ def test_an_optional_column_and_those_of_the_dataset_travel_when_they_are_there(
 
 @pytest.mark.parametrize("entries", [[1, 2], 5])
 def test_a_list_needs_an_entry_per_rank(shared: Shared, entries):
-    with pytest.raises(
-        ContractError, match=r"first.share: argument 'x' must be a list with one entry per data-parallel rank \(3\)"
-    ):
+    with pytest.raises(ContractError, match=r"first\.share.*'x'.*3"):
         shared.first.share(entries)
 
 
 def test_splitting_needs_a_batch(shared: Shared):
-    with pytest.raises(ContractError, match=r"first.scaled: a call that splits rows needs a Batch among its arguments"):
+    with pytest.raises(ContractError, match=r"first\.scaled"):
         shared.first.scaled(3)
 
 
 @pytest.mark.parametrize(("peers", "leader"), [("tensor", 0), ("pipeline", 1)])
-def test_the_first_of_tensor_peers_and_the_last_of_pipeline_stages_answers(
+def test_the_leader_is_the_first_tensor_peer_and_the_last_pipeline_stage(
     shared: Shared, batch: Batch, peers: str, leader: int
 ):
     group = getattr(shared, peers)
@@ -179,7 +177,7 @@ def test_metrics_of_peers_count_once(shared: Shared, batch: Batch, peers: str):
 @pytest.mark.parametrize(
     "sizes", [{"tp": 2}, {"sp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}, {"tp": 2, "sp": 2, "pp": 2}, {"tp": 8}]
 )
-def test_worlds_of_eight_ranks_give_the_rows_of_one(open_cluster, batch: Batch, sizes: dict[str, int]):
+def test_eight_ranks_return_the_rows_of_one(open_cluster, batch: Batch, sizes: dict[str, int]):
     register_dispatch_mode("every_second", to_every_second, second_ranks)
     cluster = open_cluster("inline", {"main": [8]}, {"actor": {"pool": "main", **sizes}})
     group = cluster.group("actor", Arithmetic, 3)

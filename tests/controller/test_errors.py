@@ -1,4 +1,4 @@
-"""Failures in workers, as the driver sees them. Every test has processes of its own, which a failure ends."""
+"""Errors of workers as the driver receives them. A failure ends processes, so every test starts its own."""
 
 import pickle
 import threading
@@ -10,30 +10,29 @@ from flowrl import Batch, ContractError, FlowError, WorkerError, WorkerGroup
 from flowrl.config import UserError
 from flowrl.controller.errors import WorkerUserError
 from tests.conftest import BackendName, ClusterMaker
-from tests.controller.failing import Failing, Unmakeable, raises
+from tests.controller.faulty_workers import RaisingConstructor, RaisingWorker, raises
 
 
 @pytest.fixture
 def failing(backend: BackendName, open_cluster: ClusterMaker) -> WorkerGroup:
-    return open_cluster(backend, {"main": [2]}, {"actor": "main"}).group("actor", Failing)
+    return open_cluster(backend, {"main": [2]}, {"actor": "main"}).group("actor", RaisingWorker)
 
 
 def test_a_failure_names_role_rank_node_and_method(failing: WorkerGroup):
-    with pytest.raises(
-        WorkerError, match=r"actor.fail_on failed on rank 1 \(node 0\): KeyError: 'nothing there'"
-    ) as caught:
+    with pytest.raises(WorkerError) as caught:
         failing.fail_on(1).get()
     error = caught.value
     assert (error.role, error.rank, error.node, error.method) == ("actor", 1, 0, "fail_on")
+    assert error.cause == "KeyError: 'nothing there'" and str(error).startswith(error.summary)
 
 
 def test_a_failure_carries_the_traceback_of_the_worker(failing: WorkerGroup):
     with pytest.raises(WorkerError) as caught:
         failing.fail_on(0).get()
-    assert "failing.py" in caught.value.remote_traceback and "raise KeyError" in str(caught.value)
+    assert "faulty_workers.py" in caught.value.remote_traceback and "raise KeyError" in str(caught.value)
 
 
-def test_a_refusal_in_a_worker_is_one_sentence(failing: WorkerGroup):
+def test_a_user_error_in_a_worker_has_no_traceback(failing: WorkerGroup):
     with pytest.raises(WorkerUserError) as caught:
         failing.refuse()
     assert isinstance(caught.value, UserError)
@@ -41,58 +40,58 @@ def test_a_refusal_in_a_worker_is_one_sentence(failing: WorkerGroup):
 
 
 @pytest.mark.parametrize("kind", [WorkerError, WorkerUserError])
-def test_errors_survive_the_way_between_processes(kind: type[WorkerError]):
+def test_errors_are_pickled_with_their_attributes(kind: type[WorkerError]):
     error = kind("actor", 1, 0, "update", "ValueError: no", "Traceback ...")
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again), again.rank) == (kind, str(error), 1)
 
 
-def test_a_constructor_that_raises_is_told_with_its_role(backend: BackendName, open_cluster: ClusterMaker):
+def test_the_error_of_a_constructor_names_its_rank(backend: BackendName, open_cluster: ClusterMaker):
     cluster = open_cluster(backend, {"main": [2]}, {"actor": "main"})
-    with pytest.raises(WorkerError, match=r"actor.__init__ failed on rank 1 \(node 0\): ZeroDivisionError: no weights"):
-        cluster.group("actor", Unmakeable, bad_rank=1).hello()
+    with pytest.raises(WorkerError, check=lambda error: (error.method, error.rank) == ("__init__", 1)):
+        cluster.group("actor", RaisingConstructor, bad_rank=1).hello()
 
 
-def test_a_failing_function_beside_the_data_is_told(ray_session: None, open_cluster: ClusterMaker):
+def test_a_failing_function_of_the_task_worker_is_raised(ray_session: None, open_cluster: ClusterMaker):
     cluster = open_cluster("ray", {"main": [1]}, {"actor": "main"})
-    tasks = cluster.group("actor", Failing).tasks
+    tasks = cluster.group("actor", RaisingWorker).tasks
     assert tasks is not None
-    with pytest.raises(WorkerError, match=r"tasks.reduce failed on rank 0 .*ArithmeticError: bad sum"):
+    with pytest.raises(WorkerError, check=lambda error: (error.role, error.method) == ("tasks", "reduce")):
         tasks.reduce(raises, Batch.from_columns({"x": [1]}), {}).get()
 
 
-def test_a_failure_nobody_looked_at_raises_at_the_next_call(ray_session: None, open_cluster: ClusterMaker):
-    group = open_cluster("ray", {"main": [2]}, {"actor": "main"}).group("actor", Failing)
+def test_a_failure_that_was_not_read_is_raised_by_the_next_call(ray_session: None, open_cluster: ClusterMaker):
+    group = open_cluster("ray", {"main": [2]}, {"actor": "main"}).group("actor", RaisingWorker)
     failed = group.fail_on(1)
     while not failed.done():
         time.sleep(0.01)
-    with pytest.raises(WorkerError, match="KeyError: 'nothing there'"):
+    with pytest.raises(WorkerError, check=lambda error: (error.method, error.rank) == ("fail_on", 1)):
         group.add_one(1)
 
 
-def test_peers_that_would_wait_for_ever_are_ended(ray_session: None, open_cluster: ClusterMaker):
-    group = open_cluster("ray", {"main": [2]}, {"actor": "main"}).group("actor", Failing)
+def test_peers_that_would_wait_forever_are_ended(ray_session: None, open_cluster: ClusterMaker):
+    group = open_cluster("ray", {"main": [2]}, {"actor": "main"}).group("actor", RaisingWorker)
     group.add_one(1).get()
     started = time.monotonic()
-    with pytest.raises(WorkerError, match="rank 1"):
+    with pytest.raises(WorkerError, check=lambda error: error.rank == 1):
         group.fail_on(1, others_sleep_s=300).get()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60
 
 
-def test_a_group_given_a_failed_result_tells_the_first_cause_and_lives_on(
+def test_a_call_on_a_failed_input_raises_its_cause_and_its_own_group_continues(
     ray_session: None, open_cluster: ClusterMaker
 ):
     cluster = open_cluster("ray", {"a": [2], "b": [1]}, {"actor": "a", "critic": "b"})
-    actor, critic = cluster.group("actor", Failing), cluster.group("critic", Failing)
-    with pytest.raises(WorkerError, match=r"actor.fail_on failed on rank 0"):
+    actor, critic = cluster.group("actor", RaisingWorker), cluster.group("critic", RaisingWorker)
+    with pytest.raises(WorkerError, check=lambda error: (error.role, error.rank) == ("actor", 0)):
         critic.add_one(actor.fail_on(0)).get()
     assert critic.add_one(1).get() == [2]
 
 
 def test_a_deadline_names_the_call_that_is_late(ray_session: None, open_cluster: ClusterMaker):
-    group = open_cluster("ray", {"main": [1]}, {"actor": "main"}).group("actor", Failing)
+    group = open_cluster("ray", {"main": [1]}, {"actor": "main"}).group("actor", RaisingWorker)
     group.add_one(1).get()
-    with pytest.raises(TimeoutError, match=r"actor.sleep on rank 0 is not done after 0.2 s"):
+    with pytest.raises(TimeoutError, match=r"actor\.sleep.* 0 .*0\.2 s"):
         group.sleep(60.0).get(timeout_s=0.2)
 
 
@@ -101,7 +100,7 @@ def test_every_error_is_a_flow_error():
     assert issubclass(ContractError, UserError) and not issubclass(WorkerError, UserError)
 
 
-def test_a_result_that_cannot_leave_its_process_is_told_inline_too(open_cluster: ClusterMaker):
-    group = open_cluster("inline", {"main": [1]}, {"actor": "main"}).group("actor", Failing)
-    with pytest.raises(WorkerError, match=r"actor\.run_function failed on rank 0 .*: its result cannot be pickled"):
+def test_a_result_that_cannot_be_pickled_is_rejected_inline_too(open_cluster: ClusterMaker):
+    group = open_cluster("inline", {"main": [1]}, {"actor": "main"}).group("actor", RaisingWorker)
+    with pytest.raises(WorkerError, check=lambda error: error.method == "run_function"):
         group.run(lambda worker: threading.Lock())

@@ -1,4 +1,4 @@
-"""What users of other single-controller frameworks were bitten by, each as a test that it cannot happen here."""
+"""Known defects of other single-controller frameworks, which must not occur here."""
 
 import ast
 import inspect
@@ -18,9 +18,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("entries", [2, 4])
 def test_lists_are_never_split_by_their_length(shared: Shared, entries: int):
-    """One entry per rank, or a sentence: what is split is declared."""
+    """The dispatch mode decides what is split; a wrong number of entries is an error."""
     assert shared.first.own_entry([10, 11, 12]) == [(0, 10), (1, 11), (2, 12)]
-    with pytest.raises(ContractError, match=r"argument 'x' must be a list with one entry per rank \(3\)"):
+    with pytest.raises(ContractError, match=r"'x'.*3"):
         shared.first.own_entry(list(range(entries)))
     assert shared.first.options([1, 2, 3]) == [{"x": [1, 2, 3]}] * 3
 
@@ -60,7 +60,7 @@ def test_uneven_nodes_are_counted_each_on_its_own():
     role = plan(placement, Inventory((2, 2), "cuda")).roles["actor"]
     assert [(slot.node, role.local_rank(rank)) for rank, slot in enumerate(role.slots)] == [(0, 0), (1, 0), (1, 1)]
     assert role.mesh.size == 3
-    with pytest.raises(PlacementError, match=r"placement\.pools\.main is \[1, 2\], more devices than there are"):
+    with pytest.raises(PlacementError, match=r"placement\.pools\.main"):
         plan(placement, Inventory((1, 1), "cuda"))
 
 
@@ -82,7 +82,7 @@ def test_methods_have_signatures(shared: Shared):
 
 
 def test_two_runs_on_one_cluster_do_not_meet(ray_session: None, open_cluster: ClusterMaker):
-    """Nothing here has a name that another run could have too, and no port is chosen before it is bound."""
+    """Names are unique per run, and ports are chosen by binding them."""
     clusters = [open_cluster("ray", {"main": [1]}, {"actor": "main"}, num_threads=1) for _ in range(2)]
     first, second = (cluster.group("actor", Arithmetic, factor) for factor, cluster in enumerate(clusters, start=1))
     assert (first.share([1]), second.share([1])) == ([(0, 1)], [(0, 2)])

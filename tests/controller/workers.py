@@ -7,8 +7,7 @@ import torch
 from tensordict import TensorDict
 from torch import distributed
 
-from flowrl.controller.register import Dispatch, register
-from flowrl.controller.worker import Worker
+from flowrl.controller.worker import Dispatch, Worker, register
 from flowrl.data.batch.tensordicts import lengths, make_tensordict, num_rows, objects, take_rows
 from flowrl.data.metric import Max, Mean, Metric, Sum
 
@@ -111,8 +110,8 @@ class Arithmetic(Worker):
     @register(Dispatch.DP_COMPUTE_METRIC, reads=("x",))
     def statistics(self, table: TensorDict) -> dict[str, Metric]:
         x = table["rows", "x"].double()
-        found: dict[str, Metric] = {"mean": Mean(float(x.sum()), len(x)), "rows": Sum(len(x))}
-        return found | ({"largest": Max(float(x.max()))} if len(x) else {})
+        metrics: dict[str, Metric] = {"mean": Mean(float(x.sum()), len(x)), "rows": Sum(len(x))}
+        return metrics | ({"largest": Max(float(x.max()))} if len(x) else {})
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("x", "maybe?", "*"), writes=("count",))
     def count_columns(self, table: TensorDict) -> TensorDict:
@@ -145,7 +144,7 @@ class Arithmetic(Worker):
             name.append(-1)
 
     @register("every_second")
-    def tell(self, x: int) -> tuple[int, int]:
+    def report(self, x: int) -> tuple[int, int]:
         return self.rank, x
 
 
@@ -169,7 +168,7 @@ class Wrong(Worker):
         return [1]
 
     @register(Dispatch.DP_COMPUTE_PROTO, reads=("x",), writes=("y",))
-    def scribbles(self, table: TensorDict) -> TensorDict:
+    def overwrites_input(self, table: TensorDict) -> TensorDict:
         return make_tensordict({"y": table["rows", "x"].mul_(2)})
 
     @register(Dispatch.DP_COMPUTE_PROTO, reads=("ids", "others"), writes=("y",))

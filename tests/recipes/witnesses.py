@@ -10,7 +10,7 @@ from typing import Any
 
 from tensordict import TensorDict
 
-from flowrl.controller.register import Dispatch, get_contract, register
+from flowrl.controller.worker import Dispatch, get_contract, register
 from flowrl.data.metric import Metric
 from flowrl.workers import Actor, Rollout
 

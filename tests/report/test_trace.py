@@ -22,7 +22,7 @@ from flowrl.report.trace import (
     since,
     span,
 )
-from tests.controller.sleeping import Sleeping
+from tests.controller.sleeping_workers import Sleeping
 from tests.report.call_events import STEP, any_events, call, timed
 
 EVENTS = [

@@ -12,7 +12,7 @@ from flowrl.config.checkpoint import CheckpointConfig
 from flowrl.controller.errors import ProcessLost, WorkerCheckError, WorkerError, WorkerUserError
 from flowrl.run.interrupt import Interruption
 from flowrl.run.restarts import current_policy, with_restarts
-from tests.controller.makers import Keeper, Maker
+from tests.controller.replica_workers import Replica, StatefulReplica
 
 PLACEMENT = Placement(device="cpu", pools={"train": [1], "rest": [1]}, roles={"actor": "train", "maker": "rest"})
 
@@ -47,7 +47,7 @@ class Program:
         self.restarts.append(policy.num_restarts)
         with policy.cluster(config, self._cluster, interruption) as cluster:
             self.clusters.append(cluster)
-            actor, maker = cluster.group("actor", Keeper), cluster.group("maker", Maker)
+            actor, maker = cluster.group("actor", StatefulReplica), cluster.group("maker", Replica)
             self.makers.append(maker.identify()[0][2])
             self.interruption = interruption
             self.body(self, actor)

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from flowrl.controller.register import Dispatch, register
-from flowrl.controller.worker import Worker
+from flowrl.controller.worker import Dispatch, Worker, register
 from flowrl.data.batch.tensordicts import make_tensordict, num_rows
 from flowrl.data.metric import Max, Mean, Metric
 

@@ -8,7 +8,7 @@ import pytest
 
 from flowrl.config import ActorConfig, Placement, RolloutConfig, RunConfig, ScheduleConfig
 from flowrl.controller.placement.plan import Inventory, Mesh, PlacementError, plan
-from flowrl.controller.register import get_registered_methods
+from flowrl.controller.worker import get_registered_methods
 from flowrl.weight_sync.sync import WeightSync
 from flowrl.workers import Actor, Rollout
 from tests.conftest import ClusterMaker

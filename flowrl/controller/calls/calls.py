@@ -16,7 +16,7 @@ from flowrl.controller.failures.failures import Failures
 from flowrl.controller.failures.recovery import Recovery
 from flowrl.controller.host.host import Report
 from flowrl.controller.placement.plan import Slot
-from flowrl.controller.register import Contract, Dispatch
+from flowrl.controller.worker import Contract, Dispatch
 from flowrl.data.batch.batch import Batch
 from flowrl.data.batch.block import Description, LocalRef, Ref
 from flowrl.data.events import CallEvent

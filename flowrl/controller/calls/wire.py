@@ -14,7 +14,7 @@ from typing import Any
 from flowrl.controller.dispatch import Arguments, BatchSlice, Future, Gather
 from flowrl.controller.errors import ContractError
 from flowrl.controller.placement.plan import Mesh
-from flowrl.controller.register import Contract
+from flowrl.controller.worker import Contract
 from flowrl.data.batch.batch import Batch
 from flowrl.data.batch.block import Block, LocalRef, Ref, Shard
 from flowrl.data.batch.columns import gathers

@@ -19,7 +19,7 @@ from flowrl.controller.errors import BackendError
 
 def test_a_driver_joins_a_cluster_by_its_address_and_leaves_it_running(ray_session: None) -> None:
     address = ray.get_runtime_context().gcs_address
-    command = [sys.executable, "-m", "tests.controller.joining", address]
+    command = [sys.executable, "-m", "tests.controller.joining_driver", address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     refused, weights = done.stdout.splitlines()

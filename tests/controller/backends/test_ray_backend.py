@@ -11,8 +11,8 @@ from flowrl.controller.calls.wire import Request, encode
 from flowrl.controller.failures.recovery import RecoveryPlan
 from flowrl.controller.host.host import Construction
 from flowrl.controller.placement.plan import Mesh
-from flowrl.controller.register import Contract, Dispatch
-from tests.controller.faults import Recovering
+from flowrl.controller.worker import Contract, Dispatch
+from tests.controller.faulty_workers import SlowRestart
 
 SCORED = Request(5, "judge", 0, 0, "process_id", {}, Contract(Dispatch.ONE_TO_ALL), returns_batch=False)
 LOADED = Request(4, "judge", 0, 0, "load", {"offset": 7}, Contract(Dispatch.ONE_TO_ALL, replay=True), False)
@@ -21,7 +21,7 @@ LOADED = Request(4, "judge", 0, 0, "load", {"offset": 7}, Contract(Dispatch.ONE_
 @pytest.mark.parametrize("first", ["the call", "the construction"])
 def test_a_new_process_makes_a_worker_once_whichever_comes_first(ray_session: None, tmp_path: Path, first: str) -> None:
     lines = tmp_path / "lines"
-    made = Construction("judge", Recovering, (lines, 0.0), {}, Mesh(1, 1, 1, 1), 0, 0, 0, "cpu", 1)
+    made = Construction("judge", SlowRestart, (lines, 0.0), {}, Mesh(1, 1, 1, 1), 0, 0, 0, "cpu", 1)
     host: Any = ray.remote(_RayHost).options(num_cpus=0).remote("flowrl-test-ray-backend", True)
     called = encode((SCORED, RecoveryPlan((made,), ((LOADED, ()),))))
     answer, construct = host.answer.options(num_returns=2), host.construct.options(num_returns=2)

@@ -46,7 +46,7 @@ class Several:
         assert said(self._process) == "done"
 
     def driver(self, name: str) -> "subprocess.Popen[str]":
-        return self.start("-m", "tests.controller.placed", name, self.address)
+        return self.start("-m", "tests.controller.placement_driver", name, self.address)
 
     def close(self) -> None:
         self._process.communicate(timeout=60)

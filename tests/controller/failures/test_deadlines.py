@@ -1,4 +1,4 @@
-"""A call's clock starts when nothing is before it."""
+"""The clock of a call starts when its process and its inputs are available."""
 
 from flowrl.controller.calls.calls import CallRecord
 from flowrl.controller.failures.failures import Deadlines

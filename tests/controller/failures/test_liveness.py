@@ -1,10 +1,10 @@
-"""A process that has ended is told once, by its name, and the one that takes its place is watched in turn."""
+"""An ended process is returned once, and its replacement is monitored."""
 
 from flowrl.controller.failures.process_probe import Liveness
 from tests.controller.failures.test_stacks import stuck
 
 
-def test_ended_processes_are_told_once_and_their_successors_watched():
+def test_ended_processes_are_returned_once_and_replacements_are_monitored():
     liveness = Liveness()
     assert liveness.find_ended(["watched", "other"]) == []
     for _ in range(2):

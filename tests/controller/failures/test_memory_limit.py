@@ -1,4 +1,4 @@
-"""A process that takes more memory than its node may use: in a Ray of its own, whose limit is a little above that."""
+"""A process that exceeds the memory limit of its node, in a separate Ray with a limit just above current use."""
 
 import os
 import subprocess
@@ -7,12 +7,10 @@ import sys
 import psutil
 
 
-def test_a_process_that_is_ended_for_lack_of_memory_is_told_as_that():
+def test_the_error_of_a_process_without_memory_names_the_cause():
     memory = psutil.virtual_memory()
     limit = (memory.total - memory.available + 2**31) / memory.total
     env = os.environ | {"RAY_memory_usage_threshold": f"{limit:.4f}", "RAY_memory_monitor_refresh_ms": "100"}
-    command = [sys.executable, "-m", "tests.controller.hungry"]
+    command = [sys.executable, "-m", "tests.controller.out_of_memory_driver"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
-    assert done.stdout.strip() == "actor eat 0 its process was ended because its node ran out of memory", done.stderr[
-        -2000:
-    ]
+    assert done.stdout.strip() == "actor allocate 0 out of memory", done.stderr[-2000:]

@@ -1,15 +1,15 @@
-"""What the driver keeps of processes that may be replaced."""
+"""Recovery plans of processes that may be replaced."""
 
 from flowrl.controller.calls.wire import Request
 from flowrl.controller.failures.recovery import Recovery
 from flowrl.controller.host.host import Construction, Host
 from flowrl.controller.placement.plan import Mesh, Slot
-from flowrl.controller.register import Contract, Dispatch
+from flowrl.controller.worker import Contract, Dispatch
 from flowrl.data.batch.block import LocalRef
-from tests.controller.faults import Judge
+from tests.controller.faulty_workers import Scorer
 
 SLOT = Slot("judges", 0, 0, 0, 0)
-MADE = Construction("judge", Judge, (10,), {}, Mesh(1, 1, 1, 1), 0, 0, 0, "cpu", 1)
+MADE = Construction("judge", Scorer, (10,), {}, Mesh(1, 1, 1, 1), 0, 0, 0, "cpu", 1)
 
 
 def load(number: int, offset: int, *, replay: bool = True) -> Request:
@@ -17,20 +17,20 @@ def load(number: int, offset: int, *, replay: bool = True) -> Request:
     return Request(number, "judge", 0, 0, "load", {"offset": offset}, contract, returns_batch=False)
 
 
-def test_a_process_needs_its_workers_and_their_last_states():
+def test_a_plan_has_the_constructions_and_the_last_state():
     recovery = Recovery()
     recovery.record_construction(SLOT, MADE)
     refs = [LocalRef("weights")]
     recovery.record_call(SLOT, load(1, 5), [])
     recovery.record_call(SLOT, load(2, 6), refs)
     recovery.record_call(SLOT, load(3, 7, replay=False), [])
-    revival = recovery.get_plan(SLOT)
-    assert revival is not None and revival.constructions == (MADE,)
-    assert [(state.call_id, kept) for state, kept in revival.replay_log] == [(2, tuple(refs))]
-    assert recovery.get_plan(SLOT) is revival
+    plan = recovery.get_plan(SLOT)
+    assert plan is not None and plan.constructions == (MADE,)
+    assert [(state.call_id, held) for state, held in plan.replay_log] == [(2, tuple(refs))]
+    assert recovery.get_plan(SLOT) is plan
 
 
-def test_a_pool_with_a_stateful_role_is_not_brought_back():
+def test_a_pool_with_a_stateful_role_is_not_recoverable():
     recovery = Recovery()
     recovery.record_construction(SLOT, MADE)
     recovery.mark_unrecoverable(["judges"])
@@ -51,19 +51,19 @@ def test_a_host_knows_what_it_lacks_and_where_its_state_is_behind_or_ahead():
     assert not host.is_ahead("judge", [])
 
 
-def part(number: int, chunk: int | None) -> Request:
+def load_chunk(number: int, chunk: int | None) -> Request:
     contract = Contract(Dispatch.ONE_TO_ALL, replay="chunk")
     arguments = {"offset": number} | ({} if chunk is None else {"chunk": chunk})
     return Request(number, "judge", 0, 0, "load", arguments, contract, returns_batch=False)
 
 
-def test_a_state_in_parts_is_kept_from_its_beginning_and_the_next_one_lets_go_of_it():
+def test_a_state_in_chunks_is_kept_from_chunk_0_until_the_next_state():
     recovery = Recovery()
     recovery.record_construction(SLOT, MADE)
     for number, chunk in ((1, None), (2, 1), (3, 2)):
-        recovery.record_call(SLOT, part(number, chunk), [LocalRef(number)])
+        recovery.record_call(SLOT, load_chunk(number, chunk), [LocalRef(number)])
     first = recovery.get_plan(SLOT)
-    recovery.record_call(SLOT, part(4, 0), [LocalRef(4)])
+    recovery.record_call(SLOT, load_chunk(4, 0), [LocalRef(4)])
     second = recovery.get_plan(SLOT)
     assert first is not None and [request.call_id for request in first.requests] == [1, 2, 3]
     assert [refs[0].get() for _, refs in first.replay_log] == [1, 2, 3]

@@ -1,4 +1,4 @@
-"""Stacks of processes that answer nothing else."""
+"""Stacks of processes that do not respond otherwise."""
 
 import subprocess
 import sys
@@ -34,7 +34,7 @@ print(flush=True)
 
 @contextmanager
 def stuck(call: str, name: str) -> Iterator[None]:
-    """A process of this name that is stuck in a function."""
+    """Starts a process with this name that hangs in a function."""
     program = STUCK.format(call=call, name=name)
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -46,7 +46,7 @@ def stuck(call: str, name: str) -> Iterator[None]:
             process.kill()
 
 
-def test_processes_tell_where_they_are_while_native_code_holds_their_interpreter():
+def test_stacks_are_dumped_while_native_code_holds_the_interpreter():
     with stuck("in_c", "first-of-two"), stuck("in_python", "second-of-two"):
         for _ in range(2):
             dumps = collect_stack_dumps(["first-of-two", "second-of-two", "nobody"])
@@ -56,13 +56,13 @@ def test_processes_tell_where_they_are_while_native_code_holds_their_interpreter
             assert all(0 < dump.age_s < 60 for dump in dumps.values())
 
 
-def test_a_process_that_has_ended_tells_nothing():
+def test_a_process_that_has_ended_has_no_stack():
     with stuck("in_python", "one-that-ends"):
         pass
     assert collect_stack_dumps(["one-that-ends"]) == {}
 
 
-def test_processes_that_end_meanwhile_are_passed_over():
+def test_processes_that_end_during_the_search_are_skipped():
     ends_s = time.monotonic() + 1.5
     with stuck("in_python", "one-that-stays"):
         while time.monotonic() < ends_s:
@@ -95,7 +95,7 @@ def test_the_frames_of_a_method_are_those_above_its_host():
     assert str(stack.frames[1]) == "update (/home/user/train.py, line 16)"
 
 
-def test_a_process_that_takes_anothers_place_is_told_from_one_that_works():
+def test_a_replacement_that_replays_calls_is_recovering():
     revived = DUMP + '  File "/home/user/flowrl/controller/ray_backend.py", line 70 in recover\n'
     assert parse_host_stack(StackDump(3.0, revived)).is_recovering
 

@@ -8,8 +8,8 @@ import pytest
 from flowrl import Batch, Cluster, WorkerGroup
 from flowrl.controller.errors import FlowError, ProcessLost
 from tests.conftest import ClusterMaker
-from tests.controller.faults import Faulty, Judge
-from tests.controller.makers import Keeper, Maker
+from tests.controller.faulty_workers import Faulty, Scorer
+from tests.controller.replica_workers import Replica, StatefulReplica
 from tests.controller.test_replica import _doubled
 
 BATCH = Batch.from_columns({"x": [1, 2]})
@@ -23,8 +23,8 @@ def cluster(ray_session: None, open_cluster: ClusterMaker) -> Cluster:
 
 
 def groups(cluster: Cluster, factor: int = 10) -> dict[str, WorkerGroup]:
-    made = {"actor": cluster.group("actor", Faulty), "critic": cluster.group("critic", Keeper)}
-    return made | {"maker": cluster.group("maker", Maker), "judge": cluster.group("judge", Judge, factor)}
+    made = {"actor": cluster.group("actor", Faulty), "critic": cluster.group("critic", StatefulReplica)}
+    return made | {"maker": cluster.group("maker", Replica), "judge": cluster.group("judge", Scorer, factor)}
 
 
 def processes(made: dict[str, WorkerGroup]) -> dict[str, list[int]]:
@@ -40,12 +40,12 @@ def fail(actor: WorkerGroup, fault: str = "kill") -> None:
 def test_sound_processes_that_can_be_replaced_stay_and_others_start_anew(cluster: Cluster):
     made = groups(cluster)
     before = processes(made)
-    assert made["maker"].hand(5).get() == [[5]]
+    assert made["maker"].add_item(5).get() == [[5]]
     fail(made["actor"])
     assert cluster.restart() == ("maker", "judge")
     again = groups(cluster)
     after = processes(again)
-    assert again["maker"].hand(6).get() == [[5, 6]]
+    assert again["maker"].add_item(6).get() == [[5, 6]]
     assert {role for role in before if before[role] == after[role]} == {"maker", "judge"}
     assert not set(after["actor"]) & set(before["actor"]) and after["critic"] != before["critic"]
     assert again["actor"].gather("nothing").get() == [2.0, 2.0]
@@ -102,9 +102,9 @@ def test_a_state_that_could_not_be_given_is_not_missed(cluster: Cluster):
         cluster.wait_for_calls()
     assert cluster.restart() == ("maker", "judge")
     again = groups(cluster)
-    assert processes(again)["maker"] == before["maker"] and again["maker"].hand(1).get() == [[1]]
+    assert processes(again)["maker"] == before["maker"] and again["maker"].add_item(1).get() == [[1]]
     again["maker"].load(20)
-    assert again["maker"].shifted(BATCH).get("y").tolist() == [21, 22] and again["maker"].hand(2).get() == [[1, 2]]
+    assert again["maker"].shifted(BATCH).get("y").tolist() == [21, 22] and again["maker"].add_item(2).get() == [[1, 2]]
 
 
 def test_it_may_be_begun_again_more_than_once(cluster: Cluster):

@@ -17,7 +17,7 @@ import pytest
 from flowrl import Batch
 from flowrl.controller.host.fork_server import PRELOADED, ForkServer
 from tests.conftest import ClusterMaker
-from tests.controller.faults import Judge
+from tests.controller.faulty_workers import Scorer
 
 TOLD = """
 import json, os, random, sys
@@ -132,7 +132,7 @@ def test_hosts_are_forked_and_so_is_what_takes_a_lost_one_s_place(
     open_cluster: ClusterMaker, ray_session: None
 ) -> None:
     cluster = open_cluster("ray", {"main": [2]}, {"judge": "main"}, num_threads=1)
-    judge = cluster.group("judge", Judge, 1)
+    judge = cluster.group("judge", Scorer, 1)
     judge.load(2)
     (lost, server), (_, other) = judge.run(parentage)
     assert server == other and psutil.Process(server).ppid() == os.getpid()
@@ -144,7 +144,7 @@ def test_hosts_are_forked_and_so_is_what_takes_a_lost_one_s_place(
 
 def test_what_a_host_has_started_ends_with_it(open_cluster: ClusterMaker, ray_session: None) -> None:
     cluster = open_cluster("ray", {"main": [1]}, {"judge": "main"}, num_threads=1)
-    judge = cluster.group("judge", Judge, 1)
+    judge = cluster.group("judge", Scorer, 1)
     (helper,), ((lost, _),) = judge.run(start_helper), judge.run(parentage)
     os.kill(lost, signal.SIGKILL)
     wait(lambda: not psutil.pid_exists(helper))

@@ -5,7 +5,7 @@ import pytest
 from flowrl import Batch
 from flowrl.controller.errors import WorkerError
 from tests.conftest import BackendName, ClusterMaker
-from tests.controller.failing import Failing
+from tests.controller.faulty_workers import RaisingWorker
 from tests.controller.workers import Arithmetic, Summing
 
 POOLS = {"a": [2], "b": [1], "c": [1]}
@@ -44,7 +44,7 @@ def test_rows_go_from_a_part_of_a_pool_to_several_pools(backend: BackendName, op
 
 def test_pools_that_a_role_spans_fail_together_and_others_go_on(ray_session: None, open_cluster: ClusterMaker):
     cluster = open_cluster("ray", POOLS, ROLES)
-    front, back, other = (cluster.group(role, Failing) for role in ("front", "back", "other"))
+    front, back, other = (cluster.group(role, RaisingWorker) for role in ("front", "back", "other"))
     with pytest.raises(WorkerError, match=r"back\.fail_on failed on rank 1 \(node 0\): KeyError"):
         back.fail_on(1).get()
     with pytest.raises(WorkerError, match=r"back\.fail_on failed on rank 1"):

@@ -1,8 +1,7 @@
 """Who has the device: roles of one process make room for each other."""
 
 from flowrl.controller.host.resident_worker import ResidentWorker
-from flowrl.controller.register import Dispatch, register
-from flowrl.controller.worker import Worker
+from flowrl.controller.worker import Dispatch, Worker, register
 from tests.conftest import ClusterMaker
 
 

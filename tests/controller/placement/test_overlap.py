@@ -3,7 +3,7 @@
 from flowrl import Batch, Cluster, Placement
 from flowrl.data.events import CallEvent
 from flowrl.report.trace import busy_fractions
-from tests.controller.sleeping import Sleeping
+from tests.controller.sleeping_workers import Sleeping
 
 COLOCATED = Placement(device="cpu", pools={"main": [2]}, roles={"actor": "main", "critic": "main"})
 SPLIT = Placement(device="cpu", pools={"policy": [1], "judges": [1]}, roles={"actor": "policy", "critic": "judges"})

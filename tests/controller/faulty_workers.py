@@ -1,4 +1,4 @@
-"""Workers that fail in every way, once or always. Importable, so that Ray's processes find them."""
+"""Workers that fail in many ways, once or always. Importable by Ray's processes."""
 
 import os
 import signal
@@ -11,8 +11,8 @@ import torch
 from tensordict import TensorDict
 from torch import distributed
 
-from flowrl.controller.register import Dispatch, register
-from flowrl.controller.worker import Worker
+from flowrl.config import UserError
+from flowrl.controller.worker import Dispatch, Worker, register
 from flowrl.data.batch.tensordicts import make_tensordict
 
 PROTO = Dispatch.DP_COMPUTE_PROTO
@@ -20,22 +20,22 @@ DEADLINE_S = 2.0
 
 
 def commit(fault: str) -> Any:
-    """Does what goes wrong, in the process that calls it."""
+    """Fails in the given way."""
     if fault == "raise":
         raise KeyError("nothing there")
     if fault == "kill":
-        time.sleep(0.2)  # or the answers to the calls before this one would be lost with the process
+        time.sleep(0.2)  # so that results of earlier calls are stored
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "spin":
         while True:
             pass
     if fault == "spin_in_c":
-        sum(range(10**14))  # one bytecode, which keeps the interpreter from everything else
+        sum(range(10**14))  # a single bytecode, during which the interpreter does not respond
     return threading.Lock() if fault == "unpicklable" else None
 
 
 class Faulty(Worker):
-    """Two ranks that hold something which nothing brings back, and sum over each other."""
+    """Stateful ranks with collectives."""
 
     collective = True
 
@@ -50,7 +50,7 @@ class Faulty(Worker):
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, timeout_s=DEADLINE_S)
     def compute(self, fault: str) -> Any:
-        """One rank fails while it computes; the other has returned."""
+        """One rank fails; the other returns."""
         return commit(fault) if self.rank == self.bad_rank else None
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, timeout_s=DEADLINE_S)
@@ -64,7 +64,7 @@ class Faulty(Worker):
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, timeout_s=600)
     def linger(self, seconds: float) -> None:
-        """One rank takes its time."""
+        """One rank sleeps."""
         time.sleep(seconds if self.rank == self.bad_rank else 0.0)
 
     @register(PROTO, blocking=False, reads=("x",), writes=("y",))
@@ -76,8 +76,8 @@ class Faulty(Worker):
         return make_tensordict({"y": table["rows", "x"].repeat(1 if self.rank == self.bad_rank else 2)})
 
 
-class Judge(Worker):
-    """Holds what its constructor and its last `load` say, and nothing else."""
+class Scorer(Worker):
+    """Stateless: its state comes from the constructor and the last `load`."""
 
     stateless = True
 
@@ -86,7 +86,7 @@ class Judge(Worker):
         self._fail(fault, once)
 
     def _fail(self, fault: str | None, once: Path | None) -> None:
-        """Fails always, or only while the file `once` is not there."""
+        """Fails always, or only until the file `once` exists."""
         if fault is not None and (once is None or not once.exists()):
             if once is not None:
                 once.touch()
@@ -106,22 +106,22 @@ class Judge(Worker):
         return make_tensordict({"score": table["rows", "x"] * self.factor + self.offset})
 
 
-class Summing(Judge):
-    """Takes its state in parts, and adds them up."""
+class Chunked(Scorer):
+    """Receives its state in chunks and sums them."""
 
-    @register(Dispatch.ONE_TO_ALL, blocking=False, replay="part")
-    def load_part(self, offset: int, part: int, fault: str | None = None, once: Path | None = None) -> None:
+    @register(Dispatch.ONE_TO_ALL, blocking=False, replay="chunk")
+    def load_chunk(self, offset: int, chunk: int, fault: str | None = None, once: Path | None = None) -> None:
         self._fail(fault, once)
-        self.offset = offset + (self.offset if part else 0)
+        self.offset = offset + (self.offset if chunk else 0)
 
 
-class Recovering(Judge):
-    """Leaves a line in a file each time it is made; from the second time on it takes long, or raises."""
+class SlowRestart(Scorer):
+    """Adds a line to a file per construction; later constructions sleep `again` seconds, or raise it."""
 
     def __init__(self, lines: Path, again: float | str) -> None:
         super().__init__(1)
         with lines.open("a") as file:
-            file.write("made\n")
+            file.write("constructed\n")
         if len(lines.read_text().splitlines()) > 1:
             if isinstance(again, str):
                 raise ArithmeticError(again)
@@ -129,8 +129,48 @@ class Recovering(Judge):
 
 
 class Doubling(Worker):
-    """Reads what another role made."""
+    """Reads the scores of another role."""
 
     @register(PROTO, blocking=False, reads=("score",), writes=("double",))
     def double(self, table: TensorDict) -> TensorDict:
         return make_tensordict({"double": table["rows", "score"] * 2})
+
+
+class RaisingWorker(Worker):
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def fail_on(self, rank: int, others_sleep_s: float = 0.0) -> int:
+        """Raises on one rank; the others sleep, like peers in a collective."""
+        if self.rank == rank:
+            raise KeyError("nothing there")
+        time.sleep(others_sleep_s)
+        return self.rank
+
+    @register(Dispatch.RANK_ZERO)
+    def refuse(self) -> None:
+        raise UserError("the folder is empty; give one with a model")
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def add_one(self, x: int) -> int:
+        return x + 1
+
+    @register(Dispatch.RANK_ZERO, blocking=False)
+    def sleep(self, seconds: float) -> float:
+        time.sleep(seconds)
+        return seconds
+
+    def unregistered(self) -> None:
+        """Has no decorator."""
+
+
+class RaisingConstructor(Worker):
+    def __init__(self, bad_rank: int) -> None:
+        if self.rank == bad_rank:
+            raise ZeroDivisionError("no weights")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def hello(self) -> int:
+        return self.rank
+
+
+def raises(table: Any) -> Any:
+    raise ArithmeticError("bad sum")

@@ -1,17 +1,16 @@
-"""Workers that take time. Importable, so that Ray's processes find them."""
+"""Workers that sleep. Importable by Ray's processes."""
 
 import time
 
 from tensordict import TensorDict
 
-from flowrl.controller.register import Dispatch, register
-from flowrl.controller.worker import Worker
+from flowrl.controller.worker import Dispatch, Worker, register
 from flowrl.data.batch.tensordicts import make_tensordict, num_rows
 from flowrl.data.metric import Metric, Sum
 
 
 class Sleeping(Worker):
-    """Updates and scores by sleeping."""
+    """Sleeps for a second in each method."""
 
     @register(Dispatch.DP_COMPUTE_METRIC, blocking=False, reads=("x",))
     def update(self, table: TensorDict) -> dict[str, Metric]:

@@ -1,24 +1,23 @@
-"""Workers whose replicas are called one by one, with calls that are not made again. Importable, for Ray's processes."""
+"""Replicated workers with `resend=False` methods. Importable by Ray's processes."""
 
 import os
 import time
 
 from tensordict import TensorDict
 
-from flowrl.controller.register import Dispatch, register
-from flowrl.controller.worker import Worker
+from flowrl.controller.worker import Dispatch, Worker, register
 from flowrl.data.batch.tensordicts import make_tensordict
-from tests.controller.faults import DEADLINE_S, commit
+from tests.controller.faulty_workers import DEADLINE_S, commit
 
 
-class Maker(Worker):
-    """Holds the last offset, which a new process is given again, and what it was handed, which is lost with it."""
+class Replica(Worker):
+    """Holds the last offset, which is replayed, and a list of items, which is lost with its process."""
 
     replicated = stateless = True
 
     def __init__(self) -> None:
         self.offset = 0
-        self.held: list[int] = []
+        self.items: list[int] = []
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, replay=True)
     def load(self, offset: int) -> None:
@@ -26,7 +25,7 @@ class Maker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def identify(self) -> tuple[int, int, int]:
-        """Rank, world size and process."""
+        """Returns rank, world size and process id."""
         return self.rank, self.world_size, os.getpid()
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("x",), writes=("y",))
@@ -34,10 +33,10 @@ class Maker(Worker):
         return make_tensordict({"y": table["rows", "x"] + self.offset})
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, resend=False)
-    def hand(self, item: int) -> list[int]:
-        """What it holds now."""
-        self.held.append(item)
-        return self.held
+    def add_item(self, item: int) -> list[int]:
+        """Adds an item and returns all items."""
+        self.items.append(item)
+        return self.items
 
     @register(Dispatch.RANK_ZERO, blocking=False, resend=False, timeout_s=DEADLINE_S)
     def commit(self, fault: str) -> None:
@@ -45,7 +44,7 @@ class Maker(Worker):
 
     @register(Dispatch.RANK_ZERO, blocking=False, resend=False)
     def nap(self, seconds: float) -> int:
-        """Its offset, after a while."""
+        """Sleeps and returns the offset."""
         time.sleep(seconds)
         return self.offset
 
@@ -55,7 +54,7 @@ class Maker(Worker):
         return make_tensordict({"score": table["rows", "x"] + self.offset})
 
 
-class Keeper(Maker):
-    """Holds what nothing brings back."""
+class StatefulReplica(Replica):
+    """Holds state that cannot be restored."""
 
     stateless = False

@@ -1,4 +1,4 @@
-"""A driver that joins the Ray cluster at the address it is given, and uses every CPU slot of it but those in use."""
+"""A driver that joins the Ray cluster at a given address and uses its free CPU slots."""
 
 import sys
 
