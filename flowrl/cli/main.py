@@ -161,7 +161,7 @@ def _trace(arguments: argparse.Namespace) -> None:
 
     explain(events, window_s=arguments.last)
     if arguments.png is not None:
-        from flowrl.report.timeline import draw_timeline  # noqa: PLC0415 (matplotlib only with --png)
+        from flowrl.report.plots import draw_timeline  # noqa: PLC0415 (matplotlib only with --png)
 
         try:
             draw_timeline(events, arguments.png, window_s=arguments.last)

@@ -1,4 +1,4 @@
-"""The trace file of a run: the Chrome trace format, which Perfetto and chrome://tracing open, and its way back."""
+"""Reads and writes `trace.json`: call events in the Chrome trace format (Perfetto, chrome://tracing)."""
 
 import json
 import operator
@@ -14,12 +14,12 @@ from flowrl.report.trace import CallParts, call_parts
 
 
 class TraceError(UserError):
-    """A file that is no trace of a run."""
+    """Raised if a file is missing or is not the trace of a run."""
 
 
 @dataclass(frozen=True, order=True)
 class Row:
-    """A line of a timeline; rows sort by pool and device, then role and rank."""
+    """One row of a timeline. Rows sort by pool, device, role and rank."""
 
     pool: str
     device: str
@@ -33,27 +33,27 @@ class Row:
 
 @dataclass(frozen=True)
 class Resume:
-    """Where another process went on with a run."""
+    """A resume of the run by a new driver process."""
 
     number: int
-    """Of its first call."""
+    """Number of the first call after the resume."""
     step: int
-    """That it went on after."""
+    """Step of the checkpoint."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """All calls of a run, in the order of submission, those of one process after those of the one before."""
+    """All calls of a run in the order of submission, over all its driver processes."""
 
     events: Sequence[CallEvent] = ()
     resumes: Sequence[Resume] = ()
     counts: Sequence[Counted] = ()
 
     def up_to_save(self, saved_at_s: float) -> "Trace":
-        """What was submitted until a checkpoint's own save: the last call of that name before its manifest was written.
+        """Returns the trace up to the last `save_checkpoint` call before a checkpoint was written.
 
         Args:
-            saved_at_s: seconds since 1970 at which the manifest was written.
+            saved_at_s: time of the checkpoint's manifest, in seconds since the epoch.
         """
         until_ns = saved_at_s * 1e9
         saves = [e.number for e in self.events if e.method == _SAVE and e.submitted_ns <= until_ns]
@@ -63,40 +63,44 @@ class Trace:
         return Trace(kept, [resume for resume in self.resumes if resume.number <= last], counts)
 
     def followed_by(self, events: Sequence[CallEvent], step: int) -> "Trace":
-        """With the calls of the process that went on after a step, which had counted them from the start."""
-        past = max((event.number for event in self.events), default=0)
-        later = [replace(e, number=e.number + past, inputs=tuple(i + past for i in e.inputs)) for e in events]
-        resumes = [Resume(min(event.number for event in later), step)] if later else []
-        return Trace([*self.events, *later], [*self.resumes, *resumes], self.counts)
+        """Returns this trace followed by the calls of a resumed process.
+
+        Args:
+            events: calls of the resumed process, numbered from its start.
+            step: step of the checkpoint.
+        """
+        offset = max((event.number for event in self.events), default=0)
+        resumed = [replace(e, number=e.number + offset, inputs=tuple(i + offset for i in e.inputs)) for e in events]
+        resumes = [Resume(min(event.number for event in resumed), step)] if resumed else []
+        return Trace([*self.events, *resumed], [*self.resumes, *resumes], self.counts)
 
     def counted(self, counts: Iterable[Counted]) -> "Trace":
-        """With these counts after its own."""
+        """Returns this trace with more group counts appended."""
         return replace(self, counts=[*self.counts, *counts])
 
     def last_process(self) -> list[CallEvent]:
-        """The calls of the process that wrote last."""
+        """Returns the calls of the last driver process."""
         first = max((resume.number for resume in self.resumes), default=0)
         return [event for event in self.events if event.number >= first]
 
 
 _SAVE = "save_checkpoint"
-"""The registered method by which workers take part in checkpoints."""
+"""Worker method that saves a checkpoint."""
 
 
 def chrome_trace(
     events: Sequence[CallEvent], resumes: Sequence[Resume] = (), counts: Sequence[Counted] = ()
 ) -> dict[str, Any]:
-    """The events in the Chrome trace format.
+    """Returns a trace in the Chrome trace format.
 
-    A process per pool and device, in it a thread per role and rank; times are microseconds from the first submission.
-    `args` of each call has what it waited for, in milliseconds, and all of its event that is not said elsewhere, in
-    nanoseconds. An arrow comes to each call from the last result that it waited for. A mark across all rows stands
-    where another process went on with the run. Counts are a graph above all rows.
+    Each device is a process and each rank is a thread. Times are microseconds since the first submission. `args` of a
+    call holds its wait, queue and transfer times in milliseconds and the remaining fields of its event. A flow arrow
+    leads from the last input of a call to the call. An instant event marks each resume. Group counts are a counter.
     """
     rows = sorted({Row.of(event) for event in events})
     devices = list(dict.fromkeys((row.pool, row.device) for row in rows))
     pids = {device: number for number, device in enumerate(devices, start=1)}
-    # Thread ids are unique over the whole trace: viewers disagree on whether one may be used in two processes.
+    # Thread ids are unique over the trace, because some viewers do not support the same id in two processes.
     tids = {row: len(devices) + number for number, row in enumerate(rows, start=1)}
     trace: list[dict[str, Any]] = []
     for (pool, device), pid in pids.items():
@@ -107,18 +111,18 @@ def chrome_trace(
         trace.append(_label("thread_name", pid, tid, name=f"{row.role} {row.rank}"))
         trace.append(_label("thread_sort_index", pid, tid, sort_index=tid))
     origin_ns = _origin_ns(events)
-    places = {event.number: _place(event, pids, tids) for event in events}
+    ids = {event.number: _process_and_thread(event, pids, tids) for event in events}
     by_number = {event.number: event for event in events}
     for parts in sorted(call_parts(events), key=lambda parts: parts.event.started_ns):
         event = parts.event
-        trace.append(_complete_event(parts, origin_ns) | places[event.number])
+        trace.append(_complete_event(parts, origin_ns) | ids[event.number])
         sources = [by_number[number] for number in event.inputs if number in by_number]
         if sources:
             last = max(sources, key=lambda source: source.finished_ns)
-            # An arrow belongs to the call that holds its moment, which the end of a call is no longer in.
-            left_ns = max(last.started_ns, last.ended_ns - 1)
-            trace.append(_arrow("s", event, left_ns - origin_ns) | places[last.number])
-            trace.append(_arrow("f", event, event.started_ns - origin_ns) | places[event.number] | {"bp": "e"})
+            # Viewers attach an arrow to the call that contains its time; the end of a call is outside.
+            arrow_ns = max(last.started_ns, last.ended_ns - 1)
+            trace.append(_arrow("s", event, arrow_ns - origin_ns) | ids[last.number])
+            trace.append(_arrow("f", event, event.started_ns - origin_ns) | ids[event.number] | {"bp": "e"})
     trace += [_mark(resume, by_number[resume.number].submitted_ns - origin_ns) for resume in resumes]
     trace += [_counter(counted, origin_ns) for counted in counts if events]
     return {"traceEvents": trace, "displayTimeUnit": "ms"}
@@ -133,7 +137,9 @@ def _counter(counted: Counted, origin_ns: int) -> dict[str, Any]:
     return {"ph": "C", "name": "groups", "pid": 0, "tid": 0, "ts": at, "args": dict(counted.values)}
 
 
-def _place(event: CallEvent, pids: Mapping[tuple[str, str], int], tids: Mapping[Row, int]) -> dict[str, int]:
+def _process_and_thread(
+    event: CallEvent, pids: Mapping[tuple[str, str], int], tids: Mapping[Row, int]
+) -> dict[str, int]:
     row = Row.of(event)
     return {"pid": pids[row.pool, row.device], "tid": tids[row]}
 
@@ -174,38 +180,39 @@ def _arrow(phase: str, reader: CallEvent, at_ns: int) -> dict[str, Any]:
 
 
 def _mark(resume: Resume, at_ns: int) -> dict[str, Any]:
-    name = f"resumed after step {resume.step}"
+    name = f"resumed from step {resume.step}"
     return {"ph": "i", "s": "g", "name": name, "ts": at_ns / 1e3, "pid": 0, "tid": 0, "args": asdict(resume)}
 
 
 def read_trace(path: Path) -> Trace:
-    """A trace file, or that of a run folder.
+    """Reads a trace file, or the trace of a run folder.
 
-    Raises `TraceError` where there is none, and for a file that `chrome_trace` did not make.
+    Raises:
+        TraceError: the file is missing or was not written by `chrome_trace`.
     """
     file = RunFolder(path).trace if path.is_dir() else path
-    fix = "name the output folder of a run that has ended, or its trace.json"
+    fix = "pass the output folder of a finished run, or its trace.json"
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-        found = [_event(entry) for entry in value["traceEvents"] if entry["ph"] == "X"]
+        events = [_parse_event(entry) for entry in value["traceEvents"] if entry["ph"] == "X"]
         resumes = [Resume(**entry["args"]) for entry in value["traceEvents"] if entry["ph"] == "i"]
-        origin_ns = _origin_ns(found)
+        origin_ns = _origin_ns(events)
         counters = [entry for entry in value["traceEvents"] if entry["ph"] == "C"]
         counts = [Counted(origin_ns + round(1e3 * entry["ts"]), entry["args"]) for entry in counters]
     except OSError as error:
         raise TraceError(f"{file} cannot be read ({error.strerror}); {fix}") from error
     except KeyError as error:
-        raise TraceError(f"{file} is not the trace of a run of flowrl: it has no {error.args[0]}; {fix}") from error
+        raise TraceError(f"{file} is not the trace of a run of flowrl: {error.args[0]} is missing; {fix}") from error
     except (ValueError, TypeError) as error:
         raise TraceError(f"{file} is not the trace of a run of flowrl; {fix}") from error
-    return Trace(sorted(found, key=lambda event: event.number), resumes, counts)
+    return Trace(sorted(events, key=lambda event: event.number), resumes, counts)
 
 
 _COUNTS = ("number", "rank", "submitted_ns", "arrived_ns", "started_ns", "ended_ns", "finished_ns")
 
 
-def _event(entry: Mapping[str, Any]) -> CallEvent:
-    """The event of an entry. Raises `KeyError` or `TypeError` for an entry of another making."""
+def _parse_event(entry: Mapping[str, Any]) -> CallEvent:
+    """Returns the event of an entry. Raises `KeyError` or `TypeError` if a field is missing or has a wrong type."""
     args = entry["args"]
     counts = {name: operator.index(args[name]) for name in _COUNTS}
     return CallEvent(

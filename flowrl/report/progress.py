@@ -1,4 +1,4 @@
-"""What a person at the terminal sees: live progress, and the tables at the end."""
+"""Terminal output of a run: progress bar and result tables."""
 
 import time
 from collections import deque
@@ -19,19 +19,21 @@ SHOWN = {
     "accuracy": "accuracy {:.3f}",
     "validation_loss": "validation loss {:.4f}",
     "kl": "KL {:.4f}",
-    "response_length": "length {:.1f}",
+    "response_length": "response length {:.1f}",
     "staleness": "staleness {:.1f}",
     "buffer_depth": "buffer {:.0f}",
     "tokens_per_s": "{:,.0f} tokens/s",
 }
-"""Metrics in the progress line, in order, and how each is written."""
+"""Metrics of the progress line, in order, with their format."""
+
+_OPTIONAL_COLUMNS = ("before", "answer", "score")
 
 RECENT_STEPS = 20
-"""The time left is told from so many of the last steps."""
+"""Number of recent steps from which the ETA is estimated."""
 
 
 class LiveProgress:
-    """Shows how a run goes: a bar that lives on a terminal, one plain line per `every` steps anywhere else."""
+    """Shows the progress of a run: a progress bar on a terminal, otherwise one line per `every` steps."""
 
     def __init__(
         self,
@@ -42,14 +44,14 @@ class LiveProgress:
         shown: Mapping[str, str] = SHOWN,
         console: Console | None = None,
     ) -> None:
-        """Shows nothing before the first `update`.
+        """Creates the progress display, which appears at the first `update`.
 
         Args:
-            num_steps: steps of the whole run; the first is step 1.
-            title: the word before the bar.
-            every: steps per line where the output is not a terminal; the last step that was done is always shown.
-            shown: metric name -> format of its value. A metric keeps its last value until a new one comes.
-            console: where to write; the standard output unless stated.
+            num_steps: total steps of the run.
+            title: label of the bar.
+            every: steps per line if the output is not a terminal. The last step is always shown.
+            shown: metric -> format. A step without a metric shows the metric's previous value.
+            console: output console; None: standard output.
         """
         self.console = console or Console()
         self._num_steps, self._title, self._every, self._shown = num_steps, title, every, shown
@@ -69,14 +71,14 @@ class LiveProgress:
             self._task = self._bar.add_task(title, total=num_steps, line="")
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
-        """Shows a finished step with its metrics."""
+        """Shows a finished step and its metrics."""
         now_s = time.monotonic()
-        # The first update comes after the start of everything, which is no step's time.
+        # The time before the first update includes startup, so the step's own duration is preferred.
         self._seconds.append(values.get("seconds", now_s - self._updated_s))
         self._updated_s = now_s
         self._latest.update({name: value for name, value in values.items() if name in self._shown and not isnan(value)})
         parts = [form.format(self._latest[name]) for name, form in self._shown.items() if name in self._latest]
-        line = self._fitted([*parts, f"{clock(self._seconds_left(step))} left"])
+        line = self._fitted([*parts, f"ETA {format_clock(self._seconds_left(step))}"])
         if self._bar is not None:
             self._bar.start()
             self._bar.update(self._task, completed=step, line=line)
@@ -94,18 +96,18 @@ class LiveProgress:
         return max(0, self._num_steps - step) * sum(self._seconds) / len(self._seconds)
 
     def _fitted(self, parts: list[str]) -> str:
-        """The parts on one line; on a narrow terminal without those before the time left, the last first."""
-        room = self.console.width - len(self._title) - 2 * len(str(self._num_steps)) - 18
-        while self._bar is not None and len(parts) > 2 and len("  ".join(parts)) > room:
+        """Joins the parts; on a narrow terminal drops metrics from the end, but keeps the ETA."""
+        max_width = self.console.width - len(self._title) - 2 * len(str(self._num_steps)) - 18
+        while self._bar is not None and len(parts) > 2 and len("  ".join(parts)) > max_width:
             del parts[-2]
         return "  ".join(parts)
 
     def say(self, text: str) -> None:
-        """Prints a line above the bar."""
+        """Prints a line above the progress bar."""
         self.console.print(Text(text))
 
     def close(self) -> None:
-        """Leaves the last line where it is; a run that ends early has its last step shown. Closing twice is fine."""
+        """Stops the bar and shows the last step. Is idempotent."""
         if self._bar is not None:
             self._bar.stop()
         self._show()
@@ -117,8 +119,8 @@ class LiveProgress:
         self.close()
 
 
-def clock(seconds: float) -> str:
-    """Seconds as m:ss, or h:mm:ss from an hour on."""
+def format_clock(seconds: float) -> str:
+    """Formats seconds as m:ss or h:mm:ss."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
@@ -142,7 +144,7 @@ def result_tables(
 
 
 def before_after_table(rows: Sequence[tuple[str, float, float]], *, title: str = "Before and after training") -> Table:
-    """A table of figures before and after a run; each row is (name, before, after)."""
+    """Returns a table of metrics before and after training. A row is (name, before, after)."""
     table = Table(title=title, title_justify="left")
     table.add_column("")
     for heading in ("before", "after", "change"):
@@ -153,28 +155,31 @@ def before_after_table(rows: Sequence[tuple[str, float, float]], *, title: str =
 
 
 def completions_table(samples: Sequence[Mapping[str, Any]], *, title: str = "Sample completions") -> Table:
-    """A table of what a model wrote. A sample has `prompt` and `response`, and may have `before`, `answer`, `score`."""
+    """Returns a table of completions.
+
+    Args:
+        samples: dicts with `prompt` and `response`, optionally `before`, `answer` and `score`.
+        title: title of the table.
+    """
     table = Table(title=title, title_justify="left", show_lines=any("\n" in str(s["response"]) for s in samples))
     table.add_column("prompt")
-    before = any("before" in sample for sample in samples)
-    if before:
+    has_before, has_answer, has_score = (any(key in sample for sample in samples) for key in _OPTIONAL_COLUMNS)
+    if has_before:
         table.add_column("before training")
-    table.add_column("response")
-    answers = any("answer" in sample for sample in samples)
-    scores = any("score" in sample for sample in samples)
-    if answers:
+    table.add_column("after training" if has_before else "response")
+    if has_answer:
         table.add_column("answer")
-    if scores:
+    if has_score:
         table.add_column("score", justify="right")
     for sample in samples:
-        # Text, not str: what a model writes may look like console markup.
+        # Text, not str: a response may look like console markup.
         cells = [Text(str(sample["prompt"]))]
-        if before:
+        if has_before:
             cells.append(Text(str(sample.get("before", ""))))
         cells.append(Text(str(sample["response"])))
-        if answers:
+        if has_answer:
             cells.append(Text(str(sample.get("answer", ""))))
-        if scores:
+        if has_score:
             cells.append(Text(f"{sample['score']:.2f}" if "score" in sample else ""))
         table.add_row(*cells)
     return table

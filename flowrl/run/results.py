@@ -34,8 +34,7 @@ def draw_plots(
         events: the calls of this process.
         until_ns: end of the timeline; None is the end of the last call.
     """
-    from flowrl.report.curves import draw_curves  # noqa: PLC0415 (matplotlib only if the run draws plots)
-    from flowrl.report.timeline import draw_timeline  # noqa: PLC0415 (as above)
+    from flowrl.report.plots import draw_curves, draw_timeline  # noqa: PLC0415 (matplotlib only if the run draws plots)
 
     draw_curves(history, folder.curves)
     # Calls of a whole run would be thinner than a pixel; a few steps show what overlaps.

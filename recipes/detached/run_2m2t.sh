@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# GRPO on the quickstart's task with two makers that generate all the time and two trainers, which never wait for each other.
-# Further arguments are settings: key=value, such as schedule.max_staleness=2 rollout.engine=vllm.
+# Trains GRPO on the quickstart's task with schedule async: two rollout replicas and two trainers on separate devices.
+# Arguments are settings, for example schedule.max_staleness=2 rollout.engine=vllm.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source recipes/quickstart/warm_start.sh

@@ -1,4 +1,4 @@
-"""Call events for tests of what is made of them."""
+"""Call events for tests."""
 
 from hypothesis import strategies as st
 
@@ -6,12 +6,12 @@ from flowrl.data.events import CallEvent
 
 
 def call(role: str, start: int, end: int, *, rank: int = 0, device: str = "cpu:0", pool: str = "main") -> CallEvent:
-    """A call that arrives a microsecond after it was submitted, and begins at once; its number is its begin."""
+    """Returns a call that arrives a microsecond after its submission; its start time is also its number."""
     return CallEvent(start, (), role, rank, 0, device, pool, "update", start - 1_000, start, start, end, end)
 
 
 def timed(number: int, name: str, device: str, at: tuple[int, int, int, int, int], *inputs: int) -> CallEvent:
-    """A call with its five times: submitted, arrived, started, ended, finished."""
+    """Returns a call with its five times: submitted, arrived, started, ended, finished."""
     role, method = name.split(".")
     return CallEvent(number, inputs, role, 0, 0, device, "main", method, *at)
 
@@ -23,13 +23,13 @@ STEP = [
     timed(4, "actor.update", "cpu:0", (7, 100, 104, 144, 145), 2, 3),
     timed(5, "actor.save", "cpu:0", (165, 170, 170, 180, 180)),
 ]
-"""A step in 180 ns: the score and the values wait for the responses, the values for the score's process too, the update
-for both, and the driver saves 20 ns after the update was done."""
+"""A step of 180 ns. Score and values read the responses, and the values queue behind the score on the same process. The
+update reads both. The driver submits the save 20 ns after the update."""
 
 
 @st.composite
 def any_events(draw: st.DrawFn, *, one_clock: bool) -> list[CallEvent]:
-    """Calls on three processes in any order, that read any calls; the times of one rise unless clocks may differ."""
+    """Generates calls on three processes in any order with any inputs; times ascend if `one_clock`."""
     count = draw(st.integers(0, 8))
     events = []
     for number in draw(st.permutations(range(count))):

@@ -1,4 +1,4 @@
-"""The trace file opens in trace viewers, and gives its events back."""
+"""`trace.json`: Chrome trace format, round trip, resumes, errors."""
 
 import json
 from dataclasses import replace
@@ -42,13 +42,13 @@ def test_a_trace_counts_microseconds_from_the_first_submission() -> None:
     ]
 
 
-def test_a_trace_says_what_each_call_waited_for() -> None:
+def test_a_call_has_its_wait_queue_and_transfer_times() -> None:
     (values,) = (event for event in chrome_trace(STEP)["traceEvents"] if event["name"] == "values")
     waited = {name: values["args"][name] for name in ("wait_ms", "queue_ms", "transfer_ms")}
     assert waited == {"wait_ms": 49e-6, "queue_ms": 17e-6, "transfer_ms": 4e-6}
 
 
-def test_an_arrow_leads_from_within_the_last_result_to_the_call_that_reads_it() -> None:
+def test_an_arrow_leads_from_the_last_input_to_the_call() -> None:
     trace = chrome_trace(STEP)["traceEvents"]
     threads = {event["tid"]: event["args"]["name"] for event in trace if event["name"] == "thread_name"}
     arrows = [event for event in trace if event["ph"] in ("s", "f") and event["id"] == 4]
@@ -69,13 +69,13 @@ def test_thread_numbers_are_unique_over_all_processes() -> None:
 
 
 @given(any_events(one_clock=False))
-def test_a_trace_gives_its_events_back(tmp_path_factory: pytest.TempPathFactory, events: list[CallEvent]) -> None:
+def test_events_survive_a_round_trip(tmp_path_factory: pytest.TempPathFactory, events: list[CallEvent]) -> None:
     path = tmp_path_factory.getbasetemp() / "trace.json"
     write_json(path, chrome_trace(events), indent=None)
     assert read_trace(path).events == sorted(events, key=lambda event: event.number)
 
 
-def test_times_come_back_to_the_nanosecond_and_nodes_as_they_are_named(tmp_path: Path) -> None:
+def test_nanoseconds_and_node_names_survive_a_round_trip(tmp_path: Path) -> None:
     now_ns = 1_795_000_000_123_456_789
     event = CallEvent(7, (1, 2), "actor", 3, "host-a", "cuda:1", "main", "update", *range(now_ns, now_ns + 5))
     write_json(tmp_path / "trace.json", chrome_trace([event, replace(event, number=8, node=1)]), indent=None)
@@ -83,12 +83,12 @@ def test_times_come_back_to_the_nanosecond_and_nodes_as_they_are_named(tmp_path:
 
 
 def saved(number: int, at_s: float) -> CallEvent:
-    """A save that was submitted at a time."""
+    """Returns a `save_checkpoint` call that was submitted at a time."""
     at_ns = int(at_s * 1e9)
     return timed(number, "actor.save_checkpoint", "cpu:0", (at_ns, at_ns, at_ns, at_ns, at_ns))
 
 
-def test_a_resumed_run_keeps_what_was_before_the_save_that_it_went_on_from(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_the_trace_up_to_its_checkpoint(tmp_path: Path) -> None:
     first = Trace([*STEP, saved(6, 2), replace(STEP[0], number=7), saved(8, 5), replace(STEP[0], number=9)])
     write_json(tmp_path / "trace.json", chrome_trace(first.events), indent=None)
     kept = read_trace(tmp_path).up_to_save(saved_at_s=4.5)
@@ -103,39 +103,38 @@ def test_a_resumed_run_keeps_what_was_before_the_save_that_it_went_on_from(tmp_p
     assert again.up_to_save(saved_at_s=4.5).resumes == []
 
 
-def test_a_resume_is_a_mark_across_the_trace() -> None:
+def test_a_resume_is_an_instant_event() -> None:
     trace = Trace(STEP).followed_by([replace(event, submitted_ns=1_000) for event in STEP], step=3)
     (mark,) = (entry for entry in chrome_trace(trace.events, trace.resumes)["traceEvents"] if entry["ph"] == "i")
-    assert (mark["name"], mark["s"], mark["ts"]) == ("resumed after step 3", "g", 1.0)
+    assert (mark["name"], mark["s"], mark["ts"]) == ("resumed from step 3", "g", 1.0)
 
 
-def test_a_process_that_called_nothing_leaves_no_mark() -> None:
+def test_a_process_without_calls_has_no_resume_event() -> None:
     assert Trace(STEP).followed_by([], step=3).resumes == []
 
 
 def without(name: str) -> str:
-    """A trace whose calls lack an argument, as another program would write it."""
+    """Returns a trace file whose calls lack an argument."""
     return json.dumps(chrome_trace(STEP)).replace(f'"{name}"', '"other"')
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    ("text", "missing"),
     [
         ("not json", ""),
         ("[1, 2]", ""),
-        ("{}", ": it has no traceEvents"),
-        (without("submitted_ns"), ": it has no submitted_ns"),
+        ("{}", "traceEvents"),
+        (without("submitted_ns"), "submitted_ns"),
         (json.dumps(chrome_trace(STEP)).replace('"rank": 0', '"rank": "0"'), ""),
     ],
 )
-def test_another_file_is_refused_in_one_sentence(tmp_path: Path, text: str, reason: str) -> None:
+def test_other_files_are_rejected(tmp_path: Path, text: str, missing: str) -> None:
     (tmp_path / "trace.json").write_text(text)
     with pytest.raises(TraceError) as caught:
         read_trace(tmp_path)
-    fix = "name the output folder of a run that has ended, or its trace.json"
-    assert str(caught.value) == f"{tmp_path}/trace.json is not the trace of a run of flowrl{reason}; {fix}"
+    assert f"{tmp_path}/trace.json" in str(caught.value) and missing in str(caught.value)
 
 
-def test_a_folder_without_a_trace_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match=r"trace.json cannot be read \(No such file or directory\); name the output"):
+def test_a_folder_without_a_trace_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"trace\.json cannot be read"):
         read_trace(tmp_path)

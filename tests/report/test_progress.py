@@ -5,7 +5,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from flowrl.report.progress import LiveProgress, before_after_table, clock, completions_table
+from flowrl.report.progress import LiveProgress, before_after_table, completions_table, format_clock
 
 
 def printed(table: Table) -> str:
@@ -37,9 +37,9 @@ def test_a_run_that_ends_early_shows_its_last_step_once() -> None:
     assert [line.split()[1] for line in out.getvalue().splitlines()] == ["10/40", "12/40"]
 
 
-def test_a_line_shows_reward_kl_length_speed_and_time_left() -> None:
+def test_a_line_shows_metrics_and_eta() -> None:
     line = progress_output(1, terminal=False, reward=0.5, kl=0.01, response_length=3.2, tokens_per_s=12345.0)
-    assert line == "training 1/1  reward 0.500  KL 0.0100  length 3.2  12,345 tokens/s  0:00 left\n"
+    assert line == "training 1/1  reward 0.500  KL 0.0100  response length 3.2  12,345 tokens/s  ETA 0:00\n"
 
 
 def test_a_metric_keeps_its_last_value_and_nan_is_not_shown() -> None:
@@ -47,21 +47,21 @@ def test_a_metric_keeps_its_last_value_and_nan_is_not_shown() -> None:
     with LiveProgress(2, every=1, console=Console(file=out, width=200)) as progress:
         progress.update(1, {"accuracy": 0.25})
         progress.update(2, {"accuracy": float("nan"), "grad_norm": 1.0})
-    assert out.getvalue().splitlines()[1] == "training 2/2  accuracy 0.250  0:00 left"
+    assert out.getvalue().splitlines()[1] == "training 2/2  accuracy 0.250  ETA 0:00"
 
 
-def test_a_terminal_gets_a_bar_that_ends_at_the_last_step() -> None:
+def test_a_terminal_shows_a_bar() -> None:
     output = progress_output(3, terminal=True, reward=0.5)
     assert "3/3" in output
     assert "reward 0.500" in output
 
 
 @pytest.mark.parametrize(("seconds", "shown"), [(0, "0:00"), (59.6, "1:00"), (75, "1:15"), (3_725, "1:02:05")])
-def test_time_is_minutes_and_seconds(seconds: float, shown: str) -> None:
-    assert clock(seconds) == shown
+def test_clock_format(seconds: float, shown: str) -> None:
+    assert format_clock(seconds) == shown
 
 
-def test_the_table_before_and_after_shows_the_change() -> None:
+def test_before_after_table_shows_the_change() -> None:
     output = printed(before_after_table([("greedy accuracy", 0.25, 0.5)]))
     assert [c.strip() for c in output.splitlines()[4].strip("│").split("│")] == [
         "greedy accuracy",
@@ -71,14 +71,14 @@ def test_the_table_before_and_after_shows_the_change() -> None:
     ]
 
 
-def test_completions_are_shown_as_they_are() -> None:
+def test_markup_in_completions_is_not_interpreted() -> None:
     samples: list[dict[str, Any]] = [{"prompt": "1+1", "response": "[bold]2[/]", "answer": "2", "score": 0.5}]
     output = printed(completions_table(samples))
     assert "[bold]2[/]" in output
     assert "0.50" in output
 
 
-def test_completions_need_no_answer_and_no_score() -> None:
+def test_columns_without_values_are_omitted() -> None:
     output = printed(completions_table([{"prompt": "hello", "response": "hi"}]))
     assert "hello" in output
     assert "score" not in output

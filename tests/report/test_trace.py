@@ -1,4 +1,4 @@
-"""Where the time of a run went."""
+"""Parts of calls, critical path, busy and idle fractions."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -33,9 +33,9 @@ EVENTS = [
 ]
 
 
-def test_the_parts_of_a_step_are_those_of_its_times() -> None:
-    found = {c.event.number: (c.wait_ns, c.queue_ns, c.transfer_ns, c.compute_ns) for c in call_parts(STEP)}
-    assert found == {
+def test_call_parts_of_a_step() -> None:
+    result = {c.event.number: (c.wait_ns, c.queue_ns, c.transfer_ns, c.compute_ns) for c in call_parts(STEP)}
+    assert result == {
         1: (0, 0, 12 + 5, 38),
         2: (55 - 5, 0, 6 + 1, 10),
         3: (55 - 6, 72 - 55, 3 + 1, 20),
@@ -44,7 +44,7 @@ def test_the_parts_of_a_step_are_those_of_its_times() -> None:
     }
 
 
-def test_the_critical_path_of_a_step_goes_back_through_what_each_call_waited_for() -> None:
+def test_critical_path_of_a_step() -> None:
     assert [(p.event.number, p.part, p.start_ns, p.end_ns) for p in critical_path(STEP)] == [
         (1, "transfer", 0, 12),
         (1, "compute", 12, 50),
@@ -76,7 +76,7 @@ def test_the_totals_of_the_critical_path_are_sums_by_call_and_part() -> None:
     assert sum(totals.values()) == 180 and totals["critic.values", "transfer"] == 4
 
 
-def test_a_path_is_cut_at_the_start_of_a_window() -> None:
+def test_since_truncates_the_path() -> None:
     assert [(p.event.number, p.start_ns, p.end_ns) for p in since(critical_path(STEP), 144)] == [
         (4, 144, 145),
         (5, 145, 165),
@@ -85,7 +85,7 @@ def test_a_path_is_cut_at_the_start_of_a_window() -> None:
     ]
 
 
-def test_the_driver_is_waited_for_from_the_first_submission_where_nothing_had_finished() -> None:
+def test_driver_time_starts_at_the_first_submission_if_no_call_has_finished() -> None:
     events = [timed(1, "a.m", "cpu:0", (0, 1, 1, 40, 40)), timed(2, "b.m", "cpu:1", (30, 31, 31, 50, 50))]
     assert [(p.event.number, p.part, p.duration_ns) for p in critical_path(events)] == [
         (2, "driver", 30),
@@ -94,7 +94,7 @@ def test_the_driver_is_waited_for_from_the_first_submission_where_nothing_had_fi
     ]
 
 
-def test_a_driver_that_held_a_call_back_is_late_since_the_last_call_that_had_finished() -> None:
+def test_driver_time_starts_when_the_last_call_finished() -> None:
     events = [
         timed(1, "a.m", "cpu:0", (0, 0, 0, 10, 10)),
         timed(2, "b.m", "cpu:1", (0, 0, 0, 20, 20)),
@@ -107,7 +107,7 @@ def test_a_driver_that_held_a_call_back_is_late_since_the_last_call_that_had_fin
     ]
 
 
-def test_a_host_whose_clock_is_behind_takes_no_time_from_its_own_parts() -> None:
+def test_a_clock_that_is_behind_does_not_change_the_own_parts() -> None:
     # Submitted at 100 by the driver's clock, it arrived at 90 by its own; the input was done at 95 by a third.
     events = [
         timed(1, "a.m", "cpu:0", (50, 60, 60, 94, 95)),
@@ -115,47 +115,47 @@ def test_a_host_whose_clock_is_behind_takes_no_time_from_its_own_parts() -> None
     ]
     second = call_parts(events)[1]
     assert (second.wait_ns, second.queue_ns, second.transfer_ns, second.compute_ns) == (0, 0, 2 + 1, 28)
-    assert sum(piece.duration_ns for piece in critical_path(events)) == 121 - 50
+    assert sum(segment.duration_ns for segment in critical_path(events)) == 121 - 50
 
 
-def test_inputs_that_the_trace_does_not_hold_are_not_waited_for() -> None:
+def test_unknown_inputs_are_ignored() -> None:
     only = call_parts([replace(STEP[3], inputs=(2, 3))])[0]
     assert (only.wait_ns, only.transfer_ns) == (0, 104 - 7 + 1)
 
 
 @given(any_events(one_clock=True))
 def test_the_parts_of_a_call_sum_to_its_time(events: list[CallEvent]) -> None:
-    found = call_parts(events)
-    assert [c.event.number for c in found] == list(range(len(events)))
-    for c in found:
+    result = call_parts(events)
+    assert [c.event.number for c in result] == list(range(len(events)))
+    for c in result:
         parts = (c.wait_ns, c.queue_ns, c.transfer_ns, c.compute_ns)
         assert min(parts) >= 0 and sum(parts) == c.event.finished_ns - c.event.submitted_ns
         assert c.compute_ns == c.event.ended_ns - c.event.started_ns
 
 
 @given(any_events(one_clock=False))
-def test_no_part_is_negative_whatever_the_clocks_say(events: list[CallEvent]) -> None:
+def test_no_part_is_negative_with_any_clocks(events: list[CallEvent]) -> None:
     assert all(min(c.wait_ns, c.queue_ns, c.transfer_ns, c.compute_ns) >= 0 for c in call_parts(events))
 
 
 @given(any_events(one_clock=False))
 def test_the_critical_path_covers_the_span_once(events: list[CallEvent]) -> None:
     path = critical_path(events)
-    assert all(piece.duration_ns > 0 for piece in path)
+    assert all(segment.duration_ns > 0 for segment in path)
     assert all(before.end_ns == after.start_ns for before, after in pairwise(path))
     if path:
         assert (path[0].start_ns, path[-1].end_ns) == span(events)
-    assert sum(piece.duration_ns for piece in path) == span(events)[1] - span(events)[0]
+    assert sum(segment.duration_ns for segment in path) == span(events)[1] - span(events)[0]
 
 
 @given(any_events(one_clock=False), st.randoms())
-def test_the_order_of_the_events_means_nothing(events: list[CallEvent], random: Random) -> None:
+def test_the_order_of_the_events_is_irrelevant(events: list[CallEvent], random: Random) -> None:
     shuffled = random.sample(events, len(events))
     assert critical_path(shuffled) == critical_path(events) and call_parts(shuffled) == call_parts(events)
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9), st.sets(st.integers(0, 7), max_size=3)), max_size=8))
-def test_a_schedule_without_gaps_has_a_path_of_computing_alone(calls: list[tuple[int, int, set[int]]]) -> None:
+def test_without_gaps_the_path_is_compute_only(calls: list[tuple[int, int, set[int]]]) -> None:
     free, done, events = {0: 0, 1: 0, 2: 0}, [], []
     for number, (process, duration, wanted) in enumerate(calls):
         inputs = [source for source in wanted if source < number]
@@ -163,11 +163,11 @@ def test_a_schedule_without_gaps_has_a_path_of_computing_alone(calls: list[tuple
         end = free[process] = start + duration
         done.append(end)
         events.append(timed(number, "a.m", f"cpu:{process}", (0, start, start, end, end), *inputs))
-    assert {piece.part for piece in critical_path(events)} <= {"compute"}
-    assert sum(piece.duration_ns for piece in critical_path(events)) == max(done, default=0)
+    assert {segment.part for segment in critical_path(events)} <= {"compute"}
+    assert sum(segment.duration_ns for segment in critical_path(events)) == max(done, default=0)
 
 
-def test_calls_of_the_start_are_no_part_of_the_loop() -> None:
+def test_startup_calls_are_not_part_of_the_loop() -> None:
     starting = [replace(STEP[0], method=method) for method in ("__init__", "join", "prepare")]
     assert loop_events([*starting, *STEP]) == STEP
 
@@ -181,7 +181,7 @@ def test_calls_outside_the_window_do_not_count() -> None:
     assert busy_fractions(EVENTS, 90_000, 99_000) == {"node0/cpu:0": 0.0, "node0/cpu:1": 0.0}
 
 
-def test_devices_of_two_nodes_are_told_apart() -> None:
+def test_devices_of_two_nodes_are_distinguished() -> None:
     other = CallEvent(1, (), "actor", 1, 1, "cpu:0", "main", "update", 0, 0, 0, 100_000, 100_000)
     assert list(busy_fractions([*EVENTS, other], 0, 100_000)) == ["node0/cpu:0", "node0/cpu:1", "node1/cpu:0"]
 
@@ -195,8 +195,8 @@ def test_busy_time_is_the_number_of_moments_with_a_call(spans: list[tuple[int, i
 
 def test_a_role_is_busy_rank_by_rank() -> None:
     events = [*EVENTS, call("actor", 0, 100_000, rank=1, device="cpu:2")]
-    found = rank_fractions(events, 0, 100_000)
-    assert found == {"actor": [0.7, 1.0], "critic": [0.6], "reward": [0.1]}
+    result = rank_fractions(events, 0, 100_000)
+    assert result == {"actor": [0.7, 1.0], "critic": [0.6], "reward": [0.1]}
 
 
 PAIR = Placement(device="cpu", pools={"policy": [1], "judges": [1]}, roles={"actor": "policy", "critic": "judges"})
@@ -205,8 +205,8 @@ PAIR = Placement(device="cpu", pools={"policy": [1], "judges": [1]}, roles={"act
 def test_idle_fraction_is_the_mean_over_ranks() -> None:
     events = [call("actor", 0, 60), call("rollout", 10, 100, rank=0), call("rollout", 50, 60, rank=1)]
     idle = IdleTracker()
-    found = idle.idle_fractions(events, ["actor", "rollout", "critic"], 0, 100)
-    assert found == {"idle_actor": pytest.approx(0.4), "idle_rollout": pytest.approx(0.5)}
+    result = idle.idle_fractions(events, ["actor", "rollout", "critic"], 0, 100)
+    assert result == {"idle_actor": pytest.approx(0.4), "idle_rollout": pytest.approx(0.5)}
 
 
 def test_a_rank_without_calls_in_a_step_is_idle() -> None:
@@ -216,8 +216,8 @@ def test_a_rank_without_calls_in_a_step_is_idle() -> None:
     assert idle.idle_fractions([], ["rollout"], 20, 30) == {"idle_rollout": 1.0}
 
 
-def test_the_trace_of_a_real_run_says_what_its_calls_waited_for(ray_session: None) -> None:
-    """Each method takes a second: the critic's first call waits for the actor's, its second stands in the queue."""
+def test_trace_of_a_real_run(ray_session: None) -> None:
+    """Each method takes a second. The first critic call waits for the actor, the second queues."""
     with Cluster(PAIR, num_threads=1) as cluster:
         actor, critic = cluster.group("actor", Sleeping), cluster.group("critic", Sleeping)
         cluster.wait_for_calls()

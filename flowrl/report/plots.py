@@ -1,0 +1,251 @@
+"""Plots of a run: `curves.png` (metrics per step) and `timeline.png` (calls per rank). Imports matplotlib."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, isfinite
+from pathlib import Path
+from typing import Any
+
+from matplotlib import colormaps
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from flowrl.checkpoints.run_folder import replacing
+from flowrl.data.events import CallEvent
+from flowrl.report.chrome_trace import Row
+from flowrl.report.trace import Segment, busy_fractions, call_name, critical_path, since
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve of a panel."""
+
+    metric: str
+    """Key in the history."""
+    color: str
+    label: str = ""
+    """Legend entry, if the panel has several lines."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One subplot of `curves.png`."""
+
+    title: str
+    lines: tuple[Line, ...]
+    needs: str = ""
+    """Metric that the history must have; otherwise the panel is omitted."""
+
+
+PANELS = (
+    Panel("Mean reward", (Line("reward", "#2a78b5"),)),
+    Panel("Held-out accuracy", (Line("accuracy", "#2e8b57"),)),
+    Panel("KL to the reference (nats per token)", (Line("kl", "#c0562f"),)),
+    Panel("Response length (tokens)", (Line("response_length", "#7a5aa6"),)),
+    Panel("Policy loss", (Line("actor/loss", "#a63d57"),)),
+    Panel("Value loss", (Line("critic/loss", "#8a6d1f"),)),
+    Panel("Loss", (Line("loss", "#a63d57"),)),
+    Panel("Validation loss", (Line("validation_loss", "#2e8b57"),)),
+    Panel("Entropy (nats per token)", (Line("actor/entropy", "#3f7f8c"),)),
+    Panel("Tokens per second", (Line("tokens_per_s", "#5b6470"),)),
+    Panel("Staleness (versions)", (Line("staleness", "#2a78b5", "mean"), Line("staleness_max", "#c0562f", "max"))),
+    Panel("Buffer depth (prompts)", (Line("buffer_depth", "#7a5aa6"),)),
+    Panel(
+        "Idle fraction of the step",
+        (Line("idle_rollout", "#2e8b57", "rollout"), Line("idle_actor", "#a63d57", "actor")),
+        # Without staleness the roles alternate, so their idle fractions say nothing about the schedule.
+        needs="staleness",
+    ),
+)
+"""Panels of `curves.png`, in order. Lines without values and panels without lines are omitted."""
+
+MAX_MARKED_POINTS = 25
+"""Largest number of points that are drawn with markers; longer curves are smoothed."""
+
+_PATH_COLOR = "#222222"
+
+
+def draw_curves(history: Sequence[Mapping[str, float]], path: Path, *, panels: Sequence[Panel] = PANELS) -> None:
+    """Draws the metrics of a run into a PNG file. The file is replaced atomically.
+
+    Args:
+        history: `MetricsLog.history`; values that are missing or not finite are skipped.
+        path: the file.
+        panels: subplots to draw.
+    """
+    series = [(panel, lines) for panel in panels if (lines := select_lines(history, panel))]
+    num_columns = min(3, max(1, len(series)))
+    num_rows = max(1, ceil(len(series) / num_columns))
+    figure = Figure(figsize=(4.6 * num_columns, 3.0 * num_rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    if not series:
+        figure.text(0.5, 0.5, "no metrics yet", ha="center", va="center", color="#5b6470")
+    for i, (panel, lines) in enumerate(series):
+        axes = figure.add_subplot(num_rows, num_columns, i + 1)
+        _draw_panel(axes, panel.title, lines)
+        if i + num_columns >= len(series):
+            axes.set_xlabel("step", fontsize=9, color="#444444")
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=130, facecolor="white")
+
+
+Points = tuple[list[float], list[float]]
+"""Steps and values of a curve."""
+
+
+def select_lines(history: Sequence[Mapping[str, float]], panel: Panel) -> list[tuple[Line, Points]]:
+    """Returns the lines of a panel that have values in the history."""
+    if panel.needs and not _points(history, panel.needs)[1]:
+        return []
+    lines = [(line, _points(history, line.metric)) for line in panel.lines]
+    return [(line, points) for line, points in lines if points[1]]
+
+
+def _points(history: Sequence[Mapping[str, float]], metric: str) -> Points:
+    rows = [(row["step"], row[metric]) for row in history if isfinite(row.get(metric, float("nan")))]
+    return [step for step, _ in rows], [value for _, value in rows]
+
+
+def _draw_panel(axes: Axes, title: str, lines: Sequence[tuple[Line, Points]]) -> None:
+    for line, (steps, values) in lines:
+        last_value = _draw_line(axes, line, steps, values)
+        if not line.label:
+            axes.set_title(last_value, fontsize=10, loc="right", color=line.color, fontweight="bold")
+    axes.set_title(title, fontsize=10, loc="left", color="#222222")
+    if any(line.label for line, _ in lines):
+        axes.legend(loc="best", fontsize=8.5, labelcolor="linecolor", framealpha=0.8, edgecolor="none")
+    axes.margins(x=0.02, y=0.1)
+    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color("#999999")
+    axes.tick_params(labelsize=8.5, length=0, colors="#444444")
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
+
+
+def _draw_line(axes: Axes, line: Line, steps: list[float], values: list[float]) -> str:
+    """Draws a curve and returns its last value as text."""
+    has_markers = len(values) <= MAX_MARKED_POINTS
+    if not has_markers:
+        axes.plot(steps, values, color=line.color, linewidth=0.8, alpha=0.3)
+        values = smooth(values)
+    last_value = f"{values[-1]:,.0f}" if abs(values[-1]) >= 1_000 else f"{values[-1]:.3g}"
+    label = f"{line.label} {last_value}" if line.label else None
+    marker = "o" if has_markers else "None"
+    axes.plot(steps, values, color=line.color, linewidth=2, marker=marker, markersize=4, label=label)
+    return last_value
+
+
+def smooth(values: Sequence[float], weight: float = 0.85) -> list[float]:
+    """Returns the exponential moving average with bias correction; `weight` in [0, 1) is the decay."""
+    averages: list[float] = []
+    total = norm = 0.0
+    for value in values:
+        total = weight * total + value
+        norm = weight * norm + 1
+        averages.append(total / norm)
+    return averages
+
+
+def draw_timeline(
+    events: Sequence[CallEvent], path: Path, *, window_s: float | None = None, until_ns: int | None = None
+) -> None:
+    """Draws the calls of every rank into a PNG file, colored by method, with the busy fraction of each device.
+
+    A dark line below the calls marks the critical path. The file is replaced atomically.
+
+    Args:
+        events: the calls.
+        path: the file.
+        window_s: draw only this many seconds before the end; None: everything.
+        until_ns: end of the plot; None: the end of the last call.
+    """
+    end_ns = max((event.ended_ns for event in events), default=0) if until_ns is None else until_ns
+    start_ns = min((event.started_ns for event in events), default=0)
+    if window_s is not None:
+        start_ns = max(start_ns, end_ns - int(window_s * 1e9))
+    rows = sorted({Row.of(event) for event in events})
+    visible = [event for event in events if event.ended_ns > start_ns and event.started_ns < end_ns]
+    colors = _method_colors(visible)
+    figure = Figure(figsize=(13, min(40.0, 1.5 + 0.42 * max(2, len(rows)))), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    row_index = {row: i for i, row in enumerate(rows)}
+    _draw_calls(axes, visible, row_index, colors, start_ns, end_ns)
+    _draw_path(axes, since(critical_path(visible), start_ns), row_index, start_ns)
+    axes.set_xlim(0, max(1e-3, (end_ns - start_ns) / 1e9))
+    _label_rows(axes, rows, busy_fractions(events, start_ns, end_ns))
+    handles: list[Artist] = [Patch(color=color, label=call) for call, color in colors.items()]
+    if handles:
+        handles.append(Line2D([], [], color=_PATH_COLOR, linewidth=2.5, label="critical path"))
+        figure.legend(handles=handles, loc="outside upper left", ncols=6, frameon=False, fontsize=9)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=120, facecolor="white")
+
+
+def _draw_calls(
+    axes: Axes,
+    events: Sequence[CallEvent],
+    row_index: Mapping[Row, int],
+    colors: Mapping[str, Any],  # Any: matplotlib's color type
+    start_ns: int,
+    end_ns: int,
+) -> None:
+    spans: defaultdict[tuple[Row, str], list[tuple[float, float]]] = defaultdict(list)
+    for event in events:
+        spans[Row.of(event), call_name(event)].append(_bar(max(event.started_ns, start_ns), event.ended_ns, start_ns))
+    # White edges separate consecutive calls; on bars of one or two pixels they would hide the bar.
+    min_edged_s = (end_ns - start_ns) / 1e9 / 150
+    for (row, call), bars in spans.items():
+        edges = [0.5 if duration_s > min_edged_s else 0.0 for _, duration_s in bars]
+        y = (row_index[row] - 0.36, 0.72)
+        axes.broken_barh(bars, y, facecolor=colors[call], edgecolor="white", linewidth=edges, snap=False)
+
+
+def _draw_path(axes: Axes, path: Sequence[Segment], row_index: Mapping[Row, int], start_ns: int) -> None:
+    """Underlines the critical path, except the driver's time."""
+    bars_of: defaultdict[Row, list[tuple[float, float]]] = defaultdict(list)
+    for segment in path:
+        if segment.part != "driver":
+            bars_of[Row.of(segment.event)].append(_bar(segment.start_ns, segment.end_ns, start_ns))
+    for row, bars in bars_of.items():
+        axes.broken_barh(bars, (row_index[row] + 0.39, 0.09), facecolor=_PATH_COLOR, linewidth=0, snap=False)
+
+
+def _bar(begin_ns: int, end_ns: int, origin_ns: int) -> tuple[float, float]:
+    return (begin_ns - origin_ns) / 1e9, (end_ns - begin_ns) / 1e9
+
+
+def _method_colors(events: Sequence[CallEvent]) -> dict[str, Any]:
+    calls = sorted({call_name(event) for event in events})
+    palette = colormaps["tab10" if len(calls) <= 10 else "tab20"]
+    return {call: palette(i % palette.N) for i, call in enumerate(calls)}
+
+
+def _label_rows(axes: Axes, rows: Sequence[Row], busy: dict[str, float]) -> None:
+    """Labels each row with its rank on the left, and each device with its busy fraction on the right."""
+    axes.set_ylim(max(1, len(rows)) - 0.5, -0.5)
+    axes.set_yticks(range(len(rows)), [f"{row.role} {row.rank}" for row in rows], fontsize=9)
+    axes.set_xlabel("seconds", fontsize=9, color="#444444")
+    axes.grid(axis="x", color="#e3e3e3", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(length=0, labelsize=9, colors="#333333")
+    rows_of: dict[tuple[str, str], list[int]] = {}
+    for i, row in enumerate(rows):
+        rows_of.setdefault((row.pool, row.device), []).append(i)
+    for (pool, device), indices in rows_of.items():
+        text = f"{device}\n{pool} pool: {busy[device]:.0%} busy"
+        middle = (indices[0] + indices[-1]) / 2
+        axes.annotate(
+            text, (1.01, middle), xycoords=("axes fraction", "data"), va="center", fontsize=9, annotation_clip=False
+        )
+        if indices[0]:
+            axes.axhline(indices[0] - 0.5, color="#999999", linewidth=0.8)

@@ -1,0 +1,41 @@
+"""The Python and YAML examples of docs/schedules.md, docs/trace.md and docs/metrics.md run."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flowrl.config import OnPolicyConfig, ReportConfig
+from tests.configs import grpo_settings
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def examples(page: str, language: str) -> list[str]:
+    """Returns the code blocks of a page."""
+    return re.findall(rf"```{language}\n(.*?)```", (DOCS / page).read_text(), re.S)
+
+
+@pytest.mark.parametrize("page", ["schedules.md", "trace.md"])
+def test_python_examples_run(page: str) -> None:
+    for code in examples(page, "python"):
+        exec(compile(code, page, "exec"), {})
+
+
+def test_the_metrics_example_reads_metrics_jsonl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [{"step": step, "reward": step / 10, "kl": None} for step in range(3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.chdir(tmp_path)
+    (code,) = examples("metrics.md", "python")
+    scope: dict = {"output": tmp_path}
+    exec(compile(code, "metrics.md", "exec"), scope)
+    assert scope["rewards"] == {0: 0.0, 1: 0.1, 2: 0.2}
+
+
+def test_yaml_examples_are_valid_settings() -> None:
+    schedule = yaml.safe_load(examples("schedules.md", "yaml")[0])["schedule"]
+    assert OnPolicyConfig.model_validate(grpo_settings(schedule=schedule)).schedule.kind == "async"
+    report = yaml.safe_load(examples("metrics.md", "yaml")[0])["report"]
+    assert ReportConfig.model_validate(report) == ReportConfig(plots=False, tensorboard=False)
