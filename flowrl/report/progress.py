@@ -1,9 +1,13 @@
-"""Terminal output of a run: progress bar and result tables."""
+"""Progress of a run: metrics file, TensorBoard events, progress line and result tables."""
 
+import json
+import math
+import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from math import isnan
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 from rich.console import Console
@@ -11,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from flowrl.report.evaluation_result import EvaluationResult, LossResult
+from flowrl.checkpoints.run_folder import finite, replacing
 
 SHOWN = {
     "reward": "reward {:.3f}",
@@ -30,6 +34,117 @@ _OPTIONAL_COLUMNS = ("before", "answer", "score")
 
 RECENT_STEPS = 20
 """Number of recent steps from which the ETA is estimated."""
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """The scores of greedy responses to held-out prompts."""
+
+    step: int
+    """Number of training steps before the evaluation."""
+    accuracy: float
+    """Mean score of the evaluation function."""
+    response_length: float
+    """Mean number of tokens per response."""
+    num_rows: int
+    samples: list[dict[str, Any]]
+    """A few rows with prompt, response, answer and score."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics of `metrics.jsonl`."""
+        return {"accuracy": self.accuracy}
+
+
+@dataclass(frozen=True)
+class LossResult:
+    """The loss on held-out examples."""
+
+    step: int
+    """Number of training steps before the evaluation."""
+    loss: float
+    """Mean cross-entropy per response token, in nats."""
+    num_rows: int
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics of `metrics.jsonl`."""
+        return {"validation_loss": self.loss}
+
+
+class MetricsLog:
+    """Writes the metrics of each step immediately, so that a run that ends early keeps them."""
+
+    def __init__(self, folder: Path, last_step: int = -1, *, has_tensorboard: bool = True) -> None:
+        """Opens `metrics.jsonl`, and `tensorboard/` if requested.
+
+        Args:
+            folder: existing run folder.
+            last_step: last step to keep from an existing `metrics.jsonl`; later lines are removed.
+            has_tensorboard: also write TensorBoard events.
+        """
+        self.history: list[dict[str, float]] = _read(folder / "metrics.jsonl", last_step)
+        """One dict per step: `step` and its metrics."""
+        with replacing(folder / "metrics.jsonl") as temporary:
+            temporary.write_text("".join(map(_line, self.history)), encoding="utf-8")
+        self._lines = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._tensorboard = None
+        if has_tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 (only if the run writes its events)
+
+            # Hides the events of steps that a resumed run repeats.
+            purge_step = last_step + 1 if self.history else None
+            self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Appends the metrics of a step; values that are not finite become null.
+
+        Args:
+            step: must be greater than the step of the previous call.
+            values: metric name -> value; a name may have the form `group/metric`.
+        """
+        assert not self.history or step > self.history[-1]["step"], f"step {step} was written before"
+        row = {"step": step, **{name: float(value) for name, value in values.items()}}
+        self.history.append(row)
+        self._lines.write(_line(row))
+        self._lines.flush()
+        if self._tensorboard is not None:
+            for name, value in values.items():
+                self._tensorboard.add_scalar(name, value, step)
+
+    def sync(self) -> None:
+        """Flushes `metrics.jsonl` to disk (fsync)."""
+        os.fsync(self._lines.fileno())
+
+    def close(self) -> None:
+        """Closes both files. Is idempotent."""
+        self._lines.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _line(row: Mapping[str, float]) -> str:
+    return json.dumps(finite(row), allow_nan=False) + "\n"
+
+
+def _read(path: Path, last_step: int) -> list[dict[str, float]]:
+    """Returns the rows up to `last_step`. Stops at the first line that is not valid JSON, for example after a crash."""
+    rows: list[dict[str, float]] = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            break
+        if row["step"] > last_step:
+            break
+        rows.append({name: math.nan if value is None else value for name, value in row.items()})
+    return rows
 
 
 class LiveProgress:
@@ -76,7 +191,9 @@ class LiveProgress:
         # The time before the first update includes startup, so the step's own duration is preferred.
         self._seconds.append(values.get("seconds", now_s - self._updated_s))
         self._updated_s = now_s
-        self._latest.update({name: value for name, value in values.items() if name in self._shown and not isnan(value)})
+        self._latest.update(
+            {name: value for name, value in values.items() if name in self._shown and not math.isnan(value)}
+        )
         parts = [form.format(self._latest[name]) for name, form in self._shown.items() if name in self._latest]
         line = self._fitted([*parts, f"ETA {format_clock(self._seconds_left(step))}"])
         if self._bar is not None:

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 
 from flowrl.controller.group import WorkerGroup
 from flowrl.data.batch.batch import Batch
-from flowrl.report.evaluation_result import EvaluationResult, LossResult
+from flowrl.report.progress import EvaluationResult, LossResult
 
 NUM_SAMPLES = 8
 """Number of responses that the final table shows."""

@@ -25,8 +25,7 @@ from flowrl.data.metric import Logged, Mean, Metric, merge_metrics
 from flowrl.data.prompts import PromptStream
 from flowrl.memory.process_memory import resident_mb
 from flowrl.report.chrome_trace import Trace, TraceError, read_trace
-from flowrl.report.metrics_log import MetricsLog
-from flowrl.report.progress import LiveProgress
+from flowrl.report.progress import LiveProgress, MetricsLog
 from flowrl.report.trace import IdleTracker
 from flowrl.run.datasets import Examples
 from flowrl.run.evaluation import Evaluations, GreedyEvaluation, LossEvaluation

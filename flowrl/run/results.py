@@ -8,8 +8,7 @@ from rich.console import Console
 from flowrl.checkpoints.run_folder import RunFolder, write_json
 from flowrl.data.events import CallEvent
 from flowrl.report.chrome_trace import Trace, chrome_trace
-from flowrl.report.evaluation_result import EvaluationResult, LossResult
-from flowrl.report.progress import result_tables
+from flowrl.report.progress import EvaluationResult, LossResult, result_tables
 from flowrl.report.trace import busy_fractions, loop_events
 
 DRAWN_STEPS = 4
