@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
 from flowrl.checkpoints.checkpoints import Checkpoints
-from flowrl.report.curves import PANELS, lines_of
+from flowrl.report.plots import PANELS, select_lines
 from flowrl.run.datasets import Examples
 from recipes.sft.config import SFTConfig
 from recipes.sft.train import train
@@ -58,7 +58,7 @@ def test_the_validation_loss_is_in_metrics_curves_and_summary(task_folder: Path,
     assert (summary["validation_loss_before"], summary["validation_loss_after"]) == (losses[0], losses[4])
     assert summary["evaluation_rows"] == 50
     (panel,) = (panel for panel in PANELS if panel.lines[0].metric == "validation_loss")
-    ((_, (steps, _)),) = lines_of(history, panel)
+    ((_, (steps, _)),) = select_lines(history, panel)
     assert steps == [0, 2, 4]
     score = Checkpoints(config.output).read(4).manifest.score
     assert score is not None and (score.name, score.value) == ("validation_loss", losses[4])
