@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flowrl.config import OnPolicyConfig, ReportConfig
+from flowrl.config import OnPolicyConfig, Placement, ReportConfig, load
+from flowrl.run.preflight import plan_run
+from flowrl.schedules.schedule_plan import render_graph
+from recipes.grpo.config import GRPOConfig
 from tests.configs import grpo_settings
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -39,3 +42,10 @@ def test_yaml_examples_are_valid_settings() -> None:
     assert OnPolicyConfig.model_validate(grpo_settings(schedule=schedule)).schedule.kind == "async"
     report = yaml.safe_load(examples("metrics.md", "yaml")[0])["report"]
     assert ReportConfig.model_validate(report) == ReportConfig(plots=False, tensorboard=False)
+
+
+def test_the_documented_graph_is_the_output_of_plan() -> None:
+    placement = load(DOCS.parent / "placement/detached_2m2t.yaml", ["device=cpu"], Placement)
+    changes = {"batch_size": 512, "samples_per_prompt": 8, "schedule": {"kind": "async"}, "placement": placement}
+    config = GRPOConfig.model_validate(grpo_settings(**changes))
+    assert render_graph(config, plan_run(config)) in (DOCS / "schedules.md").read_text()
