@@ -25,6 +25,17 @@ LAYERS = (
 )
 """Top to bottom. A package may import packages of lower layers; packages of one layer do not import each other."""
 
+SUBPACKAGES: dict[str, dict[str, set[str]]] = {
+    "flowrl.engines": {
+        "models": set(),
+        "parallel": {"models"},
+        "train": {"models", "parallel"},
+        "checkpoint": {"models", "parallel", "train"},
+        "rollout": {"models"},
+    },
+}
+"""Sub-packages of a package, each with the sub-packages of the same package that it may import."""
+
 LEVELS = {package: level for level, layer in enumerate(LAYERS) for package in layer}
 
 HOMES = {
@@ -101,6 +112,21 @@ def test_every_package_has_its_place_in_the_picture():
 
 def test_imports_go_down_only():
     assert [line for path in SOURCES for line in wrong_way(path)] == []
+
+
+@pytest.mark.parametrize("package", SUBPACKAGES)
+def test_subpackages_import_only_what_they_list(package: str):
+    allowed = SUBPACKAGES[package]
+    folder = ROOT / package.replace(".", "/")
+    assert {path.parent.name for path in folder.glob("*/__init__.py")} == set(allowed)
+    strays = [
+        f"{name_of(path)}:{line} imports {module}"
+        for name, others in allowed.items()
+        for path in (folder / name).rglob("*.py")
+        for line, module in imports(path)
+        if module.startswith(f"{package}.") and module.split(".")[package.count(".") + 1] not in {name, *others}
+    ]
+    assert strays == []
 
 
 @pytest.mark.parametrize("library", HOMES)
