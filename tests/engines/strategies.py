@@ -1,4 +1,4 @@
-"""What each process of a strategy test runs: the same optimizer steps of a real model, cut in every way."""
+"""Rank processes of the strategy tests: the same optimizer steps of a real model under every strategy."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from flowrl.engines.train.microbatch import MicroBatch
 from flowrl.workers.policy_model import PolicyModel, policy_logprobs
 from tests.engines.losses import weighted_loss
 from tests.engines.tables import table
-from tests.engines.tiny import llama, qwen2, tokenizer
+from tests.engines.tiny import llama, qwen2, to_float64, tokenizer
 
 NUM_STEPS = 3
 LORA = LoraConfig(rank=4, alpha=8.0)
@@ -36,7 +36,7 @@ OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=0
 
 @dataclass(frozen=True)
 class Case:
-    """A way to spread a model over `ranks`."""
+    """A parallelism of a model over a number of ranks."""
 
     ranks: int
     settings: dict
@@ -44,7 +44,8 @@ class Case:
     sp: int = 1
     lora: bool = False
     slow: bool = False
-    """All that it does is in other cases too."""
+    """A product of features that other cases test."""
+    dtype: torch.dtype = torch.float64
 
 
 SPLIT = {"strategy": "fsdp", "sequence_parallel_norms": True}
@@ -56,21 +57,22 @@ CASES = {
     "fsdp on 4": Case(4, {"strategy": "fsdp"}, slow=True),
     "fsdp on 2, parameters kept": Case(2, {"strategy": "fsdp", "reshard_after_forward": False}),
     "fsdp on 2, parameters on the CPU": Case(2, {"strategy": "fsdp", "offload": "parameters"}),
-    "fsdp on 2, optimizer on the CPU": Case(2, {"strategy": "fsdp", "offload": "optimizer"}),
-    "fsdp on 4, padded": Case(4, {"strategy": "fsdp", "packing": "never"}),
+    "fsdp on 2, optimizer on the CPU": Case(2, {"strategy": "fsdp", "offload": "optimizer"}, slow=True),
+    "fsdp on 4, padded": Case(4, {"strategy": "fsdp", "packing": "never"}, slow=True),
     "fsdp on 2, checkpointed": Case(2, {"strategy": "fsdp", "gradient_checkpointing": True}),
     "hybrid on 2 x 2": Case(4, {"strategy": "fsdp", "shard_ranks": 2}),
     "tp on 2": Case(2, {}, tp=2, slow=True),
     "tp x fsdp on 2 x 2": Case(4, {"strategy": "fsdp"}, tp=2),
+    "tp x fsdp on 2 x 2, float32": Case(4, {"strategy": "fsdp"}, tp=2, dtype=torch.float32),
     "tp x fsdp on 2 x 2, checkpointed": Case(4, {"strategy": "fsdp", "gradient_checkpointing": True}, tp=2, slow=True),
     "tp on 2, norms split, padded": Case(2, {**SPLIT, "packing": "never"}, tp=2),
     "tp x fsdp on 2 x 2, norms split, checkpointed": Case(
         4, {**SPLIT, "gradient_checkpointing": True}, tp=2, slow=True
     ),
-    "sp x tp on 2 x 2, norms split": Case(4, SPLIT, sp=2, tp=2),
+    "sp x tp on 2 x 2, norms split": Case(4, SPLIT, sp=2, tp=2, slow=True),
     "sp on 2": Case(2, {"strategy": "ddp"}, sp=2, slow=True),
     "sp on 4, more than heads of keys": Case(4, {"strategy": "ddp"}, sp=4),
-    "sp on 2, padded": Case(2, {"strategy": "ddp", "packing": "never"}, sp=2),
+    "sp on 2, padded": Case(2, {"strategy": "ddp", "packing": "never"}, sp=2, slow=True),
     "sp x ddp on 2 x 2": Case(4, {"strategy": "ddp"}, sp=2, slow=True),
     "sp x fsdp on 2 x 2": Case(4, {"strategy": "fsdp"}, sp=2),
     "sp x tp on 2 x 2": Case(4, {"strategy": "fsdp"}, sp=2, tp=2),
@@ -79,14 +81,14 @@ CASES = {
     "lora, fsdp on 4, checkpointed": Case(
         4, {"strategy": "fsdp", "gradient_checkpointing": True}, lora=True, slow=True
     ),
-    "lora, hybrid on 2 x 2": Case(4, {"strategy": "fsdp", "shard_ranks": 2}, lora=True),
+    "lora, hybrid on 2 x 2": Case(4, {"strategy": "fsdp", "shard_ranks": 2}, lora=True, slow=True),
     "lora, sp x fsdp on 2 x 2": Case(4, {"strategy": "fsdp"}, sp=2, lora=True, slow=True),
     "lora, tp on 2": Case(2, {}, tp=2, lora=True, slow=True),
     "lora, tp x fsdp on 2 x 2": Case(4, {"strategy": "fsdp"}, tp=2, lora=True),
     "lora, tp x fsdp on 2 x 2, checkpointed": Case(
         4, {"strategy": "fsdp", "gradient_checkpointing": True}, tp=2, lora=True, slow=True
     ),
-    "lora, tp x fsdp on 2 x 2, norms split": Case(4, SPLIT, tp=2, lora=True),
+    "lora, tp x fsdp on 2 x 2, norms split": Case(4, SPLIT, tp=2, lora=True, slow=True),
     "lora, sp x tp on 2 x 2": Case(4, {"strategy": "fsdp"}, sp=2, tp=2, lora=True, slow=True),
 }
 
@@ -95,7 +97,7 @@ ROWS = {
     2: [[0, 2, 4, 6, 8, 10, 1, 3], [5, 7, 9]],
     4: [[0, 1], [2, 3, 4, 5, 6, 7, 8], [], [9, 10]],
 }
-"""Data-parallel ranks -> whose rows are whose; one of four has none."""
+"""Rows of each rank by number of data-parallel ranks; one of four ranks has none."""
 
 
 def policy_loss(model: nn.Module, micro: MicroBatch, counts: Denominators):
@@ -114,9 +116,13 @@ def train(case: Case, group: distributed.ProcessGroup | None, folder: Path | Non
     rows = ROWS[case.ranks // (case.tp * case.sp)][rank // (case.tp * case.sp)]
     mesh = SINGLE_PROCESS if group is None else _mesh(case, group)
     engine = EngineConfig(max_tokens_per_microbatch=20, **case.settings)
-    policy, critic = policy_of(case, mesh), CriticModel(llama().model)
+    policy = policy_of(case, mesh)
     language_model = policy.model.language_model
     assert isinstance(language_model, PreTrainedModel)
+    backbone = llama().model
+    if case.dtype == torch.float64:
+        to_float64(backbone)
+    critic = CriticModel(backbone)
     if case.lora:
         add_adapter(critic.backbone, LORA)
     nn.init.normal_(critic.value_head.weight, generator=torch.Generator().manual_seed(0))
@@ -155,8 +161,10 @@ def train(case: Case, group: distributed.ProcessGroup | None, folder: Path | Non
 
 
 def policy_of(case: Case, mesh: RankMesh) -> TrainEngine:
-    """A policy that has not been trained, and how it is."""
+    """An engine with an untrained policy."""
     language_model = qwen2()
+    if case.dtype == torch.float64:
+        to_float64(language_model)
     if case.lora:
         add_adapter(language_model, LORA)
     engine = EngineConfig(max_tokens_per_microbatch=20, **case.settings)
@@ -231,7 +239,7 @@ def train_in_half(dtype: str, group: distributed.ProcessGroup | None) -> dict[st
     the scale of the loss after them, and the weights, which are float32."""
     mesh = SINGLE_PROCESS if group is None else rank_mesh(group, device="cpu")
     settings = {"strategy": "single" if group is None else "fsdp", "compute_dtype": dtype}
-    policy = policy_of(Case(1 if group is None else 2, settings), mesh)
+    policy = policy_of(Case(1 if group is None else 2, settings, dtype=torch.float32), mesh)
     rows = torch.arange(11) if group is None else torch.arange(group.rank(), 11, 2)
     # The same rows each time: steps that an overflow leaves out change nothing, and those after them can be compared.
     reports = [policy.update(take_rows(table(11), rows), policy_loss) for _ in range(NUM_STEPS + 2)]

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from torch import nn
 from transformers import (
     Lfm2Config,
     Lfm2ForCausalLM,
@@ -33,8 +34,29 @@ SIZES = {
 }
 
 
+class RMSNorm(nn.Module):
+    """RMS norm in the dtype of its input; those of transformers compute in float32 even for float64 models."""
+
+    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = weight, eps
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return self.weight * states * torch.rsqrt(states.square().mean(-1, keepdim=True) + self.eps)
+
+
+def to_float64(model: PreTrainedModel) -> None:
+    """Converts a model to float64 in place, including the computation of its norms."""
+    model.double()
+    for name, module in list(model.named_modules()):
+        if type(module).__name__ in ("Qwen2RMSNorm", "LlamaRMSNorm"):
+            owner, _, leaf = name.rpartition(".")
+            assert isinstance(module.weight, nn.Parameter) and isinstance(module.variance_epsilon, float)
+            setattr(model.get_submodule(owner), leaf, RMSNorm(module.weight, module.variance_epsilon))
+
+
 def qwen2(dtype: torch.dtype = torch.float32, seed: int = 0, **settings) -> Qwen2ForCausalLM:
-    """Large weights, so that what a model says depends on what it was told."""
+    """Large weights, so that outputs depend strongly on inputs."""
     torch.manual_seed(seed)
     config = Qwen2Config(**{"hidden_size": 64, "tie_word_embeddings": True, **SIZES, **settings})
     return Qwen2ForCausalLM(config).to(dtype).eval()  # pyright: ignore[reportArgumentType] (transformers narrows `to`)

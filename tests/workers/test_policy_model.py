@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
 from flowrl.workers.policy_model import PolicyModel
+from tests.engines.closeness import FLOAT32_RTOL, assert_norm_close
 from tests.engines.tiny import SIZES, qwen2
 
 LARGE = 8192
@@ -51,8 +52,8 @@ def test_it_says_what_the_models_own_logits_say(name: str, temperature: float):
     with torch.no_grad():
         logprobs_BL, entropy_BL = PolicyModel(model)(ids_BL, mask_BL, temperature, "value")
         wanted = expected(model, ids_BL, temperature)
-    torch.testing.assert_close(logprobs_BL.double(), wanted[0], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(entropy_BL.double(), wanted[1], rtol=1e-5, atol=1e-5)
+    assert_norm_close(logprobs_BL.double(), wanted[0], FLOAT32_RTOL)
+    assert_norm_close(entropy_BL.double(), wanted[1], FLOAT32_RTOL)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -69,7 +70,7 @@ def test_its_gradient_is_that_of_the_models_own_logits(name: str, entropy: Liter
         loss.backward()
         gradients.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
     for found, wanted in zip(*gradients, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-4)
+        assert_norm_close(found, wanted)
 
 
 @pytest.mark.parametrize("name", MODELS)

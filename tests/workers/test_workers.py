@@ -28,6 +28,7 @@ from flowrl.data.metric import Mean
 from flowrl.workers import Actor, Critic, Reference, Rollout, reward_worker
 from flowrl.workers.actor import token_means
 from recipes.quickstart.prepare import prepare
+from tests.engines.closeness import FLOAT32_RTOL, assert_norm_close
 
 IDS, LENGTHS = [2, 3, 12, 4, 14, 5, 6, 1, 7, 8, 12, 3], [8, 4]
 MASK = [False] * 5 + [True] * 3 + [False] * 2 + [True] * 2
@@ -71,7 +72,7 @@ def test_logprobs_are_those_of_the_model_at_the_rollout_temperature(cluster: Clu
             table = (network(ids[None]).logits[0] / 0.5).log_softmax(-1)
         expected[start + 1 : start + length] = table[:-1].gather(-1, ids[1:, None])[:, 0]
     found = actor_of(cluster, model).logprobs(batch()).get("logprobs")
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    assert_norm_close(found, expected)
 
 
 def test_reference_and_actor_agree_before_training_and_differ_after(cluster: Cluster, model: ModelConfig) -> None:
@@ -90,8 +91,8 @@ def test_an_update_raises_the_probability_of_tokens_with_positive_advantage(
     actor = actor_of(cluster, model)
     old = actor.logprobs(batch()).get("logprobs")
     metrics = actor.update(batch(old_logprobs=old.tolist(), advantages=[1.0] * 12)).get()
-    assert metrics["actor/ratio"].result() == pytest.approx(1, abs=1e-6)
-    assert metrics["actor/loss"].result() == pytest.approx(-1, abs=1e-6)
+    assert metrics["actor/ratio"].result() == pytest.approx(1, abs=FLOAT32_RTOL)
+    assert metrics["actor/loss"].result() == pytest.approx(-1, abs=FLOAT32_RTOL)
     gain = (actor.logprobs(batch()).get("logprobs") - old)[torch.tensor(MASK)]
     assert gain.mean() > 0
 
@@ -159,8 +160,8 @@ def test_weights_and_a_smaller_mask_change_the_loss(cluster: Cluster, model: Mod
     )
     # One token of weight 1/2 and two of weight 2, each with a ratio of 1: -(0.5 + 2 + 2) / 3.
     metrics = actor.update(rows).get()
-    assert metrics["actor/loss"].result() == pytest.approx(-1.5, abs=1e-6)
-    assert metrics["actor/ratio_min"].result() == pytest.approx(1, abs=1e-6)
+    assert metrics["actor/loss"].result() == pytest.approx(-1.5, abs=FLOAT32_RTOL)
+    assert metrics["actor/ratio_min"].result() == pytest.approx(1, abs=FLOAT32_RTOL)
 
 
 def test_supervised_steps_lower_the_cross_entropy(cluster: Cluster, model: ModelConfig) -> None:
@@ -168,7 +169,7 @@ def test_supervised_steps_lower_the_cross_entropy(cluster: Cluster, model: Model
     reference = cluster.group("reference", Reference, ReferenceConfig(model=model))
     cross_entropy = -reference.logprobs(batch()).get("logprobs")[torch.tensor(MASK)].mean().item()
     losses = [actor.update_sft(batch()).get()["loss"].result() for _ in range(4)]
-    assert losses[0] == pytest.approx(cross_entropy, abs=1e-6)
+    assert losses[0] == pytest.approx(cross_entropy, rel=FLOAT32_RTOL)
     assert losses[-1] < losses[0] - 0.5
 
 
@@ -319,4 +320,4 @@ def test_a_reward_model_scores_rows_at_their_last_token(cluster: Cluster, tmp_pa
     found = reward.score(batch().union(rows_with())).get("scores")
     with torch.no_grad():
         expected = [scorer(torch.tensor([ids])).logits.item() for ids in (IDS[:8], IDS[8:])]
-    assert found.tolist() == pytest.approx(expected, abs=1e-6)
+    assert found.tolist() == pytest.approx(expected, rel=FLOAT32_RTOL, abs=FLOAT32_RTOL)

@@ -12,6 +12,7 @@ from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints, load
 from flowrl.engines.train.engine import LossScale, TrainEngine
 from flowrl.workers.policy_model import PolicyModel
 from tests.engines.checkpoint_ranks import STRATEGIES, copied, main, save, sharded, whole
+from tests.engines.closeness import assert_norm_close
 from tests.engines.losses import Bigram, bigram_loss
 from tests.engines.tables import VOCABULARY, table
 from tests.engines.tiny import qwen2
@@ -124,7 +125,7 @@ def test_shards_go_on_from_what_one_process_saved(two_ranks: tuple[Path, list[di
     for _ in range(3):
         straight.step()
     for results in two_ranks[1]:
-        torch.testing.assert_close(results[how, "weights"], whole(straight.model), rtol=0, atol=1e-6)
+        assert_norm_close(results[how, "weights"], whole(straight.model))
 
 
 @pytest.mark.parametrize("how", STRATEGIES)
@@ -135,7 +136,7 @@ def test_one_process_goes_on_from_shards(two_ranks: tuple[Path, list[dict]], how
     again.step()
     for _ in range(4):
         straight.step()
-    torch.testing.assert_close(whole(again.model), whole(straight.model), rtol=0, atol=1e-6)
+    assert_norm_close(whole(again.model), whole(straight.model))
 
 
 def test_copies_go_on_from_one_process_and_one_process_from_copies(two_ranks: tuple[Path, list[dict]]) -> None:

@@ -18,6 +18,7 @@ from flowrl.engines.models.lora import adapter_state, add_adapter, load_adapter_
 from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS
 from flowrl.engines.train.engine import TrainEngine
 from flowrl.workers.policy_model import PolicyModel
+from tests.engines.closeness import assert_norm_close
 from tests.engines.export_ranks import CASES, START, critic_engine, main, values
 from tests.engines.tiny import llama, qwen2, save
 
@@ -64,7 +65,7 @@ def test_an_exported_adapter_is_merged_into_the_model_that_it_was_trained_on(tmp
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     ids = torch.randint(2, 30, (2, 9))
     with torch.no_grad():
-        torch.testing.assert_close(loaded(ids).logits, model(ids).logits, rtol=0, atol=2e-5)
+        assert_norm_close(loaded(ids).logits, model(ids).logits)
 
 
 def test_an_adapter_of_another_model_or_of_none_is_refused(tmp_path: Path) -> None:
@@ -117,7 +118,7 @@ def test_the_critic_that_two_ranks_saved_goes_on_in_one_process(of_two_ranks: Pa
     assert critic.num_steps == 2
     for rank in range(2):
         said = torch.load(of_two_ranks / f"{rank}.pt")[name]
-        torch.testing.assert_close(values(critic), said, rtol=1e-5, atol=1e-5)
+        assert_norm_close(values(critic), said)
 
 
 def test_a_critic_is_no_policy(of_two_ranks: Path, tmp_path: Path) -> None:

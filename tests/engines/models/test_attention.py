@@ -8,6 +8,7 @@ from torch import Tensor
 
 from flowrl.engines.models.attention import attend, packing_obstacle
 from flowrl.engines.models.packing import Pack, pack_rows
+from tests.engines.closeness import assert_norm_close
 from tests.engines.families import FAMILIES, build
 from tests.engines.tiny import convolving
 
@@ -49,7 +50,7 @@ def with_gradients(attended: Tensor, inputs: list[Tensor]) -> list[Tensor]:
 def test_tokens_of_a_pack_see_their_own_row(variant: str):
     options, inputs = VARIANTS[variant], states()
     found = with_gradients(attend(*inputs, pack=pack_rows(LENGTHS), **options), inputs)
-    torch.testing.assert_close(found, with_gradients(expected(*inputs, **options), inputs))
+    assert_norm_close(found, with_gradients(expected(*inputs, **options), inputs))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -60,7 +61,7 @@ def test_padded_rows_say_the_same(variant: str):
         x.new_zeros(4, 17, x.shape[1], 8).masked_scatter(mask_BL[..., None, None], x[0].transpose(0, 1)) for x in inputs
     ]
     rows = attend(*(x.transpose(1, 2) for x in padded), pack=None, **options)
-    torch.testing.assert_close(rows[mask_BL][None], attend(*inputs, pack=pack, **options))
+    assert_norm_close(rows[mask_BL][None], attend(*inputs, pack=pack, **options))
 
 
 @pytest.mark.gpu
@@ -73,7 +74,7 @@ def test_a_gpu_sees_what_a_cpu_sees(variant: str, dtype: torch.dtype):
     found = with_gradients(attend(*inputs, pack=pack, **options), inputs)
     known = [x.detach().double().cpu().requires_grad_() for x in inputs]
     for one, other in zip(found, with_gradients(expected(*known, **options), known), strict=True):
-        torch.testing.assert_close(one.double().cpu(), other, rtol=0.03, atol=0.03)
+        assert_norm_close(one.double().cpu(), other, rtol=0.03)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -19,6 +19,7 @@ from flowrl.engines.models.loading import (
 from flowrl.engines.parallel.sharding import EngineError
 from flowrl.engines.rollout.hf.engine import HfRollout, Responses, RolloutError
 from flowrl.workers.policy_model import PolicyModel
+from tests.engines.closeness import assert_norm_close
 from tests.engines.families import FAMILIES, SHARED, adapted, build, main, markdown, train
 from tests.engines.losses import logprobs, policy_logits
 from tests.engines.tables import VOCABULARY
@@ -66,7 +67,7 @@ def generate(model: torch.nn.Module, prompts: list[list[int]], **settings: int) 
 def test_log_probabilities_are_those_of_the_models_own_logits(name: str):
     model = build(name)
     found = PolicyModel(model)(IDS, torch.ones_like(IDS, dtype=torch.bool))[0]
-    torch.testing.assert_close(found, logprobs(policy_logits(model, IDS), IDS), rtol=1e-5, atol=1e-5)
+    assert_norm_close(found, logprobs(policy_logits(model, IDS), IDS))
 
 
 def test_two_optimizer_steps_lower_the_loss(alone: dict[str, dict], name: str):
@@ -91,7 +92,7 @@ def test_responses_have_the_trainers_log_probabilities(name: str):
         row = torch.tensor([prompt + ids])
         expected = logprobs(policy_logits(model, row), row)[0, len(prompt) :]
         found = answers.logprobs.split(answers.lengths.tolist())[i]
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        assert_norm_close(found, expected)
 
 
 def test_the_longest_row_that_a_rollout_takes_is_answered_and_a_longer_one_refused(name: str):
@@ -124,7 +125,7 @@ def test_two_ranks_train_the_weights_of_one_or_refuse(on_two: list[dict], alone:
         if (name, SAME.get(kind, kind)) in REFUSED:
             assert REFUSED[name, SAME.get(kind, kind)] in found[name, kind]
         else:
-            torch.testing.assert_close(found[name, kind], alone[name], rtol=0, atol=2e-5)
+            assert_norm_close(found[name, kind], alone[name])
 
 
 def test_tensor_parallel_ranks_train_the_adapter_of_one_or_refuse(on_two: list[dict], name: str):
@@ -134,7 +135,7 @@ def test_tensor_parallel_ranks_train_the_adapter_of_one_or_refuse(on_two: list[d
             if (name, "tp") in REFUSED:
                 assert REFUSED[name, "tp"] in found[name, case]
             else:
-                torch.testing.assert_close(found[name, case], expected, rtol=0, atol=2e-5)
+                assert_norm_close(found[name, case], expected)
 
 
 def test_the_documented_table_is_what_was_found(on_two: list[dict]):

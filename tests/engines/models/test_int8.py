@@ -16,6 +16,7 @@ from flowrl.engines.models.loading import load_policy
 from flowrl.engines.models.sharded_loading import stream_full_weights
 from flowrl.engines.models.weights import full_weights, write_weights
 from tests.engines import families, tiny
+from tests.engines.closeness import assert_norm_close
 from tests.engines.rollout.hf.test_engine import generate, prompts, rollout, said
 
 CPU = torch.device("cpu")
@@ -50,7 +51,7 @@ def test_each_token_has_a_scale_of_its_own() -> None:
     inputs = torch.tensor([[12.7, 1.04], [0.0127, -0.0006]])
     # Integers [127, 10] x 0.1 and [127, -6] x 0.0001 meet [127, 50] and [-30, 127], both x 0.01.
     expected = [[16629 * 1e-3 + 10, -2540 * 1e-3 - 10], [15829 * 1e-6 + 10, -4572 * 1e-6 - 10]]
-    torch.testing.assert_close(layer(inputs), torch.tensor(expected), rtol=1e-6, atol=0)
+    assert_norm_close(layer(inputs), torch.tensor(expected))
 
 
 def test_what_is_no_number_stays_none() -> None:

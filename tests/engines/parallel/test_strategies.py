@@ -12,8 +12,10 @@ from flowrl.data.metric import merge_metrics
 from flowrl.engines.checkpoint.engine_checkpoint import load
 from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS
 from flowrl.engines.train.engine import is_sharded
+from tests.engines.closeness import FLOAT64_RTOL, assert_norm_close, reduction_rtol
 from tests.engines.strategies import (
     CASES,
+    NUM_STEPS,
     ROWS,
     Case,
     fourth_step,
@@ -56,21 +58,33 @@ def results(folder: Path, request: pytest.FixtureRequest) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def both_alone() -> dict[bool, dict]:
-    """What one process ends with, without and with an adapter; its rows are padded, and those of most cases packed."""
-    return {lora: train(Case(1, {"packing": "never"}, lora=lora), None) for lora in (False, True)}
+def references() -> dict[tuple[bool, torch.dtype], dict]:
+    """Results of one process with padded rows, by whether it has an adapter and by dtype."""
+    kinds = {(case.lora, case.dtype) for case in CASES.values()}
+    return {(lora, dtype): train(Case(1, {"packing": "never"}, lora=lora, dtype=dtype), None) for lora, dtype in kinds}
 
 
 @pytest.fixture
-def alone(both_alone: dict[bool, dict], name: str) -> dict:
-    return both_alone[CASES[name].lora]
+def alone(references: dict[tuple[bool, torch.dtype], dict], name: str) -> dict:
+    return references[CASES[name].lora, CASES[name].dtype]
+
+
+def rtol(name: str) -> float:
+    """Returns the bound of a case: in float32 that of three optimizer steps with two passes of two layers each."""
+    if CASES[name].dtype == torch.float64:
+        return FLOAT64_RTOL
+    return reduction_rtol(CASES[name].dtype, length=MAX_REDUCTION, depth=NUM_STEPS * 2 * 2 * 7)
+
+
+MAX_REDUCTION = 96
+"""Width of the MLP, the longest reduction of the models."""
 
 
 @pytest.mark.parametrize("name", cases())
 def test_three_steps_end_with_the_weights_of_one_process(results: list[dict], alone: dict, name: str):
     for rank in range(CASES[name].ranks):
         for model in ("policy", "critic"):
-            torch.testing.assert_close(results[rank][name][model], alone[model], rtol=0, atol=1e-5)
+            assert_norm_close(results[rank][name][model], alone[model], rtol(name))
 
 
 @pytest.mark.parametrize("name", cases())
@@ -79,7 +93,7 @@ def test_gradients_have_the_norm_of_one_process(results: list[dict], alone: dict
         for (model, report), (expected_model, expected) in zip(
             results[rank][name]["reports"], alone["reports"], strict=True
         ):
-            assert model == expected_model and report == pytest.approx(expected, rel=2e-5)
+            assert model == expected_model and report == pytest.approx(expected, rel=rtol(name))
 
 
 @pytest.mark.parametrize("name", cases())
@@ -89,19 +103,19 @@ def test_the_losses_of_all_ranks_are_those_of_one_process(results: list[dict], a
         # Ranks that share rows report the same.
         parts = [results[rank][name]["losses"][step] for rank in range(0, case.ranks, case.tp * case.sp)]
         found = merge_metrics([{"loss": part} for part in parts])["loss"]
-        assert found.result() == pytest.approx(expected.result(), rel=1e-5)
+        assert found.result() == pytest.approx(expected.result(), rel=rtol(name))
 
 
 @pytest.mark.parametrize("name", cases(lambda case: case.ranks == 4))
-def test_one_process_goes_on_from_what_four_saved(results: list[dict], folder: Path, name: str):
-    policy = policy_of(Case(1, {}, lora=CASES[name].lora), SINGLE_PROCESS)
+def test_one_process_resumes_from_a_checkpoint_of_four(results: list[dict], folder: Path, name: str):
+    policy = policy_of(Case(1, {}, lora=CASES[name].lora, dtype=CASES[name].dtype), SINGLE_PROCESS)
     load(policy, folder / name)
     assert policy.num_steps == 3
-    torch.testing.assert_close(fourth_step(policy, list(range(11))), results[0][name]["later"], rtol=0, atol=1e-5)
+    assert_norm_close(fourth_step(policy, list(range(11))), results[0][name]["later"], rtol(name))
 
 
 @pytest.mark.parametrize("name", cases())
-def test_passes_without_gradient_say_what_one_process_says(results: list[dict], alone: dict, name: str):
+def test_passes_without_gradient_match_one_process(results: list[dict], alone: dict, name: str):
     case = CASES[name]
     lengths_B = lengths(table(11)).tolist()
     expected = {kind: alone[kind].split(lengths_B) for kind in ("logprobs", "values")}
@@ -109,11 +123,11 @@ def test_passes_without_gradient_say_what_one_process_says(results: list[dict], 
         rows = ROWS[case.ranks // (case.tp * case.sp)][rank // (case.tp * case.sp)]
         for kind, by_row in expected.items():
             own = torch.cat([by_row[row] for row in rows]) if rows else torch.zeros(0)
-            torch.testing.assert_close(results[rank][name][kind], own, rtol=1e-5, atol=1e-5)
+            assert_norm_close(results[rank][name][kind], own, rtol(name))
 
 
 @pytest.mark.parametrize("name", cases(cuts))
-def test_ranks_generate_from_whole_weights(results: list[dict], alone: dict, name: str):
+def test_ranks_generate_from_gathered_weights(results: list[dict], alone: dict, name: str):
     for rank in range(CASES[name].ranks):
         assert results[rank][name]["generated"] == alone["generated"]
 
@@ -130,12 +144,12 @@ def test_the_optimizers_state_of_every_strategy_can_leave_the_device(results: li
 
 
 @pytest.mark.parametrize("name", cases(cuts))
-def test_no_weight_stays_whole_after_a_pass_without_gradient(results: list[dict], name: str):
+def test_no_weight_stays_gathered_after_a_pass_without_gradient(results: list[dict], name: str):
     assert all(results[rank][name]["left whole"] == 0 for rank in range(CASES[name].ranks))
 
 
 @pytest.mark.parametrize("name", cases())
-def test_a_rank_holds_its_part_of_the_weights(results: list[dict], alone: dict, name: str):
+def test_a_rank_holds_its_shard_of_the_weights(results: list[dict], alone: dict, name: str):
     """Uneven parts are filled up, so a rank may hold a little more than its share; tensor parallelism leaves the
     embedding and the norms to be cut by fsdp alone."""
     case, whole = CASES[name], alone["held"]
@@ -159,13 +173,14 @@ def test_the_model_without_its_adapter_stays_as_it_was(results: list[dict], name
 @pytest.mark.parametrize("name", cases(lambda case: case.lora))
 def test_every_rank_has_the_whole_adapter_on_request(results: list[dict], alone: dict, name: str):
     for rank in range(CASES[name].ranks):
-        torch.testing.assert_close(results[rank][name]["adapter"], alone["adapter"], rtol=0, atol=1e-5)
+        assert_norm_close(results[rank][name]["adapter"], alone["adapter"])
 
 
 def test_an_adapter_beside_bfloat16_weights_is_trained_in_float32_on_ranks(results: list[dict]):
     expected = train_on_bfloat16(None)
     for rank in (0, 1):
-        torch.testing.assert_close(results[rank]["bfloat16"], expected, rtol=0, atol=1e-5)
+        # Forward passes are bfloat16, so kernels of different shapes may round them differently.
+        assert_norm_close(results[rank]["bfloat16"], expected, rtol=0.02)
     assert all(weight.dtype == torch.float32 for weight in expected.values())
 
 
@@ -188,5 +203,5 @@ def test_ranks_agree_on_the_scale_of_the_loss_in_float16_and_bfloat16_has_none(r
         assert results[rank]["in bfloat16"]["scale"] is None and results[rank]["in bfloat16"]["left out"] == 0
 
 
-def test_a_process_alone_cuts_nothing():
+def test_a_single_process_does_not_shard():
     assert not is_sharded(EngineConfig(strategy="fsdp"), SINGLE_PROCESS)

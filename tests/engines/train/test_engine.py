@@ -8,6 +8,7 @@ from flowrl.config import EngineConfig, OptimizerConfig
 from flowrl.data.batch.tensordicts import lengths, take_rows
 from flowrl.engines.train.engine import Denominators, LossScale, TrainEngine, learning_rate
 from flowrl.engines.train.microbatch import MicroBatch, microbatches
+from tests.engines.closeness import FLOAT32_RTOL, assert_norm_close
 from tests.engines.losses import Bigram, bigram_logprobs, bigram_loss, logprobs, policy_logits, weighted_loss
 from tests.engines.tables import VOCABULARY, table
 from tests.engines.tiny import qwen2
@@ -33,18 +34,18 @@ def gradient(dtype: torch.dtype, max_tokens: int) -> dict[str, torch.Tensor]:
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-9)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("max_tokens", [1, 13, 40])
-def test_the_gradient_does_not_depend_on_the_size_of_micro_batches(dtype, tolerance: float, max_tokens: int):
-    whole, parts = gradient(dtype, 1000), gradient(dtype, max_tokens)
-    torch.testing.assert_close(parts, whole, rtol=0, atol=tolerance)
+def test_the_gradient_does_not_depend_on_the_size_of_micro_batches(dtype: torch.dtype, max_tokens: int):
+    # The norms of a Qwen2 compute in float32 in either case.
+    assert_norm_close(gradient(dtype, max_tokens), gradient(dtype, 1000), FLOAT32_RTOL)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 17])
 def test_training_does_not_depend_on_the_size_of_micro_batches(max_tokens: int):
     whole, parts = bigram_engine(), bigram_engine(max_tokens)
     reports = [[engine.update(table(9, seed), bigram_loss) for seed in range(3)] for engine in (whole, parts)]
-    torch.testing.assert_close(parts.model.state_dict(), whole.model.state_dict(), rtol=0, atol=1e-9)
+    assert_norm_close(parts.model.state_dict(), whole.model.state_dict())
     for expected, report in zip(*reports, strict=True):
         assert {n: m.result() for n, m in report.items()} == pytest.approx({n: m.result() for n, m in expected.items()})
 
@@ -65,7 +66,7 @@ def test_values_come_back_in_the_order_of_the_table():
     engine = bigram_engine(max_tokens=15)
     values = engine.evaluate(rows, lambda model, micro: micro.input_ids.double() + micro.index[:, None] / 100)
     row_of_token = torch.repeat_interleave(torch.arange(12), lengths(rows))
-    torch.testing.assert_close(values, rows["tokens", "input_ids"] + row_of_token.double() / 100)
+    assert_norm_close(values, rows["tokens", "input_ids"] + row_of_token.double() / 100)
     assert engine.evaluate_rows(rows, lambda model, micro: micro.rows["prompt_id"]).tolist() == list(range(12))
 
 
@@ -115,7 +116,7 @@ def test_weight_decay_is_for_matrices():
     engine.update(table(4), bigram_loss)
     model = engine.model
     assert isinstance(model, Bigram)
-    torch.testing.assert_close(model.unused.weight, start.unused.weight * (1 - 0.1 * 0.5))
+    assert_norm_close(model.unused.weight, start.unused.weight * (1 - 0.1 * 0.5))
     assert torch.equal(model.unused.bias, start.unused.bias)
 
 

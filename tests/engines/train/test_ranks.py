@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.multiprocessing.spawn import spawn
 
+from tests.engines.closeness import assert_norm_close
 from tests.engines.ranks import NUM_STEPS, SPLITS, main, train
 
 
@@ -22,13 +23,13 @@ def alone() -> dict:
     return {dtype: train(rows, dtype, None, max_tokens=10_000) for dtype in (torch.float32, torch.float64)}
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-9)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("split", SPLITS)
-def test_any_split_over_ranks_trains_the_same_weights(results, alone, split: str, dtype: torch.dtype, tolerance: float):
+def test_any_split_over_ranks_trains_the_same_weights(results, alone, split: str, dtype: torch.dtype):
     expected = alone[dtype]["weights"]
     for rank in range(len(SPLITS[split])):
         weights = results[rank][split, dtype]["weights"]
-        torch.testing.assert_close(weights, expected, rtol=0, atol=tolerance)
+        assert_norm_close(weights, expected)
 
 
 @pytest.mark.parametrize("split", SPLITS)
