@@ -38,15 +38,7 @@ class ChatTokenizer:
             DataError: the folder has no tokenizer, or one without a chat template or without an end token.
         """
         self.path = Path(path)
-        try:
-            # A path that is a folder is never looked up anywhere else.
-            local = self.path.is_dir()
-            self._tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=local, trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"no tokenizer can be loaded from {path}, neither as a folder with tokenizer.json and "
-                f"tokenizer_config.json nor, now, from a hub; give a folder written by save_pretrained"
-            ) from error
+        self._tokenizer = _load_tokenizer(self.path)
         if not self.tokenizer.chat_template:
             raise DataError(f"the tokenizer in {path} has no chat template; add a chat_template.jinja to the folder")
         if self.tokenizer.eos_token_id is None:
@@ -143,3 +135,19 @@ class ChatTokenizer:
                 f"said cannot be told from the rest; train on conversations with one answer, or use another template"
             )
         return text[len(start) :]
+
+
+def read_vocabulary(path: Path) -> dict[str, int]:
+    """Returns token -> id of a saved tokenizer. Raises DataError if the folder has none."""
+    return _load_tokenizer(path).get_vocab()
+
+
+def _load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    try:
+        # A local directory is never looked up on the Hub.
+        return AutoTokenizer.from_pretrained(str(path), local_files_only=path.is_dir(), trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"no tokenizer can be loaded from {path}: not a local directory with tokenizer.json and "
+            f"tokenizer_config.json, and not found on the Hub; give a folder written by save_pretrained"
+        ) from error

@@ -7,7 +7,7 @@ import numpy as np
 
 from flowrl.config import DataConfig, OnPolicyConfig
 from flowrl.data.batch.batch import Batch
-from flowrl.data.chat import ChatTokenizer, DataError
+from flowrl.data.chat import ChatTokenizer, DataError, read_vocabulary
 from flowrl.data.prompts import PromptStream, read_conversations
 
 
@@ -29,11 +29,28 @@ def read_prompts(config: OnPolicyConfig) -> tuple[PromptStream, PromptStream | N
                     f"rollout.stop_ids.{i} has the token {token}, which is not in the vocabulary of "
                     f"{tokenizer.path}: use ids from 0 to {len(tokenizer) - 1}"
                 )
+    _check_reward_tokenizer(tokenizer, config)
     max_tokens = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     check_context(tokenizer, max_tokens, "data.max_prompt_tokens + rollout.max_response_tokens")
     test = config.data.test
     train = read_stream(config.data.train, config.data, tokenizer, seed=config.seed)
     return train, None if test is None else read_stream(test, config.data, tokenizer, seed=config.seed)
+
+
+def _check_reward_tokenizer(tokenizer: ChatTokenizer, config: OnPolicyConfig) -> None:
+    """Raises DataError if a reward model's vocabulary differs, because it receives the actor's token ids."""
+    model = config.reward.model
+    if model is None or model.path == config.actor.model.path:
+        return
+    try:
+        vocabulary = read_vocabulary(model.path)
+    except DataError as error:
+        raise DataError(f"reward.model.path: {error}") from error
+    if vocabulary != tokenizer.tokenizer.get_vocab():
+        raise DataError(
+            f"reward.model.path: the vocabulary of the tokenizer in {model.path} differs from that of the actor in "
+            f"{tokenizer.path}, whose token ids the reward model receives: use a reward model with the actor's tokenizer"
+        )
 
 
 def read_stream(path: Path, data: DataConfig, tokenizer: ChatTokenizer, *, seed: int) -> PromptStream:

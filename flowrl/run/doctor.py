@@ -24,7 +24,7 @@ from flowrl.data.batch.batch import Batch
 from flowrl.run.datasets import read_prompts
 from flowrl.run.interrupt import Interruption
 from flowrl.weight_sync.sync import WeightSync
-from flowrl.weight_sync.transfer import takes_one_by_one, transport_of
+from flowrl.weight_sync.transfer import choose_transport, has_per_replica_updates
 from flowrl.weight_sync.verification import WeightsCheck, gap_causes, gap_limit
 
 PROMPTS, TOKENS = 8, 32
@@ -89,9 +89,9 @@ def examine(
             actor = cluster.group("actor", actor_class, config.actor, temperature=rollout_config.temperature)
             rollout = cluster.group("rollout", rollout_class, rollout_config, config.actor.model, seed=config.seed)
             plans = cluster.plan.roles
-            one_by_one = takes_one_by_one(config)
-            transport = transport_of(
-                plans["actor"], plans["rollout"], cluster.plan.kind, rollout_config, one_by_one=one_by_one
+            per_replica = has_per_replica_updates(config)
+            transport = choose_transport(
+                plans["actor"], plans["rollout"], cluster.plan.kind, rollout_config, per_replica=per_replica
             )
             findings.add("weight sync", _TRANSPORTS.get(transport, transport.replace("_", " ")))
             unchecked = rollout_config.model_copy(update={"check_weights": "off"})  # to be timed by itself

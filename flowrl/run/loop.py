@@ -298,7 +298,7 @@ class Run:
             self._log.reset_clock()
         self._metrics.write(step, values)
         self._progress.update(step, values)
-        self._watch.look(step, values)
+        self._watch.check_step(step, values)
 
     # Evaluation.
 

@@ -30,7 +30,7 @@ from flowrl.memory.memory_estimate import estimate_memory
 from flowrl.memory.memory_table import check_memory, memory_budget
 from flowrl.memory.model_fit import check_model_fit
 from flowrl.schedules.schedule_plan import check_schedule
-from flowrl.weight_sync.transfer import takes_one_by_one, transport_of
+from flowrl.weight_sync.transfer import choose_transport, has_per_replica_updates
 
 
 def plan_run(config: RunConfig, devices: Sequence[int] | None = None) -> Plan:
@@ -163,8 +163,8 @@ def check_engines(config: RunConfig, planned: Plan) -> None:
     check_schedule(config, planned)
     for role, value in config:
         if isinstance(value, RolloutConfig) and {"actor", role} <= planned.roles.keys():
-            actor, one_by_one = planned.roles["actor"], takes_one_by_one(config)
-            transport_of(actor, planned.roles[role], planned.kind, value, one_by_one=one_by_one)
+            actor, per_replica = planned.roles["actor"], has_per_replica_updates(config)
+            choose_transport(actor, planned.roles[role], planned.kind, value, per_replica=per_replica)
 
 
 def _check_unsharded(role: str, role_plan: RolePlan, config: object) -> None:

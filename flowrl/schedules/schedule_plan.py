@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from flowrl.config import ActorConfig, ConfigError, CriticConfig, OnPolicyConfig, Placement, RunConfig
 from flowrl.controller.placement.plan import Plan, RolePlan
 from flowrl.schedules.scheduler import TrainerRoutes
-from flowrl.weight_sync.transfer import Transport, takes_one_by_one, transport_of
+from flowrl.weight_sync.transfer import Transport, choose_transport, has_per_replica_updates
 
 MAX_DRAWN_RANKS = 6
 """Largest number of ranks that are drawn per role; of more ranks, the middle ones are replaced by dots."""
@@ -165,7 +165,9 @@ def render_graph(config: OnPolicyConfig, planned: Plan) -> str:
     rollout, actor = planned.roles["rollout"], planned.roles["actor"]
     replicas = [_label(rollout, rank) for rank in range(rollout.mesh.dp)]
     trainers = [_label(actor, rank) for rank in range(actor.mesh.dp)]
-    transport = transport_of(actor, rollout, planned.kind, config.rollout, one_by_one=takes_one_by_one(config))
+    transport = choose_transport(
+        actor, rollout, planned.kind, config.rollout, per_replica=has_per_replica_updates(config)
+    )
     weights = f"weights: {_TRANSPORT_LABELS[transport]}"
     routes = trainer_routes(config, planned)
     if routes is None:

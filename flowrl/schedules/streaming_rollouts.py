@@ -151,7 +151,7 @@ class StreamingRollouts:
             self._pending = None
         self._policy = policy
         if policy is not None:
-            context.weight_sync.open(policy, context.rollout)
+            context.weight_sync.connect(policy, context.rollout)
         for replica in self._replicas:
             replica.reset()
         self._remove_callback = context.calls.add_idle_callback(self._run_once)
@@ -181,9 +181,9 @@ class StreamingRollouts:
         self._scheduler.advance_clock(self._context.now_ns() / 1e9)
         for rank, replica in enumerate(self._replicas):
             self._read_results(rank, replica)
-        while self._exports and self._exports[0].ready():
+        while self._exports and self._exports[0].is_ready():
             self._newest = self._exports.popleft()
-            self._scheduler.add_version(self._newest.number)
+            self._scheduler.add_version(self._newest.version)
         self._submit_aborts(self._scheduler.pop_aborts())
         if self._is_paused:
             self._update_idle_replicas()
@@ -194,7 +194,7 @@ class StreamingRollouts:
         for replica in self._replicas:
             while replica.num_polls < min(MAX_POLLS, len(replica.groups)):
                 replica.calls.append(replica.group.poll.submit(self._poll_s))
-        exports = (part for snapshot in self._exports for part in snapshot.awaited())
+        exports = (part for snapshot in self._exports for part in snapshot.futures())
         return [*self._next_results(), *exports]
 
     def _next_results(self) -> Iterable[Future | Batch]:
@@ -310,16 +310,16 @@ class StreamingRollouts:
             # A replacement process has already loaded the initial weights.
             replica.update = version, [replica.group.abort_all.submit()]
             return
-        assert newest.number == version, "the scheduler only knows exported versions"
+        assert newest.version == version, "the scheduler only knows exported versions"
         context, policy = self._context, self._policy
-        if policy is None or not context.weight_sync.goes_to_all(policy, context.rollout):
+        if policy is None or not context.weight_sync.updates_all_replicas(policy, context.rollout):
             replica.update = version, self._load_weights(newest, replica.group)
             return
         shared = [other.update for other in self._replicas if other.update is not None and other.update[0] == version]
         replica.update = shared[0] if shared else (version, self._load_weights(newest, context.rollout))
 
     def _load_weights(self, snapshot: WeightSnapshot, rollout: WorkerGroup) -> Sequence[Future]:
-        loads, comparison = snapshot.deliver(rollout)
+        loads, comparison = snapshot.send(rollout)
         if comparison is not None:
             self._comparisons.append(comparison)
         return loads
@@ -349,8 +349,8 @@ class StreamingRollouts:
         newest = self._newest
         for rank, replica in enumerate(self._replicas):
             version = self._scheduler.replica_version(rank)
-            if newest is not None and not replica.groups and replica.update is None and version != newest.number:
-                self._update_weights(rank, newest.number)
+            if newest is not None and not replica.groups and replica.update is None and version != newest.version:
+                self._update_weights(rank, newest.version)
 
     # Steps.
 

@@ -1,75 +1,238 @@
-"""Which way new weights take, from where the two roles run. Pure: a plan and a config in, a name out."""
+"""Weight transports between actor and rollout: selection by placement, and one `WeightTransfer` per transport."""
 
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Literal, Protocol
 
-from flowrl.config import RolloutConfig, RunConfig, ScheduleConfig
+from flowrl.config import RolloutConfig, RunConfig, ScheduleConfig, TransferConfig
+from flowrl.controller.dispatch import Future
+from flowrl.controller.group import WorkerGroup
 from flowrl.controller.placement.plan import PlacementError, RolePlan
 
 Transport = Literal["shared", "object_store", "cuda_ipc", "nccl"]
+"""`shared`: no transfer; the rollout runs in the actor's processes and uses its weights."""
 
 
-def takes_one_by_one(config: RunConfig) -> bool:
-    """Whether each replica of the rollout takes new weights by itself, when it has finished what it works on."""
+class WeightTransfer(Protocol):
+    """Moves weight versions from an actor to a rollout over one transport.
+
+    `send` does the whole update. `export` and `load` split it, for replicas that load a version later.
+    """
+
+    updates_all_replicas: bool
+    """Whether all replicas must load a version together, in one call of the whole group."""
+
+    def __init__(
+        self, actor: WorkerGroup, rollout: WorkerGroup, config: TransferConfig, dtype: str | None = None
+    ) -> None: ...
+
+    def connect(self) -> None:
+        """Waits until `export` can run without waiting."""
+
+    def export(self) -> Sequence[Future]:
+        """Submits the export of the current weights; returns the futures that `load` needs."""
+        ...
+
+    def load(self, buckets: Sequence[Future], rollout: WorkerGroup, version: int) -> Sequence[Future]:
+        """Submits the load calls of exported weights to a rollout or replica; returns these calls."""
+        ...
+
+    def send(self, version: int) -> None:
+        """Submits export and load of the current weights for the whole rollout."""
+
+
+class ObjectStoreTransfer:
+    """Sends chunks through Ray's object store: one copy per node, read there without a further copy."""
+
+    updates_all_replicas = False
+
+    def __init__(
+        self,
+        actor: WorkerGroup,
+        rollout: WorkerGroup,
+        config: TransferConfig | None = None,
+        dtype: str | None = None,
+    ) -> None:
+        self._actor, self._rollout = actor, rollout
+        self._chunking = ((config or TransferConfig()).chunk_mb, dtype)
+        self._num_chunks: Future = actor.num_chunks.submit(*self._chunking)
+
+    def connect(self) -> None:
+        self._num_chunks.get()
+
+    def export(self) -> Sequence[Future]:
+        return [self._actor.weights.submit(chunk, *self._chunking) for chunk in range(self._num_chunks.get())]
+
+    def load(self, buckets: Sequence[Future], rollout: WorkerGroup, version: int) -> Sequence[Future]:
+        load = rollout.load_weights.submit
+        return [load(weights, version, chunk, len(buckets)) for chunk, weights in enumerate(buckets)]
+
+    def send(self, version: int) -> None:
+        # All exports are submitted before the first load, so a time-shared device switches roles once.
+        self.load(self.export(), self._rollout, version)
+
+
+class CudaIpcTransfer:
+    """Shares chunks through CUDA IPC on the GPUs that both roles use.
+
+    Each chunk is exported after the previous chunk was read, because both use the same buffer.
+    """
+
+    updates_all_replicas = True
+
+    def __init__(
+        self, actor: WorkerGroup, rollout: WorkerGroup, config: TransferConfig, dtype: str | None = None
+    ) -> None:
+        self._actor, self._rollout = actor, rollout
+        self._chunking = (config.chunk_mb, dtype)
+        self._num_chunks: Future = actor.num_chunks.submit(*self._chunking)
+
+    def connect(self) -> None:
+        self._num_chunks.get()
+
+    def export(self) -> Sequence[Future]:
+        raise AssertionError("a rollout on the actor's GPUs cannot generate while the actor trains")
+
+    def load(self, buckets: Sequence[Future], rollout: WorkerGroup, version: int) -> Sequence[Future]:
+        raise AssertionError("CUDA IPC chunks are loaded as they are shared: call send")
+
+    def send(self, version: int) -> None:
+        num_chunks, loaded = self._num_chunks.get(), None
+        for chunk in range(num_chunks):
+            shared = self._actor.share_weights.submit(chunk, *self._chunking, after=loaded)
+            loaded = self._rollout.load_ipc.submit(shared, version, chunk, num_chunks)
+        self._actor.release_weights.submit(after=loaded)
+
+
+class NcclTransfer:
+    """Broadcasts chunks with NCCL from the actor's first GPU to all GPUs of the rollout."""
+
+    updates_all_replicas = True
+
+    def __init__(
+        self, actor: WorkerGroup, rollout: WorkerGroup, config: TransferConfig, dtype: str | None = None
+    ) -> None:
+        self._actor, self._rollout = actor, rollout
+        self._chunking = (config.chunk_mb, dtype)
+        self._num_chunks: Future = actor.num_chunks.submit(*self._chunking)
+        self._metadata: Sequence[Future] = ()
+
+    def connect(self) -> None:
+        """Creates the NCCL group of the actor's first rank and every device of every replica. Runs once."""
+        if self._metadata:
+            return
+        num_chunks = self._num_chunks.get()
+        host, port = self._actor.open_transfer_group()
+        num_receivers = sum(1 + len(slot.led) for slot in self._rollout.slots)
+        buffer_bytes = int(self._chunking[0] * 1e6)
+        group = {"host": host, "port": port, "world_size": 1 + num_receivers, "buffer_bytes": buffer_bytes}
+        self._rollout.join_transfer_group.submit(group)
+        self._actor.join_transfer_group.submit(group)
+        self._metadata = [self._actor.describe_weights.submit(chunk, *self._chunking) for chunk in range(num_chunks)]
+
+    def export(self) -> Sequence[Future]:
+        """Submits the broadcasts; the returned future resolves when the actor reaches them."""
+        self.connect()
+        reached = self._actor.num_chunks.submit(*self._chunking)
+        for chunk in range(len(self._metadata)):
+            self._actor.broadcast_weights.submit(chunk, *self._chunking)
+        return [reached]
+
+    def load(self, buckets: Sequence[Future], rollout: WorkerGroup, version: int) -> Sequence[Future]:
+        load, num_chunks = rollout.load_broadcast.submit, len(self._metadata)
+        return [load(metadata, version, chunk, num_chunks) for chunk, metadata in enumerate(self._metadata)]
+
+    def send(self, version: int) -> None:
+        self.connect()
+        for chunk, metadata in enumerate(self._metadata):
+            self._rollout.load_broadcast.submit(metadata, version, chunk, len(self._metadata))
+            self._actor.broadcast_weights.submit(chunk, *self._chunking)
+
+
+TRANSFERS: Mapping[Transport, type[WeightTransfer]] = {
+    "object_store": ObjectStoreTransfer,
+    "cuda_ipc": CudaIpcTransfer,
+    "nccl": NcclTransfer,
+}
+
+
+def has_per_replica_updates(config: RunConfig) -> bool:
+    """Returns whether each rollout replica loads new weights by itself, once its requests have finished."""
     return any(isinstance(value, ScheduleConfig) and value.streams and not value.interrupt for _, value in config)
 
 
-def transport_of(
-    actor: RolePlan, rollout: RolePlan, kind: str, config: RolloutConfig, *, one_by_one: bool = False
+def choose_transport(
+    actor: RolePlan, rollout: RolePlan, kind: str, config: RolloutConfig, *, per_replica: bool = False
 ) -> Transport:
-    """The way that `transfer.via` asks for, or the best that there is.
-
-    `shared` is none: the rollout runs in the actor's processes and samples from its weights.
+    """Returns the transport that `transfer.via` requests, or the fastest available if it is `auto`.
 
     Args:
-        kind: of the devices.
-        one_by_one: as `takes_one_by_one` says.
+        kind: device kind of the placement, `cpu` or `cuda`.
+        per_replica: result of `has_per_replica_updates`.
     Raises:
-        PlacementError: what was asked for cannot be there.
+        PlacementError: the placement or the schedule rules out the requested transport.
     """
-    way = _way_between(actor, rollout, kind, config)
-    if way != "nccl" or not one_by_one:
-        return way
+    transport = _transport_between(actor, rollout, kind, config)
+    if transport != "nccl" or not per_replica:
+        return transport
     if config.transfer.via == "nccl":
         raise PlacementError(
-            f"{rollout.role}.transfer.via is nccl, by which all replicas take weights together, but schedule.interrupt "
-            f"is false, by which each does so when it has finished: set schedule.interrupt: true, or "
-            f"{rollout.role}.transfer.via: auto"
+            f"{rollout.role}.transfer.via is nccl, which updates all replicas together, but schedule.interrupt is "
+            f"false, which updates each replica by itself: set schedule.interrupt: true, or {rollout.role}.transfer.via: "
+            f"auto"
         )
     return "object_store"
 
 
-def _way_between(actor: RolePlan, rollout: RolePlan, kind: str, config: RolloutConfig) -> Transport:
-    asked = config.transfer.via
+def _transport_between(actor: RolePlan, rollout: RolePlan, kind: str, config: RolloutConfig) -> Transport:
+    via = config.transfer.via
     if config.engine == "hf" and set(rollout.slots) == set(actor.slots):
-        if asked != "auto":
+        if via != "auto":
             raise PlacementError(
-                f"{rollout.role}.transfer.via is {asked}, but {rollout.role} is in the processes of {actor.role} and "
-                f"samples from its weights, which do not travel: set {rollout.role}.transfer.via: auto"
+                f"{rollout.role}.transfer.via is {via}, but {rollout.role} runs in the processes of {actor.role} and "
+                f"shares its weights, so nothing is transferred: set {rollout.role}.transfer.via: auto"
             )
         return "shared"
-    if asked == "object_store" or (asked == "auto" and (config.engine == "hf" or kind != "cuda")):
+    if via == "object_store" or (via == "auto" and (config.engine == "hf" or kind != "cuda")):
         return "object_store"
-    where = f"{rollout.role}.transfer.via is {asked}"
+    setting = f"{rollout.role}.transfer.via is {via}"
     if kind != "cuda":
-        raise PlacementError(f"{where}, but the devices are of kind {kind}: set {rollout.role}.transfer.via: auto")
-    theirs, own = ({place for slot in role.slots for place in slot.places} for role in (rollout, actor))
-    if theirs == own:
-        if asked == "nccl":
+        raise PlacementError(f"{setting}, but placement.device is {kind}: set {rollout.role}.transfer.via: auto")
+    rollout_gpus, actor_gpus = ({place for slot in role.slots for place in slot.places} for role in (rollout, actor))
+    if rollout_gpus == actor_gpus:
+        if via == "nccl":
             raise PlacementError(
-                f"{where}, but {rollout.role} is on GPUs of {actor.role}, and NCCL takes one process per GPU: set "
-                f"{rollout.role}.transfer.via: auto"
+                f"{setting}, but {rollout.role} uses the same GPUs as {actor.role}, and NCCL allows one process per "
+                f"GPU: set {rollout.role}.transfer.via: auto"
             )
         return "cuda_ipc"
-    if asked == "cuda_ipc":
+    if via == "cuda_ipc":
         raise PlacementError(
-            f"{where}, but {rollout.role} and {actor.role} are not on the same GPUs, and memory is shared within a GPU "
-            f"alone: set {rollout.role}.transfer.via: auto"
+            f"{setting}, but {rollout.role} and {actor.role} use different GPUs, and CUDA IPC works only within one "
+            f"GPU: set {rollout.role}.transfer.via: auto"
         )
-    if theirs & own:
-        if asked == "nccl":
+    if rollout_gpus & actor_gpus:
+        if via == "nccl":
             raise PlacementError(
-                f"{where}, but some of the GPUs of {rollout.role} are those of {actor.role}, and NCCL takes one "
-                f"process per GPU: set {rollout.role}.transfer.via: object_store"
+                f"{setting}, but {rollout.role} and {actor.role} have GPUs in common, and NCCL allows one process per "
+                f"GPU: set {rollout.role}.transfer.via: object_store"
             )
         return "object_store"
     return "nccl"
+
+
+def resolve_transport(
+    transport: Transport, actor: WorkerGroup, rollout: WorkerGroup, config: RolloutConfig
+) -> Transport:
+    """Returns `object_store` instead of `cuda_ipc` if the actor offloads its GPUs while the rollout runs.
+
+    Raises:
+        PlacementError: `transfer.via` requests `cuda_ipc` explicitly.
+    """
+    if transport != "cuda_ipc" or not actor.is_evicted_by(rollout):
+        return transport
+    if config.transfer.via == "cuda_ipc":
+        raise PlacementError(
+            f"{rollout.role}.transfer.via is cuda_ipc, but the processes of {actor.role} offload their GPUs while "
+            f"{rollout.role} runs (engine.offload: idle of a role in them): set {rollout.role}.transfer.via: auto"
+        )
+    return "object_store"

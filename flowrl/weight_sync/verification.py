@@ -1,4 +1,4 @@
-"""Whether rollout and trainer are one policy: their weights after each update, log-probabilities after each step."""
+"""Checks that rollout and trainer are the same policy: weights after each update, log-probabilities after each step."""
 
 from collections.abc import Callable, Mapping
 from math import isnan
@@ -8,150 +8,152 @@ from flowrl.config import ActorConfig, CheckFailed, RolloutConfig, RunConfig
 from flowrl.controller.dispatch import Future
 from flowrl.controller.group import WorkerGroup
 
-COMPLETE_PARTS = 8
-"""A complete check travels in so many parts, each with every eighth weight."""
+COMPLETE_CHUNKS = 8
+"""Number of chunks of a complete check; chunk i compares weights i, i + 8, i + 16, ..."""
 
 GAP_WARNING = {"float32": 0.001, "bfloat16": 0.05, "float16": 0.05}
-"""Type of a model's arithmetic -> `rollout.gap_warning` where the config has none. Two engines that sum in another
-order differ by 1e-6 to 1e-5 in float32, and by 0.005 to 0.02 where 16 bits are rounded to in every layer; stale weights
-or another temperature by more than either."""
+"""Compute dtype -> default of `rollout.gap_warning`, in nats per token.
 
-GAP_WARNING_QUANTISED = 0.1
-"""The same of a quantised rollout: int8 of a 100M model is at 0.02."""
+Engines that differ only in summation order are 1e-6 to 1e-5 dedicated in float32, and 0.005 to 0.02 in 16 bits. Stale
+weights or a different temperature cause larger gaps.
+"""
 
-SAY_EVERY = 10
-"""Steps between two lines of the same warning."""
+GAP_WARNING_QUANTIZED = 0.1
+"""Default of `rollout.gap_warning` for a quantized rollout; an int8 model of 100M parameters measures 0.02."""
+
+WARN_EVERY = 10
+"""Minimum number of steps between two gap warnings."""
 
 
 class ComparedWeights:
-    """What came of the comparisons after an update, as metrics of its step."""
+    """Results of the weight comparisons after an update, as metrics of the step."""
 
     def __init__(self, version: int, futures: list[Future]) -> None:
         self.version = version
         self._futures = futures
 
     def get(self) -> Mapping[str, float]:
-        """`weights_compared` and `weights_unreached` of the rollout's first rank. Raises what a comparison raised."""
+        """Returns `weights_compared` and `weights_unreached` of rank 0. Raises CheckFailed if weights differ."""
         compared = [future.get()[0] for future in self._futures]
         return {
-            "weights_compared": float(sum(each.count for each in compared)),
-            "weights_unreached": float(sum(len(each.unreached) for each in compared)),
+            "weights_compared": float(sum(result.count for result in compared)),
+            "weights_unreached": float(sum(len(result.unreached) for result in compared)),
         }
 
     def done(self) -> bool:
         return all(future.done() for future in self._futures)
 
     def unreached(self) -> list[str]:
-        """The weights of which the engine does not tell what it serves."""
+        """Returns the names of the weights that the engine cannot read back."""
         return [name for future in self._futures for name in future.get()[0].unreached]
 
 
 class WeightsCheck:
-    """Has a rollout compare the weights that it is given with the actor's, which are those of `version`.
+    """Compares the weights of a rollout with samples of the actor's weights of `version`.
 
-    Made before they are given and compared after, so that all that is the actor's leaves together: a device that the
-    two have in turns changes hands once. Does not wait; a difference ends the run, as any call's failure. Nothing is
-    compared where the rollout samples from the actor's own weights, where the config wants no check, and for roles
-    without these methods.
+    Construct it before the weights are sent: the constructor exports the samples together with the weights, so a
+    time-shared device switches roles once. Call `compare` afterwards. Neither waits; a difference raises CheckFailed
+    when the result is read. Nothing is compared if the rollout shares the actor's weights, if `rollout.check_weights`
+    is off, or if a role lacks the methods.
     """
 
     def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, version: int, config: RolloutConfig | None) -> None:
         self._version = version
-        knows = hasattr(rollout.cls, "check_weights") and hasattr(actor.cls, "weight_samples")
-        parts: list[dict[str, Any]] = []
-        if config is not None and knows and not rollout.is_colocated_with(actor) and config.check_weights != "off":
-            complete = [{"part": part, "parts": COMPLETE_PARTS} for part in range(COMPLETE_PARTS)]
-            parts = [{}] if config.check_weights == "sampled" else complete
+        has_methods = hasattr(rollout.cls, "check_weights") and hasattr(actor.cls, "weight_samples")
+        selections: list[dict[str, Any]] = []
+        if (
+            config is not None
+            and has_methods
+            and not rollout.is_colocated_with(actor)
+            and config.check_weights != "off"
+        ):
+            complete = [{"chunk": chunk, "num_chunks": COMPLETE_CHUNKS} for chunk in range(COMPLETE_CHUNKS)]
+            selections = [{}] if config.check_weights == "sampled" else complete
         dtype = None if config is None else config.sent_dtype
-        self._samples = [actor.weight_samples.submit(version, dtype=dtype, **part) for part in parts]
+        self._samples = [actor.weight_samples.submit(version, dtype=dtype, **selection) for selection in selections]
 
     def compare(self, rollout: WorkerGroup) -> ComparedWeights | None:
-        """What comes of it, of this rollout or replica, which was given them; None where nothing is compared."""
+        """Submits the comparison to a rollout or replica that has loaded the weights; None if disabled."""
         if not self._samples:
             return None
-        return ComparedWeights(self._version, [rollout.check_weights.submit(each) for each in self._samples])
+        return ComparedWeights(self._version, [rollout.check_weights.submit(samples) for samples in self._samples])
 
 
 def gap_limit(rollout: RolloutConfig, actor: ActorConfig) -> float:
-    """The mean gap in nats per token above which two engines count as two policies."""
+    """Returns the mean gap in nats per token above which a warning is due."""
     if rollout.gap_warning is not None:
         return rollout.gap_warning
     if rollout.quantization is not None:
-        return GAP_WARNING_QUANTISED
+        return GAP_WARNING_QUANTIZED
     return max(GAP_WARNING[dtype] for dtype in (actor.model.dtype, actor.engine.compute_dtype) if dtype is not None)
 
 
 class RolloutWatch:
-    """Follows a run's steps; for a run without a rollout it does nothing.
+    """Checks each step's `rollout_gap` and reports weights that cannot be compared. Inactive without a rollout.
 
     Args:
-        say: prints a line.
+        report: prints a line.
     """
 
-    def __init__(self, config: RunConfig, say: Callable[[str], None]) -> None:
+    def __init__(self, config: RunConfig, report: Callable[[str], None]) -> None:
         settings = dict(config)
         rollout, actor = settings.get("rollout"), settings.get("actor")
         self._rollout = rollout if isinstance(rollout, RolloutConfig) else None
         self._actor = actor if isinstance(actor, ActorConfig) else None
-        self._say = say
+        self._report = report
         self._checks: list[ComparedWeights] = []
-        self._said_unreached = False
-        self._said_gap_at: int | None = None
+        self._reported_unreached = False
+        self._last_gap_warning: int | None = None
         self.gap_steps = 0
-        """Steps with a gap above the limit."""
+        """Number of steps with a gap above the limit."""
 
     def follow(self, check: ComparedWeights | None) -> tuple[ComparedWeights, ...]:
-        """Takes up a comparison, if there is one; its metrics."""
+        """Registers a comparison and returns it as a tuple of metrics; empty if there is none."""
         if check is None:
             return ()
-        if not self._said_unreached:
+        if not self._reported_unreached:
             self._checks.append(check)
         return (check,)
 
-    def look(self, step: int, values: Mapping[str, float]) -> None:
-        """Tells what is wrong with a step that is done and whose metrics are written. Raises CheckFailed where the
-        config says `check: strict`."""
-        self._tell_unreached()
+    def check_step(self, step: int, values: Mapping[str, float]) -> None:
+        """Checks the metrics of a completed step. Raises CheckFailed if the gap is too large and `check` is strict."""
+        self._report_unreached()
         if values.get("staleness_max", 0.0) > 0:
-            return  # between two versions of the policy there is a gap, whatever samples from them
+            return  # stale responses have a gap by construction
         if self._rollout is None or self._actor is None or self._rollout.check == "off" or "rollout_gap" not in values:
             return
         gap, limit = values["rollout_gap"], gap_limit(self._rollout, self._actor)
         if gap <= limit or (isnan(gap) and not values.get("response_tokens")):
             return
         self.gap_steps += 1
-        sentence = _gap_sentence(step, gap, limit, self._rollout)
+        message = (
+            f"step {step}: rollout and trainer log-probabilities differ by {gap:.3g} nats per token on average, above "
+            f"rollout.gap_warning {limit:g}; likely causes, most likely first: {gap_causes(self._rollout)}"
+        )
         if self._rollout.check == "strict":
-            raise CheckFailed(sentence)
-        if self._said_gap_at is None or step - self._said_gap_at >= SAY_EVERY:
-            self._said_gap_at = step
-            self._say(f"warning: {sentence}")
+            raise CheckFailed(message)
+        if self._last_gap_warning is None or step - self._last_gap_warning >= WARN_EVERY:
+            self._last_gap_warning = step
+            self._report(f"warning: {message}")
 
-    def _tell_unreached(self) -> None:
-        while self._checks and self._checks[0].done() and not self._said_unreached:
+    def _report_unreached(self) -> None:
+        while self._checks and self._checks[0].done() and not self._reported_unreached:
             if names := self._checks.pop(0).unreached():
-                self._said_unreached = True
+                self._reported_unreached = True
                 self._checks.clear()
-                self._say(
+                self._report(
                     f"warning: {len(names)} kinds of weights cannot be compared with the actor's after updates, such "
-                    f"as {names[0]}: the engine does not tell what it serves of them"
+                    f"as {names[0]}: the engine cannot read them back"
                 )
 
 
-def _gap_sentence(step: int, gap: float, limit: float, rollout: RolloutConfig) -> str:
-    return (
-        f"step {step}: the rollout's log-probabilities are {gap:.3g} nats per token from the trainer's on average, "
-        f"above rollout.gap_warning {limit:g}; likely causes, the first first: {gap_causes(rollout)}"
-    )
-
-
 def gap_causes(rollout: RolloutConfig) -> str:
-    """Why the log-probabilities of two engines may differ, what is likeliest first."""
-    weights = "weights that were not handed over, or by the recipe after they had changed again"
+    """Returns the possible causes of different log-probabilities, most likely first."""
+    weights = "weights not synced, or changed by the recipe after the sync"
     if rollout.check_weights == "off":
         weights += " (rollout.check_weights is off: set it to sampled)"
     return (
-        f"{weights}; another type of weights or arithmetic (model.dtype, engine.compute_dtype); another temperature, "
-        f"top-k or top-p than the actor was made with; a quantised rollout; positions, padding or attention that the "
-        f"two engines treat differently"
+        f"{weights}; a different dtype of weights or compute (model.dtype, engine.compute_dtype); a different "
+        f"temperature, top_k or top_p than the actor's; a quantized rollout; positions, padding or attention handled "
+        f"differently by the two engines"
     )

@@ -1,4 +1,8 @@
-"""The roles: each wraps an engine and states which columns it reads and writes."""
+"""Worker classes of the roles: each wraps an engine and declares the columns that its methods read and write.
+
+Entry points: `Actor`, `Critic`, `Reference`, `Reward`, `RewardModel`, `Rollout`; `reward_worker` selects a reward class.
+May import: config, data, controller, engines, algorithms.
+"""
 
 from flowrl.workers.actor import Actor
 from flowrl.workers.critic import Critic

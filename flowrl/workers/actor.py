@@ -1,9 +1,10 @@
-"""Actor: the policy that is trained."""
+"""The trained policy: update, log-probabilities, and export of its weights to the rollout."""
 
-from collections.abc import Container
-from functools import partial
+import socket
+from collections.abc import Container, Mapping
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDict
@@ -19,25 +20,32 @@ from flowrl.data.returned_values import loss_and_metrics, per_token, scalar
 from flowrl.engines.checkpoint.export import DESCRIPTION, describe_adapter
 from flowrl.engines.models.loading import describe_model, load_policy, save_model
 from flowrl.engines.models.lora import add_adapter
+from flowrl.engines.models.weights import export_weights, full_weights, weight_buckets, weight_shapes
+from flowrl.engines.rollout.weight_check import WeightSamples, weight_samples
 from flowrl.engines.train.engine import Denominators, TrainEngine, is_sharded
 from flowrl.engines.train.microbatch import MicroBatch
+from flowrl.workers.model_worker import TrainedWorker, build_rank_mesh
 from flowrl.workers.policy_model import PolicyModel, policy_logprobs
-from flowrl.workers.role_mesh import mesh_of
-from flowrl.workers.weight_sender import Sender
+
+if TYPE_CHECKING:
+    from flowrl.engines.rollout.vllm.gpu_transfer import IpcChunk, IpcSender, WeightMetadata
 
 
-class Actor(Sender):
-    """A causal language model with an optimizer.
+class Actor(TrainedWorker):
+    """Causal language model with an optimizer.
+
+    Methods with `chunk_mb` and `dtype` split the weights into chunks of at most `chunk_mb` MB (10^6 bytes) and cast
+    floating-point weights to `dtype`; None keeps their own dtype.
 
     Args:
         config: model, optimizer and loss.
-        temperature: of the rollout; log-probabilities are those of the distribution that was sampled from.
+        temperature: sampling temperature of the rollout, by which log-probabilities divide the logits.
     """
 
     def __init__(self, config: ActorConfig, *, temperature: float = 1.0) -> None:
         self.config, self.temperature = config, temperature
         self._loss = policy_losses.load(config.loss)
-        mesh = mesh_of(self, config.engine)
+        mesh = build_rank_mesh(self, config.engine)
         self.model = load_policy(config.model, on_meta=is_sharded(config.engine, mesh))
         if config.lora is not None:
             add_adapter(self.model, config.lora)
@@ -49,10 +57,11 @@ class Actor(Sender):
             device=torch.device(self.device),
         )
         self._described: dict[str, bytes] = {}
+        self._known_chunks: dict[tuple[float, str | None], list[list[str]]] = {}
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("input_ids",), writes=("logprobs",))
     def logprobs(self, batch: TensorDict) -> TensorDict:
-        """Log-probability `[T]` of every token under the present weights."""
+        """Returns the log-probability `[T]` of every token under the current weights."""
         values_T = self.engine.evaluate(batch, partial(policy_logprobs, temperature=self.temperature))
         return make_tensordict(tokens={"logprobs": values_T}, lengths=lengths(batch))
 
@@ -72,10 +81,10 @@ class Actor(Sender):
         ),
     )
     def update(self, batch: TensorDict) -> dict[str, Metric]:
-        """One optimizer step on the configured policy loss, with entropy bonus and KL.
+        """Takes one optimizer step on the configured policy loss, entropy bonus and KL; returns metrics.
 
-        A batch that was corrected has `loss_weights`, by which the policy loss is multiplied, and `loss_mask`, the
-        tokens that the step is over instead of the response mask.
+        A rollout correction adds `loss_weights`, which multiply the policy loss, and `loss_mask`, which replaces the
+        response mask.
         """
         self._check_columns(batch)
         mask_column = "loss_mask" if "loss_mask" in batch["tokens"].keys() else "response_mask"  # noqa: SIM118 (a TensorDict)
@@ -85,39 +94,47 @@ class Actor(Sender):
         ) -> tuple[torch.Tensor, dict[str, Metric]]:
             return self._policy_loss(model, micro, denominators, mask_column)
 
-        return self._named(self.engine.update(batch, loss, mask_column))
+        metrics = self.engine.update(batch, loss, mask_column)
+        return {f"{self.context.role}/{name}": metric for name, metric in metrics.items()}
 
     @register(Dispatch.DP_COMPUTE_METRIC, blocking=False, reads=("input_ids", "response_mask"))
     def update_sft(self, batch: TensorDict) -> dict[str, Metric]:
-        """One optimizer step of supervised fine-tuning: mean cross-entropy over the tokens of the response mask."""
-        return self.engine.update(batch, _imitation_loss)
+        """Takes one supervised step on the mean cross-entropy of the response tokens; returns metrics."""
+        return self.engine.update(batch, _sft_loss)
 
     @register(Dispatch.ALL_TO_ONE)
     def save(self, folder: Path) -> None:
-        """Writes model and tokenizer as a `save_pretrained` folder."""
+        """Saves model and tokenizer in the format of `save_pretrained`."""
         save_model(self.model, self.config.model.path, folder, is_writer=self.rank == 0)
 
-    def shares_weights_with(self, other: Worker) -> bool:
-        """Whether a worker in this process may sample from this model's weights."""
+    def can_share_weights(self, other: Worker) -> bool:
+        """Returns whether a worker in this process may use this model's weights.
+
+        Sharded weights are gathered by all ranks together, so every rank of `other` must be colocated with the same
+        rank of the actor.
+        """
         return not self.engine.is_sharded or other.context.role in self.context.aligned_roles
 
     @property
-    def lends_copies(self) -> bool:
-        """Whether what it lends is put together for each call: from parts on ranks, or from weights and adapter."""
+    def has_gathered_weights(self) -> bool:
+        """Whether shared weights are assembled for each call: gathered from shards, or merged with an adapter."""
         return self.engine.is_sharded or self.config.lora is not None
 
-    def is_reference(self, model: ModelConfig, other: Worker) -> bool:
-        """Whether, without its adapter, this model is the one that a worker in this process is to run."""
-        # Of a model that ranks run together, each of them must be asked at the same time.
-        alone = not self.engine.is_sharded and self.engine.mesh.sequence is None
+    def can_replace_reference(self, model: ModelConfig, reference: Worker) -> bool:
+        """Returns whether this model without its adapter computes what a reference worker in this process needs."""
+        is_collective = self.engine.is_sharded or self.engine.mesh.sequence is not None
         return (
             self.config.lora is not None
             and model == self.config.model
-            and (alone or (other.mesh == self.mesh and other.context.role in self.context.aligned_roles))
+            # All ranks of a collective forward pass must call it at the same time.
+            and (
+                not is_collective
+                or (reference.mesh == self.mesh and reference.context.role in self.context.aligned_roles)
+            )
         )
 
     def description(self) -> dict[str, bytes]:
-        """The model's configuration and tokenizer, for `flowrl export`."""
+        """Returns the model's configuration and tokenizer files, which `flowrl export` needs."""
         if not self._described and self.rank == 0:
             files = describe_model(self.model, self.config.model.path)
             if self.config.lora is not None:
@@ -125,18 +142,105 @@ class Actor(Sender):
             self._described = {f"{DESCRIPTION}/{name}": data for name, data in files.items()}
         return self._described
 
+    # Weight export. `WeightSync` calls these methods; see docs/weight_transfer.md.
+
+    @register(Dispatch.RANK_ZERO, blocking=False, memory=())
+    def num_chunks(self, chunk_mb: float, dtype: str | None = None) -> int:
+        """Returns the number of chunks of an update."""
+        return len(self._chunks(chunk_mb, dtype))
+
+    @register(Dispatch.ALL_TO_ONE, blocking=False)
+    def weights(
+        self, chunk: int = 0, chunk_mb: float | None = None, dtype: str | None = None
+    ) -> dict[str, Any]:  # Any: NumPy arrays, see engines/models/weights.py
+        """Returns one chunk of the current weights on rank 0, or all weights if `chunk_mb` is None."""
+        names = None if chunk_mb is None else self._chunks(chunk_mb, dtype)[chunk]
+        # No snapshot: the result of a call is copied anyway.
+        return export_weights(self.model, names, dtype=_dtype(dtype), is_receiver=self.rank == 0, snapshot=False)
+
+    @register(Dispatch.ALL_TO_ONE, blocking=False)
+    def weight_samples(
+        self, version: int, chunk: int = 0, num_chunks: int | None = None, dtype: str | None = None
+    ) -> WeightSamples:
+        """Returns samples of the weights of `version`, against which the rollout compares its own.
+
+        With `num_chunks`, returns every column of the weights `chunk`, `chunk + num_chunks`, ... instead.
+        """
+        return weight_samples(
+            self.model, version, chunk=chunk, num_chunks=num_chunks, dtype=_dtype(dtype), wanted=self.rank == 0
+        )
+
+    @register(Dispatch.RANK_ZERO, blocking=False, memory=())
+    def describe_weights(self, chunk: int, chunk_mb: float, dtype: str | None = None) -> "WeightMetadata":
+        """Returns names, dtypes and shapes of a chunk, which the receivers of a broadcast need."""
+        from flowrl.engines.rollout.vllm.gpu_transfer import WeightMetadata  # noqa: PLC0415 (vLLM is optional)
+
+        return WeightMetadata.of(weight_shapes(self.model, self._chunks(chunk_mb, dtype)[chunk], _dtype(dtype)))
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False, memory=())
+    def share_weights(self, chunk: int, chunk_mb: float, dtype: str | None = None, after: object = None) -> "IpcChunk":
+        """Copies a chunk into this GPU's IPC buffer; returns its handle. The chunk is valid until the next call.
+
+        `after` delays the call until the previous chunk has been read.
+        """
+        metadata = self.describe_weights(chunk, chunk_mb, dtype)
+        return self._ipc.share(full_weights(self.model, metadata.names, _dtype(dtype)), metadata.num_bytes)
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False, memory=())
+    def release_weights(self, after: object = None) -> None:
+        """Frees the IPC buffer."""
+        self._ipc.release()
+
+    @register(Dispatch.RANK_ZERO, memory=())
+    def open_transfer_group(self) -> tuple[str, int]:
+        """Returns address and free port for the rendezvous of the NCCL transfer group."""
+        with socket.create_server((self.context.address, 0)) as listener:
+            return self.context.address, listener.getsockname()[1]
+
+    @register(Dispatch.RANK_ZERO, blocking=False, memory=())
+    def join_transfer_group(self, group: Mapping[str, Any]) -> None:  # Any: the fields of `TransferGroup`
+        """Joins the NCCL transfer group; returns when all members have joined."""
+        from flowrl.engines.rollout.vllm.gpu_transfer import NcclSender, TransferGroup  # noqa: PLC0415 (as above)
+
+        self._nccl: NcclSender = NcclSender(TransferGroup(**group))
+
+    @register(Dispatch.ALL_TO_ONE, blocking=False)
+    def broadcast_weights(self, chunk: int, chunk_mb: float, dtype: str | None = None) -> None:
+        """Broadcasts a chunk from rank 0 to the transfer group; the other ranks help to gather it."""
+        weights = full_weights(self.model, self._chunks(chunk_mb, dtype)[chunk], _dtype(dtype))
+        if self.rank == 0:
+            self._nccl.send(weights)
+        else:
+            for _ in weights:
+                pass
+
+    def _chunks(self, chunk_mb: float, dtype: str | None) -> list[list[str]]:
+        """Returns the weight names of each chunk."""
+        key = (chunk_mb, dtype)
+        if key not in self._known_chunks:
+            self._known_chunks[key] = weight_buckets(self.model, chunk_mb * 1e6, _dtype(dtype))
+        return self._known_chunks[key]
+
+    @cached_property
+    def _ipc(self) -> "IpcSender":
+        from flowrl.engines.rollout.vllm.gpu_transfer import IpcSender  # noqa: PLC0415 (as above)
+
+        return IpcSender()
+
+    # Loss.
+
     def _check_columns(self, batch: TensorDict) -> None:
-        """Refuses a batch without a column that the loss reads. Raises UserError."""
+        """Raises UserError if the batch lacks a column that the loss reads."""
         inputs = policy_losses.inputs(self._loss)
         wanted = {name: f"loss {self.config.loss}" for name in policy_losses.keywords if name in inputs}
         if self.config.kl_loss_coef:
             wanted["ref_logprobs"] = "kl_loss_coef"
         for name, setting in wanted.items():
             if name not in batch["tokens"].keys():  # noqa: SIM118 (a TensorDict)
-                how = "the reference's logprobs" if name == "ref_logprobs" else "flowrl.run.advantages.Advantages"
+                source = "reference.logprobs" if name == "ref_logprobs" else "flowrl.run.advantages.Advantages"
                 raise UserError(
-                    f"actor.{setting} is set, but the batch has no column {name!r}; compute it before the update, "
-                    f"with {how}"
+                    f"actor.{setting} is set, but the batch has no column {name!r}: compute it before the update with "
+                    f"{source}"
                 )
 
     def _policy_loss(
@@ -145,7 +249,7 @@ class Actor(Sender):
         config, mask_BL = self.config, micro.tokens[mask_column]
         entropy = "gradient" if config.entropy_coef else "value"
         logprobs_BL, entropy_BL = model(micro.input_ids, mask_BL, self.temperature, entropy, pack=micro.pack)
-        loss_BL, details = self._loss_of_policy(logprobs_BL, micro, mask_BL)
+        loss_BL, details = self._token_loss(logprobs_BL, micro, mask_BL)
         if "loss_weights" in micro.tokens:
             loss_BL = loss_BL * micro.tokens["loss_weights"]
         values = {"loss": loss_BL, "entropy": entropy_BL} | details
@@ -171,31 +275,28 @@ class Actor(Sender):
         )
         return scalar(loss, f"actor.aggregation {config.aggregation}"), token_means(values, mask_BL)
 
-    def _loss_of_policy(
+    def _token_loss(
         self, logprobs_BL: torch.Tensor, micro: MicroBatch, mask_BL: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The configured loss per token `[B, L]`, and its metrics."""
+        """Returns the configured loss per token `[B, L]`, and its metrics."""
         columns = {"logprobs": logprobs_BL, "mask": mask_BL} | {
             name: micro.tokens[name] for name in policy_losses.inputs(self._loss) if name not in ("logprobs", "mask")
         }
         result = self._loss(**columns, **loss_options(self.config, policy_losses.settings(self._loss)))
         return loss_and_metrics(result, mask_BL, f"actor.loss {self.config.loss}")
 
-    def _named(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
-        return {f"{self.context.role}/{name}": metric for name, metric in metrics.items()}
 
-
-def loss_options(config: ActorConfig, taken: Container[str]) -> dict[str, Any]:  # Any: as the settings are
-    """The keyword arguments of the configured loss: what its own settings say, and what it takes of them."""
+def loss_options(config: ActorConfig, keywords: Container[str]) -> dict[str, Any]:  # Any: as the settings are
+    """Returns the keyword arguments of the configured loss: the settings whose names are in `keywords`."""
     settings = config.settings()
     if "loss_options" in settings:
         return dict(settings["loss_options"])
-    # cov_fraction and its bounds go to the selection of tokens, cov_kl_coef to the loss as kl_coef.
+    # cov_fraction and its bounds belong to the token selection; cov_kl_coef is the loss's kl_coef.
     named = {name.removeprefix("cov_"): value for name, value in settings.items()}
-    return {name: value for name, value in named.items() if name in taken}
+    return {name: value for name, value in named.items() if name in keywords}
 
 
-def _imitation_loss(
+def _sft_loss(
     model: nn.Module, micro: MicroBatch, denominators: Denominators
 ) -> tuple[torch.Tensor, dict[str, Metric]]:
     mask_BL = micro.tokens["response_mask"]
@@ -205,15 +306,19 @@ def _imitation_loss(
 
 
 def token_means(values: dict[str, torch.Tensor], mask_BL: torch.Tensor) -> dict[str, Metric]:
-    """The mean of each `[B, L]` over the mask, and the smallest and the largest `ratio` of a loss that reports one.
+    """Returns the masked mean of each `[B, L]` value, and the range of `ratio` if present.
 
-    They merge over micro-batches and ranks.
+    The metrics merge over micro-batches and ranks.
     """
     sums = [value.detach().masked_fill(~mask_BL, 0).sum(dtype=torch.float64) for value in values.values()]
     extremes = masked_range(values["ratio"], mask_BL) if "ratio" in values else ()
-    # One wait for the device, however many metrics there are.
+    # One device synchronization for all metrics.
     count, *numbers = torch.stack([mask_BL.sum().double(), *sums, *(x.double() for x in extremes)]).tolist()
-    found: dict[str, Metric] = {name: Mean(total, count) for name, total in zip(values, numbers, strict=False)}
+    metrics: dict[str, Metric] = {name: Mean(total, count) for name, total in zip(values, numbers, strict=False)}
     if extremes and count:
-        found |= {"ratio_min": Min(numbers[-2]), "ratio_max": Max(numbers[-1])}
-    return found
+        metrics |= {"ratio_min": Min(numbers[-2]), "ratio_max": Max(numbers[-1])}
+    return metrics
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)

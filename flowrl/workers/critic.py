@@ -1,4 +1,4 @@
-"""Critic: the value model that is trained."""
+"""The trained value model."""
 
 import torch
 from tensordict import TensorDict
@@ -14,16 +14,15 @@ from flowrl.engines.models.lora import add_adapter
 from flowrl.engines.train.engine import Denominators, TrainEngine, is_sharded
 from flowrl.engines.train.microbatch import MicroBatch
 from flowrl.workers.actor import token_means
-from flowrl.workers.model_worker import TrainedWorker
-from flowrl.workers.role_mesh import mesh_of
+from flowrl.workers.model_worker import TrainedWorker, build_rank_mesh
 
 
 class Critic(TrainedWorker):
-    """A causal language model's backbone with a value head, and an optimizer."""
+    """Backbone of a causal language model with a value head, and an optimizer."""
 
     def __init__(self, config: CriticConfig) -> None:
         self.config = config
-        mesh = mesh_of(self, config.engine)
+        mesh = build_rank_mesh(self, config.engine)
         parts = is_sharded(config.engine, mesh)
         model = load_critic(config.model, head=config.head, seed=config.head_seed, on_meta=parts)
         if config.lora is not None:
@@ -39,12 +38,12 @@ class Critic(TrainedWorker):
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("input_ids",), writes=("values",))
     def values(self, batch: TensorDict) -> TensorDict:
-        """Value `[T]` of the state in which each token is chosen; 0 at position 0."""
+        """Returns the value `[T]` of the state before each token; 0 at position 0."""
         return make_tensordict(tokens={"values": self.engine.evaluate(batch, _values)}, lengths=lengths(batch))
 
     @register(Dispatch.DP_COMPUTE_METRIC, blocking=False, reads=("input_ids", "response_mask", "values", "returns"))
     def update(self, batch: TensorDict) -> dict[str, Metric]:
-        """One optimizer step on the clipped value loss."""
+        """Takes one optimizer step on the clipped value loss; returns metrics."""
         metrics = self.engine.update(batch, self._value_loss)
         return {f"{self.context.role}/{name}": metric for name, metric in metrics.items()}
 

@@ -1,20 +1,38 @@
-"""What roles with a model have in common: the device is theirs in turns, and what is trained has checkpoints."""
+"""Base classes of workers with a model: offload of an idle engine, and checkpoints of a trained model."""
 
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from flowrl.config import ActorConfig, CriticConfig, ReferenceConfig, RewardConfig
+from flowrl.config import ActorConfig, CriticConfig, EngineConfig, ReferenceConfig, RewardConfig, shards_model
+from flowrl.controller.placement.plan import Mesh
 from flowrl.controller.worker import Dispatch, Worker, register
 from flowrl.data.checksums import Saved
 from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints, load
+from flowrl.engines.parallel.rank_mesh import RankMesh, rank_mesh
 from flowrl.engines.train.engine import TrainEngine
 
 _Config = ActorConfig | CriticConfig | ReferenceConfig | RewardConfig
 
 
+def build_rank_mesh(worker: Worker, engine: EngineConfig) -> RankMesh:
+    """Returns the device mesh of a worker's role. All ranks of the role must call it together."""
+    return rank_mesh(
+        worker.context.process_group,
+        device=worker.device,
+        tp=worker.mesh.tp,
+        sp=worker.mesh.sp,
+        shard_ranks=engine.shard_ranks,
+    )
+
+
+def has_collective_forward(mesh: Mesh, engine: EngineConfig) -> bool:
+    """Returns whether a forward pass needs several ranks of the role (sharded weights or sequence parallelism)."""
+    return mesh.sp > 1 or shards_model(engine, mesh.size, mesh.tp)
+
+
 class ModelWorker(Worker):
-    """A role that runs a model; the constructor sets `engine`."""
+    """Worker with a `TrainEngine`, which the constructor must store as `engine`."""
 
     engine: TrainEngine
 
@@ -32,27 +50,27 @@ class ModelWorker(Worker):
 
 
 class TrainedWorker(ModelWorker):
-    """A role whose model is trained."""
+    """Worker whose model is trained and saved in checkpoints."""
 
     collective = True
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def save_checkpoint(self, folder: Path, asynchronous: bool = False) -> None:
-        """Takes all that training goes on from and writes it into an empty folder; beside later calls, if asked to."""
+        """Writes the training state to an empty folder; `asynchronous` writes in the background."""
         self._checkpoints.save(folder, asynchronous=asynchronous, extra_files=self.description())
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, memory=())
     def checkpoint_saved(self, wait: bool = True) -> Saved | None:
-        """What this rank wrote of the last save; None while some rank still writes, unless it should wait."""
+        """Returns the files that this rank wrote in the last save; None if `wait` is false and a rank still writes."""
         return self._checkpoints.result(wait=wait)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def load_checkpoint(self, folder: Path) -> None:
-        """Goes on from what any number of ranks have saved in a folder."""
+        """Restores the training state from a folder that any number of ranks saved."""
         load(self.engine, folder)
 
     def description(self) -> dict[str, bytes]:
-        """Files, by name, that a checkpoint has besides the engine's."""
+        """Returns additional checkpoint files: name -> content."""
         return {}
 
     @cached_property

@@ -1,6 +1,6 @@
-"""A causal language model that answers with the log-probabilities of tokens instead of logits.
+"""Causal language model that returns token log-probabilities and entropies instead of logits.
 
-Shape suffixes: B rows, L the longest row, l a rank's stretch of it, D hidden size, V vocabulary.
+Shape suffixes: B rows, L longest row, l sequence shard of a rank, D hidden size, V vocabulary.
 """
 
 from typing import Literal
@@ -27,16 +27,16 @@ from flowrl.engines.models.sequence_sharding import (
 from flowrl.engines.train.microbatch import MicroBatch
 
 _TILED_FROM = 8192
-"""Vocabularies from here on never have their logits in memory at once; smaller ones fit, and that is faster."""
+"""Vocabulary size from which logits are computed in tiles. Smaller vocabularies fit in memory and run faster at once."""
 
 
 def policy_logprobs(model: nn.Module, micro: MicroBatch, *, temperature: float) -> Tensor:
-    """Log-probability [B, L] of every token of a micro-batch given those before it; 0 at position 0."""
+    """Returns the log-probability [B, L] of every token given the previous tokens; 0 at position 0."""
     return model(micro.input_ids, micro.mask, temperature, pack=micro.pack)[0]
 
 
 class PolicyModel(SequenceShardable):
-    """What the actor trains and the reference runs. The language model stays usable by others."""
+    """Wraps the language model of actor and reference. The model itself is unchanged, so a rollout can share it."""
 
     def __init__(self, language_model: LanguageModel) -> None:
         super().__init__()
@@ -50,37 +50,37 @@ class PolicyModel(SequenceShardable):
         entropy: Literal["none", "value", "gradient"] = "none",
         pack: Pack | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Log-probability of every token given those before it, and the entropy of what it was drawn from.
+        """Returns the log-probability of every token given the previous tokens, and the entropy of its distribution.
 
         Args:
             input_ids_BL: int64 [B, L], right-padded.
-            mask_BL: bool [B, L], the tokens that are wanted; what stands elsewhere in the results is no result.
-            temperature: > 0, that of the rollout.
-            entropy: whether it is wanted, and trained on.
-            pack: of these rows, to run them without padding.
-        Returns: both [B, L], in at least float32; 0 at position 0, and all of an entropy that is not wanted.
+            mask_BL: bool [B, L], the tokens to compute; results at other tokens are undefined.
+            temperature: > 0, sampling temperature of the rollout.
+            entropy: "none" returns zeros, "value" detaches it, "gradient" differentiates it.
+            pack: packing of these rows, which runs them without padding.
+        Returns: both [B, L], at least float32; 0 at position 0.
         """
         if pack is None:
-            return self._of_rows(input_ids_BL, mask_BL, temperature, entropy, None)
-        # Nothing comes before a row's first token, though in a pack the end of another row stands there.
+            return self._run_rows(input_ids_BL, mask_BL, temperature, entropy, None)
+        # In a pack, the token before a row's first token belongs to another row.
         wanted_1T = pack.pack(mask_BL) & (pack.positions_T > 0)
-        found = self._of_rows(pack.pack(input_ids_BL), wanted_1T, temperature, entropy, pack)
-        logprobs_BL, entropy_BL = (pack.unpack(x_1T, input_ids_BL.shape)[:, 1:] for x_1T in found)
+        flat = self._run_rows(pack.pack(input_ids_BL), wanted_1T, temperature, entropy, pack)
+        logprobs_BL, entropy_BL = (pack.unpack(x_1T, input_ids_BL.shape)[:, 1:] for x_1T in flat)
         return nn.functional.pad(logprobs_BL, (1, 0)), nn.functional.pad(entropy_BL, (1, 0))
 
-    def _of_rows(
+    def _run_rows(
         self, input_ids_BL: Tensor, mask_BL: Tensor, temperature: float, entropy: str, pack: Pack | None
     ) -> tuple[Tensor, Tensor]:
         hidden_BlD = run_backbone(self.language_model.base_model, input_ids_BL, self.sequence_sharding, pack)
         if self.sequence_sharding is None:
             return self._reduce(hidden_BlD, input_ids_BL, mask_BL, temperature, entropy)
-        # A stretch's last state chooses the token after it, so that its targets are one longer.
+        # The last state of a sequence shard predicts the first token of the next shard.
         hidden_BlD = nn.functional.pad(hidden_BlD, (0, 0, 0, 1))
         targets_Bl, wanted_Bl = (local_targets(x_BL, self.sequence_sharding) for x_BL in (input_ids_BL, mask_BL))
-        found = self._reduce(hidden_BlD, targets_Bl, wanted_Bl, temperature, entropy)
+        shards = self._reduce(hidden_BlD, targets_Bl, wanted_Bl, temperature, entropy)
         length = input_ids_BL.shape[1]
         logprobs_BL, entropy_BL = (
-            gather_sequence(x_Bl[:, 1:], length, self.sequence_sharding)[:, :-1] for x_Bl in found
+            gather_sequence(x_Bl[:, 1:], length, self.sequence_sharding)[:, :-1] for x_Bl in shards
         )
         return nn.functional.pad(logprobs_BL, (1, 0)), nn.functional.pad(entropy_BL, (1, 0))
 

@@ -1,4 +1,4 @@
-"""Reference: the frozen policy from which the KL is measured."""
+"""The frozen reference policy of the KL penalty."""
 
 from functools import partial
 from typing import Any
@@ -15,24 +15,27 @@ from flowrl.engines.models.loading import load_policy
 from flowrl.engines.models.lora import adapter_disabled
 from flowrl.engines.train.engine import TrainEngine, is_sharded
 from flowrl.workers.actor import Actor
-from flowrl.workers.model_worker import ModelWorker
+from flowrl.workers.model_worker import ModelWorker, build_rank_mesh, has_collective_forward
 from flowrl.workers.policy_model import PolicyModel, policy_logprobs
-from flowrl.workers.role_mesh import mesh_of, shares_model
 
 
 class Reference(ModelWorker):
-    """A causal language model that nothing changes; `temperature` as the actor's.
+    """Frozen causal language model.
 
-    In one process with an actor that trains an adapter on the same model it is the actor without its adapter: it holds
-    no weights, and runs by the actor's engine.
+    If an actor in the same process trains an adapter on the same model, the reference holds no weights: it runs the
+    actor's engine with the adapter disabled.
+
+    Args:
+        config: model and engine.
+        temperature: sampling temperature of the rollout, by which log-probabilities divide the logits.
     """
 
     replicated = stateless = True
 
     def __init__(self, config: ReferenceConfig, *, temperature: float = 1.0) -> None:
         self.temperature = temperature
-        mesh = mesh_of(self, config.engine)
-        self._actor = self._actor_beside(config.model)
+        mesh = build_rank_mesh(self, config.engine)
+        self._actor = self._find_base_actor(config.model)
         self.engine = (
             TrainEngine(
                 PolicyModel(load_policy(config.model, on_meta=is_sharded(config.engine, mesh))),
@@ -45,17 +48,16 @@ class Reference(ModelWorker):
             else self._actor.engine
         )
 
-    def _actor_beside(self, model: ModelConfig) -> Actor | None:
-        """The actor in this process, if its model without its adapter is the one to run."""
-        actor = self.peer("actor")
-        found = actor if isinstance(actor, Actor) and actor.is_reference(model, self) else None
+    def _find_base_actor(self, model: ModelConfig) -> Actor | None:
+        """Returns the actor of this process if its base model is `model`; all ranks of the role decide alike."""
+        peer = self.peer("actor")
+        actor = peer if isinstance(peer, Actor) and peer.can_replace_reference(model, self) else None
         group = self.context.process_group
         if group is not None:
-            # Ranks that would run a model of their own together must all have found one, or none.
-            votes = torch.tensor(int(found is not None), device=self.device)
+            votes = torch.tensor(int(actor is not None), device=self.device)
             distributed.all_reduce(votes, distributed.ReduceOp.MIN, group=group)
-            found = found if votes else None
-        return found
+            actor = actor if votes else None
+        return actor
 
     @property
     def weight_owners(self) -> tuple[Worker, ...]:
@@ -67,16 +69,16 @@ class Reference(ModelWorker):
 
     @classmethod
     def select_class(cls, mesh: Mesh, config: ReferenceConfig, **_: Any) -> type[Worker]:  # Any: the constructor's
-        """Ranks that hold a model together talk, and none of them can be replaced alone."""
-        return _SharedReference if shares_model(mesh, config.engine) else cls
+        """Returns the collective variant if a forward pass needs several ranks; such ranks cannot be replaced alone."""
+        return _CollectiveReference if has_collective_forward(mesh, config.engine) else cls
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("input_ids",), writes=("logprobs",))
     def logprobs(self, batch: TensorDict) -> TensorDict:
-        """Log-probability `[T]` of every token under the reference."""
+        """Returns the log-probability `[T]` of every token under the reference."""
         with adapter_disabled(self.engine.model):
             values_T = self.engine.evaluate(batch, partial(policy_logprobs, temperature=self.temperature))
         return make_tensordict(tokens={"logprobs": values_T}, lengths=lengths(batch))
 
 
-class _SharedReference(Reference):
+class _CollectiveReference(Reference):
     collective, replicated, stateless = True, False, False

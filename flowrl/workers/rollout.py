@@ -1,8 +1,9 @@
-"""Rollout: the actor's weights answering prompts."""
+"""Rollout worker: generates responses with the actor's weights, for whole batches or as a stream of prompt groups."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,33 +13,39 @@ from tensordict import TensorDict
 from flowrl.config import CheckFailed, ModelConfig, RolloutConfig
 from flowrl.controller.placement.plan import Mesh
 from flowrl.controller.worker import Dispatch, Worker, register
-from flowrl.data.batch.tensordicts import objects
+from flowrl.data.batch.tensordicts import make_tensordict, objects
 from flowrl.data.chat import ChatTokenizer
 from flowrl.engines.models.int8 import quantized_copy
 from flowrl.engines.models.loading import LanguageModel, load_policy
 from flowrl.engines.models.sharded_loading import stream_full_weights
 from flowrl.engines.models.weights import full_weights, gathered_weights, meta_copy, to_tensors, write_weights
+from flowrl.engines.rollout.base import (
+    EngineState,
+    PromptError,
+    Request,
+    Response,
+    Responses,
+    RolloutError,
+    stack_responses,
+)
 from flowrl.engines.rollout.hf.engine import HfRollout
-from flowrl.engines.rollout.requests import Prompt
-from flowrl.engines.rollout.responses import PromptError, RolloutError
-from flowrl.engines.rollout.serving import State
-from flowrl.engines.rollout.weight_check import Compared, WeightSamples, refuse_wrong
+from flowrl.engines.rollout.sampling import row_keys
+from flowrl.engines.rollout.weight_check import Compared, WeightSamples, check_compared
 from flowrl.workers.actor import Actor
-from flowrl.workers.group_buffer import Groups
-from flowrl.workers.response_tensordict import RESPONSE_COLUMNS, response_table
 
 if TYPE_CHECKING:
-    from flowrl.engines.rollout.vllm.links import Described, SharedPart
+    from flowrl.engines.rollout.vllm.gpu_transfer import IpcChunk, WeightMetadata
+
+RESPONSE_COLUMNS = ("input_ids", "response_mask", "rollout_logprobs", "weight_version", "truncated", "response")
 
 
 class Rollout(Worker):
-    """Samples responses. In one process with the actor it samples from the very weights that are trained, or from a
-    quantised copy that it makes anew of each version.
+    """Generates responses. A rollout in the actor's process shares its weights, or keeps a quantized copy of them.
 
     Args:
-        config: the engine and how it samples.
-        model: what the actor starts from.
-        seed: keys the sampling, together with each row's `prompt_id` and `sample`.
+        config: engine and sampling settings.
+        model: the model that the actor starts from.
+        seed: keys the random numbers, together with each row's `prompt_id` and `sample`.
     """
 
     replicated = stateless = True
@@ -47,29 +54,28 @@ class Rollout(Worker):
     def select_class(
         cls, mesh: Mesh, config: RolloutConfig, *_: Any, **__: Any
     ) -> type[Worker]:  # Any: the constructor's
-        """The worker of the engine that the config asks for."""
-        return _VllmRollout if config.engine == "vllm" else cls
+        """Returns the worker class of the configured engine."""
+        return _VllmRolloutWorker if config.engine == "vllm" else cls
 
     def __init__(self, config: RolloutConfig, model: ModelConfig, *, seed: int) -> None:
-        self.seed, self._groups, self._max_rows = seed, Groups(), config.max_num_seqs
-        actor = self.peer("actor")
-        # Of an actor that ranks hold in parts, all of them must live here: they put its weights together.
-        self._actor = actor if isinstance(actor, Actor) and actor.shares_weights_with(self) else None
-        self._quantized = config.quantization is not None
-        self.model = self._model(model)
+        self.seed, self._groups, self._max_num_seqs = seed, PromptGroups(), config.max_num_seqs
+        peer = self.peer("actor")
+        self._actor = peer if isinstance(peer, Actor) and peer.can_share_weights(self) else None
+        self._is_quantized = config.quantization is not None
+        self.model = self._build_model(model)
         self.tokenizer = ChatTokenizer(model.path)
         self.engine = HfRollout(self.model, self.tokenizer.tokenizer, config, torch.device(self.device))
 
-    def _model(self, config: ModelConfig) -> LanguageModel:
-        """What it samples from: the actor's own or what takes the place of that, or another that starts alike."""
-        if self._quantized:
+    def _build_model(self, config: ModelConfig) -> LanguageModel:
+        """Returns the actor's model, an empty copy to gather its weights into, or a separately loaded model."""
+        if self._is_quantized:
             source = load_policy(config, on_meta=True)
             copy = quantized_copy(source, torch.device(self.device))
             write_weights(copy, stream_full_weights(source))
             return copy
         if self._actor is None:
             return load_policy(config)
-        return meta_copy(self._actor.model) if self._actor.lends_copies else self._actor.model
+        return meta_copy(self._actor.model) if self._actor.has_gathered_weights else self._actor.model
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,
@@ -78,40 +84,44 @@ class Rollout(Worker):
         writes=RESPONSE_COLUMNS,
     )
     def generate(self, batch: TensorDict, greedy: bool = False) -> TensorDict:
-        """A response to every row's prompt: sampled, or the likeliest token each time with `greedy`."""
+        """Returns one response per prompt, sampled or greedy."""
         prompts = objects(batch, "prompt_ids")
-        with self._weights():
-            answers = self.engine.generate(
+        with self._gathered_weights():
+            responses = self.engine.generate(
                 prompts, batch["rows", "prompt_id"], batch["rows", "sample"], seed=self.seed, greedy=greedy
             )
-        return response_table(prompts, answers, self.tokenizer)
+        return responses_to_tensordict(prompts, responses, self.tokenizer)
 
-    # Groups as they come.
+    # Streaming of prompt groups.
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, reads=("prompt_ids", "prompt_id", "sample"), resend=False)
     def add(self, batch: TensorDict, samples: int) -> dict[int, str | None]:
-        """Takes groups, which `poll` works on: the rows of prompts, so many of each.
+        """Queues prompt groups for `poll`.
 
-        Returns: for the `prompt_id` of each why the engine refuses it, which goes on after 'the prompt'; None where it
-            is taken.
+        Args:
+            batch: `samples` rows per prompt.
+        Returns: `prompt_id` -> reason why the engine rejected the prompt, or None if it was queued.
         Raises:
-            RolloutError: it samples from an actor's weights, which training changes without a word.
+            RolloutError: the rollout shares the actor's weights, which training changes during generation.
         """
         if self._actor is not None:
             raise RolloutError(
-                "the rollout answers with the weights of the actor in its process, which training changes while rows "
-                "run: give rollout a pool of its own in the placement, or set schedule.kind to sync or one_step_off"
+                "the rollout shares the weights of the actor in its process, which training changes during streaming: "
+                "assign rollout to a pool of its own in the placement, or set schedule.kind to sync or one_step_off"
             )
-        answers = {number: self._refused(rows) for number, rows in self._groups.requests(batch, samples, self.seed)}
-        self._groups.add(batch, {number for number, why in answers.items() if why is None})
-        return answers
+        rejections = {
+            prompt_id: self._queue(requests)
+            for prompt_id, requests in self._groups.make_requests(batch, samples, self.seed)
+        }
+        self._groups.add(batch, {prompt_id for prompt_id, reason in rejections.items() if reason is None})
+        return rejections
 
-    def _refused(self, rows: Sequence[Prompt]) -> str | None:
-        """Has the engine take the rows of a prompt, all or none; why it has not."""
+    def _queue(self, requests: Sequence[Request]) -> str | None:
+        """Adds the requests of a prompt to the engine, all or none; returns the reason of a rejection."""
         try:
-            self.engine.add(rows)
+            self.engine.add(requests)
         except PromptError as error:
-            return error.why
+            return error.reason
         return None
 
     @register(
@@ -122,110 +132,107 @@ class Rollout(Worker):
         resend=False,
     )
     def poll(self, slice_s: float) -> TensorDict:
-        """Works until all rows of some group are answered and none waits to take their place, or for so long and the
-        step that is running then; gives the rows of all answered groups, in the order in which they were added.
+        """Generates for up to `slice_s` seconds and returns the rows of all complete groups, in the order added.
 
-        With nothing to work on, and in the middle of an update, it gives at once what there is, so that what comes next
-        need not wait: whoever asks knows whether it was given anything.
+        Returns earlier once a group is complete and no request waits for a slot, so that the driver can refill them.
+        Returns immediately if there is nothing to generate or an update is running.
         """
         deadline = time.monotonic() + slice_s
-        if self.engine.state is not State.UPDATING:
-            self._work(deadline)
+        if self.engine.state is not EngineState.UPDATING:
+            engine = self.engine
+            while engine.num_running and not (self._groups.has_complete and engine.num_running <= self._max_num_seqs):
+                left_s = deadline - time.monotonic()
+                self._groups.add_responses(engine.poll(max(0.0, left_s)))
+                if left_s <= 0:
+                    break
         return self._groups.pop_complete(self.tokenizer)
-
-    def _work(self, deadline: float) -> None:
-        while self.engine.num_running and not (self._groups.any_whole and self.engine.num_running <= self._max_rows):
-            left_s = deadline - time.monotonic()
-            self._groups.answered(self.engine.poll(max(0.0, left_s)))
-            if left_s <= 0:
-                return
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, resend=False)
     def abort(self, prompt_ids: Sequence[int]) -> None:
-        """Drops the groups of these prompts, whole or not; prompts that it does not work on are none."""
+        """Drops the groups of these prompts, complete or not. Ignores unknown prompts."""
         self.engine.abort(self._groups.drop(prompt_ids))
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def abort_all(self) -> None:
-        """Drops every group; of a process that was lost, those that the one in its place was given."""
+        """Drops every group."""
         self.engine.abort(self._groups.drop())
+
+    # Weights.
 
     @property
     def shares_weights(self) -> bool:
-        """Whether it samples from the very weights that are trained."""
-        return self._actor is not None and not self._quantized
+        """Whether it generates with the actor's own weights."""
+        return self._actor is not None and not self._is_quantized
 
     @property
     def weight_owners(self) -> tuple[Worker, ...]:
         return () if self._actor is None else (self._actor,)
 
-    def _weights(self) -> AbstractContextManager[None]:
-        """Whole weights, for a call: those of an actor in parts or with an adapter are put together for its length."""
-        if self._actor is None or not self.shares_weights or not self._actor.lends_copies:
+    def _gathered_weights(self) -> AbstractContextManager[None]:
+        """Gathers the actor's sharded weights, or merges its adapter, for the duration of a call."""
+        if self._actor is None or not self.shares_weights or not self._actor.has_gathered_weights:
             return nullcontext()
         return gathered_weights(self.engine.model, self._actor.model)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def set_version(self, version: int) -> None:
-        """Numbers the weights that are sampled from, where they are the actor's own, and quantises them anew."""
-        assert self._actor is not None, "weights of another process come through load_weights"
-        if self._quantized:
+        """Sets the version of weights shared with the actor, and quantizes them again if quantized."""
+        assert self._actor is not None, "weights of another process arrive through load_weights"
+        if self._is_quantized:
             write_weights(self.model, full_weights(self._actor.model))
         self.engine.version = version
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, replay="chunk", memory=("weights",))
     def load_weights(self, weights: Mapping[str, np.ndarray], version: int, chunk: int = 0, of: int = 1) -> None:
-        """Takes the actor's weights from another process, in so many calls; a rank with the actor's own has them.
+        """Loads chunk `chunk` of the `of` chunks of an update. Sets only the version if it shares the actor's weights.
 
-        From the first part to the last the engine refuses to answer, and after an update that was not finished too,
-        until a whole one has come. A first part in the middle of an update begins anew: a process that has taken a lost
-        one's place may be told twice.
+        The engine generates nothing until the last chunk is loaded. Chunk 0 restarts an unfinished update, because
+        the calls are replayed to a recovered process.
         """
         if self.shares_weights:
             self.engine.version = version
         else:
-            self._receive(weights, version, chunk, of)
+            self._load_chunk(weights, version, chunk, of)
 
-    def _receive(self, part: Any, version: int, chunk: int, of: int) -> None:  # Any: as the engine takes it
+    def _load_chunk(self, weights: Any, version: int, chunk: int, num_chunks: int) -> None:  # Any: the transport's
         if chunk == 0:
-            if self.engine.state is State.UPDATING:
+            if self.engine.state is EngineState.UPDATING:
                 self.engine.abort_update()
             self.engine.begin_update(version)
-        self.engine.receive(part)
-        if chunk == of - 1:
+        self.engine.receive(weights)
+        if chunk == num_chunks - 1:
             self.engine.commit()
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, memory=("weights",))
     def check_weights(self, samples: WeightSamples) -> Compared:
-        """Compares what is served with samples of the actor's weights. Raises CheckFailed where they differ.
+        """Compares the engine's weights with samples of the actor's. Raises CheckFailed if they differ.
 
-        A process that has taken a lost one's place may be asked after it was given newer weights, which have a check
-        of their own.
+        A recovered process skips a check of an older version than the weights that were replayed to it.
         """
-        is_newer = self.engine.state is State.UPDATING or self.engine.version > samples.version
+        is_newer = self.engine.state is EngineState.UPDATING or self.engine.version > samples.version
         if self.shares_weights or (is_newer and self.context.replaced):
             return Compared()
         if self.engine.version != samples.version:
             raise CheckFailed(
-                f"the rollout serves version {self.engine.version} of the weights, and the actor's is "
-                f"{samples.version}: the update has not arrived"
+                f"the rollout serves weight version {self.engine.version}, but the actor's is {samples.version}: the "
+                f"update has not arrived"
             )
         compared = self.engine.compare_weights(samples)
-        refuse_wrong(compared, samples.version)
+        check_compared(compared, samples.version)
         return compared
 
 
-class _VllmRollout(Rollout):
-    """A rollout with vLLM, alone in its process. Weights come to it from whichever process trains them."""
+class _VllmRolloutWorker(Rollout):
+    """Rollout with vLLM in a dedicated process, which receives its weights from the actor's processes."""
 
     def __init__(self, config: RolloutConfig, model: ModelConfig, *, seed: int) -> None:
-        from flowrl.engines.rollout.vllm.engine import VllmRollout  # noqa: PLC0415 (an extra, and it takes the process over)
+        from flowrl.engines.rollout.vllm.engine import VllmRollout  # noqa: PLC0415 (optional; takes over the process)
 
-        self.seed, self._actor, self._quantized = seed, None, config.quantization is not None
-        self._groups, self._max_rows = Groups(), config.max_num_seqs
+        self.seed, self._actor, self._is_quantized = seed, None, config.quantization is not None
+        self._groups, self._max_num_seqs = PromptGroups(), config.max_num_seqs
         self.tokenizer = ChatTokenizer(model.path)
         self.engine = VllmRollout(
-            model, self.tokenizer.tokenizer, config, tp=self.context.num_tp_devices, sleeps=self.context.can_offload
+            model, self.tokenizer.tokenizer, config, tp=self.context.num_tp_devices, can_sleep=self.context.can_offload
         )
 
     @classmethod
@@ -246,33 +253,152 @@ class _VllmRollout(Rollout):
         if self.engine.asleep.intersection(parts):
             self.engine.wake(parts)
 
-    def _receive(self, part: Any, version: int, chunk: int, of: int) -> None:
-        super()._receive(to_tensors(part) if isinstance(part, dict) else part, version, chunk, of)
+    def _load_chunk(self, weights: Any, version: int, chunk: int, num_chunks: int) -> None:
+        super()._load_chunk(to_tensors(weights) if isinstance(weights, dict) else weights, version, chunk, num_chunks)
 
-    # From the actor's GPUs, see engines/rollout/vllm/links.py. What comes so cannot come again.
+    # GPU transports. Their chunks cannot be replayed, so a lost process ends the run.
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, replay="chunk", memory=("weights",))
-    def load_shared(self, parts: "Sequence[SharedPart]", version: int, chunk: int, of: int) -> None:
-        """As `load_weights`, of a part that lies in the memory of the actor's GPUs, those of its ranks."""
-        self._refuse_again()
-        self._receive(parts[0].merged(parts), version, chunk, of)
+    def load_ipc(self, shared: "Sequence[IpcChunk]", version: int, chunk: int, of: int) -> None:
+        """Loads a chunk from the IPC buffers of the actor's ranks, as `load_weights`."""
+        self._check_not_replayed()
+        self._load_chunk(shared[0].merged(shared), version, chunk, of)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, replay=True, memory=())
-    def join_link(self, link: Mapping[str, Any]) -> None:  # Any: the fields of `Link`
-        """Joins the actor's link with each device of this replica; done when all have."""
-        self._refuse_again()
-        self.engine.join_link(link, 1 + self.rank * self.context.num_tp_devices)
+    def join_transfer_group(self, group: Mapping[str, Any]) -> None:  # Any: the fields of `TransferGroup`
+        """Joins the NCCL transfer group with each device of this replica; returns when all members have joined."""
+        self._check_not_replayed()
+        self.engine.join_transfer_group(group, 1 + self.rank * self.context.num_tp_devices)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, replay="chunk", memory=("weights",))
-    def load_sent(self, described: "Described", version: int, chunk: int, of: int) -> None:
-        """As `load_weights`, of a part that the actor broadcasts through the link meanwhile."""
-        self._refuse_again()
-        self._receive(described, version, chunk, of)
+    def load_broadcast(self, metadata: "WeightMetadata", version: int, chunk: int, of: int) -> None:
+        """Loads a chunk that the actor broadcasts concurrently, as `load_weights`."""
+        self._check_not_replayed()
+        self._load_chunk(metadata, version, chunk, of)
 
-    def _refuse_again(self) -> None:
+    def _check_not_replayed(self) -> None:
         if self.context.replaced:
             raise RuntimeError(
-                "the rollout's process was lost, and the weights that it had came from GPU to GPU, which leaves "
-                "nothing to give another process: go on from the last checkpoint (resume: auto), or set "
-                "rollout.transfer.via: object_store"
+                "the rollout's process was lost, and its weights came over a GPU transport, which cannot be replayed: "
+                "resume from the last checkpoint (resume: auto), or set rollout.transfer.via: object_store"
             )
+
+
+@dataclass
+class _PromptGroup:
+    """All rows of one prompt."""
+
+    prompt: Sequence[int]
+    samples: dict[str, int] = field(default_factory=dict)
+    """Request id -> sample index of the row."""
+    responses: dict[str, Response] = field(default_factory=dict)
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.responses) == len(self.samples)
+
+
+class PromptGroups:
+    """Buffer of a streaming rollout: collects responses by prompt until all samples of the prompt have finished."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, _PromptGroup] = {}
+        """prompt_id -> group."""
+        self._prompt_id: dict[str, int] = {}
+        """Request id -> prompt_id."""
+
+    @property
+    def has_complete(self) -> bool:
+        """Whether a group is complete."""
+        return any(group.is_complete for group in self._groups.values())
+
+    def make_requests(self, batch: TensorDict, samples: int, seed: int) -> list[tuple[int, list[Request]]]:
+        """Returns the rows as requests `<prompt_id>-<sample>`, grouped by `prompt_id` in the order of the rows.
+
+        Raises:
+            ValueError: a prompt does not have exactly `samples` rows.
+        """
+        prompt_id_B, sample_B = batch["rows", "prompt_id"], batch["rows", "sample"]
+        unique_U, counts_U = prompt_id_B.unique(return_counts=True)
+        for prompt_id, count in zip(unique_U.tolist(), counts_U.tolist(), strict=True):
+            if count != samples:
+                raise ValueError(
+                    f"prompt {prompt_id} has {count} rows, but a group has {samples}: add all of them in one call"
+                )
+        keys = row_keys(seed, prompt_id_B, sample_B).tolist()
+        requests: dict[int, list[Request]] = {}
+        for prompt, key, (prompt_id, sample) in zip(objects(batch, "prompt_ids"), keys, _row_ids(batch), strict=True):
+            requests.setdefault(prompt_id, []).append(Request(f"{prompt_id}-{sample}", prompt, key))
+        return list(requests.items())
+
+    def add(self, batch: TensorDict, prompt_ids: Container[int]) -> None:
+        """Adds the groups of a batch whose prompts are in `prompt_ids`."""
+        for prompt, (prompt_id, sample) in zip(objects(batch, "prompt_ids"), _row_ids(batch), strict=True):
+            if prompt_id in prompt_ids:
+                request_id = f"{prompt_id}-{sample}"
+                self._groups.setdefault(prompt_id, _PromptGroup(prompt)).samples[request_id] = sample
+                self._prompt_id[request_id] = prompt_id
+
+    def add_responses(self, responses: Iterable[Response]) -> None:
+        """Stores finished responses in their groups."""
+        for response in responses:
+            self._groups[self._prompt_id[response.request_id]].responses[response.request_id] = response
+
+    def pop_complete(self, tokenizer: ChatTokenizer) -> TensorDict:
+        """Removes all complete groups and returns their rows in the order added; no rows if none is complete."""
+        complete = {prompt_id: group for prompt_id, group in self._groups.items() if group.is_complete}
+        self._remove(complete)
+        rows = [(prompt_id, group, name) for prompt_id, group in complete.items() for name in group.samples]
+        return responses_to_tensordict(
+            [group.prompt for _, group, _ in rows],
+            stack_responses([group.responses[name] for _, group, name in rows]),
+            tokenizer,
+            prompt_id=torch.tensor([prompt_id for prompt_id, _, _ in rows], dtype=torch.int64),
+            sample=torch.tensor([group.samples[name] for _, group, name in rows], dtype=torch.int64),
+        )
+
+    def drop(self, prompt_ids: Iterable[int] | None = None) -> list[str]:
+        """Removes groups, complete or not, or all of them if None; returns their request ids."""
+        dropped = list(self._groups) if prompt_ids is None else [i for i in set(prompt_ids) if i in self._groups]
+        request_ids = [request_id for prompt_id in dropped for request_id in self._groups[prompt_id].samples]
+        self._remove(dropped)
+        return request_ids
+
+    def _remove(self, prompt_ids: Iterable[int]) -> None:
+        for prompt_id in prompt_ids:
+            for request_id in self._groups.pop(prompt_id).samples:
+                del self._prompt_id[request_id]
+
+
+def _row_ids(batch: TensorDict) -> list[tuple[int, int]]:
+    """Returns (prompt_id, sample) of each row."""
+    return list(zip(batch["rows", "prompt_id"].tolist(), batch["rows", "sample"].tolist(), strict=True))
+
+
+def responses_to_tensordict(
+    prompts: Sequence[Sequence[int]], responses: Responses, tokenizer: ChatTokenizer, **columns: torch.Tensor
+) -> TensorDict:
+    """Joins B prompts with their responses into a TensorDict with the `RESPONSE_COLUMNS`.
+
+    Args:
+        prompts: token ids of each prompt.
+        responses: in the order of the prompts.
+        tokenizer: decodes the responses.
+        columns: additional row columns, [B] each.
+    """
+    prompt_lengths_B = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64)
+    lengths_B = prompt_lengths_B + responses.lengths
+    rows_T = torch.repeat_interleave(torch.arange(len(prompts)), lengths_B)
+    positions_T = torch.arange(len(rows_T)) - (torch.cumsum(lengths_B, 0) - lengths_B)[rows_T]
+    mask_T = positions_T >= prompt_lengths_B[rows_T]
+    input_ids_T = torch.empty(len(rows_T), dtype=torch.int64)
+    input_ids_T[mask_T] = responses.tokens
+    input_ids_T[~mask_T] = torch.tensor([token for prompt in prompts for token in prompt], dtype=torch.int64)
+    tokens = {
+        "input_ids": input_ids_T,
+        "response_mask": mask_T,
+        "rollout_logprobs": torch.zeros(len(rows_T)).masked_scatter(mask_T, responses.logprobs.float()),
+        "weight_version": torch.full_like(mask_T, -1, dtype=torch.int32).masked_scatter(mask_T, responses.versions),
+    }
+    texts = [tokenizer.decode(ids) for ids in responses.token_lists()]
+    return make_tensordict({"truncated": responses.truncated, "response": texts, **columns}, tokens, lengths_B)

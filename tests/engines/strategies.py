@@ -218,7 +218,7 @@ def _generated(model: PreTrainedModel) -> list[list[int]]:
     with gathered_weights(rollout.model, model):
         answers = rollout.generate([[3, 4], [5]], torch.arange(2), torch.zeros(2, dtype=torch.int64), seed=0)
     assert all(parameter.is_meta for parameter in rollout.model.parameters())
-    return answers.ids()
+    return answers.token_lists()
 
 
 def train_on_bfloat16(group: distributed.ProcessGroup | None) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What tests ask of a vLLM rollout, in its own process: functions for `group.run`. The test's own never loads vLLM."""
+"""Functions that tests run in the process of a vLLM rollout with `group.run`; the test process never imports vLLM."""
 
 import os
 import time
@@ -10,15 +10,15 @@ import torch
 from flowrl.config import CheckFailed, UserError
 from flowrl.controller.worker import Worker
 from flowrl.engines.models.weights import to_tensors
-from flowrl.engines.rollout.requests import Prompt
+from flowrl.engines.rollout.base import Request
 from flowrl.engines.rollout.weight_check import WeightSamples
 from flowrl.workers import Rollout
 
 if TYPE_CHECKING:
     from flowrl.engines.rollout.vllm.engine import VllmRollout
 
-Said = dict[str, list[Any]]
-"""Per row its tokens, their log-probabilities, their versions, and whether it was cut off."""
+ResponseLists = dict[str, list[Any]]
+"""Column -> one entry per row: tokens, log-probabilities, versions, truncated."""
 
 
 def engine_of(worker: Rollout) -> "VllmRollout":
@@ -26,13 +26,15 @@ def engine_of(worker: Rollout) -> "VllmRollout":
     return engine
 
 
-def says(worker: Rollout, prompts: Sequence[Sequence[int]], rows: Sequence[int], *, greedy: bool = False) -> Said:
-    """Responses to prompts whose identities are `rows`."""
+def generate(
+    worker: Rollout, prompts: Sequence[Sequence[int]], rows: Sequence[int], *, greedy: bool = False
+) -> ResponseLists:
+    """Generates responses; `rows` are the prompt ids."""
     row_B = torch.tensor(rows, dtype=torch.int64)
     found = engine_of(worker).generate(prompts, row_B, torch.zeros_like(row_B), seed=7, greedy=greedy)
     lengths = found.lengths.tolist()
     return {
-        "tokens": found.ids(),
+        "tokens": found.token_lists(),
         "logprobs": [x.tolist() for x in found.logprobs.split(lengths)],
         "versions": [x.tolist() for x in found.versions.split(lengths)],
         "truncated": found.truncated.tolist(),
@@ -44,7 +46,7 @@ def state(worker: Rollout) -> str:
 
 
 def refusal(worker: Rollout, method: str, arguments: Sequence[Any] = ()) -> str:
-    """What a method of the engine raises; empty where it does not."""
+    """Returns the error message of an engine method; empty if it succeeds."""
     try:
         getattr(engine_of(worker), method)(*arguments)
     except UserError as error:
@@ -52,16 +54,16 @@ def refusal(worker: Rollout, method: str, arguments: Sequence[Any] = ()) -> str:
     return ""
 
 
-def refused_prompt(worker: Rollout, prompt: Sequence[int]) -> str:
+def prompt_error(worker: Rollout, prompt: Sequence[int]) -> str:
     try:
-        says(worker, [prompt], [0])
+        generate(worker, [prompt], [0])
     except UserError as error:
         return str(error)
     return ""
 
 
 def fails_in_the_middle(worker: Rollout, weights: dict[str, Any]) -> str:
-    """An update that ends with a weight that the model has not; what it raised."""
+    """Sends an unknown weight at the end of an update; returns the error message."""
     engine = engine_of(worker)
     engine.begin_update(50)
     engine.receive({name: torch.from_numpy(array.copy()) for name, array in weights.items()})
@@ -72,25 +74,25 @@ def fails_in_the_middle(worker: Rollout, weights: dict[str, Any]) -> str:
     raise AssertionError("an unknown weight was taken")
 
 
-def misses_a_part(worker: Rollout, weights: dict[str, Any]) -> str:
-    """An update that is committed before all of it has come; what it raised."""
+def misses_a_chunk(worker: Rollout, weights: dict[str, Any]) -> str:
+    """Commits an incomplete update; returns the error message."""
     engine = engine_of(worker)
     engine.begin_update(52)
     engine.receive({name: torch.from_numpy(array.copy()) for name, array in weights.items()})
     return refusal(worker, "commit")
 
 
-def adds_what_does_not_fit(worker: Rollout, longest: int) -> list[str]:
-    """What requests that are refused are told, and that none of them is left."""
+def adds_invalid_requests(worker: Rollout, longest: int) -> list[str]:
+    """Returns the errors of invalid requests, and the number of requests left afterwards."""
     engine = engine_of(worker)
-    said = [refusal(worker, "add", ([Prompt("long", [2] * longest, key=1)],))]
-    engine.add([Prompt("one", [2, 3], key=1)])
-    said += [refusal(worker, "add", ([Prompt("one", [2, 3], key=1)],))]
+    said = [refusal(worker, "add", ([Request("long", [2] * longest, key=1)],))]
+    engine.add([Request("one", [2, 3], key=1)])
+    said += [refusal(worker, "add", ([Request("one", [2, 3], key=1)],))]
     engine.abort(["one"])
     return [*said, str(engine.num_running)]
 
 
-def gives_up(worker: Rollout, weights: dict[str, Any]) -> None:
+def aborts_an_update(worker: Rollout, weights: dict[str, Any]) -> None:
     engine = engine_of(worker)
     engine.begin_update(51)
     engine.receive({name: torch.from_numpy(array.copy()) for name, array in weights.items()})
@@ -98,7 +100,7 @@ def gives_up(worker: Rollout, weights: dict[str, Any]) -> None:
 
 
 def keeps_stale_states(worker: Rollout, kept: bool) -> None:
-    """Takes the reset of the prefix cache out of the engine, or puts it back."""
+    """Disables or restores the reset of the prefix cache."""
     inner: Any = engine_of(worker)._engine
     if kept:
         inner.reset_prefix_cache = lambda **_: True
@@ -109,9 +111,9 @@ def keeps_stale_states(worker: Rollout, kept: bool) -> None:
 def streams(
     worker: Rollout, prompts: Sequence[Sequence[int]], weights: dict[str, Any], version: int, steps: int
 ) -> list[dict[str, Any]]:
-    """Answers as they come, with new weights after a few steps; the last request is dropped."""
+    """Streams requests with new weights after some steps; aborts the last request."""
     engine = engine_of(worker)
-    engine.add(Prompt(f"row-{row}", ids, key=row) for row, ids in enumerate(prompts))
+    engine.add(Request(f"row-{row}", ids, key=row) for row, ids in enumerate(prompts))
     found = []
     engine.abort([f"row-{len(prompts) - 1}"])
     for _ in range(steps):
@@ -124,37 +126,38 @@ def streams(
     return [vars(answer) for answer in found]
 
 
-def generates_between(worker: Rollout, prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> tuple[Said, list[str]]:
-    """A batch while requests run, one of which is dropped when it may be finished; what the batch says, and who is
-    answered then and afterwards, in order of names."""
+def generates_between(
+    worker: Rollout, prompts: Sequence[Sequence[int]], rows: Sequence[int]
+) -> tuple[ResponseLists, list[str]]:
+    """Generates a batch while requests are streaming and one is aborted; returns the batch and the finished ids."""
     engine = engine_of(worker)
-    engine.add(Prompt(f"row-{row}", ids, key=row) for row, ids in enumerate(prompts))
-    names = [answer.name for answer in engine.poll(0.0)]
-    found = says(worker, prompts, rows)
+    engine.add(Request(f"row-{row}", ids, key=row) for row, ids in enumerate(prompts))
+    names = [answer.request_id for answer in engine.poll(0.0)]
+    found = generate(worker, prompts, rows)
     engine.abort(["row-0"])
-    # Those that the batch has outlived are given at once.
-    names += [answer.name for answer in engine.poll(0.0)]
+    # Requests that finished during the batch are returned at once.
+    names += [answer.request_id for answer in engine.poll(0.0)]
     while engine.num_running:
-        names += [answer.name for answer in engine.poll()]
+        names += [answer.request_id for answer in engine.poll()]
     return found, sorted(names)
 
 
 def updates(worker: Rollout, weights: dict[str, Any], count: int) -> list[int]:
-    """Resident bytes of the process after each of many updates with a generation between them."""
+    """Returns the resident bytes of the process after each update."""
     engine, sizes = engine_of(worker), []
     tensors = {name: torch.from_numpy(array.copy()) for name, array in weights.items()}
     for version in range(count):
         engine.begin_update(version)
         engine.receive(tensors)
         engine.commit()
-        says(worker, [[2, 3, 4]], [version])
+        generate(worker, [[2, 3, 4]], [version])
         with open("/proc/self/statm") as file:
             sizes.append(int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
     return sizes
 
 
 def weight_fault(worker: Rollout, samples: WeightSamples) -> str:
-    """The sentence of a check that fails; empty where it passes."""
+    """Returns the error message of a weight check; empty if it passes."""
     try:
         worker.check_weights(samples)
     except CheckFailed as error:
@@ -163,19 +166,19 @@ def weight_fault(worker: Rollout, samples: WeightSamples) -> str:
 
 
 def comparison(worker: Rollout, samples: WeightSamples) -> tuple[int, tuple[str, ...], float]:
-    """Weights that were compared, those that could not be, and milliseconds; of a check that passes."""
+    """Returns the number of compared weights, the unreached ones, and the time in milliseconds."""
     started_s = time.perf_counter()
     compared = worker.check_weights(samples)
     return compared.count, compared.unreached, 1e3 * (time.perf_counter() - started_s)
 
 
 def forgets_tied(worker: Rollout) -> None:
-    """From here on a tied weight is given to vLLM under one of its names only."""
-    engine_of(worker)._also = {}
+    """Makes the engine send tied weights under one name only."""
+    engine_of(worker)._tied = {}
 
 
 def forgets_biases(worker: Rollout) -> None:
-    """Takes the biases out of the first layer's attention, where vLLM computes with them."""
+    """Zeroes the attention biases of vLLM's first layer."""
     engine_of(worker)._engine.collective_rpc(_forget_biases)
 
 
@@ -183,26 +186,25 @@ def _forget_biases(wrapped: Any) -> None:
     wrapped.worker.model_runner.model.model.layers[0].self_attn.qkv_proj.bias.data.zero_()
 
 
-def sleeps_in_parts(worker: Rollout, weights: dict[str, Any], version: int) -> list[str]:
-    """Sleeps, takes an update with its weights alone awake, sleeping once in the middle of it, and wakes up whole; its
-    state, or what it refuses, at each point."""
-    engine, said = engine_of(worker), list[str]()
+def sleeps_by_tags(worker: Rollout, weights: dict[str, Any], version: int) -> list[str]:
+    """Runs an update with only the weights awake and a sleep in between; returns the state or error at each step."""
+    engine, states = engine_of(worker), list[str]()
     tensors = [(name, torch.from_numpy(array.copy())) for name, array in weights.items()]
     engine.sleep()
-    said += [state(worker), refusal(worker, "poll"), refusal(worker, "begin_update", (version,))]
+    states += [state(worker), refusal(worker, "poll"), refusal(worker, "begin_update", (version,))]
     engine.wake(("weights",))
-    said += [state(worker), refusal(worker, "poll")]
+    states += [state(worker), refusal(worker, "poll")]
     engine.begin_update(version)
     engine.receive(dict(tensors[:5]))
-    said += [state(worker)]
+    states += [state(worker)]
     engine.sleep()
-    said += [state(worker), refusal(worker, "receive", ({},)), refusal(worker, "commit")]
+    states += [state(worker), refusal(worker, "receive", ({},)), refusal(worker, "commit")]
     engine.wake(("weights",))
     engine.receive(dict(tensors[5:]))
     engine.commit()
-    said += [state(worker), refusal(worker, "poll"), refusal(worker, "wake", (("weights",),))]
+    states += [state(worker), refusal(worker, "poll"), refusal(worker, "wake", (("weights",),))]
     engine.wake(("kv_cache",))
-    return [*said, state(worker)]
+    return [*states, state(worker)]
 
 
 def process_id(worker: Rollout) -> int:
@@ -210,14 +212,13 @@ def process_id(worker: Rollout) -> int:
 
 
 def free_memory(worker: Worker) -> int:
-    """Bytes of the GPU that nobody has."""
+    """Returns the free bytes of the GPU."""
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()[0]
 
 
 def quantization_errors(worker: Rollout, weights: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """Of each kind of layer that is quantised the largest error of a weight, in steps of int8 or as a share for fp8,
-    and the largest magnitude of a stored number."""
+    """Returns per kind of layer the largest error (in int8 steps, relative for fp8) and the largest stored magnitude."""
     inner: Any = engine_of(worker)._engine
     (found,) = inner.collective_rpc(_quantization_errors, args=(dict(to_tensors(weights)),))
     return found

@@ -35,17 +35,17 @@ class Loading:
 
 
 def described(worker: Worker) -> dict[str, Any]:
-    from flowrl.engines.rollout.vllm.links import Described  # noqa: PLC0415 (only where vLLM is)
+    from flowrl.engines.rollout.vllm.gpu_transfer import WeightMetadata  # noqa: PLC0415 (only where vLLM is)
 
-    found = Described.of((name, weight.dtype, weight.shape) for name, weight in WEIGHTS.items())
+    found = WeightMetadata.of((name, weight.dtype, weight.shape) for name, weight in WEIGHTS.items())
     return {**asdict(found), "lists": found.lists()}
 
 
 def shared_part(handles: dict[str, tuple]) -> Any:
-    from flowrl.engines.rollout.vllm.links import Described, SharedPart  # noqa: PLC0415 (as above)
+    from flowrl.engines.rollout.vllm.gpu_transfer import IpcChunk, WeightMetadata  # noqa: PLC0415 (as above)
 
-    weights = Described.of((name, weight.dtype, weight.shape) for name, weight in WEIGHTS.items())
-    return SharedPart(weights, tuple(weight.nbytes for weight in WEIGHTS.values()), handles)
+    weights = WeightMetadata.of((name, weight.dtype, weight.shape) for name, weight in WEIGHTS.items())
+    return IpcChunk(weights, tuple(weight.nbytes for weight in WEIGHTS.values()), handles)
 
 
 def merged(worker: Worker) -> dict[str, Any]:
@@ -56,10 +56,10 @@ def merged(worker: Worker) -> dict[str, Any]:
 
 def wrong_update(worker: Worker) -> str:
     """What vLLM says to a part without one of its types."""
-    from flowrl.engines.rollout.vllm.links import Described, SharedPart  # noqa: PLC0415 (as above)
+    from flowrl.engines.rollout.vllm.gpu_transfer import IpcChunk, WeightMetadata  # noqa: PLC0415 (as above)
 
     try:
-        SharedPart(Described(("a", "b"), ("float32",), ((1,), (2,))), (4, 8), {}).update_info()
+        IpcChunk(WeightMetadata(("a", "b"), ("float32",), ((1,), (2,))), (4, 8), {}).update_info()
     except ValueError as error:
         return str(error)
     return ""
@@ -77,9 +77,9 @@ def unpacked(worker: Worker) -> dict[str, Tensor]:
 
 def link_ranks(worker: Worker, leads: int, num_replicas: int) -> tuple[list[int], dict[str, Any]]:
     """The ranks at which vLLM's workers join, by vLLM's own sum of its rank and ours, and the init info's fields."""
-    from flowrl.engines.rollout.vllm.links import Link  # noqa: PLC0415 (as above)
+    from flowrl.engines.rollout.vllm.gpu_transfer import TransferGroup  # noqa: PLC0415 (as above)
 
-    link = Link(host="127.0.0.1", port=4321, world_size=1 + leads * num_replicas, buffer_bytes=1000)
+    link = TransferGroup(host="127.0.0.1", port=4321, world_size=1 + leads * num_replicas, buffer_bytes=1000)
     infos = [link.init_info(1 + leads * replica) for replica in range(num_replicas)]
     return [info.rank_offset + rank for info in infos for rank in range(leads)], asdict(infos[0])
 
@@ -87,14 +87,14 @@ def link_ranks(worker: Worker, leads: int, num_replicas: int) -> tuple[list[int]
 def shared_loads(worker: Worker) -> tuple[bool, bool, dict[str, Tensor], str]:
     """vLLM's own receiver of shared memory, made as a worker's: whether it is told of the packing and can let go of a
     buffer, what a model is given of a weight with two names, and why a part cannot be read here."""
-    from flowrl.engines.rollout.vllm.engine_workers import Tensors, TensorTransfer  # noqa: PLC0415 (as above)
+    from flowrl.engines.rollout.vllm.worker_extension import Tensors, TensorTransfer  # noqa: PLC0415 (as above)
 
     model: Any = Loading()
     config: Any = SimpleNamespace(parallel_config=None, model_config=None)
     transfer = TensorTransfer(config, config, torch.device("cpu"), model)
     why = ""
     try:
-        transfer.receive_weights(Tensors(shared_part({}), also={"embed": ["head", "third"]}))
+        transfer.receive_weights(Tensors(shared_part({}), tied={"embed": ["head", "third"]}))
     except (AssertionError, RuntimeError, ValueError) as error:
         why = str(error)
     receiver = transfer.receivers._ipc
@@ -108,8 +108,8 @@ def joined_as_asked(worker: Worker) -> tuple[str, int, tuple[str, ...]]:
     bytes it takes at once, and what it was told."""
     from vllm.distributed.weight_transfer import nccl_engine  # noqa: PLC0415 (as above)
 
-    from flowrl.engines.rollout.vllm.engine_workers import Tensors, TensorTransfer  # noqa: PLC0415
-    from flowrl.engines.rollout.vllm.links import Described, Link  # noqa: PLC0415
+    from flowrl.engines.rollout.vllm.gpu_transfer import TransferGroup, WeightMetadata  # noqa: PLC0415
+    from flowrl.engines.rollout.vllm.worker_extension import Tensors, TensorTransfer  # noqa: PLC0415
 
     ranks: list[Any] = []
     joins = "worker_init_process_group"  # where it would wait for the others
@@ -117,9 +117,9 @@ def joined_as_asked(worker: Worker) -> tuple[str, int, tuple[str, ...]]:
     config: Any = SimpleNamespace(parallel_config="parallel", model_config=None)
     model: Any = Loading()
     transfer = TensorTransfer(config, config, torch.device("cpu"), model)
-    transfer.receivers.join(Link("127.0.0.1", 4321, 5, buffer_bytes=1000), 3)
+    transfer.receivers.join(TransferGroup("127.0.0.1", 4321, 5, buffer_bytes=1000), 3)
     try:
-        transfer.receive_weights(Tensors(Described(("a",), ("float32",), ((1,),))))
+        transfer.receive_weights(Tensors(WeightMetadata(("a",), ("float32",), ((1,),))))
     except RuntimeError as error:
         return str(error), transfer.receivers._nccl.packed_buffer_size_bytes, ranks[0]
     return "", 0, ()

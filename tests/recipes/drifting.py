@@ -11,9 +11,9 @@ from flowrl.workers import Rollout
 class Drifting(Rollout):
     """Takes every update but for one weight, which becomes a tenth larger."""
 
-    def _receive(self, part: Any, version: int, chunk: int, of: int) -> None:  # Any: exported weights
-        drifted = {n: w * np.float32(1.1) if n == "model.norm.weight" else w for n, w in part.items()}
-        super()._receive(drifted, version, chunk, of)
+    def _load_chunk(self, weights: Any, version: int, chunk: int, num_chunks: int) -> None:  # Any: exported weights
+        drifted = {n: w * np.float32(1.1) if n == "model.norm.weight" else w for n, w in weights.items()}
+        super()._load_chunk(drifted, version, chunk, num_chunks)
 
 
 class Hotter(Rollout):

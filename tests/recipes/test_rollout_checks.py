@@ -53,8 +53,8 @@ def test_a_weight_that_is_wrong_after_an_update_ends_the_run(
     made = config()
     assert exit_code(lambda: recipe.train(made)) == 1
     told = capsys.readouterr().err
-    assert told.startswith("error: rollout: the rollout does not serve the actor's weights of version 1: 1 of the 15 ")
-    assert "model.norm.weight by up to 0.1; likely causes" in told and told.count("\n") == 1
+    assert told.startswith("error: rollout: ") and " 1 of 15 " in told and told.count("\n") == 1
+    assert "model.norm.weight by up to 0.1" in told
 
 
 def test_a_gap_is_told_once_and_counted(
@@ -64,8 +64,8 @@ def test_a_gap_is_told_once_and_counted(
     summary = recipe.train(config(check_weights="off"))
     assert summary["rollout_gap_steps"] == STEPS - 1  # the first step samples from what it was started with
     said = " ".join(capsys.readouterr().out.split())
-    assert said.count("warning:") == 1 and "warning: step 2: the rollout's log-probabilities are " in said
-    assert "handed over, or by the recipe after they had changed again (rollout.check_weights is off" in said
+    assert said.count("warning:") == 1 and "warning: step 2: " in said
+    assert "rollout.check_weights is off" in said
 
 
 def test_a_gap_ends_a_strict_run_and_its_lines_stay(

@@ -230,29 +230,29 @@ class SimulatedRollout:
 class SimulatedSnapshot:
     """A weight version that becomes available at a time."""
 
-    number: int
+    version: int
     part: Late
     lost: Exception | None = None
     """Error of the calls that load the weights."""
     compared_s: float | None = None
     """Duration of the weight comparison; None: no comparison."""
 
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         return self.part.done()
 
-    def awaited(self) -> Sequence[Any]:
+    def futures(self) -> Sequence[Any]:
         return ()
 
-    def deliver(self, replica: SimulatedReplica) -> tuple[Sequence[Future], ComparedWeights | None]:
-        assert self.ready(), "a load would block the replica until the weights are exported"
+    def send(self, replica: SimulatedReplica) -> tuple[Sequence[Future], ComparedWeights | None]:
+        assert self.is_ready(), "a load would block the replica until the weights are exported"
         clock = self.part.clock
         if self.lost is not None:
             return [_future(Late(clock, self.part.at, error=self.lost))], None
-        loaded = replica.load(self.number)
+        loaded = replica.load(self.version)
         if self.compared_s is None:
             return [loaded], None
         compared = Late(clock, clock.call_at(clock.now_s + self.compared_s), Compared(1))
-        return [loaded], ComparedWeights(self.number, [_future(compared)])
+        return [loaded], ComparedWeights(self.version, [_future(compared)])
 
 
 def _future(late: Late) -> Future:
@@ -269,10 +269,10 @@ class WeightSync:
     compared_s: float | None = None
     """Duration of a weight comparison."""
 
-    def open(self, actor: Any, rollout: SimulatedRollout) -> None:
+    def connect(self, actor: Any, rollout: SimulatedRollout) -> None:
         pass
 
-    def goes_to_all(self, actor: Any, rollout: SimulatedRollout) -> bool:
+    def updates_all_replicas(self, actor: Any, rollout: SimulatedRollout) -> bool:
         return False
 
     def export(self, actor: Any, rollout: SimulatedRollout, version: int) -> SimulatedSnapshot:

@@ -1,7 +1,4 @@
-"""An actor and a rollout that only write down what they are asked, in the order in which all processes are asked.
-
-Importable, so that Ray's processes find them. Their methods are declared as those of the real ones.
-"""
+"""An actor and a rollout that record their calls in a common log file, with the contracts of the real workers."""
 
 import json
 import time
@@ -13,47 +10,50 @@ from flowrl.controller.worker import Dispatch, Worker, register
 
 WAITS_S = 30.0
 Line = list[Any]
-"""Role, rank, method, arguments."""
+"""[role, rank, method, arguments]"""
 
 
-def read(diary: Path) -> list[Line]:
-    return [json.loads(line) for line in diary.read_text().splitlines()]
+def read(log: Path) -> list[Line]:
+    """Returns the calls so far, without a last line that another process is still writing."""
+    return [json.loads(line) for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 class Recording(Worker):
-    """Args:
-    diary: a file to which every process appends.
-    peers: ranks of the other role that a call through a link is to meet; 0 is not to wait for any.
+    """Appends every call to a log file.
+
+    Args:
+        log: file that all processes append to.
+        peers: number of ranks of the other role that a collective call waits for; 0 does not wait.
     """
 
-    def __init__(self, diary: Path, *, peers: int = 0, yields: bool = False) -> None:
-        self.diary, self.peers = diary, peers
+    def __init__(self, log: Path, *, peers: int = 0, yields: bool = False) -> None:
+        self.log, self.peers = log, peers
 
     @classmethod
-    def can_offload_device(cls, device: str, diary: Path, *, peers: int = 0, yields: bool = False) -> bool:
+    def can_offload_device(cls, device: str, log: Path, *, peers: int = 0, yields: bool = False) -> bool:
         return yields
 
     def write(self, method: str, **arguments: Any) -> None:
-        with self.diary.open("a") as file:
+        with self.log.open("a") as file:
             file.write(json.dumps([self.context.role, self.rank, method, arguments]) + "\n")
 
     def meet(self, role: str, method: str, own: str) -> None:
-        """Returns when each peer is at this call too, as a collective does."""
+        """Waits until each peer has reached the same call, like a collective."""
         if not self.peers:
             return
-        lines, mine = read(self.diary), [self.context.role, self.rank, own]
+        lines, mine = read(self.log), [self.context.role, self.rank, own]
         count = sum(line[:3] == mine for line in lines)
-        self.wait(lambda said: all(said.count([role, rank, method]) >= count for rank in range(self.peers)))
+        self.wait(lambda calls: all(calls.count([role, rank, method]) >= count for rank in range(self.peers)))
 
     def wait(self, done: Callable[[list[Line]], bool]) -> None:
         deadline = time.monotonic() + WAITS_S
-        while not done([line[:3] for line in read(self.diary)]):
-            assert time.monotonic() < deadline, "the others never came"
+        while not done([line[:3] for line in read(self.log)]):
+            assert time.monotonic() < deadline, "a peer did not reach the collective"
             time.sleep(0.02)
 
 
-class Sending(Recording):
-    """The actor, of three parts."""
+class RecordingActor(Recording):
+    """An actor whose weights have three chunks."""
 
     CHUNKS = 3
 
@@ -65,7 +65,7 @@ class Sending(Recording):
     @register(Dispatch.ALL_TO_ONE, blocking=False)
     def weights(self, chunk: int = 0, chunk_mb: float | None = None, dtype: str | None = None) -> dict[str, Any]:
         self.write("weights", chunk=chunk, chunk_mb=chunk_mb, dtype=dtype)
-        return {"part": chunk}
+        return {"chunk": chunk}
 
     @register(Dispatch.RANK_ZERO, blocking=False, memory=())
     def describe_weights(self, chunk: int, chunk_mb: float, dtype: str | None = None) -> Any:
@@ -75,30 +75,30 @@ class Sending(Recording):
     @register(Dispatch.ONE_TO_ALL, blocking=False, memory=())
     def share_weights(self, chunk: int, chunk_mb: float, dtype: str | None = None, after: object = None) -> Any:
         self.write("share_weights", chunk=chunk, chunk_mb=chunk_mb, dtype=dtype, after=after)
-        return f"part {chunk} on rank {self.rank}"
+        return f"chunk {chunk} on rank {self.rank}"
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, memory=())
     def release_weights(self, after: object = None) -> None:
         self.write("release_weights", after=after)
 
     @register(Dispatch.RANK_ZERO, memory=())
-    def open_link(self) -> tuple[str, int]:
-        self.write("open_link")
+    def open_transfer_group(self) -> tuple[str, int]:
+        self.write("open_transfer_group")
         return "there", 1234
 
     @register(Dispatch.RANK_ZERO, blocking=False, memory=())
-    def join_link(self, link: Mapping[str, Any]) -> None:
-        self.write("join_link", link=link)
-        self.meet("rollout", "join_link", "join_link")
+    def join_transfer_group(self, group: Mapping[str, Any]) -> None:
+        self.write("join_transfer_group", group=group)
+        self.meet("rollout", "join_transfer_group", "join_transfer_group")
 
     @register(Dispatch.ALL_TO_ONE, blocking=False)
-    def send_weights(self, chunk: int, chunk_mb: float, dtype: str | None = None) -> None:
-        self.write("send_weights", chunk=chunk, chunk_mb=chunk_mb, dtype=dtype)
-        self.meet("rollout", "load_sent", "send_weights")
+    def broadcast_weights(self, chunk: int, chunk_mb: float, dtype: str | None = None) -> None:
+        self.write("broadcast_weights", chunk=chunk, chunk_mb=chunk_mb, dtype=dtype)
+        self.meet("rollout", "load_broadcast", "broadcast_weights")
 
 
-class Receiving(Recording):
-    """The rollout; reading a part takes a while where there are peers."""
+class RecordingRollout(Recording):
+    """A rollout; with peers, loading an IPC chunk takes 0.1 s."""
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def set_version(self, version: int) -> None:
@@ -109,17 +109,17 @@ class Receiving(Recording):
         self.write("load_weights", weights=weights, version=version, chunk=chunk, of=of)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, replay="chunk", memory=("weights",))
-    def load_shared(self, parts: Sequence[Any], version: int, chunk: int, of: int) -> Any:
+    def load_ipc(self, shared: Sequence[Any], version: int, chunk: int, of: int) -> Any:
         time.sleep(0.1 * (self.peers > 0))
-        self.write("load_shared", parts=parts, version=version, chunk=chunk, of=of)
-        return f"{self.rank} has read {chunk} of {version}"
+        self.write("load_ipc", shared=shared, version=version, chunk=chunk, of=of)
+        return f"{self.rank} has loaded {chunk} of {version}"
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, replay=True, memory=())
-    def join_link(self, link: Mapping[str, Any]) -> None:
-        self.write("join_link", link=link)
-        self.meet("actor", "join_link", "join_link")
+    def join_transfer_group(self, group: Mapping[str, Any]) -> None:
+        self.write("join_transfer_group", group=group)
+        self.meet("actor", "join_transfer_group", "join_transfer_group")
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, replay="chunk", memory=("weights",))
-    def load_sent(self, described: Any, version: int, chunk: int, of: int) -> None:
-        self.write("load_sent", described=described, version=version, chunk=chunk, of=of)
-        self.meet("actor", "send_weights", "load_sent")
+    def load_broadcast(self, metadata: Any, version: int, chunk: int, of: int) -> None:
+        self.write("load_broadcast", metadata=metadata, version=version, chunk=chunk, of=of)
+        self.meet("actor", "broadcast_weights", "load_broadcast")

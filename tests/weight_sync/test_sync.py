@@ -1,4 +1,4 @@
-"""What is asked of actor and rollout, and in which order, for each way that weights can take."""
+"""Calls of actor and rollout during a weight sync, and their order, for each transport."""
 
 import inspect
 from pathlib import Path
@@ -12,10 +12,10 @@ from flowrl.controller.worker import get_registered_methods
 from flowrl.weight_sync.sync import WeightSync
 from flowrl.workers import Actor, Rollout
 from tests.conftest import ClusterMaker
-from tests.weight_sync.syncing_workers import Receiving, Sending, read
+from tests.weight_sync.syncing_workers import RecordingActor, RecordingRollout, read
 
 HOW = {"chunk_mb": 2.0, "dtype": None}
-PARTS = range(Sending.CHUNKS)
+CHUNKS = range(RecordingActor.CHUNKS)
 
 
 class SplitRun(RunConfig):
@@ -26,8 +26,8 @@ class SplitRun(RunConfig):
     schedule: ScheduleConfig = ScheduleConfig()
 
 
-class Two:
-    """An actor of two ranks and a rollout, on the CPU, with a WeightSync that takes the devices to be of a kind."""
+class SyncPair:
+    """An actor of pair ranks and a rollout on the CPU, with a WeightSync for a placement on `kind` devices."""
 
     def __init__(
         self,
@@ -38,19 +38,19 @@ class Two:
         backend: Any = "inline",
         kind: Any = "cuda",
         via: str = "auto",
-        leaves: bool = False,
+        offloads: bool = False,
         meets: bool = False,
         dedicated: tuple[str, ...] = ("rollout",),
         schedule: dict[str, Any] | None = None,
     ) -> None:
-        self.diary = folder / "diary"
-        self.diary.touch()
+        self.log = folder / "log"
+        self.log.touch()
         pools: dict[str, Any] = {"main": [2]} | ({} if rollout == "main" else {"other": [4]})
         roles = {"actor": "main", "rollout": rollout}
         self.cluster = open_cluster(backend, pools, roles, dedicated=dedicated)
-        settings = {"yields": leaves, "peers": 4 if meets else 0}
-        self.actor = self.cluster.group("actor", Sending, self.diary, **settings)
-        self.rollout = self.cluster.group("rollout", Receiving, self.diary, peers=1 if meets else 0)
+        settings = {"yields": offloads, "peers": 4 if meets else 0}
+        self.actor = self.cluster.group("actor", RecordingActor, self.log, **settings)
+        self.rollout = self.cluster.group("rollout", RecordingRollout, self.log, peers=1 if meets else 0)
         placement = Placement.model_validate({"device": kind, "pools": pools, "roles": roles})
         config = SplitRun.model_validate(
             {
@@ -69,30 +69,30 @@ class Two:
         self.weight_sync = WeightSync(config, plan(placement, Inventory((8,), kind), dedicated=dedicated))
 
     def send(self, version: int) -> list[list[Any]]:
-        """What this made the two write: role, rank, method, arguments."""
-        before = len(read(self.diary))
+        """Returns the calls of one sync: [role, rank, method, arguments]."""
+        before = len(read(self.log))
         self.weight_sync.send(self.actor, self.rollout, version)
         self.cluster.wait_for_calls()
-        return read(self.diary)[before:]
+        return read(self.log)[before:]
 
 
 def calls(lines: list[list[Any]]) -> list[tuple[str, str]]:
-    """Role and method of each call, to however many ranks it goes."""
-    found = [(role, method) for role, rank, method, _ in lines if rank == 0]
-    assert set(found) == {(role, method) for role, _, method, _ in lines}
-    return found
+    """Returns role and method of each call, once for all ranks."""
+    methods = [(role, method) for role, rank, method, _ in lines if rank == 0]
+    assert set(methods) == {(role, method) for role, _, method, _ in lines}
+    return methods
 
 
 def arguments(lines: list[list[Any]], method: str, rank: int = 0) -> list[dict[str, Any]]:
-    return [given for _, of, name, given in lines if (of, name) == (rank, method)]
+    return [kwargs for _, of, name, kwargs in lines if (of, name) == (rank, method)]
 
 
-@pytest.mark.parametrize(("stands_in", "real"), [(Sending, Actor), (Receiving, Rollout)])
-def test_the_two_are_declared_as_the_real_ones(stands_in: type, real: Any) -> None:
+@pytest.mark.parametrize(("recording", "real"), [(RecordingActor, Actor), (RecordingRollout, Rollout)])
+def test_recording_workers_have_the_contracts_of_the_real_ones(recording: type, real: Any) -> None:
     if real is Rollout:
         real = Rollout.select_class(Mesh(1, 1, 1, 1), RolloutConfig(engine="vllm", max_response_tokens=1))
     methods = get_registered_methods(real)
-    for name, (function, contract) in get_registered_methods(stands_in).items():
+    for name, (function, contract) in get_registered_methods(recording).items():
         assert contract == methods[name][1], name
         assert _parameters(function) == _parameters(methods[name][0]), name
 
@@ -101,70 +101,68 @@ def _parameters(function: Any) -> list[tuple[str, Any]]:
     return [(each.name, each.default) for each in inspect.signature(function).parameters.values()]
 
 
-def test_through_the_object_store_all_parts_leave_before_the_first_arrives(
-    open_cluster: ClusterMaker, tmp_path: Path
-) -> None:
-    two = Two(open_cluster, tmp_path, kind="cpu")
-    lines = two.send(7)
-    leave, arrive = ("actor", "weights"), ("rollout", "load_weights")
-    assert calls(lines) == [("actor", "num_chunks"), *[leave] * 3, *[arrive] * 3]
+def test_object_store_exports_all_chunks_before_the_first_load(open_cluster: ClusterMaker, tmp_path: Path) -> None:
+    pair = SyncPair(open_cluster, tmp_path, kind="cpu")
+    lines = pair.send(7)
+    export, load = ("actor", "weights"), ("rollout", "load_weights")
+    assert calls(lines) == [("actor", "num_chunks"), *[export] * 3, *[load] * 3]
     for rank in range(2):
-        assert arguments(lines, "weights", rank) == [{"chunk": part, **HOW} for part in PARTS]
-    expected = [{"weights": {"part": part}, "version": 7, "chunk": part, "of": 3} for part in PARTS]
+        assert arguments(lines, "weights", rank) == [{"chunk": i, **HOW} for i in CHUNKS]
+    expected = [{"weights": {"chunk": i}, "version": 7, "chunk": i, "of": 3} for i in CHUNKS]
     assert [arguments(lines, "load_weights", rank) for rank in range(4)] == [expected] * 4
 
 
-def test_a_part_is_shared_when_the_one_before_it_is_read_and_the_last_is_released(
-    open_cluster: ClusterMaker, tmp_path: Path
-) -> None:
-    two = Two(open_cluster, tmp_path, "main")
-    lines = two.send(7)
-    a_part = [("actor", "share_weights"), ("rollout", "load_shared")]
-    assert calls(lines) == [("actor", "num_chunks"), *a_part * 3, ("actor", "release_weights")]
-    have_read = [[f"{rank} has read {part} of 7" for rank in range(2)] for part in PARTS]
+def test_cuda_ipc_shares_a_chunk_after_the_previous_one_was_loaded(open_cluster: ClusterMaker, tmp_path: Path) -> None:
+    pair = SyncPair(open_cluster, tmp_path, "main")
+    lines = pair.send(7)
+    chunk_calls = [("actor", "share_weights"), ("rollout", "load_ipc")]
+    assert calls(lines) == [("actor", "num_chunks"), *chunk_calls * 3, ("actor", "release_weights")]
+    loaded_chunks = [[f"{rank} has loaded {i} of 7" for rank in range(2)] for i in CHUNKS]
     for rank in range(2):
         shared = arguments(lines, "share_weights", rank)
-        assert shared == [{"chunk": i, **HOW, "after": have_read[i - 1] if i else None} for i in PARTS]
-        loaded = arguments(lines, "load_shared", rank)
-        parts = [[f"part {part} on rank {of}" for of in range(2)] for part in PARTS]
-        assert loaded == [{"parts": parts[i], "version": 7, "chunk": i, "of": 3} for i in PARTS]
-        assert arguments(lines, "release_weights", rank) == [{"after": have_read[-1]}]
+        assert shared == [{"chunk": i, **HOW, "after": loaded_chunks[i - 1] if i else None} for i in CHUNKS]
+        loaded = arguments(lines, "load_ipc", rank)
+        chunks = [[f"chunk {i} on rank {of}" for of in range(2)] for i in CHUNKS]
+        assert loaded == [{"shared": chunks[i], "version": 7, "chunk": i, "of": 3} for i in CHUNKS]
+        assert arguments(lines, "release_weights", rank) == [{"after": loaded_chunks[-1]}]
 
 
-def test_no_process_shares_a_part_while_another_reads_the_one_before(
+def test_no_rank_shares_a_chunk_while_another_loads_the_previous_one(
     ray_session: None, open_cluster: ClusterMaker, tmp_path: Path
 ) -> None:
-    two = Two(open_cluster, tmp_path, "main", backend="ray", meets=True)
-    done = [method for _, _, method, _ in two.send(1)[1:]]
-    assert done == [*(["share_weights"] * 2 + ["load_shared"] * 2) * 3, *["release_weights"] * 2]
+    pair = SyncPair(open_cluster, tmp_path, "main", backend="ray", meets=True)
+    done = [method for _, _, method, _ in pair.send(1)[1:]]
+    assert done == [*(["share_weights"] * 2 + ["load_ipc"] * 2) * 3, *["release_weights"] * 2]
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_a_link_is_joined_once_by_every_device_and_parts_are_received_before_they_are_sent(
+def test_nccl_group_is_joined_once_and_chunks_are_received_before_they_are_sent(
     tp: int, open_cluster: ClusterMaker, tmp_path: Path
 ) -> None:
-    two = Two(open_cluster, tmp_path, {"pool": "other", "tp": tp})
-    lines = two.send(7)
-    joined = [("actor", "open_link"), ("rollout", "join_link"), ("actor", "join_link")]
-    a_part = [("rollout", "load_sent"), ("actor", "send_weights")]
+    pair = SyncPair(open_cluster, tmp_path, {"pool": "other", "tp": tp})
+    lines = pair.send(7)
+    joined = [("actor", "open_transfer_group"), ("rollout", "join_transfer_group"), ("actor", "join_transfer_group")]
+    chunk_calls = [("rollout", "load_broadcast"), ("actor", "broadcast_weights")]
     found = calls(lines)
-    assert found == [("actor", "num_chunks"), *joined, *[("actor", "describe_weights")] * 3, *a_part * 3]
+    assert found == [("actor", "num_chunks"), *joined, *[("actor", "describe_weights")] * 3, *chunk_calls * 3]
     link = {"host": "there", "port": 1234, "world_size": 1 + 4, "buffer_bytes": 2_000_000}
     replicas = range(4 // tp)
-    assert [line[3] for line in lines if line[2] == "join_link"] == [{"link": link}] * (len(replicas) + 1)
-    expected = [{"described": f"description {i}", "version": 7, "chunk": i, "of": 3} for i in PARTS]
-    assert [arguments(lines, "load_sent", rank) for rank in replicas] == [expected] * len(replicas)
-    # All ranks of the actor put a part together; its first sends it.
-    assert [arguments(lines, "send_weights", rank) for rank in range(2)] == [[{"chunk": i, **HOW} for i in PARTS]] * 2
+    assert [line[3] for line in lines if line[2] == "join_transfer_group"] == [{"group": link}] * (len(replicas) + 1)
+    expected = [{"metadata": f"description {i}", "version": 7, "chunk": i, "of": 3} for i in CHUNKS]
+    assert [arguments(lines, "load_broadcast", rank) for rank in replicas] == [expected] * len(replicas)
+    # All actor ranks gather a chunk; rank 0 sends it.
+    assert [arguments(lines, "broadcast_weights", rank) for rank in range(2)] == [
+        [{"chunk": i, **HOW} for i in CHUNKS]
+    ] * 2
 
 
-def test_who_joins_sends_and_receives_meets_the_others(
+def test_nccl_calls_run_at_the_same_time_on_all_members(
     ray_session: None, open_cluster: ClusterMaker, tmp_path: Path
 ) -> None:
-    two = Two(open_cluster, tmp_path, backend="ray", meets=True)
+    pair = SyncPair(open_cluster, tmp_path, backend="ray", meets=True)
     for version in (1, 2):
-        lines = two.send(version)
-        assert [each["version"] for each in arguments(lines, "load_sent", 3)] == [version] * 3
+        lines = pair.send(version)
+        assert [each["version"] for each in arguments(lines, "load_broadcast", 3)] == [version] * 3
 
 
 @pytest.mark.parametrize(
@@ -172,92 +170,82 @@ def test_who_joins_sends_and_receives_meets_the_others(
     [
         ("other", "cpu", ["num_chunks"]),
         ("main", "cuda", ["num_chunks"]),
-        ("other", "cuda", ["num_chunks", "open_link", "join_link", "describe_weights"]),
+        ("other", "cuda", ["num_chunks", "open_transfer_group", "join_transfer_group", "describe_weights"]),
     ],
 )
-def test_a_second_version_uses_what_the_first_found_out(
+def test_a_second_sync_reuses_the_setup_of_the_first(
     rollout: str, kind: str, once: list[str], open_cluster: ClusterMaker, tmp_path: Path
 ) -> None:
-    two = Two(open_cluster, tmp_path, rollout, kind=kind)
-    first, second = two.send(1), two.send(2)
+    pair = SyncPair(open_cluster, tmp_path, rollout, kind=kind)
+    first, second = pair.send(1), pair.send(2)
     assert set(once) <= {method for _, method in calls(first)}
     assert calls(second) == [call for call in calls(first) if call[1] not in once]
     (loads,) = {name for role, name in calls(second) if role == "rollout"}
-    assert {given["version"] for given in arguments(second, loads)} == {2}
+    assert {kwargs["version"] for kwargs in arguments(second, loads)} == {2}
 
 
-def test_in_two_halves_a_version_leaves_and_is_given_to_who_takes_it_later(
+def test_a_snapshot_is_exported_first_and_loaded_later(open_cluster: ClusterMaker, tmp_path: Path) -> None:
+    pair = SyncPair(open_cluster, tmp_path, kind="cpu")
+    pair.weight_sync.connect(pair.actor, pair.rollout)
+    version = pair.weight_sync.export(pair.actor, pair.rollout, 7)
+    assert version.is_ready() and not pair.weight_sync.updates_all_replicas(pair.actor, pair.rollout)
+    assert calls(read(pair.log)) == [("actor", "num_chunks"), *[("actor", "weights")] * 3]
+    before = len(read(pair.log))
+    loads, compared = version.send(pair.rollout)
+    assert len(loads) == RecordingActor.CHUNKS and compared is None
+    assert calls(read(pair.log)[before:]) == [("rollout", "load_weights")] * 3
+
+
+def test_an_nccl_snapshot_is_ready_when_the_actor_reaches_the_broadcast(
     open_cluster: ClusterMaker, tmp_path: Path
 ) -> None:
-    two = Two(open_cluster, tmp_path, kind="cpu")
-    two.weight_sync.open(two.actor, two.rollout)
-    version = two.weight_sync.export(two.actor, two.rollout, 7)
-    assert version.ready() and not two.weight_sync.goes_to_all(two.actor, two.rollout)
-    assert calls(read(two.diary)) == [("actor", "num_chunks"), *[("actor", "weights")] * 3]
-    before = len(read(two.diary))
-    loads, compared = version.deliver(two.rollout)
-    assert len(loads) == Sending.CHUNKS and compared is None
-    assert calls(read(two.diary)[before:]) == [("rollout", "load_weights")] * 3
-
-
-def test_through_a_link_the_actor_sends_when_it_comes_to_it_and_all_receive_together(
-    open_cluster: ClusterMaker, tmp_path: Path
-) -> None:
-    two = Two(open_cluster, tmp_path)
-    two.weight_sync.open(two.actor, two.rollout)
-    before = len(read(two.diary))
-    version = two.weight_sync.export(two.actor, two.rollout, 7)
-    assert calls(read(two.diary)[before:]) == [("actor", "num_chunks"), *[("actor", "send_weights")] * 3]
-    assert version.ready() and two.weight_sync.goes_to_all(two.actor, two.rollout)
-    before = len(read(two.diary))
-    version.deliver(two.rollout)
-    assert calls(read(two.diary)[before:]) == [("rollout", "load_sent")] * 3
+    pair = SyncPair(open_cluster, tmp_path)
+    pair.weight_sync.connect(pair.actor, pair.rollout)
+    before = len(read(pair.log))
+    version = pair.weight_sync.export(pair.actor, pair.rollout, 7)
+    assert calls(read(pair.log)[before:]) == [("actor", "num_chunks"), *[("actor", "broadcast_weights")] * 3]
+    assert version.is_ready() and pair.weight_sync.updates_all_replicas(pair.actor, pair.rollout)
+    before = len(read(pair.log))
+    version.send(pair.rollout)
+    assert calls(read(pair.log)[before:]) == [("rollout", "load_broadcast")] * 3
 
 
 @pytest.mark.parametrize("via", ["auto", "nccl"])
-def test_replicas_that_finish_first_take_weights_one_by_one(
-    via: str, open_cluster: ClusterMaker, tmp_path: Path
-) -> None:
-    two = Two(open_cluster, tmp_path, via=via, schedule={"kind": "async", "interrupt": False})
+def test_per_replica_updates_do_not_use_nccl(via: str, open_cluster: ClusterMaker, tmp_path: Path) -> None:
+    pair = SyncPair(open_cluster, tmp_path, via=via, schedule={"kind": "async", "interrupt": False})
     if via == "auto":
-        assert not two.weight_sync.goes_to_all(two.actor, two.rollout)
+        assert not pair.weight_sync.updates_all_replicas(pair.actor, pair.rollout)
         return
-    with pytest.raises(
-        PlacementError, match=r"transfer\.via is nccl, .*interrupt is false.*set schedule\.interrupt: true"
-    ):
-        two.weight_sync.open(two.actor, two.rollout)
+    with pytest.raises(PlacementError, match=r"transfer\.via is nccl.*schedule\.interrupt: true"):
+        pair.weight_sync.connect(pair.actor, pair.rollout)
 
 
-def test_what_a_version_needs_to_know_is_asked_before_it(open_cluster: ClusterMaker, tmp_path: Path) -> None:
-    two = Two(open_cluster, tmp_path, kind="cpu")
-    two.weight_sync.prepare(two.actor, two.rollout)
-    assert calls(read(two.diary)) == [("actor", "num_chunks")]
-    assert ("actor", "num_chunks") not in calls(two.send(1))
+def test_prepare_requests_the_number_of_chunks(open_cluster: ClusterMaker, tmp_path: Path) -> None:
+    pair = SyncPair(open_cluster, tmp_path, kind="cpu")
+    pair.weight_sync.prepare(pair.actor, pair.rollout)
+    assert calls(read(pair.log)) == [("actor", "num_chunks")]
+    assert ("actor", "num_chunks") not in calls(pair.send(1))
 
 
-def test_in_the_same_processes_weights_only_change_their_number(open_cluster: ClusterMaker, tmp_path: Path) -> None:
-    two = Two(open_cluster, tmp_path, "main", dedicated=())
-    two.weight_sync.prepare(two.actor, two.rollout)
-    lines = two.send(7)
+def test_shared_weights_only_change_their_version(open_cluster: ClusterMaker, tmp_path: Path) -> None:
+    pair = SyncPair(open_cluster, tmp_path, "main", dedicated=())
+    pair.weight_sync.prepare(pair.actor, pair.rollout)
+    lines = pair.send(7)
     assert lines == [["rollout", rank, "set_version", {"version": 7}] for rank in range(2)]
-    assert read(two.diary) == lines
+    assert read(pair.log) == lines
 
 
-def test_weights_of_an_actor_that_leaves_its_devices_go_through_the_object_store(
-    open_cluster: ClusterMaker, tmp_path: Path
-) -> None:
-    two = Two(open_cluster, tmp_path, "main", leaves=True)
-    assert {name for role, name in calls(two.send(1)) if role == "rollout"} == {"load_weights"}
+def test_an_actor_that_offloads_uses_the_object_store(open_cluster: ClusterMaker, tmp_path: Path) -> None:
+    pair = SyncPair(open_cluster, tmp_path, "main", offloads=True)
+    assert {name for role, name in calls(pair.send(1)) if role == "rollout"} == {"load_weights"}
 
 
-def test_memory_of_an_actor_that_leaves_its_devices_cannot_be_asked_for(
-    open_cluster: ClusterMaker, tmp_path: Path
-) -> None:
-    two = Two(open_cluster, tmp_path, "main", leaves=True, via="cuda_ipc")
-    with pytest.raises(PlacementError, match=r"rollout\.transfer\.via is cuda_ipc, but .*offload: idle.*via: auto"):
-        two.weight_sync.prepare(two.actor, two.rollout)
+def test_an_actor_that_offloads_rejects_cuda_ipc(open_cluster: ClusterMaker, tmp_path: Path) -> None:
+    pair = SyncPair(open_cluster, tmp_path, "main", offloads=True, via="cuda_ipc")
+    with pytest.raises(PlacementError, match=r"rollout\.transfer\.via.*offload: idle"):
+        pair.weight_sync.prepare(pair.actor, pair.rollout)
 
 
-def test_memory_of_an_actor_that_stays_can_be_asked_for(open_cluster: ClusterMaker, tmp_path: Path) -> None:
-    two = Two(open_cluster, tmp_path, "main", via="cuda_ipc")
-    assert ("rollout", "load_shared") in calls(two.send(1))
+def test_an_actor_that_stays_on_its_devices_allows_cuda_ipc(open_cluster: ClusterMaker, tmp_path: Path) -> None:
+    pair = SyncPair(open_cluster, tmp_path, "main", via="cuda_ipc")
+    assert ("rollout", "load_ipc") in calls(pair.send(1))

@@ -1,4 +1,4 @@
-"""Which way weights take, for every way that actor and rollout can lie to each other."""
+"""Choice of the transport for each placement of actor and rollout."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ import pytest
 
 from flowrl.config import Placement, RolloutConfig, RunConfig, ScheduleConfig
 from flowrl.controller.placement.plan import Inventory, PlacementError, plan
-from flowrl.weight_sync.transfer import takes_one_by_one, transport_of
+from flowrl.weight_sync.transfer import choose_transport, has_per_replica_updates
 
 
-def way(
+def transport(
     kind: Any,
     actor: str,
     rollout: str,
@@ -18,14 +18,14 @@ def way(
     via: str = "auto",
     tp: int = 1,
     nodes: tuple = (8,),
-    one_by_one: bool = False,
+    per_replica: bool = False,
 ) -> str:
-    place: dict[str, Any] = {"pool": rollout, "tp": tp}
-    roles = {"actor": actor, "rollout": place} | ({} if "b" in actor + rollout else {"reward": "b"})
+    rollout_role: dict[str, Any] = {"pool": rollout, "tp": tp}
+    roles = {"actor": actor, "rollout": rollout_role} | ({} if "b" in actor + rollout else {"reward": "b"})
     placement = Placement.model_validate({"device": kind, "pools": {"a": [4], "b": [4]}, "roles": roles})
     config = RolloutConfig.model_validate({"engine": engine, "max_response_tokens": 1, "transfer": {"via": via}})
-    made = plan(placement, Inventory(nodes, kind), dedicated=("rollout",) if engine == "vllm" else ())
-    return transport_of(made.roles["actor"], made.roles["rollout"], kind, config, one_by_one=one_by_one)
+    planned = plan(placement, Inventory(nodes, kind), dedicated=("rollout",) if engine == "vllm" else ())
+    return choose_transport(planned.roles["actor"], planned.roles["rollout"], kind, config, per_replica=per_replica)
 
 
 @pytest.mark.parametrize(
@@ -51,34 +51,32 @@ def way(
         ("cuda", "a", "b", {"via": "nccl"}, "nccl"),
     ],
 )
-def test_weights_take_the_best_way_there_is(
+def test_the_fastest_available_transport_is_chosen(
     kind: str, actor: str, rollout: str, settings: dict[str, Any], expected: str
 ) -> None:
-    assert way(kind, actor, rollout, **settings) == expected
+    assert transport(kind, actor, rollout, **settings) == expected
 
 
 @pytest.mark.parametrize(
-    ("kind", "actor", "rollout", "via", "sentence"),
+    ("kind", "actor", "rollout", "via", "fix"),
     [
-        ("cpu", "a", "b", "nccl", "rollout.transfer.via is nccl, but the devices are of kind cpu: set"),
-        ("cpu", "a", "a", "cuda_ipc", "rollout.transfer.via is cuda_ipc, but the devices are of kind cpu: set"),
-        ("cuda", "a", "b", "cuda_ipc", "rollout and actor are not on the same GPUs, and memory is shared within a GPU"),
-        ("cuda", "a", "a", "nccl", "rollout is on GPUs of actor, and NCCL takes one process per GPU: set"),
-        ("cuda", "a[0:2]", "a[1:]", "nccl", "some of the GPUs of rollout are those of actor"),
+        ("cpu", "a", "b", "nccl", "auto"),
+        ("cpu", "a", "a", "cuda_ipc", "auto"),
+        ("cuda", "a", "b", "cuda_ipc", "auto"),
+        ("cuda", "a", "a", "nccl", "auto"),
+        ("cuda", "a[0:2]", "a[1:]", "nccl", "object_store"),
     ],
 )
-def test_a_way_that_cannot_be_is_refused(kind: str, actor: str, rollout: str, via: str, sentence: str) -> None:
-    with pytest.raises(PlacementError, match=sentence):
-        way(kind, actor, rollout, via=via)
+def test_an_impossible_transport_is_rejected(kind: str, actor: str, rollout: str, via: str, fix: str) -> None:
+    with pytest.raises(PlacementError, match=rf"rollout\.transfer\.via is {via}.*set rollout\.transfer\.via: {fix}$"):
+        transport(kind, actor, rollout, via=via)
 
 
-def test_replicas_that_take_weights_one_by_one_have_no_way_that_all_take_together() -> None:
-    assert way("cuda", "a", "b", one_by_one=True) == "object_store"
-    assert way("cpu", "a", "a", engine="hf", one_by_one=True) == "shared"
-    with pytest.raises(
-        PlacementError, match=r"rollout.transfer.via is nccl, by which all replicas .*schedule.interrupt: true"
-    ):
-        way("cuda", "a", "b", via="nccl", one_by_one=True)
+def test_per_replica_updates_exclude_nccl() -> None:
+    assert transport("cuda", "a", "b", per_replica=True) == "object_store"
+    assert transport("cpu", "a", "a", engine="hf", per_replica=True) == "shared"
+    with pytest.raises(PlacementError, match=r"rollout\.transfer\.via is nccl.*schedule\.interrupt: true"):
+        transport("cuda", "a", "b", via="nccl", per_replica=True)
 
 
 @pytest.mark.parametrize(
@@ -90,14 +88,14 @@ def test_replicas_that_take_weights_one_by_one_have_no_way_that_all_take_togethe
         ({"kind": "async", "interrupt": False, "max_staleness": 0}, False),
     ],
 )
-def test_a_schedule_says_whether_replicas_take_weights_one_by_one(schedule: dict[str, Any], expected: bool) -> None:
+def test_schedules_with_per_replica_updates(schedule: dict[str, Any], expected: bool) -> None:
     class Scheduled(RunConfig):
         schedule: ScheduleConfig
 
     config = Scheduled.model_validate({"output": "out", "steps": 1, "schedule": schedule})
-    assert takes_one_by_one(config) is expected
+    assert has_per_replica_updates(config) is expected
 
 
-def test_weights_that_do_not_travel_are_sent_no_way() -> None:
-    with pytest.raises(PlacementError, match=r"via is object_store, but rollout is in the processes of actor and"):
-        way("cpu", "a", "a", engine="hf", via="object_store")
+def test_shared_weights_have_no_transport() -> None:
+    with pytest.raises(PlacementError, match=r"rollout\.transfer\.via is object_store.*auto$"):
+        transport("cpu", "a", "a", engine="hf", via="object_store")

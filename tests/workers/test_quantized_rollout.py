@@ -1,4 +1,4 @@
-"""A rollout in int8 beside an actor and apart from it: what it samples from is the quantisation of the last version."""
+"""A rollout in int8 beside an actor and dedicated from it: what it samples from is the quantisation of the last version."""
 
 from typing import Any
 
@@ -111,5 +111,5 @@ def test_weights_without_a_quantised_one_are_refused(model: ModelConfig) -> None
         actor, rollout = groups(cluster, model)
         weights = actor.weights().get()
         del weights["model.layers.0.self_attn.q_proj.weight"]
-        with pytest.raises(WorkerError, match=r"brought no model\.layers\.0\.self_attn\.q_proj\.weight"):
+        with pytest.raises(WorkerError, match=r"model\.layers\.0\.self_attn\.q_proj\.weight"):
             rollout.load_weights(weights, 1).get()

@@ -1,9 +1,9 @@
-"""Which token comes next, as a pure function of the logits and of who asks.
+"""Token sampling as a pure function of the logits and counter-based random numbers.
 
 Shape suffixes: B rows, V vocabulary.
 
-A random number is a hash of what it decides (seed, prompt, sample, position), not the next one of a stream. So a row
-gets the same numbers on any rank, in any batch, whenever it is generated.
+A random number is a hash of (seed, prompt, sample, position), not the next value of a stream. A row therefore gets the
+same numbers on any rank, in any batch and at any time.
 """
 
 import math
@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 _CHUNK_ELEMENTS = 2**22
-"""Probabilities that are worked on at a time: 32 MiB in float64; a single row may exceed it."""
+"""Maximum number of probabilities processed at a time (32 MiB in float64), unless a single row has more."""
 
 
 def row_keys(seed: int, prompt_id_B: Tensor, sample_B: Tensor) -> Tensor:
-    """The key of each row's random numbers.
+    """Returns the key of each row's random numbers.
 
     Args:
-        seed: any integer; only its low 64 bits count.
+        seed: any integer; only its low 64 bits are used.
         prompt_id_B: int64 [B], identity of the prompt.
-        sample_B: int64 [B], number of the sample among those of its prompt.
+        sample_B: int64 [B], sample index within its prompt.
     Returns: int64 [B].
     """
     seed_B = torch.full_like(prompt_id_B, _signed(seed))
@@ -29,11 +29,11 @@ def row_keys(seed: int, prompt_id_B: Tensor, sample_B: Tensor) -> Tensor:
 
 
 def uniforms(keys_B: Tensor, positions_B: Tensor) -> Tensor:
-    """One random number per row for the token at a position.
+    """Returns one uniform random number per row, for the token at a position.
 
     Args:
         keys_B: int64 [B], from `row_keys`.
-        positions_B: int64 [B], where in the row (prompt included) the token will stand.
+        positions_B: int64 [B], position of the sampled token in its row, prompt included.
     Returns: float64 [B] in [0, 1), multiples of 2^-53.
     """
     bits_B = _mix(keys_B + positions_B * _GOLDEN)
@@ -48,28 +48,28 @@ def sample_tokens(
     top_k: int = 0,
     top_p: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """PromptQueue a token per row by inverting the cumulative distribution, in the order of the vocabulary.
+    """Samples one token per row by inverting the cumulative distribution over the vocabulary.
 
     Args:
         logits_BV: [B, V] of any float dtype.
-        uniforms_B: float64 [B] in [0, 1); not looked at when the temperature is 0.
-        temperature: >= 0, divides the logits; 0 takes the likeliest token.
-        top_k: keeps the k likeliest tokens (and those that tie with the last of them); 0 keeps all.
-        top_p: in (0, 1]; of what is left, keeps the likeliest tokens until they hold this probability; ties by id.
+        uniforms_B: float64 [B] in [0, 1); ignored at temperature 0.
+        temperature: >= 0, divides the logits; 0 takes the most likely token.
+        top_k: keeps the k most likely tokens and ties with the last of them; 0 keeps all.
+        top_p: in (0, 1]; keeps the most likely remaining tokens up to this total probability; ties by token id.
     Returns:
         tokens: int64 [B].
-        logprobs: [B], float32 (float64 stays): under the distribution sampled from, that is after temperature, top-k
-            and top-p, renormalised. At temperature 0: under the model's own distribution (temperature 1, all tokens).
+        logprobs: [B], float32 or float64: under the sampled distribution, after temperature, top-k and top-p,
+            renormalized. At temperature 0: under the model's own distribution (temperature 1, all tokens).
     """
     rows = max(1, _CHUNK_ELEMENTS // logits_BV.shape[1])
     if temperature == 0:
-        drawn = [_greedy(logits_bV) for logits_bV in logits_BV.split(rows)]
+        sampled = [_greedy(logits_bV) for logits_bV in logits_BV.split(rows)]
     else:
         chunks = zip(logits_BV.split(rows), uniforms_B.split(rows), strict=True)
-        drawn = [_sample(logits_bV, uniforms_b, temperature, top_k, top_p) for logits_bV, uniforms_b in chunks]
-    if len(drawn) == 1:
-        return drawn[0]
-    return torch.cat([tokens for tokens, _ in drawn]), torch.cat([logprobs for _, logprobs in drawn])
+        sampled = [_sample(logits_bV, uniforms_b, temperature, top_k, top_p) for logits_bV, uniforms_b in chunks]
+    if len(sampled) == 1:
+        return sampled[0]
+    return torch.cat([tokens for tokens, _ in sampled]), torch.cat([logprobs for _, logprobs in sampled])
 
 
 def _greedy(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,11 +89,11 @@ def _sample(
         logits_BV = logits_BV.masked_fill(logits_BV < smallest_B1, -math.inf)
     if top_p < 1:
         logits_BV = _keep_top_p(logits_BV, top_p)
-    # float64: in float32 the sum over a large vocabulary moves borders by more than a rare token's probability.
+    # float64: in float32 the rounding error of a large sum exceeds the probability of a rare token.
     cumulative_BV = logits_BV.softmax(-1).cumsum(-1, dtype=torch.float64)
     total_B1 = cumulative_BV[:, -1:].contiguous()
     tokens_B1 = torch.searchsorted(cumulative_BV, uniforms_B[:, None] * total_B1, right=True)
-    # The product can round up to the total, which lies behind the last token that has any probability.
+    # The product can round up to the total, which would select a token of probability 0.
     tokens_B1 = torch.minimum(tokens_B1, torch.searchsorted(cumulative_BV, total_B1))
     tokens_B = tokens_B1.squeeze(1)
     return tokens_B, _logprobs(logits_BV, tokens_B)
@@ -115,13 +115,13 @@ def _at_least_float32(logits: Tensor) -> Tensor:
 
 
 def _signed(bits: int) -> int:
-    """The low 64 bits of a number, read as an int64."""
+    """Returns the low 64 bits of an integer, interpreted as int64."""
     return (bits + 2**63) % 2**64 - 2**63
 
 
-def _shift_right(bits: Tensor, places: int) -> Tensor:
-    """Logical shift of an int64; torch's own repeats the sign bit."""
-    return (bits >> places) & (2 ** (64 - places) - 1)
+def _shift_right(bits: Tensor, count: int) -> Tensor:
+    """Shifts int64 logically; torch's own shift is arithmetic."""
+    return (bits >> count) & (2 ** (64 - count) - 1)
 
 
 # Constants of SplitMix64: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators", figure 16.
@@ -131,7 +131,7 @@ _MIX_2 = _signed(0x94D049BB133111EB)
 
 
 def _mix(bits: Tensor) -> Tensor:
-    """SplitMix64's finalizer on int64, whose products wrap around."""
+    """Applies SplitMix64's finalizer to int64 with wrapping products."""
     bits = bits + _GOLDEN
     bits = (bits ^ _shift_right(bits, 30)) * _MIX_1
     bits = (bits ^ _shift_right(bits, 27)) * _MIX_2

@@ -17,7 +17,7 @@ from flowrl.engines.models.sharded_loading import stream_full_weights
 from flowrl.engines.models.weights import full_weights, write_weights
 from tests.engines import families, tiny
 from tests.engines.closeness import assert_norm_close
-from tests.engines.rollout.hf.test_engine import generate, prompts, rollout, said
+from tests.engines.rollout.hf.test_engine import generate, prompts, rollout, rows_of
 
 CPU = torch.device("cpu")
 SHAPES = [(1, 1, 1), (3, 30, 7), (17, 64, 33), (40, 3072, 96), (33, 1025, 40)]
@@ -132,17 +132,17 @@ def test_a_folder_is_quantised_as_the_model_in_it(tmp_path: Path) -> None:
 
 def test_a_row_is_bitwise_the_same_in_any_batch_and_on_any_number_of_threads() -> None:
     model, prompt_ids = quantized(tiny.qwen2()), prompts(40)
-    whole = said(generate(rollout(model), prompt_ids))
+    whole = rows_of(generate(rollout(model), prompt_ids))
     for max_num_seqs in (7, 33):
-        assert said(generate(rollout(model, max_num_seqs=max_num_seqs), prompt_ids)) == whole
+        assert rows_of(generate(rollout(model, max_num_seqs=max_num_seqs), prompt_ids)) == whole
     torch.set_num_threads(2)
-    assert said(generate(rollout(model), prompt_ids)) == whole
+    assert rows_of(generate(rollout(model), prompt_ids)) == whole
 
 
 def test_it_says_what_it_would_without_cache_or_batch() -> None:
     model = quantized(tiny.qwen2())
     prompt_ids = prompts(6)
-    for prompt, (ids, logprobs) in zip(prompt_ids, said(generate(rollout(model), prompt_ids)), strict=True):
+    for prompt, (ids, logprobs) in zip(prompt_ids, rows_of(generate(rollout(model), prompt_ids)), strict=True):
         with torch.no_grad():
             logits = model(torch.tensor([[*prompt, *ids]])).logits[0].log_softmax(-1)
         expected = logits[len(prompt) - 1 : -1].gather(1, torch.tensor(ids)[:, None]).squeeze(1)

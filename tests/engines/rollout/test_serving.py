@@ -1,80 +1,79 @@
-"""The states of an engine, without an engine."""
+"""State machine of a rollout engine."""
 
 import pytest
 
-from flowrl.engines.rollout.responses import RolloutError
-from flowrl.engines.rollout.serving import PARTS, WEIGHTS, Serving, State
+from flowrl.engines.rollout.base import TAGS, WEIGHTS, EngineState, RolloutError, ServingState
 
 
-def test_a_version_is_served_when_all_of_it_has_come():
-    serving = Serving()
+def test_commit_sets_the_version_once_all_weights_are_received():
+    serving = ServingState()
     serving.begin(3, ["a", "b"])
-    assert (serving.state, serving.version) == (State.UPDATING, 0)
-    serving.took(["b", "tied to it"])
-    with pytest.raises(RolloutError, match=r"the update brought no a \(1 missing\); send every part of it"):
-        serving.check_whole()
-    serving.took(["a"])
-    serving.check_whole()
+    assert (serving.state, serving.version) == (EngineState.UPDATING, 0)
+    serving.mark_received(["b", "unknown"])
+    with pytest.raises(RolloutError, match=r"1 weights are missing, such as a"):
+        serving.check_complete()
+    serving.mark_received(["a"])
+    serving.check_complete()
     serving.commit()
-    assert (serving.state, serving.version) == (State.SERVING, 3)
+    assert (serving.state, serving.version) == (EngineState.SERVING, 3)
 
 
-def test_what_fails_in_an_update_or_is_given_up_leaves_it_broken_until_a_whole_one():
-    serving = Serving()
+def test_a_failed_or_aborted_update_breaks_the_engine_until_a_complete_one():
+    serving = ServingState()
     serving.begin(3, ["a", "b"])
     with pytest.raises(KeyError), serving.mark_failed_on_error():
         raise KeyError
-    assert (serving.state, serving.version) == (State.BROKEN, 0)
+    assert (serving.state, serving.version) == (EngineState.BROKEN, 0)
     serving.begin(4, ["a"])
     serving.abort()
-    with pytest.raises(RolloutError, match="is broken and cannot generate; its weights are partly new"):
-        serving.expect(State.SERVING, "generate")
+    with pytest.raises(RolloutError, match="broken"):
+        serving.require(EngineState.SERVING, "generate")
     serving.begin(5, [])
     serving.commit()
-    assert (serving.state, serving.version) == (State.SERVING, 5)
+    assert (serving.state, serving.version) == (EngineState.SERVING, 5)
 
 
 @pytest.mark.parametrize(
-    ("method", "arguments", "doing"),
+    ("method", "arguments"),
     [
-        ("commit", (), "commit weights"),
-        ("abort", (), "give up an update"),
-        ("waking", (["kv_cache"],), "wake up kv_cache"),
+        ("commit", ()),
+        ("abort", ()),
+        ("tags_to_wake", (["kv_cache"],)),
     ],
 )
-def test_what_has_not_begun_does_not_end(method: str, arguments: tuple, doing: str):
-    with pytest.raises(RolloutError, match=f"the rollout engine is serving and cannot {doing}"):
-        getattr(Serving(), method)(*arguments)
+def test_nothing_ends_that_has_not_begun(method: str, arguments: tuple):
+    with pytest.raises(RolloutError, match="serving"):
+        getattr(ServingState(), method)(*arguments)
 
 
-def test_what_sleeps_whole_does_not_sleep_again():
-    serving = Serving()
+def test_a_completely_sleeping_engine_cannot_sleep():
+    serving = ServingState()
     for asleep in (frozenset(), WEIGHTS):
         serving.asleep = asleep
         serving.check_sleep()
-    serving.asleep = PARTS
-    with pytest.raises(RolloutError, match="is asleep and cannot sleep; wake it up first"):
+    serving.asleep = TAGS
+    with pytest.raises(RolloutError, match="asleep"):
         serving.check_sleep()
 
 
-def test_to_take_weights_it_needs_its_weights_awake_and_to_answer_all_of_it():
-    serving = Serving()
-    serving.asleep = PARTS
-    with pytest.raises(RolloutError, match="is asleep and cannot take weights; wake it up first"):
+def test_an_update_needs_the_weights_awake_and_generation_everything():
+    serving = ServingState()
+    serving.asleep = TAGS
+    with pytest.raises(RolloutError, match="asleep"):
         serving.begin(1, [])
-    assert serving.waking(PARTS) == PARTS and serving.waking(WEIGHTS) == WEIGHTS
+    assert serving.tags_to_wake(TAGS) == TAGS and serving.tags_to_wake(WEIGHTS) == WEIGHTS
     serving.asleep -= WEIGHTS
-    assert serving.state is State.ASLEEP
+    assert serving.state is EngineState.ASLEEP
     serving.begin(1, [])
-    assert serving.state is State.UPDATING
-    serving.asleep = PARTS
-    assert serving.state is State.ASLEEP
-    with pytest.raises(RolloutError, match="is asleep and cannot commit weights"):
+    assert serving.state is EngineState.UPDATING
+    serving.asleep = TAGS
+    assert serving.state is EngineState.ASLEEP
+    with pytest.raises(RolloutError, match="asleep"):
         serving.commit()
     serving.asleep = frozenset({"kv_cache"})
     serving.commit()
-    assert (serving.state, serving.version) == (State.ASLEEP, 1)
-    with pytest.raises(RolloutError, match="is asleep and cannot generate"):
-        serving.expect(State.SERVING, "generate")
+    assert (serving.state, serving.version) == (EngineState.ASLEEP, 1)
+    with pytest.raises(RolloutError, match="asleep"):
+        serving.require(EngineState.SERVING, "generate")
     serving.asleep = frozenset()
-    serving.expect(State.SERVING, "generate")
+    serving.require(EngineState.SERVING, "generate")

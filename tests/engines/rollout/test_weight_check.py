@@ -1,4 +1,4 @@
-"""What is looked at, and what counts as equal; the engines are in test_vllm_rollout.py and tests/workers."""
+"""Sampling and comparison of weights, without engines."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +13,12 @@ from flowrl.engines.models.weights import export_weights, load_weights
 from flowrl.engines.rollout.weight_check import (
     Compared,
     Difference,
+    check_compared,
     chosen_inputs,
     chosen_names,
     compare,
     compare_model,
-    merged,
-    refuse_wrong,
+    merge_compared,
     weight_samples,
 )
 from tests.engines.tiny import llama, qwen2
@@ -27,20 +27,20 @@ LAYERS = 5
 NAMES = [f"model.layers.{layer}.{part}.weight" for layer in range(LAYERS) for part in ("q", "norm")]
 
 
-def test_every_version_looks_at_one_weight_of_each_kind_and_as_many_versions_as_layers_at_all():
+def test_a_version_samples_one_weight_of_each_kind_and_num_layers_versions_sample_all():
     seen = [chosen_names([*NAMES, "lm_head.weight"], version) for version in range(LAYERS)]
     assert seen[2] == ["model.layers.2.q.weight", "model.layers.2.norm.weight", "lm_head.weight"]
     assert {name for names in seen for name in names} == {*NAMES, "lm_head.weight"}
 
 
 @pytest.mark.parametrize("width", [1, 3, 4, 7, 64])
-def test_all_columns_are_looked_at_in_turn_and_a_few_at_a_time(width: int):
+def test_successive_versions_sample_all_columns(width: int):
     seen = [chosen_inputs(width, version) for version in range(-(-width // 4) + 1)]
-    assert all(len(places) == min(4, width) and max(places) < width for places in seen)
-    assert {place for places in seen for place in places} == set(range(width))
+    assert all(len(columns) == min(4, width) and max(columns) < width for columns in seen)
+    assert {column for columns in seen for column in columns} == set(range(width))
 
 
-def test_columns_go_on_when_a_layers_turn_comes_again():
+def test_the_next_visit_of_a_layer_samples_other_columns():
     first, second = (weight_samples(qwen2(), version).samples for version in (0, 2))
     assert [each.name for each in first] == [each.name for each in second]
     assert all(set(a.inputs).isdisjoint(b.inputs) for a, b in zip(first, second, strict=True) if a.kind != "plain")
@@ -71,13 +71,13 @@ def test_a_copy_passes_and_another_model_does_not(make: Callable[..., PreTrained
     for version in range(3):
         compared = compare_model(copy, weight_samples(model, version))
         assert compared.wrong == compared.unreached == () and compared.count >= 11
-    whole = [compare_model(copy, weight_samples(model, 1, part=part, parts=3)) for part in range(3)]
-    assert sum(each.count for each in whole) == len(model.state_dict())
-    assert not any(each.wrong for each in whole)
+    complete = [compare_model(copy, weight_samples(model, 1, chunk=chunk, num_chunks=3)) for chunk in range(3)]
+    assert sum(each.count for each in complete) == len(model.state_dict())
+    assert not any(each.wrong for each in complete)
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.norm.weight", "model.layers.1.self_attn.q_proj.bias"])
-def test_a_weight_that_is_a_last_bit_off_is_named(name: str):
+def test_a_weight_with_a_different_last_bit_is_reported(name: str):
     model, copy = (qwen2(tie_word_embeddings=False) for _ in range(2))
     with torch.no_grad():
         weight = copy.get_parameter(name)
@@ -86,7 +86,7 @@ def test_a_weight_that_is_a_last_bit_off_is_named(name: str):
     assert wrong.name == name and 0 < wrong.largest < 1e-6
 
 
-def test_samples_of_a_model_with_an_adapter_are_of_what_it_computes_with():
+def test_samples_of_a_model_with_an_adapter_are_merged():
     model, plain = qwen2(), qwen2()
     add_adapter(model, LoraConfig(rank=4))
     with torch.no_grad():
@@ -99,7 +99,7 @@ def test_samples_of_a_model_with_an_adapter_are_of_what_it_computes_with():
     assert compare_model(plain, weight_samples(model, 0)).wrong == ()
 
 
-def test_the_comparison_is_of_values_in_the_type_that_is_served():
+def test_values_are_compared_in_the_dtype_of_the_engine():
     third = torch.tensor([1 / 3, -0.0])
     assert compare("a", torch.tensor([1 / 3, 0.0], dtype=torch.bfloat16), third) is True
     wrong = compare("a", third, third.bfloat16())
@@ -109,7 +109,7 @@ def test_the_comparison_is_of_values_in_the_type_that_is_served():
     assert isinstance(compare("a", torch.tensor([1.0, 1.0]), nan), Difference)
 
 
-def test_a_quantised_weight_may_be_as_far_off_as_its_type_rounds():
+def test_a_quantized_weight_is_compared_with_a_tolerance():
     expected = torch.tensor([3.0, 4.0])
     assert compare("a", torch.tensor([3.0, 4.4]), expected, tolerance=0.1) is True
     wrong = compare("a", torch.tensor([3.0, 4.6]), expected, tolerance=0.1)
@@ -117,7 +117,7 @@ def test_a_quantised_weight_may_be_as_far_off_as_its_type_rounds():
 
 
 class Rounded(torch.nn.Module):
-    """A layer that keeps integers of 8 bits and a scale per output, as a quantised engine may."""
+    """Linear layer with int8 weights and one scale per output."""
 
     scale: torch.Tensor
     weight: torch.Tensor
@@ -133,7 +133,7 @@ class Rounded(torch.nn.Module):
         return outputs if self.bias is None else outputs + self.bias
 
 
-def test_a_layer_that_keeps_integers_is_asked_for_its_columns():
+def test_an_integer_layer_is_compared_by_its_outputs():
     model, rounded = qwen2(), qwen2()
     layers: Any = rounded.model.layers
     attention = layers[0].self_attn
@@ -145,13 +145,13 @@ def test_a_layer_that_keeps_integers_is_asked_for_its_columns():
     assert {f"model.layers.0.self_attn.{name}_proj.weight" for name in "qo"} <= wrong
 
 
-def test_ranks_of_one_engine_answer_together_and_the_sentence_names_the_worst():
-    parts = [
+def test_results_of_ranks_are_merged_and_the_error_names_the_largest_difference():
+    ranks = [
         Compared(9, (Difference("a", 1e-6),), ("c",)),
         Compared(9, (Difference("a", 2e-6), Difference("b", 0.5)), ("c",)),
     ]
-    whole = merged(parts)
-    assert whole == Compared(9, (Difference("a", 2e-6), Difference("b", 0.5)), ("c",))
-    with pytest.raises(CheckFailed, match=r"version 7: 2 of the 9 weights .* differ, b by up to 0.5 \(a too\); likely"):
-        refuse_wrong(whole, 7)
-    refuse_wrong(Compared(9, (), ("c",)), 7)
+    merged = merge_compared(ranks)
+    assert merged == Compared(9, (Difference("a", 2e-6), Difference("b", 0.5)), ("c",))
+    with pytest.raises(CheckFailed, match=r"version 7: 2 of 9 .*\bb by up to 0\.5"):
+        check_compared(merged, 7)
+    check_compared(Compared(9, (), ("c",)), 7)

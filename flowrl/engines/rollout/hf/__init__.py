@@ -1,0 +1,1 @@
+"""Generation with transformers: continuous batching (engine.py), the decode loop (decoder.py) and the KV cache."""

@@ -1,16 +1,16 @@
-"""Rows that decode together: they join with a prefill, say one token per step, and leave when their response ends.
+"""Batched decode loop: rows join with a prefill, decode one token per step, and leave when their response ends.
 
-Shape suffixes: R places of the cache, N rows of a call, U different rows of a prefill, L tokens, V vocabulary.
+Shape suffixes: R slots of the cache, N rows of a call, U distinct rows of a prefill, L tokens, V vocabulary.
 
-What a row says is a function of the weights, its prompt and its key, and of nothing beside it: random numbers are
-keyed (`sampling`), a row's tokens stand in the same slots in any place (`kv_cache`), and shapes are chosen so that the
-same arithmetic runs for few rows as for many. On the CPU in float32 this holds bit for bit where it was tried: rows of
-up to a hundred tokens, layer widths that are multiples of 32 (others now and then differ in the last bit of a
-log-probability). Rows are prefilled without their last token, once where they are alike; the last token is fed in the
-next step beside those of the rows that are there, so that every sampled token comes out of the same code.
+A response depends only on the weights, its prompt and its key, not on the other rows of the batch. Random numbers are
+keyed (`sampling`), a token's cache position does not depend on the slot (`kv_cache`), and shapes are padded so that few
+rows and many rows run the same arithmetic. On the CPU in float32 results are bitwise identical for the tested sizes:
+rows of up to a hundred tokens and layer widths that are multiples of 32. Other widths can differ in the last bit of a
+log-probability.
 
-A row that leaves is a place for another. It goes on through the model until then, with its results thrown away: a place
-less means a copy of all keys and values.
+A prefill runs all tokens of a row but the last, once per distinct prompt. The last token runs in the next decode step,
+so that the same code samples every token. The slot of a finished row stays in the batch until another row takes it,
+because removing a slot copies the whole cache.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -21,87 +21,87 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from flowrl.config import RolloutConfig
+from flowrl.engines.rollout.base import Request, Response
 from flowrl.engines.rollout.hf.kv_cache import SlotCache, round_up
-from flowrl.engines.rollout.requests import Prompt, Response
 from flowrl.engines.rollout.sampling import sample_tokens, uniforms
 
 _MIN_ROWS = 16
-"""Fewer places are filled up to this: CPU matrix products sum in another order for a dozen rows or less."""
+"""Minimum number of slots: CPU matrix products use another summation order for a dozen rows or fewer."""
 
 _PROMPT_MULTIPLE = 16
-"""Prefills are padded to a multiple of this, for the same reason."""
+"""Prefill lengths are padded to a multiple of this, for the same reason."""
 
 _PREFILL_TOKENS = 16384
-"""Tokens of one forward pass of a prefill, padding included."""
+"""Maximum number of tokens of one prefill pass, padding included."""
 
-_LEAVE_SHARE = 0.75
-"""Places go when at most this share of them is taken: that copies the cache of the others."""
+_SHRINK_SHARE = 0.75
+"""The cache shrinks when at most this share of its slots is in use; shrinking copies the rest."""
 
 History = tuple[int, ...]
-"""A row's tokens so far, those of its prompt and those that it has said."""
+"""Tokens of a row so far: prompt, then response."""
 
 
 @dataclass
 class Row:
-    """A request at work."""
+    """A request and its response."""
 
-    prompt: Prompt
-    answer: Response
-    """What it had said when it joined, and all of it when it has left."""
+    request: Request
+    response: Response
+    """Partial response; updated when the row leaves the decoder, not at every step."""
 
     @property
     def history(self) -> History:
-        """Its tokens, prompt first; while it decodes those that it had when it joined."""
-        return (*self.prompt.token_ids, *self.answer.token_ids)
+        """Tokens of prompt and response; during decoding, those at the time the row joined."""
+        return (*self.request.token_ids, *self.response.token_ids)
 
 
 @dataclass
-class _Places:
-    """Where the row of each place of the cache is. In a free one the first slot is written again and again."""
+class _Slots:
+    """Decode state of each cache slot. A free slot keeps decoding at position 0, and its results are discarded."""
 
-    is_taken: Tensor
+    is_used: Tensor
     """bool [R]."""
     key: Tensor
-    """int64 [R], of `sampling.row_keys`."""
-    fed: Tensor
-    """int64 [R], the token that is run next."""
+    """int64 [R], from `sampling.row_keys`."""
+    next_token: Tensor
+    """int64 [R], input token of the next step."""
     position: Tensor
-    """int64 [R], where it stands; 0 in a free place."""
+    """int64 [R], position of the input token; 0 in a free slot."""
     count: Tensor
-    """int64 [R], tokens of the response so far; 0 in a free place."""
+    """int64 [R], number of response tokens so far; 0 in a free slot."""
     tokens: Tensor
-    """int64 [R, P + max_response_tokens], the response after P times -1, which is no token: P is one less than the
-    longest stop has, and so none ends before the response begins."""
+    """int64 [R, P + max_response_tokens], response after P times -1. P is one less than the longest stop sequence, so
+    a window of that length never starts before the row."""
     logprobs: Tensor
-    """float32 [R, max_response_tokens], of the tokens that were said since the row joined."""
+    """float32 [R, max_response_tokens], of the tokens sampled since the row joined."""
 
     @staticmethod
-    def free(num_places: int, padding: int, limit: int, device: torch.device) -> "_Places":
-        zeros = torch.zeros(num_places, dtype=torch.int64, device=device)
-        return _Places(
-            is_taken=zeros.bool(),
+    def free(num_slots: int, padding: int, limit: int, device: torch.device) -> "_Slots":
+        zeros = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        return _Slots(
+            is_used=zeros.bool(),
             key=zeros,
-            fed=zeros.clone(),
+            next_token=zeros.clone(),
             position=zeros.clone(),
             count=zeros.clone(),
-            tokens=torch.full((num_places, padding + limit), -1, device=device),
-            logprobs=torch.zeros(num_places, limit, device=device),
+            tokens=torch.full((num_slots, padding + limit), -1, device=device),
+            logprobs=torch.zeros(num_slots, limit, device=device),
         )
 
-    def take(self, index: Tensor) -> "_Places":
-        return _Places(*(getattr(self, field.name)[index] for field in fields(self)))
+    def select(self, index: Tensor) -> "_Slots":
+        return _Slots(*(getattr(self, field.name)[index] for field in fields(self)))
 
-    def plus(self, others: "_Places") -> "_Places":
+    def extend(self, others: "_Slots") -> "_Slots":
         pairs = ((getattr(self, field.name), getattr(others, field.name)) for field in fields(self))
-        return _Places(*map(torch.cat, pairs))
+        return _Slots(*map(torch.cat, pairs))
 
-    def give_up(self, index: Tensor) -> None:
-        for column in (self.is_taken, self.position, self.count):
+    def release(self, index: Tensor) -> None:
+        for column in (self.is_used, self.position, self.count):
             column[index] = 0
 
 
 class Decoder:
-    """Rows in one cache of keys and values. It holds no memory while it has none."""
+    """Decodes rows that share one KV cache. Holds no memory without rows."""
 
     def __init__(
         self,
@@ -111,14 +111,14 @@ class Decoder:
         max_length: int,
         device: torch.device,
     ) -> None:
-        """Nothing is computed yet.
+        """Stores the settings; computes nothing.
 
         Args:
-            model: framed by `with_slot_attention`.
-            config: how it samples.
-            end_ids: tokens that end a response, beside `config.stop_ids`.
-            max_length: tokens of the longest row that the model takes.
-            device: where the model is.
+            model: result of `with_slot_attention`.
+            config: sampling settings.
+            end_ids: tokens that end a response, in addition to `config.stop_ids`.
+            max_length: maximum number of tokens of a row.
+            device: the model's device.
         """
         self._model, self._config, self._device, self._max_length = model, config, device, max_length
         self._num_layers: int = model.config.get_text_config().num_hidden_layers
@@ -129,35 +129,35 @@ class Decoder:
 
     def _clear(self) -> None:
         self._rows: list[Row | None] = []
-        """The row of each place; None where it is free."""
+        """Row of each slot; None if the slot is free."""
         self._cache: SlotCache | None = None
-        self._places = _Places.free(0, self._padding, self._config.max_response_tokens, self._device)
+        self._slots = _Slots.free(0, self._padding, self._config.max_response_tokens, self._device)
         self.num_rows = 0
-        """Rows that are decoding."""
+        """Number of decoding rows."""
         self._num_greedy = 0
         self._longest = 0
-        """Tokens of the longest row, the one that is fed next included."""
+        """Number of tokens of the longest row, its next input token included."""
 
-    # Rows join.
+    # Join.
 
     def join(self, rows: Sequence[Row]) -> None:
-        """Takes rows in beside those that are there: computes keys and values of all they are so far."""
+        """Adds rows to the batch and prefills their tokens."""
         histories = [row.history for row in rows]
-        numbers = self._free_places(len(rows), max(map(len, histories)))
+        slots = self._allocate(len(rows), max(map(len, histories)))
         first: dict[History, int] = {}
-        for history, number in zip(histories, numbers, strict=True):
-            first.setdefault(history, number)
+        for history, slot in zip(histories, slots, strict=True):
+            first.setdefault(history, slot)
         assert self._cache is not None
         self._prefill(self._cache, first)
-        alike = [(first[h], number) for h, number in zip(histories, numbers, strict=True) if first[h] != number]
-        if alike:
-            sources, targets = torch.tensor(alike, device=self._device).unbind(1)
+        copies = [(first[h], slot) for h, slot in zip(histories, slots, strict=True) if first[h] != slot]
+        if copies:
+            sources, targets = torch.tensor(copies, device=self._device).unbind(1)
             self._cache.copy(sources, targets, max(map(len, histories)))
-        self._begin(rows, histories, numbers)
+        self._start(rows, histories, slots)
 
-    def _free_places(self, count: int, longest: int) -> list[int]:
-        """Places for so many rows, of up to so many tokens; where there are too few, more are made."""
-        free = [number for number, row in enumerate(self._rows) if row is None]
+    def _allocate(self, count: int, longest: int) -> list[int]:
+        """Returns `count` free slots for rows of up to `longest` tokens; grows the cache if needed."""
+        free = [slot for slot, row in enumerate(self._rows) if row is None]
         missing = max(count - len(free), _MIN_ROWS - len(self._rows), 0)
         if self._cache is None:
             self._cache = SlotCache(self._num_layers, missing, longest, self._device)
@@ -165,88 +165,89 @@ class Decoder:
         free += range(len(self._rows), len(self._rows) + missing)
         self._rows += [None] * missing
         if missing:
-            added = _Places.free(missing, self._padding, self._config.max_response_tokens, self._device)
-            self._places = self._places.plus(added)
+            added = _Slots.free(missing, self._padding, self._config.max_response_tokens, self._device)
+            self._slots = self._slots.extend(added)
         return free[:count]
 
-    def _prefill(self, cache: SlotCache, places: Mapping[History, int]) -> None:
-        """Computes keys and values of all tokens but the last, each history in its place."""
-        for part in self._parts(sorted(places, key=len)):
-            width = self._width(part[-1])
+    def _prefill(self, cache: SlotCache, slots: Mapping[History, int]) -> None:
+        """Computes keys and values of all tokens but the last of each history, in its slot."""
+        for chunk in self._prefill_chunks(sorted(slots, key=len)):
+            width = self._prefill_width(chunk[-1])
             if width == 0:
                 continue
-            lengths_U = torch.tensor([min(len(history), width) for history in part])
-            ids_UL = torch.zeros(len(part), width, dtype=torch.int64)
+            lengths_U = torch.tensor([min(len(history), width) for history in chunk])
+            ids_UL = torch.zeros(len(chunk), width, dtype=torch.int64)
             is_token_UL = torch.arange(width) < lengths_U[:, None]
-            ids_UL[is_token_UL] = torch.tensor([token for history in part for token in history[:width]])
-            cache.begin_prefill(torch.tensor([places[history] for history in part], device=self._device))
+            ids_UL[is_token_UL] = torch.tensor([token for history in chunk for token in history[:width]])
+            cache.begin_prefill(torch.tensor([slots[history] for history in chunk], device=self._device))
             self._model.base_model(input_ids=ids_UL.to(self._device), past_key_values=cache, use_cache=True)
 
-    def _parts(self, histories: Sequence[History]) -> Iterator[list[History]]:
-        """Of histories that get longer those that fit into a forward pass together."""
-        part: list[History] = []
+    def _prefill_chunks(self, histories: Sequence[History]) -> Iterator[list[History]]:
+        """Splits histories, sorted by length, into forward passes of at most `_PREFILL_TOKENS` tokens."""
+        chunk: list[History] = []
         for history in histories:
-            if part and (len(part) + 1) * self._width(history) > _PREFILL_TOKENS:
-                yield part
-                part = []
-            part.append(history)
-        yield part
+            if chunk and (len(chunk) + 1) * self._prefill_width(history) > _PREFILL_TOKENS:
+                yield chunk
+                chunk = []
+            chunk.append(history)
+        yield chunk
 
-    def _width(self, history: History) -> int:
-        """Columns of its prefill."""
+    def _prefill_width(self, history: History) -> int:
+        """Returns the padded length of a history's prefill."""
         return min(round_up(len(history) - 1, _PROMPT_MULTIPLE), self._max_length)
 
-    def _begin(self, rows: Sequence[Row], histories: Sequence[History], numbers: Sequence[int]) -> None:
-        places, device = self._places, self._device
-        index_N = torch.tensor(numbers, device=device)
+    def _start(self, rows: Sequence[Row], histories: Sequence[History], indices: Sequence[int]) -> None:
+        slots, device = self._slots, self._device
+        index_N = torch.tensor(indices, device=device)
         lengths_N = torch.tensor([len(history) for history in histories], device=device)
-        places.is_taken[index_N] = True
-        places.key[index_N] = torch.tensor([row.prompt.key for row in rows], device=device)
-        places.fed[index_N] = torch.tensor([history[-1] for history in histories], device=device)
-        places.position[index_N] = lengths_N - 1
-        places.count[index_N] = torch.tensor([len(row.answer.token_ids) for row in rows], device=device)
-        for number, row in zip(numbers, rows, strict=True):
-            self._rows[number] = row
-            if said := row.answer.token_ids:
-                places.tokens[number, self._padding : self._padding + len(said)] = torch.tensor(said, device=device)
+        slots.is_used[index_N] = True
+        slots.key[index_N] = torch.tensor([row.request.key for row in rows], device=device)
+        slots.next_token[index_N] = torch.tensor([history[-1] for history in histories], device=device)
+        slots.position[index_N] = lengths_N - 1
+        slots.count[index_N] = torch.tensor([len(row.response.token_ids) for row in rows], device=device)
+        for index, row in zip(indices, rows, strict=True):
+            self._rows[index] = row
+            if partial := row.response.token_ids:
+                end = self._padding + len(partial)
+                slots.tokens[index, self._padding : end] = torch.tensor(partial, device=device)
         self._longest = max(self._longest, int(lengths_N.max()))
         self.num_rows += len(rows)
-        self._num_greedy += sum(row.prompt.greedy for row in rows)
+        self._num_greedy += sum(row.request.greedy for row in rows)
 
-    # Rows decode.
+    # Decode.
 
     def step(self, version: int) -> list[Row]:
-        """Every row says a token more; gives those whose response that ends, which have left.
+        """Decodes one token of every row; removes and returns the rows whose responses have ended.
 
         Args:
             version: of the weights.
         """
-        places, cache = self._places, self._cache
+        slots, cache = self._slots, self._cache
         assert cache is not None, "no row has joined"
-        tokens_R, logprobs_R = self._choose(self._forward(cache))
-        places.tokens[cache.row_numbers, self._padding + places.count] = tokens_R
-        places.logprobs[cache.row_numbers, places.count] = logprobs_R.float()
-        is_stop_R = self._ends(tokens_R, cache.row_numbers)
-        places.fed = tokens_R
-        places.count += places.is_taken
-        places.position += places.is_taken
+        tokens_R, logprobs_R = self._sample(self._forward(cache))
+        slots.tokens[cache.row_numbers, self._padding + slots.count] = tokens_R
+        slots.logprobs[cache.row_numbers, slots.count] = logprobs_R.float()
+        is_stop_R = self._ends_response(tokens_R, cache.row_numbers)
+        slots.next_token = tokens_R
+        slots.count += slots.is_used
+        slots.position += slots.is_used
         self._longest += 1
-        is_full_R = places.count == self._config.max_response_tokens
-        index_N = (places.is_taken & (is_stop_R | is_full_R)).nonzero().squeeze(1)
+        is_full_R = slots.count == self._config.max_response_tokens
+        index_N = (slots.is_used & (is_stop_R | is_full_R)).nonzero().squeeze(1)
         if not len(index_N):
             return []
         is_stop_N = is_stop_R[index_N].tolist()
-        rows = self._leave(index_N, version)
+        rows = self._remove(index_N, version)
         for row, is_stop in zip(rows, is_stop_N, strict=True):
-            row.answer.truncated = not is_stop
+            row.response.truncated = not is_stop
         return rows
 
     def _forward(self, cache: SlotCache) -> Tensor:
-        """Feeds one token per row and gives the logits [R, V] of the next."""
-        position_R = self._places.position.clone()
+        """Runs one token per slot; returns the logits [R, V] of the next token."""
+        position_R = self._slots.position.clone()
         cache.begin_step(position_R, self._longest)
         output = self._model(
-            input_ids=self._places.fed[:, None],
+            input_ids=self._slots.next_token[:, None],
             position_ids=position_R[:, None],
             attention_mask=cache.mask(self._model.dtype),
             past_key_values=cache,
@@ -254,78 +255,78 @@ class Decoder:
         )
         return output.logits[:, -1]
 
-    def _choose(self, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+    def _sample(self, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
         config = self._config
-        numbers_R = uniforms(self._places.key, self._places.position + 1)
-        likeliest = sample_tokens(logits_RV, numbers_R, temperature=0) if self._num_greedy else None
-        if likeliest is not None and self._num_greedy == self.num_rows:
-            return likeliest
+        random_R = uniforms(self._slots.key, self._slots.position + 1)
+        greedy = sample_tokens(logits_RV, random_R, temperature=0) if self._num_greedy else None
+        if greedy is not None and self._num_greedy == self.num_rows:
+            return greedy
         sampled = sample_tokens(
-            logits_RV, numbers_R, temperature=config.temperature, top_k=config.top_k, top_p=config.top_p
+            logits_RV, random_R, temperature=config.temperature, top_k=config.top_k, top_p=config.top_p
         )
-        if likeliest is None:
+        if greedy is None:
             return sampled
-        is_greedy = [row is not None and row.prompt.greedy for row in self._rows]
+        is_greedy = [row is not None and row.request.greedy for row in self._rows]
         is_greedy_R = torch.tensor(is_greedy, device=self._device)
-        return torch.where(is_greedy_R, likeliest[0], sampled[0]), torch.where(is_greedy_R, likeliest[1], sampled[1])
+        return torch.where(is_greedy_R, greedy[0], sampled[0]), torch.where(is_greedy_R, greedy[1], sampled[1])
 
-    def _ends(self, tokens_R: Tensor, row_numbers: Tensor) -> Tensor:
-        """Bool [R]: the token that was just said ends the response, by itself or as the end of a stop sequence."""
+    def _ends_response(self, tokens_R: Tensor, row_numbers: Tensor) -> Tensor:
+        """Returns bool [R]: whether the sampled token is an end token or completes a stop sequence."""
         ends_R = torch.isin(tokens_R, self._end_ids)
         for stop in self._stops:
-            last_RL = self._padding + self._places.count[:, None] + torch.arange(1 - len(stop), 1, device=self._device)
-            ends_R |= (self._places.tokens[row_numbers[:, None], last_RL] == stop).all(-1)
+            last_RL = self._padding + self._slots.count[:, None] + torch.arange(1 - len(stop), 1, device=self._device)
+            ends_R |= (self._slots.tokens[row_numbers[:, None], last_RL] == stop).all(-1)
         return ends_R
 
-    # Rows leave.
+    # Leave.
 
-    def drop(self, names: Collection[str]) -> None:
-        """Has the rows of these requests leave, whatever they have said."""
-        numbers = [number for number, row in enumerate(self._rows) if row is not None and row.prompt.name in names]
-        if numbers:
-            self._leave(torch.tensor(numbers, device=self._device), 0)
+    def drop(self, request_ids: Collection[str]) -> None:
+        """Removes the rows of these requests and discards their tokens."""
+        slots = [i for i, row in enumerate(self._rows) if row is not None and row.request.request_id in request_ids]
+        if slots:
+            self._remove(torch.tensor(slots, device=self._device), 0)
 
-    def leave(self, version: int) -> list[Row]:
-        """All rows leave as they are, in the middle of what they say. They may join again, and go on from there.
+    def remove_all(self, version: int) -> list[Row]:
+        """Removes and returns all rows with their partial responses; a row that joins again continues from there.
 
         Args:
-            version: of the weights, which all they have said since they joined is of.
+            version: of the weights that have sampled since the rows joined.
         """
-        numbers = [number for number, row in enumerate(self._rows) if row is not None]
-        return self._leave(torch.tensor(numbers, device=self._device), version) if numbers else []
+        slots = [slot for slot, row in enumerate(self._rows) if row is not None]
+        return self._remove(torch.tensor(slots, device=self._device), version) if slots else []
 
-    def _leave(self, index_N: Tensor, version: int) -> list[Row]:
-        """Makes places free, and gives the rows that were there, with what they have said."""
-        places = self._places
-        counts = places.count[index_N].tolist()
-        tokens = places.tokens[index_N, self._padding : self._padding + max(counts)].tolist()
-        logprobs = places.logprobs[index_N, : max(counts)].tolist()
+    def _remove(self, index_N: Tensor, version: int) -> list[Row]:
+        """Frees slots; returns their rows with all sampled tokens."""
+        slots = self._slots
+        counts = slots.count[index_N].tolist()
+        tokens = slots.tokens[index_N, self._padding : self._padding + max(counts)].tolist()
+        logprobs = slots.logprobs[index_N, : max(counts)].tolist()
         rows = []
-        for number, count, *said in zip(index_N.tolist(), counts, tokens, logprobs, strict=True):
-            row = self._rows[number]
+        for slot, count, row_tokens, row_logprobs in zip(index_N.tolist(), counts, tokens, logprobs, strict=True):
+            row = self._rows[slot]
             assert row is not None
-            had = len(row.answer.token_ids)
-            row.answer.token_ids += said[0][had:count]
-            row.answer.logprobs += said[1][had:count]
-            row.answer.versions += [version] * (count - had)
-            self._rows[number] = None
+            start = len(row.response.token_ids)
+            row.response.token_ids += row_tokens[start:count]
+            row.response.logprobs += row_logprobs[start:count]
+            row.response.versions += [version] * (count - start)
+            self._rows[slot] = None
             rows.append(row)
         self.num_rows -= len(rows)
-        self._num_greedy -= sum(row.prompt.greedy for row in rows)
-        places.give_up(index_N)
+        self._num_greedy -= sum(row.request.greedy for row in rows)
+        slots.release(index_N)
         if self.num_rows:
-            self._longest = int(places.position.max()) + 1
+            self._longest = int(slots.position.max()) + 1
         else:
             self._clear()
         return rows
 
     def shrink(self) -> None:
-        """Gives up free places where there are many of them."""
-        num_places = max(self.num_rows, _MIN_ROWS)
-        if self._cache is None or num_places > _LEAVE_SHARE * len(self._rows):
+        """Removes free slots from the cache if there are many."""
+        num_slots = max(self.num_rows, _MIN_ROWS)
+        if self._cache is None or num_slots > _SHRINK_SHARE * len(self._rows):
             return
-        numbers = sorted(range(len(self._rows)), key=lambda number: self._rows[number] is None)[:num_places]
-        index_R = torch.tensor(numbers, device=self._device)
-        self._rows = [self._rows[number] for number in numbers]
-        self._places = self._places.take(index_R)
-        self._cache.take(index_R)
+        kept = sorted(range(len(self._rows)), key=lambda slot: self._rows[slot] is None)[:num_slots]
+        index_R = torch.tensor(kept, device=self._device)
+        self._rows = [self._rows[slot] for slot in kept]
+        self._slots = self._slots.select(index_R)
+        self._cache.select(index_R)

@@ -1,9 +1,7 @@
-"""Generation with transformers: all at once (`generate`) or as requests come (`add`, `poll`), by one way of decoding.
+"""Rollout engine on transformers: continuous batching, for whole batches (`generate`) or a stream (`add`, `poll`)."""
 
-Rows decode together in a cache of keys and values and come and go as they like (`hf_decode`, `hf_stream`); what a row
-says is a function of the weights, its prompt and its key, and of nothing beside it.
-"""
-
+import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -13,19 +11,31 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from flowrl.config import RolloutConfig
 from flowrl.engines.models.weights import WeightTargets
-from flowrl.engines.rollout.hf.decoder import Decoder
+from flowrl.engines.rollout.base import (
+    EngineState,
+    Request,
+    Response,
+    Responses,
+    RolloutError,
+    ServingState,
+    check_prompts,
+    check_request_ids,
+    eos_ids,
+    make_requests,
+    stack_responses,
+)
+from flowrl.engines.rollout.hf.decoder import Decoder, Row
 from flowrl.engines.rollout.hf.kv_cache import with_slot_attention
-from flowrl.engines.rollout.hf.stream import Stream
-from flowrl.engines.rollout.requests import Prompt, Response, prompts_of, responses_of
-from flowrl.engines.rollout.responses import Responses, RolloutError, check_prompts, end_ids
-from flowrl.engines.rollout.serving import Serving, State
 from flowrl.engines.rollout.weight_check import Compared, WeightSamples, compare_model
+
+_JOIN_SHARE = 8
+"""Waiting rows join once 1/8 of the slots is free: a prefill costs about half a decode step, however few its rows."""
 
 
 class HfRollout:
-    """Answers prompts with a model that others may be training: nothing of it is changed or copied.
+    """Generates with a model that may be training elsewhere; the model is neither modified nor copied.
 
-    Requests that run on (`add`, `poll`) are for weights of its own, which change by an update and not by training.
+    Streaming (`add`, `poll`) requires weights that change only by an update, not by training.
     """
 
     def __init__(
@@ -35,29 +45,30 @@ class HfRollout:
         config: RolloutConfig,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Moves the model to the device, unless its weights are yet to come. A response ends at the tokenizer's or the
-        model's end-of-sequence tokens.
+        """Moves the model to the device, unless its weights are on `meta`.
+
+        Responses end at the end-of-sequence tokens of the tokenizer and of the model.
 
         Raises:
-            RolloutError: the model has layers without keys and values, so that there is nothing to cache.
+            RolloutError: the model has layers without a KV cache.
         """
         if not any(parameter.is_meta for parameter in model.parameters()):
             model.to(device)  # pyright: ignore[reportArgumentType] (transformers narrows `to`)
         model.eval()
         self.model = with_slot_attention(model)
-        """A frame of its own around the model's weights."""
-        self._serving = Serving()
+        """Copy of the model's modules that shares its parameters."""
+        self._serving = ServingState()
         self._config = config
         self._device = torch.device(device)
         self._max_length = _max_length(model.config.get_text_config())
-        self._end_ids = end_ids(tokenizer, model.generation_config)
-        self._stream = self._new_stream()
+        self._eos_ids = eos_ids(tokenizer, model.generation_config)
+        self._batch = self._new_batch()
 
-    # Weights: those of the model, where it is this engine's own.
+    # Weight updates, for a model that the engine owns.
 
     @property
     def version(self) -> int:
-        """Of the weights that it serves."""
+        """Version of the weights."""
         return self._serving.version
 
     @version.setter
@@ -65,53 +76,53 @@ class HfRollout:
         self._serving.version = version
 
     @property
-    def state(self) -> State:
+    def state(self) -> EngineState:
         return self._serving.state
 
     def begin_update(self, version: int) -> None:
-        """Begins to take the weights of a version. Requests that are running wait, and go on with the new weights.
+        """Begins an update to `version`. Running requests pause and continue with the new weights.
 
-        Raises RolloutError in the middle of another update.
+        Raises RolloutError if an update is running.
         """
         self._serving.check_begin()
-        self._stream.pause(self.version)
+        self._batch.pause(self.version)
         self._targets = WeightTargets(self.model)
         self._serving.begin(version, self._targets.names)
 
     def receive(self, weights: Mapping[str, np.ndarray]) -> None:
-        """Takes some of them, as `export_weights` gives them.
+        """Writes some of the weights, in the format of `export_weights`.
 
         Raises:
-            RolloutError: no update has begun.
-            WeightsError: they do not fit the model; it answers again after a whole update.
+            RolloutError: no update is running.
+            WeightsError: the weights do not fit the model; the engine is broken until a complete update.
         """
-        self._serving.expect(State.UPDATING, "receive weights")
+        self._serving.require(EngineState.UPDATING, "receive weights")
         with self._serving.mark_failed_on_error():
             self._targets.write(weights)
-        self._serving.took(weights.keys())
+        self._serving.mark_received(weights.keys())
 
     def commit(self) -> None:
-        """Goes on with the weights that have come. Raises RolloutError where some have not."""
-        self._serving.expect(State.UPDATING, "commit weights")
+        """Completes the update. Raises RolloutError if weights are missing."""
+        self._serving.require(EngineState.UPDATING, "commit weights")
         with self._serving.mark_failed_on_error():
-            self._serving.check_whole()
+            self._serving.check_complete()
         self._serving.commit()
 
     def abort_update(self) -> None:
-        """Gives up an update that has begun; only a whole one makes the engine answer again."""
+        """Abandons the running update; the engine is broken until a complete update."""
         self._serving.abort()
 
     def compare_weights(self, samples: WeightSamples) -> Compared:
-        """Compares the weights with samples of the actor's."""
-        self._serving.expect(State.SERVING, "compare weights")
+        """Compares the weights with samples of the actor's weights."""
+        self._serving.require(EngineState.SERVING, "compare weights")
         return compare_model(self.model, samples)
 
     # Generation.
 
     @property
     def num_running(self) -> int:
-        """Requests that were added and whose answers were not given yet."""
-        return self._stream.num_running
+        """Number of added requests whose responses were not returned yet."""
+        return self._batch.num_running
 
     @torch.no_grad()
     def generate(
@@ -123,68 +134,131 @@ class HfRollout:
         seed: int,
         greedy: bool = False,
     ) -> Responses:
-        """One response per prompt. Requests that were added wait meanwhile, with their keys and values.
+        """Returns one response per prompt. Added requests pause meanwhile and keep their KV cache.
 
         Args:
-            prompt_ids: N prompts as token ids, each of at least one token; several samples of a prompt repeat it.
+            prompt_ids: token ids of N non-empty prompts; several samples of a prompt repeat it.
             prompt_id: int64 [N], identity of the prompt.
-            sample: int64 [N], number of the sample among those of its prompt.
-            seed: of this call. The same (seed, prompt_id, sample) draws the same random numbers.
-            greedy: take the likeliest token instead of sampling; temperature, top-k and top-p are then not used.
-        Returns: see `Responses`; no prompts give no responses.
+            sample: int64 [N], sample index within its prompt.
+            seed: the same (seed, prompt_id, sample) draws the same random numbers.
+            greedy: takes the most likely token; ignores temperature, top-k and top-p.
         Raises:
-            RolloutError: a prompt is empty, or with its response longer than the model takes, or not all weights are of
-                one version.
+            PromptError: a prompt is empty, or too long together with its response.
+            RolloutError: an update is running or failed.
         """
-        self._serving.expect(State.SERVING, "generate")
+        self._serving.require(EngineState.SERVING, "generate")
         check_prompts(prompt_ids, self._config.max_response_tokens, self._max_length)
-        prompts = prompts_of(prompt_ids, prompt_id, sample, seed=seed, greedy=greedy)
-        stream = self._new_stream()
-        # Equal prompts join side by side, so that their prefill is shared.
-        stream.add(sorted(prompts, key=lambda prompt: (len(prompt.token_ids), tuple(prompt.token_ids))))
-        found: dict[str, Response] = {}
-        while stream.num_running:
-            found |= {answer.name: answer for answer in stream.poll(self.version)}
-        return responses_of([found[prompt.name] for prompt in prompts])
+        requests = make_requests(prompt_ids, prompt_id, sample, seed=seed, greedy=greedy)
+        batch = self._new_batch()
+        # Equal prompts are adjacent, so that they join together and share a prefill.
+        batch.add(sorted(requests, key=lambda request: (len(request.token_ids), tuple(request.token_ids))))
+        responses: dict[str, Response] = {}
+        while batch.num_running:
+            responses |= {response.request_id: response for response in batch.poll(self.version)}
+        return stack_responses([responses[request.request_id] for request in requests])
 
-    def add(self, prompts: Iterable[Prompt]) -> None:
-        """Takes requests, which `poll` works on, `max_num_seqs` at a time in the order in which they came.
+    def add(self, requests: Iterable[Request]) -> None:
+        """Queues requests for `poll`, which decodes up to `max_num_seqs` of them at a time, first come first served.
 
-        What a row says is bit for bit what `generate` says for its prompt and key, whatever comes and goes beside it.
+        A response is bitwise identical to that of `generate` for the same prompt and key, whatever else is running.
 
-        Raises RolloutError for one of a name that is running, or whose prompt does not fit.
+        Raises RolloutError if a request id is in use or a prompt is too long.
         """
-        self._serving.expect(State.SERVING, "take requests")
-        prompts = list(prompts)
-        check_prompts([prompt.token_ids for prompt in prompts], self._config.max_response_tokens, self._max_length)
-        self._stream.add(prompts)
+        self._serving.require(EngineState.SERVING, "add requests")
+        requests = list(requests)
+        check_prompts([request.token_ids for request in requests], self._config.max_response_tokens, self._max_length)
+        self._batch.add(requests)
 
     @torch.no_grad()
     def poll(self, timeout_s: float | None = None) -> list[Response]:
-        """Works until a response is finished, or for so long and the step that is running then, and gives those that
-        are; nothing running gives none. Raises RolloutError in the middle of an update."""
-        self._serving.expect(State.SERVING, "generate")
-        return self._stream.poll(self.version, timeout_s)
+        """Decodes until a response has finished or the timeout expires; returns the finished responses.
 
-    def abort(self, names: Iterable[str]) -> None:
-        """Drops requests; names that no request has are none."""
-        self._stream.abort(names)
+        Returns an empty list if no request is running. Raises RolloutError during an update.
+        """
+        self._serving.require(EngineState.SERVING, "generate")
+        return self._batch.poll(self.version, timeout_s)
 
-    def _new_stream(self) -> Stream:
-        decoder = Decoder(self.model, self._config, self._end_ids, self._max_length, self._device)
-        return Stream(decoder, self._config.max_num_seqs)
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Drops requests. Ignores unknown ids."""
+        self._batch.abort(request_ids)
+
+    def _new_batch(self) -> "ContinuousBatch":
+        decoder = Decoder(self.model, self._config, self._eos_ids, self._max_length, self._device)
+        return ContinuousBatch(decoder, self._config.max_num_seqs)
+
+
+class ContinuousBatch:
+    """Continuous batching: up to `max_num_seqs` requests decode together; others wait in a queue."""
+
+    def __init__(self, decoder: Decoder, max_num_seqs: int) -> None:
+        self._decoder, self._max_num_seqs = decoder, max_num_seqs
+        self._request_ids: dict[str, None] = {}
+        """Ids of the unfinished requests, in the order added."""
+        self._waiting: deque[Row] = deque()
+
+    @property
+    def num_running(self) -> int:
+        """Number of unfinished requests."""
+        return len(self._request_ids)
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Queues requests. Raises RolloutError if a request id is in use."""
+        check_request_ids([request.request_id for request in requests], self._request_ids)
+        self._request_ids.update(dict.fromkeys(request.request_id for request in requests))
+        self._waiting.extend(Row(request, Response(request.request_id)) for request in requests)
+
+    def poll(self, version: int, timeout_s: float | None = None) -> list[Response]:
+        """Decodes until a response has finished or the timeout expires; returns the finished responses.
+
+        Args:
+            version: of the weights.
+            timeout_s: no decode step starts after it; None waits for a response.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        finished: list[Response] = []
+        while self._request_ids and not finished:
+            self._join_waiting()
+            finished = [row.response for row in self._decoder.step(version)]
+            for response in finished:
+                del self._request_ids[response.request_id]
+            if deadline is not None and time.monotonic() >= deadline:
+                break
+        return finished
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Drops requests. Ignores unknown ids."""
+        dropped = {request_id for request_id in request_ids if request_id in self._request_ids}
+        for request_id in dropped:
+            del self._request_ids[request_id]
+        self._decoder.drop(dropped)
+        self._waiting = deque(row for row in self._waiting if row.request.request_id not in dropped)
+
+    def pause(self, version: int) -> None:
+        """Moves all decoding rows back to the front of the queue, before the weights of `version` change.
+
+        The rows keep their tokens and continue from them; a new prefill recomputes their keys and values.
+        """
+        order = {request_id: index for index, request_id in enumerate(self._request_ids)}
+        rows = self._decoder.remove_all(version)
+        self._waiting.extendleft(sorted(rows, key=lambda row: order[row.request.request_id], reverse=True))
+
+    def _join_waiting(self) -> None:
+        num_free = self._max_num_seqs - self._decoder.num_rows
+        if self._waiting and num_free >= min(len(self._waiting), max(1, self._max_num_seqs // _JOIN_SHARE)):
+            self._decoder.join([self._waiting.popleft() for _ in range(min(num_free, len(self._waiting)))])
+        self._decoder.shrink()
 
 
 def _max_length(settings: PreTrainedConfig) -> int:
-    """The longest row that the model takes, and that all its layers see whole."""
+    """Returns the longest sequence that fits the model's position limit and its sliding window."""
     layer_types = getattr(settings, "layer_types", None) or []
     without_cache = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
     if without_cache:
         raise RolloutError(
-            f"the model has {', '.join(without_cache)} layers, but the hf rollout keeps keys and values only; use a "
-            f"model with attention in every layer"
+            f"the model has {', '.join(without_cache)} layers, but engine hf supports attention layers only: use "
+            f"rollout.engine: vllm, or another model"
         )
-    # By attribute, which GPT-2 has under another name.
+    # getattr resolves GPT-2's name of this setting too.
     limits = [getattr(settings, "max_position_embeddings", None)]
     if "sliding_attention" in layer_types or not layer_types:
         limits.append(getattr(settings, "sliding_window", None))

@@ -1,14 +1,13 @@
-"""Keys and values of past tokens, and attention over them, so that a row's arithmetic ignores the rows beside it.
+"""KV cache and decode attention whose results for a row do not depend on the other rows of the batch.
 
-Shape suffixes: B rows, H key-value heads, G queries per key-value head, C slots, L tokens, D head dimension.
+Shape suffixes: B rows, H key-value heads, G queries per key-value head, C positions, L tokens, D head dimension.
 
-A row's token at position p stands in slot p, whatever the other rows hold; slots it has not reached are masked. So rows
-of different lengths decode together, new tokens are written in place, and a row sees the same numbers in the same order
-in any batch. The number of slots in use is a multiple of 32 for the same reason: vector code handles a ragged end in
-another order.
+The token at position p of a row is stored at index p of the cache; later positions are masked. Rows of different
+lengths therefore decode together, new tokens are written in place, and every row is summed in the same order in any
+batch. The attended length is a multiple of 32, because vector code sums a remainder in another order.
 
-A decode step has its own attention: torch's CPU kernel sums in an order that depends on where its scratch memory lies,
-and transformers copies keys and values once per query head before it calls a kernel with a mask.
+Decode steps use their own attention for two reasons. The summation order of torch's CPU kernel depends on the address
+of its scratch memory. And transformers copies keys and values once per query head before a masked kernel.
 """
 
 import math
@@ -27,20 +26,20 @@ _ATTENTION = "flowrl_slots"
 
 
 def round_up(number: int, multiple: int) -> int:
-    """The smallest multiple that is not below a number."""
+    """Returns the smallest multiple of `multiple` that is at least `number`."""
     return -(-number // multiple) * multiple
 
 
 def with_slot_attention(model: PreTrainedModel) -> PreTrainedModel:
-    """A second frame around the same weights, which reads a `SlotCache` fast.
+    """Returns a copy of the model's modules with attention over a `SlotCache`. The copy shares all parameters and buffers.
 
-    Parameters and buffers are the model's own: training one trains the other, and nothing of the model is changed.
+    The original model is not modified.
     """
     AttentionInterface.register(_ATTENTION, _slot_attention)
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    frame = deepcopy(model, shared)
-    frame.set_attn_implementation(_ATTENTION)
-    return frame
+    copy = deepcopy(model, shared)
+    copy.set_attn_implementation(_ATTENTION)
+    return copy
 
 
 def _slot_attention(
@@ -54,10 +53,10 @@ def _slot_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: of queries [B, H x G, L, D] over keys and values [B, H, C, D].
+    """Computes attention of queries [B, H x G, L, D] over keys and values [B, H, C, D]; returns [B, L, H x G, D].
 
-    Gives [B, L, H x G, D]. Without a mask this is a prefill, causal from the first slot; with one, additive
-    [B, 1, 1, C], a decode step.
+    Without a mask it is a causal prefill; with an additive mask [B, 1, 1, C] it is a decode step. The signature is that
+    of transformers' attention functions.
     """
     if attention_mask is None:
         return attend(query, key, value, pack=None, scaling=scaling, softcap=softcap), None
@@ -71,7 +70,7 @@ def _slot_attention(
 
 
 class _SlotLayer(CacheLayerMixin):
-    """One layer's keys and values, [B, H, C, D] each."""
+    """Keys and values of one layer, [B, H, C, D] each."""
 
     def __init__(self, cache: "SlotCache") -> None:
         super().__init__()
@@ -79,14 +78,14 @@ class _SlotLayer(CacheLayerMixin):
         self.keys = self.values = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Makes empty slots. They are zero, because what a masked slot holds is multiplied by 0, and must be finite."""
+        """Allocates zeros: masked positions are multiplied by 0, so they must be finite."""
         shape = (self._cache.num_rows, key_states.shape[1], self._cache.capacity)
         self.keys = key_states.new_zeros((*shape, key_states.shape[-1]))
         self.values = value_states.new_zeros((*shape, value_states.shape[-1]))
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Stores new tokens and returns all that queries may look at; called by the model in each layer."""
+        """Stores the new tokens; returns all keys and values to attend to. The model calls it in each layer."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
@@ -100,32 +99,32 @@ class _SlotLayer(CacheLayerMixin):
         self.values[cache.row_numbers, :, cache.positions] = value_states.squeeze(2)
         return self.keys[:, :, : cache.width], self.values[:, :, : cache.width]
 
-    def take(self, rows: Tensor, capacity: int) -> None:
-        """Keeps the rows at an index (which may repeat them), in at least as many slots as before."""
+    def select(self, rows: Tensor, capacity: int) -> None:
+        """Keeps the indexed rows, which may repeat, with at least the current capacity."""
         if self.keys is not None and self.values is not None:
-            self.keys = _take(self.keys, rows, capacity)
-            self.values = _take(self.values, rows, capacity)
+            self.keys = _select(self.keys, rows, capacity)
+            self.values = _select(self.values, rows, capacity)
 
     def copy(self, sources: Tensor, targets: Tensor, num_slots: int) -> None:
-        """Copies the first slots of rows to others."""
+        """Copies the first `num_slots` positions of the source rows to the target rows."""
         if self.keys is not None and self.values is not None:
             self.keys[targets, :, :num_slots] = self.keys[sources, :, :num_slots]
             self.values[targets, :, :num_slots] = self.values[sources, :, :num_slots]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys that a prefill looks at, and where they begin; a decode step brings its own mask."""
+        """Returns (number of keys, first key) of a prefill; a decode step passes its own mask."""
         return query_length, 0
 
     def get_seq_length(self) -> int:
-        """Where a prefill begins; a decode step brings its own positions."""
+        """Returns the start position of a prefill; a decode step passes its own positions."""
         return 0
 
     def get_max_length(self) -> int:
-        """No maximum: slots are added as rows grow."""
+        """Returns -1: the cache grows without limit."""
         return -1
 
 
-def _take(slots_BHCD: Tensor, rows: Tensor, capacity: int) -> Tensor:
+def _select(slots_BHCD: Tensor, rows: Tensor, capacity: int) -> Tensor:
     if capacity == slots_BHCD.shape[2]:
         return slots_BHCD[rows]
     grown = slots_BHCD.new_zeros((len(rows), slots_BHCD.shape[1], capacity, slots_BHCD.shape[3]))
@@ -134,10 +133,10 @@ def _take(slots_BHCD: Tensor, rows: Tensor, capacity: int) -> Tensor:
 
 
 class SlotCache(Cache):
-    """The `past_key_values` of a prefill and of the decode steps after it."""
+    """KV cache (`past_key_values`) of prefills and decode steps."""
 
     def __init__(self, num_layers: int, num_rows: int, num_slots: int, device: torch.device | str) -> None:
-        """Makes a cache for `num_rows` rows of up to `num_slots` tokens; it grows when they get longer."""
+        """Creates a cache for `num_rows` rows of `num_slots` tokens; it grows with longer rows."""
         super().__init__(layers=[_SlotLayer(self) for _ in range(num_layers)])
         self.num_rows = num_rows
         self.capacity = round_up(num_slots, SLOT_MULTIPLE)
@@ -147,48 +146,48 @@ class SlotCache(Cache):
         self.row_numbers = torch.arange(num_rows, device=device)
 
     def begin_prefill(self, rows: Tensor) -> None:
-        """The next forward pass brings right-padded tokens of these rows, an index, from position 0."""
+        """Prepares a forward pass over right-padded tokens of the indexed rows, starting at position 0."""
         self.prefilled = rows
 
     def begin_step(self, positions: Tensor, longest: int) -> None:
-        """The next forward pass brings one token per row.
+        """Prepares a forward pass over one token per row.
 
         Args:
-            positions: int64 [B], where it stands in its row.
-            longest: a bound on the tokens of any row, this one included.
+            positions: int64 [B], position of each token in its row.
+            longest: upper bound on the number of tokens of any row, new token included.
         """
         self.prefilled = None
         self.positions = positions
         self.width = round_up(longest, SLOT_MULTIPLE)
         if self.width > self.capacity:
-            # Doubling: the copies of all growth together cost no more than one copy of the longest row.
-            self.take(self.row_numbers, 2 * self.width)
+            # Doubling makes the total cost of growth linear.
+            self.select(self.row_numbers, 2 * self.width)
 
     def mask(self, dtype: torch.dtype) -> Tensor:
-        """What is added to a decode step's scores, [B, 1, 1, slots in use]: 0 for the row's tokens, -inf for others."""
+        """Returns the additive mask [B, 1, 1, C] of a decode step: 0 for the row's tokens, -inf for later positions."""
         slots_C = torch.arange(self.width, device=self.positions.device)
         unseen_BC = slots_C > self.positions[:, None]
         mask_BC = torch.zeros(unseen_BC.shape, dtype=dtype, device=unseen_BC.device)
         return mask_BC.masked_fill_(unseen_BC, -math.inf)[:, None, None]
 
     def grow(self, num_rows: int, num_slots: int) -> None:
-        """Makes it at least so large; what new rows hold is not said."""
+        """Grows the cache to at least this size; the content of new rows is undefined."""
         capacity = round_up(num_slots, SLOT_MULTIPLE)
         if num_rows > self.num_rows or capacity > self.capacity:
             missing = max(0, num_rows - self.num_rows)
-            self.take(nn.functional.pad(self.row_numbers, (0, missing)), capacity)
+            self.select(nn.functional.pad(self.row_numbers, (0, missing)), capacity)
 
     def copy(self, sources: Tensor, targets: Tensor, num_slots: int) -> None:
-        """Copies the first slots of rows at an index to those at another, none of which is among them."""
+        """Copies the first `num_slots` positions of the source rows to the target rows; the two must be disjoint."""
         for layer in self.layers:
             assert isinstance(layer, _SlotLayer)
             layer.copy(sources, targets, num_slots)
 
-    def take(self, rows: Tensor, capacity: int | None = None) -> None:
-        """Keeps the rows at an index, which may repeat them; `capacity` adds slots."""
+    def select(self, rows: Tensor, capacity: int | None = None) -> None:
+        """Keeps the indexed rows, which may repeat; `capacity` extends their length."""
         self.capacity = max(self.capacity, capacity or 0)
         for layer in self.layers:
             assert isinstance(layer, _SlotLayer)
-            layer.take(rows, self.capacity)
+            layer.select(rows, self.capacity)
         self.num_rows = len(rows)
         self.row_numbers = torch.arange(len(rows), device=rows.device)

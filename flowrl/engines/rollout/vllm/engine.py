@@ -1,11 +1,10 @@
-"""Generation with vLLM, in this process: every call into vLLM is in this module and the others named vllm_*.
+"""Rollout engine on vLLM, whose engine core runs in the caller's process.
 
-vLLM's own engine core runs in the caller's process and computes in `poll` only, so a call, a weight update and a look
-at what is finished never meet: there is nothing to lock. It binds the process to itself (torch.distributed,
-environment), so the process is a rollout's own.
+vLLM computes only in `poll` and `generate`, so generation and weight updates never overlap and need no locks. vLLM
+initializes torch.distributed and the environment of its process, so the process must be dedicated to the rollout.
 
-Log-probabilities are those of the distribution that a token was sampled from: after temperature, top-k and top-p, and
-renormalised over what these leave, as the hf engine's are. Greedy ones are the model's own.
+Log-probabilities are those of the sampled distribution: after temperature, top-k and top-p, renormalized. Greedy ones
+are the model's own. The hf engine does the same.
 """
 
 import os
@@ -21,46 +20,58 @@ from transformers import PreTrainedTokenizerBase
 from flowrl.config import ModelConfig, RolloutConfig, VllmConfig
 from flowrl.engines.models.loading import load_policy
 from flowrl.engines.models.parameters import unique_parameters
-from flowrl.engines.rollout.requests import Prompt, Response, prompts_of, refuse_running, responses_of
-from flowrl.engines.rollout.responses import Responses, RolloutError, check_prompts, end_ids
-from flowrl.engines.rollout.serving import PARTS, WEIGHTS, Serving, State
+from flowrl.engines.rollout.base import (
+    TAGS,
+    WEIGHTS,
+    EngineState,
+    Request,
+    Response,
+    Responses,
+    RolloutError,
+    ServingState,
+    check_prompts,
+    check_request_ids,
+    eos_ids,
+    make_requests,
+    stack_responses,
+)
 from flowrl.engines.rollout.vllm.quantization import quantization_options
 
 _SETTINGS = {
-    # The engine core runs in this process.
+    # Run the engine core in this process.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # Processes that it starts begin anew: one that is forked would have this one's threads' locks without the threads.
+    # Forked workers would inherit locks of threads that do not exist in them.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    # Left to itself vLLM would bind the process's threads to cores, which other processes use too.
+    # Other processes use the same cores.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 if not torch.cuda.is_available():
-    # Compiling the sampler takes seconds to start with, and gains nothing on the CPU.
+    # Compiling the sampler takes seconds and does not speed up the CPU.
     _SETTINGS["TORCHDYNAMO_DISABLE"] = "1"
 
-# Not as defaults: what they say is what this module is written for.
+# Overrides existing values, because this module depends on these.
 os.environ |= _SETTINGS
 
-from vllm import EngineArgs, SamplingParams  # noqa: E402 (reads its environment when it is imported)
+from vllm import EngineArgs, SamplingParams  # noqa: E402 (reads the environment at import)
 from vllm.config import WeightTransferConfig  # noqa: E402
 from vllm.inputs import TokensPrompt  # noqa: E402
 from vllm.logprobs import FlatLogprobs  # noqa: E402
 from vllm.outputs import RequestOutput  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 
-from flowrl.engines.rollout.vllm.engine_workers import TRANSFER, SharedTensors, WorkerMethods  # noqa: E402
-from flowrl.engines.rollout.vllm.leader import call_workers, start_engine  # noqa: E402
-from flowrl.engines.rollout.vllm.links import Described, Link, SharedPart  # noqa: E402
+from flowrl.engines.rollout.vllm.gpu_transfer import IpcChunk, TransferGroup, WeightMetadata  # noqa: E402
+from flowrl.engines.rollout.vllm.tp_leader import call_workers, start_engine  # noqa: E402
 from flowrl.engines.rollout.vllm.vllm_check import Compared, WeightSamples, compare_weights  # noqa: E402
+from flowrl.engines.rollout.vllm.worker_extension import TRANSFER, SharedTensors, WorkerExtension  # noqa: E402
 
 _STEP_TOKENS = 8192
-"""Tokens that one step runs, most of them of prompts: more take more memory."""
+"""Maximum number of tokens of one step, mostly prefill; more tokens need more memory."""
 
 
 class VllmRollout:
-    """Answers prompts, all at once (`generate`) or as they come (`add`, `poll`)."""
+    """Generates responses for whole batches (`generate`) or a stream of requests (`add`, `poll`)."""
 
     def __init__(
         self,
@@ -69,63 +80,66 @@ class VllmRollout:
         config: RolloutConfig,
         *,
         tp: int = 1,
-        sleeps: bool = False,
+        can_sleep: bool = False,
     ) -> None:
-        """Loads the model of a folder. A response ends at the tokenizer's or the model's end-of-sequence tokens.
+        """Loads the model. Responses end at the end-of-sequence tokens of the tokenizer and of the model.
 
         Args:
-            model: where it is.
-            tokenizer: its own.
-            config: how it samples, and the engine's settings.
-            tp: devices of this node that share each layer; this process leads them.
-            sleeps: whether `sleep` is to free memory of GPUs; on the CPU it frees nothing.
+            model: path and dtype.
+            tokenizer: the model's.
+            config: sampling and engine settings.
+            tp: tensor parallel size; this process is the leader of that many devices of the node.
+            can_sleep: whether `sleep` frees GPU memory; on the CPU it frees nothing.
         Raises:
-            ModelError: as `load_policy`, before vLLM starts.
+            ModelError: the model cannot be loaded; raised before vLLM starts.
         """
         self._config = config
-        self._serving = Serving()
+        self._serving = ServingState()
         empty = load_policy(model, on_meta=True)
-        self._also = {names[0]: names[1:] for names, _ in unique_parameters(empty)}
-        """Name of a weight -> its other names: vLLM is given a tied weight under each."""
-        ends = end_ids(tokenizer, empty.generation_config)
+        self._tied = {names[0]: names[1:] for names, _ in unique_parameters(empty)}
+        """Weight name -> its other names; vLLM receives a tied weight under each name."""
+        ends = eos_ids(tokenizer, empty.generation_config)
         self._end_ids = sorted({*ends, *(stop[0] for stop in config.stop_ids if len(stop) == 1)})
-        self._sequences = _by_last(stop for stop in config.stop_ids if len(stop) > 1)
-        """Stops of several tokens, which vLLM does not know, by the last of them."""
+        self._stop_sequences: dict[int, list[list[int]]] = {}
+        """Last token -> stop sequences of several tokens, which vLLM does not support."""
+        for stop in config.stop_ids:
+            if len(stop) > 1:
+                self._stop_sequences.setdefault(stop[-1], []).append(list(stop))
         self._running: dict[str, Response] = {}
         self._finished: dict[str, Response] = {}
-        """What was finished while a batch was generated, until a poll gives it."""
+        """Finished responses that no `poll` has returned yet."""
         self._tp = tp
-        self._engine = start_engine(_engine_args(model, config, tp, sleeps))
+        self._engine = start_engine(_engine_args(model, config, tp, can_sleep))
         call_workers(self._engine, "init_weight_transfer_engine", {})
         self._engine.set_weight_version(str(self.version))
 
     @property
-    def state(self) -> State:
+    def state(self) -> EngineState:
         return self._serving.state
 
     @property
     def version(self) -> int:
-        """Of the weights that it serves."""
+        """Version of the weights."""
         return self._serving.version
 
     @property
     def asleep(self) -> frozenset[str]:
-        """The `PARTS` that are away from the device."""
+        """Subset of `TAGS` that is offloaded."""
         return self._serving.asleep
 
     @property
     def awake(self) -> frozenset[str]:
-        """The others."""
-        return PARTS - self.asleep
+        """Subset of `TAGS` that is on the device."""
+        return TAGS - self.asleep
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest row that it takes, prompt and response."""
+        """Maximum number of tokens of a row, prompt and response."""
         return self._engine.vllm_config.model_config.max_model_len
 
     @property
     def num_running(self) -> int:
-        """Requests that were added and whose answers were not given yet."""
+        """Number of added requests whose responses were not returned yet."""
         return len(self._running) + len(self._finished)
 
     # Generation.
@@ -139,34 +153,37 @@ class VllmRollout:
         seed: int,
         greedy: bool = False,
     ) -> Responses:
-        """One response per prompt; arguments, result and errors as of `HfRollout.generate`.
+        """Returns one response per prompt; arguments, result and errors as of `HfRollout.generate`.
 
-        Requests that were added go on meanwhile, and the next `poll` gives the answers of those that finish.
+        Added requests continue meanwhile; the next `poll` returns those that finish.
         """
-        prompts = prompts_of(prompt_ids, prompt_id, sample, seed=seed, greedy=greedy)
-        self.add(prompts)
-        names = [prompt.name for prompt in prompts]
-        while not self._running.keys().isdisjoint(names):
+        requests = make_requests(prompt_ids, prompt_id, sample, seed=seed, greedy=greedy)
+        self.add(requests)
+        request_ids = [request.request_id for request in requests]
+        while not self._running.keys().isdisjoint(request_ids):
             self._step()
-        return responses_of([self._finished.pop(name) for name in names])
+        return stack_responses([self._finished.pop(request_id) for request_id in request_ids])
 
-    def add(self, prompts: Iterable[Prompt]) -> None:
-        """Takes requests, which `poll` works on.
+    def add(self, requests: Iterable[Request]) -> None:
+        """Adds requests to vLLM's scheduler; `poll` generates their responses.
 
-        Raises RolloutError for one of a name that is running, or whose prompt does not fit.
+        Raises RolloutError if a request id is in use or a prompt is too long.
         """
-        self._serving.expect(State.SERVING, "take requests")
-        prompts = list(prompts)
-        check_prompts([prompt.token_ids for prompt in prompts], self._config.max_response_tokens, self.max_length)
-        refuse_running([prompt.name for prompt in prompts], [*self._running, *self._finished])
-        for prompt in prompts:
-            ids = TokensPrompt(prompt_token_ids=list(prompt.token_ids))
-            self._engine.add_request(prompt.name, ids, self._sampling(prompt))
-            self._running[prompt.name] = Response(prompt.name)
+        self._serving.require(EngineState.SERVING, "add requests")
+        requests = list(requests)
+        check_prompts([request.token_ids for request in requests], self._config.max_response_tokens, self.max_length)
+        check_request_ids([request.request_id for request in requests], [*self._running, *self._finished])
+        for request in requests:
+            prompt = TokensPrompt(prompt_token_ids=list(request.token_ids))
+            self._engine.add_request(request.request_id, prompt, self._sampling_params(request))
+            self._running[request.request_id] = Response(request.request_id)
 
     def poll(self, timeout_s: float | None = None) -> list[Response]:
-        """Works until a response is finished, or for so long, and gives those that are; nothing running gives none."""
-        self._serving.expect(State.SERVING, "generate")
+        """Generates until a response has finished or the timeout expires; returns the finished responses.
+
+        Returns an empty list if no request is running. Raises RolloutError during an update.
+        """
+        self._serving.require(EngineState.SERVING, "generate")
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while self._running and not self._finished:
             self._step()
@@ -176,116 +193,116 @@ class VllmRollout:
         return list(finished.values())
 
     def _step(self) -> None:
-        """A token more of the rows that vLLM has chosen, or a part of their prompts."""
+        """Runs one step of vLLM's scheduler and stores the responses that finish."""
         for output in self._engine.step():
             assert isinstance(output, RequestOutput)
-            answer = self._told(output)
-            if answer is not None:
-                self._finished[answer.name] = answer
+            response = self._process_output(output)
+            if response is not None:
+                self._finished[response.request_id] = response
 
-    def abort(self, names: Iterable[str]) -> None:
-        """Drops requests, finished or not; names that no request has are none."""
-        names = set(names)
-        self._engine.abort_request([name for name in names if self._running.pop(name, None) is not None])
-        for name in names:
-            self._finished.pop(name, None)
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Drops requests, finished or not. Ignores unknown ids."""
+        request_ids = set(request_ids)
+        self._engine.abort_request([i for i in request_ids if self._running.pop(i, None) is not None])
+        for request_id in request_ids:
+            self._finished.pop(request_id, None)
 
-    def _told(self, output: RequestOutput) -> Response | None:
-        """Adds what an output says to its row; gives the row if it is finished."""
-        answer = self._running.get(output.request_id)
-        if answer is None:
+    def _process_output(self, output: RequestOutput) -> Response | None:
+        """Appends vLLM's output to its response; returns the response if it has finished."""
+        response = self._running.get(output.request_id)
+        if response is None:
             return None
-        said = output.outputs[0]
-        assert isinstance(said.logprobs, FlatLogprobs)
-        if self._sequences:
-            for token, logprob in zip(said.token_ids, said.logprobs.logprobs, strict=True):
-                answer.token_ids.append(token)
-                answer.logprobs.append(logprob)
-                answer.versions.append(self.version)
-                if any(answer.token_ids[-len(stop) :] == stop for stop in self._sequences.get(token, ())):
-                    self.abort([answer.name])
-                    return answer
+        completion = output.outputs[0]
+        assert isinstance(completion.logprobs, FlatLogprobs)
+        if self._stop_sequences:
+            for token, logprob in zip(completion.token_ids, completion.logprobs.logprobs, strict=True):
+                response.token_ids.append(token)
+                response.logprobs.append(logprob)
+                response.versions.append(self.version)
+                if any(response.token_ids[-len(stop) :] == stop for stop in self._stop_sequences.get(token, ())):
+                    self.abort([response.request_id])
+                    return response
             if not output.finished:
                 return None
         else:
-            assert said.weight_versions is not None
-            spans = [(int(span.version), span.end - span.start) for span in said.weight_versions]
-            answer.token_ids, answer.logprobs = list(said.token_ids), said.logprobs.logprobs
-            answer.versions = [version for version, count in spans for _ in range(count)]
-        if said.finish_reason not in ("stop", "length"):
-            raise RuntimeError(f"vLLM ended a row by {said.finish_reason}, which makes no response")
-        answer.truncated = said.finish_reason == "length"
-        return self._running.pop(answer.name)
+            assert completion.weight_versions is not None
+            spans = [(int(span.version), span.end - span.start) for span in completion.weight_versions]
+            response.token_ids, response.logprobs = list(completion.token_ids), completion.logprobs.logprobs
+            response.versions = [version for version, count in spans for _ in range(count)]
+        if completion.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"vLLM ended a request with finish_reason {completion.finish_reason}")
+        response.truncated = completion.finish_reason == "length"
+        return self._running.pop(response.request_id)
 
-    def _sampling(self, prompt: Prompt) -> SamplingParams:
+    def _sampling_params(self, request: Request) -> SamplingParams:
         config = self._config
         return SamplingParams(
-            temperature=0.0 if prompt.greedy else config.temperature,
-            top_k=0 if prompt.greedy else config.top_k,
-            top_p=1.0 if prompt.greedy else config.top_p,
-            seed=None if prompt.greedy else prompt.key & (2**62 - 1),
+            temperature=0.0 if request.greedy else config.temperature,
+            top_k=0 if request.greedy else config.top_k,
+            top_p=1.0 if request.greedy else config.top_p,
+            seed=None if request.greedy else request.key & (2**62 - 1),
             max_tokens=config.max_response_tokens,
             stop_token_ids=self._end_ids,
-            ignore_eos=True,  # `stop_token_ids` has them all
+            ignore_eos=True,  # stop_token_ids has all of them
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
-            # Only stops that vLLM does not know need a look at every token: a twentieth of a small model's time.
-            output_kind=RequestOutputKind.DELTA if self._sequences else RequestOutputKind.FINAL_ONLY,
+            # Stop sequences need every token, which costs 5 % of a small model's time.
+            output_kind=RequestOutputKind.DELTA if self._stop_sequences else RequestOutputKind.FINAL_ONLY,
         )
 
     # Weights.
 
     def begin_update(self, version: int) -> None:
-        """Begins to take the weights of a version. What is running waits, and goes on with the new weights."""
+        """Begins an update to `version`. Running requests pause and continue with the new weights."""
         self._serving.check_begin()
-        with self._or_broken():
+        with self._end_update_on_error():
             call_workers(self._engine, "start_weight_update")
-        self._serving.begin(version, self._also)
+        self._serving.begin(version, self._tied)
 
-    def join_link(self, link: Mapping[str, Any], first_rank: int) -> None:  # Any: the fields of `Link`
-        """Has each worker join a link, from this rank of it on, for `receive`."""
-        call_workers(self._engine, "join_link", Link(**link), first_rank)
+    def join_transfer_group(self, group: Mapping[str, Any], first_rank: int) -> None:  # Any: of `TransferGroup`
+        """Joins an NCCL transfer group with every worker of the replica, starting at rank `first_rank`."""
+        call_workers(self._engine, "join_transfer_group", TransferGroup(**group), first_rank)
 
-    def receive(self, weights: Mapping[str, Tensor] | SharedPart | Described) -> None:
-        """Takes some of the weights, under the names that `save_pretrained` gives them, or where they lie."""
-        self._serving.expect_update("receive weights")
-        if isinstance(weights, SharedPart | Described):
-            with self._or_broken():
-                call_workers(self._engine, "update_weights", {"weights": weights, "also": self._also})
-            self._serving.took(weights.names)
+    def receive(self, weights: Mapping[str, Tensor] | IpcChunk | WeightMetadata) -> None:
+        """Loads some of the weights: tensors named as in `save_pretrained`, an IPC chunk, or a broadcast."""
+        self._serving.require_update("receive weights")
+        if isinstance(weights, IpcChunk | WeightMetadata):
+            with self._end_update_on_error():
+                call_workers(self._engine, "update_weights", {"weights": weights, "tied": self._tied})
+            self._serving.mark_received(weights.names)
             return
-        named = {also: weight for name, weight in weights.items() for also in (name, *self._also.get(name, ()))}
-        shared = SharedTensors.of(named) if self._tp > 1 else nullcontext(named)
-        with self._or_broken(), shared as given:
-            call_workers(self._engine, "update_weights", {"weights": given})
-        self._serving.took(weights)
+        named = {alias: weight for name, weight in weights.items() for alias in (name, *self._tied.get(name, ()))}
+        context = SharedTensors.of(named) if self._tp > 1 else nullcontext(named)
+        with self._end_update_on_error(), context as tensors:
+            call_workers(self._engine, "update_weights", {"weights": tensors})
+        self._serving.mark_received(weights)
 
     def commit(self) -> None:
-        """Goes on with the weights that have come. Keys and values of the old ones are computed anew."""
-        self._serving.expect_update("commit weights")
-        with self._or_broken():
-            # vLLM would leave what has not come as it was, and a part of a fused layer as it found the memory.
-            self._serving.check_whole()
+        """Completes the update and discards all cached keys and values. Raises RolloutError if weights are missing."""
+        self._serving.require_update("commit weights")
+        with self._end_update_on_error():
+            # vLLM itself would keep missing weights, and leave missing parts of a fused layer uninitialized.
+            self._serving.check_complete()
             call_workers(self._engine, "finish_weight_update")
-            # Also of requests that are running: they would go on from states that the old weights left.
+            # Includes running requests, which would otherwise continue from old keys and values.
             if not self._engine.reset_prefix_cache(reset_running_requests=True):
-                raise RuntimeError("vLLM kept its prefix cache, which is that of the old weights")
+                raise RuntimeError("vLLM did not reset its prefix cache, which holds keys and values of old weights")
         self._serving.commit()
         self._engine.set_weight_version(str(self.version))
 
     def abort_update(self) -> None:
-        """Gives up an update that has begun; only a whole one makes the engine serve again."""
+        """Abandons the running update; the engine is broken until a complete update."""
         self._serving.abort()
         call_workers(self._engine, "end_update")
 
     def compare_weights(self, samples: WeightSamples) -> Compared:
-        """Compares what is served with samples of the actor's weights."""
-        self._serving.expect(State.SERVING, "compare weights", WEIGHTS)
+        """Compares the weights with samples of the actor's weights."""
+        self._serving.require(EngineState.SERVING, "compare weights", WEIGHTS)
         return compare_weights(self._engine, samples)
 
     @contextmanager
-    def _or_broken(self) -> Iterator[None]:
+    def _end_update_on_error(self) -> Iterator[None]:
         try:
             with self._serving.mark_failed_on_error():
                 yield
@@ -296,57 +313,50 @@ class VllmRollout:
     # Memory.
 
     def sleep(self) -> None:
-        """Gives the device's memory away: weights move to the CPU, keys and values are dropped.
+        """Frees device memory: offloads weights to the CPU and drops the KV cache (vLLM's sleep level 1).
 
-        In the middle of an update and after one that failed too; waking then leads back to there. vLLM's other way of
-        sleeping drops the weights, and would serve whatever then lies in their memory.
+        Sleep is allowed during an update and after a failed one; waking restores that state. Level 2 is not used,
+        because it drops the weights and would serve uninitialized memory after waking.
 
-        Raises RolloutError while requests are running.
+        Raises RolloutError if requests are running.
         """
         self._serving.check_sleep()
         if self._running:
-            raise RolloutError(f"{len(self._running)} requests are running; wait for them, or abort them, before sleep")
+            raise RolloutError(f"{len(self._running)} requests are running: finish or abort them before sleep")
         self._engine.sleep(level=1)
-        self._serving.asleep = PARTS
+        self._serving.asleep = TAGS
 
-    def wake(self, parts: Collection[str] = PARTS) -> None:
-        """Comes back, whole or in some of the `PARTS`: to take weights these are enough."""
-        coming = self._serving.waking(parts)
-        self._engine.wake_up(tags=sorted(coming))
-        self._serving.asleep -= coming
-
-
-def _by_last(stops: Iterable[Sequence[int]]) -> dict[int, list[list[int]]]:
-    found: dict[int, list[list[int]]] = {}
-    for stop in stops:
-        found.setdefault(stop[-1], []).append(list(stop))
-    return found
+    def wake(self, tags: Collection[str] = TAGS) -> None:
+        """Restores all memory, or only some `TAGS`: an update needs the weights alone."""
+        waking = self._serving.tags_to_wake(tags)
+        self._engine.wake_up(tags=sorted(waking))
+        self._serving.asleep -= waking
 
 
-def _engine_args(model: ModelConfig, config: RolloutConfig, tp: int, sleeps: bool) -> EngineArgs:
+def _engine_args(model: ModelConfig, config: RolloutConfig, tp: int, can_sleep: bool) -> EngineArgs:
     settings = config.vllm or VllmConfig()
     return EngineArgs(
         model=str(model.path),
         skip_tokenizer_init=True,
         dtype=settings.dtype or model.dtype,
         tensor_parallel_size=tp,
-        # Left to itself vLLM would ask Ray, in whose placement group this process is, for devices of its own.
+        # By default vLLM would request devices of its own from Ray.
         distributed_executor_backend="mp" if tp > 1 else "uni",
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=max(_STEP_TOKENS, config.max_num_seqs),
-        # -1: as long as the model takes and the cache holds.
+        # -1: limit of the model and of the KV cache.
         max_model_len=settings.max_model_len or -1,
         enforce_eager=not settings.graphs or not torch.cuda.is_available(),
         enable_prefix_caching=settings.prefix_caching,
         kv_cache_memory_bytes=int(settings.kv_cache_gb * 1e9),
-        # With the line above it sets nothing but the part of a GPU without which vLLM does not start.
+        # Only a lower bound for free GPU memory at start, since kv_cache_memory_bytes is set.
         gpu_memory_utilization=0.01,
-        enable_sleep_mode=sleeps and torch.cuda.is_available(),
+        enable_sleep_mode=can_sleep and torch.cuda.is_available(),
         logprobs_mode="processed_logprobs",
-        # A step's result belongs to that step: with weights that change between steps it must say which it had.
+        # Each step must return its own result, because the weight version changes between steps.
         async_scheduling=False,
         weight_transfer_config=WeightTransferConfig(backend=TRANSFER),
-        worker_extension_cls=f"{WorkerMethods.__module__}.{WorkerMethods.__name__}",
+        worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__name__}",
         disable_log_stats=True,
         **quantization_options(config.quantization),
     )

@@ -1,6 +1,6 @@
-"""What vLLM serves, asked of its own layers: see weight_check.py. Runs in each of an engine's worker processes.
+"""Compares vLLM's weights with the actor's by running its layers on unit vectors, see weight_check.py.
 
-Shape suffixes: J inputs of a layer that are looked at, N outputs that this process has.
+Runs in every worker process of an engine. Shape suffixes: J sampled inputs of a layer, N outputs of this process.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,41 +20,41 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from flowrl.engines.rollout.weight_check import (
-    QUANTISED,
+    QUANTIZED_TOLERANCE,
     Compared,
     Difference,
     WeightSample,
     WeightSamples,
     compare,
-    merged,
+    merge_compared,
 )
 
 _UNITS = 256
-"""Unit vectors that a layer is given at once."""
+"""Number of unit vectors per layer call."""
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer of vLLM's model that serves a weight."""
+    """vLLM layer that holds a weight."""
 
     module: nn.Module
-    part: int | None
-    """Which of the matrices that vLLM has fused into it; None where the weight is all of it."""
+    fused_index: int | None
+    """Index of the weight among the matrices fused into the layer; None if the layer has one matrix."""
 
     @property
     def tolerance(self) -> float:
         method = getattr(self.module, "quant_method", None)
-        exact = method is None or type(method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
-        return 0.0 if exact else QUANTISED
+        is_exact = method is None or type(method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+        return 0.0 if is_exact else QUANTIZED_TOLERANCE
 
 
 def compare_weights(engine: LLMEngine, samples: WeightSamples) -> Compared:
-    """Compares what an engine serves with samples of the actor's weights, each worker its part."""
-    return merged(engine.collective_rpc(partial(_compare_served, samples=samples)))
+    """Compares the weights of all workers of an engine with samples of the actor's."""
+    return merge_compared(engine.collective_rpc(partial(_compare_served, samples=samples)))
 
 
 def _compare_served(wrapped: Any, samples: WeightSamples) -> Compared:  # Any: vLLM's worker
-    """Compares what this worker serves with the actor's samples: of a weight that ranks share, its own part."""
+    """Compares the weights of this worker with samples of the actor's; of a sharded weight, its own shard."""
     runner = wrapped.worker.model_runner
     modules = dict(runner.model.named_modules(remove_duplicate=False))
     packed: Mapping[str, Sequence[str]] = getattr(runner.model, "packed_modules_mapping", {})
@@ -62,56 +62,58 @@ def _compare_served(wrapped: Any, samples: WeightSamples) -> Compared:  # Any: v
 
     def result(sample: WeightSample) -> Difference | bool:
         path, _, leaf = sample.name.rpartition(".")
-        layer = _find(modules, packed, path)
+        layer = _find_layer(modules, packed, path)
         if layer is None:
             return False
-        told = list(_served(layer, leaf, sample, dtype))
-        results = [compare(sample.name, found, wanted, tolerance=layer.tolerance) for found, wanted in told]
-        wrong = [each for each in results if isinstance(each, Difference)]
-        return max(wrong, key=lambda each: each.largest) if wrong else bool(results)
+        pairs = _actual_and_expected(layer, leaf, sample, dtype)
+        results = [compare(sample.name, actual, expected, tolerance=layer.tolerance) for actual, expected in pairs]
+        wrong = [result for result in results if isinstance(result, Difference)]
+        return max(wrong, key=lambda difference: difference.largest) if wrong else bool(results)
 
     with torch.inference_mode():
         return Compared.of((sample.name, result(sample)) for sample in samples.samples)
 
 
-def _find(modules: Mapping[str, nn.Module], packed: Mapping[str, Sequence[str]], path: str) -> _Layer | None:
+def _find_layer(modules: Mapping[str, nn.Module], packed: Mapping[str, Sequence[str]], path: str) -> _Layer | None:
     if path in modules:
         return _Layer(modules[path], None)
     head, _, last = path.rpartition(".")
-    for fused, parts in packed.items():
-        if last in parts and f"{head}.{fused}" in modules:
-            return _Layer(modules[f"{head}.{fused}"], list(parts).index(last))
+    for fused, names in packed.items():
+        if last in names and f"{head}.{fused}" in modules:
+            return _Layer(modules[f"{head}.{fused}"], list(names).index(last))
     return None
 
 
-def _served(layer: _Layer, leaf: str, sample: WeightSample, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-    """What is served, and what should be, in parts; nothing where that cannot be told."""
-    module: Any = layer.module  # vLLM's, whose attributes torch's types do not know
+def _actual_and_expected(
+    layer: _Layer, leaf: str, sample: WeightSample, dtype: torch.dtype
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields pairs of actual and expected values; nothing if the weight cannot be read back."""
+    module: Any = layer.module  # vLLM's layers, which torch does not type
     values = sample.values
     if isinstance(module, VocabParallelEmbedding):
         if leaf == "weight":
             yield from _vocabulary(module, sample, dtype)
     elif isinstance(module, LinearBase) and leaf == "bias":
-        # Also of a layer that has none: it answers with zeros.
+        # A layer without a bias returns zeros.
         zeros_1J = torch.zeros(1, _width(module), dtype=dtype, device=values.device)
-        yield from _outputs(layer, _answer(module, zeros_1J, getattr(module, "bias", None)), values[None])
+        yield from _outputs(layer, _run_kernel(module, zeros_1J, getattr(module, "bias", None)), values[None])
     elif isinstance(module, LinearBase) and leaf == "weight":
         yield from _matrix(layer, sample, dtype)
     elif isinstance(param := getattr(module, leaf, None), Tensor):
-        found = param[list(sample.inputs)] if param.ndim > 1 else param
-        if found.shape == values.shape:
-            yield found, values
+        actual = param[list(sample.inputs)] if param.ndim > 1 else param
+        if actual.shape == values.shape:
+            yield actual, values
 
 
 def _vocabulary(
     module: Any, sample: WeightSample, dtype: torch.dtype
 ) -> Iterator[tuple[Tensor, Tensor]]:  # Any: vLLM's VocabParallelEmbedding
-    """Of an embedding or a head the tokens that this rank has. A tied head has its own packed copy: it is asked."""
+    """Yields the vocabulary shard of an embedding or head. A tied head has a packed copy, so its kernel runs."""
     own = slice(module.shard_indices.org_vocab_start_index, module.shard_indices.org_vocab_end_index)
     count = own.stop - own.start
     if sample.kind == "matrix":
         for units_JD, rows in _units(module.embedding_dim, sample.inputs, dtype, module.weight.device):
-            yield _answer(module, units_JD, None)[:, :count], sample.values[rows, own]
+            yield _run_kernel(module, units_JD, None)[:, :count], sample.values[rows, own]
     elif isinstance(module.quant_method, UnquantizedEmbeddingMethod):
         yield module.weight[:count, list(sample.inputs)].T, sample.values[:, own]
 
@@ -121,22 +123,22 @@ def _matrix(layer: _Layer, sample: WeightSample, dtype: torch.dtype) -> Iterator
     assert isinstance(module, LinearBase)
     width = _width(module)
     first = module.tp_rank * width if isinstance(module, RowParallelLinear) else 0
-    mine = [row for row, place in enumerate(sample.inputs) if first <= place < first + width]
-    values_JN = sample.values[mine]
-    places = [sample.inputs[row] - first for row in mine]
+    own = [row for row, column in enumerate(sample.inputs) if first <= column < first + width]
+    values_JN = sample.values[own]
+    columns = [sample.inputs[row] - first for row in own]
     device = next((weight.device for weight in module.parameters()), torch.device("cpu"))
-    if not places:
-        yield values_JN, values_JN  # another rank has these columns
-    for units_JD, rows in _units(width, places, dtype, device):
-        yield from _outputs(layer, _answer(module, units_JD, None), values_JN[rows])
+    if not columns:
+        yield values_JN, values_JN  # another rank holds these columns
+    for units_JD, rows in _units(width, columns, dtype, device):
+        yield from _outputs(layer, _run_kernel(module, units_JD, None), values_JN[rows])
 
 
 def _units(
-    width: int, places: Sequence[int], dtype: torch.dtype, device: torch.device
+    width: int, columns: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[Tensor, slice]]:
-    """Unit vectors, some at a time, and which of the places they are for."""
-    for start in range(0, len(places), _UNITS):
-        index = torch.tensor(places[start : start + _UNITS], device=device)
+    """Yields batches of unit vectors, and the slice of `columns` that each batch covers."""
+    for start in range(0, len(columns), _UNITS):
+        index = torch.tensor(columns[start : start + _UNITS], device=device)
         yield nn.functional.one_hot(index, width).to(dtype), slice(start, start + len(index))
 
 
@@ -144,28 +146,28 @@ def _width(module: LinearBase) -> int:
     return module.input_size_per_partition if isinstance(module, RowParallelLinear) else module.input_size
 
 
-def _answer(module: Any, inputs_JD: Tensor, bias: Tensor | None) -> Tensor:  # Any: vLLM's layer, whose method it is
-    """What the layer's own kernel gives, before ranks exchange anything."""
+def _run_kernel(module: Any, inputs_JD: Tensor, bias: Tensor | None) -> Tensor:  # Any: vLLM's layer, whose method it is
+    """Runs the layer's kernel without the communication between ranks."""
     device = next((weight.device for weight in module.parameters()), inputs_JD.device)
     return module.quant_method.apply(module, inputs_JD.to(device), bias)
 
 
-def _outputs(layer: _Layer, found_JN: Tensor, values_JN: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The layer's answer and the expected one, matrix by matrix, of the outputs that this rank has."""
-    module: Any = layer.module  # the sizes of vLLM's layers, which their types do not all have
+def _outputs(layer: _Layer, actual_JN: Tensor, values_JN: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields actual and expected outputs of this rank, for each matrix of a fused layer."""
+    module: Any = layer.module  # vLLM's layers, some of which do not declare these attributes
     start = expected_start = 0
-    for number, size in enumerate(module.output_partition_sizes):
-        cuts, own = _cuts(module, number)
-        if layer.part in (None, number):
-            first = own * size + (expected_start if layer.part is None else 0)
-            yield found_JN[:, start : start + size], values_JN[:, first : first + size]
+    for index, size in enumerate(module.output_partition_sizes):
+        num_shards, own_shard = _output_shards(module, index)
+        if layer.fused_index in (None, index):
+            first = own_shard * size + (expected_start if layer.fused_index is None else 0)
+            yield actual_JN[:, start : start + size], values_JN[:, first : first + size]
         start += size
-        expected_start += cuts * size
+        expected_start += num_shards * size
 
 
-def _cuts(module: Any, number: int) -> tuple[int, int]:  # Any: as above
-    """Into how many parts the outputs of a layer's matrix are cut, and which is this rank's."""
+def _output_shards(module: Any, index: int) -> tuple[int, int]:  # Any: as above
+    """Returns the number of shards of a fused matrix's outputs, and the shard of this rank."""
     if not hasattr(module, "output_size_per_partition") or isinstance(module, RowParallelLinear):
         return 1, 0
-    replicas = module.num_kv_head_replicas if isinstance(module, QKVParallelLinear) and number else 1
+    replicas = module.num_kv_head_replicas if isinstance(module, QKVParallelLinear) and index else 1
     return module.tp_size // replicas, module.tp_rank // replicas

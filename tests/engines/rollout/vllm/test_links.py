@@ -144,7 +144,7 @@ def check_updates(folder: Path, device: Any, place: str, via: str, dtype: Litera
         for version in (1, 2):
             actor.update_sft(answered).get()
             weight_sync.send(actor, rollout, version)
-            (compared,) = rollout.check_weights(actor.weight_samples(version, part=0, parts=1)).get()
+            (compared,) = rollout.check_weights(actor.weight_samples(version, chunk=0, num_chunks=1)).get()
             assert compared.count > 20 and not compared.unreached
             before, answered = answered, rollout.generate(prompts)
             assert set(answered.get("weight_version").tolist()) == {-1, version}

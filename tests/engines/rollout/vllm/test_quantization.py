@@ -54,7 +54,7 @@ def test_it_is_quantised_anew_at_every_update(quantization: str, ray_session: No
             for error, top in found.values():
                 assert error <= largest_error and largest[0] <= top <= largest[1]
             assert all(error > 2 * largest_error for error, _ in stale.values())
-            (said,) = group.run(vllm_checks.says, PROMPTS, list(range(len(PROMPTS))))
+            (said,) = group.run(vllm_checks.generate, PROMPTS, list(range(len(PROMPTS))))
             assert {v for row in said["versions"] for v in row} == {version}
 
 

@@ -65,7 +65,7 @@ class Served:
     def all_pass(self) -> int:
         """Checks some of the weights in two ways, and all; the number of all."""
         assert self.fault(0) == self.fault(1) == ""
-        samples = weight_samples(self.model, self.version, parts=1)
+        samples = weight_samples(self.model, self.version, num_chunks=1)
         ((count, unreached, _),) = self.group.run(vllm_checks.comparison, samples)
         assert unreached == ()
         return count

@@ -58,7 +58,7 @@ def test_what_ranks_hold_in_parts_arrives_whole(source: str, groups: dict[str, W
     assert count > 3
     for chunk in range(count):
         rollout.load_weights(actor.weights(chunk, 0.05), version, chunk, count)
-    (compared,) = rollout.check_weights(actor.weight_samples(version, part=0, parts=1)).get()
+    (compared,) = rollout.check_weights(actor.weight_samples(version, chunk=0, num_chunks=1)).get()
     assert compared.count > 20 and not compared.unreached
     again = rollout.generate(prompts)
     mask = again.get("response_mask")

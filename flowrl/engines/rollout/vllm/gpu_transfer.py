@@ -1,7 +1,7 @@
-"""Weights that stay on GPUs on their way to vLLM: CUDA IPC on the same GPU, NCCL to others.
+"""GPU transports of weights to vLLM: CUDA IPC within a GPU, NCCL between GPUs. Not tested on GPUs.
 
-vLLM's own packing, receivers and communicator do the work; this module is both ends of them. The actor's process loads
-it only for such a transport. Not tested on GPUs.
+Sender and receiver wrap vLLM's packing, receivers and communicator. The actor's process imports this module only for
+such a transport.
 """
 
 import itertools
@@ -28,15 +28,15 @@ from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_producer, 
 
 
 @dataclass(frozen=True)
-class Described:
-    """Names, types and shapes of the weights of a part, in the order in which they travel."""
+class WeightMetadata:
+    """Names, dtypes and shapes of the weights of a chunk, in the order in which they are sent."""
 
     names: tuple[str, ...]
     dtype_names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, weights: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> "Described":
+    def of(cls, weights: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> "WeightMetadata":
         names, dtypes, shapes = zip(*weights, strict=True)
         return cls(names, tuple(str(dtype).removeprefix("torch.") for dtype in dtypes), tuple(map(tuple, shapes)))
 
@@ -46,72 +46,73 @@ class Described:
         return sum(getattr(torch, name).itemsize * torch.Size(shape).numel() for name, shape in sizes)
 
     def lists(self) -> tuple[list[str], list[str], list[list[int]]]:
-        """As vLLM's update infos take them."""
+        """Returns the fields as lists, the format of vLLM's update infos."""
         return list(self.names), list(self.dtype_names), [list(shape) for shape in self.shapes]
 
 
 @dataclass(frozen=True)
-class SharedPart:
-    """A part that lies in a GPU's memory, for the process beside it to read."""
+class IpcChunk:
+    """A chunk in GPU memory that other processes on the GPU open by its CUDA IPC handle."""
 
-    described: Described
+    metadata: WeightMetadata
     tensor_sizes: tuple[int, ...]
-    """Bytes of each weight in the buffer."""
+    """Size of each weight in the buffer, in bytes."""
     handles: Mapping[str, tuple]
-    """GPU, by its UUID -> what opens the buffer there."""
+    """GPU UUID -> IPC handle of the buffer on that GPU."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        return self.described.names
+        return self.metadata.names
 
     @classmethod
-    def merged(cls, parts: Sequence["SharedPart"]) -> "SharedPart":
-        """The same weights on the GPUs of all ranks that hold them."""
-        handles = itertools.chain.from_iterable(part.handles.items() for part in parts)
-        return cls(parts[0].described, parts[0].tensor_sizes, dict(handles))
+    def merged(cls, chunks: Sequence["IpcChunk"]) -> "IpcChunk":
+        """Returns the chunk with the handles of all ranks."""
+        handles = itertools.chain.from_iterable(chunk.handles.items() for chunk in chunks)
+        return cls(chunks[0].metadata, chunks[0].tensor_sizes, dict(handles))
 
     def update_info(self) -> IPCWeightTransferUpdateInfo:
-        names, dtype_names, shapes = self.described.lists()
+        names, dtype_names, shapes = self.metadata.lists()
         return IPCWeightTransferUpdateInfo(
             names, dtype_names, shapes, ipc_handles=dict(self.handles), tensor_sizes=list(self.tensor_sizes)
         )
 
 
 class IpcSender:
-    """The actor's end on one GPU. One part is there at a time, until the next one or `release`."""
+    """Actor side of CUDA IPC on one GPU. Holds one chunk, until the next `share` or `release`."""
 
     def __init__(self) -> None:
         self._held: Iterator[Any] | None = None
 
-    def share(self, weights: Iterable[tuple[str, Tensor]], num_bytes: int) -> SharedPart:
-        """Copies weights into a buffer of so many bytes; whoever reads them must be done before the next call."""
+    def share(self, weights: Iterable[tuple[str, Tensor]], num_bytes: int) -> IpcChunk:
+        """Copies weights into a buffer of `num_bytes`; the receiver must read it before the next call."""
         self.release()
         uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
         producer = packed_ipc_producer(iter(weights), uuid, itemgetter(1), buffer_size_bytes=num_bytes)
         chunk = next(producer)
-        self._held = producer  # which holds the buffer
-        described = Described(tuple(chunk.names), tuple(chunk.dtype_names), tuple(map(tuple, chunk.shapes)))
-        return SharedPart(described, tuple(chunk.tensor_sizes), chunk.ipc_handle)
+        self._held = producer  # keeps the buffer alive
+        metadata = WeightMetadata(tuple(chunk.names), tuple(chunk.dtype_names), tuple(map(tuple, chunk.shapes)))
+        return IpcChunk(metadata, tuple(chunk.tensor_sizes), chunk.ipc_handle)
 
     def release(self) -> None:
-        """Lets go of the buffer."""
+        """Frees the buffer."""
         if self._held is not None:
             self._held = None
             torch.cuda.ipc_collect()
 
 
 @dataclass(frozen=True)
-class Link:
-    """Where the actor and all workers of all replicas meet, and how they pack."""
+class TransferGroup:
+    """Rendezvous of the NCCL group of the actor's first rank and every device of every replica."""
 
     host: str
     port: int
     world_size: int
-    """The actor's first rank, and each GPU of each replica."""
+    """1 for the actor, plus the number of GPUs of all replicas."""
     buffer_bytes: int
+    """Size of a packed broadcast."""
 
     def init_info(self, first_rank: int) -> NCCLWeightTransferInitInfo:
-        """`first_rank`: in the link, of the replica's first worker."""
+        """Returns vLLM's init info; `first_rank` is the group rank of the replica's first worker."""
         return NCCLWeightTransferInitInfo(
             master_address=self.host,
             master_port=self.port,
@@ -123,59 +124,59 @@ class Link:
 
 
 class NcclSender:
-    """The actor's end: its first rank alone sends."""
+    """Actor side of the NCCL broadcast, on the actor's first rank."""
 
-    def __init__(self, link: Link) -> None:
-        """Joins; returns when all have."""
-        self._link = link
+    def __init__(self, group: TransferGroup) -> None:
+        """Joins the group; returns when all members have joined."""
+        self._buffer_bytes = group.buffer_bytes
         self._group = trainer_init(
-            {"master_address": link.host, "master_port": link.port, "world_size": link.world_size}
+            {"master_address": group.host, "master_port": group.port, "world_size": group.world_size}
         )
 
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Broadcasts weights, while every replica receives them."""
+        """Broadcasts weights; every replica must receive them at the same time."""
         packed_nccl_broadcast_producer(
-            iter(weights), self._group, 0, itemgetter(1), buffer_size_bytes=self._link.buffer_bytes
+            iter(weights), self._group, 0, itemgetter(1), buffer_size_bytes=self._buffer_bytes
         )
         torch.cuda.synchronize()
 
 
-class _Named:
-    """A model of vLLM's, as its receivers use it, that is given a weight with several names under each."""
+class _TiedModel:
+    """Wraps a vLLM model and loads a tied weight under each of its names."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self.also: Mapping[str, Sequence[str]] = {}
+        self.tied: Mapping[str, Sequence[str]] = {}
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        named = ((each, weight) for name, weight in weights for each in (name, *self.also.get(name, ())))
+        named = ((alias, weight) for name, weight in weights for alias in (name, *self.tied.get(name, ())))
         self._model.load_weights(named)
 
 
-class Receivers:
-    """The ends of one vLLM worker. `make` builds a receiver of vLLM's, of a class, for a model."""
+class GpuReceivers:
+    """Receiver side of both GPU transports in one vLLM worker. `make` builds a vLLM receiver for a model."""
 
     def __init__(self, make: Callable[[type[WeightTransferEngine], Any], Any], model: Any) -> None:
-        self._make, self._model = make, _Named(model)
+        self._make, self._model = make, _TiedModel(model)
         self._ipc: Any = None
         self._nccl: Any = None
 
-    def join(self, link: Link, first_rank: int) -> None:
-        """Joins; returns when all have."""
+    def join(self, group: TransferGroup, first_rank: int) -> None:
+        """Joins an NCCL transfer group; returns when all members have joined."""
         self._nccl = self._make(NCCLWeightTransferEngine, self._model)
-        self._nccl.init_transfer_engine(link.init_info(first_rank))
+        self._nccl.init_transfer_engine(group.init_info(first_rank))
 
-    def receive(self, part: SharedPart | Described, also: Mapping[str, Sequence[str]]) -> None:
-        """Loads a part. `also`: other names of its weights."""
-        self._model.also = also
-        if isinstance(part, Described):
-            self._nccl.receive_weights(NCCLWeightTransferUpdateInfo(*part.lists()))
+    def receive(self, chunk: IpcChunk | WeightMetadata, tied: Mapping[str, Sequence[str]]) -> None:
+        """Loads an IPC chunk, or the broadcast that the metadata describes. `tied`: weight name -> other names."""
+        self._model.tied = tied
+        if isinstance(chunk, WeightMetadata):
+            self._nccl.receive_weights(NCCLWeightTransferUpdateInfo(*chunk.lists()))
             return
         if self._ipc is None:
             self._ipc = self._make(IPCWeightTransferEngine, self._model)
             self._ipc.init_transfer_engine(IPCWeightTransferInitInfo(packed=True))
-        self._ipc.receive_weights(part.update_info())
-        # The actor writes the next part where this one is.
+        self._ipc.receive_weights(chunk.update_info())
+        # The actor overwrites this buffer with the next chunk.
         torch.cuda.synchronize()
         self._ipc._packed_importer.close()
 

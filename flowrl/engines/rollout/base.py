@@ -1,0 +1,249 @@
+"""Types that all rollout engines share: requests, responses, and the state of an engine.
+
+Shape suffixes: N rows of a call, T tokens of all responses.
+"""
+
+import enum
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from flowrl.config import UserError
+from flowrl.engines.rollout.sampling import row_keys
+
+
+class RolloutError(UserError):
+    """A rollout engine cannot run a request or an operation in its current state."""
+
+
+class PromptError(RolloutError):
+    """A prompt is empty or too long. The message is "prompt ROW REASON"."""
+
+    def __init__(self, row: int, reason: str) -> None:
+        super().__init__(row, reason)
+        self.row, self.reason = row, reason
+
+    def __str__(self) -> str:
+        return f"prompt {self.row} {self.reason}"
+
+
+# Requests and responses.
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to generate one response for."""
+
+    request_id: str
+    """Unique among the unfinished requests."""
+    token_ids: Sequence[int]
+    key: int
+    """Key of the row's random numbers, see `sampling.row_keys`."""
+    greedy: bool = False
+
+
+@dataclass
+class Response:
+    """Response to a request; partial until the request has finished."""
+
+    request_id: str
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    """Weight version that sampled each token."""
+    truncated: bool = False
+    """Whether the response ended at the length limit instead of a stop."""
+
+
+@dataclass(frozen=True)
+class Responses:
+    """Responses of a batch as CPU tensors, in the order of the prompts."""
+
+    tokens: Tensor
+    """int64 [T], concatenated responses; row i is the next `lengths[i]` tokens, stop tokens included."""
+    logprobs: Tensor
+    """float32 [T], under the distribution that each token was sampled from (greedy: the model's own)."""
+    lengths: Tensor
+    """int64 [N], each at least 1."""
+    truncated: Tensor
+    """bool [N], whether the response ended at the length limit instead of a stop."""
+    versions: Tensor
+    """int32 [T], weight version that sampled each token."""
+
+    def token_lists(self) -> list[list[int]]:
+        """Returns the tokens as one list per row."""
+        return [row.tolist() for row in self.tokens.split(self.lengths.tolist())] if len(self.lengths) else []
+
+
+def make_requests(
+    prompt_ids: Sequence[Sequence[int]], prompt_id: Tensor, sample: Tensor, *, seed: int, greedy: bool = False
+) -> list[Request]:
+    """Returns the rows of a batch as requests `generate-0`, `generate-1`, ...; arguments as of `HfRollout.generate`."""
+    keys = row_keys(seed, prompt_id.cpu(), sample.cpu()).tolist()
+    rows = enumerate(zip(prompt_ids, keys, strict=True))
+    return [Request(f"generate-{row}", ids, key, greedy) for row, (ids, key) in rows]
+
+
+def stack_responses(responses: Sequence[Response]) -> Responses:
+    """Returns a list of responses as flat tensors, in the same order."""
+    return Responses(
+        torch.tensor([token for response in responses for token in response.token_ids], dtype=torch.int64),
+        torch.tensor([logprob for response in responses for logprob in response.logprobs], dtype=torch.float32),
+        torch.tensor([len(response.token_ids) for response in responses], dtype=torch.int64),
+        torch.tensor([response.truncated for response in responses], dtype=torch.bool),
+        torch.tensor([version for response in responses for version in response.versions], dtype=torch.int32),
+    )
+
+
+def check_request_ids(new: Iterable[str], running: Iterable[str]) -> None:
+    """Raises RolloutError if a new request id is a duplicate or belongs to an unfinished request."""
+    known = set(running)
+    for request_id in new:
+        if request_id in known:
+            raise RolloutError(f"request {request_id} is already running: use another id")
+        known.add(request_id)
+
+
+def check_prompts(prompt_ids: Sequence[Sequence[int]], max_response_tokens: int, max_length: int) -> None:
+    """Raises PromptError if a prompt is empty, or too long for the model together with its response."""
+    for row, prompt in enumerate(prompt_ids):
+        if not len(prompt):
+            raise PromptError(row, "has no tokens: a prompt needs at least one")
+        total = len(prompt) + max_response_tokens
+        if total > max_length:
+            raise PromptError(
+                row,
+                f"has {len(prompt)} tokens, {total} with max_response_tokens {max_response_tokens}, but the model's "
+                f"limit is {max_length}: shorten one of them",
+            )
+
+
+def eos_ids(tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig | None) -> list[int]:
+    """Returns the token ids that end a response, from the tokenizer and the model's generation config."""
+    ids = {tokenizer.eos_token_id} if isinstance(tokenizer.eos_token_id, int) else set()
+    model_ids = None if generation is None else generation.eos_token_id
+    return sorted(ids | ({model_ids} if isinstance(model_ids, int) else set(model_ids or ())))
+
+
+# Engine state.
+
+WEIGHTS = frozenset({"weights"})
+TAGS = WEIGHTS | {"kv_cache"}
+"""Parts of an engine's memory that sleep and wake, named like vLLM's wake-up tags."""
+
+
+class EngineState(enum.Enum):
+    """State of a rollout engine; it either generates or loads weights, never both."""
+
+    SERVING = "serving"
+    UPDATING = "updating"
+    ASLEEP = "asleep"
+    """Memory that the operation needs is offloaded."""
+    BROKEN = "broken"
+    """An update failed midway, so weights of two versions are mixed until a complete update."""
+
+
+_FIX = {
+    EngineState.SERVING: "begin an update first",
+    EngineState.UPDATING: "commit or abort the update first",
+    EngineState.ASLEEP: "wake it up first",
+    EngineState.BROKEN: "it holds weights of two versions: send a complete update",
+}
+
+
+class ServingState:
+    """State machine of a rollout engine: weight version, running update, and sleeping memory."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.asleep: frozenset[str] = frozenset()
+        """Subset of `TAGS` that is offloaded."""
+        self._state_awake = EngineState.SERVING
+        """State dedicated from sleep; an engine can sleep during an update."""
+        self._next_version = 0
+        self._missing: set[str] = set()
+        """Names of weights that the running update has not received yet."""
+
+    @property
+    def state(self) -> EngineState:
+        """Current state. An update does not need the KV cache, so only sleeping weights interrupt it."""
+        return self._state_for(TAGS if self._state_awake is EngineState.SERVING else WEIGHTS)
+
+    def require(self, state: EngineState, operation: str, tags: Collection[str] = TAGS) -> None:
+        """Raises RolloutError unless the engine is in `state` and the memory that `operation` needs is awake."""
+        current = self._state_for(tags)
+        if current is not state:
+            raise RolloutError(f"the rollout engine is {current.value} and cannot {operation}: {_FIX[current]}")
+
+    def _state_for(self, tags: Collection[str]) -> EngineState:
+        return EngineState.ASLEEP if self.asleep.intersection(tags) else self._state_awake
+
+    # Updates.
+
+    def check_begin(self) -> None:
+        """Raises RolloutError if an update is running or the weights are asleep."""
+        is_broken = self._state_awake is EngineState.BROKEN
+        self.require(EngineState.BROKEN if is_broken else EngineState.SERVING, "begin an update", WEIGHTS)
+
+    def begin(self, version: int, names: Collection[str]) -> None:
+        """Begins an update to `version`, which must receive the weights `names`. Raises as `check_begin`."""
+        self.check_begin()
+        self._next_version = version
+        self._missing = set(names)
+        self._state_awake = EngineState.UPDATING
+
+    def require_update(self, operation: str) -> None:
+        """Raises RolloutError unless an update is running and the weights are awake."""
+        self.require(EngineState.UPDATING, operation, WEIGHTS)
+
+    def mark_received(self, names: Collection[str]) -> None:
+        """Records that the update has received these weights."""
+        self._missing.difference_update(names)
+
+    def check_complete(self) -> None:
+        """Raises RolloutError if the update has not received all weights."""
+        if self._missing:
+            names = ", ".join(sorted(self._missing)[:3])
+            raise RolloutError(
+                f"the update is incomplete: {len(self._missing)} weights are missing, such as {names}; send every "
+                f"chunk, in order"
+            )
+
+    def commit(self) -> None:
+        """Completes the update and sets the new version."""
+        self.require_update("commit weights")
+        self.version = self._next_version
+        self._state_awake = EngineState.SERVING
+
+    def abort(self) -> None:
+        """Abandons the running update, which leaves the engine broken."""
+        self.require_update("abort an update")
+        self._state_awake = EngineState.BROKEN
+
+    @contextmanager
+    def mark_failed_on_error(self) -> Iterator[None]:
+        """Marks the engine broken if the block raises."""
+        try:
+            yield
+        except BaseException:
+            self._state_awake = EngineState.BROKEN
+            raise
+
+    # Sleep.
+
+    def check_sleep(self) -> None:
+        """Raises RolloutError if the engine is already completely asleep."""
+        if self.asleep == TAGS:
+            self.require(self._state_awake, "sleep")
+
+    def tags_to_wake(self, tags: Collection[str]) -> frozenset[str]:
+        """Returns the subset of `tags` that is asleep. Raises RolloutError if it is empty."""
+        sleeping = self.asleep.intersection(tags)
+        if not sleeping:
+            names = " and ".join(sorted(tags))
+            raise RolloutError(f"the rollout engine is {self.state.value}: {names} cannot wake up, it is not asleep")
+        return sleeping

@@ -1,0 +1,149 @@
+"""Tensor-parallel leader of a vLLM replica: starts the worker processes, calls them, and shares their lifetime."""
+
+import os
+import re
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from vllm import EngineArgs
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from flowrl.engines.rollout.base import RolloutError
+
+_THREADS = "OMP_NUM_THREADS"
+_PREFIX = re.compile(r"^(?:\([^)]*\) )?(?:[A-Z]+ [\d-]+ [\d:]+ \[[^\]]*\] ?)?")
+"""vLLM's log prefix: process, and source location."""
+_ERROR = re.compile(r"[\w.]*(?:Error|Exception)(: .+)?$")
+_WORKER_FAILED = "initialization failed due to an exception in a background process"
+"""vLLM's error message if a worker process fails to start."""
+
+_LAST_LINES = 40
+_SEGMENTS = Path("/dev/shm")
+
+
+def start_engine(args: EngineArgs) -> LLMEngine:
+    """Starts vLLM with its engine core in this process, and with tp > 1 one worker process per device.
+
+    Raises: RolloutError if a worker process fails to start, with its last error.
+    """
+    if args.tensor_parallel_size == 1:
+        return LLMEngine.from_engine_args(args)
+    output = tempfile.TemporaryFile()  # noqa: SIM115 (the workers write to it as long as they run)
+    with _redirect_output(output.fileno()), _threads_for(args.tensor_parallel_size):
+        try:
+            engine = LLMEngine.from_engine_args(args)
+        except Exception as error:
+            if _WORKER_FAILED not in str(error):
+                raise
+            raise RolloutError(
+                f"vLLM could not start {args.tensor_parallel_size} tensor-parallel workers: "
+                f"{_last_error(_read(output))}"
+            ) from error
+    call_workers(engine, "exit_with_leader")
+    executor: Any = engine.model_executor  # the multiprocessing executor, which vLLM does not type
+    workers = [worker.proc for worker in executor.workers]
+    _unlink_shared_memory([os.getpid(), *(worker.pid for worker in workers)])
+    _exit_with_workers(workers, output)
+    return engine
+
+
+def _unlink_shared_memory(process_ids: list[int]) -> None:
+    """Unlinks the /dev/shm segments that the processes have mapped, so that the kernel frees them with the last process.
+
+    vLLM's segments would otherwise leak when Ray kills the process. Segments are matched by inode, because the name in
+    the mapping of a semaphore differs from its file name.
+    """
+    if not _SEGMENTS.is_dir():
+        return
+    mapped = {
+        int(fields[4])
+        for process_id in process_ids
+        for line in Path(f"/proc/{process_id}/maps").read_text().splitlines()
+        if len(fields := line.split(maxsplit=5)) == 6 and fields[5].startswith(f"{_SEGMENTS}/")
+    }
+    for segment in list(os.scandir(_SEGMENTS)):
+        if segment.inode() in mapped:
+            os.unlink(segment)
+
+
+def _read(output: IO[bytes]) -> str:
+    output.seek(0)
+    return output.read().decode(errors="replace")
+
+
+def call_workers(engine: LLMEngine, method: str, *args: Any) -> None:  # Any: the method's own
+    """Calls a method of vLLM's worker on every device. Raises RuntimeError with the first worker's error."""
+    for rank, failure in enumerate(engine.collective_rpc("attempt", args=(method, *args))):
+        if failure is not None:
+            cause, trace = failure
+            error = RuntimeError(f"{cause} (vLLM's worker {rank})")
+            error.add_note(trace)
+            raise error
+
+
+def _last_error(text: str) -> str:
+    """Returns the last error line of the workers' output, dedicated from vLLM's own summary."""
+    lines = [_PREFIX.sub("", line).strip() for line in text.splitlines()]
+    lines = [line for line in lines if line and set(line) - set("^~ ") and _WORKER_FAILED not in line]
+    for before, line in reversed([*pairwise(["", *lines])]):
+        if match := _ERROR.match(line):
+            # An assertion without a message: the line before it has the condition.
+            return line if match[1] else f"{line}: {before}"
+    return "\n".join(lines[-3:]) or "no output"
+
+
+@contextmanager
+def _threads_for(num_processes: int) -> Iterator[None]:
+    """Divides this process's threads among the worker processes; the leader itself does not compute."""
+    before = os.environ.get(_THREADS)
+    os.environ[_THREADS] = str(max(1, torch.get_num_threads() // num_processes))
+    try:
+        yield
+    finally:
+        del os.environ[_THREADS]
+        if before is not None:
+            os.environ[_THREADS] = before
+
+
+@contextmanager
+def _redirect_output(file: int) -> Iterator[None]:
+    """Redirects stdout and stderr of this process to a file, and those of the processes that it starts for good."""
+    streams = {1: sys.stdout, 2: sys.stderr}
+    own = {number: os.dup(number) for number in streams}
+    try:
+        for number, stream in streams.items():
+            stream.flush()
+            os.dup2(file, number)
+        yield
+    finally:
+        for number, stream in streams.items():
+            stream.flush()
+            os.dup2(own[number], number)
+            os.close(own[number])
+
+
+def _exit_with_workers(processes: list[BaseProcess], output: IO[bytes]) -> None:
+    """Starts a watchdog thread: if a worker process exits, it prints the workers' last output and ends all processes.
+
+    The controller then restarts the complete replica, instead of getting errors from a vLLM that cannot recover.
+    """
+
+    def watch() -> None:
+        connection.wait([process.sentinel for process in processes])
+        for process in processes:
+            process.kill()
+        lines = _read(output).splitlines()[-_LAST_LINES:]
+        sys.stderr.write("\n".join(["a vLLM worker process exited; last output of the workers:", *lines, ""]))
+        sys.stderr.flush()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="flowrl-exit-with-workers").start()
