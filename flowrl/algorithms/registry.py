@@ -1,327 +1,283 @@
-"""Functions by name, one registry per kind, for configs and programs that choose them by a word.
+"""Registries of algorithm functions, one per kind, from which settings select a function by name.
 
-A registry knows where its functions are and imports them when they are asked for. Beside the names it knows, it takes
-`module:function`, which every process can import for itself; that is how a function of one's own is named in YAML.
-`@policy_losses.register("my_loss")` gives one a name, checks its signature where it is defined, and makes it known as
-`my_loss` to this process and as `module:my_loss` everywhere.
+A name is either a key of a registry or `module:function` for a user function. The modules of the included functions
+are imported on first use. `@policy_losses.register("my_loss")` registers a user function: in its process it is
+available as `my_loss`, and everywhere as `module:my_loss`.
 
-The parameters of a function that are not keyword-only are its inputs, passed by name; keyword-only ones are settings.
+The parameters before `*` are inputs, passed by name; keyword-only parameters are settings.
 """
 
-import difflib
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+from flowrl.config.imports import ImportNameError, import_attribute, import_function
+from flowrl.config.union import unknown_name
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+Target = str | tuple[str, Mapping[str, Any]]
+"""`module:function` below flowrl.algorithms, optionally with settings that the name binds."""
+
 
 class RegistryError(ValueError):
-    """A name that leads to no function, or a function that does not fit its kind. One sentence."""
-
-
-@dataclass(frozen=True)
-class Home:
-    """Where a function is, and settings that its name stands for."""
-
-    place: str
-    """`module:function`."""
-    bound: Mapping[str, Any] = field(default_factory=dict)
+    """A name does not refer to a function, or the signature of a function does not match its kind."""
 
 
 class Registry:
-    """The functions of one kind.
-
-    Arguments:
-        kind: in words, for errors.
-        homes: the functions that ship, by name.
-        required: inputs that every function of the kind takes.
-        optional: inputs that it may take too.
-        keywords: inputs that may be keyword-only beside the settings.
-        needed: those of them that every function of the kind takes.
-    """
+    """The functions of one kind, such as policy losses."""
 
     def __init__(
         self,
         kind: str,
-        homes: Mapping[str, Home],
+        targets: Mapping[str, Target],
         *,
         required: tuple[str, ...] = (),
         optional: tuple[str, ...] = (),
-        keywords: tuple[str, ...] = (),
-        needed: tuple[str, ...] = (),
+        optional_keywords: tuple[str, ...] = (),
+        required_keywords: tuple[str, ...] = (),
     ) -> None:
+        """Creates the registry.
+
+        Args:
+            kind: name of the kind in error messages.
+            targets: the included functions by name.
+            required: inputs that every function takes.
+            optional: inputs that a function may take.
+            optional_keywords: inputs that a function may take as keyword-only parameters.
+            required_keywords: inputs that every function takes as keyword-only parameters.
+        """
         self.kind, self.required, self.optional = kind, required, optional
-        self.keywords, self._needed = keywords, needed
-        self._homes = dict(homes)
+        self.keywords, self._required_keywords = optional_keywords + required_keywords, required_keywords
+        self._targets = dict(targets)
         self._registered: dict[str, Callable[..., Any]] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All known names, those that ship first."""
-        return (*self._homes, *self._registered)
+        """All names: included functions, then registered ones."""
+        return (*self._targets, *self._registered)
 
     def register(self, name: str) -> Callable[[F], F]:
-        """A decorator that makes a function known by a name.
+        """Returns a decorator that registers a function under `name`.
 
-        Raises: RegistryError on a name that is taken, or that is no identifier; and where something is decorated that
-            is no function, or whose signature does not fit the kind.
+        Raises: RegistryError if the name is not an identifier or already in use, if the object is not a function, or if
+            its signature does not match the kind.
         """
         if not name.isidentifier():
-            raise RegistryError(f"{name!r} cannot name a {self.kind}: use letters, digits and _, like my_name")
+            raise RegistryError(f"{name!r} is not a valid name for a {self.kind}: use letters, digits and _")
 
         def add(function: F) -> F:
-            self._check_is_function(function, name)
-            taken = name in self._homes or _place(self._registered.get(name, function)) != _place(function)
-            if taken:
-                raise RegistryError(f"{name} is the name of another {self.kind}: choose one that is not taken")
+            if not _is_function(function):
+                raise RegistryError(f"{self.kind} {name} is a {type(function).__name__}, but must be a def function")
+            known = self._registered.get(name, function)
+            is_same = (known.__module__, known.__qualname__) == (function.__module__, function.__qualname__)
+            if name in self._targets or not is_same:
+                raise RegistryError(f"{self.kind} {name} already exists: choose a different name")
             self._check_signature(function, name)
             self._registered[name] = function
             return function
 
         return add
 
-    def load(self, name: str) -> Callable[..., Any]:  # Any: the signature is the kind's
-        """The function of a name, or of `module:function`.
+    def load(self, name: str) -> Callable[..., Any]:  # Any: the signature of the kind
+        """Returns the function of a name or of `module:function`.
 
-        Raises: RegistryError on an unknown name, on what cannot be imported, on a signature that does not fit.
+        Raises: RegistryError if the name is unknown, the import fails, or the signature does not match the kind.
         """
         if ":" in name:
-            return self._load_own(name)
+            return self._load_custom(name)
         if name in self._registered:
             return self._registered[name]
-        if name not in self._homes:
-            near = difflib.get_close_matches(name, self.names, n=1)
-            meant = f"did you mean {near[0]}? There" if near else "there"
-            raise RegistryError(
-                f"{name!r} is no {self.kind}; {meant} are {', '.join(self.names)}, and module:function of your own"
-            )
-        home = self._homes[name]
-        module, _, attribute = home.place.partition(":")
-        function = getattr(importlib.import_module(module), attribute)
-        return functools.partial(function, **home.bound) if home.bound else function
+        if name not in self._targets:
+            raise RegistryError(unknown_name(self.kind, name, self.names))
+        target = self._targets[name]
+        path, settings = (target, {}) if isinstance(target, str) else target
+        function = import_attribute(f"flowrl.algorithms.{path}")
+        return functools.partial(function, **settings) if settings else function
 
-    def check(self, name: str, options: Mapping[str, Any] | None = None) -> None:
-        """Loads the function and checks that it takes these settings, and has all that it needs.
-
-        Raises: RegistryError, as `load`, or naming the setting.
-        """
-        settings = self.settings(self.load(name))
-        for option in options or {}:
-            if option not in settings:
-                raise RegistryError(
-                    f"{self.kind} {name} has no setting {option}; it has {', '.join(settings) or 'none'}"
-                )
-        for setting, parameter in settings.items():
-            if parameter.default is parameter.empty and setting not in (options or {}):
-                raise RegistryError(f"{self.kind} {name} needs the setting {setting}, which is not given")
+    def check(self, name: str, settings: Mapping[str, Any] | None = None) -> None:
+        """Checks that the function exists, accepts `settings`, and requires no others. Raises RegistryError."""
+        parameters, settings = self.settings(self.load(name)), settings or {}
+        for setting in settings:
+            if setting not in parameters:
+                available = ", ".join(parameters) or "none"
+                raise RegistryError(f"{self.kind} {name} has no setting {setting}; available: {available}")
+        for setting, parameter in parameters.items():
+            if parameter.default is parameter.empty and setting not in settings:
+                raise RegistryError(f"{self.kind} {name} requires the setting {setting}")
 
     def inputs(self, function: Callable[..., Any]) -> tuple[str, ...]:
-        """The inputs that a function takes, by name."""
+        """Returns the names of the inputs of a function."""
         return tuple(name for name, parameter in _parameters(function) if self._is_input(name, parameter))
 
     def settings(self, function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-        """The settings that a function takes."""
-        return {name: p for name, p in _parameters(function) if not self._is_input(name, p)}
+        """Returns the settings of a function."""
+        return {name: parameter for name, parameter in _parameters(function) if not self._is_input(name, parameter)}
 
     def _is_input(self, name: str, parameter: inspect.Parameter) -> bool:
         return parameter.kind is not parameter.KEYWORD_ONLY or name in self.keywords
 
-    def _load_own(self, name: str) -> Callable[..., Any]:
+    def _load_custom(self, name: str) -> Callable[..., Any]:
         module, _, attribute = name.partition(":")
         try:
-            loaded = importlib.import_module(module)
-            registered = self._registered.get(attribute)
-            own = registered is not None and registered.__module__ == loaded.__name__
-            function = registered if own else getattr(loaded, attribute)
-        except RegistryError:
-            raise
-        except Exception as error:
-            raise RegistryError(
-                f"{self.kind} {name} cannot be loaded ({type(error).__name__}: {error}): name it as module:function, "
-                f"of a module that can be imported where the program is started"
-            ) from error
-        if not callable(function):
-            raise RegistryError(f"{self.kind} {name} is a {type(function).__name__}, not a function")
+            function = import_function(name)
+        except ImportNameError as error:
+            if isinstance(error.__cause__, RegistryError):
+                raise error.__cause__ from None
+            function = self._registered.get(attribute)  # The import has run the decorators of the module.
+            if function is None or function.__module__ != module:
+                raise RegistryError(f"{self.kind}: {error}") from error
         self._check_signature(function, name)
         return function
 
-    def _check_is_function(self, function: object, name: str) -> None:
-        if not (inspect.isroutine(function) or inspect.isclass(function)):
-            raise RegistryError(
-                f"{name} is a {type(function).__name__}, and a {self.kind} must be a function: write it with def"
-            )
-
     def _check_signature(self, function: Callable[..., Any], name: str) -> None:
-        allowed = (*self.required, *self.optional)
-        inputs = [name for name, p in _parameters(function) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        wrong = [given for given in inputs if given not in allowed]
-        missing = [wanted for wanted in self.required if wanted not in inputs]
-        loose = [name for name, p in _parameters(function) if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        taken = {name for name, _ in _parameters(function)}
-        if unheard := [wanted for wanted in self._needed if wanted not in taken]:
-            raise RegistryError(f"{self.kind} {name} does not take {', '.join(unheard)}: add it after a *")
-        if not (wrong or missing or loose):
-            return
-        found = f"takes {', '.join(wrong + loose)}" if wrong or loose else f"does not take {', '.join(missing)}"
-        others = ["as it needs " + ", ".join(self.optional)] if self.optional else []
-        possible = ", and ".join([", ".join(self.required), *others] if self.required else others)
-        raise RegistryError(f"{self.kind} {name} {found}: its inputs are {possible}; settings come after a *")
+        parameters = dict(_parameters(function))
+        if missing := [keyword for keyword in self._required_keywords if keyword not in parameters]:
+            raise RegistryError(f"{self.kind} {name} does not accept {', '.join(missing)}: add it after a *")
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        inputs = [name for name, parameter in parameters.items() if parameter.kind in kinds]
+        variadic = [n for n, p in parameters.items() if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        unknown = [name for name in inputs if name not in (*self.required, *self.optional)] + variadic
+        missing = [name for name in self.required if name not in inputs]
+        if unknown or missing:
+            problem = f"accepts {', '.join(unknown)}" if unknown else f"does not accept {', '.join(missing)}"
+            required = f"required inputs: {', '.join(self.required) or 'none'}"
+            optional = f"; optional inputs: {', '.join(self.optional)}" if self.optional else ""
+            raise RegistryError(f"{self.kind} {name} {problem}; {required}{optional}; settings come after a *")
+
+
+def _is_function(value: object) -> bool:
+    return inspect.isroutine(value) or inspect.isclass(value)
 
 
 def _parameters(function: Callable[..., Any]) -> list[tuple[str, inspect.Parameter]]:
-    """Parameters that are still open: what a partial has bound is none."""
+    """Returns the parameters of a function without those that a partial binds."""
     bound = function.keywords if isinstance(function, functools.partial) else {}
     return [(name, p) for name, p in inspect.signature(function).parameters.items() if name not in bound]
 
 
-def _place(function: Callable[..., Any]) -> tuple[str, str]:
-    return function.__module__, function.__qualname__
-
-
-def _homes(module: str, **functions: str) -> dict[str, Home]:
-    return {name: Home(f"flowrl.algorithms.{module}:{function}") for name, function in functions.items()}
-
-
-def _modes(place: str, setting: str, names: tuple[str, ...]) -> dict[str, Home]:
-    return {name: Home(f"flowrl.algorithms.{place}", {setting: name}) for name in names}
-
-
 advantage_estimators = Registry(
     "advantage estimator",
-    _homes("advantages.estimators", gae="gae", reinforce_plus_plus="reinforce_plus_plus", remax="remax")
-    | _homes(
-        "advantages.group_estimators",
-        grpo="grpo",
-        rloo="rloo",
-        reinforce_plus_plus_baseline="reinforce_plus_plus_baseline",
-        opo="opo",
-        gpg="gpg",
-        pass_at_k="pass_at_k",
-        gdpo="gdpo",
-    )
-    | _homes("advantages.token_baselines", optimal_token_baseline="optimal_token_baseline"),
+    {
+        "gae": "advantages.estimators:gae",
+        "reinforce_plus_plus": "advantages.estimators:reinforce_plus_plus",
+        "remax": "advantages.estimators:remax",
+        "grpo": "advantages.group_estimators:grpo",
+        "rloo": "advantages.group_estimators:rloo",
+        "reinforce_plus_plus_baseline": "advantages.group_estimators:reinforce_plus_plus_baseline",
+        "opo": "advantages.group_estimators:opo",
+        "gpg": "advantages.group_estimators:gpg",
+        "pass_at_k": "advantages.group_estimators:pass_at_k",
+        "gdpo": "advantages.group_estimators:gdpo",
+        "optimal_token_baseline": "advantages.token_baselines:optimal_token_baseline",
+    },
     required=("mask",),
     optional=(
-        "scores",
-        "rewards",
-        "groups",
-        "values",
-        "logprobs",
-        "ref_logprobs",
-        "greedy_scores",
-        "sum_squared_probs",
+        *("scores", "rewards", "groups", "values", "logprobs", "ref_logprobs"),
+        *("greedy_scores", "sum_squared_probs"),
     ),
-    keywords=("importance_weights",),
+    optional_keywords=("importance_weights",),
 )
-"""(inputs of a step, mask) -> advantages [B, T]; with `values` among the inputs (advantages, returns)."""
+"""Advantage estimators: (inputs, mask) -> advantages [B, T], or (advantages, returns) if `values` is an input."""
 
 policy_losses = Registry(
     "policy loss",
-    _homes("losses.policy_losses", ppo="clipped_policy_loss", decoupled_ppo="decoupled_policy_loss", sapo="sapo_loss")
-    | _homes("losses.sequence_losses", gspo="gspo_loss", gspo_token="gspo_token_loss", gmpo="gmpo_loss")
-    | _homes("losses.score_losses", reinforce="reinforce_loss", gpg="gpg_loss", cispo="cispo_loss")
-    | {
-        "dppo_tv": Home("flowrl.algorithms.losses.score_losses:dppo_loss", {"divergence": "tv"}),
-        "dppo_kl": Home("flowrl.algorithms.losses.score_losses:dppo_loss", {"divergence": "kl"}),
-    }
-    | _homes("losses.covariance_losses", clip_cov="clip_cov_loss", kl_cov="kl_cov_loss"),
+    {
+        "ppo": "losses.policy_losses:clipped_policy_loss",
+        "decoupled_ppo": "losses.policy_losses:decoupled_policy_loss",
+        "sapo": "losses.policy_losses:sapo_loss",
+        "gspo": "losses.sequence_losses:gspo_loss",
+        "gspo_token": "losses.sequence_losses:gspo_token_loss",
+        "gmpo": "losses.sequence_losses:gmpo_loss",
+        "reinforce": "losses.score_losses:reinforce_loss",
+        "gpg": "losses.score_losses:gpg_loss",
+        "cispo": "losses.score_losses:cispo_loss",
+        "dppo_tv": ("losses.score_losses:dppo_loss", {"divergence": "tv"}),
+        "dppo_kl": ("losses.score_losses:dppo_loss", {"divergence": "kl"}),
+        "clip_cov": "losses.covariance_losses:clip_cov_loss",
+        "kl_cov": "losses.covariance_losses:kl_cov_loss",
+    },
     required=("logprobs", "old_logprobs", "advantages", "mask"),
-    keywords=("behavior_logprobs", "selected"),
+    optional_keywords=("behavior_logprobs", "selected"),
 )
-"""(logprobs, old_logprobs, advantages, mask) -> (loss [B, T], metrics [B, T])."""
+"""Policy losses: (logprobs, old_logprobs, advantages, mask) -> (loss [B, T], metrics [B, T])."""
 
 kl_kinds = Registry(
-    "KL estimate",
-    _modes("kl.kl_estimates:kl_estimate", "kind", ("k1", "k2", "k3", "abs")),
+    "KL estimator",
+    {kind: ("kl.kl_estimates:kl_estimate", {"kind": kind}) for kind in ("k1", "k2", "k3", "abs")},
     required=("logprobs", "ref_logprobs"),
 )
-"""(logprobs, ref_logprobs) -> an estimate of the same shape."""
+"""KL estimators: (logprobs, ref_logprobs) -> an estimate of the same shape."""
 
 aggregation_modes = Registry(
     "aggregation",
-    _modes(
-        "losses.aggregation:aggregate",
-        "mode",
-        ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"),
-    ),
+    {
+        mode: ("losses.aggregation:aggregate", {"mode": mode})
+        for mode in ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm")
+    },
     required=("loss", "mask"),
-    keywords=("denominator",),
-    needed=("denominator",),
+    required_keywords=("denominator",),
 )
-"""(loss, mask, *, denominator) -> a scalar; the denominator of all but token_mean is the step's number of rows."""
+"""Aggregations: (loss, mask, *, denominator) -> scalar. The denominator counts tokens for token_mean, else rows."""
 
 rollout_corrections = Registry(
     "rollout correction",
-    _homes(
-        "corrections.importance_weights",
-        truncated="truncated_weights",
-        masked="masked_weights",
-        rejection="rejection_mask",
-    ),
+    {
+        "truncated": "corrections.importance_weights:truncated_weights",
+        "masked": "corrections.importance_weights:masked_weights",
+        "rejection": "corrections.importance_weights:rejection_mask",
+    },
     required=("logprobs", "rollout_logprobs", "mask"),
 )
-"""(logprobs, rollout_logprobs, mask) -> (weights [B, T] or a bool mask [B, T], metrics)."""
+"""Corrections: (logprobs, rollout_logprobs, mask) -> (weights or bool mask [B, T], metrics)."""
 
 preference_losses = Registry(
     "preference loss",
-    _homes(
-        "preference.pairwise",
-        log_sig="log_sig_loss",
-        log_exp="log_exp_loss",
-        simpo="simpo_loss",
-        orpo="orpo_loss",
-    )
-    | {
-        name: Home("flowrl.algorithms.preference.pairwise:dpo_loss", {"kind": kind})
-        for name, kind in (("dpo", "sigmoid"), ("dpo_hinge", "hinge"), ("ipo", "ipo"))
-    }
-    | _homes("preference.kto", kto="kto_loss"),
+    {
+        "log_sig": "preference.pairwise:log_sig_loss",
+        "log_exp": "preference.pairwise:log_exp_loss",
+        "simpo": "preference.pairwise:simpo_loss",
+        "orpo": "preference.pairwise:orpo_loss",
+        "dpo": ("preference.pairwise:dpo_loss", {"kind": "sigmoid"}),
+        "dpo_hinge": ("preference.pairwise:dpo_loss", {"kind": "hinge"}),
+        "ipo": ("preference.pairwise:dpo_loss", {"kind": "ipo"}),
+        "kto": "preference.kto:kto_loss",
+    },
     optional=(
-        "chosen_logprobs",
-        "rejected_logprobs",
-        "ref_chosen_logprobs",
-        "ref_rejected_logprobs",
-        "chosen_scores",
-        "rejected_scores",
-        "logprobs",
-        "ref_logprobs",
-        "desirable",
+        *("chosen_logprobs", "rejected_logprobs", "ref_chosen_logprobs", "ref_rejected_logprobs"),
+        *("chosen_scores", "rejected_scores", "logprobs", "ref_logprobs", "desirable"),
     ),
-    keywords=("reference_kl",),
+    optional_keywords=("reference_kl",),
 )
-"""(log-probabilities or scores of answers) -> (loss per pair or answer, metrics)."""
+"""Preference losses: (log-probabilities or scores of responses) -> (loss per pair or response, metrics)."""
 
 ptx_forms = Registry(
     "ptx form",
-    _modes("losses.ptx:ptx_loss", "form", ("add", "mix")),
+    {form: ("losses.ptx:ptx_loss", {"form": form}) for form in ("add", "mix")},
     required=("policy_loss", "lm_loss"),
 )
-"""(policy_loss, lm_loss), scalars -> a scalar."""
+"""PTX forms: (policy_loss, lm_loss), both scalars -> scalar."""
 
 kl_controls = Registry(
     "KL control",
-    _homes("kl.kl_control", fixed="FixedKlControl", adaptive="AdaptiveKlControl"),
+    {"fixed": "kl.kl_control:FixedKlControl", "adaptive": "kl.kl_control:AdaptiveKlControl"},
     required=("coef",),
 )
-"""(coef at the start) -> a `KlControl`."""
+"""KL controllers: (initial coef) -> a `KlControl`."""
 
 reward_shaping = Registry(
     "reward shaping",
-    _homes(
-        "advantages.reward_shaping",
-        overlong_penalty="with_overlong_penalty",
-        length_penalty="with_length_penalty",
-        clip_rewards="clip_rewards",
-        normalize_rewards="normalize_rewards",
-    ),
+    {
+        "overlong_penalty": "advantages.reward_shaping:with_overlong_penalty",
+        "length_penalty": "advantages.reward_shaping:with_length_penalty",
+        "clip_rewards": "advantages.reward_shaping:clip_rewards",
+        "normalize_rewards": "advantages.reward_shaping:normalize_rewards",
+    },
     required=("rewards",),
     optional=("lengths", "scores", "groups", "moments"),
 )
-"""(rewards [B] as the one before left them) -> rewards [B]; `scores` are the task's, before any shaping."""
+"""Reward shapings: (rewards [B] of the previous shaping) -> rewards [B]. The input `scores` is the original score."""
 
 REGISTRIES = (
     advantage_estimators,

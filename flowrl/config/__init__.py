@@ -1,12 +1,18 @@
-"""What may be set: frozen pydantic models and the reader of YAML files. Loads neither torch nor ray."""
+"""All settings, as frozen pydantic models, and the YAML reader (`load`).
 
-from flowrl.config.algorithm.advantage import AdvantageConfig, CorrectionConfig
-from flowrl.config.algorithm.preference import PreferenceConfig, PtxConfig
-from flowrl.config.algorithm.shaping import KlControlConfig, ShapingConfig
+Recipe configs derive from `RunConfig` or `OnPolicyConfig`. Every setting is a typed field with a docstring. Losses,
+estimators, corrections, shapings and schedules are discriminated unions (`Any...`) of one class per choice.
+Imports: pydantic and PyYAML only, neither torch nor ray, and no other package of flowrl.
+"""
+
+from flowrl.config.algorithm.advantage import AdvantageConfig, AnyAdvantage
+from flowrl.config.algorithm.correction import AnyCorrection, CorrectionConfig
+from flowrl.config.algorithm.policy_loss import AnyPolicyLoss, PolicyLossConfig
+from flowrl.config.algorithm.preference import AnyPreference, AnyPtx, PreferenceConfig, PtxConfig
+from flowrl.config.algorithm.shaping import AnyKlControl, AnyShaping, KlControlConfig, ShapingConfig
 from flowrl.config.base import Config, ConfigError
-from flowrl.config.checkpoint import CheckpointConfig
-from flowrl.config.data import DataConfig
 from flowrl.config.errors import CheckFailed, UserError
+from flowrl.config.imports import ImportNameError, import_attribute, import_function
 from flowrl.config.load import load, recipe_class, to_yaml
 from flowrl.config.model import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, shards_model
 from flowrl.config.placement import ROLES, SINGLE, Placement, RolePlacement
@@ -21,14 +27,24 @@ from flowrl.config.roles import (
     VllmConfig,
     models_of,
 )
-from flowrl.config.run import OnPolicyConfig, RunConfig
-from flowrl.config.schedule import ScheduleConfig
+from flowrl.config.run import CheckpointConfig, DataConfig, OnPolicyConfig, RunConfig
+from flowrl.config.schedule import AnySchedule, AsyncSchedule, ScheduleConfig
+from flowrl.config.union import parse
 
 __all__ = [
     "ROLES",
     "SINGLE",
     "ActorConfig",
     "AdvantageConfig",
+    "AnyAdvantage",
+    "AnyCorrection",
+    "AnyKlControl",
+    "AnyPolicyLoss",
+    "AnyPreference",
+    "AnyPtx",
+    "AnySchedule",
+    "AnyShaping",
+    "AsyncSchedule",
     "CheckFailed",
     "CheckpointConfig",
     "Config",
@@ -37,12 +53,14 @@ __all__ = [
     "CriticConfig",
     "DataConfig",
     "EngineConfig",
+    "ImportNameError",
     "KlControlConfig",
     "LoraConfig",
     "ModelConfig",
     "OnPolicyConfig",
     "OptimizerConfig",
     "Placement",
+    "PolicyLossConfig",
     "PreferenceConfig",
     "PtxConfig",
     "ReferenceConfig",
@@ -56,8 +74,11 @@ __all__ = [
     "TransferConfig",
     "UserError",
     "VllmConfig",
+    "import_attribute",
+    "import_function",
     "load",
     "models_of",
+    "parse",
     "recipe_class",
     "shards_model",
     "to_yaml",

@@ -1,20 +1,20 @@
-"""The base of every config class, and the types that several of them share."""
+"""The base class of all settings, and the field types that several of them share."""
 
-import re
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from flowrl.config.errors import UserError
+from flowrl.config.imports import check_import_name
 
 
 class ConfigError(UserError):
-    """A config file or a `key=value` that says nothing legal. One sentence: where, what, what is allowed, the fix."""
+    """A config file or a `key=value` override is invalid. The message names the file, the line and the fix."""
 
 
 class Config(BaseModel):
-    """A frozen group of settings. A string under each field says its unit and its effect."""
+    """A frozen group of settings. The docstring of each field states its unit and its effect."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -26,16 +26,9 @@ class Config(BaseModel):
     )
 
 
-def check_import(name: str) -> str:
-    """The name again, if it has the form module:name; what it names is not looked for."""
-    if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
-        raise ValueError(f"{name!r} is not of the form module:name, like flowrl.rewards.final_number:score")
-    return name
-
-
-# Strict mode refuses "3" for 3 and true for 1. YAML has neither paths nor tuples: these are read from text and lists.
+# Strict mode rejects "3" for 3 and true for 1. YAML has neither paths nor tuples, so these types accept text and lists.
 FilePath = Annotated[Path, Field(strict=False)]
 TokenIds = Annotated[tuple[int, ...], Field(strict=False)]
-ImportName = Annotated[str, AfterValidator(check_import)]
+ImportName = Annotated[str, AfterValidator(check_import_name)]
 
 Device = Literal["auto", "cpu", "cuda"]

@@ -1,16 +1,16 @@
-"""The root of every error that is the user's to mend, and that of a run's own checks."""
+"""The base class of all user errors, and the error of a run's own correctness checks."""
 
 
 class UserError(ValueError):
-    """What a user set or gave cannot be done. One sentence: what, where, what is allowed, the fix.
+    """A setting or an input file is invalid. The message is one sentence: what, where, what is allowed, how to fix it.
 
-    Programs turn it into that sentence on stderr and exit code 2 (`flowrl.cli.exit_code`); any other exception is a
-    defect and keeps its traceback.
+    Programs print the message to stderr and exit with code 2 (`flowrl.cli.exit_code`). Any other exception is a bug
+    and keeps its traceback.
     """
 
 
 class CheckFailed(RuntimeError):
-    """What a run computes would be wrong, as one of its own checks has found. One sentence, with the likely causes.
+    """A correctness check of a running job failed. The message is one sentence with the likely causes.
 
-    Programs turn it into that sentence on stderr and the exit code of a run that failed, 1.
+    Programs print the message to stderr and exit with code 1.
     """

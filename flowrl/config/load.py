@@ -1,207 +1,280 @@
-"""From a YAML file and `key=value` overrides to one validated config, or one sentence that says what is wrong where."""
+"""Reads a YAML file and `key=value` overrides into a validated config.
+
+Every invalid setting raises a ConfigError that names its key, its file and line, and a fix.
+"""
 
 import difflib
-import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from flowrl.config.algorithm.choice import ChoiceConfig, OtherChoice
 from flowrl.config.base import Config, ConfigError
-from flowrl.config.source import Key, Source, dotted, others_beside, parse, read
+from flowrl.config.imports import ImportNameError, import_attribute
+from flowrl.config.source import Key, Source, dotted, folder_hint, parse, read
+from flowrl.config.union import Member, unknown_name
 
 C = TypeVar("C", bound=Config)
 
+RENAMED_KEYS = {
+    "rows_per_step": "batch_size",
+    "minibatch_rows": "minibatch_size",
+    "epochs": "ppo_epochs",
+    "rollout.max_rows": "rollout.max_num_seqs",
+    "rollout.vllm.max_row_tokens": "rollout.vllm.max_model_len",
+    "schedule.redundancy": "schedule.overprovision",
+    "actor.loss_options": "actor.loss.options",
+    **{
+        f"actor.{name}": f"actor.loss.{name}"
+        for name in (
+            *("clip_low", "clip_high", "dual_clip", "max_weight", "temperature_positive", "temperature_negative"),
+            *("delta_low", "delta_high", "max_ratio", "cov_fraction", "cov_low", "cov_high"),
+            *("cov_kl_coef", "cov_kl_kind"),
+        )
+    },
+}
+"""Removed key -> new key. A removed key is an error that names the new key."""
+
 
 def load(path: str | Path, overrides: Sequence[str], cls: type[C]) -> C:
-    """The config in `path`, with each `dotted.key=value` of `overrides` (value in YAML) put over it in order.
+    """Returns the config in the file `path`, after applying each `dotted.key=value` override in order.
 
-    A setting that is itself a group, such as `placement`, may be the path of a YAML file, relative to the working
-    folder or else to the folder of `path`. Raises: ConfigError, one sentence with key, file and line.
+    A group of settings, such as `placement`, may be the path of a YAML file. Relative paths refer to the working
+    directory, or else to the folder of `path`.
+
+    Raises: ConfigError for an invalid setting.
     """
     source = _include(read(Path(path)), cls, Path(path).parent)
     for override in overrides:
-        source = _include(_apply(source, override), cls, Path(path).parent)
+        source = _include(_apply(source, override, cls), cls, Path(path).parent)
     if "recipe" in cls.model_fields:
-        source = _with_recipe(source, cls)
+        source = _set_recipe(source, cls)
     try:
         return cls.model_validate(source.values)
     except ValidationError as error:
-        raise ConfigError(_sentence(error.errors(include_url=False), source, cls)) from error
+        raise ConfigError(_message(error.errors(include_url=False), source, cls)) from error
 
 
 def recipe_class(path: str | Path) -> type[Config]:
-    """The config class that the file `path` names by its key `recipe: module:Class`.
+    """Returns the config class that the file `path` names with its key `recipe: module:Class`.
 
-    Raises: ConfigError when the key is missing or names no config class.
+    Raises: ConfigError if the key is missing or does not name a config class.
     """
     source = read(Path(path))
     name = source.values.get("recipe")
     where = source.origin(("recipe",))
     if not isinstance(name, str) or name.count(":") != 1:
         raise ConfigError(f"{where}: recipe is {name!r}, but must be module:Class, like recipes.ppo.config:PPOConfig")
-    module, _, attribute = name.partition(":")
     try:
-        found = vars(importlib.import_module(module)).get(attribute)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # the recipe is there; something that it imports is not
-        raise ConfigError(
-            f"{where}: recipe {name} has no module {error.name} here: correct the name or install it"
-        ) from error
-    if not (isinstance(found, type) and issubclass(found, Config)):
-        raise ConfigError(f"{where}: recipe is {name}, but {module} has no config class {attribute}")
-    return found
+        cls = import_attribute(name)
+    except ImportNameError as error:
+        cause = error.__cause__
+        module = name.partition(":")[0]
+        if isinstance(cause, ModuleNotFoundError) and not f"{module}.".startswith(f"{cause.name}."):
+            raise cause from None  # The recipe exists; a module that it imports does not.
+        raise ConfigError(f"{where}: recipe: {error}") from error
+    if not (isinstance(cls, type) and issubclass(cls, Config)):
+        raise ConfigError(f"{where}: recipe is {name}, but must be a config class")
+    return cls
 
 
 def to_yaml(config: Config) -> str:
-    """Every setting of `config`, defaults too, as YAML that `load` reads back to an equal config."""
+    """Returns all settings of `config`, defaults included, as YAML that `load` reads back to an equal config."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
-def _apply(source: Source, override: str) -> Source:
+def _apply(source: Source, override: str, cls: type[Config]) -> Source:
     name, equals, text = override.partition("=")
     key = tuple(name.strip().split("."))
     if not equals or not all(key):
         raise ConfigError(f"{override!r} is not an override: write key=value, like actor.optimizer.lr=1e-5")
     value, origins = parse(text, override, numbered=False)
-    return source.set(key, value, origins)
+    return _expand_bare_names(source, key, cls).set(key, value, origins)
 
 
-def _include(source: Source, cls: type[Config], folder: Path) -> Source:
-    """`source` with the contents of each file that stands where `cls` has a group of settings."""
-    for name, field in cls.model_fields.items():
-        value = source.values.get(name)
-        if isinstance(value, str) and _group(field.annotation) and not _is_word(value, field.annotation):
-            path = Path(value)
-            if not path.exists() and (folder / path).exists():
-                path = folder / path
-            if not path.is_file():
-                where = path if path.parent != Path() else folder / path
-                raise ConfigError(
-                    f"{source.origin((name,))}: {name} is {value}, and there is no such file"
-                    f"{_choice_meant(name, value, _group(field.annotation)) or others_beside(where)}"
-                )
-            included = read(path)
-            source = source.set((name,), included.values, included.origins)
+def _expand_bare_names(source: Source, key: Key, cls: type[Config]) -> Source:
+    """Replaces a bare name above `key`, such as `loss: gspo`, by a mapping, so that `key` can be set in it."""
+    for depth in range(1, len(key)):
+        value: Any = source.values
+        for name in key[:depth]:
+            value = value.get(name) if isinstance(value, Mapping) else None
+        members = [member for member in _walk(key[:depth], cls)[1] if issubclass(member, Member)]
+        if isinstance(value, str) and any(value in member.names() for member in members):
+            origin = source.origin(key[:depth])
+            return source.set(key[:depth], {members[0].KEY: value}, {(): origin, (members[0].KEY,): origin})
     return source
 
 
-def _with_recipe(source: Source, cls: type[Config]) -> Source:
-    """`source` naming `cls` as its recipe; a file of another recipe is refused before its keys confuse anyone."""
+def _include(source: Source, cls: type[Config], folder: Path) -> Source:
+    """Replaces each path that stands for a group of settings by the contents of that file."""
+    for name, field in cls.model_fields.items():
+        value = source.values.get(name)
+        classes = _classes(field.annotation)
+        if not isinstance(value, str) or not classes or _is_literal(value, field.annotation):
+            continue
+        path = Path(value)
+        if not path.exists() and (folder / path).exists():
+            path = folder / path
+        if not path.is_file():
+            where = path if path.parent != Path() else folder / path
+            hint = _member_hint(name, value, classes) or folder_hint(where)
+            raise ConfigError(f"{source.origin((name,))}: {name} is {value}, but there is no such file{hint}")
+        included = read(path)
+        source = source.set((name,), included.values, included.origins)
+    return source
+
+
+def _set_recipe(source: Source, cls: type[Config]) -> Source:
+    """Sets `recipe` to `cls`. Raises ConfigError if the file belongs to a different recipe."""
     name = f"{cls.__module__}:{cls.__qualname__}"
     stated = source.values.get("recipe")
     if stated not in (None, name):
+        program = f"{str(stated).partition(':')[0].removesuffix('.config')}.train"
         raise ConfigError(
-            f"{source.origin(('recipe',))}: recipe is {stated}, but this program reads {name}: run its own program"
+            f"{source.origin(('recipe',))}: recipe is {stated}, but this program reads {name}: run it with "
+            f"`python -m {program}`"
         )
     return source.set(("recipe",), name, {(): source.origin(("recipe",))})
 
 
-def _choice_meant(name: str, value: str, group: type[Config] | None) -> str:
-    """What was probably meant by a word, which is no path, that stands where a group with a choice does."""
-    if group is None or not issubclass(group, ChoiceConfig) or "/" in value or value.endswith((".yaml", ".yml")):
+def _member_hint(name: str, value: str, classes: Sequence[type[Config]]) -> str:
+    """Returns a hint if a bare name stands where a mapping is required, such as `schedule: async`."""
+    members = [cls for cls in classes if issubclass(cls, Member)]
+    if not members or "/" in value or value.endswith((".yaml", ".yml")):
         return ""
-    key = f"{name}.{group.CHOICE}"
-    if value in group.CHOICES:
-        return f": for that choice set {key}={value}"
-    near = difflib.get_close_matches(value, group.CHOICES, n=1)
-    meant = f", did you mean {key}={near[0]}?" if near else ""
-    return f", nor such a choice: {key} is one of {', '.join(group.CHOICES)}{meant}"
+    names = [known for member in members for known in member.names()]
+    key = f"{name}.{members[0].KEY}"
+    return f": set {key}={value}" if value in names else f", and {unknown_name(key, value, names)}"
 
 
-def _sentence(errors: Sequence[ErrorDetails], source: Source, cls: type[Config]) -> str:
-    # A misspelt key is also a missing one: the misspelling is the cause, so it comes first.
+def _message(errors: Sequence[ErrorDetails], source: Source, cls: type[Config]) -> str:
+    # A misspelled key is also a missing key. The misspelling is the cause and therefore comes first.
     first = min(errors, key=lambda error: error["type"] != "extra_forbidden")
-    key: Key = first["loc"]
-    text = f"{_origin(first, source)}: {_problem(first, key, cls)}"
-    return text if len(errors) == 1 else f"{text} (and {len(errors) - 1} more to correct)"
+    key = _walk(first["loc"], cls)[0]
+    text = f"{_origin(first, key, source)}: {_problem(first, key, cls)}"
+    return text if len(errors) == 1 else f"{text} (and {len(errors) - 1} more errors)"
 
 
-def _origin(error: ErrorDetails, source: Source) -> str:
-    """Where the setting was written that the error is about: that of a whole group begins with the setting's name."""
-    key: Key = error["loc"]
+def _origin(error: ErrorDetails, key: Key, source: Source) -> str:
+    """Returns the location of the setting. An error of a group names its setting in its first word."""
     if error["type"] == "value_error":
-        word = _meaning(error).partition(" ")[0]
+        word = _cause(error).partition(" ")[0]
         key = named if (named := (*key, *word.split("."))) in source.origins else key
-    elif error["type"] == "extra_forbidden":  # made by what was set below it
-        key = next((found for found in source.origins if found[: len(key)] == key), key)
+    elif error["type"] == "union_tag_invalid":
+        key = next(
+            (named for name in ("kind", "estimator", "loss", "form") if (named := (*key, name)) in source.origins), key
+        )
+    elif error["type"] == "extra_forbidden":  # An override of a nested key creates the unknown group.
+        key = next((known for known in source.origins if known[: len(key)] == key), key)
     return source.origin(key)
 
 
-def _meaning(error: ErrorDetails) -> str:
+def _cause(error: ErrorDetails) -> str:
     return error["msg"].removeprefix("Value error, ")
 
 
 def _problem(error: ErrorDetails, key: Key, cls: type[Config]) -> str:
     name = dotted(key)
-    if error["type"] == "extra_forbidden":
-        return f"{name} is not a setting; {_suggestion(key, cls)}"
-    if error["type"] == "missing":
-        group = _group_at(cls, key[:-1])
-        field = group.model_fields.get(str(key[-1])) if group else None
-        meaning = field.description.splitlines()[0] if field and field.description else "it has no default"
-        return f"{name} is missing: {meaning}"
-    if error["type"] == "value_error":
-        cause = error.get("ctx", {}).get("error")
-        if isinstance(cause, OtherChoice):
-            return cause.within(f"{name}." if name else "")
-        return f"{name}: {_meaning(error)}" if name else _meaning(error)
-    if error["type"] == "model_type":
-        return f"{name} is {error['input']!r}, but it is a group of settings"
-    if error["type"] in ("tuple_type", "list_type"):
-        return f"{name} is {error['input']!r}, but must be a list, in square brackets"
-    if error["type"] in ("dict_type", "mapping_type"):
-        return f"{name} is {error['input']!r}, but must be a mapping, like {{key: value}}"
+    match error["type"]:
+        case "extra_forbidden":
+            return _unknown_key(error["loc"], key, cls)
+        case "missing":
+            return f"`{name}` is required: {_description(cls, key)}"
+        case "union_tag_invalid" | "union_tag_not_found":
+            members = [member for member in _walk(key, cls)[1] if issubclass(member, Member)]
+            names = [known for member in members for known in member.names()]
+            setting = dotted((*key, members[0].KEY))
+            if isinstance(error["input"], Mapping) and (chosen := error["input"].get(members[0].KEY)) is not None:
+                return unknown_name(setting, chosen, names)
+            return f"`{setting}` is required; available: {', '.join(names)}"
+        case "value_error":
+            return f"{name}: {_cause(error)}" if name else _cause(error)
+        case "model_type" | "model_attributes_type":
+            return f"{name} is {error['input']!r}, but must be a group of settings"
+        case "tuple_type" | "list_type":
+            return f"{name} is {error['input']!r}, but must be a list, in square brackets"
+        case "dict_type" | "mapping_type":
+            return f"{name} is {error['input']!r}, but must be a mapping, like {{key: value}}"
     message = error["msg"].replace("Input should be", "must be").replace("Input is not", "is not")
     return f"{name} is {error['input']!r}, but {message[0].lower()}{message[1:]}"
 
 
-def _suggestion(key: Key, cls: type[Config]) -> str:
-    """What was probably meant: a sibling spelt alike, or the same word, nearly, in another group."""
-    siblings = list(_fields(_group_at(cls, key[:-1])))
-    word = str(key[-1])
-    near = [dotted((*key[:-1], name)) for name in difflib.get_close_matches(word, siblings, n=1)]
-    paths = {path: path.rpartition(".")[2] for path in _setting_paths(cls)}
+def _description(cls: type[Config], key: Key) -> str:
+    """Returns the first line of the docstring of the setting at `key`."""
+    field = _fields(_walk(key[:-1], cls)[1]).get(str(key[-1]))
+    text = (field.description or "").splitlines()[0].rstrip(".") if field else ""
+    return text[:1].lower() + text[1:] if text[1:2].islower() else text or "it has no default"
+
+
+def _unknown_key(loc: Key, key: Key, cls: type[Config]) -> str:
+    """Returns the message for a key that does not exist at its location, with the most likely fix."""
+    name, word = dotted(key), str(key[-1])
+    if name in RENAMED_KEYS and RENAMED_KEYS[name] in _setting_paths(cls):
+        return f"{name} was renamed: set {RENAMED_KEYS[name]}"
+    selected = [member for member in _walk(loc[:-1], cls)[1] if issubclass(member, Member)]
+    owners = [
+        known
+        for member in _walk(key[:-1], cls)[1]
+        if issubclass(member, Member) and word in member.model_fields
+        for known in member.names()
+    ]
+    if selected and owners:
+        member, group = selected[0], dotted(key[:-1])
+        setting = f"{group}.{member.KEY}" if group else member.KEY
+        tag = next(str(part) for part in reversed(loc) if part in member.names())
+        fix = f"set {setting}: {owners[0]}" if len(owners) == 1 else f"set {setting} to one of these"
+        return f"{name} belongs to {member.KEY} {', '.join(owners)}, not to {tag}: remove it, or {fix}"
+    siblings = list(_fields(_walk(loc[:-1], cls)[1]))
+    near = [dotted((*key[:-1], sibling)) for sibling in difflib.get_close_matches(word, siblings, n=1)]
     if not near:
-        alike = difflib.get_close_matches(word, sorted(set(paths.values())), n=1)
-        near = [path for path, leaf in paths.items() if leaf in alike][:3]
+        leaves = {path: path.rpartition(".")[2] for path in _setting_paths(cls)}
+        alike = difflib.get_close_matches(word, sorted(set(leaves.values())), n=1)
+        near = [path for path, leaf in leaves.items() if leaf in alike][:3]
     if near:
-        return f"did you mean {' or '.join(near)}?"
-    return f"{dotted(key[:-1]) or 'the file'} takes {', '.join(siblings)}"
+        return f"unknown setting {name}; did you mean {' or '.join(near)}?"
+    return f"unknown setting {name}; {dotted(key[:-1]) or 'the file'} accepts {', '.join(siblings)}"
 
 
 def _setting_paths(cls: type[Config], prefix: str = "") -> Iterator[str]:
     for name, field in cls.model_fields.items():
         yield prefix + name
-        group = _group(field.annotation)
-        if group:
-            yield from _setting_paths(group, f"{prefix}{name}.")
+        for path in dict.fromkeys(p for group in _classes(field.annotation) for p in _setting_paths(group)):
+            yield f"{prefix}{name}.{path}"
 
 
-def _fields(cls: type[Config] | None) -> Mapping[str, Any]:
-    return cls.model_fields if cls else {}
+def _fields(classes: Sequence[type[Config]]) -> dict[str, FieldInfo]:
+    return {name: field for cls in classes for name, field in cls.model_fields.items()}
 
 
-def _group_at(cls: type[Config] | None, key: Key) -> type[Config] | None:
-    """The config class of the group at `key`, below `cls`; keys of a free mapping (a role's name) are stepped over."""
-    for name in key:
-        field = _fields(cls).get(str(name))
-        cls = _group(field.annotation) if field else cls
-    return cls
+def _walk(loc: Key, cls: type[Config]) -> tuple[Key, tuple[type[Config], ...]]:
+    """Follows a pydantic error location. Returns it without union tags, and the config classes at its end.
+
+    A location without union tags, such as a key in a file, ends at all members of a union.
+    """
+    key: list[str | int] = []
+    classes: tuple[type[Config], ...] = (cls,)
+    for part in loc:
+        tagged = tuple(member for member in classes if issubclass(member, Member) and part in member.names())
+        if tagged and len(classes) > 1:
+            classes = tagged
+            continue
+        key.append(part)
+        field = _fields(classes).get(str(part))
+        classes = _classes(field.annotation) if field else classes  # Keys of free mappings and list indices have none.
+    return tuple(key), classes
 
 
-def _group(annotation: Any) -> type[Config] | None:
-    """The config class in a field's type, inside `X | None` or `Mapping[str, X]` too."""
+def _classes(annotation: Any) -> tuple[type[Config], ...]:
+    """Returns the config classes in a field's type, also inside `X | None`, `Mapping[str, X]` and `Annotated`."""
     if isinstance(annotation, type) and issubclass(annotation, Config):
-        return annotation
-    return next((group for part in get_args(annotation) if (group := _group(part))), None)
+        return (annotation,)
+    return tuple(cls for part in get_args(annotation) for cls in _classes(part))
 
 
-def _is_word(value: str, annotation: Any) -> bool:
-    """Whether the type names the text itself, as `X | Literal["auto"]` does."""
-    return any(part == value or _is_word(value, part) for part in get_args(annotation))
+def _is_literal(value: str, annotation: Any) -> bool:
+    """Whether the type accepts this text itself, as `X | Literal["auto"]` accepts auto."""
+    return any(part == value or _is_literal(value, part) for part in get_args(annotation))

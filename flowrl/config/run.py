@@ -1,4 +1,4 @@
-"""What every recipe sets, and what every recipe that learns from its own rollouts sets."""
+"""Settings of every run (`RunConfig`), and of runs that train on their own rollouts (`OnPolicyConfig`)."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -12,212 +12,259 @@ from pydantic import (
     model_validator,
 )
 
-from flowrl.config.algorithm.advantage import AdvantageConfig, CorrectionConfig
+from flowrl.config.algorithm.advantage import AnyAdvantage
+from flowrl.config.algorithm.correction import WeightCorrection
+from flowrl.config.algorithm.shaping import AdaptiveKl, LengthPenalty, OverlongPenalty
 from flowrl.config.base import Config, ConfigError, FilePath, ImportName
-from flowrl.config.checkpoint import CheckpointConfig
-from flowrl.config.data import DataConfig
 from flowrl.config.placement import SINGLE, Placement
 from flowrl.config.report import ReportConfig
 from flowrl.config.roles import ActorConfig, ReferenceConfig, RewardConfig, RolloutConfig, int4_on_cpu
-from flowrl.config.schedule import ScheduleConfig
+from flowrl.config.schedule import AnySchedule, AsyncSchedule, SyncSchedule
+
+
+class DataConfig(Config):
+    """JSON-lines files of conversations; `docs/batch.md` has the row format."""
+
+    train: FilePath
+    """Training file."""
+
+    test: FilePath | None = None
+    """Evaluation file; null disables evaluation."""
+
+    max_prompt_tokens: PositiveInt
+    """Longest allowed prompt. A longer one is an error, with file and line, before the run starts."""
+
+    evaluation_rows: PositiveInt | None = None
+    """Number of rows per evaluation, from the start of the file; null is all."""
+
+    shuffle: bool = True
+    """Shuffle the training rows on every pass with the run's seed; false keeps the order of the file."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "DataConfig":
+        if self.evaluation_rows is not None and self.test is None:
+            raise ValueError(f"evaluation_rows is {self.evaluation_rows}, but there is no test file: set test")
+        return self
+
+
+class CheckpointConfig(Config):
+    """Checkpoints in `checkpoints/` of the output folder; `resume: auto` continues from the latest."""
+
+    every: NonNegativeInt = 0
+    """Steps between checkpoints. The last step and an interrupted step are saved too. 0 saves none."""
+
+    keep_last: PositiveInt | None = 2
+    """Number of latest checkpoints to keep; null keeps all."""
+
+    keep_best: NonNegativeInt = 0
+    """Number of best checkpoints to keep in addition: by evaluation accuracy if evaluate_every is set, else by the
+    step's reward, else by its loss."""
+
+    asynchronous: bool = True
+    """Write in the background from a copy in host memory; false blocks the step until the files are written."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "CheckpointConfig":
+        if self.keep_best and not self.every:
+            raise ValueError(f"keep_best is {self.keep_best}, but every is 0, so nothing is saved: set every")
+        return self
 
 
 class RunConfig(Config):
-    """The base of recipe configs. A recipe adds its roles, its algorithm and its sizes, all in sequences."""
+    """Base class of recipe configs. A recipe adds its roles, its algorithm and its batch sizes in sequences."""
 
     roles: ClassVar[tuple[str, ...]] = ()
-    """Roles that the recipe drives; its placement must give each of them a pool."""
+    """Roles of the recipe. The placement must assign each of them to a pool."""
 
-    def apart(self) -> tuple[str, ...]:
-        """Roles that need processes of their own."""
+    def dedicated_roles(self) -> tuple[str, ...]:
+        """Returns the roles that require dedicated processes."""
         return tuple(name for name, value in self if isinstance(value, RolloutConfig) and value.engine == "vllm")
 
     recipe: ImportName | None = None
-    """`module:Class` of the config class that reads this file; `flowrl` commands find it by this key."""
+    """`module:Class` of the config class for this file. The `flowrl` commands require it."""
 
     output: FilePath
-    """Folder of the run's results; one that holds another run is refused."""
+    """Output folder. A folder with a different run is an error."""
 
     resume: Literal["never", "auto"] = "never"
-    """`auto`: if output holds a run of this config, go on after its newest checkpoint; `never`: refuse the folder."""
+    """`auto`: resume from the latest checkpoint in output, if any. `never`: an output folder with a run is an error."""
 
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """When the run saves what it can go on from."""
+    """Checkpoint settings."""
 
     report: ReportConfig = ReportConfig()
     """Optional outputs: plots and TensorBoard events."""
 
     restarts: NonNegativeInt = 3
-    """How often the run may start failed roles again, in this program, and go on after its newest checkpoint; without a
-    checkpoint (checkpoint.every: 0) a failure ends it."""
+    """Maximum number of restarts after failures, each from the latest checkpoint. Without checkpoints
+    (checkpoint.every: 0), a failure ends the run."""
 
     seed: NonNegativeInt = 0
-    """Fixes the order of the data and every sampled token."""
+    """Seed of the data order and of every sampled token."""
 
     backend: Literal["ray", "inline"] = "ray"
-    """`ray`: a process per device; `inline`: everything in the driver's process, for debugging."""
+    """`ray`: one process per device. `inline`: everything in the driver process, for debugging."""
 
     address: str | None = None
-    """Ray cluster to join (`auto`, or host:port); null starts one here for the length of the run."""
+    """Ray cluster to join (`auto`, or host:port); null starts a local one for the duration of the run."""
 
     placement: Placement = SINGLE
-    """Where roles run: a mapping, or the path of a file such as placement/split.yaml."""
+    """Placement of the roles: a mapping, or the path of a file such as placement/split.yaml."""
 
     devices: Annotated[tuple[NonNegativeInt, ...], Field(strict=False, min_length=1)] | None = None
-    """Devices of each node that the run may use, for example [8, 8]; null asks the machine."""
+    """Number of devices to use on each node, for example [8, 8]; null uses all devices of the machine."""
 
     threads: PositiveInt | None = None
-    """CPU threads that torch uses in each process; null shares the cores evenly among the processes."""
+    """Number of torch CPU threads per process; null divides the cores evenly."""
 
     call_timeout_s: PositiveFloat | None = 1800.0
-    """Seconds that one call of a worker may run before its process counts as stuck; null: no limit."""
+    """Timeout of one worker call in seconds, after which its process counts as stuck; null is no limit."""
 
     steps: PositiveInt
-    """Steps of the recipe's loop."""
+    """Number of training steps."""
 
     evaluate_every: NonNegativeInt = 0
-    """Steps between evaluations; 0 evaluates before the first step and after the last only."""
+    """Steps between evaluations; 0 evaluates only before the first and after the last step."""
 
     @model_validator(mode="after")
     def _check_best(self) -> "RunConfig":
         every, evaluate = self.checkpoint.every, self.evaluate_every
         if self.checkpoint.keep_best and evaluate and every % evaluate:
             raise ValueError(
-                f"checkpoint.keep_best compares held-out accuracy, but checkpoint.every is {every}, not a multiple of "
+                f"checkpoint.keep_best compares evaluation accuracy, but checkpoint.every is {every}, not a multiple of "
                 f"evaluate_every, {evaluate}: set it to {-(-every // evaluate) * evaluate}"
             )
         return self
 
     @property
     def compared_by(self) -> tuple[str, ...]:
-        """The metrics that `checkpoint.keep_best` compares checkpoints by: the first that steps have."""
+        """Metrics that rank checkpoints for `checkpoint.keep_best`; the first one that exists is used."""
         return ("reward", "loss")
 
     @model_validator(mode="after")
     def _check_address(self) -> "RunConfig":
         if self.backend == "inline" and self.address is not None:
-            raise ValueError(f"address is {self.address}, but backend inline joins no cluster: set backend: ray")
+            raise ValueError(f"address is {self.address}, but backend inline does not use a cluster: set backend: ray")
         return self
 
 
 class OnPolicyConfig(RunConfig):
-    """What recipes that train on fresh rollouts share: generate, score, then a few updates per step."""
+    """Settings of recipes that generate rollouts, score them, and then run a few updates per step."""
 
     roles: ClassVar[tuple[str, ...]] = ("actor", "rollout", "reference", "reward")
 
     actor: ActorConfig
-    """The policy."""
+    """The policy that is trained."""
 
     reference: ReferenceConfig
-    """Where the KL is measured from."""
+    """The reference model for the KL."""
 
     reward: RewardConfig
-    """What scores responses."""
+    """The reward function or model."""
 
     rollout: RolloutConfig
-    """How responses are sampled."""
+    """Generation settings."""
 
-    schedule: ScheduleConfig = ScheduleConfig()
-    """Whether responses are generated while earlier ones are trained on."""
+    schedule: AnySchedule = SyncSchedule()
+    """Overlap of generation and training."""
 
-    algorithm: AdvantageConfig
-    """From scores to advantages."""
+    algorithm: AnyAdvantage
+    """Advantage estimation, reward shaping and off-policy correction."""
 
     data: DataConfig
-    """The prompts."""
+    """Prompts for training and evaluation."""
 
     batch_size: PositiveInt
-    """Sequences generated and trained on in one step, all samples of all prompts counted."""
+    """Sequences per step: prompts times samples_per_prompt."""
 
     samples_per_prompt: PositiveInt = 1
-    """Responses to each prompt; a step reads batch_size / samples_per_prompt prompts."""
+    """Responses per prompt. A step uses batch_size / samples_per_prompt prompts."""
 
     minibatch_size: PositiveInt
-    """Sequences of one optimizer step, over all ranks."""
+    """Sequences per optimizer step, over all ranks."""
 
     ppo_epochs: PositiveInt = 1
-    """Passes over a step's sequences."""
+    """Training passes over the sequences of a step."""
 
     @property
     def compared_by(self) -> tuple[str, ...]:
-        """The accuracy, where every checkpoint has one: that of the last step alone would be compared with nothing."""
+        """Metrics that rank checkpoints for `checkpoint.keep_best`: accuracy only if it is measured periodically."""
         return ("accuracy",) if self.evaluate_every else super().compared_by
 
     @property
     def prompts_per_step(self) -> int:
-        """Prompts read in one step."""
+        """Number of prompts per step."""
         return self.batch_size // self.samples_per_prompt
 
     @model_validator(mode="after")
     def _check_sizes(self) -> "OnPolicyConfig":
-        rows, samples = self.batch_size, self.samples_per_prompt
-        if rows % samples:
-            near = max(rows // samples, 1) * samples
-            raise ValueError(f"batch_size is {rows}, not a multiple of samples_per_prompt, {samples}: set it to {near}")
-        if self.minibatch_size > rows:
-            raise ValueError(f"minibatch_size is {self.minibatch_size}, more than batch_size: set at most {rows}")
+        size, samples = self.batch_size, self.samples_per_prompt
+        if size % samples:
+            near = max(size // samples, 1) * samples
+            raise ValueError(f"batch_size is {size}, not a multiple of samples_per_prompt, {samples}: set it to {near}")
+        if self.minibatch_size > size:
+            raise ValueError(f"minibatch_size is {self.minibatch_size}, more than batch_size: set at most {size}")
         return self
 
     @model_validator(mode="after")
-    def _check_redundancy(self) -> "OnPolicyConfig":
-        overprovision, prompts = self.schedule.overprovision or 0, self.prompts_per_step
-        if overprovision > prompts:
+    def _check_overprovision(self) -> "OnPolicyConfig":
+        schedule, prompts = self.schedule, self.prompts_per_step
+        if isinstance(schedule, AsyncSchedule) and schedule.overprovision > prompts:
             raise ValueError(
-                f"schedule.overprovision is {overprovision}, more than the {prompts} prompts of a step (batch_size "
-                f"/ samples_per_prompt), so that more may be dropped than is trained: set at most {prompts}"
+                f"schedule.overprovision is {schedule.overprovision}, more than the {prompts} prompts of a step "
+                f"(batch_size / samples_per_prompt), so most responses could be dropped: set at most {prompts}"
             )
         return self
 
     @field_validator("algorithm")
     @classmethod
-    def _resolve_correction(cls, algorithm: AdvantageConfig, info: ValidationInfo) -> AdvantageConfig:
-        """Puts what is made in place of `auto`, so that a config that was written down says it."""
+    def _resolve_correction(cls, algorithm: AnyAdvantage, info: ValidationInfo) -> AnyAdvantage:
+        """Replaces `correction: auto` by the correction that applies, so that config.yaml records it."""
         actor, rollout, schedule = (info.data.get(name) for name in ("actor", "rollout", "schedule"))
         if algorithm.correction != "auto" or actor is None or rollout is None or schedule is None:
-            return algorithm  # or a setting that this depends on is refused
+            return algorithm  # A missing group has an error of its own.
         differs = schedule.staleness > 0 or rollout.quantization is not None or rollout.engine != "hf"
-        made = CorrectionConfig(kind="truncated") if differs and actor.loss != "decoupled_ppo" else None
-        return algorithm.model_copy(update={"correction": made})
+        correction = WeightCorrection(kind="truncated") if differs and actor.loss.kind != "decoupled_ppo" else None
+        return algorithm.model_copy(update={"correction": correction})
 
     @model_validator(mode="after")
     def _check_correction(self) -> "OnPolicyConfig":
         correction = self.algorithm.applied_correction
-        if self.actor.loss == "decoupled_ppo" and correction is not None and correction.kind in ("truncated", "masked"):
+        if self.actor.loss.kind == "decoupled_ppo" and isinstance(correction, WeightCorrection):
             raise ValueError(
-                f"algorithm.correction.kind is {correction.kind}, but actor.loss decoupled_ppo has the same importance "
-                "weight in its formula, and it would count twice: remove the correction, or set actor.loss: ppo"
+                f"algorithm.correction.kind is {correction.kind}, but actor.loss decoupled_ppo already contains this "
+                "importance weight: remove the correction, or set actor.loss: ppo"
             )
         return self
 
     @model_validator(mode="after")
     def _check_quantization(self) -> "OnPolicyConfig":
         quantization, correction = self.rollout.quantization, self.algorithm.applied_correction
-        # decoupled_ppo has the weight in its formula.
-        weighs = self.actor.loss == "decoupled_ppo" or (correction is not None and correction.kind != "rejection")
-        if quantization is not None and not weighs:
-            found = "is null" if correction is None else "drops tokens and weighs none"
+        is_weighted = correction is not None and correction.kind != "rejection"
+        if quantization is not None and not is_weighted and self.actor.loss.kind != "decoupled_ppo":
             raise ValueError(
-                f"rollout.quantization is {quantization}, so that responses come from another policy than the one that "
-                f"is trained, but algorithm.correction {found}: set algorithm.correction: auto"
+                f"rollout.quantization is {quantization}, so responses come from a different policy, but "
+                f"algorithm.correction is {'rejection' if correction else 'null'}, which applies no importance "
+                f"weights: set algorithm.correction: auto"
             )
         if quantization == "int4" and self.placement.device == "cpu":
             raise ValueError(int4_on_cpu("rollout"))
-        # Which devices `auto` is, and so whether there can be int4 at all, is known where the run is planned.
+        # Whether device auto supports int4 is known only when the run is planned.
         if quantization != "int4" or self.placement.device != "auto":
             self.check_served_dtype()
         return self
 
     def check_served_dtype(self) -> None:
-        """Refuses weights of another type than that in which they are multiplied once quantised. Raises ConfigError."""
+        """Raises ConfigError if the weights are not in the dtype that quantized matrix products require."""
         dtype = self.rollout.sent_dtype or self.actor.model.dtype
         if self.rollout.quantization in ("int4", "fp8") and dtype != "bfloat16":
             raise ConfigError(
-                f"rollout.quantization is {self.rollout.quantization}, which vLLM computes in bfloat16, but its "
-                f"weights would be {dtype}: set rollout.vllm.dtype: bfloat16"
+                f"rollout.quantization is {self.rollout.quantization}, which vLLM computes in bfloat16, but the "
+                f"weights are {dtype}: set rollout.vllm.dtype: bfloat16"
             )
 
     @model_validator(mode="after")
-    def _check_row_tokens(self) -> "OnPolicyConfig":
+    def _check_max_model_len(self) -> "OnPolicyConfig":
         longest = None if self.rollout.vllm is None else self.rollout.vllm.max_model_len
         needed = self.data.max_prompt_tokens + self.rollout.max_response_tokens
         if longest is not None and longest < needed:
@@ -238,8 +285,8 @@ class OnPolicyConfig(RunConfig):
         rollout = self.rollout
         if rollout.top_k or rollout.top_p < 1:
             raise ValueError(
-                f"rollout.top_k is {rollout.top_k} and rollout.top_p is {rollout.top_p:g}: the loss would be "
-                "that of another distribution than the one sampled from; set top_k: 0 and top_p: 1.0"
+                f"rollout.top_k is {rollout.top_k} and rollout.top_p is {rollout.top_p:g}, but the loss uses the "
+                "untruncated distribution: set top_k: 0 and top_p: 1.0"
             )
         return self
 
@@ -247,28 +294,26 @@ class OnPolicyConfig(RunConfig):
     def _check_shaping(self) -> "OnPolicyConfig":
         limit = self.rollout.max_response_tokens
         for shaping in self.algorithm.shaping:
-            if shaping.kind == "length_penalty" and self.samples_per_prompt < 2:
+            if isinstance(shaping, LengthPenalty) and self.samples_per_prompt < 2:
                 raise ValueError(
-                    "samples_per_prompt is 1, and algorithm.shaping length_penalty compares the samples of one prompt: "
+                    "samples_per_prompt is 1, but algorithm.shaping length_penalty compares the samples of one prompt: "
                     "set it to 2 or more, or use overlong_penalty"
                 )
-            if shaping.max_length is not None and shaping.buffer is not None:
-                begins = shaping.max_length - shaping.buffer
-                if begins >= limit:
-                    raise ValueError(
-                        f"algorithm.shaping overlong_penalty begins above max_length - buffer = {begins} tokens, but "
-                        f"rollout.max_response_tokens is {limit}: no response would be punished, lower max_length"
-                    )
+            if isinstance(shaping, OverlongPenalty) and (start := shaping.max_length - shaping.buffer) >= limit:
+                raise ValueError(
+                    f"algorithm.shaping overlong_penalty starts at max_length - buffer = {start} tokens, but "
+                    f"rollout.max_response_tokens is {limit}, so it would have no effect: lower max_length"
+                )
         return self
 
     @model_validator(mode="after")
     def _check_kl_control(self) -> "OnPolicyConfig":
-        control = self.algorithm.kl_control
-        # A step changes the coefficient by at most 0.2 rows / horizon, and so could bring it to 0.
-        if control is not None and control.horizon is not None and self.batch_size >= 5 * control.horizon:
+        penalty = self.algorithm.kl_penalty
+        control = None if penalty is None else penalty.kl_control
+        # A step changes the coefficient by at most a fraction of 0.2 * batch_size / horizon, which must stay below 1.
+        if isinstance(control, AdaptiveKl) and self.batch_size >= 5 * control.horizon:
             raise ValueError(
                 f"algorithm.kl_control.horizon is {control.horizon:g}, at most a fifth of batch_size, "
-                f"{self.batch_size}, so that one step could bring the coefficient to 0: set it to "
-                f"{self.batch_size} or more"
+                f"{self.batch_size}, so one step could reduce the coefficient to 0: set it to {self.batch_size} or more"
             )
         return self

@@ -1,61 +1,90 @@
-"""When responses are generated, next to the training of earlier ones."""
+"""Rollout schedules: whether generation waits for training.
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+The staleness of a token is the number of policy updates between the weights that sampled it and the weights that are
+trained on it.
+"""
+
+from typing import Annotated, Literal
 
 from pydantic import NonNegativeInt, PositiveInt, model_validator
 
-from flowrl.config.algorithm.choice import ChoiceConfig
-
-SCHEDULES: dict[str, dict[str, Any]] = {
-    "sync": {},
-    "one_step_off": {},
-    "async": {"max_staleness": 1, "max_concurrent": None, "overprovision": 0, "interrupt": True},
-}
-"""Schedule -> its settings with their defaults."""
+from flowrl.config.union import Member, OneOf
 
 
-class ScheduleConfig(ChoiceConfig):
-    """Whether generation waits for training. Staleness is the number of updates that the policy had between the weights
-    that sampled a token and those that are trained on it."""
+class ScheduleConfig(Member):
+    """Base class of the schedules."""
 
-    CHOICE: ClassVar[str] = "kind"
-    CHOICES: ClassVar[Mapping[str, Mapping[str, Any]]] = SCHEDULES
+    kind: str
+    """Name of the schedule: `sync`, `one_step_off` or `async`."""
 
-    kind: Literal["sync", "one_step_off", "async"] = "sync"
-    """`sync` generates a step's responses and then trains on them; `one_step_off` generates those of the next step
-    meanwhile, staleness 1; `async` has each replica of the rollout, on devices of its own, generate all the time."""
+    @property
+    def staleness(self) -> int:
+        """The largest staleness that the schedule allows."""
+        return 0
 
-    max_staleness: NonNegativeInt | None = None
-    """async: no response is older than so many updates when it is trained on; usually 1, and 0 is the same as sync."""
+    @property
+    def is_streaming(self) -> bool:
+        """Whether replicas receive prompts one by one instead of one batch per step."""
+        return False
+
+
+class SyncSchedule(ScheduleConfig):
+    """Generates the responses of a step, then trains on them. Staleness 0."""
+
+    kind: Literal["sync"] = "sync"
+    """Name of the schedule."""
+
+
+class OneStepOffSchedule(ScheduleConfig):
+    """Generates the responses of the next step while training on those of the current step. Staleness 1."""
+
+    kind: Literal["one_step_off"] = "one_step_off"
+    """Name of the schedule."""
+
+    @property
+    def staleness(self) -> int:
+        """The largest staleness that the schedule allows."""
+        return 1
+
+
+class AsyncSchedule(ScheduleConfig):
+    """Generates continuously on rollout replicas that have devices of their own."""
+
+    kind: Literal["async"] = "async"
+    """Name of the schedule."""
+
+    max_staleness: NonNegativeInt = 1
+    """Largest staleness of a response when it is trained on; 0 behaves like `sync`."""
 
     max_concurrent: PositiveInt | None = None
-    """async: prompts that are worked on at once, over all replicas; null is as many as max_staleness admits and the
-    replicas take."""
+    """Prompts in flight over all replicas; null uses as many as max_staleness and the replicas allow."""
 
-    overprovision: NonNegativeInt | None = None
-    """async: prompts in flight beyond what the steps need, so that a step goes without its slowest; those that grow too
-    old are dropped and counted, and long responses with them. At most the prompts of a step; usually 0."""
+    overprovision: NonNegativeInt = 0
+    """Prompts in flight beyond the need of a step, so that a step does not wait for stragglers. Responses that become
+    too old are dropped and counted; long responses are dropped more often. At most the prompts of one step."""
 
-    interrupt: bool | None = None
-    """async: true gives a replica new weights between two tokens of what it is working on, and each token keeps the
-    version that sampled it; false lets it finish first. Usually true."""
+    interrupt: bool = True
+    """True: a replica loads new weights between two tokens, and each token records its weight version. False: a
+    replica finishes its responses first."""
 
     @model_validator(mode="after")
-    def _check_redundancy(self) -> "ScheduleConfig":
+    def _check_overprovision(self) -> "AsyncSchedule":
         if self.overprovision and not self.max_staleness:
             raise ValueError(
-                f"overprovision is {self.overprovision}, but max_staleness is 0, at which a prompt that a step goes without "
-                f"is too old for the next one: set overprovision: 0, or max_staleness: 1 or more"
+                f"overprovision is {self.overprovision}, but max_staleness is 0, so every surplus response would be "
+                f"too old for the next step: set overprovision: 0, or max_staleness: 1 or more"
             )
         return self
 
     @property
     def staleness(self) -> int:
-        """The most updates that there may be between a response and its training."""
-        return {"sync": 0, "one_step_off": 1}.get(self.kind, self.max_staleness or 0)
+        """The largest staleness that the schedule allows."""
+        return self.max_staleness
 
     @property
-    def streams(self) -> bool:
-        """Whether replicas are given prompts one by one, and not a step's together."""
-        return self.kind == "async" and self.staleness > 0
+    def is_streaming(self) -> bool:
+        """Whether replicas receive prompts one by one instead of one batch per step."""
+        return self.max_staleness > 0
+
+
+AnySchedule = Annotated[SyncSchedule | OneStepOffSchedule | AsyncSchedule, OneOf(default="sync")]

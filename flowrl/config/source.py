@@ -1,4 +1,4 @@
-"""YAML text as plain values that remember the line they came from."""
+"""Parses YAML into plain values and records the file and line of each key."""
 
 import re
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ Key = tuple[str | int, ...]
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people write it: 1e-4 is a number (PyYAML wants a dot), 2026-01-31 is text, not a date."""
+    """Reads 1e-4 as a number, although PyYAML requires a dot, and 2026-01-31 as text instead of a date."""
 
     yaml_implicit_resolvers: ClassVar = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
@@ -28,27 +28,29 @@ _Loader.add_implicit_resolver(
 
 @dataclass(frozen=True)
 class Source:
-    """Settings as plain values, and for each key where it was written (`file:line`, or the override itself)."""
+    """Settings as plain values, and the location of each key: `file:line`, or the override itself."""
 
     values: dict[str, Any]
     origins: dict[Key, str]
 
     def origin(self, key: Key) -> str:
-        """Where `key` was written, or the nearest mapping around it that was."""
+        """Returns the location of `key`, or of the nearest enclosing mapping that has one."""
         while key and key not in self.origins:
             key = key[:-1]
         return self.origins[key]
 
     def set(self, key: Key, value: Any, origins: dict[Key, str]) -> "Source":
-        """A copy in which `key` holds `value`; mappings on the way are made, where there is nothing or null. `origins`
-        is keyed from `key` down."""
+        """Returns a copy in which `key` is `value`. Creates missing or null parent mappings.
+
+        The keys of `origins` are relative to `key`.
+        """
         values = dict(self.values)
         inner = values
         for name in key[:-1]:
             child = inner.get(str(name))
             child = {} if child is None else child
             if not isinstance(child, dict):
-                raise ConfigError(f"{origins[()]}: {name} is {child!r}, which has no settings inside it")
+                raise ConfigError(f"{origins[()]}: {name} is {child!r}, but must be a group of settings")
             inner[str(name)] = inner = dict(child)
         inner[str(key[-1])] = value
         kept = {old: origin for old, origin in self.origins.items() if old[: len(key)] != key}
@@ -56,9 +58,9 @@ class Source:
 
 
 def parse(text: str, where: str, *, numbered: bool) -> tuple[Any, dict[Key, str]]:
-    """The value that YAML `text` holds, and the origin of each key in it: `where`, with line numbers if `numbered`.
+    """Parses YAML. Returns the value and the location of each key: `where`, with a line number if `numbered`.
 
-    Raises: ConfigError when the text is not YAML, or a mapping has a key twice or one that is not text.
+    Raises: ConfigError for invalid YAML, a duplicate key, or a key that is not text.
     """
     loader = _Loader(text)
     try:
@@ -68,7 +70,7 @@ def parse(text: str, where: str, *, numbered: bool) -> tuple[Any, dict[Key, str]
         mark = error.problem_mark
         spot = f"{where}:{mark.line + 1}" if numbered and mark else where
         raise ConfigError(f"{spot}: not valid YAML, {error.problem or error.context}") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a tag such as !!int on what is no number
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: for example !!int before text
         raise ConfigError(f"{where}: not valid YAML, {error}") from error
     finally:
         loader.dispose()
@@ -78,29 +80,30 @@ def parse(text: str, where: str, *, numbered: bool) -> tuple[Any, dict[Key, str]
 
 
 def read(path: Path) -> Source:
-    """The settings in the YAML file `path`.
+    """Returns the settings in the YAML file `path`.
 
-    Raises: ConfigError when it cannot be read or is not a mapping of settings.
+    Raises: ConfigError if the file cannot be read or is not a mapping of settings.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"{path}: cannot be read, {reason}{others_beside(path)}") from error
+        raise ConfigError(f"{path}: cannot be read, {reason}{folder_hint(path)}") from error
     values, origins = parse(text, str(path), numbered=True)
     if not isinstance(values, dict):
-        raise ConfigError(f"{path}: holds {type(values).__name__}, but settings are a mapping of keys to values")
+        problem = "is empty" if values is None else f"is a {type(values).__name__}"
+        raise ConfigError(f"{path}: {problem}, but must be a mapping of keys to values")
     return Source(values, origins)
 
 
-def others_beside(path: Path) -> str:
-    """What a sentence on a file that is not there ends with: the settings that the folder has instead."""
-    found = [] if path.exists() else sorted(file.name for file in path.parent.glob("*.yaml"))
-    return f"; the folder has {', '.join(found)}" if found else ""
+def folder_hint(path: Path) -> str:
+    """Returns a hint that lists the YAML files in the folder of a missing file."""
+    names = [] if path.exists() else sorted(file.name for file in path.parent.glob("*.yaml"))
+    return f"; the folder has {', '.join(names)}" if names else ""
 
 
 def _note_origins(node: yaml.Node | None, key: Key, where: str, numbered: bool, origins: dict[Key, str]) -> None:
-    """Adds the origin of everything below `node` to `origins`."""
+    """Adds the locations of all keys below `node` to `origins`."""
     if isinstance(node, yaml.SequenceNode):
         children = [(index, child, child) for index, child in enumerate(node.value)]
     elif isinstance(node, yaml.MappingNode):
@@ -110,17 +113,17 @@ def _note_origins(node: yaml.Node | None, key: Key, where: str, numbered: bool, 
     for name, mark, child in children:
         origin = f"{where}:{mark.start_mark.line + 1}" if numbered else where
         if (*key, name) in origins:
-            raise ConfigError(f"{origin}: {dotted((*key, name))} is set twice in one file: remove one")
+            raise ConfigError(f"{origin}: {dotted((*key, name))} is set twice: remove one")
         origins[(*key, name)] = origin
         _note_origins(child, (*key, name), where, numbered, origins)
 
 
 def _name(node: yaml.Node, where: str) -> str:
     if not isinstance(node, yaml.ScalarNode) or node.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
-        raise ConfigError(f"{where}:{node.start_mark.line + 1}: {node.value!r} is a key, and keys are text: quote it")
+        raise ConfigError(f"{where}:{node.start_mark.line + 1}: key {node.value!r} is not text: quote it")
     return node.value
 
 
 def dotted(key: Key) -> str:
-    """`key` as it is written on a command line."""
+    """Returns `key` in the form of an override, like actor.optimizer.lr."""
     return ".".join(map(str, key))

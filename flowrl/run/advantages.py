@@ -40,6 +40,9 @@ from flowrl.algorithms.registry import (
     rollout_corrections,
 )
 from flowrl.config import ActorConfig, AdvantageConfig, CorrectionConfig, KlControlConfig, ShapingConfig, UserError
+from flowrl.config.algorithm.advantage import GaeAdvantage, GdpoAdvantage
+from flowrl.config.algorithm.correction import WeightCorrection
+from flowrl.config.algorithm.policy_loss import ClipCovLoss, KlCovLoss
 from flowrl.controller.dispatch import Future
 from flowrl.data.batch.batch import Batch
 from flowrl.data.batch.block import LocalRef
@@ -135,7 +138,7 @@ class Advantages:
         if _is_adaptive(config):
             reads = _select(batch, ["old_logprobs", "ref_logprobs", "response_mask"], "algorithm.kl_control")
             self._kl_control = batch.reduce(update_kl_control, reads, config=config, control=kl_control)
-        loss_inputs = policy_losses.inputs(policy_losses.load(actor.loss))
+        loss_inputs = policy_losses.inputs(policy_losses.load(actor.loss.kind))
         if "behavior_logprobs" in loss_inputs:
             batch = batch.union(batch.select("rollout_logprobs").rename({"rollout_logprobs": "behavior_logprobs"}))
         reads, writes = _columns(batch, config, actor)
@@ -172,13 +175,13 @@ def _columns(batch: Batch, config: AdvantageConfig, actor: ActorConfig) -> tuple
     """Returns the columns that `compute_columns` reads and writes. Raises UserError if the batch lacks one."""
     inputs = advantage_estimators.inputs(advantage_estimators.load(config.estimator))
     wanted = [ESTIMATOR_COLUMNS[name] for name in inputs if name != "importance_weights"]
-    if config.reward_columns is not None:
+    if isinstance(config, GdpoAdvantage):
         wanted = [*(name for name in wanted if name != "scores"), *config.reward_columns]
     else:
         wanted.append("scores")
     if config.shaping:  # shaped scores arrive as an argument
         wanted = [name for name in wanted if name != "scores"]
-    if config.kl_coef:
+    if config.kl_penalty is not None:
         wanted += ["old_logprobs", "ref_logprobs"]
     writes = ["token_rewards", "advantages"]
     writes += ["returns"] if "values" in inputs else []
@@ -189,8 +192,8 @@ def _columns(batch: Batch, config: AdvantageConfig, actor: ActorConfig) -> tuple
         writes += ["loss_weights", "loss_mask"]
     elif "importance_weights" in inputs and "loss_weights" in batch:
         reads.append("loss_weights")
-    if actor.loss in ("clip_cov", "kl_cov"):
-        reads += _select(batch, ["old_logprobs"], f"actor.loss {actor.loss}")
+    if isinstance(actor.loss, ClipCovLoss | KlCovLoss):
+        reads += _select(batch, ["old_logprobs"], f"actor.loss {actor.loss.kind}")
         writes.append("selected")
     return list(dict.fromkeys(reads)), writes
 
@@ -226,8 +229,8 @@ def compute_columns(
     if shaped is not None:
         rows |= {"scores": shaped.scores_B}
     result |= _advantage_columns(tokens | rows | result, mask_BT, config, kl_control.coef)
-    if actor.loss in ("clip_cov", "kl_cov"):
-        result["selected"] = _selected_tokens(tokens["old_logprobs"], result["advantages"], mask_BT, actor, seed)
+    if isinstance(actor.loss, ClipCovLoss | KlCovLoss):
+        result["selected"] = _selected_tokens(tokens["old_logprobs"], result["advantages"], mask_BT, actor.loss, seed)
     return make_tensordict(
         {} if shaped is None else {"shaped_scores": shaped.scores_B},
         {name: unpad_tokens(column_BT, lengths_B) for name, column_BT in result.items()},
@@ -272,21 +275,20 @@ def _advantage_columns(
     columns: Mapping[str, torch.Tensor], mask_BT: torch.Tensor, config: AdvantageConfig, kl_coef: float
 ) -> dict[str, torch.Tensor]:
     """Returns `token_rewards`, `advantages` (whitened over the batch if configured) and, with a critic, `returns`."""
-    if config.reward_columns is None:
+    if not isinstance(config, GdpoAdvantage):
         scores = scores_B = columns["scores"]
     else:
         scores = torch.stack([columns[name].float() for name in config.reward_columns], dim=-1)
         weights_K = torch.tensor(config.reward_weights or [1.0] * scores.shape[1])
         scores_B = scores @ weights_K.to(scores)
-    if config.kl_coef:
-        assert config.kl_kind is not None
+    if (penalty := config.kl_penalty) is not None:
         rewards_BT = kl_shaped_rewards(
             scores_B,
             columns["old_logprobs"],
             columns["ref_logprobs"],
             mask_BT,
             coef=kl_coef,
-            kind=kl_kinds.load(config.kl_kind),
+            kind=kl_kinds.load(penalty.kl_kind),
         )
         scores = rewards_BT.sum(-1)
     else:
@@ -296,20 +298,11 @@ def _advantage_columns(
     estimator = advantage_estimators.load(config.estimator)
     names = advantage_estimators.inputs(estimator)
     inputs = {name: available[name] for name in names if available[name] is not None}
-    result = estimator(**inputs, **_estimator_settings(config))
+    result = estimator(**inputs, **config.arguments())
     estimates = _check_estimates(result, "values" in names, mask_BT, config.estimator)
-    if config.whiten:
+    if isinstance(config, GaeAdvantage) and config.whiten:
         estimates["advantages"] = whiten(estimates["advantages"], mask_BT)
     return {"token_rewards": rewards_BT} | estimates
-
-
-def _estimator_settings(config: AdvantageConfig) -> dict[str, object]:
-    settings = config.settings()
-    if "options" in settings:
-        return dict(settings["options"])
-    if "reward_weights" in settings:
-        return {"weights": settings["reward_weights"]}
-    return {name: value for name, value in settings.items() if not name.startswith(("whiten", "kl_"))}
 
 
 def _check_estimates(
@@ -340,41 +333,30 @@ def _correction_columns(tokens: Mapping[str, torch.Tensor], config: CorrectionCo
         logprobs=tokens["old_logprobs"],
         rollout_logprobs=tokens["rollout_logprobs"],
         mask=mask_BT,
-        **_correction_settings(config),
+        **config.arguments(),
     )
     corrected_BT = weights_or_mask(result, mask_BT, f"algorithm.correction.kind {config.kind}")
     if corrected_BT.dtype == torch.bool:
         weights_BT, loss_mask_BT = corrected_BT.float(), corrected_BT & mask_BT
     else:
         weights_BT, loss_mask_BT = corrected_BT, mask_BT
-    if config.normalize and config.level and bool(mask_BT.any()):
+    if isinstance(config, WeightCorrection) and config.normalize and bool(mask_BT.any()):
         mean = weight_sums(weights_BT, mask_BT, level=config.level).mean()
         weights_BT = normalized_weights(weights_BT, mask_BT, mean=mean)
     return {"loss_weights": weights_BT.float(), "loss_mask": loss_mask_BT}
-
-
-def _correction_settings(config: CorrectionConfig) -> dict[str, Any]:  # Any: as the settings are
-    if config.kind == "rejection":
-        bounds = {} if config.low is None else {"low": config.low}
-        return {"kind": config.kl_kind, "level": config.rejection_level, "high": config.high} | bounds
-    if config.options is not None:
-        return dict(config.options)
-    return {"level": config.level, "max_weight": config.max_weight, "min_weight": config.min_weight}
 
 
 def _selected_tokens(
     old_logprobs_BT: torch.Tensor,
     advantages_BT: torch.Tensor,
     mask_BT: torch.Tensor,
-    config: ActorConfig,
+    config: ClipCovLoss | KlCovLoss,
     seed: Sequence[int],
 ) -> torch.Tensor:
     """Returns a mask of the tokens that `clip_cov` or `kl_cov` selects over the whole batch, not per minibatch."""
     covariances_BT = token_covariances(old_logprobs_BT, advantages_BT, mask_BT)
-    assert config.cov_fraction is not None
-    if config.loss == "kl_cov":
+    if isinstance(config, KlCovLoss):
         return select_kl_cov(covariances_BT, mask_BT, fraction=config.cov_fraction)
-    assert config.cov_low is not None and config.cov_high is not None
     return select_clip_cov(
         covariances_BT,
         mask_BT,
@@ -391,10 +373,10 @@ def _selected_tokens(
 
 def _new_kl_control(config: AdvantageConfig) -> KlControl:
     """Returns the control before the first step. Raises UserError if a user-defined class lacks the interface."""
-    if config.kl_control is None:
-        return FixedKlControl(config.kl_coef or 0.0)
-    factory = kl_controls.load(config.kl_control.kind)
-    return _check_kl_control(factory(coef=config.kl_coef, **config.kl_control.arguments()), config.kl_control)
+    if (penalty := config.kl_penalty) is None:
+        return FixedKlControl(0.0)
+    factory = kl_controls.load(penalty.kl_control.kind)
+    return _check_kl_control(factory(coef=penalty.kl_coef, **penalty.kl_control.arguments()), penalty.kl_control)
 
 
 def _check_kl_control(control: object, config: KlControlConfig) -> KlControl:
@@ -412,17 +394,18 @@ def _check_kl_control(control: object, config: KlControlConfig) -> KlControl:
 
 
 def _is_adaptive(config: AdvantageConfig) -> bool:
-    return config.kl_control is not None and config.kl_control.kind != "fixed"
+    return config.kl_penalty is not None and config.kl_penalty.kl_control.kind != "fixed"
 
 
 def update_kl_control(table: TensorDict, config: AdvantageConfig, control: KlControl) -> KlControl:
     """Returns the control for the next step, given the mean KL to the reference over this batch's response tokens."""
-    assert config.kl_kind is not None and config.kl_control is not None
+    penalty = config.kl_penalty
+    assert penalty is not None
     names = ("old_logprobs", "ref_logprobs", "response_mask")
     logprobs_BT, ref_logprobs_BT, mask_BT = (pad_tokens(table["tokens", name], lengths(table)) for name in names)
-    kl_BT = kl_kinds.load(config.kl_kind)(logprobs=logprobs_BT, ref_logprobs=ref_logprobs_BT)
+    kl_BT = kl_kinds.load(penalty.kl_kind)(logprobs=logprobs_BT, ref_logprobs=ref_logprobs_BT)
     mean_kl = float(masked_mean(kl_BT.to(torch.float64), mask_BT))
-    return _check_kl_control(control.update(mean_kl, int(mask_BT.any(-1).sum())), config.kl_control)
+    return _check_kl_control(control.update(mean_kl, int(mask_BT.any(-1).sum())), penalty.kl_control)
 
 
 # Metrics.

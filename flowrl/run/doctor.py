@@ -120,7 +120,7 @@ def _cluster(config: OnPolicyConfig) -> Cluster:
         address=config.address,
         devices=config.devices,
         roles=tuple(roles),
-        dedicated=config.apart(),
+        dedicated=config.dedicated_roles(),
         num_threads=config.threads,
         call_timeout_s=config.call_timeout_s,
     )

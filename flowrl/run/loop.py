@@ -102,7 +102,7 @@ class Run:
             address=config.address,
             devices=config.devices,
             roles=type(config).roles,
-            dedicated=config.apart(),
+            dedicated=config.dedicated_roles(),
             num_threads=config.threads,
             prepare=("flowrl.run.advantages",),
             call_timeout_s=config.call_timeout_s,

@@ -1,6 +1,5 @@
 """Checks a run before anything starts. Imports neither torch nor ray unless a config names a user-defined function."""
 
-import importlib
 import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from flowrl.config import (
     ConfigError,
     CriticConfig,
     EngineConfig,
+    ImportNameError,
     OnPolicyConfig,
     PreferenceConfig,
     PtxConfig,
@@ -20,9 +20,11 @@ from flowrl.config import (
     RewardConfig,
     RolloutConfig,
     RunConfig,
+    import_function,
     models_of,
     shards_model,
 )
+from flowrl.config.algorithm.advantage import PenalizedAdvantageConfig
 from flowrl.config.roles import int4_on_cpu
 from flowrl.controller.placement.inventory import local_inventory
 from flowrl.controller.placement.plan import Plan, RolePlan, plan
@@ -46,7 +48,7 @@ def plan_run(config: RunConfig, devices: Sequence[int] | None = None) -> Plan:
             f"the devices of the cluster at {config.address} are unknown here: state them per node, with "
             f"--devices 8,8 or devices: [8, 8]"
         )
-    planned = plan(placement, local_inventory(placement.device, stated), type(config).roles, config.apart())
+    planned = plan(placement, local_inventory(placement.device, stated), type(config).roles, config.dedicated_roles())
     check_engines(config, planned)
     return planned
 
@@ -81,8 +83,11 @@ def check_functions(config: RunConfig) -> None:
     """
     for group, value in config:
         if isinstance(value, RewardConfig):
-            _check_import(f"{group}.function", value.function)
-            _check_import(f"{group}.evaluation", value.evaluation)
+            for key, name in (("function", value.function), ("evaluation", value.evaluation)):
+                try:
+                    _ = name and import_function(name)
+                except ImportNameError as error:
+                    raise ConfigError(f"{group}.{key}: {error}") from error
     user_defined = [choice for choice in _chosen_functions(config) if ":" in choice[2]]
     if not user_defined:
         return
@@ -96,32 +101,17 @@ def check_functions(config: RunConfig) -> None:
             raise ConfigError(f"{key}: {error}") from error
 
 
-def _check_import(key: str, name: str | None) -> None:
-    if name is None:
-        return
-    module, _, attribute = name.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), attribute)
-    except Exception as error:
-        raise ConfigError(
-            f"{key}: cannot import {name} ({type(error).__name__}: {error}): write module:function, where the module "
-            f"is importable from the working folder"
-        ) from error
-    if not callable(function):
-        raise ConfigError(f"{key}: {name} is a {type(function).__name__}, not a function")
-
-
 def _chosen_functions(config: RunConfig) -> Iterator[tuple[str, str, str, Mapping[str, Any]]]:
     """Yields (key, kind, name, settings) of every function that the config names."""
     for group, value in config:
         if isinstance(value, ActorConfig):
-            yield f"{group}.loss", "policy loss", value.loss, value.loss_options or {}
+            yield f"{group}.loss", "policy loss", value.loss.kind, value.loss.arguments()
             yield f"{group}.kl_loss_kind", "KL estimate", value.kl_loss_kind, {}
             yield f"{group}.aggregation", "aggregation", value.aggregation, {}
         elif isinstance(value, PreferenceConfig):
-            yield f"{group}.loss", "preference loss", value.loss, value.options or {}
+            yield f"{group}.loss", "preference loss", value.loss, value.arguments()
         elif isinstance(value, PtxConfig):
-            yield f"{group}.form", "ptx form", value.form, value.options or {}
+            yield f"{group}.form", "ptx form", value.form, value.arguments()
         elif isinstance(value, AdvantageConfig):
             yield from _functions_of_advantages(group, value)
 
@@ -129,14 +119,14 @@ def _chosen_functions(config: RunConfig) -> Iterator[tuple[str, str, str, Mappin
 def _functions_of_advantages(
     group: str, config: AdvantageConfig
 ) -> Iterator[tuple[str, str, str, Mapping[str, Any]]]:  # Any: user-defined
-    yield f"{group}.estimator", "advantage estimator", config.estimator, config.options or {}
-    yield f"{group}.kl_kind", "KL estimate", config.kl_kind or "", {}
-    if config.kl_control is not None:
-        yield f"{group}.kl_control.kind", "KL control", config.kl_control.kind, config.kl_control.options or {}
+    yield f"{group}.estimator", "advantage estimator", config.estimator, config.arguments()
+    if isinstance(config, PenalizedAdvantageConfig):
+        yield f"{group}.kl_kind", "KL estimate", config.kl_kind, {}
+        yield f"{group}.kl_control.kind", "KL control", config.kl_control.kind, config.kl_control.arguments()
     if (correction := config.applied_correction) is not None:
-        yield f"{group}.correction.kind", "rollout correction", correction.kind, correction.options or {}
+        yield f"{group}.correction.kind", "rollout correction", correction.kind, correction.arguments()
     for i, shaping in enumerate(config.shaping):
-        yield f"{group}.shaping.{i}.kind", "reward shaping", shaping.kind, shaping.options or {}
+        yield f"{group}.shaping.{i}.kind", "reward shaping", shaping.kind, shaping.arguments()
 
 
 def check_engines(config: RunConfig, planned: Plan) -> None:
@@ -189,7 +179,7 @@ def check_quantization(config: RunConfig, planned: Plan) -> None:
 
 def check_rollouts(config: RunConfig) -> None:
     """Raises ConfigError if the rollout engine cannot start, because a package is missing or the backend is inline."""
-    for name in config.apart():
+    for name in config.dedicated_roles():
         if config.backend == "inline":
             raise ConfigError(
                 f"{name}.engine is vllm, which needs a dedicated process, but backend inline has one process: "

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from flowrl.config import ActorConfig, ConfigError, CriticConfig, OnPolicyConfig, Placement, RunConfig
+from flowrl.config import ActorConfig, AsyncSchedule, ConfigError, CriticConfig, OnPolicyConfig, Placement, RunConfig
 from flowrl.controller.placement.plan import Plan, RolePlan
 from flowrl.schedules.scheduler import TrainerRoutes
 from flowrl.weight_sync.transfer import Transport, choose_transport, has_per_replica_updates
@@ -28,7 +28,7 @@ def check_schedule(config: RunConfig, planned: Plan) -> None:
         for role, value in config:
             if isinstance(value, ActorConfig | CriticConfig):
                 _check_dedicated_devices(planned.roles["rollout"], planned.roles[role])
-    if config.schedule.streams and config.rollout.leaves_devices(gpus=planned.kind == "cuda"):
+    if config.schedule.is_streaming and config.rollout.can_sleep(on_gpus=planned.kind == "cuda"):
         _check_no_offload(planned)
     trainer_routes(config, planned)
 
@@ -101,7 +101,7 @@ def _route_targets(placement: Placement) -> Sequence[Sequence[int]] | None:
 
 def _check_routed_schedule(config: OnPolicyConfig) -> None:
     schedule = config.schedule
-    if not schedule.streams:
+    if not isinstance(schedule, AsyncSchedule) or not schedule.is_streaming:
         is_async = schedule.kind == "async"
         setting = "max_staleness is 0" if is_async else f"kind is {schedule.kind}"
         fix = "max_staleness: 1" if is_async else "kind: async"
@@ -179,10 +179,10 @@ def render_graph(config: OnPolicyConfig, planned: Plan) -> str:
 
 def _describe_schedule(config: OnPolicyConfig, rollout: RolePlan, actor: RolePlan) -> str:
     schedule = config.schedule
-    if schedule.kind == "sync" or not schedule.staleness:
+    if not schedule.staleness:
         kind = "sync" if schedule.kind == "sync" else "async with max_staleness 0 (same as sync)"
         return f"schedule: {kind}; each step generates, then trains"
-    if schedule.kind == "one_step_off":
+    if not isinstance(schedule, AsyncSchedule):
         shared = _shared_pool(rollout, actor) is not None
         suffix = "; generation and training alternate on shared devices" if shared else ""
         return f"schedule: one_step_off; generates the next step while a step trains{suffix}"
@@ -197,9 +197,10 @@ def _describe_schedule(config: OnPolicyConfig, rollout: RolePlan, actor: RolePla
 
 def _describe_rollouts(config: OnPolicyConfig) -> str:
     schedule, prompts, samples = config.schedule, config.prompts_per_step, config.samples_per_prompt
-    max_untrained = (schedule.staleness + 1) * prompts + (schedule.overprovision or 0)
+    overprovision = schedule.overprovision if isinstance(schedule, AsyncSchedule) else 0
+    max_untrained = (schedule.staleness + 1) * prompts + overprovision
     per_prompt = f" x {samples} samples" if samples > 1 else ""
-    limit = f", at most {max_untrained} untrained" if schedule.streams else ""
+    limit = f", at most {max_untrained} untrained" if schedule.is_streaming else ""
     return f"(1) rollouts: {prompts} prompts{per_prompt} per step{limit}"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.checkpoints.saved_rows import IDENTITY, SavedRows
-from flowrl.config import UserError
+from flowrl.config import AsyncSchedule, UserError
 from flowrl.controller.calls.calls import MAX_EVENTS
 from flowrl.controller.dispatch import Future
 from flowrl.controller.errors import ProcessLost
@@ -158,13 +158,14 @@ class StreamingRollouts:
 
     def _limits(self) -> ScheduleLimits:
         config, schedule = self._context.config, self._context.config.schedule
+        assert isinstance(schedule, AsyncSchedule)
         slots = max(1, config.rollout.max_num_seqs // config.samples_per_prompt)
         return ScheduleLimits(
             groups_per_step=config.prompts_per_step,
             max_staleness=schedule.staleness,
             max_concurrent=schedule.max_concurrent,
-            overprovision=schedule.overprovision or 0,
-            interrupt=bool(schedule.interrupt),
+            overprovision=schedule.overprovision,
+            interrupt=schedule.interrupt,
             slots=slots + -(-slots // OVERSUBSCRIPTION),
             total_groups=config.steps * config.prompts_per_step,
             # The inline backend has one replica, whatever the placement specifies.
@@ -334,7 +335,8 @@ class StreamingRollouts:
     def wait_for_newest_weights(self) -> None:
         if self._remove_callback is None:
             return  # not begun, or detached
-        self._is_paused = not self._context.config.schedule.interrupt
+        schedule = self._context.config.schedule
+        self._is_paused = isinstance(schedule, AsyncSchedule) and not schedule.interrupt
         try:
             self._context.calls.wait_until(self._have_newest_weights)
         finally:
@@ -488,4 +490,4 @@ def group_metrics(counts: GroupCounts, previous: GroupCounts | None = None) -> d
 def make_rollout_source(context: RolloutContext) -> RolloutSource:
     """Returns the rollout source of the config's schedule. Without staleness, every schedule is `sync`."""
     schedule = context.config.schedule
-    return StreamingRollouts(context) if schedule.streams else BatchRollouts(context, num_ahead=schedule.staleness)
+    return StreamingRollouts(context) if schedule.is_streaming else BatchRollouts(context, num_ahead=schedule.staleness)

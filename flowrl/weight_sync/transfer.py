@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
-from flowrl.config import RolloutConfig, RunConfig, ScheduleConfig, TransferConfig
+from flowrl.config import AsyncSchedule, RolloutConfig, RunConfig, TransferConfig
 from flowrl.controller.dispatch import Future
 from flowrl.controller.group import WorkerGroup
 from flowrl.controller.placement.plan import PlacementError, RolePlan
@@ -157,7 +157,7 @@ TRANSFERS: Mapping[Transport, type[WeightTransfer]] = {
 
 def has_per_replica_updates(config: RunConfig) -> bool:
     """Returns whether each rollout replica loads new weights by itself, once its requests have finished."""
-    return any(isinstance(value, ScheduleConfig) and value.streams and not value.interrupt for _, value in config)
+    return any(isinstance(value, AsyncSchedule) and value.is_streaming and not value.interrupt for _, value in config)
 
 
 def choose_transport(

@@ -1,7 +1,7 @@
 """The trained policy: update, log-probabilities, and export of its weights to the rollout."""
 
 import socket
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,7 +44,7 @@ class Actor(TrainedWorker):
 
     def __init__(self, config: ActorConfig, *, temperature: float = 1.0) -> None:
         self.config, self.temperature = config, temperature
-        self._loss = policy_losses.load(config.loss)
+        self._loss = policy_losses.load(config.loss.kind)
         mesh = build_rank_mesh(self, config.engine)
         self.model = load_policy(config.model, on_meta=is_sharded(config.engine, mesh))
         if config.lora is not None:
@@ -232,7 +232,7 @@ class Actor(TrainedWorker):
     def _check_columns(self, batch: TensorDict) -> None:
         """Raises UserError if the batch lacks a column that the loss reads."""
         inputs = policy_losses.inputs(self._loss)
-        wanted = {name: f"loss {self.config.loss}" for name in policy_losses.keywords if name in inputs}
+        wanted = {name: f"loss {self.config.loss.kind}" for name in policy_losses.keywords if name in inputs}
         if self.config.kl_loss_coef:
             wanted["ref_logprobs"] = "kl_loss_coef"
         for name, setting in wanted.items():
@@ -282,18 +282,8 @@ class Actor(TrainedWorker):
         columns = {"logprobs": logprobs_BL, "mask": mask_BL} | {
             name: micro.tokens[name] for name in policy_losses.inputs(self._loss) if name not in ("logprobs", "mask")
         }
-        result = self._loss(**columns, **loss_options(self.config, policy_losses.settings(self._loss)))
-        return loss_and_metrics(result, mask_BL, f"actor.loss {self.config.loss}")
-
-
-def loss_options(config: ActorConfig, keywords: Container[str]) -> dict[str, Any]:  # Any: as the settings are
-    """Returns the keyword arguments of the configured loss: the settings whose names are in `keywords`."""
-    settings = config.settings()
-    if "loss_options" in settings:
-        return dict(settings["loss_options"])
-    # cov_fraction and its bounds belong to the token selection; cov_kl_coef is the loss's kl_coef.
-    named = {name.removeprefix("cov_"): value for name, value in settings.items()}
-    return {name: value for name, value in named.items() if name in keywords}
+        result = self._loss(**columns, **self.config.loss.arguments())
+        return loss_and_metrics(result, mask_BL, f"actor.loss {self.config.loss.kind}")
 
 
 def _sft_loss(

@@ -1,17 +1,16 @@
 """Reward workers: a Python function or a model with a scalar head."""
 
-import importlib
 import inspect
 import math
 import traceback
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from tensordict import TensorDict
 from torch import nn
 
-from flowrl.config import RewardConfig, UserError
+from flowrl.config import ImportNameError, RewardConfig, UserError, import_function
 from flowrl.controller.placement.plan import Mesh
 from flowrl.controller.worker import Dispatch, Worker, register
 from flowrl.data.batch.tensordicts import make_tensordict, num_rows, objects
@@ -32,14 +31,10 @@ class RewardError(UserError):
 
 def load_reward_function(name: str) -> RewardFunction:
     """Imports the function named `module:function`. Raises RewardError if that fails or its signature is wrong."""
-    module, _, attribute = name.partition(":")
     try:
-        function = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise RewardError(f"reward function {name} cannot be loaded ({error}); name it as module:function") from error
-    if not callable(function):
-        raise RewardError(f"reward function {name} is a {type(function).__name__}, not a function")
-    function = cast("RewardFunction", function)  # its result is checked at every call
+        function: RewardFunction = import_function(name)  # its result is checked at every call
+    except ImportNameError as error:
+        raise RewardError(f"reward function: {error}") from error
     try:
         inspect.signature(function).bind_partial(prompt="", response="", answer="")
     except TypeError as error:

@@ -239,7 +239,7 @@ class _VllmRolloutWorker(Rollout):
     def can_offload_device(
         cls, device: str, config: RolloutConfig, *_: Any, **__: Any
     ) -> bool:  # Any: the constructor's
-        return config.leaves_devices(gpus=device != "cpu")
+        return config.can_sleep(on_gpus=device != "cpu")
 
     def offload(self, *, keep_weights: bool) -> None:
         if self.context.can_offload and self.engine.awake:

@@ -3,6 +3,7 @@
 from pydantic import model_validator
 
 from flowrl.config import OnPolicyConfig
+from flowrl.config.algorithm.advantage import PassAtKAdvantage
 
 
 class GRPOConfig(OnPolicyConfig):
@@ -16,16 +17,17 @@ class GRPOConfig(OnPolicyConfig):
         estimator = self.algorithm.estimator
         if estimator == "gae":
             raise ValueError("algorithm.estimator is gae, which needs a critic: set grpo, or use recipes.ppo")
-        if estimator in self.algorithm.COLUMNS:
+        if self.algorithm.EXTRA_COLUMN is not None:
             raise ValueError(
-                f"algorithm.estimator is {estimator}, which reads the column {self.algorithm.COLUMNS[estimator]}, but "
+                f"algorithm.estimator is {estimator}, which reads the column {self.algorithm.EXTRA_COLUMN}, but "
                 f"this recipe does not compute it: set grpo, or write a recipe that stores that column"
             )
-        if estimator in self.algorithm.GROUPED and self.samples_per_prompt < 2:
+        if self.algorithm.IS_GROUPED and self.samples_per_prompt < 2:
             raise ValueError("samples_per_prompt is 1, so every advantage would be 0: set it to at least 2")
-        if self.algorithm.k is not None and self.algorithm.k > self.samples_per_prompt:
+        k = self.algorithm.k if isinstance(self.algorithm, PassAtKAdvantage) else None
+        if k is not None and k > self.samples_per_prompt:
             raise ValueError(
-                f"algorithm.k is {self.algorithm.k}, more than samples_per_prompt ({self.samples_per_prompt}), so every "
+                f"algorithm.k is {k}, more than samples_per_prompt ({self.samples_per_prompt}), so every "
                 f"advantage would be 0: set it to at most {self.samples_per_prompt}"
             )
         return self

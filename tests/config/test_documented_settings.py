@@ -1,34 +1,39 @@
-"""docs/algorithms.md names every setting of every choice with its default, and its example runs."""
+"""docs/algorithms.md lists every setting of every union member with its default, and its example runs."""
 
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flowrl.config.algorithm.advantage import CORRECTIONS, ESTIMATORS
-from flowrl.config.algorithm.choice import OWN, REQUIRED
-from flowrl.config.algorithm.preference import PREFERENCE_LOSSES, PTX_FORMS
-from flowrl.config.algorithm.shaping import KL_CONTROLS, SHAPINGS
-from flowrl.config.roles import LOSSES
+from flowrl.config import (
+    AnyAdvantage,
+    AnyCorrection,
+    AnyKlControl,
+    AnyPolicyLoss,
+    AnyPreference,
+    AnyPtx,
+    AnyShaping,
+    Config,
+)
+from flowrl.config.union import CUSTOM, Member, members_of
 
-CHOICES: dict[str, Mapping[str, Mapping[str, Any]]] = {
-    "algorithm.estimator": ESTIMATORS,
-    "actor.loss": LOSSES,
-    "algorithm.correction.kind": CORRECTIONS,
-    "algorithm.shaping, kind": SHAPINGS,
-    "algorithm.kl_control.kind": KL_CONTROLS,
-    "PreferenceConfig.loss": PREFERENCE_LOSSES,
-    "PtxConfig.form": PTX_FORMS,
+UNIONS = {
+    "algorithm.estimator": AnyAdvantage,
+    "actor.loss.kind": AnyPolicyLoss,
+    "algorithm.correction.kind": AnyCorrection,
+    "algorithm.shaping, kind": AnyShaping,
+    "algorithm.kl_control.kind": AnyKlControl,
+    "PreferenceConfig.loss": AnyPreference,
+    "PtxConfig.form": AnyPtx,
 }
 
 
-def shown(value: Any) -> str:
-    """As YAML has it."""
-    if value is REQUIRED:
-        return "required"
+def to_text(value: Any) -> str:
+    """Returns a value as YAML."""
+    if isinstance(value, Config):
+        return f"{{kind: {dict(value)['kind']}}}"
     if isinstance(value, tuple):
         return f"[{', '.join(map(str, value))}]"
     if isinstance(value, float):
@@ -36,17 +41,18 @@ def shown(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def row(key: str, name: str, settings: Mapping[str, Any]) -> str:
-    """The line of the table for a choice."""
-    words = ", ".join(f"`{setting}: {shown(value)}`" for setting, value in settings.items())
-    return f"| `{key}` | `{name}` | {words or 'none'} |"
+def row(key: str, name: str, member: type[Member]) -> str:
+    """Returns the row of the table for a member of a union."""
+    fields = {n: f for n, f in member.model_fields.items() if n not in (member.KEY, "correction", "shaping")}
+    texts = {n: "required" if f.is_required() else to_text(f.default) for n, f in fields.items()}
+    return f"| `{key}` | `{name}` | {', '.join(f'`{n}: {text}`' for n, text in texts.items()) or 'none'} |"
 
 
-@pytest.mark.parametrize("key", CHOICES)
-def test_every_setting_stands_in_the_documents_with_its_default(key: str):
+@pytest.mark.parametrize("key", UNIONS)
+def test_every_setting_is_documented_with_its_default(key: str):
     text = Path("docs/algorithms.md").read_text().partition("## Settings")[2].partition("\n## ")[0]
     documented = {line for line in text.splitlines() if line.startswith(f"| `{key}` | `")}
-    assert documented == {row(key, name, settings) for name, settings in CHOICES[key].items() if name != OWN}
+    assert documented == {row(key, name, member) for name, member in members_of(UNIONS[key]).items() if name != CUSTOM}
 
 
 def test_the_example_runs():

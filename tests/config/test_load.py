@@ -1,4 +1,4 @@
-"""What a config file says reaches the config; what it says wrongly is named with file, line and the way out."""
+"""Settings in YAML files and overrides are read. Every invalid setting is reported with its file, line and a fix."""
 
 import subprocess
 import sys
@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from flowrl.config import ConfigError, Placement, load, recipe_class, to_yaml
+from flowrl.config.algorithm.policy_loss import GspoLoss
+from flowrl.config.load import RENAMED_KEYS
 from recipes.grpo.config import GRPOConfig
 from recipes.ppo.config import PPOConfig
 
@@ -33,14 +35,14 @@ data: {train: train.jsonl, max_prompt_tokens: 8}
 
 @pytest.fixture
 def ppo(tmp_path: Path) -> Path:
-    """The path of a PPO config that states what has no default."""
+    """The path of a PPO config with all required settings."""
     path = tmp_path / "ppo.yaml"
     path.write_text(PPO)
     return path
 
 
-def refusal(path: Path, *overrides: str) -> str:
-    """The sentence with which a PPO config is refused, its folder left out."""
+def error_of(path: Path, *overrides: str) -> str:
+    """Returns the error message for a PPO config, without its folder."""
     with pytest.raises(ConfigError) as caught:
         load(path, overrides, PPOConfig)
     return str(caught.value).replace(f"{path.parent}/", "")
@@ -74,56 +76,54 @@ def test_the_recipe_key_leads_to_the_config_class(ppo: Path) -> None:
 
 
 def test_a_file_of_another_recipe_is_refused(ppo: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"ppo.yaml:1: recipe is recipes.ppo.config:PPOConfig, but this program reads"
-    ):
+    with pytest.raises(ConfigError, match=r"ppo.yaml:1: .*python -m recipes.ppo.train"):
         load(ppo, [], GRPOConfig)
 
 
 @pytest.mark.parametrize("name", ["recipes.pqo.config:PPOConfig", "recipes.ppo.config:Nothing", "PPOConfig", "3"])
-def test_a_recipe_that_is_not_there_is_refused_by_line(ppo: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=r"ppo.yaml:1: recipe "):
+def test_a_missing_recipe_is_reported_with_its_line(ppo: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"ppo.yaml:1: recipe"):
         recipe_class(rewrite(ppo, "recipes.ppo.config:PPOConfig", name))
 
 
 def test_an_unknown_key_is_named_with_its_line_and_its_neighbour(ppo: Path) -> None:
-    sentence = refusal(rewrite(ppo, "batch_size", "rows_per_stepp"))
-    assert sentence.startswith("ppo.yaml:4: rows_per_stepp is not a setting; did you mean batch_size?")
+    message = error_of(rewrite(ppo, "minibatch_size", "minibatch_sise"))
+    assert message.startswith("ppo.yaml:5: ") and "did you mean minibatch_size?" in message
 
 
 def test_a_key_in_the_wrong_group_is_found_where_it_belongs(ppo: Path) -> None:
-    sentence = refusal(ppo, "lr=1e-5")
-    assert sentence == "lr=1e-5: lr is not a setting; did you mean actor.optimizer.lr or critic.optimizer.lr?"
+    message = error_of(ppo, "lr=1e-5")
+    assert message.startswith("lr=1e-5: ") and "actor.optimizer.lr or critic.optimizer.lr" in message
 
 
 def test_a_key_like_no_other_is_answered_with_what_there_is(ppo: Path) -> None:
-    assert refusal(ppo, "data.zzz=1") == (
-        "data.zzz=1: data.zzz is not a setting; data takes train, test, max_prompt_tokens, evaluation_rows, shuffle"
+    assert error_of(ppo, "data.zzz=1") == (
+        "data.zzz=1: unknown setting data.zzz; data accepts train, test, max_prompt_tokens, evaluation_rows, shuffle"
     )
 
 
 def test_a_wrong_type_is_named_with_key_line_value_and_what_it_must_be(ppo: Path) -> None:
     assert (
-        refusal(rewrite(ppo, "steps: 2", "steps: many")) == "ppo.yaml:3: steps is 'many', but must be a valid integer"
+        error_of(rewrite(ppo, "steps: 2", "steps: many")) == "ppo.yaml:3: steps is 'many', but must be a valid integer"
     )
 
 
 @pytest.mark.parametrize("value", ["true", "2.5", "'2'", "[2]", "0", "null"])
 def test_a_count_is_a_whole_positive_number(ppo: Path, value: str) -> None:
-    assert refusal(ppo, f"steps={value}").startswith(f"steps={value}: steps is ")
+    assert error_of(ppo, f"steps={value}").startswith(f"steps={value}: steps is ")
 
 
 def test_a_missing_setting_is_explained(ppo: Path) -> None:
-    assert refusal(rewrite(ppo, "steps: 2\n", "")) == "ppo.yaml: steps is missing: Steps of the recipe's loop."
+    assert error_of(rewrite(ppo, "steps: 2\n", "")) == "ppo.yaml: `steps` is required: number of training steps"
 
 
 def test_several_faults_are_counted_and_a_misspelling_comes_first(ppo: Path) -> None:
-    sentence = refusal(rewrite(ppo, "estimator: gae", "estimatr: gae"))
-    assert "algorithm.estimatr is not a setting" in sentence and sentence.endswith("(and 1 more to correct)")
+    message = error_of(rewrite(rewrite(ppo, "steps: 2\n", ""), "max_response_tokens", "max_response_tokns"))
+    assert "rollout.max_response_tokns" in message and message.endswith("(and 2 more errors)")
 
 
 def test_text_where_a_group_belongs_is_refused(ppo: Path) -> None:
-    assert refusal(ppo, "actor.model=tiny").endswith("actor.model is 'tiny', but it is a group of settings")
+    assert error_of(ppo, "actor.model=tiny").endswith("actor.model is 'tiny', but must be a group of settings")
 
 
 @pytest.mark.parametrize(
@@ -131,32 +131,32 @@ def test_text_where_a_group_belongs_is_refused(ppo: Path) -> None:
     [
         ("a: [1, 2\nb: 3\n", "bad.yaml:2: not valid YAML"),
         ("a: 1\nb: 2\na: 3\n", "bad.yaml:3: a is set twice"),
-        ("1: 2\n", "bad.yaml:1: '1' is a key, and keys are text"),
-        ("- 1\n", "bad.yaml: holds list"),
-        ("", "bad.yaml: holds NoneType"),
+        ("1: 2\n", "bad.yaml:1: key '1' is not text"),
+        ("- 1\n", "bad.yaml: is a list"),
+        ("", "bad.yaml: is empty"),
         ("a: !!int x\n", "bad.yaml: not valid YAML"),
     ],
 )
 def test_what_is_not_a_mapping_in_yaml_is_refused(tmp_path: Path, text: str, problem: str) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text)
-    assert refusal(path).startswith(problem)
+    assert error_of(path).startswith(problem)
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    assert refusal(tmp_path / "none.yaml") == "none.yaml: cannot be read, No such file or directory"
+    assert error_of(tmp_path / "none.yaml") == "none.yaml: cannot be read, No such file or directory"
     (tmp_path / "one.yaml").write_text("steps: 1")
     (tmp_path / "another.yaml").write_text("steps: 2")
-    assert refusal(tmp_path / "none.yaml").endswith("No such file or directory; the folder has another.yaml, one.yaml")
+    assert error_of(tmp_path / "none.yaml").endswith("No such file or directory; the folder has another.yaml, one.yaml")
 
 
 @pytest.mark.parametrize("override", ["steps", "=3", ".steps=3", "actor..model=x"])
 def test_what_is_not_an_override_is_refused(ppo: Path, override: str) -> None:
-    assert refusal(ppo, override) == f"{override!r} is not an override: write key=value, like actor.optimizer.lr=1e-5"
+    assert error_of(ppo, override) == f"{override!r} is not an override: write key=value, like actor.optimizer.lr=1e-5"
 
 
 def test_an_override_below_a_plain_value_is_refused(ppo: Path) -> None:
-    assert refusal(ppo, "steps.x=1") == "steps.x=1: steps is 2, which has no settings inside it"
+    assert error_of(ppo, "steps.x=1") == "steps.x=1: steps is 2, but must be a group of settings"
 
 
 def test_an_override_below_null_makes_the_group(ppo: Path) -> None:
@@ -173,46 +173,57 @@ def test_a_placement_may_be_a_file_beside_the_config(ppo: Path) -> None:
 
 def test_a_fault_in_an_included_file_is_named_by_that_file_and_line(ppo: Path) -> None:
     (ppo.parent / "bad.yaml").write_text("roles: {actor: main}\npools:\n  main: 3\n")
-    assert refusal(ppo, "placement=bad.yaml").startswith("bad.yaml:3: placement.pools.main: a pool is a list")
+    assert error_of(ppo, "placement=bad.yaml").startswith("bad.yaml:3: placement.pools.main: a pool is a list")
 
 
 def test_an_included_file_that_is_not_there_is_refused(ppo: Path) -> None:
-    sentence = "placement is none.yaml, and there is no such file; the folder has ppo.yaml"
-    assert refusal(ppo, "placement=none.yaml").endswith(sentence)
-    sentence = "schedule is async, and there is no such file: for that choice set schedule.kind=async"
-    assert refusal(ppo, "schedule=async").endswith(sentence)
+    message = "placement is none.yaml, but there is no such file; the folder has ppo.yaml"
+    assert error_of(ppo, "placement=none.yaml").endswith(message)
+    assert error_of(ppo, "schedule=async").endswith("set schedule.kind=async")
 
 
 @pytest.mark.parametrize(
-    ("override", "sentence"),
+    ("override", "words"),
     [
-        ("schedule=async1", "is one of sync, one_step_off, async, did you mean schedule.kind=async?"),
-        ("schedule=detached", "there is no such file, nor such a choice: schedule.kind is one of sync, one_step_off, "),
-        ("algorithm=gea", "did you mean algorithm.estimator=gae?"),
-        ("schedule=schedules/async1", "schedule is schedules/async1, and there is no such file"),
-        ("schedule=none.yaml", "schedule is none.yaml, and there is no such file; the folder has ppo.yaml"),
+        ("schedule=async1", "schedule.kind 'async1' (did you mean async?); available: sync, one_step_off, async"),
+        ("schedule=detached", "schedule.kind 'detached'; available: sync, one_step_off, async"),
+        ("algorithm=gea", "algorithm.estimator 'gea' (did you mean gae?)"),
+        ("schedule=schedules/async1", "schedule is schedules/async1, but there is no such file"),
+        ("schedule=none.yaml", "schedule is none.yaml, but there is no such file; the folder has ppo.yaml"),
     ],
 )
-def test_a_word_that_is_neither_a_file_nor_a_choice_is_told_what_may_be_chosen(
-    ppo: Path, override: str, sentence: str
-) -> None:
-    found = refusal(ppo, override)
-    assert found.startswith(f"{override}: ") and sentence in found
+def test_an_error_for_a_bare_name_lists_the_available_names(ppo: Path, override: str, words: str) -> None:
+    message = error_of(ppo, override)
+    assert message.startswith(f"{override}: ") and words in message
 
 
-def test_a_setting_of_another_choice_is_named_where_it_was_written_with_the_choice_that_has_it(ppo: Path) -> None:
-    assert refusal(ppo, "schedule.max_staleness=2") == (
-        "schedule.max_staleness=2: schedule.max_staleness belongs to kind async and does nothing for sync: remove it, "
+def test_a_setting_of_another_member_is_reported_at_its_location(ppo: Path) -> None:
+    assert error_of(ppo, "schedule.max_staleness=2") == (
+        "schedule.max_staleness=2: schedule.max_staleness belongs to kind async, not to sync: remove it, "
         "or set schedule.kind: async"
     )
-    assert refusal(rewrite(ppo, "{estimator: gae}", "{estimator: gae,\n  k: 2}")).startswith("ppo.yaml:17: algorithm.k")
-    assert "or set actor.loss to one of these" in refusal(ppo, "actor.loss=reinforce", "actor.clip_low=0.1")
-    assert refusal(ppo, "shedule.kind=async").startswith("shedule.kind=async: shedule is not a setting")
+    message = error_of(ppo, "actor.loss=reinforce", "actor.loss.clip_low=0.1")
+    assert message.startswith("actor.loss.clip_low=0.1: ") and "reinforce" in message
+    assert error_of(ppo, "shedule.kind=async").startswith("shedule.kind=async: unknown setting shedule")
+    rewrite(ppo, "{estimator: gae}", "{estimator: gae,\n  k: 2}")
+    assert error_of(ppo).startswith("ppo.yaml:17: algorithm.k ")
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED_KEYS.items())
+def test_a_renamed_key_is_an_error_that_names_the_new_key(ppo: Path, old: str, new: str) -> None:
+    message = error_of(ppo, f"{old}=1")
+    assert message.startswith(f"{old}=1: {old} was renamed: set {new}")
+
+
+def test_a_setting_of_a_bare_name_can_be_overridden(ppo: Path) -> None:
+    rewrite(ppo, "optimizer: {lr: 1e-4}\ncritic", "optimizer: {lr: 1e-4}\n  loss: gspo\ncritic")
+    loss = load(ppo, ["actor.loss.clip_high=0.01"], PPOConfig).actor.loss
+    assert loss == GspoLoss(kind="gspo", clip_high=0.01)
 
 
 def test_what_a_group_finds_wrong_of_a_setting_is_told_with_where_that_was_written(ppo: Path) -> None:
-    assert refusal(ppo, "rollout.transfer.via=nccl").startswith("rollout.transfer.via=nccl: rollout: transfer.via is ")
-    assert refusal(ppo, "batch_size=9", "samples_per_prompt=2").startswith("batch_size=9: batch_size is 9, ")
+    assert error_of(ppo, "rollout.transfer.via=nccl").startswith("rollout.transfer.via=nccl: rollout: transfer.via is ")
+    assert error_of(ppo, "batch_size=9", "samples_per_prompt=2").startswith("batch_size=9: batch_size is 9, ")
 
 
 def test_reading_a_config_loads_neither_torch_nor_ray() -> None:

@@ -178,7 +178,7 @@ def test_a_role_is_not_cut_as_its_engine_cannot(refusal: Callable[..., str]) -> 
         ("{rank: 4, targets: [query]}", "lora.targets names query, which is no inner linear layer of qwen2"),
         ("{rank: 4, dropout: 0.1}", "actor.lora: dropout is not supported, because the policy that is trained must be"),
         ("{alpha: 4}", "actor.lora.rank is missing"),
-        ("{rank: 4, target: all}", "actor.lora.target is not a setting; did you mean actor.lora.targets"),
+        ("{rank: 4, target: all}", "actor.lora.target; did you mean actor.lora.targets"),
     ],
 )
 def test_an_adapter_that_cannot_be_is_refused(

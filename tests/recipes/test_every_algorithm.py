@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from flowrl import Placement
-from flowrl.config.algorithm.advantage import ESTIMATORS, AdvantageConfig
-from flowrl.config.algorithm.choice import OWN
-from flowrl.config.roles import LOSSES
+from flowrl.config import AnyAdvantage, AnyPolicyLoss
+from flowrl.config.union import CUSTOM, members_of
 from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train
 from recipes.ppo.config import PPOConfig
@@ -25,23 +24,22 @@ OWN_MODULE = "tests.algorithms.own_functions"
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     **{
         name: ({"estimator": name}, {})
-        for name in ESTIMATORS
-        if name not in ("gae", OWN) and name not in AdvantageConfig.COLUMNS
+        for name, member in members_of(AnyAdvantage).items()
+        if name not in ("gae", CUSTOM) and member.EXTRA_COLUMN is None  # pyright: ignore[reportAttributeAccessIssue]
     },
-    **{f"loss {name}": ({"estimator": "grpo"}, {"loss": name}) for name in LOSSES if name != OWN},
+    **{f"loss {name}": ({"estimator": "grpo"}, {"loss": name}) for name in members_of(AnyPolicyLoss) if name != CUSTOM},
     "loss clip_cov that selects": (
         {"estimator": "grpo"},
-        {"loss": "clip_cov", "cov_fraction": 0.1, "cov_low": -9.0, "cov_high": 9.0},
+        {"loss": {"kind": "clip_cov", "cov_fraction": 0.1, "cov_low": -9.0, "cov_high": 9.0}},
     ),
-    "loss kl_cov that selects": ({"estimator": "grpo"}, {"loss": "kl_cov", "cov_fraction": 0.1}),
+    "loss kl_cov that selects": ({"estimator": "grpo"}, {"loss": {"kind": "kl_cov", "cov_fraction": 0.1}}),
     "truncated": ({"estimator": "rloo", "correction": {"kind": "truncated", "normalize": True}}, {}),
     "masked": ({"estimator": "rloo", "correction": {"kind": "masked", "level": "geometric"}}, {}),
     "rejection": ({"estimator": "rloo", "correction": {"kind": "rejection", "high": 0.1}}, {}),
     "own": (
         {"estimator": f"{OWN_MODULE}:sign", "options": {"bar": 0.5}, "correction": {"kind": f"{OWN_MODULE}:kept_half"}},
         {
-            "loss": f"{OWN_MODULE}:half_reinforce",
-            "loss_options": {"weight": 0.25},
+            "loss": {"kind": f"{OWN_MODULE}:half_reinforce", "options": {"weight": 0.25}},
             "kl_loss_coef": 0.1,
             "kl_loss_kind": f"{OWN_MODULE}:squared",
             "aggregation": f"{OWN_MODULE}:tenth",

@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from flowrl.algorithms import AdaptiveKlControl, RewardMoments
-from flowrl.config import ActorConfig, AdvantageConfig, CorrectionConfig, UserError
+from flowrl.config import ActorConfig, AdvantageConfig, AnyAdvantage, AnyCorrection, UserError, parse
+from flowrl.config.algorithm.advantage import (
+    GaeAdvantage,
+    GdpoAdvantage,
+    GrpoAdvantage,
+    RemaxAdvantage,
+)
+from flowrl.config.algorithm.correction import RejectionCorrection, WeightCorrection
 from flowrl.data.batch.batch import Batch
 from flowrl.run.advantages import Advantages, ShapedScores, shape_scores
 
@@ -35,7 +42,7 @@ def batch_with_ratios() -> Batch:
 
 
 def advantages_of(config: AdvantageConfig, loss: str = "ppo", **settings: float) -> Advantages:
-    actor = {"model": {"path": "model"}, "optimizer": {"lr": 1e-4}, "loss": loss} | settings
+    actor = {"model": {"path": "model"}, "optimizer": {"lr": 1e-4}, "loss": {"kind": loss} | settings}
     return Advantages(config, ActorConfig.model_validate(actor), seed=0)
 
 
@@ -52,14 +59,14 @@ def response(rows: Batch, name: str) -> list[float]:
     return rows.get(name)[torch.tensor(MASK)].tolist()
 
 
-GRPO = AdvantageConfig(estimator="grpo")
+GRPO = GrpoAdvantage()
 
 
 # Rewards and advantages.
 
 
 def test_gae_puts_the_score_last_and_the_kl_on_every_token() -> None:
-    config = AdvantageConfig(estimator="gae", gamma=1.0, lam=1.0, kl_coef=0.5, kl_kind="k1")
+    config = GaeAdvantage(gamma=1.0, lam=1.0, kl_coef=0.5, kl_kind="k1")
     rows = batch(
         values=[0.0, 0.5, 0.25, 0.0, 0.0, 1.0],
         old_logprobs=[0.0, -1.0, -2.0, 0.0, 0.0, -1.0],
@@ -73,14 +80,14 @@ def test_gae_puts_the_score_last_and_the_kl_on_every_token() -> None:
 
 
 def test_whitened_advantages_have_mean_zero_over_the_whole_batch() -> None:
-    result = compute(batch(values=[0.0] * 6), AdvantageConfig(estimator="gae", whiten=True))
+    result = compute(batch(values=[0.0] * 6), GaeAdvantage(whiten=True))
     # Advantages 1, 1, 3: mean 5/3, unbiased variance 4/3.
     expected = [(1 - 5 / 3) / (4 / 3) ** 0.5] * 2 + [(3 - 5 / 3) / (4 / 3) ** 0.5]
     assert response(result, "advantages") == pytest.approx(expected, abs=1e-5)
 
 
 def test_grpo_compares_the_rows_of_a_group() -> None:
-    result = compute(batch(), AdvantageConfig(estimator="grpo", normalize_std=False))
+    result = compute(batch(), GrpoAdvantage(normalize_std=False))
     assert result.get("advantages").tolist() == [0, -1, -1, 0, 0, 1]
     assert result.get("token_rewards").tolist() == [0, 0, 1, 0, 0, 3]
 
@@ -90,19 +97,19 @@ def test_grpo_compares_the_rows_of_a_group() -> None:
 )
 def test_a_missing_column_is_an_error_that_names_setting_and_column(estimator: str, column: str) -> None:
     with pytest.raises(UserError, match=rf"algorithm\.estimator {estimator}\b.*\b{column}\b"):
-        compute(batch(old_logprobs=[0.0] * 6), AdvantageConfig(estimator=estimator))
+        compute(batch(old_logprobs=[0.0] * 6), parse(AnyAdvantage, {"estimator": estimator}))
 
 
 def test_remax_reads_the_column_that_a_recipe_stores() -> None:
     rows = batch()
     rows["greedy_scores"] = Batch.from_rows([{"g": 0.5}, {"g": 4.0}])
-    assert response(compute(rows, AdvantageConfig(estimator="remax")), "advantages") == [0.5, 0.5, -1]
+    assert response(compute(rows, RemaxAdvantage()), "advantages") == [0.5, 0.5, -1]
 
 
 def test_gdpo_normalizes_each_reward_column() -> None:
     rows = batch()
     rows["style"] = Batch.from_rows([{"s": 0.0}, {"s": 0.0}])
-    config = AdvantageConfig(estimator="gdpo", reward_columns=("scores", "style"), reward_weights=(1.0, 2.0))
+    config = GdpoAdvantage(reward_columns=("scores", "style"), reward_weights=(1.0, 2.0))
     result = compute(rows, config)
     # One reward differs: -1 and 1 over a standard deviation of sqrt(2), twice; the other adds nothing.
     assert response(result, "advantages") == pytest.approx([-(0.5**0.5), -(0.5**0.5), 0.5**0.5], abs=1e-3)
@@ -145,7 +152,7 @@ def test_the_behavior_policy_of_decoupled_ppo_is_the_rollout() -> None:
 def test_kl_cov_selects_the_largest_covariances_of_the_batch() -> None:
     rows = batch(old_logprobs=[0.0, -1.0, -3.0, 0.0, 0.0, -2.0])
     # Advantages -1, -1 and 1 with mean -1/3, log-probabilities with mean -2: covariances -2/3, 2/3 and 0.
-    result = compute(rows, AdvantageConfig(estimator="grpo", normalize_std=False), "kl_cov", cov_fraction=0.4)
+    result = compute(rows, GrpoAdvantage(normalize_std=False), "kl_cov", cov_fraction=0.4)
     assert response(result, "selected") == [False, True, False]
 
 
@@ -175,7 +182,7 @@ def test_clip_cov_depends_on_the_step_and_is_reproducible() -> None:
     ],
 )
 def test_a_correction_weights_the_tokens(settings: dict[str, Any], weights: list[float]) -> None:
-    config = AdvantageConfig(estimator="grpo", correction=CorrectionConfig.model_validate(settings))
+    config = GrpoAdvantage(correction=parse(AnyCorrection, settings))
     result = compute(batch_with_ratios(), config)
     assert response(result, "loss_weights") == pytest.approx(weights)
     assert response(result, "loss_mask") == [True, True, True]
@@ -193,13 +200,13 @@ def test_a_correction_weights_the_tokens(settings: dict[str, Any], weights: list
     ],
 )
 def test_rejected_rows_leave_the_loss(settings: dict[str, Any], mask: list[bool]) -> None:
-    correction = CorrectionConfig.model_validate({"kind": "rejection"} | settings)
-    result = compute(batch_with_ratios(), AdvantageConfig(estimator="grpo", correction=correction))
+    correction = parse(AnyCorrection, {"kind": "rejection"} | settings)
+    result = compute(batch_with_ratios(), GrpoAdvantage(correction=correction))
     assert response(result, "loss_mask") == mask
 
 
 def test_a_correction_has_metrics() -> None:
-    config = AdvantageConfig(estimator="grpo", correction=CorrectionConfig(kind="truncated", max_weight=4.0))
+    config = GrpoAdvantage(correction=WeightCorrection(kind="truncated", max_weight=4.0))
     values = metrics_of(batch_with_ratios(), config)
     assert values["correction/weight"] == pytest.approx(6.5 / 3)
     # (2 + 4 + 0.5)^2 / (4 + 16 + 0.25) of 3 tokens.
@@ -209,20 +216,20 @@ def test_a_correction_has_metrics() -> None:
 
 
 def test_the_effective_samples_of_row_weights_are_rows() -> None:
-    correction = CorrectionConfig(kind="truncated", level="sequence", max_weight=4.0)
-    values = metrics_of(batch_with_ratios(), AdvantageConfig(estimator="grpo", correction=correction))
+    correction = WeightCorrection(kind="truncated", level="sequence", max_weight=4.0)
+    values = metrics_of(batch_with_ratios(), GrpoAdvantage(correction=correction))
     # Rows of weight 4 (16, truncated) and 1/2; the first has two tokens.
     assert values["correction/weight"] == pytest.approx(8.5 / 3)
     assert values["correction/effective_samples"] == pytest.approx(4.5**2 / 16.25 / 2)
 
 
-@pytest.mark.parametrize("correction", [None, CorrectionConfig(kind="rejection", high=9.0)])
-def test_a_loss_that_contains_the_weight_has_correction_metrics(correction: CorrectionConfig | None) -> None:
+@pytest.mark.parametrize("correction", [None, RejectionCorrection(high=9.0)])
+def test_a_loss_that_contains_the_weight_has_correction_metrics(correction: AnyCorrection | None) -> None:
     rows = batch(
         rollout_logprobs=[9.0, -1 - LOG2, -1.0, 9.0, 9.0, -1 + LOG2],
         old_logprobs=[0.0, -1.0, -1.0, 0.0, 0.0, -1.0],
     )
-    values = metrics_of(rows, AdvantageConfig(estimator="grpo", correction=correction), "decoupled_ppo")
+    values = metrics_of(rows, GrpoAdvantage(correction=correction), "decoupled_ppo")
     # Weights of 2, 1 and 1/2.
     assert values["correction/weight"] == pytest.approx(3.5 / 3)
     assert values["correction/effective_samples"] == pytest.approx(3.5**2 / (4 + 1 + 0.25) / 3)
@@ -247,7 +254,7 @@ def shaping_batch() -> Batch:
 
 
 def rloo(*shaping: dict[str, Any]) -> AdvantageConfig:
-    return AdvantageConfig.model_validate({"estimator": "rloo", "shaping": shaping})
+    return parse(AnyAdvantage, {"estimator": "rloo", "shaping": shaping})
 
 
 @pytest.mark.parametrize(
@@ -279,7 +286,7 @@ def test_advantages_are_computed_from_shaped_scores_and_scores_stay() -> None:
 
 
 def test_gdpo_on_scores_uses_the_shaped_scores() -> None:
-    config = AdvantageConfig.model_validate({"estimator": "gdpo", "shaping": [{"kind": "clip_rewards", "high": -1.0}]})
+    config = parse(AnyAdvantage, {"estimator": "gdpo", "shaping": [{"kind": "clip_rewards", "high": -1.0}]})
     assert not compute(shaping_batch(), config).get("advantages").any()
 
 
@@ -319,7 +326,7 @@ def test_moments_include_the_rewards_that_the_function_receives() -> None:
     assert shaped.scores_B.tolist() == pytest.approx(expected, abs=1e-6)
 
 
-NORMALIZED = AdvantageConfig.model_validate({"estimator": "rloo", "shaping": [{"kind": "normalize_rewards"}]})
+NORMALIZED = parse(AnyAdvantage, {"estimator": "rloo", "shaping": [{"kind": "normalize_rewards"}]})
 
 
 def scored(scores: list[float]) -> Batch:
@@ -338,7 +345,7 @@ def test_moments_accumulate_over_steps() -> None:
 
 
 def adaptive(**control: object) -> AdvantageConfig:
-    return AdvantageConfig.model_validate({"estimator": "rloo", "kl_coef": 0.5, "kl_control": control})
+    return parse(AnyAdvantage, {"estimator": "rloo", "kl_coef": 0.5, "kl_control": control})
 
 
 ADAPTIVE = adaptive(kind="adaptive", target=0.2, horizon=20.0)
@@ -384,8 +391,8 @@ def test_rows_without_a_response_do_not_change_the_coefficient() -> None:
 
 
 def test_the_measured_kl_has_the_kind_of_the_penalty() -> None:
-    config = AdvantageConfig.model_validate(
-        {"estimator": "rloo", "kl_coef": 0.5, "kl_kind": "k2", "kl_control": {"kind": f"{OWN}:LastKl"}}
+    config = parse(
+        AnyAdvantage, {"estimator": "rloo", "kl_coef": 0.5, "kl_kind": "k2", "kl_control": {"kind": f"{OWN}:LastKl"}}
     )
     # k2 is 2 and 0.
     assert coef_after(batch_with_kl([2.0, 0.0]), config) == 1.0

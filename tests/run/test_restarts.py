@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from flowrl import Cluster, FlowError, Placement, WorkerGroup
-from flowrl.config import RunConfig
-from flowrl.config.checkpoint import CheckpointConfig
+from flowrl.config import CheckpointConfig, RunConfig
 from flowrl.controller.errors import ProcessLost, WorkerCheckError, WorkerError, WorkerUserError
 from flowrl.run.interrupt import Interruption
 from flowrl.run.restarts import current_policy, with_restarts

@@ -48,7 +48,7 @@ def test_prompts_are_trained_in_order_and_no_token_is_too_old(
     last = lines(config)[-1]
     assert {"idle_actor", "idle_rollout", "wait_data_s", "wait_weights_s"} <= last.keys()
     assert ("staleness" in last) == (config.schedule.staleness > 0)
-    assert bool(read_trace(config.output).counts) == config.schedule.streams
+    assert bool(read_trace(config.output).counts) == config.schedule.is_streaming
 
 
 def test_a_killed_maker_is_replaced_and_its_prompts_are_given_to_others(

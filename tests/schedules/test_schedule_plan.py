@@ -141,7 +141,7 @@ def test_the_detached_placements_are_planned(name: str, engine: str, num_replica
         | rollout
         | {"algorithm": {"estimator": "grpo"}, "placement": placement}
     )
-    planned = plan(placement, Inventory((8,), "cpu"), GRPOConfig.roles, config.apart())
+    planned = plan(placement, Inventory((8,), "cpu"), GRPOConfig.roles, config.dedicated_roles())
     check_schedule(config, planned)
     assert (planned.roles["rollout"].mesh.dp, planned.roles["actor"].mesh.dp) == (num_replicas, num_trainers)
 

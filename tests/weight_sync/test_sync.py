@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from flowrl.config import ActorConfig, Placement, RolloutConfig, RunConfig, ScheduleConfig
+from flowrl.config import ActorConfig, AnySchedule, Placement, RolloutConfig, RunConfig
+from flowrl.config.schedule import SyncSchedule
 from flowrl.controller.placement.plan import Inventory, Mesh, PlacementError, plan
 from flowrl.controller.worker import get_registered_methods
 from flowrl.weight_sync.sync import WeightSync
@@ -23,7 +24,7 @@ class SplitRun(RunConfig):
 
     actor: ActorConfig
     rollout: RolloutConfig
-    schedule: ScheduleConfig = ScheduleConfig()
+    schedule: AnySchedule = SyncSchedule()
 
 
 class SyncPair:

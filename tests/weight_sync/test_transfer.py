@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from flowrl.config import Placement, RolloutConfig, RunConfig, ScheduleConfig
+from flowrl.config import AnySchedule, Placement, RolloutConfig, RunConfig
 from flowrl.controller.placement.plan import Inventory, PlacementError, plan
 from flowrl.weight_sync.transfer import choose_transport, has_per_replica_updates
 
@@ -90,7 +90,7 @@ def test_per_replica_updates_exclude_nccl() -> None:
 )
 def test_schedules_with_per_replica_updates(schedule: dict[str, Any], expected: bool) -> None:
     class Scheduled(RunConfig):
-        schedule: ScheduleConfig
+        schedule: AnySchedule
 
     config = Scheduled.model_validate({"output": "out", "steps": 1, "schedule": schedule})
     assert has_per_replica_updates(config) is expected

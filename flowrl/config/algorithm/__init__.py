@@ -1,0 +1,1 @@
+"""Settings of the algorithm: estimators, policy losses, corrections, reward shaping and preference losses."""

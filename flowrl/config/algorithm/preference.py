@@ -1,90 +1,155 @@
-"""Losses of recipes that learn from something else than their own rollouts: preferences, and pretraining text."""
+"""Losses on preferences, and the mix of a policy loss with a pretraining loss (PTX).
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+No included recipe uses them. A recipe calls the function of `flowrl/algorithms/registry.py` with `arguments()`.
+"""
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
+from typing import Annotated, Literal
 
-from flowrl.config.algorithm.choice import OWN, REQUIRED, ChoiceConfig, Options, known_name
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-PREFERENCE_LOSSES: dict[str, dict[str, Any]] = {
-    "log_sig": {"margin": 0.0},
-    "log_exp": {"margin": 0.0},
-    "dpo": {"beta": 0.1, "label_smoothing": 0.0},
-    "dpo_hinge": {"beta": 0.1},
-    "ipo": {"beta": 0.1},
-    "simpo": {"beta": 2.0, "margin": 1.0},
-    "orpo": {"coef": 0.1},
-    "kto": {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
-    OWN: {"options": {}},
-}
-"""Preference loss -> its settings with their defaults. The names are those of flowrl/algorithms/registry.py."""
-
-PTX_FORMS: dict[str, dict[str, Any]] = {"add": {"coef": REQUIRED}, "mix": {"coef": REQUIRED}, OWN: {"options": {}}}
-"""Form of mixing -> its settings with their defaults."""
+from flowrl.config.base import ImportName
+from flowrl.config.union import Member, OneOf, Options
 
 
-class PreferenceConfig(ChoiceConfig):
-    """A loss on preferences. A setting of another loss is refused, not ignored.
+class PreferenceConfig(Member):
+    """Base class of the preference losses.
 
-    `preference_losses.load(config.loss)(**columns, **config.arguments())` is the loss (flowrl/algorithms/registry.py).
+    `preference_losses.load(config.loss)(**columns, **config.arguments())` computes the loss.
     """
 
-    CHOICE: ClassVar[str] = "loss"
-    CHOICES: ClassVar[Mapping[str, Mapping[str, Any]]] = PREFERENCE_LOSSES
+    KEY = "loss"
 
-    loss: Annotated[
-        str, AfterValidator(known_name("preference loss", [name for name in PREFERENCE_LOSSES if name != OWN]))
-    ]
-    """`log_sig` and `log_exp` train reward models; `dpo`, `dpo_hinge`, `ipo`, `simpo`, `orpo` policies on pairs; `kto`
-    on single answers; `module:function` is your own."""
-
-    beta: PositiveFloat | None = None
-    """dpo, dpo_hinge, ipo, kto: how strongly the policy is held to the reference, usually 0.1; simpo: scale of the
-    reward, usually 2."""
-
-    label_smoothing: float | None = Field(default=None, ge=0, lt=0.5)
-    """dpo: probability that a label is the wrong way round; usually 0."""
-
-    margin: NonNegativeFloat | None = None
-    """log_sig, log_exp, simpo: by how much the better answer is to be ahead, in units of the reward; usually 0, for
-    simpo 1."""
-
-    coef: NonNegativeFloat | None = None
-    """orpo: weight of the preference beside the fine-tuning; usually 0.1."""
-
-    desirable_weight: PositiveFloat | None = None
-    """kto: weight of desirable answers; usually 1."""
-
-    undesirable_weight: PositiveFloat | None = None
-    """kto: weight of the others; usually 1."""
-
-    options: Options | None = None
-    """module:function: its keyword arguments."""
+    loss: str
+    """Name of the loss."""
 
 
-class PtxConfig(ChoiceConfig):
-    """How the loss on pretraining text is mixed into that of the policy.
+class RewardModelLoss(PreferenceConfig):
+    """Pairwise loss of reward models; `log_sig` and `log_exp` are two forms of the same function."""
 
-    `ptx_forms.load(config.form)(policy_loss, lm_loss, **config.arguments())` is the loss of both.
+    loss: Literal["log_sig", "log_exp"]
+    """Name of the loss."""
+
+    margin: NonNegativeFloat = 0.0
+    """Difference by which the chosen score should exceed the rejected score."""
+
+
+class DpoLoss(PreferenceConfig):
+    """Direct preference optimization."""
+
+    loss: Literal["dpo"] = "dpo"
+    """Name of the loss."""
+
+    beta: PositiveFloat = 0.1
+    """Strength of the KL regularization to the reference."""
+
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """Probability that a label is flipped."""
+
+
+class DpoVariantLoss(PreferenceConfig):
+    """DPO with a hinge loss, or IPO."""
+
+    loss: Literal["dpo_hinge", "ipo"]
+    """Name of the loss."""
+
+    beta: PositiveFloat = 0.1
+    """Strength of the KL regularization to the reference."""
+
+
+class SimpoLoss(PreferenceConfig):
+    """SimPO: length-normalized rewards without a reference model."""
+
+    loss: Literal["simpo"] = "simpo"
+    """Name of the loss."""
+
+    beta: PositiveFloat = 2.0
+    """Scale of the reward."""
+
+    margin: NonNegativeFloat = 1.0
+    """Difference by which the chosen reward should exceed the rejected reward."""
+
+
+class OrpoLoss(PreferenceConfig):
+    """ORPO: supervised fine-tuning plus an odds-ratio term."""
+
+    loss: Literal["orpo"] = "orpo"
+    """Name of the loss."""
+
+    coef: NonNegativeFloat = 0.1
+    """Weight of the odds-ratio term."""
+
+
+class KtoLoss(PreferenceConfig):
+    """KTO: single responses labeled as desirable or undesirable."""
+
+    loss: Literal["kto"] = "kto"
+    """Name of the loss."""
+
+    beta: PositiveFloat = 0.1
+    """Strength of the KL regularization to the reference."""
+
+    desirable_weight: PositiveFloat = 1.0
+    """Weight of desirable responses."""
+
+    undesirable_weight: PositiveFloat = 1.0
+    """Weight of undesirable responses."""
+
+
+class CustomPreferenceLoss(PreferenceConfig):
+    """A user function that returns a loss per pair and metrics."""
+
+    loss: ImportName
+    """The function, as `module:function`."""
+
+    options: Options = Field(default_factory=dict)
+    """Keyword arguments of the function."""
+
+
+AnyPreference = Annotated[
+    RewardModelLoss | DpoLoss | DpoVariantLoss | SimpoLoss | OrpoLoss | KtoLoss | CustomPreferenceLoss, OneOf()
+]
+
+
+class PtxConfig(Member):
+    """Base class of the forms that mix a language-modeling loss on pretraining text into the policy loss.
+
+    `ptx_forms.load(config.form)(policy_loss, lm_loss, **config.arguments())` computes the sum.
     """
 
-    CHOICE: ClassVar[str] = "form"
-    CHOICES: ClassVar[Mapping[str, Mapping[str, Any]]] = PTX_FORMS
+    KEY = "form"
 
-    form: Annotated[str, AfterValidator(known_name("ptx form", [name for name in PTX_FORMS if name != OWN]))]
-    """`add`: policy + coef text; `mix`: (1 - coef) policy + coef text; `module:function` is your own."""
+    form: str
+    """Name of the form."""
 
-    coef: NonNegativeFloat | None = None
-    """add, mix: weight of the text; for mix at most 1."""
 
-    options: Options | None = None
-    """module:function: its keyword arguments."""
+class AddPtx(PtxConfig):
+    """policy loss + coef * text loss."""
 
-    @model_validator(mode="after")
-    def _check_coef(self) -> "PtxConfig":
-        if self.form == "mix" and self.coef is not None and self.coef > 1:
-            raise ValueError(
-                f"coef is {self.coef:g}, but form mix needs one in [0, 1]: use form add for a larger weight"
-            )
-        return self
+    form: Literal["add"] = "add"
+    """Name of the form."""
+
+    coef: NonNegativeFloat
+    """Weight of the text loss."""
+
+
+class MixPtx(PtxConfig):
+    """(1 - coef) * policy loss + coef * text loss."""
+
+    form: Literal["mix"] = "mix"
+    """Name of the form."""
+
+    coef: float = Field(ge=0, le=1)
+    """Weight of the text loss, in [0, 1]."""
+
+
+class CustomPtx(PtxConfig):
+    """A user function of both losses."""
+
+    form: ImportName
+    """The function, as `module:function`."""
+
+    options: Options = Field(default_factory=dict)
+    """Keyword arguments of the function."""
+
+
+AnyPtx = Annotated[AddPtx | MixPtx | CustomPtx, OneOf()]

@@ -1,90 +1,134 @@
-"""What is done to scores before advantages are made of them: shaping, and the control of the KL penalty."""
+"""Reward shaping, and the controllers of the KL coefficient."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from flowrl.config.algorithm.choice import OWN, REQUIRED, ChoiceConfig, Options, known_name
-
-SHAPINGS: dict[str, dict[str, Any]] = {
-    "overlong_penalty": {"max_length": REQUIRED, "buffer": REQUIRED, "coef": 1.0},
-    "length_penalty": {"correct_from": REQUIRED, "coef": REQUIRED},
-    "clip_rewards": {"low": None, "high": None},
-    "normalize_rewards": {"shift_mean": False},
-    OWN: {"options": {}},
-}
-"""Reward shaping -> its settings with their defaults. The names are those of flowrl/algorithms/registry.py."""
-
-KL_CONTROLS: dict[str, dict[str, Any]] = {
-    "fixed": {},
-    "adaptive": {"target": REQUIRED, "horizon": 10_000.0},
-    OWN: {"options": {}},
-}
-"""KL control -> its settings with their defaults."""
+from flowrl.config.base import ImportName
+from flowrl.config.union import Member, OneOf, Options
 
 
-class ShapingConfig(ChoiceConfig):
-    """One change to the scores of a step. A setting of another kind is refused, not ignored."""
+class ShapingConfig(Member):
+    """Base class of the reward shapings. Each maps the scores of a step to new scores."""
 
-    CHOICE: ClassVar[str] = "kind"
-    CHOICES: ClassVar[Mapping[str, Mapping[str, Any]]] = SHAPINGS
+    kind: str
+    """Name of the shaping."""
 
-    kind: Annotated[str, AfterValidator(known_name("reward shaping", [name for name in SHAPINGS if name != OWN]))]
-    """`overlong_penalty` punishes responses near the length limit, `length_penalty` the longer ones of a group;
-    `clip_rewards` bounds the score, `normalize_rewards` divides it by the deviation of all so far; `module:function` is
-    your own."""
 
-    max_length: PositiveInt | None = None
-    """overlong_penalty: response tokens from which the punishment is full."""
+class OverlongPenalty(ShapingConfig):
+    """Subtracts a penalty from responses close to the length limit (DAPO)."""
 
-    buffer: PositiveInt | None = None
-    """overlong_penalty: tokens before that over which it grows."""
+    kind: Literal["overlong_penalty"] = "overlong_penalty"
+    """Name of the shaping."""
 
-    correct_from: float | None = None
-    """length_penalty: an answer is correct from this score on."""
+    max_length: PositiveInt
+    """Response tokens from which the full penalty applies."""
 
-    coef: NonNegativeFloat | None = None
-    """overlong_penalty, length_penalty: its weight in units of the score; usually 1 for overlong_penalty."""
+    buffer: PositiveInt
+    """Tokens below max_length over which the penalty grows linearly from 0."""
 
-    low: float | None = None
-    """clip_rewards: the smallest score; null is no bound."""
-
-    high: float | None = None
-    """clip_rewards: the largest."""
-
-    shift_mean: bool | None = None
-    """normalize_rewards: take the mean of all scores so far off first; usually not."""
-
-    options: Options | None = None
-    """module:function: its keyword arguments."""
+    coef: NonNegativeFloat = 1.0
+    """Full penalty, in units of the score."""
 
     @model_validator(mode="after")
-    def _check_bounds(self) -> "ShapingConfig":
-        if self.max_length is not None and self.buffer is not None and self.buffer > self.max_length:
-            raise ValueError(f"buffer is {self.buffer}, above max_length, {self.max_length}: set it to at most that")
-        if self.kind == "clip_rewards":
-            if self.low is None and self.high is None:
-                raise ValueError("clip_rewards has neither low nor high, and so does nothing: set one of them")
-            if self.low is not None and self.high is not None and self.low >= self.high:
-                raise ValueError(f"low is {self.low:g}, not below high, {self.high:g}: swap them or set them apart")
+    def _check_buffer(self) -> "OverlongPenalty":
+        if self.buffer > self.max_length:
+            raise ValueError(f"buffer is {self.buffer}, above max_length: set it to at most {self.max_length}")
         return self
 
 
-class KlControlConfig(ChoiceConfig):
-    """How the coefficient of the KL penalty changes from step to step; `kl_coef` is where it starts."""
+class LengthPenalty(ShapingConfig):
+    """Subtracts a penalty that grows with the length of a response relative to its group."""
 
-    CHOICE: ClassVar[str] = "kind"
-    CHOICES: ClassVar[Mapping[str, Mapping[str, Any]]] = KL_CONTROLS
+    kind: Literal["length_penalty"] = "length_penalty"
+    """Name of the shaping."""
 
-    kind: Annotated[str, AfterValidator(known_name("KL control", [name for name in KL_CONTROLS if name != OWN]))]
-    """`fixed` stays; `adaptive` steers the KL towards a target; `module:Class` is your own."""
+    correct_from: float
+    """Score from which a response counts as correct."""
 
-    target: PositiveFloat | None = None
-    """adaptive: the KL it steers towards, in nats per response token as kl_kind estimates it."""
+    coef: NonNegativeFloat
+    """Weight of the penalty, in units of the score."""
 
-    horizon: PositiveFloat | None = None
-    """adaptive: rows over which a KL far from its target changes the coefficient by 20 %; usually 10000."""
 
-    options: Options | None = None
-    """module:Class: its keyword arguments."""
+class ClipRewards(ShapingConfig):
+    """Clips scores to [low, high]."""
+
+    kind: Literal["clip_rewards"] = "clip_rewards"
+    """Name of the shaping."""
+
+    low: float | None = None
+    """Smallest score; null is no bound."""
+
+    high: float | None = None
+    """Largest score; null is no bound."""
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> "ClipRewards":
+        if self.low is None and self.high is None:
+            raise ValueError("clip_rewards has neither low nor high and would have no effect: set at least one")
+        if self.low is not None and self.high is not None and self.low >= self.high:
+            raise ValueError(f"low is {self.low:g}, but must be below high, {self.high:g}")
+        return self
+
+
+class NormalizeRewards(ShapingConfig):
+    """Divides scores by the running standard deviation over all steps."""
+
+    kind: Literal["normalize_rewards"] = "normalize_rewards"
+    """Name of the shaping."""
+
+    shift_mean: bool = False
+    """Subtract the running mean first."""
+
+
+class CustomShaping(ShapingConfig):
+    """A user function that returns new scores."""
+
+    kind: ImportName
+    """The function, as `module:function`."""
+
+    options: Options = Field(default_factory=dict)
+    """Keyword arguments of the function."""
+
+
+AnyShaping = Annotated[OverlongPenalty | LengthPenalty | ClipRewards | NormalizeRewards | CustomShaping, OneOf()]
+
+
+class KlControlConfig(Member):
+    """Base class of the controllers that adjust `kl_coef` from step to step."""
+
+    kind: str
+    """Name of the controller."""
+
+
+class FixedKl(KlControlConfig):
+    """Keeps `kl_coef` constant."""
+
+    kind: Literal["fixed"] = "fixed"
+    """Name of the controller."""
+
+
+class AdaptiveKl(KlControlConfig):
+    """Adjusts `kl_coef` so that the measured KL approaches a target."""
+
+    kind: Literal["adaptive"] = "adaptive"
+    """Name of the controller."""
+
+    target: PositiveFloat
+    """Target KL, in nats per response token, as estimated by kl_kind."""
+
+    horizon: PositiveFloat = 10_000.0
+    """Number of sequences over which a KL far from the target changes the coefficient by 20 %."""
+
+
+class CustomKl(KlControlConfig):
+    """A user class with `coef` and `update(kl, num_rows)`."""
+
+    kind: ImportName
+    """The class, as `module:Class`."""
+
+    options: Options = Field(default_factory=dict)
+    """Keyword arguments of the class."""
+
+
+AnyKlControl = Annotated[FixedKl | AdaptiveKl | CustomKl, OneOf()]

@@ -1,0 +1,122 @@
+"""Discriminated unions of settings: one class per loss, estimator, correction or schedule, selected by a name."""
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, get_args
+
+from pydantic import AfterValidator, GetCoreSchemaHandler, TypeAdapter
+from pydantic_core import core_schema
+
+from flowrl.config.base import Config
+from flowrl.config.imports import check_import_name
+
+CUSTOM = "module:function"
+"""Selects the member for user functions; settings name such a function as `module:function`."""
+
+Options = Mapping[str, bool | int | float | str | None]
+"""Keyword arguments of a user function."""
+
+
+class Member(Config):
+    """Base class of the members of a discriminated union.
+
+    The field named by `KEY` holds the name that selects the member. Its type is a `Literal` of names, or `ImportName`
+    in the member for user functions.
+    """
+
+    KEY: ClassVar[str] = "kind"
+    """Name of the field that selects the member."""
+
+    NOT_ARGUMENTS: ClassVar[frozenset[str]] = frozenset()
+    """Settings that are not keyword arguments of the selected function."""
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """Returns the values of the key that select this member."""
+        return get_args(cls.model_fields[cls.KEY].annotation) or (CUSTOM,)
+
+    def arguments(self) -> dict[str, Any]:
+        """Returns the keyword arguments for the selected function. Null settings keep the function's own default."""
+        settings = {name: value for name, value in self if name != self.KEY and name not in self.NOT_ARGUMENTS}
+        if CUSTOM in self.names():
+            return dict(settings["options"])
+        return {name: value for name, value in settings.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Annotates a union of `Member` classes as a pydantic tagged union.
+
+    Unlike `pydantic.Discriminator`, it accepts any `module:function` as the tag of the member for user functions.
+    """
+
+    default: str | None = None
+    """Name used if the settings have none; None requires a name."""
+
+    allows_bare_name: bool = False
+    """True: accepts the name alone in place of a mapping of settings."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        members = members_of(source)
+        key = next(iter(members.values())).KEY
+
+        def normalize(value: object) -> object:
+            if self.allows_bare_name and isinstance(value, str):
+                return {key: value}
+            if self.default is not None and isinstance(value, Mapping) and key not in value:
+                return {key: self.default, **value}
+            return value
+
+        def select(value: object) -> object:
+            name = value.get(key) if isinstance(value, Mapping) else getattr(value, key, None)
+            return CUSTOM if isinstance(name, str) and ":" in name else name
+
+        choices = {name: handler.generate_schema(member) for name, member in members.items()}
+        return core_schema.no_info_before_validator_function(
+            normalize, core_schema.tagged_union_schema(choices, discriminator=select)
+        )
+
+
+def members_of(union: Any) -> dict[str, type[Member]]:  # Any: a union type
+    """Returns name -> member for a union such as `AnySchedule`."""
+    if hasattr(union, "__metadata__"):
+        union = get_args(union)[0]
+    return {name: member for member in get_args(union) for name in member.names()}
+
+
+def parse(union: Any, settings: object) -> Any:  # Any: a union type, and an instance of one of its members
+    """Validates `settings` as one member of `union`, such as `AnySchedule`, and returns it."""
+    return TypeAdapter(union).validate_python(settings)
+
+
+def known_name(what: str, names: Iterable[str]) -> Callable[[str], str]:
+    """Returns a validator that accepts one of `names`, or `module:function`."""
+
+    def check(name: str) -> str:
+        if ":" in name:
+            return check_import_name(name)
+        if name not in names:
+            raise ValueError(unknown_name(what, name, names))
+        return name
+
+    return check
+
+
+def unknown_name(what: str, name: object, names: Iterable[str]) -> str:
+    """Returns the error message for a name that is not one of `names`."""
+    near = difflib.get_close_matches(str(name), names, n=1)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    available = [*(known for known in names if known != CUSTOM), CUSTOM]
+    return f"unknown {what} {name!r}{hint}; available: {', '.join(available)}"
+
+
+KlKind = Annotated[str, AfterValidator(known_name("KL estimator", ("k1", "k2", "k3", "abs")))]
+Aggregation = Annotated[
+    str,
+    AfterValidator(
+        known_name(
+            "aggregation", ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm")
+        )
+    ),
+]
