@@ -29,7 +29,8 @@ def build(tiny: bool) -> Qwen2ForCausalLM:
     large = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "vocab_size": 32000}
     small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 32}
     heads = {"num_attention_heads": 8 if tiny else 16, "num_key_value_heads": 2, "max_position_embeddings": 2048}
-    return Qwen2ForCausalLM(Qwen2Config(**(small if tiny else large), **heads, eos_token_id=1, pad_token_id=0)).eval()
+    sizes = (small if tiny else large) | heads | {"eos_token_id": 1, "pad_token_id": 0}
+    return Qwen2ForCausalLM(Qwen2Config.from_dict(sizes)).eval()
 
 
 def loss(model: nn.Module, micro: MicroBatch, counts: Denominators):
@@ -75,7 +76,8 @@ def time_update(device: torch.device, tiny: bool, packing: str, offload: str = "
 def time_generate(device: torch.device, tiny: bool) -> str:
     """Times generation with transformers in bfloat16."""
     num_tokens = 8 if tiny else 128
-    model = build(tiny).to(device, torch.bfloat16)  # pyright: ignore[reportCallIssue] (transformers narrows `to`)
+    model = build(tiny)
+    nn.Module.to(model, device, torch.bfloat16)
     rollout = HfRollout(model, tokenizer(), RolloutConfig(max_response_tokens=num_tokens))
     prompts, samples = [[2 + i % 30] * 16 for i in range(64)], torch.zeros(64, dtype=torch.int64)
     generated = int(rollout.generate(prompts, torch.arange(64), samples, seed=0).lengths.sum())
