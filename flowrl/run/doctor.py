@@ -23,8 +23,7 @@ from flowrl.controller.worker import Worker
 from flowrl.data.batch.batch import Batch
 from flowrl.run.datasets import read_prompts
 from flowrl.run.interrupt import Interruption
-from flowrl.weight_sync.sync import WeightSync
-from flowrl.weight_sync.transfer import choose_transport, has_per_replica_updates
+from flowrl.weight_sync.transfer import WeightSync, choose_transport, has_per_replica_updates
 from flowrl.weight_sync.verification import WeightsCheck, gap_causes, gap_limit
 
 PROMPTS, TOKENS = 8, 32

@@ -36,7 +36,7 @@ from flowrl.run.results import draw_plots, show, summarize, write_trace
 from flowrl.schedules.rollout_source import PromptQueue, RolloutContext, RolloutSource
 from flowrl.schedules.schedule_plan import trainer_routes
 from flowrl.schedules.streaming_rollouts import make_rollout_source
-from flowrl.weight_sync.sync import WeightSync
+from flowrl.weight_sync.transfer import WeightSync
 from flowrl.weight_sync.verification import ComparedWeights, RolloutWatch
 
 

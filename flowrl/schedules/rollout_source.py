@@ -22,7 +22,7 @@ from flowrl.data.events import CallEvent, Counted
 from flowrl.data.metric import Logged, Max, Mean, Metric
 from flowrl.data.prompts import PromptStream
 from flowrl.schedules.scheduler import TrainerRoutes
-from flowrl.weight_sync.sync import WeightSync
+from flowrl.weight_sync.transfer import WeightSync
 from flowrl.weight_sync.verification import ComparedWeights
 
 WEIGHT_CALLS = frozenset({"load_weights", "load_broadcast", "load_ipc", "set_version"})

@@ -27,7 +27,7 @@ from flowrl.schedules.scheduler import (
     StepBatch,
     UpdateWeights,
 )
-from flowrl.weight_sync.sync import WeightSnapshot
+from flowrl.weight_sync.transfer import WeightSnapshot
 from flowrl.weight_sync.verification import ComparedWeights
 
 MAX_POLLS = 2

@@ -1,101 +1,252 @@
-"""Choice of the transport for each placement of actor and rollout."""
+"""Calls of actor and rollout during a weight sync, and their order, for each transport."""
 
+import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flowrl.config import AnySchedule, Placement, RolloutConfig, RunConfig
-from flowrl.controller.placement.plan import Inventory, PlacementError, plan
-from flowrl.weight_sync.transfer import choose_transport, has_per_replica_updates
+from flowrl.config import ActorConfig, AnySchedule, Placement, RolloutConfig, RunConfig
+from flowrl.config.schedule import SyncSchedule
+from flowrl.controller.placement.plan import Inventory, Mesh, PlacementError, plan
+from flowrl.controller.worker import get_registered_methods
+from flowrl.weight_sync.transfer import WeightSync
+from flowrl.workers import Actor, Rollout
+from tests.conftest import ClusterMaker
+from tests.weight_sync.syncing_workers import RecordingActor, RecordingRollout, read
+
+HOW = {"chunk_mb": 2.0, "dtype": None}
+CHUNKS = range(RecordingActor.CHUNKS)
 
 
-def transport(
-    kind: Any,
-    actor: str,
-    rollout: str,
-    *,
-    engine: str = "vllm",
-    via: str = "auto",
-    tp: int = 1,
-    nodes: tuple = (8,),
-    per_replica: bool = False,
-) -> str:
-    rollout_role: dict[str, Any] = {"pool": rollout, "tp": tp}
-    roles = {"actor": actor, "rollout": rollout_role} | ({} if "b" in actor + rollout else {"reward": "b"})
-    placement = Placement.model_validate({"device": kind, "pools": {"a": [4], "b": [4]}, "roles": roles})
-    config = RolloutConfig.model_validate({"engine": engine, "max_response_tokens": 1, "transfer": {"via": via}})
-    planned = plan(placement, Inventory(nodes, kind), dedicated=("rollout",) if engine == "vllm" else ())
-    return choose_transport(planned.roles["actor"], planned.roles["rollout"], kind, config, per_replica=per_replica)
+class SplitRun(RunConfig):
+    roles = ("actor", "rollout")
+
+    actor: ActorConfig
+    rollout: RolloutConfig
+    schedule: AnySchedule = SyncSchedule()
 
 
-@pytest.mark.parametrize(
-    ("kind", "actor", "rollout", "settings", "expected"),
-    [
-        ("cpu", "a", "a", {"engine": "hf"}, "shared"),
-        ("cuda", "a", "a", {"engine": "hf"}, "shared"),
-        ("cpu", "a", "b", {"engine": "hf"}, "object_store"),
-        ("cuda", "a", "b", {"engine": "hf"}, "object_store"),
-        ("cuda", "a", "a[0:2]", {"engine": "hf"}, "object_store"),
-        ("cpu", "a", "a", {}, "object_store"),
-        ("cpu", "a", "b", {}, "object_store"),
-        ("cuda", "a", "a", {}, "cuda_ipc"),
-        ("cuda", "a+b", "a+b", {}, "cuda_ipc"),
-        ("cuda", "a+b", "b", {}, "object_store"),
-        ("cuda", "a", "b", {}, "nccl"),
-        ("cuda", "a", "b", {"tp": 2}, "nccl"),
-        ("cuda", "a", "b", {"tp": 4, "nodes": (4, 4)}, "nccl"),
-        ("cuda", "a[0:2]", "a[1:]", {}, "object_store"),
-        ("cuda", "a", "b", {"via": "object_store"}, "object_store"),
-        ("cuda", "a", "a", {"via": "object_store"}, "object_store"),
-        ("cuda", "a", "a", {"via": "cuda_ipc"}, "cuda_ipc"),
-        ("cuda", "a", "b", {"via": "nccl"}, "nccl"),
-    ],
-)
-def test_the_fastest_available_transport_is_chosen(
-    kind: str, actor: str, rollout: str, settings: dict[str, Any], expected: str
+class SyncPair:
+    """An actor of pair ranks and a rollout on the CPU, with a WeightSync for a placement on `kind` devices."""
+
+    def __init__(
+        self,
+        open_cluster: ClusterMaker,
+        folder: Path,
+        rollout: str | dict[str, Any] = "other",
+        *,
+        backend: Any = "inline",
+        kind: Any = "cuda",
+        via: str = "auto",
+        offloads: bool = False,
+        meets: bool = False,
+        dedicated: tuple[str, ...] = ("rollout",),
+        schedule: dict[str, Any] | None = None,
+    ) -> None:
+        self.log = folder / "log"
+        self.log.touch()
+        pools: dict[str, Any] = {"main": [2]} | ({} if rollout == "main" else {"other": [4]})
+        roles = {"actor": "main", "rollout": rollout}
+        self.cluster = open_cluster(backend, pools, roles, dedicated=dedicated)
+        settings = {"yields": offloads, "peers": 4 if meets else 0}
+        self.actor = self.cluster.group("actor", RecordingActor, self.log, **settings)
+        self.rollout = self.cluster.group("rollout", RecordingRollout, self.log, peers=1 if meets else 0)
+        placement = Placement.model_validate({"device": kind, "pools": pools, "roles": roles})
+        config = SplitRun.model_validate(
+            {
+                "output": "out",
+                "steps": 1,
+                "placement": placement,
+                "schedule": schedule or {},
+                "actor": {"model": {"path": "m"}, "optimizer": {"lr": 1.0}},
+                "rollout": {
+                    "engine": "vllm",
+                    "max_response_tokens": 1,
+                    "transfer": {"via": via, "chunk_mb": HOW["chunk_mb"]},
+                },
+            }
+        )
+        self.weight_sync = WeightSync(config, plan(placement, Inventory((8,), kind), dedicated=dedicated))
+
+    def send(self, version: int) -> list[list[Any]]:
+        """Returns the calls of one sync: [role, rank, method, arguments]."""
+        before = len(read(self.log))
+        self.weight_sync.send(self.actor, self.rollout, version)
+        self.cluster.wait_for_calls()
+        return read(self.log)[before:]
+
+
+def calls(lines: list[list[Any]]) -> list[tuple[str, str]]:
+    """Returns role and method of each call, once for all ranks."""
+    methods = [(role, method) for role, rank, method, _ in lines if rank == 0]
+    assert set(methods) == {(role, method) for role, _, method, _ in lines}
+    return methods
+
+
+def arguments(lines: list[list[Any]], method: str, rank: int = 0) -> list[dict[str, Any]]:
+    return [kwargs for _, of, name, kwargs in lines if (of, name) == (rank, method)]
+
+
+@pytest.mark.parametrize(("recording", "real"), [(RecordingActor, Actor), (RecordingRollout, Rollout)])
+def test_recording_workers_have_the_contracts_of_the_real_ones(recording: type, real: Any) -> None:
+    if real is Rollout:
+        real = Rollout.select_class(Mesh(1, 1, 1, 1), RolloutConfig(engine="vllm", max_response_tokens=1))
+    methods = get_registered_methods(real)
+    for name, (function, contract) in get_registered_methods(recording).items():
+        assert contract == methods[name][1], name
+        assert _parameters(function) == _parameters(methods[name][0]), name
+
+
+def _parameters(function: Any) -> list[tuple[str, Any]]:
+    return [(each.name, each.default) for each in inspect.signature(function).parameters.values()]
+
+
+def test_object_store_exports_all_chunks_before_the_first_load(open_cluster: ClusterMaker, tmp_path: Path) -> None:
+    pair = SyncPair(open_cluster, tmp_path, kind="cpu")
+    lines = pair.send(7)
+    export, load = ("actor", "weights"), ("rollout", "load_weights")
+    assert calls(lines) == [("actor", "num_chunks"), *[export] * 3, *[load] * 3]
+    for rank in range(2):
+        assert arguments(lines, "weights", rank) == [{"chunk": i, **HOW} for i in CHUNKS]
+    expected = [{"weights": {"chunk": i}, "version": 7, "chunk": i, "of": 3} for i in CHUNKS]
+    assert [arguments(lines, "load_weights", rank) for rank in range(4)] == [expected] * 4
+
+
+def test_cuda_ipc_shares_a_chunk_after_the_previous_one_was_loaded(open_cluster: ClusterMaker, tmp_path: Path) -> None:
+    pair = SyncPair(open_cluster, tmp_path, "main")
+    lines = pair.send(7)
+    chunk_calls = [("actor", "share_weights"), ("rollout", "load_ipc")]
+    assert calls(lines) == [("actor", "num_chunks"), *chunk_calls * 3, ("actor", "release_weights")]
+    loaded_chunks = [[f"{rank} has loaded {i} of 7" for rank in range(2)] for i in CHUNKS]
+    for rank in range(2):
+        shared = arguments(lines, "share_weights", rank)
+        assert shared == [{"chunk": i, **HOW, "after": loaded_chunks[i - 1] if i else None} for i in CHUNKS]
+        loaded = arguments(lines, "load_ipc", rank)
+        chunks = [[f"chunk {i} on rank {of}" for of in range(2)] for i in CHUNKS]
+        assert loaded == [{"shared": chunks[i], "version": 7, "chunk": i, "of": 3} for i in CHUNKS]
+        assert arguments(lines, "release_weights", rank) == [{"after": loaded_chunks[-1]}]
+
+
+def test_no_rank_shares_a_chunk_while_another_loads_the_previous_one(
+    ray_session: None, open_cluster: ClusterMaker, tmp_path: Path
 ) -> None:
-    assert transport(kind, actor, rollout, **settings) == expected
+    pair = SyncPair(open_cluster, tmp_path, "main", backend="ray", meets=True)
+    done = [method for _, _, method, _ in pair.send(1)[1:]]
+    assert done == [*(["share_weights"] * 2 + ["load_ipc"] * 2) * 3, *["release_weights"] * 2]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_nccl_group_is_joined_once_and_chunks_are_received_before_they_are_sent(
+    tp: int, open_cluster: ClusterMaker, tmp_path: Path
+) -> None:
+    pair = SyncPair(open_cluster, tmp_path, {"pool": "other", "tp": tp})
+    lines = pair.send(7)
+    joined = [("actor", "open_transfer_group"), ("rollout", "join_transfer_group"), ("actor", "join_transfer_group")]
+    chunk_calls = [("rollout", "load_broadcast"), ("actor", "broadcast_weights")]
+    found = calls(lines)
+    assert found == [("actor", "num_chunks"), *joined, *[("actor", "describe_weights")] * 3, *chunk_calls * 3]
+    link = {"host": "there", "port": 1234, "world_size": 1 + 4, "buffer_bytes": 2_000_000}
+    replicas = range(4 // tp)
+    assert [line[3] for line in lines if line[2] == "join_transfer_group"] == [{"group": link}] * (len(replicas) + 1)
+    expected = [{"metadata": f"description {i}", "version": 7, "chunk": i, "of": 3} for i in CHUNKS]
+    assert [arguments(lines, "load_broadcast", rank) for rank in replicas] == [expected] * len(replicas)
+    # All actor ranks gather a chunk; rank 0 sends it.
+    assert [arguments(lines, "broadcast_weights", rank) for rank in range(2)] == [
+        [{"chunk": i, **HOW} for i in CHUNKS]
+    ] * 2
+
+
+def test_nccl_calls_run_at_the_same_time_on_all_members(
+    ray_session: None, open_cluster: ClusterMaker, tmp_path: Path
+) -> None:
+    pair = SyncPair(open_cluster, tmp_path, backend="ray", meets=True)
+    for version in (1, 2):
+        lines = pair.send(version)
+        assert [each["version"] for each in arguments(lines, "load_broadcast", 3)] == [version] * 3
 
 
 @pytest.mark.parametrize(
-    ("kind", "actor", "rollout", "via", "fix"),
+    ("rollout", "kind", "once"),
     [
-        ("cpu", "a", "b", "nccl", "auto"),
-        ("cpu", "a", "a", "cuda_ipc", "auto"),
-        ("cuda", "a", "b", "cuda_ipc", "auto"),
-        ("cuda", "a", "a", "nccl", "auto"),
-        ("cuda", "a[0:2]", "a[1:]", "nccl", "object_store"),
+        ("other", "cpu", ["num_chunks"]),
+        ("main", "cuda", ["num_chunks"]),
+        ("other", "cuda", ["num_chunks", "open_transfer_group", "join_transfer_group", "describe_weights"]),
     ],
 )
-def test_an_impossible_transport_is_rejected(kind: str, actor: str, rollout: str, via: str, fix: str) -> None:
-    with pytest.raises(PlacementError, match=rf"rollout\.transfer\.via is {via}.*set rollout\.transfer\.via: {fix}$"):
-        transport(kind, actor, rollout, via=via)
+def test_a_second_sync_reuses_the_setup_of_the_first(
+    rollout: str, kind: str, once: list[str], open_cluster: ClusterMaker, tmp_path: Path
+) -> None:
+    pair = SyncPair(open_cluster, tmp_path, rollout, kind=kind)
+    first, second = pair.send(1), pair.send(2)
+    assert set(once) <= {method for _, method in calls(first)}
+    assert calls(second) == [call for call in calls(first) if call[1] not in once]
+    (loads,) = {name for role, name in calls(second) if role == "rollout"}
+    assert {kwargs["version"] for kwargs in arguments(second, loads)} == {2}
 
 
-def test_per_replica_updates_exclude_nccl() -> None:
-    assert transport("cuda", "a", "b", per_replica=True) == "object_store"
-    assert transport("cpu", "a", "a", engine="hf", per_replica=True) == "shared"
-    with pytest.raises(PlacementError, match=r"rollout\.transfer\.via is nccl.*schedule\.interrupt: true"):
-        transport("cuda", "a", "b", via="nccl", per_replica=True)
+def test_a_snapshot_is_exported_first_and_loaded_later(open_cluster: ClusterMaker, tmp_path: Path) -> None:
+    pair = SyncPair(open_cluster, tmp_path, kind="cpu")
+    pair.weight_sync.connect(pair.actor, pair.rollout)
+    version = pair.weight_sync.export(pair.actor, pair.rollout, 7)
+    assert version.is_ready() and not pair.weight_sync.updates_all_replicas(pair.actor, pair.rollout)
+    assert calls(read(pair.log)) == [("actor", "num_chunks"), *[("actor", "weights")] * 3]
+    before = len(read(pair.log))
+    loads, compared = version.send(pair.rollout)
+    assert len(loads) == RecordingActor.CHUNKS and compared is None
+    assert calls(read(pair.log)[before:]) == [("rollout", "load_weights")] * 3
 
 
-@pytest.mark.parametrize(
-    ("schedule", "expected"),
-    [
-        ({"kind": "sync"}, False),
-        ({"kind": "async"}, False),
-        ({"kind": "async", "interrupt": False}, True),
-        ({"kind": "async", "interrupt": False, "max_staleness": 0}, False),
-    ],
-)
-def test_schedules_with_per_replica_updates(schedule: dict[str, Any], expected: bool) -> None:
-    class Scheduled(RunConfig):
-        schedule: AnySchedule
-
-    config = Scheduled.model_validate({"output": "out", "steps": 1, "schedule": schedule})
-    assert has_per_replica_updates(config) is expected
+def test_an_nccl_snapshot_is_ready_when_the_actor_reaches_the_broadcast(
+    open_cluster: ClusterMaker, tmp_path: Path
+) -> None:
+    pair = SyncPair(open_cluster, tmp_path)
+    pair.weight_sync.connect(pair.actor, pair.rollout)
+    before = len(read(pair.log))
+    version = pair.weight_sync.export(pair.actor, pair.rollout, 7)
+    assert calls(read(pair.log)[before:]) == [("actor", "num_chunks"), *[("actor", "broadcast_weights")] * 3]
+    assert version.is_ready() and pair.weight_sync.updates_all_replicas(pair.actor, pair.rollout)
+    before = len(read(pair.log))
+    version.send(pair.rollout)
+    assert calls(read(pair.log)[before:]) == [("rollout", "load_broadcast")] * 3
 
 
-def test_shared_weights_have_no_transport() -> None:
-    with pytest.raises(PlacementError, match=r"rollout\.transfer\.via is object_store.*auto$"):
-        transport("cpu", "a", "a", engine="hf", via="object_store")
+@pytest.mark.parametrize("via", ["auto", "nccl"])
+def test_per_replica_updates_do_not_use_nccl(via: str, open_cluster: ClusterMaker, tmp_path: Path) -> None:
+    pair = SyncPair(open_cluster, tmp_path, via=via, schedule={"kind": "async", "interrupt": False})
+    if via == "auto":
+        assert not pair.weight_sync.updates_all_replicas(pair.actor, pair.rollout)
+        return
+    with pytest.raises(PlacementError, match=r"transfer\.via is nccl.*schedule\.interrupt: true"):
+        pair.weight_sync.connect(pair.actor, pair.rollout)
+
+
+def test_prepare_requests_the_number_of_chunks(open_cluster: ClusterMaker, tmp_path: Path) -> None:
+    pair = SyncPair(open_cluster, tmp_path, kind="cpu")
+    pair.weight_sync.prepare(pair.actor, pair.rollout)
+    assert calls(read(pair.log)) == [("actor", "num_chunks")]
+    assert ("actor", "num_chunks") not in calls(pair.send(1))
+
+
+def test_shared_weights_only_change_their_version(open_cluster: ClusterMaker, tmp_path: Path) -> None:
+    pair = SyncPair(open_cluster, tmp_path, "main", dedicated=())
+    pair.weight_sync.prepare(pair.actor, pair.rollout)
+    lines = pair.send(7)
+    assert lines == [["rollout", rank, "set_version", {"version": 7}] for rank in range(2)]
+    assert read(pair.log) == lines
+
+
+def test_an_actor_that_offloads_uses_the_object_store(open_cluster: ClusterMaker, tmp_path: Path) -> None:
+    pair = SyncPair(open_cluster, tmp_path, "main", offloads=True)
+    assert {name for role, name in calls(pair.send(1)) if role == "rollout"} == {"load_weights"}
+
+
+def test_an_actor_that_offloads_rejects_cuda_ipc(open_cluster: ClusterMaker, tmp_path: Path) -> None:
+    pair = SyncPair(open_cluster, tmp_path, "main", offloads=True, via="cuda_ipc")
+    with pytest.raises(PlacementError, match=r"rollout\.transfer\.via.*offload: idle"):
+        pair.weight_sync.prepare(pair.actor, pair.rollout)
+
+
+def test_an_actor_that_stays_on_its_devices_allows_cuda_ipc(open_cluster: ClusterMaker, tmp_path: Path) -> None:
+    pair = SyncPair(open_cluster, tmp_path, "main", via="cuda_ipc")
+    assert ("rollout", "load_ipc") in calls(pair.send(1))

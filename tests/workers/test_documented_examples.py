@@ -8,7 +8,7 @@ import pytest
 
 from flowrl import Batch, Cluster, Placement
 from flowrl.config import ActorConfig, ModelConfig, RolloutConfig, RunConfig
-from flowrl.weight_sync.sync import WeightSync
+from flowrl.weight_sync.transfer import WeightSync
 from flowrl.workers import Actor, Rollout
 from recipes.quickstart.prepare import prepare
 

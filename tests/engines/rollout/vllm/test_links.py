@@ -11,7 +11,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from flowrl import Batch, Cluster, Placement, WorkerGroup
 from flowrl.config import ActorConfig, ModelConfig, RolloutConfig, RunConfig
-from flowrl.weight_sync.sync import WeightSync
+from flowrl.weight_sync.transfer import WeightSync
 from flowrl.workers import Actor, Rollout
 from tests.engines import tiny, vllm_link_checks
 from tests.engines.rollout.vllm.test_engine import PROMPTS, SIZES

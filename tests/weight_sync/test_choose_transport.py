@@ -1,0 +1,101 @@
+"""Choice of the transport for each placement of actor and rollout."""
+
+from typing import Any
+
+import pytest
+
+from flowrl.config import AnySchedule, Placement, RolloutConfig, RunConfig
+from flowrl.controller.placement.plan import Inventory, PlacementError, plan
+from flowrl.weight_sync.transfer import choose_transport, has_per_replica_updates
+
+
+def transport(
+    kind: Any,
+    actor: str,
+    rollout: str,
+    *,
+    engine: str = "vllm",
+    via: str = "auto",
+    tp: int = 1,
+    nodes: tuple = (8,),
+    per_replica: bool = False,
+) -> str:
+    rollout_role: dict[str, Any] = {"pool": rollout, "tp": tp}
+    roles = {"actor": actor, "rollout": rollout_role} | ({} if "b" in actor + rollout else {"reward": "b"})
+    placement = Placement.model_validate({"device": kind, "pools": {"a": [4], "b": [4]}, "roles": roles})
+    config = RolloutConfig.model_validate({"engine": engine, "max_response_tokens": 1, "transfer": {"via": via}})
+    planned = plan(placement, Inventory(nodes, kind), dedicated=("rollout",) if engine == "vllm" else ())
+    return choose_transport(planned.roles["actor"], planned.roles["rollout"], kind, config, per_replica=per_replica)
+
+
+@pytest.mark.parametrize(
+    ("kind", "actor", "rollout", "settings", "expected"),
+    [
+        ("cpu", "a", "a", {"engine": "hf"}, "shared"),
+        ("cuda", "a", "a", {"engine": "hf"}, "shared"),
+        ("cpu", "a", "b", {"engine": "hf"}, "object_store"),
+        ("cuda", "a", "b", {"engine": "hf"}, "object_store"),
+        ("cuda", "a", "a[0:2]", {"engine": "hf"}, "object_store"),
+        ("cpu", "a", "a", {}, "object_store"),
+        ("cpu", "a", "b", {}, "object_store"),
+        ("cuda", "a", "a", {}, "cuda_ipc"),
+        ("cuda", "a+b", "a+b", {}, "cuda_ipc"),
+        ("cuda", "a+b", "b", {}, "object_store"),
+        ("cuda", "a", "b", {}, "nccl"),
+        ("cuda", "a", "b", {"tp": 2}, "nccl"),
+        ("cuda", "a", "b", {"tp": 4, "nodes": (4, 4)}, "nccl"),
+        ("cuda", "a[0:2]", "a[1:]", {}, "object_store"),
+        ("cuda", "a", "b", {"via": "object_store"}, "object_store"),
+        ("cuda", "a", "a", {"via": "object_store"}, "object_store"),
+        ("cuda", "a", "a", {"via": "cuda_ipc"}, "cuda_ipc"),
+        ("cuda", "a", "b", {"via": "nccl"}, "nccl"),
+    ],
+)
+def test_the_fastest_available_transport_is_chosen(
+    kind: str, actor: str, rollout: str, settings: dict[str, Any], expected: str
+) -> None:
+    assert transport(kind, actor, rollout, **settings) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "actor", "rollout", "via", "fix"),
+    [
+        ("cpu", "a", "b", "nccl", "auto"),
+        ("cpu", "a", "a", "cuda_ipc", "auto"),
+        ("cuda", "a", "b", "cuda_ipc", "auto"),
+        ("cuda", "a", "a", "nccl", "auto"),
+        ("cuda", "a[0:2]", "a[1:]", "nccl", "object_store"),
+    ],
+)
+def test_an_impossible_transport_is_rejected(kind: str, actor: str, rollout: str, via: str, fix: str) -> None:
+    with pytest.raises(PlacementError, match=rf"rollout\.transfer\.via is {via}.*set rollout\.transfer\.via: {fix}$"):
+        transport(kind, actor, rollout, via=via)
+
+
+def test_per_replica_updates_exclude_nccl() -> None:
+    assert transport("cuda", "a", "b", per_replica=True) == "object_store"
+    assert transport("cpu", "a", "a", engine="hf", per_replica=True) == "shared"
+    with pytest.raises(PlacementError, match=r"rollout\.transfer\.via is nccl.*schedule\.interrupt: true"):
+        transport("cuda", "a", "b", via="nccl", per_replica=True)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ({"kind": "sync"}, False),
+        ({"kind": "async"}, False),
+        ({"kind": "async", "interrupt": False}, True),
+        ({"kind": "async", "interrupt": False, "max_staleness": 0}, False),
+    ],
+)
+def test_schedules_with_per_replica_updates(schedule: dict[str, Any], expected: bool) -> None:
+    class Scheduled(RunConfig):
+        schedule: AnySchedule
+
+    config = Scheduled.model_validate({"output": "out", "steps": 1, "schedule": schedule})
+    assert has_per_replica_updates(config) is expected
+
+
+def test_shared_weights_have_no_transport() -> None:
+    with pytest.raises(PlacementError, match=r"rollout\.transfer\.via is object_store.*auto$"):
+        transport("cpu", "a", "a", engine="hf", via="object_store")
