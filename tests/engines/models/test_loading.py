@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -173,3 +174,11 @@ def test_a_model_is_not_saved_over_another(tmp_path: Path):
     with pytest.raises(ModelError, match=str(folder)):
         save_model(qwen2(), folder, folder)
     save_model(qwen2(), folder, folder, is_writer=False)  # as a rank does that comes when the first has written
+
+
+def test_the_example_of_the_documentation_runs(tmp_path: Path):
+    page = (Path(__file__).parents[3] / "docs/models.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    folder, output = save(PUBLISHED["GPT-2"](), tmp_path / "start"), tmp_path / "output"
+    exec(example, {"folder": folder, "output": output})
+    assert load_policy(config(output)).config.to_dict()["resid_pdrop"] == 0
