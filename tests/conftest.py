@@ -1,10 +1,11 @@
-"""What every test folder shares: one Ray for the session, and clusters on either backend that end with their test."""
+"""Fixtures for all tests: one Ray per pytest process, and clusters on either backend that close after their test."""
 
 import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -13,20 +14,50 @@ from flowrl import Cluster, Placement
 
 BackendName = Literal["inline", "ray"]
 NUM_CPUS = 16
-"""Logical: worker processes that Ray will hold at a time, whatever the machine has."""
+"""Number of logical CPUs of the test Ray, which bounds its worker processes; independent of the machine."""
 
 ClusterMaker = Callable[..., Cluster]
 
 
+SLOWEST_FILES = (
+    "recipes/test_endings.py",
+    "recipes/test_resume.py",
+    "recipes/test_quickstart.py",
+    "engines/rollout/vllm/test_vllm_tp.py",
+    "recipes/test_vllm.py",
+    "controller/failures/test_failures.py",
+    "controller/failures/test_start_again.py",
+    "recipes/test_numbers.py",
+    "engines/parallel/test_strategies.py",
+    "engines/rollout/vllm/test_engine.py",
+    "controller/backends/test_ray_nodes.py",
+    "recipes/test_schedules.py",
+    "recipes/test_multinode.py",
+    "run/test_sleeping_run.py",
+    "recipes/test_restarts.py",
+    "run/test_doctor.py",
+    "controller/calls/test_resend.py",
+)
+"""Test files that take longest, in descending order. They start first, so that both workers end together."""
+
+
 def pytest_configure() -> None:
-    """A shell starts what it puts into the background with SIGINT ignored, and every program that a test starts would
-    inherit that."""
+    """Restores the default SIGINT handler, which a shell disables for background jobs and child processes inherit."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Moves the slowest files to the front and keeps each file, with its module fixtures, on one xdist worker."""
+    folder = Path(__file__).parent
+    rank = {name: index for index, name in enumerate(SLOWEST_FILES)}
+    items.sort(key=lambda item: rank.get(item.path.relative_to(folder).as_posix(), len(rank)))
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(item.path.relative_to(folder).as_posix()))
 
 
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
-    """One Ray on the loopback interface. Clusters that find it use it, and leave it running when they close."""
+    """Starts a Ray on the loopback interface. Clusters join it and leave it running when they close."""
     import ray  # noqa: PLC0415 (a session that starts no Ray does not pay for its import)
 
     from flowrl.controller.backends.ray_nodes import RAY_SETTINGS  # noqa: PLC0415
@@ -47,7 +78,7 @@ def ray_session() -> Iterator[None]:
 
 @pytest.fixture(params=["inline", "ray"], scope="session")
 def backend(request: pytest.FixtureRequest) -> BackendName:
-    """Either backend; Ray is started when a test first needs it."""
+    """Parametrizes a test over both backends; starts Ray on first use."""
     if request.param == "ray":
         request.getfixturevalue("ray_session")
     return request.param
@@ -55,7 +86,7 @@ def backend(request: pytest.FixtureRequest) -> BackendName:
 
 @pytest.fixture
 def open_cluster() -> Iterator[ClusterMaker]:
-    """Makes CPU clusters, closed after the test: `open_cluster("inline", {"main": [2]}, {"actor": "main"})`."""
+    """Opens CPU clusters that close after the test: `open_cluster("inline", {"main": [2]}, {"actor": "main"})`."""
     with ExitStack() as stack:
 
         def make(backend: BackendName, pools: dict[str, Any], roles: dict[str, Any], **settings: Any) -> Cluster:

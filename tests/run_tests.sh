@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Installs what the tests need, then runs all but those marked slow. --all runs those too; other arguments go to pytest.
+# Installs the test dependencies and runs all tests not marked slow. --all includes slow ones; other arguments go to
+# pytest.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source recipes/install.sh
@@ -11,5 +12,5 @@ arguments=()
 for argument in "$@"; do
     if [[ $argument == --all ]]; then selected=""; else arguments+=("$argument"); fi
 done
-# Two at a time: much of a test is waiting for processes to start. What one file shares, such as Ray, is started once.
-exec python -m pytest -n 2 --dist loadfile -m "$selected" ${arguments[@]+"${arguments[@]}"}
+# Two workers, because tests mostly wait for processes. tests/conftest.py groups tests by file, slowest files first.
+exec python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "$selected" ${arguments[@]+"${arguments[@]}"}

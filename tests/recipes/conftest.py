@@ -1,6 +1,7 @@
 """Provides the quickstart's task on disk and configs of the recipes that read it."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +32,19 @@ def settings(folder: Path, output: Path) -> dict[str, Any]:
     return base
 
 
+def build_ppo_config(folder: Path, run_folder: Path, **changes: Any) -> PPOConfig:
+    """Returns a PPO config with the data of `folder`; `changes` replace settings."""
+    base = settings(folder, run_folder)
+    critic = {"model": {"path": folder / "model"}, "optimizer": {"lr": 1e-3}}
+    algorithm = {"estimator": "gae", "lam": 0.95, "whiten": True, "kl_coef": 0.05}
+    return PPOConfig.model_validate(base | {"critic": critic, "algorithm": algorithm} | changes)
+
+
 @pytest.fixture
 def ppo_config(task_folder: Path, tmp_path: Path) -> Callable[..., PPOConfig]:
     """Returns a function that builds PPO configs; keyword arguments replace settings."""
 
-    def make(**changes: Any) -> PPOConfig:
-        base = settings(task_folder, tmp_path / "run")
-        critic = {"model": {"path": task_folder / "model"}, "optimizer": {"lr": 1e-3}}
-        algorithm = {"estimator": "gae", "lam": 0.95, "whiten": True, "kl_coef": 0.05}
-        return PPOConfig.model_validate(base | {"critic": critic, "algorithm": algorithm} | changes)
-
-    return make
+    return partial(build_ppo_config, task_folder, tmp_path / "run")
 
 
 @pytest.fixture

@@ -124,7 +124,9 @@ def lines(folder: Path) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_a_recipe_asked_to_end_leaves_whole_results(
     number: signal.Signals, code: int, start_recipe: StartRecipe, tmp_path: Path
 ) -> None:
@@ -203,7 +205,10 @@ def settled() -> tuple[float, list[str], int]:
     return found[-1]
 
 
-@pytest.mark.parametrize(("ending", "code"), [(None, 0), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [(None, 0), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGKILL, -9)],
+)
 def test_a_cluster_that_a_driver_joined_goes_on_with_all_that_it_had(
     ending: signal.Signals | None, code: int, ray_session: None, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""Every estimator, loss and correction that a step has the columns for, in a short run of the recipes."""
+"""Every estimator, loss and correction takes a GRPO step with finite metrics; some are compared over full runs."""
 
 import json
 import math
@@ -8,13 +8,19 @@ from typing import Any
 
 import pytest
 
-from flowrl import Placement
+from flowrl import Batch, Cluster, Placement
 from flowrl.config import AnyAdvantage, AnyPolicyLoss
+from flowrl.config.placement import SINGLE
 from flowrl.config.union import CUSTOM, members_of
+from flowrl.data.metric import merge_metrics
+from flowrl.run.advantages import Advantages
+from flowrl.run.datasets import read_prompts
+from flowrl.workers import Actor, Reference, Rollout, reward_worker
 from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train
 from recipes.ppo.config import PPOConfig
 from recipes.ppo.train import train as train_ppo
+from tests.recipes.conftest import settings
 
 CLOCK = {"seconds", "elapsed_s", "tokens_per_s", "memory_mb"}
 CLOCK |= {f"idle_{role}" for role in ("actor", "critic", "reference", "reward", "rollout")}
@@ -69,36 +75,71 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def configured(
     make: Callable[..., GRPOConfig], name: str, engine: dict[str, int] | None = None, **changes: Any
 ) -> GRPOConfig:
+    """Returns the GRPO config of a case, with one step."""
     algorithm, actor = CASES[name]
     base = make().actor
-    settings = {"model": base.model, "optimizer": base.optimizer, "engine": engine or {}} | actor
-    return make(algorithm=algorithm, actor=settings, steps=1, **changes)
+    actor_settings = {"model": base.model, "optimizer": base.optimizer, "engine": engine or {}} | actor
+    return make(algorithm=algorithm, actor=actor_settings, steps=1, **changes)
 
 
 def metrics_of(config: GRPOConfig) -> dict[str, float]:
-    line = (config.output / "metrics.jsonl").read_text().splitlines()[1]
-    return {name: value for name, value in json.loads(line).items() if name not in CLOCK}
+    record = (config.output / "metrics.jsonl").read_text().splitlines()[1]
+    return {name: value for name, value in json.loads(record).items() if name not in CLOCK}
+
+
+@pytest.fixture(scope="module")
+def rollouts(task_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Batch:
+    """Samples and scores one batch, which all cases train on."""
+    base = settings(task_folder, tmp_path_factory.mktemp("rollouts")) | {"algorithm": {"estimator": "grpo"}}
+    config = GRPOConfig.model_validate(base | {"samples_per_prompt": 4})
+    prompts, _ = read_prompts(config)
+    rows, samples = prompts.take(config.prompts_per_step), config.samples_per_prompt
+    with Cluster(SINGLE, backend="inline", roles=GRPOConfig.roles, num_threads=1) as cluster:
+        actor: Any = cluster.group("actor", Actor, config.actor, temperature=1.0)
+        reference: Any = cluster.group("reference", Reference, config.reference, temperature=1.0)
+        reward: Any = cluster.group("reward", reward_worker(config.reward), config.reward)
+        rollout: Any = cluster.group("rollout", Rollout, config.rollout, config.actor.model, seed=config.seed)
+        batch = Batch.from_rows(rows).repeat(samples)
+        batch["sample"] = Batch.from_rows([{"sample": index} for _ in rows for index in range(samples)])
+        batch = batch.union(rollout.generate(batch))
+        batch["scores"] = reward.score(batch)
+        batch["old_logprobs"] = actor.logprobs(batch)
+        batch["ref_logprobs"] = reference.logprobs(batch)
+        return Batch.of_payload(batch.payload(*batch.columns))
+
+
+def train_step(config: GRPOConfig, rollouts: Batch) -> dict[str, float]:
+    """Runs one training step of the recipe on given rollouts, without the surroundings of a run; returns its metrics."""
+    advantages = Advantages(config.algorithm, config.actor, seed=config.seed)
+    with Cluster(SINGLE, backend="inline", roles=("actor",), num_threads=1) as cluster:
+        actor: Any = cluster.group("actor", Actor, config.actor, temperature=1.0)
+        batch, metrics = advantages.compute(rollouts, step=1)
+        minibatches = batch.minibatches(config.minibatch_size, epochs=config.ppo_epochs, seed=(config.seed, 1))
+        updates = [actor.update(minibatch).get() for minibatch in minibatches]
+        values = metrics.get()
+    merged = {name: metric.result() for name, metric in merge_metrics(updates).items()}
+    return merged | {
+        name: value if isinstance(value, float | int) else value.result() for name, value in values.items()
+    }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_ends_with_finite_numbers(name: str, grpo_config: Callable[..., GRPOConfig]) -> None:
-    config = configured(grpo_config, name)
-    train(config)
-    found = metrics_of(config)
-    assert math.isfinite(found["actor/loss"]) and found["actor/grad_norm"] >= 0
-    assert found["actor/skipped_update"] == 0
+def test_step_has_finite_metrics(name: str, grpo_config: Callable[..., GRPOConfig], rollouts: Batch) -> None:
+    metrics = train_step(configured(grpo_config, name), rollouts)
+    assert math.isfinite(metrics["actor/loss"]) and metrics["actor/grad_norm"] >= 0
+    assert metrics["actor/skipped_update"] == 0
     if "selects" in name:
-        assert found["actor/selected_fraction"] > 0
+        assert metrics["actor/selected_fraction"] > 0
     if "correction" in CASES[name][0]:
-        assert found["correction/weight"] > 0
-    assert ("reward_shaping" in found) == ("shaping" in CASES[name][0])
+        assert metrics["correction/weight"] > 0
+    assert ("reward_shaping" in metrics) == ("shaping" in CASES[name][0])
 
 
 @pytest.mark.parametrize("backend", ["inline", "ray"])
-def test_a_kl_below_its_target_lowers_the_coefficient(
+def test_kl_below_target_lowers_the_coefficient(
     backend: str, request: pytest.FixtureRequest, ppo_config: Callable[..., PPOConfig]
 ) -> None:
-    """Far below, each step of 32 rows does so by 0.2 * 32 / 64."""
+    """A KL far below its target lowers the coefficient by 0.2 * 32 / 64 in each step of 32 rows."""
     if backend == "ray":
         request.getfixturevalue("ray_session")
     control = {"kind": "adaptive", "target": 1.0, "horizon": 64.0}
@@ -106,31 +147,29 @@ def test_a_kl_below_its_target_lowers_the_coefficient(
     placement = Placement(device="cpu", pools={"main": [1]}, roles=dict.fromkeys(PPOConfig.roles, "main"))
     config = ppo_config(algorithm=algorithm, backend=backend, placement=placement)
     train_ppo(config)
-    lines = [json.loads(line) for line in (config.output / "metrics.jsonl").read_text().splitlines()[1:]]
-    assert [line["kl_coef"] for line in lines] == pytest.approx([0.1, 0.09, 0.081])
+    records = [json.loads(line) for line in (config.output / "metrics.jsonl").read_text().splitlines()[1:]]
+    assert [record["kl_coef"] for record in records] == pytest.approx([0.1, 0.09, 0.081])
 
 
-def assert_same(expected: GRPOConfig, found: GRPOConfig) -> None:
-    others = metrics_of(found)
-    for metric, value in metrics_of(expected).items():
+def assert_same(expected: dict[str, float], actual: dict[str, float]) -> None:
+    for metric, value in expected.items():
         # The gaps between rollout and trainer are rounding errors themselves.
         if not metric.startswith(("rollout_gap", "mismatch/")):
-            assert others[metric] == pytest.approx(value, rel=1e-4, abs=1e-5), metric
+            assert actual[metric] == pytest.approx(value, rel=1e-4, abs=1e-5), metric
 
 
 @pytest.mark.parametrize(
     "name", ["gpg", "loss gspo", "loss clip_cov that selects", "loss decoupled_ppo", "truncated", "shaping"]
 )
-def test_micro_batches_change_no_number(name: str, grpo_config: Callable[..., GRPOConfig], tmp_path: Path) -> None:
-    whole = configured(grpo_config, name, output=tmp_path / "whole")
-    cut = configured(grpo_config, name, output=tmp_path / "cut", engine={"max_tokens_per_microbatch": 40})
-    train(whole)
-    train(cut)
-    assert_same(whole, cut)
+def test_metrics_do_not_depend_on_micro_batches(
+    name: str, grpo_config: Callable[..., GRPOConfig], rollouts: Batch
+) -> None:
+    one_pass = train_step(configured(grpo_config, name), rollouts)
+    assert_same(one_pass, train_step(configured(grpo_config, name, engine={"max_tokens_per_microbatch": 40}), rollouts))
 
 
 @pytest.mark.parametrize("name", ["loss clip_cov that selects", "own", "shaping"])
-def test_ranks_change_no_number(
+def test_metrics_do_not_depend_on_ranks(
     name: str, ray_session: None, grpo_config: Callable[..., GRPOConfig], tmp_path: Path
 ) -> None:
     two = Placement(
@@ -140,4 +179,4 @@ def test_ranks_change_no_number(
     placed = configured(grpo_config, name, output=tmp_path / "placed", backend="ray", placement=two)
     train(inline)
     train(placed)
-    assert_same(inline, placed)
+    assert_same(metrics_of(inline), metrics_of(placed))

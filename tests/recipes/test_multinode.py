@@ -76,7 +76,9 @@ def test_ppo_trains_on_two_hosts(
     assert {event["node"] for event in updates} == {0, 1}
 
 
-@pytest.mark.parametrize(("ending", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("ending", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGKILL, -9, marks=pytest.mark.slow)]
+)
 def test_all_nodes_end_with_it_and_the_token_is_on_no_command_line(
     ending: signal.Signals, code: int, ssh: None, hostfile: Callable[..., Path]
 ) -> None:

@@ -29,6 +29,7 @@ from recipes.ppo.train import train as train_ppo
 from recipes.sft.config import SFTConfig
 from recipes.sft.train import train as train_sft
 from tests.recipes import crashing
+from tests.recipes.conftest import build_ppo_config
 from tests.recipes.test_numbers import CLOCK, ROLES, assert_same, metrics_of, with_adapters
 
 TWO = Placement(device="cpu", pools={"main": [2]}, roles=dict.fromkeys(ROLES, "main"))
@@ -57,10 +58,10 @@ def assert_the_same_run(found: PPOConfig | GRPOConfig, straight: PPOConfig | GRP
     assert all(torch.equal(weights[name], others[name]) for name in others) and weights.keys() == others.keys()
 
 
-@pytest.fixture
-def straight(ppo_config: Configs, tmp_path: Path) -> PPOConfig:
-    """Five steps at once."""
-    config = ppo_config(steps=5, output=tmp_path / "straight")
+@pytest.fixture(scope="module")
+def straight(task_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> PPOConfig:
+    """Trains five steps without interruption; returns the config."""
+    config = build_ppo_config(task_folder, tmp_path_factory.mktemp("straight"), steps=5)
     train_ppo(config)
     return config
 

@@ -1,4 +1,4 @@
-"""Recipes whose rollouts are real vLLM, on the CPU: split and colocated, and with a rollout that is killed."""
+"""Recipes with real vLLM rollouts on the CPU: split, colocated, offloaded, and with a killed rollout process."""
 
 import importlib.util
 import json
@@ -35,7 +35,7 @@ def metrics_of(config: PPOConfig | GRPOConfig) -> list[dict[str, float]]:
 
 
 def check(lines: list[dict[str, float]]) -> None:
-    """Three steps, in each of which the rollout's log-probabilities are the trainer's, and weights that change."""
+    """Checks three steps: rollout and trainer agree on log-probabilities, and the weights change."""
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
     for line in lines[1:]:
         assert line["rollout_gap"] < 1e-4
@@ -50,48 +50,35 @@ def test_ppo_split_runs_with_vllm(ray_session: None, ppo_config: Callable[..., P
     check(metrics_of(config))
 
 
-def test_grpo_colocated_gives_the_same_numbers_when_its_rollout_is_killed(
+SLEEPING = {**VLLM, "vllm": {"sleep": True}}
+"""Rollout settings with sleep mode. On the CPU no memory moves, but an engine that is asleep still rejects requests."""
+
+
+def test_grpo_colocated_metrics_depend_on_neither_offload_nor_a_killed_rollout(
     ray_session: None, grpo_config: Callable[..., GRPOConfig], tmp_path: Path
 ) -> None:
-    sound = grpo_config(output=tmp_path / "sound", backend="ray", placement=COLOCATED, rollout=VLLM)
-    train_grpo(sound)
-    check(metrics_of(sound))
-    hurt = grpo_config(output=tmp_path / "hurt", backend="ray", placement=COLOCATED, rollout=VLLM)
-    killed = train_and_kill(hurt, at_steps=(2,))
-    assert len(killed) == 1
-    for expected, line in zip(metrics_of(sound), metrics_of(hurt), strict=True):
+    """Run A sleeps and offloads idle roles; run B keeps all roles resident and loses its rollout process."""
+    offloading = grpo_config(output=tmp_path / "offloading", backend="ray", placement=COLOCATED, rollout=SLEEPING)
+    engine = offloading.actor.engine.model_copy(update={"offload": "idle"})
+    actor = offloading.actor.model_copy(update={"engine": engine})
+    train_grpo(offloading.model_copy(update={"actor": actor}))
+    check(metrics_of(offloading))
+    resident = grpo_config(output=tmp_path / "resident", backend="ray", placement=COLOCATED, rollout=VLLM)
+    assert len(train_and_kill(resident, at_steps=(2,))) == 1
+    for expected, record in zip(metrics_of(offloading), metrics_of(resident), strict=True):
         for name in ("reward", "accuracy", "response_length", "actor/loss", "actor/kl_loss"):
-            assert line.get(name) == pytest.approx(expected.get(name), abs=1e-5), name
+            assert record.get(name) == pytest.approx(expected.get(name), abs=1e-5), name
+    # Each of the four evaluations and steps evicts the trainer for the rollout, and the rollout for the trainer.
+    assert event_names(offloading).count("evict") >= 8
+    assert "evict" not in event_names(resident)
 
 
-SLEEPING = {**VLLM, "vllm": {"sleep": True}}
-"""On the CPU nothing moves; an engine that was not woken in time refuses all the same."""
-
-
-def test_ppo_colocated_gives_the_same_numbers_with_roles_that_leave_the_device(
-    ray_session: None, ppo_config: Callable[..., PPOConfig], tmp_path: Path
-) -> None:
-    placement = load(Path("placement/colocated.yaml"), ["device=cpu", "pools.main=[1]"], Placement)
-    found = []
-    for name, rollout, offload in (("stay", VLLM, "none"), ("leave", SLEEPING, "idle")):
-        config = ppo_config(output=tmp_path / name, backend="ray", placement=placement, rollout=rollout)
-        engine = config.actor.engine.model_copy(update={"offload": offload})
-        roles = {role: getattr(config, role).model_copy(update={"engine": engine}) for role in ("actor", "critic")}
-        train_ppo(config.model_copy(update=roles))
-        check(metrics_of(config))
-        found.append(metrics_of(config))
-    for expected, line in zip(*found, strict=True):
-        for name in ("reward", "accuracy", "response_length", "actor/loss", "critic/loss"):
-            assert line.get(name) == expected.get(name), name
-    calls = [event["name"] for event in json.loads((tmp_path / "leave" / "trace.json").read_text())["traceEvents"]]
-    # Once to the rollout and back for the evaluation before the first step, and in each of the three steps.
-    assert calls.count("evict") >= 8
-    stayed = json.loads((tmp_path / "stay" / "trace.json").read_text())["traceEvents"]
-    assert "evict" not in [event["name"] for event in stayed]
+def event_names(config: GRPOConfig) -> list[str]:
+    return [event["name"] for event in json.loads((config.output / "trace.json").read_text())["traceEvents"]]
 
 
 @pytest.mark.slow
-def test_a_sleeping_rollout_that_is_killed_comes_back_in_its_turn(
+def test_killed_sleeping_rollout_is_replaced(
     ray_session: None, grpo_config: Callable[..., GRPOConfig], tmp_path: Path
 ) -> None:
     config = grpo_config(output=tmp_path / "hurt", backend="ray", placement=COLOCATED, rollout=SLEEPING)
@@ -100,7 +87,7 @@ def test_a_sleeping_rollout_that_is_killed_comes_back_in_its_turn(
 
 
 def train_and_kill(config: GRPOConfig, at_steps: tuple[int, ...]) -> list[int]:
-    """GRPO's loop, with the rollout's process killed while weights are on their way to it; who was killed."""
+    """Runs GRPO's loop and kills the rollout process during weight sync; returns the ids of the killed processes."""
     prompts, held_out = read_prompts(config)
     advantages = Advantages(config.algorithm, config.actor, seed=config.seed)
     killed = []
