@@ -46,6 +46,7 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Moves the slowest files to the front and keeps each file, with its module fixtures, on one xdist worker."""
     folder = Path(__file__).parent

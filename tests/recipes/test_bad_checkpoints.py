@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import resource
 import shutil
 from collections.abc import Callable, Iterator
@@ -179,7 +180,7 @@ def test_checkpoints_are_listed_and_exported_from_the_command_line(
     folder = checkpoints.parent
     capsys.readouterr()
     assert main(["checkpoints", str(folder)]) == 0
-    steps = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.split()[:1] in (["1"], ["2"])]
+    steps = re.findall(r"^\W*(\d+)\b", capsys.readouterr().out, re.MULTILINE)
     assert sorted(steps) == ["1", "2"]
     assert main(["export", str(folder), "--step", "2"]) == 0
     exported = folder / "export-step-000002" / "model.safetensors"

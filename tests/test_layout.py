@@ -1,0 +1,51 @@
+"""Conventions for files and folders: names, docstrings of packages, numbers of modules, length of lines."""
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = sorted(path.parent for path in (ROOT / "flowrl").rglob("__init__.py"))
+SHARED_NAMES = {"__init__.py", "__main__.py", "base.py", "engine.py", "transfer.py"}
+"""Module names that several packages may have."""
+
+MAX_MODULES = 13
+MAX_LINE = 120
+MAX_TERMS = 60
+
+
+def test_module_names_are_unique() -> None:
+    names = Counter(path.name for path in (ROOT / "flowrl").rglob("*.py") if path.name not in SHARED_NAMES)
+    assert sorted(name for name, count in names.items() if count > 1) == []
+
+
+def test_every_package_has_a_docstring() -> None:
+    missing = [
+        package for package in PACKAGES if not ast.get_docstring(ast.parse((package / "__init__.py").read_text()))
+    ]
+    assert [package.relative_to(ROOT).as_posix() for package in missing] == []
+
+
+def test_packages_have_few_modules() -> None:
+    large = [package for package in PACKAGES if len([*package.glob("[!_]*.py")]) > MAX_MODULES]
+    assert [package.relative_to(ROOT).as_posix() for package in large] == []
+
+
+@pytest.mark.parametrize("folder", ["flowrl", "recipes", "tests", "docs", "."])
+def test_lines_are_short(folder: str) -> None:
+    paths = (ROOT / folder).glob("*") if folder == "." else (ROOT / folder).rglob("*")
+    long = [
+        f"{path.relative_to(ROOT).as_posix()}:{number}"
+        for path in paths
+        if path.suffix in (".py", ".md")
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if len(line) > MAX_LINE
+    ]
+    assert long == []
+
+
+def test_glossary_is_short() -> None:
+    rows = [line for line in (ROOT / "docs/glossary.md").read_text().splitlines() if line.startswith("| ")]
+    assert len([row for row in rows if not row.startswith("| term ")]) <= MAX_TERMS
