@@ -46,14 +46,11 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Moves the slowest files to the front and keeps each file, with its module fixtures, on one xdist worker."""
+    """Moves the slowest files to the front; xdist assigns files to workers in this order."""
     folder = Path(__file__).parent
     rank = {name: index for index, name in enumerate(SLOWEST_FILES)}
     items.sort(key=lambda item: rank.get(item.path.relative_to(folder).as_posix(), len(rank)))
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(item.path.relative_to(folder).as_posix()))
 
 
 @pytest.fixture(scope="session")
