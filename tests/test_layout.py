@@ -1,6 +1,7 @@
 """Conventions for files and folders: names, docstrings of packages, numbers of modules, length of lines."""
 
 import ast
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -10,6 +11,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = sorted(path.parent for path in (ROOT / "flowrl").rglob("__init__.py"))
 SHARED_NAMES = {"__init__.py", "__main__.py", "base.py", "engine.py", "transfer.py"}
 """Module names that several packages may have."""
+
+PRAGMA = re.compile(r"\s*# (noqa|pyright|type):.*")
+"""Comments for tools, which do not count, as in ruff's E501."""
 
 MAX_MODULES = 13
 MAX_LINE = 120
@@ -41,7 +45,7 @@ def test_lines_are_short(folder: str) -> None:
         for path in paths
         if path.suffix in (".py", ".md")
         for number, line in enumerate(path.read_text().splitlines(), start=1)
-        if len(line) > MAX_LINE
+        if len(PRAGMA.sub("", line)) > MAX_LINE
     ]
     assert long == []
 

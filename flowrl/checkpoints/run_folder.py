@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 import yaml
 
-from flowrl.config.errors import UserError
+from flowrl.config.user_errors import UserError
 
 LOCK = "run.lock"
 """Name of the lock file in a run folder."""

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from flowrl.config.errors import UserError
+from flowrl.config.user_errors import UserError
 from flowrl.config.imports import check_import_name
 
 

@@ -4,7 +4,7 @@ import importlib
 import re
 from typing import Any
 
-from flowrl.config.errors import UserError
+from flowrl.config.user_errors import UserError
 
 
 class ImportNameError(UserError):

@@ -10,7 +10,7 @@ FlowError
 +-- ContractError       a call or a result violates the `register` declaration (also a UserError)
 """
 
-from flowrl.config.errors import UserError
+from flowrl.config.user_errors import UserError
 
 
 class FlowError(Exception):

@@ -7,7 +7,7 @@ from typing import Literal
 
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from flowrl.config.errors import UserError
+from flowrl.config.user_errors import UserError
 
 Speaker = Literal["system", "user", "assistant"]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flowrl.config.errors import UserError
+from flowrl.config.user_errors import UserError
 
 _PIECE = 16 * 1024**2
 """Bytes that are summed and written at a time, so that the second finds in the cache what the first has read."""

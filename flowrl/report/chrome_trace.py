@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.checkpoints.run_folder import RunFolder
-from flowrl.config.errors import UserError
+from flowrl.config.user_errors import UserError
 from flowrl.data.events import CallEvent, Counted
 from flowrl.report.trace import CallParts, call_parts
 

@@ -13,7 +13,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from flowrl.checkpoints.run_folder import replacing, write_json
-from flowrl.config.errors import UserError
+from flowrl.config.user_errors import UserError
 from recipes.quickstart.task import Problem, deal
 
 SPECIAL = ("<pad>", "<eos>")

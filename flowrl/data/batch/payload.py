@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.config.errors import UserError
+from flowrl.config.user_errors import UserError
 from flowrl.data.batch.row_runs import Runs, bytes_each, offsets, one_dtype
 
 OBJECT_BYTES = 64
