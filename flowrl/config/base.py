@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from flowrl.config.user_errors import UserError
 from flowrl.config.imports import check_import_name
+from flowrl.config.user_errors import UserError
 
 
 class ConfigError(UserError):
