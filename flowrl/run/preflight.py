@@ -106,7 +106,7 @@ def _chosen_functions(config: RunConfig) -> Iterator[tuple[str, str, str, Mappin
     for group, value in config:
         if isinstance(value, ActorConfig):
             yield f"{group}.loss", "policy loss", value.loss.kind, value.loss.arguments()
-            yield f"{group}.kl_loss_kind", "KL estimate", value.kl_loss_kind, {}
+            yield f"{group}.kl_loss_kind", "KL estimator", value.kl_loss_kind, {}
             yield f"{group}.aggregation", "aggregation", value.aggregation, {}
         elif isinstance(value, PreferenceConfig):
             yield f"{group}.loss", "preference loss", value.loss, value.arguments()
@@ -121,7 +121,7 @@ def _functions_of_advantages(
 ) -> Iterator[tuple[str, str, str, Mapping[str, Any]]]:  # Any: user-defined
     yield f"{group}.estimator", "advantage estimator", config.estimator, config.arguments()
     if isinstance(config, PenalizedAdvantageConfig):
-        yield f"{group}.kl_kind", "KL estimate", config.kl_kind, {}
+        yield f"{group}.kl_kind", "KL estimator", config.kl_kind, {}
         yield f"{group}.kl_control.kind", "KL control", config.kl_control.kind, config.kl_control.arguments()
     if (correction := config.applied_correction) is not None:
         yield f"{group}.correction.kind", "rollout correction", correction.kind, correction.arguments()

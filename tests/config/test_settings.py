@@ -80,7 +80,7 @@ def quantized(quantization: str = "int8", **correction: Any) -> dict[str, Any]:
         (PPOConfig, PPO | {"evaluate_every": 2}, "set data.test"),
         (PPOConfig, PPO | {"backend": "inline", "address": "auto"}, "backend: ray"),
         (GRPOConfig, GRPO | {"algorithm": {"estimator": "gae"}}, "set grpo"),
-        (GRPOConfig, GRPO | {"samples_per_prompt": 1}, "2 or more"),
+        (GRPOConfig, GRPO | {"samples_per_prompt": 1}, "samples_per_prompt is 1"),
         (
             RolloutConfig,
             {"max_response_tokens": 8, "quantization": "fp8"},
