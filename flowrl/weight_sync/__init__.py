@@ -1,6 +1,6 @@
 """Weight sync: sends the actor's weights to the rollout after each update and checks that they arrived.
 
-Entry points: `WeightSync`, `choose_transport` and the `WeightTransfer` implementations (transfer.py); `RolloutWatch` and
-`WeightsCheck` (verification.py).
+Entry points: `WeightSync`, `choose_transport` and the `WeightTransfer` implementations (transfer.py);
+`RolloutWatch` and `WeightsCheck` (verification.py).
 May import: config, data, controller, engines.
 """

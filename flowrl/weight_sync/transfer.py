@@ -179,8 +179,8 @@ def choose_transport(
     if config.transfer.via == "nccl":
         raise PlacementError(
             f"{rollout.role}.transfer.via is nccl, which updates all replicas together, but schedule.interrupt is "
-            f"false, which updates each replica by itself: set schedule.interrupt: true, or {rollout.role}.transfer.via: "
-            f"auto"
+            f"false, which updates each replica by itself: set schedule.interrupt: true, or "
+            f"{rollout.role}.transfer.via: auto"
         )
     return "object_store"
 

@@ -1,6 +1,7 @@
 """Worker classes of the roles: each wraps an engine and declares the columns that its methods read and write.
 
-Entry points: `Actor`, `Critic`, `Reference`, `Reward`, `RewardModel`, `Rollout`; `reward_worker` selects a reward class.
+Entry points: `Actor`, `Critic`, `Reference`, `Reward`, `RewardModel` and `Rollout`. `reward_worker` selects between the
+two reward classes.
 May import: config, data, controller, engines, algorithms.
 """
 

@@ -87,7 +87,8 @@ class Actor(TrainedWorker):
         response mask.
         """
         self._check_columns(batch)
-        mask_column = "loss_mask" if "loss_mask" in batch["tokens"].keys() else "response_mask"  # noqa: SIM118 (a TensorDict)
+        columns = batch["tokens"].keys()
+        mask_column = "loss_mask" if "loss_mask" in columns else "response_mask"
 
         def loss(
             model: nn.Module, micro: MicroBatch, denominators: Denominators

@@ -27,7 +27,7 @@ from flowrl.engines.models.sequence_sharding import (
 from flowrl.engines.train.microbatch import MicroBatch
 
 _TILED_FROM = 8192
-"""Vocabulary size from which logits are computed in tiles. Smaller vocabularies fit in memory and run faster at once."""
+"""Vocabulary size from which logits are computed in tiles; smaller vocabularies run faster in one pass."""
 
 
 def policy_logprobs(model: nn.Module, micro: MicroBatch, *, temperature: float) -> Tensor:

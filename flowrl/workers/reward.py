@@ -56,7 +56,8 @@ def score_rows(batch: TensorDict, function: RewardFunction, name: str) -> Tensor
     accepts_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
     optional = {"conversation", "data_source"} - {parameter.name for parameter in parameters}
     skipped = {"length"} if accepts_all else {"length", *optional}
-    columns = {name: objects(batch, name) for name in batch["rows"].keys() if name not in skipped}  # noqa: SIM118 (a TensorDict)
+    names = batch["rows"].keys()
+    columns = {column: objects(batch, column) for column in names if column not in skipped}
     rows = ({column: values[i] for column, values in columns.items()} for i in range(num_rows(batch)))
     scores = [_score_row(function, name, row) for row in rows]
     return make_tensordict({"scores": torch.tensor(scores, dtype=torch.float32)})

@@ -96,7 +96,7 @@ class Compared:
 
 
 def chosen_names(names: Sequence[str], version: int) -> list[str]:
-    """Returns one weight of each kind, such as one layer's query matrix; successive versions cycle through the layers."""
+    """Returns one weight of each kind, such as one layer's query matrix. Versions cycle through the layers."""
     kinds: dict[str, list[str]] = {}
     for name in names:
         kinds.setdefault(re.sub(r"\.\d+\.", ".#.", name), []).append(name)
@@ -206,7 +206,7 @@ def compare(name: str, actual: Tensor, expected: Tensor, *, tolerance: float = 0
 
 @torch.no_grad()
 def compare_model(model: PreTrainedModel, samples: WeightSamples) -> Compared:
-    """Compares a transformers model's weights with samples of the actor's: bitwise, or within `QUANTIZED_TOLERANCE` for int8."""
+    """Compares a transformers model's weights with samples of the actor's: bitwise, or with a tolerance for int8."""
     weights = model_weights(model)
 
     def result(sample: WeightSample) -> Difference | bool:

@@ -31,9 +31,9 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def with_slot_attention(model: PreTrainedModel) -> PreTrainedModel:
-    """Returns a copy of the model's modules with attention over a `SlotCache`. The copy shares all parameters and buffers.
+    """Returns a copy of the model's modules with attention over a `SlotCache`.
 
-    The original model is not modified.
+    The copy shares all parameters and buffers. The original model is not modified.
     """
     AttentionInterface.register(_ATTENTION, _slot_attention)
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}

@@ -57,7 +57,7 @@ def start_engine(args: EngineArgs) -> LLMEngine:
 
 
 def _unlink_shared_memory(process_ids: list[int]) -> None:
-    """Unlinks the /dev/shm segments that the processes have mapped, so that the kernel frees them with the last process.
+    """Unlinks the /dev/shm segments that the processes have mapped, so that they are freed with the last process.
 
     vLLM's segments would otherwise leak when Ray kills the process. Segments are matched by inode, because the name in
     the mapping of a semaphore differs from its file name.
