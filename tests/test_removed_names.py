@@ -27,7 +27,6 @@ REMOVED = (
     "StepState",
     "SummedFile",
     "Turns",
-    "Untrained",
     "WholeBatches",
     "_Lane",
     "_LinkedWay",
@@ -50,8 +49,11 @@ REMOVED = (
 )
 """Names of classes, functions and settings."""
 
-EXCEPTIONS: dict[str, str] = {}
-"""path:name -> reason, such as the table that maps removed settings to new ones."""
+EXCEPTIONS = {
+    f"flowrl/config/load.py:{name}": "the table that maps removed settings to new ones"
+    for name in ("max_row_tokens", "minibatch_rows", "rows_per_step")
+}
+"""path:name -> reason."""
 
 _REMOVED_NAME = re.compile(rf"\b({'|'.join(REMOVED)})\b")
 

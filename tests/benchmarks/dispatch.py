@@ -17,7 +17,7 @@ import numpy as np
 import ray
 
 from flowrl import Batch, Cluster, Placement, WorkerGroup
-from tests.benchmarks import batch_edits, driver_time, group_start, hand_over
+from tests.benchmarks import batch_edits, driver_time, group_start, group_transfer
 from tests.benchmarks.bench_workers import COLUMNS, RANKS, ROWS, TOKENS, Bench, Raw
 from tests.benchmarks.measure import Figure, machine, paired, table
 
@@ -82,7 +82,7 @@ def on_ray(parts: list[str], repeats: int) -> list[Figure]:
         cluster.wait_for_calls()
         ray.get([actor.nothing.remote() for actor in raws + others])
         found += calls(first, raws, repeats) if "calls" in parts else []
-        found += hand_over.figures(first, second, raws, others, repeats) if "send" in parts else []
+        found += group_transfer.figures(first, second, raws, others, repeats) if "send" in parts else []
     return found
 
 

@@ -1,4 +1,4 @@
-"""64 MiB handed from one group of four to another, and what that costs in memory and in the driver."""
+"""Measures sending 64 MiB from one group of four ranks to another: time, memory, and bytes through the driver."""
 
 from collections.abc import Callable
 from functools import partial
