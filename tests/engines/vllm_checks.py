@@ -172,9 +172,13 @@ def comparison(worker: Rollout, samples: WeightSamples) -> tuple[int, tuple[str,
     return compared.count, compared.unreached, 1e3 * (time.perf_counter() - started_s)
 
 
-def forgets_tied(worker: Rollout) -> None:
-    """Makes the engine send tied weights under one name only."""
-    engine_of(worker)._tied = {}
+def set_tied(worker: Rollout, is_sent: bool) -> None:
+    """Makes the engine send tied weights under one name only, or under all of them again."""
+    engine: Any = engine_of(worker)
+    if is_sent:
+        engine._tied = engine._all_tied
+    else:
+        engine._all_tied, engine._tied = engine._tied, {}
 
 
 def forgets_biases(worker: Rollout) -> None:

@@ -104,7 +104,9 @@ def pair(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield opened
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture", [pytest.param(name, marks=() if "Qwen2" in name else pytest.mark.slow) for name in ARCHITECTURES]
+)
 def test_responses_match_transformers_before_and_after_updates(architecture: str, pair: Pair, tmp_path: Path) -> None:
     is_shared = architecture == "Qwen2, tied"
     with nullcontext(pair) if is_shared else open_pair(tmp_path / "model", architecture) as tried:
@@ -176,7 +178,9 @@ def test_keys_and_values_of_old_weights_are_discarded(pair: Pair) -> None:
     assert gaps[0] < 1e-4 < 1e-2 < gaps[1]
 
 
-@pytest.mark.parametrize("stops", [STOPS, ((5,),)], ids=["stop sequences", "stop tokens"])
+@pytest.mark.parametrize(
+    "stops", [STOPS, pytest.param(((5,),), marks=pytest.mark.slow)], ids=["stop sequences", "stop tokens"]
+)
 def test_running_requests_continue_with_new_weights_and_tokens_have_their_version(
     stops: tuple[tuple[int, ...], ...], pair: Pair, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""The ways from GPUs to real vLLM: all that goes without one, and both end to end where there are some."""
+"""GPU transports to real vLLM: their parts without a GPU, and end to end with GPUs."""
 
 import importlib.util
 from collections.abc import Callable, Iterator
@@ -25,14 +25,14 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def ask(ray_session: None) -> Iterator[Callable[..., Any]]:
-    """Runs a function of `vllm_link_checks` in a process of its own."""
+    """Runs a function of `vllm_link_checks` in a separate process."""
     placement = Placement(device="cpu", pools={"main": [1]}, roles={"vllm": "main"})
     with Cluster(placement, num_threads=1) as cluster:
         group: WorkerGroup = cluster.group("vllm", Bare)
         yield lambda check, *args: group.run(check, *args)[0]
 
 
-def test_a_part_is_described_as_vllm_reads_it(ask: Callable[..., Any]) -> None:
+def test_weight_metadata_has_the_format_of_vllm(ask: Callable[..., Any]) -> None:
     assert ask(vllm_link_checks.described) == {
         "names": ("embed", "norm", "bias"),
         "dtype_names": ("float32", "bfloat16", "int64"),
@@ -41,17 +41,17 @@ def test_a_part_is_described_as_vllm_reads_it(ask: Callable[..., Any]) -> None:
     }
 
 
-def test_a_part_keeps_what_opens_it_on_the_gpu_of_each_rank(ask: Callable[..., Any]) -> None:
+def test_a_merged_ipc_chunk_has_the_handles_of_all_ranks(ask: Callable[..., Any]) -> None:
     found = ask(vllm_link_checks.merged)
     assert found["ipc_handles"] == {f"GPU-{rank}": ("opens", rank) for rank in range(3)}
     assert found["names"] == list(WEIGHTS) and found["tensor_sizes"] == [24, 8, 32]
 
 
-def test_vllm_checks_a_part_when_it_is_told_of_it(ask: Callable[..., Any]) -> None:
+def test_vllm_rejects_inconsistent_metadata(ask: Callable[..., Any]) -> None:
     assert "`dtype_names` should be of the same size as `names`" in ask(vllm_link_checks.wrong_update)
 
 
-def test_vllm_finds_each_weight_in_the_buffer_of_a_part(ask: Callable[..., Any]) -> None:
+def test_vllm_unpacks_each_weight_of_a_chunk(ask: Callable[..., Any]) -> None:
     found = ask(vllm_link_checks.unpacked)
     assert list(found) == list(WEIGHTS)
     assert all(
@@ -60,30 +60,28 @@ def test_vllm_finds_each_weight_in_the_buffer_of_a_part(ask: Callable[..., Any])
 
 
 @pytest.mark.parametrize(("leads", "num_replicas"), [(1, 1), (1, 3), (2, 2)])
-def test_every_worker_of_every_replica_has_a_rank_of_its_own(
-    leads: int, num_replicas: int, ask: Callable[..., Any]
-) -> None:
+def test_every_worker_of_every_replica_has_its_own_rank(leads: int, num_replicas: int, ask: Callable[..., Any]) -> None:
     ranks, info = ask(vllm_link_checks.link_ranks, leads, num_replicas)
     assert [0, *ranks] == list(range(info["world_size"])), "the actor is 0"
     assert (info["master_address"], info["master_port"]) == ("127.0.0.1", 4321)
     assert info["packed"] and info["packed_buffer_size_bytes"] == 1000
 
 
-def test_a_shared_part_goes_to_vllms_receiver_and_tied_weights_to_each_of_their_names(ask: Callable[..., Any]) -> None:
+def test_an_ipc_chunk_is_loaded_with_tied_weights_under_each_name(ask: Callable[..., Any]) -> None:
     packed, closes, loaded, why = ask(vllm_link_checks.shared_loads)
     assert packed and closes and why, "without a GPU the memory of one was read"
     assert list(loaded) == ["embed", "head", "third", "norm", "bias"]
     assert torch.equal(loaded["head"], WEIGHTS["embed"]) and torch.equal(loaded["third"], WEIGHTS["embed"])
 
 
-def test_a_link_is_joined_as_vllms_receiver_asks_and_a_description_goes_to_it(ask: Callable[..., Any]) -> None:
+def test_the_nccl_receiver_gets_rank_and_metadata(ask: Callable[..., Any]) -> None:
     why, buffer_bytes, told = ask(vllm_link_checks.joined_as_asked)
     assert "NCCL weight transfer not initialized" in why
     assert buffer_bytes == 1000 and told == (3, "parallel")
 
 
-def test_vllm_still_has_what_the_ways_are_made_of(ask: Callable[..., Any]) -> None:
-    """A version that renames one of these, or moves it, would be noticed on GPUs only."""
+def test_vllm_still_has_the_functions_of_the_gpu_transports(ask: Callable[..., Any]) -> None:
+    """A vLLM version that renames one of them would otherwise fail on GPUs only."""
     made = ["self", "config", "vllm_config", "device", "model"]
     expected = {
         "packed_ipc_producer": ["iterator", "gpu_uuid", "post_iter_func", "buffer_size_bytes"],
@@ -114,7 +112,7 @@ DTYPES = pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-4), ("bfloa
 
 
 def check_updates(folder: Path, device: Any, place: str, via: str, dtype: Literal["float32", "bfloat16"]) -> float:
-    """Trains, hands over and answers, twice; the mean difference of log-probabilities from transformers'."""
+    """Trains, syncs and generates twice; returns the largest mean difference of log-probabilities from transformers."""
     torch.manual_seed(0)
     # Small weights: what bfloat16 leaves of a logit is a share of it.
     sizes = {**SIZES, "initializer_range": 0.05}
@@ -168,12 +166,12 @@ def test_an_update_through_the_object_store_arrives(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @DTYPES
-def test_an_update_through_memory_of_a_gpu_arrives(dtype: Any, limit: float, ray_session: None, tmp_path: Path) -> None:
+def test_an_update_through_cuda_ipc_arrives(dtype: Any, limit: float, ray_session: None, tmp_path: Path) -> None:
     assert check_updates(tmp_path / "model", "cuda", "main", "cuda_ipc", dtype) < limit
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @DTYPES
-def test_an_update_from_gpu_to_gpu_arrives(dtype: Any, limit: float, ray_session: None, tmp_path: Path) -> None:
+def test_an_update_through_nccl_arrives(dtype: Any, limit: float, ray_session: None, tmp_path: Path) -> None:
     assert check_updates(tmp_path / "model", "cuda", "other", "nccl", dtype) < limit

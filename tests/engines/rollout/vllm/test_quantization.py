@@ -1,4 +1,4 @@
-"""Real vLLM with quantised weights, before and after updates."""
+"""Real vLLM with quantized weights, before and after updates."""
 
 import importlib.util
 from pathlib import Path
@@ -28,7 +28,7 @@ int8, of which a scale is one; and for fp8, with 3 bits after the leading one, a
 
 
 @pytest.mark.parametrize("quantization", CASES)
-def test_it_is_quantised_anew_at_every_update(quantization: str, ray_session: None, tmp_path: Path) -> None:
+def test_weights_are_quantized_again_at_every_update(quantization: str, ray_session: None, tmp_path: Path) -> None:
     if quantization == "int8" and importlib.util.find_spec("torchao") is None:
         pytest.skip("needs the extra vllm-integers")
     dtype, largest_error, largest = CASES[quantization]
@@ -58,6 +58,6 @@ def test_it_is_quantised_anew_at_every_update(quantization: str, ray_session: No
             assert {v for row in said["versions"] for v in row} == {version}
 
 
-def test_every_kind_is_tried() -> None:
+def test_every_quantization_is_covered() -> None:
     kinds = set(get_args(get_args(RolloutConfig.model_fields["quantization"].annotation)[0]))
     assert kinds == {*CASES, "int4"}, "int4 needs a GPU"

@@ -1,4 +1,4 @@
-"""The weights that real vLLM serves against samples of those it was given: right ones pass, wrong ones are named."""
+"""Weight checks with real vLLM: correct weights pass, and wrong ones are named."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -35,35 +35,35 @@ ARCHITECTURES = {
 
 @dataclass
 class Served:
-    """A model, and the vLLM that serves it."""
+    """A model and the vLLM rollout that serves it."""
 
     group: WorkerGroup
     model: PreTrainedModel
     version: int = 0
-    given: dict[str, np.ndarray] = field(default_factory=dict)
+    sent: dict[str, np.ndarray] = field(default_factory=dict)
 
     def step(self, lr: float = 1e-6) -> None:
-        """One step of Adam, which moves each weight that has a gradient by about `lr`."""
+        """Takes one Adam step, which moves each weight with a gradient by about `lr`."""
         optimizer = torch.optim.Adam(self.model.parameters(), lr)
         self.model(torch.arange(32)[None], labels=torch.arange(32)[None]).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
     def send(self, **instead: np.ndarray) -> None:
-        """Gives the weights, but for some that are replaced on the way."""
+        """Sends the weights; `instead` replaces some of them."""
         self.version += 1
-        self.given = export_weights(self.model)
-        self.group.load_weights(self.given | instead, self.version)
+        self.sent = export_weights(self.model)
+        self.group.load_weights(self.sent | instead, self.version)
 
     def fault(self, version: int | None = None) -> str:
-        """What the check of the present weights says; chosen as of another version, it looks at other ones."""
+        """Returns the error of a weight check; `version` selects the samples."""
         samples = weight_samples(self.model, self.version if version is None else version)
         samples = type(samples)(self.version, samples.samples)
-        (sentence,) = self.group.run(vllm_checks.weight_fault, samples)
-        return sentence
+        (message,) = self.group.run(vllm_checks.weight_fault, samples)
+        return message
 
     def all_pass(self) -> int:
-        """Checks some of the weights in two ways, and all; the number of all."""
+        """Checks samples of two versions and all weights; returns the number of weights."""
         assert self.fault(0) == self.fault(1) == ""
         samples = weight_samples(self.model, self.version, num_chunks=1)
         ((count, unreached, _),) = self.group.run(vllm_checks.comparison, samples)
@@ -94,15 +94,18 @@ def served(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield opened
 
 
-def test_right_weights_pass_before_and_after_updates(served: Served) -> None:
+def test_correct_weights_pass_before_and_after_updates(served: Served) -> None:
     for _ in range(3):
         assert served.all_pass() == len(served.model.state_dict())
         served.step()
         served.send()
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_right_weights_pass_and_swapped_ones_are_named(ray_session: None, tmp_path: Path, architecture: str) -> None:
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(name, marks=() if "bfloat16" in name else pytest.mark.slow) for name in ARCHITECTURES],
+)
+def test_correct_weights_pass_and_swapped_ones_are_named(ray_session: None, tmp_path: Path, architecture: str) -> None:
     dtype = "bfloat16" if "bfloat16" in architecture else "float32"
     with serving(tmp_path / "model", ARCHITECTURES[architecture](), dtype) as other:
         for _ in range(2):
@@ -112,9 +115,9 @@ def test_right_weights_pass_and_swapped_ones_are_named(ray_session: None, tmp_pa
         attention, suffix = "model.layers.0.self_attn", "|bfloat16" if dtype == "bfloat16" else ""
         first = "q_proj" if architecture == "LLaMA" else "v_proj"
         names = [f"{attention}.{part}.weight{suffix}" for part in (first, "k_proj")]
-        other.send(**dict(zip(names, [other.given[name] for name in reversed(names)], strict=True)))
-        sentence = other.fault(0)
-        assert all(name.removesuffix(suffix) in sentence for name in names) and " 2 of the " in sentence
+        other.send(**dict(zip(names, [other.sent[name] for name in reversed(names)], strict=True)))
+        message = other.fault(0)
+        assert all(name.removesuffix(suffix) in message for name in names) and " 2 of " in message
 
 
 @pytest.mark.parametrize(
@@ -130,48 +133,50 @@ def test_right_weights_pass_and_swapped_ones_are_named(ray_session: None, tmp_pa
 )
 def test_a_weight_that_missed_one_small_step_is_named(served: Served, name: str) -> None:
     served.send()
-    stale = served.given[name]
+    stale = served.sent[name]
     served.step()
     served.send(**{name: stale})
-    sentence = served.fault(1)
-    assert f"the actor's weights of version {served.version}: 1 of the " in sentence
-    assert f" differ, {name} by up to " in sentence and "skipped these weights" in sentence
+    message = served.fault(1)
+    assert f"version {served.version}: 1 of " in message and f" {name} by up to " in message
     served.send()
     assert served.fault(1) == ""
 
 
-def test_an_update_that_did_not_come_is_told(served: Served) -> None:
+def test_a_missing_update_is_reported(served: Served) -> None:
     served.send()
     before = deepcopy(served.model.state_dict())
     served.step()
     assert "the update has not arrived" in served.fault()
     served.version += 1
     served.model.load_state_dict(before)
-    sentence = served.fault()
-    assert sentence.startswith(f"the rollout serves version {served.version - 1} of the weights, and the actor's is ")
+    message = served.fault()
+    assert str(served.version - 1) in message and str(served.version) in message
     served.version -= 1
 
 
-def test_a_tied_head_that_kept_the_old_weights_is_named(served: Served, tmp_path: Path) -> None:
-    with serving(tmp_path / "model", Qwen2Config(**SIZES, tie_word_embeddings=True)) as other:
-        other.group.run(vllm_checks.forgets_tied)
-        other.step()
-        other.send()
-        sentence = other.fault()
-        assert ": 1 of the " in sentence and "lm_head.weight by up to " in sentence
+def test_a_stale_tied_head_is_named(served: Served) -> None:
+    served.send()
+    served.group.run(vllm_checks.set_tied, False)
+    served.step()
+    served.send()
+    message = served.fault()
+    assert ": 1 of " in message and "lm_head.weight by up to " in message
+    served.group.run(vllm_checks.set_tied, True)
+    served.send()
+    assert served.fault() == ""
 
 
-def test_a_bias_that_is_left_out_is_named(served: Served) -> None:
+def test_a_missing_bias_is_named(served: Served) -> None:
     served.send()
     served.group.run(vllm_checks.forgets_biases)
-    sentence = served.fault(0)
-    assert ": 3 of the " in sentence and "model.layers.0.self_attn.q_proj.bias" in sentence
+    message = served.fault(0)
+    assert ": 3 of " in message and "model.layers.0.self_attn.q_proj.bias" in message
     assert served.fault(1) == ""
     served.send()
     assert served.fault(0) == ""
 
 
-def test_what_cannot_be_compared_is_counted(served: Served) -> None:
+def test_weights_that_cannot_be_compared_are_counted(served: Served) -> None:
     served.send()
     samples = weight_samples(served.model, served.version)
     other = type(samples.samples[-1])("model.rotary.weight", "plain", (), np.zeros(3, np.float32), False)

@@ -1,4 +1,4 @@
-"""Weights from actors that ranks hold in parts, or that train an adapter, reach real vLLM whole."""
+"""Weights of sharded actors and of actors with an adapter arrive in real vLLM."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -24,12 +24,12 @@ SOURCES: dict[str, dict[str, Any]] = {
     "tp": {},
     "fsdp_lora": {"engine": {"strategy": "fsdp"}, "lora": {"rank": 4, "alpha": 64}},
 }
-"""Role -> what its actor is, on two ranks."""
+"""Role -> settings of its actor on two ranks."""
 
 
 @pytest.fixture(scope="module")
 def groups(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, WorkerGroup]]:
-    """The actors, and a rollout that each of them gives its weights in turn."""
+    """The actors and one rollout that receives the weights of each."""
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     tiny.save(Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)), folder)
@@ -40,15 +40,15 @@ def groups(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
     )
     model, config = ModelConfig(path=folder), RolloutConfig(engine="vllm", max_response_tokens=12)
     with Cluster(placement, dedicated=("rollout",), num_threads=1) as cluster:
-        made = {"rollout": cluster.group("rollout", Rollout, config, model, seed=0)}
+        groups = {"rollout": cluster.group("rollout", Rollout, config, model, seed=0)}
         for role, settings in SOURCES.items():
             actor = ActorConfig.model_validate({"model": model, "optimizer": {"lr": 0.02}, **settings})
-            made[role] = cluster.group(role, Actor, actor)
-        yield made
+            groups[role] = cluster.group(role, Actor, actor)
+        yield groups
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_what_ranks_hold_in_parts_arrives_whole(source: str, groups: dict[str, WorkerGroup]) -> None:
+def test_weights_of_a_sharded_actor_arrive(source: str, groups: dict[str, WorkerGroup]) -> None:
     actor, rollout = groups[source], groups["rollout"]
     version = 1 + list(SOURCES).index(source)
     prompts = Batch.from_rows([{"prompt_ids": ids, "prompt_id": i, "sample": 0} for i, ids in enumerate(PROMPTS)])

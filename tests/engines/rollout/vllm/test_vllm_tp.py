@@ -1,4 +1,4 @@
-"""Real vLLM on several devices: a process that leads and one per device, which live and end together."""
+"""Real vLLM with tensor parallelism: a leader process and one worker process per device, with a common lifetime."""
 
 import importlib.util
 import os
@@ -85,7 +85,7 @@ def all_end(processes: list[psutil.Process]) -> bool:
     return False
 
 
-def test_two_devices_say_what_transformers_would_before_and_after_updates(led: Pair) -> None:
+def test_tp_responses_match_transformers_before_and_after_updates(led: Pair) -> None:
     assert len(workers_of(leader_of(led))) == 2
     for seed in range(3):
         if seed:
@@ -96,7 +96,7 @@ def test_two_devices_say_what_transformers_would_before_and_after_updates(led: P
             assert {version for row in found["versions"] for version in row} == {led.version}
 
 
-def test_the_memory_that_its_processes_share_has_no_name_that_could_be_left_behind(led: Pair) -> None:
+def test_shared_memory_of_the_workers_is_unlinked(led: Pair) -> None:
     led.generate(PROMPTS)
     leader = leader_of(led)
     maps = [Path(f"/proc/{process.pid}/maps").read_text() for process in (leader, *workers_of(leader))]
@@ -105,7 +105,7 @@ def test_the_memory_that_its_processes_share_has_no_name_that_could_be_left_behi
     assert not {int(inode) for *_, inode, _ in found} & {segment.inode() for segment in os.scandir("/dev/shm")}
 
 
-def test_a_failed_update_of_two_devices_is_refused_and_then_healed(led: Pair) -> None:
+def test_a_failed_tp_update_breaks_the_engine_until_a_complete_one(led: Pair) -> None:
     first = dict(list(export_weights(led.model).items())[:5])
     (message,) = led.group.run(vllm_checks.fails_in_the_middle, first)
     assert "nothing" in message and "worker 0" in message
@@ -115,13 +115,13 @@ def test_a_failed_update_of_two_devices_is_refused_and_then_healed(led: Pair) ->
     assert led.largest_gap(PROMPTS, led.generate(PROMPTS)) < 1e-4
 
 
-def test_two_devices_sleep_and_wake_by_parts(led: Pair) -> None:
+def test_tp_engine_sleeps_and_wakes_by_tags(led: Pair) -> None:
     check_sleep_by_tags(led)
     led.send()  # what came by a function of a test's own is not what a replacement is given
 
 
 @pytest.mark.slow
-def test_updates_leave_no_memory_behind_in_any_process(led: Pair) -> None:
+def test_updates_do_not_leak_memory_in_any_process(led: Pair) -> None:
     weights = export_weights(led.model)
     whole = sum(array.nbytes for array in weights.values())
     processes = workers_of(leader_of(led))
@@ -132,7 +132,7 @@ def test_updates_leave_no_memory_behind_in_any_process(led: Pair) -> None:
     led.send()
 
 
-def test_a_device_whose_process_dies_takes_the_replica_along_and_another_takes_its_place(led: Pair) -> None:
+def test_a_dead_worker_process_restarts_the_replica(led: Pair) -> None:
     leader = leader_of(led)
     old = [leader, *started_by(leader)]
     workers_of(leader)[1].send_signal(signal.SIGKILL)
@@ -142,17 +142,17 @@ def test_a_device_whose_process_dies_takes_the_replica_along_and_another_takes_i
 
 
 @pytest.mark.slow
-def test_why_a_device_could_not_start_is_told(ray_session: None, tmp_path: Path) -> None:
+def test_the_error_of_a_worker_that_cannot_start_is_reported(ray_session: None, tmp_path: Path) -> None:
     save(tmp_path / "model", intermediate_size=97)
     config = RolloutConfig(engine="vllm", max_response_tokens=RESPONSE)
     placement = Placement(device="cpu", pools={"main": [2]}, roles={"rollout": LED})
     with Cluster(placement, dedicated=("rollout",), num_threads=2) as cluster:
         group = cluster.group("rollout", Rollout, config, ModelConfig(path=tmp_path / "model"), seed=0)
-        with pytest.raises(FlowError, match=r"could not start .* each of 2 devices: AssertionError: assert .*tp_size"):
+        with pytest.raises(FlowError, match=r"AssertionError: assert .*tp_size"):
             group.run(vllm_checks.state)
 
 
-def test_no_process_outlives_a_leader_that_is_killed(led: Pair) -> None:
+def test_no_worker_outlives_a_killed_leader(led: Pair) -> None:
     leader = leader_of(led)
     old = started_by(leader)
     os.kill(leader.pid, signal.SIGKILL)
@@ -162,7 +162,7 @@ def test_no_process_outlives_a_leader_that_is_killed(led: Pair) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus_say_what_transformers_would_before_and_after_an_update(ray_session: None, tmp_path: Path) -> None:
+def test_two_gpus_match_transformers_before_and_after_an_update(ray_session: None, tmp_path: Path) -> None:
     with open_led(tmp_path / "model", "cuda") as pair:
         for seed in range(2):
             if seed:
