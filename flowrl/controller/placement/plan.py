@@ -248,7 +248,7 @@ def _wanted_roles(placement: Placement, roles: Sequence[str] | None) -> dict[str
     for role in roles:
         if role not in placement.roles:
             raise PlacementError(
-                f"placement.roles.{role} is missing: give {role} one of the pools {', '.join(placement.pools)}"
+                f"placement.roles.{role} is required: assign {role} to a pool (available: {', '.join(placement.pools)})"
             )
     return {role: placement.role(role) for role in roles}
 
@@ -318,10 +318,14 @@ def _share_of_node(name: str, pool: str, share: Fraction, devices: int, bounded:
         return max(1, math.floor(count))
     if count.denominator != 1:
         raise PlacementError(
-            f"placement.pools.{name} is {pool}, an odd split of a node's {devices} devices: "
+            f"placement.pools.{name} is {pool}, but {devices} devices cannot be split in {_parts(share)}: "
             "write counts per node, like [1]"
         )
     return int(count)
+
+
+def _parts(share: Fraction) -> str:
+    return {2: "halves", 3: "thirds", 4: "quarters"}.get(share.denominator, f"{share.denominator} parts")
 
 
 def _pack(counts: Mapping[str, Sequence[int]], inventory: Inventory) -> dict[str, tuple[Slot, ...]]:

@@ -19,7 +19,8 @@ def render_plan(plan: Plan) -> str:
         rows.append([role, role_plan.pool, shape, *(ranks.get(place, ".") for place in places)])
     idle = (plan.num_devices or 0) - len(places)
     used = f"{len(places)} of {plan.num_devices}" if idle > 0 else f"{len(places)}"
-    title = f"{used} {plan.kind} devices; columns are node:device, cells are ranks"
+    noun = "device" if used == "1" else "devices"
+    title = f"{used} {plan.kind.upper()} {noun}; columns are node:device, cells are ranks"
     return "\n".join([title, *aligned(rows, 3)])
 
 

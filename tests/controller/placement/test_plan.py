@@ -86,7 +86,7 @@ def test_tensor_parallel_peers_are_neighbours() -> None:
 @pytest.mark.parametrize(
     ("pools", "roles", "sentence"),
     [
-        ({"main": [1]}, {"rollout": "main"}, "placement.roles.actor is missing: give actor one of the pools main"),
+        ({"main": [1]}, {"rollout": "main"}, "placement.roles.actor is required"),
         ({"main": [1]}, {"actor": "mian"}, "placement.roles.actor is mian, which is not a pool; did you mean main?"),
         (
             {"main": [1]},
@@ -96,7 +96,7 @@ def test_tensor_parallel_peers_are_neighbours() -> None:
         ({"main": [0]}, {"actor": "main"}, "placement.pools.main is [0], an empty pool"),
         ({"main": []}, {"actor": "main"}, "placement.pools.main is [], an empty pool"),
         ({"main": [1], "b": [1]}, {"actor": "main"}, "placement.pools.b is empty of roles"),
-        ({"main": "1/2"}, {"actor": "main"}, "placement.pools.main is 1/2, an odd split of a node's 3 devices"),
+        ({"main": "1/2"}, {"actor": "main"}, "placement.pools.main is 1/2, but 3 devices cannot be split in halves"),
         ({"main": "3/2"}, {"actor": "main"}, "placement.pools.main is 3/2, more than every node has"),
         ({"main": [4]}, {"actor": "main"}, "placement.pools.main is [4], more devices than there are: nodes have [3]"),
         ({"main": [1, 1]}, {"actor": "main"}, "placement.pools.main is [1, 1], a count for each of 2 nodes, more than"),
@@ -171,8 +171,8 @@ def test_cores_that_nobody_stated_are_no_limit() -> None:
 
 def test_a_rendered_plan_says_when_devices_stay_idle() -> None:
     one = Placement(device="cpu", pools={"main": [1]}, roles={"actor": "main"})
-    assert render_plan(plan(one, Inventory((8,), "cpu"))).startswith("1 of 8 cpu devices;")
-    assert render_plan(plan(one, Inventory((2,), "cpu", bounded=False))).startswith("1 cpu devices;")
+    assert render_plan(plan(one, Inventory((8,), "cpu"))).startswith("1 of 8 CPU devices;")
+    assert render_plan(plan(one, Inventory((2,), "cpu", bounded=False))).startswith("1 CPU device;")
 
 
 SHARED_POOLS = {"main": [4], "side": [2]}
