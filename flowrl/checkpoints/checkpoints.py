@@ -43,8 +43,8 @@ class Score:
         return None if name is None else cls(name, values[name])
 
     @property
-    def rank(self) -> float:
-        """The value as a rank: higher is better, and NaN is worst."""
+    def sort_key(self) -> float:
+        """The value for sorting: higher is better, and NaN is worst."""
         return -math.inf if math.isnan(self.value) else SCORES[self.name] * self.value
 
 
@@ -253,7 +253,7 @@ def steps_to_keep(scores: Mapping[int, Score | None], keep_last: int | None, kee
     steps = sorted(scores)
     kept = set(steps if keep_last is None else steps[-keep_last:])
     for name in SCORES:
-        ranked = sorted((score.rank, step) for step, score in scores.items() if score and score.name == name)
+        ranked = sorted((score.sort_key, step) for step, score in scores.items() if score and score.name == name)
         kept |= {step for _, step in ranked[len(ranked) - min(keep_best, len(ranked)) :]}
     return kept
 

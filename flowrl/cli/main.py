@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_export(commands)
     _add_doctor(commands)
     arguments, rest = parser.parse_known_args(argv)
-    # argparse gives up on key=value words that follow an option; they belong to the ones before it.
+    # argparse does not accept key=value arguments after an option, so they are added to the overrides here.
     if rest and ("overrides" not in arguments or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
