@@ -1,7 +1,7 @@
-"""A run that saves after every step, killed at random moments; and what goes on from what it has left.
+"""Kills a run that saves after every step at random moments, and checks that every resume is consistent.
 
-The run is a real one with `resume: auto`: an engine that writes beside the next steps, and two ranks of a role with
-files of their own. In a checkpoint every weight and every file says the number of its step.
+It is a real run with `resume: auto`, an engine that writes asynchronously, and a role of two ranks that each write a
+file. In a checkpoint, all weights and files contain the number of the step.
 """
 
 import os
@@ -36,28 +36,28 @@ def is_filled(trained: TrainEngine, step: int) -> bool:
 
 
 class Filled(TrainedWorker):
-    """An engine whose weights are the number of the step."""
+    """An engine whose weights are all set to the step."""
 
     def __init__(self) -> None:
         self.engine = engine()
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def fill(self, step: int) -> None:
-        assert step == 1 or is_filled(self.engine, step - 1), "it goes on from another step"
+        assert step == 1 or is_filled(self.engine, step - 1), "resumed from another step"
         with torch.no_grad():
             for parameter in self.engine.model.parameters():
                 parameter.fill_(float(step))
 
 
 class Noted(Worker):
-    """Ranks that each write the number of the step."""
+    """Ranks that each write the step to a file."""
 
     def __init__(self) -> None:
         self.step = 0
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def fill(self, step: int) -> None:
-        assert step == self.step + 1, "it goes on from another step"
+        assert step == self.step + 1, "resumed from another step"
         self.step = step
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
@@ -73,8 +73,8 @@ class SavingConfig(RunConfig):
     roles = ("actor", "critic")
 
 
-def save_without_end(output: Path, told: int, asynchronous: bool) -> None:
-    """Goes on with the run, and writes the number of every checkpoint that it adds into the pipe `told`."""
+def save_without_end(output: Path, pipe: int, asynchronous: bool) -> None:
+    """Runs without end, and writes the step of every new checkpoint to the file descriptor `pipe`."""
     begun = Checkpoints(output).steps()
     placement = Placement(device="cpu", pools={"main": [1], "two": [2]}, roles={"actor": "main", "critic": "two"})
     settings = {"every": 1, "keep_last": 2, "asynchronous": asynchronous}
@@ -91,16 +91,16 @@ def save_without_end(output: Path, told: int, asynchronous: bool) -> None:
                 group.fill(step)
             saved = Checkpoints(output).steps()
             if saved[-1:] > begun[-1:]:
-                os.write(told, saved[-1].to_bytes(8, "little"))
+                os.write(pipe, saved[-1].to_bytes(8, "little"))
 
 
-def start(output: Path, told: int, asynchronous: bool) -> int:
-    """A process that does so; returns its id."""
+def start(output: Path, pipe: int, asynchronous: bool) -> int:
+    """Starts `save_without_end` in a process and returns its id."""
     child = os.fork()
     if child == 0:
         try:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the run's progress
-            save_without_end(output, told, asynchronous)
+            save_without_end(output, pipe, asynchronous)
         except BaseException:
             traceback.print_exc()
             raise
@@ -110,7 +110,7 @@ def start(output: Path, told: int, asynchronous: bool) -> int:
 
 
 def check(newest: Checkpoint) -> int:
-    """The step of a checkpoint, after every weight and file of it was looked at."""
+    """Checks all weights and files of a checkpoint, and returns its step."""
     step, trained = newest.manifest.step, engine()
     load(trained, newest.role("actor"))
     noted = [(newest.role("critic") / f"step-{rank}").read_text() for rank in (0, 1)]
@@ -119,20 +119,20 @@ def check(newest: Checkpoint) -> int:
 
 
 def main(output: Path, num_kills: int) -> int:
-    """Kills `num_kills` such processes; what one said that it had saved is never lost."""
+    """Kills `num_kills` processes and counts checkpoints that were reported as saved and are lost."""
     torch.set_num_threads(1)
     random.seed()
     lost = last = unfinished = 0
     for number in range(num_kills):
-        heard, told = os.pipe()
-        child = start(output, told, asynchronous=bool(number % 2))
-        os.close(told)
-        first = os.read(heard, 8)  # it has come so far at least; then at any moment of a save
-        assert first, "the run has ended"
+        reader, pipe = os.pipe()
+        child = start(output, pipe, asynchronous=bool(number % 2))
+        os.close(pipe)
+        first = os.read(reader, 8)  # at least one checkpoint; the kill then comes at any moment of a save
+        assert first, "the run ended"
         time.sleep(random.uniform(0, 0.06))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        with os.fdopen(heard, "rb") as rest:
+        with os.fdopen(reader, "rb") as rest:
             last = int.from_bytes((first + rest.read())[-8:], "little")
         checkpoints = Checkpoints(output)
         newest = checkpoints.newest()

@@ -1,4 +1,4 @@
-"""The loop around a recipe, driven by workers that only do arithmetic."""
+"""`Run`, with workers that only count versions."""
 
 import json
 import signal
@@ -25,7 +25,7 @@ from tests.configs import quickstart_settings
 
 
 class Echo(Worker):
-    """Every role of a run: answers, scores and "learns" by counting its versions."""
+    """A worker for all roles. Its update only increments the version."""
 
     def __init__(self, fails_at: int = -1) -> None:
         self.version, self.fails_at = 0, fails_at
@@ -123,55 +123,55 @@ def lines(config: EchoConfig) -> list[dict[str, float]]:
     return [json.loads(line) for line in (config.output / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_every_step_samples_from_the_version_that_the_step_before_published(config: Callable[..., EchoConfig]) -> None:
-    made = config()
-    train(made)
-    assert [line.get("version") for line in lines(made)] == [None, 0, 1, 2, 3]
-    assert [line.get("sample") for line in lines(made)] == [None, 0.5, 0.5, 0.5, 0.5]
+def test_every_step_samples_from_the_version_of_the_previous_step(config: Callable[..., EchoConfig]) -> None:
+    settings = config()
+    train(settings)
+    assert [line.get("version") for line in lines(settings)] == [None, 0, 1, 2, 3]
+    assert [line.get("sample") for line in lines(settings)] == [None, 0.5, 0.5, 0.5, 0.5]
 
 
-def test_accuracy_stands_on_the_line_of_the_steps_trained_before_it(config: Callable[..., EchoConfig]) -> None:
-    made = config(evaluate_every=2)
-    summary = train(made)
-    found = {line["step"]: line["accuracy"] for line in lines(made) if "accuracy" in line}
-    assert found == pytest.approx({0: 0.0, 2: 0.2, 4: 0.4})
+def test_accuracy_is_in_the_record_of_the_last_trained_step(config: Callable[..., EchoConfig]) -> None:
+    settings = config(evaluate_every=2)
+    summary = train(settings)
+    accuracies = {line["step"]: line["accuracy"] for line in lines(settings) if "accuracy" in line}
+    assert accuracies == pytest.approx({0: 0.0, 2: 0.2, 4: 0.4})
     assert (summary["accuracy_before"], summary["accuracy_after"]) == pytest.approx((0.0, 0.4))
     assert summary["steps"] == 4 and summary["evaluation_rows"] == 3
 
 
-def test_the_same_numbers_come_through_ray(
-    config: Callable[..., EchoConfig], ray_session: None, tmp_path: Path
-) -> None:
+def test_ray_gives_the_same_metrics(config: Callable[..., EchoConfig], ray_session: None, tmp_path: Path) -> None:
     two = Placement(device="cpu", pools={"main": [2]}, roles={"actor": "main"})
     inline, placed = config(output=tmp_path / "a"), config(output=tmp_path / "b", backend="ray", placement=two)
     train(inline)
     train(placed)
-    kept = ("step", "version", "sample", "accuracy")
-    assert [[a.get(k) for k in kept] for a in lines(inline)] == [[b.get(k) for k in kept] for b in lines(placed)]
+    compared = ("step", "version", "sample", "accuracy")
+    assert [[a.get(k) for k in compared] for a in lines(inline)] == [
+        [b.get(k) for k in compared] for b in lines(placed)
+    ]
 
 
-def test_steps_take_no_time_from_an_evaluation(config: Callable[..., EchoConfig]) -> None:
-    made = config(evaluate_every=1)
-    train(made)  # every evaluation sleeps 0.5 s
-    assert all(0 <= line["seconds"] < 0.45 for line in lines(made)[1:])
-    assert lines(made)[-1]["elapsed_s"] > 4 * 0.5
+def test_evaluations_do_not_count_as_step_time(config: Callable[..., EchoConfig]) -> None:
+    settings = config(evaluate_every=1)
+    train(settings)  # every evaluation sleeps 0.5 s
+    assert all(0 <= line["seconds"] < 0.45 for line in lines(settings)[1:])
+    assert lines(settings)[-1]["elapsed_s"] > 4 * 0.5
 
 
-def test_a_stream_that_ends_early_ends_the_run_with_every_line(config: Callable[..., EchoConfig]) -> None:
-    made = config(steps=9)
+def test_a_stream_that_ends_early_ends_the_run(config: Callable[..., EchoConfig]) -> None:
+    settings = config(steps=9)
     rows = Batch.from_rows([{"version": i, "sample": 0} for i in range(6)])
-    with Run(made) as run:
+    with Run(settings) as run:
         actor = run.group("actor", Echo)
         for _, batch in run.batches(rows.minibatches(2)):
             run.log(actor.update(batch))
         assert run.finish(actor)["steps"] == 3
-    assert [line["step"] for line in lines(made)] == [1, 2, 3]
+    assert [line["step"] for line in lines(settings)] == [1, 2, 3]
 
 
-def test_a_loop_that_is_left_early_ends_the_run_with_every_line(config: Callable[..., EchoConfig]) -> None:
-    made, prompts = config(), None
-    with Run(made) as run:
-        actor, prompts = run.group("actor", Echo), stream(made)
+def test_a_loop_can_break(config: Callable[..., EchoConfig]) -> None:
+    settings, prompts = config(), None
+    with Run(settings) as run:
+        actor, prompts = run.group("actor", Echo), stream(settings)
         run.evaluate_with(actor, actor, prompts)
         for step, batch in run.rollouts(actor, prompts):
             run.log(actor.update(batch))
@@ -179,31 +179,31 @@ def test_a_loop_that_is_left_early_ends_the_run_with_every_line(config: Callable
             if step == 2:
                 break
         run.finish(actor)
-    assert [line["step"] for line in lines(made)] == [0, 1, 2]
-    assert lines(made)[-1]["accuracy"] == pytest.approx(0.2)
+    assert [line["step"] for line in lines(settings)] == [0, 1, 2]
+    assert lines(settings)[-1]["accuracy"] == pytest.approx(0.2)
 
 
-def test_metrics_outside_of_a_step_are_refused_at_once(config: Callable[..., EchoConfig]) -> None:
+def test_metrics_outside_of_a_step_are_rejected(config: Callable[..., EchoConfig]) -> None:
     with pytest.raises(RuntimeError, match=r"run\.log was called outside"), Run(config()) as run:
         run.log(run.group("actor", Echo).update(Batch.from_rows([{"version": 0, "sample": 0}])))
 
 
-def test_the_driver_is_one_step_ahead_of_the_lines_and_no_further(config: Callable[..., EchoConfig]) -> None:
-    made, written = config(), []
-    with Run(made) as run:
+def test_the_driver_is_at_most_one_step_ahead(config: Callable[..., EchoConfig]) -> None:
+    settings, written = config(), []
+    with Run(settings) as run:
         actor = run.group("actor", Echo)
-        for _, batch in run.rollouts(actor, stream(made)):
-            written.append(len(lines(made)))
+        for _, batch in run.rollouts(actor, stream(settings)):
+            written.append(len(lines(settings)))
             run.log(actor.update(batch))
         run.finish(actor)
     assert written == [0, 0, 1, 2]
 
 
-def test_the_model_and_all_results_are_left(config: Callable[..., EchoConfig]) -> None:
-    made = config()
-    train(made)
-    assert (made.output / "model" / "weights").read_text() == "4"
-    assert json.loads((made.output / "summary.json").read_text())["busy_fraction"].keys() == {"node0/cpu:0"}
+def test_the_model_and_the_summary_are_written(config: Callable[..., EchoConfig]) -> None:
+    settings = config()
+    train(settings)
+    assert (settings.output / "model" / "weights").read_text() == "4"
+    assert json.loads((settings.output / "summary.json").read_text())["busy_fraction"].keys() == {"node0/cpu:0"}
 
 
 def test_plots_and_tensorboard_events_are_optional(config: Callable[..., EchoConfig]) -> None:
@@ -215,26 +215,26 @@ def test_plots_and_tensorboard_events_are_optional(config: Callable[..., EchoCon
 
 
 def test_a_run_that_fails_before_its_first_result_leaves_no_folder(config: Callable[..., EchoConfig]) -> None:
-    made = config()
-    prompts = stream(made)
-    with pytest.raises(WorkerError, match="the update broke"), Run(made) as run:
+    settings = config()
+    prompts = stream(settings)
+    with pytest.raises(WorkerError, match="the update broke"), Run(settings) as run:
         actor = run.group("actor", Echo, 0)
         for _, batch in run.rollouts(actor, prompts):
             run.log(actor.update(batch))
-    assert not made.output.exists()
+    assert not settings.output.exists()
 
 
-def test_a_run_that_fails_later_keeps_the_steps_it_made(config: Callable[..., EchoConfig]) -> None:
-    made = config()
+def test_a_run_that_fails_later_keeps_its_steps(config: Callable[..., EchoConfig]) -> None:
+    settings = config()
     with pytest.raises(WorkerError, match=r"actor\.update failed on rank 0"):
-        train(made, fails_at=3)
-    assert [line["step"] for line in lines(made)] == [0, 1, 2]
-    assert not (made.output / "summary.json").exists()
-    calls = {event["name"] for event in json.loads((made.output / "trace.json").read_text())["traceEvents"]}
-    assert "update" in calls and (made.output / "curves.png").exists()
+        train(settings, fails_at=3)
+    assert [line["step"] for line in lines(settings)] == [0, 1, 2]
+    assert not (settings.output / "summary.json").exists()
+    calls = {event["name"] for event in json.loads((settings.output / "trace.json").read_text())["traceEvents"]}
+    assert "update" in calls and (settings.output / "curves.png").exists()
 
 
-def train_until_asked(config: EchoConfig, number: signal.Signals, at_step: int) -> None:
+def train_until_signal(config: EchoConfig, number: signal.Signals, at_step: int) -> None:
     with Run(config) as run:
         actor, prompts = run.group("actor", Echo), stream(config)
         run.evaluate_with(actor, actor, prompts)
@@ -246,26 +246,26 @@ def train_until_asked(config: EchoConfig, number: signal.Signals, at_step: int) 
         run.finish(actor)
 
 
-def test_a_run_that_is_asked_to_end_does_its_step_and_keeps_everything(config: Callable[..., EchoConfig]) -> None:
-    made = config(evaluate_every=2)
+def test_a_signal_ends_the_run_after_its_step_with_all_results(config: Callable[..., EchoConfig]) -> None:
+    settings = config(evaluate_every=2)
     with pytest.raises(Interrupted, match=r"^ended by SIGTERM after step 2 of 4; results: .*out$"):
-        train_until_asked(made, signal.SIGTERM, at_step=2)
-    assert [line["step"] for line in lines(made)] == [0, 1, 2]
-    assert (made.output / "model" / "weights").read_text() == "2"
-    assert all((made.output / name).exists() for name in ("curves.png", "timeline.png", "trace.json"))
+        train_until_signal(settings, signal.SIGTERM, at_step=2)
+    assert [line["step"] for line in lines(settings)] == [0, 1, 2]
+    assert (settings.output / "model" / "weights").read_text() == "2"
+    assert all((settings.output / name).exists() for name in ("curves.png", "timeline.png", "trace.json"))
 
 
-def test_the_summary_says_what_ended_a_run_and_claims_no_last_evaluation(config: Callable[..., EchoConfig]) -> None:
-    made = config()
+def test_the_summary_has_the_signal_and_no_last_evaluation(config: Callable[..., EchoConfig]) -> None:
+    settings = config()
     with pytest.raises(Interrupted, match="interrupted after step 1 of 4"):
-        train_until_asked(made, signal.SIGINT, at_step=1)
-    told = json.loads((made.output / "summary.json").read_text())
-    ending = {name: told[name] for name in ("steps", "steps_requested", "interrupted_by")}
+        train_until_signal(settings, signal.SIGINT, at_step=1)
+    summary = json.loads((settings.output / "summary.json").read_text())
+    ending = {name: summary[name] for name in ("steps", "steps_requested", "interrupted_by")}
     assert ending == {"steps": 1, "steps_requested": 4, "interrupted_by": "SIGINT"}
-    assert told["accuracy_before"] is not None and told["accuracy_after"] is None
+    assert summary["accuracy_before"] is not None and summary["accuracy_after"] is None
 
 
-def test_a_run_on_another_thread_is_not_interrupted_and_ends_as_ever(config: Callable[..., EchoConfig]) -> None:
+def test_a_run_on_another_thread_is_not_interrupted(config: Callable[..., EchoConfig]) -> None:
     with ThreadPoolExecutor(1) as pool:
         summary = pool.submit(train, config()).result()
     assert summary["steps"] == 4 and summary["interrupted_by"] is None and summary["restarts"] == 0
