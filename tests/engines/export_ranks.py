@@ -1,4 +1,4 @@
-"""What each of two processes of an export test runs: models read in parts, trained, and saved as checkpoints."""
+"""Rank processes of the export tests: load sharded models, train them and save checkpoints."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +19,12 @@ from tests.engines.tables import table
 
 LORA = LoraConfig(rank=4, alpha=8.0)
 START = "start"
-"""Folder of the model that all begin with."""
+"""Folder of the initial model."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """How two ranks share a model."""
+    """A parallelism of two ranks."""
 
     settings: dict
     tp: int = 1
@@ -62,12 +62,12 @@ def _engine(case: Case, mesh: RankMesh) -> EngineConfig:
 
 
 def values(engine: TrainEngine) -> Tensor:
-    """What a critic says of some rows."""
+    """Returns the values of a fixed batch."""
     return engine.evaluate(table(3), lambda model, micro: model(micro.input_ids))
 
 
 def main(rank: int, folder: Path) -> None:
-    """Trains a policy and a critic two steps in every way, and saves each as a checkpoint and as a model."""
+    """Trains a policy and a critic for two steps in every case, and saves checkpoints and exported models."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     found = {}

@@ -110,8 +110,10 @@ def critic_loss(model: nn.Module, micro: MicroBatch, counts: Denominators):
 
 
 def train(case: Case, group: distributed.ProcessGroup | None, folder: Path | None = None) -> dict[str, Any]:
-    """Three steps of a policy and of a critic, what they say before, and the weights after; those of a fourth, too,
-    before which the policy is saved in the folder."""
+    """Trains a policy and a critic for three steps and returns outputs, metrics and weights.
+
+    Saves the policy in `folder`, if given, before a fourth step.
+    """
     rank = 0 if group is None else group.rank()
     rows = ROWS[case.ranks // (case.tp * case.sp)][rank // (case.tp * case.sp)]
     mesh = SINGLE_PROCESS if group is None else _mesh(case, group)
@@ -172,7 +174,7 @@ def policy_of(case: Case, mesh: RankMesh) -> TrainEngine:
 
 
 def fourth_step(policy: TrainEngine, rows: list[int]) -> dict[str, torch.Tensor]:
-    """The weights after it."""
+    """Takes a fourth step and returns the weights."""
     policy.update(take_rows(table(11, seed=NUM_STEPS), torch.tensor(rows, dtype=torch.int64)), policy_loss)
     return {name: torch.from_numpy(w) for name, w in export_weights(policy.model).items()}
 
@@ -183,7 +185,7 @@ def _reference_logprobs(policy: TrainEngine, rows: TensorDict) -> torch.Tensor:
 
 
 def _unlike_samples(model: PreTrainedModel) -> list[str]:
-    """The weights whose samples are not a part of what the model exports, to the last bit."""
+    """Returns the weights whose samples are not bitwise slices of the exported weights."""
     whole = to_tensors(export_weights(model))
     tied = {"lm_head.weight": whole["model.embed_tokens.weight"]}
     samples = [sample for version in range(3) for sample in weight_samples(model, version).samples]
@@ -213,7 +215,7 @@ def _mesh(case: Case, group: distributed.ProcessGroup):
 
 
 def _generated(model: PreTrainedModel) -> list[list[int]]:
-    """Sampled from whole weights that are there for the call only."""
+    """Returns tokens sampled with weights that are gathered for the call."""
     rollout = HfRollout(meta_copy(model), tokenizer(), RolloutConfig(max_response_tokens=6))
     with gathered_weights(rollout.model, model):
         answers = rollout.generate([[3, 4], [5]], torch.arange(2), torch.zeros(2, dtype=torch.int64), seed=0)
@@ -222,7 +224,7 @@ def _generated(model: PreTrainedModel) -> list[list[int]]:
 
 
 def train_on_bfloat16(group: distributed.ProcessGroup | None) -> dict[str, torch.Tensor]:
-    """An adapter, float32 as always, after steps beside weights of another type, which FSDP puts together with it."""
+    """Returns a float32 adapter that was trained in a bfloat16 model, so that FSDP2 gathers two dtypes."""
     model = qwen2(torch.bfloat16)
     add_adapter(model, LORA)
     mesh = SINGLE_PROCESS if group is None else rank_mesh(group, device="cpu")
@@ -235,13 +237,12 @@ def train_on_bfloat16(group: distributed.ProcessGroup | None) -> dict[str, torch
 
 
 def train_in_half(dtype: str, group: distributed.ProcessGroup | None) -> dict[str, Any]:
-    """Gradient norms of a policy's steps whose matrix products are in half precision, how many an overflow left out,
-    the scale of the loss after them, and the weights, which are float32."""
+    """Trains a float32 policy with half-precision compute; returns norms, skipped steps, loss scale and weights."""
     mesh = SINGLE_PROCESS if group is None else rank_mesh(group, device="cpu")
     settings = {"strategy": "single" if group is None else "fsdp", "compute_dtype": dtype}
     policy = policy_of(Case(1 if group is None else 2, settings, dtype=torch.float32), mesh)
     rows = torch.arange(11) if group is None else torch.arange(group.rank(), 11, 2)
-    # The same rows each time: steps that an overflow leaves out change nothing, and those after them can be compared.
+    # The same rows in each step, so that skipped steps do not change the later ones.
     reports = [policy.update(take_rows(table(11), rows), policy_loss) for _ in range(NUM_STEPS + 2)]
     return {
         "norms": [report["grad_norm"].result() for report in reports if "grad_norm" in report],
@@ -252,7 +253,7 @@ def train_in_half(dtype: str, group: distributed.ProcessGroup | None) -> dict[st
 
 
 def main(rank: int, folder: Path, names: Collection[str]) -> None:
-    """Joins three others through a file and writes what this rank ended with, in these cases and in those of types."""
+    """Runs the named cases and the half-precision cases on one of four ranks, and writes the results."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
     groups = {size: distributed.new_group(list(range(size))) for size in (4, 2)}

@@ -29,31 +29,31 @@ from tests.engines.tables import table
 
 
 def cases(holds: Callable[[Case], object] = lambda case: True) -> list[Any]:
-    """The names of the cases for which something holds, those that are slow marked."""
-    found = {name: case for name, case in CASES.items() if holds(case)}
-    return [pytest.param(name, marks=pytest.mark.slow) if case.slow else name for name, case in found.items()]
+    """Returns the names of the cases that satisfy a predicate, with the marker of slow cases."""
+    chosen = {name: case for name, case in CASES.items() if holds(case)}
+    return [pytest.param(name, marks=pytest.mark.slow) if case.slow else name for name, case in chosen.items()]
 
 
-def cuts(case: Case) -> bool:
+def shards(case: Case) -> bool:
     return case.tp > 1 or "fsdp" in str(case.settings)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the processes' results, and of checkpoints that four of them wrote, by the case."""
-    made = tmp_path_factory.mktemp("strategies")
+    """Creates the folder for results, and for checkpoints of cases with four ranks."""
+    root = tmp_path_factory.mktemp("strategies")
     for name, case in CASES.items():
         if case.ranks == 4:
-            (made / name).mkdir()
-    return made
+            (root / name).mkdir()
+    return root
 
 
 @pytest.fixture(scope="module")
 def results(folder: Path, request: pytest.FixtureRequest) -> list[dict]:
-    """What four real processes ended with, each a map from the case; a process that is not in a case has none."""
+    """Runs the requested cases in four processes; returns one mapping from case to results per process."""
     tests = [item for item in request.session.items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
-    asked = [test.callspec.params for test in tests]
-    spawn(main, (folder, {params["name"] for params in asked if "name" in params}), nprocs=4)
+    names = {test.callspec.params["name"] for test in tests if "name" in test.callspec.params}
+    spawn(main, (folder, names), nprocs=4)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(4)]
 
 
@@ -126,7 +126,7 @@ def test_passes_without_gradient_match_one_process(results: list[dict], alone: d
             assert_norm_close(results[rank][name][kind], own, rtol(name))
 
 
-@pytest.mark.parametrize("name", cases(cuts))
+@pytest.mark.parametrize("name", cases(shards))
 def test_ranks_generate_from_gathered_weights(results: list[dict], alone: dict, name: str):
     for rank in range(CASES[name].ranks):
         assert results[rank][name]["generated"] == alone["generated"]
@@ -139,19 +139,18 @@ def test_samples_of_weights_are_parts_of_what_is_exported(results: list[dict], n
 
 @pytest.mark.parametrize("name", cases())
 def test_the_optimizers_state_of_every_strategy_can_leave_the_device(results: list[dict], name: str):
-    """To a device that the ranks' mesh is not of, as the CPU is for that of GPUs."""
+    """The meta device stands for a device other than that of the mesh."""
     assert all(results[rank][name]["moved"] == {"meta"} for rank in range(CASES[name].ranks))
 
 
-@pytest.mark.parametrize("name", cases(cuts))
+@pytest.mark.parametrize("name", cases(shards))
 def test_no_weight_stays_gathered_after_a_pass_without_gradient(results: list[dict], name: str):
     assert all(results[rank][name]["left whole"] == 0 for rank in range(CASES[name].ranks))
 
 
 @pytest.mark.parametrize("name", cases())
 def test_a_rank_holds_its_shard_of_the_weights(results: list[dict], alone: dict, name: str):
-    """Uneven parts are filled up, so a rank may hold a little more than its share; tensor parallelism leaves the
-    embedding and the norms to be cut by fsdp alone."""
+    """Uneven shards are padded, and tensor parallelism does not shard embeddings and norms."""
     case, whole = CASES[name], alone["held"]
     parts = case.settings.get("shard_ranks", case.ranks // case.tp)
     for rank in range(case.ranks):
@@ -186,7 +185,7 @@ def test_an_adapter_beside_bfloat16_weights_is_trained_in_float32_on_ranks(resul
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_fsdp_in_half_precision_takes_the_steps_of_one_process_in_it(results: list[dict], dtype: str):
-    """Rounding adds up from step to step, so the first two are compared; later ones must be taken, too."""
+    """Compares the first two steps only, because rounding errors accumulate."""
     expected, (first, second) = train_in_half(dtype, None), [results[rank][f"in {dtype}"] for rank in (0, 1)]
     assert first["norms"][:2] == pytest.approx(expected["norms"][:2], rel=0.01)
     assert len(first["norms"]) + first["left out"] == len(expected["norms"]) and len(first["norms"]) >= 3
@@ -195,7 +194,7 @@ def test_fsdp_in_half_precision_takes_the_steps_of_one_process_in_it(results: li
 
 
 def test_ranks_agree_on_the_scale_of_the_loss_in_float16_and_bfloat16_has_none(results: list[dict]):
-    """A pass under fsdp is in float16 from end to end, and may overflow where one process's does not."""
+    """fsdp computes full layers in float16 and may overflow where a single process does not."""
     for rank in (0, 1):
         found = results[rank]["in float16"]
         assert found["scale"] == (2.0 ** (16 - found["left out"]), len(found["norms"]))
