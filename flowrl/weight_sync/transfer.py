@@ -1,14 +1,18 @@
 """Sends the actor's weights to the rollout: `WeightSync`, one `WeightTransfer` per transport, and their selection."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from flowrl.config import AsyncSchedule, RolloutConfig, RunConfig, TransferConfig
-from flowrl.controller.dispatch import Future
-from flowrl.controller.group import WorkerGroup
 from flowrl.controller.placement.plan import PlacementError, Plan, RolePlan
 from flowrl.weight_sync.verification import ComparedWeights, WeightsCheck
+
+if TYPE_CHECKING:  # `flowrl plan` selects a transport without numpy
+    from flowrl.controller.dispatch import Future
+    from flowrl.controller.group import WorkerGroup
 
 Transport = Literal["shared", "object_store", "cuda_ipc", "nccl"]
 """`shared`: no transfer; the rollout runs in the actor's processes and uses its weights."""

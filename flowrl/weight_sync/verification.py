@@ -1,12 +1,16 @@
 """Checks that rollout and trainer are the same policy: weights after each update, log-probabilities after each step."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from math import isnan
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flowrl.config import ActorConfig, CheckFailed, RolloutConfig, RunConfig
-from flowrl.controller.dispatch import Future
-from flowrl.controller.group import WorkerGroup
+
+if TYPE_CHECKING:  # `flowrl plan` selects a transport without numpy
+    from flowrl.controller.dispatch import Future
+    from flowrl.controller.group import WorkerGroup
 
 COMPLETE_CHUNKS = 8
 """Number of chunks of a complete check; chunk i compares weights i, i + 8, i + 16, ..."""
