@@ -1,4 +1,4 @@
-"""Tiny models of every supported family, what two ranks make of each, and the table of docs/models.md."""
+"""Tiny models of every supported family, the rank processes of their tests, and the table of docs/models.md."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -107,14 +107,14 @@ FAMILIES: Mapping[str, Family] = {
 LORA = LoraConfig(rank=4)
 
 SHARED = {"tp": {"strategy": "fsdp"}, "sp": {"strategy": "ddp"}}
-"""Kind of parallelism over two ranks -> the engine's settings."""
+"""Engine settings of each kind of parallelism."""
 
 SPLIT = {"strategy": "fsdp", "sequence_parallel_norms": True}
-"""The engine's settings where tensor-parallel ranks also split norms."""
+"""Engine settings of tensor parallelism with sequence-parallel norms."""
 
 
 def build(name: str) -> PreTrainedModel:
-    """A language model of a family, whose weights are the same in every process."""
+    """Returns a language model of a family, with the same weights in every process."""
     torch.manual_seed(0)
     config = FAMILIES[name].config()
     model = AutoModelForCausalLM.from_config(config).eval()
@@ -124,14 +124,14 @@ def build(name: str) -> PreTrainedModel:
 
 
 def adapted(name: str) -> PreTrainedModel:
-    """The same model with an adapter."""
+    """Returns the model of a family with an adapter."""
     model = build(name)
     add_adapter(model, LORA)
     return model
 
 
 def train(model: PreTrainedModel, mesh: RankMesh = SINGLE_PROCESS, **settings: str | bool) -> dict[str, Any]:
-    """Two steps on one table: its log-probabilities before and after, the loss of each step, and the weights."""
+    """Takes two steps; returns log-probabilities before and after, losses and weights."""
     engine = TrainEngine(
         PolicyModel(model), OptimizerConfig(lr=1e-2, eps=1e-1), EngineConfig.model_validate(settings), mesh=mesh
     )
@@ -168,7 +168,7 @@ def main(rank: int, folder: Path) -> None:
 
 
 def markdown(found: Mapping[tuple[str, str], dict | str]) -> str:
-    """The table of docs/models.md from what one of the ranks found."""
+    """Returns the table of docs/models.md from the results of one rank."""
     rows = [["family", "class", "also", "`tp`", "`sp`", "packed", "hf rollout"], ["---"] * 7]
     for name, family in FAMILIES.items():
         shared = ["no" if isinstance(found[name, kind], str) else "yes" for kind in SHARED]

@@ -32,7 +32,7 @@ def test_a_pretrained_model_continues_a_story():
     rollout = HfRollout(model, tokenizer, RolloutConfig(max_response_tokens=8, temperature=0.01))
     ids = tokenizer(PROMPT)["input_ids"]
     responses = rollout.generate([ids], torch.arange(1), torch.zeros(1, dtype=torch.int64), seed=0)
-    text = tokenizer.decode(ids + responses.ids()[0], skip_special_tokens=True)
+    text = tokenizer.decode(ids + responses.token_lists()[0], skip_special_tokens=True)
     assert text.strip().startswith(f"{PROMPT} girl named Lily")
 
 

@@ -1,4 +1,4 @@
-"""Every family of docs/models.md, on one process and on two that share each layer or each row."""
+"""Every family of docs/models.md, on one process and on two with tensor or sequence parallelism."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ from tests.engines.tables import VOCABULARY
 from tests.engines.tiny import save, tokenizer
 
 IDS = torch.randint(2, VOCABULARY, (3, 50), generator=torch.Generator().manual_seed(0))
-"""Longer than the windows of those that have one."""
+"""Rows that are longer than every sliding window."""
 
 REFUSED = {
     ("Mistral with a window", "sp"): "sliding window of 32 tokens",
@@ -37,12 +37,12 @@ REFUSED = {
 
 
 SAME = {"split norms": "tp"}
-"""Kind of parallelism -> the one that refuses the same families."""
+"""Kinds of parallelism that reject the same families as another kind."""
 
 
 @pytest.fixture(scope="module")
 def on_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    """What two real processes found, each a map from family and kind of parallelism."""
+    """Runs two processes; returns one mapping from (family, kind) to results per process."""
     folder: Path = tmp_path_factory.mktemp("families")
     spawn(main, (folder,), nprocs=2)
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
@@ -50,7 +50,7 @@ def on_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, dict]:
-    """What one process found with padded rows; those that share layers or rows run packed ones."""
+    """Returns results of one process with padded rows; ranks run packed rows."""
     return {name: train(build(name), packing="never") for name in FAMILIES}
 
 
