@@ -1,7 +1,4 @@
-"""What tests ask of both ends of the ways between GPUs, as far as they go without one: functions for `group.run`.
-
-The test's own process never loads vLLM.
-"""
+"""Functions that tests of the GPU transports run with `group.run`; the test process never imports vLLM."""
 
 import inspect
 from dataclasses import asdict, fields
@@ -21,11 +18,11 @@ WEIGHTS = {
 
 
 class Bare(Worker):
-    """A process."""
+    """A worker without methods."""
 
 
 class Loading:
-    """A model, as far as vLLM's receivers use it."""
+    """Records the weights that vLLM's receivers load into a model."""
 
     def __init__(self) -> None:
         self.loaded: list[tuple[str, Tensor]] = []
@@ -41,7 +38,7 @@ def described(worker: Worker) -> dict[str, Any]:
     return {**asdict(found), "lists": found.lists()}
 
 
-def shared_part(handles: dict[str, tuple]) -> Any:
+def ipc_chunk(handles: dict[str, tuple]) -> Any:
     from flowrl.engines.rollout.vllm.gpu_transfer import IpcChunk, WeightMetadata  # noqa: PLC0415 (as above)
 
     weights = WeightMetadata.of((name, weight.dtype, weight.shape) for name, weight in WEIGHTS.items())
@@ -49,13 +46,13 @@ def shared_part(handles: dict[str, tuple]) -> Any:
 
 
 def merged(worker: Worker) -> dict[str, Any]:
-    """The fields of vLLM's update info, of a part on the GPUs of three ranks."""
-    parts = [shared_part({f"GPU-{rank}": ("opens", rank)}) for rank in range(3)]
-    return asdict(parts[0].merged(parts).update_info())
+    """Returns vLLM's update info of a chunk on the GPUs of three ranks."""
+    chunks = [ipc_chunk({f"GPU-{rank}": ("opens", rank)}) for rank in range(3)]
+    return asdict(chunks[0].merged(chunks).update_info())
 
 
 def wrong_update(worker: Worker) -> str:
-    """What vLLM says to a part without one of its types."""
+    """Returns vLLM's error for metadata with a missing dtype."""
     from flowrl.engines.rollout.vllm.gpu_transfer import IpcChunk, WeightMetadata  # noqa: PLC0415 (as above)
 
     try:
@@ -66,17 +63,17 @@ def wrong_update(worker: Worker) -> str:
 
 
 def unpacked(worker: Worker) -> dict[str, Tensor]:
-    """What vLLM takes from the buffer of a part, its weights one after another."""
+    """Returns the weights that vLLM unpacks from the buffer of a chunk."""
     from vllm.distributed.weight_transfer.packed_tensor import unpack_tensor  # noqa: PLC0415 (as above)
 
-    info = shared_part({}).update_info()
+    info = ipc_chunk({}).update_info()
     buffer = torch.cat([weight.view(-1).view(torch.uint8) for weight in WEIGHTS.values()])
     dtypes = [getattr(torch, name) for name in info.dtype_names]
     return dict(unpack_tensor(buffer, info.names, info.shapes, dtypes, info.tensor_sizes))
 
 
 def link_ranks(worker: Worker, leads: int, num_replicas: int) -> tuple[list[int], dict[str, Any]]:
-    """The ranks at which vLLM's workers join, by vLLM's own sum of its rank and ours, and the init info's fields."""
+    """Returns the group ranks of all vLLM workers, and the fields of the init info."""
     from flowrl.engines.rollout.vllm.gpu_transfer import TransferGroup  # noqa: PLC0415 (as above)
 
     link = TransferGroup(host="127.0.0.1", port=4321, world_size=1 + leads * num_replicas, buffer_bytes=1000)
@@ -94,7 +91,7 @@ def shared_loads(worker: Worker) -> tuple[bool, bool, dict[str, Tensor], str]:
     transfer = TensorTransfer(config, config, torch.device("cpu"), model)
     why = ""
     try:
-        transfer.receive_weights(Tensors(shared_part({}), tied={"embed": ["head", "third"]}))
+        transfer.receive_weights(Tensors(ipc_chunk({}), tied={"embed": ["head", "third"]}))
     except (AssertionError, RuntimeError, ValueError) as error:
         why = str(error)
     receiver = transfer.receivers._ipc

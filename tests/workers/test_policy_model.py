@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of a policy, whole and by tiles, against the model's own logits."""
+"""Log-probabilities and entropies of a policy, at once and in tiles, compared with the model's own logits."""
 
 from typing import Literal
 
@@ -12,7 +12,7 @@ from tests.engines.closeness import FLOAT32_RTOL, assert_norm_close
 from tests.engines.tiny import SIZES, qwen2
 
 LARGE = 8192
-"""The smallest vocabulary whose logits are made tile by tile."""
+"""Smallest vocabulary whose logits are computed in tiles."""
 
 
 def gemma2(vocabulary: int) -> Gemma2ForCausalLM:
@@ -47,7 +47,7 @@ def inputs() -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_it_says_what_the_models_own_logits_say(name: str, temperature: float):
+def test_results_equal_those_of_the_models_logits(name: str, temperature: float):
     model, (ids_BL, mask_BL) = MODELS[name](), inputs()
     with torch.no_grad():
         logprobs_BL, entropy_BL = PolicyModel(model)(ids_BL, mask_BL, temperature, "value")
@@ -58,7 +58,7 @@ def test_it_says_what_the_models_own_logits_say(name: str, temperature: float):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("entropy", ["value", "gradient"])
-def test_its_gradient_is_that_of_the_models_own_logits(name: str, entropy: Literal["value", "gradient"]):
+def test_gradients_equal_those_of_the_models_logits(name: str, entropy: Literal["value", "gradient"]):
     model, (ids_BL, mask_BL) = MODELS[name](), inputs()
     gradients = []
     for ours in (True, False):
@@ -74,12 +74,12 @@ def test_its_gradient_is_that_of_the_models_own_logits(name: str, entropy: Liter
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_an_entropy_that_is_not_wanted_is_0(name: str):
+def test_an_entropy_that_is_not_requested_is_zero(name: str):
     ids_BL, mask_BL = inputs()
     assert not PolicyModel(MODELS[name]())(ids_BL, mask_BL)[1].any()
 
 
-def test_tiles_skip_tokens_that_are_not_wanted():
+def test_tiles_skip_masked_tokens():
     model, (ids_BL, mask_BL) = qwen2(vocab_size=LARGE), inputs()
     mask_BL[:, :4] = False
     logprobs_BL, _ = PolicyModel(model)(ids_BL, mask_BL)

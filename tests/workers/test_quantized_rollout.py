@@ -1,4 +1,4 @@
-"""A rollout in int8 beside an actor and dedicated from it: what it samples from is the quantisation of the last version."""
+"""int8 rollouts, colocated with the actor and separate: they use the quantization of the last version."""
 
 from typing import Any
 
@@ -39,14 +39,14 @@ def trained(actor: WorkerGroup) -> None:
 
 
 def answers(rollout: WorkerGroup) -> list[list[float]]:
-    """Tokens, their log-probabilities and their versions."""
+    """Returns tokens, log-probabilities and versions."""
     found = rollout.generate(Batch.from_rows(PROMPTS))
     mask = found.get("response_mask")
     return [found.get(name)[mask].tolist() for name in ("input_ids", "rollout_logprobs", "weight_version")]
 
 
 def is_quantised_from_actor(rollout: Rollout) -> bool:
-    """Whether what it computes with is, bit for bit, the quantisation of the actor's present weights."""
+    """Returns whether the weights are bitwise the quantization of the actor's current weights."""
     actor = rollout.peer("actor")
     assert isinstance(actor, Actor)
     model = rollout.engine.model
@@ -56,7 +56,7 @@ def is_quantised_from_actor(rollout: Rollout) -> bool:
     return bool(int8_layers(model)) and all(same)
 
 
-def test_it_is_the_same_beside_the_actor_and_apart_from_it(model: ModelConfig) -> None:
+def test_colocated_and_separate_rollouts_are_identical(model: ModelConfig) -> None:
     split = Placement(pools={"a": [1], "b": [1]}, roles={"actor": "a", "rollout": "b"})
     found = []
     for placement in (Placement(pools={"main": [1]}, roles=TOGETHER), split):
@@ -65,7 +65,7 @@ def test_it_is_the_same_beside_the_actor_and_apart_from_it(model: ModelConfig) -
             said = [answers(rollout)]
             for version in (1, 2):
                 trained(actor)
-                # What was not published is not sampled from, wherever the actor is.
+                # Weights that were not synced are not used, wherever the actor is.
                 assert answers(rollout) == said[-1]
                 if placement is split:
                     rollout.load_weights(actor.weights(), version)
@@ -90,22 +90,22 @@ def check_updates(cluster: Cluster, model: ModelConfig, ranks: int, **settings: 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("lora", [None, LORA])
-def test_it_is_quantised_anew_from_the_actor(lora: LoraConfig | None, dtype: Any, model: ModelConfig) -> None:
+def test_set_version_quantizes_the_actors_weights_again(
+    lora: LoraConfig | None, dtype: Any, model: ModelConfig
+) -> None:
     placement = Placement(pools={"main": [1]}, roles=TOGETHER)
     with Cluster(placement, backend="inline", num_threads=1) as cluster:
         check_updates(cluster, ModelConfig(path=model.path, dtype=dtype), 1, lora=lora)
 
 
 @pytest.mark.parametrize("lora", [None, LORA])
-def test_it_is_quantised_from_an_actor_that_ranks_hold_in_parts(
-    lora: LoraConfig | None, model: ModelConfig, ray_session: None
-) -> None:
+def test_a_sharded_actor_is_quantized(lora: LoraConfig | None, model: ModelConfig, ray_session: None) -> None:
     placement = Placement(device="cpu", pools={"main": [2]}, roles=TOGETHER)
     with Cluster(placement, num_threads=1) as cluster:
         check_updates(cluster, model, 2, engine={"strategy": "fsdp"}, lora=lora)
 
 
-def test_weights_without_a_quantised_one_are_refused(model: ModelConfig) -> None:
+def test_an_update_without_a_quantized_weight_is_rejected(model: ModelConfig) -> None:
     placement = Placement(pools={"a": [1], "b": [1]}, roles={"actor": "a", "rollout": "b"})
     with Cluster(placement, backend="inline", num_threads=1) as cluster:
         actor, rollout = groups(cluster, model)

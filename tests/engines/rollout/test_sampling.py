@@ -18,13 +18,13 @@ def many_uniforms(num: int, seed: int = 0) -> torch.Tensor:
     return uniforms(keys, torch.zeros(num, dtype=torch.int64))
 
 
-def test_a_key_and_position_give_a_known_number():
+def test_random_numbers_match_known_values():
     keys = row_keys(7, torch.tensor([3]), torch.tensor([1]))
     assert uniforms(keys, torch.tensor([5])).item() == reference_uniform(7, 3, 1, 5)
 
 
 def reference_uniform(seed: int, prompt_id: int, sample: int, position: int) -> float:
-    """The same hash on Python's integers."""
+    """Computes the same hash with Python integers."""
     key = mix(mix(mix(seed) ^ prompt_id) ^ sample)
     bits = mix(key + 0x9E3779B97F4A7C15 * position)
     return (bits >> 11) * 2.0**-53
@@ -37,7 +37,7 @@ def mix(bits: int) -> int:
     return bits ^ (bits >> 31)
 
 
-def test_numbers_look_uniform_over_rows_and_over_positions():
+def test_random_numbers_are_uniform_over_rows_and_positions():
     keys = row_keys(0, torch.arange(200).repeat_interleave(5), torch.arange(5).repeat(200))
     numbers = uniforms(keys[:, None].expand(-1, 50).reshape(-1), torch.arange(50).repeat(1000))
     assert numbers.min() >= 0 and numbers.max() < 1 and len(numbers.unique()) == 50_000
@@ -47,7 +47,7 @@ def test_numbers_look_uniform_over_rows_and_over_positions():
     assert abs(torch.corrcoef(by_row.T).fill_diagonal_(0)).max() < 0.2
 
 
-def test_seed_prompt_and_sample_each_change_the_number():
+def test_seed_prompt_and_sample_each_change_the_random_number():
     keys = [row_keys(*k) for k in ((0, t(1), t(2)), (1, t(1), t(2)), (0, t(2), t(2)), (0, t(1), t(1)), (0, t(2), t(1)))]
     assert len({int(key) for key in keys}) == 5
 
@@ -56,7 +56,7 @@ def t(number: int) -> torch.Tensor:
     return torch.tensor([number])
 
 
-def test_a_seed_beyond_64_bits_is_cut_off():
+def test_only_the_low_64_bits_of_a_seed_are_used():
     assert torch.equal(row_keys(2**64 + 5, t(1), t(1)), row_keys(5, t(1), t(1)))
 
 
@@ -71,11 +71,11 @@ def test_temperature_divides_the_logits():
     assert (token, logprob) == (1, pytest.approx(math.log(weights[1] / sum(weights))))
 
 
-def test_temperature_zero_takes_the_likeliest_token_with_the_models_own_logprob():
+def test_temperature_zero_takes_the_most_likely_token_with_the_models_logprob():
     assert draw(LOGITS, 0.99, temperature=0) == (0, pytest.approx(math.log(0.5)))
 
 
-def test_top_k_renormalises_what_it_keeps():
+def test_top_k_renormalizes_the_kept_tokens():
     assert draw(LOGITS, 0.99, top_k=2) == (1, pytest.approx(math.log(1 / 3)))
 
 
@@ -84,7 +84,7 @@ def test_top_k_keeps_tokens_that_tie_with_the_last():
 
 
 @pytest.mark.parametrize(("top_p", "last"), [(0.4, 0), (0.6, 1), (0.8, 2), (1.0, 3)])
-def test_top_p_keeps_the_likeliest_tokens_that_hold_that_probability(top_p: float, last: int):
+def test_top_p_keeps_the_most_likely_tokens_up_to_that_probability(top_p: float, last: int):
     assert draw(LOGITS, 0.999, top_p=top_p)[0] == last
 
 
@@ -92,7 +92,7 @@ def test_top_p_applies_after_top_k():
     assert draw(LOGITS, 0.999, top_k=2, top_p=0.6) == (0, pytest.approx(0.0))
 
 
-def test_a_token_without_probability_is_never_drawn():
+def test_a_token_of_probability_zero_is_never_sampled():
     logits = torch.tensor([[-math.inf, 0.0, -math.inf, 0.0, -math.inf]])
     assert [draw(logits, u)[0] for u in (0.0, 0.5, 1 - 2**-53)] == [1, 3, 3]
 
@@ -102,7 +102,7 @@ def test_frequencies_follow_the_distribution():
     assert (tokens.bincount() / 40_000).tolist() == pytest.approx([0.5, 0.25, 0.125, 0.125], abs=0.01)
 
 
-def test_large_vocabularies_are_worked_on_in_pieces_with_the_same_result():
+def test_large_vocabularies_are_sampled_in_chunks_with_the_same_result():
     torch.manual_seed(0)
     logits, numbers = torch.randn(70, 100_000), many_uniforms(70)
     tokens, logprobs = sample_tokens(logits, numbers, top_p=0.9)
