@@ -131,7 +131,8 @@ class RunConfig(Config):
         every, evaluate = self.checkpoint.every, self.evaluate_every
         if self.checkpoint.keep_best and evaluate and every % evaluate:
             raise ValueError(
-                f"checkpoint.keep_best compares evaluation accuracy, but checkpoint.every is {every}, not a multiple of "
+                f"checkpoint.keep_best compares evaluation accuracy, but checkpoint.every is {every}, not a "
+                "multiple of "
                 f"evaluate_every, {evaluate}: set it to {-(-every // evaluate) * evaluate}"
             )
         return self

@@ -49,7 +49,8 @@ def _check_reward_tokenizer(tokenizer: ChatTokenizer, config: OnPolicyConfig) ->
     if vocabulary != tokenizer.tokenizer.get_vocab():
         raise DataError(
             f"reward.model.path: the vocabulary of the tokenizer in {model.path} differs from that of the actor in "
-            f"{tokenizer.path}, whose token ids the reward model receives: use a reward model with the actor's tokenizer"
+            f"{tokenizer.path}, whose token ids the reward model receives: use a reward model with the actor's "
+            "tokenizer"
         )
 
 
@@ -87,7 +88,8 @@ class Examples:
             ids, mask = tokenizer.encode_example(conversation.messages)
             if len(ids) > max_tokens:
                 raise DataError(
-                    f"{conversation.location}: the conversation has {len(ids)} tokens, more than data.max_prompt_tokens "
+                    f"{conversation.location}: the conversation has {len(ids)} tokens, more than "
+                    "data.max_prompt_tokens "
                     f"({max_tokens}): shorten it, or raise data.max_prompt_tokens"
                 )
             self._ids.append(ids)

@@ -197,7 +197,8 @@ def _compare_responses(
     if far.any():
         raise CheckFailed(
             f"{int(far.sum())} of {len(far)} greedy tokens differ from transformers, by up to "
-            f"{float(below_T.max()):.3g} in the logits, more than the log-probability gap explains: the engine modifies "
+            f"{float(below_T.max()):.3g} in the logits, more than the log-probability gap explains: the engine "
+            "modifies "
             f"the logits (penalties, bad words, a minimal length) or does not decode greedily"
         )
 

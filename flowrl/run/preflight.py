@@ -233,7 +233,8 @@ def _check_engine(role: str, key: str, role_plan: RolePlan, engine: EngineConfig
         )
     if mesh.tp > 1 and engine.strategy in ("single", "ddp"):
         raise ConfigError(
-            f"{key}.strategy is {engine.strategy}, but placement.roles.{role} has tp {mesh.tp}, which shards the model: "
+            f"{key}.strategy is {engine.strategy}, but placement.roles.{role} has tp {mesh.tp}, which shards "
+            "the model: "
             f"set strategy: fsdp, or remove tp"
         )
     if engine.sequence_parallel_norms and mesh.tp == 1:

@@ -182,7 +182,8 @@ class Hosts:
                 host.connection.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 _say(
-                    f"host {host.name} did not respond within {_END_TIMEOUT_S:.0f} s: check it for remaining ray processes"
+                    f"host {host.name} did not respond within {_END_TIMEOUT_S:.0f} s: check it for remaining "
+                    "ray processes"
                 )
                 host.connection.kill()
         self._logs.cleanup()

@@ -51,7 +51,7 @@ def deal(seed: int) -> Problems:
 
 
 def score(prompt: str, response: str, answer: str, **columns: Any) -> float:
-    """Returns the training reward in [0, 1]: half the fraction of correct characters, plus half if the answer is correct."""
+    """Returns the reward in [0, 1]: half the fraction of correct characters, plus half for a correct answer."""
     longest = max(len(response), len(answer))
     num_correct = sum(a == b for a, b in zip(response, answer, strict=False))
     return 0.5 * num_correct / longest + 0.5 * exact(prompt, response, answer, **columns)

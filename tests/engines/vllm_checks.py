@@ -222,7 +222,7 @@ def free_memory(worker: Worker) -> int:
 
 
 def quantization_errors(worker: Rollout, weights: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """Returns per kind of layer the largest error (in int8 steps, relative for fp8) and the largest stored magnitude."""
+    """Returns per layer kind the largest error (in int8 steps, relative for fp8) and the largest stored magnitude."""
     inner: Any = engine_of(worker)._engine
     (found,) = inner.collective_rpc(_quantization_errors, args=(dict(to_tensors(weights)),))
     return found

@@ -196,7 +196,7 @@ class EngineCheckpoints:
         return Saved(save.checksums, _architecture(self._engine.model))
 
     def _copy_to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copies the tensors to host buffers. Buffers are reused, since a copy to new memory is several times slower."""
+        """Copies the tensors to reused host buffers; a copy to new memory is several times slower."""
         layouts = [(tensor.shape, tensor.dtype) for tensor in tensors]
         if layouts != [(buffer.shape, buffer.dtype) for buffer in self._buffers]:
             self._buffers = [torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda) for t in tensors]

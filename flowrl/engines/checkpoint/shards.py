@@ -110,7 +110,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 class ShardReader(StorageReader):
-    """Storage reader for `torch.distributed.checkpoint.load`. Memory-maps the files, so each rank reads only its chunks."""
+    """Storage reader for `torch.distributed.checkpoint.load`. Memory-maps files, so each rank reads only its chunks."""
 
     def __init__(self, folder: Path, index: Index) -> None:
         self._folder, self._metadata = folder, index.metadata()

@@ -274,7 +274,7 @@ class TrainEngine:
         return torch.tensor(values, device=self.device)
 
     def _with_dummies(self, micros: list[MicroBatch], batch: TensorDictBase, num_passes: int) -> Iterator[MicroBatch]:
-        """Yields the micro-batches, and dummies up to `num_passes`, because passes of a sharded model are collective."""
+        """Yields the micro-batches, then dummies up to `num_passes`, as passes of a sharded model are collective."""
         yield from micros
         if self.is_sharded:
             yield from [empty_microbatch(batch, packed=self._is_packing)] * (num_passes - len(micros))
