@@ -13,9 +13,8 @@ from flowrl.controller.errors import ContractError
 from flowrl.controller.placement.plan import Mesh
 from flowrl.controller.worker import Contract, Dispatch
 from flowrl.data.batch.batch import Batch
-from flowrl.data.batch.block import Ref
+from flowrl.data.batch.block import Ref, Rows, split_by_weight, split_evenly
 from flowrl.data.batch.fields import FIELDS
-from flowrl.data.batch.layout import Rows, split_by_weight, split_evenly
 from flowrl.data.metric import merge_metrics
 
 Arguments = dict[str, Any]

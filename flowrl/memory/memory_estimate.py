@@ -18,6 +18,7 @@ from flowrl.config import (
     models_of,
 )
 from flowrl.controller.placement.plan import Plan, RolePlan, Slot
+from flowrl.data.dtypes import ITEMSIZE
 from flowrl.memory.activations import Entropy
 from flowrl.memory.model_size import read_model_size
 from flowrl.memory.role_memory import CallMemory, RoleMemory, RoleModel, inference_role, training_role
@@ -26,8 +27,6 @@ from flowrl.memory.rollout_memory import RolloutBatch, rollout_role, vllm_role
 PROCESS = {"cpu": 430_000_000, "cuda": 500_000_000}
 """Bytes of a process without a model. The CPU value (Python, torch, transformers, Ray) is measured; the CUDA context's
 is an assumption."""
-
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ class _Estimator:
             engine=value.engine,
             mesh=self._planned.roles[role].mesh,
             device_type=self._planned.kind,
-            param_bytes=_DTYPE_BYTES[value.model.dtype],
+            param_bytes=ITEMSIZE[value.model.dtype],
             is_policy=isinstance(value, ActorConfig | ReferenceConfig),
             max_length=self._max_length,
             lora=value.lora if isinstance(value, ActorConfig | CriticConfig) else None,

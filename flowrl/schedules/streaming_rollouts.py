@@ -370,7 +370,7 @@ class StreamingRollouts:
         groups = step_batch.groups
         batch = self._context.prompts.make_batch([self._prompts.pop(group) for group in groups])
         batch = batch.union(Batch.concat([self._complete.pop(group) for group in groups]))
-        batch = batch.in_sections(len(self._context.trainer_routes or [()]))
+        batch = batch.with_sections(len(self._context.trainer_routes or [()]))
         self._forget_dropped()
         counts = self._scheduler.counts
         values = group_metrics(counts, self._counts)

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from flowrl.checkpoints.saved_rows import FILE, SavedRows, save_rows
 from flowrl.config import UserError
 from flowrl.data.batch.batch import Batch
-from flowrl.data.batch.tensordicts import from_table, make_tensordict
+from flowrl.data.batch.tensordicts import from_tensordict, make_tensordict
 from flowrl.data.checksums import CheckpointError, checksum_of
 
 KEYS = Batch.from_rows([{"prompt_id": 7, "sample": 0}, {"prompt_id": 7, "sample": 1}, {"prompt_id": 9, "sample": 0}])
@@ -25,7 +25,7 @@ def responses(**rows: Any) -> Batch:
         "half": torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.bfloat16),
     }
     table = make_tensordict({"response": ["é", "", '"\n'], **rows}, tokens, torch.tensor([3, 0, 1]))
-    return Batch.of_payload(from_table(table))
+    return Batch.of_payload(from_tensordict(table))
 
 
 def saved(found: Batch, folder: Path, keys: Batch = KEYS) -> SavedRows:
@@ -77,5 +77,5 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None
 def test_a_table_without_tokens_has_no_lengths(tmp_path: Path) -> None:
     table = make_tensordict({"truncated": torch.tensor([True, False, True])})
     assert isinstance(table, TensorDict)
-    read = saved(Batch.of_payload(from_table(table)), tmp_path).load(KEYS, None)
+    read = saved(Batch.of_payload(from_tensordict(table)), tmp_path).load(KEYS, None)
     assert read.columns == ("truncated",) and read.get("truncated").tolist() == [True, False, True]

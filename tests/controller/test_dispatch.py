@@ -15,7 +15,7 @@ from flowrl.controller.dispatch import (
 )
 from flowrl.controller.placement.plan import Mesh
 from flowrl.controller.worker import Contract, Dispatch
-from flowrl.data.batch.layout import split_by_weight
+from flowrl.data.batch.block import split_by_weight
 from tests.controller.conftest import Shared
 from tests.controller.dispatch_modes import second_ranks, to_every_second
 from tests.controller.workers import Arithmetic

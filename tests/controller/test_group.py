@@ -157,7 +157,7 @@ def test_a_result_does_not_change_with_the_workers_memory(shared: Shared, batch:
 def test_token_columns_of_different_lengths_are_refused_when_read(shared: Shared, batch: Batch):
     other = Batch.from_columns(tokens={"z": list(range(28))}, lengths=[7, 6, 5, 4, 3, 2, 1])
     with pytest.raises(ColumnError, match="ids and z"):
-        batch.union(shared.first.echo(other)).table("ids", "z")
+        batch.union(shared.first.echo(other)).tensordict("ids", "z")
 
 
 def test_roles_of_one_pool_share_processes(shared: Shared):

@@ -15,7 +15,7 @@ from tests.controller.chain import Chain
 from tests.controller.oracle import METHODS, SAME_ROWS, Rows, concat
 
 TOKENS = ("ids", "next")
-EDITS = ("rename", "reorder", "repeat", "take", "minibatch", "concat", "store") + ("compact",) * 2 + ("call",) * 3
+EDITS = ("rename", "reorder", "repeat", "take", "minibatch", "concat", "store") + () * 2 + ("call",) * 3
 PLACEMENT = Placement.model_validate(
     {
         "device": "cpu",
@@ -58,8 +58,6 @@ def edited(pair: Pair, data: st.DataObject, groups: list[WorkerGroup]) -> Pair:
     count = len(pair.rows.rows)
     if kind == "call":
         return called(pair, data, groups)
-    if kind == "compact":
-        return Pair(pair.batch.compacted(), pair.rows)
     if kind == "store":
         return stored(pair, data.draw(st.sampled_from(groups)))
     if kind == "rename":

@@ -318,7 +318,7 @@ def test_a_shaping_of_another_shape_is_an_error() -> None:
 
 def test_moments_include_the_rewards_that_the_function_receives() -> None:
     before = ShapedScores(torch.empty(0), (RewardMoments(), RewardMoments(count=1, mean=3.0)))
-    shaped = shape_scores(shaping_batch().table("scores"), rloo(CLIP, NORMALIZE).shaping, before)
+    shaped = shape_scores(shaping_batch().tensordict("scores"), rloo(CLIP, NORMALIZE).shaping, before)
     # 3, 1, 1, 0, 1: mean 1.2, squared deviations 3.24 + 3 * 0.04 + 1.44 = 4.8, variance 1.2.
     assert shaped.moments[0] == RewardMoments() and shaped.moments[1].count == 5
     assert shaped.moments[1].mean == pytest.approx(1.2) and shaped.moments[1].std == pytest.approx(1.2**0.5)

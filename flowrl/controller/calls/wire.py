@@ -16,9 +16,7 @@ from flowrl.controller.errors import ContractError
 from flowrl.controller.placement.plan import Mesh
 from flowrl.controller.worker import Contract
 from flowrl.data.batch.batch import Batch
-from flowrl.data.batch.block import Block, LocalRef, Ref, Shard
-from flowrl.data.batch.columns import gathers
-from flowrl.data.batch.layout import GatherPlan
+from flowrl.data.batch.block import Block, GatherPlan, LocalRef, Ref, Shard, gathers
 from flowrl.data.batch.payload import Payload, RowSelection, Source, collect, merge
 
 _NEEDS_RAY_PICKLER = re.compile(rb"__main__|\x8c.ray[.\x94]", re.DOTALL)
@@ -41,9 +39,9 @@ class BlockArgument:
         sources = []
         for piece, (rows_or_position, columns) in zip(self.plan.pieces, self.pieces, strict=True):
             if isinstance(rows_or_position, Payload):
-                sources.append(Source(rows_or_position, columns, None, piece.at))
+                sources.append(Source(rows_or_position, columns, None, piece.targets))
             else:
-                sources.append(Source(decode(objects[rows_or_position]), columns, piece.rows, piece.at))
+                sources.append(Source(decode(objects[rows_or_position]), columns, piece.rows, piece.targets))
         return collect(self.plan.num_rows, sources)
 
 

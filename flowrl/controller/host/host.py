@@ -225,9 +225,9 @@ def _read(request: Request, objects: Sequence) -> tuple[dict[str, Any], dict[str
     payloads = {n: a.read(objects) for n, a in request.arguments.items() if isinstance(a, TableArgument)}
     arguments = {n: a.read(objects) if isinstance(a, FutureArgument) else a for n, a in request.arguments.items()}
     if payloads:
-        from flowrl.data.batch.tensordicts import to_table  # noqa: PLC0415 (torch only where a table is used)
+        from flowrl.data.batch.tensordicts import to_tensordict  # noqa: PLC0415 (torch only where a table is used)
 
-        arguments |= {name: to_table(payload) for name, payload in payloads.items()}
+        arguments |= {name: to_tensordict(payload) for name, payload in payloads.items()}
     return arguments, payloads
 
 
@@ -273,7 +273,7 @@ def _check_unwritten(parameter: str, before: list[tuple[str, Any, int]]) -> None
 
 def _as_payload(result: Any, inputs: list[Payload], request: Request) -> Payload:
     """The result as a payload that holds to the contract. Raises `ContractError`."""
-    from flowrl.data.batch.tensordicts import from_table  # noqa: PLC0415 (torch only where a table is used)
+    from flowrl.data.batch.tensordicts import from_tensordict  # noqa: PLC0415 (torch only where a table is used)
 
     contract = request.contract
     if not hasattr(result, "batch_size"):
@@ -281,7 +281,7 @@ def _as_payload(result: Any, inputs: list[Payload], request: Request) -> Payload
             f"the method must return a table (a TensorDict of rows and tokens), not {type(result).__name__}"
         )
     lengths: np.ndarray | None = next((p.lengths for p in inputs if p.lengths is not None), None)
-    payload = from_table(result, lengths if contract.rows == "same" else None)
+    payload = from_tensordict(result, lengths if contract.rows == "same" else None)
     if contract.writes is not None and set(payload.columns) != set(contract.writes):
         found = ", ".join(payload.columns) or "no columns"
         raise ContractError(f"the method declares writes=({', '.join(contract.writes)}) but returned {found}")

@@ -1,7 +1,7 @@
-"""Batch: the driver's handle of rows x named columns, perhaps not computed yet. References and row indices, no tensors.
+"""Batch: the driver's handle of rows x named columns. It holds references and row indices, no tensors.
 
-Every edit here (select, rows, repeat, ...) rewrites the index and moves nothing; values reach this process through
-`get` alone. Names of columns: flowrl/data/batch/fields.py.
+Edits (select, rows, repeat, ...) rewrite the index and copy no values. Only `get`, `tensordict` and `payload` fetch
+values to this process. The standard columns are in flowrl/data/batch/fields.py.
 """
 
 import copy
@@ -10,9 +10,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from flowrl.data.batch.block import Block, Column, Description, LocalRef, Shard, read_together
-from flowrl.data.batch.columns import compact, gathers, joined
-from flowrl.data.batch.layout import Rows, shuffled
+from flowrl.config.user_errors import UserError
+from flowrl.data.batch.block import (
+    Block,
+    Column,
+    Description,
+    LocalRef,
+    Rows,
+    Shard,
+    concat_columns,
+    gathers,
+    read_together,
+)
 from flowrl.data.batch.payload import ColumnError, Payload, Source, collect, merge
 
 if TYPE_CHECKING:
@@ -20,15 +29,19 @@ if TYPE_CHECKING:
 
 
 class TaskRunner(Protocol):
-    """Runs a pure function beside the data."""
+    """Runs a pure function of a batch as a remote task, in a worker process or locally."""
 
-    def apply(self, fn: Callable, batch: "Batch", writes: tuple[str, ...], rows: str, kwargs: dict) -> "Batch": ...
+    def apply(self, fn: Callable, batch: "Batch", writes: tuple[str, ...], rows: str, kwargs: dict) -> "Batch":
+        """Runs `fn(tensordict, **kwargs)` and returns the columns `writes`."""
+        ...
 
-    def reduce(self, fn: Callable, batch: "Batch", kwargs: dict) -> Any: ...  # Any: a Future of the function's result
+    def reduce(self, fn: Callable, batch: "Batch", kwargs: dict) -> Any:  # Any: a Future of the function's result
+        """Runs `fn(tensordict, **kwargs)` and returns a future of its result."""
+        ...
 
 
 class Batch:
-    """Rows x named columns by reference. Made by groups' calls, `Batch.from_rows` and `Batch.from_columns`."""
+    """Rows x named columns by reference. Created by worker group calls, `Batch.from_rows` and `Batch.from_columns`."""
 
     def __init__(
         self, columns: Mapping[str, Column], num_rows: int | None = None, tasks: TaskRunner | None = None
@@ -38,16 +51,16 @@ class Batch:
         self._tasks = tasks
         self._sections = 1
 
-    # Making one.
+    # Constructors.
 
     @staticmethod
     def from_rows(rows: Sequence[Mapping[str, Any]]) -> "Batch":
-        """Rows as dictionaries with the same keys; numbers become arrays, everything else objects."""
+        """Creates a batch from dictionaries with equal keys. Numbers become arrays, other values become objects."""
         names = list(rows[0]) if rows else []
-        for number, row in enumerate(rows):
+        for position, row in enumerate(rows):
             if list(row) != names and set(row) != set(names):
                 raise ColumnError(
-                    f"row {number} has columns {', '.join(row)}, row 0 has {', '.join(names)}; give all rows the same"
+                    f"row {position} has columns {', '.join(row)}, row 0 has {', '.join(names)}; give all rows the same"
                 )
         return Batch.from_columns(rows={name: [row[name] for row in rows] for name in names}, num_rows=len(rows))
 
@@ -58,7 +71,7 @@ class Batch:
         lengths: Sequence[int] | np.ndarray | None = None,
         num_rows: int | None = None,
     ) -> "Batch":
-        """Row columns of B values each and flat token columns of T values, with `lengths` [B] summing to T."""
+        """Creates a batch from row columns of B values and flat token columns of T values; `lengths` [B] sum to T."""
         arrays = {name: _row_column(values) for name, values in (rows or {}).items()}
         flat = {name: np.asarray(values).copy(order="C") for name, values in (tokens or {}).items()}
         sizes = {name: len(values) for name, values in arrays.items()} | (
@@ -69,15 +82,16 @@ class Batch:
             raise ColumnError(f"columns of one batch have the same number of rows, but these have {sizes}")
         total = None if lengths is None else int(np.sum(lengths))
         if any(len(values) != total for values in flat.values()):
-            found = {name: len(values) for name, values in flat.items()}
+            counts = {name: len(values) for name, values in flat.items()}
             raise ColumnError(
-                f"token columns need lengths that sum to their tokens: lengths sum to {total}, tokens are {found}"
+                f"token columns need lengths that sum to their tokens: lengths sum to {total}, tokens are {counts}"
             )
         array = None if lengths is None or not flat else np.array(lengths, dtype=np.int64)
         return Batch.of_payload(Payload(count, arrays, flat, array))
 
     @staticmethod
     def of_payload(payload: Payload) -> "Batch":
+        """Creates a batch of a payload in this process."""
         shard = Shard(LocalRef(payload), LocalRef(Description.of(payload)), payload.num_rows)
         return Batch.of_block(Block([shard]), payload.columns)
 
@@ -85,21 +99,21 @@ class Batch:
     def of_block(
         block: Block, columns: Iterable[str], index: np.ndarray | None = None, tasks: TaskRunner | None = None
     ) -> "Batch":
-        """A view of a whole block, its rows taken by `index`."""
+        """Creates a batch of columns of a block; `index` selects its rows (None: all)."""
         known = all(shard.num_rows is not None for shard in block.shards)
         num_rows = len(index) if index is not None else block.num_rows if known else None
         return Batch({name: Column(block, index, name) for name in columns}, num_rows, tasks)
 
-    # What it is.
+    # Properties.
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The names of the columns."""
+        """Names of the columns."""
         return tuple(self._columns)
 
     @property
     def num_rows(self) -> int:
-        """The number of rows; waits only where a result's contract leaves it open (`rows="unknown"`)."""
+        """Number of rows. Waits only for results of methods that declare `rows="unknown"`."""
         if self._num_rows is None and not self._columns:
             return 0
         if self._num_rows is None:
@@ -119,43 +133,43 @@ class Batch:
 
     @property
     def tasks(self) -> TaskRunner | None:
-        """Where `apply` runs; None until a column comes from a worker group."""
+        """Runner of `apply` and `reduce`. None for a batch without columns from a worker group."""
         return self._tasks
 
     def column(self, name: str) -> Column:
-        """Where a column's values are. Raises `ColumnError` if there is no such column."""
+        """Returns the block and index of a column. Raises `ColumnError` if the column is missing."""
         if name not in self._columns:
             raise ColumnError(f"the batch has no column {name!r}; it has {', '.join(self.columns) or 'none'}")
         return self._columns[name]
 
     def done(self) -> bool:
-        """Whether every column is computed."""
+        """Returns whether all columns are computed."""
         return all(block.done() for block in {column.block for column in self._columns.values()})
 
-    # Edits of the index.
+    # Edits: they copy no values.
 
     def __getitem__(self, name: str) -> "Batch":
         return self.select(name)
 
     def __setitem__(self, name: str, value: "Batch") -> None:
-        """Adds the only column of `value` under this name."""
+        """Stores the only column of `value` under this name."""
         if not isinstance(value, Batch) or len(value.columns) != 1:
-            found = ", ".join(value.columns) if isinstance(value, Batch) else type(value).__name__
-            raise ColumnError(f"batch[{name!r}] takes a batch of one column, not {found}; use union for several")
+            actual = ", ".join(value.columns) if isinstance(value, Batch) else type(value).__name__
+            raise ColumnError(f"batch[{name!r}] takes a batch of one column, not {actual}; use union for several")
         self._num_rows = self._check_rows(value, name)
         self._columns[name] = value._columns[value.columns[0]]
         self._tasks = self._tasks or value._tasks
 
     def select(self, *names: str) -> "Batch":
-        """Only these columns."""
+        """Returns a batch with only these columns."""
         return self._with({name: self.column(name) for name in names}, self._num_rows)
 
     def drop(self, *names: str) -> "Batch":
-        """All columns but these."""
+        """Returns a batch without these columns."""
         return self.select(*(name for name in self._columns if name not in {self.column(n) and n for n in names}))
 
     def rename(self, names: Mapping[str, str]) -> "Batch":
-        """Columns under new names: `{"old": "new"}`."""
+        """Returns a batch with renamed columns: `{"old": "new"}`."""
         for name in names:
             self.column(name)
         renamed = [names.get(name, name) for name in self._columns]
@@ -165,17 +179,17 @@ class Batch:
         return self._with(columns, self._num_rows)
 
     def union(self, other: "Batch") -> "Batch":
-        """The columns of both; a column of `other` replaces one of the same name."""
+        """Returns a batch with the columns of both. Columns of `other` replace columns of the same name."""
         num_rows = self._check_rows(other, ", ".join(other.columns))
         merged = Batch(self._columns | other._columns, num_rows, self._tasks or other._tasks)
-        return merged.in_sections(max(self._sections, other._sections))
+        return merged.with_sections(max(self._sections, other._sections))
 
     def _with(self, columns: Mapping[str, Column], num_rows: int | None) -> "Batch":
-        """The same rows with other columns."""
-        return Batch(columns, num_rows, self._tasks).in_sections(self._sections)
+        """Returns a batch with the same rows and other columns."""
+        return Batch(columns, num_rows, self._tasks).with_sections(self._sections)
 
     def _check_rows(self, other: "Batch", what: str) -> int | None:
-        """The rows of both, None while neither count is known. A batch without columns takes any."""
+        """Returns the common number of rows, or None if unknown. Raises `ColumnError` on a mismatch."""
         if not self._columns:
             return other._num_rows
         known = self._num_rows is not None and other._num_rows is not None
@@ -186,26 +200,25 @@ class Batch:
         return other._num_rows if self._num_rows is None else self._num_rows
 
     def rows(self, rows: slice | Sequence[int] | np.ndarray) -> "Batch":
-        """The rows at a slice, at positions, or where a bool mask is true."""
+        """Returns the rows selected by a slice, positions or a boolean mask."""
         if isinstance(rows, slice):
             positions = np.arange(*rows.indices(self.num_rows))
         else:
             positions = np.asarray(rows)
             if positions.dtype == bool:
-                self._check_mask(positions)
+                if len(positions) != self.num_rows:
+                    raise ColumnError(
+                        f"a mask of {len(positions)} rows cannot select from {self.num_rows} rows; give one bool per row"
+                    )
                 positions = np.flatnonzero(positions)
             positions = positions.astype(np.int64)
         if len(positions) and (positions.min() < 0 or positions.max() >= self.num_rows):
             raise ColumnError(
-                f"rows {positions.min()} to {positions.max()} are asked for, the batch has 0 to {self.num_rows - 1}"
+                f"rows {positions.min()} to {positions.max()} are out of range; the batch has 0 to {self.num_rows - 1}"
             )
-        return self._taken(positions)
+        return self._take(positions)
 
-    def _check_mask(self, mask: np.ndarray) -> None:
-        if len(mask) != self.num_rows:
-            raise ColumnError(f"a mask of {len(mask)} rows cannot choose among {self.num_rows}; give one bool per row")
-
-    def _taken(self, positions: np.ndarray) -> "Batch":
+    def _take(self, positions: np.ndarray) -> "Batch":
         composed: dict[int | None, np.ndarray] = {}
         columns = {}
         for name, column in self._columns.items():
@@ -216,116 +229,100 @@ class Batch:
         return Batch(columns, len(positions), self._tasks)
 
     def reorder(self, order: Sequence[int] | np.ndarray) -> "Batch":
-        """The same rows in another order, a permutation of all positions."""
+        """Returns the rows in another order, which is a permutation of all positions."""
         positions = np.asarray(order, dtype=np.int64)
         if not _is_permutation(positions, self.num_rows):
-            raise ColumnError(
-                f"an order of {self.num_rows} rows names each of 0 to {self.num_rows - 1} once; use rows() to choose"
-            )
-        return self._taken(positions)
+            raise ColumnError(f"order must be a permutation of 0 to {self.num_rows - 1}; use rows() to select rows")
+        return self._take(positions)
 
     def repeat(self, times: int, *, interleave: bool = True) -> "Batch":
-        """Each row `times` times: 0 0 1 1 with `interleave`, else 0 1 0 1."""
-        once = np.arange(self.num_rows)
-        return self._taken(np.repeat(once, times) if interleave else np.tile(once, times))
+        """Repeats each row: 0 0 1 1 with `interleave`, else 0 1 0 1."""
+        positions = np.arange(self.num_rows)
+        return self._take(np.repeat(positions, times) if interleave else np.tile(positions, times))
 
     @staticmethod
     def concat(batches: Sequence["Batch"]) -> "Batch":
-        """The rows of several batches with the same columns, one after another."""
+        """Concatenates the rows of batches with the same columns."""
         if not batches:
             raise ColumnError("concat needs at least one batch")
         names = batches[0].columns
         for batch in batches:
             if set(batch.columns) != set(names):
-                raise ColumnError(f"concat needs the same columns everywhere, but finds {names} and {batch.columns}")
-        columns = joined(names, [batch._columns for batch in batches])
+                raise ColumnError(f"concat needs batches with equal columns, not {names} and {batch.columns}")
+        columns = concat_columns(names, [batch._columns for batch in batches])
         tasks = next((batch.tasks for batch in batches if batch.tasks), None)
         return Batch(columns, sum(batch.num_rows for batch in batches), tasks)
 
     def minibatches(self, rows: int, *, epochs: int = 1, seed: int | Sequence[int] = 0) -> Iterator["Batch"]:
-        """Every row once per epoch in a random order that depends on `seed` and the epoch alone.
+        """Yields mini-batches of `rows` rows, every row once per epoch. The last one of an epoch may be smaller.
 
-        Yields batches of `rows` rows; the last of an epoch has what is left.
+        The random order depends only on `seed` and the epoch.
         """
         if rows < 1:
-            raise ValueError(f"a minibatch has {rows} rows; ask for at least 1")
+            raise ValueError(f"a minibatch has {rows} rows; use at least 1")
         for epoch in range(epochs):
-            chance = np.random.default_rng([*np.atleast_1d(seed), epoch])
-            order = shuffled(chance, self.num_rows, rows, self._sections)
+            generator = np.random.default_rng([*np.atleast_1d(seed), epoch])
+            order = _shuffle(generator, self.num_rows, rows, self._sections)
             for start in range(0, self.num_rows, rows):
-                yield self._taken(order[start : start + rows])
+                yield self._take(order[start : start + rows])
 
-    def in_sections(self, count: int) -> "Batch":
-        """The same rows, as so many equal stretches of which each minibatch has an equal part, in their order: what
-        one data-parallel rank of as many is to read stays its own. Holds until rows are chosen or ordered otherwise."""
+    def with_sections(self, count: int) -> "Batch":
+        """Returns the same rows, marked as `count` equal consecutive sections, one per data-parallel rank.
+
+        `minibatches` takes equally many rows from each section, in section order, so that a row stays on its rank. Row
+        selection and reordering drop the mark.
+        """
         result = Batch(self._columns, self._num_rows, self._tasks)
         result._sections = count
         return result
 
-    def compacted(self) -> "Batch":
-        """The same rows, holding less memory: a buffer of few rows of many batches then keeps little more than its own.
-
-        Shards of which fewer than half of the rows are in this batch are read into new ones, as a task beside the data;
-        they are freed with the last batch that has them. Does not wait, except for the counts of rows not known yet.
-        """
-        return self._with(compact(self._columns, self._rewrite), self._num_rows)
-
-    def _rewrite(self, columns: dict[str, Column], num_rows: int) -> Block:
-        view = Batch(columns, num_rows, self._tasks)
-        result = (self._tasks or LocalTasks()).apply(_unchanged, view, view.columns, "same", {})
-        return result.column(view.columns[0]).block
-
     # Values.
 
     def payload(self, *names: str) -> Payload:
-        """The values of these columns (all without names) in this process, as NumPy arrays; waits for them."""
+        """Waits for the values of these columns (default: all) and returns them as NumPy arrays."""
         return assemble(self, names or self.columns, (0, self.num_rows))
 
-    def table(self, *names: str) -> "TensorDict":
-        """The values of these columns (all without names) as a worker would see them; waits for them."""
-        from flowrl.data.batch.tensordicts import to_table  # noqa: PLC0415 (a driver that reads no values needs no torch)
+    def tensordict(self, *names: str) -> "TensorDict":
+        """Waits for the values of these columns (default: all) and returns a copy in the form that workers receive."""
+        from flowrl.data.batch.tensordicts import to_tensordict  # noqa: PLC0415 (a driver that reads no values needs no torch)
 
-        return to_table(self.payload(*names), copy=True)
+        return to_tensordict(self.payload(*names), copy=True)
 
     def get(self, name: str) -> Any:  # Any: a tensor or a list, as the column's kind says
-        """One column's values: a tensor `[B, ...]` or `[T, ...]`, or a list of B objects. `length` is `[B]`.
+        """Waits for a column and returns a tensor `[B, ...]` or `[T, ...]`, or a list of B objects.
 
-        Raises whatever the call that computes them raised.
+        `length` is the number of tokens per row, `[B]`. Re-raises the error of a failed call.
         """
         if name == "length" and name not in self._columns:
-            import torch  # noqa: PLC0415 (see table)
+            import torch  # noqa: PLC0415 (see tensordict)
 
             return torch.from_numpy(self.lengths().copy())
         payload = self.payload(name)
         column = payload.rows.get(name)
         if isinstance(column, list):
             return copy.deepcopy(column)
-        from flowrl.data.batch.tensordicts import to_table  # noqa: PLC0415 (see table)
+        from flowrl.data.batch.tensordicts import to_tensordict  # noqa: PLC0415 (see tensordict)
 
-        return to_table(payload, copy=True)["tokens" if name in payload.tokens else "rows", name]
+        return to_tensordict(payload, copy=True)["tokens" if name in payload.tokens else "rows", name]
 
-    def _token_column(self) -> tuple[str]:
-        for name, column in self._columns.items():
+    def lengths(self) -> np.ndarray:
+        """Returns the tokens per row `[B]`. Reads only descriptions, no values."""
+        for column in self._columns.values():
             if column.block.kind(column.source) == "token":
-                return (name,)
+                lengths = column.block.lengths()
+                assert lengths is not None
+                return lengths if column.index is None else lengths[column.index]
         raise ColumnError(
             f"the batch has no token column, so its rows have no length; it has {', '.join(self.columns)}"
         )
 
-    def lengths(self) -> np.ndarray:
-        """Tokens per row `[B]`, from the descriptions alone: no column travels."""
-        column = self.column(self._token_column()[0])
-        lengths = column.block.lengths()
-        assert lengths is not None
-        return lengths if column.index is None else lengths[column.index]
-
     def apply(
         self, fn: Callable, reads: Sequence[str], writes: Sequence[str], *, rows: str = "same", **kwargs: Any
     ) -> "Batch":
-        """Runs `fn(table, **kwargs) -> table` over the whole batch, as one task beside the data.
+        """Runs `fn(tensordict, **kwargs) -> tensordict` on all rows, as one task on the task worker. Does not wait.
 
-        Returns this batch with the columns `writes` added, or, when `rows="unknown"` (the function drops or adds rows),
-        only what the function wrote. Does not wait.
+        Returns this batch with the columns `writes` added. With `rows="unknown"` the function may add or drop rows, and
+        the result has only the columns `writes`.
         """
         read = self.select(*reads)
         result = (self._tasks or LocalTasks()).apply(fn, read, tuple(writes), rows, kwargs)
@@ -334,44 +331,40 @@ class Batch:
     def reduce(
         self, fn: Callable, reads: Sequence[str], **kwargs: Any
     ) -> Any:  # Any: a Future of the function's result
-        """Runs `fn(table, **kwargs)` beside the data and returns a future of its (small) result."""
+        """Runs `fn(tensordict, **kwargs)` on the task worker and returns a future of its small result."""
         return (self._tasks or LocalTasks()).reduce(fn, self.select(*reads), kwargs)
 
 
-def _unchanged(table: "TensorDict") -> "TensorDict":
-    return table
-
-
 class LocalTasks:
-    """Runs `apply` and `reduce` in this process: for batches that no worker group has touched yet."""
+    """Runs `apply` and `reduce` in this process, for batches without columns from a worker group."""
 
     def apply(self, fn: Callable, batch: Batch, writes: tuple[str, ...], rows: str, kwargs: dict) -> Batch:
-        from flowrl.data.batch.tensordicts import from_table  # noqa: PLC0415 (see Batch.table)
+        from flowrl.data.batch.tensordicts import from_tensordict  # noqa: PLC0415 (see Batch.tensordict)
 
         payload = batch.payload()
-        result = from_table(fn(batch.table(), **_read(kwargs)), payload.lengths)
+        result = from_tensordict(fn(batch.tensordict(), **_resolve_refs(kwargs)), payload.lengths)
         if set(result.columns) != set(writes):
             raise ColumnError(f"{fn.__name__} wrote {', '.join(result.columns)} where {', '.join(writes)} is declared")
         return Batch.of_payload(result)
 
     def reduce(self, fn: Callable, batch: Batch, kwargs: dict) -> LocalRef:
-        return LocalRef(fn(batch.table(), **_read(kwargs)))
+        return LocalRef(fn(batch.tensordict(), **_resolve_refs(kwargs)))
 
 
-def _read(kwargs: dict) -> dict:
-    """Arguments with the results of earlier calls in the place of their references."""
+def _resolve_refs(kwargs: dict) -> dict:
+    """Replaces references in the arguments by their values."""
     return {name: value.get() if isinstance(value, LocalRef) else value for name, value in kwargs.items()}
 
 
 def assemble(batch: Batch, names: Sequence[str], rows: Rows) -> Payload:
-    """Reads some rows of some columns into this process."""
+    """Fetches some rows of some columns to this process."""
     plans = list(gathers({name: batch.column(name) for name in names}, rows))
     shards = [block.shards[piece.shard] for block, _, plan in plans for piece in plan.pieces]
     payloads = iter(read_together([shard.payload for shard in shards]))
     parts = []
     for block, columns, plan in plans:
         named = [(piece, block.shards[piece.shard].sources(columns)) for piece in plan.pieces]
-        sources = [Source(next(payloads), own, piece.rows, piece.at) for piece, own in named]
+        sources = [Source(next(payloads), own, piece.rows, piece.targets) for piece, own in named]
         parts.append(collect(plan.num_rows, sources))
     merged = merge(parts) if parts else Payload(batch.num_rows)
     return merged.take(None, {name: name for name in names})
@@ -386,10 +379,9 @@ def _is_permutation(positions: np.ndarray, num_rows: int) -> bool:
 
 
 def _row_column(values: Any) -> np.ndarray | list:
-    """Numbers of one kind and arrays as an array of their own, anything else as a list of objects.
+    """Returns a 64-bit array if all values are numbers of one type, and a list of objects otherwise.
 
-    What a worker reads of a row must not depend on the rows beside it: integers and floats are kept whole, in 64 bits,
-    and a mixture stays objects.
+    The dtype of a row must not depend on other rows of the batch, so mixed types stay objects.
     """
     if hasattr(values, "numpy") or isinstance(values, np.ndarray):
         array = np.asarray(values).copy(order="C")
@@ -398,3 +390,20 @@ def _row_column(values: Any) -> np.ndarray | list:
     kinds = {type(value) for value in listed}
     fits = kinds != {int} or max(map(abs, listed)) < 2**63
     return np.array(listed) if len(kinds) == 1 and kinds < {bool, int, float} and fits else listed
+
+
+def _shuffle(generator: np.random.Generator, num_rows: int, rows: int, sections: int) -> np.ndarray:
+    """Returns a random order of all rows, to be split into mini-batches of `rows` rows.
+
+    Each mini-batch has equally many rows of each section. Raises `UserError` if the sizes do not divide.
+    """
+    if sections == 1:
+        return generator.permutation(num_rows)
+    if num_rows % sections or rows % sections:
+        raise UserError(
+            f"minibatches of {rows} rows cannot be split evenly over the {sections} data-parallel ranks of "
+            f"placement.routes (the batch has {num_rows} rows): use multiples of {sections}, or remove placement.routes"
+        )
+    size, part = num_rows // sections, rows // sections
+    order = np.stack([generator.permutation(size) + size * section for section in range(sections)])
+    return np.concatenate([order[:, start : start + part].ravel() for start in range(0, size, part)])

@@ -1,35 +1,43 @@
-"""Blocks: columns that were computed together, as shards of rows behind references."""
+"""Blocks: columns that one call computed, as shards of rows behind references; and which rows to read of which shard."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from flowrl.data.batch.payload import Payload
+from flowrl.data.batch.payload import Payload, RowSelection
+
+Rows = tuple[int, int] | np.ndarray
+"""Rows of a batch or block: a half-open range, or an array of positions."""
 
 
 class Ref(Protocol):
-    """One value, here or in the object store, perhaps not computed yet."""
+    """A reference to one value in this process or in the object store. The value may not be computed yet."""
 
     @property
     def carrier(self) -> "Ref":
-        """What travels to a host in this reference's place."""
+        """The reference that is sent to a host instead of this one."""
         ...
 
-    def get(self) -> Any: ...  # Any: a payload, a description or a method's own result
+    def get(self) -> Any:  # Any: a payload, a description or a method's own result
+        """Waits for the value and returns it."""
+        ...
 
     def get_with(self, others: "Sequence[Ref]") -> list[Any]:
-        """The values of this and other references of its type, read together."""
+        """Returns the values of this and other references of the same type, fetched together."""
         ...
 
-    def done(self) -> bool: ...
+    def done(self) -> bool:
+        """Returns whether the value is available without waiting."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
 class LocalRef:
-    """A value in this process."""
+    """A reference to a value in this process."""
 
     value: Any  # Any: see Ref
 
@@ -48,7 +56,7 @@ class LocalRef:
 
 
 def read_together(refs: Sequence[Ref]) -> list[Any]:  # Any: see Ref
-    """The values of references, those of one type at once."""
+    """Returns the values of references; fetches all references of one type together."""
     values: dict[int, Any] = {}
     by_type: dict[type, list[Ref]] = {}
     for ref in refs:
@@ -60,40 +68,41 @@ def read_together(refs: Sequence[Ref]) -> list[Any]:  # Any: see Ref
 
 @dataclass(frozen=True)
 class Description:
-    """What the driver may know of a result without its values."""
+    """Metadata of a payload: small enough for the driver to fetch, in contrast to the values."""
 
     num_rows: int
     columns: Mapping[str, str]
-    """Column -> "row", "object" or "token"."""
+    """Maps each column to its kind: "row", "object" or "token"."""
     lengths: np.ndarray | None = None
 
     @staticmethod
     def of(payload: Payload) -> "Description":
+        """Describes a payload."""
         kinds = {name: "row" if isinstance(c, np.ndarray) else "object" for name, c in payload.rows.items()}
         return Description(payload.num_rows, kinds | dict.fromkeys(payload.tokens, "token"), payload.lengths)
 
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """One rank's part of a result: its payload, and the small description that travels apart from it."""
+    """One rank's rows of a result: references to the payload and to its description."""
 
     payload: Ref
     description: Ref
     num_rows: int | None
-    """None until the description says it."""
+    """Number of rows. None until the description is available."""
     names: Mapping[str, str] | None = None
-    """Column of the block -> what the payload calls it. None: the same."""
+    """Maps column names of the block to column names of the payload. None if they are equal."""
 
     def source(self, name: str) -> str:
-        """What the payload calls a column of the block."""
+        """Returns the payload's name of a column of the block."""
         return name if self.names is None else self.names[name]
 
     def sources(self, columns: dict[str, str]) -> dict[str, str]:
-        """`{name: column of the block}` as `{name: column of the payload}`."""
+        """Replaces the block's column names, the values of `columns`, by the payload's names."""
         return columns if self.names is None else {name: self.names[column] for name, column in columns.items()}
 
     def renamed(self, names: Mapping[str, str]) -> "Shard":
-        """The same rows in a block that calls columns otherwise: `names` maps its names to this block's."""
+        """Returns this shard for a block with other column names; `names` maps new names to current ones."""
         return replace(self, names={name: self.source(source) for name, source in names.items()})
 
 
@@ -105,50 +114,221 @@ class Block:
 
     @cached_property
     def sizes(self) -> np.ndarray:
-        """Rows per shard; waits for the descriptions of results whose row count no contract states."""
+        """Rows per shard. Waits for a description only if the method's contract leaves the number of rows open."""
         known = (s.description.get().num_rows if s.num_rows is None else s.num_rows for s in self.shards)
         return np.fromiter(known, dtype=np.int64, count=len(self.shards))
 
     @cached_property
     def layout(self) -> bytes:
-        """Equal for blocks whose shards have the same sizes."""
+        """A key that is equal for blocks with the same shard sizes."""
         return self.sizes.tobytes()
 
     @property
     def num_rows(self) -> int:
+        """Number of rows of all shards."""
         return int(self.sizes.sum())
 
     @cached_property
     def remote_descriptions(self) -> tuple[list[Ref], list[Ref]]:
-        """The descriptions of the shards that are not in this process, and what travels in their place."""
-        found = [s.description for s in self.shards if not isinstance(s.description, LocalRef)]
-        return found, [description.carrier for description in found]
+        """The descriptions of shards in other processes, and their carriers."""
+        remote = [s.description for s in self.shards if not isinstance(s.description, LocalRef)]
+        return remote, [description.carrier for description in remote]
 
     @cached_property
     def remote_payloads(self) -> tuple[list[Ref], list[Ref]] | None:
-        """The payloads of all shards, and what travels in their place; None where one needs a look of its own, as it is
-        in this process or calls its columns otherwise."""
+        """The payloads of all shards, and their carriers. None if a payload is local or has other column names."""
         if any(isinstance(s.payload, LocalRef) or s.names is not None for s in self.shards):
             return None
         return [s.payload for s in self.shards], [s.payload.carrier for s in self.shards]
 
     def kind(self, name: str) -> str | None:
-        """One of "row", "object" and "token"; waits for the first description. None: there is no such column."""
+        """Returns "row", "object" or "token", or None for a missing column. Waits for the first description."""
         return self.shards[0].description.get().columns.get(self.shards[0].source(name))
 
     def done(self) -> bool:
+        """Returns whether all shards are computed."""
         return all(shard.description.done() for shard in self.shards)
 
     def lengths(self) -> np.ndarray | None:
-        """Tokens per row `[rows]`, from the descriptions; None without token columns."""
-        parts = [shard.description.get().lengths for shard in self.shards]
-        present = [part for part in parts if part is not None]
+        """Returns the tokens per row from the descriptions, or None without token columns."""
+        lengths = [shard.description.get().lengths for shard in self.shards]
+        present = [part for part in lengths if part is not None]
         return np.concatenate(present) if present else None
 
 
 class Column(NamedTuple):
-    """Where a batch finds a column: `index` maps its rows to the block's (None: they are the same)."""
+    """A column of a batch: `index` maps rows of the batch to rows of the block. None means identity."""
 
     block: Block
     index: np.ndarray | None
     source: str
+    """Name of the column in the block."""
+
+
+# Which rows of which shard to read: index arithmetic in NumPy.
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some rows of one shard, and their target rows."""
+
+    shard: int
+    rows: RowSelection
+    targets: RowSelection = None
+    """Row indices in the gathered result. None means all rows."""
+
+
+@dataclass(frozen=True)
+class GatherPlan:
+    """The pieces of shards that make up some rows of a block."""
+
+    num_rows: int
+    pieces: tuple[Piece, ...]
+
+
+def split_evenly(num_rows: int, num_parts: int) -> list[tuple[int, int]]:
+    """Splits rows into contiguous ranges whose sizes differ by at most one, larger ranges first. Ranges may be empty."""
+    size, larger = divmod(num_rows, num_parts)
+    ends = np.cumsum([size + (part < larger) for part in range(num_parts)])
+    return [(int(end) - size - (part < larger), int(end)) for part, end in enumerate(ends)]
+
+
+def split_by_weight(weights_N: np.ndarray, num_parts: int) -> list[np.ndarray]:
+    """Splits rows into parts with similar sums of weights: longest processing time first, ascending rows per part.
+
+    Graham (1969), Bounds on Multiprocessing Timing Anomalies.
+    """
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    loads = np.zeros(num_parts)
+    for row in np.argsort(-weights_N, kind="stable"):
+        lightest = int(np.argmin(loads))
+        parts[lightest].append(int(row))
+        loads[lightest] += weights_N[row]
+    return [np.array(sorted(part), dtype=np.int64) for part in parts]
+
+
+def block_rows(index: np.ndarray | None, rows: Rows) -> Rows:
+    """Maps rows of a batch to rows of a block through `index`; returns a range if they are consecutive."""
+    if index is None:
+        return rows
+    mapped = index[rows[0] : rows[1]] if isinstance(rows, tuple) else index[rows]
+    count = len(mapped)
+    is_range = count > 0 and mapped[-1] - mapped[0] == count - 1 and bool(np.all(np.diff(mapped) == 1))
+    return (int(mapped[0]), int(mapped[-1]) + 1) if is_range else mapped
+
+
+def gather(sizes: Sequence[int] | np.ndarray, rows: Rows) -> GatherPlan:
+    """Plans which rows to read from shards of these sizes to obtain `rows` of the block."""
+    ends = np.cumsum(sizes)
+    if isinstance(rows, tuple):
+        return _gather_range(ends, *rows)
+    if not len(rows):
+        return _empty_plan()
+    shard_of_row = ends.searchsorted(rows, side="right")
+    by_shard = None
+    if (shard_of_row[1:] < shard_of_row[:-1]).any():
+        by_shard = shard_of_row.argsort(kind="stable")
+        rows, shard_of_row = rows[by_shard], shard_of_row[by_shard]
+    bounds = [0, *((shard_of_row[1:] != shard_of_row[:-1]).nonzero()[0] + 1).tolist(), len(rows)]
+    rows = rows - (ends - sizes)[shard_of_row]
+    shards = shard_of_row[bounds[:-1]].tolist()
+    sources = _selections(rows, bounds)
+    targets = [slice(*bound) for bound in pairwise(bounds)] if by_shard is None else _selections(by_shard, bounds)
+    return GatherPlan(len(rows), tuple(map(Piece, shards, sources, targets)))
+
+
+def _selections(positions: np.ndarray, bounds: Sequence[int]) -> list[slice | np.ndarray]:
+    """Splits positions at `bounds`; returns a slice for each part whose positions are consecutive."""
+    jumps = [0, *(positions[1:] - positions[:-1] != 1).cumsum().tolist()]
+    firsts = positions[bounds[:-1]].tolist()
+    return [
+        slice(first, first + stop - start) if jumps[start] == jumps[stop - 1] else positions[start:stop]
+        for first, (start, stop) in zip(firsts, pairwise(bounds), strict=True)
+    ]
+
+
+def _gather_range(ends: np.ndarray, start: int, stop: int) -> GatherPlan:
+    if start >= stop:
+        return _empty_plan()
+    pieces = []
+    shard = int(np.searchsorted(ends, start, side="right"))
+    low = start
+    while low < stop:
+        first = int(ends[shard - 1]) if shard else 0
+        end = int(ends[shard])
+        high = min(stop, end)
+        if low < high:
+            rows = None if (low, high) == (first, end) else slice(low - first, high - first)
+            pieces.append(Piece(shard, rows, slice(low - start, high - start)))
+        low, shard = high, shard + 1
+    return GatherPlan(stop - start, tuple(pieces))
+
+
+def _empty_plan() -> GatherPlan:
+    # One piece without rows: its shard determines the columns of the empty result.
+    return GatherPlan(0, (Piece(0, slice(0, 0)),))
+
+
+def gathers(columns: Mapping[str, Column], rows: Rows) -> Iterator[tuple[Block, dict[str, str], GatherPlan]]:
+    """Yields for each block `(block, {name: name in the block}, plan)`, which together read `rows` of all columns.
+
+    Blocks with the same index and shard sizes share one plan.
+    """
+    groups: dict[tuple[int, int | None], dict[str, Column]] = {}
+    for name, column in columns.items():
+        groups.setdefault((id(column.block), _index_id(column.index)), {})[name] = column
+    plans: dict[tuple[int | None, bytes], GatherPlan] = {}
+    for (_, index_id), own in groups.items():
+        block, index, _ = next(iter(own.values()))
+        key = (index_id, block.layout)
+        if key not in plans:
+            plans[key] = gather(block.sizes, block_rows(index, rows))
+        yield block, {name: column.source for name, column in own.items()}, plans[key]
+
+
+def concat_columns(names: Sequence[str], parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
+    """Concatenates the rows of several batches' columns. Columns that share blocks and indices keep sharing them."""
+    groups: dict[tuple, list[str]] = {}
+    for name in names:
+        key = tuple((id(part[name].block), _index_id(part[name].index)) for part in parts)
+        groups.setdefault(key, []).append(name)
+    columns: dict[str, Column] = {}
+    indices: dict[tuple, np.ndarray] = {}
+    for key, own in groups.items():
+        first = [part[own[0]] for part in parts]
+        block, sources = _concat_blocks(own, parts)
+        index = None
+        if any(column.index is not None for column in first):
+            shape = tuple((index_id, c.block.num_rows) for (_, index_id), c in zip(key, first, strict=True))
+            if shape not in indices:
+                indices[shape] = _concat_indices(first)
+            index = indices[shape]
+        columns |= {name: Column(block, index, source) for name, source in sources.items()}
+    return {name: columns[name] for name in names}
+
+
+def _concat_blocks(names: Sequence[str], parts: Sequence[Mapping[str, Column]]) -> tuple[Block, dict[str, str]]:
+    """Returns one block with the shards of all parts, and `{name: name in the block}`."""
+    sources = {name: {part[name].source for part in parts} for name in names}
+    if all(len(own) == 1 for own in sources.values()):
+        shards = [shard for part in parts for shard in part[names[0]].block.shards]
+        return Block(shards), {name: own.pop() for name, own in sources.items()}
+    # The parts use different source names, so every shard maps the names by itself.
+    renamed = []
+    for part in parts:
+        own = {name: part[name].source for name in names}
+        renamed += [shard.renamed(own) for shard in part[names[0]].block.shards]
+    return Block(renamed), {name: name for name in names}
+
+
+def _concat_indices(columns: Sequence[Column]) -> np.ndarray:
+    offset, indices = 0, []
+    for block, index, _ in columns:
+        size = block.num_rows
+        indices.append(np.arange(offset, offset + size) if index is None else index + offset)
+        offset += size
+    return np.concatenate(indices)
+
+
+def _index_id(index: np.ndarray | None) -> int | None:
+    return None if index is None else id(index)

@@ -15,9 +15,7 @@ class Field(NamedTuple):
 
 FIELDS: dict[str, Field] = {
     "input_ids": Field("token, int64", "rollout", "prompt tokens, then response tokens"),
-    "response_mask": Field(
-        "token, bool", "rollout", "true for response tokens sampled by the policy, EOS included; the tokens to train on"
-    ),
+    "response_mask": Field("token, bool", "rollout", "true for the response tokens to train on, EOS included"),
     "rollout_logprobs": Field("token, f32", "rollout", "log-probability under the distribution sampled from"),
     "weight_version": Field(
         "token, int32", "rollout", "version of the weights that sampled the token; -1 in the prompt"
@@ -33,7 +31,7 @@ FIELDS: dict[str, Field] = {
     "advantages": Field("token, f32", "run", "advantage of the token"),
     "returns": Field("token, f32", "run", "regression target of the critic"),
     "behavior_logprobs": Field(
-        "token, f32", "run", "`rollout_logprobs`, for losses that separate the sampling policy from the old policy"
+        "token, f32", "run", "`rollout_logprobs`, for losses that distinguish sampling and old policy"
     ),
     "selected": Field("token, bool", "run", "tokens to which `clip_cov` or `kl_cov` applies its special rule"),
     "loss_weights": Field("token, f32", "run", "importance weight of the token's policy loss, from the correction"),

@@ -1,33 +1,37 @@
-"""The stored form of rows: NumPy arrays and lists, which every Ray cluster reads without a copy.
+"""Payload: the stored values of rows, as NumPy arrays and lists that every process on a node reads without a copy.
 
-A payload holds row columns `[B, ...]` and token columns `[T, ...]`. All its token columns share one `lengths` `[B]`
-with sum T. bfloat16 has no NumPy type: such a column is kept as an int16 view and named in `bfloat16`.
+A payload holds row columns `[B, ...]` and token columns `[T, ...]`. All token columns of a payload share one `lengths`
+`[B]`, whose sum is T. NumPy has no bfloat16, so such a column is stored as an int16 view and listed in `bfloat16`.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from flowrl.config.user_errors import UserError
-from flowrl.data.batch.row_runs import Runs, bytes_each, offsets, one_dtype
 
 OBJECT_BYTES = 64
-"""What an object counts as where sizes are compared."""
+"""Assumed size of a Python object in size comparisons."""
+
+LONG_RUN_BYTES = 512
+"""Average run size in bytes above which runs are copied one by one; shorter runs are copied by fancy indexing."""
 
 RowSelection = slice | np.ndarray | None
-"""Rows of one payload: None is all of them in order."""
+"""Selects rows of one payload. None selects all rows in order."""
 
 
 class ColumnError(UserError):
-    """A column is missing, or two columns that should describe the same rows do not."""
+    """A column is missing, or two columns of one batch differ in their rows."""
 
 
 @dataclass(frozen=True)
 class Payload:
-    """Rows x named columns, as values. Nobody changes one after it was made."""
+    """The values of rows x named columns. Immutable by convention."""
 
     num_rows: int
     rows: dict[str, np.ndarray | list] = field(default_factory=dict)
@@ -41,12 +45,12 @@ class Payload:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays; an object counts as `OBJECT_BYTES`."""
+        """Size of all columns in bytes, with `OBJECT_BYTES` per object."""
         arrays = [*self.rows.values(), *self.tokens.values()]
         return sum(_bytes_each(column) * len(column) for column in arrays)
 
     def copy(self) -> "Payload":
-        """The same values in memory of their own."""
+        """Returns a deep copy."""
         rows = {name: copy.deepcopy(c) for name, c in self.rows.items()}
         tokens = {name: c.copy() for name, c in self.tokens.items()}
         return Payload(
@@ -54,32 +58,33 @@ class Payload:
         )
 
     def with_own_objects(self) -> "Payload":
-        """The same arrays beside copies of the objects."""
+        """Returns a copy that shares the arrays and has its own copies of the objects."""
         rows = {name: c if isinstance(c, np.ndarray) else copy.deepcopy(c) for name, c in self.rows.items()}
         return replace(self, rows=rows)
 
     def take(self, rows: RowSelection, columns: Mapping[str, str]) -> "Payload":
-        """The selected rows of some columns, renamed: `columns` maps the new name to the name here.
+        """Returns the selected rows of some columns. `columns` maps each new name to the name in this payload.
 
-        A slice gives views; positions copy. Lengths come along when a token column does.
+        A slice returns views, and an array of positions returns copies. The result has `lengths` if it has a token
+        column.
         """
         if isinstance(rows, np.ndarray):
             return collect(len(rows), [Source(self, columns, rows)])
         row_names, token_names = self.kinds(columns)
         span = _range(rows, self.num_rows)
-        whole = slice(span.start, span.stop)
-        row_columns = {name: self.rows[s][whole] for name, s in row_names.items()}
+        selected = slice(span.start, span.stop)
+        row_columns = {name: self.rows[s][selected] for name, s in row_names.items()}
         if not token_names:
-            return Payload(len(span), row_columns, {}, None, self.marks(columns))
+            return Payload(len(span), row_columns, {}, None, self.bfloat16_names(columns))
         assert self.lengths is not None
-        lengths = self.lengths[whole]
+        lengths = self.lengths[selected]
         first = int(self.lengths[: span.start].sum())
-        stretch = slice(first, first + int(lengths.sum()))
-        taken = {name: self.tokens[s][stretch] for name, s in token_names.items()}
-        return Payload(len(span), row_columns, taken, lengths, self.marks(columns))
+        selected_tokens = slice(first, first + int(lengths.sum()))
+        tokens = {name: self.tokens[s][selected_tokens] for name, s in token_names.items()}
+        return Payload(len(span), row_columns, tokens, lengths, self.bfloat16_names(columns))
 
     def nbytes_of(self, rows: RowSelection, columns: Mapping[str, str]) -> int:
-        """What `nbytes` would be of `take(rows, columns)`, without taking them."""
+        """Returns the `nbytes` of `take(rows, columns)` without building it."""
         row_names, token_names = self.kinds(columns)
         count = len(rows) if isinstance(rows, np.ndarray) else len(_range(rows, self.num_rows))
         size = count * sum(_bytes_each(self.rows[source]) for source in row_names.values())
@@ -90,7 +95,7 @@ class Payload:
         return size + int(lengths.sum()) * sum(_bytes_each(self.tokens[source]) for source in token_names.values())
 
     def kinds(self, columns: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-        """The row columns among these, and the token columns. Raises `ColumnError` if one is neither."""
+        """Splits `columns` into row columns and token columns. Raises `ColumnError` for a missing column."""
         for source in columns.values():
             if source not in self.rows and source not in self.tokens:
                 raise ColumnError(
@@ -99,21 +104,100 @@ class Payload:
         row_names = {name: source for name, source in columns.items() if source in self.rows}
         return row_names, {name: source for name, source in columns.items() if source not in self.rows}
 
-    def marks(self, columns: Mapping[str, str]) -> frozenset[str]:
-        """The names under which bfloat16 columns go."""
+    def bfloat16_names(self, columns: Mapping[str, str]) -> frozenset[str]:
+        """Returns the new names of the bfloat16 columns among `columns`."""
         return frozenset(name for name, source in columns.items() if source in self.bfloat16)
 
 
 @dataclass(frozen=True)
+class Runs:
+    """Runs of consecutive rows or tokens to copy: `counts[i]` elements from index `sources[i]` to index `targets[i]`."""
+
+    sources: np.ndarray
+    targets: np.ndarray
+    counts: np.ndarray
+
+    @staticmethod
+    def one(source: int, target: int, count: int) -> "Runs":
+        return Runs(np.array([source]), np.array([target]), np.array([count]))
+
+    @staticmethod
+    def of(sources: np.ndarray, targets: np.ndarray) -> "Runs":
+        """Builds the runs that copy element `sources[i]` to `targets[i]`; merges consecutive elements."""
+        if not len(sources):
+            return Runs(sources, targets, np.zeros(0, dtype=np.int64))
+        breaks = np.flatnonzero((np.diff(sources) != 1) | (np.diff(targets) != 1)) + 1
+        starts = np.concatenate([[0], breaks])
+        return Runs(sources[starts], targets[starts], np.diff(starts, append=len(sources)))
+
+    def of_tokens(self, source_offsets: np.ndarray, target_offsets: np.ndarray) -> "Runs":
+        """Converts runs of rows to runs of tokens, given the token offsets of source and target rows."""
+        starts = source_offsets[self.sources]
+        counts = source_offsets[self.sources + self.counts] - starts
+        return Runs(starts, target_offsets[self.targets], counts)
+
+    def copy(self, column: np.ndarray, out: np.ndarray) -> None:
+        """Copies the runs of an array into `out`."""
+        if len(self.counts) == 1 or self._is_long(bytes_each(column)):
+            for source, target, count in self._iterate():
+                out[target : target + count] = column[source : source + count]
+            return
+        sources, targets = self._elements
+        if isinstance(targets, slice) and column.dtype == out.dtype:
+            # With any other mode NumPy fills a temporary buffer first.
+            np.take(column, sources, axis=0, out=out[targets], mode="clip")
+        else:
+            out[targets] = column[sources]
+
+    def _is_long(self, size: int) -> bool:
+        return int(self.counts.sum()) * size >= LONG_RUN_BYTES * len(self.counts)
+
+    def _iterate(self) -> Iterator[tuple[int, int, int]]:
+        return zip(self.sources.tolist(), self.targets.tolist(), self.counts.tolist(), strict=True)
+
+    @cached_property
+    def _elements(self) -> tuple[np.ndarray, np.ndarray | slice]:
+        """Source and target index of every element."""
+        ends = np.cumsum(self.counts)
+        total = int(ends[-1]) if len(ends) else 0
+        within = np.arange(total) - np.repeat(ends - self.counts, self.counts)
+        sources = np.repeat(self.sources, self.counts) + within
+        if total and np.array_equal(self.targets - self.targets[0], ends - self.counts):
+            return sources, slice(int(self.targets[0]), int(self.targets[0]) + total)
+        return sources, np.repeat(self.targets, self.counts) + within
+
+    def copy_objects(self, values: list | np.ndarray, out: list) -> None:
+        """Copies the runs of a list of objects into `out`."""
+        for source, target, count in self._iterate():
+            out[target : target + count] = values[source : source + count]
+
+
+def bytes_each(column: np.ndarray) -> int:
+    """Returns the bytes of one row or token."""
+    return column.itemsize * math.prod(column.shape[1:])
+
+
+def offsets(lengths: np.ndarray) -> np.ndarray:
+    """Returns the first token index of each row, followed by the total number of tokens: `[B + 1]`."""
+    return np.concatenate([[0], np.cumsum(lengths)])
+
+
+def common_dtype(columns: Iterable[np.ndarray]) -> np.dtype:
+    """Returns the dtype to which all columns can be promoted."""
+    dtypes = {column.dtype for column in columns}
+    return dtypes.pop() if len(dtypes) == 1 else np.result_type(*dtypes)
+
+
+@dataclass(frozen=True)
 class Source:
-    """Rows of a payload on their way into another."""
+    """Rows of a payload that `collect` copies into a new payload."""
 
     payload: Payload
     columns: Mapping[str, str]
-    """New name -> name in the payload."""
+    """Maps the name in the new payload to the name in this one."""
     rows: RowSelection = None
-    at: RowSelection = None
-    """Which rows of the other they become; None: all."""
+    targets: RowSelection = None
+    """Row indices in the new payload. None means all rows."""
 
     @property
     def num_rows(self) -> int:
@@ -135,64 +219,66 @@ class Source:
         raise ColumnError(f"column {name!r} has {other} in some shards only; rename one of the two columns")
 
     def runs(self, num_rows: int) -> Runs:
-        """Which runs of the payload's rows go where among `num_rows`."""
-        if isinstance(self.rows, np.ndarray) or isinstance(self.at, np.ndarray):
-            return Runs.of(_positions(self.rows, self.payload.num_rows), _positions(self.at, num_rows))
-        return Runs.one(_range(self.rows, self.payload.num_rows).start, _range(self.at, num_rows).start, self.num_rows)
+        """Returns the runs to copy into a payload of `num_rows` rows."""
+        if isinstance(self.rows, np.ndarray) or isinstance(self.targets, np.ndarray):
+            return Runs.of(_positions(self.rows, self.payload.num_rows), _positions(self.targets, num_rows))
+        return Runs.one(
+            _range(self.rows, self.payload.num_rows).start, _range(self.targets, num_rows).start, self.num_rows
+        )
 
 
 def collect(num_rows: int, sources: Sequence[Source]) -> Payload:
-    """Builds rows out of those of several payloads, every column with one copy straight to its place.
+    """Builds one payload from rows of several payloads. Copies each value once.
 
-    Consecutive rows of a single source are views. Sources without rows are left out: an empty object column cannot know
-    that it is one.
+    Returns views if there is one source and its rows are consecutive. Ignores sources without rows, because an empty
+    object column cannot be told from an empty numeric one.
 
-    Raises `ColumnError` if a column has another kind, type or shape in some of the sources.
+    Raises `ColumnError` if a column differs in kind, type or shape between sources.
     """
     sources = [source for source in sources if source.num_rows] or sources[:1]
     first = sources[0]
-    if len(sources) == 1 and not isinstance(first.rows, np.ndarray) and not isinstance(first.at, np.ndarray):
+    if len(sources) == 1 and not isinstance(first.rows, np.ndarray) and not isinstance(first.targets, np.ndarray):
         return first.payload.take(first.rows, first.columns)
-    bfloat16 = _one_mark(sources)
+    bfloat16 = _common_bfloat16(sources)
     runs = [source.runs(num_rows) for source in sources]
     row_names, token_names = first.payload.kinds(first.columns)
-    rows = {name: _filled(name, num_rows, [s.row_column(name) for s in sources], runs) for name in row_names}
+    rows = {name: _assemble_column(name, num_rows, [s.row_column(name) for s in sources], runs) for name in row_names}
     if not token_names:
         return Payload(num_rows, rows, {}, None, bfloat16)
     columns = {name: [source.token_column(name) for source in sources] for name in token_names}
-    held = [source.payload.lengths for source in sources if source.payload.lengths is not None]
-    lengths = _filled("length", num_rows, held, runs)
-    assert isinstance(lengths, np.ndarray) and len(held) == len(sources)
+    source_lengths = [source.payload.lengths for source in sources if source.payload.lengths is not None]
+    lengths = _assemble_column("length", num_rows, source_lengths, runs)
+    assert isinstance(lengths, np.ndarray) and len(source_lengths) == len(sources)
     ends = offsets(lengths)
-    runs = [part.of_tokens(offsets(taken), ends) for part, taken in zip(runs, held, strict=True)]
-    tokens = {name: _filled(name, int(ends[-1]), parts, runs) for name, parts in columns.items()}
+    runs = [run.of_tokens(offsets(own), ends) for run, own in zip(runs, source_lengths, strict=True)]
+    tokens = {name: _assemble_column(name, int(ends[-1]), parts, runs) for name, parts in columns.items()}
     return Payload(num_rows, rows, tokens, lengths, bfloat16)
 
 
-def _one_mark(sources: Sequence[Source]) -> frozenset[str]:
-    marks = [source.payload.marks(source.columns) for source in sources]
-    mixed = frozenset().union(*(mark ^ marks[0] for mark in marks))
+def _common_bfloat16(sources: Sequence[Source]) -> frozenset[str]:
+    names = [source.payload.bfloat16_names(source.columns) for source in sources]
+    mixed = frozenset().union(*(own ^ names[0] for own in names))
     if mixed:
         raise ColumnError(
             f"column {', '.join(sorted(mixed))} is bfloat16 in some shards only; give it one dtype on every rank"
         )
-    return marks[0]
+    return names[0]
 
 
-def _filled(name: str, size: int, columns: Sequence, runs: Sequence[Runs]) -> Any:  # Any: an array or a list
-    """One column out of the runs of several: an array, or a list where one of them is a list."""
+def _assemble_column(name: str, size: int, columns: Sequence, runs: Sequence[Runs]) -> Any:  # Any: an array or a list
+    """Copies runs of several columns into one new column: an array, or a list if any source is a list."""
     if not all(isinstance(column, np.ndarray) for column in columns):
         values = [None] * size
-        for column, part in zip(columns, runs, strict=True):
-            part.copy_objects(column, values)
+        for column, run in zip(columns, runs, strict=True):
+            run.copy_objects(column, values)
         return values
     shapes = {column.shape[1:] for column in columns}
     if len(shapes) > 1:
-        found = " and ".join(map(str, sorted(shapes)))
-        raise ColumnError(f"column {name} has values of the shapes {found}; give it one shape on every rank")
-    out = np.empty((size, *shapes.pop()), one_dtype(columns))
-    for column, part in zip(columns, runs, strict=True):
-        part.copy(column, out)
+        listed = " and ".join(map(str, sorted(shapes)))
+        raise ColumnError(f"column {name} has values of the shapes {listed}; give it one shape on every rank")
+    out = np.empty((size, *shapes.pop()), common_dtype(columns))
+    for column, run in zip(columns, runs, strict=True):
+        run.copy(column, out)
     return out
 
 
@@ -212,9 +298,9 @@ def _positions(rows: RowSelection, num_rows: int) -> np.ndarray:
 
 
 def merge(parts: Sequence[Payload]) -> Payload:
-    """Puts the columns of payloads that hold the same rows beside each other.
+    """Joins the columns of payloads that hold the same rows.
 
-    Raises `ColumnError` if they differ in the number of rows, or their token columns in the lengths of the rows.
+    Raises `ColumnError` if the payloads differ in the number of rows or in `lengths`.
     """
     if len(parts) == 1:
         return parts[0]

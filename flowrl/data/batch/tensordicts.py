@@ -1,7 +1,7 @@
-"""The worker's view of rows: a TensorDict of two tables, `rows` `[B]` and `tokens` `[T]`, linked by `rows["length"]`.
+"""The worker's form of a batch: a TensorDict with `rows` `[B]` and `tokens` `[T]`, linked by `rows["length"]`.
 
-Token columns are flat: row i's tokens are the next `length[i]` values. Padding exists only inside an engine or a pure
-function, between `pad_tokens` and `unpad_tokens`. Column names: docs/batch.md.
+Token columns are flat: the tokens of row i are the next `length[i]` values. Only engines and pure functions pad, with
+`pad_tokens` and `unpad_tokens`. docs/batch.md lists the columns.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,15 +19,15 @@ def make_tensordict(
     lengths: torch.Tensor | None = None,
     num_rows: int | None = None,
 ) -> TensorDict:
-    """Builds a table.
+    """Builds the TensorDict of a batch.
 
     Args:
         rows: row columns, each a tensor `[B, ...]` or a sequence of B objects.
         tokens: token columns, each `[T, ...]`.
-        lengths: int64 `[B]`, tokens per row; needed with tokens.
-        num_rows: B, needed only when nothing else tells it.
+        lengths: int64 `[B]`, tokens per row; required with token columns.
+        num_rows: B; required only without row columns and lengths.
     Raises:
-        ValueError: the columns do not describe the same rows or tokens.
+        ValueError: the columns differ in the number of rows, or token columns do not match `lengths`.
     """
     rows, tokens = dict(rows or {}), dict(tokens or {})
     if lengths is not None:
@@ -43,44 +43,44 @@ def make_tensordict(
     wrong = [f"{name} ({len(column)})" for name, column in tokens.items() if len(column) != num_tokens]
     if wrong:
         raise ValueError(f"token columns {', '.join(wrong)} do not have {num_tokens} tokens, the sum of the lengths")
-    row_table = TensorDict({}, batch_size=[count])
+    row_columns = TensorDict({}, batch_size=[count])
     for name, column in rows.items():
-        row_table[name] = column if isinstance(column, torch.Tensor) else _object_column(column)
-    token_table = TensorDict(dict(tokens), batch_size=[num_tokens])
-    return TensorDict({"rows": row_table, "tokens": token_table}, batch_size=[])
+        row_columns[name] = column if isinstance(column, torch.Tensor) else _object_column(column)
+    token_columns = TensorDict(dict(tokens), batch_size=[num_tokens])
+    return TensorDict({"rows": row_columns, "tokens": token_columns}, batch_size=[])
 
 
 def _object_column(values: Sequence) -> NonTensorStack | NonTensorData:
-    # A stack of nothing cannot be made; a list of nothing stays a list.
+    # NonTensorStack rejects an empty list.
     return NonTensorStack(*values) if len(values) else NonTensorData(data=[], batch_size=[0])
 
 
-def num_rows(table: TensorDictBase) -> int:
-    """B, the number of rows."""
-    return table["rows"].batch_size[0]
+def num_rows(batch: TensorDictBase) -> int:
+    """Returns B, the number of rows."""
+    return batch["rows"].batch_size[0]
 
 
-def lengths(table: TensorDictBase) -> torch.Tensor:
-    """Tokens per row, int64 `[B]`; there when any token column is."""
-    return table["rows", "length"]
+def lengths(batch: TensorDictBase) -> torch.Tensor:
+    """Returns the tokens per row, int64 `[B]`. Present if there is a token column."""
+    return batch["rows", "length"]
 
 
-def objects(table: TensorDictBase, name: str) -> list:
-    """An object column (strings, lists, ...) as a list of B values; a tensor column as its values."""
-    column = table["rows"].get(name)
+def objects(batch: TensorDictBase, name: str) -> list:
+    """Returns a row column as a list of B Python values."""
+    column = batch["rows"].get(name)
     if column is None:
-        raise KeyError(f"row column {name!r} is not in the table; it has {', '.join(map(str, table['rows'].keys()))}")
+        raise KeyError(f"row column {name!r} is missing; there are {', '.join(map(str, batch['rows'].keys()))}")
     return column.tolist()
 
 
 def row_positions(lengths_B: torch.Tensor) -> torch.Tensor:
-    """Bool `[B, L]`, L the longest row: true where a row has a token."""
+    """Returns the token mask of padded rows: bool `[B, L]`, where L is the longest row."""
     longest = int(lengths_B.max()) if len(lengths_B) else 0
     return torch.arange(longest, device=lengths_B.device)[None] < lengths_B[:, None]
 
 
 def pad_tokens(values_T: torch.Tensor, lengths_B: torch.Tensor, padding: float = 0) -> torch.Tensor:
-    """Flat `[T, ...]` to right-padded `[B, L, ...]`."""
+    """Pads flat tokens `[T, ...]` on the right to `[B, L, ...]`."""
     present_BL = row_positions(lengths_B)
     padded = values_T.new_full((*present_BL.shape, *values_T.shape[1:]), padding)
     padded[present_BL] = values_T
@@ -88,26 +88,26 @@ def pad_tokens(values_T: torch.Tensor, lengths_B: torch.Tensor, padding: float =
 
 
 def unpad_tokens(values_BL: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-    """Right-padded `[B, L, ...]` back to flat `[T, ...]`."""
+    """Removes the padding: `[B, L, ...]` to flat `[T, ...]`."""
     return values_BL[row_positions(lengths_B)]
 
 
-def take_rows(table: TensorDictBase, index_N: torch.Tensor) -> TensorDict:
-    """The rows at int64 `index_N`, in that order, with their tokens."""
-    selected = {name: table["rows"].get(name)[index_N] for name in table["rows"].keys()}  # noqa: SIM118 (a TensorDict)
+def take_rows(batch: TensorDictBase, index_N: torch.Tensor) -> TensorDict:
+    """Returns the rows at int64 `index_N`, in that order, with their tokens."""
+    selected = {name: batch["rows"].get(name)[index_N] for name in batch["rows"].keys()}  # noqa: SIM118 (a TensorDict)
     rows = TensorDict(selected, batch_size=[len(index_N)])
-    if not len(table["tokens"].keys()):
+    if not len(batch["tokens"].keys()):
         return TensorDict({"rows": rows, "tokens": TensorDict({}, batch_size=[0])}, batch_size=[])
-    lengths_B = lengths(table)
+    lengths_B = lengths(batch)
     starts = (torch.cumsum(lengths_B, 0) - lengths_B)[index_N]
-    taken = lengths_B[index_N]
-    before = torch.cumsum(taken, 0) - taken
-    positions = torch.repeat_interleave(starts - before, taken) + torch.arange(int(taken.sum()))
-    return TensorDict({"rows": rows, "tokens": table["tokens"][positions]}, batch_size=[])
+    lengths_N = lengths_B[index_N]
+    offsets_N = torch.cumsum(lengths_N, 0) - lengths_N
+    positions = torch.repeat_interleave(starts - offsets_N, lengths_N) + torch.arange(int(lengths_N.sum()))
+    return TensorDict({"rows": rows, "tokens": batch["tokens"][positions]}, batch_size=[])
 
 
-def to_table(payload: Payload, *, copy: bool = False) -> TensorDict:
-    """A payload as a table. The tensors share the payload's memory unless `copy`: do not write to them."""
+def to_tensordict(payload: Payload, *, copy: bool = False) -> TensorDict:
+    """Converts a payload to a TensorDict. Without `copy` the tensors share its memory and must not be written to."""
 
     def tensor(name: str, column: np.ndarray) -> torch.Tensor:
         values = torch.from_numpy(column.copy() if copy else column)
@@ -119,31 +119,31 @@ def to_table(payload: Payload, *, copy: bool = False) -> TensorDict:
     return make_tensordict(rows, tokens, lengths_B, payload.num_rows)
 
 
-def from_table(table: TensorDictBase, input_lengths: np.ndarray | None = None) -> Payload:
-    """A table as a payload, on the CPU.
+def from_tensordict(batch: TensorDictBase, input_lengths: np.ndarray | None = None) -> Payload:
+    """Converts a TensorDict to a payload in CPU memory.
 
-    Token columns take their lengths from the table's own `length`, or from `input_lengths` when the table states none
-    (a method whose result is aligned with its input need not repeat them).
-
+    Args:
+        batch: row and token columns.
+        input_lengths: tokens per row if the TensorDict has no `length`, as in results aligned with a method's input.
     Raises:
-        ValueError: token columns without lengths, or whose lengths do not sum to the number of tokens.
+        ValueError: token columns have no lengths, or the lengths do not sum to the number of tokens.
     """
     rows: dict[str, np.ndarray | list] = {}
     tokens: dict[str, np.ndarray] = {}
     bfloat16: set[str] = set()
     lengths_B = input_lengths
-    for name, column in table["rows"].items() if "rows" in table.keys() else ():  # noqa: SIM118 (a TensorDict)
+    for name, column in batch["rows"].items() if "rows" in batch.keys() else ():  # noqa: SIM118 (a TensorDict)
         if name == "length":
             lengths_B = _array(column)
-        elif isinstance(table["rows"].get(name), torch.Tensor):
+        elif isinstance(batch["rows"].get(name), torch.Tensor):
             rows[name] = _array(column)
             bfloat16.update({name} if column.dtype == torch.bfloat16 else ())
         else:
-            rows[name] = table["rows"].get(name).tolist()
-    for name, column in table["tokens"].items() if "tokens" in table.keys() else ():  # noqa: SIM118 (a TensorDict)
+            rows[name] = batch["rows"].get(name).tolist()
+    for name, column in batch["tokens"].items() if "tokens" in batch.keys() else ():  # noqa: SIM118 (a TensorDict)
         tokens[name] = _array(column)
         bfloat16.update({name} if column.dtype == torch.bfloat16 else ())
-    count = num_rows(table) if "rows" in table.keys() else 0  # noqa: SIM118 (a TensorDict)
+    count = num_rows(batch) if "rows" in batch.keys() else 0  # noqa: SIM118 (a TensorDict)
     if not rows and input_lengths is not None and lengths_B is input_lengths:
         count = len(input_lengths)
     if not tokens:

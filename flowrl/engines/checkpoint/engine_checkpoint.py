@@ -40,6 +40,7 @@ from flowrl.data.checksums import (
     write_json_with_checksum,
     write_with_checksum,
 )
+from flowrl.data.dtypes import dtype_name
 from flowrl.engines.checkpoint.shards import (
     ALIGNMENT,
     INDEX,
@@ -291,7 +292,7 @@ def _check_architecture(state: Mapping[str, Any], index: Index, folder: Path) ->
                 f"the checkpoint in {folder} is of a different model: only the {where} has {name}; resume with the "
                 f"model that the run started with"
             )
-        size, dtype = list(state[name].shape), str(state[name].dtype).removeprefix("torch.")
+        size, dtype = list(state[name].shape), dtype_name(state[name].dtype)
         stored = index.tensors[name]
         if (stored["size"], stored["dtype"]) != (size, dtype):
             raise CheckpointError(

@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 
 from flowrl.config import LoraConfig, ModelConfig
 from flowrl.data.checksums import CheckpointError
+from flowrl.data.dtypes import torch_dtype
 from flowrl.engines.checkpoint.engine_checkpoint import MODEL
 from flowrl.engines.checkpoint.shards import read_index, read_into
 from flowrl.engines.models.loading import build_model, load_policy, save_model
 from flowrl.engines.models.lora import add_adapter, save_adapter
-from flowrl.engines.models.parameters import torch_dtype
 
 DESCRIPTION = "model"
 """Folder below the actor's folder with the model configuration and the tokenizer."""

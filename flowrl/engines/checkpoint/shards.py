@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from flowrl.data.checksums import CheckpointError
-from flowrl.engines.models.parameters import torch_dtype
+from flowrl.data.dtypes import dtype_name, torch_dtype
 
 FORMAT = 1
 ALIGNMENT = 64
@@ -85,7 +85,7 @@ def format_index(metadata: Metadata, locations: ShardLocations, engine_state: Ma
             }
             for chunk in tensor.chunks
         ]
-        dtype = str(tensor.properties.dtype).removeprefix("torch.")
+        dtype = dtype_name(tensor.properties.dtype)
         tensors[name] = {"dtype": dtype, "size": list(tensor.size), "chunks": chunks}
     return json.dumps({"format": FORMAT, "position": dict(engine_state), "tensors": tensors})
 

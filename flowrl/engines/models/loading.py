@@ -30,9 +30,9 @@ from transformers.utils import logging as transformers_logging
 
 from flowrl.config import ModelConfig, UserError
 from flowrl.data.atomic_folder import appears_whole
+from flowrl.data.dtypes import torch_dtype
 from flowrl.engines.models.lora import model_weights
 from flowrl.engines.models.packing import Pack
-from flowrl.engines.models.parameters import torch_dtype
 from flowrl.engines.models.sequence_sharding import (
     SequenceShardable,
     SequenceSharding,

@@ -10,13 +10,6 @@ from torch.distributed.tensor import DTensor
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
-def torch_dtype(name: str) -> torch.dtype:
-    """Returns the torch dtype of this name, such as `float32`."""
-    dtype = vars(torch).get(name)
-    assert isinstance(dtype, torch.dtype), f"{name} is not a torch dtype"
-    return dtype
-
-
 def move_model(model: nn.Module, device: torch.device) -> None:
     """Moves weights and buffers to a device in place, so that other holders of the model see the move."""
     if any(tensor.device != device for tensor in model.state_dict().values()):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from flowrl.data.dtypes import dtype_name
 from flowrl.engines.models.int8 import Int8Linear, int8_layers
 from flowrl.engines.models.lora import ModelWeight, adapter_layers, model_weights
 from flowrl.engines.models.parameters import set_parameter
@@ -255,7 +256,7 @@ def _check(targets: Mapping[str, Tensor], weights: Mapping[str, np.ndarray]) -> 
         )
     for name, target in targets.items():
         array, expected = weights[name], _bits(target)
-        same_type = array.dtype == np.dtype(str(expected.dtype).removeprefix("torch."))
+        same_type = array.dtype == np.dtype(dtype_name(expected.dtype))
         if array.shape != tuple(expected.shape) or not same_type:
             raise WeightsError(
                 f"weight {name} is {array.dtype} {list(array.shape)}, but the model has "

@@ -21,8 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from flowrl.config import EngineConfig, OptimizerConfig, shards_model
 from flowrl.data.batch.tensordicts import lengths, num_rows
+from flowrl.data.dtypes import torch_dtype
 from flowrl.data.metric import Max, Metric, merge_metrics
-from flowrl.engines.models.parameters import move_model, move_optimizer, torch_dtype
+from flowrl.engines.models.parameters import move_model, move_optimizer
 from flowrl.engines.models.sequence_sharding import SequenceShardable, enable_ulysses_attention
 from flowrl.engines.models.sharded_loading import load_shards, move_loaded
 from flowrl.engines.parallel.gradients import Gradients, ReplicatedGradients, ShardedGradients

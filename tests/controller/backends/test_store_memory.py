@@ -7,11 +7,9 @@ import numpy as np
 import psutil
 import pytest
 import ray
-import torch
 from ray._private.internal_api import node_stats  # Ray 2.60 tells the bytes in its store nowhere else
 
 from flowrl import Batch
-from flowrl.data.batch.tensordicts import make_tensordict
 from tests.controller.conftest import Shared
 
 MIB = 1024**2
@@ -64,52 +62,3 @@ def test_a_run_of_many_steps_holds_no_more_than_one_of_few(shared: Shared):
     run_steps(shared, 200)
     assert settled(store_bytes, stored + 1 * MIB) <= stored + 1 * MIB
     assert psutil.Process().memory_full_info().uss - resident < 8 * MIB
-
-
-def keep(shared: Shared, steps: int, *, compact: bool) -> tuple[Batch, list[int]]:
-    """A replay buffer that keeps 10 rows of the 1,000 of every step, and the numbers of those."""
-    buffer, kept = None, []
-    for step in range(steps):
-        rows = np.random.default_rng(step).permutation(1000)[:10]
-        chosen = shared.first.echo(wide_rows(1000, first=1000 * step)).rows(rows)
-        buffer = chosen if buffer is None else Batch.concat([buffer, chosen])
-        buffer = buffer.compacted() if compact else buffer
-        kept += (1000 * step + rows).tolist()
-    assert buffer is not None
-    return buffer, kept
-
-
-def test_a_buffer_of_few_rows_of_many_batches_holds_little_more_than_those(shared: Shared):
-    only_ray(shared)
-    before = settled(store_bytes, 2 * MIB)
-    buffer, kept = keep(shared, 50, compact=True)
-    own = len(kept) * 4 * WIDTH
-    assert settled(store_bytes, before + 3 * own) - before <= 3 * own
-    assert buffer.get("x").tolist() == kept
-
-
-def test_without_compaction_a_buffer_holds_every_batch_it_took_rows_of(shared: Shared):
-    """What `compacted` is for; and the measurement of the test above sees it."""
-    only_ray(shared)
-    before = settled(store_bytes, 2 * MIB)
-    buffer, _ = keep(shared, 5, compact=False)
-    assert store_bytes() - before >= 5 * 1000 * 4 * WIDTH
-    del buffer
-
-
-def as_bfloat16(table):
-    return make_tensordict({"half": (table["rows", "x"] / 3).to(torch.bfloat16)})
-
-
-def test_compacted_rows_are_the_same_rows(shared: Shared):
-    """In their order, with repeats, of every kind of column, from several groups and under other names."""
-    batch = shared.first.echo(wide_rows(100)).apply(as_bfloat16, ("x",), ("half",))
-    batch["y"] = shared.second.scaled(batch)
-    rows = [97, 3, 3, 50, 4, 97]
-    chosen = batch.rows(rows).rename({"x": "number"})
-    compacted = chosen.compacted()
-    assert compacted.get("number").tolist() == rows and compacted.get("text") == [f"t{row}" for row in rows]
-    assert compacted.get("ids").tolist() == [row for row in rows for _ in range(2)]
-    assert all(torch.equal(compacted.get(name), chosen.get(name)) for name in ("half", "y", "wide"))
-    again = shared.second.echo(compacted.rename({"number": "x"}))
-    assert again.get("half").dtype == torch.bfloat16 and again.get("x").tolist() == rows

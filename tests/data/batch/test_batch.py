@@ -67,7 +67,7 @@ def edited(batch: Batch, rows: list[Row], edit: Edit) -> tuple[Batch, list[Row]]
 
 @given(st.integers(0, 6), EDITS)
 @settings(deadline=None, max_examples=80)
-def test_edits_of_a_batch_are_edits_of_its_rows(count: int, edits: list[Edit]):
+def test_edits_of_a_batch_match_edits_of_a_list_of_rows(count: int, edits: list[Edit]):
     batch, rows = batch_of(numbered(count)), numbered(count)
     for edit in edits:
         if len(rows) < 50:
@@ -86,7 +86,7 @@ def test_minibatches_hold_every_row_once_per_epoch(count: int, size: int, epochs
 
 
 def test_minibatches_of_sections_have_an_equal_part_of_each_and_every_row_once():
-    batch = batch_of(numbered(24)).in_sections(2).union(batch_of(numbered(24)).rename({"x": "y"}))
+    batch = batch_of(numbered(24)).with_sections(2).union(batch_of(numbered(24)).rename({"x": "y"}))
     parts = [part.get("x").tolist() for part in batch.minibatches(10, seed=1)]
     assert [len(part) for part in parts] == [10, 10, 4]
     assert sorted(x for part in parts for x in part) == list(range(24))
@@ -96,16 +96,16 @@ def test_minibatches_of_sections_have_an_equal_part_of_each_and_every_row_once()
 
 
 @pytest.mark.parametrize(("num_rows", "size"), [(24, 3), (9, 4)])
-def test_sections_that_minibatches_cannot_hold_in_equal_parts_are_refused(num_rows: int, size: int):
-    batch = batch_of(numbered(num_rows)).in_sections(2)
-    with pytest.raises(UserError, match=r"2 data-parallel ranks .* \(placement.routes\).* take a multiple of 2 rows"):
+def test_sections_that_minibatches_cannot_split_evenly_are_rejected(num_rows: int, size: int):
+    batch = batch_of(numbered(num_rows)).with_sections(2)
+    with pytest.raises(UserError, match=r"placement\.routes"):
         list(batch.minibatches(size))
 
 
 def test_sections_stay_with_the_rows_whatever_their_columns():
-    batch = batch_of(numbered(24)).in_sections(2)
+    batch = batch_of(numbered(24)).with_sections(2)
     plain = batch_of(numbered(24)).rename({"x": "y"})
-    others = [batch.select("x"), batch.drop("name"), batch.rename({"name": "id"}), batch.compacted()]
+    others = [batch.select("x"), batch.drop("name"), batch.rename({"name": "id"})]
     for other in (*others, batch.union(plain), plain.union(batch)):
         first = next(other.minibatches(4, seed=1)).get("x").tolist()
         assert max(first[:2]) < 12 <= min(first[2:])
@@ -119,7 +119,7 @@ def test_minibatches_depend_on_seed_and_epoch_alone():
 
 
 def test_a_minibatch_of_no_rows_is_refused():
-    with pytest.raises(ValueError, match="a minibatch has 0 rows; ask for at least 1"):
+    with pytest.raises(ValueError, match="0 rows"):
         next(batch_of(numbered(2)).minibatches(0))
 
 
@@ -132,17 +132,17 @@ def test_rows_given_as_dictionaries_become_arrays_and_objects():
 
 
 def test_rows_with_different_keys_are_refused():
-    with pytest.raises(ColumnError, match="row 1 has columns b, row 0 has a; give all rows the same"):
+    with pytest.raises(ColumnError, match=r"row 1 .* b, row 0 .* a"):
         Batch.from_rows([{"a": 1}, {"b": 1}])
 
 
 def test_columns_of_different_rows_are_refused():
-    with pytest.raises(ColumnError, match=r"same number of rows, but these have \{'a': 2, 'b': 3\}"):
+    with pytest.raises(ColumnError, match=r"\{'a': 2, 'b': 3\}"):
         Batch.from_columns({"a": [1, 2], "b": [1, 2, 3]})
 
 
 def test_token_columns_must_sum_to_the_lengths():
-    with pytest.raises(ColumnError, match=r"lengths sum to 3, tokens are \{'ids': 4\}"):
+    with pytest.raises(ColumnError, match=r"3.* \{'ids': 4\}"):
         Batch.from_columns(tokens={"ids": [1, 2, 3, 4]}, lengths=[1, 2])
 
 
@@ -150,7 +150,7 @@ def test_an_array_of_strings_is_an_object_column():
     assert Batch.from_columns({"name": np.array(["a", "b"])}).get("name") == ["a", "b"]
 
 
-def test_a_batch_does_not_follow_its_makers_arrays():
+def test_a_batch_copies_the_arrays_that_it_is_created_from():
     x, ids = torch.zeros(2), np.zeros(2)
     batch = Batch.from_columns({"x": x}, {"ids": ids}, [1, 1])
     x.fill_(1)
@@ -158,11 +158,11 @@ def test_a_batch_does_not_follow_its_makers_arrays():
     assert batch.get("x").tolist() == batch.get("ids").tolist() == [0, 0]
 
 
-def test_values_that_were_read_may_be_changed_without_harm():
+def test_values_returned_by_get_are_copies():
     batch = batch_of(numbered(2))
     batch.get("x").fill_(7)
     batch.get("name").append("r2")
-    batch.table()["tokens", "ids"].fill_(7)
+    batch.tensordict()["tokens", "ids"].fill_(7)
     assert rows_of(batch) == numbered(2)
 
 
@@ -177,12 +177,12 @@ def test_select_drop_and_rename_change_the_columns_alone():
     "edit", [lambda b: b["y"], lambda b: b.drop("y"), lambda b: b.rename({"y": "z"}), lambda b: b.get("y")]
 )
 def test_a_column_that_is_not_there_is_named_with_those_that_are(edit):
-    with pytest.raises(ColumnError, match="no column 'y'; it has x, name, ids"):
+    with pytest.raises(ColumnError, match=r"'y'.* x, name, ids"):
         edit(batch_of(numbered(2)))
 
 
 def test_two_columns_cannot_get_one_name():
-    with pytest.raises(ColumnError, match="two columns one name: name, name, ids"):
+    with pytest.raises(ColumnError, match="name, name, ids"):
         batch_of(numbered(1)).rename({"x": "name"})
 
 
@@ -198,8 +198,8 @@ def test_a_union_stays_aligned_after_its_rows_were_chosen():
     assert (both.get("x").tolist(), both.get("y").tolist()) == ([1, 3], [10, 30])
 
 
-def test_batches_of_different_rows_do_not_unite():
-    with pytest.raises(ColumnError, match="y has 3 rows, the batch has 2; they must describe the same rows"):
+def test_union_rejects_different_numbers_of_rows():
+    with pytest.raises(ColumnError, match=r"y has 3 rows.* 2"):
         batch_of(numbered(2)).union(Batch.from_columns({"y": [1, 2, 3]}))
 
 
@@ -216,7 +216,7 @@ def test_a_column_is_stored_under_the_name_that_the_driver_chooses():
 
 
 def test_storing_takes_a_batch_of_one_column():
-    with pytest.raises(ColumnError, match=r"batch\['y'\] takes a batch of one column, not x, name, ids; use union"):
+    with pytest.raises(ColumnError, match=r"batch\['y'\].*x, name, ids.*union"):
         batch_of(numbered(2))["y"] = batch_of(numbered(2))
 
 
@@ -224,28 +224,28 @@ def test_token_columns_whose_lengths_differ_are_refused_when_read_together():
     batch = Batch.from_columns(tokens={"a": [1, 2, 3]}, lengths=[1, 2])
     both = batch.union(Batch.from_columns(tokens={"b": [1, 2, 3]}, lengths=[2, 1]))
     with pytest.raises(ColumnError, match="token columns a and b"):
-        both.table()
+        both.tensordict()
 
 
 @pytest.mark.parametrize("order", [[0, 0, 1], [0, 1], [0, 1, 3]])
 def test_an_order_names_every_row_once(order: list[int]):
-    with pytest.raises(ColumnError, match="an order of 3 rows names each of 0 to 2 once"):
+    with pytest.raises(ColumnError, match="0 to 2"):
         batch_of(numbered(3)).reorder(order)
 
 
 @pytest.mark.parametrize("positions", [[3], [-1]])
 def test_rows_outside_the_batch_are_refused(positions: list[int]):
-    with pytest.raises(ColumnError, match="the batch has 0 to 2"):
+    with pytest.raises(ColumnError, match="0 to 2"):
         batch_of(numbered(3)).rows(positions)
 
 
 def test_a_mask_has_an_entry_per_row():
-    with pytest.raises(ColumnError, match="a mask of 2 rows cannot choose among 3"):
+    with pytest.raises(ColumnError, match=r"2 rows .* 3"):
         batch_of(numbered(3)).rows(np.array([True, False]))
 
 
 def test_concat_needs_the_same_columns():
-    with pytest.raises(ColumnError, match="concat needs the same columns"):
+    with pytest.raises(ColumnError, match="concat"):
         Batch.concat([batch_of(numbered(2)), batch_of(numbered(2)).select("x")])
 
 
@@ -255,7 +255,7 @@ def test_lengths_follow_the_rows_without_a_column_being_read():
 
 
 def test_a_batch_without_token_columns_has_no_lengths():
-    with pytest.raises(ColumnError, match="no token column, so its rows have no length"):
+    with pytest.raises(ColumnError, match="token column"):
         Batch.from_columns({"x": [1]}).lengths()
 
 
@@ -277,13 +277,13 @@ def test_a_function_may_drop_rows():
 
 
 def test_a_function_that_writes_another_column_is_refused():
-    with pytest.raises(ColumnError, match="<lambda> wrote z where y is declared"):
+    with pytest.raises(ColumnError, match=r"<lambda>.* z .* y"):
         batch_of(numbered(1)).apply(lambda table: make_tensordict({"z": table["rows", "x"]}), ("x",), ("y",))
 
 
-def test_reduce_gives_a_small_value():
+def test_reduce_returns_the_value():
     assert batch_of(numbered(4)).reduce(lambda table: int(table["rows", "x"].sum()), ("x",)).get() == 6
 
 
-def test_a_batch_of_nothing_has_no_rows():
+def test_an_empty_batch_has_no_rows():
     assert len(Batch({})) == len(Batch.from_columns()) == len(Batch.from_rows([])) == 0

@@ -26,6 +26,8 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 )
 from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_producer, packed_nccl_broadcast_producer
 
+from flowrl.data.dtypes import dtype_name, torch_dtype
+
 
 @dataclass(frozen=True)
 class WeightMetadata:
@@ -38,12 +40,12 @@ class WeightMetadata:
     @classmethod
     def of(cls, weights: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> "WeightMetadata":
         names, dtypes, shapes = zip(*weights, strict=True)
-        return cls(names, tuple(str(dtype).removeprefix("torch.") for dtype in dtypes), tuple(map(tuple, shapes)))
+        return cls(names, tuple(dtype_name(dtype) for dtype in dtypes), tuple(map(tuple, shapes)))
 
     @property
     def num_bytes(self) -> int:
         sizes = zip(self.dtype_names, self.shapes, strict=True)
-        return sum(getattr(torch, name).itemsize * torch.Size(shape).numel() for name, shape in sizes)
+        return sum(torch_dtype(name).itemsize * torch.Size(shape).numel() for name, shape in sizes)
 
     def lists(self) -> tuple[list[str], list[str], list[list[int]]]:
         """Returns the fields as lists, the format of vLLM's update infos."""

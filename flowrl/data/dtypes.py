@@ -1,0 +1,23 @@
+"""Names of dtypes in settings and files, such as `bfloat16`. Loads torch only to convert them."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes per element of the dtypes that a model can have."""
+
+
+def torch_dtype(name: str) -> "torch.dtype":
+    """Returns the torch dtype of a name."""
+    import torch  # noqa: PLC0415 (flowrl plan loads no torch)
+
+    dtype = vars(torch).get(name)
+    assert isinstance(dtype, torch.dtype), f"{name} is not a torch dtype"
+    return dtype
+
+
+def dtype_name(dtype: "torch.dtype") -> str:
+    """Returns the name of a torch dtype."""
+    return str(dtype).removeprefix("torch.")
