@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -142,7 +142,7 @@ def read_vocabulary(path: Path) -> dict[str, int]:
     return _load_tokenizer(path).get_vocab()
 
 
-def _load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+def _load_tokenizer(path: Path) -> Any:  # Any: transformers types token ids too loosely
     try:
         # A local directory is never looked up on the Hub.
         return AutoTokenizer.from_pretrained(str(path), local_files_only=path.is_dir(), trust_remote_code=False)
