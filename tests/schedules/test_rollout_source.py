@@ -173,7 +173,7 @@ def test_a_row_is_as_stale_as_its_oldest_token() -> None:
 
 def test_a_row_without_response_tokens_is_skipped() -> None:
     assert staleness_of([[], [7]], version=8, bound=1)["staleness"] == 1.0
-    table = batch_of([[]]).table()
+    table = batch_of([[]]).tensordict()
     assert "staleness_max" not in measure_staleness(table, version=3, bound=1)
     assert torch.isnan(torch.tensor(measure_staleness(table, version=3, bound=1)["staleness"].result()))
 
