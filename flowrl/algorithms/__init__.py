@@ -1,4 +1,9 @@
-"""The maths: pure functions on padded tensors with explicit masks. No config, no logging, no moves between devices."""
+"""Pure functions on padded tensors with explicit masks: advantages, policy and preference losses, KL, corrections.
+
+`flowrl.algorithms.registry` maps names in settings to these functions. The functions take no config object, write no
+logs and do not move tensors between devices.
+Imports: torch and flowrl.data.metric; only the registry imports flowrl.config.
+"""
 
 from flowrl.algorithms.advantages.estimators import gae, reinforce_plus_plus, remax, whiten
 from flowrl.algorithms.advantages.group_estimators import (

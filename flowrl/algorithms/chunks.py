@@ -1,4 +1,4 @@
-"""What functions on logits share: the few positions that they work on at a time, and what autograd keeps for them.
+"""Splits logits into chunks of positions, so that functions on logits need bounded memory.
 
 Shape suffixes: B rows, T token positions, V vocabulary.
 """
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 Slices = tuple[slice, slice]
-"""Of rows and of positions."""
+"""A slice of rows and a slice of positions."""
 
 
 class Context(Protocol):
-    """What autograd hands to both passes, with what is kept between them; torch does not type it."""
+    """Type of the autograd context, which torch does not declare."""
 
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
@@ -27,11 +27,11 @@ class Context(Protocol):
 
 
 def chunks(shape: torch.Size, elements: int) -> Iterator[tuple[Slices, Slices]]:
-    """(where logits choose, where the tokens are that they choose): parts of [B, T, V] that cover every choice once.
+    """Yields (slices of the logits, slices of the tokens that they predict), covering every prediction once.
 
     Arguments:
-        shape: [B, T, V], of the logits. The last position chooses nothing.
-        elements: > 0, about how many logits a part has; a single position may exceed it.
+        shape: [B, T, V], of the logits. The last position predicts no token.
+        elements: > 0, approximate number of logits per chunk; a single position may exceed it.
     """
     num_rows, num_positions, vocabulary = shape
     positions_at_once = max(1, min(num_positions, elements // max(1, vocabulary)))

@@ -1,4 +1,4 @@
-"""Dynamic sampling: only groups that say something, and asking for more until there are enough of them.
+"""Dynamic sampling (DAPO): keeps groups whose scores differ, and draws batches until there are enough of them.
 
 Shape suffixes: B rows.
 """
@@ -14,12 +14,12 @@ from torch import Tensor
 from flowrl.algorithms.advantages.group_statistics import group_extremes, group_index
 
 T = TypeVar("T")
-"""A batch of any kind; it is handed through and never looked into."""
+"""Type of a batch. Its contents are not accessed."""
 
 
 @torch.no_grad()
 def informative_groups(scores: Tensor, groups: Tensor) -> Tensor:
-    """True at the rows of groups whose scores are not all equal: the others have no advantage in a group estimator.
+    """Returns a mask of the rows in groups whose scores are not all equal. Other groups have zero advantages.
 
     Arguments:
         scores: [B], one score per row.
@@ -39,41 +39,40 @@ def informative_groups(scores: Tensor, groups: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class FullBatch(Generic[T]):
-    """Rows of one or several batches that make up a batch of the wanted number of groups.
+    """A batch of the required number of groups, as rows of one or more source batches.
 
-    `parts` has batches, each with the rows to take from it, int64. Join them in this order, for instance
+    `parts` contains source batches with int64 row indices. Concatenate them in this order, for instance
     `Batch.concat([batch.rows(rows.numpy()) for batch, rows in full.parts])`.
     """
 
     parts: tuple[tuple[T, Tensor], ...]
     groups: Tensor
-    """int64 [B], new ids from 0 on for the rows of the parts in order: ids of different batches may be the same."""
+    """int64 [B], new group ids starting at 0, because ids of different source batches may collide."""
     num_rounds: int
-    """How many batches were asked for; 0 if what was left over before was enough."""
-    num_asked: int
-    """How many groups these batches had."""
+    """Number of source batches drawn; 0 if leftover groups sufficed."""
+    num_drawn: int
+    """Number of groups in the drawn batches."""
     num_informative: int
-    """How many of them were informative."""
+    """Number of informative groups in the drawn batches."""
 
 
 def full_batches(
     source: Iterable[tuple[T, Tensor, Tensor]], *, num_groups: int, max_rounds: int
 ) -> Iterator[FullBatch[T]]:
-    """Batches of exactly `num_groups` informative groups, from as many scored batches of the source as that takes.
+    """Yields batches of exactly `num_groups` informative groups, drawing scored batches from the source as needed.
 
-    The source is asked only while a batch is not full. Groups stay whole. Those that are over are the first of the next
-    batch, in the order in which they came; their responses are then one policy version old or more.
+    The source is advanced only while a batch is incomplete. Groups are not split. Surplus groups start the next batch,
+    in order; their responses are then at least one policy version old.
 
     Arguments:
         source: yields (batch, scores [B], groups [B]); the ids of a batch are its own.
         num_groups: > 0, the size of a batch.
-        max_rounds: > 0, how often the source may be asked for one batch.
-    Returns: an iterator. It ends when the source does, and what is then left over, less than a batch, is dropped.
-    Raises: ValueError at once on a num_groups or max_rounds that is not above 0; and from the iterator, which is then
-        at its end, if a batch is not full after max_rounds. The user mends that, with other data or settings: a recipe
-        turns it into a `UserError`.
+        max_rounds: > 0, maximum number of source batches per yielded batch.
+    Returns: an iterator. It ends with the source; an incomplete last batch is dropped.
+    Raises: ValueError immediately if num_groups or max_rounds is not positive; and from the iterator, which then ends,
+        if a batch is incomplete after max_rounds. A recipe converts the latter to a `UserError`.
 
-    Yu et al. 2025 (DAPO), https://arxiv.org/abs/2503.14476, section 3.2. Deviation: groups that are over are kept; the
+    Yu et al. 2025 (DAPO), https://arxiv.org/abs/2503.14476, section 3.2. Deviation: surplus groups are kept; the
     published code drops them.
     """
     for name, value in (("num_groups", num_groups), ("max_rounds", max_rounds)):
@@ -84,27 +83,27 @@ def full_batches(
 
 def _fill(source: Iterable[tuple[T, Tensor, Tensor]], num_groups: int, max_rounds: int) -> Iterator[FullBatch[T]]:
     waiting: deque[tuple[T, Tensor]] = deque()
-    num_rounds = num_asked = num_informative = 0
+    num_rounds = num_drawn = num_informative = 0
     for batch, scores, groups in source:
         informative = _informative_rows(scores, groups)
         waiting.extend((batch, rows) for rows in informative)
         num_rounds += 1
-        num_asked += len(torch.unique(groups))
+        num_drawn += len(torch.unique(groups))
         num_informative += len(informative)
         while len(waiting) >= num_groups:
             chosen = [waiting.popleft() for _ in range(num_groups)]
-            yield _join(chosen, num_rounds, num_asked, num_informative)
-            num_rounds = num_asked = num_informative = 0
+            yield _join(chosen, num_rounds, num_drawn, num_informative)
+            num_rounds = num_drawn = num_informative = 0
         if num_rounds == max_rounds:
             raise ValueError(
                 f"after max_rounds = {max_rounds} rounds only {len(waiting)} of the {num_groups} groups of a batch "
-                f"have scores that differ ({num_informative} of {num_asked} groups in these rounds): take prompts that "
+                f"have scores that differ ({num_informative} of {num_drawn} groups in these rounds): take prompts that "
                 "are neither too easy nor too hard, more samples per prompt, fewer groups, or more rounds"
             )
 
 
 def _informative_rows(scores: Tensor, groups: Tensor) -> list[Tensor]:
-    """For each informative group its rows, in order; groups in the order of their first row."""
+    """Returns the row indices of each informative group; groups are ordered by their first row."""
     chosen = informative_groups(scores, groups).nonzero()[:, 0].cpu()
     group_of = group_index(groups.cpu()[chosen])
     counts = torch.bincount(group_of)
@@ -112,8 +111,8 @@ def _informative_rows(scores: Tensor, groups: Tensor) -> list[Tensor]:
     return sorted(rows_of_groups, key=lambda rows: int(rows[0]))
 
 
-def _join(chosen: list[tuple[T, Tensor]], num_rounds: int, num_asked: int, num_informative: int) -> FullBatch[T]:
-    """Groups that follow one another in the same batch become one part."""
+def _join(chosen: list[tuple[T, Tensor]], num_rounds: int, num_drawn: int, num_informative: int) -> FullBatch[T]:
+    """Joins groups to a batch. Consecutive groups of the same source batch become one part."""
     parts: list[tuple[T, list[Tensor]]] = []
     for batch, rows in chosen:
         if not parts or parts[-1][0] is not batch:
@@ -124,6 +123,6 @@ def _join(chosen: list[tuple[T, Tensor]], num_rounds: int, num_asked: int, num_i
         parts=tuple((batch, torch.cat(rows)) for batch, rows in parts),
         groups=torch.arange(len(chosen)).repeat_interleave(sizes),
         num_rounds=num_rounds,
-        num_asked=num_asked,
+        num_drawn=num_drawn,
         num_informative=num_informative,
     )

@@ -1,12 +1,11 @@
-"""Log-probabilities and entropies of tokens from hidden states and the head's weight: the logits never exist at once.
+"""Computes log-probabilities and entropies from hidden states and the LM head without materializing all logits.
 
-Shape suffixes: B rows, T token positions, H hidden size, V vocabulary, N the positions that count; n and v are the
-rows and the columns of one tile of the logits.
+Shape suffixes: B rows, T token positions, H hidden size, V vocabulary, N unmasked positions; n and v are the rows and
+columns of one tile of the logits.
 
-The logits [N, V] are made tile by tile, reduced, and dropped; the backward pass makes them again. So memory is that of
-the hidden states, the weight and their gradients, plus one tile. The price is one matrix product more: four for a
-forward and backward pass instead of three. Tiles are about as many rows as columns, because both gradients are sums
-over the other side, and each tile reads and writes its part of both.
+The logits [N, V] are computed tile by tile and reduced; the backward pass recomputes them. Memory is that of the hidden
+states, the weight, their gradients, and one tile. The cost is one additional matrix product: four instead of three for
+a forward and backward pass. Tiles are nearly square, because both gradients are sums over the other dimension.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,14 +19,14 @@ from flowrl.algorithms.chunks import Context
 from flowrl.algorithms.masks import masked_tokens
 
 _TILE_SIDES = {"cpu": (4096, 2048)}
-"""Rows and columns of a tile by device type: 32 MiB in float32. Smaller ones stay in more of a CPU's cache, but threads
-wait for each other after every operation on a tile, which is slow where others use the cores."""
+"""Rows and columns of a tile by device type: 32 MiB in float32. Smaller tiles fit CPU caches better, but synchronize
+threads more often."""
 
 _OTHER_TILE_SIDES = (4096, 8192)
-"""On accelerators: 128 MiB in float32."""
+"""Rows and columns of a tile on accelerators: 128 MiB in float32."""
 
 _LOWEST_LOGPROB = -1e4
-"""exp of it is exactly 0 in float32 and in float64; unlike -inf it can be multiplied by that 0."""
+"""Finite stand-in for -inf: its exp is exactly 0 in float32 and float64, and 0 times it is 0 instead of NaN."""
 
 
 def logprobs_from_hidden(
@@ -40,7 +39,7 @@ def logprobs_from_hidden(
     temperature: float = 1.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """Log-probability of each token given those before it, from the states that the head turns into logits.
+    """Returns the log-probability of each token given the preceding tokens, from hidden states and the LM head.
 
         logits = hidden weight^T + bias;      logits = softcap tanh(logits / softcap), if there is a softcap
 
@@ -78,7 +77,7 @@ def logprobs_and_entropy_from_hidden(
     temperature: float = 1.0,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`logprobs_from_hidden`, and the entropy of the distribution from which each token is drawn, from the same logits.
+    """Returns `logprobs_from_hidden` and the entropy of each token's distribution, from the same logits.
 
     Arguments: those of `logprobs_from_hidden`.
     Returns: (logprobs [B, T], entropy [B, T] in nats), both differentiable (once), zero where the mask is false and in
@@ -92,7 +91,7 @@ def logprobs_and_entropy_from_hidden(
 
 @dataclass(frozen=True)
 class _Head:
-    """What turns hidden states into the logits that tokens are drawn by."""
+    """The LM head with temperature and softcap."""
 
     weight_VH: Tensor
     bias_V: Tensor | None
@@ -116,7 +115,7 @@ class _Head:
 
 
 _Gradients = tuple[Tensor | None, ...]
-"""One for every argument of the forward pass."""
+"""Gradients of the arguments of the forward pass."""
 
 
 class _HiddenLogprobs(torch.autograd.Function):
@@ -164,7 +163,7 @@ def _gradients(
     tile: Callable[[slice, slice], Tensor],
     wanted: tuple[bool, ...],
 ) -> _Gradients:
-    """Those by hidden states, weight and bias from the gradient [n, v] by each tile of the logits; sums in `dtype`."""
+    """Returns the gradients of hidden states, weight and bias, accumulated in `dtype` over the tiles of the logits."""
     weight_VH, (wants_hidden, wants_weight, wants_bias) = head.weight_VH, wanted[:3]
     grad_hidden_NH = torch.zeros_like(hidden_NH, dtype=dtype) if wants_hidden else None
     grad_weight_VH = torch.empty_like(weight_VH) if wants_weight else None
@@ -190,7 +189,7 @@ def _gradients(
 
 
 def _reduce(head: _Head, hidden_NH: Tensor, tokens_N: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(logsumexp, logit of the chosen token, entropy), each [N]; without entropies the last is 0."""
+    """Returns (logsumexp, logit of the token, entropy), each [N]. The entropy is 0 unless requested."""
     dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
     logsumexp_N = hidden_NH.new_full(tokens_N.shape, -torch.inf, dtype=dtype)
     # No tile has an id that is not in the vocabulary, and its NaN stays: to look at the ids would wait for the device.
@@ -198,7 +197,7 @@ def _reduce(head: _Head, hidden_NH: Tensor, tokens_N: Tensor, with_entropy: bool
     for columns in _tiles(len(head.weight_VH), _sides(hidden_NH)[1]):
         for rows in _tiles(len(hidden_NH), _sides(hidden_NH)[0]):
             logits_nv = head.logits(hidden_NH[rows], columns)
-            index_n1, is_inside_n1 = _places(tokens_N[rows], columns)
+            index_n1, is_inside_n1 = _tile_index(tokens_N[rows], columns)
             found_n = logits_nv.gather(-1, index_n1).squeeze(-1)
             chosen_N[rows] = torch.where(is_inside_n1.squeeze(-1), found_n, chosen_N[rows])
             # A tile of excluded tokens has the maximum -inf, and -inf - (-inf) would be NaN.
@@ -227,7 +226,7 @@ def _tile_gradient(
     grad_n: Tensor,
     entropies: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """Gradient [n, v] by the head's own product, before softcap and temperature; `entropies` are H and its gradient.
+    """Returns the gradient [n, v] of the raw logits, before softcap and temperature. `entropies` is (H, gradient of H).
 
     With log p(v) = z_v - logsumexp(z): d log p(v) / d z_u = [u = v] - p_u;  d H / d z_u = -p_u (log p_u + H).
     """
@@ -242,20 +241,20 @@ def _tile_gradient(
         probs_nv = logprobs_nv.exp()
         surprise_nv = logprobs_nv.clamp_(min=_LOWEST_LOGPROB).add_(entropy_n1)
         grad_nv = surprise_nv.mul_(-grad_entropy_n1).sub_(grad_n1).mul_(probs_nv)
-    index_n1, is_inside_n1 = _places(tokens_n, columns)
+    index_n1, is_inside_n1 = _tile_index(tokens_n, columns)
     grad_nv.scatter_add_(-1, index_n1, torch.where(is_inside_n1, grad_n1, 0))
     return grad_nv if slope_nv is None else grad_nv.mul_(slope_nv)
 
 
-def _places(tokens_n: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """(column of the tile, valid for any token, and whether the token is in the tile), each [n, 1]."""
+def _tile_index(tokens_n: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """Returns (column index in the tile, clamped to be valid; whether the token is in the tile), each [n, 1]."""
     index_n1 = (tokens_n - columns.start)[:, None]
     last = columns.stop - columns.start - 1
     return index_n1.clamp(0, last), (index_n1 >= 0) & (index_n1 <= last)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, where the total may be of higher precision than the factors."""
+    """Adds left @ right to total, which may have higher precision than the factors."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     else:
@@ -271,7 +270,7 @@ def _sides(tensor: Tensor) -> tuple[int, int]:
 
 
 def _apply(hidden: Tensor, tokens: Tensor, mask: Tensor, head: _Head, *, with_entropy: bool) -> tuple[Tensor, Tensor]:
-    """Both results [B, T] from the states that choose a wanted token."""
+    """Returns both results [B, T], computed only at the masked-in tokens."""
     is_wanted_BT = mask.clone()
     is_wanted_BT[:, :1] = False  # nothing comes before the first token
     hidden_NH, tokens_N = hidden[:, :-1][is_wanted_BT[:, 1:]], tokens[is_wanted_BT]
@@ -283,7 +282,7 @@ def _apply(hidden: Tensor, tokens: Tensor, mask: Tensor, head: _Head, *, with_en
 
 
 def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The three in the dtype of torch.autocast, where it is on; float64 stays, as it does there."""
+    """Casts the three tensors to the dtype of torch.autocast if it is enabled. float64 is kept, as autocast does."""
     device = hidden.device.type
     if not torch.is_autocast_enabled(device):
         return hidden, weight, bias

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of tokens from logits.
+"""Computes log-probabilities and entropies of tokens from logits.
 
 Shape suffixes: B rows, T token positions, V vocabulary.
 
@@ -17,11 +17,11 @@ from torch.autograd.function import once_differentiable
 from flowrl.algorithms.chunks import Context, Slices, chunks
 
 _CHUNK_ELEMENTS = 2**24
-"""Logits that are worked on at a time: 64 MiB in float32; a single position may exceed it."""
+"""Maximum logits per chunk: 64 MiB in float32; a single position may exceed it."""
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """Log-probability of each token given those before it, under logits / temperature.
+    """Returns the log-probability of each token given the preceding tokens, under logits / temperature.
 
     Arguments:
         logits: [B, T, V], the model's output at each position, of any float dtype.
@@ -38,7 +38,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, *, temperature: float = 1.0) 
 
 
 def token_entropy(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """Entropy, in nats, of the distribution from which each token is drawn: -sum_v p_v log p_v.
+    """Returns the entropy in nats of each token's distribution: -sum_v p_v log p_v.
 
     Arguments:
         logits: [B, T, V], the model's output at each position, of any float dtype; -inf excludes a token.
@@ -101,7 +101,7 @@ class _TokenEntropy(torch.autograd.Function):
 
 
 def _scaled_chunks(logits_BTV: Tensor, temperature: float) -> Iterator[tuple[Slices, Slices, Tensor]]:
-    """Where logits choose, where the tokens are that they choose, and the logits [b, t, V] over the temperature."""
+    """Yields (slices of logits, slices of the predicted tokens, logits [b, t, V] divided by the temperature)."""
     for choosing, chosen in chunks(logits_BTV.shape, _CHUNK_ELEMENTS):
         logits_btV = logits_BTV[choosing].to(_result_dtype(logits_BTV))
         yield choosing, chosen, logits_btV if temperature == 1 else logits_btV / temperature

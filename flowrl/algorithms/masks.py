@@ -1,9 +1,9 @@
-"""Masked inputs and masked reductions: what every function of this package begins with.
+"""Checks and zeroes masked inputs, and reduces tensors over masks.
 
 Shape suffixes: B rows, T token positions of a right- or left-padded row.
 
-Where a function takes a mask, a masked position changes nothing, whatever it holds (NaN and infinities included), in
-the value and in the gradient: inputs are replaced by zero there before any arithmetic, because zero times NaN is NaN.
+In all functions of this package, masked positions affect neither values nor gradients, even if they are NaN or
+infinite. Inputs are therefore zeroed there before any arithmetic, because zero times NaN is NaN.
 """
 
 import torch
@@ -11,19 +11,19 @@ from torch import Tensor
 
 
 def at_least_float32(values: Tensor) -> Tensor:
-    """`values` in float32, or in float64 if they are float64; half precision and integers are promoted."""
+    """Promotes half precision and integers to float32; float64 is kept."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def masked_tokens(mask: Tensor, **tokens: Tensor) -> list[Tensor]:
-    """The named token tensors, checked against the mask and ready for arithmetic.
+    """Checks the shapes of token tensors, promotes them to at least float32, and zeroes masked positions.
 
     Arguments:
         mask: bool [B, T], true where a position counts.
         tokens: tensors [B, T] of any real dtype; the keyword is the name used in errors.
     Returns: the tensors in the order given, in at least float32, zero where the mask is false.
-    Raises: ValueError if the mask is not bool, or a tensor has another shape (broadcasting is refused: a [B, 1] tensor
-        against a [B, T] mask is a mistake more often than a wish).
+    Raises: ValueError if the mask is not bool, or a tensor has a different shape. Broadcasting [B, 1] to [B, T] is
+        rejected, because it is usually a mistake.
     """
     if mask.dtype != torch.bool:
         raise ValueError(f"mask is {mask.dtype}, it must be torch.bool: pass `mask.bool()`")
@@ -36,7 +36,7 @@ def masked_tokens(mask: Tensor, **tokens: Tensor) -> list[Tensor]:
 
 
 def masked_rows(mask: Tensor, **rows: Tensor) -> list[Tensor]:
-    """The named row tensors, checked to have one entry for each row of the mask.
+    """Checks that row tensors have one entry per row of the mask, and returns them.
 
     Arguments:
         mask: bool [B, T].
@@ -54,7 +54,7 @@ def masked_rows(mask: Tensor, **rows: Tensor) -> list[Tensor]:
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over the true positions of the mask, a scalar; 0 if there are none.
+    """Returns the mean over the true positions of the mask, a scalar; 0 if there are none.
 
     Arguments:
         values: [B, T].
@@ -66,12 +66,12 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def row_mean(values_BT: Tensor, mask: Tensor) -> Tensor:
-    """[B, 1]: the mean over each row's true positions, 0 for a row without any. Expects 0 where the mask is false."""
+    """Returns the mean [B, 1] over each row's true positions, 0 for empty rows. Requires 0 where the mask is false."""
     return values_BT.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
 def masked_range(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest value over the true positions of the mask, two scalars without gradient.
+    """Returns the minimum and maximum over the true positions of the mask, two scalars without gradient.
 
     Arguments:
         values: [B, T].
@@ -86,6 +86,6 @@ def masked_range(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def last_masked(mask: Tensor) -> Tensor:
-    """bool [B, T], true at the last true position of each row of `mask`; a row without any stays false throughout."""
+    """Returns a bool mask [B, T] of the last true position of each row; empty rows have none."""
     num_true_from_here = mask.flip(-1).cumsum(-1).flip(-1)
     return mask & (num_true_from_here == 1)

@@ -1,4 +1,4 @@
-"""What a model is, how it is optimised, and how much of a batch it sees at once."""
+"""Settings of models, adapters, optimizers and training engines."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -9,13 +9,13 @@ from flowrl.config.base import Config, FilePath
 
 
 class ModelConfig(Config):
-    """The weights a role starts from."""
+    """The initial model of a role."""
 
     path: FilePath
-    """Folder written by `save_pretrained` (weights, config, tokenizer), or a hub name."""
+    """Local directory written by `save_pretrained`, or a Hub name."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights in memory; bfloat16 halves the memory and rounds updates."""
+    """Dtype of the weights in memory. bfloat16 halves the memory, but rounds small updates away."""
 
     dropout: Literal[0] | None = None
     """0 overrides the dropout probabilities of the model's configuration, for models published with dropout (GPT-2,
@@ -23,16 +23,16 @@ class ModelConfig(Config):
 
 
 class LoraConfig(Config):
-    """An adapter: two small matrices beside each chosen layer, which are trained in place of its weights."""
+    """A LoRA adapter: two low-rank matrices per target layer are trained in place of its weights."""
 
     rank: PositiveInt
-    """Rows of the one matrix and columns of the other; 8 to 64 are usual, and the more the more can be learned."""
+    """Rank of the adapter; usually 8 to 64."""
 
     alpha: PositiveFloat = 32.0
-    """What the matrices' product is multiplied by is alpha / rank."""
+    """Scale: the product of the matrices is multiplied by alpha / rank."""
 
     targets: Literal["all_linear"] | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = "all_linear"
-    """Layers that get one: every linear layer but the head, or those of these names, such as [q_proj, v_proj]."""
+    """Target layers: all linear layers except the head, or a list of names such as [q_proj, v_proj]."""
 
     @model_validator(mode="before")
     @classmethod
@@ -61,25 +61,25 @@ class OptimizerConfig(Config):
     """Peak learning rate."""
 
     betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.999)
-    """Decay of Adam's running mean and running square, each in [0, 1)."""
+    """Decay rates of Adam's first and second moments, each in [0, 1)."""
 
     eps: PositiveFloat = 1e-8
-    """Added to the root of the running square, so that a small one does not give a large step."""
+    """Adam epsilon, added to the denominator for numerical stability."""
 
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay per unit of learning rate."""
+    """Decoupled weight decay, multiplied by the learning rate."""
 
     warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer steps over which the rate rises linearly from 0 to `lr`."""
+    """Optimizer steps of linear warmup from 0 to `lr`."""
 
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """The rate after the warmup: unchanged, or falling to 0 at `total_steps`."""
+    """Learning rate schedule after the warmup: constant, or decay to 0 at `total_steps`."""
 
     total_steps: PositiveInt | None = None
-    """Optimizer steps after which a linear or cosine schedule has reached 0; unused by a constant one."""
+    """Optimizer step at which a linear or cosine schedule reaches 0. Unused by a constant schedule."""
 
     max_grad_norm: PositiveFloat | None = 1.0
-    """The gradient is scaled down to this global norm; null turns clipping off."""
+    """Maximum global gradient norm (clipping); null disables clipping."""
 
     @model_validator(mode="after")
     def _check(self) -> "OptimizerConfig":
@@ -95,56 +95,53 @@ class OptimizerConfig(Config):
 
 
 class EngineConfig(Config):
-    """How a model runs over its share of a batch. Changes time and memory, never the numbers, which other dtypes
-    round."""
+    """Execution of a model: parallelism, memory and kernels. Apart from rounding, it does not change results."""
 
     strategy: Literal["auto", "single", "ddp", "fsdp"] = "auto"
-    """`single`: one process; `ddp`: a copy of the model per rank, gradients summed; `fsdp`: each rank holds a part of
-    weights, gradients and optimizer state; `auto`: by the number of ranks, fsdp where the role's placement has tp."""
+    """`single`: one process; `ddp`: one replica per rank; `fsdp`: weights, gradients and optimizer state are sharded over
+    the ranks; `auto`: depends on the number of ranks, and is fsdp if the placement has tp."""
 
     shard_ranks: PositiveInt | None = None
-    """fsdp: data-parallel ranks that hold one copy between them, such as those of a node; null is all of them."""
+    """Number of ranks that share one sharded copy (HSDP), such as those of a node; null is all. For fsdp."""
 
     reshard_after_forward: bool = True
-    """fsdp: put a layer's weights together anew for the backward pass. False keeps them: more memory, less traffic."""
+    """fsdp: reshard weights after the forward pass; false uses more memory and less communication."""
 
     offload: Literal["none", "optimizer", "parameters", "idle"] = "none"
-    """What lies in the CPU's memory: `optimizer`, Adam's state between steps; `parameters`, with fsdp, weights and
-    state but for the layer that runs; `idle`, all of it while another role of the same device runs. For GPUs."""
+    """CPU offload on GPUs: `optimizer`: optimizer state between steps; `parameters`: weights and optimizer state except
+    the running layer (fsdp); `idle`: everything while another role uses the device."""
 
     compute_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Type of matrix products, over weights in the model's dtype; null is that dtype. float16 scales the loss."""
+    """Dtype of matrix products; null is the dtype of the weights. float16 uses loss scaling."""
 
     gradient_checkpointing: bool = False
-    """Keep each layer's input only, and run the layer again in the backward pass: a third more time, less memory."""
+    """Recompute activations in the backward pass: less memory, about a third more time."""
 
     sequence_parallel_norms: bool = False
-    """With tp: each rank computes and keeps norms, residuals and the head for a stretch of the row instead of all of
-    it. Less memory for long rows; perhaps some more time."""
+    """With tp: shard norms, residuals and the head over the sequence. Saves memory for long sequences."""
 
     attention: Literal["auto", "sdpa", "flash_attention_2"] = "auto"
-    """Attention kernels: torch's own, or flash-attn's, which needs a GPU and half precision. `auto` takes the latter
-    where it can."""
+    """Attention kernels: torch SDPA, or flash-attn on GPUs in half precision. `auto` uses flash-attn if possible."""
 
     compile: bool = False
-    """Compile each layer with torch.compile; pays off on GPUs after the first steps."""
+    """Compile each layer with torch.compile. The first steps are slower."""
 
     packing: Literal["auto", "always", "never"] = "auto"
-    """Run rows one after another without padding: `auto` where the model can (docs/models.md), others in padded rows of
+    """Sequence packing without padding. `auto` packs if the model supports it (docs/models.md), else pads sequences of
     similar length."""
 
     max_tokens_per_microbatch: PositiveInt = 16384
-    """Tokens per rank of one forward pass, padding included where there is some; a longer row stands alone. Lower it
-    when memory runs out."""
+    """Maximum tokens per rank and forward pass, including padding; a longer sequence forms its own micro-batch. Lower it
+    if memory runs out."""
 
     def for_cut_models(self) -> dict[str, Any]:
-        """The settings, by name, that do nothing unless ranks hold parts of the model."""
-        asked = {
+        """Returns the settings that have an effect only on sharded models, by name."""
+        settings = {
             "shard_ranks": (self.shard_ranks, self.shard_ranks is not None),
             "reshard_after_forward": (self.reshard_after_forward, not self.reshard_after_forward),
             "offload": (self.offload, self.offload == "parameters"),
         }
-        return {name: value for name, (value, is_asked) in asked.items() if is_asked}
+        return {name: value for name, (value, is_set) in settings.items() if is_set}
 
     @model_validator(mode="after")
     def _check(self) -> "EngineConfig":
@@ -158,5 +155,5 @@ class EngineConfig(Config):
 
 
 def shards_model(engine: EngineConfig, num_ranks: int, tp: int) -> bool:
-    """Whether each of a role's `num_ranks` processes, tensor-parallel ones included, holds a part of its model."""
+    """Whether the model is sharded over the `num_ranks` processes of its role, tensor-parallel ranks included."""
     return num_ranks > 1 and (engine.strategy == "fsdp" or tp > 1)

@@ -1,4 +1,4 @@
-"""Where roles run: pools of devices, and the map from role to pool."""
+"""Settings of the placement: pools of devices, and the pool of each role."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ _PART = re.compile(r"(?P<name>[^\[\]+:]+)(?:\[(?P<start>\d*):(?P<stop>\d*)\])?")
 
 
 class PoolPart(NamedTuple):
-    """Ranks `start` to `stop` (not included; None is the pool's end) of a pool."""
+    """Ranks `start` to `stop` (exclusive; None is the end) of a pool."""
 
     pool: str
     start: int
@@ -22,11 +22,11 @@ class PoolPart(NamedTuple):
 
 
 def pool_parts(text: str) -> tuple[PoolPart, ...]:
-    """What a role's `pool` names: `main`, `main[0:2]`, `policy+judges`. Raises `ValueError`."""
+    """Parses the `pool` of a role, such as `main`, `main[0:2]` or `policy+judges`. Raises ValueError."""
     found = [_PART.fullmatch(part.strip()) for part in text.split("+")]
     if not all(found):
         raise ValueError(
-            f"{text!r} does not name pools: write a pool's name, some of its ranks as main[0:2], or several as a+b"
+            f"{text!r} is not a pool expression: use a name, a range of ranks like main[0:2], or several pools like a+b"
         )
     return tuple(
         PoolPart(part["name"].strip(), int(part["start"] or 0), int(part["stop"]) if part["stop"] else None)
@@ -41,14 +41,14 @@ def _checked_parts(text: str) -> str:
 
 
 class RolePlacement(Config):
-    """A role's pool and how its ranks are laid out there; data parallelism takes what the sizes leave."""
+    """A role's pool and its parallel sizes. The data-parallel size is the number of ranks divided by tp, sp and pp."""
 
     pool: Annotated[str, AfterValidator(_checked_parts)]
-    """Where the role runs, one rank per device: a pool's name, some of its ranks (`main[0:2]`), or several (`a+b`)."""
+    """Pool of the role, with one rank per device: a name, a range of ranks (`main[0:2]`), or several pools (`a+b`)."""
 
     @property
     def parts(self) -> tuple[PoolPart, ...]:
-        """The pools of the role, and which of their ranks."""
+        """The pools of the role, with ranges of ranks."""
         return pool_parts(self.pool)
 
     tp: PositiveInt = 1
@@ -66,7 +66,7 @@ def _read_role(value: object) -> RolePlacement:
         return RolePlacement(pool=value)
     if isinstance(value, Mapping | RolePlacement):
         return RolePlacement.model_validate(value)
-    raise ValueError("a role is the name of its pool, or a mapping of pool, tp, sp and pp")
+    raise ValueError("a role must be the name of its pool, or a mapping of pool, tp, sp and pp")
 
 
 def _read_pool(value: object) -> tuple[int, ...] | str:
@@ -75,34 +75,35 @@ def _read_pool(value: object) -> tuple[int, ...] | str:
     counts = tuple(value) if isinstance(value, list | tuple) else (value,)
     if isinstance(value, list | tuple) and all(type(count) is int and count >= 0 for count in counts):
         return tuple(count for count in counts if isinstance(count, int))
-    raise ValueError("a pool is a list of devices per node like [8, 8], a share of every node like 1/2, or all")
+    raise ValueError(
+        "a pool must be a list of device counts per node like [8, 8], a share of every node like 1/2, or all"
+    )
 
 
 Ranks = Annotated[tuple[NonNegativeInt, ...], Field(strict=False)]
 
 
 class Placement(Config):
-    """Pools and roles. Whether they fit a machine is for `flowrl.controller.placement.plan.plan` to say."""
+    """Pools and roles. `flowrl.controller.placement.plan.plan` checks whether they fit the machine."""
 
     device: Device = "auto"
-    """`cuda` gives each rank a GPU, `cpu` a process; `auto` is cuda where the machine has GPUs, else cpu."""
+    """Device type: `cuda` assigns one GPU per rank, `cpu` one process. `auto` is cuda if the machine has GPUs."""
 
     pools: Mapping[str, Annotated[Sequence[int] | str, PlainValidator(_read_pool)]]
-    """Its devices: a count per node (`[8, 8]`), a share of every node (`1/2`), or `all`. Pools never overlap."""
+    """Devices of each pool: a count per node (`[8, 8]`), a share of every node (`1/2`), or `all`. Pools are disjoint."""
 
     roles: Mapping[str, Annotated[str | RolePlacement, BeforeValidator(_read_role)]]
-    """The pool of each role: its name, or a mapping with parallel sizes too. Roles of one pool share its devices."""
+    """Pool of each role: a name, or a mapping with parallel sizes. Roles in one pool are colocated."""
 
     routes: Mapping[str, Annotated[tuple[Ranks, ...], Field(strict=False)]] | None = None
-    """Who feeds whom, for `schedule.kind: async`: `{rollout: [[0], [0, 1]]}` names for each replica of the rollout the
-    data-parallel ranks of the actor whose share of a step it answers. Null: any replica answers anything."""
+    """Fixed routes for schedule async. `{rollout: [[0], [0, 1]]}` lists for each rollout replica the data-parallel actor
+    ranks that it generates for. Null: every replica generates for all ranks."""
 
     memory_gb: PositiveFloat | None = None
-    """Memory of each device in 10^9 bytes, which a plan must fit into; null asks this machine, whose CPU slots share
-    its memory."""
+    """Memory per device in 10^9 bytes for the memory check; null measures this machine. CPU slots share its memory."""
 
     def role(self, name: str) -> RolePlacement:
-        """The placement of role `name`, which must be one of `roles`."""
+        """Returns the placement of role `name`, which must be in `roles`."""
         return _read_role(self.roles[name])
 
 

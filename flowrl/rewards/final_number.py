@@ -1,4 +1,4 @@
-"""A reward for word problems: whether the response ends at the right number."""
+"""Reward for math word problems: compares the last number of the response with the ground truth."""
 
 import re
 
@@ -6,16 +6,16 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def score(prompt: str, response: str, answer: str, **columns: object) -> float:
-    """1 if the last number in `response` equals the last one in `answer`, else 0; thousands commas are allowed in both.
+    """Returns 1 if the last numbers in `response` and `answer` are equal, else 0. Commas as separators are allowed.
 
-    Raises: ValueError when `answer` holds no number.
+    Raises: ValueError if `answer` contains no number.
     """
-    wanted = _last_number(answer)
-    if wanted is None:
-        raise ValueError(f"answer {answer!r} holds no number to compare with: correct the data, or use another reward")
-    return float(_last_number(response) == wanted)
+    expected = _last_number(answer)
+    if expected is None:
+        raise ValueError(f"answer {answer!r} contains no number: correct the data, or use a different reward")
+    return float(_last_number(response) == expected)
 
 
 def _last_number(text: str) -> float | None:
-    found = _NUMBER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
+    numbers = _NUMBER.findall(text)
+    return float(numbers[-1].replace(",", "")) if numbers else None

@@ -59,14 +59,14 @@ def test_a_batch_is_full_at_once_when_enough_groups_say_something():
     (full,) = full_batches([MIXED], num_groups=2, max_rounds=1)
     assert parts(full) == [("a", [0, 1, 4, 5])]
     assert full.groups.tolist() == [0, 0, 1, 1]
-    assert (full.num_rounds, full.num_asked, full.num_informative) == (1, 3, 2)
+    assert (full.num_rounds, full.num_drawn, full.num_informative) == (1, 3, 2)
 
 
 def test_more_is_asked_for_until_the_batch_is_full_and_what_is_over_comes_first_in_the_next():
     rounds = [MIXED, SILENT, scored("b", [0, 1, 0, 1], [5, 5, 2, 2]), scored("c", [0, 1], [5, 5])]
     first, second = full_batches([*rounds, scored("d", [0, 1], [5, 5])], num_groups=3, max_rounds=3)
     assert parts(first) == [("a", [0, 1, 4, 5]), ("b", [0, 1])] and first.groups.tolist() == [0, 0, 1, 1, 2, 2]
-    assert (first.num_rounds, first.num_asked, first.num_informative) == (3, 7, 4)
+    assert (first.num_rounds, first.num_drawn, first.num_informative) == (3, 7, 4)
     assert parts(second) == [("b", [2, 3]), ("c", [0, 1]), ("d", [0, 1])] and second.num_rounds == 2
 
 

@@ -133,13 +133,13 @@ def test_a_placement_reads_the_same_from_python_and_from_yaml_values() -> None:
 
 @pytest.mark.parametrize("pool", [2, "half", "1/0", "0/2", [True], [-1], [1.5], None, {}])
 def test_what_is_not_a_pool_is_refused(pool: object) -> None:
-    with pytest.raises(ValidationError, match="a pool is a list of devices per node"):
+    with pytest.raises(ValidationError, match="pool"):
         Placement.model_validate({"pools": {"main": pool}, "roles": {"actor": "main"}})
 
 
 @pytest.mark.parametrize("role", [None, 3, ["main"]])
 def test_what_is_not_a_role_is_refused(role: object) -> None:
-    with pytest.raises(ValidationError, match="a role is the name of its pool"):
+    with pytest.raises(ValidationError, match="role"):
         Placement.model_validate({"pools": {"main": [1]}, "roles": {"actor": role}})
 
 

@@ -1,4 +1,4 @@
-"""Advantages: how much better a token was than expected.
+"""Advantage estimators without groups: GAE, REINFORCE++ and ReMax; and whitening.
 
 Shape suffixes: B rows, T token positions. Advantages and returns are targets: they carry no gradient.
 All results are in at least float32 and are zero where the mask is false. What compares the samples of one prompt is in
@@ -13,7 +13,7 @@ from flowrl.algorithms.masks import at_least_float32, masked_range, masked_rows,
 
 @torch.no_grad()
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation over the tokens of each row.
+    """Returns generalized advantage estimates (GAE) over the tokens of each row.
 
     With s(t) the next position of the row at which the mask is true:
 
@@ -55,7 +55,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
 
 @torch.no_grad()
 def reinforce_plus_plus(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0, eps: float = 1e-8) -> Tensor:
-    """The discounted sum of the rewards still to come, whitened over all tokens of the batch; no critic, no group.
+    """Returns REINFORCE++ advantages: discounted future rewards, whitened over all tokens of the batch.
 
         A_t = whiten(G_t)      G_t = r_t + gamma * G_s(t), s(t) the next position of the row at which the mask is true
 
@@ -69,7 +69,7 @@ def reinforce_plus_plus(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0, ep
     Raises: ValueError on a gamma outside [0, 1], on shapes that differ, on a mask that is not bool.
 
     Hu et al. 2025, https://arxiv.org/abs/2501.03262: the token's advantage is the score minus the sum of the KL
-    penalties from it on, normalised over the global batch. Deviation: the discount, which the published code has too.
+    penalties from it on, normalized over the global batch. Deviation: the discount, which the published code has too.
     """
     # Without values and with lam 1 the advantage is the discounted sum of what is to come.
     returns_BT, _ = gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma, lam=1.0)
@@ -78,7 +78,7 @@ def reinforce_plus_plus(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0, ep
 
 @torch.no_grad()
 def remax(scores: Tensor, greedy_scores: Tensor, mask: Tensor) -> Tensor:
-    """The score minus that of the greedy answer to the same prompt, at every token of the row.
+    """Returns ReMax advantages: the score minus the score of the greedy response, at every token.
 
         A_i = r_i - r(greedy answer to the prompt of i)
 
@@ -100,7 +100,7 @@ def remax(scores: Tensor, greedy_scores: Tensor, mask: Tensor) -> Tensor:
 
 @torch.no_grad()
 def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
-    """Values scaled to unit variance, and shifted to mean 0, over all true positions of the mask together.
+    """Normalizes values to mean 0 and variance 1 over all true positions of the mask.
 
         y = (x - mean) / sqrt(var + eps) (+ mean)
 

@@ -1,4 +1,4 @@
-"""Advantages from comparing the samples of one prompt, one score per row.
+"""Advantage estimators that compare the samples of one prompt, with one score per row.
 
 Shape suffixes: B rows, T token positions, K rewards.
 
@@ -35,7 +35,7 @@ from flowrl.algorithms.masks import at_least_float32, masked_rows, masked_tokens
 
 @torch.no_grad()
 def grpo(scores: Tensor, groups: Tensor, mask: Tensor, *, normalize_std: bool, eps: float = 1e-4) -> Tensor:
-    """Group-relative advantages: the score against the mean of the samples of the same prompt.
+    """Returns GRPO advantages: the score minus the group mean, optionally divided by the standard deviation.
 
         A_i = (r_i - mean(r)) / (std(r) + eps)      over the rows of the group of row i
 
@@ -56,7 +56,7 @@ def grpo(scores: Tensor, groups: Tensor, mask: Tensor, *, normalize_std: bool, e
 
 @torch.no_grad()
 def rloo(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
-    """Leave-one-out advantages: the score against the mean of the other samples of the same prompt.
+    """Returns leave-one-out advantages: the score minus the mean of the group's other scores.
 
         A_i = r_i - sum of r_j, j != i / (n - 1)  =  (r_i - mean(r)) n / (n - 1)      over the n rows of the group
 
@@ -74,7 +74,7 @@ def rloo(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
 
 @torch.no_grad()
 def reinforce_plus_plus_baseline(scores: Tensor, groups: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
-    """The score minus the mean of its group, whitened over all tokens of the batch.
+    """Returns REINFORCE++ advantages with a group baseline: score minus group mean, whitened over all tokens.
 
         A = whiten(r_i - mean(r))      mean over the rows of the group, whitening over the true positions of the mask
 
@@ -96,7 +96,7 @@ def reinforce_plus_plus_baseline(scores: Tensor, groups: Tensor, mask: Tensor, *
 
 @torch.no_grad()
 def opo(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
-    """The score against the length-weighted mean of its group, the baseline of least variance under its assumptions.
+    """Returns OPO advantages: the score minus the length-weighted group mean, a variance-minimizing baseline.
 
         A_i = r_i - sum_j(l_j r_j) / sum_j(l_j)      over the group; l_j the number of true positions of row j
 
@@ -115,7 +115,7 @@ def opo(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
 
 @torch.no_grad()
 def gpg(scores: Tensor, groups: Tensor, mask: Tensor, *, normalize_std: bool = False, eps: float = 1e-4) -> Tensor:
-    """The score minus the mean of its group, scaled up for the groups that say nothing.
+    """Returns GPG advantages: score minus group mean, rescaled to compensate for groups without differences.
 
         A_i = alpha (r_i - mean(r)) / F      alpha = B / (B - M), M the rows in groups whose scores are all equal
 
@@ -140,7 +140,7 @@ def gpg(scores: Tensor, groups: Tensor, mask: Tensor, *, normalize_std: bool = F
 
 @torch.no_grad()
 def pass_at_k(scores: Tensor, groups: Tensor, mask: Tensor, *, k: int | None = None) -> Tensor:
-    """What a row adds to the best of k: advantages for the gradient of E[max of k scores], which is pass@k for 0 and 1.
+    """Returns advantages for the gradient of E[max of k scores], which is pass@k for scores of 0 and 1.
 
         A_i = sum over sets S of k rows of the group that hold i of (max(S) - max(S without i)) / (n choose k)
 
@@ -190,14 +190,14 @@ def gdpo(
     weights: Sequence[float] | None = None,
     eps: float = 1e-4,
 ) -> Tensor:
-    """Several rewards, each normalised within its group, summed, and normalised over the batch.
+    """Returns GDPO advantages: rewards normalized per group, summed, and normalized over the batch.
 
         a_ik = (r_ik - mean(r_k)) / (std(r_k) + eps)      over the rows of the group of row i, for each reward k
         s_i = sum_k w_k a_ik        A_i = (s_i - mean(s)) / (std(s) + eps)      over all rows of the batch
 
     Arguments (see the top of the file), except:
         scores: [B, K], a column per reward, K at least 1.
-        weights: K numbers; None is 1 for each. They act on normalised rewards, so scales of rewards do not matter.
+        weights: K numbers; None is 1 for each. They act on normalized rewards, so scales of rewards do not matter.
         eps: added to standard deviations.
     Returns: [B, T]. A reward that is constant within a group adds nothing there.
     Raises: ValueError on a number of weights that is not K too.
@@ -223,7 +223,7 @@ def gdpo(
 
 
 def _scores_and_groups(scores: Tensor, groups: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """(float64 [B], int64 [B]): the scores, and the number of each row's group."""
+    """Returns the checked scores (float64 [B]) and the group index of each row (int64 [B])."""
     masked_tokens(mask)
     scores_B, groups_B = masked_rows(mask, scores=scores, groups=groups)
     group_of_B = group_index(groups_B)
@@ -231,12 +231,12 @@ def _scores_and_groups(scores: Tensor, groups: Tensor, mask: Tensor) -> tuple[Te
 
 
 def _sound(scores: Tensor, group_of_B: Tensor) -> Tensor:
-    """[B, ...]: the scores, NaN in all of a group that has one which is not finite."""
+    """Returns the scores, with NaN for all rows of a group that has a non-finite score."""
     return scores.where(group_sums((~scores.isfinite()).long(), group_of_B) == 0, torch.nan)
 
 
 def _scale(variances: Tensor, eps: float) -> Tensor:
-    """Standard deviation and eps; equal scores are divided by more than 0 whatever eps is."""
+    """Returns the standard deviation plus eps, always above 0."""
     if not eps >= 0:
         raise ValueError(f"eps is {eps}, it must be 0 or more, in units of the score")
     return (variances.sqrt() + eps).clamp(min=torch.finfo(variances.dtype).tiny)
@@ -247,7 +247,7 @@ def _on_tokens(advantages_B: Tensor, scores: Tensor, mask: Tensor) -> Tensor:
 
 
 def _log_choose(n: Tensor, k: Tensor) -> Tensor:
-    """The logarithm of n choose k; -inf where k > n."""
+    """Returns log(n choose k); -inf if k > n."""
     n_or_k = torch.maximum(n, k)
     logs = torch.lgamma(n_or_k + 1) - torch.lgamma(k + 1) - torch.lgamma(n_or_k - k + 1)
     return torch.where(k > n, -torch.inf, logs)

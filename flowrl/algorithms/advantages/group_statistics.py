@@ -1,9 +1,9 @@
-"""Rows that belong together, by an id: sums, extremes and deviations within a group, for every row of it.
+"""Computes group sums, extremes, sizes and deviations, returned per row.
 
-Shape suffixes: B rows, G groups, ... any further dimensions, each treated alone.
+Shape suffixes: B rows, G groups, ... further dimensions, processed independently.
 
-Ids are arbitrary integers; groups need be neither contiguous nor of equal size. Results stand at the rows, not at the
-groups, so no number of groups has to be known, and permuting the rows permutes them.
+Group ids are arbitrary integers; groups may be interleaved and differ in size. Results are per row instead of per group,
+so the number of groups need not be known.
 """
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def group_index(groups: Tensor) -> Tensor:
-    """int64 [B]: the ids replaced by 0 to G - 1, in the order of the ids.
+    """Maps group ids to indices 0 to G - 1, int64 [B], in the order of the ids.
 
     Arguments:
         groups: integer [B].
@@ -25,20 +25,19 @@ def group_index(groups: Tensor) -> Tensor:
 
 
 def group_sums(values: Tensor, group_of: Tensor, num_groups: int | None = None) -> Tensor:
-    """[B, ...]: at each row the sum of `values` over its group.
+    """Returns for each row the sum of `values` over its group, [B, ...].
 
     Arguments:
         values: [B, ...].
-        group_of: int64 [B], of `group_index`, or any number below `num_groups`.
-        num_groups: an upper bound of the number of groups; None is the number of rows. A bound that is known without
-            looking at `group_of` spares a device synchronisation.
+        group_of: int64 [B], result of `group_index`, below `num_groups`.
+        num_groups: an upper bound of the number of groups; None is the number of rows.
     """
     sums = values.new_zeros(_table_shape(values, num_groups)).index_add_(0, group_of, values)
     return sums[group_of]
 
 
 def group_extremes(values: Tensor, group_of: Tensor, num_groups: int | None = None) -> tuple[Tensor, Tensor]:
-    """([B, ...], [B, ...]): at each row the smallest and the largest of `values` in its group; arguments as above."""
+    """Returns for each row the minimum and maximum of `values` in its group; arguments as in `group_sums`."""
     index = group_of.reshape(-1, *[1] * (values.dim() - 1)).expand_as(values)
     table = values.new_zeros(_table_shape(values, num_groups))
     low = table.scatter_reduce(0, index, values, "amin", include_self=False)
@@ -47,12 +46,12 @@ def group_extremes(values: Tensor, group_of: Tensor, num_groups: int | None = No
 
 
 def group_sizes(group_of: Tensor) -> Tensor:
-    """float64 [B]: at each row the number of rows of its group."""
+    """Returns for each row the size of its group, float64 [B]."""
     return group_sums(torch.ones_like(group_of, dtype=torch.float64), group_of)
 
 
 def group_deviations(values: Tensor, group_of: Tensor) -> tuple[Tensor, Tensor]:
-    """([B, ...], [B, ...]): the value minus the mean of its group, and that group's unbiased variance.
+    """Returns for each row the deviation from its group's mean, and the group's unbiased variance.
 
     Arguments: as of `group_sums`; the values in float64.
     Returns: both exactly 0 for a group of equal values, and for a group of one.

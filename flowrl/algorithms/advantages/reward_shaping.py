@@ -1,4 +1,4 @@
-"""What is done to rewards before advantages are made of them.
+"""Reward shaping: length penalties, clipping and running normalization, applied before advantage estimation.
 
 Shape suffixes: B rows.
 
@@ -17,7 +17,7 @@ from flowrl.algorithms.masks import at_least_float32
 
 @torch.no_grad()
 def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int) -> Tensor:
-    """DAPO's soft punishment of responses that come near the limit, to be added to the score.
+    """Returns DAPO's soft penalty for responses close to the length limit, to be added to the score.
 
         P = 0                                    l <= max_length - buffer
         P = (max_length - buffer - l) / buffer   up to max_length
@@ -44,7 +44,7 @@ def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int) -> Tensor
 
 @torch.no_grad()
 def length_penalty(lengths: Tensor, correct: Tensor, groups: Tensor) -> Tensor:
-    """The length reward of Kimi k1.5: within a group, short correct answers gain and long answers lose.
+    """Returns the length reward of Kimi k1.5: within a group, short correct responses gain and long ones lose.
 
         x_i = 1/2 - (l_i - min(l)) / (max(l) - min(l))      over the rows of the group of row i
         P_i = x_i if the answer is correct, else min(0, x_i)
@@ -76,7 +76,7 @@ def length_penalty(lengths: Tensor, correct: Tensor, groups: Tensor) -> Tensor:
 def with_overlong_penalty(
     rewards: Tensor, lengths: Tensor, *, max_length: int, buffer: int, coef: float = 1.0
 ) -> Tensor:
-    """Rewards with DAPO's punishment of length: rewards + coef P, P of `overlong_penalty`.
+    """Adds coef times `overlong_penalty` (DAPO) to the rewards.
 
     Arguments:
         rewards: [B].
@@ -93,7 +93,7 @@ def with_overlong_penalty(
 def with_length_penalty(
     rewards: Tensor, lengths: Tensor, scores: Tensor, groups: Tensor, *, correct_from: float, coef: float
 ) -> Tensor:
-    """Rewards with the length reward of Kimi k1.5: rewards + coef P, P of `length_penalty`.
+    """Adds coef times `length_penalty` (Kimi k1.5) to the rewards.
 
     Arguments:
         rewards: [B].
@@ -111,7 +111,7 @@ def with_length_penalty(
 
 @torch.no_grad()
 def clip_rewards(rewards: Tensor, *, low: float = -math.inf, high: float = math.inf) -> Tensor:
-    """Rewards held in [low, high].
+    """Clips rewards to [low, high].
 
     Arguments:
         rewards: any shape.
@@ -129,12 +129,12 @@ def clip_rewards(rewards: Tensor, *, low: float = -math.inf, high: float = math.
 
 @dataclass(frozen=True)
 class RewardMoments:
-    """The moments of all rewards so far: three plain numbers, to be saved with a run by `dataclasses.asdict`."""
+    """Running count, mean and sum of squared deviations of all rewards so far; saved in checkpoints."""
 
     count: int = 0
     mean: float = 0.0
     sum_of_squares: float = 0.0
-    """The sum of the squared deviations from the mean."""
+    """Sum of squared deviations from the mean."""
 
     @property
     def std(self) -> float:
@@ -144,7 +144,7 @@ class RewardMoments:
 
 @torch.no_grad()
 def update_moments(moments: RewardMoments, rewards: Tensor) -> RewardMoments:
-    """The moments with these rewards added, as if all had been seen at once.
+    """Returns the moments updated with a batch of rewards (parallel Welford update).
 
     Arguments:
         moments: RewardMoments() at the start.
@@ -172,7 +172,7 @@ def update_moments(moments: RewardMoments, rewards: Tensor) -> RewardMoments:
 
 @torch.no_grad()
 def normalize_rewards(rewards: Tensor, moments: RewardMoments, *, shift_mean: bool, eps: float = 1e-8) -> Tensor:
-    """Rewards in units of the standard deviation of all rewards so far.
+    """Divides rewards by the running standard deviation of all rewards so far.
 
         y = r / std      or with shift_mean      y = (r - mean) / std
 

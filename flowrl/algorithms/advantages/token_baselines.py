@@ -1,4 +1,4 @@
-"""Baselines that differ from token to token of a row, without a critic.
+"""Advantages with a separate baseline per token, without a critic.
 
 Shape suffixes: B rows, T token positions, N tokens that the policy chose, in the order of rows.
 """
@@ -20,7 +20,7 @@ def optimal_token_baseline(
     *,
     importance_weights: Tensor | None = None,
 ) -> Tensor:
-    """The rewards still to come, against their mean over the group at the same step, weighted by gradient energy.
+    """Returns future rewards minus their group mean at the same token position, weighted by gradient energy.
 
         A_it = G_it - sum_j(W_jt G_jt) / sum_j(W_jt)      over the rows j of the group that have a step t
         G_it = r_it + r_i,t+1 + ...        W_it = sum over s <= t of v_is^2 (1 - 2 p_is + q_is)

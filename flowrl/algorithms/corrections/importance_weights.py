@@ -1,4 +1,4 @@
-"""Corrections for tokens that another policy sampled: another engine, precision or version of the weights.
+"""Importance weights and rejection masks for tokens sampled by a different engine, precision or weight version.
 
 Shape suffixes: B rows, T token positions.
 
@@ -24,7 +24,7 @@ RejectionLevel = Literal["token", "sequence_sum", "sequence_mean", "sequence_max
 
 @torch.no_grad()
 def importance_ratios(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, level: RatioLevel) -> Tensor:
-    """How much likelier the tokens are under the trained policy than under the one that sampled them.
+    """Returns the probability ratios of the trained policy to the policy that sampled the tokens.
 
         token      rho_t                              unbiased for the token given what came before it
         sequence   prod_t rho_t                       unbiased for the row; its variance grows with the length
@@ -54,7 +54,7 @@ def truncated_weights(
     max_weight: float,
     min_weight: float = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Importance ratios, cut off (truncated importance sampling, TIS).
+    """Returns truncated importance ratios (TIS): ratios clipped to [min_weight, max_weight].
 
         weight = min(max(ratio, min_weight), max_weight)
 
@@ -94,7 +94,7 @@ def masked_weights(
     max_weight: float,
     min_weight: float = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Importance ratios, and zero where they are outside a range (masked importance sampling, MIS).
+    """Returns masked importance ratios (MIS): ratios outside [min_weight, max_weight] become 0.
 
         weight = ratio if min_weight <= ratio <= max_weight, otherwise 0, also for one that is not a number
 
@@ -136,7 +136,7 @@ def rejection_mask(
     high: float,
     low: float = -math.inf,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The tokens that are left when tokens, or rows, that drifted too far from the policy that sampled are dropped.
+    """Returns a mask without the tokens or rows whose estimated KL to the sampling policy is out of bounds.
 
     With x_t the estimate of KL(rollout policy || policy) from token t, k1 being -log rho_t:
 
@@ -186,7 +186,7 @@ def rejection_mask(
 
 @dataclass(frozen=True)
 class WeightSums:
-    """What parts of a step must add up to normalise their weights and to know their effective sample size.
+    """Sums over a part of a step that merge to the mean weight and the effective sample size of the step.
 
     `merge` and `result` are those of a metric; the result is the effective sample size as a share of the samples.
     """
@@ -215,7 +215,7 @@ class WeightSums:
 
 @torch.no_grad()
 def weight_sums(weights: Tensor, mask: Tensor, *, level: RatioLevel) -> WeightSums:
-    """Sums over the samples of this part: the tokens at the level "token", the rows at the others.
+    """Returns the sums over this part's samples: tokens at level "token", rows at the other levels.
 
     Arguments:
         weights: [B, T], of `truncated_weights` or `masked_weights`.
@@ -235,7 +235,7 @@ def weight_sums(weights: Tensor, mask: Tensor, *, level: RatioLevel) -> WeightSu
 
 @torch.no_grad()
 def normalized_weights(weights: Tensor, mask: Tensor, *, mean: float) -> Tensor:
-    """Weights over their mean, so that correcting does not change the size of the step (batch normalisation).
+    """Divides weights by their mean over the step, so that the gradient keeps its scale.
 
     Arguments:
         weights: [B, T].
@@ -244,7 +244,7 @@ def normalized_weights(weights: Tensor, mask: Tensor, *, mean: float) -> Tensor:
     Returns: [B, T] in at least float32, zero where the mask is false, without gradient.
     Raises: ValueError on a mean that is negative or NaN, on shapes that differ, on a mask that is not bool.
 
-    Self-normalised importance sampling: Liu et al. 2025, https://richardli.xyz/rl-collapse, for language models.
+    Self-normalized importance sampling: Liu et al. 2025, https://richardli.xyz/rl-collapse, for language models.
     """
     if not mean >= 0:
         raise ValueError(f"mean is {mean}, it must be 0 or more: the mean weight of a step that has samples")
@@ -253,7 +253,7 @@ def normalized_weights(weights: Tensor, mask: Tensor, *, mean: float) -> Tensor:
 
 
 def _log_ratios(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, level: RatioLevel) -> Tensor:
-    """Logarithm of the ratio, not held in any range."""
+    """Returns the unclamped log-ratios."""
     _check_level(level)
     logprobs_BT, rollout_logprobs_BT = masked_tokens(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
     log_ratios_BT = logprobs_BT - rollout_logprobs_BT
@@ -265,14 +265,14 @@ def _ratios(log_ratios_BT: Tensor, mask: Tensor) -> Tensor:
 
 
 def _row_sums(values_BT: Tensor, mask: Tensor, *, mean: bool) -> Tensor:
-    """The sum or mean of each row, on all its positions."""
+    """Returns the sum or mean of each row, expanded to all its positions."""
     doubles_BT = values_BT.double()
     sums_B1 = row_mean(doubles_BT, mask) if mean else doubles_BT.sum(-1, keepdim=True)
     return sums_B1.to(values_BT.dtype).expand_as(values_BT)
 
 
 def _outside(log_ratios_BT: Tensor, mask: Tensor, min_weight: float, max_weight: float) -> tuple[Tensor, Tensor]:
-    """Where a ratio is below and where it is above the bounds; in logarithms, which are not held in a range."""
+    """Returns masks of ratios below and above the bounds, compared as unclamped logarithms."""
     log_low = math.log(min_weight) if min_weight else -math.inf
     log_high = math.log(max_weight) if max_weight < math.inf else math.inf
     return mask & (log_ratios_BT < log_low), mask & (log_ratios_BT > log_high)

@@ -1,4 +1,4 @@
-"""How far the policy that sampled is from the one that is trained: metrics that merge exactly over parts of a batch.
+"""Metrics of the mismatch between rollout and trained policy, which merge exactly over parts of a batch.
 
 Shape suffixes: B rows, T token positions, N true positions, R rows that have one.
 """
@@ -16,18 +16,18 @@ from flowrl.data.metric import Max, Mean
 
 @dataclass(frozen=True)
 class Correlation:
-    """Pearson's correlation of pairs (x, y) from sufficient statistics: merged parts give what the whole would."""
+    """Pearson correlation of pairs (x, y) from mergeable sufficient statistics."""
 
     count: float
     mean_x: float
     mean_y: float
     squares_x: float
-    """Sum of (x - mean_x)^2; likewise below."""
+    """Sum of (x - mean_x)^2."""
     squares_y: float
     products: float
 
     def merge(self, other: "Correlation") -> "Correlation":
-        """Chan et al. 1983, https://doi.org/10.1080/00031305.1983.10483115, with the products likewise."""
+        """Merges the statistics of two disjoint sets (Chan et al. 1983, https://doi.org/10.1080/00031305.1983.10483115, extended to products."""
         count = self.count + other.count
         if not count:
             return self
@@ -43,19 +43,19 @@ class Correlation:
         )
 
     def result(self) -> float:
-        """In [-1, 1]; NaN where it is not defined: fewer than two pairs, or an x or y that does not vary."""
+        """Returns the correlation in [-1, 1]; NaN for fewer than two pairs or a constant x or y."""
         if self.squares_x <= self._rounding(self.mean_x) or self.squares_y <= self._rounding(self.mean_y):
             return math.nan
         return min(max(self.products / math.sqrt(self.squares_x * self.squares_y), -1.0), 1.0)
 
     def _rounding(self, mean: float) -> float:
-        """What a constant's sum of squares may reach in float64 because its mean is rounded."""
+        """Returns the largest sum of squares that rounding causes for a constant in float64."""
         return self.count * (1e-14 * mean) ** 2
 
 
 @torch.no_grad()
 def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> dict[str, Mean | Max | Correlation]:
-    """Metrics of the gap between two policies, or two engines with the same weights, on tokens that one sampled.
+    """Returns metrics of the mismatch between the trainer's and the rollout's probabilities of sampled tokens.
 
     With l = logprobs, m = rollout_logprobs, d = l - m per token, and sums and means over a row's tokens:
 
@@ -110,17 +110,17 @@ def _per_token(logprobs_N: Tensor, rollout_logprobs_N: Tensor) -> dict[str, Tens
         "prob_gap_mean": (logprobs_N.exp() - rollout_logprobs_N.exp()).abs(),
         "kl_k1": kl_estimate(rollout_logprobs_N, logprobs_N, kind="k1"),
         "kl_k3": kl_estimate(rollout_logprobs_N, logprobs_N, kind="k3"),
-        "chi_square_token": _held_exp(logprobs_N - rollout_logprobs_N).square() - 1,
+        "chi_square_token": _clamped_exp(logprobs_N - rollout_logprobs_N).square() - 1,
     }
 
 
 def _per_row(logprobs_RT: Tensor, rollout_logprobs_RT: Tensor, num_tokens_R: Tensor) -> dict[str, Tensor]:
     sums_R, rollout_sums_R = logprobs_RT.sum(-1), rollout_logprobs_RT.sum(-1)
     return {
-        "perplexity": _held_exp(-sums_R / num_tokens_R),
-        "rollout_perplexity": _held_exp(-rollout_sums_R / num_tokens_R),
-        "perplexity_ratio": _held_exp((rollout_sums_R - sums_R) / num_tokens_R),
-        "chi_square_sequence": _held_exp(sums_R - rollout_sums_R).square() - 1,
+        "perplexity": _clamped_exp(-sums_R / num_tokens_R),
+        "rollout_perplexity": _clamped_exp(-rollout_sums_R / num_tokens_R),
+        "perplexity_ratio": _clamped_exp((rollout_sums_R - sums_R) / num_tokens_R),
+        "chi_square_sequence": _clamped_exp(sums_R - rollout_sums_R).square() - 1,
     }
 
 
@@ -129,12 +129,12 @@ def _gaps(per_token: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _moments(x_N: Tensor, y_N: Tensor) -> tuple[Tensor, ...]:
-    """The fields of `Correlation` after its count."""
+    """Returns the fields of `Correlation` after `count`."""
     num_pairs = max(1, x_N.numel())
     mean_x, mean_y = x_N.sum() / num_pairs, y_N.sum() / num_pairs
     gaps_x_N, gaps_y_N = x_N - mean_x, y_N - mean_y
     return mean_x, mean_y, gaps_x_N.square().sum(), gaps_y_N.square().sum(), (gaps_x_N * gaps_y_N).sum()
 
 
-def _held_exp(logarithms: Tensor) -> Tensor:
+def _clamped_exp(logarithms: Tensor) -> Tensor:
     return logarithms.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

@@ -1,4 +1,4 @@
-"""Kullback-Leibler divergence over the whole vocabulary, from the logits of both models.
+"""Computes the exact KL divergence over the vocabulary from the logits of two models.
 
 Shape suffixes: B rows, T token positions, V vocabulary; lower case for a chunk of them.
 
@@ -13,11 +13,11 @@ from torch.autograd.function import once_differentiable
 from flowrl.algorithms.chunks import Context, chunks
 
 _CHUNK_ELEMENTS = 2**22
-"""Logits that are worked on at a time: 16 MiB in float32; a single position may exceed it."""
+"""Maximum logits per chunk: 16 MiB in float32; a single position may exceed it."""
 
 
 def exact_kl(logits: Tensor, ref_logits: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """KL(policy || reference), in nats, of the distributions from which each token is drawn.
+    """Returns KL(policy || reference) in nats of each token's distribution.
 
         KL = sum_v p_v (log p_v - log q_v),     p = softmax(logits / temperature),  q that of ref_logits
 
@@ -83,7 +83,7 @@ class _ExactKl(torch.autograd.Function):
 def _probs_and_gaps(
     logits_btV: Tensor, ref_logits_btV: Tensor, dtype: torch.dtype, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """p, and log p - log q where p is above zero, 0 elsewhere."""
+    """Returns p, and log p - log q where p > 0, else 0."""
     logprobs_btV = logits_btV.to(dtype).div(temperature).log_softmax(-1)
     probs_btV = logprobs_btV.exp()
     gaps_btV = logprobs_btV.sub_(ref_logits_btV.to(dtype).div(temperature).log_softmax(-1))

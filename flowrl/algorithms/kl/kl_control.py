@@ -1,4 +1,4 @@
-"""The coefficient of the KL penalty from step to step: a frozen state and a pure update.
+"""Controllers of the KL penalty coefficient: frozen dataclasses with a pure update.
 
 All fields are plain numbers: `dataclasses.asdict(control)` is what a checkpoint keeps, and `AdaptiveKlControl(**state)`
 brings it back. Only `coef` ever changes, so a run that is resumed with other settings takes that one number over with
@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 MAX_RELATIVE_ERROR = 0.2
-"""A step acts on an error of at most this share of the target."""
+"""Bound on the relative error that one update uses."""
 
 
 @dataclass(frozen=True)
 class FixedKlControl:
-    """A coefficient that stays.
+    """Keeps the coefficient constant.
 
     Arguments:
         coef: >= 0, in score units per nat.
@@ -34,7 +34,7 @@ class FixedKlControl:
 
 @dataclass(frozen=True)
 class AdaptiveKlControl:
-    """A coefficient that steers the KL towards a target, proportionally in its logarithm.
+    """Adjusts the coefficient so that the KL approaches a target (proportional control in log space).
 
         error = clip(kl / target - 1, -0.2, 0.2)
         coef <- coef (1 + error num_rows / horizon)
@@ -87,7 +87,7 @@ class AdaptiveKlControl:
 
 @runtime_checkable
 class KlControl(Protocol):
-    """What every control has, one of your own too: its coefficient, and the control after a step."""
+    """Protocol of KL controllers: the current coefficient, and an update that returns the next controller."""
 
     @property
     def coef(self) -> float: ...

@@ -1,4 +1,4 @@
-"""Kullback-Leibler divergence from sampled tokens, as an estimate per token, a penalty in the reward, a loss.
+"""Estimates the KL divergence from sampled tokens: per token, as a reward penalty, and as a loss.
 
 Shape suffixes: B rows, T token positions.
 """
@@ -15,11 +15,11 @@ from flowrl.algorithms.masks import at_least_float32, last_masked, masked_rows, 
 KlKind = Literal["k1", "k2", "k3", "abs"]
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are held below this before they are exponentiated: exp(20) = 5e8 is finite in float32."""
+"""Log-ratios are clamped to this before exponentiation: exp(20) = 5e8 is finite in float32."""
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, kind: KlKind, gradient: KlKind | None = None) -> Tensor:
-    """Estimate, per token, of KL(policy || reference) from tokens that the policy sampled.
+    """Returns per-token estimates of KL(policy || reference) from tokens that the policy sampled.
 
     With d = ref_logprobs - logprobs:
 
@@ -64,7 +64,7 @@ def kl_loss(
     gradient: KlKind | None = None,
     old_logprobs: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """KL to the reference as a loss, per token, not reduced and without its coefficient.
+    """Returns the KL to the reference as a loss per token, without reduction and coefficient.
 
         L = kl                                               without old_logprobs
         L = w kl,  w = exp(logprobs - old_logprobs)          with them
@@ -118,7 +118,7 @@ def kl_shaped_rewards(
     coef: float,
     kind: KlKind | Callable[..., Tensor],
 ) -> Tensor:
-    """Rewards per token: a KL penalty on every token that the policy chose, and the row's score on the last of them.
+    """Returns token rewards: minus the KL penalty on every response token, plus the score on the last.
 
         r_t = -coef * KL_t + [t is the row's last chosen token] * score
 
@@ -148,7 +148,7 @@ def kl_shaped_rewards(
 
 
 def _straight_through(values: Tensor, differentiated: Tensor) -> Tensor:
-    """The values of the one and the gradient of the other."""
+    """Returns a tensor with the values of one and the gradient of the other (straight-through)."""
     # The bracket is exactly zero, so the value is not rounded.
     return values.detach() + (differentiated - differentiated.detach())
 

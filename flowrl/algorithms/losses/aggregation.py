@@ -1,4 +1,4 @@
-"""The one place where per-token losses become a scalar.
+"""Reduces per-token losses to a scalar.
 
 Shape suffixes: B rows, T token positions.
 
@@ -23,7 +23,7 @@ def aggregate(
     denominator: Tensor | float,
     scale: float | None = None,
 ) -> Tensor:
-    """This part's share of the step's loss, a scalar.
+    """Returns this micro-batch's share of the step's loss, a scalar.
 
         token_mean                sum over tokens / denominator (tokens)
         seq_mean_token_sum        sum over tokens / denominator (rows)
@@ -58,7 +58,7 @@ def aggregate(
 
 
 def aggregation_count(mask: Tensor, *, mode: AggregationMode) -> Tensor:
-    """What this part adds to the step's denominator, an int64 scalar.
+    """Returns this micro-batch's contribution to the step's denominator, an int64 scalar.
 
     Arguments:
         mask: bool [B, T].

@@ -1,4 +1,4 @@
-"""Policy losses that treat the few tokens apart which lower the entropy most: Clip-Cov and KL-Cov.
+"""Clip-Cov and KL-Cov: policy losses that restrain the few tokens that reduce the entropy most.
 
 Shape suffixes: B rows, T token positions. Losses are called and reported as in policy_losses.py.
 
@@ -28,7 +28,7 @@ CovarianceKl = Literal["abs", "k2", "k3"]
 
 @torch.no_grad()
 def token_covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """Each token's share of the covariance of log-probability and advantage over the batch.
+    """Returns each token's contribution to the covariance of log-probability and advantage over the batch.
 
         cov = (logprobs - mean(logprobs)) (A - mean(A)),        means over all true positions
 
@@ -54,7 +54,7 @@ def token_covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Ten
 def select_clip_cov(
     covariances: Tensor, mask: Tensor, *, fraction: float, low: float, high: float, seed: int
 ) -> Tensor:
-    """The tokens that Clip-Cov silences: drawn uniformly from those whose covariance is in [low, high].
+    """Returns a mask of the tokens that Clip-Cov excludes, sampled uniformly among covariances in [low, high].
 
     Arguments:
         covariances: [B, T], of `token_covariances`.
@@ -81,7 +81,7 @@ def select_clip_cov(
 
 @torch.no_grad()
 def select_kl_cov(covariances: Tensor, mask: Tensor, *, fraction: float) -> Tensor:
-    """The tokens that KL-Cov holds back: those with the largest covariances.
+    """Returns a mask of the tokens that KL-Cov penalizes: the largest covariances.
 
     Arguments:
         covariances: [B, T], of `token_covariances`.
@@ -108,7 +108,7 @@ def clip_cov_loss(
     clip_low: float,
     clip_high: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clip-Cov: the clipped loss of PPO, and 0 for the selected tokens.
+    """Returns the Clip-Cov loss: the clipped PPO loss, and 0 for the selected tokens.
 
     Arguments:
         logprobs, old_logprobs, advantages, mask, clip_low, clip_high: as in `clipped_policy_loss`.
@@ -140,7 +140,7 @@ def kl_cov_loss(
     kl_coef: float,
     kl_kind: CovarianceKl = "abs",
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """KL-Cov: the unclipped surrogate, and for the selected tokens a penalty on leaving the old policy.
+    """Returns the KL-Cov loss: the unclipped surrogate, plus a KL penalty to the old policy for selected tokens.
 
         L = -A w + [selected] kl_coef KL(old policy || policy),        w = exp(logprobs - old_logprobs)
 
@@ -179,7 +179,7 @@ def _num_selected(mask: Tensor, fraction: float) -> int:
 
 
 def _selection(mask: Tensor, positions_N: Tensor) -> Tensor:
-    """bool [B, T], true at these positions of the flattened mask."""
+    """Returns a bool mask [B, T] of these positions among the true positions of the mask."""
     flat = torch.zeros_like(mask).flatten()
     flat[positions_N] = True
     return flat.view_as(mask)

@@ -1,4 +1,4 @@
-"""Policy losses on the ratio of each token: PPO, its decoupled form, and SAPO; not reduced, `aggregate` reduces them.
+"""Policy losses on token ratios: PPO, decoupled PPO and SAPO. They return one loss per token.
 
 Shape suffixes: B rows, T token positions.
 
@@ -38,7 +38,7 @@ def clipped_policy_loss(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The clipped surrogate loss of PPO, with separate clips below and above, and optionally a dual clip.
+    """Returns the clipped surrogate loss of PPO, with separate lower and upper clips and an optional dual clip.
 
     With w = exp(logprobs - old_logprobs):
 
@@ -90,7 +90,7 @@ def decoupled_policy_loss(
     dual_clip: float | None = None,
     max_weight: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The clipped loss around a proximal policy, weighted for tokens that an older (behaviour) policy sampled.
+    """Returns the decoupled PPO loss: clipped around a proximal policy, weighted for an older behavior policy.
 
     With c = exp(old_logprobs - behavior_logprobs) and L_clip that of `clipped_policy_loss`:
 
@@ -111,7 +111,7 @@ def decoupled_policy_loss(
         and
         behavior_weight: c, 0 where the token is left out.
         weight_cap_fraction: 1 where it is left out.
-        behavior_kl: k3 estimate of KL(behaviour policy || proximal policy), how stale the rollout is.
+        behavior_kl: k3 estimate of KL(behavior policy || proximal policy), how stale the rollout is.
     Raises: ValueError as `clipped_policy_loss`, and on a max_weight that is not above 0.
 
     Hilton et al. 2021, https://arxiv.org/abs/2110.00641, section 2; for language models: Fu et al. 2025 (AReaL),
@@ -146,7 +146,7 @@ def sapo_loss(
     temperature_positive: float = 1.0,
     temperature_negative: float = 1.05,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """SAPO: instead of a clip a soft gate, which takes the gradient away smoothly as the ratio leaves 1.
+    """Returns the SAPO loss: a soft gate reduces the gradient smoothly as the ratio leaves 1.
 
     With w = exp(logprobs - old_logprobs), tau = temperature_positive where A > 0 and temperature_negative elsewhere:
 

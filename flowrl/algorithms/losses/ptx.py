@@ -1,4 +1,4 @@
-"""Pretraining text mixed into a policy update, so that the policy does not forget it (PPO-ptx)."""
+"""Mixes a language-modeling loss on pretraining text into a policy loss (PPO-ptx)."""
 
 from typing import Literal, get_args
 
@@ -8,7 +8,7 @@ PtxForm = Literal["add", "mix"]
 
 
 def ptx_loss(policy_loss: Tensor, lm_loss: Tensor, *, coef: float, form: PtxForm) -> Tensor:
-    """The policy's loss and that of a language model on pretraining text, as one.
+    """Returns the weighted sum of a policy loss and a language-modeling loss.
 
         add   policy_loss + coef lm_loss
         mix   (1 - coef) policy_loss + coef lm_loss
@@ -31,7 +31,7 @@ def ptx_loss(policy_loss: Tensor, lm_loss: Tensor, *, coef: float, form: PtxForm
 
 
 def ptx_weights(*, coef: float, form: PtxForm) -> tuple[float, float]:
-    """(weight of the policy's loss, weight of the language model's): for two backward passes into one step.
+    """Returns the weights of the policy loss and the language-modeling loss, for separate backward passes.
 
     Arguments: those of `ptx_loss`.
     Raises: ValueError on an unknown form or a coef outside its range.

@@ -1,4 +1,4 @@
-"""Policy losses whose gradient is a weight times the score, grad(log pi): REINFORCE, GPG, CISPO, DPPO.
+"""Policy losses whose gradient is a weight times grad(log pi): REINFORCE, GPG, CISPO and DPPO.
 
 Shape suffixes: B rows, T token positions. Called and reported as in policy_losses.py. The weight carries no gradient,
 so these losses are not the integral of what they give: a finite difference of them differs from their gradient.
@@ -24,7 +24,7 @@ Divergence = Literal["tv", "kl"]
 def reinforce_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """REINFORCE: the log-probability of each token, weighted by its advantage.
+    """Returns the REINFORCE loss: minus the log-probability of each token times its advantage.
 
         L = -A logprobs,        so that grad L = -A grad(log pi), the score-function estimate of the policy gradient
 
@@ -48,7 +48,7 @@ def reinforce_loss(
 def gpg_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """GPG: the loss of REINFORCE; what is new in GPG is in the advantages, which `gpg` computes.
+    """Returns the GPG loss, which equals REINFORCE. The estimator `gpg` computes the advantages of GPG.
 
         L = -A logprobs
 
@@ -64,7 +64,7 @@ def gpg_loss(
 def cispo_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """CISPO: REINFORCE with a clipped importance weight; the weight is clipped and every token keeps its gradient.
+    """Returns the CISPO loss: REINFORCE with a clipped importance weight. Every token keeps its gradient.
 
         L = -stop_gradient(clip(w, 1 - clip_low, 1 + clip_high)) A logprobs,        w = exp(logprobs - old_logprobs)
 
@@ -104,7 +104,7 @@ def dppo_loss(
     delta_high: float,
     max_ratio: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """DPPO: the trust region bounds a divergence of the two policies at the token, and not the ratio.
+    """Returns the DPPO loss: a trust region on the divergence of the two policies per token, not on the ratio.
 
         L = -M A min(w, max_ratio),        gradient -M A min(w, max_ratio) grad(log pi),        w = p / q
         M = 0 where A > 0, w > 1, D > delta_high, and where A < 0, w < 1, D > delta_low; else 1
@@ -156,7 +156,7 @@ def dppo_loss(
 
 
 def _binary_divergence(logprobs_BT: Tensor, old_logprobs_BT: Tensor, divergence: Divergence) -> Tensor:
-    """The divergence between "this token" and "any other" under the old policy and the new one, never negative."""
+    """Returns the binary divergence (this token or any other) between the old and new policy, at least 0."""
     logprobs_BT, old_logprobs_BT = logprobs_BT.clamp(max=0), old_logprobs_BT.clamp(max=0)
     if divergence == "tv":
         return (logprobs_BT.exp() - old_logprobs_BT.exp()).abs()

@@ -1,4 +1,4 @@
-"""Policy losses on one ratio per sequence: GSPO, its token form, and GMPO. Called and reported as in policy_losses.py.
+"""Policy losses on one ratio per sequence: GSPO, GSPO-token and GMPO. Interface as in policy_losses.py.
 
 Shape suffixes: B rows, T token positions.
 
@@ -25,7 +25,7 @@ from flowrl.algorithms.masks import row_mean
 def gspo_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """GSPO: the clipped surrogate of one ratio per row, the geometric mean of the ratios of its tokens.
+    """Returns the GSPO loss: the clipped surrogate of the geometric mean of a row's token ratios.
 
         s_i = exp(mean over the tokens of row i of (logprobs - old_logprobs))
         L_it = max(-A_it s_i, -A_it clip(s_i, 1 - clip_low, 1 + clip_high))
@@ -54,7 +54,7 @@ def gspo_loss(
 def gspo_token_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """GSPO-token: the ratio of the row in value, the gradient of each token by itself, so advantages may differ.
+    """Returns the GSPO-token loss: the row's ratio in value, separate gradients per token.
 
         s_it = stop_gradient(s_i) pi_it / stop_gradient(pi_it),        s_i as in `gspo_loss`
         L_it = max(-A_it s_it, -A_it clip(s_it, 1 - clip_low, 1 + clip_high))
@@ -80,7 +80,7 @@ def gspo_token_loss(
 def gmpo_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """GMPO: the geometric mean over a row of the ratios of its tokens, each clipped before the mean is taken.
+    """Returns the GMPO loss: the geometric mean of a row's clipped token ratios.
 
     With l_it = logprobs - old_logprobs, held at +clip_high where A_it > 0 and at -clip_low where A_it < 0:
 

@@ -1,4 +1,4 @@
-"""What the policy losses share: importance ratios, the clipped surrogate and the metrics that all of them report.
+"""Importance ratios, the clipped surrogate, and the metrics that all policy losses report.
 
 Shape suffixes: B rows, T token positions. The tensors given here have been through `policy_inputs`.
 """
@@ -13,7 +13,7 @@ from flowrl.algorithms.masks import masked_tokens
 def policy_inputs(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The three [B, T], checked and ready for arithmetic (`masked_tokens`); only the first carries a gradient."""
+    """Checks and zeroes the three tensors [B, T] with `masked_tokens`; only the first keeps its gradient."""
     logprobs_BT, old_logprobs_BT, advantages_BT = masked_tokens(
         mask, logprobs=logprobs, old_logprobs=old_logprobs.detach(), advantages=advantages.detach()
     )
@@ -21,12 +21,12 @@ def policy_inputs(
 
 
 def bounded_ratio(log_ratios: Tensor) -> Tensor:
-    """exp(log_ratios), with the exponent held in [-20, 20]: finite in float32, and without gradient beyond."""
+    """Returns exp(log_ratios) with the exponent clamped to [-20, 20]; clamped entries have no gradient."""
     return log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def weighted_score(weights: Tensor, logprobs: Tensor) -> Tensor:
-    """The value of `weights`, and the gradient weights * grad(logprobs): the stop-gradient form of a ratio.
+    """Returns a tensor with the value of `weights` and the gradient weights * grad(logprobs).
 
     No gradient flows into the weights, so they may be clipped without the token losing its gradient.
     """
@@ -37,7 +37,7 @@ def weighted_score(weights: Tensor, logprobs: Tensor) -> Tensor:
 def clipped_surrogate(
     ratio_BT: Tensor, advantages_BT: Tensor, *, clip_low: float, clip_high: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """max(-A w, -A clip(w, 1 - clip_low, 1 + clip_high)) per token, and where which clip binds (`clip_metrics`)."""
+    """Returns max(-A w, -A clip(w, 1 - clip_low, 1 + clip_high)) per token, and the clip metrics."""
     unclipped_BT = -advantages_BT * ratio_BT
     clipped_BT = -advantages_BT * ratio_BT.clamp(1 - clip_low, 1 + clip_high)
     binds_BT = clipped_BT > unclipped_BT
@@ -46,7 +46,7 @@ def clipped_surrogate(
 
 
 def clip_metrics(low_binds_BT: Tensor, high_binds_BT: Tensor, *, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The three clip fractions of every loss that clips: below, above, and either."""
+    """Returns the clip fractions: below, above, and either."""
     return {
         "clip_fraction": (low_binds_BT | high_binds_BT).to(dtype),
         "clip_fraction_low": low_binds_BT.to(dtype),
@@ -55,7 +55,7 @@ def clip_metrics(low_binds_BT: Tensor, high_binds_BT: Tensor, *, dtype: torch.dt
 
 
 def ratio_metrics(ratio_BT: Tensor, logprobs_BT: Tensor, old_logprobs_BT: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """The ratio, and the k3 estimate of KL(old policy || policy), on the true positions and without gradient."""
+    """Returns the ratio and the k3 estimate of KL(old policy || policy), masked and without gradient."""
     return {
         "ratio": ratio_BT.detach().masked_fill(~mask, 0),
         "approx_kl": kl_estimate(old_logprobs_BT.detach(), logprobs_BT.detach(), kind="k3"),
@@ -63,7 +63,7 @@ def ratio_metrics(ratio_BT: Tensor, logprobs_BT: Tensor, old_logprobs_BT: Tensor
 
 
 def check_clips(clip_low: float, clip_high: float, dual_clip: float | None = None) -> None:
-    """Raises ValueError on a clip of a ratio outside its range."""
+    """Raises ValueError if a clip range is invalid."""
     if not 0 <= clip_low <= 1:
         raise ValueError(f"clip_low is {clip_low}, it must be in [0, 1]: a ratio cannot fall below 0")
     if not clip_high >= 0:

@@ -1,4 +1,4 @@
-"""Losses and measures of the critic.
+"""Value loss and explained variance of the critic.
 
 Shape suffixes: B rows, T token positions.
 """
@@ -12,7 +12,7 @@ from flowrl.algorithms.masks import masked_tokens
 def clipped_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Half the squared error of the values, with the change since the rollout clipped; per token, not reduced.
+    """Returns half the squared value error per token, with PPO value clipping.
 
         L = 1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)
 
@@ -45,7 +45,7 @@ def clipped_value_loss(
 
 @torch.no_grad()
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """The share of the variance of the returns that the values explain: 1 - var(R - V) / var(R).
+    """Returns the fraction of the variance of the returns that the values explain: 1 - var(R - V) / var(R).
 
     Arguments:
         values: [B, T].

@@ -1,4 +1,4 @@
-"""KTO: preference optimization from single answers, each marked as desirable or not.
+"""KTO: preference optimization from single responses labeled as desirable or undesirable.
 
 Shape suffix: B rows.
 """
@@ -19,7 +19,7 @@ def kto_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss per answer: how far its reward is from being clearly on the right side of the reference point.
+    """Returns the KTO loss per response: weight * (1 - sigmoid(gain over the reference point)).
 
     With r = logprobs - ref_logprobs and z = reference_kl:
 
@@ -68,7 +68,7 @@ def kto_loss(
 
 @torch.no_grad()
 def kto_reference_kl(mismatched_logprobs: Tensor, mismatched_ref_logprobs: Tensor) -> Tensor:
-    """Estimate of KL(policy || reference) from answers that stand under prompts they were not written for.
+    """Returns an estimate of KL(policy || reference) from responses paired with mismatched prompts.
 
         z = max(0, mean(mismatched_logprobs - mismatched_ref_logprobs))
 

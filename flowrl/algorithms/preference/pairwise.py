@@ -1,4 +1,4 @@
-"""Losses on pairs of a better and a worse answer: reward models, DPO, SimPO and ORPO. Per pair, not reduced.
+"""Losses on pairs of a chosen and a rejected response: reward models, DPO, SimPO and ORPO. One loss per pair.
 
 Shape suffixes: P pairs, B rows, T token positions.
 
@@ -24,11 +24,11 @@ SequenceMode = Literal["sum", "mean"]
 DpoKind = Literal["sigmoid", "hinge", "ipo"]
 
 MAX_MEAN_LOGPROB = -1e-6
-"""ORPO's odds P / (1 - P) are taken at no more than this log P: 1e6 is finite, and so is their gradient."""
+"""Upper bound of log P in ORPO's odds P / (1 - P), so that the odds and their gradient stay finite."""
 
 
 def sequence_logprobs(logprobs: Tensor, mask: Tensor, *, mode: SequenceMode) -> Tensor:
-    """Log-probability of each whole answer from those of its tokens.
+    """Returns the log-probability of each response, as a sum or mean over its tokens.
 
     Arguments:
         logprobs: [B, T], of the tokens.
@@ -47,7 +47,7 @@ def sequence_logprobs(logprobs: Tensor, mask: Tensor, *, mode: SequenceMode) -> 
 def pairwise_reward_loss(
     chosen_scores: Tensor, rejected_scores: Tensor, *, margin: Tensor | float = 0.0
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss of a reward model: the better answer is to score higher, by a margin if one is given.
+    """Returns the pairwise loss of a reward model, optionally with a margin.
 
         L = -log sigmoid(chosen - rejected - margin) = log(1 + exp(rejected - chosen + margin))
 
@@ -88,7 +88,7 @@ def dpo_loss(
     kind: DpoKind = "sigmoid",
     label_smoothing: float = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Direct preference optimization, and the losses that differ from it in the link alone.
+    """Returns the DPO loss, or its variants with a different link function: hinge and IPO.
 
     With h = (chosen - ref_chosen) - (rejected - ref_rejected) and s = label_smoothing:
 
@@ -134,7 +134,7 @@ def dpo_loss(
 def simpo_loss(
     chosen_logprobs: Tensor, rejected_logprobs: Tensor, *, beta: float, margin: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Preference optimization without a reference, on mean log-probabilities, with a target margin.
+    """Returns the SimPO loss: mean log-probabilities, a target margin, no reference.
 
         L = -log sigmoid(beta chosen - beta rejected - margin)
 
@@ -156,7 +156,7 @@ def simpo_loss(
 
 
 def orpo_loss(chosen_logprobs: Tensor, rejected_logprobs: Tensor, *, coef: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """Fine-tuning on the better answer and, at once, a preference for it by the ratio of odds; without a reference.
+    """Returns the ORPO loss: supervised loss on the chosen response plus an odds-ratio term; no reference.
 
         L = -log P(chosen) - coef log sigmoid(log odds(chosen) - log odds(rejected));    odds(y) = P(y) / (1 - P(y))
 
@@ -183,14 +183,14 @@ def orpo_loss(chosen_logprobs: Tensor, rejected_logprobs: Tensor, *, coef: float
 
 
 def _log_odds(logprobs_P: Tensor) -> Tensor:
-    """log(P / (1 - P)) from log P."""
+    """Returns log(P / (1 - P)) given log P."""
     held_P = logprobs_P.clamp(max=MAX_MEAN_LOGPROB)
     # expm1 keeps the digits of 1 - P where P is near 1; where P is small, what is lost is nothing beside log P.
     return held_P - torch.log(-torch.expm1(held_P))
 
 
 def _pairs(**pairs: Tensor) -> list[Tensor]:
-    """The named tensors in at least float32, checked to be [P] of the same P."""
+    """Checks that the tensors have the same shape [P], and promotes them to at least float32."""
     shape = next(iter(pairs.values())).shape
     for name, values in pairs.items():
         if values.dim() != 1 or values.shape != shape:
