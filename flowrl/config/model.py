@@ -98,8 +98,8 @@ class EngineConfig(Config):
     """Execution of a model: parallelism, memory and kernels. Apart from rounding, it does not change results."""
 
     strategy: Literal["auto", "single", "ddp", "fsdp"] = "auto"
-    """`single`: one process; `ddp`: one replica per rank; `fsdp`: weights, gradients and optimizer state are sharded over
-    the ranks; `auto`: depends on the number of ranks, and is fsdp if the placement has tp."""
+    """`single`: one process; `ddp`: one replica per rank; `fsdp`: weights, gradients and optimizer state are sharded
+    over the ranks; `auto`: depends on the number of ranks, and is fsdp if the placement has tp."""
 
     shard_ranks: PositiveInt | None = None
     """Number of ranks that share one sharded copy (HSDP), such as those of a node; null is all. For fsdp."""
@@ -131,8 +131,8 @@ class EngineConfig(Config):
     similar length."""
 
     max_tokens_per_microbatch: PositiveInt = 16384
-    """Maximum tokens per rank and forward pass, including padding; a longer sequence forms its own micro-batch. Lower it
-    if memory runs out."""
+    """Maximum tokens per rank and forward pass, including padding; a longer sequence forms its own micro-batch. Lower
+    it if memory runs out."""
 
     def for_cut_models(self) -> dict[str, Any]:
         """Returns the settings that have an effect only on sharded models, by name."""

@@ -90,14 +90,14 @@ class Placement(Config):
     """Device type: `cuda` assigns one GPU per rank, `cpu` one process. `auto` is cuda if the machine has GPUs."""
 
     pools: Mapping[str, Annotated[Sequence[int] | str, PlainValidator(_read_pool)]]
-    """Devices of each pool: a count per node (`[8, 8]`), a share of every node (`1/2`), or `all`. Pools are disjoint."""
+    """Devices of each pool: a count per node (`[8, 8]`), a share of every node (`1/2`), or `all`. Disjoint."""
 
     roles: Mapping[str, Annotated[str | RolePlacement, BeforeValidator(_read_role)]]
     """Pool of each role: a name, or a mapping with parallel sizes. Roles in one pool are colocated."""
 
     routes: Mapping[str, Annotated[tuple[Ranks, ...], Field(strict=False)]] | None = None
-    """Fixed routes for schedule async. `{rollout: [[0], [0, 1]]}` lists for each rollout replica the data-parallel actor
-    ranks that it generates for. Null: every replica generates for all ranks."""
+    """Fixed routes for schedule async. `{rollout: [[0], [0, 1]]}` lists for each rollout replica the data-parallel
+    actor ranks that it generates for. Null: every replica generates for all ranks."""
 
     memory_gb: PositiveFloat | None = None
     """Memory per device in 10^9 bytes for the memory check; null measures this machine. CPU slots share its memory."""

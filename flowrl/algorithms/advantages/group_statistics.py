@@ -2,8 +2,8 @@
 
 Shape suffixes: B rows, G groups, ... further dimensions, processed independently.
 
-Group ids are arbitrary integers; groups may be interleaved and differ in size. Results are per row instead of per group,
-so the number of groups need not be known.
+Group ids are arbitrary integers; groups may be interleaved and differ in size. Results are per row, so the number of
+groups need not be known.
 """
 
 import torch

@@ -27,7 +27,10 @@ class Correlation:
     products: float
 
     def merge(self, other: "Correlation") -> "Correlation":
-        """Merges the statistics of two disjoint sets (Chan et al. 1983, https://doi.org/10.1080/00031305.1983.10483115, extended to products."""
+        """Merges the statistics of two disjoint sets.
+
+        Chan et al. 1983, https://doi.org/10.1080/00031305.1983.10483115, extended to products.
+        """
         count = self.count + other.count
         if not count:
             return self
