@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all."""
+"""Atomic creation of folders: write to a temporary folder, then rename."""
 
 import shutil
 from collections.abc import Iterator
@@ -11,11 +11,11 @@ from flowrl.config import UserError
 
 
 @contextmanager
-def appears_whole(folder: Path) -> Iterator[Path]:
-    """Gives the path of a folder to write, which has its name once the block ends.
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """Yields a temporary folder and renames it to `folder` when the block ends.
 
     Raises:
-        UserError: it cannot be written; nothing of it is then left.
+        UserError: the folder cannot be written. No partial folder is left.
     """
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -26,7 +26,7 @@ def appears_whole(folder: Path) -> Iterator[Path]:
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise UserError(
-            f"{folder} cannot be written ({reason}): make room, or name a folder on another disk"
+            f"{folder} cannot be written ({reason}): free disk space, or use a folder on another disk"
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Between conversations and tokens: a saved tokenizer and its chat template."""
+"""Chat tokenization: converts conversations to token ids with a saved tokenizer and its chat template."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -13,12 +13,12 @@ Speaker = Literal["system", "user", "assistant"]
 
 
 class DataError(UserError):
-    """A dataset or a tokenizer is not what a run needs."""
+    """A dataset or a tokenizer is unusable for the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation."""
+    """One message of a conversation."""
 
     role: Speaker
     content: str
@@ -27,15 +27,14 @@ class Message:
 class ChatTokenizer:
     """A tokenizer with a chat template.
 
-    A conversation is tokenised turn by turn: the tokens of a prompt in training are those that generation sees,
-    whatever stands after it.
+    Tokenizes a conversation message by message, so that a prompt has the same tokens in training and in generation.
     """
 
     def __init__(self, path: Path | str) -> None:
-        """Loads a folder written by `save_pretrained`. Code in the folder is never run.
+        """Loads a tokenizer from a folder written by `save_pretrained`. Never runs code from the folder.
 
         Raises:
-            DataError: the folder has no tokenizer, or one without a chat template or without an end token.
+            DataError: the tokenizer is missing, or has no chat template or no end token.
         """
         self.path = Path(path)
         self._tokenizer = _load_tokenizer(self.path)
@@ -50,74 +49,74 @@ class ChatTokenizer:
 
     @property
     def eos_id(self) -> int:
-        """The token that ends a response."""
+        """Id of the token that ends a response."""
         return int(self._tokenizer.eos_token_id)
 
     @property
     def pad_id(self) -> int:
-        """The token that fills up a rectangle; the end token where the tokenizer has none of its own."""
+        """Id of the padding token; the end token if the tokenizer has no padding token."""
         return self.eos_id if self._tokenizer.pad_token_id is None else int(self._tokenizer.pad_token_id)
 
     def __len__(self) -> int:
-        """Number of tokens, special ones included."""
+        """Size of the vocabulary, special tokens included."""
         return len(self._tokenizer)
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens of a conversation up to where the assistant begins to answer."""
+        """Returns the token ids of a conversation, including the generation prompt of the assistant."""
         return self._encode(self._render(messages, generate=True))
 
     def encode_example(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-        """The tokens of a whole conversation, and which of them the assistant wrote.
+        """Returns the token ids of a complete conversation and the mask of the assistant's tokens.
 
         Returns:
-            ids: every token.
-            response_mask: as long as `ids`; true for what the assistant says and the end token after it.
+            ids: the tokens of all messages.
+            response_mask: true for the tokens of assistant messages and their end tokens; as long as `ids`.
         Raises:
-            DataError: the chat template does not end the assistant's turn with the end token, or writes earlier turns
-                in another way once more turns follow, so that the assistant's part cannot be told.
+            DataError: the chat template does not end assistant messages with the end token, or renders earlier messages
+                differently when more messages follow, so that the assistant's tokens cannot be located.
         """
         ids: list[int] = []
         mask: list[bool] = []
-        done = ""
-        for number, message in enumerate(messages):
+        rendered = ""
+        for index, message in enumerate(messages):
             if message.role != "assistant":
                 continue
-            prompt = self._render(messages[:number], generate=True)
-            answered = self._render(messages[: number + 1], generate=False)
-            before = self._encode(self._rest(prompt, done))
-            said = self._encode(self._rest(answered, prompt))
-            if self.eos_id not in said:
+            prompt = self._render(messages[:index], generate=True)
+            answered = self._render(messages[: index + 1], generate=False)
+            before = self._encode(self._suffix(prompt, rendered))
+            response = self._encode(self._suffix(answered, prompt))
+            if self.eos_id not in response:
                 end = self._tokenizer.eos_token
-                raise DataError(f"the chat template in {self.path} does not end what the assistant says with {end!r}")
-            # Some templates write a line break after the end token; the assistant does not.
-            num_trained = len(said) - said[::-1].index(self.eos_id)
-            ids += before + said
-            mask += [False] * len(before) + [True] * num_trained + [False] * (len(said) - num_trained)
-            done = answered
-        after = self._encode(self._rest(self._render(messages, generate=False), done))
+                raise DataError(f"the chat template in {self.path} does not end assistant messages with {end!r}")
+            # Some templates add a line break after the end token. It is not trained on.
+            num_trained = len(response) - response[::-1].index(self.eos_id)
+            ids += before + response
+            mask += [False] * len(before) + [True] * num_trained + [False] * (len(response) - num_trained)
+            rendered = answered
+        after = self._encode(self._suffix(self._render(messages, generate=False), rendered))
         return ids + after, mask + [False] * len(after)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of some tokens, without the special ones."""
+        """Returns the text of token ids, without special tokens."""
         text = self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
 
     def max_positions(self) -> int | None:
-        """The longest sequence that the model beside the tokenizer takes, where its config says so.
+        """Returns the maximum sequence length in the model config next to the tokenizer, or None.
 
         Raises:
-            DataError: there is no model config.
+            DataError: the folder has no model config.
         """
         try:
             local = self.path.is_dir()
             config = AutoConfig.from_pretrained(str(self.path), local_files_only=local, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise DataError(
-                f"no model config can be read from {self.path}; give a folder written by save_pretrained"
+                f"no model config can be read from {self.path}; use a directory written by save_pretrained"
             ) from error
-        stated = config.get_text_config().to_dict()
-        return next((stated[name] for name in ("max_position_embeddings", "n_positions") if name in stated), None)
+        sizes = config.get_text_config().to_dict()
+        return next((sizes[name] for name in ("max_position_embeddings", "n_positions") if name in sizes), None)
 
     def _render(self, messages: Sequence[Message], *, generate: bool) -> str:
         turns = [asdict(message) for message in messages]
@@ -128,11 +127,11 @@ class ChatTokenizer:
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
-    def _rest(self, text: str, start: str) -> str:
+    def _suffix(self, text: str, start: str) -> str:
         if not text.startswith(start):
             raise DataError(
-                f"the chat template in {self.path} changes earlier turns when another follows, so what the assistant "
-                f"said cannot be told from the rest; train on conversations with one answer, or use another template"
+                f"the chat template in {self.path} renders earlier messages differently when more messages follow, so "
+                f"the assistant's tokens cannot be located; use single-turn conversations or another template"
             )
         return text[len(start) :]
 

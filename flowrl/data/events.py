@@ -1,5 +1,4 @@
-"""What happened when: the record of one call on one rank, which the controller makes and `run/` draws and explains; and
-how much there was of something."""
+"""Trace records: the timing of calls, which the controller writes and flowrl/report displays, and counters over time."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,17 +6,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CallEvent:
-    """One call of a worker method on one rank.
-
-    Times are nanoseconds since the epoch, so that those of several processes can be compared. In order: the driver
-    submitted the call, the process had its arguments, the method began, the method returned, its result was packed.
-    """
+    """Timing of one call of a worker method on one rank. Times are nanoseconds since the epoch."""
 
     number: int
-    """Counts the calls of a run, each rank's on its own, in the order of submission."""
+    """Call id, in order of submission. Every rank of a call has its own id."""
 
     inputs: tuple[int, ...]
-    """Numbers of the calls whose results it reads."""
+    """Ids of the calls whose results this call reads."""
 
     role: str
     rank: int
@@ -26,25 +21,31 @@ class CallEvent:
     pool: str
     method: str
     submitted_ns: int
+    """The driver submitted the call."""
     arrived_ns: int
+    """The worker process had received all arguments."""
     started_ns: int
+    """The method started."""
     ended_ns: int
+    """The method returned."""
     finished_ns: int
+    """The result was stored."""
 
     @property
     def device_label(self) -> str:
-        """Names a device among those of all nodes, such as `node0/cuda:1`."""
+        """Name of the device that is unique in the cluster, such as `node0/cuda:1`."""
         return f"node{self.node}/{self.device}" if isinstance(self.node, int) else f"{self.node}/{self.device}"
 
     @property
     def duration_s(self) -> float:
+        """Seconds that the method ran."""
         return (self.ended_ns - self.started_ns) / 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """How many groups of samples were where, at one time."""
+    """Values of named counters at one time, such as the number of groups in each state."""
 
     at_ns: int
-    """Since the epoch."""
+    """Nanoseconds since the epoch."""
     values: Mapping[str, float]

@@ -1,4 +1,4 @@
-"""Metrics that merge exactly: a worker reports sums with their counts, so any number of ranks gives the same value."""
+"""Mergeable metrics: workers report sums and counts, so the merged value does not depend on the number of ranks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,16 +6,20 @@ from typing import Protocol, Self
 
 
 class Metric(Protocol):
-    """What every kind of metric has, those of flowrl/algorithms too: parts merge to what the whole would give."""
+    """A mergeable metric. Merging the metrics of parts gives the metric of all data."""
 
-    def merge(self, other: Self) -> "Metric": ...
+    def merge(self, other: Self) -> "Metric":
+        """Returns the metric of the combined data."""
+        ...
 
-    def result(self) -> float: ...
+    def result(self) -> float:
+        """Returns the value to log."""
+        ...
 
 
 @dataclass(frozen=True)
 class Mean:
-    """A weighted mean: `total` is the sum of the values, `count` the sum of their weights."""
+    """A weighted mean: `total` is the weighted sum of the values, and `count` is the sum of the weights."""
 
     total: float
     count: float
@@ -42,7 +46,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class Max:
-    """The largest value seen on any rank."""
+    """The maximum over ranks and calls."""
 
     value: float
 
@@ -55,7 +59,7 @@ class Max:
 
 @dataclass(frozen=True)
 class Min:
-    """The smallest value seen on any rank."""
+    """The minimum over ranks and calls."""
 
     value: float
 
@@ -67,10 +71,9 @@ class Min:
 
 
 def merge_metrics(reports: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Merges the reports of several ranks or calls, each metric by its own reduction.
+    """Merges the metrics of several ranks or calls by name. A metric may be missing from some of them.
 
-    A metric that only some reports have is merged over those. Raises `ValueError` if two reports give one name
-    different kinds of metric.
+    Raises `ValueError` if a name has metrics of different classes.
     """
     merged: dict[str, Metric] = {}
     for report in reports:
@@ -80,16 +83,18 @@ def merge_metrics(reports: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
                 continue
             if type(merged[name]) is not type(metric):
                 kinds = f"{type(merged[name]).__name__} and {type(metric).__name__}"
-                raise ValueError(f"metric {name!r} is reported as {kinds}; a name has one kind of metric")
+                raise ValueError(f"metric {name!r} is reported as {kinds}; use one class of metric per name")
             merged[name] = merged[name].merge(metric)
     return merged
 
 
 class MetricFuture(Protocol):
-    """A future of a dictionary of metrics."""
+    """A future of a dictionary of metrics, such as the result of `actor.update`."""
 
-    def get(self) -> Mapping[str, Metric | float]: ...
+    def get(self) -> Mapping[str, Metric | float]:
+        """Waits for the metrics and returns them."""
+        ...
 
 
 Logged = MetricFuture | Mapping[str, Metric | float]
-"""Metrics, or a future of them. A plain number is averaged over the values logged under its name."""
+"""Metrics, or a future of metrics. Plain numbers of one name are averaged."""

@@ -1,6 +1,6 @@
-"""What functions of a user's own return, checked where it is used: a wrong shape would broadcast, and train.
+"""Checks of the values that user-defined functions return. A wrong shape would silently broadcast.
 
-Shape suffixes: B rows, T positions.
+Shape suffixes: B rows, T positions. `what` names the function in error messages.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from flowrl.config import UserError
 
 
 def per_token(value: object, mask_BT: Tensor, what: str) -> Tensor:
-    """A tensor of the mask's shape. Raises UserError that names `what` for anything else."""
+    """Returns `value` if it is a tensor with the mask's shape; raises `UserError` otherwise."""
     if isinstance(value, Tensor) and value.shape == mask_BT.shape:
         return value
     raise UserError(
@@ -22,7 +22,7 @@ def per_token(value: object, mask_BT: Tensor, what: str) -> Tensor:
 
 
 def loss_and_metrics(result: object, mask_BT: Tensor, what: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """A loss per token that can be trained on, and its metrics. Raises UserError."""
+    """Checks and returns a differentiable loss per token and its metrics. Raises `UserError`."""
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
         raise UserError(
             f"{what} returned {described(result)}, it must return (loss [B, T], a dictionary of metrics [B, T]); the "
@@ -37,22 +37,25 @@ def loss_and_metrics(result: object, mask_BT: Tensor, what: str) -> tuple[Tensor
 
 
 def weights_or_mask(result: object, mask_BT: Tensor, what: str) -> Tensor:
-    """The weights, at least 0, or the bool mask of a correction. Raises UserError; waits for the device."""
+    """Checks and returns the non-negative weights or the boolean mask of a correction. Raises `UserError`.
+
+    Synchronizes with the device.
+    """
     if not isinstance(result, tuple) or len(result) != 2:
         raise UserError(
             f"{what} returned {described(result)}, it must return (weights or a bool mask [B, T], a dictionary of "
             f"metrics)"
         )
-    found_BT = per_token(result[0], mask_BT, what)
-    if found_BT.dtype != torch.bool and not bool(((found_BT >= 0) | ~mask_BT).all()):
+    weights_BT = per_token(result[0], mask_BT, what)
+    if weights_BT.dtype != torch.bool and not bool(((weights_BT >= 0) | ~mask_BT).all()):
         raise UserError(
             f"{what} returned weights that are negative or NaN: a weight is at least 0, and 0 leaves a token out"
         )
-    return found_BT
+    return weights_BT
 
 
 def scalar(value: object, what: str) -> Tensor:
-    """A tensor of one number. Raises UserError."""
+    """Returns `value` if it is a scalar tensor; raises `UserError` otherwise."""
     if isinstance(value, Tensor) and value.ndim == 0:
         return value
     raise UserError(
@@ -61,7 +64,7 @@ def scalar(value: object, what: str) -> Tensor:
 
 
 def described(result: object) -> str:
-    """What something is, for a sentence."""
+    """Describes the type and shape of a value, for error messages."""
     if isinstance(result, Tensor):
         return f"a tensor of shape {list(result.shape)}"
     return f"a {type(result).__name__}" + (f" of {len(result)}" if isinstance(result, tuple) else "")

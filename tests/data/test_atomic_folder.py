@@ -3,11 +3,11 @@ from pathlib import Path
 import pytest
 
 from flowrl.config import UserError
-from flowrl.data.atomic_folder import appears_whole
+from flowrl.data.atomic_folder import write_atomically
 
 
 def test_a_folder_has_its_name_once_it_is_whole(tmp_path: Path) -> None:
-    with appears_whole(tmp_path / "new") as partial:
+    with write_atomically(tmp_path / "new") as partial:
         (partial / "file").write_text("x")
         assert not (tmp_path / "new").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
@@ -16,7 +16,7 @@ def test_a_folder_has_its_name_once_it_is_whole(tmp_path: Path) -> None:
 
 def test_of_one_that_cannot_be_written_nothing_is_left(tmp_path: Path) -> None:
     said = r"new cannot be written \(No space left on device\): make room, or name a folder on another disk"
-    with pytest.raises(UserError, match=said), appears_whole(tmp_path / "new") as partial:
+    with pytest.raises(UserError, match=said), write_atomically(tmp_path / "new") as partial:
         (partial / "file").write_text("x")
         Path("/dev/full").write_text("x")
     assert list(tmp_path.iterdir()) == []

@@ -29,7 +29,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from flowrl.config import ModelConfig, UserError
-from flowrl.data.atomic_folder import appears_whole
+from flowrl.data.atomic_folder import write_atomically
 from flowrl.data.dtypes import torch_dtype
 from flowrl.engines.models.lora import model_weights
 from flowrl.engines.models.packing import Pack
@@ -226,7 +226,7 @@ def save_model(
         return
     heads = {name.removeprefix("value_head."): weights.pop(name) for name in list(weights) if "value_head." in name}
     language_model, prefix = _inner_model(model)
-    with appears_whole(folder) as partial, _quiet():
+    with write_atomically(folder) as partial, _quiet():
         state_dict = {name.removeprefix(prefix): weight for name, weight in weights.items()}
         language_model.save_pretrained(partial, state_dict=state_dict)
         AutoTokenizer.from_pretrained(tokenizer_path, local_files_only=True).save_pretrained(partial)

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from flowrl.config import LoraConfig, UserError
-from flowrl.data.atomic_folder import appears_whole
+from flowrl.data.atomic_folder import write_atomically
 from flowrl.engines.models.parameters import to_full_tensor
 
 _ADAPTER = "default"
@@ -196,7 +196,7 @@ def save_adapter(model: PreTrainedModel, base: Path, folder: Path, *, is_writer:
     assert isinstance(config, peft.LoraConfig)
     settings = config.to_dict() | {"base_model_name_or_path": str(base), "inference_mode": True}
     settings["target_modules"] = sorted(settings["target_modules"])
-    with appears_whole(folder) as partial:
+    with write_atomically(folder) as partial:
         (partial / "adapter_config.json").write_text(json.dumps(settings, indent=2, default=str))
         save_file(state, partial / "adapter_model.safetensors", {"format": "pt"})
 
