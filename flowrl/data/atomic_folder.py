@@ -11,7 +11,7 @@ from flowrl.config import UserError
 
 
 @contextmanager
-def atomic_folder(folder: Path) -> Iterator[Path]:
+def write_atomically(folder: Path) -> Iterator[Path]:
     """Yields a temporary folder and renames it to `folder` when the block ends.
 
     Raises:
