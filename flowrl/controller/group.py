@@ -165,7 +165,7 @@ class WorkerGroup:
 
     def is_evicted_by(self, other: "WorkerGroup") -> bool:
         """Returns whether calls of the other group evict this group from a device, with everything it holds there."""
-        return self._eviction.ledger.leave(self.slots, other.slots)
+        return self._eviction.ledger.is_evicted_by(self.slots, other.slots)
 
     def __repr__(self) -> str:
         return f"WorkerGroup({self.role}: {self.world_size} x {self.cls.__name__} on {self.pool})"

@@ -71,8 +71,8 @@ def estimate_memory(config: RunConfig, planned: Plan) -> list[DeviceMemory]:
     estimator = _Estimator(config, planned)
     slots = {slot for role in planned.roles.values() for slot in role.slots}
     devices = []
-    for node, device in sorted({location for slot in slots for location in slot.places}):
-        local_slots = [slot for slot in slots if (node, device) in slot.places]
+    for node, device in sorted({location for slot in slots for location in slot.node_devices}):
+        local_slots = [slot for slot in slots if (node, device) in slot.node_devices]
         roles = {
             name: estimator.role_memory(name, slot)
             for name, role in planned.roles.items()
@@ -154,7 +154,7 @@ class _Estimator:
     def _shares_device(self, slot: Slot) -> bool:
         """Whether another process uses a device of this slot."""
         others = {other for role in self._planned.roles.values() for other in role.slots if other != slot}
-        return any(location in other.places for other in others for location in slot.places)
+        return any(location in other.node_devices for other in others for location in slot.node_devices)
 
     def _shares_actor_weights(self, actor: RoleModel, rollout_plan: RolePlan, slot: Slot) -> bool:
         """Whether the rollout reads the weights of the actor on this slot; a sharded actor needs identical ranks."""

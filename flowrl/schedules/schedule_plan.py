@@ -58,8 +58,8 @@ def _check_no_offload(planned: Plan) -> None:
 
 def _shared_pool(rollout: RolePlan, other: RolePlan) -> str | None:
     """Returns the first pool in which both roles use the same device; None if there is none."""
-    devices = {device for slot in other.slots for device in slot.places}
-    return next((slot.owner for slot in rollout.slots if devices & set(slot.places)), None)
+    devices = {device for slot in other.slots for device in slot.node_devices}
+    return next((slot.owner for slot in rollout.slots if devices & set(slot.node_devices)), None)
 
 
 def trainer_routes(config: OnPolicyConfig, planned: Plan) -> TrainerRoutes | None:
@@ -207,7 +207,9 @@ def _describe_rollouts(config: OnPolicyConfig) -> str:
 def _label(role: RolePlan, rank: int) -> str:
     """Returns the data-parallel rank and its devices."""
     mesh = role.mesh
-    places = [place for i, slot in enumerate(role.slots) if mesh.coordinates(i).dp == rank for place in slot.places]
+    places = [
+        place for i, slot in enumerate(role.slots) if mesh.coordinates(i).dp == rank for place in slot.node_devices
+    ]
     names = [f"{node}:{device}" for node, device in places]
     devices = "+".join(names) if len(names) <= 2 else f"{names[0]} to {names[-1]}"
     return f"{role.role} {rank}  {devices}"

@@ -128,7 +128,7 @@ class NcclTransfer:
             return
         num_chunks = self._num_chunks.get()
         host, port = self._actor.open_transfer_group()
-        num_receivers = sum(1 + len(slot.led) for slot in self._rollout.slots)
+        num_receivers = sum(1 + len(slot.tp_devices) for slot in self._rollout.slots)
         buffer_bytes = int(self._chunking[0] * 1e6)
         group = {"host": host, "port": port, "world_size": 1 + num_receivers, "buffer_bytes": buffer_bytes}
         self._rollout.join_transfer_group.submit(group)
@@ -203,7 +203,9 @@ def _transport_between(actor: RolePlan, rollout: RolePlan, kind: str, config: Ro
     setting = f"{rollout.role}.transfer.via is {via}"
     if kind != "cuda":
         raise PlacementError(f"{setting}, but placement.device is {kind}: set {rollout.role}.transfer.via: auto")
-    rollout_gpus, actor_gpus = ({place for slot in role.slots for place in slot.places} for role in (rollout, actor))
+    rollout_gpus, actor_gpus = (
+        {place for slot in role.slots for place in slot.node_devices} for role in (rollout, actor)
+    )
     if rollout_gpus == actor_gpus:
         if via == "nccl":
             raise PlacementError(

@@ -15,6 +15,7 @@ from flowrl.algorithms.registry import aggregation_modes, kl_kinds, policy_losse
 from flowrl.config import ActorConfig, ModelConfig, UserError
 from flowrl.controller.worker import Dispatch, Worker, register
 from flowrl.data.batch.tensordicts import lengths, make_tensordict
+from flowrl.data.dtypes import torch_dtype
 from flowrl.data.metric import Max, Mean, Metric, Min
 from flowrl.data.returned_values import loss_and_metrics, per_token, scalar
 from flowrl.engines.checkpoint.export import DESCRIPTION, describe_adapter
@@ -312,4 +313,4 @@ def token_means(values: dict[str, torch.Tensor], mask_BL: torch.Tensor) -> dict[
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
-    return None if name is None else getattr(torch, name)
+    return None if name is None else torch_dtype(name)

@@ -109,7 +109,7 @@ def refusal(address: str, pool: list[int], devices: tuple[int, ...]) -> str:
 def waiting(address: str) -> object:
     """What a pool says whose devices another pool has, the refusal, and the devices that are free in the end."""
     words: list[str] = []
-    nodes = RayNodes(address, say=words.append, wait_limit_s=6)
+    nodes = RayNodes(address, notify=words.append, wait_limit_s=6)
     before = free_cpus()
     nodes.reserve(pool_of("first", 0, 2, 1), "cpu")
     try:

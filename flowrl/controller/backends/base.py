@@ -1,4 +1,4 @@
-"""The protocol between the driver's controller and whatever runs its hosts: Ray, or this process."""
+"""Backend: the protocol between the controller and the system that runs its hosts (Ray, or the driver's process)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -14,90 +14,89 @@ from flowrl.data.batch.payload import Payload
 
 
 class Backend(Protocol):
-    """Runs hosts. `Ref`s that it returns raise `WorkerError` on `get` when what should fill them failed."""
+    """Runs hosts. The returned `Ref`s raise `WorkerError` on `get` if their call failed."""
 
     def inventory(self, device: Device, devices: Sequence[int] | None) -> Inventory:
-        """The devices that its hosts may have; `devices` states a count per node instead."""
+        """Returns the available devices. `devices` overrides the detected count per node."""
         ...
 
     def reserve(self, pools: Sequence[PoolPlan], kind: str) -> None:
-        """Takes the devices of pools. Raises `PlacementError` when they are not to be had."""
+        """Reserves the devices of pools. Raises `PlacementError` if they are not available."""
         ...
 
     def start_hosts(self, hosts: HostSet, kind: str, *, restarts: int) -> None:
-        """Starts a host per slot of a set, whose devices are reserved.
+        """Starts a host per slot of a set, on reserved devices.
 
-        `restarts`: how often another process may take the place of one that is lost.
+        `restarts` is the number of times that a lost process is replaced.
         """
         ...
 
     def join(self, hosts: HostSet, kind: str) -> list[tuple[Slot, Ref]]:
-        """Makes the process group of a host set; the references are `Report`s."""
+        """Creates the process group of a host set. The returned references resolve to `Report`s."""
         ...
 
     def open_group(self, slot: Slot, role: str, ranks: Sequence[int], rank: int) -> Ref:
-        """Makes a role's communicator in a process of a set that was joined; the reference is its `Report`."""
+        """Creates a role's process group in one process of a joined host set. The reference resolves to a `Report`."""
         ...
 
     def construct(
         self, slot: Slot, construction: Construction, plan: RecoveryPlan | None, after: Sequence[Ref] = ()
     ) -> Ref:
-        """Makes a worker in a slot's host, once other references are filled; the reference is its `Report`."""
+        """Constructs a worker once the references in `after` are resolved. The reference resolves to a `Report`."""
         ...
 
     def evict(self, slot: Slot, role: str, rank: int, *, replaceable: bool) -> Ref:
-        """Has the workers of a slot's host leave its devices; the reference is the `Report`, told of the first.
+        """Offloads all workers of a slot's host. The reference resolves to a `Report`.
 
-        In a process that has taken a lost one's place there are none yet, and none is made for this.
+        `role` and `rank` identify the process in errors. A process that replaces a lost one constructs no workers for it.
         """
         ...
 
     def call(self, slot: Slot, request: Request, refs: Sequence[Ref], plan: RecoveryPlan | None) -> tuple[Ref, Ref]:
-        """Runs a method in a slot's host: references to the result and to its `Report`.
+        """Runs a method in a slot's host and returns references to its result and to its `Report`.
 
-        With a `plan`, a process that is lost is replaced, and the same references are filled by the new one; where
-        the contract says `resend=False` they raise `ProcessLost` instead, whose `is_replaceable` is true.
+        With a `plan`, a lost process is replaced and the call is sent again, which resolves the same references. If the
+        contract has `resend=False`, they raise `ProcessLost` with `is_replaceable` instead.
         """
         ...
 
     def share(self, payload: Payload) -> Ref:
-        """Puts rows of the driver where every host can read them."""
+        """Stores rows of the driver so that all hosts can read them."""
         ...
 
     def wait(self, refs: Sequence[Ref], count: int, timeout_s: float) -> list[Ref]:
-        """Waits until so many of these reports are there (or failed), at most so long; returns those that are, perhaps
-        no more than were asked for."""
+        """Waits until `count` of these references are resolved or failed, or until the timeout; returns the finished
+        references."""
         ...
 
     def get(self, refs: Sequence[Ref]) -> list[Any]:
-        """The values of several references at once. Raises as the first that failed."""
+        """Returns the values of several references. Raises the error of the first failed reference."""
         ...
 
     def probe(self, slot: Slot) -> Ref:
-        """A reference that is filled when the slot's process next has time, and raises once it has ended."""
+        """Returns a reference that resolves when the process is idle, and raises after the process has ended."""
         ...
 
     def stacks(self, slots: Sequence[Slot]) -> Mapping[Slot, StackDump]:
-        """What the threads of these slots' processes are at now, as `faulthandler` tells it; a process that has not
-        started, or has ended, is left out."""
+        """Returns the current thread stacks (from `faulthandler`) of the processes that are running."""
         ...
 
     def restart(self, slot: Slot) -> None:
-        """Ends a slot's process at once, for another to take its place."""
+        """Kills a slot's process. Another process replaces it."""
         ...
 
     def lost_processes(self, slots: Sequence[Slot]) -> list[Slot]:
-        """Those on this machine whose processes have ended since the last such question."""
+        """Returns the slots on this machine whose processes have ended since the last call."""
         ...
 
     def lost_nodes(self) -> Mapping[int, str]:
-        """Nodes that were in use and are gone: number -> name."""
+        """Returns the names of lost nodes that were in use, by node number."""
         ...
 
     def end_pool(self, name: str) -> None:
-        """Ends the hosts of a pool at once. Its devices stay reserved, for others to be started there."""
+        """Kills the hosts of a pool. Its devices stay reserved for new hosts."""
         ...
 
     def close(self) -> None:
-        """Ends everything that this backend started."""
+        """Ends all processes that this backend started, and releases its devices."""
         ...

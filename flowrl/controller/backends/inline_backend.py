@@ -1,4 +1,4 @@
-"""The inline backend: every host in the driver's process, every call done when it returns. `breakpoint()` works."""
+"""Inline backend: runs all hosts synchronously in the driver's process, so that `breakpoint()` works in workers."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from flowrl.data.batch.payload import Payload
 
 
 class InlineBackend:
-    """Runs ranks one after another. A failing call raises at once, with the worker's own frames below it."""
+    """Runs the ranks of a call one after another. A failed call raises immediately with the worker's stack frames."""
 
     def __init__(self) -> None:
         self._hosts: dict[tuple[str, int], Host] = {}
@@ -26,16 +26,16 @@ class InlineBackend:
         return local_inventory(device, devices)
 
     def reserve(self, pools: Sequence[PoolPlan], kind: str) -> None:
-        """There is nothing to take."""
+        """Does nothing, because no devices have to be reserved."""
 
     def start_hosts(self, hosts: HostSet, kind: str, *, restarts: int) -> None:
         self._hosts |= {(slot.pool, slot.rank): Host() for slot in hosts.slots}
 
     def join(self, hosts: HostSet, kind: str) -> list[tuple[Slot, Ref]]:
-        raise RuntimeError(f"the ranks of {hosts.name} talk to each other, which takes processes: use backend ray")
+        raise RuntimeError(f"the ranks of {hosts.name} communicate and need separate processes: use backend ray")
 
     def open_group(self, slot: Slot, role: str, ranks: Sequence[int], rank: int) -> Ref:
-        raise RuntimeError(f"the ranks of {role} talk to each other, which takes processes: use backend ray")
+        raise RuntimeError(f"the ranks of {role} communicate and need separate processes: use backend ray")
 
     def construct(
         self, slot: Slot, construction: Construction, plan: RecoveryPlan | None, after: Sequence[Ref] = ()
@@ -48,8 +48,7 @@ class InlineBackend:
         return LocalRef(report)
 
     def call(self, slot: Slot, request: Request, refs: Sequence[Ref], plan: RecoveryPlan | None) -> tuple[Ref, Ref]:
-        # Between processes arguments are copies and a result is a snapshot. Here they would be the caller's own objects
-        # and the worker's own buffers, so both are copied; the arrays of inputs are shared there as here.
+        # Copies arguments and results, because calls between processes copy them too. Input arrays are shared in both.
         objects = [value.with_own_objects() if isinstance(value := ref.get(), Payload) else value for ref in refs]
         value, report = self._hosts[slot.pool, slot.rank].call(copy.deepcopy(request), *objects)
         return LocalRef(_snapshot(value, request)), LocalRef(report)
@@ -70,7 +69,7 @@ class InlineBackend:
         return {}
 
     def restart(self, slot: Slot) -> None:
-        raise RuntimeError("the process of the inline backend is the driver's own")
+        raise RuntimeError("the inline backend runs in the driver's process, which cannot be restarted")
 
     def lost_processes(self, slots: Sequence[Slot]) -> list[Slot]:
         return []
@@ -86,7 +85,7 @@ class InlineBackend:
 
 
 def _snapshot(value: Any, request: Request) -> Any:  # Any: a payload or a method's own result
-    """The result in memory of its own. Raises `WorkerError` for what could not travel between processes either."""
+    """Returns a deep copy of the result. Raises `WorkerError` if it could not be sent between processes."""
     if isinstance(value, Payload):
         return value.copy()
     try:

@@ -1,4 +1,4 @@
-"""The Ray backend: one actor process per device. With ray_nodes.py the only module that imports ray."""
+"""Ray backend: runs each host as a Ray actor, one per slot."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ from flowrl.controller.calls.wire import Request, decode, encode
 from flowrl.controller.errors import FlowError, ProcessLost, WorkerError, describe_unpicklable
 from flowrl.controller.failures.process_probe import Liveness, StackDump, collect_stack_dumps, enable_stack_dumps
 from flowrl.controller.failures.recovery import RecoveryPlan
-from flowrl.controller.host.fork_server import fork_server
+from flowrl.controller.host.fork_server import fork_server, survive_fork_server
 from flowrl.controller.host.host import Construction, Host, Report
 from flowrl.controller.placement.plan import HostSet, Inventory, PoolPlan, Slot
 from flowrl.data.batch.block import Ref
@@ -33,72 +33,71 @@ _STACKS_TIMEOUT_S = 10.0
 
 
 class _RayHost(Host):
-    """A host in a process of its own."""
+    """A host that runs as a Ray actor."""
 
     def __init__(self, name: str, loopback: bool) -> None:
         super().__init__()
-        # A terminal sends Ctrl-C to every process in it; how a run ends is for its driver to say.
+        # A terminal sends SIGINT to all processes. Only the driver handles it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # Objects are read from shared memory that is not writable; `Host` checks that no method writes, so torch need
-        # not say.
+        survive_fork_server()
+        # Inputs are read-only shared memory, and `Host` checks that methods do not write to them.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         enable_stack_dumps(name)
         self.address = _LOOPBACK if loopback else ray.util.get_node_ip_address()
-        # Left alone, gloo takes the interface that the host's name stands for, which may be none that others reach.
+        # By default, gloo uses the interface of the host's name, which other nodes may not reach.
         if device := interface_of(self.address):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", device)
 
     def live(self) -> None:
-        """Says that this process lives."""
+        """Does nothing. Its result shows that the process is alive."""
 
     def open_rendezvous(self, name: str, world_size: int, node: int, kind: str) -> tuple[Any, Report]:
-        """Opens the rendezvous of a host set on this host, its first rank."""
+        """Opens the rendezvous of a host set on this host, which is its first rank."""
         return self.join(name, (self.address, 0), 0, world_size, node, kind)
 
-    def answer(self, encoded: Any, *objects: Any) -> tuple[Any, Any]:  # Any: what `encode` makes
-        """As `call`, request and answer in the form in which they travel."""
+    def call_encoded(self, encoded: Any, *objects: Any) -> tuple[Any, Any]:  # Any: what `encode` makes
+        """Runs `call` with an encoded request and returns an encoded result and report."""
         request, plan = decode(encoded)
         value, report = self.call(request, plan, *objects)
         return encode(value) if isinstance(value, Payload) else value, encode(report)
 
     def call(self, request: Request, plan: RecoveryPlan | None, *objects: Any) -> tuple[Any, Report]:
-        """As `Host.call`, in a process that may have taken a lost one's place."""
-        lost = plan is not None and self.lacks(plan.constructions)
+        """Runs `Host.call`, after recovering the workers and state if this process replaces a lost one."""
+        is_replacement = plan is not None and self.lacks(plan.constructions)
         if plan is not None:
             self.recover(plan, request.role)
         value, report = super().call(request, *objects)
-        return value, replace(report, revived=True) if lost else report
+        return value, replace(report, revived=True) if is_replacement else report
 
-    def construct(self, made: Construction, *after: Any) -> tuple[None, Report]:  # Any: reports
-        """As `Host.construct`, made again where the process was lost: a call that came first has made the worker."""
-        if self.lacks([made]):
-            return super().construct(made, *after)
+    def construct(self, construction: Construction, *after: Any) -> tuple[None, Report]:  # Any: reports
+        """Constructs a worker, unless the recovery for an earlier call has already constructed it."""
+        if self.lacks([construction]):
+            return super().construct(construction, *after)
         now_ns = time.time_ns()
         return None, Report(now_ns, now_ns, now_ns, now_ns)
 
     def recover(self, plan: RecoveryPlan, role: str) -> None:
-        """Makes the workers that the process lacks, and gives the role the state that its call expects."""
-        lacking = [made for made in plan.constructions if self.lacks([made])]
-        self.replaced = self.replaced or bool(lacking)
-        self.settle_states(plan.attempt_start_id)
-        # A state that was given after the call was submitted is undone: by the one before it, or, where there is none,
-        # with all that came of it.
-        ahead = self.is_ahead(role, plan.requests)
-        undone = ahead and not self.replaces(role, plan.requests)
-        for made in [*lacking, *(made for made in plan.constructions if made.role == role and undone)]:
-            super().construct(made)
-        if ahead or self.is_behind(role, plan.requests):
+        """Constructs missing workers and replays the calls that set the state of `role`."""
+        missing = [construction for construction in plan.constructions if self.lacks([construction])]
+        self.replaced = self.replaced or bool(missing)
+        self.forget_states(plan.attempt_start_id)
+        # State set by a later call is undone: by replaying the earlier state, or by constructing the worker again.
+        is_ahead = self.is_ahead(role, plan.requests)
+        rebuild = is_ahead and not self.overwrites_state(role, plan.requests)
+        for construction in [*missing, *(c for c in plan.constructions if c.role == role and rebuild)]:
+            super().construct(construction)
+        if is_ahead or self.is_behind(role, plan.requests):
             for state, refs in plan.replay_log:
                 if state.role == role:
                     super().call(state, *ray.get([_object_ref(ref) for ref in refs]))
 
 
 class RayRef:
-    """A reference into the object store."""
+    """A reference to a value in Ray's object store."""
 
-    def __init__(self, ref: ray.ObjectRef, what: tuple[str, int, int, str], encoded: bool = False) -> None:
+    def __init__(self, ref: ray.ObjectRef, origin: tuple[str, int, int, str], encoded: bool = False) -> None:
         self.ref = ref
-        self._what = what
+        self._origin = origin
         self._encoded = encoded
 
     @property
@@ -115,7 +114,7 @@ class RayRef:
             raise self._failure(error) from None
 
     def read(self, stored: Any) -> Any:  # Any: as above
-        """The value behind what the object store has."""
+        """Decodes a stored value."""
         return decode(stored) if self._encoded else stored
 
     def get_with(self, others: Sequence[Ref]) -> list[Any]:
@@ -125,38 +124,39 @@ class RayRef:
         return bool(ray.wait([self.ref], timeout=0, fetch_local=False)[0])
 
     def _failure(self, error: Exception) -> WorkerError:
-        role, rank, node, method = self._what
+        role, rank, node, method = self._origin
         if isinstance(error, RayActorError | OutOfMemoryError):
-            # Which call it was that met the dead process says nothing of why it died.
             lost = ProcessLost(role, rank, node, method, _why_ended(error))
             lost.is_replaceable = not isinstance(error, ActorDiedError)
             return lost
         if isinstance(error, RayTaskError) and isinstance(error.cause, TypeError | PicklingError | AttributeError):
-            # Whatever the method itself raises comes as a WorkerError: this was raised when its result was stored.
+            # Errors of the method itself are WorkerErrors, so this one was raised when the result was pickled.
             return WorkerError(role, rank, node, method, describe_unpicklable(error.cause))
         return WorkerError(role, rank, node, method, f"{type(error).__name__}: {error}")
 
 
 def _why_ended(error: RayError) -> str:
-    """What Ray knows of a process's end, in a sentence."""
+    """Returns why a process ended, as far as Ray knows."""
     text = str(error)
     if isinstance(error, OutOfMemoryError):
-        return "its process was ended because its node ran out of memory"
+        return "its process was killed because the node ran out of memory"
     if "its node has died" in text:
-        return "its node is gone"
+        return "its node is lost"
     if "creation task" in text:
         return f"its process could not start: {text.strip().splitlines()[-1]}"
-    return "its process has ended: it was killed, perhaps for lack of memory, or it crashed"
+    return "its process was killed (possibly out of memory) or crashed"
 
 
 class RayBackend:
-    """Hosts as Ray actors, on a Ray of this run's own or on the cluster at `address`."""
+    """Runs hosts as Ray actors, on a new local Ray or on the cluster at `address`."""
 
-    def __init__(self, address: str | None, say: Callable[[str], None]) -> None:
+    def __init__(self, address: str | None, notify: Callable[[str], None]) -> None:
         self._hosts: dict[tuple[str, int], Any] = {}  # Any: ray.actor.ActorHandle, whose methods Ray does not type
-        self._methods: dict[tuple[str, int, bool], Any] = {}  # Any: as above; each costs as much as a call
+        self._methods: dict[
+            tuple[str, int, bool], Any
+        ] = {}  # Any: as above; cached because creating a method handle costs as much as a call
         self._names: dict[tuple[str, int], str] = {}
-        self._nodes = RayNodes(address, say=say)
+        self._nodes = RayNodes(address, notify=notify)
         self._liveness = Liveness()
 
     def inventory(self, device: Device, devices: Sequence[int] | None) -> Inventory:
@@ -164,37 +164,37 @@ class RayBackend:
 
     def reserve(self, pools: Sequence[PoolPlan], kind: str) -> None:
         if self._forks(kind):
-            fork_server()  # it imports while Ray starts
+            fork_server()  # its imports run while Ray starts
         self._nodes.connect(sum(len(pool.slots) for pool in pools))
         for pool in pools:
             self._nodes.reserve(pool, kind)
 
     def _forks(self, kind: str) -> bool:
-        """Whether processes are forked: not on other machines, nor those that use GPUs, which survive no fork once an
-        import has looked at them."""
+        """Returns whether processes are forked: only on this machine and without GPUs, since CUDA does not survive a
+        fork."""
         return self._nodes.address is None and kind == "cpu"
 
     def start_hosts(self, hosts: HostSet, kind: str, *, restarts: int) -> None:
         forked = {"runtime_env": {"py_executable": fork_server().py_executable}} if self._forks(kind) else {}
         for slot in hosts.slots:
-            count = slot.devices
+            count = slot.num_devices
             devices = {"num_gpus": count, "num_cpus": 0} if kind == "cuda" else {"num_cpus": count}
             if slot.device < 0:
-                # It takes part of no device's time worth counting.
-                beside = self._nodes.beside_driver()
-                self._add_host(slot, restarts, {"num_cpus": 0, "scheduling_strategy": beside, **forked})
+                # A task worker: it uses no device.
+                on_driver_node = self._nodes.on_driver_node()
+                self._add_host(slot, restarts, {"num_cpus": 0, "scheduling_strategy": on_driver_node, **forked})
             else:
                 self._add_host(slot, restarts, {"scheduling_strategy": self._nodes.bundle(slot), **devices, **forked})
 
     def _add_host(self, slot: Slot, restarts: int, options: dict[str, Any]) -> None:
         key = slot.pool, slot.rank
         self._names[key] = f"flowrl-{uuid.uuid4().hex}"
-        made = ray.remote(_RayHost).options(max_restarts=restarts, **options)
-        self._hosts[key] = host = made.remote(self._names[key], self._nodes.address is None)
-        # A call whose process is lost is made again on the one that takes its place, if its state can be brought back.
-        for resent in (False, True):
-            retries = {"num_returns": 2, "max_task_retries": -1 if resent else 0}
-            self._methods[(*key, resent)] = host.answer.options(**retries)
+        actor = ray.remote(_RayHost).options(max_restarts=restarts, **options)
+        self._hosts[key] = host = actor.remote(self._names[key], self._nodes.address is None)
+        # With retries, Ray sends a call again to the process that replaces a lost one.
+        for is_resent in (False, True):
+            retries = {"num_returns": 2, "max_task_retries": -1 if is_resent else 0}
+            self._methods[(*key, is_resent)] = host.call_encoded.options(**retries)
 
     def join(self, hosts: HostSet, kind: str) -> list[tuple[Slot, Ref]]:
         slots, name = hosts.slots, hosts.name
@@ -230,11 +230,11 @@ class RayBackend:
     def call(self, slot: Slot, request: Request, refs: Sequence[Ref], plan: RecoveryPlan | None) -> tuple[Ref, Ref]:
         objects = [_object_ref(ref) for ref in refs]
         if (slot.pool, slot.rank) not in self._hosts:
-            raise ProcessLost(request.role, request.rank, slot.node, request.method, "its process was ended")
+            raise ProcessLost(request.role, request.rank, slot.node, request.method, "its process has been ended")
         method = self._methods[slot.pool, slot.rank, plan is not None and request.contract.resend]
         value, report = method.remote(encode((request, plan)), *objects)
-        what = (request.role, request.rank, slot.node, request.method)
-        return RayRef(value, what, encoded=request.returns_batch), RayRef(report, what, encoded=True)
+        origin = (request.role, request.rank, slot.node, request.method)
+        return RayRef(value, origin, encoded=request.returns_batch), RayRef(report, origin, encoded=True)
 
     def share(self, payload: Payload) -> Ref:
         return RayRef(ray.put(payload), ("driver", 0, 0, "put"))
@@ -259,16 +259,16 @@ class RayBackend:
         for slot in slots:
             by_node[self._nodes.id_of(slot)][self._names[slot.pool, slot.rank]] = slot
         here = ray.get_runtime_context().get_node_id()
-        asked = {}
+        remote_dumps = {}
         for node in set(by_node) - {here}:
-            there = NodeAffinitySchedulingStrategy(node, soft=False)
-            task = ray.remote(num_cpus=0)(collect_stack_dumps).options(scheduling_strategy=there)
-            asked[node] = task.remote(list(by_node[node]))
+            on_node = NodeAffinitySchedulingStrategy(node, soft=False)
+            task = ray.remote(num_cpus=0)(collect_stack_dumps).options(scheduling_strategy=on_node)
+            remote_dumps[node] = task.remote(list(by_node[node]))
         dumps = {here: collect_stack_dumps(list(by_node[here]))} if here in by_node else {}
-        for node, ref in asked.items():
+        for node, ref in remote_dumps.items():
             with contextlib.suppress(RayError):
                 dumps[node] = ray.get(ref, timeout=_STACKS_TIMEOUT_S)
-        return {by_node[node][name]: dump for node, found in dumps.items() for name, dump in found.items()}
+        return {by_node[node][name]: dump for node, own in dumps.items() for name, dump in own.items()}
 
     def restart(self, slot: Slot) -> None:
         ray.kill(self._hosts[slot.pool, slot.rank], no_restart=False)
@@ -276,20 +276,20 @@ class RayBackend:
     def lost_processes(self, slots: Sequence[Slot]) -> list[Slot]:
         here = ray.get_runtime_context().get_node_id()
         names = {self._names[key]: slot for slot in slots if (key := (slot.pool, slot.rank)) in self._hosts}
-        near = {name: slot for name, slot in names.items() if self._nodes.id_of(slot) == here}
-        return [near[name] for name in self._liveness.find_ended(near)]
+        local = {name: slot for name, slot in names.items() if self._nodes.id_of(slot) == here}
+        return [local[name] for name in self._liveness.find_ended(local)]
 
     def lost_nodes(self) -> Mapping[int, str]:
         return self._nodes.lost()
 
     def end_pool(self, name: str) -> None:
         for key in [key for key in self._hosts if key[0] == name]:
-            for resent in (False, True):
-                del self._methods[(*key, resent)]
+            for is_resent in (False, True):
+                del self._methods[(*key, is_resent)]
             ray.kill(self._hosts.pop(key), no_restart=True)
 
     def close(self) -> None:
-        if not self._nodes.end_with_run:
+        if not self._nodes.is_local:
             for name in {pool for pool, _ in self._hosts}:
                 self.end_pool(name)
         self._nodes.close()
@@ -300,5 +300,5 @@ def _object_ref(ref: Ref) -> ray.ObjectRef:
 
 
 def _ray_ref(ref: Ref) -> RayRef:
-    assert isinstance(ref, RayRef), f"a {type(ref).__name__} cannot travel by reference"
+    assert isinstance(ref, RayRef), f"a {type(ref).__name__} cannot be sent by reference"
     return ref

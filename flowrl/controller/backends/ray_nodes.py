@@ -1,4 +1,4 @@
-"""The nodes of a Ray cluster: starting one here or joining one, its devices, and the placement groups of pools."""
+"""Ray nodes: starts or joins Ray, numbers the nodes, and reserves the devices of pools with placement groups."""
 
 import errno
 import ipaddress
@@ -23,81 +23,80 @@ from flowrl.controller.placement.plan import Inventory, PlacementError, PoolPlan
 
 _logger = logging.getLogger("flowrl")
 _WAIT_LIMIT_S = 120.0
-_FIRST_WORD_S, _NEXT_WORDS_S = 5.0, 30.0
+_FIRST_NOTICE_S, _NOTICE_INTERVAL_S = 5.0, 30.0
 _PROBE_TIMEOUT_S = 0.2
 
 RAY_SETTINGS = {
-    # Failures reach the driver through the calls that made them; Ray's own print of each would say it twice.
+    # Failures reach the driver through the failed calls; Ray would print them a second time.
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",
-    # Or whatever the driver has put would stay for as long as any result that was ever computed from it. Calls are made
-    # again without it; only results that are lost with a whole node would need it.
+    # Lineage keeps the inputs of every live result in memory. Only results of a lost node would need it.
     "RAY_lineage_pinning_enabled": "0",
-    # Ray gives its workers niceness 15: anything else that the machine runs, the driver too, would starve them.
+    # Ray's default niceness of 15 lets any other process, including the driver, starve the workers.
     "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Workers that Ray starts in advance would not be those of a run, which are forked.
+    # Prestarted workers would stay unused, because a run forks its workers.
     "RAY_prestart_worker_first_driver": "0",
 }
-"""The environment in which a run starts its Ray, where that says nothing else; nodes of a cluster have their own."""
+"""Default environment variables for a local Ray. Nodes of an existing cluster have their own."""
 
 
 @dataclass(frozen=True)
 class _Node:
-    """A Ray node as it was when this run started or joined Ray."""
+    """A Ray node at the time this run started or joined Ray."""
 
     id: str
     name: str
     address: str
     port: int
-    """Where its raylet listens."""
+    """Port of the raylet."""
     devices: Mapping[str, int]
-    """CPU and GPU -> how many it has."""
+    """Number of devices by resource, CPU and GPU."""
 
 
 @dataclass(frozen=True)
-class _Wanted:
-    """The devices that a pool asks for: plan node -> how many."""
+class _Demand:
+    """The devices that a pool requests."""
 
     pool: str
     resource: str
     counts: Mapping[int, int]
+    """Number of devices by plan node."""
 
 
 @dataclass(frozen=True)
 class _Bundle:
-    """What Ray keeps together of a pool: all whole devices of a node, or one that processes share."""
+    """A bundle of a pool's placement group: all exclusive devices of a node, or one shared device."""
 
     node: int
     device: int | None = None
-    """The one that processes share."""
+    """Index of the shared device. None for exclusive devices."""
 
 
 class RayNodes:
-    """A Ray of this run's own (no `address`), or the cluster that somebody started at `address`.
+    """The nodes of a new local Ray, or of the cluster at `address`.
 
-    Plans number its nodes in an order that is fixed here, once: the driver's own, then by address and id. Nodes that
-    join later are not used.
+    Numbers the nodes once: the driver's node is 0, and the others follow by address and id. Later nodes are ignored.
 
     Args:
-        address: the cluster to join.
-        say: is told, every so often, what a pool waits for.
-        wait_limit_s: for how long a pool waits for devices that others use.
+        address: address of the cluster to join. None starts a local Ray.
+        notify: receives a message when a pool has to wait for devices.
+        wait_limit_s: timeout in seconds for a pool whose devices are in use.
     Raises:
-        BackendError: nothing answers at `address`.
+        BackendError: no Ray cluster responds at `address`.
     """
 
     def __init__(
         self,
         address: str | None,
         *,
-        say: Callable[[str], None] = _logger.warning,
+        notify: Callable[[str], None] = _logger.warning,
         wait_limit_s: float = _WAIT_LIMIT_S,
     ) -> None:
         self._groups: dict[str, PlacementGroup] = {}
         self._bundles: dict[str, list[_Bundle]] = {}
         self._nodes: list[_Node] = []
         self._owns_ray = False
-        self._say, self._wait_limit_s = say, wait_limit_s
+        self._notify, self._wait_limit_s = notify, wait_limit_s
         self.address = address
         for name, value in RAY_SETTINGS.items():
             os.environ.setdefault(name, value)
@@ -106,111 +105,114 @@ class RayNodes:
             self.connect(0)
 
     def inventory(self, device: Device, devices: Sequence[int] | None) -> Inventory:
-        """The devices of the nodes, in the order in which plans number them. Raises `PlacementError`."""
+        """Returns the devices of the nodes by node number. Raises `PlacementError`."""
         if self.address is not None:
             names = [node.name for node in self._nodes]
             cpus, gpus = ([node.devices[resource] for node in self._nodes] for resource in ("CPU", "GPU"))
             return cluster_inventory(device, devices, names=names, cpus=cpus, gpus=gpus)
         if devices is not None and len(devices) > 1:
             raise PlacementError(
-                f"devices is {list(devices)}, a count for each of {len(devices)} nodes, but a run without address has "
-                f"one node, this machine: state one count, or set address"
+                f"devices is {list(devices)}, with counts for {len(devices)} nodes, but a run without address uses only "
+                f"this machine: set one count, or set address"
             )
         return local_inventory(device, devices)
 
     def connect(self, num_slots: int) -> None:
-        """Starts or joins Ray, if this process is not in it yet, and fixes the order of its nodes."""
+        """Starts or joins Ray unless this process is already connected, and numbers the nodes."""
         if not ray.is_initialized():
             self._owns_ray = True
             _start_ray(self.address, num_slots)
         self._nodes = _nodes_in_order()
 
     def reserve(self, pool: PoolPlan, kind: str) -> None:
-        """Takes a pool's devices, each on its planned node. Raises `PlacementError` when they are not to be had."""
+        """Reserves a pool's devices on the planned nodes. Raises `PlacementError` if they are not available."""
         counts = Counter(slot.node for slot in pool.slots)
-        wanted = _Wanted(pool.name, "GPU" if kind == "cuda" else "CPU", dict(sorted(counts.items())))
-        for node, count in wanted.counts.items():
-            if count > self._nodes[node].devices[wanted.resource]:
+        demand = _Demand(pool.name, "GPU" if kind == "cuda" else "CPU", dict(sorted(counts.items())))
+        for node, count in demand.counts.items():
+            if count > self._nodes[node].devices[demand.resource]:
                 raise PlacementError(
-                    f"placement.pools.{pool.name} needs {count} {wanted.resource} on {self._named(node)}, which has "
-                    f"{self._nodes[node].devices[wanted.resource]}: make the pool smaller"
+                    f"placement.pools.{pool.name} needs {count} {demand.resource} on {self._describe_node(node)}, which has "
+                    f"{self._nodes[node].devices[demand.resource]}: make the pool smaller"
                 )
         bundles = _bundles(pool, kind)
         group = placement_group(
-            [{wanted.resource: count} for count in bundles.values()],
+            [{demand.resource: count} for count in bundles.values()],
             bundle_label_selector=[{"ray.io/node-id": self._nodes[bundle.node].id} for bundle in bundles],
         )
         self._groups[pool.name], self._bundles[pool.name] = group, list(bundles)
         try:
-            self._wait(group, wanted)
+            self._wait(group, demand)
         except BaseException:
             self.release(pool.name)
             raise
 
-    def _wait(self, group: PlacementGroup, wanted: _Wanted) -> None:
-        started, next_word_s = time.monotonic(), _FIRST_WORD_S
+    def _wait(self, group: PlacementGroup, demand: _Demand) -> None:
+        started, next_notice_s = time.monotonic(), _FIRST_NOTICE_S
         while not group.wait(0.5):
             waited_s = time.monotonic() - started
-            gone = self._gone(wanted.counts)
-            if gone:
+            lost = self._lost(demand.counts)
+            if lost:
                 raise PlacementError(
-                    f"placement.pools.{wanted.pool} needs {self._named(min(gone))}, which has left the cluster: "
-                    f"bring it back, or make the pool smaller"
+                    f"placement.pools.{demand.pool} needs {self._describe_node(min(lost))}, which has left the cluster: "
+                    f"restart that node, or make the pool smaller"
                 )
             if waited_s >= self._wait_limit_s:
                 raise PlacementError(
-                    f"placement.pools.{wanted.pool} waited {waited_s:.0f} s for {self._shortage(wanted)}: "
-                    f"end what uses them, or make the pool smaller"
+                    f"placement.pools.{demand.pool} waited {waited_s:.0f} s for {self._shortage(demand)}: "
+                    f"end the program that uses them, or make the pool smaller"
                 )
-            if waited_s >= next_word_s:
-                next_word_s += _NEXT_WORDS_S
+            if waited_s >= next_notice_s:
+                next_notice_s += _NOTICE_INTERVAL_S
                 left_s = self._wait_limit_s - waited_s
-                self._say(f"pool {wanted.pool} waits for {self._shortage(wanted)}; gives up in {left_s:.0f} s")
+                self._notify(f"pool {demand.pool} waits for {self._shortage(demand)}; gives up in {left_s:.0f} s")
 
-    def _shortage(self, wanted: _Wanted) -> str:
-        """What is asked of which nodes and what pools have taken there; only those with too little, where that tells.
+    def _shortage(self, demand: _Demand) -> str:
+        """Describes the demand and the reserved devices of the nodes with too few free devices.
 
-        What others use without a placement group, Ray counts for the whole cluster only.
+        Describes all nodes of the demand if no node is short, because Ray reports usage without placement groups only
+        for the whole cluster.
         """
-        taken = _taken(wanted.resource)
-        has = {node: self._nodes[node].devices[wanted.resource] for node in wanted.counts}
-        held = {node: taken[self._nodes[node].id] for node in wanted.counts}
-        short = [node for node, count in wanted.counts.items() if has[node] - held[node] < count] or list(wanted.counts)
+        reserved = _reserved(demand.resource)
+        total = {node: self._nodes[node].devices[demand.resource] for node in demand.counts}
+        in_use = {node: reserved[self._nodes[node].id] for node in demand.counts}
+        short = [node for node, count in demand.counts.items() if total[node] - in_use[node] < count] or list(
+            demand.counts
+        )
         return ", and ".join(
-            f"{wanted.counts[node]} {wanted.resource} on {self._named(node)}, where pools hold "
-            f"{held[node]} of {has[node]}"
+            f"{demand.counts[node]} {demand.resource} on {self._describe_node(node)}, where pools hold "
+            f"{in_use[node]} of {total[node]}"
             for node in short
         )
 
-    def _named(self, node: int) -> str:
+    def _describe_node(self, node: int) -> str:
         return f"node {node} ({self._nodes[node].name})"
 
     def bundle(self, slot: Slot) -> PlacementGroupSchedulingStrategy:
-        """Where Ray is to start the process of a slot, whose pool is reserved."""
+        """Returns the scheduling strategy for the process of a slot in a reserved pool."""
         bundles, own = self._bundles[slot.owner], _Bundle(slot.node, slot.device)
         index = bundles.index(own if own in bundles else _Bundle(slot.node))
         return PlacementGroupSchedulingStrategy(self._groups[slot.owner], placement_group_bundle_index=index)
 
     def id_of(self, slot: Slot) -> str:
-        """Ray's name for the node of a slot."""
+        """Returns Ray's id of the node of a slot."""
         return self._nodes[slot.node].id
 
-    def beside_driver(self) -> NodeAffinitySchedulingStrategy:
-        """Where Ray is to start a process that takes no device: left alone it picks any node."""
+    def on_driver_node(self) -> NodeAffinitySchedulingStrategy:
+        """Returns the scheduling strategy for a process without a device, which runs on the driver's node."""
         return NodeAffinitySchedulingStrategy(self._nodes[0].id, soft=False)
 
     def lost(self) -> dict[int, str]:
-        """Plan node -> name of every node that a pool is on and that is no longer alive.
+        """Returns the names of lost nodes with a pool, by node number.
 
-        Costs a connection to each such node and, when all of them answer, one request to Ray.
+        Connects to each node, and asks Ray only if all nodes accept the connection.
         """
         on_cluster = self._bundles.values() if self.address is not None else ()
         used = {bundle.node for bundles in on_cluster for bundle in bundles}
-        return {node: self._nodes[node].name for node in sorted(self._gone(used))}
+        return {node: self._nodes[node].name for node in sorted(self._lost(used))}
 
-    def _gone(self, nodes: Collection[int]) -> set[int]:
-        # Ray calls a node dead after a quarter of a minute without a sign of it; a port that nobody holds any more
-        # tells at once that its raylet has ended.
+    def _lost(self, nodes: Collection[int]) -> set[int]:
+        # Ray reports a node as dead only after missed heartbeats. A refused connection shows at once that the raylet
+        # has ended.
         refusing = {node for node in nodes if _refuses(self._nodes[node])}
         if refusing or not nodes:
             return refusing
@@ -218,20 +220,20 @@ class RayNodes:
         return {node for node in nodes if self._nodes[node].id not in alive}
 
     def release(self, pool: str) -> None:
-        """Gives a pool's devices back, and ends what still runs on them."""
+        """Releases a pool's devices, which ends all processes on them."""
         if pool in self._groups:
             del self._bundles[pool]
             remove_placement_group(self._groups.pop(pool))
 
     @property
-    def end_with_run(self) -> bool:
-        """Whether the nodes are this run's own: their end takes everything with it, and nothing is to be released
-        first. Parts of them may be gone already, where a scheduler signals every process, and then that would wait."""
+    def is_local(self) -> bool:
+        """Whether this run started Ray on this machine. Ending Ray then ends everything, without releasing pools first,
+        which would hang if a signal has already killed parts of Ray."""
         return self._owns_ray and self.address is None
 
     def close(self) -> None:
-        """Releases every pool, and ends the Ray that was started here."""
-        if not self.end_with_run:
+        """Releases all pools, and leaves Ray or ends the local Ray."""
+        if not self.is_local:
             for pool in list(self._groups):
                 self.release(pool)
         if self._owns_ray:
@@ -239,18 +241,17 @@ class RayNodes:
 
 
 def _bundles(pool: PoolPlan, kind: str) -> Counter[_Bundle]:
-    """How many devices each bundle of a pool has.
+    """Returns the number of devices of each bundle of a pool.
 
-    One bundle for a node is what Ray makes fastest, and from it Ray gives whole devices to one process each. Parts of
-    devices it puts wherever they fit best, whatever the plan says, so a GPU that processes share has a bundle alone.
-    CPU slots have nothing that tells one from another.
+    Ray creates one bundle per node fastest, and assigns whole devices of it to one process each. It would put processes
+    with fractions of a GPU on any GPU of the bundle, so a shared GPU has its own bundle. CPU slots are interchangeable.
     """
-    parted = [slot for slot in pool.slots if kind == "cuda" and slot.devices < 1]
-    return Counter(_Bundle(slot.node, slot.device if slot in parted else None) for slot in pool.slots)
+    shared = [slot for slot in pool.slots if kind == "cuda" and slot.num_devices < 1]
+    return Counter(_Bundle(slot.node, slot.device if slot in shared else None) for slot in pool.slots)
 
 
-def _taken(resource: str) -> Counter[str]:
-    """Node id -> how much of a resource the placement groups of all jobs hold there."""
+def _reserved(resource: str) -> Counter[str]:
+    """Returns the reserved amount of a resource by node id, over the placement groups of all jobs."""
     held: Counter[str] = Counter()
     for group in placement_group_table().values():
         if group["state"] == "CREATED":
@@ -262,7 +263,7 @@ def _taken(resource: str) -> Counter[str]:
 def _nodes_in_order() -> list[_Node]:
     own = ray.get_runtime_context().get_node_id()
     nodes = [_read_node(node) for node in ray.nodes() if node["Alive"]]
-    return sorted(nodes, key=lambda node: (node.id != own, _numerical(node.address), node.id))
+    return sorted(nodes, key=lambda node: (node.id != own, _address_key(node.address), node.id))
 
 
 def _read_node(node: Mapping) -> _Node:
@@ -272,8 +273,8 @@ def _read_node(node: Mapping) -> _Node:
     return _Node(node["NodeID"], text, address, node["NodeManagerPort"], devices)
 
 
-def _numerical(address: str) -> tuple[int, bytes]:
-    """A key that puts 10.0.0.9 before 10.0.0.10, and names that are no addresses last."""
+def _address_key(address: str) -> tuple[int, bytes]:
+    """Returns a sort key that orders addresses numerically and puts host names last."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
@@ -282,7 +283,7 @@ def _numerical(address: str) -> tuple[int, bytes]:
 
 
 def _refuses(node: _Node) -> bool:
-    """Whether the node's machine says that nothing listens where its raylet did; silence is no answer."""
+    """Returns whether the raylet's port refuses connections. A timeout does not count."""
     try:
         socket.create_connection((node.address, node.port), timeout=_PROBE_TIMEOUT_S).close()
     except OSError as error:
@@ -291,21 +292,20 @@ def _refuses(node: _Node) -> bool:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of this machine's network interface that has `address`."""
+    """Returns the name of this machine's network interface with `address`, or None."""
     interfaces = psutil.net_if_addrs().items()
-    return next((name for name, found in interfaces if any(one.address == address for one in found)), None)
+    return next((name for name, own in interfaces if any(one.address == address for one in own)), None)
 
 
 def _start_ray(address: str | None, num_slots: int) -> None:
     if address is not None:
         _join_ray(address)
         return
-    # Ray's own processes listen on every interface, whatever address a node is given: what keeps others out is Ray's
-    # token, which is on unless the environment says otherwise.
+    # Ray's processes listen on all interfaces. Only Ray's token authentication protects them.
     if os.environ.get("RAY_AUTH_MODE") == "disabled":
         raise BackendError("RAY_AUTH_MODE is disabled, so anyone on the network could run code in this run: unset it")
     ray.init(
-        address="local",  # not a cluster that somebody else has left running on this machine
+        address="local",  # never join another Ray that runs on this machine
         num_cpus=max(num_slots, os.cpu_count() or 1),
         include_dashboard=False,
         logging_level=logging.ERROR,
@@ -317,29 +317,29 @@ def _join_ray(address: str) -> None:
     try:
         ray.init(address=address, logging_level=logging.WARNING, log_to_driver=False)
     except (ConnectionError, AuthenticationError) as error:
-        # Ray's own cause is a traceback as text.
+        # Ray gives the cause as a traceback in text form.
         cause = str(error.__cause__ or error)
         if isinstance(error, AuthenticationError) or AuthenticationError.__name__ in cause:
             raise BackendError(
-                f"the Ray cluster at address {address} asks for its token, which this process does not give: set "
-                f"RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file with the token of its nodes"
+                f"the Ray cluster at address {address} requires a token: set RAY_AUTH_MODE=token, and "
+                f"RAY_AUTH_TOKEN_PATH to a file with the token of its nodes"
             ) from None
         last = cause.strip().rpartition("\n")[2]
         raise BackendError(
-            f"the Ray cluster at address {address} cannot be joined ({last}): see that Ray runs there, and start the "
+            f"the Ray cluster at address {address} cannot be joined ({last}): check that Ray runs there, and start the "
             f"run on one of its nodes"
         ) from None
 
 
 def _check_reachable(address: str) -> None:
-    """Refuses an address that nothing answers at: Ray itself would try for minutes."""
+    """Raises `BackendError` if no program listens at the address. Ray itself would retry for minutes."""
     host, _, port = address.rpartition(":")
     if not port.isdecimal() or "://" in address:
-        return  # `auto` and the addresses of Ray's client are Ray's to resolve
+        return  # Ray resolves `auto` and Ray client addresses
     try:
         socket.create_connection((host, int(port)), timeout=10).close()
     except OSError as error:
         raise BackendError(
-            f"address is {address}, where no Ray cluster answers ({error}): start one with ray start --head, "
-            f"or remove address"
+            f"no Ray cluster responds at address {address} ({error}): start one with ray start --head, or remove "
+            f"address"
         ) from None

@@ -1,9 +1,9 @@
-"""What Ray runs in place of Python for a process of a run: asks the fork server for it, and ends.
+"""Fork client: the program that Ray runs instead of Python. Requests a worker process from the fork server and exits.
 
     python -IS fork_client.py SOCKET WORKER.py ARGUMENT...
 
-It must start in milliseconds, so it imports nothing but the standard library. Where nobody listens at the socket it
-becomes the worker itself, as if there were no fork server.
+Imports only the standard library, so that it starts in milliseconds. If no server listens at the socket, it executes
+the worker itself.
 """
 
 import array
@@ -15,14 +15,14 @@ import sys
 
 def main() -> None:
     path, *argv = sys.argv[1:]
-    order = json.dumps({"argv": argv, "env": dict(os.environ), "cwd": os.getcwd()}).encode()
+    request = json.dumps({"argv": argv, "env": dict(os.environ), "cwd": os.getcwd()}).encode()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
         try:
             server.connect(path)
-            # Standard output and error go along: where Ray wants the worker's words.
+            # Pass stdout and stderr, which Ray redirects to the worker's log files.
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [1, 2]))
-            server.sendmsg([len(order).to_bytes(4, "big")], [rights])
-            server.sendall(order)
+            server.sendmsg([len(request).to_bytes(4, "big")], [rights])
+            server.sendall(request)
             forked = bool(server.recv(1))
         except OSError:
             forked = False

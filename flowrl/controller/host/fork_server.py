@@ -1,14 +1,14 @@
-"""A process that has imported what every worker needs, and forks one wherever Ray would start an interpreter.
+"""Fork server: a process with all worker imports loaded, which forks worker processes for Ray.
 
-A worker's imports (torch, transformers, tensordict) take seconds of a core, in each process of a run and in each that
-takes a lost one's place; a fork has them in milliseconds, and shares their memory. The server neither computes nor
-starts threads, nor imports ray, which reads its settings from the environment when it is imported: what must be a
-process's own is made after the fork.
+The imports (torch, transformers, tensordict) take seconds per process. A fork takes milliseconds and shares their
+memory. The server starts no threads and does not import ray, because threads do not survive a fork and ray reads the
+environment when it is imported.
 """
 
 import array
 import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 
 PRELOADED = ("flowrl.controller.host.host", "flowrl.workers")
-"""Modules, with all that they import: what the processes of most runs import first."""
+"""Modules that the server imports, with all their imports."""
 
 _CLIENT = Path(__file__).with_name("fork_client.py")
 _BACKLOG = 1024
@@ -36,34 +36,34 @@ _START = "import sys; sys.path[:] = {path!r}; from flowrl.controller.host.fork_s
 
 
 class ForkServer:
-    """The fork server of this process. It ends with it, however that ends."""
+    """A fork server. It exits when this process ends, even if this process is killed."""
 
     def __init__(self) -> None:
-        # Only this user can reach a socket in it.
+        # Only this user can access a socket in the temporary folder.
         self._folder = tempfile.TemporaryDirectory(prefix="flowrl-")
         self._path = Path(self._folder.name) / "fork"
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(str(self._path))
-            listener.listen(_BACKLOG)  # from here on clients wait for the server, which takes seconds to import
+            listener.listen(_BACKLOG)  # clients wait in the backlog while the server imports
             code = _START.format(path=sys.path, listener=listener.fileno())
-            # Imports start no threads for matrices; a worker has as many as its role's setting says.
+            # The server must not start OpenMP threads; a worker sets its own number.
             environment = {"OMP_NUM_THREADS": "1"} | os.environ
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 stdin=subprocess.PIPE,
                 env=environment,
                 pass_fds=[listener.fileno()],
-                start_new_session=True,  # Ctrl-C in a terminal is for the driver
+                start_new_session=True,  # a terminal's Ctrl-C must reach only the driver
             )
         atexit.register(self.end)
 
     @property
     def py_executable(self) -> str:
-        """What Ray has to run in place of Python, as a command of a shell."""
+        """Shell command that Ray runs instead of Python."""
         return shlex.join([sys.executable, "-IS", str(_CLIENT), str(self._path)])
 
     def end(self) -> None:
-        """Ends the server; what it has forked goes on."""
+        """Kills the server, and with it the forked processes that have not called `survive_fork_server`."""
         atexit.unregister(self.end)
         with self._process:
             self._process.kill()
@@ -72,39 +72,39 @@ class ForkServer:
 
 @cache
 def fork_server() -> ForkServer:
-    """The fork server of this process, which is started when it is first asked for."""
+    """Returns the fork server of this process; starts it on the first call."""
     return ForkServer()
 
 
 @dataclass(frozen=True)
-class _Order:
-    """A process that is asked for."""
+class _ForkRequest:
+    """A request to start a process."""
 
     argv: list[str]
-    """A Python file and its arguments."""
+    """Path of a Python file, and its arguments."""
     env: dict[str, str]
     cwd: str
     output: tuple[int, ...]
-    """File descriptors of standard output and error."""
+    """File descriptors of stdout and stderr."""
 
 
 def main(listener: int) -> None:
-    """The server's program, and then that of each process which it forks."""
+    """Runs the server, and then the requested program in each forked process."""
     for name in PRELOADED:
         importlib.import_module(name)
-    # What is there will not become garbage; a collection would only copy its pages into each process.
+    # Keep the garbage collector from touching, and thereby copying, the shared pages.
     gc.collect()
     gc.freeze()
-    atexit.register(gc.unfreeze)  # an interpreter that ends complains of what it cannot collect
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for what was forked
+    atexit.register(gc.unfreeze)  # otherwise the interpreter warns at exit
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forked processes are reaped automatically
     with socket.socket(fileno=listener) as listening:
-        order = _serve(listening)
-    if order is not None:
-        _become(order)
+        request = _serve(listening)
+    if request is not None:
+        _run_request(request)
 
 
-def _serve(listener: socket.socket) -> _Order | None:
-    """Forks until the driver is gone; returns in the driver's place with None, and with the order in what it forks."""
+def _serve(listener: socket.socket) -> _ForkRequest | None:
+    """Serves fork requests until the driver exits. Returns the request in a forked process and None in the server."""
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
         selector.register(sys.stdin, selectors.EVENT_READ)
@@ -113,19 +113,43 @@ def _serve(listener: socket.socket) -> _Order | None:
             if sys.stdin in ready:
                 return None
             with listener.accept()[0] as client:
-                order = _read(client)
-                if order is None:
+                request = _read_request(client)
+                if request is None:
                     continue
+                server_pid = os.getpid()
                 if os.fork() == 0:
-                    return order
-                for file in order.output:
+                    _die_with_parent(server_pid)
+                    return request
+                for file in request.output:
                     os.close(file)
-                with contextlib.suppress(OSError):  # it has been killed
+                with contextlib.suppress(OSError):  # the client may have been killed
                     client.sendall(b"+")
 
 
-def _read(client: socket.socket) -> _Order | None:
-    """What a client asks for; None where it has ended in the middle of it."""
+def _die_with_parent(parent_pid: int) -> None:
+    """Has the kernel kill this process when its parent exits.
+
+    Ray kills only processes that have registered with it. Without this, a process forked while the driver shuts down
+    would search for the ended Ray for up to a minute.
+    """
+    _set_parent_death_signal(signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def survive_fork_server() -> None:
+    """Lets a worker process, which Ray now manages, outlive the fork server."""
+    _set_parent_death_signal(0)
+
+
+def _set_parent_death_signal(number: int) -> None:
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, number, 0, 0, 0)
+
+
+def _read_request(client: socket.socket) -> _ForkRequest | None:
+    """Reads a client's request. Returns None if it is incomplete or malformed."""
     rights = array.array("i")
     try:
         size, ancillary, _, _ = client.recvmsg(4, socket.CMSG_SPACE(2 * rights.itemsize))
@@ -133,27 +157,27 @@ def _read(client: socket.socket) -> _Order | None:
             rights.frombytes(data)
         text = b""
         while len(text) < int.from_bytes(size, "big"):
-            if not (part := client.recv(1 << 20)):
+            if not (chunk := client.recv(1 << 20)):
                 raise EOFError
-            text += part
-        return _Order(**json.loads(text), output=tuple(rights))
+            text += chunk
+        return _ForkRequest(**json.loads(text), output=tuple(rights))
     except (OSError, EOFError, ValueError):
         for file in rights:
             os.close(file)
         return None
 
 
-def _become(order: _Order) -> None:
-    """Makes a forked process what it would be if Python had been started for it."""
+def _run_request(request: _ForkRequest) -> None:
+    """Gives a forked process the state of a new interpreter and runs its program."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
-    for number, file in enumerate((os.open(os.devnull, os.O_RDONLY), *order.output)):
+    for number, file in enumerate((os.open(os.devnull, os.O_RDONLY), *request.output)):
         os.dup2(file, number)
         os.close(file)
     os.environ.clear()
-    os.environ.update(order.env)
-    os.chdir(order.cwd)
-    np.random.seed()  # Python does so for its own generator, or all processes would draw the same numbers
-    sys.argv = order.argv
-    sys.path.insert(0, str(Path(order.argv[0]).parent))
-    runpy.run_path(order.argv[0], run_name="__main__")
+    os.environ.update(request.env)
+    os.chdir(request.cwd)
+    np.random.seed()  # Python reseeds its own generator after a fork, NumPy does not
+    sys.argv = request.argv
+    sys.path.insert(0, str(Path(request.argv[0]).parent))
+    runpy.run_path(request.argv[0], run_name="__main__")

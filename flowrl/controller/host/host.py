@@ -1,4 +1,4 @@
-"""Host: what runs in one process, the workers of all roles on one device. Every backend calls it the same way."""
+"""Host: constructs and calls the workers of all roles in one process. Used by every backend."""
 
 import sys
 import time
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Construction:
-    """One worker to be made in a host."""
+    """Arguments to construct one worker in a host."""
 
     role: str
     cls: type[Worker]
@@ -49,12 +49,12 @@ class Construction:
     num_tp_devices: int = 1
     can_offload: bool = False
     attempt: int = 0
-    """Of several attempts at the same program, the one that it is made in."""
+    """Index of the attempt at the program, which counts its restarts, in which the worker is constructed."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What the driver reads of every call: when it ran, and a batch result's description."""
+    """Times of a call and the description of its result, which the driver reads."""
 
     arrived_ns: int
     started_ns: int
@@ -62,7 +62,7 @@ class Report:
     finished_ns: int
     description: Description | None = None
     revived: bool = False
-    """Whether the process took a lost one's place for this call."""
+    """Whether the process was started to replace a lost process for this call."""
 
 
 class Host:
@@ -71,114 +71,114 @@ class Host:
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
         self._attempts: dict[str, int] = {}
-        """Role -> the attempt in which its worker was made."""
+        """Maps a role to the attempt in which its worker was constructed."""
         self._groups: dict[str, ProcessGroup | None] = {}
-        self._states: dict[str, int] = {}
-        self._stateful: dict[str, set[str]] = {}
-        """Role -> the methods that have given it its state."""
-        self._turns = ResidentWorker(self._workers)
+        self._state_ids: dict[str, int] = {}
+        self._state_methods: dict[str, set[str]] = {}
+        """Maps a role to the methods that have set its state."""
+        self._residency = ResidentWorker(self._workers)
         self.address = "127.0.0.1"
         self.replaced = False
 
     def join(
         self, name: str, address: tuple[str, int], rank: int, world_size: int, node: int, kind: str
     ) -> tuple[Any, Report]:
-        """Enters the process group of the host set `name`.
+        """Joins the process group of the host set `name`. Raises `WorkerError`.
 
-        Called with port 0, rank 0 opens the rendezvous and returns its address. Raises `WorkerError`.
+        Rank 0 with port 0 opens the rendezvous instead and returns its address.
         """
-        with _told_to_driver(name, rank, node, "join"):
+        with _as_worker_error(name, rank, node, "join"):
             started_ns = time.time_ns()
             opened = join_process_group(address, rank, world_size, kind)
-            return opened, _untimed(started_ns)
+            return opened, _simple_report(started_ns)
 
     def open_group(self, role: str, ranks: Sequence[int], rank: int, node: int) -> tuple[None, Report]:
-        """Makes a role's communicator among processes of the set that was joined. Raises `WorkerError`."""
-        with _told_to_driver(role, rank, node, "join"):
+        """Creates the process group of a role within the joined host set. Raises `WorkerError`."""
+        with _as_worker_error(role, rank, node, "join"):
             started_ns = time.time_ns()
             self._groups[role] = role_process_group(ranks)
-            return None, _untimed(started_ns)
+            return None, _simple_report(started_ns)
 
-    def construct(self, made: Construction, *after: Any) -> tuple[None, Report]:  # Any: reports
-        """Makes a worker; what must be done before is among the arguments. Raises `WorkerError`."""
-        with _told_to_driver(made.role, made.rank, made.node, "__init__"):
+    def construct(self, construction: Construction, *after: Any) -> tuple[None, Report]:  # Any: reports
+        """Constructs a worker once the results in `after` are available. Raises `WorkerError`."""
+        with _as_worker_error(construction.role, construction.rank, construction.node, "__init__"):
             started_ns = time.time_ns()
-            self._construct(made)
-            return None, _untimed(started_ns)
+            self._construct(construction)
+            return None, _simple_report(started_ns)
 
-    def _construct(self, made: Construction) -> None:
+    def _construct(self, construction: Construction) -> None:
         if torch := sys.modules.get("torch"):
-            torch.set_num_threads(made.num_threads)
-        worker = made.cls.__new__(made.cls)
+            torch.set_num_threads(construction.num_threads)
+        worker = construction.cls.__new__(construction.cls)
         worker.context = WorkerContext(
-            role=made.role,
-            rank=made.rank,
-            world_size=made.mesh.size,
-            local_rank=made.local_rank,
-            node=made.node,
-            device=made.device,
-            mesh=made.mesh,
-            process_group=self._groups.get(made.role),
+            role=construction.role,
+            rank=construction.rank,
+            world_size=construction.mesh.size,
+            local_rank=construction.local_rank,
+            node=construction.node,
+            device=construction.device,
+            mesh=construction.mesh,
+            process_group=self._groups.get(construction.role),
             colocated=self._workers,
-            aligned_roles=made.aligned_roles,
-            num_tp_devices=made.num_tp_devices,
+            aligned_roles=construction.aligned_roles,
+            num_tp_devices=construction.num_tp_devices,
             address=self.address,
             replaced=self.replaced,
-            can_offload=made.can_offload,
+            can_offload=construction.can_offload,
         )
-        self._turns.clear()
-        worker.__init__(*made.args, **made.kwargs)
-        self._workers[made.role], self._attempts[made.role] = worker, made.attempt
-        self._states[made.role] = 0
-        self._stateful[made.role] = set()
+        self._residency.offload_all()
+        worker.__init__(*construction.args, **construction.kwargs)
+        self._workers[construction.role], self._attempts[construction.role] = worker, construction.attempt
+        self._state_ids[construction.role] = 0
+        self._state_methods[construction.role] = set()
 
     def call(self, request: Request, *objects: Any) -> tuple[Any, Report]:  # Any: payloads and results
-        """Runs one method. Returns its result and the report that travels apart from it. Raises `WorkerError`."""
+        """Runs one method and returns its result and, separately, its report. Raises `WorkerError`."""
         arrived_ns = time.time_ns()
         if request.role not in self._workers:
-            cause = "the process of its worker has ended, and with it what the worker held"
+            cause = "the worker's process has ended and its state is lost"
             raise ProcessLost(request.role, request.rank, request.node, request.method, cause)
-        with _told_to_driver(request.role, request.rank, request.node, request.method):
-            arguments, payloads = _read(request, objects)
+        with _as_worker_error(request.role, request.rank, request.node, request.method):
+            arguments, payloads = _read_arguments(request, objects)
             started_ns = time.time_ns()
             if request.contract.memory != ():
-                self._turns.take(request.role, request.contract.memory)
-            result = _run(self._workers[request.role], request, arguments, payloads)
+                self._residency.activate(request.role, request.contract.memory)
+            result = _run_method(self._workers[request.role], request, arguments, payloads)
             ended_ns = time.time_ns()
-            value, description = _packed(result, list(payloads.values()), request)
+            value, description = _pack_result(result, list(payloads.values()), request)
         if request.contract.replay:
-            self._states[request.role] = request.call_id
-            self._stateful[request.role].add(request.method)
+            self._state_ids[request.role] = request.call_id
+            self._state_methods[request.role].add(request.method)
         return value, Report(arrived_ns, started_ns, ended_ns, time.time_ns(), description)
 
     def evict(self, role: str, rank: int, node: int) -> tuple[None, Report]:
-        """Has all workers leave the device; who told of them is its first. Raises `WorkerError`."""
-        with _told_to_driver(role, rank, node, "evict"):
+        """Offloads all workers. `role` and `rank` identify the process in errors. Raises `WorkerError`."""
+        with _as_worker_error(role, rank, node, "evict"):
             started_ns = time.time_ns()
-            self._turns.clear()
-            return None, _untimed(started_ns)
+            self._residency.offload_all()
+            return None, _simple_report(started_ns)
 
     def lacks(self, constructions: Sequence[Construction]) -> bool:
-        """Whether a worker is missing that was made in the process before this one, or is of an earlier attempt."""
-        return any(self._attempts.get(made.role, -1) < made.attempt for made in constructions)
+        """Returns whether one of these workers is missing, or was constructed in an earlier attempt."""
+        return any(self._attempts.get(construction.role, -1) < construction.attempt for construction in constructions)
 
-    def settle_states(self, until: int) -> None:
-        """What roles were given by calls until this one is no state any more that another undoes."""
-        for role, number in self._states.items():
-            if 0 < number <= until:
-                self._states[role], self._stateful[role] = 0, set()
+    def forget_states(self, until: int) -> None:
+        """Treats state set by calls up to id `until` as permanent, so that recovery does not undo it."""
+        for role, call_id in self._state_ids.items():
+            if 0 < call_id <= until:
+                self._state_ids[role], self._state_methods[role] = 0, set()
 
     def is_behind(self, role: str, states: Sequence[Request]) -> bool:
-        """Whether a role was not given the last of these states yet."""
-        return self._states.get(role, 0) < _last_of(role, states)
+        """Returns whether the last of these state-setting calls has not run yet."""
+        return self._state_ids.get(role, 0) < _last_of(role, states)
 
     def is_ahead(self, role: str, states: Sequence[Request]) -> bool:
-        """Whether a role was given a state after the last of these: calls to a new process may come in any order."""
-        return self._states.get(role, 0) > _last_of(role, states)
+        """Returns whether a later state-setting call has run. Calls to a new process may arrive in any order."""
+        return self._state_ids.get(role, 0) > _last_of(role, states)
 
-    def replaces(self, role: str, states: Sequence[Request]) -> bool:
-        """Whether these states, given again, leave nothing of those that a role has."""
-        return self._stateful.get(role, set()) <= {state.method for state in states if state.role == role}
+    def overwrites_state(self, role: str, states: Sequence[Request]) -> bool:
+        """Returns whether replaying these calls overwrites all state that the role has received."""
+        return self._state_methods.get(role, set()) <= {state.method for state in states if state.role == role}
 
 
 def _last_of(role: str, states: Sequence[Request]) -> int:
@@ -186,15 +186,15 @@ def _last_of(role: str, states: Sequence[Request]) -> int:
 
 
 @contextmanager
-def _told_to_driver(role: str, rank: int, node: int, method: str) -> Iterator[None]:
-    """What is raised in here leaves the process as a `WorkerError` with role, rank and traceback."""
+def _as_worker_error(role: str, rank: int, node: int, method: str) -> Iterator[None]:
+    """Re-raises any exception as a `WorkerError` with role, rank and traceback."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001 (process boundary: everything is raised again)
+    except Exception as error:  # noqa: BLE001 (process boundary: re-raised)
         kind = WorkerCheckError if isinstance(error, CheckFailed) else WorkerError
         kind = WorkerUserError if isinstance(error, UserError) and not isinstance(error, FlowError) else kind
         cause = f"{type(error).__name__}: {error}"
-        raise kind(role, rank, node, method, cause, traceback.format_exc(), _connection_lost(error)) from None
+        raise kind(role, rank, node, method, cause, traceback.format_exc(), _is_connection_lost(error)) from None
 
 
 _CONNECTION_LOST = (
@@ -207,32 +207,32 @@ _CONNECTION_LOST = (
     "remote process exited",
     "communicator was aborted",
 )
-"""What gloo, NCCL and TCPStore say on a rank whose peer has gone."""
+"""Error texts of gloo, NCCL and TCPStore on a rank whose peer has exited."""
 
 
-def _connection_lost(error: Exception) -> bool:
+def _is_connection_lost(error: Exception) -> bool:
     return isinstance(error, RuntimeError | OSError) and any(text in str(error).lower() for text in _CONNECTION_LOST)
 
 
-def _untimed(started_ns: int) -> Report:
-    """The report of a call that reads nothing and returns nothing."""
+def _simple_report(started_ns: int) -> Report:
+    """Returns the report of a call without inputs and result, which ends now."""
     ended_ns = time.time_ns()
     return Report(started_ns, started_ns, ended_ns, ended_ns)
 
 
-def _read(request: Request, objects: Sequence) -> tuple[dict[str, Any], dict[str, Payload]]:
-    """The arguments as the method takes them, and the payloads behind those that are tables."""
+def _read_arguments(request: Request, objects: Sequence) -> tuple[dict[str, Any], dict[str, Payload]]:
+    """Returns the arguments of the method, and the payloads of the batch arguments."""
     payloads = {n: a.read(objects) for n, a in request.arguments.items() if isinstance(a, TableArgument)}
     arguments = {n: a.read(objects) if isinstance(a, FutureArgument) else a for n, a in request.arguments.items()}
     if payloads:
-        from flowrl.data.batch.tensordicts import to_tensordict  # noqa: PLC0415 (torch only where a table is used)
+        from flowrl.data.batch.tensordicts import to_tensordict  # noqa: PLC0415 (loads torch only for batches)
 
         arguments |= {name: to_tensordict(payload) for name, payload in payloads.items()}
     return arguments, payloads
 
 
-def _run(worker: Worker, request: Request, arguments: Mapping[str, Any], tables: Collection[str]) -> Any:
-    """Calls the method. Raises `ContractError` if it wrote into its inputs."""
+def _run_method(worker: Worker, request: Request, arguments: Mapping[str, Any], tables: Collection[str]) -> Any:
+    """Calls the method. Raises `ContractError` if it writes to its inputs."""
     versions = {name: _versions(arguments[name]) for name in tables}
     result = getattr(worker, request.method)(**arguments)
     for name, before in versions.items():
@@ -240,8 +240,8 @@ def _run(worker: Worker, request: Request, arguments: Mapping[str, Any], tables:
     return result
 
 
-def _packed(result: Any, inputs: list[Payload], request: Request) -> tuple[Any, Description | None]:
-    """The result as it is stored, and what the driver is told of it."""
+def _pack_result(result: Any, inputs: list[Payload], request: Request) -> tuple[Any, Description | None]:
+    """Returns the result in its stored form, and its description for the driver."""
     if not request.returns_result:
         return None, None
     if not request.returns_batch:
@@ -250,41 +250,41 @@ def _packed(result: Any, inputs: list[Payload], request: Request) -> tuple[Any, 
     return payload, Description.of(payload)
 
 
-def _versions(table: Any) -> list[tuple[str, Any, int]]:  # Any: TensorDict and tensors; torch is not imported here
-    """Every input tensor with torch's count of its in-place writes."""
-    found = []
-    for part in ("rows", "tokens"):
-        for name in table[part].keys():  # noqa: SIM118 (a TensorDict)
-            column = table[part].get(name)
+def _versions(batch: Any) -> list[tuple[str, Any, int]]:  # Any: TensorDict and tensors; torch is not imported here
+    """Returns (column, tensor, version counter) of all input tensors. torch counts in-place writes."""
+    versions = []
+    for kind in ("rows", "tokens"):
+        for name in batch[kind].keys():  # noqa: SIM118 (a TensorDict)
+            column = batch[kind].get(name)
             if hasattr(column, "_version"):
-                found.append((name, column, column._version))
-    return found
+                versions.append((name, column, column._version))
+    return versions
 
 
 def _check_unwritten(parameter: str, before: list[tuple[str, Any, int]]) -> None:
-    """Inputs are shared memory: torch would write into every other reader's copy without an error."""
+    """Raises `ContractError` if an input was written to. Inputs are in memory shared with other processes."""
     for name, tensor, version in before:
         if tensor._version != version:
             raise ContractError(
-                f"the method wrote into column {name!r} of its argument {parameter!r}, which other readers share; "
-                f"work on a clone and return the result"
+                f"the method wrote to column {name!r} of its argument {parameter!r}, which other processes share; "
+                f"clone the tensor and return the result"
             )
 
 
 def _as_payload(result: Any, inputs: list[Payload], request: Request) -> Payload:
-    """The result as a payload that holds to the contract. Raises `ContractError`."""
-    from flowrl.data.batch.tensordicts import from_tensordict  # noqa: PLC0415 (torch only where a table is used)
+    """Converts the result to a payload and checks it against the contract. Raises `ContractError`."""
+    from flowrl.data.batch.tensordicts import from_tensordict  # noqa: PLC0415 (loads torch only for batches)
 
     contract = request.contract
     if not hasattr(result, "batch_size"):
         raise ContractError(
-            f"the method must return a table (a TensorDict of rows and tokens), not {type(result).__name__}"
+            f"the method must return a TensorDict of rows and tokens (make_tensordict), not {type(result).__name__}"
         )
     lengths: np.ndarray | None = next((p.lengths for p in inputs if p.lengths is not None), None)
     payload = from_tensordict(result, lengths if contract.rows == "same" else None)
     if contract.writes is not None and set(payload.columns) != set(contract.writes):
-        found = ", ".join(payload.columns) or "no columns"
-        raise ContractError(f"the method declares writes=({', '.join(contract.writes)}) but returned {found}")
+        returned = ", ".join(payload.columns) or "no columns"
+        raise ContractError(f"the method declares writes=({', '.join(contract.writes)}) but returned {returned}")
     times = 1 if contract.rows == "same" else contract.rows
     if isinstance(times, int) and inputs and payload.num_rows != inputs[0].num_rows * times:
         raise ContractError(

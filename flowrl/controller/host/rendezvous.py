@@ -1,4 +1,4 @@
-"""How processes that talk find each other: one store on the first of them, whose port nobody has to pick beforehand."""
+"""Rendezvous: creates process groups through a TCP store on the first rank, at a port that the kernel picks."""
 
 import socket
 from collections.abc import Sequence
@@ -15,8 +15,7 @@ _store: object | None = None
 def join_process_group(address: tuple[str, int], rank: int, world_size: int, kind: str) -> tuple[str, int] | None:
     """Joins the process group of a host set.
 
-    Rank 0 is called with the interface to listen on and port 0; it returns at once with the address for the others, and
-    the group forms when they have joined (`role_process_group` waits for it).
+    A first call on rank 0, with port 0, opens the store and returns its address. All ranks then join with this address.
     """
     from torch.distributed import (  # noqa: PLC0415 (only collective roles need torch)
         PrefixStore,  # pyright: ignore[reportPrivateImportUsage] (as TCPStore)
@@ -27,7 +26,7 @@ def join_process_group(address: tuple[str, int], rank: int, world_size: int, kin
     global _store
     host, port = address
     if rank == 0 and port == 0:
-        # The listening socket is ours, so that it is bound to one interface and its port is never free in between.
+        # An own listening socket binds to one interface and holds the port without a gap.
         listener = socket.create_server((host, 0))
         port = listener.getsockname()[1]
         _store = TCPStore(
@@ -42,10 +41,10 @@ def join_process_group(address: tuple[str, int], rank: int, world_size: int, kin
 
 
 def role_process_group(ranks: Sequence[int]) -> "ProcessGroup | None":
-    """A communicator of one role's own, so that roles of one process never wait on each other's traffic.
+    """Creates the process group of one role; returns None in processes without the role.
 
-    Every process of the host set calls it, with the ranks (in the set) of the role's processes, in the same order of
-    roles; one that is not among them gets None.
+    All processes of the host set must call it in the same order of roles. `ranks` are the role's ranks in the set.
+    Separate groups keep the collectives of roles independent.
     """
     from torch import distributed  # noqa: PLC0415 (only collective roles need torch)
 

@@ -1,7 +1,6 @@
-"""Whose turn it is on a device: before a worker is called, the others of its process make room.
+"""Device residency within one process: before a call, offloads idle workers and onloads the called worker.
 
-Calls of one process come one after another, so at any moment one worker needs the device, and those whose weights it
-uses. Who has nothing to move ignores it.
+A process runs one call at a time, so one worker needs the device, plus the workers whose weights it uses.
 """
 
 from collections.abc import Mapping
@@ -10,41 +9,43 @@ from flowrl.controller.worker import Worker
 
 
 class ResidentWorker:
-    """The workers of one process, and which of them was called last."""
+    """Tracks which worker of a process is on the device."""
 
     def __init__(self, workers: Mapping[str, Worker]) -> None:
-        """`workers` may grow later."""
+        """`workers` is the host's own mapping, to which workers are added later."""
         self._workers = workers
-        self._last: str | None = None
-        self._here: frozenset[str] | None = None
-        """Parts of its memory that are there; None is all."""
+        self._resident: str | None = None
+        self._resident_parts: frozenset[str] | None = None
+        """Memory parts of the resident worker that are on the device. None means all."""
 
-    def take(self, role: str, parts: tuple[str, ...] | None = None) -> None:
-        """Gives the device to a worker that is about to be called: others leave before it enters, or parts of it."""
-        stays = self._last == role
-        if stays and (self._here is None or (parts is not None and self._here.issuperset(parts))):
+    def activate(self, role: str, parts: tuple[str, ...] | None = None) -> None:
+        """Makes the worker of `role` resident: offloads the others, then onloads it or only `parts` of its memory."""
+        is_resident = self._resident == role
+        if is_resident and (
+            self._resident_parts is None or (parts is not None and self._resident_parts.issuperset(parts))
+        ):
             return
-        here = self._here if stays and self._here else frozenset()
-        self._last = None  # until all have moved
+        onloaded = self._resident_parts if is_resident and self._resident_parts else frozenset()
+        self._resident = None  # stays None if a transfer fails
         worker = self._workers[role]
-        if not stays:
-            self._enter(worker)
+        if not is_resident:
+            self._offload_others(worker)
         if parts is None:
             worker.onload()
         else:
             worker.onload_parts(parts)
-        self._last, self._here = role, None if parts is None else here.union(parts)
+        self._resident, self._resident_parts = role, None if parts is None else onloaded.union(parts)
 
-    def _enter(self, worker: Worker) -> None:
+    def _offload_others(self, worker: Worker) -> None:
         weight_owners = worker.weight_owners
         for other in self._workers.values():
             if other is not worker:
                 other.offload(keep_weights=other in weight_owners)
-        for lender in weight_owners:
-            lender.onload()
+        for owner in weight_owners:
+            owner.onload()
 
-    def clear(self) -> None:
-        """Has all make room: for a worker that is about to be made, or for another process."""
-        self._last = None
+    def offload_all(self) -> None:
+        """Offloads all workers, for a new worker or for another process."""
+        self._resident = None
         for worker in self._workers.values():
             worker.offload(keep_weights=False)

@@ -1,6 +1,6 @@
-"""Who has the memory of a device that several processes use: a ledger, kept where calls are submitted.
+"""Ownership of devices that several processes share. The driver updates it whenever it submits a call.
 
-`ResidentWorker` is its counterpart inside of one process.
+`ResidentWorker` does the same for the workers of one process.
 """
 
 from collections import defaultdict
@@ -12,85 +12,84 @@ from flowrl.controller.placement.plan import Slot
 
 
 class DeviceOwnership:
-    """The processes of a plan whose devices others use too, and those that are there now.
+    """Tracks which processes own the memory of shared devices, and decides which processes to evict before a call.
 
-    It only says who must go before whom: a call waits for the going of others, whose own calls were all submitted
-    before. So what is submitted later waits for what was submitted earlier and never the other way round, and no two
-    processes can wait for each other.
+    A call waits only for evictions, and an eviction waits only for calls submitted earlier. Waits therefore follow the
+    order of submission, and deadlock is impossible.
     """
 
     def __init__(self, slots: Iterable[Slot]) -> None:
-        """`slots`: every process of the plan."""
+        """`slots` are all processes of the plan."""
         users: defaultdict[tuple[int, int], list[Slot]] = defaultdict(list)
         for slot in slots:
-            for place in slot.places:
-                users[place].append(slot)
-        self._beside: dict[Slot, tuple[Slot, ...]] = {}
-        """Process -> the others on its devices; those that have theirs alone are not in it."""
+            for device in slot.node_devices:
+                users[device].append(slot)
+        self._sharers: dict[Slot, tuple[Slot, ...]] = {}
+        """Maps a process to the other processes on its devices. Processes with exclusive devices are absent."""
         for shared in users.values():
             for slot in shared if len(shared) > 1 else ():
                 others = (other for other in shared if other != slot)
-                self._beside[slot] = tuple(dict.fromkeys((*self._beside.get(slot, ()), *others)))
-        self._yields: set[Slot] = set()
-        self._present: set[Slot] = set()
+                self._sharers[slot] = tuple(dict.fromkeys((*self._sharers.get(slot, ()), *others)))
+        self._can_offload: set[Slot] = set()
+        self._owners: set[Slot] = set()
 
     def is_shared(self, slot: Slot) -> bool:
-        """Whether another process uses one of its devices."""
-        return slot in self._beside
+        """Returns whether another process uses one of the slot's devices."""
+        return slot in self._sharers
 
-    def settle(self, slot: Slot, can_offload: bool) -> list[Slot]:
-        """A worker is made in a process: as `claim`. `can_offload`: it can leave its devices to others."""
-        if can_offload and slot in self._beside:
-            self._yields.add(slot)
+    def claim_for_worker(self, slot: Slot, can_offload: bool) -> list[Slot]:
+        """Claims the devices for a new worker, like `claim`. `can_offload`: the worker can be evicted later."""
+        if can_offload and slot in self._sharers:
+            self._can_offload.add(slot)
         return self.claim(slot)
 
     def claim(self, slot: Slot) -> list[Slot]:
-        """Gives a process its devices; those that must leave them first.
+        """Makes a process the owner of its devices and returns the processes to evict first.
 
-        One that cannot leave is among them if this one can: it is not to come back while a call of the other runs.
+        The result includes a process that cannot offload if this one can, so that this one waits for its calls.
         """
-        if slot not in self._beside:
+        if slot not in self._sharers:
             return []
-        leaving = [
+        evicted = [
             other
-            for other in self._beside[slot]
-            if other in self._present and not self._yields.isdisjoint((slot, other))
+            for other in self._sharers[slot]
+            if other in self._owners and not self._can_offload.isdisjoint((slot, other))
         ]
-        self._present.difference_update(leaving)
-        self._present.add(slot)
-        return leaving
+        self._owners.difference_update(evicted)
+        self._owners.add(slot)
+        return evicted
 
     def forget(self, slots: Sequence[Slot]) -> None:
-        """These processes were ended, and others are started in their place."""
-        self._present.difference_update(slots)
-        self._yields.difference_update(slots)
+        """Removes processes that were ended, before others are started in their slots."""
+        self._owners.difference_update(slots)
+        self._can_offload.difference_update(slots)
 
-    def leave(self, slots: Iterable[Slot], others: Iterable[Slot]) -> bool:
-        """Whether some of these processes leave their devices when some of the others are called."""
-        theirs = set(others)
-        return any(not theirs.isdisjoint(self._beside[slot]) for slot in self._yields.intersection(slots))
+    def is_evicted_by(self, slots: Iterable[Slot], others: Iterable[Slot]) -> bool:
+        """Returns whether a call to one of `others` evicts one of `slots`."""
+        callers = set(others)
+        return any(not callers.isdisjoint(self._sharers[slot]) for slot in self._can_offload.intersection(slots))
 
 
 class DeviceEviction:
-    """Has processes leave their devices as the ledger says."""
+    """Sends the evictions that `DeviceOwnership` requires."""
 
     def __init__(self, ledger: DeviceOwnership, backend: Backend, calls: Calls, kind: str) -> None:
         self.ledger = ledger
         self._backend, self._calls, self._kind = backend, calls, kind
 
     def before(self, slot: Slot) -> list[CallRef]:
-        """A process is about to be called: what the call must wait for."""
-        return self._send(self.ledger.claim(slot))
+        """Evicts other processes before a call to `slot`; the call must wait for the returned evictions."""
+        return self._evict_all(self.ledger.claim(slot))
 
     def before_first(self, slot: Slot, *, can_offload: bool) -> list[CallRef]:
-        """A worker is about to be made in a process, which can leave its devices or not: as `before`."""
-        return self._send(self.ledger.settle(slot, can_offload))
+        """Evicts other processes before a worker is constructed in `slot`, like `before`."""
+        return self._evict_all(self.ledger.claim_for_worker(slot, can_offload))
 
-    def _send(self, leaving: Iterable[Slot]) -> list[CallRef]:
-        # Of a pool that has failed no process is left.
-        return [self._leave(slot) for slot in leaving if self._calls.failures.get_error(slot.pool) is None]
+    def _evict_all(self, evicted: Iterable[Slot]) -> list[CallRef]:
+        # A failed pool has no processes left.
+        return [self._evict(slot) for slot in evicted if self._calls.failures.get_error(slot.pool) is None]
 
-    def _leave(self, slot: Slot) -> CallRef:
+    def _evict(self, slot: Slot) -> CallRef:
         role, rank = self._calls.recovery.get_first_role(slot)
         replaceable = self._calls.recovery.get_plan(slot) is not None
         report = self._backend.evict(slot, role, rank, replaceable=replaceable)

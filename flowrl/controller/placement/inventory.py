@@ -1,4 +1,4 @@
-"""What devices a run may use, found without loading torch. The one place where CUDA_VISIBLE_DEVICES is read."""
+"""Detects the devices of a run without loading torch. The only module that reads CUDA_VISIBLE_DEVICES."""
 
 import os
 import shutil
@@ -14,10 +14,10 @@ from flowrl.controller.placement.plan import Inventory, PlacementError
 
 
 def local_inventory(device: Device, devices: Sequence[int] | None = None) -> Inventory:
-    """The devices of a run on this machine alone.
+    """Returns the devices of a run on this machine.
 
-    `device` `auto` is cuda where there are GPUs. `devices` states a count per node instead of asking the machine; CPU
-    slots that nobody stated are as many as there are cores, and a placement may ask for more of them.
+    `auto` is cuda if the machine has GPUs. `devices` overrides the detected count. Without it there is one CPU slot per
+    core, and a placement may use more slots than that.
     """
     gpus = _num_gpus() if device == "auto" or (device == "cuda" and devices is None) else 0
     kind = "cuda" if device == "cuda" or gpus else "cpu"
@@ -31,10 +31,10 @@ def local_inventory(device: Device, devices: Sequence[int] | None = None) -> Inv
 def cluster_inventory(
     device: Device, devices: Sequence[int] | None, *, names: Sequence[str], cpus: Sequence[int], gpus: Sequence[int]
 ) -> Inventory:
-    """The devices of a run on the nodes `names`, which have so many `cpus` and `gpus`.
+    """Returns the devices of a run on a cluster; `names`, `cpus` and `gpus` have one entry per node.
 
-    A node without a device of the run's kind counts with zero, so that every node keeps its number. `devices` takes
-    fewer from each node, in their order. Raises: PlacementError, where it states more than there is.
+    A node without devices of the run's kind stays in the list with 0, so that node numbers do not change. `devices`
+    limits the devices per node. Raises `PlacementError` if it exceeds the devices of a node.
     """
     kind = "cuda" if device == "cuda" or (device == "auto" and sum(gpus)) else "cpu"
     present = tuple(gpus if kind == "cuda" else cpus)
@@ -43,65 +43,65 @@ def cluster_inventory(
     has = ", ".join(f"{count} on {name}" for count, name in zip(present, names, strict=True))
     if len(devices) > len(present):
         raise PlacementError(
-            f"devices is {list(devices)}, a count for each of {len(devices)} nodes, but the cluster has "
-            f"{len(present)}: {kind} devices {has}; remove entries, or start Ray on more hosts"
+            f"devices is {list(devices)}, with counts for {len(devices)} nodes, but the cluster has {len(present)} "
+            f"({kind} devices: {has}); remove entries, or start Ray on more hosts"
         )
-    for node, (count, there) in enumerate(zip(devices, present, strict=False)):
-        if count > there:
+    for node, (count, available) in enumerate(zip(devices, present, strict=False)):
+        if count > available:
             raise PlacementError(
-                f"devices is {list(devices)}, more than node {node} ({names[node]}) has: the cluster's {kind} devices "
-                f"are {has}; state at most these, in this order"
+                f"devices is {list(devices)}, which exceeds node {node} ({names[node]}); the cluster's {kind} devices are "
+                f"{has}, in this order; lower the counts"
             )
     return Inventory(tuple(devices), kind)
 
 
 def local_memory(kind: Literal["cpu", "cuda"]) -> int | None:
-    """Bytes of this machine's memory, which its CPU slots share, or of its smallest GPU; None where none answers."""
+    """Returns the bytes of host memory (shared by CPU slots) or of the smallest GPU; None if no GPU is found."""
     return _host_memory() if kind == "cpu" else _gpu_memory()
 
 
 def _host_memory() -> int:
     total = psutil.virtual_memory().total
-    # A container may be given less than the machine has.
+    # A container may have a lower limit than the machine.
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.is_file() else ""
     return min(total, int(text)) if text.isdecimal() else total
 
 
 def _gpu_memory() -> int | None:
-    listing = _ask_driver("--query-gpu=memory.total", "--format=csv,noheader,nounits")
+    listing = _run_nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits")
     mebibytes = [int(line) for line in listing.split() if line.isdecimal()]
     return min(mebibytes) * 2**20 if mebibytes else None
 
 
 def _num_cores() -> int:
-    # A container or a job scheduler may give this process fewer cores than the machine has.
+    # A container or job scheduler may restrict this process to fewer cores.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _num_gpus() -> int:
-    """GPUs that a CUDA program started now would see."""
-    present = sum(line.startswith("GPU ") for line in _ask_driver("-L").splitlines())
+    """Returns the number of GPUs visible to a CUDA program."""
+    present = sum(line.startswith("GPU ") for line in _run_nvidia_smi("-L").splitlines())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None or not present:
         return present
     return _num_visible(visible, present)
 
 
-def _ask_driver(*options: str) -> str:
-    """What nvidia-smi answers; nothing on a machine without a GPU."""
+def _run_nvidia_smi(*options: str) -> str:
+    """Returns the output of nvidia-smi, or an empty string if it is missing or fails."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return ""
     try:
-        found = subprocess.run([command, *options], capture_output=True, text=True, timeout=30, check=False)
+        completed = subprocess.run([command, *options], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return found.stdout if found.returncode == 0 else ""
+    return completed.stdout if completed.returncode == 0 else ""
 
 
 def _num_visible(visible: str, present: int) -> int:
-    """Devices that CUDA takes from `visible`: it stops at the first index that does not exist."""
+    """Counts the valid entries of CUDA_VISIBLE_DEVICES. Like CUDA, stops at the first invalid index."""
     count = 0
     for name in visible.split(","):
         name = name.strip()

@@ -1,4 +1,4 @@
-"""Which device each rank of each role gets. Pure: it reads a placement and an inventory, and starts nothing."""
+"""Planning: assigns a device to every rank of every role. Pure functions of a placement and an inventory."""
 
 import difflib
 import math
@@ -12,7 +12,7 @@ from flowrl.config import ROLES, Placement, RolePlacement, UserError
 
 
 class PlacementError(UserError):
-    """A placement that its inventory cannot hold, or that contradicts itself. One sentence naming the key."""
+    """A placement is inconsistent or does not fit the devices. The message names the configuration key."""
 
 
 @dataclass(frozen=True)
@@ -20,46 +20,46 @@ class Inventory:
     """The devices that a run may use."""
 
     nodes: tuple[int, ...]
-    """Devices of each node: GPUs, or CPU slots, which are processes."""
+    """Number of devices of each node: GPUs, or CPU slots (one process each)."""
 
     kind: Literal["cpu", "cuda"]
 
     bounded: bool = True
-    """False for CPU slots counted by cores, which are no limit: shares are rounded, and a count may exceed them."""
+    """Whether the counts are a limit. False for CPU slots derived from cores: a pool may use more, shares are rounded."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One process: rank `rank` of pool `pool`."""
+    """One process of a run: rank `rank` of pool `pool`."""
 
     pool: str
     rank: int
     node: int
     local_rank: int
-    """Rank among the pool's slots on this node."""
+    """Rank among the slots of the pool on this node."""
     device: int
-    """Index of the device on its node; unique over all pools."""
-    beside: str | None = None
-    """The pool whose device it uses, for a role with processes of its own."""
-    devices: float = 1
-    """Devices that it is given: a part of one where processes share it, several where it leads them."""
-    led: tuple[int, ...] = ()
-    """The others of those that it leads, on the same node."""
+    """Index of the device on its node, unique over all pools."""
+    device_pool: str | None = None
+    """Pool that owns the device, for a dedicated process of a role."""
+    num_devices: float = 1
+    """Number of devices: a fraction if processes share a device, more than 1 for a tensor-parallel leader."""
+    tp_devices: tuple[int, ...] = ()
+    """Device indices of the other tensor-parallel ranks that this process leads, on the same node."""
 
     @property
-    def places(self) -> tuple[tuple[int, int], ...]:
-        """(node, device) of every device that its memory is on."""
-        return tuple((self.node, device) for device in (self.device, *self.led))
+    def node_devices(self) -> tuple[tuple[int, int], ...]:
+        """(node, device index) of all devices that the process uses."""
+        return tuple((self.node, device) for device in (self.device, *self.tp_devices))
 
     @property
     def owner(self) -> str:
-        """The pool that its device belongs to."""
-        return self.beside or self.pool
+        """Pool that owns the device."""
+        return self.device_pool or self.pool
 
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """The slots of a pool, in rank order: node by node, device by device."""
+    """The slots of a pool in rank order: by node, then by device."""
 
     name: str
     slots: tuple[Slot, ...]
@@ -67,7 +67,7 @@ class PoolPlan:
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where a rank stands in its role's mesh."""
+    """Coordinates of a rank in the mesh of its role."""
 
     pp: int
     dp: int
@@ -77,7 +77,7 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of a role's parallel dimensions; rank = ((pp * DP + dp) * SP + sp) * TP + tp."""
+    """Sizes of the parallel dimensions of a role. rank = ((pp * DP + dp) * SP + sp) * TP + tp."""
 
     pp: int
     dp: int
@@ -90,74 +90,74 @@ class Mesh:
         return self.pp * self.dp * self.sp * self.tp
 
     def coordinates(self, rank: int) -> Coordinates:
-        """The coordinates of `rank`, which is in [0, size)."""
+        """Returns the coordinates of a rank in [0, size)."""
         rest, tp = divmod(rank, self.tp)
         rest, sp = divmod(rest, self.sp)
         pp, dp = divmod(rest, self.dp)
         return Coordinates(pp, dp, sp, tp)
 
     def rank(self, at: Coordinates) -> int:
-        """The rank at the coordinates `at`."""
+        """Returns the rank at the coordinates `at`."""
         return ((at.pp * self.dp + at.dp) * self.sp + at.sp) * self.tp + at.tp
 
 
 @dataclass(frozen=True)
 class RolePlan:
-    """The processes of a role, in the order of its ranks, and its mesh."""
+    """The processes of a role in rank order, and its mesh."""
 
     role: str
     pool: str
-    """As the placement writes it: a pool, some of its ranks, or several pools."""
+    """Pool expression of the placement: a pool, a range of its ranks, or several pools."""
     slots: Sequence[Slot]
     mesh: Mesh
     num_tp_devices: int = 1
-    """Devices that each process leads: those of its tensor-parallel peers, which have no process of the role."""
+    """Number of tensor-parallel devices per dedicated process, which drives all of them."""
 
     def local_rank(self, rank: int) -> int:
-        """How many ranks of the role before this one are on its node."""
+        """Returns the index of a rank among the role's ranks on its node."""
         return sum(slot.node == self.slots[rank].node for slot in self.slots[:rank])
 
 
 @dataclass(frozen=True)
 class HostSet:
-    """Pools that some role spans: their processes may wait for each other, and fail together."""
+    """Pools that share a role. Their processes can wait for each other, so they fail together."""
 
     name: str
     pools: tuple[PoolPlan, ...]
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """All processes; a process's place here is its rank in what they share."""
+        """All processes. The index of a process is its rank in the process group of the set."""
         return tuple(slot for pool in self.pools for slot in pool.slots)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Every process of a run and what runs in it."""
+    """All processes of a run, and the roles in each."""
 
     kind: Literal["cpu", "cuda"]
     pools: Mapping[str, PoolPlan]
     roles: Mapping[str, RolePlan]
     num_devices: int | None = None
-    """Devices of the inventory, used or not; None for CPU slots that nobody stated."""
-    apart: Mapping[str, PoolPlan] = field(default_factory=dict)
-    """Role -> its processes, for roles that have their own."""
+    """Number of devices of the inventory, used or not. None if the inventory is unbounded."""
+    dedicated: Mapping[str, PoolPlan] = field(default_factory=dict)
+    """Maps each role with dedicated processes to these processes."""
 
     def slots(self, role: str) -> Sequence[Slot]:
-        """The slots of `role` in rank order."""
+        """Returns the slots of `role` in rank order."""
         return self.roles[role].slots
 
     def host_sets(self) -> list[HostSet]:
-        """The pools, those together that a role spans, with the processes that some role has."""
+        """Groups the pools that share a role. Leaves out processes without a role."""
         used = {slot for role in self.roles.values() for slot in role.slots}
-        everyone = {pool.name: pool.slots for pool in (*self.pools.values(), *self.apart.values())}
-        running = {name: tuple(slot for slot in slots if slot in used) for name, slots in everyone.items()}
+        all_slots = {pool.name: pool.slots for pool in (*self.pools.values(), *self.dedicated.values())}
+        running = {name: tuple(slot for slot in slots if slot in used) for name, slots in all_slots.items()}
         pools = {name: PoolPlan(name, slots) for name, slots in running.items() if slots}
         sets = [{name} for name in pools]
         for role in self.roles.values():
             spanned = {slot.pool for slot in role.slots}
-            touched = [names for names in sets if names & spanned]
-            sets = [names for names in sets if not names & spanned] + [set().union(*touched)]
+            overlapping = [names for names in sets if names & spanned]
+            sets = [names for names in sets if not names & spanned] + [set().union(*overlapping)]
         ordered = [[name for name in pools if name in names] for names in sets]
         return [HostSet("+".join(names), tuple(pools[name] for name in names)) for names in ordered]
 
@@ -165,61 +165,62 @@ class Plan:
 def plan(
     placement: Placement, inventory: Inventory, roles: Sequence[str] | None = None, dedicated: Collection[str] = ()
 ) -> Plan:
-    """Gives every rank of every role in `roles` a device.
+    """Assigns a device to every rank of every role in `roles`.
 
-    `roles` are those that a recipe drives; None plans all that `placement` maps. A standard role that a recipe does not
-    drive is left out, and so is a pool that then has no role. Roles in `dedicated` have processes of their own on their
-    devices, one for all tensor-parallel peers. Raises: PlacementError.
+    `roles` are the roles of a recipe; None means all roles of `placement`. Standard roles that the recipe does not use
+    are skipped, and so are pools without roles. Roles in `dedicated` get their own processes on their devices, one per replica,
+    which drives all tensor-parallel devices. Raises `PlacementError`.
     """
     wanted = _wanted_roles(placement, roles)
     pools = _wanted_pools(placement, wanted)
     counts = {name: _counts(name, placement.pools[name], inventory) for name in pools}
-    slots = _shared(_pack(counts, inventory), wanted, dedicated)
+    slots = _split_shared_devices(_pack(counts, inventory), wanted, dedicated)
     pool_plans = {name: PoolPlan(name, slots[name]) for name in pools}
-    role_plans, apart_plans = {}, {}
-    for role, place in wanted.items():
-        chosen = _role_slots(role, place, slots)
-        role_plans[role] = RolePlan(role, place.pool, chosen, _mesh(role, place, len(chosen)))
+    role_plans, dedicated_plans = {}, {}
+    for role, role_placement in wanted.items():
+        chosen = _role_slots(role, role_placement, slots)
+        mesh = _mesh(role, role_placement, len(chosen))
+        role_plans[role] = RolePlan(role, role_placement.pool, chosen, mesh)
         if role in dedicated:
-            role_plans[role] = _own_processes(role_plans[role], inventory.kind)
-            apart_plans[role] = PoolPlan(role_plans[role].slots[0].pool, tuple(role_plans[role].slots))
+            role_plans[role] = _dedicate_processes(role_plans[role], inventory.kind)
+            dedicated_plans[role] = PoolPlan(role_plans[role].slots[0].pool, tuple(role_plans[role].slots))
     num_devices = sum(inventory.nodes) if inventory.bounded else None
-    return Plan(inventory.kind, pool_plans, role_plans, num_devices, apart_plans)
+    return Plan(inventory.kind, pool_plans, role_plans, num_devices, dedicated_plans)
 
 
-def _shared(
+def _split_shared_devices(
     slots: Mapping[str, tuple[Slot, ...]], wanted: Mapping[str, RolePlacement], dedicated: Collection[str]
 ) -> dict[str, tuple[Slot, ...]]:
-    """The slots, each with its part of a device that processes of other roles use too."""
+    """Sets `num_devices` of each slot to its fraction of a device that other processes use too."""
     users: Counter[Slot] = Counter()
-    hosts = set()
-    for role, place in wanted.items():
-        chosen = _role_slots(role, place, slots)
+    pool_slots = set()
+    for role, role_placement in wanted.items():
+        chosen = _role_slots(role, role_placement, slots)
         if role in dedicated:
             users.update(chosen)
         else:
-            hosts |= set(chosen)
-    users.update(hosts)
+            pool_slots |= set(chosen)
+    users.update(pool_slots)
     return {
-        name: tuple(replace(slot, devices=1 / users[slot]) if users[slot] > 1 else slot for slot in pool)
+        name: tuple(replace(slot, num_devices=1 / users[slot]) if users[slot] > 1 else slot for slot in pool)
         for name, pool in slots.items()
     }
 
 
-def _own_processes(planned: RolePlan, kind: str) -> RolePlan:
-    """The role with a process per replica instead of those of its pool."""
+def _dedicate_processes(planned: RolePlan, kind: str) -> RolePlan:
+    """Replaces the pool's processes of a role by one dedicated process per replica."""
     role, mesh = planned.role, planned.mesh
     replicas = [planned.slots[first : first + mesh.tp] for first in range(0, mesh.size, mesh.tp)]
     for replica in replicas:
         if len({slot.node for slot in replica}) > 1:
             raise PlacementError(
-                f"placement.roles.{role} has tp {mesh.tp}, and devices of one replica are on two nodes, but one "
-                f"process leads them: set tp to a divisor of the devices of a node"
+                f"placement.roles.{role} has tp {mesh.tp}, which puts one replica on two nodes, but a replica must be on "
+                f"one node: set tp to a divisor of the devices per node"
             )
-        if kind == "cuda" and mesh.tp > 1 and min(slot.devices for slot in replica) < 1:
+        if kind == "cuda" and mesh.tp > 1 and min(slot.num_devices for slot in replica) < 1:
             raise PlacementError(
-                f"placement.roles.{role} has tp {mesh.tp} on devices that other roles use too, which its own processes "
-                f"cannot share: give it a pool of its own, or set tp: 1"
+                f"placement.roles.{role} has tp {mesh.tp} on devices of other roles, which is not supported: assign it a "
+                f"separate pool, or set tp: 1"
             )
     slots: list[Slot] = []
     for replica in replicas:
@@ -231,9 +232,9 @@ def _own_processes(planned: RolePlan, kind: str) -> RolePlan:
                 node=first.node,
                 local_rank=sum(slot.node == first.node for slot in slots),
                 device=first.device,
-                beside=first.pool,
-                devices=sum(slot.devices for slot in replica),
-                led=tuple(slot.device for slot in replica[1:]),
+                device_pool=first.pool,
+                num_devices=sum(slot.num_devices for slot in replica),
+                tp_devices=tuple(slot.device for slot in replica[1:]),
             )
         )
     return replace(planned, slots=tuple(slots), mesh=replace(mesh, tp=1), num_tp_devices=mesh.tp)
@@ -254,37 +255,40 @@ def _wanted_roles(placement: Placement, roles: Sequence[str] | None) -> dict[str
 
 
 def _wanted_pools(placement: Placement, wanted: Mapping[str, RolePlacement]) -> list[str]:
-    """The pools of the wanted roles in the placement's order."""
-    places = {role: placement.role(role) for role in placement.roles}
-    for role, place in places.items():
-        for part in place.parts:
+    """Returns the pools of the wanted roles, in the order of the placement."""
+    role_placements = {role: placement.role(role) for role in placement.roles}
+    for role, role_placement in role_placements.items():
+        for part in role_placement.parts:
             if part.pool not in placement.pools:
                 near = _nearest(part.pool, placement.pools)
-                what = "which" if part.pool == place.pool else f"but {part.pool}"
-                raise PlacementError(f"placement.roles.{role} is {place.pool}, {what} is not a pool; {near}")
-    named = {part.pool for place in places.values() for part in place.parts}
+                raise PlacementError(
+                    f"placement.roles.{role} is {role_placement.pool}, but {part.pool} is not a pool; {near}"
+                )
+    named = {part.pool for role_placement in role_placements.values() for part in role_placement.parts}
     for name in placement.pools:
         if name not in named:
-            raise PlacementError(f"placement.pools.{name} is empty of roles: remove it, or name it in placement.roles")
-    used = {part.pool for place in wanted.values() for part in place.parts}
+            raise PlacementError(f"placement.pools.{name} has no role: remove it, or use it in placement.roles")
+    used = {part.pool for role_placement in wanted.values() for part in role_placement.parts}
     return [name for name in placement.pools if name in used]
 
 
-def _role_slots(role: str, place: RolePlacement, slots: Mapping[str, tuple[Slot, ...]]) -> tuple[Slot, ...]:
-    """The processes of a role: pools in the placement's order, each in the order of its ranks."""
+def _role_slots(role: str, role_placement: RolePlacement, slots: Mapping[str, tuple[Slot, ...]]) -> tuple[Slot, ...]:
+    """Returns the slots of a role: by pool in the order of the placement, then by rank."""
     chosen = set()
-    for part in place.parts:
+    for part in role_placement.parts:
         pool = slots[part.pool]
         stop = len(pool) if part.stop is None else part.stop
         if not part.start < stop <= len(pool):
             raise PlacementError(
-                f"placement.roles.{role} is {place.pool}, but pool {part.pool} has ranks 0 to {len(pool) - 1}: "
-                f"write {part.pool}[0:{len(pool)}] or less"
+                f"placement.roles.{role} is {role_placement.pool}, but pool {part.pool} has ranks 0 to {len(pool) - 1}: "
+                f"use a range within {part.pool}[0:{len(pool)}]"
             )
-        taken = set(pool[part.start : stop])
-        if chosen & taken:
-            raise PlacementError(f"placement.roles.{role} is {place.pool}, which names a rank twice: name each once")
-        chosen |= taken
+        ranks = set(pool[part.start : stop])
+        if chosen & ranks:
+            raise PlacementError(
+                f"placement.roles.{role} is {role_placement.pool}, which contains a rank twice: list each rank once"
+            )
+        chosen |= ranks
     return tuple(slot for pool in slots.values() for slot in pool if slot in chosen)
 
 
@@ -294,21 +298,25 @@ def _nearest(word: str, allowed: Collection[str]) -> str:
 
 
 def _counts(name: str, pool: Sequence[int] | str, inventory: Inventory) -> list[int]:
-    """Devices of the pool on each node that it asks for: one entry per inventory node for a share."""
+    """Returns the device counts of a pool: as configured, or one count per node for a share such as `1/2`."""
     if not isinstance(pool, str):
         counts = list(pool)
     else:
         share = Fraction(1) if pool == "all" else Fraction(pool)
         if share > 1:
-            raise PlacementError(f"placement.pools.{name} is {pool}, more than every node has: write at most all")
+            raise PlacementError(
+                f"placement.pools.{name} is {pool}, which exceeds the node: use all or a smaller share"
+            )
         counts = [_share_of_node(name, pool, share, devices, inventory.bounded) for devices in inventory.nodes]
     if not sum(inventory.nodes):
         raise PlacementError(
-            f"placement.pools.{name} is {_text(pool)}, and there are no {inventory.kind} devices: "
-            "set placement.device: cpu, or state the devices of another machine"
+            f"placement.pools.{name} is {_text(pool)}, but there are no {inventory.kind} devices: "
+            "set placement.device: cpu, or plan for another machine with --devices"
         )
     if not sum(counts):
-        raise PlacementError(f"placement.pools.{name} is {_text(pool)}, an empty pool: give it a device")
+        raise PlacementError(
+            f"placement.pools.{name} is {_text(pool)}, which is an empty pool: use at least one device"
+        )
     return counts
 
 
@@ -318,25 +326,21 @@ def _share_of_node(name: str, pool: str, share: Fraction, devices: int, bounded:
         return max(1, math.floor(count))
     if count.denominator != 1:
         raise PlacementError(
-            f"placement.pools.{name} is {pool}, but {devices} devices cannot be split in {_parts(share)}: "
-            "write counts per node, like [1]"
+            f"placement.pools.{name} is {pool}, but {devices} devices of a node cannot be split in "
+            f"{share.denominator} equal parts: use counts per node, such as [1]"
         )
     return int(count)
 
 
-def _parts(share: Fraction) -> str:
-    return {2: "halves", 3: "thirds", 4: "quarters"}.get(share.denominator, f"{share.denominator} parts")
-
-
 def _pack(counts: Mapping[str, Sequence[int]], inventory: Inventory) -> dict[str, tuple[Slot, ...]]:
-    """Slots of each pool: every entry of a pool on a node of its own, the next with room. Pools never overlap."""
+    """Places every count of a pool on the next node with enough free devices. Pools never overlap."""
     used = [0] * len(inventory.nodes)
     packed = {}
     for name, wanted in counts.items():
         slots: list[Slot] = []
         node = -1
         for count in wanted:
-            node = _first_with_room(name, wanted, count, used, node + 1, inventory)
+            node = _first_node_with_free_devices(name, wanted, count, used, node + 1, inventory)
             first = used[node]
             slots += [Slot(name, len(slots) + i, node, i, first + i) for i in range(count)]
             used[node] += count
@@ -344,7 +348,7 @@ def _pack(counts: Mapping[str, Sequence[int]], inventory: Inventory) -> dict[str
     return packed
 
 
-def _first_with_room(
+def _first_node_with_free_devices(
     name: str, wanted: Sequence[int], count: int, used: Sequence[int], start: int, inventory: Inventory
 ) -> int:
     for node in range(start, len(used)):
@@ -352,27 +356,29 @@ def _first_with_room(
             return node
     if len(wanted) > len(used):
         raise PlacementError(
-            f"placement.pools.{name} is {_text(wanted)}, a count for each of {len(wanted)} nodes, "
-            f"more than there are, {len(used)}"
+            f"placement.pools.{name} is {_text(wanted)}, with counts for {len(wanted)} nodes, but there are "
+            f"{len(used)}: remove counts"
         )
-    taken = f", and other pools take {_text(used)}" if any(used) else ""
+    in_use = f", of which other pools use {_text(used)}" if any(used) else ""
     raise PlacementError(
-        f"placement.pools.{name} is {_text(wanted)}, more devices than there are: "
-        f"nodes have {_text(inventory.nodes)} {inventory.kind} devices{taken}; make the pool smaller"
+        f"placement.pools.{name} is {_text(wanted)}, more than the available devices: the nodes have "
+        f"{_text(inventory.nodes)} {inventory.kind} devices{in_use}; make the pool smaller"
     )
 
 
-def _mesh(role: str, place: RolePlacement, ranks: int) -> Mesh:
-    size = place.tp * place.sp * place.pp
+def _mesh(role: str, role_placement: RolePlacement, ranks: int) -> Mesh:
+    size = role_placement.tp * role_placement.sp * role_placement.pp
     if ranks % size:
         parts = [
-            f"{name} {value}" for name, value in (("tp", place.tp), ("sp", place.sp), ("pp", place.pp)) if value > 1
+            f"{name} {value}"
+            for name, value in (("tp", role_placement.tp), ("sp", role_placement.sp), ("pp", role_placement.pp))
+            if value > 1
         ]
         raise PlacementError(
             f"placement.roles.{role} has {' x '.join(parts)}, which does not divide the {ranks} devices of "
-            f"{place.pool}: change the parallel size or the pool"
+            f"{role_placement.pool}: change the parallel size or the pool"
         )
-    return Mesh(pp=place.pp, dp=ranks // size, sp=place.sp, tp=place.tp)
+    return Mesh(pp=role_placement.pp, dp=ranks // size, sp=role_placement.sp, tp=role_placement.tp)
 
 
 def _text(pool: Sequence[int] | str) -> str:

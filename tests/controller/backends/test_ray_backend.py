@@ -24,7 +24,7 @@ def test_a_new_process_makes_a_worker_once_whichever_comes_first(ray_session: No
     made = Construction("judge", SlowRestart, (lines, 0.0), {}, Mesh(1, 1, 1, 1), 0, 0, 0, "cpu", 1)
     host: Any = ray.remote(_RayHost).options(num_cpus=0).remote("flowrl-test-ray-backend", True)
     called = encode((SCORED, RecoveryPlan((made,), ((LOADED, ()),))))
-    answer, construct = host.answer.options(num_returns=2), host.construct.options(num_returns=2)
+    answer, construct = host.call_encoded.options(num_returns=2), host.construct.options(num_returns=2)
     if first == "the call":
         ids = [answer.remote(called)[0], construct.remote(made)[0], answer.remote(called)[0]]
     else:

@@ -73,8 +73,8 @@ def test_a_state_in_chunks_is_kept_from_chunk_0_until_the_next_state():
 def test_earlier_states_undo_a_later_one_where_they_give_all_that_it_gave():
     host = Host()
     host.construct(MADE)
-    assert host.replaces("judge", [])
+    assert host.overwrites_state("judge", [])
     host.call(load(4, 1))
-    assert host.replaces("judge", [load(2, 1)]) and not host.replaces("judge", [])
+    assert host.overwrites_state("judge", [load(2, 1)]) and not host.overwrites_state("judge", [])
     host.construct(MADE)
-    assert host.replaces("judge", [])
+    assert host.overwrites_state("judge", [])

@@ -68,9 +68,9 @@ def test_a_role_that_could_not_come_is_asked_again() -> None:
     turns = ResidentWorker({"actor": worker})
     for _ in range(2):
         try:
-            turns.take("actor")
+            turns.activate("actor")
         except MemoryError:
             continue
         raise AssertionError("the second call must ask again")
     worker.fails = False
-    turns.take("actor")
+    turns.activate("actor")

@@ -14,7 +14,7 @@ from tests.conftest import ClusterMaker
 from tests.controller.moving import Moving, Stuck, Training
 
 HOST = Slot("main", 0, 0, 0, device=0)
-LEADER = Slot("main/rollout", 0, 0, 0, device=0, beside="main", led=(1,))
+LEADER = Slot("main/rollout", 0, 0, 0, device=0, device_pool="main", tp_devices=(1,))
 NEXT = Slot("main", 1, 0, 1, device=1)
 ALONE = Slot("other", 0, 0, 0, device=2)
 ELSEWHERE = Slot("far", 0, 1, 0, device=0)
@@ -25,7 +25,7 @@ def made(**yields: bool) -> DeviceOwnership:
     ledger = DeviceOwnership([HOST, LEADER, NEXT, ALONE, ELSEWHERE])
     slots = {"host": HOST, "leader": LEADER, "next": NEXT, "alone": ALONE}
     for name, does in yields.items():
-        ledger.settle(slots[name], does)
+        ledger.claim_for_worker(slots[name], does)
     return ledger
 
 
@@ -68,8 +68,8 @@ def test_who_has_a_device_alone_is_not_in_the_ledger():
 
 def test_it_knows_who_leaves_for_whom():
     ledger = made(host=False, leader=True)
-    assert ledger.leave([LEADER], [HOST]) and ledger.leave([ALONE, LEADER], [ALONE, NEXT])
-    assert not ledger.leave([HOST], [LEADER]) and not ledger.leave([LEADER], [ALONE])
+    assert ledger.is_evicted_by([LEADER], [HOST]) and ledger.is_evicted_by([ALONE, LEADER], [ALONE, NEXT])
+    assert not ledger.is_evicted_by([HOST], [LEADER]) and not ledger.is_evicted_by([LEADER], [ALONE])
 
 
 class Two:

@@ -237,25 +237,25 @@ def test_the_table_shows_the_ranks_of_the_role() -> None:
 
 def test_a_role_apart_has_its_own_processes_on_the_devices_of_its_pool() -> None:
     made = plan(Placement(pools={"main": [2, 1]}, roles=dict.fromkeys(("actor", "rollout"), "main")), gpus(2, 1))
-    assert [slot.devices for slot in made.slots("actor")] == [1, 1, 1]
+    assert [slot.num_devices for slot in made.slots("actor")] == [1, 1, 1]
     made = plan(
         Placement(pools={"main": [2, 1]}, roles=dict.fromkeys(("actor", "rollout"), "main")),
         gpus(2, 1),
         dedicated=["rollout"],
     )
     assert places(made, "rollout") == places(made, "actor") == [(0, 0), (0, 1), (1, 0)]
-    assert [(slot.pool, slot.rank, slot.owner, slot.devices) for slot in made.slots("rollout")] == [
+    assert [(slot.pool, slot.rank, slot.owner, slot.num_devices) for slot in made.slots("rollout")] == [
         ("main/rollout", rank, "main", 0.5) for rank in range(3)
     ]
-    assert [slot.devices for slot in made.slots("actor")] == [0.5, 0.5, 0.5]
+    assert [slot.num_devices for slot in made.slots("actor")] == [0.5, 0.5, 0.5]
     assert [hosts.name for hosts in made.host_sets()] == ["main", "main/rollout"]
 
 
 def test_alone_on_its_pool_a_role_apart_has_whole_devices() -> None:
     placement = Placement(pools={"main": [2], "makers": [1]}, roles={"actor": "main", "rollout": "makers"})
     made = plan(placement, gpus(3), dedicated=["rollout"])
-    assert [(slot.device, slot.devices) for slot in made.slots("rollout")] == [(2, 1)]
-    assert [slot.devices for slot in made.slots("actor")] == [1, 1]
+    assert [(slot.device, slot.num_devices) for slot in made.slots("rollout")] == [(2, 1)]
+    assert [slot.num_devices for slot in made.slots("actor")] == [1, 1]
 
 
 def test_one_process_leads_the_tensor_parallel_devices_of_a_replica() -> None:
@@ -263,7 +263,7 @@ def test_one_process_leads_the_tensor_parallel_devices_of_a_replica() -> None:
     made = plan(Placement(pools={"main": [1], "makers": [4]}, roles=roles), gpus(5), dedicated=["rollout"])
     rollout = made.roles["rollout"]
     assert (rollout.mesh, rollout.num_tp_devices) == (Mesh(pp=1, dp=2, sp=1, tp=1), 2)
-    assert [(slot.rank, slot.device, slot.devices) for slot in rollout.slots] == [(0, 1, 2), (1, 3, 2)]
+    assert [(slot.rank, slot.device, slot.num_devices) for slot in rollout.slots] == [(0, 1, 2), (1, 3, 2)]
     assert render_plan(made).splitlines()[-1].split()[2:4] == ["dp2", "tp2"]
 
 
@@ -292,7 +292,7 @@ def test_a_leader_of_a_device_that_others_use_is_refused_whichever_of_its_device
 def test_devices_that_only_a_role_apart_uses_have_no_other_process() -> None:
     roles = {"actor": "main[0:2]", "rollout": "main[1:3]", "reward": "makers"}
     made = plan(Placement(pools={"main": [3], "makers": [1]}, roles=roles), gpus(4), dedicated=["rollout", "reward"])
-    running = {hosts.name: [(slot.device, slot.devices) for slot in hosts.slots] for hosts in made.host_sets()}
+    running = {hosts.name: [(slot.device, slot.num_devices) for slot in hosts.slots] for hosts in made.host_sets()}
     assert running == {
         "main": [(0, 1), (1, 0.5)],
         "main[1:3]/rollout": [(1, 0.5), (2, 1)],
