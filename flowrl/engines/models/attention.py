@@ -2,9 +2,8 @@
 
 Shape suffixes: B rows, H heads, L tokens of the longest row, T tokens of a packed row, E head size.
 
-Packed rows never attend to each other, and time and memory are those of the single rows. On a GPU in half precision
-torch's variable-length kernel runs. Elsewhere each run of rows of equal length takes one call; T tokens have at most
-sqrt(2 T) such runs.
+Packed rows never attend to each other. In half precision on a GPU, torch's variable-length attention kernel processes
+all rows in one call. Otherwise each group of adjacent rows with equal length takes one call.
 """
 
 import inspect
@@ -19,18 +18,18 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from flowrl.engines.models.packing import Pack
 
 ROWS = "flowrl_rows"
-"""Name of this attention implementation in transformers."""
+"""Name under which transformers knows this attention implementation."""
 
 FLASH = "flash_attention_2"
 
 _GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else None
-"""Argument of torch's kernel for grouped-query attention; None if this torch version has no such argument."""
+"""Argument of torch's kernel for grouped-query attention; None if this torch version does not support it."""
 
 
 def packing_obstacle(model: PreTrainedModel) -> str | None:
-    """Returns the feature that prevents a model from running packed rows, or None if it can run them.
+    """Returns the feature that prevents a model from running packed rows, or None if the model supports packing.
 
-    Packing requires that tokens interact only in attention, and that attention goes through `AttentionInterface`.
+    Packing requires that tokens interact only in attention and that attention goes through `AttentionInterface`.
     """
     settings = model.config.get_text_config().to_dict()
     other = sorted(set(settings.get("layer_types") or ()) - {"full_attention", "sliding_attention"})
@@ -46,7 +45,7 @@ def packing_obstacle(model: PreTrainedModel) -> str | None:
 
 
 def pack_arguments(model: PreTrainedModel, pack: Pack) -> dict[str, Any]:  # Any: as the attention takes them
-    """Returns the arguments that describe a pack to a model's attention."""
+    """Returns the keyword arguments that pass a pack to the model's attention implementation."""
     if model.config._attn_implementation != FLASH:
         return {"pack": pack}
     return {
@@ -71,12 +70,12 @@ def attend(
 
     Args:
         query: [B, H, L, E], or [1, H, T, E] for a packed row.
-        key: as `query`, with a number of heads that divides H.
-        value: as `key`, with any head size.
+        key: same shape as `query`, with a number of heads that divides H.
+        value: same shape as `key`; the head size may differ.
         pack: layout of the packed row; None for padded rows.
-        scaling: factor of the attention logits; None is 1 / sqrt(E).
-        window: number of tokens that a token attends to, itself included; None is all tokens before it.
-        softcap: replaces attention logits x by softcap tanh(x / softcap).
+        scaling: factor of the attention logits; None means 1 / sqrt(E).
+        window: sliding-window size, which includes the token itself; None disables the window.
+        softcap: c in c tanh(x / c), which replaces attention logits x; None disables the softcap.
     Returns: [B, L, H, E], or [1, T, H, E] for a packed row.
     """
     if pack is None:
@@ -110,10 +109,7 @@ def _attend_pack(
 
 
 def _has_varlen_kernel(query: Tensor, value: Tensor, dtype: torch.dtype) -> bool:
-    """Returns whether torch's variable-length attention supports these inputs.
-
-    It is FlashAttention 2 (Dao 2023, https://arxiv.org/abs/2307.08691).
-    """
+    """Returns whether torch's variable-length attention (FlashAttention 2, arXiv 2307.08691) supports these inputs."""
     width = query.shape[-1]
     return (
         query.is_cuda
@@ -183,10 +179,10 @@ def capped_attention(
     """Computes attention with softcapped logits, softcap tanh(x / softcap).
 
     Args:
-        query: [B, H x G, L, E], already scaled; G queries share a key-value head.
+        query: [B, H x G, L, E], already scaled. G queries share a key-value head.
         key: [B, H, C, E].
         value: [B, H, C, E].
-        attention_mask: additive, [B, 1, L, C]; None is causal.
+        attention_mask: additive mask [B, 1, L, C]; None means a causal mask.
         softcap: bound of the logits.
     Returns: [B, L, H x G, E].
     """
@@ -205,13 +201,12 @@ def capped_attention(
 
 
 def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    """Returns a bool mask [L, L] that is true where a token attends to one of the last `window` tokens."""
+    """Returns a bool mask [L, L] that is true where a token may attend: its last `window` tokens."""
     causal_LL = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return causal_LL.triu(1 - window)
 
 
 def _repeat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns keys and values repeated to the number of query heads."""
     repeats = query.shape[1] // key.shape[1]
     return key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
 
@@ -228,7 +223,7 @@ def _attention(
     pack: Pack | None = None,
     **others: Any,  # Any: transformers passes further arguments to every attention
 ) -> tuple[Tensor, None]:
-    """Calls `attend` with the signature of `AttentionInterface`."""
+    """Calls `attend` with the signature that transformers' `AttentionInterface` requires."""
     assert attention_mask is None, "attention within rows is causal and takes no mask"
     assert others.get("s_aux") is None and others.get("position_bias") is None, "excluded by packing_obstacle"
     attended = attend(query, key, value, pack=pack, scaling=scaling, window=sliding_window, softcap=softcap)
@@ -236,7 +231,7 @@ def _attention(
 
 
 def no_mask(**_: Any) -> None:
-    """Returns None: causal attention needs no mask. transformers requires a mask function per attention."""
+    """Returns None, because causal attention needs no mask. transformers requires a mask function."""
     return
 
 

@@ -3,8 +3,8 @@
 Shape suffixes: B tokens of a call, K inputs, N outputs.
 
 Weights are quantized per output channel and inputs per token, so the result of a row does not depend on other rows.
-Integer sums are exact in any order, on any number of threads. Only linear layers inside the decoder layers are
-quantized: embeddings and norms are cheap, and errors of the head would appear in the logits directly.
+Integer sums are exact in any order. Only linear layers inside the decoder layers are quantized, because embeddings and
+norms take little time, and quantization errors of the head would directly change the logits.
 """
 
 from copy import deepcopy
@@ -19,17 +19,17 @@ from flowrl.engines.models.parameters import set_parameter, unique_parameters
 
 _LARGEST = 127
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-"""Scale of rows that are all zero."""
+"""Quantization scale of an all-zero row."""
 
 _MAX_ROWS = 4096
-"""Tokens per block; bounds the memory of int32 and float32 results."""
+"""Number of tokens per block, which bounds the memory of int32 and float32 intermediate results."""
 
 _EXACT_INPUTS = 1024
-"""Number of products of 8-bit integers whose sum float32 represents exactly."""
+"""Number of int8 products whose sum float32 represents exactly."""
 
 
 class Int8Linear(nn.Module):
-    """A linear layer with an int8 weight. Outputs have the dtype of the inputs."""
+    """Linear layer with an int8 weight. Outputs have the dtype of the inputs."""
 
     weight: Tensor
     """Quantized weight, int8 [N, K]."""
@@ -37,11 +37,11 @@ class Int8Linear(nn.Module):
     """Scale of each output channel, float32 [N]."""
 
     def __init__(self, layer: nn.Linear | Conv1D, device: torch.device) -> None:
-        """Creates a replacement for a layer, with its bias. `load_weight` sets the weight."""
+        """Creates a replacement for `layer` with the same bias. `load_weight` sets the weight."""
         super().__init__()
         self.is_transposed = isinstance(layer, Conv1D)
         self.original = torch.empty_like(layer.weight, device="meta", requires_grad=False)
-        """Meta tensor with shape and dtype of the original weight."""
+        """Meta tensor with the shape and dtype of the original weight."""
         outputs, inputs = reversed(layer.weight.shape) if self.is_transposed else layer.weight.shape
         self.register_buffer("weight", torch.zeros(outputs, inputs, dtype=torch.int8, device=device))
         self.register_buffer("scale", torch.ones(outputs, device=device))
@@ -49,7 +49,7 @@ class Int8Linear(nn.Module):
 
     @torch.no_grad()
     def load_weight(self, weight: Tensor) -> None:
-        """Quantizes a weight by rounding to 255 steps between plus and minus the maximum of each output channel."""
+        """Quantizes a weight to the integers -127 to 127, scaled by the largest magnitude of each output channel."""
         weight_NK = weight.detach().to(self.weight.device, torch.float32)
         weight_NK = weight_NK.T if self.is_transposed else weight_NK
         scale_N1 = _scales(weight_NK)
@@ -71,17 +71,17 @@ class Int8Linear(nn.Module):
 
 
 def quantized_copy(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """Returns a copy of a model with 8-bit layers and uninitialized weights. `weights.write_weights` fills the weights.
+    """Returns a copy of a model with 8-bit layers and uninitialized weights, which `weights.write_weights` sets.
 
     Args:
-        model: not changed; its weights may be on the meta device.
+        model: original model, which stays unchanged and may be on the meta device.
         device: device of the copy.
     """
     weights = {id(w): nn.Parameter(torch.empty_like(w, device="meta"), requires_grad=False) for w in model.parameters()}
     buffers = {id(buffer): buffer.to(device, copy=True) for buffer in model.buffers()}
     quantized = deepcopy(model, {**weights, **buffers})
     for name, layer in list(quantized.named_modules()):
-        # Names inside the repeated decoder layers contain an index; the head and embeddings have none.
+        # Names inside the decoder layers contain a layer index; names of head and embeddings do not.
         if isinstance(layer, nn.Linear | Conv1D) and any(part.isdigit() for part in name.split(".")):
             owner, _, leaf = name.rpartition(".")
             setattr(quantized.get_submodule(owner), leaf, Int8Linear(layer, device))
@@ -93,7 +93,7 @@ def quantized_copy(model: PreTrainedModel, device: torch.device) -> PreTrainedMo
 
 
 def int8_layers(model: nn.Module) -> dict[str, Int8Linear]:
-    """Returns the 8-bit layers of a model by name; empty for a model without."""
+    """Returns the 8-bit layers of a model by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Int8Linear)}
 
 
@@ -109,7 +109,7 @@ def int8_product(left_BK: Tensor, right_NK: Tensor) -> Tensor:
 
 
 def int8_product_by_blocks(left_BK: Tensor, right_NK: Tensor) -> Tensor:
-    """Returns `int8_product` computed from float32 products of blocks that float32 sums exactly; slower."""
+    """Slower variant of `int8_product` that sums float32 products of blocks small enough to be exact."""
     blocks = zip(left_BK.split(_EXACT_INPUTS, 1), right_NK.split(_EXACT_INPUTS, 1), strict=True)
     first, *others = ((left.float() @ right.float().t()).to(torch.int32) for left, right in blocks)
     return sum(others, start=first)
@@ -117,11 +117,11 @@ def int8_product_by_blocks(left_BK: Tensor, right_NK: Tensor) -> Tensor:
 
 @cache
 def _cpu_is_exact() -> bool:
-    """Returns whether this CPU accumulates int8 products in 32 bits. Without VNNI oneDNN uses 16 and overflows."""
+    """Returns whether this CPU sums int8 products in 32 bits. Without VNNI, oneDNN uses 16 bits and overflows."""
     largest = torch.full((32, 64), _LARGEST, dtype=torch.int8)
     return bool((torch.ops.aten._int_mm(largest, largest.t()) == 64 * _LARGEST**2).all())
 
 
 def _scales(rows: Tensor) -> Tensor:
-    """Returns the scale [..., 1] that maps each row's largest magnitude to 127."""
+    """Returns the scale of each row, [..., 1], which maps the largest magnitude to 127."""
     return rows.abs().amax(-1, keepdim=True).div_(_LARGEST).clamp_min_(_SMALLEST_SCALE)

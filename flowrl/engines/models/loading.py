@@ -1,9 +1,9 @@
-"""Loads models from `save_pretrained` folders and writes them back.
+"""Loads models from `save_pretrained` folders and saves them in the same format.
 
-Shape suffixes: B rows, L tokens of the longest row, l of a sequence shard, D hidden size.
+Shape suffixes: B rows, L tokens of the longest row, l tokens of a sequence shard, D hidden size.
 
-Inputs are right-padded. Causal attention keeps real tokens from attending to padding, so no attention mask is passed
-and the fastest kernels apply. Code in a model's folder is never run, and only safetensors are read.
+Inputs are right-padded. Causal attention keeps real tokens from attending to padding, so models run without an
+attention mask. Code in a model folder is never run, and only safetensors are read.
 """
 
 import logging
@@ -53,7 +53,7 @@ LanguageModel = PreTrainedModel
 
 
 class ModelError(UserError):
-    """A model folder cannot be used for its role."""
+    """Raised if a model folder cannot be used for its role."""
 
 
 def load_policy(config: ModelConfig, *, on_meta: bool = False) -> PreTrainedModel:
@@ -61,19 +61,17 @@ def load_policy(config: ModelConfig, *, on_meta: bool = False) -> PreTrainedMode
 
     Args:
         config: path, dtype and dropout of the model.
-        on_meta: leave the weights on the meta device, for an engine that shards the model and then reads each rank's
-            shards.
-    Raises:
-        ModelError: the folder has no such model or lacks weights, or the model configuration has dropout.
+        on_meta: leave the weights on the meta device. `TrainEngine` then reads only the shards of each rank.
+    Raises ModelError if the folder has no such model, weights are missing, or the model has dropout.
     """
     return _load(AutoModelForCausalLM, config, "a causal language model", on_meta)
 
 
 class CriticModel(SequenceShardable):
-    """The backbone of a causal language model with a linear value head."""
+    """Backbone of a causal language model with a linear value head."""
 
     def __init__(self, backbone: PreTrainedModel, *, head: Literal["zero", "fresh"] = "zero", seed: int = 0) -> None:
-        """Creates a value head that is zero, or drawn by `seed` from N(0, 1 / (width + 1))."""
+        """Creates a value head with zero weights, or with weights drawn from N(0, 1 / (width + 1)) by `seed`."""
         super().__init__()
         self.backbone = backbone
         self.value_head = nn.Linear(hidden_width(backbone), 1, dtype=backbone.dtype)
@@ -83,27 +81,27 @@ class CriticModel(SequenceShardable):
             _draw_head(self.value_head, seed)
 
     def forward(self, input_ids_BL: Tensor, pack: Pack | None = None) -> Tensor:
-        """Returns the value of the state before each token.
+        """Returns the value of the state before each token, [B, L] in at least float32; column 0 is 0.
 
         Args:
-            input_ids_BL: int64 [B, L], right-padded.
-            pack: layout of these rows, to run them without padding.
-        Returns: [B, L] in at least float32. Column t is computed from the hidden state at t - 1; column 0 is 0.
+            input_ids_BL: right-padded token ids, int64 [B, L].
+            pack: packed layout of these rows; None runs them padded.
         """
         values_BL = _apply_head(self.backbone, self.value_head, input_ids_BL, self.sequence_sharding, pack)
         return nn.functional.pad(values_BL[:, :-1], (1, 0))
 
 
 def hidden_width(backbone: PreTrainedModel) -> int:
-    """Returns the width of a backbone's last hidden states. OPT may project them to the width of its embeddings."""
+    """Returns the width of a backbone's last hidden states, which differs from `hidden_size` for some OPT models."""
     settings = backbone.config.get_text_config().to_dict()
     return settings.get("word_embed_proj_dim") or backbone.config.get_text_config().hidden_size
 
 
 def _draw_head(head: nn.Linear, seed: int) -> None:
-    """Draws weights of variance 1 / (width + 1), the same on every rank and in every dtype.
+    """Draws head weights of variance 1 / (width + 1), identical on every rank and for every dtype.
 
-    The outputs of normalized states then vary by about 1 (Stiennon et al. 2020, arXiv 2009.01325, appendix B.1).
+    For normalized hidden states, the outputs then have variance 1 (Stiennon et al. 2020, arXiv 2009.01325, appendix
+    B.1).
     """
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(head.weight.shape, generator=generator) * (head.in_features + 1) ** -0.5
@@ -118,11 +116,10 @@ def load_critic(
 
     Args:
         config: path, dtype and dropout of the model.
-        head: initialization of the value head, unless the folder was written by `save_model` and has a trained head.
+        head: initialization of the value head. A value head saved by `save_model` takes precedence.
         seed: seed of a fresh head.
         on_meta: as for `load_policy`.
-    Raises:
-        ModelError: as for `load_policy`.
+    Raises ModelError under the same conditions as `load_policy`.
     """
     critic = CriticModel(_load(AutoModel, config, "a language model", on_meta), head=head, seed=seed)
     saved = config.path / _VALUE_HEAD
@@ -132,27 +129,26 @@ def load_critic(
 
 
 class RewardModel(SequenceShardable):
-    """A sequence-classification model with one label, whose score is computed at the last token of each row."""
+    """A sequence-classification model with one label, which scores each row at the last token."""
 
     def __init__(self, model: PreTrainedModel, head: nn.Linear) -> None:
-        """Wraps a model; `head` is a submodule of `model`."""
+        """Wraps a model. `head` is a submodule of `model`."""
         super().__init__()
         self.model = model
         self._head_name = next(name for name, module in model.named_modules() if module is head)
 
     def forward(self, input_ids_BL: Tensor, lengths_B: Tensor, pack: Pack | None = None) -> Tensor:
-        """Returns one score per row.
+        """Returns one score per row, [B] in at least float32.
 
         Args:
-            input_ids_BL: int64 [B, L], right-padded.
-            lengths_B: int64 [B], number of tokens per row.
-            pack: layout of these rows, to run them without padding.
-        Returns: [B] in at least float32.
+            input_ids_BL: right-padded token ids, int64 [B, L].
+            lengths_B: number of tokens per row, int64 [B].
+            pack: packed layout of these rows; None runs them padded.
         """
         head = self.model.get_submodule(self._head_name)
         assert isinstance(head, nn.Linear)
         scores_BL = _apply_head(self.model.base_model, head, input_ids_BL, self.sequence_sharding, pack)
-        # The empty row of a dummy micro-batch has length 0 and is read at index 0.
+        # The empty row of a dummy micro-batch has length 0, so its score is read at index 0.
         return scores_BL.gather(1, (lengths_B - 1).clamp(min=0)[:, None]).squeeze(1)
 
 
@@ -168,7 +164,7 @@ def _apply_head(
 
 
 def at_least_float32(values: Tensor) -> Tensor:
-    """Returns the values in float32, or in float64 if they are float64."""
+    """Casts values to float32 unless they are float64."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
@@ -178,12 +174,11 @@ def load_reward_model(
     """Loads a sequence-classification model with one label, in evaluation mode.
 
     Args:
-        config: path, dtype and dropout of the model; with a fresh head, of any causal language model.
-        head: the head of the model, or a new head without bias, drawn by `seed` from N(0, 1 / (width + 1)).
+        config: path, dtype and dropout of the model. With a fresh head, any causal language model is allowed.
+        head: "from_model" loads the head of the model; "fresh" draws weights from N(0, 1 / (width + 1)), without bias.
         seed: seed of a fresh head.
         on_meta: as for `load_policy`.
-    Raises:
-        ModelError: the folder has no such model or lacks weights, or the model configuration has dropout.
+    Raises ModelError under the same conditions as `load_policy`.
     """
     model = _load(
         AutoModelForSequenceClassification,
@@ -204,20 +199,18 @@ def load_reward_model(
 def save_model(
     model: PreTrainedModel | CriticModel | RewardModel, tokenizer_path: Path, folder: Path, *, is_writer: bool = True
 ) -> None:
-    """Writes a model and its tokenizer as a folder that transformers loads. The folder appears atomically.
+    """Saves a model and its tokenizer to a folder that transformers loads. The folder appears atomically.
 
-    An adapter is merged into the written weights, not into the model. All ranks of a sharded model call this together;
-    ranks that are not the writer only take part in the all-gathers.
+    Adapters are merged into the saved weights; the model stays unchanged. All ranks of a sharded model must call this
+    together. Only the rank with `is_writer` writes.
 
-    Raises:
-        ModelError: the folder already exists.
-        UserError: the folder cannot be written.
+    Raises ModelError if the folder already exists, and UserError if it cannot be written.
     """
     if is_writer and folder.exists():  # other ranks may arrive after the writer has finished
         raise ModelError(f"{folder} already exists and would be overwritten: choose a new folder")
     weights, full = {}, {}
     for name, weight in model_weights(model).items():
-        # Tied names share one tensor, which transformers then writes once.
+        # Tied names share one tensor, which transformers then saves once.
         if id(weight.stored) not in full:
             gathered = weight.gather()
             full[id(weight.stored)] = gathered.cpu() if is_writer else None
@@ -235,7 +228,7 @@ def save_model(
 
 
 def describe_model(model: PreTrainedModel, tokenizer_path: Path) -> dict[str, bytes]:
-    """Returns all files of a `save_pretrained` folder except the weights, as a map from name to contents."""
+    """Returns name -> contents of the files that `save_pretrained` writes, except the weights."""
     with TemporaryDirectory() as name, _quiet():
         model.config.save_pretrained(name)
         if model.generation_config is not None:
@@ -245,13 +238,12 @@ def describe_model(model: PreTrainedModel, tokenizer_path: Path) -> dict[str, by
 
 
 def build_model(description: Path, weights: Mapping[str, Tensor]) -> PreTrainedModel:
-    """Builds a causal language model from the files of `describe_model` and weights, without copying them.
+    """Builds a causal language model from the files of `describe_model` and from weights, without copying the weights.
 
     Args:
-        description: folder with the files.
-        weights: full weights by name; tied weights once.
-    Raises:
-        ModelError: the weights do not match the model.
+        description: folder with the files of `describe_model`.
+        weights: full weights by name; tied weights appear once.
+    Raises ModelError if the weights do not match the model.
     """
     with _quiet(), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(description, local_files_only=True))
@@ -265,7 +257,7 @@ def build_model(description: Path, weights: Mapping[str, Tensor]) -> PreTrainedM
 
 
 def _inner_model(model: PreTrainedModel | CriticModel | RewardModel) -> tuple[PreTrainedModel, str]:
-    """Returns the transformers model inside a model, and the prefix of its weights' names."""
+    """Returns the transformers model inside `model`, and the prefix that `model` adds to weight names."""
     if isinstance(model, PreTrainedModel):
         return model, ""
     return (model.backbone, "backbone.") if isinstance(model, CriticModel) else (model.model, "model.")
@@ -279,14 +271,14 @@ def _load(
     fresh: frozenset[str] = frozenset(),
     **settings: Any,  # Any: of a configuration
 ) -> PreTrainedModel:
-    """Loads a model of a kind; the files may lack the weights named in `fresh`."""
+    """Loads a model of class `auto`. Weights named in `fresh` may be missing in the files."""
     if (config.path / "adapter_config.json").is_file():
         raise ModelError(f"{config.path} is an adapter, not {kind}: merge it into its model first")
     if config.dropout is not None:
         settings |= dict.fromkeys(_dropout_settings(_read_config(config, kind)), 0.0)
     model = None
     if on_meta:
-        # If this fails, the full load reports the error.
+        # If this fails, `_load_full` reports the error.
         with suppress(OSError, ValueError, SafetensorError), _quiet():
             model = make_meta_model(auto, config.path, torch_dtype(config.dtype), fresh, **settings)
     if model is None:
@@ -361,7 +353,7 @@ def has_attention_softcap(model: PreTrainedModel) -> bool:
 
 
 def _dropout_settings(config: PreTrainedConfig) -> dict[str, float]:
-    """Returns the dropout probabilities above 0 in a model configuration, by name."""
+    """Returns the nonzero dropout probabilities in a model configuration by name."""
     return {
         name: value
         for name, value in config.get_text_config().to_dict().items()
@@ -384,7 +376,7 @@ def _check_dropout(config: PreTrainedConfig, path: Path) -> None:
 
 
 def _check_logit_scale(config: PreTrainedConfig, path: Path) -> None:
-    """Rejects scaled logits, because log-probabilities are computed from hidden states and the head's weights alone."""
+    """Raises ModelError if the model scales its logits, since log-probabilities use only hidden states and head weights."""
     settings = config.get_text_config().to_dict()
     for name in ("logit_scale", "logits_scaling"):
         if settings.get(name, 1.0) not in (None, 1.0):

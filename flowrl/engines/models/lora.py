@@ -1,8 +1,8 @@
 """LoRA adapters: small trained matrices in the linear layers of a frozen model.
 
-Hu et al. 2021, https://arxiv.org/abs/2106.09685: a layer of weight W returns W x + alpha / rank B A x, and B starts at
-zero. peft adds A and B to the model's layers in place. `model_weights` returns the merged weights W + alpha / rank B A
-under the names of the model without an adapter.
+Hu et al. 2021, https://arxiv.org/abs/2106.09685: a layer with weight W returns W x + alpha / rank B A x. B is
+initialized to zero. peft adds A and B to the layers in place. `model_weights` returns the merged weights
+W + alpha / rank B A under the names of the model without an adapter.
 """
 
 import json
@@ -26,7 +26,7 @@ from flowrl.data.atomic_folder import write_atomically
 from flowrl.engines.models.parameters import to_full_tensor
 
 _ADAPTER = "default"
-"""Name of the adapter in peft; a model has only one."""
+"""Name of the only adapter of a model in peft."""
 
 _BASE = ".base_layer"
 """Suffix that peft adds to the name of an adapted layer."""
@@ -36,19 +36,18 @@ _SAVED_PREFIX = "base_model.model."
 
 
 class LoraError(UserError):
-    """An adapter does not fit its model."""
+    """Raised if an adapter does not match its model."""
 
 
 def add_adapter(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Adds an adapter to a model in place and freezes the model's own weights. Outputs do not change yet.
+    """Adds an adapter to a model in place and freezes all other weights. The model's outputs do not change yet.
 
-    The adapter's weights have at least float32 and are the same in every process.
+    The adapter weights have at least float32 and are identical in every process.
 
     Args:
-        model: unsharded, on the CPU or on the meta device.
+        model: unsharded model, on the CPU or on the meta device.
         config: rank, scale and target layers.
-    Raises:
-        LoraError: a target is not a linear layer of the model.
+    Raises LoraError if a target is not a linear layer of the model.
     """
     targets = _target_layers(model, config)
     settings = peft.LoraConfig(
@@ -69,20 +68,20 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig) -> None:
 
 
 def adapter_layers(model: nn.Module) -> dict[str, LoraLinear]:
-    """Returns the adapted layers of a model by name; empty for a model without an adapter."""
+    """Returns the adapted layers of a model by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
 
 
 def tp_sharded_layers(model: nn.Module, path: str, *, by_outputs: bool) -> list[str]:
-    """Returns the names of the linear layers to shard for tensor parallelism of the layer at `path`.
+    """Returns the names of the linear layers that tensor parallelism shards for the layer at `path`.
 
-    An adapted layer has two: the layer itself, and the matrix with the same outputs (B) or inputs (A). The other matrix
-    is replicated, because its output or input has only `rank` numbers per token.
+    For an adapted layer these are the layer itself and one adapter matrix: B, which has the same outputs, or A, which
+    has the same inputs. The other matrix is replicated.
 
     Args:
-        model: the model of the layer.
+        model: model that contains the layer.
         path: name of the layer.
-        by_outputs: shard the outputs (column-wise), otherwise the inputs (row-wise).
+        by_outputs: shard the outputs (column-wise) instead of the inputs (row-wise).
     """
     if path not in adapter_layers(model):
         return [path]
@@ -90,15 +89,15 @@ def tp_sharded_layers(model: nn.Module, path: str, *, by_outputs: bool) -> list[
 
 
 def tp_replicated_layers(model: nn.Module, path: str, *, by_outputs: bool) -> list[str]:
-    """Returns the name of the replicated matrix of the adapter of the layer at `path`, if the layer has one."""
+    """Returns the name of the adapter matrix that tensor parallelism replicates; empty without an adapter."""
     return [f"{path}.lora_{'A' if by_outputs else 'B'}.{_ADAPTER}"] if path in adapter_layers(model) else []
 
 
 @contextmanager
 def adapter_disabled(model: nn.Module) -> Iterator[None]:
-    """Disables the adapter in the block, so that forward passes are those of the base model. Not for training."""
+    """Disables the adapter in the block, so that forward passes use the base model. Not for training."""
     layers = adapter_layers(model).values()
-    # peft's own switch also freezes the adapter, and FSDP records at the first forward pass which weights are trained.
+    # peft's own switch also freezes the adapter, and FSDP records in the first forward pass which weights are trained.
     for layer in layers:
         layer._disable_adapters = True
     try:
@@ -110,19 +109,20 @@ def adapter_disabled(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ModelWeight:
-    """An effective weight of a model: the stored weight and its adapter, if any."""
+    """A weight of a model, merged with its adapter if it has one."""
 
     stored: Tensor
-    """Weight or local shard in the model."""
+    """Weight of the model, or a DTensor with this rank's shard."""
     adapter: LoraLinear | None
-    """Adapted layer, if the weight has an adapter."""
+    """Adapted layer; None if the weight has no adapter."""
 
     def gather(self, dtype: torch.dtype | None = None) -> Tensor:
         """Returns the full merged weight, without a copy if possible. Collective if the model is sharded.
 
         Args:
-            dtype: dtype of the result, by default that of the stored weight. A weight without an adapter is cast before
-                the all-gather; a weight with an adapter is merged in its own dtype and then cast.
+            dtype: dtype of the result; None keeps the dtype of the weight. A weight without an adapter is cast before
+                the
+                all-gather, and a weight with an adapter after the merge.
         """
         if self.adapter is None:
             return to_full_tensor(self.stored if dtype is None else self.stored.to(dtype))
@@ -134,7 +134,7 @@ class ModelWeight:
 
 
 def model_weights(model: nn.Module) -> dict[str, ModelWeight]:
-    """Returns all weights of a model by their names without an adapter. Tied weights appear under each name."""
+    """Returns all weights by their names in the model without an adapter. Tied weights appear under each name."""
     layers = adapter_layers(model)
     weights = {}
     for name, weight in model.state_dict(keep_vars=True).items():
@@ -148,18 +148,14 @@ def model_weights(model: nn.Module) -> dict[str, ModelWeight]:
 
 
 def adapter_state(model: nn.Module) -> dict[str, Tensor]:
-    """Returns a full copy of the adapter's weights on the CPU, by their names in peft's files.
-
-    Collective if the model is sharded.
-    """
+    """Returns a full copy of the adapter weights on the CPU, by name in peft's files. Collective if sharded."""
     return {name: to_full_tensor(matrix).cpu().clone() for name, matrix in _peft_weights(model).items()}
 
 
 def load_adapter_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Writes the result of `adapter_state` into the adapter of a model, in place. Works for any sharding of the model.
+    """Copies the result of `adapter_state` into a model's adapter, which may be sharded differently.
 
-    Raises:
-        LoraError: a name is missing or unknown, or a shape differs. The model is then unchanged.
+    Raises LoraError if a name is missing or unknown, or a shape differs. The model is then unchanged.
     """
     targets = _peft_weights(model)
     mismatched = list(targets.keys() ^ state.keys())
@@ -180,12 +176,10 @@ def load_adapter_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def save_adapter(model: PreTrainedModel, base: Path, folder: Path, *, is_writer: bool = True) -> None:
-    """Writes the adapter as a folder that peft loads onto the model in `base`. The folder appears atomically.
+    """Saves the adapter to a folder that peft loads onto the model in `base`. The folder appears atomically.
 
-    All ranks of a sharded model call this together; ranks that are not the writer only take part in the all-gathers.
-
-    Raises:
-        LoraError: the folder already exists.
+    All ranks of a sharded model must call this together. Only the rank with `is_writer` writes.
+    Raises LoraError if the folder already exists.
     """
     if is_writer and folder.exists():  # other ranks may arrive after the writer has finished
         raise LoraError(f"{folder} already exists and would be overwritten: choose a new folder")
@@ -202,12 +196,12 @@ def save_adapter(model: PreTrainedModel, base: Path, folder: Path, *, is_writer:
 
 
 def _matrices(layer: LoraLinear) -> dict[str, Tensor]:
-    """Returns A [rank, inputs] and B [outputs, rank] by peft's names."""
+    """Returns the matrices A [rank, inputs] and B [outputs, rank] by their names in peft."""
     return {name: getattr(layer, name)[_ADAPTER].weight for name in ("lora_A", "lora_B")}
 
 
 def _peft_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the adapter's weights by their names in peft's files."""
+    """Returns the adapter weights by their names in peft's files."""
     return {
         f"{_SAVED_PREFIX}{path}.{name}.weight": matrix
         for path, layer in adapter_layers(model).items()
@@ -216,7 +210,7 @@ def _peft_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _target_layers(model: PreTrainedModel, config: LoraConfig) -> Mapping[str, nn.Module]:
-    """Returns the layers to adapt, by full name. Excludes the head, whose weight the log-probabilities use directly."""
+    """Returns the layers to adapt by name. The output head is excluded, because log-probabilities use its weight directly."""
     head = model.get_output_embeddings()
     linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head}
     if config.targets == "all_linear":

@@ -1,9 +1,8 @@
 """Sequence parallelism (Ulysses): each rank computes a sequence shard of every row.
 
-Jacobs et al. 2023, https://arxiv.org/abs/2309.14509. Layers other than attention process one token at a time, so each
-rank computes them for its own shard. All-to-all collectives exchange sequence shards for attention heads before
-attention, and heads for sequence shards after it. Tensor-parallel ranks may also shard norms by sequence
-(`flowrl.engines.parallel.sequence_parallel_norms`).
+Jacobs et al. 2023, https://arxiv.org/abs/2309.14509. Outside attention, layers process each token separately, so each
+rank computes only its own shard. Before attention, an all-to-all exchanges sequence shards for attention heads. After
+attention, a second all-to-all reverses the exchange.
 
 Shape suffixes: B rows, L tokens of the longest row, l tokens of a sequence shard, D hidden size, H heads, h heads of a
 rank, E head size.
@@ -26,22 +25,21 @@ from flowrl.engines.models.packing import Pack
 _ATTENTION = "flowrl_sequence_parallel"
 
 _groups: WeakKeyDictionary[nn.Module, ProcessGroup] = WeakKeyDictionary()
-"""Sequence-parallel group of each layer. Not an attribute of the layer, because deep copies of the model would copy
-the group."""
+"""Sequence-parallel group of each layer. Deep copies of a model would copy the group if it were a layer attribute."""
 
 
 @dataclass(frozen=True)
 class SequenceSharding:
-    """The ranks that share each row. Rank i of the group holds the i-th sequence shard of the last hidden states."""
+    """The ranks that share each row. Rank i of the group has the i-th sequence shard of the last hidden states."""
 
     group: ProcessGroup
     """All ranks that share a row."""
     tp_group: ProcessGroup | None
-    """Adjacent tensor-parallel ranks of the group, which gather their shards before each layer's matrices. None if
-    ranks exchange data in attention only."""
+    """Adjacent tensor-parallel ranks of the group, which all-gather sequence shards before each layer's matrices. None if
+    ranks exchange data only in attention."""
 
     def shard_length(self, rows_BL: Tensor) -> int:
-        """Returns the number of tokens in a sequence shard of these rows."""
+        """Returns the number of tokens in a sequence shard of rows with `length` tokens."""
         return -(-rows_BL.shape[1] // self.group.size())
 
 
@@ -49,18 +47,17 @@ class SequenceShardable(nn.Module):
     """A model that supports sequence shards, because it calls its backbone through `run_backbone`."""
 
     sequence_sharding: SequenceSharding | None = None
-    """Ranks that share each row; None if every rank has rows of its own."""
+    """Ranks that share each row; None if no ranks share rows."""
 
 
 class SequenceError(UserError):
-    """A model's attention does not support sequence parallelism."""
+    """Raised if a model's attention does not support sequence parallelism."""
 
 
 def enable_ulysses_attention(model: PreTrainedModel, group: ProcessGroup) -> None:
-    """Replaces a model's attention by Ulysses attention over a group. Every rank of the group calls this.
+    """Replaces a model's attention by Ulysses attention. Every rank of the group must call this.
 
-    Raises:
-        SequenceError: the group size does not divide the number of heads, or a layer has an unsupported attention.
+    Raises SequenceError if the group size does not divide the number of heads, or a layer has unsupported attention.
     """
     settings = model.config.get_text_config()
     name, sp, heads = type(model).__name__, group.size(), settings.num_attention_heads
@@ -78,7 +75,7 @@ def enable_ulysses_attention(model: PreTrainedModel, group: ProcessGroup) -> Non
 
 
 def _unsupported_attention(settings: dict[str, Any]) -> list[str]:  # Any: as transformers' configs are
-    """Returns all attention features of a model other than causal attention over all tokens."""
+    """Returns all attention features of a model other than full causal attention."""
     layer_types = settings.get("layer_types") or []
     features = sorted(f"{kind} layers" for kind in set(layer_types) - {"full_attention"})
     window = settings.get("sliding_window")
@@ -94,11 +91,11 @@ def run_backbone(
 ) -> Tensor:
     """Returns the hidden states of this rank's sequence shard [B, l, D], or of full rows without sharding.
 
-    Rows are right-padded to a multiple of the group size; causal attention hides the padding from real tokens.
+    Rows are right-padded to a multiple of the group size. Causal attention keeps real tokens from attending to padding.
 
     Args:
         backbone: model without its head.
-        input_ids_BL: int64 [B, L], right-padded; with a pack, the packed row [1, T].
+        input_ids_BL: right-padded token ids, int64 [B, L]; with a pack, the packed row [1, T].
         sharding: ranks that share each row.
         pack: layout of the packed row.
     """
@@ -113,7 +110,7 @@ def run_backbone(
             arguments["position_ids"] = pack.positions_T[None]
         return backbone(input_ids=input_ids_BL, use_cache=False, **arguments).last_hidden_state
     padded_BL = nn.functional.pad(input_ids_BL, (0, num_filler))
-    # Attention of tensor-parallel ranks covers the shards of the whole tp group, so each rank has all their positions.
+    # Attention of a tensor-parallel rank covers the shards of its whole tp group, so it needs all their positions.
     tp = 1 if sharding.tp_group is None else sharding.tp_group.size()
     index_l = torch.arange(sharding.shard_length(padded_BL) * tp, device=padded_BL.device)
     index_l += sharding.group.rank() // tp * len(index_l)
@@ -130,14 +127,14 @@ def run_backbone(
 
 
 def run_head(head: nn.Linear, hidden_BlD: Tensor, sharding: SequenceSharding | None) -> Tensor:
-    """Returns the outputs of a head on this rank's sequence shard."""
+    """Applies a head to this rank's sequence shard."""
     return nn.functional.linear(hidden_BlD.to(head.weight.dtype), *head_weights(head, sharding))
 
 
 def head_weights(head: nn.Linear, sharding: SequenceSharding | None) -> tuple[Tensor, Tensor | None]:
     """Returns weight and bias of a head that is applied to a sequence shard.
 
-    Tensor-parallel ranks apply the replicated head to different tokens, so their gradients are all-reduced.
+    Tensor-parallel ranks apply the replicated head to different tokens, so the gradients of the head are all-reduced.
     """
     if sharding is None or sharding.tp_group is None:
         return head.weight, head.bias
@@ -149,16 +146,16 @@ def head_weights(head: nn.Linear, sharding: SequenceSharding | None) -> tuple[Te
 
 
 def local_targets(values_BL: Tensor, sharding: SequenceSharding) -> Tensor:
-    """Returns this rank's sequence shard and the token after it, [B, l + 1], with 0 beyond the end of the row."""
+    """Returns this rank's sequence shard plus the next token, [B, l + 1], with 0 beyond the end of the row."""
     length, rank = sharding.shard_length(values_BL), sharding.group.rank()
     padded_BL = nn.functional.pad(values_BL, (0, length * sharding.group.size() + 1 - values_BL.shape[1]))
     return padded_BL[:, rank * length : (rank + 1) * length + 1]
 
 
 def gather_sequence(values_Bl: Tensor, length: int, sharding: SequenceSharding | None) -> Tensor:
-    """Returns the concatenated sequence shards of all ranks, [B, length].
+    """Concatenates the sequence shards of all ranks, [B, length].
 
-    The backward pass returns the gradient of each shard to its rank, so all ranks have to compute the same loss.
+    The backward pass returns each shard's gradient to its rank, so all ranks must compute the same loss.
     """
     if sharding is None:
         return values_Bl[:, :length]
@@ -183,7 +180,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _GatherShards(torch.autograd.Function):
-    """Gathers full rows from sequence shards. The backward pass takes this rank's shard of the gradient."""
+    """All-gathers full rows from sequence shards. The backward pass selects this rank's shard of the gradient."""
 
     @staticmethod
     def forward(ctx: _Context, values_Bl: Tensor, group: ProcessGroup) -> Tensor:
@@ -196,7 +193,7 @@ class _GatherShards(torch.autograd.Function):
 
 
 class _TakeShard(torch.autograd.Function):
-    """Takes this rank's sequence shard of rows that all ranks have. The backward pass gathers the gradient."""
+    """Selects this rank's sequence shard of rows that all ranks have. The backward pass all-gathers the gradient."""
 
     @staticmethod
     def forward(ctx: _Context, values_BL: Tensor, group: ProcessGroup) -> Tensor:
@@ -210,7 +207,7 @@ class _TakeShard(torch.autograd.Function):
 
 
 class _ReduceGradient(torch.autograd.Function):
-    """Passes a replicated weight through. The backward pass all-reduces its gradient over the ranks."""
+    """Returns a replicated weight unchanged. The backward pass all-reduces its gradient."""
 
     @staticmethod
     def forward(ctx: _Context, weight: Tensor, group: ProcessGroup) -> Tensor:
@@ -263,7 +260,7 @@ def _ulysses_attention(
     pack: Pack | None = None,
     **_: Any,  # Any: transformers passes further arguments to every attention
 ) -> tuple[Tensor, None]:
-    """Maps [B, H, l, E] to [B, l, H, E] by causal attention, with the signature of `AttentionInterface`."""
+    """Computes causal attention of [B, H, l, E], returns [B, l, H, E]; has the signature of `AttentionInterface`."""
     group = _groups[module]
     # With fewer key-value heads than ranks, several ranks hold the same head.
     repeats = max(1, group.size() // key.shape[1])

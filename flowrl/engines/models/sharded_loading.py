@@ -1,7 +1,7 @@
 """Loads sharded models without a full copy on any rank.
 
-The model is created on the meta device, where weights take no memory, and sharded. Each rank then allocates its shards
-and reads them from the safetensors files.
+A model is created on the meta device, where weights take no memory, and then sharded. Each rank allocates only its
+shards and reads them from the safetensors files.
 """
 
 import json
@@ -36,7 +36,7 @@ class _FileEntry:
 
 
 _pending: WeakKeyDictionary[nn.Module, Mapping[str, _FileEntry]] = WeakKeyDictionary()
-"""Models on the meta device, each with the file entry of every weight by its name without an adapter."""
+"""For each model on the meta device: weight name (without adapter suffixes) -> file entry."""
 
 
 def make_meta_model(
@@ -46,17 +46,16 @@ def make_meta_model(
     fresh: frozenset[str] = frozenset(),
     **settings: Any,  # Any: of a configuration
 ) -> PreTrainedModel | None:
-    """Creates a model whose weights are on the meta device until `load_shards` reads them. Buffers are real.
+    """Creates a model whose weights stay on the meta device until `load_shards` reads them.
 
     Args:
         auto: one of transformers' Auto classes.
         path: a folder with safetensors, or a Hub name.
         dtype: dtype of the weights.
-        fresh: names of weights that the files lack; they are allocated here and filled with zeros.
+        fresh: names of weights that are missing in the files. These weights are initialized to zero.
         settings: overrides of the model configuration.
-    Returns: None if the files lack a weight or have another name or shape for it. `from_pretrained` may know a
-        conversion, or report the error.
-    Raises: OSError, ValueError, SafetensorError: there is no such model, or its files are corrupt.
+    Returns: None if a weight is missing in the files or has a different name or shape.
+    Raises OSError, ValueError or SafetensorError if there is no such model, or if its files are corrupt.
     """
     local = path.is_dir()
     entries = _file_entries(path, local)
@@ -64,7 +63,7 @@ def make_meta_model(
     with torch.device("meta"):
         model = auto.from_config(config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False)
     if model.state_dict().keys() != dict(model.named_parameters(remove_duplicate=False)).keys():
-        # Persistent buffers; no family of docs/models.md has them.
+        # Persistent buffers; no supported model family in docs/models.md has them.
         return None
     pending = {}
     for names, weight in unique_parameters(model):
@@ -84,15 +83,12 @@ def make_meta_model(
 
 
 def move_loaded(model: nn.Module, device: torch.device) -> nn.Module:
-    """Moves all tensors to a device, except those on the meta device."""
+    """Moves all tensors to a device, except tensors on the meta device."""
     return model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
 def load_shards(model: nn.Module, device: torch.device) -> None:
-    """Allocates this rank's shards of all weights on the meta device and reads them from the files.
-
-    Does nothing for a model without meta weights.
-    """
+    """Allocates this rank's shards of all weights on the meta device and reads them from the files."""
     if not any(parameter.is_meta for parameter in model.parameters()):
         return
     tied_names = [names for names, weight in unique_parameters(model) if weight.is_meta]
@@ -109,7 +105,7 @@ def load_shards(model: nn.Module, device: torch.device) -> None:
 
 
 def stream_full_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields every full weight of a model loaded with `on_meta`, one at a time. The model is not changed."""
+    """Yields the full weights of a model loaded with `on_meta`, one at a time. The model is not changed."""
     entries = _pending.get(model)
     for names, weight in unique_parameters(model):
         if entries is None:
@@ -121,8 +117,7 @@ def stream_full_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _read(weight: Tensor, entry: _FileEntry) -> None:
-    """Reads a full weight, or this rank's shard of a DTensor. Opens the file per weight, since mapped pages count as
-    memory of the process."""
+    """Reads a full weight, or this rank's shard of a DTensor."""
     shape, offset, local = entry.shape, (0,) * weight.ndim, weight
     if isinstance(weight, DTensor):
         local = weight.to_local()
@@ -148,14 +143,14 @@ def _file_entries(path: Path, local: bool) -> dict[str, _FileEntry]:
 
 
 def _file_names(model: PreTrainedModel, names: list[str]) -> Iterator[str]:
-    """Yields the names that a weight may have in a file: with or without the prefix of the backbone."""
+    """Yields the names that a weight may have in a file: with and without the backbone prefix."""
     prefix = f"{model.base_model_prefix}."
     for name in names:
         yield from (name, name.removeprefix(prefix), prefix + name)
 
 
 def _initialize_buffers(model: PreTrainedModel) -> None:
-    """Computes buffers that are not saved, such as rotary frequencies, with transformers' own initialization."""
+    """Computes buffers that are not saved, such as rotary frequencies, by transformers' own initialization."""
     owners = {name.rpartition(".")[0] for name, buffer in model.named_buffers() if buffer.is_meta}
     for owner in map(model.get_submodule, sorted(owners)):
         for leaf, buffer in owner.named_buffers(recurse=False):

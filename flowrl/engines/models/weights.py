@@ -1,8 +1,8 @@
 """Exports a model's weights as NumPy arrays for other processes, and loads them into a model.
 
-Names are those of the model's parameters and persistent buffers. Tied weights are exported once, under their first
-name. NumPy has no bfloat16: such an array is an int16 view, and its name ends in `BFLOAT16`. An 8-bit layer receives
-its original weight and quantizes it.
+Names are the model's parameter and buffer names. Tied weights are exported once, under their first name. NumPy has no
+bfloat16, so a bfloat16 weight becomes an int16 view whose name ends in `BFLOAT16`. An 8-bit layer receives its original
+weight and quantizes it.
 """
 
 import copy
@@ -25,16 +25,16 @@ BFLOAT16 = "|bfloat16"
 
 
 class WeightsError(ValueError):
-    """Weights do not match the model that should load them."""
+    """Raised if weights do not match the model that should load them."""
 
 
 def weight_buckets(model: nn.Module, max_bytes: float, dtype: torch.dtype | None = None) -> list[list[str]]:
     """Groups the names of all weights into buckets, in the model's order.
 
     Args:
-        model: may be sharded.
-        max_bytes: size of a bucket; a larger weight gets a bucket of its own.
-        dtype: dtype that floating-point weights are cast to.
+        model: sharded or unsharded model.
+        max_bytes: maximum size of a bucket. A larger weight gets a separate bucket.
+        dtype: dtype to which floating-point weights are cast; None keeps their dtype.
     """
     buckets: list[list[str]] = [[]]
     size = 0
@@ -51,7 +51,7 @@ def weight_buckets(model: nn.Module, max_bytes: float, dtype: torch.dtype | None
 def weight_shapes(
     model: nn.Module, names: Sequence[str], dtype: torch.dtype | None = None
 ) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-    """Returns name, dtype and shape of each weight that `full_weights` would yield, without gathering any."""
+    """Returns name, dtype and shape of each weight that `full_weights` would yield, without communication."""
     weights = _unique_weights(model)
     return [(name, _export_dtype(weights[name], dtype), tuple(weights[name].stored.shape)) for name in names]
 
@@ -59,14 +59,14 @@ def weight_shapes(
 def full_weights(
     model: nn.Module, names: Sequence[str] | None = None, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields full weights one at a time on the model's device, without a copy if possible.
+    """Yields full weights one at a time on the model's device, without a copy if possible. Adapters are merged.
 
-    Adapters are merged. All ranks of a sharded model iterate together.
+    All ranks of a sharded model must iterate together.
 
     Args:
-        model: may be sharded.
-        names: weights to yield, by default all.
-        dtype: dtype that each rank casts its shard of floating-point weights to before the all-gather.
+        model: sharded or unsharded model.
+        names: weights to yield; None means all.
+        dtype: dtype to which floating-point weights are cast, before the all-gather if sharded.
     """
     weights = _unique_weights(model)
     for name in weights if names is None else names:
@@ -81,13 +81,12 @@ def export_weights(
     is_receiver: bool = True,
     snapshot: bool = True,
 ) -> dict[str, np.ndarray]:
-    """Returns full weights as contiguous arrays on the CPU. All ranks of a sharded model call this together.
+    """Returns full weights as contiguous arrays on the CPU. All ranks of a sharded model must call this together.
 
     Args:
         model, names, dtype: as for `full_weights`.
-        is_receiver: False for ranks that only take part in the all-gathers and get an empty result.
-        snapshot: copy all weights, so that later training does not change the result. Otherwise unsharded weights on
-            the CPU share the model's memory.
+        is_receiver: whether this rank gets the result. Other ranks only take part in the all-gathers.
+        snapshot: copy all weights. Otherwise unsharded weights on the CPU share the model's memory.
     """
     arrays = {}
     for name, weight in full_weights(model, names, dtype):
@@ -106,7 +105,7 @@ def _export_dtype(weight: ModelWeight, dtype: torch.dtype | None) -> torch.dtype
 def meta_copy(model: PreTrainedModel) -> PreTrainedModel:
     """Returns a copy of a model without weights, for `gathered_weights`. The copy shares the model's buffers.
 
-    The copy has its own attention setting, so sequence parallelism of the original does not affect it.
+    Sequence parallelism of the original does not affect the copy, which has a separate attention setting.
     """
     config = copy.deepcopy(model.config)
     config._attn_implementation = "sdpa"
@@ -119,14 +118,14 @@ def meta_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 @contextmanager
 def gathered_weights(meta_model: nn.Module, owner: nn.Module) -> Iterator[None]:
-    """Gives a `meta_copy` the full, merged weights of its original in the block. Unsharded weights are not copied.
+    """Sets the parameters of a `meta_copy` to the full, merged weights of the original model in the block.
 
-    All ranks of a sharded model enter the block together; inside the block there are no collectives. Weights are
-    gathered one at a time, so peak memory exceeds the full copy by one weight at most.
+    Unsharded weights are not copied. All ranks of a sharded model must enter the block together; there are no
+    collectives inside the block. Peak memory is the full copy plus one weight.
 
     Args:
         meta_model: result of `meta_copy`.
-        owner: the model whose weights are gathered.
+        owner: original model.
     """
     _share_buffers(meta_model, owner)  # again, since moving the owner to another device replaces its buffers
     empty = dict(meta_model.named_parameters(remove_duplicate=False))
@@ -150,7 +149,7 @@ def _share_buffers(meta_model: nn.Module, owner: nn.Module) -> None:
 
 
 def to_tensors(weights: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-    """Returns exported weights as tensors by the model's own names. They share memory, which may be read-only."""
+    """Converts exported arrays to tensors under the model's names. The tensors share the arrays' memory."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         tensors = {name: torch.from_numpy(array) for name, array in weights.items()}
@@ -179,13 +178,12 @@ class WeightTargets:
         return self._stored.keys()
 
     def write(self, weights: Mapping[str, np.ndarray], *, strict: bool = False) -> None:
-        """Copies exported weights into the model, bitwise. The arrays may be read-only.
+        """Copies exported weights into the model, bitwise.
 
         Args:
-            weights: arrays by export name.
+            weights: arrays by export name; may be read-only.
             strict: raise if a weight of the model is missing.
-        Raises:
-            WeightsError: a name is missing or unknown, or a shape or dtype differs. The model is then unchanged.
+        Raises WeightsError if a name is missing or unknown, or a shape or dtype differs. The model is then unchanged.
         """
         targets = self._stored if strict else {name: self._stored[name] for name in weights if name in self._stored}
         _check(targets, weights)
@@ -203,10 +201,9 @@ def load_weights(model: nn.Module, weights: Mapping[str, np.ndarray], *, strict:
 
 
 def write_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Copies weights into a model of the same configuration, one at a time, and quantizes those of its 8-bit layers.
+    """Copies weights into a model one at a time; 8-bit layers quantize them.
 
-    Raises:
-        WeightsError: a name is unknown or a shape differs. Earlier weights are already written.
+    Raises WeightsError if a name is unknown or a shape differs. Earlier weights are then already written.
     """
     targets = {name: weight.stored for name, weight in _unique_weights(model).items()}
     with torch.no_grad():
@@ -226,7 +223,7 @@ def _quantize(model: nn.Module, name: str, weight: Tensor) -> None:
 
 
 def _unique_weights(model: nn.Module) -> dict[str, ModelWeight]:
-    """Returns every weight under the first of its names; for an 8-bit layer a meta tensor like its original weight."""
+    """Returns every weight under its first name. The weight of an 8-bit layer is represented by a meta tensor."""
     named: dict[str, ModelWeight] = {}
     seen: set[int] = set()
     quantized = int8_layers(model)

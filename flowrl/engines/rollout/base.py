@@ -1,6 +1,6 @@
-"""Types that all rollout engines share: requests, responses, and the state of an engine.
+"""Requests, responses and the engine state that all rollout engines share.
 
-Shape suffixes: N rows of a call, T tokens of all responses.
+Shape suffixes: N prompts of a call, T tokens of all responses.
 """
 
 import enum
@@ -17,11 +17,11 @@ from flowrl.engines.rollout.sampling import row_keys
 
 
 class RolloutError(UserError):
-    """A rollout engine cannot run a request or an operation in its current state."""
+    """Raised if a rollout engine cannot run a request or an operation in its current state."""
 
 
 class PromptError(RolloutError):
-    """A prompt is empty or too long. The message is "prompt ROW REASON"."""
+    """Raised if a prompt is empty or too long. The message is "prompt ROW REASON"."""
 
     def __init__(self, row: int, reason: str) -> None:
         super().__init__(row, reason)
@@ -36,19 +36,19 @@ class PromptError(RolloutError):
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to generate one response for."""
+    """A prompt for which the engine generates one response."""
 
     request_id: str
-    """Unique among the unfinished requests."""
+    """Id that no other unfinished request has."""
     token_ids: Sequence[int]
     key: int
-    """Key of the row's random numbers, see `sampling.row_keys`."""
+    """Key of the request's random numbers, from `sampling.row_keys`."""
     greedy: bool = False
 
 
 @dataclass
 class Response:
-    """Response to a request; partial until the request has finished."""
+    """Response to a request. The response is partial until the request has finished."""
 
     request_id: str
     token_ids: list[int] = field(default_factory=list)
@@ -56,40 +56,40 @@ class Response:
     versions: list[int] = field(default_factory=list)
     """Weight version that sampled each token."""
     truncated: bool = False
-    """Whether the response ended at the length limit instead of a stop."""
+    """Whether the response ended at the length limit instead of at a stop token."""
 
 
 @dataclass(frozen=True)
 class Responses:
-    """Responses of a batch as CPU tensors, in the order of the prompts."""
+    """Responses to a batch of prompts, as CPU tensors in the order of the prompts."""
 
     tokens: Tensor
-    """int64 [T], concatenated responses; row i is the next `lengths[i]` tokens, stop tokens included."""
+    """Concatenated tokens of all responses, stop tokens included, int64 [T]."""
     logprobs: Tensor
-    """float32 [T], under the distribution that each token was sampled from (greedy: the model's own)."""
+    """Log-probability of each token under the distribution that sampled the token, float32 [T]."""
     lengths: Tensor
-    """int64 [N], each at least 1."""
+    """Number of tokens of each response, int64 [N], at least 1."""
     truncated: Tensor
-    """bool [N], whether the response ended at the length limit instead of a stop."""
+    """Whether each response ended at the length limit instead of at a stop token, bool [N]."""
     versions: Tensor
-    """int32 [T], weight version that sampled each token."""
+    """Weight version that sampled each token, int32 [T]."""
 
     def token_lists(self) -> list[list[int]]:
-        """Returns the tokens as one list per row."""
+        """Returns the tokens of each response as a list."""
         return [row.tolist() for row in self.tokens.split(self.lengths.tolist())] if len(self.lengths) else []
 
 
 def make_requests(
     prompt_ids: Sequence[Sequence[int]], prompt_id: Tensor, sample: Tensor, *, seed: int, greedy: bool = False
 ) -> list[Request]:
-    """Returns the rows of a batch as requests `generate-0`, `generate-1`, ...; arguments as of `HfRollout.generate`."""
+    """Returns requests `generate-0`, `generate-1`, ... for a batch of prompts. Arguments as for `generate`."""
     keys = row_keys(seed, prompt_id.cpu(), sample.cpu()).tolist()
     rows = enumerate(zip(prompt_ids, keys, strict=True))
     return [Request(f"generate-{row}", ids, key, greedy) for row, (ids, key) in rows]
 
 
 def stack_responses(responses: Sequence[Response]) -> Responses:
-    """Returns a list of responses as flat tensors, in the same order."""
+    """Concatenates responses into flat tensors, in the same order."""
     return Responses(
         torch.tensor([token for response in responses for token in response.token_ids], dtype=torch.int64),
         torch.tensor([logprob for response in responses for logprob in response.logprobs], dtype=torch.float32),
@@ -109,7 +109,7 @@ def check_request_ids(new: Iterable[str], running: Iterable[str]) -> None:
 
 
 def check_prompts(prompt_ids: Sequence[Sequence[int]], max_response_tokens: int, max_length: int) -> None:
-    """Raises PromptError if a prompt is empty, or too long for the model together with its response."""
+    """Raises PromptError if a prompt is empty, or if prompt and response together can exceed `max_length`."""
     for row, prompt in enumerate(prompt_ids):
         if not len(prompt):
             raise PromptError(row, "has no tokens: a prompt needs at least one")
@@ -133,18 +133,18 @@ def eos_ids(tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig | N
 
 WEIGHTS = frozenset({"weights"})
 TAGS = WEIGHTS | {"kv_cache"}
-"""Parts of an engine's memory that sleep and wake, named like vLLM's wake-up tags."""
+"""Parts of an engine's memory that can be offloaded, named like vLLM's wake-up tags."""
 
 
 class EngineState(enum.Enum):
-    """State of a rollout engine; it either generates or loads weights, never both."""
+    """State of a rollout engine, which never generates and loads weights at the same time."""
 
     SERVING = "serving"
     UPDATING = "updating"
     ASLEEP = "asleep"
-    """Memory that the operation needs is offloaded."""
+    """Memory that the requested operation needs is offloaded."""
     BROKEN = "broken"
-    """An update failed midway, so weights of two versions are mixed until a complete update."""
+    """An update failed midway, so the engine mixes weights of two versions until a complete update."""
 
 
 _FIX = {
@@ -156,25 +156,25 @@ _FIX = {
 
 
 class ServingState:
-    """State machine of a rollout engine: weight version, running update, and sleeping memory."""
+    """State machine of a rollout engine: weight version, running update and offloaded memory."""
 
     def __init__(self) -> None:
         self.version = 0
         self.asleep: frozenset[str] = frozenset()
         """Subset of `TAGS` that is offloaded."""
         self._state_awake = EngineState.SERVING
-        """State dedicated from sleep; an engine can sleep during an update."""
+        """State of the engine when no memory is offloaded."""
         self._next_version = 0
         self._missing: set[str] = set()
         """Names of weights that the running update has not received yet."""
 
     @property
     def state(self) -> EngineState:
-        """Current state. An update does not need the KV cache, so only sleeping weights interrupt it."""
+        """Current state of the engine. Offloading only the KV cache does not interrupt an update."""
         return self._state_for(TAGS if self._state_awake is EngineState.SERVING else WEIGHTS)
 
     def require(self, state: EngineState, operation: str, tags: Collection[str] = TAGS) -> None:
-        """Raises RolloutError unless the engine is in `state` and the memory that `operation` needs is awake."""
+        """Raises RolloutError unless the engine is in `state` and the memory named by `tags` is on the device."""
         current = self._state_for(tags)
         if current is not state:
             raise RolloutError(f"the rollout engine is {current.value} and cannot {operation}: {_FIX[current]}")
@@ -185,27 +185,26 @@ class ServingState:
     # Updates.
 
     def check_begin(self) -> None:
-        """Raises RolloutError if an update is running or the weights are asleep."""
+        """Raises RolloutError if an update is running or the weights are offloaded."""
         is_broken = self._state_awake is EngineState.BROKEN
         self.require(EngineState.BROKEN if is_broken else EngineState.SERVING, "begin an update", WEIGHTS)
 
     def begin(self, version: int, names: Collection[str]) -> None:
-        """Begins an update to `version`, which must receive the weights `names`. Raises as `check_begin`."""
+        """Begins an update to `version` that must receive all weights in `names`. Raises like `check_begin`."""
         self.check_begin()
         self._next_version = version
         self._missing = set(names)
         self._state_awake = EngineState.UPDATING
 
     def require_update(self, operation: str) -> None:
-        """Raises RolloutError unless an update is running and the weights are awake."""
+        """Raises RolloutError unless an update is running and the weights are on the device."""
         self.require(EngineState.UPDATING, operation, WEIGHTS)
 
     def mark_received(self, names: Collection[str]) -> None:
-        """Records that the update has received these weights."""
         self._missing.difference_update(names)
 
     def check_complete(self) -> None:
-        """Raises RolloutError if the update has not received all weights."""
+        """Raises RolloutError if the running update has not received all weights."""
         if self._missing:
             names = ", ".join(sorted(self._missing)[:3])
             raise RolloutError(
@@ -214,13 +213,13 @@ class ServingState:
             )
 
     def commit(self) -> None:
-        """Completes the update and sets the new version."""
+        """Completes the running update and sets the new version."""
         self.require_update("commit weights")
         self.version = self._next_version
         self._state_awake = EngineState.SERVING
 
     def abort(self) -> None:
-        """Abandons the running update, which leaves the engine broken."""
+        """Abandons the running update and marks the engine broken."""
         self.require_update("abort an update")
         self._state_awake = EngineState.BROKEN
 
@@ -236,12 +235,12 @@ class ServingState:
     # Sleep.
 
     def check_sleep(self) -> None:
-        """Raises RolloutError if the engine is already completely asleep."""
+        """Raises RolloutError if all memory is already offloaded."""
         if self.asleep == TAGS:
             self.require(self._state_awake, "sleep")
 
     def tags_to_wake(self, tags: Collection[str]) -> frozenset[str]:
-        """Returns the subset of `tags` that is asleep. Raises RolloutError if it is empty."""
+        """Returns the subset of `tags` that is offloaded. Raises RolloutError if the subset is empty."""
         sleeping = self.asleep.intersection(tags)
         if not sleeping:
             names = " and ".join(sorted(tags))

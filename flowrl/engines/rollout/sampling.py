@@ -1,9 +1,9 @@
-"""Token sampling as a pure function of the logits and counter-based random numbers.
+"""Samples tokens as a pure function of the logits and counter-based random numbers.
 
 Shape suffixes: B rows, V vocabulary.
 
-A random number is a hash of (seed, prompt, sample, position), not the next value of a stream. A row therefore gets the
-same numbers on any rank, in any batch and at any time.
+Each random number is a hash of (seed, prompt, sample, position). A row therefore gets the same random numbers on any
+rank and in any batch.
 """
 
 import math
@@ -12,29 +12,27 @@ import torch
 from torch import Tensor
 
 _CHUNK_ELEMENTS = 2**22
-"""Maximum number of probabilities processed at a time (32 MiB in float64), unless a single row has more."""
+"""Maximum number of probabilities per chunk (32 MiB in float64). A chunk has at least one row."""
 
 
 def row_keys(seed: int, prompt_id_B: Tensor, sample_B: Tensor) -> Tensor:
-    """Returns the key of each row's random numbers.
+    """Returns the random-number key of each row, int64 [B].
 
     Args:
-        seed: any integer; only its low 64 bits are used.
-        prompt_id_B: int64 [B], identity of the prompt.
-        sample_B: int64 [B], sample index within its prompt.
-    Returns: int64 [B].
+        seed: any integer; only the low 64 bits are used.
+        prompt_id_B: id of each row's prompt, int64 [B].
+        sample_B: index of each row among the samples of the same prompt, int64 [B].
     """
     seed_B = torch.full_like(prompt_id_B, _signed(seed))
     return _mix(_mix(_mix(seed_B) ^ prompt_id_B) ^ sample_B)
 
 
 def uniforms(keys_B: Tensor, positions_B: Tensor) -> Tensor:
-    """Returns one uniform random number per row, for the token at a position.
+    """Returns one uniform random number per row, float64 [B] in [0, 1).
 
     Args:
         keys_B: int64 [B], from `row_keys`.
-        positions_B: int64 [B], position of the sampled token in its row, prompt included.
-    Returns: float64 [B] in [0, 1), multiples of 2^-53.
+        positions_B: position of the token to sample, counted from the start of the prompt, int64 [B].
     """
     bits_B = _mix(keys_B + positions_B * _GOLDEN)
     return _shift_right(bits_B, 11).double() * 2.0**-53
@@ -53,13 +51,11 @@ def sample_tokens(
     Args:
         logits_BV: [B, V] of any float dtype.
         uniforms_B: float64 [B] in [0, 1); ignored at temperature 0.
-        temperature: >= 0, divides the logits; 0 takes the most likely token.
-        top_k: keeps the k most likely tokens and ties with the last of them; 0 keeps all.
-        top_p: in (0, 1]; keeps the most likely remaining tokens up to this total probability; ties by token id.
-    Returns:
-        tokens: int64 [B].
-        logprobs: [B], float32 or float64: under the sampled distribution, after temperature, top-k and top-p,
-            renormalized. At temperature 0: under the model's own distribution (temperature 1, all tokens).
+        temperature: divides the logits, >= 0; 0 selects the most likely token.
+        top_k: number of most likely tokens to keep, plus ties; 0 keeps all tokens.
+        top_p: keeps the most likely tokens up to this total probability, in (0, 1]. Ties are ordered by token id.
+    Returns: (tokens, logprobs). Tokens are int64 [B]. Log-probabilities are float32 or float64 [B], under the
+        renormalized distribution after temperature, top-k and top-p; at temperature 0, under the unscaled logits.
     """
     rows = max(1, _CHUNK_ELEMENTS // logits_BV.shape[1])
     if temperature == 0:
@@ -115,12 +111,12 @@ def _at_least_float32(logits: Tensor) -> Tensor:
 
 
 def _signed(bits: int) -> int:
-    """Returns the low 64 bits of an integer, interpreted as int64."""
+    """Returns the low 64 bits of an integer as a signed value."""
     return (bits + 2**63) % 2**64 - 2**63
 
 
 def _shift_right(bits: Tensor, count: int) -> Tensor:
-    """Shifts int64 logically; torch's own shift is arithmetic."""
+    """Shifts int64 values logically, since torch's right shift is arithmetic."""
     return (bits >> count) & (2 ** (64 - count) - 1)
 
 
@@ -131,7 +127,7 @@ _MIX_2 = _signed(0x94D049BB133111EB)
 
 
 def _mix(bits: Tensor) -> Tensor:
-    """Applies SplitMix64's finalizer to int64 with wrapping products."""
+    """Applies the SplitMix64 finalizer to int64 values."""
     bits = bits + _GOLDEN
     bits = (bits ^ _shift_right(bits, 30)) * _MIX_1
     bits = (bits ^ _shift_right(bits, 27)) * _MIX_2

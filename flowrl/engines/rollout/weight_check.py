@@ -1,10 +1,9 @@
-"""Compares samples of a rollout's weights with the actor's, bit for bit.
+"""Compares sampled weights of a rollout with the actor's weights, bit for bit.
 
-A linear layer maps a unit vector to a column of its matrix, and zeros to its bias. Both are exact, because adding zeros
-does not round. The check therefore works however an engine stores its weights: fused, packed for kernels, or sharded.
-Each version samples other columns and other layers.
+A linear layer maps a unit vector to a column of its matrix, and a zero vector to its bias. Both outputs are exact,
+because adding zeros does not round. The check therefore works for fused, repacked and sharded weights.
 
-Shape suffixes: J sampled inputs of a layer, N its outputs.
+Shape suffixes: J sampled inputs of a layer, N outputs of the layer.
 """
 
 import re
@@ -24,13 +23,12 @@ from flowrl.config import CheckFailed
 from flowrl.engines.models.lora import ModelWeight, model_weights
 
 INPUTS = 4
-"""Number of columns of a matrix that are sampled per version."""
+"""Number of matrix columns that are sampled per version."""
 
 QUANTIZED_TOLERANCE = 0.3
-"""Accepted error of a quantized column relative to its norm.
+"""Accepted norm of the error of a quantized column, relative to the norm of the column.
 
-int4 in groups of 128 has about 0.1, int8 and fp8 less; a swapped matrix has 1.4. Stale weights are not detected.
-"""
+The error is about 0.1 for int4 in groups of 128 and 1.4 for a swapped matrix. Stale weights are not detected."""
 
 Kind = Literal["matrix", "table", "plain"]
 
@@ -40,25 +38,25 @@ class WeightSample:
     """Sampled columns of one weight of the actor."""
 
     name: str
-    """Name of the weight in `save_pretrained`."""
+    """Parameter name in `save_pretrained` format."""
     kind: Kind
-    """`matrix` of a linear layer, `table` of an embedding, `plain` for the rest, such as norms and biases."""
+    """`matrix` for a linear layer, `table` for an embedding, `plain` for other weights such as norms and biases."""
     inputs: tuple[int, ...]
-    """Sampled columns of a matrix or embedding, or rows of another weight; empty for a complete vector."""
+    """Indices of the sampled columns of a matrix or embedding, or of the sampled rows of another weight."""
     bits: np.ndarray
-    """[J, N], or a vector; bfloat16 is stored as int16."""
+    """Sampled values [J, N], or a complete vector; bfloat16 is stored as int16."""
     is_bfloat16: bool
 
     @property
     def values(self) -> Tensor:
-        """The sampled values, copied because `bits` is read-only."""
+        """Writable copy of the sampled values."""
         tensor = torch.tensor(self.bits)
         return tensor.view(torch.bfloat16) if self.is_bfloat16 else tensor
 
 
 @dataclass(frozen=True)
 class WeightSamples:
-    """Samples of the weights of one version."""
+    """Samples of the actor's weights of one version."""
 
     version: int
     samples: tuple[WeightSample, ...]
@@ -66,7 +64,7 @@ class WeightSamples:
 
 @dataclass(frozen=True)
 class Difference:
-    """A weight that differs from the actor's."""
+    """A weight that differs from the actor's weight."""
 
     name: str
     largest: float
@@ -75,7 +73,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Compared:
-    """Result of a comparison."""
+    """Result of comparing an engine's weights with the actor's."""
 
     count: int = 0
     """Number of compared weights."""
@@ -85,7 +83,7 @@ class Compared:
 
     @staticmethod
     def of(results: Iterable[tuple[str, Difference | bool]]) -> "Compared":
-        """Collects (weight name, result) pairs. True: the weight is equal; False: it cannot be read back."""
+        """Collects pairs of weight name and result: True if equal, False if the weight cannot be read back."""
         pairs = list(results)
         wrong = tuple(result for _, result in pairs if isinstance(result, Difference))
         unreached = tuple(name for name, result in pairs if result is False)
@@ -96,7 +94,7 @@ class Compared:
 
 
 def chosen_names(names: Sequence[str], version: int) -> list[str]:
-    """Returns one weight of each kind, such as one layer's query matrix. Versions cycle through the layers."""
+    """Selects one weight of each kind, for example one query matrix. Successive versions cycle through the layers."""
     kinds: dict[str, list[str]] = {}
     for name in names:
         kinds.setdefault(re.sub(r"\.\d+\.", ".#.", name), []).append(name)
@@ -104,7 +102,7 @@ def chosen_names(names: Sequence[str], version: int) -> list[str]:
 
 
 def chosen_inputs(width: int, version: int) -> list[int]:
-    """Returns up to `INPUTS` evenly spaced columns; width / INPUTS successive versions cover all columns."""
+    """Selects up to `INPUTS` evenly spaced columns. Successive versions cycle through all columns."""
     count = min(INPUTS, width)
     return sorted({(version + i * width // count) % width for i in range(count)})
 
@@ -118,14 +116,14 @@ def weight_samples(
     dtype: torch.dtype | None = None,
     wanted: bool = True,
 ) -> WeightSamples:
-    """Returns samples of the model's weights. All ranks of a sharded model must call it together.
+    """Returns samples of the model's weights. All ranks of a sharded model must call this together.
 
     Args:
         model: the actor's model.
-        version: version of the weights; selects the layers and columns.
-        chunk, num_chunks: with `num_chunks`, returns all columns of the weights chunk, chunk + num_chunks, ... instead.
-        dtype: dtype in which floating-point weights are sent; None keeps their own.
-        wanted: whether this rank needs the result; other ranks only help to gather it.
+        version: weight version, which selects the layers and columns.
+        chunk, num_chunks: if `num_chunks` is set, samples all columns of the weights chunk, chunk + num_chunks, ...
+        dtype: dtype to which floating-point weights are cast; None keeps their dtype.
+        wanted: whether this rank needs the result. Other ranks only take part in the all-gathers.
     """
     weights = model_weights(model)
     names = list(weights) if num_chunks is None else list(weights)[chunk::num_chunks]
@@ -134,7 +132,7 @@ def weight_samples(
     for name in chosen:
         kind, dim = _kind(model, name, weights[name].stored)
         width = weights[name].stored.shape[dim] if dim is not None else 0
-        # A layer is sampled once per num_layers versions, so its columns advance once per visit.
+        # A layer is sampled once per num_layers versions, so the columns advance once per such visit.
         visit = version // max(1, len(names) // len(chosen))
         inputs = chosen_inputs(width, visit) if num_chunks is None else list(range(width))
         values = _columns(weights[name], dim, inputs, dtype).detach()
@@ -146,7 +144,7 @@ def weight_samples(
 
 
 def _kind(model: nn.Module, name: str, weight: Tensor) -> tuple[Kind, int | None]:
-    """Returns the kind of a weight and its input dimension; None for a vector, which is sampled completely."""
+    """Returns the kind of a weight and the dimension of its inputs (None for a vector)."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     module = module.base_layer if isinstance(module, LoraLinear) else module
@@ -158,7 +156,7 @@ def _kind(model: nn.Module, name: str, weight: Tensor) -> tuple[Kind, int | None
 
 
 def _columns(weight: ModelWeight, dim: int | None, inputs: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-    """Returns [J, N] contiguous, or a complete vector. Selects before gathering shards if possible."""
+    """Returns sampled columns [J, N], or a complete vector."""
     dtype = dtype if weight.stored.is_floating_point() else None
     if dim is None:
         return weight.gather(dtype).contiguous()
@@ -184,13 +182,13 @@ def _by_rows(weight: DTensor) -> bool:
 
 
 def compare(name: str, actual: Tensor, expected: Tensor, *, tolerance: float = 0.0) -> Difference | bool:
-    """Returns True if a weight equals the expected one, otherwise the difference. NaN equals NaN.
+    """Returns True if a weight equals the expected weight, otherwise the difference. NaN equals NaN.
 
     Args:
-        name: of the weight.
-        actual: values that the engine uses.
-        expected: values of the actor; cast to the dtype of `actual`.
-        tolerance: accepted norm of the error relative to the expected norm; 0 requires equality.
+        name: name of the weight.
+        actual: values from the engine.
+        expected: values from the actor; cast to the dtype of `actual`.
+        tolerance: accepted norm of the error, relative to the norm of `expected`; 0 requires equality.
     """
     expected = expected.to(actual.device, actual.dtype)
     if actual.shape != expected.shape:
@@ -206,7 +204,7 @@ def compare(name: str, actual: Tensor, expected: Tensor, *, tolerance: float = 0
 
 @torch.no_grad()
 def compare_model(model: PreTrainedModel, samples: WeightSamples) -> Compared:
-    """Compares a transformers model's weights with samples of the actor's: bitwise, or with a tolerance for int8."""
+    """Compares a transformers model with samples of the actor's weights. Quantized weights have a tolerance."""
     weights = model_weights(model)
 
     def result(sample: WeightSample) -> Difference | bool:
@@ -223,7 +221,7 @@ def compare_model(model: PreTrainedModel, samples: WeightSamples) -> Compared:
 
 
 def _quantized_columns(model: PreTrainedModel, sample: WeightSample) -> Tensor:
-    """Returns columns [J, N] of the matrix that a quantized layer effectively multiplies by."""
+    """Returns columns [J, N] of the matrix by which a quantized layer multiplies."""
     layer = model.get_submodule(sample.name.rpartition(".")[0])
     width = layer.get_buffer("weight").shape[1]
     index = torch.tensor(sample.inputs, device=layer.get_buffer("weight").device)
@@ -242,7 +240,7 @@ def merge_compared(ranks: Sequence[Compared]) -> Compared:
 
 
 def check_compared(compared: Compared, version: int) -> None:
-    """Raises CheckFailed if a weight differs."""
+    """Raises CheckFailed if a weight differs from the actor's weight."""
     if not compared.wrong:
         return
     worst = max(compared.wrong, key=lambda difference: difference.largest)

@@ -1,1 +1,1 @@
-"""Generation with transformers: continuous batching (engine.py), the decode loop (decoder.py) and the KV cache."""
+"""Generation with transformers: continuous batching, decode loop and KV cache."""

@@ -1,16 +1,13 @@
-"""Batched decode loop: rows join with a prefill, decode one token per step, and leave when their response ends.
+"""Batched decode loop of continuous batching.
 
 Shape suffixes: R slots of the cache, N rows of a call, U distinct rows of a prefill, L tokens, V vocabulary.
 
-A response depends only on the weights, its prompt and its key, not on the other rows of the batch. Random numbers are
-keyed (`sampling`), a token's cache position does not depend on the slot (`kv_cache`), and shapes are padded so that few
-rows and many rows run the same arithmetic. On the CPU in float32 results are bitwise identical for the tested sizes:
-rows of up to a hundred tokens and layer widths that are multiples of 32. Other widths can differ in the last bit of a
-log-probability.
+A response depends only on the weights, the prompt and the request's key, not on the other rows of the batch. On the CPU
+in float32, responses were bitwise identical for all tested sizes (layer widths that are multiples of 32). With other
+widths, log-probabilities can differ in the last bit.
 
-A prefill runs all tokens of a row but the last, once per distinct prompt. The last token runs in the next decode step,
-so that the same code samples every token. The slot of a finished row stays in the batch until another row takes it,
-because removing a slot copies the whole cache.
+A prefill runs all tokens of a prompt except the last. The last token runs in the next decode step, so that one code
+path samples every token. The slot of a finished row is reused, because removing a slot copies the whole cache.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -26,54 +23,54 @@ from flowrl.engines.rollout.hf.kv_cache import SlotCache, round_up
 from flowrl.engines.rollout.sampling import sample_tokens, uniforms
 
 _MIN_ROWS = 16
-"""Minimum number of slots: CPU matrix products use another summation order for a dozen rows or fewer."""
+"""Minimum number of slots. With about 12 rows or fewer, CPU matrix products use a different summation order."""
 
 _PROMPT_MULTIPLE = 16
-"""Prefill lengths are padded to a multiple of this, for the same reason."""
+"""Prefill lengths are padded to a multiple of this number, which keeps the summation order of matrix products."""
 
 _PREFILL_TOKENS = 16384
 """Maximum number of tokens of one prefill pass, padding included."""
 
 _SHRINK_SHARE = 0.75
-"""The cache shrinks when at most this share of its slots is in use; shrinking copies the rest."""
+"""The cache shrinks if at most this fraction of its slots is in use."""
 
 History = tuple[int, ...]
-"""Tokens of a row so far: prompt, then response."""
+"""Tokens of a row: the prompt, then the response so far."""
 
 
 @dataclass
 class Row:
-    """A request and its response."""
+    """A request and its response, as they move between queue and decoder."""
 
     request: Request
     response: Response
-    """Partial response; updated when the row leaves the decoder, not at every step."""
+    """Partial response. The decoder updates it only when it removes the row."""
 
     @property
     def history(self) -> History:
-        """Tokens of prompt and response; during decoding, those at the time the row joined."""
+        """Tokens of the prompt and of the partial response."""
         return (*self.request.token_ids, *self.response.token_ids)
 
 
 @dataclass
 class _Slots:
-    """Decode state of each cache slot. A free slot keeps decoding at position 0, and its results are discarded."""
+    """Decode state of each cache slot. The results of free slots are discarded."""
 
     is_used: Tensor
-    """bool [R]."""
+    """Whether a row occupies the slot, bool [R]."""
     key: Tensor
-    """int64 [R], from `sampling.row_keys`."""
+    """Random-number key of the row, int64 [R], from `sampling.row_keys`."""
     next_token: Tensor
-    """int64 [R], input token of the next step."""
+    """Input token of the next decode step, int64 [R]."""
     position: Tensor
-    """int64 [R], position of the input token; 0 in a free slot."""
+    """Position of the input token in the row, int64 [R]; 0 in a free slot."""
     count: Tensor
-    """int64 [R], number of response tokens so far; 0 in a free slot."""
+    """Number of response tokens so far, int64 [R]; 0 in a free slot."""
     tokens: Tensor
-    """int64 [R, P + max_response_tokens], response after P times -1. P is one less than the longest stop sequence, so
-    a window of that length never starts before the row."""
+    """Response tokens after P padding values of -1, int64 [R, P + max_response_tokens]. P is the longest stop sequence
+    minus 1."""
     logprobs: Tensor
-    """float32 [R, max_response_tokens], of the tokens sampled since the row joined."""
+    """Log-probabilities of the response tokens sampled since the row joined, float32 [R, max_response_tokens]."""
 
     @staticmethod
     def free(num_slots: int, padding: int, limit: int, device: torch.device) -> "_Slots":
@@ -101,7 +98,7 @@ class _Slots:
 
 
 class Decoder:
-    """Decodes rows that share one KV cache. Holds no memory without rows."""
+    """Decodes rows that share one KV cache."""
 
     def __init__(
         self,
@@ -111,14 +108,14 @@ class Decoder:
         max_length: int,
         device: torch.device,
     ) -> None:
-        """Stores the settings; computes nothing.
+        """Stores the settings and allocates nothing.
 
         Args:
             model: result of `with_slot_attention`.
             config: sampling settings.
             end_ids: tokens that end a response, in addition to `config.stop_ids`.
-            max_length: maximum number of tokens of a row.
-            device: the model's device.
+            max_length: maximum number of tokens of prompt and response.
+            device: device of the model.
         """
         self._model, self._config, self._device, self._max_length = model, config, device, max_length
         self._num_layers: int = model.config.get_text_config().num_hidden_layers
@@ -129,14 +126,13 @@ class Decoder:
 
     def _clear(self) -> None:
         self._rows: list[Row | None] = []
-        """Row of each slot; None if the slot is free."""
+        """Row in each slot; None for a free slot."""
         self._cache: SlotCache | None = None
         self._slots = _Slots.free(0, self._padding, self._config.max_response_tokens, self._device)
         self.num_rows = 0
-        """Number of decoding rows."""
         self._num_greedy = 0
         self._longest = 0
-        """Number of tokens of the longest row, its next input token included."""
+        """Number of tokens of the longest row, including the input token of the next step."""
 
     # Join.
 
@@ -156,7 +152,7 @@ class Decoder:
         self._start(rows, histories, slots)
 
     def _allocate(self, count: int, longest: int) -> list[int]:
-        """Returns `count` free slots for rows of up to `longest` tokens; grows the cache if needed."""
+        """Returns `count` free slots for rows of up to `longest` tokens. Grows the cache if needed."""
         free = [slot for slot, row in enumerate(self._rows) if row is None]
         missing = max(count - len(free), _MIN_ROWS - len(self._rows), 0)
         if self._cache is None:
@@ -170,7 +166,7 @@ class Decoder:
         return free[:count]
 
     def _prefill(self, cache: SlotCache, slots: Mapping[History, int]) -> None:
-        """Computes keys and values of all tokens but the last of each history, in its slot."""
+        """Fills the cache slot of each history with the keys and values of all tokens except the last."""
         for chunk in self._prefill_chunks(sorted(slots, key=len)):
             width = self._prefill_width(chunk[-1])
             if width == 0:
@@ -193,7 +189,6 @@ class Decoder:
         yield chunk
 
     def _prefill_width(self, history: History) -> int:
-        """Returns the padded length of a history's prefill."""
         return min(round_up(len(history) - 1, _PROMPT_MULTIPLE), self._max_length)
 
     def _start(self, rows: Sequence[Row], histories: Sequence[History], indices: Sequence[int]) -> None:
@@ -217,10 +212,10 @@ class Decoder:
     # Decode.
 
     def step(self, version: int) -> list[Row]:
-        """Decodes one token of every row; removes and returns the rows whose responses have ended.
+        """Decodes one token of every row. Removes and returns the rows whose responses have ended.
 
         Args:
-            version: of the weights.
+            version: current weight version, which is recorded for the sampled tokens.
         """
         slots, cache = self._slots, self._cache
         assert cache is not None, "no row has joined"
@@ -243,7 +238,7 @@ class Decoder:
         return rows
 
     def _forward(self, cache: SlotCache) -> Tensor:
-        """Runs one token per slot; returns the logits [R, V] of the next token."""
+        """Runs one token per slot and returns the logits [R, V] of the next token."""
         position_R = self._slots.position.clone()
         cache.begin_step(position_R, self._longest)
         output = self._model(
@@ -271,7 +266,7 @@ class Decoder:
         return torch.where(is_greedy_R, greedy[0], sampled[0]), torch.where(is_greedy_R, greedy[1], sampled[1])
 
     def _ends_response(self, tokens_R: Tensor, row_numbers: Tensor) -> Tensor:
-        """Returns bool [R]: whether the sampled token is an end token or completes a stop sequence."""
+        """Returns whether each sampled token is an end token or completes a stop sequence, bool [R]."""
         ends_R = torch.isin(tokens_R, self._end_ids)
         for stop in self._stops:
             last_RL = self._padding + self._slots.count[:, None] + torch.arange(1 - len(stop), 1, device=self._device)
@@ -281,22 +276,22 @@ class Decoder:
     # Leave.
 
     def drop(self, request_ids: Collection[str]) -> None:
-        """Removes the rows of these requests and discards their tokens."""
+        """Removes the rows of these requests and discards their responses."""
         slots = [i for i, row in enumerate(self._rows) if row is not None and row.request.request_id in request_ids]
         if slots:
             self._remove(torch.tensor(slots, device=self._device), 0)
 
     def remove_all(self, version: int) -> list[Row]:
-        """Removes and returns all rows with their partial responses; a row that joins again continues from there.
+        """Removes and returns all rows with their partial responses, from which a later `join` continues.
 
         Args:
-            version: of the weights that have sampled since the rows joined.
+            version: version of the weights that sampled the tokens since the rows joined.
         """
         slots = [slot for slot, row in enumerate(self._rows) if row is not None]
         return self._remove(torch.tensor(slots, device=self._device), version) if slots else []
 
     def _remove(self, index_N: Tensor, version: int) -> list[Row]:
-        """Frees slots; returns their rows with all sampled tokens."""
+        """Frees slots and returns their rows with all sampled tokens."""
         slots = self._slots
         counts = slots.count[index_N].tolist()
         tokens = slots.tokens[index_N, self._padding : self._padding + max(counts)].tolist()
@@ -321,7 +316,7 @@ class Decoder:
         return rows
 
     def shrink(self) -> None:
-        """Removes free slots from the cache if there are many."""
+        """Removes free slots from the cache if at most `_SHRINK_SHARE` of the slots is in use."""
         num_slots = max(self.num_rows, _MIN_ROWS)
         if self._cache is None or num_slots > _SHRINK_SHARE * len(self._rows):
             return

@@ -1,4 +1,4 @@
-"""Rollout engine on transformers: continuous batching, for whole batches (`generate`) or a stream (`add`, `poll`)."""
+"""Rollout engine on transformers, for batches (`generate`) or a stream of requests (`add`, `poll`)."""
 
 import time
 from collections import deque
@@ -29,13 +29,14 @@ from flowrl.engines.rollout.hf.kv_cache import with_slot_attention
 from flowrl.engines.rollout.weight_check import Compared, WeightSamples, compare_model
 
 _JOIN_SHARE = 8
-"""Waiting rows join once 1/8 of the slots is free: a prefill costs about half a decode step, however few its rows."""
+"""Waiting rows join once 1/8 of the slots is free, because a prefill costs about half a decode step for any number of
+rows."""
 
 
 class HfRollout:
-    """Generates with a model that may be training elsewhere; the model is neither modified nor copied.
+    """Generates responses with a transformers model, which may be the model that an actor trains.
 
-    Streaming (`add`, `poll`) requires weights that change only by an update, not by training.
+    The engine neither copies nor modifies the weights. For streaming, only `begin_update` may change them.
     """
 
     def __init__(
@@ -45,18 +46,16 @@ class HfRollout:
         config: RolloutConfig,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Moves the model to the device, unless its weights are on `meta`.
+        """Moves the model to the device, unless its weights are on the meta device.
 
-        Responses end at the end-of-sequence tokens of the tokenizer and of the model.
-
-        Raises:
-            RolloutError: the model has layers without a KV cache.
+        Responses end at the end-of-sequence tokens of the tokenizer and of the model's generation config.
+        Raises RolloutError if the model has layers without a KV cache.
         """
         if not any(parameter.is_meta for parameter in model.parameters()):
             model.to(device)  # pyright: ignore[reportArgumentType] (transformers narrows `to`)
         model.eval()
         self.model = with_slot_attention(model)
-        """Copy of the model's modules that shares its parameters."""
+        """Copy of the model's modules that shares all parameters with the original."""
         self._serving = ServingState()
         self._config = config
         self._device = torch.device(device)
@@ -68,7 +67,7 @@ class HfRollout:
 
     @property
     def version(self) -> int:
-        """Version of the weights."""
+        """Weight version."""
         return self._serving.version
 
     @version.setter
@@ -82,7 +81,7 @@ class HfRollout:
     def begin_update(self, version: int) -> None:
         """Begins an update to `version`. Running requests pause and continue with the new weights.
 
-        Raises RolloutError if an update is running.
+        Raises RolloutError if an update is already running.
         """
         self._serving.check_begin()
         self._batch.pause(self.version)
@@ -92,9 +91,8 @@ class HfRollout:
     def receive(self, weights: Mapping[str, np.ndarray]) -> None:
         """Writes some of the weights, in the format of `export_weights`.
 
-        Raises:
-            RolloutError: no update is running.
-            WeightsError: the weights do not fit the model; the engine is broken until a complete update.
+        Raises RolloutError if no update is running, and WeightsError if the weights do not match the model. After a
+        WeightsError, the engine is broken until a complete update.
         """
         self._serving.require(EngineState.UPDATING, "receive weights")
         with self._serving.mark_failed_on_error():
@@ -109,11 +107,11 @@ class HfRollout:
         self._serving.commit()
 
     def abort_update(self) -> None:
-        """Abandons the running update; the engine is broken until a complete update."""
+        """Abandons the running update. The engine is broken until a complete update."""
         self._serving.abort()
 
     def compare_weights(self, samples: WeightSamples) -> Compared:
-        """Compares the weights with samples of the actor's weights."""
+        """Compares the engine's weights with samples of the actor's weights."""
         self._serving.require(EngineState.SERVING, "compare weights")
         return compare_model(self.model, samples)
 
@@ -121,7 +119,7 @@ class HfRollout:
 
     @property
     def num_running(self) -> int:
-        """Number of added requests whose responses were not returned yet."""
+        """Number of added requests whose responses `poll` has not returned yet."""
         return self._batch.num_running
 
     @torch.no_grad()
@@ -134,17 +132,15 @@ class HfRollout:
         seed: int,
         greedy: bool = False,
     ) -> Responses:
-        """Returns one response per prompt. Added requests pause meanwhile and keep their KV cache.
+        """Returns one response per prompt. Requests of `add` pause during the call and keep their KV cache.
 
         Args:
-            prompt_ids: token ids of N non-empty prompts; several samples of a prompt repeat it.
-            prompt_id: int64 [N], identity of the prompt.
-            sample: int64 [N], sample index within its prompt.
-            seed: the same (seed, prompt_id, sample) draws the same random numbers.
-            greedy: takes the most likely token; ignores temperature, top-k and top-p.
-        Raises:
-            PromptError: a prompt is empty, or too long together with its response.
-            RolloutError: an update is running or failed.
+            prompt_ids: token ids of N non-empty prompts. A prompt with several samples is repeated.
+            prompt_id: id of each prompt, int64 [N].
+            sample: index of each row among the samples of its prompt, int64 [N].
+            seed: random seed. Equal (seed, prompt_id, sample) give equal random numbers.
+            greedy: select the most likely tokens and ignore temperature, top-k and top-p.
+        Raises PromptError if a prompt is empty or too long, and RolloutError if an update is running or has failed.
         """
         self._serving.require(EngineState.SERVING, "generate")
         check_prompts(prompt_ids, self._config.max_response_tokens, self._max_length)
@@ -158,10 +154,9 @@ class HfRollout:
         return stack_responses([responses[request.request_id] for request in requests])
 
     def add(self, requests: Iterable[Request]) -> None:
-        """Queues requests for `poll`, which decodes up to `max_num_seqs` of them at a time, first come first served.
+        """Queues requests, of which `poll` decodes up to `max_num_seqs` at a time, in FIFO order.
 
-        A response is bitwise identical to that of `generate` for the same prompt and key, whatever else is running.
-
+        The response is bitwise identical to that of `generate` for the same prompt and key.
         Raises RolloutError if a request id is in use or a prompt is too long.
         """
         self._serving.require(EngineState.SERVING, "add requests")
@@ -188,7 +183,7 @@ class HfRollout:
 
 
 class ContinuousBatch:
-    """Continuous batching: up to `max_num_seqs` requests decode together; others wait in a queue."""
+    """Continuous batching: up to `max_num_seqs` requests decode together, and other requests wait in a queue."""
 
     def __init__(self, decoder: Decoder, max_num_seqs: int) -> None:
         self._decoder, self._max_num_seqs = decoder, max_num_seqs
@@ -198,7 +193,6 @@ class ContinuousBatch:
 
     @property
     def num_running(self) -> int:
-        """Number of unfinished requests."""
         return len(self._request_ids)
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -211,8 +205,8 @@ class ContinuousBatch:
         """Decodes until a response has finished or the timeout expires; returns the finished responses.
 
         Args:
-            version: of the weights.
-            timeout_s: no decode step starts after it; None waits for a response.
+            version: current weight version.
+            timeout_s: seconds after which no decode step starts; None waits until a response has finished.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         finished: list[Response] = []
@@ -236,7 +230,7 @@ class ContinuousBatch:
     def pause(self, version: int) -> None:
         """Moves all decoding rows back to the front of the queue, before the weights of `version` change.
 
-        The rows keep their tokens and continue from them; a new prefill recomputes their keys and values.
+        The rows keep their tokens. When they join again, a prefill recomputes their keys and values.
         """
         order = {request_id: index for index, request_id in enumerate(self._request_ids)}
         rows = self._decoder.remove_all(version)
@@ -250,7 +244,7 @@ class ContinuousBatch:
 
 
 def _max_length(settings: PreTrainedConfig) -> int:
-    """Returns the longest sequence that fits the model's position limit and its sliding window."""
+    """Returns the maximum sequence length: the smaller of position limit and sliding window."""
     layer_types = getattr(settings, "layer_types", None) or []
     without_cache = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
     if without_cache:

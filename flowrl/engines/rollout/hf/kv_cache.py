@@ -1,13 +1,12 @@
-"""KV cache and decode attention whose results for a row do not depend on the other rows of the batch.
+"""KV cache and decode attention that make each row's result independent of the other rows in the batch.
 
 Shape suffixes: B rows, H key-value heads, G queries per key-value head, C positions, L tokens, D head dimension.
 
-The token at position p of a row is stored at index p of the cache; later positions are masked. Rows of different
-lengths therefore decode together, new tokens are written in place, and every row is summed in the same order in any
-batch. The attended length is a multiple of 32, because vector code sums a remainder in another order.
+The cache stores the token at position p of a row at index p, and attention masks all later indices. Rows of different
+lengths therefore decode together with the same summation order in any batch. The attended length is a multiple of 32,
+because vectorized code sums a remainder in a different order.
 
-Decode steps use their own attention for two reasons. The summation order of torch's CPU kernel depends on the address
-of its scratch memory. And transformers copies keys and values once per query head before a masked kernel.
+Decode steps do not use torch's attention kernel, whose summation order on the CPU depends on memory addresses.
 """
 
 import math
@@ -26,15 +25,11 @@ _ATTENTION = "flowrl_slots"
 
 
 def round_up(number: int, multiple: int) -> int:
-    """Returns the smallest multiple of `multiple` that is at least `number`."""
     return -(-number // multiple) * multiple
 
 
 def with_slot_attention(model: PreTrainedModel) -> PreTrainedModel:
-    """Returns a copy of the model's modules with attention over a `SlotCache`.
-
-    The copy shares all parameters and buffers. The original model is not modified.
-    """
+    """Returns a copy of the model's modules that attends over a `SlotCache` and shares all parameters and buffers."""
     AttentionInterface.register(_ATTENTION, _slot_attention)
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     copy = deepcopy(model, shared)
@@ -55,8 +50,7 @@ def _slot_attention(
 ) -> tuple[Tensor, None]:
     """Computes attention of queries [B, H x G, L, D] over keys and values [B, H, C, D]; returns [B, L, H x G, D].
 
-    Without a mask it is a causal prefill; with an additive mask [B, 1, 1, C] it is a decode step. The signature is that
-    of transformers' attention functions.
+    Without a mask the call is a causal prefill. With an additive mask [B, 1, 1, C] the call is a decode step.
     """
     if attention_mask is None:
         return attend(query, key, value, pack=None, scaling=scaling, softcap=softcap), None
@@ -78,14 +72,14 @@ class _SlotLayer(CacheLayerMixin):
         self.keys = self.values = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocates zeros: masked positions are multiplied by 0, so they must be finite."""
+        """Allocates zeros, because attention multiplies masked positions by 0 and needs finite values there."""
         shape = (self._cache.num_rows, key_states.shape[1], self._cache.capacity)
         self.keys = key_states.new_zeros((*shape, key_states.shape[-1]))
         self.values = value_states.new_zeros((*shape, value_states.shape[-1]))
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Stores the new tokens; returns all keys and values to attend to. The model calls it in each layer."""
+        """Stores the keys and values of the new tokens; returns all keys and values that the tokens attend to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
@@ -100,27 +94,26 @@ class _SlotLayer(CacheLayerMixin):
         return self.keys[:, :, : cache.width], self.values[:, :, : cache.width]
 
     def select(self, rows: Tensor, capacity: int) -> None:
-        """Keeps the indexed rows, which may repeat, with at least the current capacity."""
+        """Keeps the rows with these indices (repeats allowed) and extends the capacity if needed."""
         if self.keys is not None and self.values is not None:
             self.keys = _select(self.keys, rows, capacity)
             self.values = _select(self.values, rows, capacity)
 
     def copy(self, sources: Tensor, targets: Tensor, num_slots: int) -> None:
-        """Copies the first `num_slots` positions of the source rows to the target rows."""
         if self.keys is not None and self.values is not None:
             self.keys[targets, :, :num_slots] = self.keys[sources, :, :num_slots]
             self.values[targets, :, :num_slots] = self.values[sources, :, :num_slots]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Returns (number of keys, first key) of a prefill; a decode step passes its own mask."""
+        """Returns (number of keys, index of the first key) of a prefill. Decode steps pass an explicit mask instead."""
         return query_length, 0
 
     def get_seq_length(self) -> int:
-        """Returns the start position of a prefill; a decode step passes its own positions."""
+        """Returns the start position of a prefill. Decode steps pass explicit positions instead."""
         return 0
 
     def get_max_length(self) -> int:
-        """Returns -1: the cache grows without limit."""
+        """Returns -1, because the cache grows without limit."""
         return -1
 
 
@@ -136,7 +129,7 @@ class SlotCache(Cache):
     """KV cache (`past_key_values`) of prefills and decode steps."""
 
     def __init__(self, num_layers: int, num_rows: int, num_slots: int, device: torch.device | str) -> None:
-        """Creates a cache for `num_rows` rows of `num_slots` tokens; it grows with longer rows."""
+        """Creates a cache for `num_rows` rows of `num_slots` tokens. The cache grows if a row becomes longer."""
         super().__init__(layers=[_SlotLayer(self) for _ in range(num_layers)])
         self.num_rows = num_rows
         self.capacity = round_up(num_slots, SLOT_MULTIPLE)
@@ -146,15 +139,15 @@ class SlotCache(Cache):
         self.row_numbers = torch.arange(num_rows, device=device)
 
     def begin_prefill(self, rows: Tensor) -> None:
-        """Prepares a forward pass over right-padded tokens of the indexed rows, starting at position 0."""
+        """Prepares a prefill of right-padded tokens into the rows with these indices."""
         self.prefilled = rows
 
     def begin_step(self, positions: Tensor, longest: int) -> None:
-        """Prepares a forward pass over one token per row.
+        """Prepares a decode step with one token per row.
 
         Args:
-            positions: int64 [B], position of each token in its row.
-            longest: upper bound on the number of tokens of any row, new token included.
+            positions: position of each token in its row, int64 [B].
+            longest: upper bound of the row length, new token included.
         """
         self.prefilled = None
         self.positions = positions
@@ -164,27 +157,27 @@ class SlotCache(Cache):
             self.select(self.row_numbers, 2 * self.width)
 
     def mask(self, dtype: torch.dtype) -> Tensor:
-        """Returns the additive mask [B, 1, 1, C] of a decode step: 0 for the row's tokens, -inf for later positions."""
+        """Returns the additive mask [B, 1, 1, C] of a decode step: 0 at the row's tokens, -inf at later positions."""
         slots_C = torch.arange(self.width, device=self.positions.device)
         unseen_BC = slots_C > self.positions[:, None]
         mask_BC = torch.zeros(unseen_BC.shape, dtype=dtype, device=unseen_BC.device)
         return mask_BC.masked_fill_(unseen_BC, -math.inf)[:, None, None]
 
     def grow(self, num_rows: int, num_slots: int) -> None:
-        """Grows the cache to at least this size; the content of new rows is undefined."""
+        """Grows the cache to at least this size. The content of new rows is undefined."""
         capacity = round_up(num_slots, SLOT_MULTIPLE)
         if num_rows > self.num_rows or capacity > self.capacity:
             missing = max(0, num_rows - self.num_rows)
             self.select(nn.functional.pad(self.row_numbers, (0, missing)), capacity)
 
     def copy(self, sources: Tensor, targets: Tensor, num_slots: int) -> None:
-        """Copies the first `num_slots` positions of the source rows to the target rows; the two must be disjoint."""
+        """Copies the first `num_slots` positions of source rows to target rows. Source and target rows must be disjoint."""
         for layer in self.layers:
             assert isinstance(layer, _SlotLayer)
             layer.copy(sources, targets, num_slots)
 
     def select(self, rows: Tensor, capacity: int | None = None) -> None:
-        """Keeps the indexed rows, which may repeat; `capacity` extends their length."""
+        """Copies the first `num_slots` positions of source rows to target rows, which must be disjoint from them."""
         self.capacity = max(self.capacity, capacity or 0)
         for layer in self.layers:
             assert isinstance(layer, _SlotLayer)

@@ -1,1 +1,1 @@
-"""Generation with vLLM. These modules are the only ones that import vLLM, which is an optional dependency."""
+"""Generation with vLLM. vLLM is optional, and only these modules import it."""

@@ -1,10 +1,10 @@
 """Rollout engine on vLLM, whose engine core runs in the caller's process.
 
 vLLM computes only in `poll` and `generate`, so generation and weight updates never overlap and need no locks. vLLM
-initializes torch.distributed and the environment of its process, so the process must be dedicated to the rollout.
+changes torch.distributed and the environment variables of its process, so the process must be dedicated to the rollout.
 
-Log-probabilities are those of the sampled distribution: after temperature, top-k and top-p, renormalized. Greedy ones
-are the model's own. The hf engine does the same.
+As in `HfRollout`, log-probabilities are under the renormalized distribution after temperature, top-k and top-p. Greedy
+log-probabilities are under the unscaled logits.
 """
 
 import os
@@ -40,18 +40,18 @@ from flowrl.engines.rollout.vllm.quantization import quantization_options
 _SETTINGS = {
     # Run the engine core in this process.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # Forked workers would inherit locks of threads that do not exist in them.
+    # Forked workers would inherit locked locks.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    # Other processes use the same cores.
+    # Other processes use the same CPU cores.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 if not torch.cuda.is_available():
     # Compiling the sampler takes seconds and does not speed up the CPU.
     _SETTINGS["TORCHDYNAMO_DISABLE"] = "1"
 
-# Overrides existing values, because this module depends on these.
+# Overrides existing values, because this module depends on these settings.
 os.environ |= _SETTINGS
 
 from vllm import EngineArgs, SamplingParams  # noqa: E402 (reads the environment at import)
@@ -67,11 +67,11 @@ from flowrl.engines.rollout.vllm.vllm_check import Compared, WeightSamples, comp
 from flowrl.engines.rollout.vllm.worker_extension import TRANSFER, SharedTensors, WorkerExtension  # noqa: E402
 
 _STEP_TOKENS = 8192
-"""Maximum number of tokens of one step, mostly prefill; more tokens need more memory."""
+"""Maximum number of tokens per engine step, mostly prefill. More tokens need more memory."""
 
 
 class VllmRollout:
-    """Generates responses for whole batches (`generate`) or a stream of requests (`add`, `poll`)."""
+    """Generates responses for batches (`generate`) or a stream of requests (`add`, `poll`)."""
 
     def __init__(
         self,
@@ -85,19 +85,18 @@ class VllmRollout:
         """Loads the model. Responses end at the end-of-sequence tokens of the tokenizer and of the model.
 
         Args:
-            model: path and dtype.
-            tokenizer: the model's.
+            model: path and dtype of the model.
+            tokenizer: tokenizer of the model.
             config: sampling and engine settings.
-            tp: tensor parallel size; this process is the leader of that many devices of the node.
-            can_sleep: whether `sleep` frees GPU memory; on the CPU it frees nothing.
-        Raises:
-            ModelError: the model cannot be loaded; raised before vLLM starts.
+            tp: tensor-parallel size. This process is the leader of `tp` devices on the node.
+            can_sleep: whether `sleep` frees GPU memory.
+        Raises ModelError if the model cannot be loaded.
         """
         self._config = config
         self._serving = ServingState()
         empty = load_policy(model, on_meta=True)
         self._tied = {names[0]: names[1:] for names, _ in unique_parameters(empty)}
-        """Weight name -> its other names; vLLM receives a tied weight under each name."""
+        """Weight name -> its tied names. vLLM receives a tied weight under each name."""
         ends = eos_ids(tokenizer, empty.generation_config)
         self._end_ids = sorted({*ends, *(stop[0] for stop in config.stop_ids if len(stop) == 1)})
         self._stop_sequences: dict[int, list[list[int]]] = {}
@@ -107,7 +106,7 @@ class VllmRollout:
                 self._stop_sequences.setdefault(stop[-1], []).append(list(stop))
         self._running: dict[str, Response] = {}
         self._finished: dict[str, Response] = {}
-        """Finished responses that no `poll` has returned yet."""
+        """Finished responses that `poll` has not returned yet."""
         self._tp = tp
         self._engine = start_engine(_engine_args(model, config, tp, can_sleep))
         call_workers(self._engine, "init_weight_transfer_engine", {})
@@ -119,7 +118,7 @@ class VllmRollout:
 
     @property
     def version(self) -> int:
-        """Version of the weights."""
+        """Weight version."""
         return self._serving.version
 
     @property
@@ -134,12 +133,12 @@ class VllmRollout:
 
     @property
     def max_length(self) -> int:
-        """Maximum number of tokens of a row, prompt and response."""
+        """Maximum number of tokens of prompt and response together."""
         return self._engine.vllm_config.model_config.max_model_len
 
     @property
     def num_running(self) -> int:
-        """Number of added requests whose responses were not returned yet."""
+        """Number of added requests whose responses `poll` has not returned yet."""
         return len(self._running) + len(self._finished)
 
     # Generation.
@@ -153,9 +152,9 @@ class VllmRollout:
         seed: int,
         greedy: bool = False,
     ) -> Responses:
-        """Returns one response per prompt; arguments, result and errors as of `HfRollout.generate`.
+        """Returns one response per prompt; arguments, result and errors as for `HfRollout.generate`.
 
-        Added requests continue meanwhile; the next `poll` returns those that finish.
+        Requests of `add` continue during the call. The next `poll` returns their finished responses.
         """
         requests = make_requests(prompt_ids, prompt_id, sample, seed=seed, greedy=greedy)
         self.add(requests)
@@ -165,7 +164,7 @@ class VllmRollout:
         return stack_responses([self._finished.pop(request_id) for request_id in request_ids])
 
     def add(self, requests: Iterable[Request]) -> None:
-        """Adds requests to vLLM's scheduler; `poll` generates their responses.
+        """Adds requests to vLLM's scheduler. `poll` generates their responses.
 
         Raises RolloutError if a request id is in use or a prompt is too long.
         """
@@ -193,7 +192,7 @@ class VllmRollout:
         return list(finished.values())
 
     def _step(self) -> None:
-        """Runs one step of vLLM's scheduler and stores the responses that finish."""
+        """Runs one step of vLLM's scheduler and stores the finished responses."""
         for output in self._engine.step():
             assert isinstance(output, RequestOutput)
             response = self._process_output(output)
@@ -208,7 +207,7 @@ class VllmRollout:
             self._finished.pop(request_id, None)
 
     def _process_output(self, output: RequestOutput) -> Response | None:
-        """Appends vLLM's output to its response; returns the response if it has finished."""
+        """Appends a vLLM output to the response of its request. Returns the response if it has finished."""
         response = self._running.get(output.request_id)
         if response is None:
             return None
@@ -261,11 +260,11 @@ class VllmRollout:
         self._serving.begin(version, self._tied)
 
     def join_transfer_group(self, group: Mapping[str, Any], first_rank: int) -> None:  # Any: of `TransferGroup`
-        """Joins an NCCL transfer group with every worker of the replica, starting at rank `first_rank`."""
+        """Joins an NCCL transfer group with all workers of the replica, with consecutive ranks from `first_rank`."""
         call_workers(self._engine, "join_transfer_group", TransferGroup(**group), first_rank)
 
     def receive(self, weights: Mapping[str, Tensor] | IpcChunk | WeightMetadata) -> None:
-        """Loads some of the weights: tensors named as in `save_pretrained`, an IPC chunk, or a broadcast."""
+        """Loads some of the weights: tensors named as in `save_pretrained`, an IPC chunk, or an NCCL broadcast."""
         self._serving.require_update("receive weights")
         if isinstance(weights, IpcChunk | WeightMetadata):
             with self._end_update_on_error():
@@ -282,22 +281,22 @@ class VllmRollout:
         """Completes the update and discards all cached keys and values. Raises RolloutError if weights are missing."""
         self._serving.require_update("commit weights")
         with self._end_update_on_error():
-            # vLLM itself would keep missing weights, and leave missing parts of a fused layer uninitialized.
+            # vLLM itself would keep the old values of missing weights.
             self._serving.check_complete()
             call_workers(self._engine, "finish_weight_update")
-            # Includes running requests, which would otherwise continue from old keys and values.
+            # Includes running requests, which would otherwise continue with keys and values of the old weights.
             if not self._engine.reset_prefix_cache(reset_running_requests=True):
                 raise RuntimeError("vLLM did not reset its prefix cache, which holds keys and values of old weights")
         self._serving.commit()
         self._engine.set_weight_version(str(self.version))
 
     def abort_update(self) -> None:
-        """Abandons the running update; the engine is broken until a complete update."""
+        """Abandons the running update. The engine is broken until a complete update."""
         self._serving.abort()
         call_workers(self._engine, "end_update")
 
     def compare_weights(self, samples: WeightSamples) -> Compared:
-        """Compares the weights with samples of the actor's weights."""
+        """Compares the engine's weights with samples of the actor's weights."""
         self._serving.require(EngineState.SERVING, "compare weights", WEIGHTS)
         return compare_weights(self._engine, samples)
 
@@ -315,10 +314,8 @@ class VllmRollout:
     def sleep(self) -> None:
         """Frees device memory: offloads weights to the CPU and drops the KV cache (vLLM's sleep level 1).
 
-        Sleep is allowed during an update and after a failed one; waking restores that state. Level 2 is not used,
-        because it drops the weights and would serve uninitialized memory after waking.
-
-        Raises RolloutError if requests are running.
+        Sleep is allowed during an update and after a failed update. Level 2 is not used, because it would drop the
+        weights without a way to restore them. Raises RolloutError if requests are running.
         """
         self._serving.check_sleep()
         if self._running:
@@ -327,7 +324,7 @@ class VllmRollout:
         self._serving.asleep = TAGS
 
     def wake(self, tags: Collection[str] = TAGS) -> None:
-        """Restores all memory, or only some `TAGS`: an update needs the weights alone."""
+        """Restores the memory named by `tags`, by default all memory. An update needs only the weights."""
         waking = self._serving.tags_to_wake(tags)
         self._engine.wake_up(tags=sorted(waking))
         self._serving.asleep -= waking
@@ -344,7 +341,7 @@ def _engine_args(model: ModelConfig, config: RolloutConfig, tp: int, can_sleep: 
         distributed_executor_backend="mp" if tp > 1 else "uni",
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=max(_STEP_TOKENS, config.max_num_seqs),
-        # -1: limit of the model and of the KV cache.
+        # -1: vLLM derives the limit from the model and the KV cache size.
         max_model_len=settings.max_model_len or -1,
         enforce_eager=not settings.graphs or not torch.cuda.is_available(),
         enable_prefix_caching=settings.prefix_caching,
@@ -353,7 +350,7 @@ def _engine_args(model: ModelConfig, config: RolloutConfig, tp: int, can_sleep: 
         gpu_memory_utilization=0.01,
         enable_sleep_mode=can_sleep and torch.cuda.is_available(),
         logprobs_mode="processed_logprobs",
-        # Each step must return its own result, because the weight version changes between steps.
+        # Each step must return its results at once, because the weight version changes between steps.
         async_scheduling=False,
         weight_transfer_config=WeightTransferConfig(backend=TRANSFER),
         worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__name__}",

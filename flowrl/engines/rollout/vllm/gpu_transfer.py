@@ -1,8 +1,4 @@
-"""GPU transports of weights to vLLM: CUDA IPC within a GPU, NCCL between GPUs. Not tested on GPUs.
-
-Sender and receiver wrap vLLM's packing, receivers and communicator. The actor's process imports this module only for
-such a transport.
-"""
+"""GPU transports of weights to vLLM: CUDA IPC within a GPU, NCCL between GPUs. Not tested on GPUs."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -48,17 +44,17 @@ class WeightMetadata:
         return sum(torch_dtype(name).itemsize * torch.Size(shape).numel() for name, shape in sizes)
 
     def lists(self) -> tuple[list[str], list[str], list[list[int]]]:
-        """Returns the fields as lists, the format of vLLM's update infos."""
+        """Returns the fields as lists, which vLLM's update infos require."""
         return list(self.names), list(self.dtype_names), [list(shape) for shape in self.shapes]
 
 
 @dataclass(frozen=True)
 class IpcChunk:
-    """A chunk in GPU memory that other processes on the GPU open by its CUDA IPC handle."""
+    """A chunk in GPU memory that other processes on the same GPU open by a CUDA IPC handle."""
 
     metadata: WeightMetadata
     tensor_sizes: tuple[int, ...]
-    """Size of each weight in the buffer, in bytes."""
+    """Size of each weight in bytes."""
     handles: Mapping[str, tuple]
     """GPU UUID -> IPC handle of the buffer on that GPU."""
 
@@ -68,7 +64,7 @@ class IpcChunk:
 
     @classmethod
     def merged(cls, chunks: Sequence["IpcChunk"]) -> "IpcChunk":
-        """Returns the chunk with the handles of all ranks."""
+        """Merges the chunks of all ranks into one chunk with the IPC handles of all ranks."""
         handles = itertools.chain.from_iterable(chunk.handles.items() for chunk in chunks)
         return cls(chunks[0].metadata, chunks[0].tensor_sizes, dict(handles))
 
@@ -80,13 +76,13 @@ class IpcChunk:
 
 
 class IpcSender:
-    """Actor side of CUDA IPC on one GPU. Holds one chunk, until the next `share` or `release`."""
+    """Actor side of CUDA IPC on one GPU. Holds one chunk until the next `share` or `release`."""
 
     def __init__(self) -> None:
         self._held: Iterator[Any] | None = None
 
     def share(self, weights: Iterable[tuple[str, Tensor]], num_bytes: int) -> IpcChunk:
-        """Copies weights into a buffer of `num_bytes`; the receiver must read it before the next call."""
+        """Copies weights into a shared buffer of `num_bytes`, which the receiver must read before the next call."""
         self.release()
         uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
         producer = packed_ipc_producer(iter(weights), uuid, itemgetter(1), buffer_size_bytes=num_bytes)
@@ -96,7 +92,6 @@ class IpcSender:
         return IpcChunk(metadata, tuple(chunk.tensor_sizes), chunk.ipc_handle)
 
     def release(self) -> None:
-        """Frees the buffer."""
         if self._held is not None:
             self._held = None
             torch.cuda.ipc_collect()
@@ -104,17 +99,17 @@ class IpcSender:
 
 @dataclass(frozen=True)
 class TransferGroup:
-    """Rendezvous of the NCCL group of the actor's first rank and every device of every replica."""
+    """Rendezvous of the NCCL group that joins the actor's first rank with every device of every rollout replica."""
 
     host: str
     port: int
     world_size: int
-    """1 for the actor, plus the number of GPUs of all replicas."""
+    """Number of GPUs of all replicas, plus 1 for the actor."""
     buffer_bytes: int
-    """Size of a packed broadcast."""
+    """Size of the packed broadcast buffer in bytes."""
 
     def init_info(self, first_rank: int) -> NCCLWeightTransferInitInfo:
-        """Returns vLLM's init info; `first_rank` is the group rank of the replica's first worker."""
+        """Returns vLLM's init info. `first_rank` is the group rank of the replica's first worker."""
         return NCCLWeightTransferInitInfo(
             master_address=self.host,
             master_port=self.port,
@@ -129,14 +124,14 @@ class NcclSender:
     """Actor side of the NCCL broadcast, on the actor's first rank."""
 
     def __init__(self, group: TransferGroup) -> None:
-        """Joins the group; returns when all members have joined."""
+        """Joins the NCCL group; blocks until all ranks have joined."""
         self._buffer_bytes = group.buffer_bytes
         self._group = trainer_init(
             {"master_address": group.host, "master_port": group.port, "world_size": group.world_size}
         )
 
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Broadcasts weights; every replica must receive them at the same time."""
+        """Broadcasts weights. Every replica must call `GpuReceivers.receive` at the same time."""
         packed_nccl_broadcast_producer(
             iter(weights), self._group, 0, itemgetter(1), buffer_size_bytes=self._buffer_bytes
         )
@@ -144,7 +139,7 @@ class NcclSender:
 
 
 class _TiedModel:
-    """Wraps a vLLM model and loads a tied weight under each of its names."""
+    """Wraps a vLLM model so that `load_weights` loads a tied weight under each of its names."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -156,7 +151,7 @@ class _TiedModel:
 
 
 class GpuReceivers:
-    """Receiver side of both GPU transports in one vLLM worker. `make` builds a vLLM receiver for a model."""
+    """Receiver side of both GPU transports in one vLLM worker. `make` creates vLLM's receiver for a model."""
 
     def __init__(self, make: Callable[[type[WeightTransferEngine], Any], Any], model: Any) -> None:
         self._make, self._model = make, _TiedModel(model)
@@ -164,12 +159,12 @@ class GpuReceivers:
         self._nccl: Any = None
 
     def join(self, group: TransferGroup, first_rank: int) -> None:
-        """Joins an NCCL transfer group; returns when all members have joined."""
+        """Joins an NCCL transfer group; blocks until all ranks have joined."""
         self._nccl = self._make(NCCLWeightTransferEngine, self._model)
         self._nccl.init_transfer_engine(group.init_info(first_rank))
 
     def receive(self, chunk: IpcChunk | WeightMetadata, tied: Mapping[str, Sequence[str]]) -> None:
-        """Loads an IPC chunk, or the broadcast that the metadata describes. `tied`: weight name -> other names."""
+        """Loads an IPC chunk, or receives the broadcast that the metadata describes. `tied` maps names to aliases."""
         self._model.tied = tied
         if isinstance(chunk, WeightMetadata):
             self._nccl.receive_weights(NCCLWeightTransferUpdateInfo(*chunk.lists()))

@@ -1,8 +1,7 @@
-"""vLLM options that quantize weights whenever they are loaded, at start and at every update.
+"""vLLM options that quantize weights whenever they are loaded.
 
-fp8 is built into vLLM: one scale per output, and one per token for the inputs. int8 and int4 use torchao: integer
-weights with a scale per output or per 128 inputs, and products in the model's dtype. Head, embeddings and norms are not
-quantized.
+fp8 is built into vLLM: one scale per weight output and one per input token. int8 and int4 are weight-only and use
+torchao: one scale per output (int8) or per group of 128 inputs (int4). Head, embeddings and norms are not quantized.
 """
 
 import json
@@ -22,8 +21,7 @@ _INT4_GROUP = 128
 def quantization_options(quantization: str | None) -> dict[str, Any]:  # Any: fields of vLLM's EngineArgs
     """Returns the keyword arguments of `EngineArgs` for a quantization.
 
-    Raises:
-        RolloutError: the device does not support it.
+    Raises RolloutError if the device does not support the quantization.
     """
     if quantization is None:
         return {}
@@ -42,7 +40,7 @@ def quantization_options(quantization: str | None) -> dict[str, Any]:  # Any: fi
         if quantization == "int8"
         else Int4WeightOnlyConfig(group_size=_INT4_GROUP, int4_packing_format="tile_packed_to_4d")
     )
-    # Passed as an override: a config in the model folder would declare its weights already quantized.
+    # Passed as an override, because a config in the model folder would mean that its weights are already quantized.
     options = json.dumps(config_to_dict(settings))
     return {"quantization": "torchao", "hf_overrides": {"quantization_config_dict_json": options}}
 

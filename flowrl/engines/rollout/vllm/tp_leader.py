@@ -1,4 +1,4 @@
-"""Tensor-parallel leader of a vLLM replica: starts the worker processes, calls them, and shares their lifetime."""
+"""Tensor-parallel leader of a vLLM replica: starts and calls the worker processes, and exits if one of them exits."""
 
 import os
 import re
@@ -31,9 +31,9 @@ _SEGMENTS = Path("/dev/shm")
 
 
 def start_engine(args: EngineArgs) -> LLMEngine:
-    """Starts vLLM with its engine core in this process, and with tp > 1 one worker process per device.
+    """Starts vLLM with the engine core in this process. With tp > 1, each device gets a worker process.
 
-    Raises: RolloutError if a worker process fails to start, with its last error.
+    Raises RolloutError with the worker's last error if a worker process fails to start.
     """
     if args.tensor_parallel_size == 1:
         return LLMEngine.from_engine_args(args)
@@ -57,10 +57,10 @@ def start_engine(args: EngineArgs) -> LLMEngine:
 
 
 def _unlink_shared_memory(process_ids: list[int]) -> None:
-    """Unlinks the /dev/shm segments that the processes have mapped, so that they are freed with the last process.
+    """Unlinks the /dev/shm segments of these processes, so that the kernel frees the memory with the last process.
 
-    vLLM's segments would otherwise leak when Ray kills the process. Segments are matched by inode, because the name in
-    the mapping of a semaphore differs from its file name.
+    Without this, segments leak when Ray kills a process. Segments are matched by inode, because the mapped name of a
+    semaphore differs from its file name.
     """
     if not _SEGMENTS.is_dir():
         return
@@ -91,7 +91,7 @@ def call_workers(engine: LLMEngine, method: str, *args: Any) -> None:  # Any: th
 
 
 def _last_error(text: str) -> str:
-    """Returns the last error line of the workers' output, dedicated from vLLM's own summary."""
+    """Returns the last error line in the workers' output, excluding vLLM's own summary."""
     lines = [_PREFIX.sub("", line).strip() for line in text.splitlines()]
     lines = [line for line in lines if line and set(line) - set("^~ ") and _WORKER_FAILED not in line]
     for before, line in reversed([*pairwise(["", *lines])]):
@@ -103,7 +103,7 @@ def _last_error(text: str) -> str:
 
 @contextmanager
 def _threads_for(num_processes: int) -> Iterator[None]:
-    """Divides this process's threads among the worker processes; the leader itself does not compute."""
+    """Divides this process's threads among the worker processes. The leader itself does not compute."""
     before = os.environ.get(_THREADS)
     os.environ[_THREADS] = str(max(1, torch.get_num_threads() // num_processes))
     try:
@@ -116,7 +116,7 @@ def _threads_for(num_processes: int) -> Iterator[None]:
 
 @contextmanager
 def _redirect_output(file: int) -> Iterator[None]:
-    """Redirects stdout and stderr of this process to a file, and those of the processes that it starts for good."""
+    """Redirects stdout and stderr to a file. Processes started in the block stay redirected after the block."""
     streams = {1: sys.stdout, 2: sys.stderr}
     own = {number: os.dup(number) for number in streams}
     try:
@@ -132,9 +132,9 @@ def _redirect_output(file: int) -> Iterator[None]:
 
 
 def _exit_with_workers(processes: list[BaseProcess], output: IO[bytes]) -> None:
-    """Starts a watchdog thread: if a worker process exits, it prints the workers' last output and ends all processes.
+    """Starts a watchdog thread that ends all processes of the replica if a worker process exits.
 
-    The controller then restarts the complete replica, instead of getting errors from a vLLM that cannot recover.
+    The watchdog prints the workers' last output. The controller then restarts the complete replica.
     """
 
     def watch() -> None:

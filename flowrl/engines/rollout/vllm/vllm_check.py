@@ -1,6 +1,6 @@
-"""Compares vLLM's weights with the actor's by running its layers on unit vectors, see weight_check.py.
+"""Compares vLLM's weights with the actor's by running vLLM's layers on unit vectors (see weight_check.py).
 
-Runs in every worker process of an engine. Shape suffixes: J sampled inputs of a layer, N outputs of this process.
+Shape suffixes: J sampled inputs of a layer, N outputs on this process.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ _UNITS = 256
 
 @dataclass(frozen=True)
 class _Layer:
-    """vLLM layer that holds a weight."""
+    """A vLLM layer that holds a weight."""
 
     module: nn.Module
     fused_index: int | None
@@ -49,12 +49,12 @@ class _Layer:
 
 
 def compare_weights(engine: LLMEngine, samples: WeightSamples) -> Compared:
-    """Compares the weights of all workers of an engine with samples of the actor's."""
+    """Compares the weights of all workers of an engine with samples of the actor's weights."""
     return merge_compared(engine.collective_rpc(partial(_compare_served, samples=samples)))
 
 
 def _compare_served(wrapped: Any, samples: WeightSamples) -> Compared:  # Any: vLLM's worker
-    """Compares the weights of this worker with samples of the actor's; of a sharded weight, its own shard."""
+    """Compares this worker's weights, or its shards, with samples of the actor's weights."""
     runner = wrapped.worker.model_runner
     modules = dict(runner.model.named_modules(remove_duplicate=False))
     packed: Mapping[str, Sequence[str]] = getattr(runner.model, "packed_modules_mapping", {})
@@ -87,7 +87,7 @@ def _find_layer(modules: Mapping[str, nn.Module], packed: Mapping[str, Sequence[
 def _actual_and_expected(
     layer: _Layer, leaf: str, sample: WeightSample, dtype: torch.dtype
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields pairs of actual and expected values; nothing if the weight cannot be read back."""
+    """Yields pairs of actual and expected values. Yields nothing if the weight cannot be read back."""
     module: Any = layer.module  # vLLM's layers, which torch does not type
     values = sample.values
     if isinstance(module, VocabParallelEmbedding):
@@ -108,7 +108,7 @@ def _actual_and_expected(
 def _vocabulary(
     module: Any, sample: WeightSample, dtype: torch.dtype
 ) -> Iterator[tuple[Tensor, Tensor]]:  # Any: vLLM's VocabParallelEmbedding
-    """Yields the vocabulary shard of an embedding or head. A tied head has a packed copy, so its kernel runs."""
+    """Yields actual and expected values of this rank's vocabulary shard of an embedding or output head."""
     own = slice(module.shard_indices.org_vocab_start_index, module.shard_indices.org_vocab_end_index)
     count = own.stop - own.start
     if sample.kind == "matrix":
@@ -136,7 +136,7 @@ def _matrix(layer: _Layer, sample: WeightSample, dtype: torch.dtype) -> Iterator
 def _units(
     width: int, columns: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[Tensor, slice]]:
-    """Yields batches of unit vectors, and the slice of `columns` that each batch covers."""
+    """Yields batches of unit vectors, each with the slice of `columns` that the batch covers."""
     for start in range(0, len(columns), _UNITS):
         index = torch.tensor(columns[start : start + _UNITS], device=device)
         yield nn.functional.one_hot(index, width).to(dtype), slice(start, start + len(index))
@@ -147,7 +147,7 @@ def _width(module: LinearBase) -> int:
 
 
 def _run_kernel(module: Any, inputs_JD: Tensor, bias: Tensor | None) -> Tensor:  # Any: vLLM's layer, whose method it is
-    """Runs the layer's kernel without the communication between ranks."""
+    """Runs the layer's kernel without communication between ranks."""
     device = next((weight.device for weight in module.parameters()), inputs_JD.device)
     return module.quant_method.apply(module, inputs_JD.to(device), bias)
 
@@ -166,7 +166,7 @@ def _outputs(layer: _Layer, actual_JN: Tensor, values_JN: Tensor) -> Iterator[tu
 
 
 def _output_shards(module: Any, index: int) -> tuple[int, int]:  # Any: as above
-    """Returns the number of shards of a fused matrix's outputs, and the shard of this rank."""
+    """Returns the number of output shards of a fused matrix, and the index of this rank's shard."""
     if not hasattr(module, "output_size_per_partition") or isinstance(module, RowParallelLinear):
         return 1, 0
     replicas = module.num_kv_head_replicas if isinstance(module, QKVParallelLinear) and index else 1

@@ -1,7 +1,6 @@
-"""Code that runs in vLLM's worker processes: weight loading and error reporting.
+"""Weight loading and error reporting in vLLM's worker processes.
 
-With one device, vLLM's worker runs in the leader process; with several, each has a process of its own. vLLM imports
-this module in each of them.
+With one device, vLLM's worker runs in the leader process. With several devices, each device has a worker process.
 """
 
 import ctypes
@@ -41,20 +40,20 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 class SharedTensors:
     """Tensors in anonymous shared memory, which other processes of this machine map without a copy.
 
-    The kernel frees the memory with the last tensor that uses it, in any process.
+    The kernel frees the memory when no process maps it any more.
     """
 
     owner: int
     """Process id of the process that created the memory."""
     file: int
-    """File descriptor in that process."""
+    """File descriptor of the memory in the owner process."""
     layout: Mapping[str, tuple[int, torch.dtype, tuple[int, ...]]]
     """Name -> (offset in bytes, dtype, shape)."""
 
     @classmethod
     @contextmanager
     def of(cls, tensors: Mapping[str, Tensor]) -> Iterator["SharedTensors"]:
-        """Copies tensors to shared memory, a tied tensor once; other processes can map it inside the block."""
+        """Copies tensors to shared memory (tied tensors once), which other processes can map inside the block."""
         layout, size, unique = {}, 0, dict[int, tuple[int, Tensor]]()
         for name, tensor in tensors.items():
             if id(tensor) not in unique:
@@ -82,7 +81,7 @@ class SharedTensors:
 
 
 def _write(file: int, offset: int, tensor: Tensor) -> None:
-    """Writes a tensor with pwrite, twice as fast as copying to mapped memory, whose pages are cleared first."""
+    """Writes a tensor with pwrite, which is twice as fast as copying to mapped memory."""
     remaining = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     while remaining:
         written = os.pwrite(file, remaining, offset)
@@ -91,20 +90,20 @@ def _write(file: int, offset: int, tensor: Tensor) -> None:
 
 @dataclass
 class NoInit(WeightTransferInitInfo):
-    """Empty init info: tensors in memory need no connection."""
+    """Empty init info, because tensors in host memory need no connection."""
 
 
 @dataclass
 class Tensors(WeightTransferUpdateInfo):
-    """Update info: the weights of one chunk, or their source on GPUs."""
+    """Update info: the weights of one chunk, or a description of a GPU transfer."""
 
     weights: Mapping[str, Tensor] | SharedTensors | IpcChunk | WeightMetadata
     tied: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Weight name -> its other names, for weights from GPUs."""
+    """Weight name -> its tied names. Used only by GPU transfers."""
 
 
 class TensorTransfer(WeightTransferEngine[NoInit, Tensors]):
-    """vLLM weight transfer engine that loads tensors from host memory, and delegates GPU sources to vLLM's engines."""
+    """vLLM weight transfer engine for tensors in host memory. Delegates GPU transfers to vLLM's own engines."""
 
     init_info_cls = NoInit
     update_info_cls = Tensors
@@ -130,7 +129,6 @@ class TensorTransfer(WeightTransferEngine[NoInit, Tensors]):
 
     @cached_property
     def receivers(self) -> GpuReceivers:
-        """Receivers of the GPU transports."""
         return GpuReceivers(lambda kind, model: kind(self.config, self.vllm_config, self.device, model), self.model)
 
     def shutdown(self) -> None:
@@ -141,9 +139,9 @@ WeightTransferEngineFactory.register_engine(TRANSFER, TensorTransfer)
 
 
 def keep_freed_memory() -> None:
-    """Configures glibc to reuse freed memory for the next layer's weights instead of returning it to the kernel.
+    """Configures glibc to keep freed memory for the next weights instead of returning it to the kernel.
 
-    This saves a quarter of an update's time on the CPU. Without glibc it does nothing.
+    This makes an update on the CPU 25 % faster. Does nothing without glibc.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
@@ -158,7 +156,7 @@ class WorkerExtension:
     _weight_update_active: bool
 
     def attempt(self, method: str, *args: Any) -> tuple[str, str] | None:  # Any: the method's own
-        """Calls a method of the worker; returns its error and traceback instead of raising.
+        """Calls a method of the worker. Returns the error and traceback instead of raising.
 
         If several workers raise, vLLM reads only the first error and mistakes the others for results of the next call.
         """
@@ -169,11 +167,11 @@ class WorkerExtension:
         return None
 
     def join_transfer_group(self, group: TransferGroup, first_rank: int) -> None:
-        """Joins an NCCL transfer group; returns when all members have joined."""
+        """Joins an NCCL transfer group; blocks until all ranks have joined."""
         self.weight_transfer_engine.receivers.join(group, first_rank)
 
     def end_update(self) -> None:
-        """Ends a failed update, so that another can begin; layers that were not received keep their weights."""
+        """Ends a failed update, so that another update can begin. Layers that received nothing keep their weights."""
         self._weight_update_active = False
         engine = self.weight_transfer_engine
         for layer in engine.model.modules():
@@ -184,7 +182,7 @@ class WorkerExtension:
         finalize_layerwise_reload(engine.model, engine.model_config)
 
     def exit_with_leader(self) -> None:
-        """Starts a watchdog thread that ends this process when the leader exits, even inside a collective."""
+        """Starts a watchdog thread that ends this process when the leader exits, even during a collective."""
         leader = parent_process()
         assert leader is not None, "a worker in the leader's process needs no watchdog"
 
