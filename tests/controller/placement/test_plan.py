@@ -96,7 +96,7 @@ def test_tensor_parallel_peers_are_neighbours() -> None:
         ({"main": [0]}, {"actor": "main"}, "placement.pools.main is [0], an empty pool"),
         ({"main": []}, {"actor": "main"}, "placement.pools.main is [], an empty pool"),
         ({"main": [1], "b": [1]}, {"actor": "main"}, "placement.pools.b is empty of roles"),
-        ({"main": "1/2"}, {"actor": "main"}, "placement.pools.main is 1/2, but 3 devices cannot be split in halves"),
+        ({"main": "1/2"}, {"actor": "main"}, "placement.pools.main is 1/2, but 3 devices"),
         ({"main": "3/2"}, {"actor": "main"}, "placement.pools.main is 3/2, more than every node has"),
         ({"main": [4]}, {"actor": "main"}, "placement.pools.main is [4], more devices than there are: nodes have [3]"),
         ({"main": [1, 1]}, {"actor": "main"}, "placement.pools.main is [1, 1], a count for each of 2 nodes, more than"),
