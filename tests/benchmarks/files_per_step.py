@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 STEP = 3
 
 # Loaded by every Python process of the run, before any other code.
-TRACER = '''
+TRACER = """
 import mmap, os, sys, threading
 
 folder, package = os.environ["FILES_PER_STEP"].split(":")
@@ -50,7 +50,7 @@ def record(frame, event, argument):
 
 threading.setprofile(record)
 sys.setprofile(record)
-'''
+"""
 
 
 def files_of(checkout: Path, schedule: str, settings: list[str], folder: Path) -> Counter[str]:
