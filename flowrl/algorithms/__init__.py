@@ -26,18 +26,19 @@ from flowrl.algorithms.advantages.reward_shaping import (
     with_overlong_penalty,
 )
 from flowrl.algorithms.advantages.token_baselines import optimal_token_baseline
-from flowrl.algorithms.corrections.importance_weights import (
+from flowrl.algorithms.corrections import (
+    Correlation,
     RatioLevel,
     RejectionLevel,
     WeightSums,
     importance_ratios,
     masked_weights,
+    mismatch_metrics,
     normalized_weights,
     rejection_mask,
     truncated_weights,
     weight_sums,
 )
-from flowrl.algorithms.corrections.mismatch import Correlation, mismatch_metrics
 from flowrl.algorithms.dynamic_sampling import FullBatch, full_batches, informative_groups
 from flowrl.algorithms.hidden_logprobs import logprobs_and_entropy_from_hidden, logprobs_from_hidden
 from flowrl.algorithms.kl.exact_kl import exact_kl

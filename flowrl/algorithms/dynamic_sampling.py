@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from flowrl.algorithms.advantages.group_statistics import group_extremes, group_index
+from flowrl.algorithms.advantages.group_estimators import group_extremes, group_index
 
 T = TypeVar("T")
 """Type of a batch. Its contents are not accessed."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flowrl.algorithms.chunks import Context
+from flowrl.algorithms.logprobs import Context
 from flowrl.algorithms.masks import masked_tokens
 
 _TILE_SIDES = {"cpu": (4096, 2048)}

@@ -224,9 +224,9 @@ aggregation_modes = Registry(
 rollout_corrections = Registry(
     "rollout correction",
     {
-        "truncated": "corrections.importance_weights:truncated_weights",
-        "masked": "corrections.importance_weights:masked_weights",
-        "rejection": "corrections.importance_weights:rejection_mask",
+        "truncated": "corrections:truncated_weights",
+        "masked": "corrections:masked_weights",
+        "rejection": "corrections:rejection_mask",
     },
     required=("logprobs", "rollout_logprobs", "mask"),
 )

@@ -30,7 +30,7 @@ from flowrl.algorithms import (
     weight_sums,
     whiten,
 )
-from flowrl.algorithms.losses.surrogates import bounded_ratio
+from flowrl.algorithms.losses.policy_losses import bounded_ratio
 from flowrl.algorithms.registry import (
     advantage_estimators,
     kl_controls,

@@ -2,7 +2,7 @@
 
 Shape suffixes: B rows, T token positions. Advantages and returns are targets: they carry no gradient.
 All results are in at least float32 and are zero where the mask is false. What compares the samples of one prompt is in
-group_advantages.py.
+group_estimators.py.
 """
 
 import torch

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flowrl.algorithms.advantages.group_statistics import group_extremes, group_index
+from flowrl.algorithms.advantages.group_estimators import group_extremes, group_index
 from flowrl.algorithms.masks import at_least_float32
 
 

@@ -6,7 +6,7 @@ Shape suffixes: B rows, T token positions, N tokens that the policy chose, in th
 import torch
 from torch import Tensor
 
-from flowrl.algorithms.advantages.group_statistics import group_extremes, group_index, group_sums
+from flowrl.algorithms.advantages.group_estimators import group_extremes, group_index, group_sums
 from flowrl.algorithms.masks import at_least_float32, masked_rows, masked_tokens
 
 

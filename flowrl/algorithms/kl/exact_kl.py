@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flowrl.algorithms.chunks import Context, chunks
+from flowrl.algorithms.logprobs import Context, chunks
 
 _CHUNK_ELEMENTS = 2**22
 """Maximum logits per chunk: 16 MiB in float32; a single position may exceed it."""

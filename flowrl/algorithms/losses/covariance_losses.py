@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms.kl.kl_estimates import kl_estimate
-from flowrl.algorithms.losses.surrogates import (
+from flowrl.algorithms.losses.policy_losses import (
     bounded_ratio,
     check_clips,
     clipped_surrogate,

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from flowrl.algorithms.losses.surrogates import (
+from flowrl.algorithms.losses.policy_losses import (
     bounded_ratio,
     check_clips,
     clip_metrics,

@@ -10,7 +10,7 @@ number per row, as the group estimators give it, the formulas are those of the p
 import torch
 from torch import Tensor
 
-from flowrl.algorithms.losses.surrogates import (
+from flowrl.algorithms.losses.policy_losses import (
     bounded_ratio,
     check_clips,
     clip_metrics,
