@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from flowrl.algorithms.corrections.importance_weights import masked_weights, truncated_weights
+from flowrl.algorithms.corrections import masked_weights, truncated_weights
 from flowrl.algorithms.losses.policy_losses import clipped_policy_loss, decoupled_policy_loss
 
 REWARDS_A = torch.tensor([1.0, 0.0, 0.5, 0.25], dtype=torch.float64)
