@@ -1,7 +1,7 @@
-"""Counts the bytes of activations in forward and backward passes, tensor by tensor.
+"""Estimates the activation memory of forward and backward passes from the shape of each tensor.
 
-Two sources are counted: the tensors that autograd saves in transformers' decoder layers, and the temporary tensors of
-the head in flowrl/workers/policy_model.py. tests/memory/test_activations.py compares the layer counts with autograd.
+The estimate has two parts: the tensors that autograd saves in transformers' decoder layers, and the temporary tensors
+of the head in flowrl/workers/policy_model.py. tests/memory/test_activations.py compares the layers with autograd.
 Shape suffixes: T tokens of a pass, V vocabulary; D, Q, K and M as in model_size.py.
 """
 
@@ -11,19 +11,19 @@ from typing import Literal
 from flowrl.memory.model_size import ModelSize
 
 Precision = Literal["float32", "half", "autocast"]
-"""`float32`: all tensors are float32. `half`: the weights in use have 16 bits, from the model's dtype or from FSDP's
-mixed precision. `autocast`: weights are float32 and matrix products have 16 bits."""
+"""`float32`: all tensors are float32. `half`: weights have 16 bits in forward and backward passes. `autocast`:
+weights are float32, and matrix products have 16 bits."""
 
 Entropy = Literal["none", "value", "gradient"]
 
 TILED_FROM = 8192
-"""Smallest vocabulary whose logits are computed in tiles (flowrl/workers/policy_model.py)."""
+"""Vocabulary size from which logits are computed in tiles (flowrl/workers/policy_model.py)."""
 
 CHUNK_ELEMENTS = 2**24
 """Number of logits per chunk for vocabularies below `TILED_FROM` (flowrl/algorithms/logprobs.py)."""
 
 TILE_SIDES = {"cpu": (4096, 2048), "cuda": (4096, 8192)}
-"""Rows and columns of a logits tile for vocabularies from `TILED_FROM` (flowrl/algorithms/hidden_logprobs.py)."""
+"""Rows and columns of a logits tile, for large vocabularies (flowrl/algorithms/hidden_logprobs.py)."""
 
 _Counts = tuple[int, int, int, int]
 """Numbers of saved tensors of shape [T, D], [T, Q], [T, K] and [T, M]."""
@@ -33,7 +33,7 @@ _NONE = (0, 0, 0, 0)
 
 @dataclass(frozen=True)
 class _SavedTensors:
-    """Tensors that autograd saves per layer. Norm inputs and the residual stream stay float32 in 16-bit training."""
+    """Tensors that autograd saves per layer. In 16-bit training some tensors, such as norm inputs, stay float32."""
 
     float32: _Counts
     half: _Counts
@@ -42,9 +42,8 @@ class _SavedTensors:
     autocast_float32: _Counts
 
 
-# Two norms, each with its input, the normalized states and its output: 6 D. Attention, with rotated queries and its
-# output: 2 Q; with rotated keys and values: 2 K. The gated MLP, with gate, activated gate, up projection and product:
-# 4 M.
+# Two norms save input, normalized states and output (6 D). Attention saves rotated queries and its output (2 Q), and
+# rotated keys and values (2 K). The gated MLP saves gate, activated gate, up projection and product (4 M).
 _LLAMA = _SavedTensors((6, 2, 2, 4), (4, 2, 2, 4), (2, 0, 0, 0), (5, 2, 2, 4), (4, 0, 0, 0))
 
 _SAVED = {
@@ -68,10 +67,10 @@ _SAVED = {
 }
 
 _NORMS = {"gemma2": 4, "glm4": 4}
-"""Number of norms per layer that save normalized states for the gradient of their scale (default 2)."""
+"""Number of norms per layer that save normalized states for the gradient of the norm's scale (default 2)."""
 
 _NO_SCALE = ("gpt2", "opt")
-"""Families whose norms save the same tensors whether or not their scale is trained."""
+"""Model families whose norms save the same tensors whether or not the norm's scale is trained."""
 
 
 def layer_bytes(
@@ -80,10 +79,10 @@ def layer_bytes(
     """Returns the bytes per token that autograd saves in one layer.
 
     Args:
-        max_length: tokens in the longest row, for attention that saves its weights.
+        max_length: tokens of the longest row, for attention that saves its weights.
         tp: tensor-parallel size, which divides Q, K and M.
         sp: sequence-parallel size.
-        adapter_rank: rank of the LoRA adapter, whose weights are then the only trained weights; 0 without an adapter.
+        adapter_rank: rank of the LoRA adapter; 0 if all weights are trained.
     """
     saved = _SAVED[size.family]
     narrow, wide = {
@@ -92,7 +91,7 @@ def layer_bytes(
         "autocast": (saved.autocast, saved.autocast_float32),
     }[precision]
     total = 2 * _width(size, narrow, tp) + 4 * _width(size, wide, tp)
-    # The log-sum-exp per attention head, from which the backward pass recomputes the weights, and each norm's factor.
+    # Attention saves the log-sum-exp of each head for the backward pass, and each norm saves its factor.
     total += 4 * (size.heads // tp + 4)
     dtype_bytes = 4 if precision == "float32" else 2
     if sp > 1:
@@ -108,14 +107,14 @@ def layer_bytes(
 
 
 def _adapter_bytes(size: ModelSize, precision: Precision, rank: int) -> int:
-    """Returns the bytes per token that a LoRA adapter adds, less those that frozen weights do not need."""
+    """Returns the bytes per token that a LoRA adapter adds, minus the bytes that frozen weights save."""
     matrices = len(size.linears)
     norms = 0 if size.family in _NO_SCALE else _NORMS.get(size.family, 2)
     if precision == "float32":
         return 4 * (matrices * rank - norms * size.hidden)
     if precision == "autocast":
         return 2 * matrices * rank - 4 * norms * size.hidden + 2 * size.queries
-    # A float32 adapter on 16-bit weights casts each input to float32 and saves the cast in place of the input.
+    # A float32 adapter on 16-bit weights casts each input to float32 and saves the cast instead of the input.
     inputs = sum(inputs for _, inputs, _ in size.linears)
     dropped = size.hidden + size.hidden + size.mlp
     if size.family.startswith("gemma"):
@@ -129,7 +128,7 @@ def _width(size: ModelSize, counts: _Counts, tp: int) -> int:
 
 
 def backward_bytes(size: ModelSize, precision: Precision, tp: int = 1) -> int:
-    """Returns the bytes per token of gradients at the widest point of a layer, the two factors of the gated product."""
+    """Returns the bytes per token of the largest gradients in a layer: the two factors of the gated MLP product."""
     return (4 if precision == "float32" else 2) * 2 * size.mlp // tp
 
 
@@ -148,11 +147,11 @@ class HeadMemory:
     forward: int
     """Bytes at the peak of the head's forward pass."""
     backward: int
-    """Bytes at the peak of the head's backward pass, without the gradient of its weights."""
+    """Bytes at the peak of the head's backward pass, without the gradient of the head's weights."""
 
 
 def scalar_head_memory(size: ModelSize, precision: Precision, num_tokens: int) -> HeadMemory:
-    """Returns the memory of a head with one output, as critics and reward models have."""
+    """Returns the memory of a head with one output, as in critics and reward models."""
     return HeadMemory(num_tokens * _norm_bytes(size, precision), 0, 0)
 
 
@@ -165,7 +164,7 @@ def policy_head_memory(
     if size.vocabulary < TILED_FROM:
         logits = num_tokens * size.vocabulary
         chunk = 4 * min(logits, CHUNK_ELEMENTS)
-        # The previous chunk is freed after the next one is allocated.
+        # The previous chunk is freed after the next chunk is allocated.
         previous = chunk if logits > CHUNK_ELEMENTS else 0
         forward = dtype_bytes * logits + (2 if entropy == "none" else 3) * chunk + previous
         # Log-probabilities, and entropies if they are trained, each need one gradient of all logits.

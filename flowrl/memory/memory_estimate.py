@@ -1,7 +1,7 @@
-"""Estimates the memory of each device of a plan: the resident state of its roles plus their largest call.
+"""Estimates the memory of each device of a plan: the resident state of its roles plus the largest call.
 
-The calls of a process run one after another, so a device needs the state of all its roles and the memory of one call.
-The estimate reads `config.json` files; neither torch nor a model is loaded.
+The calls of a process run sequentially, so a device needs the state of all its roles and the memory of one call.
+The estimate reads only `config.json` files.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,8 +25,8 @@ from flowrl.memory.role_memory import CallMemory, RoleMemory, RoleModel, inferen
 from flowrl.memory.rollout_memory import RolloutBatch, rollout_role, vllm_role
 
 PROCESS = {"cpu": 430_000_000, "cuda": 500_000_000}
-"""Bytes of a process without a model. The CPU value (Python, torch, transformers, Ray) is measured; the CUDA context's
-is an assumption."""
+"""Bytes of a process without a model. The CPU value (Python, torch, transformers, Ray) is measured; the CUDA value is
+assumed."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class DeviceMemory:
     node: int
     device: int
     roles: Mapping[str, RoleMemory | None]
-    """Memory of each role; None if the size of its model is unknown."""
+    """Memory of each role; None if the size of the role's model is unknown."""
     process: int
     """Bytes of the processes on the device before they load models."""
 
@@ -47,7 +47,7 @@ class DeviceMemory:
 
     @property
     def peak(self) -> tuple[int, str, CallMemory]:
-        """(bytes, role, call) at the peak, over the roles with known memory."""
+        """Bytes, role and call at the peak, over all roles with known memory."""
         calls = [(role, call) for role, memory in self.roles.items() if memory is not None for call in memory.calls]
         peaks = [(self._during(role, call), role, call) for role, call in calls]
         return max(peaks, key=lambda peak: peak[0], default=(self.process, "", CallMemory("start")))
@@ -67,7 +67,7 @@ class DeviceMemory:
 
 
 def estimate_memory(config: RunConfig, planned: Plan) -> list[DeviceMemory]:
-    """Returns the memory of each device of a plan, ordered by node and device; exact to 20 % (docs/training.md)."""
+    """Returns the memory of each device of a plan, ordered by node and device. Accurate to 20 % (docs/training.md)."""
     estimator = _Estimator(config, planned)
     slots = {slot for role in planned.roles.values() for slot in role.slots}
     devices = []
@@ -95,7 +95,7 @@ class _Estimator:
             self._max_length = config.data.max_prompt_tokens + config.rollout.max_response_tokens
 
     def role_memory(self, role: str, slot: Slot) -> RoleMemory | None:
-        """Returns the memory of the role's rank on `slot`; None if the size of its model is unknown."""
+        """Returns the memory of the role's rank on `slot`; None if the size of the role's model is unknown."""
         role_config = self._role_configs.get(role)
         role_plan = self._planned.roles[role]
         if isinstance(role_config, RewardConfig) and role_config.model is None:
@@ -152,17 +152,17 @@ class _Estimator:
         return rollout_role(size, param_bytes, rollout, batch, weight_owner, self._planned.kind)
 
     def _shares_device(self, slot: Slot) -> bool:
-        """Whether another process uses a device of this slot."""
+        """Returns whether another process uses a device of this slot."""
         others = {other for role in self._planned.roles.values() for other in role.slots if other != slot}
         return any(location in other.node_devices for other in others for location in slot.node_devices)
 
     def _shares_actor_weights(self, actor: RoleModel, rollout_plan: RolePlan, slot: Slot) -> bool:
-        """Whether the rollout reads the weights of the actor on this slot; a sharded actor needs identical ranks."""
+        """Returns whether the rollout shares the weights of the actor on this slot."""
         actor_slots = self._planned.roles["actor"].slots
         return slot in actor_slots and (not actor.is_sharded or tuple(actor_slots) == tuple(rollout_plan.slots))
 
     def _is_actor_without_adapter(self, reference: ReferenceConfig, reference_plan: RolePlan, slot: Slot) -> bool:
-        """Whether the reference is the colocated actor with its LoRA adapter disabled."""
+        """Returns whether the colocated actor with its LoRA adapter disabled replaces the reference."""
         value, actor = self._role_configs.get("actor"), self._role_model("actor")
         if actor is None or not isinstance(value, ActorConfig) or value.lora is None or value.model != reference.model:
             return False
@@ -173,7 +173,7 @@ class _Estimator:
         return slot in actor_plan.slots and (is_aligned or not is_collective)
 
     def _rows(self, role_plan: RolePlan, setting: str) -> int | None:
-        """Returns the rows per rank of a batch or minibatch; None for configs that do not bound the number of rows."""
+        """Returns the rows per rank of a batch or minibatch; None if the config does not bound the number of rows."""
         config = self._config
         if not isinstance(config, OnPolicyConfig):
             return None

@@ -26,14 +26,14 @@ class MemoryBudget:
 
     per_device: float | None = None
     per_node: float | None = None
-    """Memory that all devices of a node share, as CPU slots do."""
+    """Memory that all devices of a node share; used for CPU devices."""
 
 
 def memory_budget(config: RunConfig, planned: Plan, *, is_local: bool) -> MemoryBudget:
-    """Returns the memory that `placement.memory_gb` states, or that this machine has if the plan is for it.
+    """Returns the available memory: `placement.memory_gb` if set, otherwise the memory of this machine.
 
     Args:
-        is_local: whether the plan's devices belong to this machine.
+        is_local: whether the plan's devices belong to this machine. Otherwise their memory is unknown.
     """
     stated = config.placement.memory_gb
     if stated is not None:
@@ -43,12 +43,10 @@ def memory_budget(config: RunConfig, planned: Plan, *, is_local: bool) -> Memory
 
 
 def check_memory(config: RunConfig, planned: Plan, devices: Sequence[DeviceMemory], budget: MemoryBudget) -> None:
-    """Raises `ConfigError` if a device or a node needs more memory than it has.
+    """Raises ConfigError if a device or a node needs more memory than is available.
 
-    Devices with a model of unknown size, and nodes that contain one, are not checked.
-
-    Args:
-        devices: result of `estimate_memory` for the plan.
+    Devices and nodes with a model of unknown size are not checked.
+    `devices` is the result of `estimate_memory`.
     """
     for device in devices:
         if device.is_known and budget.per_device is not None and device.peak[0] > budget.per_device:
@@ -76,7 +74,7 @@ def _error_message(config: RunConfig, planned: Plan, device: DeviceMemory, avail
 
 
 def _largest_use(device: DeviceMemory, caller: str, call: CallMemory) -> tuple[str, str]:
-    """Returns the (role, kind of memory) that uses most while `call` of the role `caller` runs."""
+    """Returns the role and the kind of memory that use most while `call` of the role `caller` runs."""
     uses: list[tuple[float, str, str]] = []
     for role in device.roles:
         state = device.resident(role, caller) + (call.gradients + call.optimizer if role == caller else 0)
@@ -92,7 +90,7 @@ def _largest_use(device: DeviceMemory, caller: str, call: CallMemory) -> tuple[s
 
 
 def _advice(config: RunConfig, planned: Plan, role: str, use: str) -> str:
-    """Returns the setting to change first."""
+    """Returns advice on which setting to change first."""
     role_plan = planned.roles[role]
     if use == "process":
         return "processes without models already use most of it; use fewer devices or devices with more memory"
@@ -118,7 +116,7 @@ def _advice(config: RunConfig, planned: Plan, role: str, use: str) -> str:
 
 
 def render_memory(devices: Sequence[DeviceMemory], budget: MemoryBudget) -> str:
-    """Returns a table with one line per device and role, in GB; a dot means less than 0.05 GB."""
+    """Returns a table with one line per device and role, in GB. A dot means less than 0.05 GB."""
     heads = ["devices", "role", "weights", "Adam", "resident", "call"]
     rows = [[*heads, "gradients", "activations", "gathered", "KV", "total"]]
     for group in group_equal_devices(devices):

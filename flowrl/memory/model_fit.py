@@ -1,22 +1,20 @@
-"""Checks a model's `config.json` against its parallel sizes and its adapter, before the model is loaded."""
+"""Checks a model's `config.json` against the role's parallel sizes and LoRA targets, before the model is loaded."""
 
 from flowrl.config import ActorConfig, ConfigError, CriticConfig, ReferenceConfig, RewardConfig
 from flowrl.controller.placement.plan import RolePlan
 from flowrl.memory.model_size import ModelSize, read_model_size
 
 _WITHOUT_TP_PLAN = ("gpt2", "opt")
-"""Families without a tensor-parallel plan in transformers (docs/models.md)."""
+"""Model families without a tensor-parallel plan in transformers (docs/models.md)."""
 
 
 def check_model_fit(
     role: str, key: str, model: ActorConfig | CriticConfig | ReferenceConfig | RewardConfig, role_plan: RolePlan
 ) -> None:
-    """Raises `ConfigError` if tp or sp does not divide the model, or LoRA targets a layer that the model lacks.
+    """Raises ConfigError if tp or sp does not divide the model's sizes, or if the model has no layer for a LoRA target.
 
-    Models that are missing or of a family outside docs/models.md are not checked; loading them reports the error.
-
-    Args:
-        key: prefix of the role's settings, with a trailing dot; empty if they are at the top level.
+    Missing models and unsupported families are not checked, because loading them reports the error.
+    `key` is the prefix of the role's settings with a trailing dot, or empty for top-level settings.
     """
     size = None if model.model is None else read_model_size(model.model.path)
     if size is None:
@@ -49,7 +47,7 @@ def _check_tp(role: str, size: ModelSize, tp: int) -> None:
 
 
 def _check_sp(role: str, size: ModelSize, sp: int) -> None:
-    """Raises `ConfigError` unless each sequence-parallel rank gets full heads, or several ranks share a key head."""
+    """Raises ConfigError unless sp divides the query heads, and sp and the key heads divide one another."""
     keys = _key_heads(size)
     if size.heads % sp or (keys % sp and sp % keys):
         raise ConfigError(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 Linears = tuple[tuple[str, int, int], ...]
-"""(name, input width, output width) of each matrix of a layer."""
+"""Name, input width and output width of each matrix of a layer."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class ModelSize:
     hidden: int
     """Width D of the hidden states."""
     queries: int
-    """Width Q of the queries: number of query heads times head width."""
+    """Width Q of all query heads."""
     keys: int
-    """Width K of the keys: number of key heads times head width."""
+    """Width K of all key heads."""
     mlp: int
     """Width M of the MLP."""
     heads: int
@@ -33,13 +33,13 @@ class ModelSize:
     vocabulary: int
     linears: Linears
     layer_matrices: int
-    """Parameters of one layer that tensor parallelism shards: matrices and their biases."""
+    """Number of parameters per layer that tensor parallelism shards (matrices and their biases)."""
     layer_rest: int
-    """Parameters of one layer that tensor parallelism replicates: norms."""
+    """Number of parameters per layer that tensor parallelism replicates (norms)."""
     embedding: int
-    """Parameters of the input embeddings; an untied head has the same number."""
+    """Number of parameters of the input embeddings."""
     rest: int
-    """Parameters outside layers, embeddings and head: norms, positions, projections."""
+    """Number of parameters outside layers, embeddings and head, such as the final norm."""
     tied: bool
     """Whether the head shares the weights of the input embeddings."""
     window: int | None = None
@@ -47,29 +47,28 @@ class ModelSize:
 
     @property
     def layer(self) -> int:
-        """Parameters of one layer."""
+        """Number of parameters per layer."""
         return self.layer_matrices + self.layer_rest
 
     @property
     def non_layer(self) -> int:
-        """Parameters outside the layers, including the language-model head."""
+        """Number of parameters outside the layers, including the language-model head."""
         return self.embedding * (1 if self.tied else 2) + self.rest
 
     @property
     def backbone_non_layer(self) -> int:
-        """Parameters outside the layers of a model without a language-model head, such as a critic."""
+        """Number of parameters outside the layers of a model without a language-model head, such as a critic."""
         return self.embedding + self.rest
 
     @property
     def parameters(self) -> int:
-        """Parameters of the language model."""
+        """Number of parameters of the language model."""
         return self.layers * self.layer + self.non_layer
 
     def adapted(self, targets: Literal["all_linear"] | Sequence[str]) -> Linears:
         """Returns the matrices of a layer that match `lora.targets`.
 
-        A target matches by the part after its last dot. It matches every matrix of that name (GPT-2 has two c_proj),
-        in every layer even if the target contains a layer index.
+        Only the part of a target after the last dot is compared, so a target matches matrices in every layer.
         """
         if targets == "all_linear":
             return self.linears
@@ -78,7 +77,7 @@ class ModelSize:
 
 
 def read_model_size(folder: Path) -> ModelSize | None:
-    """Returns the size of the model in `folder`; None without a `config.json` of a family in docs/models.md."""
+    """Returns the size of the model in `folder`; None if `config.json` is missing or the family is unsupported."""
     try:
         return model_size_from_config(json.loads((folder / "config.json").read_text()))
     except (OSError, ValueError, KeyError, TypeError):
@@ -86,7 +85,7 @@ def read_model_size(folder: Path) -> ModelSize | None:
 
 
 def model_size_from_config(settings: dict[str, Any]) -> ModelSize | None:  # Any: JSON values
-    """Returns the size of a model with this configuration; None if docs/models.md does not list its family."""
+    """Returns the size of a model with this configuration; None if docs/models.md does not list the model family."""
     family = settings["model_type"]
     if family == "gpt2":
         return _gpt2(settings)
@@ -170,10 +169,9 @@ def _opt(settings: dict[str, Any]) -> ModelSize:
 def _with_biases(
     family: str, settings: dict[str, Any], linears: Linears, *, layers: int, heads: int, embedding: int, rest: int
 ) -> ModelSize:
-    """Returns the size of a model whose matrices and norms have biases and whose attention is not grouped.
+    """Returns the size of a model with biases and without grouped-query attention.
 
-    Args:
-        linears: matrices of a layer; the last one maps M to D.
+    `linears` are the matrices of a layer; the last matrix maps M to D.
     """
     _, mlp, hidden = linears[-1]
     return ModelSize(

@@ -1,10 +1,10 @@
-"""Measures the memory that a run uses on this machine."""
+"""Measures the memory of a running program on this machine."""
 
 import psutil
 
 
 def resident_mb() -> float:
-    """Returns the memory of this process and its descendants in MB; shared pages are counted once (PSS)."""
+    """Returns the memory of this process and its descendants in MB. Shared pages count once (PSS)."""
     driver = psutil.Process()
     total = 0
     for process in (driver, *driver.children(recursive=True)):

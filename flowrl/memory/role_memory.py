@@ -1,7 +1,7 @@
 """Computes the bytes that one rank of a role holds between calls, and the bytes that each call adds.
 
-A backward pass can peak at three points: at the head, when the activations of all layers are saved; at the last layer,
-which gradient checkpointing has just recomputed; and at the end, when the gradient of the embeddings is computed.
+A backward pass can peak at three points: at the head, when the activations of all layers are saved; in a layer that
+gradient checkpointing has recomputed; and at the gradient of the embeddings.
 """
 
 from dataclasses import dataclass
@@ -32,10 +32,10 @@ class CallMemory:
     gradients: int = 0
     activations: int = 0
     gathered: int = 0
-    """Bytes of all-gathered or adapter-merged weights, and of their gradients."""
+    """Bytes of weights that are all-gathered or merged with an adapter, and of their gradients."""
     kv_cache: int = 0
     optimizer: int = 0
-    """Bytes of offloaded optimizer state that is loaded for the step."""
+    """Bytes of offloaded optimizer state that is loaded for the optimizer step."""
 
     @property
     def total(self) -> int:
@@ -52,9 +52,9 @@ class RoleMemory:
     offloads: bool = False
     """Whether weights and optimizer state are offloaded while other roles run."""
     shares_actor_weights: bool = False
-    """Whether the role reads the actor's weights, which then stay on the device during its calls."""
+    """Whether the role reads the actor's weights, which then stay on the device during the role's calls."""
     checkpoint_copy: int = 0
-    """Bytes of the checkpoint snapshot in host memory; 0 on GPUs, whose memory does not hold the snapshot."""
+    """Bytes of the checkpoint snapshot; 0 on GPUs, because the snapshot is in host memory."""
     kv_cache: int = 0
     """Bytes of the KV cache that stay allocated between calls."""
 
@@ -66,7 +66,7 @@ class RoleMemory:
 
 @dataclass(frozen=True)
 class RoleModel:
-    """The model of a role, with the settings that decide how much of it one rank holds."""
+    """A role's model, with the settings that determine the memory of one rank."""
 
     size: ModelSize
     engine: EngineConfig
@@ -77,10 +77,10 @@ class RoleModel:
     is_policy: bool
     """Whether the model has a language-model head."""
     max_length: int
-    """Tokens in the longest row."""
+    """Number of tokens of the longest row."""
     lora: LoraConfig | None = None
     is_inline: bool = False
-    """Whether the inline backend runs the model, which never shards it."""
+    """Whether the inline backend runs the model, which never shards the model."""
 
     @property
     def is_sharded(self) -> bool:
@@ -100,7 +100,7 @@ class RoleModel:
 
     @property
     def offloads_parameters(self) -> bool:
-        """Whether weights stay in host memory and each layer is loaded only while it runs."""
+        """Whether weights stay in host memory and move to the device layer by layer."""
         return self.device_type == "cuda" and self.engine.offload == "parameters" and self.is_sharded
 
     @property
@@ -142,7 +142,7 @@ class RoleModel:
 
     @property
     def merged(self) -> int:
-        """Bytes of the weights that have an adapter to merge."""
+        """Bytes of the weights that have an adapter."""
         return self.param_bytes * self.size.layers * sum(inputs * outputs for _, inputs, outputs in self._adapted)
 
     @property
@@ -150,28 +150,27 @@ class RoleModel:
         return () if self.lora is None else self.size.adapted(self.lora.targets)
 
     def num_tokens(self, rows: int | None) -> int:
-        """Returns the tokens of the largest micro-batch: the token budget, or one row that exceeds it.
+        """Returns the number of tokens of the largest micro-batch.
 
         Args:
-            rows: rows of the call on this rank; None if the number is unknown.
+            rows: number of rows of the call on this rank; None if unknown.
         """
         budget = self.engine.max_tokens_per_microbatch
         tokens = budget if rows is None else min(budget, rows * self.max_length // self.mesh.sp)
         return max(tokens, self.max_length // self.mesh.sp)
 
     def head(self, num_tokens: int, entropy: Entropy) -> HeadMemory:
-        """Returns the memory of the model's head for a pass over `num_tokens`."""
         if not self.is_policy:
             return scalar_head_memory(self.size, self.precision, num_tokens)
         return policy_head_memory(self.size, self.precision, num_tokens, entropy, self.device_type)
 
 
 def training_role(model: RoleModel, rows: int | None, entropy: Entropy, *, copies_checkpoints: bool) -> RoleMemory:
-    """Returns the memory of a model trained with AdamW, whose two moments have the dtype of the weights.
+    """Returns the memory of a model trained with AdamW.
 
     Args:
-        rows: rows of one optimizer step on this rank; None if the number is unknown.
-        copies_checkpoints: whether the role snapshots its state to host memory for asynchronous checkpoints.
+        rows: number of rows of one optimizer step on this rank; None if unknown.
+        copies_checkpoints: whether asynchronous checkpoints copy the state to host memory.
     """
     moments = 2 * model.trained
     is_gpu = model.device_type == "cuda"  # on a CPU, device memory is host memory
@@ -190,7 +189,7 @@ def training_role(model: RoleModel, rows: int | None, entropy: Entropy, *, copie
 
 
 def inference_role(model: RoleModel, rows: int | None, name: str) -> RoleMemory:
-    """Returns the memory of a model that only runs forward passes, as references and reward models do."""
+    """Returns the memory of a model that only runs forward passes, such as a reference or reward model."""
     weights = 0 if model.offloads_parameters else model.weights
     return RoleMemory(weights, 0, (inference_call(model, rows, name),), offloads=model.offloads_when_idle)
 
@@ -226,7 +225,7 @@ def _update(model: RoleModel, gradients: int, num_tokens: int, entropy: Entropy)
     at_layer = saved + tied_gradient + backward + (layer if checkpointing else copies)
     if not model.is_sharded:
         return CallMemory("update", gradients, max(at_head, at_layer, tied_gradient + embedding_gradient))
-    # Unsharded gradients of a layer and their copy for the reduce-scatter; at the end, those outside the layers.
+    # FSDP holds unsharded gradients and a copy for the reduce-scatter, first of a layer, then of the other weights.
     compute, reduced = _sharded_dtype_bytes(model)
     layer_gradients, non_layer_gradients = (
         count * (compute + reduced) if is_full_finetuning else 0 for count in (model.layer, model.non_layer)
@@ -236,7 +235,7 @@ def _update(model: RoleModel, gradients: int, num_tokens: int, entropy: Entropy)
 
 
 def _half_copies(model: RoleModel) -> int:
-    """Returns the bytes of 16-bit weight copies that autocast caches during a pass."""
+    """Returns the bytes of the 16-bit weight copies that autocast caches during a pass."""
     if model.precision != "autocast":
         return 0
     head = model.size.embedding if model.is_policy else 0
@@ -244,7 +243,7 @@ def _half_copies(model: RoleModel) -> int:
 
 
 def _gathered(model: RoleModel) -> int:
-    """Returns the bytes that FSDP all-gathers: parameters outside the layers, the running layer and the next one."""
+    """Returns the bytes that FSDP all-gathers: parameters outside the layers, the running layer and the next layer."""
     if not model.is_sharded:
         return 0
     compute, _ = _sharded_dtype_bytes(model)
@@ -253,6 +252,6 @@ def _gathered(model: RoleModel) -> int:
 
 
 def _sharded_dtype_bytes(model: RoleModel) -> tuple[int, int]:
-    """Returns the bytes of a gathered parameter and of a gradient element in FSDP's reduce-scatter."""
+    """Returns the bytes of a gathered parameter, and of a gradient element in FSDP's reduce-scatter."""
     compute = 2 if model.precision == "half" else 4
     return compute, compute if model.engine.compute_dtype is None else 4

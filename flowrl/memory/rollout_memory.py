@@ -1,7 +1,4 @@
-"""Computes the bytes of a rollout role: weights, the KV cache, and the activations of a prefill or decode step.
-
-The KV cache of the transformers engine is in flowrl/engines/rollout/hf/kv_cache.py.
-"""
+"""Computes the bytes of a rollout role: weights, KV cache, and activations of a prefill or decode step."""
 
 from dataclasses import dataclass
 
@@ -11,34 +8,34 @@ from flowrl.memory.model_size import ModelSize
 from flowrl.memory.role_memory import CallMemory, DeviceType, RoleMemory, RoleModel
 
 SLOT_MULTIPLE = 32
-"""KV slots per row are a multiple of this number (flowrl/engines/rollout/hf/kv_cache.py)."""
+"""The number of KV slots per row is a multiple of this number (flowrl/engines/rollout/hf/kv_cache.py)."""
 
 MIN_ROWS = 16
-"""Smallest number of rows decoded together (flowrl/engines/rollout/hf/decoder.py)."""
+"""Minimum number of rows decoded together (flowrl/engines/rollout/hf/decoder.py)."""
 
 PREFILL_TOKENS = 16384
-"""Prompt tokens per prefill pass (flowrl/engines/rollout/hf/decoder.py)."""
+"""Maximum number of prompt tokens per prefill pass (flowrl/engines/rollout/hf/decoder.py)."""
 
 SAMPLED_ELEMENTS = 2**22
-"""Probabilities per sampling chunk (flowrl/engines/rollout/sampling.py)."""
+"""Maximum number of probabilities per sampling chunk (flowrl/engines/rollout/sampling.py)."""
 
 VLLM_STEP_TOKENS = 8192
-"""Tokens per step of the vLLM engine (flowrl/engines/rollout/vllm/engine.py)."""
+"""Maximum number of tokens per step of the vLLM engine (flowrl/engines/rollout/vllm/engine.py)."""
 
 INT8_CHUNK_TOKENS = 4096
-"""Tokens per chunk of an int8 matrix product, which holds int32 and float sums (flowrl/engines/models/int8.py)."""
+"""Maximum number of tokens per block of an int8 matrix product (flowrl/engines/models/int8.py)."""
 
 _BITS = {"int8": 8, "fp8": 8, "int4": 4}
 
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """Upper bounds for the prompts that one rank generates in a call."""
+    """Upper bounds for one `generate` call on one rank."""
 
     rows: int
     """Number of responses."""
     unique_prompts: int
-    """Number of different prompts; each is prefilled once."""
+    """Number of different prompts. Each prompt is prefilled once."""
     max_prompt_tokens: int
 
 
@@ -54,8 +51,9 @@ def rollout_role(
 
     Args:
         param_bytes: bytes of one parameter.
-        weight_owner: the colocated actor that shares its weights; None if the rollout has weights of its own. A
-            quantized rollout always has its own.
+        weight_owner: colocated actor whose weights the rollout reads; None if there is none. A quantized rollout also
+            has
+            weights of its own.
     """
     is_quantized = config.quantization is not None
     gathered = 0
@@ -66,11 +64,11 @@ def rollout_role(
     final_slots, previous_slots = num_slots(prompt, config.max_response_tokens)
     slot_bytes = 2 * size.keys * param_bytes * size.layers
     prefill_tokens = min(rows, batch.unique_prompts) * _round_up(prompt)
-    # On a GPU the prefill allocates the cache of every row; on the CPU, rows of one prompt share pages until written.
+    # On a GPU, prefill allocates the cache of every row. On the CPU, rows of one prompt share pages until written.
     prefill_slots = rows * _round_up(prompt) if device_type == "cuda" else prefill_tokens
     chunk_tokens = min(INT8_CHUNK_TOKENS, PREFILL_TOKENS, prefill_tokens)
     int8_sums = chunk_tokens * 8 * size.mlp if is_quantized else 0
-    # On the CPU, slots that were never written take no memory until rows are compacted to at most three quarters.
+    # On the CPU, unwritten slots take no memory until the cache is compacted, at three quarters of the rows.
     written_slots = max(_needed_slots(prompt, config.max_response_tokens), 3 * final_slots // 4)
     decode_slots = rows * (final_slots if device_type == "cuda" else written_slots)
     steps = [
@@ -88,7 +86,7 @@ def rollout_role(
 
 
 def weight_bytes(size: ModelSize, param_bytes: int, quantization: str | None) -> int:
-    """Returns the bytes of all weights; quantization stores layer matrices in few bits with a scale per output."""
+    """Returns the bytes of all weights, including the scales of quantized matrices."""
     if quantization is None:
         return size.parameters * param_bytes
     matrices = size.layers * sum(inputs * outputs for _, inputs, outputs in size.linears)
@@ -107,7 +105,7 @@ def vllm_role(
 ) -> RoleMemory:
     """Returns the memory of a vLLM rollout on one of its tensor-parallel devices.
 
-    vLLM allocates the KV cache at start. Weights and KV cache are offloaded together if `offloads` is true.
+    vLLM allocates the KV cache at start. If `offloads`, vLLM offloads weights and KV cache together.
     """
     step = VLLM_STEP_TOKENS * _run_bytes(size, param_bytes) // num_devices
     kv_cache = int((config.vllm or VllmConfig()).kv_cache_gb * 1e9)
@@ -117,7 +115,7 @@ def vllm_role(
 
 
 def num_slots(prompt: int, response: int) -> tuple[int, int]:
-    """Returns the final KV slots per row and the slots before the last doubling.
+    """Returns the final number of KV slots per row, and the number before the last growth.
 
     The cache of all rows doubles when the longest row needs another slot.
     """
@@ -139,8 +137,8 @@ def _prefill(size: ModelSize, param_bytes: int, num_tokens: int) -> int:
 def _decode(size: ModelSize, param_bytes: int, rows: int, slots: int, previous_slots: int) -> int:
     """Returns the peak bytes of a decode step: sampling, the attention of one layer, or growing one layer's cache.
 
-    Sampling holds the logits of two steps. For one chunk of rows it also holds probabilities, their float64 cumulative
-    sums, and log-probabilities.
+    Sampling holds the logits of two steps and, for one chunk of rows, probabilities, cumulative sums and log-
+    probabilities.
     """
     sampled = min(rows, max(1, SAMPLED_ELEMENTS // size.vocabulary)) * size.vocabulary
     logits = 2 * rows * size.vocabulary * param_bytes + sampled * (16 if param_bytes == 4 else 20)
@@ -149,7 +147,7 @@ def _decode(size: ModelSize, param_bytes: int, rows: int, slots: int, previous_s
 
 
 def _needed_slots(prompt: int, response: int) -> int:
-    """Returns the slots of a full row; the last response token is sampled but never fed back, so it needs none."""
+    """Returns the KV slots of a full row. The last response token needs no slot, because it is never fed back."""
     return _round_up(prompt + response - 1)
 
 

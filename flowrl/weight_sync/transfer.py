@@ -1,4 +1,4 @@
-"""Sends the actor's weights to the rollout: `WeightSync`, one `WeightTransfer` per transport, and their selection."""
+"""Sends the actor's weights to the rollout over the transport that fits the placement."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:  # `flowrl plan` selects a transport without numpy
     from flowrl.controller.group import WorkerGroup
 
 Transport = Literal["shared", "object_store", "cuda_ipc", "nccl"]
-"""`shared`: no transfer; the rollout runs in the actor's processes and uses its weights."""
+"""Name of a transport. `shared` transfers nothing, because the rollout uses the weights in the actor's processes."""
 
 
 class WeightTransfer(Protocol):
-    """Moves weight versions from an actor to a rollout over one transport.
+    """Sends weights from an actor to a rollout over one transport.
 
-    `send` does the whole update. `export` and `load` split it, for replicas that load a version later.
+    `send` does a complete update. `export` and `load` are its two steps, for replicas that load a version later.
     """
 
     updates_all_replicas: bool
@@ -32,14 +32,14 @@ class WeightTransfer(Protocol):
     ) -> None: ...
 
     def connect(self) -> None:
-        """Waits until `export` can run without waiting."""
+        """Waits until `export` can run without blocking."""
 
     def export(self) -> Sequence[Future]:
-        """Submits the export of the current weights; returns the futures that `load` needs."""
+        """Submits the export of the current weights; returns the futures to pass to `load`."""
         ...
 
     def load(self, buckets: Sequence[Future], rollout: WorkerGroup, version: int) -> Sequence[Future]:
-        """Submits the load calls of exported weights to a rollout or replica; returns these calls."""
+        """Submits and returns the calls that load exported weights into a rollout or one replica."""
         ...
 
     def send(self, version: int) -> None:
@@ -47,7 +47,7 @@ class WeightTransfer(Protocol):
 
 
 class ObjectStoreTransfer:
-    """Sends chunks through Ray's object store: one copy per node, read there without a further copy."""
+    """Sends chunks through Ray's object store, which keeps one copy per node."""
 
     updates_all_replicas = False
 
@@ -80,7 +80,7 @@ class ObjectStoreTransfer:
 class CudaIpcTransfer:
     """Shares chunks through CUDA IPC on the GPUs that both roles use.
 
-    Each chunk is exported after the previous chunk was read, because both use the same buffer.
+    All chunks use the same buffer, so the rollout reads each chunk before the actor exports the next.
     """
 
     updates_all_replicas = True
@@ -123,7 +123,7 @@ class NcclTransfer:
         self._metadata: Sequence[Future] = ()
 
     def connect(self) -> None:
-        """Creates the NCCL group of the actor's first rank and every device of every replica. Runs once."""
+        """Creates the NCCL group of the actor's first rank and all devices of the rollout, unless it exists."""
         if self._metadata:
             return
         num_chunks = self._num_chunks.get()
@@ -136,7 +136,7 @@ class NcclTransfer:
         self._metadata = [self._actor.describe_weights.submit(chunk, *self._chunking) for chunk in range(num_chunks)]
 
     def export(self) -> Sequence[Future]:
-        """Submits the broadcasts; the returned future resolves when the actor reaches them."""
+        """Submits the broadcasts. Returns a future that resolves when the actor is ready to broadcast."""
         self.connect()
         reached = self._actor.num_chunks.submit(*self._chunking)
         for chunk in range(len(self._metadata)):
@@ -162,20 +162,19 @@ TRANSFERS: Mapping[Transport, type[WeightTransfer]] = {
 
 
 def has_per_replica_updates(config: RunConfig) -> bool:
-    """Returns whether each rollout replica loads new weights by itself, once its requests have finished."""
+    """Returns whether each rollout replica loads new weights separately, once its requests have finished."""
     return any(isinstance(value, AsyncSchedule) and value.is_streaming and not value.interrupt for _, value in config)
 
 
 def choose_transport(
     actor: RolePlan, rollout: RolePlan, kind: str, config: RolloutConfig, *, per_replica: bool = False
 ) -> Transport:
-    """Returns the transport that `transfer.via` requests, or the fastest available if it is `auto`.
+    """Returns the transport that `transfer.via` requests. For `auto`, returns the fastest available transport.
 
     Args:
         kind: device kind of the placement, `cpu` or `cuda`.
         per_replica: result of `has_per_replica_updates`.
-    Raises:
-        PlacementError: the placement or the schedule rules out the requested transport.
+    Raises PlacementError if the placement or the schedule does not support the requested transport.
     """
     transport = _transport_between(actor, rollout, kind, config)
     if transport != "nccl" or not per_replica:
@@ -233,8 +232,7 @@ def resolve_transport(
 ) -> Transport:
     """Returns `object_store` instead of `cuda_ipc` if the actor offloads its GPUs while the rollout runs.
 
-    Raises:
-        PlacementError: `transfer.via` requests `cuda_ipc` explicitly.
+    Raises PlacementError if `transfer.via` explicitly requests `cuda_ipc` in this case.
     """
     if transport != "cuda_ipc" or not actor.is_evicted_by(rollout):
         return transport
@@ -256,7 +254,7 @@ class WeightSnapshot:
     _check: WeightsCheck
 
     def is_ready(self) -> bool:
-        """Returns whether the actor has exported the snapshot; loading it earlier blocks the replica."""
+        """Returns whether the actor has exported the snapshot. Loading it earlier would block the replica."""
         return all(bucket.done() for bucket in self._buckets)
 
     def futures(self) -> Sequence[Future]:
@@ -264,7 +262,7 @@ class WeightSnapshot:
         return self._buckets
 
     def send(self, rollout: WorkerGroup) -> tuple[Sequence[Future], ComparedWeights | None]:
-        """Submits the load calls to a rollout or to one replica. Does not wait.
+        """Submits the load calls to a rollout or one replica. Does not wait.
 
         Returns: the load calls, and the comparison with the actor's weights (None if disabled).
         """
@@ -274,9 +272,8 @@ class WeightSnapshot:
 class WeightSync:
     """Sends the actor's weights to the rollout in chunks of bounded size, without blocking the driver.
 
-    Chunks move directly between worker processes; the driver only submits calls. Each process runs its calls in
-    submission order. Calls submitted before a sync therefore use the old weights, and calls submitted after it the new
-    weights.
+    Chunks move directly between worker processes; the driver only submits calls. Each process runs calls in the order
+    of submission. Calls submitted before a sync therefore use the old weights, and later calls use the new weights.
     """
 
     def __init__(self, config: RunConfig, plan: Plan) -> None:
@@ -285,14 +282,14 @@ class WeightSync:
         self._transfers: dict[tuple[str, str], WeightTransfer] = {}
 
     def prepare(self, actor: WorkerGroup, rollout: WorkerGroup) -> None:
-        """Requests the chunk count in advance, so that `send` does not wait for it."""
+        """Requests the number of chunks in advance, so that `send` does not wait for it."""
         if not rollout.is_colocated_with(actor):
             self._transfer(actor, rollout)
 
     def send(self, actor: WorkerGroup, rollout: WorkerGroup, version: int) -> ComparedWeights | None:
-        """Sends the actor's current weights as `version`; returns their comparison (None if disabled).
+        """Sends the actor's current weights as `version`. Returns their comparison (None if disabled).
 
-        A rollout in the actor's processes shares its weights, so only the version number is set.
+        A rollout in the actor's processes shares the weights and gets only the version number.
         """
         if rollout.is_colocated_with(actor):
             rollout.set_version.submit(version)
@@ -302,14 +299,14 @@ class WeightSync:
         transfer.send(version)
         return check.compare(rollout)
 
-    # Export and load as separate steps, for replicas that keep generating until the new weights are ready.
+    # Replicas that generate until the new weights are ready use export and load as separate steps.
 
     def connect(self, actor: WorkerGroup, rollout: WorkerGroup) -> None:
-        """Waits for both constructors and connects the transfer, so that `export` does not wait."""
+        """Waits for the actor and the rollout to start and connects the transfer, so that `export` does not wait."""
         self._transfer(actor, rollout).connect()
 
     def export(self, actor: WorkerGroup, rollout: WorkerGroup, version: int) -> WeightSnapshot:
-        """Submits the export of the actor's current weights; replicas load the snapshot later. Does not wait."""
+        """Submits the export of the actor's current weights and returns a snapshot for the replicas. Does not wait."""
         transfer = self._transfer(actor, rollout)
         check = WeightsCheck(actor, rollout, version, self._rollout_config(rollout))
         return WeightSnapshot(version, transfer, transfer.export(), check)
@@ -319,7 +316,7 @@ class WeightSync:
         return self._transfer(actor, rollout).updates_all_replicas
 
     def _rollout_config(self, rollout: WorkerGroup) -> RolloutConfig | None:
-        """Returns the role's settings; None for a user-defined role."""
+        """Returns the settings of the rollout role; None for a user-defined role."""
         config = self._role_configs.get(rollout.role)
         return config if isinstance(config, RolloutConfig) else None
 

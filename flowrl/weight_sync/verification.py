@@ -1,4 +1,4 @@
-"""Checks that rollout and trainer are the same policy: weights after each update, log-probabilities after each step."""
+"""Verifies that rollout and trainer have equal weights after each update and equal log-probabilities in each step."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ if TYPE_CHECKING:  # `flowrl plan` selects a transport without numpy
     from flowrl.controller.group import WorkerGroup
 
 COMPLETE_CHUNKS = 8
-"""Number of chunks of a complete check; chunk i compares weights i, i + 8, i + 16, ..."""
+"""Number of chunks of a complete check. Chunk i compares the weights i, i + 8, i + 16, ..."""
 
 GAP_WARNING = {"float32": 0.001, "bfloat16": 0.05, "float16": 0.05}
-"""Compute dtype -> default of `rollout.gap_warning`, in nats per token.
+"""Dtype of weights or compute -> default of `rollout.gap_warning`, in nats per token.
 
-Engines that differ only in summation order are 1e-6 to 1e-5 dedicated in float32, and 0.005 to 0.02 in 16 bits. Stale
-weights or a different temperature cause larger gaps.
-"""
+Correct engines differ by 1e-6 to 1e-5 in float32 and by 0.005 to 0.02 in 16 bits, due to summation order. Stale weights
+or a different temperature cause larger gaps."""
 
 GAP_WARNING_QUANTIZED = 0.1
-"""Default of `rollout.gap_warning` for a quantized rollout; an int8 model of 100M parameters measures 0.02."""
+"""Default of `rollout.gap_warning` for a quantized rollout. The gap of an int8 model with 100M parameters is 0.02."""
 
 WARN_EVERY = 10
 """Minimum number of steps between two gap warnings."""
@@ -55,10 +54,9 @@ class ComparedWeights:
 class WeightsCheck:
     """Compares the weights of a rollout with samples of the actor's weights of `version`.
 
-    Construct it before the weights are sent: the constructor exports the samples together with the weights, so a
-    time-shared device switches roles once. Call `compare` afterwards. Neither waits; a difference raises CheckFailed
-    when the result is read. Nothing is compared if the rollout shares the actor's weights, if `rollout.check_weights`
-    is off, or if a role lacks the methods.
+    The constructor exports the samples and must run before the weights are sent; `compare` runs afterwards. Neither
+    waits. A difference raises CheckFailed when the result is read. Nothing is compared if the rollout shares the
+    actor's weights, if `rollout.check_weights` is `off`, or if a role does not support the check.
     """
 
     def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, version: int, config: RolloutConfig | None) -> None:
@@ -77,14 +75,14 @@ class WeightsCheck:
         self._samples = [actor.weight_samples.submit(version, dtype=dtype, **selection) for selection in selections]
 
     def compare(self, rollout: WorkerGroup) -> ComparedWeights | None:
-        """Submits the comparison to a rollout or replica that has loaded the weights; None if disabled."""
+        """Submits the comparison to a rollout or replica that has loaded the weights. Returns None if disabled."""
         if not self._samples:
             return None
         return ComparedWeights(self._version, [rollout.check_weights.submit(samples) for samples in self._samples])
 
 
 def gap_limit(rollout: RolloutConfig, actor: ActorConfig) -> float:
-    """Returns the mean gap in nats per token above which a warning is due."""
+    """Returns the mean gap, in nats per token, above which `RolloutWatch` warns."""
     if rollout.gap_warning is not None:
         return rollout.gap_warning
     if rollout.quantization is not None:
@@ -93,10 +91,9 @@ def gap_limit(rollout: RolloutConfig, actor: ActorConfig) -> float:
 
 
 class RolloutWatch:
-    """Checks each step's `rollout_gap` and reports weights that cannot be compared. Inactive without a rollout.
+    """Checks the metric `rollout_gap` of each step and reports weights that cannot be compared.
 
-    Args:
-        report: prints a line.
+    Does nothing without a rollout. `report` prints a line.
     """
 
     def __init__(self, config: RunConfig, report: Callable[[str], None]) -> None:
@@ -112,7 +109,7 @@ class RolloutWatch:
         """Number of steps with a gap above the limit."""
 
     def follow(self, check: ComparedWeights | None) -> tuple[ComparedWeights, ...]:
-        """Registers a comparison and returns it as a tuple of metrics; empty if there is none."""
+        """Registers a comparison and returns it as a tuple of metrics, which is empty if `check` is None."""
         if check is None:
             return ()
         if not self._reported_unreached:
@@ -120,7 +117,7 @@ class RolloutWatch:
         return (check,)
 
     def check_step(self, step: int, values: Mapping[str, float]) -> None:
-        """Checks the metrics of a completed step. Raises CheckFailed if the gap is too large and `check` is strict."""
+        """Checks the metrics of a completed step. Raises CheckFailed if `rollout.check` is strict and the gap is too large."""
         self._report_unreached()
         if values.get("staleness_max", 0.0) > 0:
             return  # stale responses have a gap by construction

@@ -1,4 +1,4 @@
-"""Worker classes of the roles: each wraps an engine and declares the columns that its methods read and write.
+"""Worker classes of the roles. Each class wraps an engine and declares the columns that its methods read and write.
 
 Entry points: `Actor`, `Critic`, `Reference`, `Reward`, `RewardModel` and `Rollout`. `reward_worker` selects between the
 two reward classes.

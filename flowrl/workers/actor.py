@@ -1,4 +1,4 @@
-"""The trained policy: update, log-probabilities, and export of its weights to the rollout."""
+"""Worker that trains the policy, computes log-probabilities, and exports weights to the rollout."""
 
 import socket
 from collections.abc import Mapping
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 
 class Actor(TrainedWorker):
-    """Causal language model with an optimizer.
+    """Worker that trains a causal language model.
 
     Methods with `chunk_mb` and `dtype` split the weights into chunks of at most `chunk_mb` MB (10^6 bytes) and cast
-    floating-point weights to `dtype`; None keeps their own dtype.
+    floating-point weights to `dtype`; None keeps their dtype.
 
     Args:
         config: model, optimizer and loss.
-        temperature: sampling temperature of the rollout, by which log-probabilities divide the logits.
+        temperature: sampling temperature of the rollout. Log-probabilities divide the logits by the same value.
     """
 
     def __init__(self, config: ActorConfig, *, temperature: float = 1.0) -> None:
@@ -82,10 +82,10 @@ class Actor(TrainedWorker):
         ),
     )
     def update(self, batch: TensorDict) -> dict[str, Metric]:
-        """Takes one optimizer step on the configured policy loss, entropy bonus and KL; returns metrics.
+        """Takes one optimizer step on the policy loss, entropy bonus and KL loss; returns metrics.
 
-        A rollout correction adds `loss_weights`, which multiply the policy loss, and `loss_mask`, which replaces the
-        response mask.
+        A rollout correction adds the columns `loss_weights`, which multiply the policy loss, and `loss_mask`, which
+        replaces the response mask.
         """
         self._check_columns(batch)
         columns = batch["tokens"].keys()
@@ -101,7 +101,7 @@ class Actor(TrainedWorker):
 
     @register(Dispatch.DP_COMPUTE_METRIC, blocking=False, reads=("input_ids", "response_mask"))
     def update_sft(self, batch: TensorDict) -> dict[str, Metric]:
-        """Takes one supervised step on the mean cross-entropy of the response tokens; returns metrics."""
+        """Takes one optimizer step on the mean cross-entropy of the response tokens; returns metrics."""
         return self.engine.update(batch, _sft_loss)
 
     @register(Dispatch.ALL_TO_ONE)
@@ -112,18 +112,18 @@ class Actor(TrainedWorker):
     def can_share_weights(self, other: Worker) -> bool:
         """Returns whether a worker in this process may use this model's weights.
 
-        Sharded weights are gathered by all ranks together, so every rank of `other` must be colocated with the same
-        rank of the actor.
+        All ranks gather sharded weights together, so every rank of `other` must be colocated with the same rank of the
+        actor.
         """
         return not self.engine.is_sharded or other.context.role in self.context.aligned_roles
 
     @property
     def has_gathered_weights(self) -> bool:
-        """Whether shared weights are assembled for each call: gathered from shards, or merged with an adapter."""
+        """Whether each call must first gather the weights from shards, or merge an adapter into the weights."""
         return self.engine.is_sharded or self.config.lora is not None
 
     def can_replace_reference(self, model: ModelConfig, reference: Worker) -> bool:
-        """Returns whether this model without its adapter computes what a reference worker in this process needs."""
+        """Returns whether this model with its adapter disabled can replace a reference worker in this process."""
         is_collective = self.engine.is_sharded or self.engine.mesh.sequence is not None
         return (
             self.config.lora is not None
@@ -136,7 +136,7 @@ class Actor(TrainedWorker):
         )
 
     def description(self) -> dict[str, bytes]:
-        """Returns the model's configuration and tokenizer files, which `flowrl export` needs."""
+        """Returns the model's configuration and tokenizer files (name -> contents), which `flowrl export` needs."""
         if not self._described and self.rank == 0:
             files = describe_model(self.model, self.config.model.path)
             if self.config.lora is not None:
@@ -148,25 +148,25 @@ class Actor(TrainedWorker):
 
     @register(Dispatch.RANK_ZERO, blocking=False, memory=())
     def num_chunks(self, chunk_mb: float, dtype: str | None = None) -> int:
-        """Returns the number of chunks of an update."""
+        """Returns the number of chunks of a weight update."""
         return len(self._chunks(chunk_mb, dtype))
 
     @register(Dispatch.ALL_TO_ONE, blocking=False)
     def weights(
         self, chunk: int = 0, chunk_mb: float | None = None, dtype: str | None = None
     ) -> dict[str, Any]:  # Any: NumPy arrays, see engines/models/weights.py
-        """Returns one chunk of the current weights on rank 0, or all weights if `chunk_mb` is None."""
+        """Returns a chunk of the current weights on rank 0. Returns all weights if `chunk_mb` is None."""
         names = None if chunk_mb is None else self._chunks(chunk_mb, dtype)[chunk]
-        # No snapshot: the result of a call is copied anyway.
+        # No snapshot, because the controller copies the result of a call.
         return export_weights(self.model, names, dtype=_dtype(dtype), is_receiver=self.rank == 0, snapshot=False)
 
     @register(Dispatch.ALL_TO_ONE, blocking=False)
     def weight_samples(
         self, version: int, chunk: int = 0, num_chunks: int | None = None, dtype: str | None = None
     ) -> WeightSamples:
-        """Returns samples of the weights of `version`, against which the rollout compares its own.
+        """Returns samples of the actor's weights, which the rollout compares with its weights of `version`.
 
-        With `num_chunks`, returns every column of the weights `chunk`, `chunk + num_chunks`, ... instead.
+        With `num_chunks`, returns all columns of the weights `chunk`, `chunk + num_chunks`, ... instead.
         """
         return weight_samples(
             self.model, version, chunk=chunk, num_chunks=num_chunks, dtype=_dtype(dtype), wanted=self.rank == 0
@@ -174,41 +174,40 @@ class Actor(TrainedWorker):
 
     @register(Dispatch.RANK_ZERO, blocking=False, memory=())
     def describe_weights(self, chunk: int, chunk_mb: float, dtype: str | None = None) -> "WeightMetadata":
-        """Returns names, dtypes and shapes of a chunk, which the receivers of a broadcast need."""
+        """Returns names, dtypes and shapes of the weights in a chunk, which the receivers of a broadcast need."""
         from flowrl.engines.rollout.vllm.gpu_transfer import WeightMetadata  # noqa: PLC0415 (vLLM is optional)
 
         return WeightMetadata.of(weight_shapes(self.model, self._chunks(chunk_mb, dtype)[chunk], _dtype(dtype)))
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, memory=())
     def share_weights(self, chunk: int, chunk_mb: float, dtype: str | None = None, after: object = None) -> "IpcChunk":
-        """Copies a chunk into this GPU's IPC buffer; returns its handle. The chunk is valid until the next call.
+        """Copies a chunk into this GPU's IPC buffer and returns the IPC handle. The chunk is valid until the next call.
 
-        `after` delays the call until the previous chunk has been read.
+        `after` is a future that delays the call until the rollout has read the previous chunk.
         """
         metadata = self.describe_weights(chunk, chunk_mb, dtype)
         return self._ipc.share(full_weights(self.model, metadata.names, _dtype(dtype)), metadata.num_bytes)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, memory=())
     def release_weights(self, after: object = None) -> None:
-        """Frees the IPC buffer."""
         self._ipc.release()
 
     @register(Dispatch.RANK_ZERO, memory=())
     def open_transfer_group(self) -> tuple[str, int]:
-        """Returns address and free port for the rendezvous of the NCCL transfer group."""
+        """Returns an address and a free port for the rendezvous of the NCCL transfer group."""
         with socket.create_server((self.context.address, 0)) as listener:
             return self.context.address, listener.getsockname()[1]
 
     @register(Dispatch.RANK_ZERO, blocking=False, memory=())
     def join_transfer_group(self, group: Mapping[str, Any]) -> None:  # Any: the fields of `TransferGroup`
-        """Joins the NCCL transfer group; returns when all members have joined."""
+        """Joins the NCCL transfer group; blocks until all ranks have joined."""
         from flowrl.engines.rollout.vllm.gpu_transfer import NcclSender, TransferGroup  # noqa: PLC0415 (as above)
 
         self._nccl: NcclSender = NcclSender(TransferGroup(**group))
 
     @register(Dispatch.ALL_TO_ONE, blocking=False)
     def broadcast_weights(self, chunk: int, chunk_mb: float, dtype: str | None = None) -> None:
-        """Broadcasts a chunk from rank 0 to the transfer group; the other ranks help to gather it."""
+        """Broadcasts a chunk from rank 0 to the transfer group. The other ranks only take part in the all-gathers."""
         weights = full_weights(self.model, self._chunks(chunk_mb, dtype)[chunk], _dtype(dtype))
         if self.rank == 0:
             self._nccl.send(weights)
@@ -217,7 +216,6 @@ class Actor(TrainedWorker):
                 pass
 
     def _chunks(self, chunk_mb: float, dtype: str | None) -> list[list[str]]:
-        """Returns the weight names of each chunk."""
         key = (chunk_mb, dtype)
         if key not in self._known_chunks:
             self._known_chunks[key] = weight_buckets(self.model, chunk_mb * 1e6, _dtype(dtype))
@@ -280,7 +278,7 @@ class Actor(TrainedWorker):
     def _token_loss(
         self, logprobs_BL: torch.Tensor, micro: MicroBatch, mask_BL: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Returns the configured loss per token `[B, L]`, and its metrics."""
+        """Returns the configured policy loss per token `[B, L]`, and its metrics."""
         columns = {"logprobs": logprobs_BL, "mask": mask_BL} | {
             name: micro.tokens[name] for name in policy_losses.inputs(self._loss) if name not in ("logprobs", "mask")
         }
@@ -298,9 +296,9 @@ def _sft_loss(
 
 
 def token_means(values: dict[str, torch.Tensor], mask_BL: torch.Tensor) -> dict[str, Metric]:
-    """Returns the masked mean of each `[B, L]` value, and the range of `ratio` if present.
+    """Returns the mean of each `[B, L]` value over unmasked tokens, and the minimum and maximum of `ratio`.
 
-    The metrics merge over micro-batches and ranks.
+    The metrics can be merged over micro-batches and ranks.
     """
     sums = [value.detach().masked_fill(~mask_BL, 0).sum(dtype=torch.float64) for value in values.values()]
     extremes = masked_range(values["ratio"], mask_BL) if "ratio" in values else ()

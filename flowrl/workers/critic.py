@@ -1,4 +1,4 @@
-"""The trained value model."""
+"""Worker that trains the value model."""
 
 import torch
 from tensordict import TensorDict
@@ -18,7 +18,7 @@ from flowrl.workers.model_worker import TrainedWorker, build_rank_mesh
 
 
 class Critic(TrainedWorker):
-    """Backbone of a causal language model with a value head, and an optimizer."""
+    """Worker that trains a value model: the backbone of a causal language model with a value head."""
 
     def __init__(self, config: CriticConfig) -> None:
         self.config = config

@@ -1,4 +1,4 @@
-"""Base classes of workers with a model: offload of an idle engine, and checkpoints of a trained model."""
+"""Base classes of workers with a model: device mesh, offload of idle models, and checkpoints of trained models."""
 
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,7 @@ _Config = ActorConfig | CriticConfig | ReferenceConfig | RewardConfig
 
 
 def build_rank_mesh(worker: Worker, engine: EngineConfig) -> RankMesh:
-    """Returns the device mesh of a worker's role. All ranks of the role must call it together."""
+    """Creates the process groups of a worker's role. All ranks of the role must call this together."""
     return rank_mesh(
         worker.context.process_group,
         device=worker.device,
@@ -27,7 +27,7 @@ def build_rank_mesh(worker: Worker, engine: EngineConfig) -> RankMesh:
 
 
 def has_collective_forward(mesh: Mesh, engine: EngineConfig) -> bool:
-    """Returns whether a forward pass needs several ranks of the role (sharded weights or sequence parallelism)."""
+    """Returns whether a forward pass needs several ranks, due to sharded weights or sequence parallelism."""
     return mesh.sp > 1 or shards_model(engine, mesh.size, mesh.tp)
 
 
@@ -56,21 +56,24 @@ class TrainedWorker(ModelWorker):
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def save_checkpoint(self, folder: Path, asynchronous: bool = False) -> None:
-        """Writes the training state to an empty folder; `asynchronous` writes in the background."""
+        """Writes the training state to an empty folder. `asynchronous` writes in a background thread."""
         self._checkpoints.save(folder, asynchronous=asynchronous, extra_files=self.description())
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, memory=())
     def checkpoint_saved(self, wait: bool = True) -> Saved | None:
-        """Returns the files that this rank wrote in the last save; None if `wait` is false and a rank still writes."""
+        """Returns the files that this rank wrote in the last save.
+
+        Blocks until all ranks have written if `wait`. Otherwise returns None while a rank is still writing.
+        """
         return self._checkpoints.result(wait=wait)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def load_checkpoint(self, folder: Path) -> None:
-        """Restores the training state from a folder that any number of ranks saved."""
+        """Restores the training state from a folder that any number of ranks wrote."""
         load(self.engine, folder)
 
     def description(self) -> dict[str, bytes]:
-        """Returns additional checkpoint files: name -> content."""
+        """Returns additional checkpoint files: name -> contents."""
         return {}
 
     @cached_property

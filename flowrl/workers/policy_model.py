@@ -1,6 +1,6 @@
 """Causal language model that returns token log-probabilities and entropies instead of logits.
 
-Shape suffixes: B rows, L longest row, l sequence shard of a rank, D hidden size, V vocabulary.
+Shape suffixes: B rows, L tokens of the longest row, l tokens of a sequence shard, D hidden size, V vocabulary.
 """
 
 from typing import Literal
@@ -27,16 +27,16 @@ from flowrl.engines.models.sequence_sharding import (
 from flowrl.engines.train.microbatch import MicroBatch
 
 _TILED_FROM = 8192
-"""Vocabulary size from which logits are computed in tiles; smaller vocabularies run faster in one pass."""
+"""Vocabulary size from which logits are computed in tiles. For smaller vocabularies one pass is faster."""
 
 
 def policy_logprobs(model: nn.Module, micro: MicroBatch, *, temperature: float) -> Tensor:
-    """Returns the log-probability [B, L] of every token given the previous tokens; 0 at position 0."""
+    """Returns the log-probability [B, L] of each token given the previous tokens; 0 at position 0."""
     return model(micro.input_ids, micro.mask, temperature, pack=micro.pack)[0]
 
 
 class PolicyModel(SequenceShardable):
-    """Wraps the language model of actor and reference. The model itself is unchanged, so a rollout can share it."""
+    """Wraps a language model without changing it, so that a rollout can share the language model."""
 
     def __init__(self, language_model: LanguageModel) -> None:
         super().__init__()
@@ -50,15 +50,15 @@ class PolicyModel(SequenceShardable):
         entropy: Literal["none", "value", "gradient"] = "none",
         pack: Pack | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the log-probability of every token given the previous tokens, and the entropy of its distribution.
+        """Returns the log-probability of each token given the previous tokens, and the entropy of the distribution.
 
         Args:
-            input_ids_BL: int64 [B, L], right-padded.
-            mask_BL: bool [B, L], the tokens to compute; results at other tokens are undefined.
-            temperature: > 0, sampling temperature of the rollout.
-            entropy: "none" returns zeros, "value" detaches it, "gradient" differentiates it.
-            pack: packing of these rows, which runs them without padding.
-        Returns: both [B, L], at least float32; 0 at position 0.
+            input_ids_BL: right-padded token ids, int64 [B, L].
+            mask_BL: tokens to compute, bool [B, L]. Results at other tokens are undefined.
+            temperature: sampling temperature of the rollout, > 0.
+            entropy: "none" returns zeros, "value" returns a detached entropy, "gradient" a differentiable entropy.
+            pack: packed layout of the rows; None runs them padded.
+        Returns: (logprobs, entropy), each [B, L] in at least float32, 0 at position 0.
         """
         if pack is None:
             return self._run_rows(input_ids_BL, mask_BL, temperature, entropy, None)

@@ -1,4 +1,4 @@
-"""The frozen reference policy of the KL penalty."""
+"""Worker of the frozen reference policy, from which the KL divergence is measured."""
 
 from functools import partial
 from typing import Any
@@ -20,14 +20,14 @@ from flowrl.workers.policy_model import PolicyModel, policy_logprobs
 
 
 class Reference(ModelWorker):
-    """Frozen causal language model.
+    """Worker that computes log-probabilities with a frozen causal language model.
 
-    If an actor in the same process trains an adapter on the same model, the reference holds no weights: it runs the
+    If an actor in the same process trains a LoRA adapter on the same model, the reference has no weights. It runs the
     actor's engine with the adapter disabled.
 
     Args:
         config: model and engine.
-        temperature: sampling temperature of the rollout, by which log-probabilities divide the logits.
+        temperature: sampling temperature of the rollout. Log-probabilities divide the logits by the same value.
     """
 
     replicated = stateless = True
@@ -49,7 +49,7 @@ class Reference(ModelWorker):
         )
 
     def _find_base_actor(self, model: ModelConfig) -> Actor | None:
-        """Returns the actor of this process if its base model is `model`; all ranks of the role decide alike."""
+        """Returns the actor of this process if its base model is `model` on all ranks of the role, otherwise None."""
         peer = self.peer("actor")
         actor = peer if isinstance(peer, Actor) and peer.can_replace_reference(model, self) else None
         group = self.context.process_group
@@ -69,12 +69,12 @@ class Reference(ModelWorker):
 
     @classmethod
     def select_class(cls, mesh: Mesh, config: ReferenceConfig, **_: Any) -> type[Worker]:  # Any: the constructor's
-        """Returns the collective variant if a forward pass needs several ranks; such ranks cannot be replaced alone."""
+        """Returns the collective class if a forward pass needs several ranks, which cannot be restarted separately."""
         return _CollectiveReference if has_collective_forward(mesh, config.engine) else cls
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("input_ids",), writes=("logprobs",))
     def logprobs(self, batch: TensorDict) -> TensorDict:
-        """Returns the log-probability `[T]` of every token under the reference."""
+        """Returns the log-probability `[T]` of each token under the reference model."""
         with adapter_disabled(self.engine.model):
             values_T = self.engine.evaluate(batch, partial(policy_logprobs, temperature=self.temperature))
         return make_tensordict(tokens={"logprobs": values_T}, lengths=lengths(batch))

@@ -1,4 +1,4 @@
-"""Reward workers: a Python function or a model with a scalar head."""
+"""Reward workers, which score rows with a Python function or a reward model."""
 
 import inspect
 import math
@@ -22,15 +22,18 @@ from flowrl.workers.model_worker import ModelWorker, build_rank_mesh, has_collec
 RewardFunction = Callable[..., float]
 
 _FUNCTION_COLUMNS = ("prompt", "response", "answer?", "data_source?", "conversation?", "*")
-"""Columns of a reward function; `*` are the dataset's own."""
+"""Columns that a reward function receives; `*` stands for the other columns of the dataset."""
 
 
 class RewardError(UserError):
-    """A reward function cannot be loaded, raises, or returns something other than a finite number."""
+    """Raised if a reward function cannot be loaded, raises, or returns something other than a finite number."""
 
 
 def load_reward_function(name: str) -> RewardFunction:
-    """Imports the function named `module:function`. Raises RewardError if that fails or its signature is wrong."""
+    """Imports the reward function `module:function`.
+
+    Raises RewardError if the import fails or the function does not accept prompt, response and answer.
+    """
     try:
         function: RewardFunction = import_function(name)  # its result is checked at every call
     except ImportNameError as error:
@@ -46,11 +49,10 @@ def load_reward_function(name: str) -> RewardFunction:
 
 
 def score_rows(batch: TensorDict, function: RewardFunction, name: str) -> TensorDict:
-    """Calls a reward function once per row with the row's columns as keyword arguments; returns `scores`.
+    """Calls a reward function once per row with the row's columns as keyword arguments; returns the column `scores`.
 
-    `conversation` and `data_source` are passed only to a function that accepts them.
-
-    Raises: RewardError.
+    The columns `conversation` and `data_source` are passed only if the function accepts them.
+    Raises RewardError if the function raises or returns something other than a finite number.
     """
     parameters = inspect.signature(function).parameters.values()
     accepts_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
@@ -79,7 +81,7 @@ def _score_row(function: RewardFunction, name: str, row: dict[str, Any]) -> floa
 
 
 class Reward(Worker):
-    """Scores rows with a Python function of `prompt`, `response`, `answer` and the dataset's other columns."""
+    """Worker that scores rows with a Python function of `prompt`, `response`, `answer` and other dataset columns."""
 
     stateless = True
 
@@ -90,13 +92,13 @@ class Reward(Worker):
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=_FUNCTION_COLUMNS, writes=("scores",))
     def score(self, batch: TensorDict, evaluation: bool = False) -> TensorDict:
-        """Returns one score `[B]` per row; `evaluation` selects the evaluation function."""
+        """Returns one score per row `[B]`. `evaluation` selects the evaluation function."""
         name = self.evaluation_name if evaluation else self.name
         return score_rows(batch, self._functions[name], name)
 
 
 class RewardModel(ModelWorker):
-    """Scores rows with a sequence-classification model, read at the last token."""
+    """Worker that scores rows with a sequence-classification model."""
 
     replicated = stateless = True
 
@@ -112,12 +114,12 @@ class RewardModel(ModelWorker):
 
     @classmethod
     def select_class(cls, mesh: Mesh, config: RewardConfig) -> type[Worker]:
-        """Returns the collective variant if a forward pass needs several ranks; such ranks cannot be replaced alone."""
+        """Returns the collective class if a forward pass needs several ranks, which cannot be restarted separately."""
         return _CollectiveRewardModel if has_collective_forward(mesh, config.engine) else cls
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("input_ids", *_FUNCTION_COLUMNS), writes=("scores",))
     def score(self, batch: TensorDict, evaluation: bool = False) -> TensorDict:
-        """Returns one score `[B]` per row; `evaluation` selects the evaluation function if there is one."""
+        """Returns one score per row `[B]`. `evaluation` selects the evaluation function if one is configured."""
         if evaluation and self._evaluation is not None:
             return score_rows(batch, self._evaluation, self._evaluation_name)
         scores_B = self.engine.evaluate_rows(batch, _scores)
@@ -129,7 +131,7 @@ class _CollectiveRewardModel(RewardModel):
 
 
 def reward_worker(config: RewardConfig) -> type[Worker]:
-    """Returns the worker class of a reward: `RewardModel` if `model` is set, otherwise `Reward`."""
+    """Returns the reward worker class: `RewardModel` if `config.model` is set, otherwise `Reward`."""
     return Reward if config.model is None else RewardModel
 
 

@@ -1,4 +1,4 @@
-"""Rollout worker: generates responses with the actor's weights, for whole batches or as a stream of prompt groups."""
+"""Rollout worker: generates responses with the actor's weights, for batches or for a stream of prompt groups."""
 
 import time
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -40,12 +40,14 @@ RESPONSE_COLUMNS = ("input_ids", "response_mask", "rollout_logprobs", "weight_ve
 
 
 class Rollout(Worker):
-    """Generates responses. A rollout in the actor's process shares its weights, or keeps a quantized copy of them.
+    """Worker that generates responses.
+
+    In the actor's process, the rollout shares the actor's weights or keeps a quantized copy of them.
 
     Args:
         config: engine and sampling settings.
-        model: the model that the actor starts from.
-        seed: keys the random numbers, together with each row's `prompt_id` and `sample`.
+        model: initial model of the actor.
+        seed: random seed. Random numbers depend only on seed, `prompt_id`, `sample` and token position.
     """
 
     replicated = stateless = True
@@ -67,7 +69,7 @@ class Rollout(Worker):
         self.engine = HfRollout(self.model, self.tokenizer.tokenizer, config, torch.device(self.device))
 
     def _build_model(self, config: ModelConfig) -> LanguageModel:
-        """Returns the actor's model, an empty copy to gather its weights into, or a separately loaded model."""
+        """Returns the actor's model, a copy without weights for gathered weights, or a separately loaded model."""
         if self._is_quantized:
             source = load_policy(config, on_meta=True)
             copy = quantized_copy(source, torch.device(self.device))
@@ -84,7 +86,7 @@ class Rollout(Worker):
         writes=RESPONSE_COLUMNS,
     )
     def generate(self, batch: TensorDict, greedy: bool = False) -> TensorDict:
-        """Returns one response per prompt, sampled or greedy."""
+        """Returns one sampled or greedy response per prompt."""
         prompts = objects(batch, "prompt_ids")
         with self._gathered_weights():
             responses = self.engine.generate(
@@ -100,9 +102,9 @@ class Rollout(Worker):
 
         Args:
             batch: `samples` rows per prompt.
-        Returns: `prompt_id` -> reason why the engine rejected the prompt, or None if it was queued.
-        Raises:
-            RolloutError: the rollout shares the actor's weights, which training changes during generation.
+        Returns: `prompt_id` -> reason why the engine rejected the prompt, or None if the prompt was queued.
+        Raises RolloutError if the rollout shares the actor's weights, because training would change them during
+        generation.
         """
         if self._actor is not None:
             raise RolloutError(
@@ -117,7 +119,7 @@ class Rollout(Worker):
         return rejections
 
     def _queue(self, requests: Sequence[Request]) -> str | None:
-        """Adds the requests of a prompt to the engine, all or none; returns the reason of a rejection."""
+        """Adds all requests of a prompt to the engine. Returns the reason if the engine rejects the prompt."""
         try:
             self.engine.add(requests)
         except PromptError as error:
@@ -134,8 +136,8 @@ class Rollout(Worker):
     def poll(self, slice_s: float) -> TensorDict:
         """Generates for up to `slice_s` seconds and returns the rows of all complete groups, in the order added.
 
-        Returns earlier once a group is complete and no request waits for a slot, so that the driver can refill them.
-        Returns immediately if there is nothing to generate or an update is running.
+        Returns early if a group is complete and a slot is free, so that the driver can add requests. Returns
+        immediately if there is nothing to generate or a weight update is running.
         """
         deadline = time.monotonic() + slice_s
         if self.engine.state is not EngineState.UPDATING:
@@ -154,14 +156,13 @@ class Rollout(Worker):
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def abort_all(self) -> None:
-        """Drops every group."""
         self.engine.abort(self._groups.drop())
 
     # Weights.
 
     @property
     def shares_weights(self) -> bool:
-        """Whether it generates with the actor's own weights."""
+        """Whether the rollout generates with the actor's own weights."""
         return self._actor is not None and not self._is_quantized
 
     @property
@@ -169,14 +170,14 @@ class Rollout(Worker):
         return () if self._actor is None else (self._actor,)
 
     def _gathered_weights(self) -> AbstractContextManager[None]:
-        """Gathers the actor's sharded weights, or merges its adapter, for the duration of a call."""
+        """Gathers the actor's sharded weights, or merges its adapter, in the block."""
         if self._actor is None or not self.shares_weights or not self._actor.has_gathered_weights:
             return nullcontext()
         return gathered_weights(self.engine.model, self._actor.model)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def set_version(self, version: int) -> None:
-        """Sets the version of weights shared with the actor, and quantizes them again if quantized."""
+        """Sets the version of weights that the actor updated in this process. A quantized rollout copies them again."""
         assert self._actor is not None, "weights of another process arrive through load_weights"
         if self._is_quantized:
             write_weights(self.model, full_weights(self._actor.model))
@@ -184,10 +185,10 @@ class Rollout(Worker):
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, replay="chunk", memory=("weights",))
     def load_weights(self, weights: Mapping[str, np.ndarray], version: int, chunk: int = 0, of: int = 1) -> None:
-        """Loads chunk `chunk` of the `of` chunks of an update. Sets only the version if it shares the actor's weights.
+        """Loads chunk `chunk` of the `of` chunks of a weight update. With shared weights, sets only the version.
 
-        The engine generates nothing until the last chunk is loaded. Chunk 0 restarts an unfinished update, because
-        the calls are replayed to a recovered process.
+        The engine does not generate until the last chunk is loaded. Chunk 0 restarts an unfinished update, because a
+        recovered process receives all chunks again.
         """
         if self.shares_weights:
             self.engine.version = version
@@ -205,9 +206,9 @@ class Rollout(Worker):
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, memory=("weights",))
     def check_weights(self, samples: WeightSamples) -> Compared:
-        """Compares the engine's weights with samples of the actor's. Raises CheckFailed if they differ.
+        """Compares the engine's weights with samples of the actor's weights. Raises CheckFailed if they differ.
 
-        A recovered process skips a check of an older version than the weights that were replayed to it.
+        A recovered process skips the check if its replayed weights are newer than the samples.
         """
         is_newer = self.engine.state is EngineState.UPDATING or self.engine.version > samples.version
         if self.shares_weights or (is_newer and self.context.replaced):
@@ -223,7 +224,7 @@ class Rollout(Worker):
 
 
 class _VllmRolloutWorker(Rollout):
-    """Rollout with vLLM in a dedicated process, which receives its weights from the actor's processes."""
+    """Rollout with vLLM in a dedicated process, which receives weights from the actor's processes."""
 
     def __init__(self, config: RolloutConfig, model: ModelConfig, *, seed: int) -> None:
         from flowrl.engines.rollout.vllm.engine import VllmRollout  # noqa: PLC0415 (optional; takes over the process)
@@ -256,23 +257,23 @@ class _VllmRolloutWorker(Rollout):
     def _load_chunk(self, weights: Any, version: int, chunk: int, num_chunks: int) -> None:
         super()._load_chunk(to_tensors(weights) if isinstance(weights, dict) else weights, version, chunk, num_chunks)
 
-    # GPU transports. Their chunks cannot be replayed, so a lost process ends the run.
+    # GPU transports cannot replay their chunks, so the loss of a process ends the run.
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, replay="chunk", memory=("weights",))
     def load_ipc(self, shared: "Sequence[IpcChunk]", version: int, chunk: int, of: int) -> None:
-        """Loads a chunk from the IPC buffers of the actor's ranks, as `load_weights`."""
+        """Loads a chunk from the IPC buffers of the actor's ranks, like `load_weights`."""
         self._check_not_replayed()
         self._load_chunk(shared[0].merged(shared), version, chunk, of)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, replay=True, memory=())
     def join_transfer_group(self, group: Mapping[str, Any]) -> None:  # Any: the fields of `TransferGroup`
-        """Joins the NCCL transfer group with each device of this replica; returns when all members have joined."""
+        """Joins the NCCL transfer group with all devices of this replica; blocks until all ranks have joined."""
         self._check_not_replayed()
         self.engine.join_transfer_group(group, 1 + self.rank * self.context.num_tp_devices)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, replay="chunk", memory=("weights",))
     def load_broadcast(self, metadata: "WeightMetadata", version: int, chunk: int, of: int) -> None:
-        """Loads a chunk that the actor broadcasts concurrently, as `load_weights`."""
+        """Loads a chunk that the actor broadcasts concurrently, like `load_weights`."""
         self._check_not_replayed()
         self._load_chunk(metadata, version, chunk, of)
 
@@ -286,11 +287,11 @@ class _VllmRolloutWorker(Rollout):
 
 @dataclass
 class _PromptGroup:
-    """All rows of one prompt."""
+    """Samples and responses of one prompt."""
 
     prompt: Sequence[int]
     samples: dict[str, int] = field(default_factory=dict)
-    """Request id -> sample index of the row."""
+    """Request id -> index of the sample."""
     responses: dict[str, Response] = field(default_factory=dict)
 
     @property
@@ -299,7 +300,7 @@ class _PromptGroup:
 
 
 class PromptGroups:
-    """Buffer of a streaming rollout: collects responses by prompt until all samples of the prompt have finished."""
+    """Buffer of a streaming rollout that collects responses by prompt until all samples of the prompt have finished."""
 
     def __init__(self) -> None:
         self._groups: dict[int, _PromptGroup] = {}
@@ -309,14 +310,13 @@ class PromptGroups:
 
     @property
     def has_complete(self) -> bool:
-        """Whether a group is complete."""
+        """Whether any group is complete."""
         return any(group.is_complete for group in self._groups.values())
 
     def make_requests(self, batch: TensorDict, samples: int, seed: int) -> list[tuple[int, list[Request]]]:
-        """Returns the rows as requests `<prompt_id>-<sample>`, grouped by `prompt_id` in the order of the rows.
+        """Creates requests `<prompt_id>-<sample>`, grouped by `prompt_id` in the order of the rows.
 
-        Raises:
-            ValueError: a prompt does not have exactly `samples` rows.
+        Raises ValueError unless each prompt has exactly `samples` rows.
         """
         prompt_id_B, sample_B = batch["rows", "prompt_id"], batch["rows", "sample"]
         unique_U, counts_U = prompt_id_B.unique(return_counts=True)
@@ -332,7 +332,7 @@ class PromptGroups:
         return list(requests.items())
 
     def add(self, batch: TensorDict, prompt_ids: Container[int]) -> None:
-        """Adds the groups of a batch whose prompts are in `prompt_ids`."""
+        """Adds the groups of the prompts that are in `prompt_ids`."""
         for prompt, (prompt_id, sample) in zip(objects(batch, "prompt_ids"), _row_ids(batch), strict=True):
             if prompt_id in prompt_ids:
                 request_id = f"{prompt_id}-{sample}"
@@ -340,12 +340,11 @@ class PromptGroups:
                 self._prompt_id[request_id] = prompt_id
 
     def add_responses(self, responses: Iterable[Response]) -> None:
-        """Stores finished responses in their groups."""
         for response in responses:
             self._groups[self._prompt_id[response.request_id]].responses[response.request_id] = response
 
     def pop_complete(self, tokenizer: ChatTokenizer) -> TensorDict:
-        """Removes all complete groups and returns their rows in the order added; no rows if none is complete."""
+        """Removes all complete groups and returns their rows in the order added."""
         complete = {prompt_id: group for prompt_id, group in self._groups.items() if group.is_complete}
         self._remove(complete)
         rows = [(prompt_id, group, name) for prompt_id, group in complete.items() for name in group.samples]
@@ -358,7 +357,7 @@ class PromptGroups:
         )
 
     def drop(self, prompt_ids: Iterable[int] | None = None) -> list[str]:
-        """Removes groups, complete or not, or all of them if None; returns their request ids."""
+        """Removes the groups of these prompts (None means all groups) and returns their request ids."""
         dropped = list(self._groups) if prompt_ids is None else [i for i in set(prompt_ids) if i in self._groups]
         request_ids = [request_id for prompt_id in dropped for request_id in self._groups[prompt_id].samples]
         self._remove(dropped)
@@ -378,12 +377,12 @@ def _row_ids(batch: TensorDict) -> list[tuple[int, int]]:
 def responses_to_tensordict(
     prompts: Sequence[Sequence[int]], responses: Responses, tokenizer: ChatTokenizer, **columns: torch.Tensor
 ) -> TensorDict:
-    """Joins B prompts with their responses into a TensorDict with the `RESPONSE_COLUMNS`.
+    """Combines prompts and responses into a TensorDict with the `RESPONSE_COLUMNS`.
 
     Args:
         prompts: token ids of each prompt.
-        responses: in the order of the prompts.
-        tokenizer: decodes the responses.
+        responses: responses in the order of the prompts.
+        tokenizer: tokenizer that decodes the responses.
         columns: additional row columns, [B] each.
     """
     prompt_lengths_B = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Checkpoints of a train engine, and the export of a policy from a checkpoint.
+"""Checkpoints of a `TrainEngine`, and export of the policy from a checkpoint.
 
 Entry points: `engine_checkpoint.EngineCheckpoints` and `load`; `export.export_policy` and `export_adapter`.
 May import the other packages of `flowrl.engines` except `rollout`.

@@ -1,12 +1,10 @@
-"""Saves an engine to a folder and loads it: weights, optimizer, counters and random number generators.
+"""Saves and restores an engine: weights, optimizer, counters and random number generators.
 
-Tensors are named by the model's parameters, not by rank. torch's distributed checkpoint plans the reads and writes:
-rank 0 writes replicated tensors, and each rank writes its shards. A folder can be loaded by any number of ranks, under
-any strategy.
+Tensors are stored under parameter names. torch's distributed checkpoint plans the reads and writes: rank 0 writes
+replicated tensors, and each rank writes its shards. Any number of ranks can load a checkpoint with any strategy.
 
 All collectives run in `save` and `result`, on the caller's thread and in the role's process group. A background thread
-only writes files. torch's `async_save` would run collectives on its own thread, concurrently with those of training,
-and would need a second process group.
+only writes files. torch's `async_save` is not used, because it runs collectives on a second thread during training.
 """
 
 import json
@@ -59,7 +57,7 @@ MODEL, OPTIMIZER = "model.", "optimizer."
 
 
 class CheckpointedEngine(Protocol):
-    """The interface of an engine that can be checkpointed."""
+    """Interface of an engine that can be checkpointed."""
 
     @property
     def model(self) -> nn.Module: ...
@@ -71,7 +69,7 @@ class CheckpointedEngine(Protocol):
     def group(self) -> ProcessGroup | None: ...
 
     def snapshot(self) -> dict[str, float]:
-        """Returns the state besides tensors, such as the number of optimizer steps."""
+        """Returns all state except tensors, such as the number of optimizer steps."""
         ...
 
     def restore(self, state: Mapping[str, float]) -> None:
@@ -81,7 +79,7 @@ class CheckpointedEngine(Protocol):
 
 @dataclass
 class _Save:
-    """One save of a rank, from the snapshot until every rank has written."""
+    """One save of a rank, from the snapshot until all ranks have written their files."""
 
     folder: Path
     rank: int
@@ -97,7 +95,7 @@ class _Save:
     thread: threading.Thread | None = None
 
     def write(self) -> None:
-        """Writes the files of this rank. Stores an error, which `EngineCheckpoints.result` raises on all ranks."""
+        """Writes the files of this rank. Stores an error message for `EngineCheckpoints.result` instead of raising."""
         try:
             self._write()
         except OSError as error:
@@ -133,13 +131,12 @@ class EngineCheckpoints:
         """Host memory of the last asynchronous save, reused by the next save."""
 
     def save(self, folder: Path, *, asynchronous: bool = False, extra_files: Mapping[str, bytes] | None = None) -> None:
-        """Starts a save, whose outcome `result` returns.
+        """Starts a save. `result` completes the save and returns its result.
 
         Args:
             folder: an existing empty folder, visible to all ranks.
-            asynchronous: copy the state to host memory and write it in a background thread. Otherwise the files are
-                written before the return.
-            extra_files: contents of further files for rank 0 to write, by path below the folder.
+            asynchronous: copy the state to host memory and write the files in a background thread.
+            extra_files: path below the folder -> contents of additional files, which rank 0 writes.
         """
         assert self._pending_save is None, "the previous save is unfinished: call result() first"
         engine, rank = self._engine, _rank(self._engine.group)
@@ -166,13 +163,12 @@ class EngineCheckpoints:
             save.write()
 
     def result(self, *, wait: bool = True) -> Saved | None:
-        """Completes the save when all ranks have written.
+        """Completes the save once all ranks have written their files.
 
         Args:
-            wait: block until then; otherwise return None while a rank is still writing.
-        Returns: checksums of the files of this rank.
-        Raises:
-            CheckpointError: a rank could not write. All ranks raise it.
+            wait: block until all ranks have written. Otherwise returns None while a rank is still writing.
+        Returns: checksums of the files that this rank wrote.
+        Raises CheckpointError on all ranks if any rank could not write its files.
         """
         save = self._pending_save
         assert save is not None, "no save was started"
@@ -197,7 +193,7 @@ class EngineCheckpoints:
         return Saved(save.checksums, _architecture(self._engine.model))
 
     def _copy_to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copies the tensors to reused host buffers; a copy to new memory is several times slower."""
+        """Copies the tensors to reused host buffers, because a copy to new memory is several times slower."""
         layouts = [(tensor.shape, tensor.dtype) for tensor in tensors]
         if layouts != [(buffer.shape, buffer.dtype) for buffer in self._buffers]:
             self._buffers = [torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda) for t in tensors]
@@ -213,13 +209,11 @@ class EngineCheckpoints:
 
 
 def load(engine: CheckpointedEngine, folder: Path) -> None:
-    """Restores an engine from a folder written by any number of ranks. Collective over the ranks of the engine.
+    """Restores an engine from a folder that any number of ranks wrote. Collective over the ranks of the engine.
 
-    Random number generators are restored on ranks that existed when the folder was written.
-
-    Raises:
-        CheckpointError: the folder has no complete checkpoint, or that of a different model. The engine is then
-            unchanged.
+    Random number generators are restored only on ranks that took part in the save.
+    Raises CheckpointError if the folder has no checkpoint or belongs to a different model. The engine is then
+    unchanged.
     """
     index = read_index(folder)
     has_optimizer = any(name.startswith(OPTIMIZER) for name in index.tensors)
@@ -234,7 +228,6 @@ def load(engine: CheckpointedEngine, folder: Path) -> None:
 
 
 def write_error_message(folder: Path, error: OSError) -> str:
-    """Returns the error message for a folder that cannot be written."""
     return (
         f"the checkpoint cannot be written to {folder} ({error.strerror}): free disk space or set output to another "
         f"disk; earlier checkpoints are complete, and resume=auto continues from the newest"
@@ -242,30 +235,29 @@ def write_error_message(folder: Path, error: OSError) -> str:
 
 
 def random_state_file(rank: int) -> str:
-    """Returns the name of the file with a rank's random number generators."""
     return f"random-{rank:05d}.json"
 
 
 def _state(engine: CheckpointedEngine, *, with_optimizer: bool) -> dict[str, Any]:
-    """Returns the engine's tensors by name, as DTensors if they are sharded.
+    """Returns the engine's tensors by name, as DTensors if sharded.
 
-    Tied weights appear once, under their first name. Frozen weights are excluded, because they never change.
+    Tied weights appear only under their first name. Frozen weights are excluded, because they never change.
     """
     tied = {name for names, _ in unique_parameters(engine.model) for name in names[1:]}
     weights = get_model_state_dict(engine.model, options=StateDictOptions(ignore_frozen_params=True))
     state = {MODEL + name: weight for name, weight in weights.items() if name not in tied}
     if with_optimizer:
         assert engine.optimizer is not None
-        # Any: torch's type covers flattened dictionaries too.
+        # Any: torch's type also covers flattened dictionaries.
         moments: Any = get_optimizer_state_dict(engine.model, engine.optimizer)["state"]
         state |= {f"{OPTIMIZER}{n}.{key}": value for n, own in moments.items() for key, value in own.items()}
     return state
 
 
 def _set_state(engine: CheckpointedEngine, state: Mapping[str, Any]) -> None:
-    """Writes the tensors back to the engine, since the state dictionaries of some strategies are copies."""
+    """Copies the tensors back into the engine, because some strategies return copies as state dictionaries."""
     weights = {name.removeprefix(MODEL): value for name, value in state.items() if name.startswith(MODEL)}
-    # Not strict, because frozen weights and further names of tied weights are missing.
+    # Not strict, because frozen weights and the other names of tied weights are missing.
     set_model_state_dict(engine.model, weights, options=StateDictOptions(strict=False))
     if engine.optimizer is None or not any(name.startswith(OPTIMIZER) for name in state):
         return
@@ -310,7 +302,6 @@ def _rank(group: ProcessGroup | None) -> int:
 
 
 def _all_gather(value: Any, group: ProcessGroup | None) -> list[Any]:
-    """Returns the value of every rank."""
     if group is None:
         return [value]
     values: list[Any] = [None] * distributed.get_world_size(group)

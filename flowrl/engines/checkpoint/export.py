@@ -18,32 +18,30 @@ from flowrl.engines.models.loading import build_model, load_policy, save_model
 from flowrl.engines.models.lora import add_adapter, save_adapter
 
 DESCRIPTION = "model"
-"""Folder below the actor's folder with the model configuration and the tokenizer."""
+"""Subfolder of an actor's checkpoint with the model configuration and the tokenizer."""
 
 _ADAPTER = "adapter.json"
-"""File in the description folder of a LoRA run, with the adapter's settings and its base model."""
+"""File in the `DESCRIPTION` folder of a LoRA run, with the adapter's settings and the base model."""
 
 _POLICY = MODEL + "language_model."
 """Prefix of the policy's weights in an actor's checkpoint."""
 
 
 def describe_adapter(model: ModelConfig, lora: LoraConfig) -> dict[str, bytes]:
-    """Returns the file that describes an adapter in a checkpoint, as a map from name to contents."""
+    """Returns {file name: contents} of the file that describes an adapter in a checkpoint."""
     path = model.path.resolve() if model.path.exists() else model.path
     settings = {"model": model.model_dump(mode="json") | {"path": str(path)}, "lora": lora.model_dump(mode="json")}
     return {_ADAPTER: json.dumps(settings).encode()}
 
 
 def export_policy(checkpoint: Path, output: Path) -> None:
-    """Writes the policy of an actor's checkpoint as a folder that transformers loads. An adapter is merged.
+    """Exports the policy of an actor's checkpoint to a folder that transformers loads. Merges an adapter.
 
     Args:
         checkpoint: folder written by `Actor.save_checkpoint`.
         output: a new folder, which appears atomically.
-    Raises:
-        CheckpointError: the checkpoint has no policy, or its adapter does not match the base model.
-        ModelError: `output` already exists, or the base model of an adapter cannot be loaded.
-        UserError: `output` cannot be written.
+    Raises CheckpointError if the checkpoint has no policy or does not match the base model, ModelError if `output`
+    exists or the base model cannot be loaded, and UserError if `output` cannot be written.
     """
     description, weights = _description_folder(checkpoint), _policy_weights(checkpoint)
     is_adapter = adapter_base(checkpoint) is not None
@@ -52,10 +50,10 @@ def export_policy(checkpoint: Path, output: Path) -> None:
 
 
 def export_adapter(checkpoint: Path, output: Path) -> None:
-    """Writes the adapter of an actor's checkpoint as a folder that peft loads onto the base model.
+    """Exports the adapter of an actor's checkpoint to a folder that peft loads onto the base model.
 
-    Arguments and errors as for `export_policy`. Also raises CheckpointError if there is no adapter, and LoraError if
-    `output` already exists.
+    Arguments and errors as for `export_policy`. Also raises CheckpointError if the checkpoint has no adapter, and
+    LoraError if `output` exists.
     """
     description, base = _description_folder(checkpoint), adapter_base(checkpoint)
     if base is None:
@@ -67,7 +65,7 @@ def export_adapter(checkpoint: Path, output: Path) -> None:
 
 
 def adapter_base(checkpoint: Path) -> Path | None:
-    """Returns the path of an adapter's base model, or None for a checkpoint without an adapter."""
+    """Returns the path of the base model, or None for a checkpoint without an adapter."""
     file = checkpoint / DESCRIPTION / _ADAPTER
     return ModelConfig.model_validate(json.loads(file.read_text())["model"]).path if file.is_file() else None
 
@@ -80,7 +78,7 @@ def _description_folder(checkpoint: Path) -> Path:
 
 
 def _policy_weights(checkpoint: Path) -> dict[str, Tensor]:
-    """Reads all weights of an actor's policy from a checkpoint."""
+    """Reads all weights of the policy in an actor's checkpoint."""
     index = read_index(checkpoint)
     weights: dict[str, Any] = {
         name: torch.empty(stored["size"], dtype=torch_dtype(stored["dtype"]))
@@ -92,7 +90,7 @@ def _policy_weights(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def _load_adapted(description: Path, weights: Mapping[str, Tensor]) -> PreTrainedModel:
-    """Loads an adapter's base model and adds the adapter with these weights."""
+    """Loads the base model and adds an adapter with these weights."""
     settings = json.loads((description / _ADAPTER).read_text())
     model = load_policy(ModelConfig.model_validate(settings["model"]))
     add_adapter(model, LoraConfig.model_validate(settings["lora"]))

@@ -1,10 +1,10 @@
 """The storage format of checkpoints: one file of raw tensors per rank, and one JSON index.
 
-torch's distributed checkpoint plans which rank reads and writes which chunk of which tensor. Its own storage is not
-used, because it writes pickles, which can run code when loaded, and reports a full disk by a `BaseException`.
+torch's distributed checkpoint plans which rank reads and writes which chunk of each tensor. Its storage is not used,
+because pickles can run code when loaded.
 
-An index is `{"format", "position", "tensors": {name: {"dtype", "size", "chunks": [{"offsets", "sizes", "file",
-"start"}]}}}`. `position` is the engine's `snapshot`. `start` is the byte offset of the chunk, a multiple of 64.
+The index is `{"format", "position", "tensors": {name: {"dtype", "size", "chunks": [{"offsets", "sizes", "file",
+"start"}]}}}`. `position` is the engine's `snapshot`. `start` is the byte offset of the chunk in the file.
 """
 
 import json
@@ -48,7 +48,7 @@ class ShardLocation(NamedTuple):
 
 
 ShardLocations = Mapping[tuple[str, tuple[int, ...]], ShardLocation]
-"""Location of each chunk, by name of the tensor and offsets of the chunk in the tensor."""
+"""(tensor name, offsets of the chunk in the tensor) -> location of the chunk."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class Index:
     """The parsed index of a checkpoint folder."""
 
     engine_state: Mapping[str, float]
-    """The engine's state besides tensors."""
+    """Result of the engine's `snapshot`."""
     tensors: Mapping[str, Any]
     """Dtype, size and chunks of each tensor by name."""
 
     def metadata(self) -> Metadata:
-        """Returns the index as metadata for torch's distributed checkpoint."""
+        """Converts the index to the metadata of torch's distributed checkpoint."""
         tensors, chunk_data = {}, {}
         for name, tensor in self.tensors.items():
             chunks = [ChunkStorageMetadata(torch.Size(c["offsets"]), torch.Size(c["sizes"])) for c in tensor["chunks"]]
@@ -91,7 +91,7 @@ def format_index(metadata: Metadata, locations: ShardLocations, engine_state: Ma
 
 
 def read_index(folder: Path) -> Index:
-    """Reads the index of a folder. Raises `CheckpointError` if it is missing, corrupt or of another format."""
+    """Reads the index of a folder. Raises CheckpointError if the index is missing, corrupt or of another format."""
     try:
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         index_format = index["format"]
@@ -105,7 +105,7 @@ def read_index(folder: Path) -> Index:
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """Returns the bytes of a tensor, without a copy if it is contiguous on the CPU."""
+    """Returns the bytes of a tensor, without a copy if the tensor is contiguous on the CPU."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -117,13 +117,13 @@ class ShardReader(StorageReader):
         self._maps: dict[str, np.ndarray] = {}
 
     def reset(self, checkpoint_id: object = None) -> None:
-        """Does nothing: the reader has no state to reset."""
+        """Does nothing, because the reader has no state."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: the reader already has the metadata."""
+        """Does nothing, because the reader already has the metadata."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -164,13 +164,12 @@ class ShardReader(StorageReader):
 
 
 def read_into(state: dict[str, Any], folder: Path, index: Index, group: ProcessGroup | None) -> None:
-    """Loads tensors in place by name; of DTensors only the local shards. Collective over the group.
+    """Loads tensors in place by name; a DTensor gets only this rank's shard. Collective over the group.
 
-    Raises:
-        CheckpointError: a file is missing or too short.
+    Raises CheckpointError if a file is missing or too short.
     """
     with warnings.catch_warnings():
-        # torch warns if a single process has no group.
+        # torch warns about a missing process group, which a single process does not need.
         warnings.simplefilter("ignore", UserWarning)
         try:
             load_planned(

@@ -376,7 +376,7 @@ def _check_dropout(config: PreTrainedConfig, path: Path) -> None:
 
 
 def _check_logit_scale(config: PreTrainedConfig, path: Path) -> None:
-    """Raises ModelError if the model scales its logits, since log-probabilities use only hidden states and head weights."""
+    """Raises ModelError if the model scales its logits. Log-probabilities use only hidden states and head weights."""
     settings = config.get_text_config().to_dict()
     for name in ("logit_scale", "logits_scaling"):
         if settings.get(name, 1.0) not in (None, 1.0):

@@ -210,7 +210,7 @@ def _peft_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _target_layers(model: PreTrainedModel, config: LoraConfig) -> Mapping[str, nn.Module]:
-    """Returns the layers to adapt by name. The output head is excluded, because log-probabilities use its weight directly."""
+    """Returns the layers to adapt by name, except the output head, whose weight log-probabilities use directly."""
     head = model.get_output_embeddings()
     linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head}
     if config.targets == "all_linear":

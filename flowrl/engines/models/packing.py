@@ -65,7 +65,7 @@ class Pack:
 
 
 def pack_rows(lengths: Iterable[int]) -> Pack:
-    """Returns the packed layout of rows with these lengths, on the CPU. Padded rows must have the width of the longest row."""
+    """Returns the packed layout of rows with these lengths, on the CPU. Padded rows are as wide as the longest row."""
     lengths_B = torch.tensor(list(lengths), dtype=torch.int64)
     mask_BL = row_positions(lengths_B)
     cu_seqlens = torch.nn.functional.pad(lengths_B.cumsum(0), (1, 0)).to(torch.int32)

@@ -35,11 +35,11 @@ class SequenceSharding:
     group: ProcessGroup
     """All ranks that share a row."""
     tp_group: ProcessGroup | None
-    """Adjacent tensor-parallel ranks of the group, which all-gather sequence shards before each layer's matrices. None if
-    ranks exchange data only in attention."""
+    """Adjacent tensor-parallel ranks of the group, which all-gather sequence shards before each layer's matrices.
+    None if ranks exchange data only in attention."""
 
     def shard_length(self, rows_BL: Tensor) -> int:
-        """Returns the number of tokens in a sequence shard of rows with `length` tokens."""
+        """Returns the number of tokens in each sequence shard of these rows."""
         return -(-rows_BL.shape[1] // self.group.size())
 
 

@@ -1,5 +1,5 @@
-"""Parallelism of one role: data, FSDP2, tensor and sequence parallelism.
+"""Data, FSDP2, tensor and sequence parallelism of one role.
 
-Entry points: `rank_mesh.rank_mesh` creates the process groups, `sharding.shard_model` shards a model over them, and
-`gradients` reduces and clips gradients. May import `flowrl.engines.models`.
+Entry points: `rank_mesh.rank_mesh` creates the process groups, `sharding.shard_model` shards a model, and `gradients`
+reduces and clips gradients. May import `flowrl.engines.models`.
 """

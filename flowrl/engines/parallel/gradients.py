@@ -1,4 +1,4 @@
-"""Gradients of one optimizer step: zeroed, summed over ranks, measured and scaled."""
+"""Sums, measures, scales and frees the gradients of an optimizer step."""
 
 import math
 from collections.abc import Sequence
@@ -15,15 +15,15 @@ class Gradients(Protocol):
     """Gradient operations of an optimizer step, for replicated or sharded gradients."""
 
     def zero(self) -> None:
-        """Prepares for the backward passes. Parameters that no backward pass reaches get a gradient of 0."""
+        """Resets the gradients before the backward passes. Unused parameters later get a gradient of 0."""
         ...
 
     def sum(self) -> None:
-        """Completes the sum over all ranks after the backward passes."""
+        """Completes the sum of the gradients over all ranks, after the backward passes."""
         ...
 
     def norm(self) -> float:
-        """Returns the L2 norm over all parameters and ranks, the same on every rank."""
+        """Returns the L2 norm of the gradients over all parameters and ranks."""
         ...
 
     def scale(self, factor: float) -> None:
@@ -36,7 +36,7 @@ class Gradients(Protocol):
 
 
 class ReplicatedGradients:
-    """Full gradients on every rank, as views of one buffer per dtype that is all-reduced without a copy."""
+    """Full gradients on every rank, as views of one buffer per dtype, which `sum` all-reduces without a copy."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], mesh: RankMesh) -> None:
         self._parameters, self._mesh = parameters, mesh
@@ -90,7 +90,7 @@ class ShardedGradients:
         for parameter in self._parameters:
             gradient = parameter.grad
             assert isinstance(gradient, DTensor), "a sharded model's gradients are sharded"
-            # Every shard is counted once per rank that holds it.
+            # Several ranks may hold the same shard, which would be counted several times.
             num_copies = num_ranks // _num_shards(gradient)
             total += gradient.to_local().double().square().sum().to(total.device) / num_copies
         return math.sqrt(self._mesh.sum(total).item())
@@ -110,12 +110,12 @@ class ShardedGradients:
 
 
 def _norm(buffer: Tensor) -> float:
-    """Returns the L2 norm, computed in at least float32, since half precision would round it to three digits."""
+    """Returns the L2 norm, computed in at least float32, because half precision has only three digits."""
     return torch.linalg.vector_norm(buffer, dtype=torch.promote_types(buffer.dtype, torch.float32)).item()
 
 
 def _num_shards(gradient: DTensor) -> int:
-    """Returns the number of shards of a tensor, not counting replicas."""
+    """Returns the number of distinct shards of a DTensor."""
     sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
     return math.prod(size for size, placement in sizes if not isinstance(placement, Replicate))
 

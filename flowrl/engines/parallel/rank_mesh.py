@@ -1,8 +1,8 @@
 """The process groups of a role.
 
-Ranks are ordered as in placements: the tensor-parallel index varies fastest, then the sequence-parallel index, then the
-data-parallel index. FSDP2 shards a model over `shard` consecutive data- and sequence-parallel ranks and replicates it
-`replicate` times. Tensor parallelism shards each layer further over `tp` ranks.
+In the rank order, the tensor-parallel index varies fastest, then the sequence-parallel index, then the data-parallel
+index. FSDP2 shards a model over `shard` consecutive data- and sequence-parallel ranks and replicates it `replicate`
+times. Tensor parallelism shards each layer further over `tp` ranks.
 """
 
 from collections.abc import Sequence
@@ -17,22 +17,22 @@ from torch.distributed.distributed_c10d import _world
 
 @dataclass(frozen=True)
 class RankMesh:
-    """The process groups that a rank belongs to. `rank_mesh` creates one."""
+    """The process groups that a rank belongs to, created by the function `rank_mesh`."""
 
     all_ranks: ProcessGroup | None
     """All ranks of the model; None for a single process."""
     data: ProcessGroup | None
-    """Ranks over which gradients are summed: they have different rows or sequence shards."""
+    """Ranks over which gradients are summed, because each has different rows or a different sequence shard."""
     sequence: ProcessGroup | None
     """Sequence-parallel ranks; None without sequence parallelism."""
     same_rows: ProcessGroup | None
-    """Ranks with the same rows: they differ in tensor- or sequence-parallel index only."""
+    """Ranks with the same rows, which differ only in tensor- or sequence-parallel index."""
     devices: DeviceMesh | None
     """Device mesh with the dimensions `replicate`, `shard` and `tp`."""
     tp: int
     """Number of tensor-parallel ranks."""
     is_row_leader: bool
-    """Whether this rank has tensor- and sequence-parallel index 0, so that it counts the rows of its group."""
+    """Whether this rank has tensor- and sequence-parallel index 0, so that it counts the rows of `same_rows`."""
 
     def sum(self, values: Tensor) -> Tensor:
         """Sums the values elementwise over all ranks, in place."""
@@ -52,22 +52,21 @@ class RankMesh:
 SINGLE_PROCESS = RankMesh(
     all_ranks=None, data=None, sequence=None, same_rows=None, devices=None, tp=1, is_row_leader=True
 )
-"""The mesh of a role with one process."""
+"""Mesh of a role with one process."""
 
 
 def rank_mesh(
     group: ProcessGroup | None, *, device: torch.device | str, tp: int = 1, sp: int = 1, shard_ranks: int | None = None
 ) -> RankMesh:
-    """Creates the process groups of a role. Collective over the group.
+    """Creates the process groups of a role. Collective over `group`.
 
     Args:
         group: ranks of the role; None for a single process.
         device: device of the model.
         tp: number of tensor-parallel ranks.
         sp: number of sequence-parallel ranks.
-        shard_ranks: number of data-parallel ranks that one copy of the model is sharded over; None is all.
-    Raises:
-        ValueError: the sizes do not divide the number of ranks.
+        shard_ranks: number of data-parallel ranks that each replica of the model is sharded over; None means all.
+    Raises ValueError if the number of ranks is not divisible by these sizes.
     """
     if group is None or group.size() == 1:
         return SINGLE_PROCESS
@@ -107,8 +106,8 @@ def rank_mesh(
 def _align_group_counts(group: ProcessGroup, device: torch.device | str) -> None:
     """Creates dummy groups until all ranks have the same number of process groups.
 
-    torch derives the name of a group from this number, and members rendezvous by name. The numbers differ if some ranks
-    belong to other roles too.
+    torch derives group names from this number, and ranks rendezvous by name. The numbers differ if some ranks also
+    belong to other roles.
     """
     own = torch.tensor([len(_world.pg_names)], device=device)
     most = own.clone()
@@ -118,7 +117,7 @@ def _align_group_counts(group: ProcessGroup, device: torch.device | str) -> None
 
 
 def _group(ranks: Tensor | Sequence[int]) -> ProcessGroup:
-    """Creates a process group. Only its members call this."""
+    """Creates a process group. Only ranks of the new group call this."""
     created = distributed.new_group([int(rank) for rank in ranks], use_local_synchronization=True)
     assert isinstance(created, ProcessGroup), "this rank is a member of the group"
     return created

@@ -1,7 +1,7 @@
 """Sequence-parallel norms and residuals for tensor parallelism (Megatron).
 
-Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198: between the sharded matrices of a layer each tensor-parallel
-rank processes only its sequence shard. The inputs of attention and MLP are all-gathered, and their outputs are
+Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198: outside attention and MLP, each tensor-parallel rank
+processes only its sequence shard. The inputs of attention and MLP are all-gathered, and their outputs are
 reduce-scattered.
 
 Shape suffixes: B rows, L tokens of the longest row, l tokens of a sequence shard, D hidden size.
@@ -24,20 +24,19 @@ SEQUENCE = Shard(1)
 
 
 class NormsError(UserError):
-    """A model has layers other than norms, attention and MLP, so its norms cannot be sharded by sequence."""
+    """Raised if a model has layers other than norms, attention and MLP, so that norms cannot be sharded by sequence."""
 
 
 def shard_norms(model: PreTrainedModel, tp_mesh: DeviceMesh, rowwise: Collection[str]) -> None:
-    """Shards the hidden states between a model's layers by sequence, [B, l, D] per rank, in place.
+    """Shards the hidden states between a model's layers by sequence, [B, l, D] per rank.
 
     Norm weights are replicated, and their gradients are summed over the ranks.
 
     Args:
-        model: a model whose matrices are already sharded by the tensor-parallel plan.
+        model: model whose matrices the tensor-parallel plan has already sharded; changed in place.
         tp_mesh: the tensor-parallel ranks.
         rowwise: names of the last matrices of attention and MLP, whose outputs are already sharded by sequence.
-    Raises:
-        NormsError: the model has a module that may combine tokens.
+    Raises NormsError if the model has a module that may combine tokens.
     """
     obstacle = packing_obstacle(model)
     if obstacle is not None:
@@ -53,9 +52,9 @@ def shard_adapter(matrix: nn.Module, tp_mesh: DeviceMesh, *, by_outputs: bool) -
     """Prepares the replicated matrix of an adapter for hidden states that are sharded by sequence.
 
     Args:
-        matrix: A of a layer that is sharded by its outputs, or B of a layer that is sharded by its inputs.
+        matrix: A of a column-wise sharded layer, or B of a row-wise sharded layer.
         tp_mesh: the tensor-parallel ranks.
-        by_outputs: True for A, which gets full rows; False for B, which gets a sequence shard.
+        by_outputs: whether the layer is sharded column-wise.
     """
     if by_outputs:
         distribute_module(matrix, tp_mesh)
@@ -103,7 +102,7 @@ def _norms_error(model: PreTrainedModel, reason: str) -> NormsError:
 def _gather_inputs(module: nn.Module, tp_mesh: DeviceMesh) -> None:
     """All-gathers the hidden states that enter a module.
 
-    They stay replicated DTensors, so that autograd adds the gradients of all matrices before one reduce-scatter.
+    The gathered states are replicated DTensors, so that one reduce-scatter handles the gradients of all matrices.
     """
 
     def gather(states_BlD: Tensor) -> Tensor:

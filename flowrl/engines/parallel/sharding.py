@@ -1,7 +1,7 @@
-"""Shards a model over ranks with torch's tensor parallelism and FSDP2, and selects its attention.
+"""Shards a model over ranks with torch's tensor parallelism and FSDP2, and selects its attention implementation.
 
 Tensor parallelism follows transformers' plan of the model. FSDP2 (`fully_shard`) wraps each layer and the model.
-Gradients are sums over ranks; the default of FSDP2 would be means.
+Gradients are summed over ranks instead of averaged, which is FSDP2's default.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -32,36 +32,35 @@ from flowrl.engines.parallel.sequence_parallel_norms import SEQUENCE, shard_adap
 _STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
-    # Fused matrices, whose halves plain sharding would mix: the product is gathered between the layers.
+    # Plain sharding would mix the halves of fused matrices, so their product is gathered between the layers.
     "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
     "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
     # A norm per head [B, L, H, E]: weights are replicated and heads are sharded.
     "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
 }
-"""Torch's parallel style for each style name of transformers."""
+"""transformers' name of a parallel style -> torch's class."""
 
 _SEQUENCE_STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     **_STYLES,
     "rowwise": lambda: RowwiseParallel(output_layouts=SEQUENCE),
     "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=SEQUENCE),
 }
-"""As `_STYLES`, for hidden states that are sharded by sequence between the matrices."""
+"""Variant of `_STYLES` for hidden states that are sharded by sequence between the matrices."""
 
 
 class EngineError(UserError):
-    """A model does not support its placement or its engine settings."""
+    """Raised if a model does not support its placement or its engine settings."""
 
 
 def shard_model(model: nn.Module, mesh: RankMesh, config: EngineConfig, compute_dtype: torch.dtype | None) -> None:
     """Shards a model over the ranks of a mesh, in place.
 
     Args:
-        model: the same on every rank.
+        model: model with the same weights on every rank.
         mesh: mesh of several ranks.
-        config: resharding, offload and sequence-parallel norms.
-        compute_dtype: dtype of weights and activations in forward and backward passes; None is that of the weights.
-    Raises:
-        EngineError: the model has no tensor-parallel plan, or a size is not a multiple of tp.
+        config: settings for resharding, offload and sequence-parallel norms.
+        compute_dtype: dtype of weights and activations in forward and backward passes; None keeps the weights' dtype.
+    Raises EngineError if the model has no tensor-parallel plan, or if tp does not divide a size.
     """
     assert mesh.devices is not None, "a single process does not shard"
     if mesh.tp > 1:
@@ -86,10 +85,9 @@ def shard_model(model: nn.Module, mesh: RankMesh, config: EngineConfig, compute_
 
 
 def make_sequence_sharding(config: EngineConfig, mesh: RankMesh) -> SequenceSharding | None:
-    """Returns the ranks that share each row, or None if no ranks do.
+    """Returns the ranks that share each row, or None if no ranks share rows.
 
-    Raises:
-        EngineError: sequence-parallel norms are requested without tensor parallelism.
+    Raises EngineError if sequence-parallel norms are requested without tensor parallelism.
     """
     if config.sequence_parallel_norms and mesh.tp == 1:
         raise EngineError(
@@ -103,10 +101,7 @@ def make_sequence_sharding(config: EngineConfig, mesh: RankMesh) -> SequenceShar
 
 
 def check_weight_dtype(model: nn.Module, compute_dtype: torch.dtype | None) -> None:
-    """Raises `EngineError` if half-precision weights are combined with `compute_dtype: float32`.
-
-    Autocast does not support this combination.
-    """
+    """Raises EngineError for half-precision weights with `compute_dtype: float32`, which autocast does not support."""
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if compute_dtype == torch.float32 and dtypes & {torch.bfloat16, torch.float16}:
         raise EngineError(
@@ -116,7 +111,7 @@ def check_weight_dtype(model: nn.Module, compute_dtype: torch.dtype | None) -> N
 
 
 def reshard_weights(model: nn.Module) -> None:
-    """Frees the full weights that FSDP2 keeps after a forward pass, when no backward pass follows."""
+    """Frees the full weights that FSDP2 keeps after a forward pass without a backward pass."""
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()
@@ -132,9 +127,8 @@ def choose_attention(
         config: engine settings with the requested attention.
         device: device of the model.
         dtype: dtype of queries, keys and values.
-        without_masks: use flowrl's attention over rows, which needs no attention masks, where flash-attn is not used.
-    Raises:
-        EngineError: the requested attention does not support the device, the dtype or the model.
+        without_masks: use flowrl's attention, which needs no attention masks, unless flash-attn is selected.
+    Raises EngineError if the requested attention does not support the device, the dtype or the model.
     """
     requested = config.attention
     supports_flash = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
@@ -157,8 +151,7 @@ def choose_attention(
 def can_pack_rows(model: nn.Module, config: EngineConfig) -> bool:
     """Returns whether an engine runs packed rows.
 
-    Raises:
-        EngineError: `packing: always` is set and the model does not support packing.
+    Raises EngineError if `packing` is `always` and the model does not support packing.
     """
     if config.packing == "never":
         return False
@@ -184,7 +177,7 @@ def language_models(model: nn.Module) -> Iterator[PreTrainedModel]:
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
-    """Returns the decoder layers of the language models in a module, as named by transformers."""
+    """Returns the decoder layers of all language models in a module, in the order of the modules."""
     blocks = []
     for language_model in language_models(model):
         names = set(language_model._no_split_modules or ())
@@ -193,9 +186,9 @@ def layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _apply_tensor_parallelism(model: PreTrainedModel, mesh: RankMesh, *, shards_norms: bool) -> None:
-    """Shards the matrices in transformers' plan. Other modules are replicated; norms may be sharded by sequence."""
+    """Shards the matrices in transformers' plan, and the norms by sequence if requested. Replicates other modules."""
     name = type(model).__name__
-    # Embeddings and heads are replicated over tensor-parallel ranks; FSDP2 shards them over the others.
+    # Tensor parallelism replicates embeddings and heads; FSDP2 shards them over the other ranks.
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     replicated = {path for path, module in model.named_modules() if any(module is end for end in ends)}
     plan = {pattern: style for pattern, style in (model.tp_plan or {}).items() if pattern not in replicated}
@@ -224,12 +217,12 @@ def _apply_tensor_parallelism(model: PreTrainedModel, mesh: RankMesh, *, shards_
     if shards_norms:
         shard_norms(model, tp_mesh, [path for path, style in paths if style.startswith("rowwise")])
     for path in frozen:
-        # torch's style for norms creates trainable weights.
+        # torch's style for norms creates trainable weights, also for frozen norms.
         model.get_parameter(path).requires_grad_(False)
 
 
 def _matching_modules(pattern: str, model: nn.Module) -> list[str]:
-    """Returns the names of the modules that match a pattern of a plan. `*` matches one part of a name."""
+    """Returns the names of the modules that match a plan's pattern. `*` matches one component of a name."""
     parts = pattern.split(".")
     paths = [path.split(".") for path, _ in model.named_modules()]
     return [".".join(p) for p in paths if len(p) == len(parts) and all(map(fnmatchcase, p, parts))]

@@ -4,8 +4,8 @@ Shape suffixes: B rows, L tokens of the longest row of a micro-batch, T tokens o
 
 The loss of an optimizer step is a sum over the rows of all ranks and micro-batches. Its denominators (tokens, rows) are
 counted over all ranks before the first backward pass, so the gradient does not depend on how rows are split. Every rank
-takes part in the same collectives, also without rows of its own. If forward passes are collective, ranks with fewer
-micro-batches run dummy micro-batches.
+takes part in the same collectives, even without rows. For a sharded model, ranks with fewer micro-batches therefore run
+dummy micro-batches.
 """
 
 import math
@@ -45,16 +45,16 @@ _GROWTH, _GROWTH_STEPS, _BACKOFF = 2.0, 2000, 0.5
 
 @dataclass(frozen=True)
 class LossScale:
-    """The dynamic loss scale of float16, which keeps small gradients from underflowing to 0.
+    """Dynamic loss scale of float16, which keeps small gradients from underflowing to 0.
 
     Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740, section 3.2. As in torch and Apex, the scale doubles
-    after 2,000 steps without an overflow, and halves after an overflow, whose step is skipped.
+    after 2,000 steps without an overflow. After an overflow, the step is skipped and the scale halves.
     """
 
     factor: float = 2.0**16
-    """Factor of the loss before the backward pass, and divisor of the gradients after it."""
+    """Factor of the loss before the backward pass, by which gradients are divided after the backward pass."""
     good_steps: int = 0
-    """Number of steps without an overflow since the last change."""
+    """Number of steps without an overflow since the last change of the scale."""
 
     def after(self, *, overflowed: bool) -> "LossScale":
         """Returns the loss scale of the next step."""
@@ -67,19 +67,19 @@ class LossScale:
 
 @dataclass(frozen=True)
 class Denominators:
-    """Counts of one optimizer step over all ranks and micro-batches."""
+    """Denominators of the loss of one optimizer step, counted over all ranks and micro-batches."""
 
     tokens: int
     """Number of trained tokens."""
     rows: int
-    """Number of rows with a trained token."""
+    """Number of rows with at least one trained token."""
 
 
 Forward = Callable[[nn.Module, MicroBatch], Tensor]
-"""Returns a value per token [B, L] or per row [B] of a micro-batch."""
+"""Function that returns one value per token [B, L] or per row [B] of a micro-batch."""
 
 Loss = Callable[[nn.Module, MicroBatch, Denominators], tuple[Tensor, Mapping[str, Metric]]]
-"""Returns the contribution of a micro-batch to the loss of the step, a scalar, and metrics."""
+"""Function that returns metrics and a micro-batch's contribution to the loss of the step, a scalar."""
 
 
 class TrainEngine:
@@ -100,21 +100,21 @@ class TrainEngine:
         """Moves the model to the device and shards it according to the strategy.
 
         Args:
-            model: the same weights on every rank, trained in place. A model that will be sharded may have its weights
-                on the meta device (`load_policy(..., on_meta=True)`).
-            optimizer: None for a model that is not trained.
+            model: model with the same weights on every rank, trained in place. If the engine shards the model, the
+                weights
+                may be on the meta device (`load_policy(..., on_meta=True)`).
+            optimizer: settings of AdamW; None for a model that is not trained.
             engine: strategy, precision and token budget.
             mesh: process groups of the role.
             device: `cpu` or `cuda:N`.
-        Raises:
-            ValueError: strategy `single` with several ranks, or tensor parallelism without fsdp.
-            EngineError: the model does not support the sharding or the requested attention.
+        Raises ValueError if the strategy does not support the mesh, and EngineError if the model does not support the
+        engine settings.
         """
         self.device = torch.device(device)
         self.mesh = mesh
         self.is_sharded = is_sharded(engine, mesh)
         self._home = torch.device("cpu") if self.is_sharded and engine.offload == "parameters" else self.device
-        """Device of the weights between forward passes and in optimizer steps."""
+        """Device of the weights between forward passes and during optimizer steps."""
         self._engine, self._config = engine, optimizer
         self._max_tokens = engine.max_tokens_per_microbatch * (1 if mesh.sequence is None else mesh.sequence.size())
         self._compute_dtype = None if engine.compute_dtype is None else torch_dtype(engine.compute_dtype)
@@ -147,12 +147,12 @@ class TrainEngine:
 
     @property
     def num_steps(self) -> int:
-        """Number of optimizer steps taken."""
+        """Number of completed optimizer steps."""
         return self._num_steps
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer, or None for a model that is not trained."""
+        """The optimizer; None for a model that is not trained."""
         return self._optimizer
 
     @property
@@ -161,20 +161,20 @@ class TrainEngine:
         return self.mesh.all_ranks
 
     def snapshot(self) -> dict[str, float]:
-        """Returns the engine state besides tensors: step count and loss scale."""
+        """Returns the step count and the loss scale."""
         state = {"num_steps": float(self._num_steps)}
         if self.loss_scale is not None:
             state |= {"scale_factor": self.loss_scale.factor, "scale_good_steps": float(self.loss_scale.good_steps)}
         return state
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Restores the result of `snapshot`. Does not restore model and optimizer; see `engine_checkpoint.load`."""
+        """Restores the result of `snapshot`. Does not restore the model and the optimizer."""
         self._num_steps = int(state["num_steps"])
         if self.loss_scale is not None and "scale_factor" in state:
             self.loss_scale = LossScale(state["scale_factor"], int(state["scale_good_steps"]))
 
     def evaluate(self, batch: TensorDictBase, forward: Forward) -> Tensor:
-        """Computes a value per token of a batch without gradients.
+        """Computes one value per token of a batch, without gradients.
 
         Args:
             batch: rows of this rank, possibly none.
@@ -191,7 +191,7 @@ class TrainEngine:
         return results_T
 
     def evaluate_rows(self, batch: TensorDictBase, forward: Forward) -> Tensor:
-        """Computes a value per row of a batch without gradients: as `evaluate`, with a `forward` that returns [B]."""
+        """Computes one value per row of a batch, without gradients. `forward` returns [B]."""
         results_B = torch.zeros(num_rows(batch))
         for micro, values_B in self._forward(batch, forward):
             results_B = results_B.to(values_B.dtype)
@@ -204,12 +204,12 @@ class TrainEngine:
         Args:
             batch: rows of this rank for the step, possibly none.
             loss: returns the contribution of a micro-batch, divided by the denominators of the step.
-            mask_column: bool token column that is true for trained tokens.
-        Returns: merged metrics of `loss`, and `grad_norm` (before clipping), `lr`, `skipped_update` and, in float16,
-            `loss_scale`. `skipped_update` is 1 if no rank has a trained token or float16 overflowed; `grad_norm` and
-            `lr` are then absent.
-        Raises:
-            FloatingPointError: the gradient is not finite; the weights are unchanged.
+            mask_column: name of a bool token column that is true for trained tokens.
+        Returns: metrics of `loss`, merged over micro-batches, plus `grad_norm` (before clipping), `lr`,
+            `skipped_update` and,
+            in float16, `loss_scale`. `skipped_update` is 1, and `grad_norm` and `lr` are absent, if no rank has a
+            trained token or float16 overflowed.
+        Raises FloatingPointError if the gradient is not finite. The weights are then unchanged.
         """
         assert self._config is not None and self._optimizer is not None, "an update needs an optimizer"
         micros = microbatches(batch, self._max_tokens, packed=self._is_packing)
@@ -235,11 +235,7 @@ class TrainEngine:
         return self._engine.offload == "idle"
 
     def offload(self, *, keep_weights: bool = False) -> None:
-        """Moves optimizer state to the CPU until the next step, and weights until `onload`.
-
-        Args:
-            keep_weights: leave the weights on the device.
-        """
+        """Moves optimizer state to the CPU until the next step and, unless `keep_weights`, weights until `onload`."""
         if self._optimizer is not None:
             move_optimizer(self._optimizer, torch.device("cpu"))
         if not keep_weights:
@@ -275,14 +271,14 @@ class TrainEngine:
         return torch.tensor(values, device=self.device)
 
     def _with_dummies(self, micros: list[MicroBatch], batch: TensorDictBase, num_passes: int) -> Iterator[MicroBatch]:
-        """Yields the micro-batches, then dummies up to `num_passes`, as passes of a sharded model are collective."""
+        """Yields the micro-batches. Ranks of a sharded model then run dummies, so that all ranks run `num_passes`."""
         yield from micros
         if self.is_sharded:
             yield from [empty_microbatch(batch, packed=self._is_packing)] * (num_passes - len(micros))
 
     @contextmanager
     def _training(self) -> Iterator[None]:
-        """Enables training mode for gradient checkpointing, which transformers skips in evaluation mode."""
+        """Enables training mode if the engine checkpoints gradients, which transformers ignores in evaluation mode."""
         if self._engine.gradient_checkpointing:
             self.model.train()
         try:
@@ -291,12 +287,12 @@ class TrainEngine:
             self.model.eval()
 
     def _autocast(self) -> torch.autocast:
-        """Returns an autocast context; disabled for a sharded model, whose precision FSDP2 handles."""
+        """Returns an autocast context, which is disabled for a sharded model because FSDP2 casts its weights."""
         enabled = self._compute_dtype not in (None, torch.float32) and not self.is_sharded
         return torch.autocast(self.device.type, self._compute_dtype, enabled=enabled)
 
     def _step(self, factor: float) -> dict[str, Metric]:
-        """Unscales and clips the gradient and takes the optimizer step. The gradient is scaled by `factor`."""
+        """Divides the gradient by `factor`, clips it and takes the optimizer step."""
         assert self._config is not None and self._optimizer is not None
         norm = self._gradients.norm() / factor
         metrics: dict[str, Metric] = {} if self.loss_scale is None else {"loss_scale": Max(factor)}
@@ -328,11 +324,7 @@ class TrainEngine:
 
 
 def is_sharded(config: EngineConfig, mesh: RankMesh) -> bool:
-    """Returns whether the model is sharded over ranks.
-
-    Raises:
-        ValueError: the strategy does not support the mesh.
-    """
+    """Returns whether the model is sharded over ranks. Raises ValueError if the strategy does not support the mesh."""
     if mesh.all_ranks is None:
         return False
     num_ranks = mesh.all_ranks.size()
@@ -346,14 +338,10 @@ def is_sharded(config: EngineConfig, mesh: RankMesh) -> bool:
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:
-    """Returns the learning rate of an optimizer step.
+    """Returns the learning rate of the optimizer step with index `step` (from 0).
 
-    It rises linearly over `warmup_steps` and reaches `lr` in the last of them. Then it stays constant, or decays to 0
-    at `total_steps`, linearly or along half a cosine.
-
-    Args:
-        config: learning rate schedule.
-        step: >= 0, number of steps before this one.
+    The learning rate rises linearly to `lr` over `warmup_steps`. Afterwards it is constant, or decays to 0 at
+    `total_steps`, linearly or along a half cosine.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
@@ -364,7 +352,7 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
 
 
 def _adamw(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
-    # Weight decay applies to matrices only: on biases and norm scales it would pull outputs towards 0.
+    # Weight decay applies to matrices only, because it would pull outputs towards 0 on biases and norm scales.
     # A fused update requires parameters of one device mesh.
     groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
     for parameter in parameters:

@@ -1,9 +1,9 @@
-"""Micro-batches: rows of similar length for one forward pass, right-padded and optionally packed.
+"""Splits a batch into micro-batches: rows of similar length for one forward pass, padded and optionally packed.
 
 Shape suffixes: B rows, L tokens of the longest row of the micro-batch, T tokens of the batch.
 
-With right padding, causal attention hides padding from real tokens without an attention mask. The model runs a packed
-micro-batch without padding; losses get padded rows in either case.
+Rows are right-padded, so causal attention needs no mask. The model runs a packed micro-batch without padding, but the
+loss always gets padded rows.
 """
 
 from dataclasses import dataclass, replace
@@ -30,11 +30,11 @@ class MicroBatch:
     tokens: dict[str, Tensor]
     """All other token columns by name, each [B, L, ...], 0 at padding."""
     rows: dict[str, Tensor]
-    """All tensor row columns by name, each [B, ...]."""
+    """All row columns that are tensors, by name, each [B, ...]."""
     index: Tensor
-    """Row index in the batch, int64 [B]."""
+    """Index of each row in the batch, int64 [B]."""
     pack: Pack | None = None
-    """Packed layout of the rows; None if the model runs them padded."""
+    """Packed layout of the rows; None if the model runs padded rows."""
 
     @property
     def lengths(self) -> Tensor:
@@ -42,7 +42,6 @@ class MicroBatch:
         return self.mask.sum(-1)
 
     def to(self, device: torch.device | str) -> "MicroBatch":
-        """Returns the micro-batch on a device, or itself if it is already there."""
         if self.input_ids.device == torch.device(device):
             return self
         return replace(
@@ -57,17 +56,16 @@ class MicroBatch:
 
 
 def microbatches(batch: TensorDictBase, max_tokens: int, *, packed: bool = False) -> list[MicroBatch]:
-    """Splits a batch into micro-batches.
+    """Splits a batch into micro-batches that together contain every row once.
 
     Rows are sorted by length (stable) and split into consecutive groups. Packed groups are filled greedily. Padded
-    groups minimize the total of padded tokens and passes, where a pass costs a sixteenth of `max_tokens`. A row longer
-    than `max_tokens` gets a micro-batch of its own.
+    groups minimize the number of padded tokens plus a fixed cost per micro-batch. A row longer than `max_tokens` gets a
+    separate micro-batch.
 
     Args:
         batch: rows of at least one token, with a token column `input_ids`.
-        max_tokens: >= 1, token budget of a micro-batch, including padding unless packed.
+        max_tokens: token budget of a micro-batch, >= 1. Padding counts unless the rows are packed.
         packed: whether the model runs packed rows.
-    Returns: micro-batches that contain every row once; none for an empty batch.
     """
     lengths_B = lengths(batch)
     sorted_lengths_B, order_B = torch.sort(lengths_B, stable=True)
@@ -80,7 +78,7 @@ def microbatches(batch: TensorDictBase, max_tokens: int, *, packed: bool = False
 
 
 def empty_microbatch(batch: TensorDictBase, *, packed: bool = False) -> MicroBatch:
-    """Returns a dummy micro-batch of one fully masked row with the columns of a batch. Its gradient is 0."""
+    """Returns a dummy micro-batch with one fully masked row, which contributes no gradient."""
     tokens = {name: column.new_zeros((1, 2, *column.shape[1:])) for name, column in batch["tokens"].items()}
     rows = {n: c.new_zeros((1, *c.shape[1:])) for n, c in batch["rows"].items() if isinstance(c, Tensor)}
     rows.pop("length", None)
@@ -101,7 +99,7 @@ def _packed_sizes(ascending: list[int], max_tokens: int) -> list[int]:
 
 
 def _padded_sizes(ascending: list[int], max_tokens: int) -> list[int]:
-    """Returns the group sizes of least cost, by dynamic programming over prefixes."""
+    """Returns the group sizes with the lowest cost, by dynamic programming over prefixes."""
     costs_B = torch.zeros(len(ascending) + 1, dtype=torch.float64)
     starts = [0] * (len(ascending) + 1)
     for end, length in enumerate(ascending, 1):

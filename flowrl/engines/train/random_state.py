@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def random_state() -> dict[str, Any]:
-    """Returns the state of all generators as JSON values. Any: each library has its own format."""
+    """Returns the state of all generators as JSON values."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     version, words, gauss = random.getstate()
     state = {

@@ -171,13 +171,13 @@ class SlotCache(Cache):
             self.select(nn.functional.pad(self.row_numbers, (0, missing)), capacity)
 
     def copy(self, sources: Tensor, targets: Tensor, num_slots: int) -> None:
-        """Copies the first `num_slots` positions of source rows to target rows. Source and target rows must be disjoint."""
+        """Copies the first `num_slots` positions of source rows to target rows. A row must not be both."""
         for layer in self.layers:
             assert isinstance(layer, _SlotLayer)
             layer.copy(sources, targets, num_slots)
 
     def select(self, rows: Tensor, capacity: int | None = None) -> None:
-        """Copies the first `num_slots` positions of source rows to target rows, which must be disjoint from them."""
+        """Keeps the rows with these indices (repeats allowed) and extends the row length to `capacity`."""
         self.capacity = max(self.capacity, capacity or 0)
         for layer in self.layers:
             assert isinstance(layer, _SlotLayer)
