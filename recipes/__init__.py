@@ -1,1 +1,1 @@
-"""The programs: one folder per algorithm or stage."""
+"""Training programs, with one folder per algorithm or stage."""

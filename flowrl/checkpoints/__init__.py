@@ -1,6 +1,6 @@
 """Checkpoints of a run, and the run folder that contains them.
 
-Entry points: `Checkpoints` (the checkpoints on disk), `Saver` (saves and restores groups and driver objects),
-`find_checkpoint` (the checkpoint from which a run resumes), `RunFolder`, `folder_lock`.
+Entry points: `Checkpoints` (checkpoints on disk), `Saver` (saves and restores groups and driver objects),
+`find_checkpoint` (the checkpoint from which a run resumes), `RunFolder` and `folder_lock`.
 May import `controller`, `engines`, `algorithms`, `data` and `config`.
 """

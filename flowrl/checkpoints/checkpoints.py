@@ -1,8 +1,9 @@
 """Reads, commits and prunes the checkpoints of a run on disk. Imports neither torch nor ray.
 
-`checkpoints/step-000040/` has a folder per role, `driver.json`, `manifest.json`, and `rows.safetensors` if there are
-pending rollouts (flowrl/checkpoints/saved_rows.py). The manifest lists the size and checksum of every other file. It
-is written last, so a folder without a manifest is an incomplete save, which the next save or resume removes.
+`checkpoints/step-000040/` has a folder per role, `driver.json` and `manifest.json`. It also has `rows.safetensors` if
+there are pending rollouts (flowrl/checkpoints/saved_rows.py). The manifest lists the size and checksum of every other
+file. It is written last, so a folder without a manifest is an incomplete save. The next save or resume removes
+incomplete saves.
 """
 
 import json
@@ -22,7 +23,7 @@ from flowrl.data.checksums import CheckpointError, FileChecksum, checksum_of, sy
 
 FORMAT = 2
 READS = (1, FORMAT)
-"""Formats that can be read. Format 1 has no pending rollouts."""
+"""Checkpoint formats that can be read. Format 1 has no pending rollouts."""
 MANIFEST, DRIVER = "manifest.json", "driver.json"
 
 SCORES: Mapping[str, int] = {"accuracy": 1, "reward": 1, "validation_loss": -1, "loss": -1}
@@ -31,7 +32,7 @@ SCORES: Mapping[str, int] = {"accuracy": 1, "reward": 1, "validation_loss": -1, 
 
 @dataclass(frozen=True)
 class Score:
-    """The metric by which a checkpoint is ranked."""
+    """Metric by which a checkpoint is ranked."""
 
     name: str
     value: float
@@ -44,13 +45,13 @@ class Score:
 
     @property
     def sort_key(self) -> float:
-        """The value for sorting: higher is better, and NaN is worst."""
+        """Key for sorting scores. The best score has the largest key, and NaN the smallest."""
         return -math.inf if math.isnan(self.value) else SCORES[self.name] * self.value
 
 
 @dataclass(frozen=True)
 class Role:
-    """The role that saved a folder of the checkpoint."""
+    """Entry of a role in the manifest."""
 
     world_size: int
     architecture: str
@@ -58,11 +59,11 @@ class Role:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of `manifest.json`."""
+    """Contents of `manifest.json`."""
 
     step: int
     saved_at_s: float
-    """Unix time in seconds."""
+    """Time of the save, in seconds since the epoch."""
     score: Score | None
     roles: Mapping[str, Role]
     versions: Mapping[str, str]
@@ -76,7 +77,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint: a folder with a manifest."""
+    """A complete checkpoint, which is a folder with a manifest."""
 
     path: Path
     manifest: Manifest
@@ -89,7 +90,7 @@ class Checkpoint:
         return self.path / name
 
     def driver(self) -> dict[str, Any]:
-        """Returns the driver's state."""
+        """Returns the state of the driver."""
         return json.loads((self.path / DRIVER).read_text(encoding="utf-8"))
 
     def check(self) -> None:
@@ -102,7 +103,7 @@ class Checkpoint:
                 raise CheckpointError(f"checkpoint {self.path} is corrupt: {name} {problem}")
 
     def _problem(self, name: str) -> str:
-        """Returns what is wrong with a file, or an empty string."""
+        """Returns an error message for a file, or an empty string if the file is intact."""
         path, expected = self.path / name, self.manifest.files[name]
         try:
             size = path.stat().st_size
@@ -114,7 +115,7 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The folder `checkpoints/` of a run, which may not exist yet."""
+    """Folder `checkpoints/` of a run, which may not exist yet."""
 
     def __init__(self, run: Path) -> None:
         self.path = run / "checkpoints"
@@ -162,10 +163,9 @@ class Checkpoints:
             raise CheckpointError(f"checkpoint {folder} is corrupt: {MANIFEST} cannot be read ({error})") from error
 
     def newest(self) -> Checkpoint | None:
-        """Returns the newest checkpoint after verifying every file, or None if there is no checkpoint.
+        """Verifies every file of the newest checkpoint and returns it, or None if there is no checkpoint.
 
-        Raises:
-            CheckpointError: the newest checkpoint is corrupt. There is no silent fallback to an older one.
+        Raises CheckpointError if the newest checkpoint is corrupt, instead of using an older checkpoint.
         """
         steps = self.steps()
         if not steps:
@@ -179,7 +179,10 @@ class Checkpoints:
         return checkpoint
 
     def begin(self, step: int, roles: Sequence[str]) -> Path:
-        """Creates the folder of a step with one per role, and removes incomplete saves. Raises CheckpointError."""
+        """Creates the folders of a step and its roles, and removes incomplete saves.
+
+        Raises CheckpointError on a write error.
+        """
         folder = self.folder(step)
         try:
             self.remove_unfinished()
@@ -192,9 +195,9 @@ class Checkpoints:
         return folder
 
     def commit(self, step: int, manifest: Manifest) -> None:
-        """Writes the manifest atomically, which completes the checkpoint. Raises CheckpointError.
+        """Writes the manifest atomically, which completes the checkpoint. Raises CheckpointError on a write error.
 
-        All other files must have been synced to disk before.
+        All other files must be synced to disk before the call.
         """
         folder = self.folder(step)
         temporary = folder / f"{MANIFEST}.tmp"
@@ -209,7 +212,7 @@ class Checkpoints:
             raise write_error(folder, error) from error
 
     def prune(self, keep_last: int | None, keep_best: int) -> None:
-        """Removes checkpoints that are neither among the newest nor among the best, but keeps corrupt ones."""
+        """Removes all checkpoints except the newest, the best, and corrupt ones."""
         scores: dict[int, Score | None] = {}
         for step in self.steps():
             try:
@@ -220,7 +223,7 @@ class Checkpoints:
             remove(self.folder(step))
 
     def remove_unfinished(self) -> None:
-        """Removes incomplete saves: folders without a manifest."""
+        """Removes incomplete saves, which are folders without a manifest."""
         for _, path in self._folders():
             if not (path / MANIFEST).exists():
                 shutil.rmtree(path, ignore_errors=True)
@@ -235,20 +238,20 @@ def write_error(folder: Path, error: OSError) -> CheckpointError:
 
 
 def remove(folder: Path) -> None:
-    """Removes a checkpoint, manifest first, so that a crash leaves an incomplete save and not a corrupt checkpoint."""
+    """Removes a checkpoint. Removes the manifest first, so that a crash cannot leave a corrupt checkpoint."""
     (folder / MANIFEST).unlink(missing_ok=True)
     sync_folder(folder)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def steps_to_keep(scores: Mapping[int, Score | None], keep_last: int | None, keep_best: int) -> set[int]:
-    """Returns the steps whose checkpoints are kept: the newest and the best.
+    """Returns the steps of the newest and the best checkpoints.
 
     Args:
-        scores: step -> score. Scores are compared per metric. A run that resumes with another `evaluate_every` has two
-            metrics, and keeps the best of each.
-        keep_last: number of newest checkpoints; None keeps all.
-        keep_best: number of best checkpoints per metric. Ties prefer the newer step.
+        scores: score of each step. Scores of different metrics are not compared. A run that resumes with another
+            `evaluate_every` has scores of two metrics, and keeps the best checkpoints of each.
+        keep_last: number of newest checkpoints; None keeps all checkpoints.
+        keep_best: number of best checkpoints per metric. The newer of two equal checkpoints is kept.
     """
     steps = sorted(scores)
     kept = set(steps if keep_last is None else steps[-keep_last:])
@@ -294,5 +297,5 @@ def _manifest(value: Mapping[str, Any]) -> Manifest:
 
 
 def _score_value(value: float | None) -> float:
-    """Returns NaN for null, which is how `finite` writes NaN to JSON."""
+    """Converts null to NaN, because `finite` writes NaN to JSON as null."""
     return math.nan if value is None else value

@@ -1,4 +1,4 @@
-"""The table that `flowrl checkpoints` prints."""
+"""Implements the table of `flowrl checkpoints`."""
 
 import time
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ def show_checkpoints(run: Path, console: Console | None = None) -> None:
 
 
 def _verify(checkpoints: Checkpoints, step: int) -> tuple[Checkpoint | None, str]:
-    """Returns the checkpoint, or None if it is unreadable, and its problem, or an empty string."""
+    """Returns the checkpoint (None if unreadable) and an error message (empty if the checkpoint is complete)."""
     checkpoint = None
     try:
         checkpoint = checkpoints.read(step)
@@ -54,7 +54,7 @@ def checkpoints_table(rows: Sequence[tuple[int, Checkpoint | None, str]]) -> Tab
 
 
 def size(num_bytes: float) -> str:
-    """Formats bytes with a decimal unit."""
+    """Formats a number of bytes with a decimal unit."""
     for unit in ("B", "kB", "MB", "GB"):
         if num_bytes < 1000:
             return f"{num_bytes:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""Finds the checkpoint from which a run resumes, and rejects changed settings or inputs that would change results."""
+"""Finds the checkpoint from which a run resumes. Rejects changes of settings or inputs that would change results."""
 
 import shutil
 import zlib
@@ -38,23 +38,23 @@ MAY_DIFFER = (
     "*engine.packing",
     "*engine.max_tokens_per_microbatch",
 )
-"""Patterns of settings that may change on resume: they affect time, memory, placement or length, but no result."""
+"""Patterns of settings that may change on resume, because they do not change the result of a step."""
 
 _MISSING = object()
 
 _FULL_CHECKSUM_BYTES = 256 * 1024**2
-"""Largest model file, in bytes, that is checksummed completely; larger files are sampled."""
+"""Largest size of a model file, in bytes, that is checksummed completely. Larger files are sampled."""
 
 _CHUNK_BYTES = 1024**2
-"""Bytes per sampled chunk of a large file. The chunks are evenly spaced and include the file's beginning and end."""
+"""Bytes per sampled chunk of a large file. Chunks are evenly spaced, from the beginning to the end of the file."""
 
 
 def is_resuming(config: RunConfig) -> bool:
     """Whether the run continues an earlier run in its output folder.
 
     Raises:
-        RunFolderError: the earlier run had other settings, or is finished and has no checkpoint.
-        CheckpointError: the manifest of its newest checkpoint is unreadable.
+        RunFolderError: if the earlier run had other settings, or is finished and has no checkpoint.
+        CheckpointError: if the manifest of the newest checkpoint is unreadable.
     """
     folder = RunFolder(config.output)
     if config.resume == "never" or not folder.config.exists():
@@ -80,8 +80,8 @@ def find_checkpoint(config: RunConfig) -> Checkpoint | None:
     Removes incomplete saves.
 
     Raises:
-        RunFolderError: as `is_resuming`, or the data or a frozen model has changed.
-        CheckpointError: the newest checkpoint is corrupt, or its format lacks the pending rollouts.
+        RunFolderError: as `is_resuming`, or if the data or a frozen model has changed.
+        CheckpointError: if the newest checkpoint is corrupt, or its format lacks the pending rollouts.
     """
     if not is_resuming(config):
         return None
@@ -140,9 +140,9 @@ def _format(value: object) -> str:
 
 
 def input_checksums(config: RunConfig) -> dict[str, FileChecksum]:
-    """Returns dotted config key -> checksum of the files at that path. Skips unreadable paths, such as Hub names.
+    """Returns the checksum of the files at each path of the config. Skips unreadable paths, such as Hub names.
 
-    Fully trained models are not included, because checkpoints contain their weights.
+    Keys are dotted config keys. Trained models are not included, because checkpoints contain their weights.
     """
     files: dict[str, Sequence[Path]] = {}
     for name, value in config:
@@ -170,7 +170,7 @@ def _check_same_inputs(old: Mapping[str, Sequence[int]], config: RunConfig, chec
 
 
 def check_base_model(checkpoint: Checkpoint, base: Path) -> None:
-    """Raises RunFolderError if the model in `base` is not the one on which the checkpoint's adapter was trained."""
+    """Raises RunFolderError if `base` contains another model than the base model of the checkpoint's adapter."""
     old = checkpoint.driver().get("inputs", {})
     before = next((FileChecksum(*old[key]) for key in ("actor.model.path", "model.path") if key in old), None)
     if before is None:  # a Hub name, or a checkpoint without checksums
@@ -202,7 +202,7 @@ def _combined_checksum(paths: Sequence[Path]) -> FileChecksum | None:
 
 
 def _update_crc32(path: Path, crc32: int) -> int:
-    """Returns the CRC-32 continued over a file, which is sampled if it is large."""
+    """Continues a CRC-32 over a file, or over samples of a large file."""
     size, num_samples = path.stat().st_size, _FULL_CHECKSUM_BYTES // _CHUNK_BYTES
     is_small = size <= _FULL_CHECKSUM_BYTES
     with path.open("rb") as file:

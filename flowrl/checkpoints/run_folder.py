@@ -1,7 +1,7 @@
-"""The output folder of one run: its files, its lock, and atomic writes.
+"""The output folder of one run: files, lock and atomic writes.
 
 The lock is an advisory lock (flock) on an open file. The operating system releases it when the process ends, so the
-lock file of a killed run blocks nobody. Readers need no lock.
+lock file of a killed run does not block other runs. Readers need no lock.
 """
 
 import fcntl
@@ -26,30 +26,30 @@ LOCK = "run.lock"
 """Name of the lock file in a run folder."""
 
 _LOCK_TIMEOUT_S = 0.5
-"""Seconds for which `folder_lock` retries: `check_not_locked` holds the lock for a moment, too."""
+"""Seconds for which `folder_lock` retries, because `check_not_locked` also holds the lock briefly."""
 
 _logger = logging.getLogger(__name__)
 
 
 class RunFolderError(UserError):
-    """The output folder cannot be used by this run."""
+    """Raised if a run cannot use its output folder."""
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The paths in the output folder of a run. Create it with `RunFolder.create`."""
+    """Paths in the output folder of a run. Create it with `RunFolder.create`."""
 
     path: Path
 
     @classmethod
     def create(cls, path: Path | str, resolved_config: Mapping[str, Any]) -> "RunFolder":
-        """Creates the folder and writes `config.yaml` into it.
+        """Creates the folder and writes `config.yaml`.
 
         Args:
-            path: a folder that does not exist, or is empty.
-            resolved_config: the complete configuration as plain values (`model_dump(mode="json")`).
+            path: a folder that does not exist or is empty.
+            resolved_config: the complete config as plain values (`model_dump(mode="json")`).
         Raises:
-            RunFolderError: the folder has a run or other files in it, or cannot be created. Nothing is written.
+            RunFolderError: if the folder has files in it or cannot be created. Nothing is written.
         """
         check_is_new(Path(path))
         return cls.reopen(path, resolved_config)
@@ -93,7 +93,7 @@ class RunFolder:
 
     @property
     def model(self) -> Path:
-        """The trained policy, as written by `save_pretrained`."""
+        """Folder of the trained policy, in the format of `save_pretrained`."""
         return self.path / "model"
 
     def clear(self) -> None:
@@ -108,7 +108,7 @@ def _write_error(folder: Path, error: OSError) -> RunFolderError:
 
 
 def check_is_new(folder: Path) -> None:
-    """Raises RunFolderError if the folder has a run or other files in it."""
+    """Raises RunFolderError if the folder has files in it."""
     if (folder / "config.yaml").exists():
         raise RunFolderError(
             f"output folder {folder} has another run in it (config.yaml exists): set output to a new folder, remove "
@@ -125,14 +125,14 @@ def check_is_new(folder: Path) -> None:
 
 
 def write_json(path: Path, value: Any, *, indent: int | None = 2) -> None:
-    """Writes `value` as strict JSON, atomically. NaN and infinities become null."""
+    """Writes a value as strict JSON, atomically. NaN and infinities become null."""
     text = json.dumps(finite(value), indent=indent, allow_nan=False)
     with replacing(path) as temporary:
         temporary.write_text(text + "\n", encoding="utf-8")
 
 
 def finite(value: Any) -> Any:
-    """Returns a copy of a nested value with None in place of NaN and infinities."""
+    """Returns a copy of a nested value in which None replaces NaN and infinities."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -144,9 +144,9 @@ def finite(value: Any) -> Any:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a temporary path for a new file or folder, which replaces `path` when the block ends without an error.
+    """Yields a temporary path, which replaces `path` when the block ends without an error.
 
-    If the block raises, the temporary file is removed and `path` is unchanged.
+    If the block raises, the temporary file or folder is removed and `path` is unchanged.
     """
     temporary = path.with_name(f".{path.name}{_temporary_suffix()}")
     try:
@@ -183,11 +183,11 @@ def _remove(path: Path) -> None:
 def folder_lock(folder: Path) -> Iterator[None]:
     """Holds the exclusive lock of an output folder during the block.
 
-    Creates the folder if necessary, and removes it at the end if it is still empty. On a file system without locks it
-    logs a warning and locks nothing.
+    Creates the folder if necessary, and removes it at the end if it is empty. On a file system without locks, it logs a
+    warning and does not lock.
 
     Raises:
-        RunFolderError: another run holds the lock, or the folder is not writable. Nothing has changed.
+        RunFolderError: if another run holds the lock or the folder is not writable. Nothing has changed.
     """
     created = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
@@ -218,7 +218,7 @@ def check_not_locked(folder: Path) -> None:
 
 
 def _open_locked(folder: Path) -> TextIO | None:
-    """Returns the open, locked lock file, or None if another process holds the lock. Raises OSError."""
+    """Opens and locks the lock file. Returns None if another process holds the lock. Raises OSError on other errors."""
     deadline_s = time.monotonic() + _LOCK_TIMEOUT_S
     while time.monotonic() < deadline_s:
         folder.mkdir(parents=True, exist_ok=True)
@@ -245,7 +245,7 @@ def _try_lock(file: TextIO) -> bool:
 
 
 def _is_current(path: Path, file: TextIO) -> bool:
-    """Whether `path` is still this file: a run that ended just now removed its lock file."""
+    """Whether `path` is still this file. A run that just ended may have removed its lock file."""
     with suppress(FileNotFoundError):
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     return False

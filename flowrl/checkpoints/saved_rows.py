@@ -1,6 +1,6 @@
-"""Saves and loads pending rollouts: responses that were generated but not yet trained on.
+"""Saves and loads pending rollouts, which are generated but untrained responses.
 
-Files are written and read on the task worker, so the driver holds references and no data.
+The task worker reads and writes the files, so the driver holds only references.
 """
 
 import json
@@ -39,20 +39,20 @@ class SavedRows:
     """Columns of the file, without `IDENTITY`."""
 
     def load(self, batch: Batch, tasks: TaskRunner | None) -> Batch:
-        """Returns the columns of the file. Does not wait.
+        """Returns the columns of the file. Does not block.
 
         Args:
-            batch: the same rows in the same order, with the columns of `IDENTITY`.
-            tasks: reads the file; None reads it in this process.
+            batch: rows of the file in the same order, with the columns of `IDENTITY`.
+            tasks: worker that reads the file; None reads it in this process.
         """
         runner = tasks or LocalTasks()
         return runner.apply(read_rows, batch.select(*IDENTITY), self.columns, "same", {"path": self.path})
 
 
 def save_rows(batch: Batch, path: Path) -> Future | LocalRef:
-    """Writes a batch to a new file once it is computed. Returns a future of the file's checksum. Does not wait.
+    """Writes a batch to a new file when it is computed. Returns a future of the file's checksum. Does not block.
 
-    The batch needs the columns of `IDENTITY`.
+    The batch must have the columns of `IDENTITY`.
     """
     return batch.reduce(write_rows, batch.columns, path=path)
 
@@ -61,8 +61,8 @@ def write_rows(table: TensorDict, path: Path) -> FileChecksum:
     """Writes a table to a file and returns its checksum. Runs on the task worker.
 
     Raises:
-        UserError: a column has objects that JSON cannot represent.
-        CheckpointError: the file is not writable.
+        UserError: if a column has objects that JSON cannot represent.
+        CheckpointError: if the file is not writable.
     """
     tensors: dict[str, torch.Tensor] = {}
     objects: dict[str, list] = {}
@@ -97,7 +97,7 @@ def _to_json(objects: Mapping[str, Sequence[Any]]) -> bytes:
 
 
 def read_rows(table: TensorDict, path: Path) -> TensorDict:
-    """Returns the columns of a file that `write_rows` wrote. Runs on the task worker. Raises OSError."""
+    """Reads a file of `write_rows` and returns its columns. Runs on the task worker. Raises OSError on a read error."""
     tensors = load(path.read_bytes())
     rows: dict[str, Any] = json.loads(tensors.pop(_OBJECTS).numpy().tobytes())
     tokens: dict[str, torch.Tensor] = {}

@@ -30,11 +30,11 @@ from flowrl.engines.train.random_state import random_state, restore_random_state
 
 _DOCS = "see docs/training.md, Checkpoints and resume"
 _PROMPTS = "prompts"
-"""Key of the buffer's state among the states of the driver's objects."""
+"""Key of the buffer's state in the driver's state."""
 
 
 class Checkpointable(Protocol):
-    """A driver object whose state is part of checkpoints."""
+    """A driver object whose state is saved in checkpoints."""
 
     def state(self) -> Mapping[str, Any]:
         """Returns the state as plain values."""
@@ -46,7 +46,7 @@ class Checkpointable(Protocol):
 
 
 class Buffer(Protocol):
-    """The source of a run's batches, which may have pending rollouts: generated, but not yet trained on."""
+    """Source of a run's batches, which may have pending rollouts (generated but untrained responses)."""
 
     def state(self) -> Mapping[str, Any]:
         """Returns the state as plain values."""
@@ -69,20 +69,20 @@ class _Saving:
     folder: Path
     files: dict[str, FileChecksum]
     saves: Mapping[str, Future]
-    """Role -> future of `save_checkpoint`."""
+    """Future of `save_checkpoint` per role."""
     rows: Future | LocalRef | None
-    """Future of the checksum of the file of pending rollouts."""
+    """Future of the checksum of the file with the pending rollouts."""
     polls: dict[str, Future] = field(default_factory=dict)
-    """Role -> future of `checkpoint_saved`, while in flight."""
+    """Future of `checkpoint_saved` per role, while in flight."""
     saved: dict[str, Sequence[Saved]] = field(default_factory=dict)
-    """Role -> report of every rank, once all ranks have written their files."""
+    """Reports of all ranks per role, after all ranks have written their files."""
 
 
 class Saver:
     """Saves worker groups and driver objects, one checkpoint at a time."""
 
     def __init__(self, checkpoints: Checkpoints, config: CheckpointConfig, compared_by: Sequence[str]) -> None:
-        """`compared_by` lists the metrics that rank checkpoints; the first that a step has is used."""
+        """`compared_by` lists the metrics that rank checkpoints. The first metric that a step has is used."""
         self.groups: dict[str, WorkerGroup] = {}
         self.objects: dict[str, Checkpointable] = {}
         self.last_step = 0
@@ -92,7 +92,7 @@ class Saver:
         self._saving: _Saving | None = None
 
     def add(self, groups: Sequence[WorkerGroup], objects: Mapping[str, Checkpointable]) -> None:
-        """Adds groups and objects to checkpoints. Raises UserError if a group's workers cannot be saved."""
+        """Adds groups and objects to checkpoints. Raises UserError if a group's workers do not support checkpoints."""
         for group in groups:
             missing = {"save_checkpoint", "load_checkpoint"} - get_registered_methods(group.cls).keys()
             if missing:
@@ -108,7 +108,7 @@ class Saver:
         self._buffer = buffer
 
     def check(self, resumed: Checkpoint | None) -> None:
-        """Raises UserError if checkpoints are enabled but the recipe adds no group to them."""
+        """Raises UserError if checkpoints are enabled but the recipe adds no group."""
         if not self.groups and (self._config.every or resumed is not None):
             raise UserError(
                 f"checkpoints are enabled, but the recipe adds nothing to them: call "
@@ -120,17 +120,16 @@ class Saver:
 
     @property
     def pending_step(self) -> int | None:
-        """The step whose checkpoint is being written, or None."""
+        """Step of the checkpoint that is being written, or None."""
         return None if self._saving is None else self._saving.step
 
     # Saving.
 
     def begin(self, step: int, driver: Mapping[str, Any], *, asynchronous: bool) -> None:
-        """Starts a checkpoint of the state after all calls submitted so far. Does not wait.
+        """Starts a checkpoint of the state after all calls submitted so far. Does not block.
 
-        Rollouts that are in flight are written when they are complete.
-
-        Raises: CheckpointError if the folder is not writable.
+        Rollouts that are in flight are written when they are complete. Raises CheckpointError if the folder is not
+        writable.
         """
         assert self._saving is None, "the previous checkpoint is not finished"
         folder = self._checkpoints.begin(step, list(self.groups)).absolute()
@@ -153,14 +152,14 @@ class Saver:
         self._saving = _Saving(step, folder, files, saves, written)
 
     def advance(self, lines: Sequence[Mapping[str, float]], *, wait: bool = False) -> None:
-        """Commits the pending checkpoint once every rank has written its files and the step's metrics are known.
+        """Commits the pending checkpoint if every rank has written its files and the step's metrics are known.
 
         Args:
-            lines: log records of the metrics so far; with `wait` they include the step's.
-            wait: waits until the checkpoint is committed.
+            lines: log records of the metrics so far. With `wait` they must include the step.
+            wait: whether to block until the checkpoint is committed.
         Raises:
-            WorkerError: a group failed to save, or the pending rollouts failed.
-            CheckpointError: the manifest is not writable.
+            WorkerError: if a group or the pending rollouts failed.
+            CheckpointError: if the manifest is not writable.
         """
         saving = self._saving
         if saving is None:
@@ -173,7 +172,7 @@ class Saver:
             self._commit(saving, Score.of(line, self._compared_by))
 
     def _poll(self, saving: _Saving, role: str, wait: bool) -> None:
-        """Reads the result of the last poll of a group, and polls again if a rank has not finished."""
+        """Reads the last poll of a group, and polls again if a rank has not finished."""
         save, group = saving.saves[role], self.groups[role]
         if role in saving.saved or not (wait or save.done()):
             return
@@ -209,9 +208,10 @@ class Saver:
     # Restoring.
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Restores groups and objects from a checkpoint, and waits for them.
+        """Restores groups and objects from a checkpoint. Blocks until all are restored.
 
-        Raises: CheckpointError or UserError if the checkpoint lacks one of them; WorkerError if a group fails to load.
+        Raises CheckpointError or UserError if the checkpoint lacks one of them, and WorkerError if a group fails to
+        load.
         """
         self.last_step = checkpoint.manifest.step
         state = checkpoint.driver()

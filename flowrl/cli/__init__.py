@@ -1,6 +1,6 @@
 """The `flowrl` command and the exit codes of every program.
 
-Entry points: `main` (the command), `run_recipe` (a recipe's `__main__`), `exit_code`.
+Entry points: `main` (the command), `run_recipe` (main function of a recipe), `exit_code`.
 May import every other package of flowrl.
 """
 

@@ -29,7 +29,7 @@ RecipeConfig = TypeVar("RecipeConfig", bound=RunConfig)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line `argv` (the process's own by default) and returns its exit code."""
+    """Runs the command line `argv` (default: `sys.argv[1:]`) and returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="flowrl", description="Reinforcement learning of language models.", allow_abbrev=False
     )
@@ -51,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def exit_code(program: Callable[[], object]) -> int:
     """Runs `program` and returns its exit code. Prints errors to stderr without the driver's traceback.
 
-    0: success. 1: a worker or a check failed. 2: a `UserError` or a full disk. 130 or 143: SIGINT or SIGTERM ended the
-    program. Any other exception is a defect and propagates.
+    Exit codes: 0 if the program succeeds, 1 if a worker or a check fails, 2 after a `UserError` or if the disk is full,
+    and 130 or 143 after SIGINT or SIGTERM. Other exceptions are bugs and propagate.
     """
     try:
         program()

@@ -1,6 +1,6 @@
-"""Reports of a run: metrics file, progress line, result tables, trace, plots.
+"""Reports of a run: metrics file, progress bar, result tables, trace and plots.
 
 Entry points: `MetricsLog` and `LiveProgress` (progress), `chrome_trace` and `read_trace` (chrome_trace), `explain`
-(explain), `draw_curves` and `draw_timeline` (plots; imports matplotlib, so import it only when needed).
+(explain), `draw_curves` and `draw_timeline` (plots). Import plots only when needed, because it imports matplotlib.
 May import checkpoints, data and config.
 """

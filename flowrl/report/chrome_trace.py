@@ -14,12 +14,12 @@ from flowrl.report.trace import CallParts, call_parts
 
 
 class TraceError(UserError):
-    """Raised if a file is missing or is not the trace of a run."""
+    """Raised if a trace file is missing, or is not the trace of a run."""
 
 
 @dataclass(frozen=True, order=True)
 class Row:
-    """One row of a timeline. Rows sort by pool, device, role and rank."""
+    """One row of a timeline. Rows are sorted by pool, device, role and rank."""
 
     pool: str
     device: str
@@ -33,7 +33,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Resume:
-    """A resume of the run by a new driver process."""
+    """A resume of the run in a new driver process."""
 
     number: int
     """Number of the first call after the resume."""
@@ -43,7 +43,7 @@ class Resume:
 
 @dataclass(frozen=True)
 class Trace:
-    """All calls of a run in the order of submission, over all its driver processes."""
+    """All calls of a run in the order of submission, including calls before a resume."""
 
     events: Sequence[CallEvent] = ()
     resumes: Sequence[Resume] = ()
@@ -66,7 +66,7 @@ class Trace:
         """Returns this trace followed by the calls of a resumed process.
 
         Args:
-            events: calls of the resumed process, numbered from its start.
+            events: calls of the resumed process, numbered from 1.
             step: step of the checkpoint.
         """
         offset = max((event.number for event in self.events), default=0)
@@ -75,26 +75,25 @@ class Trace:
         return Trace([*self.events, *resumed], [*self.resumes, *resumes], self.counts)
 
     def counted(self, counts: Iterable[Counted]) -> "Trace":
-        """Returns this trace with more group counts appended."""
+        """Returns this trace with additional samples of group counts."""
         return replace(self, counts=[*self.counts, *counts])
 
     def last_process(self) -> list[CallEvent]:
-        """Returns the calls of the last driver process."""
+        """Returns the calls after the last resume."""
         first = max((resume.number for resume in self.resumes), default=0)
         return [event for event in self.events if event.number >= first]
 
 
 _SAVE = "save_checkpoint"
-"""Worker method that saves a checkpoint."""
 
 
 def chrome_trace(
     events: Sequence[CallEvent], resumes: Sequence[Resume] = (), counts: Sequence[Counted] = ()
 ) -> dict[str, Any]:
-    """Returns a trace in the Chrome trace format.
+    """Converts a trace to the Chrome trace format.
 
-    Each device is a process and each rank is a thread. Times are microseconds since the first submission. `args` of a
-    call holds its wait, queue and transfer times in milliseconds and the remaining fields of its event. A flow arrow
+    Each device is a process and each rank is a thread. Times are microseconds since the first submission. The `args` of
+    a call contain its wait, queue and transfer times in milliseconds and the other fields of its event. A flow arrow
     leads from the last input of a call to the call. An instant event marks each resume. Group counts are a counter.
     """
     rows = sorted({Row.of(event) for event in events})
@@ -185,11 +184,7 @@ def _mark(resume: Resume, at_ns: int) -> dict[str, Any]:
 
 
 def read_trace(path: Path) -> Trace:
-    """Reads a trace file, or the trace of a run folder.
-
-    Raises:
-        TraceError: the file is missing or was not written by `chrome_trace`.
-    """
+    """Reads the trace of a file or run folder. Raises `TraceError` if it is missing or not written by flowrl."""
     file = RunFolder(path).trace if path.is_dir() else path
     fix = "pass the output folder of a finished run, or its trace.json"
     try:
@@ -212,7 +207,7 @@ _COUNTS = ("number", "rank", "submitted_ns", "arrived_ns", "started_ns", "ended_
 
 
 def _parse_event(entry: Mapping[str, Any]) -> CallEvent:
-    """Returns the event of an entry. Raises `KeyError` or `TypeError` if a field is missing or has a wrong type."""
+    """Parses the event of an entry. Raises `KeyError` or `TypeError` if a field is missing or has a wrong type."""
     args = entry["args"]
     counts = {name: operator.index(args[name]) for name in _COUNTS}
     return CallEvent(

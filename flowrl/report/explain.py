@@ -1,4 +1,4 @@
-"""`flowrl trace`: prints tables of calls, critical path and idle time, and the bottleneck of a run."""
+"""Implements `flowrl trace`, which prints tables of calls, critical path and idle time, and names the bottleneck."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -25,19 +25,19 @@ from flowrl.report.trace import (
 )
 
 SMALL_SHARE = 0.005
-"""Entries of the critical path below this fraction are merged into one row."""
+"""Largest fraction of the critical path for which an entry is merged into the row of small entries."""
 
 MIN_WIDTH = 64
-"""Minimum table width. On a narrower terminal lines wrap instead of being truncated."""
+"""Minimum width of the tables. On a narrower terminal, lines wrap instead of being truncated."""
 
 
 def explain(events: Sequence[CallEvent], *, window_s: float | None = None, console: Console | None = None) -> None:
     """Prints where the time of the training loop was spent.
 
     Args:
-        events: calls of the run; startup calls are ignored, and at least one call must remain.
-        window_s: analyze only this many seconds before the end; None: the whole loop.
-        console: output console; None: standard output.
+        events: calls of the run, with at least one call after startup. Startup calls are ignored.
+        window_s: number of seconds before the end to analyze; None analyzes the whole loop.
+        console: output console; None selects standard output.
     """
     console = console or Console()
     loop = loop_events(events)
@@ -58,7 +58,7 @@ def explain(events: Sequence[CallEvent], *, window_s: float | None = None, conso
 
 
 def calls_table(calls: Sequence[CallParts]) -> Table:
-    """Returns the median and total duration of each part per method, sorted by compute time."""
+    """Returns a table with the median and total duration of each part per method, sorted by compute time."""
     table = Table(title="Calls", title_justify="left")
     table.add_column("call", overflow="fold")
     table.add_column("", no_wrap=True)
@@ -84,7 +84,7 @@ def calls_table(calls: Sequence[CallParts]) -> Table:
 
 
 def path_table(path: Sequence[Segment]) -> Table:
-    """Returns the entries of the critical path, longest first."""
+    """Returns a table of the critical path's entries, longest first."""
     table = Table(title="Critical path", title_justify="left")
     table.add_column("call", overflow="fold")
     table.add_column("part", overflow="fold")
@@ -107,12 +107,12 @@ _PART_LABELS: dict[Part, str] = {"compute": "compute", "transfer": "transfer", "
 
 
 def busy_table(ranks: Mapping[str, Sequence[float]], devices: Mapping[str, float], pools: Mapping[str, str]) -> Table:
-    """Returns the busy and idle fractions of each role (mean over its ranks) and each device.
+    """Returns a table of the busy and idle fractions of each role (mean over ranks) and each device.
 
     Args:
-        ranks: role -> busy fraction per rank.
-        devices: device -> busy fraction.
-        pools: device -> pool.
+        ranks: busy fraction per rank of each role.
+        devices: busy fraction of each device.
+        pools: pool of each device.
     """
     table = Table(title="Busy and idle", title_justify="left")
     table.add_column("role or device", overflow="fold")
@@ -152,7 +152,7 @@ def describe_bottleneck(path: Sequence[Segment], busy: Mapping[str, float]) -> s
 
 
 def format_duration(ns: float) -> str:
-    """Formats nanoseconds with three digits, in ms or s."""
+    """Formats a duration in ns as milliseconds or seconds, with three significant digits."""
     value, unit = (ns / 1e9, "s") if ns >= 999.5e6 else (ns / 1e6, "ms")
     digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
     return f"{value:,.{digits}f} {unit}"

@@ -24,23 +24,18 @@ from flowrl.report.trace import Segment, busy_fractions, call_name, critical_pat
 
 @dataclass(frozen=True)
 class Line:
-    """One curve of a panel."""
-
     metric: str
-    """Key in the history."""
     color: str
     label: str = ""
-    """Legend entry, if the panel has several lines."""
+    """Legend entry, used if the panel has several lines."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One subplot of `curves.png`."""
-
     title: str
     lines: tuple[Line, ...]
     needs: str = ""
-    """Metric that the history must have; otherwise the panel is omitted."""
+    """Metric without which the panel is omitted."""
 
 
 PANELS = (
@@ -66,18 +61,18 @@ PANELS = (
 """Panels of `curves.png`, in order. Lines without values and panels without lines are omitted."""
 
 MAX_MARKED_POINTS = 25
-"""Largest number of points that are drawn with markers; longer curves are smoothed."""
+"""Largest number of points that are drawn with markers. Longer curves are smoothed."""
 
 _PATH_COLOR = "#222222"
 
 
 def draw_curves(history: Sequence[Mapping[str, float]], path: Path, *, panels: Sequence[Panel] = PANELS) -> None:
-    """Draws the metrics of a run into a PNG file. The file is replaced atomically.
+    """Draws the metrics of a run into a PNG file, which is replaced atomically.
 
     Args:
-        history: `MetricsLog.history`; values that are missing or not finite are skipped.
-        path: the file.
-        panels: subplots to draw.
+        history: `MetricsLog.history`. Values that are missing or not finite are skipped.
+        path: the PNG file.
+        panels: panels to draw.
     """
     series = [(panel, lines) for panel in panels if (lines := select_lines(history, panel))]
     num_columns = min(3, max(1, len(series)))
@@ -96,7 +91,6 @@ def draw_curves(history: Sequence[Mapping[str, float]], path: Path, *, panels: S
 
 
 Points = tuple[list[float], list[float]]
-"""Steps and values of a curve."""
 
 
 def select_lines(history: Sequence[Mapping[str, float]], panel: Panel) -> list[tuple[Line, Points]]:
@@ -144,7 +138,7 @@ def _draw_line(axes: Axes, line: Line, steps: list[float], values: list[float]) 
 
 
 def smooth(values: Sequence[float], weight: float = 0.85) -> list[float]:
-    """Returns the exponential moving average with bias correction; `weight` in [0, 1) is the decay."""
+    """Returns the exponential moving average with bias correction. `weight` is the decay, in [0, 1)."""
     averages: list[float] = []
     total = norm = 0.0
     for value in values:
@@ -162,10 +156,10 @@ def draw_timeline(
     A dark line below the calls marks the critical path. The file is replaced atomically.
 
     Args:
-        events: the calls.
-        path: the file.
-        window_s: draw only this many seconds before the end; None: everything.
-        until_ns: end of the plot; None: the end of the last call.
+        events: calls to draw.
+        path: the PNG file.
+        window_s: number of seconds before the end to draw; None draws all calls.
+        until_ns: end of the plot; None selects the end of the last call.
     """
     end_ns = max((event.ended_ns for event in events), default=0) if until_ns is None else until_ns
     start_ns = min((event.started_ns for event in events), default=0)
@@ -210,7 +204,7 @@ def _draw_calls(
 
 
 def _draw_path(axes: Axes, path: Sequence[Segment], row_index: Mapping[Row, int], start_ns: int) -> None:
-    """Underlines the critical path, except the driver's time."""
+    """Draws a dark line below the critical path, except for the driver's time."""
     bars_of: defaultdict[Row, list[tuple[float, float]]] = defaultdict(list)
     for segment in path:
         if segment.part != "driver":

@@ -1,4 +1,4 @@
-"""Progress of a run: metrics file, TensorBoard events, progress line and result tables."""
+"""Progress of a run: metrics file, TensorBoard events, progress bar and result tables."""
 
 import json
 import math
@@ -28,7 +28,7 @@ SHOWN = {
     "buffer_depth": "buffer {:.0f}",
     "tokens_per_s": "{:,.0f} tokens/s",
 }
-"""Metrics of the progress line, in order, with their format."""
+"""Metrics of the progress bar, in order, with their formats."""
 
 _OPTIONAL_COLUMNS = ("before", "answer", "score")
 
@@ -38,7 +38,7 @@ RECENT_STEPS = 20
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """The scores of greedy responses to held-out prompts."""
+    """Scores of greedy responses to held-out prompts."""
 
     step: int
     """Number of training steps before the evaluation."""
@@ -52,13 +52,13 @@ class EvaluationResult:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics of `metrics.jsonl`."""
+        """Metrics for `metrics.jsonl`."""
         return {"accuracy": self.accuracy}
 
 
 @dataclass(frozen=True)
 class LossResult:
-    """The loss on held-out examples."""
+    """Loss on held-out examples."""
 
     step: int
     """Number of training steps before the evaluation."""
@@ -68,23 +68,23 @@ class LossResult:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics of `metrics.jsonl`."""
+        """Metrics for `metrics.jsonl`."""
         return {"validation_loss": self.loss}
 
 
 class MetricsLog:
-    """Writes the metrics of each step immediately, so that a run that ends early keeps them."""
+    """Writes the metrics of each step immediately, so that they remain if the run is killed."""
 
     def __init__(self, folder: Path, last_step: int = -1, *, has_tensorboard: bool = True) -> None:
         """Opens `metrics.jsonl`, and `tensorboard/` if requested.
 
         Args:
             folder: existing run folder.
-            last_step: last step to keep from an existing `metrics.jsonl`; later lines are removed.
-            has_tensorboard: also write TensorBoard events.
+            last_step: last step to keep from an existing `metrics.jsonl`. Later lines are removed.
+            has_tensorboard: whether to write TensorBoard events too.
         """
         self.history: list[dict[str, float]] = _read(folder / "metrics.jsonl", last_step)
-        """One dict per step: `step` and its metrics."""
+        """One dictionary per step, with `step` and the step's metrics."""
         with replacing(folder / "metrics.jsonl") as temporary:
             temporary.write_text("".join(map(_line, self.history)), encoding="utf-8")
         self._lines = (folder / "metrics.jsonl").open("a", encoding="utf-8")
@@ -97,11 +97,11 @@ class MetricsLog:
             self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Appends the metrics of a step; values that are not finite become null.
+        """Appends the metrics of a step. Values that are not finite become null.
 
         Args:
             step: must be greater than the step of the previous call.
-            values: metric name -> value; a name may have the form `group/metric`.
+            values: value per metric name. A name may have the form `group/metric`.
         """
         assert not self.history or step > self.history[-1]["step"], f"step {step} was written before"
         row = {"step": step, **{name: float(value) for name, value in values.items()}}
@@ -117,7 +117,7 @@ class MetricsLog:
         os.fsync(self._lines.fileno())
 
     def close(self) -> None:
-        """Closes both files. Is idempotent."""
+        """Closes `metrics.jsonl` and the TensorBoard events. Is idempotent."""
         self._lines.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
@@ -159,14 +159,14 @@ class LiveProgress:
         shown: Mapping[str, str] = SHOWN,
         console: Console | None = None,
     ) -> None:
-        """Creates the progress display, which appears at the first `update`.
+        """Creates the progress display, which is shown after the first `update`.
 
         Args:
-            num_steps: total steps of the run.
-            title: label of the bar.
-            every: steps per line if the output is not a terminal. The last step is always shown.
-            shown: metric -> format. A step without a metric shows the metric's previous value.
-            console: output console; None: standard output.
+            num_steps: total number of steps of the run.
+            title: label of the progress bar.
+            every: number of steps per line if the output is not a terminal. The last step is always shown.
+            shown: format per metric. If a step lacks a metric, the metric's previous value is shown.
+            console: output console; None selects standard output.
         """
         self.console = console or Console()
         self._num_steps, self._title, self._every, self._shown = num_steps, title, every, shown
@@ -186,7 +186,6 @@ class LiveProgress:
             self._task = self._bar.add_task(title, total=num_steps, line="")
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
-        """Shows a finished step and its metrics."""
         now_s = time.monotonic()
         # The time before the first update includes startup, so the step's own duration is preferred.
         self._seconds.append(values.get("seconds", now_s - self._updated_s))
@@ -213,18 +212,17 @@ class LiveProgress:
         return max(0, self._num_steps - step) * sum(self._seconds) / len(self._seconds)
 
     def _fitted(self, parts: list[str]) -> str:
-        """Joins the parts; on a narrow terminal drops metrics from the end, but keeps the ETA."""
+        """Joins the parts. On a narrow terminal, drops metrics from the end but keeps the ETA."""
         max_width = self.console.width - len(self._title) - 2 * len(str(self._num_steps)) - 18
         while self._bar is not None and len(parts) > 2 and len("  ".join(parts)) > max_width:
             del parts[-2]
         return "  ".join(parts)
 
     def say(self, text: str) -> None:
-        """Prints a line above the progress bar."""
         self.console.print(Text(text))
 
     def close(self) -> None:
-        """Stops the bar and shows the last step. Is idempotent."""
+        """Stops the progress bar and shows the last step. Is idempotent."""
         if self._bar is not None:
             self._bar.stop()
         self._show()
@@ -246,7 +244,7 @@ def format_clock(seconds: float) -> str:
 def result_tables(
     first: EvaluationResult | LossResult, last: EvaluationResult | LossResult
 ) -> tuple[Table] | tuple[Table, Table]:
-    """Returns a table of the figures before and after training and, if there are responses, a table of samples."""
+    """Returns a table of results before and after training and, if there are samples, a table of responses."""
     if isinstance(first, LossResult) or isinstance(last, LossResult):
         names = first.metrics.keys() & last.metrics.keys()
         figures = [(name.replace("_", " "), first.metrics[name], last.metrics[name]) for name in names]
@@ -261,7 +259,7 @@ def result_tables(
 
 
 def before_after_table(rows: Sequence[tuple[str, float, float]], *, title: str = "Before and after training") -> Table:
-    """Returns a table of metrics before and after training. A row is (name, before, after)."""
+    """Returns a table of metrics before and after training. Each row is (name, before, after)."""
     table = Table(title=title, title_justify="left")
     table.add_column("")
     for heading in ("before", "after", "change"):
@@ -272,11 +270,9 @@ def before_after_table(rows: Sequence[tuple[str, float, float]], *, title: str =
 
 
 def completions_table(samples: Sequence[Mapping[str, Any]], *, title: str = "Sample completions") -> Table:
-    """Returns a table of completions.
+    """Returns a table of responses.
 
-    Args:
-        samples: dicts with `prompt` and `response`, optionally `before`, `answer` and `score`.
-        title: title of the table.
+    `samples` have `prompt`, `response`, and optionally `before`, `answer` and `score`.
     """
     table = Table(title=title, title_justify="left", show_lines=any("\n" in str(s["response"]) for s in samples))
     table.add_column("prompt")

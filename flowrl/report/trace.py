@@ -1,10 +1,10 @@
 """Timing analysis of call events: parts of calls, critical path, busy and idle fractions. Pure functions.
 
-A process serves one device of a pool. It runs calls one at a time, in the order of submission. A call starts when it is
+A process serves one device of a pool. It runs one call at a time, in the order of submission. A call starts when it is
 submitted, its inputs are available and its process is free.
 
 Clocks of different machines may disagree. If a call seems to arrive before its submission or before one of its inputs,
-the arrival time replaces that time. Therefore no duration is negative.
+the arrival time is used instead, so no duration is negative.
 """
 
 from bisect import bisect_right
@@ -28,7 +28,6 @@ def loop_events(events: Iterable[CallEvent]) -> list[CallEvent]:
 
 
 def call_name(event: CallEvent) -> str:
-    """Returns `role.method`."""
     return f"{event.role}.{event.method}"
 
 
@@ -43,24 +42,24 @@ class Times(NamedTuple):
 
 
 def times(event: CallEvent) -> Times:
-    """Returns the times of an event, corrected so that they ascend."""
+    """Returns the times of an event, corrected to be in ascending order."""
     own = accumulate((event.arrived_ns, event.started_ns, event.ended_ns, event.finished_ns), max)
     return Times(min(event.submitted_ns, event.arrived_ns), *own)
 
 
 @dataclass(frozen=True, slots=True)
 class CallParts:
-    """Durations of a call. They sum to the time between the submission and the packed result."""
+    """Durations of the parts of a call. Their sum is the time between the submission and the packed result."""
 
     event: CallEvent
     wait_ns: int
-    """From the submission until the last input is available."""
+    """Time from the submission until the last input is available."""
     queue_ns: int
-    """From then until the process is free."""
+    """Time from the arrival of the last input until the process is free."""
     transfer_ns: int
-    """Transfer and unpacking of the arguments, and packing of the result."""
+    """Time for receiving and unpacking the arguments, and for packing the result."""
     compute_ns: int
-    """Execution of the method."""
+    """Execution time of the method."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +77,13 @@ class Segment:
 
 
 def span(events: Iterable[CallEvent]) -> tuple[int, int]:
-    """Returns the times of the first submission and the last result; (0, 0) without events."""
+    """Returns the times of the first submission and the last result, or (0, 0) without events."""
     both = [(at.submitted_ns, at.finished_ns) for at in map(times, events)]
     return min((first for first, _ in both), default=0), max((last for _, last in both), default=0)
 
 
 def call_parts(events: Iterable[CallEvent]) -> list[CallParts]:
-    """Returns the parts of every call, in the order of submission. Inputs that are not among `events` are ignored."""
+    """Returns the parts of every call, in the order of submission. Ignores inputs that are not among `events`."""
     graph, calls = _Graph(events), []
     for number, event in graph.events.items():
         at = graph.times[number]
@@ -97,11 +96,11 @@ def call_parts(events: Iterable[CallEvent]) -> list[CallParts]:
 
 
 def critical_path(events: Iterable[CallEvent]) -> list[Segment]:
-    """Returns the critical path: consecutive segments that cover the span of the events exactly once.
+    """Returns the critical path: consecutive segments that cover the time span of the events exactly once.
 
-    The path is traced backwards from the call that finished last. The predecessor of a call is its last input, the
-    previous call of its process, or the driver, whichever released the call last. Events do not record why the driver
-    submitted a call late. Driver time therefore starts when the last earlier call finished.
+    The path is traced backwards from the call that finished last. Each segment is preceded by the last input of the
+    call, the previous call of its process, or the driver, depending on which released the call last. Events do not
+    record why the driver submitted a call late. Driver time therefore starts when the last earlier call finished.
     """
     graph = _Graph(events)
     if not graph.events:
@@ -111,7 +110,7 @@ def critical_path(events: Iterable[CallEvent]) -> list[Segment]:
     path: list[Segment] = []
 
     def reach(event: CallEvent, part: Part, start_ns: int) -> None:
-        """Extends the path back to `start_ns`, unless it already starts earlier."""
+        """Extends the path back to `start_ns`, unless the path already starts earlier."""
         nonlocal cursor_ns
         if start_ns < cursor_ns:
             path.append(Segment(event, part, start_ns, cursor_ns))
@@ -137,7 +136,7 @@ class _Graph:
         self.events = {event.number: event for event in sorted(events, key=lambda event: event.number)}
         self.times = {number: times(event) for number, event in self.events.items()}
         self.before: dict[int, int] = {}
-        """Call -> previous call of the same process."""
+        """Previous call of the same process, per call."""
         latest: dict[tuple[str, str], int] = {}
         for number, event in self.events.items():
             process = (event.pool, event.device_label)
@@ -152,11 +151,11 @@ class _Graph:
         return max(known, key=lambda source: self.times[source].finished_ns, default=None)
 
     def seen_by(self, number: int, source: int | None) -> int:
-        """Returns the finish time of `source`, at most the arrival time of `number`; 0 without a source."""
+        """Returns the finish time of `source`, at most the arrival time of call `number`; 0 without a source."""
         return 0 if source is None else min(self.times[source].finished_ns, self.times[number].arrived_ns)
 
     def cause(self, number: int) -> tuple[int | None, int]:
-        """Returns the predecessor on the critical path (None: the driver) and the time when it released the call."""
+        """Returns the predecessor on the critical path (None for the driver) and the time when it released the call."""
         sources = [source for source in (self.last_input(number), self.before.get(number)) if source is not None]
         last = max(sources, key=lambda source: self.seen_by(number, source), default=None)
         submitted_ns = self.times[number].submitted_ns
@@ -165,7 +164,7 @@ class _Graph:
         return last, self.seen_by(number, last)
 
     def last_finished(self, number: int, until_ns: int) -> int | None:
-        """Returns the call that finished last until `until_ns`, among the calls submitted before `number`."""
+        """Returns the call before `number` that finished last, but not after `until_ns`."""
         for i in range(bisect_right(self._finished, until_ns, key=lambda entry: entry[0]) - 1, -1, -1):
             if self._finished[i][1] < number:
                 return self._finished[i][1]
@@ -186,7 +185,7 @@ def path_totals(path: Iterable[Segment]) -> dict[tuple[str, Part], int]:
 
 
 def busy_fractions(events: Iterable[CallEvent], start_ns: int, end_ns: int) -> dict[str, float]:
-    """Returns, per `CallEvent.device_label`, the fraction of [start_ns, end_ns] in which the device ran a call.
+    """Returns the fraction of [start_ns, end_ns] in which each device ran a call. Keys are `CallEvent.device_label`.
 
     Overlapping calls count once. The result contains every device of the events.
     """
@@ -216,7 +215,7 @@ class IdleTracker:
     def idle_fractions(
         self, events: Iterable[CallEvent], roles: Iterable[str], start_ns: int, end_ns: int
     ) -> dict[str, float]:
-        """Returns `idle_<role>`: the fraction of [start_ns, end_ns] without a call of the role, mean over its ranks.
+        """Returns `idle_<role>`: the fraction of [start_ns, end_ns] without a call of the role, mean over ranks.
 
         Roles that were never called are omitted.
         """

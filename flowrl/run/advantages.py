@@ -1,6 +1,6 @@
-"""Computes advantages, loss columns and batch metrics on the task worker, by the functions of flowrl/algorithms.
+"""Computes advantages, loss columns and batch metrics on the task worker, with the functions of flowrl/algorithms.
 
-Shape suffixes: B rows, T the longest row.
+Shape suffixes: B is the number of rows, T is the length of the longest row.
 """
 
 import hashlib
@@ -62,10 +62,10 @@ ESTIMATOR_COLUMNS = {
     "sum_squared_probs": "sum_squared_probs",
     "importance_weights": "loss_weights",
 }
-"""Estimator input -> the column that contains it, or from which it is computed."""
+"""Column that contains each estimator input, or from which the input is computed."""
 
 SHAPING_COLUMNS = {"rewards": "scores", "scores": "scores", "lengths": "response_mask", "groups": "group"}
-"""Shaping input -> the column from which it is computed."""
+"""Column from which each shaping input is computed."""
 
 RECIPE_COLUMNS = {
     "greedy_scores": "the score of a greedy response to the row's prompt",
@@ -90,12 +90,12 @@ METRIC_COLUMNS = (
 """Columns from which `batch_metrics` computes metrics, if the batch has them."""
 
 Moments = tuple[RewardMoments, ...]
-"""Reward moments, one entry per entry of `algorithm.shaping`."""
+"""Reward moments, one per entry of `algorithm.shaping`."""
 
 
 @dataclass(frozen=True)
 class ShapedScores:
-    """The result of reward shaping on one batch."""
+    """Result of reward shaping on one batch."""
 
     scores_B: torch.Tensor
     moments: Moments
@@ -103,10 +103,10 @@ class ShapedScores:
 
 
 class Advantages:
-    """Computes the columns that an actor or critic update needs beyond log-probabilities and values.
+    """Computes all columns that an actor or critic update needs, except log-probabilities and values.
 
-    Owns the state that steps share: the coefficient of the KL penalty and the moments of the rewards. The state stays
-    on the task worker as futures, so the driver never waits. Pass the object to `run.add_checkpointable`.
+    Owns the state that steps share: the coefficient of the KL penalty and the reward moments. The state consists of
+    futures on the task worker, so the driver does not block. Pass the object to `run.add_checkpointable`.
     """
 
     def __init__(self, config: AdvantageConfig, actor: ActorConfig, *, seed: int) -> None:
@@ -118,17 +118,15 @@ class Advantages:
         )
 
     def compute(self, batch: Batch, step: int) -> tuple[Batch, Future | LocalRef]:
-        """Returns the batch with the new columns, and a future of the metrics for `run.log`. Does not wait.
+        """Returns the batch with new columns, and a future of the metrics for `run.log`. Does not block.
 
-        New columns: `token_rewards` and `advantages`; with a critic `returns`; with `algorithm.shaping`
-        `shaped_scores`; with `algorithm.correction` `loss_weights` and `loss_mask`; for the losses that need them
-        `behavior_logprobs` or `selected`.
+        Always adds `token_rewards` and `advantages`. A critic adds `returns`, `algorithm.shaping` adds `shaped_scores`,
+        and `algorithm.correction` adds `loss_weights` and `loss_mask`. Some losses add `behavior_logprobs` or
+        `selected`. Raises UserError if the batch lacks a column.
 
         Args:
-            batch: has `scores`, `response_mask`, and the columns that the estimator, the loss and the KL penalty read.
+            batch: columns `scores`, `response_mask`, and the inputs of the estimator, the loss and the KL penalty.
             step: seeds the random selection of `clip_cov`.
-        Raises:
-            UserError: the batch lacks a column.
         """
         config, actor, kl_control, shaped = self._config, self._actor, self._kl_control, None
         if config.shaping:
@@ -156,7 +154,7 @@ class Advantages:
         return batch, batch.reduce(batch_metrics, measured, kl_control=kl_control)
 
     def state(self) -> dict[str, Any]:
-        """Returns the state as plain numbers for a checkpoint. Waits for the last `compute`."""
+        """Returns the state as plain numbers for a checkpoint. Blocks until the last `compute` is done."""
         control, shaped = _value(self._kl_control), _value(self._shaped)
         return {"kl_control": asdict(control), "moments": [asdict(moments) for moments in shaped.moments]}
 
@@ -172,7 +170,7 @@ def _value(result: Any) -> Any:  # Any: a value, or a future of it
 
 
 def _columns(batch: Batch, config: AdvantageConfig, actor: ActorConfig) -> tuple[list[str], list[str]]:
-    """Returns the columns that `compute_columns` reads and writes. Raises UserError if the batch lacks one."""
+    """Returns the columns that `compute_columns` reads and writes. Raises UserError if the batch lacks one of them."""
     inputs = advantage_estimators.inputs(advantage_estimators.load(config.estimator))
     wanted = [ESTIMATOR_COLUMNS[name] for name in inputs if name != "importance_weights"]
     if isinstance(config, GdpoAdvantage):
@@ -218,7 +216,7 @@ def compute_columns(
     shaped: ShapedScores | None,
     seed: Sequence[int],
 ) -> TensorDict:
-    """Returns the columns that `Advantages.compute` documents, for a whole batch."""
+    """Returns the columns of `Advantages.compute` for a full batch."""
     lengths_B = lengths(table)
     tokens = {name: pad_tokens(column_T, lengths_B) for name, column_T in table["tokens"].items()}
     rows = {name: column for name, column in table["rows"].items() if isinstance(column, torch.Tensor)}
@@ -242,10 +240,11 @@ def compute_columns(
 
 
 def shape_scores(table: TensorDict, shaping: Sequence[ShapingConfig], previous: ShapedScores) -> ShapedScores:
-    """Applies the functions of `algorithm.shaping` in order to the scores of a whole batch.
+    """Applies the functions of `algorithm.shaping` in order to the scores of a full batch.
 
-    The input `rewards` of a function is the result of the function before it. `scores` is the column itself, `lengths`
-    the number of response tokens, and `moments` the moments of all rewards that this function has received.
+    The input `rewards` of a function is the result of the previous function. `scores` is the column `scores`, and
+    `lengths` is the number of response tokens. `moments` are the moments of all rewards that this function has
+    received.
     """
     scores_B = table["rows", "scores"]
     inputs = {"scores": scores_B, "groups": table["rows"].get("group", None)}
@@ -308,7 +307,7 @@ def _advantage_columns(
 def _check_estimates(
     result: object, has_critic: bool, mask_BT: torch.Tensor, estimator: str
 ) -> dict[str, torch.Tensor]:
-    """Returns an estimator's result by name. Raises UserError if a user-defined estimator returns another shape."""
+    """Returns an estimator's result by name. Raises UserError if a user-defined estimator returns a wrong shape."""
     columns = list(result) if has_critic and isinstance(result, tuple) else [result]
     names = ("advantages", "returns") if has_critic else ("advantages",)
     tensors = [column for column in columns if isinstance(column, torch.Tensor) and column.shape == mask_BT.shape]
@@ -324,9 +323,9 @@ def _check_estimates(
 
 
 def _correction_columns(tokens: Mapping[str, torch.Tensor], config: CorrectionConfig) -> dict[str, torch.Tensor]:
-    """Returns `loss_weights`, which multiply the policy loss, and `loss_mask`, the tokens that stay in the loss.
+    """Returns `loss_weights`, which multiply the policy loss, and `loss_mask`, which selects the tokens of the loss.
 
-    A correction returns either weights or a mask; the other column is neutral.
+    A correction returns only weights or only a mask. The other column then has no effect.
     """
     mask_BT = tokens["response_mask"]
     result = rollout_corrections.load(config.kind)(
@@ -353,7 +352,7 @@ def _selected_tokens(
     config: ClipCovLoss | KlCovLoss,
     seed: Sequence[int],
 ) -> torch.Tensor:
-    """Returns a mask of the tokens that `clip_cov` or `kl_cov` selects over the whole batch, not per minibatch."""
+    """Returns a mask of the tokens that `clip_cov` or `kl_cov` selects over the full batch, not per minibatch."""
     covariances_BT = token_covariances(old_logprobs_BT, advantages_BT, mask_BT)
     if isinstance(config, KlCovLoss):
         return select_kl_cov(covariances_BT, mask_BT, fraction=config.cov_fraction)
@@ -372,7 +371,7 @@ def _selected_tokens(
 
 
 def _new_kl_control(config: AdvantageConfig) -> KlControl:
-    """Returns the control before the first step. Raises UserError if a user-defined class lacks the interface."""
+    """Returns the KL control of the first step. Raises UserError if a user-defined class lacks the interface."""
     if (penalty := config.kl_penalty) is None:
         return FixedKlControl(0.0)
     factory = kl_controls.load(penalty.kl_control.kind)
@@ -398,7 +397,7 @@ def _is_adaptive(config: AdvantageConfig) -> bool:
 
 
 def update_kl_control(table: TensorDict, config: AdvantageConfig, control: KlControl) -> KlControl:
-    """Returns the control for the next step, given the mean KL to the reference over this batch's response tokens."""
+    """Returns the KL control of the next step, given the mean KL to the reference over a batch's response tokens."""
     penalty = config.kl_penalty
     assert penalty is not None
     names = ("old_logprobs", "ref_logprobs", "response_mask")
@@ -412,7 +411,7 @@ def update_kl_control(table: TensorDict, config: AdvantageConfig, control: KlCon
 
 
 def batch_metrics(table: TensorDict, kl_control: KlControl) -> dict[str, Metric]:
-    """Returns the metrics of a batch: reward, lengths, KL, rollout gap, critic fit, correction (docs/metrics.md)."""
+    """Returns the metrics of a batch: reward, lengths, KL, rollout gap, critic and correction (docs/metrics.md)."""
     lengths_B, rows = lengths(table), dict(table["rows"].items())
     tokens = {name: pad_tokens(column_T, lengths_B) for name, column_T in table["tokens"].items()}
     mask_BT, num_rows = tokens["response_mask"], len(lengths_B)

@@ -1,4 +1,4 @@
-"""Reads and validates the data of a run before anything starts."""
+"""Reads and validates the data of a run before the run starts."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +14,8 @@ from flowrl.data.prompts import PromptStream, read_conversations
 def read_prompts(config: OnPolicyConfig) -> tuple[PromptStream, PromptStream | None]:
     """Returns the training prompts, and the held-out prompts or None.
 
-    Raises:
-        DataError: a row is invalid or longer than `data.max_prompt_tokens`; the model has no usable tokenizer; prompt
-            and response exceed the model's context; or a stop sequence has an unknown token id.
+    Raises DataError if a row is invalid or longer than `data.max_prompt_tokens`, the model has no usable tokenizer,
+    prompt and response exceed the model's context, or a stop sequence has an unknown token id.
     """
     try:
         tokenizer = ChatTokenizer(config.actor.model.path)
@@ -38,7 +37,7 @@ def read_prompts(config: OnPolicyConfig) -> tuple[PromptStream, PromptStream | N
 
 
 def _check_reward_tokenizer(tokenizer: ChatTokenizer, config: OnPolicyConfig) -> None:
-    """Raises DataError if a reward model's vocabulary differs, because it receives the actor's token ids."""
+    """Raises DataError if a reward model's vocabulary differs from the actor's. Both receive the same token ids."""
     model = config.reward.model
     if model is None or model.path == config.actor.model.path:
         return
@@ -63,7 +62,7 @@ def read_stream(path: Path, data: DataConfig, tokenizer: ChatTokenizer, *, seed:
 
 
 def check_context(tokenizer: ChatTokenizer, num_tokens: int, setting: str) -> None:
-    """Raises DataError if sequences of `num_tokens` exceed the model's maximum, where its config states one."""
+    """Raises DataError if `num_tokens` exceeds the maximum sequence length in the model's config."""
     limit = tokenizer.max_positions()
     if limit is not None and num_tokens > limit:
         raise DataError(
@@ -74,12 +73,11 @@ def check_context(tokenizer: ChatTokenizer, num_tokens: int, setting: str) -> No
 class Examples:
     """Tokenized conversations for supervised fine-tuning.
 
-    Raises:
-        DataError: a conversation does not end with the assistant, or is longer than `max_tokens`.
+    Raises DataError if a conversation does not end with the assistant or is longer than `max_tokens`.
     """
 
     def __init__(self, path: Path, model: Path, *, max_tokens: int, max_rows: int | None = None) -> None:
-        """Reads the first `max_rows` conversations of a JSON-lines file; None reads all."""
+        """Reads the first `max_rows` conversations of a JSON-lines file, or all if `max_rows` is None."""
         tokenizer = ChatTokenizer(model)
         check_context(tokenizer, max_tokens, "data.max_prompt_tokens")
         self._ids: list[list[int]] = []
@@ -99,9 +97,9 @@ class Examples:
         return len(self._ids)
 
     def batches(self, num_rows: int, *, seed: int, shuffle: bool, epochs: int | None = None) -> Iterator[Batch]:
-        """Yields batches of `num_rows` examples; the last batch of an epoch may be smaller.
+        """Yields batches of `num_rows` examples. The last batch of an epoch may be smaller.
 
-        The order depends on the seed and the epoch only.
+        The order depends only on the seed and the epoch.
         """
         epoch = 0
         while epochs is None or epoch < epochs:
@@ -111,7 +109,7 @@ class Examples:
             epoch += 1
 
     def batch(self, indices: np.ndarray | None = None) -> Batch:
-        """Returns the examples at `indices`, or all of them."""
+        """Returns the examples at `indices`, or all examples."""
         indices = np.arange(len(self)) if indices is None else indices
         ids = [self._ids[index] for index in indices]
         tokens = {

@@ -1,6 +1,6 @@
-"""`flowrl doctor`: starts the actor and the rollout of a recipe, and compares weights and log-probabilities.
+"""Implements `flowrl doctor`, which starts a recipe's actor and rollout and compares weights and log-probabilities.
 
-Shape suffixes: T tokens of all responses.
+Shape suffix: T is the number of tokens of all responses.
 """
 
 import time
@@ -27,16 +27,16 @@ from flowrl.weight_sync.transfer import WeightSync, choose_transport, has_per_re
 from flowrl.weight_sync.verification import WeightsCheck, gap_causes, gap_limit
 
 PROMPTS, TOKENS = 8, 32
-"""Number of prompts, and maximal number of tokens per response."""
+"""Number of prompts, and maximum number of tokens per response."""
 
 _COLD = 1e-4
-"""Temperature so low that a token's negative log-probability times it is the distance of its logit from the best."""
+"""Low temperature T, at which -T * log-probability of a token is the distance of its logit from the best logit."""
 
 _LARGEST = 20
 """Limit of the largest gap of a token, as a multiple of the limit of the mean gap."""
 
 _TIE = 1e-3
-"""Distance below which two logits are a tie, given rounding at temperature `_COLD`."""
+"""Distance below which two logits are equal up to rounding at temperature `_COLD`."""
 
 
 _TRANSPORTS = {"shared": "none (the rollout uses the actor's weights)"}
@@ -45,7 +45,7 @@ _TRANSPORTS = {"shared": "none (the rollout uses the actor's weights)"}
 
 @dataclass
 class _Findings:
-    """The rows of the printed table."""
+    """Rows of the printed table."""
 
     rows: list[tuple[str, str]] = field(default_factory=list)
 
@@ -64,12 +64,12 @@ def examine(
 ) -> None:
     """Starts actor and rollout, syncs changed weights twice, generates, and prints a table of the comparisons.
 
-    Writes nothing to disk.
+    Writes no files.
 
     Raises:
-        CheckFailed or WorkerError: weights or log-probabilities of the rollout differ from the actor's.
-        UserError: the config's data or placement is invalid.
-        Interrupted: a signal ended the program.
+        CheckFailed or WorkerError: if weights or log-probabilities of the rollout differ from the actor's.
+        UserError: if the data or the placement of the config is invalid.
+        Interrupted: if a signal ended the program.
     """
     prompts, _ = read_prompts(config)
     console, findings = console or Console(), _Findings()
@@ -104,7 +104,7 @@ def examine(
 
 
 def _cluster(config: OnPolicyConfig) -> Cluster:
-    """Returns a cluster with the processes of the two roles only."""
+    """Returns a cluster with the processes of only the actor and the rollout."""
     placement = config.placement
     roles = {name: placement.roles[name] for name in ("actor", "rollout")}
     used = {part.pool for name in roles for part in placement.role(name).parts}
@@ -138,7 +138,7 @@ def _version(engine: str) -> str:
 def _compare_weights(
     weight_sync: WeightSync, config: OnPolicyConfig, actor: WorkerGroup, rollout: WorkerGroup, findings: _Findings
 ) -> None:
-    """Compares all weights after loading and after each of two weight syncs, and measures the second sync."""
+    """Compares all weights after loading and after each of two weight syncs. Measures the second sync."""
     counts: list[str] = []
     sync_s = 0.0
     for version in range(3):
@@ -163,7 +163,7 @@ def _compare_weights(
 
 
 def nudge(worker: Any) -> None:  # Any: the recipe's actor
-    """Changes every trained weight slightly, so that a missing weight sync is detected."""
+    """Changes every trained weight slightly, so that the comparison detects a missing weight sync."""
     with torch.no_grad():
         for weight in worker.model.parameters():
             if weight.requires_grad:
@@ -173,7 +173,7 @@ def nudge(worker: Any) -> None:  # Any: the recipe's actor
 
 
 def _no_op(worker: Worker) -> None:
-    """Returns after all earlier calls, as calls run in order."""
+    """Does nothing. Its result is available after all earlier calls, because calls run in order."""
 
 
 def _compare_responses(

@@ -13,7 +13,7 @@ from flowrl.data.batch.batch import Batch
 from flowrl.report.progress import EvaluationResult, LossResult
 
 NUM_SAMPLES = 8
-"""Number of responses that the final table shows."""
+"""Number of responses in the final table."""
 
 
 class Evaluation(Protocol):
@@ -41,7 +41,7 @@ class GreedyEvaluation:
         return len(self.rows)
 
     def measure(self, step: int) -> EvaluationResult:
-        """Generates and scores one response per prompt. Waits for the scores."""
+        """Generates and scores one response per prompt. Blocks until the scores are available."""
         batch = Batch.from_rows([row | {"sample": 0} for row in self.rows])
         batch = batch.union(self.rollout.generate.submit(batch, greedy=True))
         batch["scores"] = self.reward.score.submit(batch, evaluation=True)
@@ -70,7 +70,7 @@ class LossEvaluation:
         return len(self.batch)
 
     def measure(self, step: int) -> LossResult:
-        """Runs a forward pass over all examples. Waits for the loss."""
+        """Runs a forward pass over all examples. Blocks until the loss is available."""
         batch = self.batch.union(self.actor.logprobs.submit(self.batch))
         return LossResult(step, batch.reduce(mean_loss, ("logprobs", "response_mask")).get(), len(batch))
 
@@ -88,7 +88,7 @@ class Evaluations:
         self.results: list[EvaluationResult | LossResult] = []
 
     def measure(self, step: int) -> None:
-        """Evaluates the model after a step, unless there is a result of that step."""
+        """Evaluates the model after a step, unless the step is already evaluated."""
         if self.evaluation is not None and not self.has_result_of(step):
             self.results.append(self.evaluation.measure(step))
 
@@ -97,7 +97,7 @@ class Evaluations:
         return bool(self.results) and self.results[-1].step == step
 
     def summary(self, step: int) -> dict[str, float | None]:
-        """Returns the entries of `summary.json`; `step` is the last step of the run."""
+        """Returns the entries of `summary.json`. `step` is the last step of the run."""
         name = "validation_loss" if isinstance(self.evaluation, LossEvaluation) else "accuracy"
         before = self.results[0].metrics[name] if self.results else None
         after = self.results[-1].metrics[name] if self.has_result_of(step) else None

@@ -1,4 +1,4 @@
-"""Handles SIGINT (Ctrl-C) and SIGTERM: the first signal ends a run after its step, the second one aborts it."""
+"""Handles SIGINT (Ctrl-C) and SIGTERM. The first signal ends a run after its step, and the second aborts it."""
 
 import signal
 import threading
@@ -11,31 +11,31 @@ from typing import Any, Self
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _DUPLICATE_S = 0.3
-"""Seconds within which a second signal is a duplicate: timeout(1) signals the program and then its process group."""
+"""Seconds within which a second signal is a duplicate. timeout(1) signals the program and then its process group."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal ended the run. The message names the last step and the folder of the results."""
+    """Raised if a signal ended the run. The message names the last step and the folder of the results."""
 
     def __init__(self, signal_number: int, message: str) -> None:
         super().__init__(message)
         self.exit_code = 128 + signal_number
-        """The shell's exit code for a program that this signal ended."""
+        """Exit code of a program that this signal ended, as in a shell."""
 
 
 class Interruption:
     """Handles SIGINT and SIGTERM during a run, and restores the previous handlers afterwards.
 
-    Before `defer`, a signal raises KeyboardInterrupt at once. After `defer`, the first signal is only stored in
-    `signal`, and the second one raises. When the block ends after a signal, `Interrupted` is raised.
+    Before `defer`, a signal raises KeyboardInterrupt immediately. After `defer`, the first signal is only stored in
+    `signal`, and the second raises KeyboardInterrupt. After a signal, the end of the block raises `Interrupted`.
 
-    Python handles signals on the main thread only, so a run on another thread cannot be interrupted.
+    Python handles signals only on the main thread, so a run on another thread cannot be interrupted.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        """`say` prints a line for the user; it is called on a thread of its own."""
+        """`say` prints a line for the user. It is called on a separate thread."""
         self.signal: signal.Signals | None = None
-        """The first signal that was received, or None."""
+        """First signal that was received, or None."""
         self.progress = "before the first step; nothing was saved"
         """Last step and folder of the results, for the message of `Interrupted`."""
         self._say = say
@@ -56,7 +56,7 @@ class Interruption:
         return self
 
     def install(self) -> None:
-        """Installs the handlers, again if a library has replaced them."""
+        """Installs the handlers. Call it again if a library has replaced them."""
         for number in self._previous:
             signal.signal(number, self._on_signal)
 
@@ -64,7 +64,7 @@ class Interruption:
         """Makes the next signal set `signal` instead of raising.
 
         Args:
-            action: what the run does after a signal; printed when the signal arrives.
+            action: what the run does after a signal, printed when the signal arrives.
             progress: new value of `progress`.
         """
         self._action, self.progress = action, progress

@@ -1,4 +1,4 @@
-"""Run: the steps of a recipe, their metrics, evaluation, checkpoints and results."""
+"""Defines Run: the steps of a recipe, with metrics, evaluation, checkpoints and results."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -43,23 +43,23 @@ from flowrl.weight_sync.verification import ComparedWeights, RolloutWatch
 class Run:
     """Starts the cluster, runs the steps of a recipe, and writes the run folder. Use it as a context manager.
 
-    SIGINT (Ctrl-C) or SIGTERM ends the loop after the current step; `finish` then writes all results but skips the last
-    evaluation. A second signal aborts, and so does a signal before the first step.
+    SIGINT (Ctrl-C) or SIGTERM ends the loop after the current step. `finish` then writes all results but skips the last
+    evaluation. A second signal aborts the run, and so does a signal before the first step.
 
-    With `resume: auto`, a run of the same config in the output folder continues from its newest checkpoint.
+    With `resume: auto`, the run continues from the newest checkpoint of the same config in the output folder.
 
     Raises:
-        RunFolderError: the output folder has another run in it, or is in use.
-        CheckpointError: the newest checkpoint is corrupt.
-        PlacementError: the placement does not fit the devices.
-        Interrupted: a signal ended the run; raised when the `with` block ends.
+        RunFolderError: if the output folder contains another run or is in use.
+        CheckpointError: if the newest checkpoint is corrupt.
+        PlacementError: if the placement does not fit the devices.
+        Interrupted: if a signal ended the run. It is raised when the `with` block ends.
     """
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.started_s = time.monotonic()
         self.version = 0
-        """Version of the weights that the rollout received last; 0 is the initial model."""
+        """Weight version that was sent to the rollout last. Version 0 is the initial model."""
         self._step = 0
         self._policy: WorkerGroup | None = None
         self._source: RolloutSource | None = None
@@ -131,10 +131,10 @@ class Run:
     # Steps.
 
     def rollouts(self, rollout: WorkerGroup, prompts: PromptStream) -> Iterator[tuple[int, Batch]]:
-        """Yields (step, batch) from step 1; a batch has the next prompts and their responses.
+        """Yields (step, batch) from step 1. A batch contains the next prompts and their responses.
 
-        `schedule` bounds the age of the responses. Step k-1 is resolved before step k+1 is submitted, so the driver is
-        at most one step ahead.
+        `schedule` limits the staleness of the responses. Step k-1 is resolved before step k+1 is submitted, so the
+        driver is at most one step ahead.
         """
         config = self.config
         assert isinstance(config, OnPolicyConfig)
@@ -152,14 +152,14 @@ class Run:
     def batches(self, stream: Iterable[Batch]) -> Iterator[tuple[int, Batch]]:
         """Yields (step, batch) from step 1, until `steps` or the end of the stream.
 
-        A resumed run reads and drops the batches of the steps before its checkpoint.
+        A resumed run skips the batches of the steps before its checkpoint.
         """
         self._begin()
         for batch, step in zip(islice(stream, self._step, None), self._steps(), strict=False):
             yield step, batch
 
     def _begin(self, rollout: WorkerGroup | None = None) -> None:
-        """Restores the checkpoint, sends weights to the rollout, and evaluates the untrained model."""
+        """Restores the checkpoint, sends weights to the rollout, and evaluates the initial model."""
         self._saver.check(self._resumed)
         if rollout is not None and self._policy is not None:
             self._weight_sync.prepare(self._policy, rollout)
@@ -195,13 +195,13 @@ class Run:
             self._save()
 
     def _defer_signals(self, action: str, progress: str) -> None:
-        """Makes the first signal end the run after this step, because there are results to save now."""
+        """Makes the first signal end the run after the current step, because there are results to save."""
         self._interruption.defer(action, f"{progress} of {self.config.steps}; results: {self.folder.path}")
 
     def sync_weights(self, actor: WorkerGroup, rollout: WorkerGroup) -> None:
-        """Sends the actor's weights to the rollout as the next version. Does not wait.
+        """Sends the actor's weights to the rollout as the next version. Does not block.
 
-        A colocated rollout samples from the actor's own weights; then only the version changes.
+        For a rollout that uses the actor's weights, only the version changes.
         """
         self.version += 1
         sync = self._weight_sync.send if self._source is None else self._source.sync_weights
@@ -213,17 +213,17 @@ class Run:
         """Adds worker groups and driver objects to checkpoints.
 
         Args:
-            policy: group whose weights the rollout samples from.
-            others: further groups with training state.
+            policy: group whose weights are sent to the rollout.
+            others: additional groups with training state.
             objects: driver objects by name.
         Raises:
-            UserError: a group's workers lack `save_checkpoint` or `load_checkpoint`.
+            UserError: if a group's workers lack `save_checkpoint` or `load_checkpoint`.
         """
         self._saver.add([policy, *others], objects)
         self._policy = policy
 
     def _state(self) -> dict[str, Any]:
-        """Returns the run's own state for a checkpoint, after the step submitted last."""
+        """Returns the run's own state for a checkpoint, after the step that was submitted last."""
         return {
             "step": self._step,
             "version": self.version,
@@ -247,7 +247,7 @@ class Run:
         return input_checksums(self.config)
 
     def _save(self) -> None:
-        """Starts the checkpoint that is due after this step, and commits the one that is complete."""
+        """Starts the checkpoint that is due after this step, and commits a checkpoint that is completely written."""
         if not self._saver.is_due(self._step) or self._step == self.config.steps:
             self._saver.advance(self._metrics.history)
             return  # `finish` saves the last step, after its evaluation
@@ -272,9 +272,9 @@ class Run:
     # Metrics.
 
     def log(self, *metrics: Logged) -> None:
-        """Adds metrics, or futures of them, to the log record of this step. Does not wait.
+        """Adds metrics, or futures of metrics, to the log record of this step. Does not block.
 
-        Several values of one name are merged. Raises RuntimeError outside of the loop over steps.
+        Values with the same name are merged. Raises RuntimeError if it is called outside of the loop over steps.
         """
         self._log.add(metrics)
 
@@ -305,7 +305,7 @@ class Run:
     def evaluate_with(self, rollout: WorkerGroup, reward: WorkerGroup, held_out: PromptStream | None) -> None:
         """Evaluates greedy responses to held-out prompts before the first step, every `evaluate_every`, and at the end.
 
-        Without held-out prompts nothing is evaluated.
+        Without held-out prompts there is no evaluation.
         """
         if held_out is not None:
             assert isinstance(self.config, OnPolicyConfig)
@@ -313,7 +313,7 @@ class Run:
             self._evaluations.evaluation = GreedyEvaluation(rollout, reward, rows)
 
     def evaluate_loss_with(self, actor: WorkerGroup, held_out: Examples | None) -> None:
-        """Evaluates the loss on held-out examples at the same times as `evaluate_with`."""
+        """Evaluates the loss on held-out examples, at the same times as `evaluate_with`."""
         if held_out is not None:
             self._evaluations.evaluation = LossEvaluation(actor, held_out.batch())
 
@@ -343,7 +343,7 @@ class Run:
     def finish(self, actor: WorkerGroup) -> dict[str, Any]:
         """Evaluates, writes the model and all results, prints the tables, and returns the summary.
 
-        After a signal there is no evaluation, because the user waits for the end.
+        After a signal there is no evaluation, so that the run ends quickly.
         """
         self._log.end()
         self._defer_signals("writing the results", f"after step {self._step}")
@@ -409,10 +409,10 @@ class Run:
 
 
 WaitedS = Callable[[int, Sequence[CallEvent], int, int], float]
-"""(step, recent calls, begin and end in ns) -> seconds for which the rollout waited for weights."""
+"""Maps (step, recent calls, start and end in ns) to the seconds in which the rollout waited for weights."""
 
 _MAX_REPORT_DELAY_NS = 10**9
-"""Largest delay between the end of a call and the driver's receipt of its report, by which reports may be reordered."""
+"""Largest delay in ns between the end of a call and the arrival of its report on the driver."""
 
 
 @dataclass
@@ -428,7 +428,7 @@ class _Step:
 class StepLog:
     """Assigns calls and metrics to steps, and measures the duration of each step.
 
-    The driver runs ahead of the workers, so a step is open, then unresolved, then resolved.
+    The driver runs ahead of the workers. A step is open while it is submitted, and unresolved until its calls are done.
     """
 
     def __init__(self, calls: Calls, elapsed_s: float = 0.0) -> None:
@@ -437,7 +437,7 @@ class StepLog:
         self._ended_ns = time.time_ns()
         self._started_ns = self._ended_ns - int(elapsed_s * 1e9)
         self.last_ended_ns: int | None = None
-        """End of the step resolved last, in Unix nanoseconds."""
+        """End of the step that was resolved last, in nanoseconds since the epoch."""
         self._steps: dict[int, _Step] = {}
         self._open: int | None = None
         self._policy: str | None = None
@@ -455,18 +455,17 @@ class StepLog:
             policy: the trained role.
             roles: roles whose idle time is measured.
             waited_s: measures how long the rollout waited for weights.
-            excluded_role: role that generates continuously, so its calls belong to no step.
+            excluded_role: role that generates continuously. Its calls belong to no step.
         """
         self._policy, self._roles, self._waited_s = policy, tuple(roles), waited_s
         self._excluded_role = excluded_role
 
     def begin(self, step: int) -> None:
-        """Opens a step: later calls and metrics belong to it."""
+        """Opens a step. Later calls and metrics belong to this step."""
         self._steps[step] = _Step(time.time_ns())
         self._open = step
 
     def end(self) -> None:
-        """Closes the open step, if there is one."""
         if self._open is not None:
             self._steps[self._open].submitted_ns = time.time_ns()
             calls = self._calls.required()
@@ -481,7 +480,7 @@ class StepLog:
 
     @property
     def unresolved(self) -> list[int]:
-        """The steps without a log record, oldest first."""
+        """Steps without a log record, oldest first."""
         return sorted(self._steps)
 
     def resolve(self, step: int) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Checks a run before anything starts. Imports neither torch nor ray unless a config names a user-defined function."""
+"""Checks a run before it starts. Imports torch and ray only if a config names a user-defined function."""
 
 import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,11 +36,11 @@ from flowrl.weight_sync.transfer import choose_transport, has_per_replica_update
 
 
 def plan_run(config: RunConfig, devices: Sequence[int] | None = None) -> Plan:
-    """Returns the placement plan of a run on this machine, or on `devices` per node.
+    """Returns the placement plan of a run on this machine, or for `devices` per node.
 
     Raises:
-        PlacementError: the placement does not fit the devices.
-        ConfigError: a role's engine cannot run on its ranks.
+        PlacementError: if the placement does not fit the devices.
+        ConfigError: if a role's engine cannot run on its ranks.
     """
     placement, stated = config.placement, devices or config.devices
     if config.address is not None and stated is None:
@@ -54,10 +54,7 @@ def plan_run(config: RunConfig, devices: Sequence[int] | None = None) -> Plan:
 
 
 def check_run(config: RunConfig) -> None:
-    """Checks functions, placement, memory and the output folder, before data and models are read.
-
-    Raises: as `check_start`; RunFolderError if the output folder cannot be used.
-    """
+    """Checks functions, placement, memory and output folder, before data and models are read. Raises UserError."""
     check_start(config)
     check_not_locked(config.output)
     if not is_resuming(config):
@@ -65,10 +62,7 @@ def check_run(config: RunConfig) -> None:
 
 
 def check_start(config: RunConfig) -> None:
-    """Checks functions, placement and memory.
-
-    Raises: as `check_functions`, `check_rollouts`, `plan_run` and `check_memory`.
-    """
+    """Checks functions, placement and memory. Raises UserError."""
     check_functions(config)
     check_rollouts(config)
     if config.address is None:
@@ -79,7 +73,7 @@ def check_start(config: RunConfig) -> None:
 def check_functions(config: RunConfig) -> None:
     """Imports every user-defined function that the config names as `module:function`.
 
-    Raises: ConfigError if an import fails, or if a function has the wrong inputs or settings.
+    Raises ConfigError if an import fails or a function has wrong inputs or settings.
     """
     for group, value in config:
         if isinstance(value, RewardConfig):
@@ -130,10 +124,7 @@ def _functions_of_advantages(
 
 
 def check_engines(config: RunConfig, planned: Plan) -> None:
-    """Checks that every role's engine runs on its ranks, and that the plan supports the schedule.
-
-    Raises: ConfigError.
-    """
+    """Raises ConfigError if a role's engine cannot run on its ranks, or the plan does not support the schedule."""
     models = {role: entry for role, entry in models_of(config).items() if entry[1].model is not None}
     for role, role_plan in planned.roles.items():
         if role_plan.mesh.pp > 1:
@@ -178,7 +169,7 @@ def check_quantization(config: RunConfig, planned: Plan) -> None:
 
 
 def check_rollouts(config: RunConfig) -> None:
-    """Raises ConfigError if the rollout engine cannot start, because a package is missing or the backend is inline."""
+    """Raises ConfigError if the rollout engine cannot start: a package is missing or the backend is inline."""
     for name in config.dedicated_roles():
         if config.backend == "inline":
             raise ConfigError(
@@ -201,7 +192,7 @@ def check_rollouts(config: RunConfig) -> None:
 
 
 def check_adapters(config: RunConfig, planned: Plan) -> None:
-    """Raises ConfigError if a reference is colocated with only some ranks of a sharded LoRA model that it shares."""
+    """Raises ConfigError if a reference shares a sharded LoRA model but is colocated with only some of its ranks."""
     for role, value in config:
         if not isinstance(value, ActorConfig | CriticConfig) or value.lora is None:
             continue
@@ -252,7 +243,7 @@ def _check_engine(role: str, key: str, role_plan: RolePlan, engine: EngineConfig
 
 
 def _check_unsharded_settings(key: str, role_plan: RolePlan, engine: EngineConfig) -> None:
-    """Raises ConfigError for a setting of sharded models, because each rank of the role has the full model."""
+    """Raises ConfigError for settings of sharded models if each rank of the role has the full model."""
     num_ranks = role_plan.mesh.size
     for name, value in engine.for_cut_models().items():
         if num_ranks == 1:

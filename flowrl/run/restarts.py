@@ -1,4 +1,4 @@
-"""Restarts a program from its newest checkpoint after a process failure, and retains the intact processes."""
+"""Restarts a program from its newest checkpoint after a process failure. Keeps the processes that have not failed."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
 
 
 class RestartPolicy:
-    """Decides after each failure whether the program restarts, and retains the cluster for the next attempt."""
+    """Decides after each failure whether the program restarts, and keeps the cluster for the next attempt."""
 
     def __init__(self, max_restarts: int) -> None:
         self._max_restarts = max_restarts
@@ -31,7 +31,7 @@ class RestartPolicy:
     def cluster(
         self, config: RunConfig, start: "Callable[[], Cluster]", interruption: Interruption
     ) -> "Iterator[Cluster]":
-        """Yields the retained cluster, or starts one. Closes the cluster at the end unless the program restarts."""
+        """Yields the kept cluster, or starts a cluster. Closes the cluster at the end unless the program restarts."""
         cluster, self._retained = self._retained or start(), None
         try:
             yield cluster
@@ -48,7 +48,7 @@ class RestartPolicy:
                 cluster.close()
 
     def _can_restart(self, error: WorkerError, config: RunConfig, cluster: "Cluster") -> bool:
-        """Whether a restart may succeed: a process failed, and the cause is neither a defect nor wrong input."""
+        """Whether a process failed for a reason that a restart may fix. A bug or invalid input is not such a reason."""
         is_rejected = (
             isinstance(error, WorkerUserError | WorkerCheckError) or cluster.calls.failures.get_first_error() is None
         )
@@ -71,16 +71,16 @@ class RestartPolicy:
 
     @property
     def is_restarting(self) -> bool:
-        """Whether another attempt follows the failed one."""
+        """Whether another attempt follows the failed attempt."""
         return self._retained is not None
 
     def pop_message(self) -> str:
-        """Returns the message about the last failure once, or an empty string."""
+        """Returns the message about the last failure once, and then an empty string."""
         message, self._message = self._message, ""
         return message
 
     def close(self) -> None:
-        """Closes a retained cluster that no attempt has used."""
+        """Closes a kept cluster that no attempt has used."""
         if self._retained is not None:
             self._retained.close()
 
@@ -89,18 +89,17 @@ _current: ContextVar[RestartPolicy | None] = ContextVar("restart_policy", defaul
 
 
 def current_policy() -> RestartPolicy:
-    """Returns the policy of the enclosing `with_restarts`, or one without restarts."""
+    """Returns the policy of the enclosing `with_restarts`, or a policy without restarts."""
     return _current.get() or RestartPolicy(0)
 
 
 def with_restarts(train: Callable[[AnyConfig], object], config: AnyConfig) -> None:
-    """Calls `train(config)`, and again with `resume: auto` after process failures, at most `config.restarts` times.
+    """Calls `train(config)`, and again with `resume: auto` after process failures, up to `config.restarts` times.
 
-    A restart needs a checkpoint. Processes of stateless roles (rollout, reference, reward) are retained unless they
-    failed; processes with training state restart and load the checkpoint. Wrong input, failed checks, and an error
-    that a method raises twice from the same checkpoint are not retried.
-
-    Raises: the exception of the last attempt.
+    A restart needs a checkpoint. Processes of stateless roles (rollout, reference, reward) are kept unless they failed.
+    Processes with training state restart and load the checkpoint. There is no restart after invalid input, failed
+    checks, or an error that a method raises twice from the same checkpoint. The exception of the last attempt is
+    raised.
     """
     policy = RestartPolicy(config.restarts)
     token = _current.set(policy)

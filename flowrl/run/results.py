@@ -1,4 +1,4 @@
-"""The results of a run at its end: trace, plots, summary and the tables in the terminal."""
+"""Results at the end of a run: trace, plots, summary and the tables in the terminal."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -12,11 +12,10 @@ from flowrl.report.progress import EvaluationResult, LossResult, result_tables
 from flowrl.report.trace import busy_fractions, loop_events
 
 DRAWN_STEPS = 4
-"""Number of last steps that `timeline.png` shows; `trace.json` has all steps."""
+"""Number of last steps in `timeline.png`. `trace.json` has all steps."""
 
 
 def write_trace(folder: RunFolder, trace: Trace) -> None:
-    """Writes `trace.json`."""
     write_json(folder.trace, chrome_trace(trace.events, trace.resumes, trace.counts), indent=None)
 
 
@@ -29,9 +28,9 @@ def draw_plots(
     """Draws `curves.png` and the last steps of `timeline.png`.
 
     Args:
-        history: the metrics of every step.
-        events: the calls of this process.
-        until_ns: end of the timeline; None is the end of the last call.
+        history: metrics of every step.
+        events: calls of this process.
+        until_ns: end of the timeline; None selects the end of the last call.
     """
     from flowrl.report.plots import draw_curves, draw_timeline  # noqa: PLC0415 (matplotlib only if the run draws plots)
 

@@ -1,6 +1,6 @@
 """Schedules: when responses are generated relative to training (`sync`, `one_step_off`, `async`).
 
-Entry points: `make_rollout_source` (streaming_rollouts), which gives a run the batch of each step; `check_schedule` and
-`render_graph` (schedule_plan) for preflight checks and `flowrl plan`; `simulate` (simulation) for throughput estimates.
+Entry points: `make_rollout_source` (streaming_rollouts) creates the source of each step's batch. `check_schedule` and
+`render_graph` (schedule_plan) serve preflight checks and `flowrl plan`. `simulate` (simulation) estimates throughput.
 May import weight_sync, report, checkpoints, controller, data and config.
 """

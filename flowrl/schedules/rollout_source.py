@@ -1,4 +1,4 @@
-"""RolloutSource: produces the batch of each step. BatchRollouts: the schedules `sync` and `one_step_off`."""
+"""Defines RolloutSource, which produces each step's batch, and BatchRollouts, which runs `sync` and `one_step_off`."""
 
 import time
 from collections import defaultdict, deque
@@ -26,18 +26,18 @@ from flowrl.weight_sync.transfer import WeightSync
 from flowrl.weight_sync.verification import ComparedWeights
 
 WEIGHT_CALLS = frozenset({"load_weights", "load_broadcast", "load_ipc", "set_version"})
-"""Rollout methods that change the weight version."""
+"""Rollout methods that change the weight version of a replica."""
 
 
 class RolloutSource(Buffer, Protocol):
-    """Produces the batch of each step. Can be checkpointed.
+    """Produces the batch of each step. Can be saved in a checkpoint.
 
-    `state` holds the state of the prompt stream and the indices of untrained prompts. `rows` holds their responses, if
-    they are complete.
+    `state` returns the state of the prompt stream and the indices of untrained prompts. `rows` returns complete
+    responses to these prompts.
     """
 
     is_streaming: bool
-    """Whether rollout calls run independently of steps."""
+    """Whether replicas generate continuously, independently of steps."""
 
     def begin(self, policy: WorkerGroup | None, step: int, version: int) -> None:
         """Starts generation.
@@ -50,11 +50,11 @@ class RolloutSource(Buffer, Protocol):
         ...
 
     def next_batch(self, step: int, version: int) -> Batch:
-        """Returns the prompts and responses of a step. Blocks until they are complete if the source is streaming.
+        """Returns the prompts and responses of a step. A streaming source blocks until the responses are complete.
 
         Args:
             step: step that trains the batch.
-            version: weight version that the step trains.
+            version: weight version before the step.
         """
         ...
 
@@ -63,7 +63,7 @@ class RolloutSource(Buffer, Protocol):
         ...
 
     def wait_for_newest_weights(self) -> None:
-        """Blocks until every replica would generate with the newest weights."""
+        """Blocks until every replica generates with the newest weights."""
         ...
 
     def pop_metrics(self) -> tuple[Logged, ...]:
@@ -71,9 +71,9 @@ class RolloutSource(Buffer, Protocol):
         ...
 
     def weight_wait_s(self, step: int, events: Sequence[CallEvent], start_ns: int, end_ns: int) -> float:
-        """Returns the seconds of a step in which replicas idled until newer weights arrived, mean over replicas.
+        """Returns the mean seconds per replica in which a replica was idle until newer weights arrived.
 
-        Steps must be queried in order, each once.
+        Call it once per step, in the order of steps.
 
         Args:
             step: the step.
@@ -84,7 +84,7 @@ class RolloutSource(Buffer, Protocol):
         ...
 
     def finish(self) -> None:
-        """Stops generation and blocks until the replicas have aborted their prompts."""
+        """Stops generation. Blocks until the replicas have aborted all running prompts."""
         ...
 
     def detach(self) -> None:
@@ -103,7 +103,7 @@ class RolloutSource(Buffer, Protocol):
 
 @dataclass(frozen=True)
 class RolloutContext:
-    """Everything that a rollout source needs from the run."""
+    """Config and components of the run that a rollout source uses."""
 
     config: OnPolicyConfig
     rollout: WorkerGroup
@@ -113,7 +113,7 @@ class RolloutContext:
     notify: Callable[[str], None]
     """Prints a message to the user."""
     trainer_routes: TrainerRoutes | None = None
-    """Replicas per data-parallel rank of the actor; None: any replica serves any rank."""
+    """Replicas per data-parallel rank of the actor; None if any replica serves any rank."""
     now_ns: Callable[[], int] = time.time_ns
     """Returns the current time in nanoseconds since the epoch."""
 
@@ -121,11 +121,7 @@ class RolloutContext:
 class PromptQueue:
     """Queue of prompt indices: first the untrained prompts of a resumed run, then new prompts of the stream.
 
-    A prompt index counts the prompts that the stream has produced. It is the `prompt_id` of the prompt's rows.
-
-    Args:
-        prompts: the prompt stream.
-        samples: responses per prompt.
+    A prompt index counts the prompts of the stream from 0. The rows of a prompt have its index as `prompt_id`.
     """
 
     def __init__(self, prompts: PromptStream, samples: int) -> None:
@@ -133,35 +129,29 @@ class PromptQueue:
         self._requeued: deque[int] = deque()
 
     def pop(self, count: int) -> list[int]:
-        """Returns the next prompt indices."""
+        """Returns the next `count` prompt indices and removes them from the queue."""
         requeued = [self._requeued.popleft() for _ in range(min(count, len(self._requeued)))]
         return requeued + [row["prompt_id"] for row in self._prompts.take(count - len(requeued))]
 
     def make_batch(self, indices: Iterable[int]) -> Batch:
-        """Returns one row per sample of each prompt."""
+        """Returns a batch with one row per sample of each prompt."""
         rows = self._prompts.rows(indices)
         batch = Batch.from_rows(rows).repeat(self._samples)
         batch["sample"] = Batch.from_rows([{"sample": i} for _ in rows for i in range(self._samples)])
         return batch
 
     def location(self, index: int) -> str:
-        """Returns the file and line of a prompt."""
         return self._prompts.location(index)
 
     def __len__(self) -> int:
-        """Returns the number of prompts in the dataset."""
         return len(self._prompts)
 
     def state(self, untrained: Iterable[int]) -> dict[str, Any]:
-        """Returns the state for a checkpoint.
-
-        Args:
-            untrained: indices that were popped and that no step has trained.
-        """
+        """Returns the state for a checkpoint. `untrained` are indices that were popped but not trained."""
         return self._prompts.state() | {"untrained": [*untrained, *self._requeued]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores `state`; untrained indices come first."""
+        """Restores the result of `state`. The untrained indices are popped first."""
         self._prompts.restore(state)
         self._requeued = deque(state["untrained"])
 
@@ -169,21 +159,16 @@ class PromptQueue:
 @dataclass(frozen=True)
 class _SubmittedBatch:
     indices: Sequence[int]
-    """Prompt indices."""
     prompts: Batch
     responses: Batch
     """Result of `generate`, possibly in flight."""
 
 
 class BatchRollouts:
-    """Generates the responses of each step with one call of `generate`, optionally some steps ahead.
+    """Generates all responses of a step with one `generate` call, `num_ahead` steps before the step trains.
 
-    A call for a later step is submitted before the current step's calls. It therefore runs while the current step
-    trains, with the weights of the step before.
-
-    Args:
-        context: the run's components.
-        num_ahead: number of steps that generation runs ahead of training.
+    The call for a later step is submitted before the calls of the current step. It therefore runs while the current
+    step trains, with the weights of the previous step.
     """
 
     is_streaming = False
@@ -216,7 +201,7 @@ class BatchRollouts:
         return self._context.weight_sync.send(actor, rollout, version)
 
     def wait_for_newest_weights(self) -> None:
-        """Returns immediately: calls run in the order of submission, so later calls use the newest weights."""
+        """Returns immediately, because a later `generate` call always runs after the weight update."""
 
     def pop_metrics(self) -> tuple[Logged, ...]:
         metrics, self._metrics = self._metrics, ()
@@ -228,10 +213,10 @@ class BatchRollouts:
         return measure_weight_wait_s(events, self._context.rollout.role, start_ns, end_ns)
 
     def finish(self) -> None:
-        """Does nothing: results of batches ahead are discarded."""
+        """Does nothing: responses for later steps are discarded."""
 
     def detach(self) -> None:
-        """Does nothing: no callback is registered."""
+        """Does nothing, because no callback is registered."""
 
     def summary(self) -> dict[str, Any]:
         return {}
@@ -240,7 +225,7 @@ class BatchRollouts:
         return self._context.prompts.state(index for batch in self._batches for index in batch.indices)
 
     def rows(self) -> Batch | None:
-        """Returns the responses of all batches ahead, so that a resumed run trains on the same responses."""
+        """Returns the responses for later steps, so that a resumed run trains on the same responses."""
         ahead = [batch.prompts.select(*IDENTITY).union(batch.responses) for batch in self._batches]
         return Batch.concat(ahead) if ahead else None
 
@@ -260,22 +245,22 @@ class BatchRollouts:
 
 
 def staleness_metrics(batch: Batch, version: int, bound: int) -> Future | LocalRef:
-    """Submits the staleness metrics of a batch. Does not block.
+    """Submits the computation of the staleness metrics. Does not block.
 
-    The staleness of a token is `version` minus the version that sampled it. A row is as stale as its oldest token. The
-    metrics are `staleness` (mean over rows), `staleness_max`, and `staleness_<k>` (fraction of rows) for k = 0 to
-    `bound`.
+    The staleness of a token is `version` minus the version that sampled the token. The staleness of a row is that of
+    its oldest token. Metrics: `staleness` (mean over rows), `staleness_max`, and `staleness_<k>` (fraction of rows) for
+    k from 0 to `bound`.
 
     Args:
         batch: columns `weight_version` and `response_mask`.
-        version: weight version that trains the batch.
+        version: weight version before the step that trains the batch.
         bound: largest possible staleness.
     """
     return batch.reduce(measure_staleness, ["weight_version", "response_mask"], version=version, bound=bound)
 
 
 def measure_staleness(table: TensorDict, version: int, bound: int) -> dict[str, Metric]:
-    """Computes the metrics of `staleness_metrics` on the task worker. Rows without response tokens are skipped."""
+    """Computes the metrics of `staleness_metrics` on the task worker. Skips rows without response tokens."""
     lengths_B, mask_T = lengths(table), table["tokens", "response_mask"]
     row_T = torch.repeat_interleave(torch.arange(len(lengths_B)), lengths_B)[mask_T]
     age_T = version - table["tokens", "weight_version"][mask_T].to(torch.int64)
@@ -291,13 +276,13 @@ def measure_staleness(table: TensorDict, version: int, bound: int) -> dict[str, 
 
 
 def measure_weight_wait_s(events: Iterable[CallEvent], role: str, start_ns: int, end_ns: int) -> float:
-    """Returns the seconds of [start_ns, end_ns] in which a rank idled until a weight update, mean over ranks.
+    """Returns the mean seconds per rank of [start_ns, end_ns] in which a rank was idle before a weight update.
 
     Args:
-        events: calls of any roles, including each rank's last call before the window.
+        events: calls of any role, including each rank's last call before `start_ns`.
         role: the rollout role.
-        start_ns: start of the window.
-        end_ns: end of the window.
+        start_ns: start of the interval.
+        end_ns: end of the interval.
     """
     calls_of: defaultdict[int, list[CallEvent]] = defaultdict(list)
     for event in events:

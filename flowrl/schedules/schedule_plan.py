@@ -1,4 +1,4 @@
-"""Checks `schedule` and `placement.routes` against a plan, and draws the data flow for `flowrl plan`."""
+"""Checks `schedule` and `placement.routes` against a placement plan, and draws the data flow for `flowrl plan`."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from flowrl.schedules.scheduler import TrainerRoutes
 from flowrl.weight_sync.transfer import Transport, choose_transport, has_per_replica_updates
 
 MAX_DRAWN_RANKS = 6
-"""Largest number of ranks that are drawn per role; of more ranks, the middle ones are replaced by dots."""
+"""Largest number of ranks that are drawn per role. Dots replace the middle ranks of a larger role."""
 
 _TRANSPORT_LABELS: dict[Transport, str] = {
     "shared": "none (the rollout uses the actor's weights)",
@@ -19,7 +19,7 @@ _TRANSPORT_LABELS: dict[Transport, str] = {
 
 
 def check_schedule(config: RunConfig, planned: Plan) -> None:
-    """Raises `ConfigError` if the plan cannot run the schedule or the routes of the config."""
+    """Raises `ConfigError` if the placement plan does not support the schedule or the routes of the config."""
     if not isinstance(config, OnPolicyConfig):
         if config.placement.routes is not None:
             raise ConfigError(f"placement.routes is set, but {type(config).__name__} has no rollout: remove it")
@@ -44,7 +44,7 @@ def _check_dedicated_devices(rollout: RolePlan, trained: RolePlan) -> None:
 
 
 def _check_no_offload(planned: Plan) -> None:
-    """Rejects other roles on devices of a vLLM that offloads: it can offload only while no prompt is running."""
+    """Raises `ConfigError` if a role shares devices with a vLLM that offloads, because streaming cannot pause."""
     rollout, actor = planned.roles["rollout"], planned.roles["actor"]
     for other in planned.roles.values():
         shared = None if other is rollout else _shared_pool(rollout, other)
@@ -57,16 +57,15 @@ def _check_no_offload(planned: Plan) -> None:
 
 
 def _shared_pool(rollout: RolePlan, other: RolePlan) -> str | None:
-    """Returns the first pool in which both roles use the same device; None if there is none."""
+    """Returns the first pool in which both roles use the same device, or None."""
     devices = {device for slot in other.slots for device in slot.node_devices}
     return next((slot.owner for slot in rollout.slots if devices & set(slot.node_devices)), None)
 
 
 def trainer_routes(config: OnPolicyConfig, planned: Plan) -> TrainerRoutes | None:
-    """Returns the rollout replicas that serve each actor rank, from `placement.routes`; None without routes.
+    """Returns the rollout replicas that serve each actor rank, or None without routes.
 
-    Raises:
-        ConfigError: the routes do not fit the plan or the batch sizes.
+    Raises `ConfigError` if they do not fit.
     """
     targets = _route_targets(config.placement)
     if targets is None:
@@ -88,7 +87,7 @@ def check_routes(placement: Placement, planned: Plan) -> None:
 
 
 def _route_targets(placement: Placement) -> Sequence[Sequence[int]] | None:
-    """Returns the actor ranks that each rollout replica serves; None without routes."""
+    """Returns the actor ranks that each rollout replica serves, or None without routes."""
     if placement.routes is None:
         return None
     for role in placement.routes:
@@ -117,7 +116,7 @@ def _check_routed_schedule(config: OnPolicyConfig) -> None:
 
 
 def _check_equal_shares(config: OnPolicyConfig, num_trainers: int) -> None:
-    """Rejects sizes that do not divide by the ranks: each rank's share of a step must stay on that rank."""
+    """Raises `ConfigError` if the ranks cannot get equal shares of a step's prompts or of a minibatch."""
     rule = f"placement.routes gives each of the {num_trainers} data-parallel ranks of actor an equal share of"
     if config.prompts_per_step % num_trainers:
         raise ConfigError(
@@ -156,11 +155,11 @@ def _check_targets(targets: Sequence[Sequence[int]], num_replicas: int, num_trai
 
 
 def render_graph(config: OnPolicyConfig, planned: Plan) -> str:
-    """Returns text that shows the schedule, the rollout replicas, the actor ranks and the data flow between them.
+    """Draws the schedule, the rollout replicas, the actor ranks and the data flow between them as text.
 
     Raises:
-        ConfigError: the schedule or the routes do not fit the plan.
-        PlacementError: the weight transport does not fit the plan.
+        ConfigError: if the schedule or the routes do not fit the plan.
+        PlacementError: if the weight transport does not fit the plan.
     """
     rollout, actor = planned.roles["rollout"], planned.roles["actor"]
     replicas = [_label(rollout, rank) for rank in range(rollout.mesh.dp)]
@@ -205,7 +204,6 @@ def _describe_rollouts(config: OnPolicyConfig) -> str:
 
 
 def _label(role: RolePlan, rank: int) -> str:
-    """Returns the data-parallel rank and its devices."""
     mesh = role.mesh
     places = [
         place for i, slot in enumerate(role.slots) if mesh.coordinates(i).dp == rank for place in slot.node_devices

@@ -1,13 +1,13 @@
-"""Scheduling of `schedule: async`: which replica generates which prompt, and which responses a step trains.
+"""Scheduler of `schedule: async`. Decides which replica generates which prompt, and which responses a step trains.
 
-The scheduler makes decisions only. It has no models, processes or clock. A *group* is a prompt with all its samples. A
-*replica* is a data-parallel replica of the rollout. A group is admitted when it is first dispatched to a replica. It is
-then running, complete, and finally trained once or dropped with a reason. If its replica is lost, the group waits for
-another replica.
+The scheduler has no models, processes or clock. A *group* is a prompt with all its samples. A *replica* is a
+data-parallel replica of the rollout. A group is admitted when it is first dispatched to a replica. Its state changes
+from running to complete, and finally to trained or dropped. If its replica is lost, the group waits for another
+replica.
 
-Staleness is bounded at dispatch, as in AReaL (Fu et al. 2025, https://arxiv.org/abs/2505.24298). A group with r groups
-ahead of it trains at version V + r // groups_per_step, where V is the version that the next step trains. A replica gets
-the group only if that version is at most `max_staleness` above the replica's own version.
+Staleness is bounded at dispatch, as in AReaL (Fu et al. 2025, https://arxiv.org/abs/2505.24298). If r groups train
+before a group, the group trains at version V + r // groups_per_step, where V is the version that the next step trains.
+A replica gets the group only if this version is at most `max_staleness` above the replica's own version.
 """
 
 from bisect import insort
@@ -16,19 +16,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 TrainerRoutes = tuple[tuple[int, ...], ...]
-"""For each data-parallel rank of the actor, the rollout replicas that generate its share of a step."""
+"""Type of the routes: for each data-parallel rank of the actor, the replicas that generate its share of a step."""
 
 DROP_REASONS = ("stale", "refused")
-"""`stale`: over-provisioning left the group behind for too long. `refused`: the engine rejects the prompt."""
+"""Reasons for dropping a group. `stale`: it exceeds the staleness bound. `refused`: the engine rejected its prompt."""
 
 EWMA_WEIGHT = 1 / 8
 """Smallest weight of the latest group in the moving average of a replica's seconds per group."""
 
 STRAGGLER_RATIO = 2.0
-"""A replica counts as a straggler only if it is slower than the other replicas by more than this factor."""
+"""A replica can be a straggler only if it is slower than the other replicas by more than this factor."""
 
 RETRY_AFTER = 50.0
-"""An idle straggler gets a group again after this multiple of its own seconds per group."""
+"""Delay before an idle straggler gets a group again, as a multiple of its seconds per group."""
 
 
 @dataclass(frozen=True)
@@ -38,24 +38,27 @@ class ScheduleLimits:
     groups_per_step: int
     max_staleness: int
     max_concurrent: int | None = None
-    """Largest number of running groups over all replicas; None: unlimited."""
+    """Largest number of running groups over all replicas; None means unlimited."""
     overprovision: int = 0
-    """Groups admitted beyond the staleness bound; a step may leave this many behind."""
+    """Number of groups that are admitted beyond the staleness bound. A step may skip this many incomplete groups."""
     interrupt: bool = True
-    """Whether a replica loads new weights while it is generating."""
+    """Whether a replica loads new weights while it generates."""
     slots: int = 1
     """Largest number of running groups per replica."""
     is_batched: bool = False
-    """Whether a step's groups are dispatched together, when no group is running. Ignores `slots`, `max_concurrent`."""
+    """Whether all groups of a step are dispatched at once, as in `sync`.
+
+    Then `slots` and `max_concurrent` have no effect.
+    """
     total_groups: int | None = None
-    """Groups that the run trains, including the groups before a resume; None: unlimited."""
+    """Total number of groups that the run trains, including groups before a resume; None means unlimited."""
     trainer_routes: TrainerRoutes | None = None
-    """Replicas per trainer; each trainer gets an equal share of a step. None: any replica serves any trainer."""
+    """Replicas per trainer, where trainers get equal shares of a step; None if any replica serves any trainer."""
 
 
 @dataclass(frozen=True)
 class DispatchGroups:
-    """Tells a replica to start generating the groups."""
+    """Action: a replica starts to generate the groups."""
 
     replica: int
     groups: tuple[int, ...]
@@ -63,7 +66,7 @@ class DispatchGroups:
 
 @dataclass(frozen=True)
 class UpdateWeights:
-    """Tells a replica to load a weight version, before the groups that are dispatched to it later."""
+    """Action: a replica loads a weight version before it generates groups that are dispatched later."""
 
     replica: int
     version: int
@@ -71,7 +74,7 @@ class UpdateWeights:
 
 @dataclass(frozen=True)
 class AbortGroups:
-    """Tells a replica to stop generating dropped groups."""
+    """Action: a replica stops generating dropped groups."""
 
     replica: int
     groups: tuple[int, ...]
@@ -82,19 +85,17 @@ Action = DispatchGroups | UpdateWeights
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The groups that a step trains."""
-
     version: int
     """Version of the weights that the step trains."""
     groups: tuple[int, ...]
-    """Groups in the order of admission; with `trainer_routes`, trainer by trainer."""
+    """Groups in the order of admission. With `trainer_routes` they are sorted by trainer first."""
     staleness: tuple[int, ...]
     """Staleness per group: `version` minus the replica's version when the group was dispatched."""
 
 
 @dataclass(frozen=True)
 class GroupCounts:
-    """Number of groups per state; admitted = waiting + running + complete + trained + all dropped."""
+    """Number of groups per state. `admitted` is the sum of waiting, running, complete, trained and dropped groups."""
 
     admitted: int
     waiting: int
@@ -103,7 +104,7 @@ class GroupCounts:
     """Complete groups that no step has trained yet."""
     trained: int
     dropped: Mapping[str, int]
-    """Reason -> number of groups. All `DROP_REASONS` are present."""
+    """Number of dropped groups per reason, for all `DROP_REASONS`."""
 
 
 @dataclass
@@ -111,36 +112,30 @@ class _ReplicaTiming:
     mean_s: float = 0.0
     num_completed: int = 0
     started_s: dict[int, float] = field(default_factory=dict)
-    """Running group -> time of its dispatch."""
+    """Time of dispatch of each running group."""
     idle_since_s: float = 0.0
 
 
 class ThroughputTracker:
-    """Measures the seconds per group of each replica, to detect stragglers. Without a clock no replica is a straggler.
-
-    Args:
-        num_replicas: number of replicas of the rollout.
-    """
+    """Measures each replica's seconds per group to detect stragglers. Without a clock no replica is a straggler."""
 
     def __init__(self, num_replicas: int) -> None:
         self._replicas = [_ReplicaTiming() for _ in range(num_replicas)]
         self._now_s: float | None = None
 
     def advance_clock(self, now_s: float) -> None:
-        """Sets the current time (monotonic seconds)."""
         self._now_s = now_s
 
     def start_group(self, replica: int, group: int) -> None:
-        """Records that a group was dispatched to a replica."""
         if self._now_s is not None:
             self._replicas[replica].started_s[group] = self._now_s
 
     def cancel_group(self, replica: int, group: int) -> None:
-        """Discards the measurement of a group that was dropped."""
+        """Discards the measurement of a dropped group."""
         self._replicas[replica].started_s.pop(group, None)
 
     def complete_group(self, replica: int, group: int) -> None:
-        """Adds the time of a completed group to the replica's moving average."""
+        """Adds the duration of a complete group to the replica's moving average."""
         timing = self._replicas[replica]
         started_s = timing.started_s.pop(group, None)
         if started_s is None or self._now_s is None:
@@ -156,7 +151,7 @@ class ThroughputTracker:
     def seconds_per_group(self, replica: int) -> float | None:
         """Returns the moving average of a replica, or None before its first measurement.
 
-        The oldest running group counts as completed now if it already exceeds the average.
+        The oldest running group is included once its duration exceeds the average.
         """
         timing = self._replicas[replica]
         if self._now_s is None or not (timing.num_completed or timing.started_s):
@@ -166,7 +161,7 @@ class ThroughputTracker:
         return timing.mean_s + max(0.0, age_s - timing.mean_s) * weight
 
     def is_straggler(self, replica: int, others: Iterable[int], num_groups: float) -> bool:
-        """Whether the other replicas complete `num_groups` groups before this replica completes one.
+        """Whether the other replicas complete `num_groups` groups before this replica completes one group.
 
         Args:
             replica: the replica to test.
@@ -188,7 +183,6 @@ class ThroughputTracker:
 @dataclass
 class _Group:
     replica: int | None = None
-    """Replica that generates the group, or None."""
     version: int | None = None
     """Version of the replica when the group was dispatched; None while the group waits."""
 
@@ -200,7 +194,7 @@ class _Group:
 @dataclass
 class _Replica:
     version: int | None
-    """Weight version after all submitted updates; None: a new process that has no weights yet."""
+    """Weight version after all submitted updates; None for a new process without weights."""
     updating_to: int | None = None
     """Version of the update in flight."""
     running: set[int] = field(default_factory=set)
@@ -208,13 +202,12 @@ class _Replica:
 
 @dataclass
 class TrainerQueue:
-    """Groups of one trainer rank, or of all trainers if any replica serves any trainer."""
+    """Groups of one trainer rank, or of all trainer ranks if there are no routes."""
 
     replicas: tuple[int, ...]
     quota: int
-    """Groups per step."""
     num_untrained: int | None
-    """Groups that the queue still has to train; None: unlimited."""
+    """Number of groups that the queue still has to train; None means unlimited."""
     live: dict[int, _Group] = field(default_factory=dict)
     """Groups that are neither trained nor dropped, in the order of admission."""
     waiting: list[int] = field(default_factory=list)
@@ -223,7 +216,7 @@ class TrainerQueue:
 
     @property
     def is_full(self) -> bool:
-        """Whether every group that the queue will train is admitted."""
+        """Whether all groups of the queue are admitted."""
         return self.num_untrained is not None and len(self.live) >= self.num_untrained
 
     @property
@@ -231,22 +224,22 @@ class TrainerQueue:
         return len(self.live) - self.num_running - len(self.waiting)
 
     def num_ahead(self) -> int:
-        """Returns the number of live groups ahead of the group that is dispatched next."""
+        """Returns the number of live groups that train before the next dispatched group."""
         return list(self.live).index(self.waiting[0]) if self.waiting else len(self.live)
 
 
 class Scheduler:
-    """Decides what each replica generates and which groups the next step trains.
+    """Decides which groups each replica generates and which groups the next step trains. No method blocks.
 
-    The caller reports events (`complete_group`, `add_version`, `confirm_update`, `mark_replica_lost`, `drop_group`).
-    It then carries out `pop_aborts` and `pop_actions`, and gets the next step's groups from `pop_step_batch`. No method
-    blocks.
+    The caller reports events with `complete_group`, `add_version`, `confirm_update`, `mark_replica_lost` and
+    `drop_group`. It then executes the results of `pop_aborts` and `pop_actions`, and gets the groups of the next step
+    from `pop_step_batch`.
 
     Args:
         limits: limits to enforce.
         num_replicas: number of replicas, at least 1.
         version: weight version of the trainer and of all replicas at the start.
-        num_steps_done: steps of the run that are already trained, after a resume.
+        num_steps_done: number of trained steps before a resume.
     """
 
     def __init__(self, limits: ScheduleLimits, num_replicas: int, *, version: int = 0, num_steps_done: int = 0) -> None:
@@ -277,24 +270,24 @@ class Scheduler:
     # Checkpoints.
 
     def snapshot(self) -> list[tuple[int, int | None]]:
-        """Returns (queue index, version at dispatch) per untrained group; the version is None if it is not complete."""
+        """Returns (queue index, version at dispatch) of each untrained group.
+
+        The version of incomplete groups is None.
+        """
         indices = {id(queue): index for index, queue in enumerate(self._queues)}
         queues = [(self._queue_of[group], group) for group in self.untrained]
         states = [(indices[id(queue)], queue.live[group]) for queue, group in queues]
         return [(index, state.version if state.is_complete else None) for index, state in states]
 
     def restore(self, groups: list[tuple[int, int | None]], num_queues: int) -> list[int]:
-        """Admits the untrained groups of an earlier run. Must precede all other calls.
+        """Admits the untrained groups of a checkpoint and returns their new ids. Call it before any other method.
 
-        Complete groups stay complete; all other groups wait for a replica. If the number of queues differs, each group
-        goes to the shortest queue. Groups that are too stale for their new position are dropped later.
+        Complete groups stay complete. All other groups wait for a replica. If the number of queues has changed, each
+        group is added to the shortest queue. Groups that are too stale for their new position are dropped later.
 
         Args:
             groups: result of `snapshot`.
             num_queues: `num_queues` of the earlier scheduler.
-
-        Returns:
-            The new ids of the groups.
         """
         ids = []
         for index, version in groups:
@@ -313,17 +306,20 @@ class Scheduler:
 
     @property
     def untrained(self) -> tuple[int, ...]:
-        """Groups that are admitted and neither trained nor dropped, in the order of admission."""
+        """Admitted groups that are neither trained nor dropped, in the order of admission."""
         return tuple(sorted(self._queue_of))
 
     # Events.
 
     def advance_clock(self, now_s: float) -> None:
-        """Sets the current time (monotonic seconds), which is used to estimate each replica's throughput."""
+        """Sets the current time (monotonic seconds), from which each replica's throughput is estimated."""
         self._throughput.advance_clock(now_s)
 
     def complete_group(self, replica: int, group: int) -> bool:
-        """Marks a group as complete. Returns False if the group is not running on this replica; discard its rows."""
+        """Marks a group as complete.
+
+        Returns False if it is not running on this replica; the caller then discards its rows.
+        """
         queue = self._queue_of.get(group)
         if queue is None or queue.live[group].replica != replica:
             return False
@@ -338,7 +334,7 @@ class Scheduler:
         self._newest_version = max(self._newest_version, version)
 
     def confirm_update(self, replica: int, version: int) -> None:
-        """Records that a replica has loaded a version. Versions older than the update in flight are ignored.
+        """Records that a replica has loaded a version. Ignores versions older than the update in flight.
 
         A replica has at most one update in flight. A new process gets no groups before its first update is confirmed.
         """
@@ -377,13 +373,13 @@ class Scheduler:
     # Actions.
 
     def pop_aborts(self) -> list[AbortGroups]:
-        """Returns the aborts that replicas must receive before other actions. Each abort is returned once."""
+        """Returns each abort once. Replicas must receive aborts before other actions."""
         aborts = [AbortGroups(replica, tuple(groups)) for replica, groups in self._aborts.items()]
         self._aborts.clear()
         return aborts
 
     def pop_actions(self) -> list[Action]:
-        """Returns weight updates and dispatches, in the order of submission. Each action is returned once."""
+        """Returns each weight update and dispatch once, in the order in which the caller must submit them."""
         return [*self._pop_updates(), *self._pop_dispatches()]
 
     def _pop_updates(self) -> Iterator[UpdateWeights]:
@@ -418,7 +414,7 @@ class Scheduler:
         return group
 
     def _choose_next(self) -> tuple[TrainerQueue, int] | None:
-        """Returns the queue whose next group trains first and the least busy replica that may generate that group."""
+        """Returns the queue whose next group trains first, and the least busy replica that may generate this group."""
         num_running = sum(queue.num_running for queue in self._queues)
         if self._is_at_limit(num_running):
             return None
@@ -451,7 +447,7 @@ class Scheduler:
         )
 
     def _is_straggler(self, queue: TrainerQueue, replica: int) -> bool:
-        """Whether the other replicas of the queue would have to wait for a group of this replica."""
+        """Whether training would wait for a group of this replica while the other replicas of the queue are done."""
         limits = self._limits
         if limits.is_batched:
             return False
@@ -461,7 +457,7 @@ class Scheduler:
         return self._throughput.is_straggler(replica, others, (max_live - queue.num_complete) / limits.slots)
 
     def _next_train_version(self, queue: TrainerQueue, num_running: int) -> int | None:
-        """Returns the version that will train the queue's next group; None if no group may be dispatched now."""
+        """Returns the version that will train the queue's next group, or None if no group may be dispatched now."""
         num_ahead = queue.num_ahead()
         if not queue.waiting:
             is_batch_start = num_ahead % queue.quota == 0
@@ -472,7 +468,7 @@ class Scheduler:
     # Training.
 
     def pop_step_batch(self) -> StepBatch | None:
-        """Returns the next step's groups, or None if they are not complete. Then drops groups that are too stale."""
+        """Returns the groups of the next step, or None if they are incomplete. Then drops groups that are too stale."""
         shares = [self._complete_share(queue) for queue in self._queues]
         ready = [groups for groups in shares if groups is not None]
         if len(ready) < len(shares) or not any(ready):
@@ -485,7 +481,6 @@ class Scheduler:
         return StepBatch(version, tuple(staleness), tuple(staleness.values()))
 
     def _mark_trained(self, group: int) -> int:
-        """Removes a group from its queue and returns its staleness."""
         queue = self._queue_of.pop(group)
         version = queue.live.pop(group).version
         assert version is not None
@@ -495,9 +490,9 @@ class Scheduler:
         return self._next_version - version
 
     def _complete_share(self, queue: TrainerQueue) -> list[int] | None:
-        """Returns the queue's share of the next step, or None if it is not complete. The last share may be smaller.
+        """Returns the queue's share of the next step, or None if it is incomplete. The last share may be smaller.
 
-        The share is the first `quota` complete groups. It skips at most `overprovision` groups that are not complete.
+        The share is the first `quota` complete groups. At most `overprovision` incomplete groups are skipped.
         """
         if queue.is_full and len(queue.live) < queue.quota:
             return list(queue.live) if queue.num_complete == len(queue.live) else None
@@ -530,9 +525,9 @@ class Scheduler:
 
     @property
     def starved_replicas(self) -> tuple[int, ...]:
-        """Idle replicas that the staleness bound blocks until they load newer weights.
+        """Idle replicas that get no group until they load newer weights, because of the staleness bound.
 
-        Excludes replicas that would get no groups with newer weights either, for example at the end of the run.
+        Excludes replicas that would get no group with newer weights either, for example at the end of the run.
         """
         if self._is_at_limit(sum(queue.num_running for queue in self._queues)):
             return ()
@@ -550,5 +545,5 @@ class Scheduler:
         return tuple(sorted(self._replicas[replica].running))
 
     def replica_version(self, replica: int) -> int | None:
-        """Returns the replica's weight version after all submitted updates; None: a new process without weights."""
+        """Returns a replica's weight version after all submitted updates, or None for a new process without weights."""
         return self._replicas[replica].version

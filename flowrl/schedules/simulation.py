@@ -1,7 +1,7 @@
-"""Discrete-event simulation of a schedule under a virtual clock. All decisions come from the real `Scheduler`.
+"""Discrete-event simulation of a schedule under a virtual clock. The real `Scheduler` makes all decisions.
 
-`simulate` returns the throughput, staleness and idle time for given durations. `Simulation` also injects faults. Tests
-subclass it to check the scheduler's invariants.
+`simulate` returns throughput, staleness and idle time for given durations. `Simulation` also injects faults. Tests
+subclass `Simulation` to check the scheduler's invariants.
 """
 
 import heapq
@@ -16,7 +16,7 @@ from flowrl.schedules.scheduler import AbortGroups, Action, ScheduleLimits, Sche
 
 
 class VirtualClock:
-    """Virtual time with a queue of events. Events with the same time run in the order of their registration."""
+    """Virtual time with a queue of events. Simultaneous events run in the order of their registration."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -24,12 +24,12 @@ class VirtualClock:
         self._order = count()
 
     def call_at(self, time_s: float, callback: Callable[[], None] | None = None) -> float:
-        """Registers an event and returns its time. Without a callback the event only advances the clock."""
+        """Registers an event and returns its time. An event without a callback only advances the clock."""
         heapq.heappush(self._events, (time_s, next(self._order), callback))
         return time_s
 
     def advance(self) -> None:
-        """Moves to the time of the next event and runs its callback."""
+        """Advances the time to the next event and runs its callback."""
         assert self._events, "no event is pending: the schedule is deadlocked"
         time_s, _, callback = heapq.heappop(self._events)
         self.now_s = max(self.now_s, time_s)
@@ -39,27 +39,27 @@ class VirtualClock:
 
 @dataclass(frozen=True)
 class Workload:
-    """Durations in seconds. A sequence is repeated if it is shorter than the run."""
+    """Durations in seconds. A sequence that is shorter than the run is repeated."""
 
     group_s: Sequence[float]
-    """Generation of each group in the order of admission; independent of the other groups on the replica."""
+    """Generation time of each group in the order of admission. It does not depend on the replica's other groups."""
     train_s: Sequence[float]
-    """Training of each step."""
+    """Training time of each step."""
     update_s: float = 0.0
-    """Weight update, which pauses generation on the replica."""
+    """Duration of a weight update, which pauses generation on the replica."""
     startup_s: float = 3.0
-    """Start of a replacement process."""
+    """Start time of a replacement process."""
 
 
 @dataclass(frozen=True)
 class Faults:
-    """Faults to inject, at random times."""
+    """Faults that occur at random times."""
 
     mean_s_between_losses: float = float("inf")
-    """Mean time between two process losses, of a random replica."""
+    """Mean time between two process losses. The lost replica is random."""
     max_losses: int = 10**6
     refused_fraction: float = 0.0
-    """Fraction of groups that are refused, while they run or when they complete."""
+    """Fraction of groups that are refused, either while they run or when they complete."""
     slowdown: float = 1.0
     """Factor by which replica 0 is slower than the other replicas."""
     seed: int = 0
@@ -67,30 +67,26 @@ class Faults:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a simulation."""
-
     steps: int
     seconds: float
     """Time from the first dispatch to the end of the last step."""
     staleness: Mapping[int, int]
-    """Staleness -> number of trained groups."""
+    """Number of trained groups per staleness."""
     idle_replicas: float
-    """Fraction of all slots' time without a group."""
+    """Fraction of slot time without a group, over all replicas."""
     idle_trainer: float
     """Fraction of the time without training."""
     wait_weights_s: float
-    """Time in which the staleness bound kept an idle replica from generating, mean over replicas."""
+    """Mean seconds per replica in which the staleness bound blocked an idle replica."""
     num_dropped: int
-    """Dropped groups."""
+    """Number of dropped groups."""
 
     @property
     def steps_per_s(self) -> float:
-        """Steps per second."""
         return self.steps / self.seconds
 
     @property
     def mean_staleness(self) -> float:
-        """Mean staleness over trained groups."""
         return sum(age * num for age, num in self.staleness.items()) / sum(self.staleness.values())
 
 
@@ -108,10 +104,10 @@ def simulate_detached(
     """Simulates a run with separate devices for generation and training.
 
     Args:
-        limits: the schedule.
-        workload: `train_s` is the time of a step on one trainer device.
-        num_replicas: rollout replicas.
-        num_trainer_devices: devices that share a step's training equally.
+        limits: limits of the scheduler.
+        workload: `train_s` is the duration of a step on a single trainer device.
+        num_replicas: number of rollout replicas.
+        num_trainer_devices: number of devices that share a step's training equally.
     """
     return simulate(limits, num_replicas, _share_training(workload, num_trainer_devices))
 
@@ -119,10 +115,7 @@ def simulate_detached(
 def simulate_colocated(
     limits: ScheduleLimits, workload: Workload, *, num_replicas: int, num_trainer_devices: int
 ) -> Outcome:
-    """Simulates a synchronous run whose devices alternate between generation and training.
-
-    Args: as `simulate_detached`.
-    """
+    """Simulates a synchronous run whose devices alternate between generation and training."""
     sync = replace(limits, max_staleness=0, overprovision=0, interrupt=False, is_batched=True)
     return simulate(sync, num_replicas, _share_training(workload, num_trainer_devices))
 
@@ -137,8 +130,8 @@ def sample_long_tailed_s(num: int, mean_s: float, *, sigma: float, max_ratio: fl
     Args:
         num: number of samples.
         mean_s: mean of the samples.
-        sigma: standard deviation of the logarithm; 0: all samples are equal.
-        max_ratio: truncation, as a multiple of the mean before truncation; models `max_response_tokens`.
+        sigma: standard deviation of the logarithm; with 0 all samples are equal.
+        max_ratio: truncation as a multiple of the mean before truncation, like a limit of `max_response_tokens`.
         seed: seed of the random generator.
     """
     rng = random.Random(seed)
@@ -152,9 +145,9 @@ class _Replica:
     process: int = 0
     """Number of process losses so far."""
     queue: deque[int] = field(default_factory=deque)
-    """Dispatched groups without a slot; only batched schedules exceed the slots."""
+    """Dispatched groups without a slot. Only batched schedules exceed the slots."""
     active: dict[int, float] = field(default_factory=dict)
-    """Group in a slot -> start time."""
+    """Start time of each group in a slot."""
     free_at_s: float = 0.0
     """End of the last weight update."""
     paused_s: float = 0.0
@@ -165,10 +158,10 @@ class Simulation:
     """Runs replicas and a trainer under a virtual clock until all groups are trained.
 
     Args:
-        limits: the schedule; `total_groups` is required.
-        num_replicas: rollout replicas.
+        limits: limits of the scheduler; `total_groups` is required.
+        num_replicas: number of rollout replicas.
         workload: durations.
-        faults: faults to inject; None: no faults.
+        faults: faults to inject; None injects no faults.
     """
 
     def __init__(
@@ -188,7 +181,6 @@ class Simulation:
         self._staleness: Counter[int] = Counter()
 
     def run(self) -> Outcome:
-        """Runs the simulation to its end."""
         clock, scheduler, num_replicas = self.clock, self.scheduler, len(self._replicas)
         self._schedule_loss()
         self.process_decisions()
@@ -217,7 +209,7 @@ class Simulation:
     # Decisions of the scheduler. Tests override these methods to check them.
 
     def process_decisions(self) -> None:
-        """Carries out everything that the scheduler decides now."""
+        """Executes all actions that the scheduler returns."""
         if not self.is_training and (batch := self.scheduler.pop_step_batch()) is not None:
             self.train(batch)
         for abort in self.scheduler.pop_aborts():
@@ -226,7 +218,6 @@ class Simulation:
             self.perform(action)
 
     def train(self, batch: StepBatch) -> None:
-        """Starts a training step."""
         self._staleness.update(batch.staleness)
         seconds = self.workload.train_s[self.num_steps % len(self.workload.train_s)]
         self._trained_s += seconds
@@ -235,13 +226,12 @@ class Simulation:
         self._call_at(self.clock.now_s + seconds, self.finish_step)
 
     def finish_step(self) -> None:
-        """Ends a training step and makes its weights available."""
+        """Ends a training step and makes the new weights available."""
         self.is_training = False
         self.version += 1
         self.scheduler.add_version(self.version)
 
     def abort(self, abort: AbortGroups) -> None:
-        """Removes dropped groups from a replica."""
         replica = self._replicas[abort.replica]
         for group in abort.groups:
             if group in replica.active:
@@ -269,7 +259,6 @@ class Simulation:
         self._call_at(replica.free_at_s, confirm)
 
     def confirm_update(self, rank: int, version: int) -> None:
-        """Reports a finished weight update to the scheduler."""
         self.scheduler.confirm_update(rank, version)
 
     # Replicas.
@@ -310,11 +299,10 @@ class Simulation:
         self._fill_slots(rank)
 
     def complete_group(self, rank: int, group: int) -> None:
-        """Reports a complete group to the scheduler."""
         assert self.scheduler.complete_group(rank, group), "the scheduler lost track of a running group"
 
     def refuse(self, group: int) -> None:
-        """Drops a running or complete group because the engine refuses its prompt."""
+        """Drops a running or complete group as if the engine refused its prompt."""
         assert self.scheduler.drop_group(group, "refused"), "a live group is already dropped"
 
     # Losses.
@@ -328,7 +316,7 @@ class Simulation:
             )
 
     def lose_replica(self, rank: int) -> None:
-        """Replaces the process of a replica by a new process without weights and groups."""
+        """Replaces the process of a replica with a new process, which has no weights and no groups."""
         lost = self._replicas[rank]
         self._worked_s += sum(max(0.0, self.clock.now_s - start_s) for start_s in lost.active.values())
         self._replicas[rank] = _Replica(lost.process + 1)

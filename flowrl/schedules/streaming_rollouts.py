@@ -31,42 +31,41 @@ from flowrl.weight_sync.transfer import WeightSnapshot
 from flowrl.weight_sync.verification import ComparedWeights
 
 MAX_POLLS = 2
-"""Polls in flight per replica: the replica works on the second while the driver reads the first."""
+"""Number of polls in flight per replica. The replica runs the second poll while the driver reads the first result."""
 
 POLL_S = 0.1
-"""Longest duration of a poll, with few replicas. A replica receives new calls after at most two polls."""
+"""Largest duration of a poll in seconds. A replica receives new calls after at most two polls."""
 
 POLL_S_PER_REPLICA = 0.01
-"""Lower bound of the poll duration per replica. It limits the driver to about 100 polls per second in total."""
+"""Smallest duration of a poll, in seconds per replica. It limits the driver to about 100 polls per second in total."""
 
 OVERSUBSCRIPTION = 4
-"""Over-subscribes each replica by one group per this many slots, so that it never idles between polls."""
+"""Number of slots per extra group. Extra groups (over-subscription) keep a replica busy between polls."""
 
 MAX_REFUSED_IN_A_ROW = 100
-"""Number of consecutive refused prompts that ends the run, because then the fault is not in single prompts."""
+"""Number of consecutive refused prompts that ends the run, because then all prompts are probably invalid."""
 
 MAX_REFUSAL_MESSAGES = 20
-"""Number of refused prompts that are printed. All refused prompts are counted."""
+"""Largest number of refused prompts that are printed."""
 
 
 @dataclass(eq=False)
 class _Replica:
-    """Driver-side state of a rollout replica."""
+    """The driver's state of a rollout replica."""
 
     group: WorkerGroup
     calls: deque[Future | Batch] = field(default_factory=deque)
-    """Calls whose results are not read yet, in the order of submission. The result of a poll is a Batch."""
+    """Calls whose results the driver has not read yet, in the order of submission. The result of a poll is a Batch."""
     groups: set[int] = field(default_factory=set)
-    """Groups that the replica is generating."""
     update: tuple[int, Sequence[Future]] | None = None
-    """Weight version in flight and the calls that load it."""
+    """Weight version of the update in flight, and the calls that load this version."""
     recovery: Future | None = None
-    """First call after a process was lost; resolved once the new process is ready."""
+    """First call after the loss of a process. It is done when the new process is ready."""
     num_replacements: int = 0
     """Number of process replacements that the driver has handled."""
 
     def reset(self) -> None:
-        """Aborts all groups and ignores the results of earlier calls."""
+        """Removes all groups and discards the results of earlier calls."""
         self.recovery = abort = self.group.abort_all.submit()
         self.calls = deque([abort])
         self.groups.clear()
@@ -79,20 +78,18 @@ class _Replica:
 
 @dataclass(frozen=True)
 class PendingRollouts:
-    """Untrained groups of an earlier run, from a checkpoint."""
+    """Untrained groups from a checkpoint."""
 
     groups: list[tuple[int, int | None]]
-    """Result of `Scheduler.snapshot`."""
     num_queues: int
-    """Number of queues of the earlier scheduler."""
+    """Number of queues of the scheduler that created the checkpoint."""
     rows: SavedRows | None
-    """Rows of the complete groups, in order."""
+    """Rows of the complete groups, in the order of `groups`."""
 
     def admit(self, scheduler: Scheduler, context: RolloutContext) -> tuple[dict[int, int], dict[int, Batch]]:
-        """Restores the groups in a new scheduler.
+        """Admits the groups in a new scheduler.
 
-        Returns:
-            Group -> prompt index, for all groups; group -> rows, for complete groups.
+        Returns the prompt index of every group and the rows of complete groups.
         """
         queue, samples = context.prompts, context.config.samples_per_prompt
         groups = scheduler.restore(self.groups, self.num_queues)
@@ -105,9 +102,9 @@ class PendingRollouts:
 
 
 class StreamingRollouts:
-    """Runs the `Scheduler`: dispatches prompts and weights to replicas, and collects responses.
+    """Dispatches prompts and weights to replicas as the `Scheduler` decides, and collects responses.
 
-    All work happens in an idle callback, which the driver runs whenever it waits for a call.
+    All work happens in an idle callback, which the driver runs while it waits for a call.
     """
 
     is_streaming = True
@@ -118,15 +115,15 @@ class StreamingRollouts:
         self._replicas = [_Replica(context.rollout.replica(rank)) for rank in range(num_replicas)]
         self._poll_s = max(POLL_S, POLL_S_PER_REPLICA * num_replicas)
         self._prompts: dict[int, int] = {}
-        """Untrained group -> prompt index."""
+        """Prompt index of each untrained group."""
         self._complete: dict[int, Batch] = {}
-        """Complete group -> rows, which stay in the replica's process."""
+        """Rows of each complete group, which stay in the replica's process."""
         self._pending: PendingRollouts | None = None
         """Groups of the checkpoint, between `restore` and `begin`."""
         self._exports: deque[WeightSnapshot] = deque()
         """Weight versions that the actor has not exported yet."""
         self._newest: WeightSnapshot | None = None
-        """Newest exported version; None: the initial version."""
+        """Newest exported version; None while all replicas have the initial version."""
         self._comparisons: list[ComparedWeights] = []
         self._is_paused = False
         """Whether dispatch is paused until all replicas have the newest weights."""
@@ -134,9 +131,9 @@ class StreamingRollouts:
         self._first_step = self._first_version = self._newest_version = 0
         self._metrics: tuple[Logged, ...] = ()
         self._counts: GroupCounts | None = None
-        """Counts after the previous step took its groups."""
+        """Counts at the end of the last `next_batch`."""
         self._starved = StepFunction()
-        """Share of replicas that wait for newer weights."""
+        """Fraction of replicas that wait for newer weights, over time."""
         self._refused_locations: set[str] = set()
         self._num_refused_in_a_row = 0
         self._remove_callback: Callable[[], None] | None = None
@@ -175,9 +172,9 @@ class StreamingRollouts:
     # Idle callback.
 
     def _run_once(self) -> Iterable[Future | Batch]:
-        """Reads new results, submits the scheduler's actions, and returns the results that should trigger the next run.
+        """Reads new results and submits the scheduler's actions.
 
-        Never blocks.
+        Returns results whose completion triggers the next run.
         """
         self._scheduler.advance_clock(self._context.now_ns() / 1e9)
         for rank, replica in enumerate(self._replicas):
@@ -199,7 +196,10 @@ class StreamingRollouts:
         return [*self._next_results(), *exports]
 
     def _next_results(self) -> Iterable[Future | Batch]:
-        """Yields one result per replica. Calls resolve in order, so a resolved poll implies all calls before it."""
+        """Yields one result per replica.
+
+        Calls finish in order, so a finished poll implies that earlier calls are finished.
+        """
         for replica in self._replicas:
             polls = (call for call in replica.calls if isinstance(call, Batch))
             others = replica.update[1][-1:] if replica.update else replica.calls
@@ -259,7 +259,10 @@ class StreamingRollouts:
         return {index: group for group, index in self._prompts.items()}
 
     def _drop_refused(self, replica: _Replica, results: Sequence[Mapping[int, str | None] | None]) -> None:
-        """Drops groups whose prompts `add` refused. A result maps prompt index -> reason, or None if accepted."""
+        """Drops groups whose prompts `add` refused.
+
+        A result maps each prompt index to the reason, or to None if accepted.
+        """
         for index, reason in ((index, reason) for result in results for index, reason in (result or {}).items()):
             if reason is None:
                 self._num_refused_in_a_row = 0
@@ -269,7 +272,7 @@ class StreamingRollouts:
                 self._report_refused(self._context.prompts.location(index), reason)
 
     def _report_refused(self, location: str, reason: str) -> None:
-        """Prints a refused prompt. Raises `UserError` if the engine seems to refuse every prompt."""
+        """Prints a refused prompt. Raises `UserError` if too many consecutive prompts were refused."""
         prompts, role = self._context.prompts, self._context.rollout.role
         self._num_refused_in_a_row += 1
         count = self._num_refused_in_a_row
@@ -380,7 +383,7 @@ class StreamingRollouts:
         return batch
 
     def _check_version(self, step: int, version: int) -> None:
-        """Raises `UserError` if the recipe did not sync weights exactly once per step: staleness counts versions."""
+        """Raises `UserError` if the recipe did not sync weights exactly once per step; staleness counts versions."""
         expected = self._first_version + step - self._first_step - 1
         if version != expected:
             raise UserError(
@@ -433,7 +436,7 @@ class StreamingRollouts:
         return self._context.prompts.state(indices) | pending
 
     def rows(self) -> Batch | None:
-        """Returns the rows of complete groups. Groups that are still running are generated again after a resume."""
+        """Returns the rows of complete groups. A resumed run generates all other groups again."""
         complete = [group for group in self._scheduler.untrained if group in self._complete]
         if not complete:
             return None
@@ -447,8 +450,6 @@ class StreamingRollouts:
 
 
 class StepFunction:
-    """Piecewise constant function of time, initially 0."""
-
     def __init__(self) -> None:
         self._changes: deque[tuple[int, float]] = deque()
 
@@ -458,7 +459,7 @@ class StepFunction:
             self._changes.append((now_ns, value))
 
     def integral_s(self, start_ns: int, end_ns: int) -> float:
-        """Returns the integral over [start_ns, end_ns] in seconds, and discards the history before `start_ns`."""
+        """Returns the integral over [start_ns, end_ns] in seconds. Discards changes before `start_ns`."""
         while len(self._changes) > 1 and self._changes[1][0] <= start_ns:
             self._changes.popleft()
         times = [at_ns for at_ns, _ in self._changes]
@@ -467,11 +468,11 @@ class StepFunction:
 
 
 def group_metrics(counts: GroupCounts, previous: GroupCounts | None = None) -> dict[str, float]:
-    """Returns the number of groups per state, and the admitted, trained and dropped groups since the previous step.
+    """Returns the number of groups per state, and of groups admitted, trained and dropped since the previous step.
 
     Args:
-        counts: counts after the step took its groups.
-        previous: the same for the previous step; None: the run's first step.
+        counts: counts at the end of `next_batch`.
+        previous: counts at the end of the previous `next_batch`; None in the first step.
     """
     before = previous.dropped if previous else {}
     dropped = {reason: count - before.get(reason, 0) for reason, count in counts.dropped.items()}
@@ -488,6 +489,6 @@ def group_metrics(counts: GroupCounts, previous: GroupCounts | None = None) -> d
 
 
 def make_rollout_source(context: RolloutContext) -> RolloutSource:
-    """Returns the rollout source of the config's schedule. Without staleness, every schedule is `sync`."""
+    """Returns the rollout source of the config's schedule. With a staleness bound of 0, every schedule is `sync`."""
     schedule = context.config.schedule
     return StreamingRollouts(context) if schedule.is_streaming else BatchRollouts(context, num_ahead=schedule.staleness)

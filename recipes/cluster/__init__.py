@@ -1,1 +1,1 @@
-"""Runs a recipe on several hosts: starts a Ray node on each, and ends the nodes with the recipe."""
+"""Runs a recipe on several hosts: starts a Ray node on each host, and stops the nodes when the recipe ends."""

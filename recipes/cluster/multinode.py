@@ -1,4 +1,4 @@
-"""Starts a Ray node on every host of a hostfile over ssh, runs a recipe, and ends the nodes."""
+"""Starts a Ray node on every host of a hostfile over ssh, runs a recipe, and stops the nodes."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_hosts(path: Path) -> list[str]:
-    """Returns the hosts of a file with one ssh host per line and # comments. Raises UserError."""
+    """Returns the ssh hosts in a file, one per line, with # comments. Raises UserError if the file is invalid."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -66,7 +66,7 @@ def read_hosts(path: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class _Host:
-    """A host and the ssh connection with which its Ray node ends."""
+    """A host and its ssh connection. The host's Ray node stops when the connection ends."""
 
     name: str
     connection: "subprocess.Popen[bytes]"
@@ -97,7 +97,7 @@ class Hosts:
         """Environment of programs that join the cluster."""
 
     def start(self) -> str:
-        """Starts all nodes and returns the address of the cluster. Raises UserError."""
+        """Starts all nodes and returns the address of the cluster. Raises UserError if a node cannot start."""
         first = self._connect(self._names[0], ())
         self._await(first)
         match = re.search(r"--address='([^']+)'", first.output())
@@ -214,7 +214,7 @@ def run(command: Sequence[str], hosts: Hosts) -> int:
 
 
 def _check_is_local(address: str, name: str) -> None:
-    """Raises UserError if the first host is another machine, because a driver needs a local Ray node."""
+    """Raises UserError if the first host is not this machine, because a driver needs a local Ray node."""
     ip = address.rpartition(":")[0]
     try:
         socket.create_server((ip, 0)).close()

@@ -7,7 +7,7 @@ from flowrl.config.algorithm.advantage import PassAtKAdvantage
 
 
 class GRPOConfig(OnPolicyConfig):
-    """PPO without a critic, with advantages relative to the responses of one prompt: see recipes/grpo/train.py.
+    """Settings of GRPO, which is PPO without a critic. The estimator compares the responses to one prompt.
 
     Accepts every estimator that needs no critic.
     """

@@ -1,6 +1,6 @@
-"""GRPO: PPO without a critic, with advantages relative to the responses of one prompt.
+"""GRPO, which is PPO without a critic. The advantage of a response is relative to the responses to the same prompt.
 
-Shao et al. (2024), https://arxiv.org/abs/2402.03300. `python -m recipes.grpo.train CONFIG [key=value ...]`
+Shao et al. (2024), https://arxiv.org/abs/2402.03300. Usage: `python -m recipes.grpo.train CONFIG [key=value ...]`
 """
 
 import sys

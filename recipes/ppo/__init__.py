@@ -1,1 +1,1 @@
-"""Proximal policy optimisation (Schulman et al. 2017, https://arxiv.org/abs/1707.06347)."""
+"""Proximal policy optimization (Schulman et al. 2017, https://arxiv.org/abs/1707.06347)."""

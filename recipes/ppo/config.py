@@ -8,12 +8,12 @@ from flowrl.config import CriticConfig, OnPolicyConfig
 
 
 class PPOConfig(OnPolicyConfig):
-    """PPO with a critic: see recipes/ppo/train.py."""
+    """Settings of PPO with a critic (recipes/ppo/train.py)."""
 
     roles: ClassVar[tuple[str, ...]] = ("actor", "rollout", "reference", "critic", "reward")
 
     critic: CriticConfig
-    """The value model."""
+    """Settings of the value model."""
 
     @model_validator(mode="after")
     def _check_estimator(self) -> "PPOConfig":

@@ -1,6 +1,6 @@
 """Creates the data, a character tokenizer and a small untrained model for the quickstart.
 
-python -m recipes.quickstart.prepare --output DIR --seed 0
+Usage: `python -m recipes.quickstart.prepare --output DIR --seed 0`
 """
 
 import argparse
@@ -22,25 +22,20 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
     "{{ eos_token if message['role'] == 'assistant' else '=' }}{% endfor %}"
 )
-"""Renders a question as `37+58=` and an answer as `95<eos>`, at most ten tokens together."""
+"""Renders a question as `37+58=` and an answer as `95<eos>`, with at most ten tokens in total."""
 
 MANIFEST = "prepared.json"
 
 
 class PrepareError(UserError):
-    """The output folder has other files in it."""
+    """Raised if the output folder contains other files."""
 
 
 def prepare(output: Path, seed: int) -> bool:
-    """Creates the folder `output` atomically, unless it exists with the data of the same seed.
+    """Creates the folder `output` atomically and returns True, or returns False if it has the data of the same seed.
 
     Writes `sft.jsonl` (conversations with answers), `train.jsonl` and `test.jsonl` (prompts with an `answer` column),
-    and `model/` (weights, config, tokenizer).
-
-    Returns:
-        Whether the folder was created.
-    Raises:
-        PrepareError: `output` exists and has other files in it.
+    and `model/` (weights, config, tokenizer). Raises PrepareError if `output` contains other files.
     """
     manifest = {"task": "two-digit addition and subtraction", "seed": seed}
     if (output / MANIFEST).exists() and json.loads((output / MANIFEST).read_text(encoding="utf-8")) == manifest:
@@ -85,7 +80,7 @@ def _prompt(problem: Problem) -> dict:
 def save_tokenizer(folder: Path) -> None:
     """Saves a tokenizer with one token per character, end and padding tokens, and a chat template.
 
-    It is a Qwen2 tokenizer without merges, because transformers loads no other class for a Qwen2 model.
+    The tokenizer is a Qwen2 tokenizer without merges, because transformers loads no other class for a Qwen2 model.
     """
     vocabulary = {token: index for index, token in enumerate((*SPECIAL, *CHARACTERS))}
     pad, eos = SPECIAL
@@ -118,7 +113,6 @@ def save_model(folder: Path, seed: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit code."""
     parser = argparse.ArgumentParser(description="Creates the data, the tokenizer and the model of the quickstart.")
     parser.add_argument("--output", type=Path, required=True, help="folder to create")
     parser.add_argument("--seed", type=int, default=0, help="seed of the problem sets and the initial weights")

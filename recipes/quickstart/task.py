@@ -13,7 +13,7 @@ NUM_EXAMPLES = 2_000
 
 @dataclass(frozen=True, order=True)
 class Problem:
-    """A problem; `first` and `second` are in [10, 99], and `operator` is + or -."""
+    """A problem. `first` and `second` are in [10, 99], and `operator` is + or -."""
 
     first: int
     operator: str
@@ -30,13 +30,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class Problems:
-    """Three disjoint sets of problems."""
-
     examples: tuple[Problem, ...]
     """Problems with answers for the warm start."""
 
     prompts: tuple[Problem, ...]
-    """Problems for reinforcement learning, without answers."""
+    """Problems without answers for reinforcement learning."""
 
     held_out: tuple[Problem, ...]
     """Problems for evaluation."""

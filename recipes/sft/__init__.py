@@ -1,1 +1,1 @@
-"""Supervised fine-tuning: imitate the answers of a file."""
+"""Supervised fine-tuning on conversations with answers."""

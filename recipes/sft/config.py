@@ -8,30 +8,30 @@ from flowrl.config import DataConfig, EngineConfig, LoraConfig, ModelConfig, Opt
 
 
 class SFTConfig(RunConfig):
-    """Supervised fine-tuning: see recipes/sft/train.py."""
+    """Settings of supervised fine-tuning (recipes/sft/train.py)."""
 
     roles: ClassVar[tuple[str, ...]] = ("actor",)
 
     model: ModelConfig
-    """The initial model."""
+    """Model that is trained."""
 
     optimizer: OptimizerConfig
-    """The optimizer, its learning rate schedule and gradient clipping."""
+    """Settings of the optimizer, its learning rate schedule and gradient clipping."""
 
     lora: LoraConfig | None = None
-    """Trains only a LoRA adapter; null trains all weights."""
+    """Settings of a LoRA adapter; null trains all weights."""
 
     engine: EngineConfig = EngineConfig()
-    """Sharding, precision and micro-batches of the model."""
+    """Settings of sharding, precision and micro-batches."""
 
     data: DataConfig
-    """Conversations that end with the assistant; `data.test` gives the validation loss."""
+    """Files of conversations that end with the assistant. The validation loss is computed on `data.test`."""
 
     batch_size: PositiveInt
     """Number of sequences per optimizer step, over all ranks."""
 
     epochs: PositiveInt | None = None
-    """Maximal number of passes over the training file; null is no limit, so `steps` ends the run."""
+    """Maximum number of passes over the training file. With null, the run ends after `steps`."""
 
     @model_validator(mode="after")
     def _check_evaluation(self) -> "SFTConfig":
@@ -41,5 +41,5 @@ class SFTConfig(RunConfig):
 
     @property
     def compared_by(self) -> tuple[str, ...]:
-        """The metric that ranks checkpoints: the validation loss if it is evaluated regularly, else the loss."""
+        """Metric that ranks checkpoints: the validation loss if it is evaluated regularly, else the training loss."""
         return ("validation_loss",) if self.evaluate_every else ("loss",)

@@ -1,6 +1,6 @@
-"""Supervised fine-tuning: cross-entropy on the assistant's messages.
+"""Supervised fine-tuning with cross-entropy on the assistant's messages.
 
-`python -m recipes.sft.train CONFIG [key=value ...]`
+Usage: `python -m recipes.sft.train CONFIG [key=value ...]`
 """
 
 import sys
