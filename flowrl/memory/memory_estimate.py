@@ -42,7 +42,6 @@ class DeviceMemory:
 
     @property
     def is_known(self) -> bool:
-        """Whether the model sizes of all roles are known."""
         return None not in self.roles.values()
 
     @property

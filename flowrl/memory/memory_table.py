@@ -30,11 +30,7 @@ class MemoryBudget:
 
 
 def memory_budget(config: RunConfig, planned: Plan, *, is_local: bool) -> MemoryBudget:
-    """Returns the available memory: `placement.memory_gb` if set, otherwise the memory of this machine.
-
-    Args:
-        is_local: whether the plan's devices belong to this machine. Otherwise their memory is unknown.
-    """
+    """Returns the memory set by `placement.memory_gb`, or this machine's memory if the plan is local."""
     stated = config.placement.memory_gb
     if stated is not None:
         return MemoryBudget(per_device=stated * GB)
@@ -43,11 +39,7 @@ def memory_budget(config: RunConfig, planned: Plan, *, is_local: bool) -> Memory
 
 
 def check_memory(config: RunConfig, planned: Plan, devices: Sequence[DeviceMemory], budget: MemoryBudget) -> None:
-    """Raises ConfigError if a device or a node needs more memory than is available.
-
-    Devices and nodes with a model of unknown size are not checked.
-    `devices` is the result of `estimate_memory`.
-    """
+    """Raises ConfigError if a device or node needs more memory than it has. Skips models of unknown size."""
     for device in devices:
         if device.is_known and budget.per_device is not None and device.peak[0] > budget.per_device:
             raise ConfigError(_error_message(config, planned, device, budget.per_device))
@@ -90,7 +82,6 @@ def _largest_use(device: DeviceMemory, caller: str, call: CallMemory) -> tuple[s
 
 
 def _advice(config: RunConfig, planned: Plan, role: str, use: str) -> str:
-    """Returns advice on which setting to change first."""
     role_plan = planned.roles[role]
     if use == "process":
         return "processes without models already use most of it; use fewer devices or devices with more memory"

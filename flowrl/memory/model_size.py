@@ -29,7 +29,6 @@ class ModelSize:
     mlp: int
     """Width M of the MLP."""
     heads: int
-    """Number of query heads."""
     vocabulary: int
     linears: Linears
     layer_matrices: int
@@ -47,7 +46,6 @@ class ModelSize:
 
     @property
     def layer(self) -> int:
-        """Number of parameters per layer."""
         return self.layer_matrices + self.layer_rest
 
     @property
@@ -62,7 +60,6 @@ class ModelSize:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters of the language model."""
         return self.layers * self.layer + self.non_layer
 
     def adapted(self, targets: Literal["all_linear"] | Sequence[str]) -> Linears:
@@ -169,10 +166,7 @@ def _opt(settings: dict[str, Any]) -> ModelSize:
 def _with_biases(
     family: str, settings: dict[str, Any], linears: Linears, *, layers: int, heads: int, embedding: int, rest: int
 ) -> ModelSize:
-    """Returns the size of a model with biases and without grouped-query attention.
-
-    `linears` are the matrices of a layer; the last matrix maps M to D.
-    """
+    """Returns the size of a model with biases. The last matrix of `linears` maps M to D."""
     _, mlp, hidden = linears[-1]
     return ModelSize(
         family=family,

@@ -60,7 +60,6 @@ class RoleMemory:
 
     @property
     def resident(self) -> int:
-        """Bytes that the rank holds between calls."""
         return self.weights + self.optimizer + self.checkpoint_copy + self.kv_cache
 
 
@@ -73,7 +72,6 @@ class RoleModel:
     mesh: Mesh
     device_type: DeviceType
     param_bytes: int
-    """Bytes of one parameter."""
     is_policy: bool
     """Whether the model has a language-model head."""
     max_length: int
@@ -84,7 +82,6 @@ class RoleModel:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each rank holds only a shard of the weights."""
         return not self.is_inline and shards_model(self.engine, self.mesh.size, self.mesh.tp)
 
     @property
@@ -105,12 +102,10 @@ class RoleModel:
 
     @property
     def offloads_when_idle(self) -> bool:
-        """Whether weights and optimizer state are offloaded while other roles run."""
         return self.device_type == "cuda" and self.engine.offload == "idle"
 
     @property
     def non_layer(self) -> int:
-        """Number of parameters outside the layers."""
         return self.size.non_layer if self.is_policy else self.size.backbone_non_layer
 
     @property
@@ -120,12 +115,10 @@ class RoleModel:
 
     @property
     def weights(self) -> int:
-        """Bytes of the weights on this rank."""
         return (self.size.layers * self.layer + self.non_layer) * self.param_bytes // self.num_shards + self._adapter
 
     @property
     def full_weights(self) -> int:
-        """Bytes of the unsharded weights."""
         return (self.size.layers * self.size.layer + self.non_layer) * self.param_bytes
 
     @property
@@ -150,11 +143,7 @@ class RoleModel:
         return () if self.lora is None else self.size.adapted(self.lora.targets)
 
     def num_tokens(self, rows: int | None) -> int:
-        """Returns the number of tokens of the largest micro-batch.
-
-        Args:
-            rows: number of rows of the call on this rank; None if unknown.
-        """
+        """Returns the number of tokens of the largest micro-batch, for `rows` rows per call."""
         budget = self.engine.max_tokens_per_microbatch
         tokens = budget if rows is None else min(budget, rows * self.max_length // self.mesh.sp)
         return max(tokens, self.max_length // self.mesh.sp)
@@ -166,12 +155,7 @@ class RoleModel:
 
 
 def training_role(model: RoleModel, rows: int | None, entropy: Entropy, *, copies_checkpoints: bool) -> RoleMemory:
-    """Returns the memory of a model trained with AdamW.
-
-    Args:
-        rows: number of rows of one optimizer step on this rank; None if unknown.
-        copies_checkpoints: whether asynchronous checkpoints copy the state to host memory.
-    """
+    """Returns the memory of a model trained with AdamW, for `rows` rows per optimizer step."""
     moments = 2 * model.trained
     is_gpu = model.device_type == "cuda"  # on a CPU, device memory is host memory
     offloads_optimizer = is_gpu and model.engine.offload == "optimizer"
@@ -195,7 +179,6 @@ def inference_role(model: RoleModel, rows: int | None, name: str) -> RoleMemory:
 
 
 def inference_call(model: RoleModel, rows: int | None, name: str) -> CallMemory:
-    """Returns the memory of a forward pass without gradients."""
     num_tokens = model.num_tokens(rows)
     head = model.head(num_tokens, "none")
     layer = num_tokens * inference_bytes(model.size, model.precision, model.mesh.tp)

@@ -33,7 +33,6 @@ class RolloutBatch:
     """Upper bounds for one `generate` call on one rank."""
 
     rows: int
-    """Number of responses."""
     unique_prompts: int
     """Number of different prompts. Each prompt is prefilled once."""
     max_prompt_tokens: int
@@ -49,11 +48,7 @@ def rollout_role(
 ) -> RoleMemory:
     """Returns the memory of a rollout with the transformers engine.
 
-    Args:
-        param_bytes: bytes of one parameter.
-        weight_owner: colocated actor whose weights the rollout reads; None if there is none. A quantized rollout also
-            has
-            weights of its own.
+    `weight_owner` is the colocated actor whose weights the rollout reads, or None.
     """
     is_quantized = config.quantization is not None
     gathered = 0
@@ -115,10 +110,7 @@ def vllm_role(
 
 
 def num_slots(prompt: int, response: int) -> tuple[int, int]:
-    """Returns the final number of KV slots per row, and the number before the last growth.
-
-    The cache of all rows doubles when the longest row needs another slot.
-    """
+    """Returns the KV slots per row at the end, and before the last doubling of the cache."""
     needed, slots = _needed_slots(prompt, response), _round_up(prompt)
     previous = slots
     while slots < needed:
@@ -135,11 +127,7 @@ def _prefill(size: ModelSize, param_bytes: int, num_tokens: int) -> int:
 
 
 def _decode(size: ModelSize, param_bytes: int, rows: int, slots: int, previous_slots: int) -> int:
-    """Returns the peak bytes of a decode step: sampling, the attention of one layer, or growing one layer's cache.
-
-    Sampling holds the logits of two steps and, for one chunk of rows, probabilities, cumulative sums and log-
-    probabilities.
-    """
+    """Returns the peak bytes of a decode step: sampling, the attention of one layer, or growing one layer's cache."""
     sampled = min(rows, max(1, SAMPLED_ELEMENTS // size.vocabulary)) * size.vocabulary
     logits = 2 * rows * size.vocabulary * param_bytes + sampled * (16 if param_bytes == 4 else 20)
     attention = rows * slots * (2 * size.heads * param_bytes + 1 + param_bytes)

@@ -19,10 +19,7 @@ Transport = Literal["shared", "object_store", "cuda_ipc", "nccl"]
 
 
 class WeightTransfer(Protocol):
-    """Sends weights from an actor to a rollout over one transport.
-
-    `send` does a complete update. `export` and `load` are its two steps, for replicas that load a version later.
-    """
+    """Sends weights from an actor to a rollout over one transport: `send`, or `export` and later `load`."""
 
     updates_all_replicas: bool
     """Whether all replicas must load a version together, in one call of the whole group."""
@@ -258,14 +255,10 @@ class WeightSnapshot:
         return all(bucket.done() for bucket in self._buckets)
 
     def futures(self) -> Sequence[Future]:
-        """Returns the futures that `is_ready` polls."""
         return self._buckets
 
     def send(self, rollout: WorkerGroup) -> tuple[Sequence[Future], ComparedWeights | None]:
-        """Submits the load calls to a rollout or one replica. Does not wait.
-
-        Returns: the load calls, and the comparison with the actor's weights (None if disabled).
-        """
+        """Submits the load calls to a rollout or replica. Returns the calls and their comparison, if enabled."""
         return self._transfer.load(self._buckets, rollout, self.version), self._check.compare(rollout)
 
 
@@ -312,7 +305,6 @@ class WeightSync:
         return WeightSnapshot(version, transfer, transfer.export(), check)
 
     def updates_all_replicas(self, actor: WorkerGroup, rollout: WorkerGroup) -> bool:
-        """Returns whether all replicas must load a version together, in one call of the whole group."""
         return self._transfer(actor, rollout).updates_all_replicas
 
     def _rollout_config(self, rollout: WorkerGroup) -> RolloutConfig | None:

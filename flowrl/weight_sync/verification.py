@@ -91,10 +91,7 @@ def gap_limit(rollout: RolloutConfig, actor: ActorConfig) -> float:
 
 
 class RolloutWatch:
-    """Checks the metric `rollout_gap` of each step and reports weights that cannot be compared.
-
-    Does nothing without a rollout. `report` prints a line.
-    """
+    """Checks `rollout_gap` in each step and reports weights that cannot be compared."""
 
     def __init__(self, config: RunConfig, report: Callable[[str], None]) -> None:
         settings = dict(config)
@@ -117,7 +114,7 @@ class RolloutWatch:
         return (check,)
 
     def check_step(self, step: int, values: Mapping[str, float]) -> None:
-        """Checks the metrics of a completed step. Raises CheckFailed if `rollout.check` is strict and the gap is too large."""
+        """Checks the metrics of a step. Raises CheckFailed if the gap is too large and `check` is strict."""
         self._report_unreached()
         if values.get("staleness_max", 0.0) > 0:
             return  # stale responses have a gap by construction

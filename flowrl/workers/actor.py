@@ -110,11 +110,7 @@ class Actor(TrainedWorker):
         save_model(self.model, self.config.model.path, folder, is_writer=self.rank == 0)
 
     def can_share_weights(self, other: Worker) -> bool:
-        """Returns whether a worker in this process may use this model's weights.
-
-        All ranks gather sharded weights together, so every rank of `other` must be colocated with the same rank of the
-        actor.
-        """
+        """Returns whether `other` may use this model's weights. Sharded weights require the same ranks."""
         return not self.engine.is_sharded or other.context.role in self.context.aligned_roles
 
     @property
@@ -296,10 +292,7 @@ def _sft_loss(
 
 
 def token_means(values: dict[str, torch.Tensor], mask_BL: torch.Tensor) -> dict[str, Metric]:
-    """Returns the mean of each `[B, L]` value over unmasked tokens, and the minimum and maximum of `ratio`.
-
-    The metrics can be merged over micro-batches and ranks.
-    """
+    """Returns the masked mean of each `[B, L]` value, and the minimum and maximum of `ratio`, as metrics."""
     sums = [value.detach().masked_fill(~mask_BL, 0).sum(dtype=torch.float64) for value in values.values()]
     extremes = masked_range(values["ratio"], mask_BL) if "ratio" in values else ()
     # One device synchronization for all metrics.

@@ -30,10 +30,7 @@ class RewardError(UserError):
 
 
 def load_reward_function(name: str) -> RewardFunction:
-    """Imports the reward function `module:function`.
-
-    Raises RewardError if the import fails or the function does not accept prompt, response and answer.
-    """
+    """Imports the function `module:function`. Raises RewardError if its parameters do not match."""
     try:
         function: RewardFunction = import_function(name)  # its result is checked at every call
     except ImportNameError as error:

@@ -56,7 +56,6 @@ class Rollout(Worker):
     def select_class(
         cls, mesh: Mesh, config: RolloutConfig, *_: Any, **__: Any
     ) -> type[Worker]:  # Any: the constructor's
-        """Returns the worker class of the configured engine."""
         return _VllmRolloutWorker if config.engine == "vllm" else cls
 
     def __init__(self, config: RolloutConfig, model: ModelConfig, *, seed: int) -> None:
@@ -98,13 +97,10 @@ class Rollout(Worker):
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, reads=("prompt_ids", "prompt_id", "sample"), resend=False)
     def add(self, batch: TensorDict, samples: int) -> dict[int, str | None]:
-        """Queues prompt groups for `poll`.
+        """Queues prompt groups of `samples` rows for `poll`.
 
-        Args:
-            batch: `samples` rows per prompt.
         Returns: `prompt_id` -> reason why the engine rejected the prompt, or None if the prompt was queued.
-        Raises RolloutError if the rollout shares the actor's weights, because training would change them during
-        generation.
+        Raises RolloutError if the rollout shares the actor's weights, which training changes during generation.
         """
         if self._actor is not None:
             raise RolloutError(
@@ -310,14 +306,10 @@ class PromptGroups:
 
     @property
     def has_complete(self) -> bool:
-        """Whether any group is complete."""
         return any(group.is_complete for group in self._groups.values())
 
     def make_requests(self, batch: TensorDict, samples: int, seed: int) -> list[tuple[int, list[Request]]]:
-        """Creates requests `<prompt_id>-<sample>`, grouped by `prompt_id` in the order of the rows.
-
-        Raises ValueError unless each prompt has exactly `samples` rows.
-        """
+        """Creates requests by prompt. Raises ValueError unless each prompt has `samples` rows."""
         prompt_id_B, sample_B = batch["rows", "prompt_id"], batch["rows", "sample"]
         unique_U, counts_U = prompt_id_B.unique(return_counts=True)
         for prompt_id, count in zip(unique_U.tolist(), counts_U.tolist(), strict=True):
@@ -370,21 +362,13 @@ class PromptGroups:
 
 
 def _row_ids(batch: TensorDict) -> list[tuple[int, int]]:
-    """Returns (prompt_id, sample) of each row."""
     return list(zip(batch["rows", "prompt_id"].tolist(), batch["rows", "sample"].tolist(), strict=True))
 
 
 def responses_to_tensordict(
     prompts: Sequence[Sequence[int]], responses: Responses, tokenizer: ChatTokenizer, **columns: torch.Tensor
 ) -> TensorDict:
-    """Combines prompts and responses into a TensorDict with the `RESPONSE_COLUMNS`.
-
-    Args:
-        prompts: token ids of each prompt.
-        responses: responses in the order of the prompts.
-        tokenizer: tokenizer that decodes the responses.
-        columns: additional row columns, [B] each.
-    """
+    """Combines prompts, responses and additional row columns [B] into a TensorDict."""
     prompt_lengths_B = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64)
     lengths_B = prompt_lengths_B + responses.lengths
     rows_T = torch.repeat_interleave(torch.arange(len(prompts)), lengths_B)

@@ -211,7 +211,6 @@ class EngineCheckpoints:
 def load(engine: CheckpointedEngine, folder: Path) -> None:
     """Restores an engine from a folder that any number of ranks wrote. Collective over the ranks of the engine.
 
-    Random number generators are restored only on ranks that took part in the save.
     Raises CheckpointError if the folder has no checkpoint or belongs to a different model. The engine is then
     unchanged.
     """
@@ -239,10 +238,7 @@ def random_state_file(rank: int) -> str:
 
 
 def _state(engine: CheckpointedEngine, *, with_optimizer: bool) -> dict[str, Any]:
-    """Returns the engine's tensors by name, as DTensors if sharded.
-
-    Tied weights appear only under their first name. Frozen weights are excluded, because they never change.
-    """
+    """Returns the trained weights and optimizer tensors by name. A tied weight appears only under its first name."""
     tied = {name for names, _ in unique_parameters(engine.model) for name in names[1:]}
     weights = get_model_state_dict(engine.model, options=StateDictOptions(ignore_frozen_params=True))
     state = {MODEL + name: weight for name, weight in weights.items() if name not in tied}

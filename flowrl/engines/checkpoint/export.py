@@ -78,7 +78,6 @@ def _description_folder(checkpoint: Path) -> Path:
 
 
 def _policy_weights(checkpoint: Path) -> dict[str, Tensor]:
-    """Reads all weights of the policy in an actor's checkpoint."""
     index = read_index(checkpoint)
     weights: dict[str, Any] = {
         name: torch.empty(stored["size"], dtype=torch_dtype(stored["dtype"]))
@@ -90,7 +89,6 @@ def _policy_weights(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def _load_adapted(description: Path, weights: Mapping[str, Tensor]) -> PreTrainedModel:
-    """Loads the base model and adds an adapter with these weights."""
     settings = json.loads((description / _ADAPTER).read_text())
     model = load_policy(ModelConfig.model_validate(settings["model"]))
     add_adapter(model, LoraConfig.model_validate(settings["lora"]))

@@ -73,7 +73,6 @@ class Index:
 
 
 def format_index(metadata: Metadata, locations: ShardLocations, engine_state: Mapping[str, float]) -> str:
-    """Returns the JSON text of an index."""
     tensors = {}
     for name, tensor in metadata.state_dict_metadata.items():
         assert isinstance(tensor, TensorStorageMetadata), f"{name} is not a tensor"
@@ -164,10 +163,7 @@ class ShardReader(StorageReader):
 
 
 def read_into(state: dict[str, Any], folder: Path, index: Index, group: ProcessGroup | None) -> None:
-    """Loads tensors in place by name; a DTensor gets only this rank's shard. Collective over the group.
-
-    Raises CheckpointError if a file is missing or too short.
-    """
+    """Loads tensors in place by name. Collective. Raises CheckpointError if a file is missing or too short."""
     with warnings.catch_warnings():
         # torch warns about a missing process group, which a single process does not need.
         warnings.simplefilter("ignore", UserWarning)

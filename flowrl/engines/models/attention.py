@@ -150,7 +150,6 @@ def _attend_varlen(
 def _attend_rows(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, softcap: float | None
 ) -> Tensor:
-    """Maps [B, H, L, E] to [B, L, H, E]."""
     mask_LL = None if window is None or window >= query.shape[2] else _window_mask(query.shape[2], window, query.device)
     if softcap is not None:
         bias_LL = None

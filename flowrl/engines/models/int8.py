@@ -57,7 +57,6 @@ class Int8Linear(nn.Module):
         self.weight.copy_((weight_NK / scale_N1).round_())
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Maps [..., K] to [..., N]."""
         inputs_BK = inputs.reshape(-1, inputs.shape[-1])
         outputs_BN = inputs.new_empty(len(inputs_BK), len(self.weight))
         for start in range(0, len(inputs_BK), _MAX_ROWS):
@@ -71,12 +70,7 @@ class Int8Linear(nn.Module):
 
 
 def quantized_copy(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """Returns a copy of a model with 8-bit layers and uninitialized weights, which `weights.write_weights` sets.
-
-    Args:
-        model: original model, which stays unchanged and may be on the meta device.
-        device: device of the copy.
-    """
+    """Returns a copy of a model with 8-bit layers and uninitialized weights, which `write_weights` sets."""
     weights = {id(w): nn.Parameter(torch.empty_like(w, device="meta"), requires_grad=False) for w in model.parameters()}
     buffers = {id(buffer): buffer.to(device, copy=True) for buffer in model.buffers()}
     quantized = deepcopy(model, {**weights, **buffers})
@@ -93,7 +87,6 @@ def quantized_copy(model: PreTrainedModel, device: torch.device) -> PreTrainedMo
 
 
 def int8_layers(model: nn.Module) -> dict[str, Int8Linear]:
-    """Returns the 8-bit layers of a model by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Int8Linear)}
 
 

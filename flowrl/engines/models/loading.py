@@ -81,12 +81,7 @@ class CriticModel(SequenceShardable):
             _draw_head(self.value_head, seed)
 
     def forward(self, input_ids_BL: Tensor, pack: Pack | None = None) -> Tensor:
-        """Returns the value of the state before each token, [B, L] in at least float32; column 0 is 0.
-
-        Args:
-            input_ids_BL: right-padded token ids, int64 [B, L].
-            pack: packed layout of these rows; None runs them padded.
-        """
+        """Returns the value [B, L] of the state before each token; 0 at position 0."""
         values_BL = _apply_head(self.backbone, self.value_head, input_ids_BL, self.sequence_sharding, pack)
         return nn.functional.pad(values_BL[:, :-1], (1, 0))
 
@@ -98,11 +93,7 @@ def hidden_width(backbone: PreTrainedModel) -> int:
 
 
 def _draw_head(head: nn.Linear, seed: int) -> None:
-    """Draws head weights of variance 1 / (width + 1), identical on every rank and for every dtype.
-
-    For normalized hidden states, the outputs then have variance 1 (Stiennon et al. 2020, arXiv 2009.01325, appendix
-    B.1).
-    """
+    """Draws weights of variance 1 / (width + 1), identical on every rank (arXiv 2009.01325, appendix B.1)."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(head.weight.shape, generator=generator) * (head.in_features + 1) ** -0.5
     with torch.no_grad():
@@ -132,19 +123,12 @@ class RewardModel(SequenceShardable):
     """A sequence-classification model with one label, which scores each row at the last token."""
 
     def __init__(self, model: PreTrainedModel, head: nn.Linear) -> None:
-        """Wraps a model. `head` is a submodule of `model`."""
         super().__init__()
         self.model = model
         self._head_name = next(name for name, module in model.named_modules() if module is head)
 
     def forward(self, input_ids_BL: Tensor, lengths_B: Tensor, pack: Pack | None = None) -> Tensor:
-        """Returns one score per row, [B] in at least float32.
-
-        Args:
-            input_ids_BL: right-padded token ids, int64 [B, L].
-            lengths_B: number of tokens per row, int64 [B].
-            pack: packed layout of these rows; None runs them padded.
-        """
+        """Returns one score per row, [B] in at least float32."""
         head = self.model.get_submodule(self._head_name)
         assert isinstance(head, nn.Linear)
         scores_BL = _apply_head(self.model.base_model, head, input_ids_BL, self.sequence_sharding, pack)
@@ -164,7 +148,6 @@ def _apply_head(
 
 
 def at_least_float32(values: Tensor) -> Tensor:
-    """Casts values to float32 unless they are float64."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
@@ -202,8 +185,7 @@ def save_model(
     """Saves a model and its tokenizer to a folder that transformers loads. The folder appears atomically.
 
     Adapters are merged into the saved weights; the model stays unchanged. All ranks of a sharded model must call this
-    together. Only the rank with `is_writer` writes.
-
+    together, but only the rank with `is_writer` writes.
     Raises ModelError if the folder already exists, and UserError if it cannot be written.
     """
     if is_writer and folder.exists():  # other ranks may arrive after the writer has finished
@@ -238,11 +220,8 @@ def describe_model(model: PreTrainedModel, tokenizer_path: Path) -> dict[str, by
 
 
 def build_model(description: Path, weights: Mapping[str, Tensor]) -> PreTrainedModel:
-    """Builds a causal language model from the files of `describe_model` and from weights, without copying the weights.
+    """Builds a causal language model from the files of `describe_model` and full weights, which are not copied.
 
-    Args:
-        description: folder with the files of `describe_model`.
-        weights: full weights by name; tied weights appear once.
     Raises ModelError if the weights do not match the model.
     """
     with _quiet(), torch.device("meta"):
@@ -387,7 +366,6 @@ def _check_logit_scale(config: PreTrainedConfig, path: Path) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Disables transformers' progress bars and load reports in the block."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

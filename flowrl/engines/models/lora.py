@@ -68,7 +68,6 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig) -> None:
 
 
 def adapter_layers(model: nn.Module) -> dict[str, LoraLinear]:
-    """Returns the adapted layers of a model by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
 
 
@@ -117,13 +116,7 @@ class ModelWeight:
     """Adapted layer; None if the weight has no adapter."""
 
     def gather(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns the full merged weight, without a copy if possible. Collective if the model is sharded.
-
-        Args:
-            dtype: dtype of the result; None keeps the dtype of the weight. A weight without an adapter is cast before
-                the
-                all-gather, and a weight with an adapter after the merge.
-        """
+        """Returns the full merged weight, cast to `dtype` if set. Collective if the model is sharded."""
         if self.adapter is None:
             return to_full_tensor(self.stored if dtype is None else self.stored.to(dtype))
         stored = to_full_tensor(self.stored)
@@ -196,12 +189,10 @@ def save_adapter(model: PreTrainedModel, base: Path, folder: Path, *, is_writer:
 
 
 def _matrices(layer: LoraLinear) -> dict[str, Tensor]:
-    """Returns the matrices A [rank, inputs] and B [outputs, rank] by their names in peft."""
     return {name: getattr(layer, name)[_ADAPTER].weight for name in ("lora_A", "lora_B")}
 
 
 def _peft_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the adapter weights by their names in peft's files."""
     return {
         f"{_SAVED_PREFIX}{path}.{name}.weight": matrix
         for path, layer in adapter_layers(model).items()

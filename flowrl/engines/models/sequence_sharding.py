@@ -55,10 +55,7 @@ class SequenceError(UserError):
 
 
 def enable_ulysses_attention(model: PreTrainedModel, group: ProcessGroup) -> None:
-    """Replaces a model's attention by Ulysses attention. Every rank of the group must call this.
-
-    Raises SequenceError if the group size does not divide the number of heads, or a layer has unsupported attention.
-    """
+    """Replaces a model's attention on all ranks. Raises SequenceError if it is unsupported."""
     settings = model.config.get_text_config()
     name, sp, heads = type(model).__name__, group.size(), settings.num_attention_heads
     kv_heads = getattr(settings, "num_key_value_heads", None) or heads
@@ -127,15 +124,11 @@ def run_backbone(
 
 
 def run_head(head: nn.Linear, hidden_BlD: Tensor, sharding: SequenceSharding | None) -> Tensor:
-    """Applies a head to this rank's sequence shard."""
     return nn.functional.linear(hidden_BlD.to(head.weight.dtype), *head_weights(head, sharding))
 
 
 def head_weights(head: nn.Linear, sharding: SequenceSharding | None) -> tuple[Tensor, Tensor | None]:
-    """Returns weight and bias of a head that is applied to a sequence shard.
-
-    Tensor-parallel ranks apply the replicated head to different tokens, so the gradients of the head are all-reduced.
-    """
+    """Returns weight and bias of a replicated head, whose gradients are all-reduced over tensor-parallel ranks."""
     if sharding is None or sharding.tp_group is None:
         return head.weight, head.bias
     weight, bias = (

@@ -117,7 +117,6 @@ def stream_full_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _read(weight: Tensor, entry: _FileEntry) -> None:
-    """Reads a full weight, or this rank's shard of a DTensor."""
     shape, offset, local = entry.shape, (0,) * weight.ndim, weight
     if isinstance(weight, DTensor):
         local = weight.to_local()
@@ -129,7 +128,6 @@ def _read(weight: Tensor, entry: _FileEntry) -> None:
 
 
 def _file_entries(path: Path, local: bool) -> dict[str, _FileEntry]:
-    """Returns the file entries of a folder or a Hub name, by weight name."""
     index = cached_file(str(path), SAFE_WEIGHTS_INDEX_NAME, **_OPTIONAL, local_files_only=local)
     names = {SAFE_WEIGHTS_NAME} if index is None else set(json.loads(Path(index).read_text())["weight_map"].values())
     entries = {}

@@ -29,13 +29,7 @@ class WeightsError(ValueError):
 
 
 def weight_buckets(model: nn.Module, max_bytes: float, dtype: torch.dtype | None = None) -> list[list[str]]:
-    """Groups the names of all weights into buckets, in the model's order.
-
-    Args:
-        model: sharded or unsharded model.
-        max_bytes: maximum size of a bucket. A larger weight gets a separate bucket.
-        dtype: dtype to which floating-point weights are cast; None keeps their dtype.
-    """
+    """Groups all weight names into buckets of at most `max_bytes`. A larger weight gets a separate bucket."""
     buckets: list[list[str]] = [[]]
     size = 0
     for name, weight in _unique_weights(model).items():
@@ -59,14 +53,14 @@ def weight_shapes(
 def full_weights(
     model: nn.Module, names: Sequence[str] | None = None, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields full weights one at a time on the model's device, without a copy if possible. Adapters are merged.
+    """Yields full weights one at a time on the model's device. Adapters are merged.
 
     All ranks of a sharded model must iterate together.
 
     Args:
         model: sharded or unsharded model.
         names: weights to yield; None means all.
-        dtype: dtype to which floating-point weights are cast, before the all-gather if sharded.
+        dtype: dtype to which floating-point weights are cast; None keeps their dtype.
     """
     weights = _unique_weights(model)
     for name in weights if names is None else names:
@@ -103,10 +97,7 @@ def _export_dtype(weight: ModelWeight, dtype: torch.dtype | None) -> torch.dtype
 
 
 def meta_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Returns a copy of a model without weights, for `gathered_weights`. The copy shares the model's buffers.
-
-    Sequence parallelism of the original does not affect the copy, which has a separate attention setting.
-    """
+    """Returns a copy of a model without weights, for `gathered_weights`. The copy shares the model's buffers."""
     config = copy.deepcopy(model.config)
     config._attn_implementation = "sdpa"
     with torch.device("meta"):
@@ -118,14 +109,10 @@ def meta_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 @contextmanager
 def gathered_weights(meta_model: nn.Module, owner: nn.Module) -> Iterator[None]:
-    """Sets the parameters of a `meta_copy` to the full, merged weights of the original model in the block.
+    """Sets the parameters of a `meta_copy` to the full, merged weights of `owner` in the block.
 
     Unsharded weights are not copied. All ranks of a sharded model must enter the block together; there are no
     collectives inside the block. Peak memory is the full copy plus one weight.
-
-    Args:
-        meta_model: result of `meta_copy`.
-        owner: original model.
     """
     _share_buffers(meta_model, owner)  # again, since moving the owner to another device replaces its buffers
     empty = dict(meta_model.named_parameters(remove_duplicate=False))
@@ -174,7 +161,6 @@ class WeightTargets:
 
     @property
     def names(self) -> Collection[str]:
-        """Export names of all weights."""
         return self._stored.keys()
 
     def write(self, weights: Mapping[str, np.ndarray], *, strict: bool = False) -> None:
@@ -201,10 +187,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, np.ndarray], *, strict:
 
 
 def write_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Copies weights into a model one at a time; 8-bit layers quantize them.
-
-    Raises WeightsError if a name is unknown or a shape differs. Earlier weights are then already written.
-    """
+    """Copies weights into a model one at a time. Raises WeightsError if a name or shape does not match."""
     targets = {name: weight.stored for name, weight in _unique_weights(model).items()}
     with torch.no_grad():
         for name, weight in weights:

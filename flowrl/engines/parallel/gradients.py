@@ -16,23 +16,17 @@ class Gradients(Protocol):
 
     def zero(self) -> None:
         """Resets the gradients before the backward passes. Unused parameters later get a gradient of 0."""
-        ...
 
     def sum(self) -> None:
         """Completes the sum of the gradients over all ranks, after the backward passes."""
-        ...
 
     def norm(self) -> float:
         """Returns the L2 norm of the gradients over all parameters and ranks."""
         ...
 
-    def scale(self, factor: float) -> None:
-        """Multiplies all gradients by a factor."""
-        ...
+    def scale(self, factor: float) -> None: ...
 
-    def free(self) -> None:
-        """Frees the memory of the gradients."""
-        ...
+    def free(self) -> None: ...
 
 
 class ReplicatedGradients:

@@ -30,7 +30,6 @@ class RankMesh:
     devices: DeviceMesh | None
     """Device mesh with the dimensions `replicate`, `shard` and `tp`."""
     tp: int
-    """Number of tensor-parallel ranks."""
     is_row_leader: bool
     """Whether this rank has tensor- and sequence-parallel index 0, so that it counts the rows of `same_rows`."""
 
@@ -104,11 +103,7 @@ def rank_mesh(
 
 
 def _align_group_counts(group: ProcessGroup, device: torch.device | str) -> None:
-    """Creates dummy groups until all ranks have the same number of process groups.
-
-    torch derives group names from this number, and ranks rendezvous by name. The numbers differ if some ranks also
-    belong to other roles.
-    """
+    """Creates dummy groups until all ranks have equally many, because torch names groups by their number."""
     own = torch.tensor([len(_world.pg_names)], device=device)
     most = own.clone()
     distributed.all_reduce(most, distributed.ReduceOp.MAX, group=group)

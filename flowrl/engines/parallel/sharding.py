@@ -53,13 +53,9 @@ class EngineError(UserError):
 
 
 def shard_model(model: nn.Module, mesh: RankMesh, config: EngineConfig, compute_dtype: torch.dtype | None) -> None:
-    """Shards a model over the ranks of a mesh, in place.
+    """Shards a model, which is identical on every rank, over the ranks of a mesh, in place.
 
-    Args:
-        model: model with the same weights on every rank.
-        mesh: mesh of several ranks.
-        config: settings for resharding, offload and sequence-parallel norms.
-        compute_dtype: dtype of weights and activations in forward and backward passes; None keeps the weights' dtype.
+    Activations and gathered weights have `compute_dtype`, or the dtype of the weights if None.
     Raises EngineError if the model has no tensor-parallel plan, or if tp does not divide a size.
     """
     assert mesh.devices is not None, "a single process does not shard"
@@ -85,10 +81,7 @@ def shard_model(model: nn.Module, mesh: RankMesh, config: EngineConfig, compute_
 
 
 def make_sequence_sharding(config: EngineConfig, mesh: RankMesh) -> SequenceSharding | None:
-    """Returns the ranks that share each row, or None if no ranks share rows.
-
-    Raises EngineError if sequence-parallel norms are requested without tensor parallelism.
-    """
+    """Returns the ranks that share each row, or None. Raises EngineError for sharded norms with tp 1."""
     if config.sequence_parallel_norms and mesh.tp == 1:
         raise EngineError(
             "engine.sequence_parallel_norms needs tensor parallelism, but this role has tp 1: set it to false, or set "
@@ -149,10 +142,7 @@ def choose_attention(
 
 
 def can_pack_rows(model: nn.Module, config: EngineConfig) -> bool:
-    """Returns whether an engine runs packed rows.
-
-    Raises EngineError if `packing` is `always` and the model does not support packing.
-    """
+    """Returns whether an engine packs rows. Raises EngineError if `packing: always` is not supported."""
     if config.packing == "never":
         return False
     obstacles = [

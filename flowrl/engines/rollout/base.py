@@ -42,7 +42,7 @@ class Request:
     """Id that no other unfinished request has."""
     token_ids: Sequence[int]
     key: int
-    """Key of the request's random numbers, from `sampling.row_keys`."""
+    """Random-number key of the request, from `sampling.row_keys`."""
     greedy: bool = False
 
 
@@ -213,7 +213,6 @@ class ServingState:
             )
 
     def commit(self) -> None:
-        """Completes the running update and sets the new version."""
         self.require_update("commit weights")
         self.version = self._next_version
         self._state_awake = EngineState.SERVING

@@ -184,11 +184,7 @@ def _by_rows(weight: DTensor) -> bool:
 def compare(name: str, actual: Tensor, expected: Tensor, *, tolerance: float = 0.0) -> Difference | bool:
     """Returns True if a weight equals the expected weight, otherwise the difference. NaN equals NaN.
 
-    Args:
-        name: name of the weight.
-        actual: values from the engine.
-        expected: values from the actor; cast to the dtype of `actual`.
-        tolerance: accepted norm of the error, relative to the norm of `expected`; 0 requires equality.
+    `tolerance` is the accepted norm of the error relative to the norm of `expected`; 0 requires equality.
     """
     expected = expected.to(actual.device, actual.dtype)
     if actual.shape != expected.shape:

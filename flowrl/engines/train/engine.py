@@ -57,7 +57,6 @@ class LossScale:
     """Number of steps without an overflow since the last change of the scale."""
 
     def after(self, *, overflowed: bool) -> "LossScale":
-        """Returns the loss scale of the next step."""
         if overflowed:
             return LossScale(max(self.factor * _BACKOFF, 1.0))
         if self.good_steps + 1 == _GROWTH_STEPS:
@@ -147,17 +146,14 @@ class TrainEngine:
 
     @property
     def num_steps(self) -> int:
-        """Number of completed optimizer steps."""
         return self._num_steps
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer; None for a model that is not trained."""
         return self._optimizer
 
     @property
     def group(self) -> ProcessGroup | None:
-        """All ranks of the model; None for a single process."""
         return self.mesh.all_ranks
 
     def snapshot(self) -> dict[str, float]:
@@ -242,7 +238,6 @@ class TrainEngine:
             move_model(self.model, torch.device("cpu"))
 
     def onload(self) -> None:
-        """Moves the weights back to their device."""
         move_model(self.model, self._home)
 
     def _forward(self, batch: TensorDictBase, forward: Forward) -> Iterator[tuple[MicroBatch, Tensor]]:

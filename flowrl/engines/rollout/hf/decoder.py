@@ -126,7 +126,6 @@ class Decoder:
 
     def _clear(self) -> None:
         self._rows: list[Row | None] = []
-        """Row in each slot; None for a free slot."""
         self._cache: SlotCache | None = None
         self._slots = _Slots.free(0, self._padding, self._config.max_response_tokens, self._device)
         self.num_rows = 0
@@ -212,11 +211,7 @@ class Decoder:
     # Decode.
 
     def step(self, version: int) -> list[Row]:
-        """Decodes one token of every row. Removes and returns the rows whose responses have ended.
-
-        Args:
-            version: current weight version, which is recorded for the sampled tokens.
-        """
+        """Decodes one token of every row with weights of `version`. Removes and returns the finished rows."""
         slots, cache = self._slots, self._cache
         assert cache is not None, "no row has joined"
         tokens_R, logprobs_R = self._sample(self._forward(cache))
@@ -282,11 +277,7 @@ class Decoder:
             self._remove(torch.tensor(slots, device=self._device), 0)
 
     def remove_all(self, version: int) -> list[Row]:
-        """Removes and returns all rows with their partial responses, from which a later `join` continues.
-
-        Args:
-            version: version of the weights that sampled the tokens since the rows joined.
-        """
+        """Removes and returns all rows, which can join again. `version` is the current weight version."""
         slots = [slot for slot, row in enumerate(self._rows) if row is not None]
         return self._remove(torch.tensor(slots, device=self._device), version) if slots else []
 

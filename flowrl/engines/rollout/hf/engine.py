@@ -67,7 +67,6 @@ class HfRollout:
 
     @property
     def version(self) -> int:
-        """Weight version."""
         return self._serving.version
 
     @version.setter
@@ -79,10 +78,7 @@ class HfRollout:
         return self._serving.state
 
     def begin_update(self, version: int) -> None:
-        """Begins an update to `version`. Running requests pause and continue with the new weights.
-
-        Raises RolloutError if an update is already running.
-        """
+        """Begins an update to `version`, which pauses requests. Raises RolloutError if one is running."""
         self._serving.check_begin()
         self._batch.pause(self.version)
         self._targets = WeightTargets(self.model)
@@ -166,10 +162,7 @@ class HfRollout:
 
     @torch.no_grad()
     def poll(self, timeout_s: float | None = None) -> list[Response]:
-        """Decodes until a response has finished or the timeout expires; returns the finished responses.
-
-        Returns an empty list if no request is running. Raises RolloutError during an update.
-        """
+        """Decodes until a response has finished or the timeout expires; returns the finished responses."""
         self._serving.require(EngineState.SERVING, "generate")
         return self._batch.poll(self.version, timeout_s)
 
@@ -196,18 +189,12 @@ class ContinuousBatch:
         return len(self._request_ids)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Queues requests. Raises RolloutError if a request id is in use."""
         check_request_ids([request.request_id for request in requests], self._request_ids)
         self._request_ids.update(dict.fromkeys(request.request_id for request in requests))
         self._waiting.extend(Row(request, Response(request.request_id)) for request in requests)
 
     def poll(self, version: int, timeout_s: float | None = None) -> list[Response]:
-        """Decodes until a response has finished or the timeout expires; returns the finished responses.
-
-        Args:
-            version: current weight version.
-            timeout_s: seconds after which no decode step starts; None waits until a response has finished.
-        """
+        """Decodes until a response has finished or the timeout expires; returns the finished responses."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         finished: list[Response] = []
         while self._request_ids and not finished:
@@ -220,7 +207,6 @@ class ContinuousBatch:
         return finished
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Drops requests. Ignores unknown ids."""
         dropped = {request_id for request_id in request_ids if request_id in self._request_ids}
         for request_id in dropped:
             del self._request_ids[request_id]

@@ -143,12 +143,7 @@ class SlotCache(Cache):
         self.prefilled = rows
 
     def begin_step(self, positions: Tensor, longest: int) -> None:
-        """Prepares a decode step with one token per row.
-
-        Args:
-            positions: position of each token in its row, int64 [B].
-            longest: upper bound of the row length, new token included.
-        """
+        """Prepares a decode step with one token per row, at `positions` [B]. `longest` bounds the row length."""
         self.prefilled = None
         self.positions = positions
         self.width = round_up(longest, SLOT_MULTIPLE)

@@ -118,7 +118,6 @@ class VllmRollout:
 
     @property
     def version(self) -> int:
-        """Weight version."""
         return self._serving.version
 
     @property
@@ -128,7 +127,6 @@ class VllmRollout:
 
     @property
     def awake(self) -> frozenset[str]:
-        """Subset of `TAGS` that is on the device."""
         return TAGS - self.asleep
 
     @property
@@ -138,7 +136,6 @@ class VllmRollout:
 
     @property
     def num_running(self) -> int:
-        """Number of added requests whose responses `poll` has not returned yet."""
         return len(self._running) + len(self._finished)
 
     # Generation.
@@ -152,10 +149,7 @@ class VllmRollout:
         seed: int,
         greedy: bool = False,
     ) -> Responses:
-        """Returns one response per prompt; arguments, result and errors as for `HfRollout.generate`.
-
-        Requests of `add` continue during the call. The next `poll` returns their finished responses.
-        """
+        """Returns one response per prompt, like `HfRollout.generate`. Requests of `add` continue meanwhile."""
         requests = make_requests(prompt_ids, prompt_id, sample, seed=seed, greedy=greedy)
         self.add(requests)
         request_ids = [request.request_id for request in requests]
@@ -164,10 +158,7 @@ class VllmRollout:
         return stack_responses([self._finished.pop(request_id) for request_id in request_ids])
 
     def add(self, requests: Iterable[Request]) -> None:
-        """Adds requests to vLLM's scheduler. `poll` generates their responses.
-
-        Raises RolloutError if a request id is in use or a prompt is too long.
-        """
+        """Queues requests for `poll`. Raises RolloutError if a request id is in use or a prompt is too long."""
         self._serving.require(EngineState.SERVING, "add requests")
         requests = list(requests)
         check_prompts([request.token_ids for request in requests], self._config.max_response_tokens, self.max_length)
@@ -178,10 +169,7 @@ class VllmRollout:
             self._running[request.request_id] = Response(request.request_id)
 
     def poll(self, timeout_s: float | None = None) -> list[Response]:
-        """Generates until a response has finished or the timeout expires; returns the finished responses.
-
-        Returns an empty list if no request is running. Raises RolloutError during an update.
-        """
+        """Generates until a response has finished or the timeout expires; returns the finished responses."""
         self._serving.require(EngineState.SERVING, "generate")
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while self._running and not self._finished:
@@ -192,7 +180,6 @@ class VllmRollout:
         return list(finished.values())
 
     def _step(self) -> None:
-        """Runs one step of vLLM's scheduler and stores the finished responses."""
         for output in self._engine.step():
             assert isinstance(output, RequestOutput)
             response = self._process_output(output)
@@ -296,7 +283,6 @@ class VllmRollout:
         call_workers(self._engine, "end_update")
 
     def compare_weights(self, samples: WeightSamples) -> Compared:
-        """Compares the engine's weights with samples of the actor's weights."""
         self._serving.require(EngineState.SERVING, "compare weights", WEIGHTS)
         return compare_weights(self._engine, samples)
 

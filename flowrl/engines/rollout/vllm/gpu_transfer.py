@@ -124,7 +124,6 @@ class NcclSender:
     """Actor side of the NCCL broadcast, on the actor's first rank."""
 
     def __init__(self, group: TransferGroup) -> None:
-        """Joins the NCCL group; blocks until all ranks have joined."""
         self._buffer_bytes = group.buffer_bytes
         self._group = trainer_init(
             {"master_address": group.host, "master_port": group.port, "world_size": group.world_size}
@@ -159,7 +158,6 @@ class GpuReceivers:
         self._nccl: Any = None
 
     def join(self, group: TransferGroup, first_rank: int) -> None:
-        """Joins an NCCL transfer group; blocks until all ranks have joined."""
         self._nccl = self._make(NCCLWeightTransferEngine, self._model)
         self._nccl.init_transfer_engine(group.init_info(first_rank))
 

@@ -19,10 +19,7 @@ _INT4_GROUP = 128
 
 
 def quantization_options(quantization: str | None) -> dict[str, Any]:  # Any: fields of vLLM's EngineArgs
-    """Returns the keyword arguments of `EngineArgs` for a quantization.
-
-    Raises RolloutError if the device does not support the quantization.
-    """
+    """Returns `EngineArgs` options for a quantization. Raises RolloutError if the device lacks support."""
     if quantization is None:
         return {}
     _check_device(quantization)

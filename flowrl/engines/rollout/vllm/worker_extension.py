@@ -38,10 +38,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
 @dataclass(frozen=True)
 class SharedTensors:
-    """Tensors in anonymous shared memory, which other processes of this machine map without a copy.
-
-    The kernel frees the memory when no process maps it any more.
-    """
+    """Tensors in anonymous shared memory, which other processes of this machine map without a copy."""
 
     owner: int
     """Process id of the process that created the memory."""
@@ -139,10 +136,7 @@ WeightTransferEngineFactory.register_engine(TRANSFER, TensorTransfer)
 
 
 def keep_freed_memory() -> None:
-    """Configures glibc to keep freed memory for the next weights instead of returning it to the kernel.
-
-    This makes an update on the CPU 25 % faster. Does nothing without glibc.
-    """
+    """Configures glibc to reuse freed memory, which makes updates on the CPU 25 % faster."""
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
         set_option(_MMAP_THRESHOLD, 32 * 2**20)  # glibc's maximum
@@ -167,7 +161,6 @@ class WorkerExtension:
         return None
 
     def join_transfer_group(self, group: TransferGroup, first_rank: int) -> None:
-        """Joins an NCCL transfer group; blocks until all ranks have joined."""
         self.weight_transfer_engine.receivers.join(group, first_rank)
 
     def end_update(self) -> None:
