@@ -63,7 +63,6 @@ class Manifest:
 
     step: int
     saved_at_s: float
-    """Time of the save, in seconds since the epoch."""
     score: Score | None
     roles: Mapping[str, Role]
     versions: Mapping[str, str]
@@ -90,7 +89,6 @@ class Checkpoint:
         return self.path / name
 
     def driver(self) -> dict[str, Any]:
-        """Returns the state of the driver."""
         return json.loads((self.path / DRIVER).read_text(encoding="utf-8"))
 
     def check(self) -> None:
@@ -163,9 +161,9 @@ class Checkpoints:
             raise CheckpointError(f"checkpoint {folder} is corrupt: {MANIFEST} cannot be read ({error})") from error
 
     def newest(self) -> Checkpoint | None:
-        """Verifies every file of the newest checkpoint and returns it, or None if there is no checkpoint.
+        """Verifies and returns the newest checkpoint, or None without checkpoints.
 
-        Raises CheckpointError if the newest checkpoint is corrupt, instead of using an older checkpoint.
+        Raises CheckpointError if it is corrupt.
         """
         steps = self.steps()
         if not steps:
@@ -179,10 +177,7 @@ class Checkpoints:
         return checkpoint
 
     def begin(self, step: int, roles: Sequence[str]) -> Path:
-        """Creates the folders of a step and its roles, and removes incomplete saves.
-
-        Raises CheckpointError on a write error.
-        """
+        """Creates the folders of a step and its roles, and removes incomplete saves. Raises CheckpointError."""
         folder = self.folder(step)
         try:
             self.remove_unfinished()
@@ -195,10 +190,7 @@ class Checkpoints:
         return folder
 
     def commit(self, step: int, manifest: Manifest) -> None:
-        """Writes the manifest atomically, which completes the checkpoint. Raises CheckpointError on a write error.
-
-        All other files must be synced to disk before the call.
-        """
+        """Writes the manifest atomically after all other files are synced. Raises CheckpointError."""
         folder = self.folder(step)
         temporary = folder / f"{MANIFEST}.tmp"
         try:
@@ -230,7 +222,6 @@ class Checkpoints:
 
 
 def write_error(folder: Path, error: OSError) -> CheckpointError:
-    """Returns the error for a checkpoint folder that is not writable."""
     return CheckpointError(
         f"cannot write the checkpoint to {folder} ({error.strerror}): free disk space, or set output to a writable "
         f"folder; earlier checkpoints are intact"
@@ -245,13 +236,10 @@ def remove(folder: Path) -> None:
 
 
 def steps_to_keep(scores: Mapping[int, Score | None], keep_last: int | None, keep_best: int) -> set[int]:
-    """Returns the steps of the newest and the best checkpoints.
+    """Returns the steps of the `keep_last` newest checkpoints (None: all) and of the `keep_best` best per metric.
 
-    Args:
-        scores: score of each step. Scores of different metrics are not compared. A run that resumes with another
-            `evaluate_every` has scores of two metrics, and keeps the best checkpoints of each.
-        keep_last: number of newest checkpoints; None keeps all checkpoints.
-        keep_best: number of best checkpoints per metric. The newer of two equal checkpoints is kept.
+    A run that resumes with another `evaluate_every` has scores of two metrics. The newer of two equal checkpoints is
+    kept.
     """
     steps = sorted(scores)
     kept = set(steps if keep_last is None else steps[-keep_last:])
@@ -280,7 +268,6 @@ def new_manifest(
     versions: Mapping[str, str],
     files: Mapping[str, FileChecksum],
 ) -> Manifest:
-    """Returns the manifest of a checkpoint that is saved now."""
     return Manifest(step, time.time(), score, roles, versions, files)
 
 

@@ -50,12 +50,7 @@ _CHUNK_BYTES = 1024**2
 
 
 def is_resuming(config: RunConfig) -> bool:
-    """Whether the run continues an earlier run in its output folder.
-
-    Raises:
-        RunFolderError: if the earlier run had other settings, or is finished and has no checkpoint.
-        CheckpointError: if the manifest of the newest checkpoint is unreadable.
-    """
+    """Whether the run continues an earlier run in its output folder. Raises RunFolderError if the settings differ."""
     folder = RunFolder(config.output)
     if config.resume == "never" or not folder.config.exists():
         return False
@@ -77,11 +72,8 @@ def is_resuming(config: RunConfig) -> bool:
 def find_checkpoint(config: RunConfig) -> Checkpoint | None:
     """Returns the verified checkpoint from which the run resumes, or None if it starts from step 0.
 
-    Removes incomplete saves.
-
-    Raises:
-        RunFolderError: as `is_resuming`, or if the data or a frozen model has changed.
-        CheckpointError: if the newest checkpoint is corrupt, or its format lacks the pending rollouts.
+    Removes incomplete saves. Raises RunFolderError if settings, data or a frozen model have changed, and
+    CheckpointError if the newest checkpoint is corrupt or lacks the pending rollouts.
     """
     if not is_resuming(config):
         return None
@@ -140,10 +132,7 @@ def _format(value: object) -> str:
 
 
 def input_checksums(config: RunConfig) -> dict[str, FileChecksum]:
-    """Returns the checksum of the files at each path of the config. Skips unreadable paths, such as Hub names.
-
-    Keys are dotted config keys. Trained models are not included, because checkpoints contain their weights.
-    """
+    """Returns the checksum of the files at each path of the config, except trained models and unreadable paths."""
     files: dict[str, Sequence[Path]] = {}
     for name, value in config:
         if isinstance(value, DataConfig):

@@ -23,7 +23,6 @@ import yaml
 from flowrl.config.user_errors import UserError
 
 LOCK = "run.lock"
-"""Name of the lock file in a run folder."""
 
 _LOCK_TIMEOUT_S = 0.5
 """Seconds for which `folder_lock` retries, because `check_not_locked` also holds the lock briefly."""
@@ -43,14 +42,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path | str, resolved_config: Mapping[str, Any]) -> "RunFolder":
-        """Creates the folder and writes `config.yaml`.
-
-        Args:
-            path: a folder that does not exist or is empty.
-            resolved_config: the complete config as plain values (`model_dump(mode="json")`).
-        Raises:
-            RunFolderError: if the folder has files in it or cannot be created. Nothing is written.
-        """
+        """Creates the folder and writes `config.yaml`. Raises RunFolderError if the folder already has files in it."""
         check_is_new(Path(path))
         return cls.reopen(path, resolved_config)
 
@@ -144,10 +136,7 @@ def finite(value: Any) -> Any:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a temporary path, which replaces `path` when the block ends without an error.
-
-    If the block raises, the temporary file or folder is removed and `path` is unchanged.
-    """
+    """Yields a temporary path, which replaces `path` at the end of the block, or is removed if the block raises."""
     temporary = path.with_name(f".{path.name}{_temporary_suffix()}")
     try:
         yield temporary
@@ -181,13 +170,10 @@ def _remove(path: Path) -> None:
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Holds the exclusive lock of an output folder during the block.
+    """Holds the exclusive lock of an output folder during the block. On a file system without locks, logs a warning.
 
-    Creates the folder if necessary, and removes it at the end if it is empty. On a file system without locks, it logs a
-    warning and does not lock.
-
-    Raises:
-        RunFolderError: if another run holds the lock or the folder is not writable. Nothing has changed.
+    Creates the folder if necessary, and removes it at the end if it is empty. Raises RunFolderError if another run
+    holds the lock or the folder is not writable.
     """
     created = [path for path in (folder, *folder.parents) if not path.exists()]
     try:

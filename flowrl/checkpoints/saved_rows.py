@@ -39,31 +39,18 @@ class SavedRows:
     """Columns of the file, without `IDENTITY`."""
 
     def load(self, batch: Batch, tasks: TaskRunner | None) -> Batch:
-        """Returns the columns of the file. Does not block.
-
-        Args:
-            batch: rows of the file in the same order, with the columns of `IDENTITY`.
-            tasks: worker that reads the file; None reads it in this process.
-        """
+        """Returns the columns of the file for `batch`, which has the same rows in the same order. Does not block."""
         runner = tasks or LocalTasks()
         return runner.apply(read_rows, batch.select(*IDENTITY), self.columns, "same", {"path": self.path})
 
 
 def save_rows(batch: Batch, path: Path) -> Future | LocalRef:
-    """Writes a batch to a new file when it is computed. Returns a future of the file's checksum. Does not block.
-
-    The batch must have the columns of `IDENTITY`.
-    """
+    """Writes a batch to a new file when it is computed. Returns a future of the file's checksum. Does not block."""
     return batch.reduce(write_rows, batch.columns, path=path)
 
 
 def write_rows(table: TensorDict, path: Path) -> FileChecksum:
-    """Writes a table to a file and returns its checksum. Runs on the task worker.
-
-    Raises:
-        UserError: if a column has objects that JSON cannot represent.
-        CheckpointError: if the file is not writable.
-    """
+    """Writes a table to a file and returns its checksum. Raises UserError for objects that JSON cannot represent."""
     tensors: dict[str, torch.Tensor] = {}
     objects: dict[str, list] = {}
     for part in ("rows", "tokens"):
@@ -97,7 +84,7 @@ def _to_json(objects: Mapping[str, Sequence[Any]]) -> bytes:
 
 
 def read_rows(table: TensorDict, path: Path) -> TensorDict:
-    """Reads a file of `write_rows` and returns its columns. Runs on the task worker. Raises OSError on a read error."""
+    """Reads the columns of a file that `write_rows` wrote. Runs on the task worker."""
     tensors = load(path.read_bytes())
     rows: dict[str, Any] = json.loads(tensors.pop(_OBJECTS).numpy().tobytes())
     tokens: dict[str, torch.Tensor] = {}

@@ -30,7 +30,6 @@ from flowrl.engines.train.random_state import random_state, restore_random_state
 
 _DOCS = "see docs/training.md, Checkpoints and resume"
 _PROMPTS = "prompts"
-"""Key of the buffer's state in the driver's state."""
 
 
 class Checkpointable(Protocol):
@@ -40,31 +39,23 @@ class Checkpointable(Protocol):
         """Returns the state as plain values."""
         ...
 
-    def restore(self, state: Any) -> None:
-        """Restores the result of `state`."""
-        ...
+    def restore(self, state: Any) -> None: ...
 
 
 class Buffer(Protocol):
     """Source of a run's batches, which may have pending rollouts (generated but untrained responses)."""
 
-    def state(self) -> Mapping[str, Any]:
-        """Returns the state as plain values."""
-        ...
+    def state(self) -> Mapping[str, Any]: ...
 
     def rows(self) -> Batch | None:
         """Returns the pending rollouts (`prompt_id`, `sample` and the rollout's columns), or None."""
         ...
 
-    def restore(self, state: Mapping[str, Any], rows: SavedRows | None) -> None:
-        """Restores the results of `state` and `rows`."""
-        ...
+    def restore(self, state: Mapping[str, Any], rows: SavedRows | None) -> None: ...
 
 
 @dataclass
 class _Saving:
-    """A checkpoint that is being written."""
-
     step: int
     folder: Path
     files: dict[str, FileChecksum]
@@ -126,11 +117,7 @@ class Saver:
     # Saving.
 
     def begin(self, step: int, driver: Mapping[str, Any], *, asynchronous: bool) -> None:
-        """Starts a checkpoint of the state after all calls submitted so far. Does not block.
-
-        Rollouts that are in flight are written when they are complete. Raises CheckpointError if the folder is not
-        writable.
-        """
+        """Starts a checkpoint of the state after all calls submitted so far. Does not block. Raises CheckpointError."""
         assert self._saving is None, "the previous checkpoint is not finished"
         folder = self._checkpoints.begin(step, list(self.groups)).absolute()
         self.last_step = step
@@ -152,14 +139,10 @@ class Saver:
         self._saving = _Saving(step, folder, files, saves, written)
 
     def advance(self, lines: Sequence[Mapping[str, float]], *, wait: bool = False) -> None:
-        """Commits the pending checkpoint if every rank has written its files and the step's metrics are known.
+        """Commits the pending checkpoint if all files are written and the metrics of its step are known.
 
-        Args:
-            lines: log records of the metrics so far. With `wait` they must include the step.
-            wait: whether to block until the checkpoint is committed.
-        Raises:
-            WorkerError: if a group or the pending rollouts failed.
-            CheckpointError: if the manifest is not writable.
+        With `wait`, blocks until then. `lines` are the log records so far. Raises WorkerError if a group failed, and
+        CheckpointError if the manifest is not writable.
         """
         saving = self._saving
         if saving is None:
@@ -208,10 +191,9 @@ class Saver:
     # Restoring.
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Restores groups and objects from a checkpoint. Blocks until all are restored.
+        """Restores groups and objects, and blocks.
 
-        Raises CheckpointError or UserError if the checkpoint lacks one of them, and WorkerError if a group fails to
-        load.
+        Raises CheckpointError or UserError if the checkpoint lacks one of them.
         """
         self.last_step = checkpoint.manifest.step
         state = checkpoint.driver()
@@ -235,7 +217,6 @@ class Saver:
 
 
 def _versions() -> dict[str, str]:
-    """Returns the versions of Python and the main packages."""
     versions = {"python": platform.python_version()}
     for package in ("flowrl", "torch", "transformers"):
         try:

@@ -38,7 +38,6 @@ class Resume:
     number: int
     """Number of the first call after the resume."""
     step: int
-    """Step of the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +49,7 @@ class Trace:
     counts: Sequence[Counted] = ()
 
     def up_to_save(self, saved_at_s: float) -> "Trace":
-        """Returns the trace up to the last `save_checkpoint` call before a checkpoint was written.
-
-        Args:
-            saved_at_s: time of the checkpoint's manifest, in seconds since the epoch.
-        """
+        """Returns the trace up to the last `save_checkpoint` call before `saved_at_s` (seconds since the epoch)."""
         until_ns = saved_at_s * 1e9
         saves = [e.number for e in self.events if e.method == _SAVE and e.submitted_ns <= until_ns]
         last = max(saves, default=0)
@@ -63,12 +58,7 @@ class Trace:
         return Trace(kept, [resume for resume in self.resumes if resume.number <= last], counts)
 
     def followed_by(self, events: Sequence[CallEvent], step: int) -> "Trace":
-        """Returns this trace followed by the calls of a resumed process.
-
-        Args:
-            events: calls of the resumed process, numbered from 1.
-            step: step of the checkpoint.
-        """
+        """Returns this trace followed by `events` of a process that resumed from the checkpoint of `step`."""
         offset = max((event.number for event in self.events), default=0)
         resumed = [replace(e, number=e.number + offset, inputs=tuple(i + offset for i in e.inputs)) for e in events]
         resumes = [Resume(min(event.number for event in resumed), step)] if resumed else []
@@ -90,11 +80,11 @@ _SAVE = "save_checkpoint"
 def chrome_trace(
     events: Sequence[CallEvent], resumes: Sequence[Resume] = (), counts: Sequence[Counted] = ()
 ) -> dict[str, Any]:
-    """Converts a trace to the Chrome trace format.
+    """Converts a trace to the Chrome trace format. Each device is a process and each rank is a thread.
 
-    Each device is a process and each rank is a thread. Times are microseconds since the first submission. The `args` of
-    a call contain its wait, queue and transfer times in milliseconds and the other fields of its event. A flow arrow
-    leads from the last input of a call to the call. An instant event marks each resume. Group counts are a counter.
+    Times are microseconds since the first submission. The `args` of a call contain its wait, queue and transfer times
+    in milliseconds and the other fields of its event. A flow arrow leads from the last input of a call to the call. An
+    instant event marks each resume. Group counts are a counter.
     """
     rows = sorted({Row.of(event) for event in events})
     devices = list(dict.fromkeys((row.pool, row.device) for row in rows))

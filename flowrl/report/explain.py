@@ -32,13 +32,7 @@ MIN_WIDTH = 64
 
 
 def explain(events: Sequence[CallEvent], *, window_s: float | None = None, console: Console | None = None) -> None:
-    """Prints where the time of the training loop was spent.
-
-    Args:
-        events: calls of the run, with at least one call after startup. Startup calls are ignored.
-        window_s: number of seconds before the end to analyze; None analyzes the whole loop.
-        console: output console; None selects standard output.
-    """
+    """Prints where the time of the training loop was spent, optionally for the last `window_s` seconds."""
     console = console or Console()
     loop = loop_events(events)
     start_ns, end_ns = span(loop)
@@ -107,13 +101,7 @@ _PART_LABELS: dict[Part, str] = {"compute": "compute", "transfer": "transfer", "
 
 
 def busy_table(ranks: Mapping[str, Sequence[float]], devices: Mapping[str, float], pools: Mapping[str, str]) -> Table:
-    """Returns a table of the busy and idle fractions of each role (mean over ranks) and each device.
-
-    Args:
-        ranks: busy fraction per rank of each role.
-        devices: busy fraction of each device.
-        pools: pool of each device.
-    """
+    """Returns a table of the busy and idle fractions of each role (mean over ranks) and each device."""
     table = Table(title="Busy and idle", title_justify="left")
     table.add_column("role or device", overflow="fold")
     table.add_column("", overflow="fold")

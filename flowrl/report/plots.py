@@ -67,13 +67,7 @@ _PATH_COLOR = "#222222"
 
 
 def draw_curves(history: Sequence[Mapping[str, float]], path: Path, *, panels: Sequence[Panel] = PANELS) -> None:
-    """Draws the metrics of a run into a PNG file, which is replaced atomically.
-
-    Args:
-        history: `MetricsLog.history`. Values that are missing or not finite are skipped.
-        path: the PNG file.
-        panels: panels to draw.
-    """
+    """Draws panels of the metrics in `MetricsLog.history` into a PNG file, which is replaced atomically."""
     series = [(panel, lines) for panel in panels if (lines := select_lines(history, panel))]
     num_columns = min(3, max(1, len(series)))
     num_rows = max(1, ceil(len(series) / num_columns))
@@ -125,7 +119,6 @@ def _draw_panel(axes: Axes, title: str, lines: Sequence[tuple[Line, Points]]) ->
 
 
 def _draw_line(axes: Axes, line: Line, steps: list[float], values: list[float]) -> str:
-    """Draws a curve and returns its last value as text."""
     has_markers = len(values) <= MAX_MARKED_POINTS
     if not has_markers:
         axes.plot(steps, values, color=line.color, linewidth=0.8, alpha=0.3)
@@ -153,13 +146,8 @@ def draw_timeline(
 ) -> None:
     """Draws the calls of every rank into a PNG file, colored by method, with the busy fraction of each device.
 
-    A dark line below the calls marks the critical path. The file is replaced atomically.
-
-    Args:
-        events: calls to draw.
-        path: the PNG file.
-        window_s: number of seconds before the end to draw; None draws all calls.
-        until_ns: end of the plot; None selects the end of the last call.
+    A dark line below the calls marks the critical path. The plot shows the last `window_s` seconds (None: all) before
+    `until_ns` (None: the end of the last call). The file is replaced atomically.
     """
     end_ns = max((event.ended_ns for event in events), default=0) if until_ns is None else until_ns
     start_ns = min((event.started_ns for event in events), default=0)
@@ -204,7 +192,6 @@ def _draw_calls(
 
 
 def _draw_path(axes: Axes, path: Sequence[Segment], row_index: Mapping[Row, int], start_ns: int) -> None:
-    """Draws a dark line below the critical path, except for the driver's time."""
     bars_of: defaultdict[Row, list[tuple[float, float]]] = defaultdict(list)
     for segment in path:
         if segment.part != "driver":
@@ -224,7 +211,6 @@ def _method_colors(events: Sequence[CallEvent]) -> dict[str, Any]:
 
 
 def _label_rows(axes: Axes, rows: Sequence[Row], busy: dict[str, float]) -> None:
-    """Labels each row with its rank on the left, and each device with its busy fraction on the right."""
     axes.set_ylim(max(1, len(rows)) - 0.5, -0.5)
     axes.set_yticks(range(len(rows)), [f"{row.role} {row.rank}" for row in rows], fontsize=9)
     axes.set_xlabel("seconds", fontsize=9, color="#444444")

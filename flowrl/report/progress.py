@@ -41,7 +41,7 @@ class EvaluationResult:
     """Scores of greedy responses to held-out prompts."""
 
     step: int
-    """Number of training steps before the evaluation."""
+    """Training step after which the model was evaluated."""
     accuracy: float
     """Mean score of the evaluation function."""
     response_length: float
@@ -52,7 +52,6 @@ class EvaluationResult:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics for `metrics.jsonl`."""
         return {"accuracy": self.accuracy}
 
 
@@ -61,14 +60,12 @@ class LossResult:
     """Loss on held-out examples."""
 
     step: int
-    """Number of training steps before the evaluation."""
     loss: float
     """Mean cross-entropy per response token, in nats."""
     num_rows: int
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics for `metrics.jsonl`."""
         return {"validation_loss": self.loss}
 
 
@@ -76,13 +73,7 @@ class MetricsLog:
     """Writes the metrics of each step immediately, so that they remain if the run is killed."""
 
     def __init__(self, folder: Path, last_step: int = -1, *, has_tensorboard: bool = True) -> None:
-        """Opens `metrics.jsonl`, and `tensorboard/` if requested.
-
-        Args:
-            folder: existing run folder.
-            last_step: last step to keep from an existing `metrics.jsonl`. Later lines are removed.
-            has_tensorboard: whether to write TensorBoard events too.
-        """
+        """Opens `metrics.jsonl`, without lines after `last_step`, and `tensorboard/` if requested."""
         self.history: list[dict[str, float]] = _read(folder / "metrics.jsonl", last_step)
         """One dictionary per step, with `step` and the step's metrics."""
         with replacing(folder / "metrics.jsonl") as temporary:
@@ -97,12 +88,7 @@ class MetricsLog:
             self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Appends the metrics of a step. Values that are not finite become null.
-
-        Args:
-            step: must be greater than the step of the previous call.
-            values: value per metric name. A name may have the form `group/metric`.
-        """
+        """Appends the metrics of a step. Values that are not finite become null. Steps must be in ascending order."""
         assert not self.history or step > self.history[-1]["step"], f"step {step} was written before"
         row = {"step": step, **{name: float(value) for name, value in values.items()}}
         self.history.append(row)
@@ -159,7 +145,7 @@ class LiveProgress:
         shown: Mapping[str, str] = SHOWN,
         console: Console | None = None,
     ) -> None:
-        """Creates the progress display, which is shown after the first `update`.
+        """Creates the display, which is shown after the first `update`.
 
         Args:
             num_steps: total number of steps of the run.

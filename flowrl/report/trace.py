@@ -185,10 +185,7 @@ def path_totals(path: Iterable[Segment]) -> dict[tuple[str, Part], int]:
 
 
 def busy_fractions(events: Iterable[CallEvent], start_ns: int, end_ns: int) -> dict[str, float]:
-    """Returns the fraction of [start_ns, end_ns] in which each device ran a call. Keys are `CallEvent.device_label`.
-
-    Overlapping calls count once. The result contains every device of the events.
-    """
+    """Returns the fraction of [start_ns, end_ns] in which each device (`CallEvent.device_label`) ran a call."""
     intervals: defaultdict[str, list[CallEvent]] = defaultdict(list)
     for event in events:
         intervals[event.device_label].append(event)
@@ -215,10 +212,7 @@ class IdleTracker:
     def idle_fractions(
         self, events: Iterable[CallEvent], roles: Iterable[str], start_ns: int, end_ns: int
     ) -> dict[str, float]:
-        """Returns `idle_<role>`: the fraction of [start_ns, end_ns] without a call of the role, mean over ranks.
-
-        Roles that were never called are omitted.
-        """
+        """Returns `idle_<role>`: the fraction of [start_ns, end_ns] without a call of the role, mean over ranks."""
         if end_ns <= start_ns:
             return {}
         busy = rank_fractions(events, start_ns, end_ns)

@@ -87,7 +87,6 @@ METRIC_COLUMNS = (
     "behavior_logprobs",
     "shaped_scores",
 )
-"""Columns from which `batch_metrics` computes metrics, if the batch has them."""
 
 Moments = tuple[RewardMoments, ...]
 """Reward moments, one per entry of `algorithm.shaping`."""
@@ -159,7 +158,6 @@ class Advantages:
         return {"kl_control": asdict(control), "moments": [asdict(moments) for moments in shaped.moments]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores the result of `state`."""
         control: Any = _new_kl_control(self._config)
         self._kl_control = replace(control, **state["kl_control"])
         self._shaped = ShapedScores(torch.empty(0), tuple(RewardMoments(**moments) for moments in state["moments"]))
@@ -216,7 +214,6 @@ def compute_columns(
     shaped: ShapedScores | None,
     seed: Sequence[int],
 ) -> TensorDict:
-    """Returns the columns of `Advantages.compute` for a full batch."""
     lengths_B = lengths(table)
     tokens = {name: pad_tokens(column_T, lengths_B) for name, column_T in table["tokens"].items()}
     rows = {name: column for name, column in table["rows"].items() if isinstance(column, torch.Tensor)}

@@ -14,8 +14,7 @@ from flowrl.data.prompts import PromptStream, read_conversations
 def read_prompts(config: OnPolicyConfig) -> tuple[PromptStream, PromptStream | None]:
     """Returns the training prompts, and the held-out prompts or None.
 
-    Raises DataError if a row is invalid or longer than `data.max_prompt_tokens`, the model has no usable tokenizer,
-    prompt and response exceed the model's context, or a stop sequence has an unknown token id.
+    Raises DataError if a row or a setting is invalid.
     """
     try:
         tokenizer = ChatTokenizer(config.actor.model.path)
@@ -54,7 +53,6 @@ def _check_reward_tokenizer(tokenizer: ChatTokenizer, config: OnPolicyConfig) ->
 
 
 def read_stream(path: Path, data: DataConfig, tokenizer: ChatTokenizer, *, seed: int) -> PromptStream:
-    """Returns the prompts of one file."""
     conversations = read_conversations(path, last="user")
     return PromptStream(
         conversations, tokenizer, seed=seed, max_prompt_tokens=data.max_prompt_tokens, shuffle=data.shuffle
@@ -71,10 +69,7 @@ def check_context(tokenizer: ChatTokenizer, num_tokens: int, setting: str) -> No
 
 
 class Examples:
-    """Tokenized conversations for supervised fine-tuning.
-
-    Raises DataError if a conversation does not end with the assistant or is longer than `max_tokens`.
-    """
+    """Tokenized conversations for supervised fine-tuning. Raises DataError if a conversation is invalid or too long."""
 
     def __init__(self, path: Path, model: Path, *, max_tokens: int, max_rows: int | None = None) -> None:
         """Reads the first `max_rows` conversations of a JSON-lines file, or all if `max_rows` is None."""
@@ -97,10 +92,7 @@ class Examples:
         return len(self._ids)
 
     def batches(self, num_rows: int, *, seed: int, shuffle: bool, epochs: int | None = None) -> Iterator[Batch]:
-        """Yields batches of `num_rows` examples. The last batch of an epoch may be smaller.
-
-        The order depends only on the seed and the epoch.
-        """
+        """Yields batches of `num_rows` examples, in an order that depends only on the seed and the epoch."""
         epoch = 0
         while epochs is None or epoch < epochs:
             order = np.random.default_rng([seed, epoch]).permutation(len(self)) if shuffle else np.arange(len(self))

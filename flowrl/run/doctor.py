@@ -45,8 +45,6 @@ _TRANSPORTS = {"shared": "none (the rollout uses the actor's weights)"}
 
 @dataclass
 class _Findings:
-    """Rows of the printed table."""
-
     rows: list[tuple[str, str]] = field(default_factory=list)
 
     def add(self, name: str, value: str) -> None:
@@ -64,12 +62,8 @@ def examine(
 ) -> None:
     """Starts actor and rollout, syncs changed weights twice, generates, and prints a table of the comparisons.
 
-    Writes no files.
-
-    Raises:
-        CheckFailed or WorkerError: if weights or log-probabilities of the rollout differ from the actor's.
-        UserError: if the data or the placement of the config is invalid.
-        Interrupted: if a signal ended the program.
+    Writes no files. Raises CheckFailed or WorkerError if weights or log-probabilities of the rollout differ from the
+    actor's, UserError if the config is invalid, and Interrupted if a signal ended the program.
     """
     prompts, _ = read_prompts(config)
     console, findings = console or Console(), _Findings()
@@ -222,7 +216,6 @@ def _gaps(
 
 
 def _logprobs(actor: WorkerGroup, batch: Batch, temperature: float) -> Tensor:
-    """Returns the actor's log-probabilities [T] of the response tokens."""
     actor.run(_set_temperature, temperature)
     return actor.logprobs(batch).get("logprobs")[batch.get("response_mask").bool()]
 

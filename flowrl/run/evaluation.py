@@ -93,7 +93,6 @@ class Evaluations:
             self.results.append(self.evaluation.measure(step))
 
     def has_result_of(self, step: int) -> bool:
-        """Whether the last result is of this step."""
         return bool(self.results) and self.results[-1].step == step
 
     def summary(self, step: int) -> dict[str, float | None]:
@@ -112,5 +111,4 @@ class Evaluations:
         return [asdict(result) for result in self.results]
 
     def restore(self, state: Sequence[Mapping[str, Any]]) -> None:
-        """Restores the result of `state`."""
         self.results = [(LossResult if "loss" in values else EvaluationResult)(**values) for values in state]

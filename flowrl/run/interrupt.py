@@ -61,12 +61,7 @@ class Interruption:
             signal.signal(number, self._on_signal)
 
     def defer(self, action: str, progress: str) -> None:
-        """Makes the next signal set `signal` instead of raising.
-
-        Args:
-            action: what the run does after a signal, printed when the signal arrives.
-            progress: new value of `progress`.
-        """
+        """Makes the next signal set `signal` instead of raising. Prints `action` when the signal arrives."""
         self._action, self.progress = action, progress
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

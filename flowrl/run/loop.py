@@ -210,14 +210,10 @@ class Run:
     # Checkpoints.
 
     def add_checkpointable(self, policy: WorkerGroup, *others: WorkerGroup, **objects: Checkpointable) -> None:
-        """Adds worker groups and driver objects to checkpoints.
+        """Adds worker groups and named driver objects to checkpoints.
 
-        Args:
-            policy: group whose weights are sent to the rollout.
-            others: additional groups with training state.
-            objects: driver objects by name.
-        Raises:
-            UserError: if a group's workers lack `save_checkpoint` or `load_checkpoint`.
+        The weights of the first group, `policy`, are sent to the rollout after a resume. Raises UserError if a group's
+        workers lack `save_checkpoint` or `load_checkpoint`.
         """
         self._saver.add([policy, *others], objects)
         self._policy = policy
@@ -234,7 +230,6 @@ class Run:
         }
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        """Restores the result of `_state`."""
         self._step, self.version = state["step"], state["version"]
         self._evaluations.restore(state["outcomes"])
         self._peak_mb = state["peak_mb"]
@@ -449,13 +444,10 @@ class StepLog:
     def measure_idleness(
         self, policy: str | None, roles: Iterable[str], waited_s: WaitedS, *, excluded_role: str | None = None
     ) -> None:
-        """Adds idle times to the metrics of later steps.
+        """Adds idle times of `roles` to the metrics of later steps.
 
-        Args:
-            policy: the trained role.
-            roles: roles whose idle time is measured.
-            waited_s: measures how long the rollout waited for weights.
-            excluded_role: role that generates continuously. Its calls belong to no step.
+        `policy` is the trained role, and `waited_s` measures how long the rollout waited for weights. `excluded_role`
+        generates continuously, so its calls belong to no step.
         """
         self._policy, self._roles, self._waited_s = policy, tuple(roles), waited_s
         self._excluded_role = excluded_role

@@ -38,9 +38,7 @@ from flowrl.weight_sync.transfer import choose_transport, has_per_replica_update
 def plan_run(config: RunConfig, devices: Sequence[int] | None = None) -> Plan:
     """Returns the placement plan of a run on this machine, or for `devices` per node.
 
-    Raises:
-        PlacementError: if the placement does not fit the devices.
-        ConfigError: if a role's engine cannot run on its ranks.
+    Raises PlacementError or ConfigError.
     """
     placement, stated = config.placement, devices or config.devices
     if config.address is not None and stated is None:
@@ -71,10 +69,7 @@ def check_start(config: RunConfig) -> None:
 
 
 def check_functions(config: RunConfig) -> None:
-    """Imports every user-defined function that the config names as `module:function`.
-
-    Raises ConfigError if an import fails or a function has wrong inputs or settings.
-    """
+    """Imports every user-defined function (`module:function`) of the config. Raises ConfigError if one is invalid."""
     for group, value in config:
         if isinstance(value, RewardConfig):
             for key, name in (("function", value.function), ("evaluation", value.evaluation)):

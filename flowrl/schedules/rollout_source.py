@@ -40,22 +40,11 @@ class RolloutSource(Buffer, Protocol):
     """Whether replicas generate continuously, independently of steps."""
 
     def begin(self, policy: WorkerGroup | None, step: int, version: int) -> None:
-        """Starts generation.
-
-        Args:
-            policy: the actor, if the recipe has one.
-            step: number of steps that are already trained.
-            version: weight version of all replicas.
-        """
+        """Starts generation after `step` trained steps, with replicas that have weight version `version`."""
         ...
 
     def next_batch(self, step: int, version: int) -> Batch:
-        """Returns the prompts and responses of a step. A streaming source blocks until the responses are complete.
-
-        Args:
-            step: step that trains the batch.
-            version: weight version before the step.
-        """
+        """Returns the prompts and responses of a step. A streaming source blocks until the responses are complete."""
         ...
 
     def sync_weights(self, actor: WorkerGroup, rollout: WorkerGroup, version: int) -> ComparedWeights | None:
@@ -73,13 +62,7 @@ class RolloutSource(Buffer, Protocol):
     def weight_wait_s(self, step: int, events: Sequence[CallEvent], start_ns: int, end_ns: int) -> float:
         """Returns the mean seconds per replica in which a replica was idle until newer weights arrived.
 
-        Call it once per step, in the order of steps.
-
-        Args:
-            step: the step.
-            events: calls that ended after `start_ns`.
-            start_ns: start of the step.
-            end_ns: end of the step.
+        Call it once per step, in the order of steps. `events` are the calls that ended after `start_ns`.
         """
         ...
 
@@ -250,11 +233,6 @@ def staleness_metrics(batch: Batch, version: int, bound: int) -> Future | LocalR
     The staleness of a token is `version` minus the version that sampled the token. The staleness of a row is that of
     its oldest token. Metrics: `staleness` (mean over rows), `staleness_max`, and `staleness_<k>` (fraction of rows) for
     k from 0 to `bound`.
-
-    Args:
-        batch: columns `weight_version` and `response_mask`.
-        version: weight version before the step that trains the batch.
-        bound: largest possible staleness.
     """
     return batch.reduce(measure_staleness, ["weight_version", "response_mask"], version=version, bound=bound)
 
@@ -278,11 +256,7 @@ def measure_staleness(table: TensorDict, version: int, bound: int) -> dict[str, 
 def measure_weight_wait_s(events: Iterable[CallEvent], role: str, start_ns: int, end_ns: int) -> float:
     """Returns the mean seconds per rank of [start_ns, end_ns] in which a rank was idle before a weight update.
 
-    Args:
-        events: calls of any role, including each rank's last call before `start_ns`.
-        role: the rollout role.
-        start_ns: start of the interval.
-        end_ns: end of the interval.
+    `events` must include each rank's last call before `start_ns`.
     """
     calls_of: defaultdict[int, list[CallEvent]] = defaultdict(list)
     for event in events:

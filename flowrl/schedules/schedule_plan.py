@@ -155,12 +155,7 @@ def _check_targets(targets: Sequence[Sequence[int]], num_replicas: int, num_trai
 
 
 def render_graph(config: OnPolicyConfig, planned: Plan) -> str:
-    """Draws the schedule, the rollout replicas, the actor ranks and the data flow between them as text.
-
-    Raises:
-        ConfigError: if the schedule or the routes do not fit the plan.
-        PlacementError: if the weight transport does not fit the plan.
-    """
+    """Draws the schedule, the rollout replicas, the actor ranks and the data flow between them as text."""
     rollout, actor = planned.roles["rollout"], planned.roles["actor"]
     replicas = [_label(rollout, rank) for rank in range(rollout.mesh.dp)]
     trainers = [_label(actor, rank) for rank in range(actor.mesh.dp)]

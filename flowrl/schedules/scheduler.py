@@ -145,7 +145,6 @@ class ThroughputTracker:
         timing.idle_since_s = self._now_s
 
     def reset_replica(self, replica: int) -> None:
-        """Discards all measurements of a replica whose process was replaced."""
         self._replicas[replica] = _ReplicaTiming()
 
     def seconds_per_group(self, replica: int) -> float | None:
@@ -161,13 +160,7 @@ class ThroughputTracker:
         return timing.mean_s + max(0.0, age_s - timing.mean_s) * weight
 
     def is_straggler(self, replica: int, others: Iterable[int], num_groups: float) -> bool:
-        """Whether the other replicas complete `num_groups` groups before this replica completes one group.
-
-        Args:
-            replica: the replica to test.
-            others: the other replicas that serve the same trainer.
-            num_groups: groups per slot that may still be dispatched before the staleness bound is reached.
-        """
+        """Whether the replicas `others` complete `num_groups` groups before `replica` completes one group."""
         own_s, others_s = self.seconds_per_group(replica), [self.seconds_per_group(other) for other in others]
         measured_s = [seconds for seconds in others_s if seconds]
         if own_s is None or not measured_s or len(measured_s) < len(others_s):

@@ -101,14 +101,7 @@ def simulate(limits: ScheduleLimits, num_replicas: int, workload: Workload, faul
 def simulate_detached(
     limits: ScheduleLimits, workload: Workload, *, num_replicas: int, num_trainer_devices: int
 ) -> Outcome:
-    """Simulates a run with separate devices for generation and training.
-
-    Args:
-        limits: limits of the scheduler.
-        workload: `train_s` is the duration of a step on a single trainer device.
-        num_replicas: number of rollout replicas.
-        num_trainer_devices: number of devices that share a step's training equally.
-    """
+    """Simulates a run with separate devices for generation and training. `train_s` is the time on a single device."""
     return simulate(limits, num_replicas, _share_training(workload, num_trainer_devices))
 
 
@@ -127,12 +120,8 @@ def _share_training(workload: Workload, num_devices: int) -> Workload:
 def sample_long_tailed_s(num: int, mean_s: float, *, sigma: float, max_ratio: float, seed: int) -> list[float]:
     """Samples durations from a truncated log-normal distribution, which resembles response lengths.
 
-    Args:
-        num: number of samples.
-        mean_s: mean of the samples.
-        sigma: standard deviation of the logarithm; with 0 all samples are equal.
-        max_ratio: truncation as a multiple of the mean before truncation, like a limit of `max_response_tokens`.
-        seed: seed of the random generator.
+    `sigma` is the standard deviation of the logarithm. `max_ratio` is the truncation as a multiple of the mean before
+    truncation, like a limit of `max_response_tokens`.
     """
     rng = random.Random(seed)
     samples = [min(rng.lognormvariate(-sigma * sigma / 2, sigma), max_ratio) for _ in range(num)]
@@ -155,14 +144,7 @@ class _Replica:
 
 
 class Simulation:
-    """Runs replicas and a trainer under a virtual clock until all groups are trained.
-
-    Args:
-        limits: limits of the scheduler; `total_groups` is required.
-        num_replicas: number of rollout replicas.
-        workload: durations.
-        faults: faults to inject; None injects no faults.
-    """
+    """Runs replicas and a trainer under a virtual clock until all `limits.total_groups` groups are trained."""
 
     def __init__(
         self, limits: ScheduleLimits, num_replicas: int, workload: Workload, faults: Faults | None = None

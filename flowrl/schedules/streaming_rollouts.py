@@ -468,12 +468,7 @@ class StepFunction:
 
 
 def group_metrics(counts: GroupCounts, previous: GroupCounts | None = None) -> dict[str, float]:
-    """Returns the number of groups per state, and of groups admitted, trained and dropped since the previous step.
-
-    Args:
-        counts: counts at the end of `next_batch`.
-        previous: counts at the end of the previous `next_batch`; None in the first step.
-    """
+    """Returns the number of groups per state, and of groups admitted, trained and dropped since the previous step."""
     before = previous.dropped if previous else {}
     dropped = {reason: count - before.get(reason, 0) for reason, count in counts.dropped.items()}
     metrics = {
