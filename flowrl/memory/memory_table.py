@@ -39,7 +39,7 @@ def memory_budget(config: RunConfig, planned: Plan, *, is_local: bool) -> Memory
 
 
 def check_memory(config: RunConfig, planned: Plan, devices: Sequence[DeviceMemory], budget: MemoryBudget) -> None:
-    """Raises ConfigError if a device or node needs more memory than it has. Skips models of unknown size."""
+    """Raises ConfigError if a device or node needs more memory than available. Skips models of unknown size."""
     for device in devices:
         if device.is_known and budget.per_device is not None and device.peak[0] > budget.per_device:
             raise ConfigError(_error_message(config, planned, device, budget.per_device))

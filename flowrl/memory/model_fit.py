@@ -47,7 +47,7 @@ def _check_tp(role: str, size: ModelSize, tp: int) -> None:
 
 
 def _check_sp(role: str, size: ModelSize, sp: int) -> None:
-    """Raises ConfigError unless sp divides the query heads, and sp and the key heads divide one another."""
+    """Raises ConfigError unless sp divides the query heads and divides, or is divisible by, the key heads."""
     keys = _key_heads(size)
     if size.heads % sp or (keys % sp and sp % keys):
         raise ConfigError(

@@ -110,7 +110,7 @@ def vllm_role(
 
 
 def num_slots(prompt: int, response: int) -> tuple[int, int]:
-    """Returns the KV slots per row at the end, and before the last doubling of the cache."""
+    """Returns the KV slots per row after a full response, and the slots before the last doubling of the cache."""
     needed, slots = _needed_slots(prompt, response), _round_up(prompt)
     previous = slots
     while slots < needed:
@@ -135,7 +135,7 @@ def _decode(size: ModelSize, param_bytes: int, rows: int, slots: int, previous_s
 
 
 def _needed_slots(prompt: int, response: int) -> int:
-    """Returns the KV slots of a full row. The last response token needs no slot, because it is never fed back."""
+    """Returns the KV slots of a full row. The last response token needs none, because no step reads it."""
     return _round_up(prompt + response - 1)
 
 

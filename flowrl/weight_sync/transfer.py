@@ -120,7 +120,7 @@ class NcclTransfer:
         self._metadata: Sequence[Future] = ()
 
     def connect(self) -> None:
-        """Creates the NCCL group of the actor's first rank and all devices of the rollout, unless it exists."""
+        """Creates the NCCL group of the actor's first rank and all rollout devices. Runs only once."""
         if self._metadata:
             return
         num_chunks = self._num_chunks.get()
@@ -251,14 +251,14 @@ class WeightSnapshot:
     _check: WeightsCheck
 
     def is_ready(self) -> bool:
-        """Returns whether the actor has exported the snapshot. Loading it earlier would block the replica."""
+        """Returns whether the actor has exported the snapshot. Earlier load calls would block the replica."""
         return all(bucket.done() for bucket in self._buckets)
 
     def futures(self) -> Sequence[Future]:
         return self._buckets
 
     def send(self, rollout: WorkerGroup) -> tuple[Sequence[Future], ComparedWeights | None]:
-        """Submits the load calls to a rollout or replica. Returns the calls and their comparison, if enabled."""
+        """Submits the load calls to a rollout or replica. Returns the calls and the comparison, if enabled."""
         return self._transfer.load(self._buckets, rollout, self.version), self._check.compare(rollout)
 
 
@@ -280,7 +280,7 @@ class WeightSync:
             self._transfer(actor, rollout)
 
     def send(self, actor: WorkerGroup, rollout: WorkerGroup, version: int) -> ComparedWeights | None:
-        """Sends the actor's current weights as `version`. Returns their comparison (None if disabled).
+        """Sends the actor's current weights as `version`. Returns the comparison of the weights, if enabled.
 
         A rollout in the actor's processes shares the weights and gets only the version number.
         """

@@ -55,7 +55,7 @@ class WeightsCheck:
     """Compares the weights of a rollout with samples of the actor's weights of `version`.
 
     The constructor exports the samples and must run before the weights are sent; `compare` runs afterwards. Neither
-    waits. A difference raises CheckFailed when the result is read. Nothing is compared if the rollout shares the
+    call waits. A difference raises CheckFailed when the result is read. Nothing is compared if the rollout shares the
     actor's weights, if `rollout.check_weights` is `off`, or if a role does not support the check.
     """
 

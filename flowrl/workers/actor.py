@@ -110,7 +110,7 @@ class Actor(TrainedWorker):
         save_model(self.model, self.config.model.path, folder, is_writer=self.rank == 0)
 
     def can_share_weights(self, other: Worker) -> bool:
-        """Returns whether `other` may use this model's weights. Sharded weights require the same ranks."""
+        """Returns whether `other` may use this model's weights. A sharded model needs aligned ranks."""
         return not self.engine.is_sharded or other.context.role in self.context.aligned_roles
 
     @property

@@ -61,7 +61,7 @@ class TrainedWorker(ModelWorker):
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, memory=())
     def checkpoint_saved(self, wait: bool = True) -> Saved | None:
-        """Returns the files that this rank wrote in the last save; None if ranks are still writing."""
+        """Returns the files that this rank wrote; None if not `wait` and a rank is still writing."""
         return self._checkpoints.result(wait=wait)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)

@@ -22,8 +22,8 @@ from flowrl.workers.policy_model import PolicyModel, policy_logprobs
 class Reference(ModelWorker):
     """Worker that computes log-probabilities with a frozen causal language model.
 
-    If an actor in the same process trains a LoRA adapter on the same model, the reference has no weights. It runs the
-    actor's engine with the adapter disabled.
+    If an actor in the same process trains a LoRA adapter on the same model, the reference has no weights. The reference
+    then runs the actor's engine with the adapter disabled.
 
     Args:
         config: model and engine.

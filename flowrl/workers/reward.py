@@ -30,7 +30,7 @@ class RewardError(UserError):
 
 
 def load_reward_function(name: str) -> RewardFunction:
-    """Imports the function `module:function`. Raises RewardError if its parameters do not match."""
+    """Imports the function `module:function`. Raises RewardError if import or signature are invalid."""
     try:
         function: RewardFunction = import_function(name)  # its result is checked at every call
     except ImportNameError as error:

@@ -42,7 +42,7 @@ RESPONSE_COLUMNS = ("input_ids", "response_mask", "rollout_logprobs", "weight_ve
 class Rollout(Worker):
     """Worker that generates responses.
 
-    In the actor's process, the rollout shares the actor's weights or keeps a quantized copy of them.
+    In the actor's process, the rollout shares the actor's weights or has a quantized copy of the weights.
 
     Args:
         config: engine and sampling settings.
@@ -166,14 +166,14 @@ class Rollout(Worker):
         return () if self._actor is None else (self._actor,)
 
     def _gathered_weights(self) -> AbstractContextManager[None]:
-        """Gathers the actor's sharded weights, or merges its adapter, in the block."""
+        """Returns a context in which the model has the actor's gathered or merged weights."""
         if self._actor is None or not self.shares_weights or not self._actor.has_gathered_weights:
             return nullcontext()
         return gathered_weights(self.engine.model, self._actor.model)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def set_version(self, version: int) -> None:
-        """Sets the version of weights that the actor updated in this process. A quantized rollout copies them again."""
+        """Sets the weight version after a local update of the actor. A quantized rollout copies the weights."""
         assert self._actor is not None, "weights of another process arrive through load_weights"
         if self._is_quantized:
             write_weights(self.model, full_weights(self._actor.model))
@@ -202,7 +202,7 @@ class Rollout(Worker):
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, memory=("weights",))
     def check_weights(self, samples: WeightSamples) -> Compared:
-        """Compares the engine's weights with samples of the actor's weights. Raises CheckFailed if they differ.
+        """Compares the engine's weights with the actor's samples. Raises CheckFailed for differences.
 
         A recovered process skips the check if its replayed weights are newer than the samples.
         """

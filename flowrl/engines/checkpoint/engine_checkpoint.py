@@ -131,7 +131,7 @@ class EngineCheckpoints:
         """Host memory of the last asynchronous save, reused by the next save."""
 
     def save(self, folder: Path, *, asynchronous: bool = False, extra_files: Mapping[str, bytes] | None = None) -> None:
-        """Starts a save. `result` completes the save and returns its result.
+        """Starts a save, which `result` completes.
 
         Args:
             folder: an existing empty folder, visible to all ranks.

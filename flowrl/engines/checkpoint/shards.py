@@ -1,7 +1,7 @@
 """The storage format of checkpoints: one file of raw tensors per rank, and one JSON index.
 
-torch's distributed checkpoint plans which rank reads and writes which chunk of each tensor. Its storage is not used,
-because pickles can run code when loaded.
+torch's distributed checkpoint plans which rank reads and writes which chunk of each tensor. torch's own storage format
+is not used, because it contains pickles, which can run code when loaded.
 
 The index is `{"format", "position", "tensors": {name: {"dtype", "size", "chunks": [{"offsets", "sizes", "file",
 "start"}]}}}`. `position` is the engine's `snapshot`. `start` is the byte offset of the chunk in the file.
@@ -90,7 +90,7 @@ def format_index(metadata: Metadata, locations: ShardLocations, engine_state: Ma
 
 
 def read_index(folder: Path) -> Index:
-    """Reads the index of a folder. Raises CheckpointError if the index is missing, corrupt or of another format."""
+    """Reads the index of a folder. Raises CheckpointError if the index is missing, corrupt or has another format."""
     try:
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         index_format = index["format"]

@@ -23,7 +23,7 @@ ROWS = "flowrl_rows"
 FLASH = "flash_attention_2"
 
 _GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else None
-"""Argument of torch's kernel for grouped-query attention; None if this torch version does not support it."""
+"""Argument of torch's kernel that enables grouped-query attention; None if torch does not support the argument."""
 
 
 def packing_obstacle(model: PreTrainedModel) -> str | None:
@@ -74,8 +74,8 @@ def attend(
         value: same shape as `key`; the head size may differ.
         pack: layout of the packed row; None for padded rows.
         scaling: factor of the attention logits; None means 1 / sqrt(E).
-        window: sliding-window size, which includes the token itself; None disables the window.
-        softcap: c in c tanh(x / c), which replaces attention logits x; None disables the softcap.
+        window: number of tokens in the sliding window; None disables the window.
+        softcap: bound c in c tanh(x / c), which replaces attention logits x; None disables the softcap.
     Returns: [B, L, H, E], or [1, T, H, E] for a packed row.
     """
     if pack is None:
@@ -200,7 +200,7 @@ def capped_attention(
 
 
 def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    """Returns a bool mask [L, L] that is true where a token may attend: its last `window` tokens."""
+    """Returns the bool mask [L, L] of causal sliding-window attention."""
     causal_LL = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return causal_LL.triu(1 - window)
 

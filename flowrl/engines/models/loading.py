@@ -186,7 +186,7 @@ def save_model(
 
     Adapters are merged into the saved weights; the model stays unchanged. All ranks of a sharded model must call this
     together, but only the rank with `is_writer` writes.
-    Raises ModelError if the folder already exists, and UserError if it cannot be written.
+    Raises ModelError if the folder already exists, and UserError if the folder cannot be written.
     """
     if is_writer and folder.exists():  # other ranks may arrive after the writer has finished
         raise ModelError(f"{folder} already exists and would be overwritten: choose a new folder")

@@ -74,13 +74,8 @@ def adapter_layers(model: nn.Module) -> dict[str, LoraLinear]:
 def tp_sharded_layers(model: nn.Module, path: str, *, by_outputs: bool) -> list[str]:
     """Returns the names of the linear layers that tensor parallelism shards for the layer at `path`.
 
-    For an adapted layer these are the layer itself and one adapter matrix: B, which has the same outputs, or A, which
-    has the same inputs. The other matrix is replicated.
-
-    Args:
-        model: model that contains the layer.
-        path: name of the layer.
-        by_outputs: shard the outputs (column-wise) instead of the inputs (row-wise).
+    For an adapted layer, the layer and one adapter matrix are sharded: B if `by_outputs` (column-wise), otherwise A
+    (row-wise). The other adapter matrix is replicated.
     """
     if path not in adapter_layers(model):
         return [path]
@@ -108,7 +103,7 @@ def adapter_disabled(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ModelWeight:
-    """A weight of a model, merged with its adapter if it has one."""
+    """Weight of a model together with the adapter, if any."""
 
     stored: Tensor
     """Weight of the model, or a DTensor with this rank's shard."""

@@ -55,7 +55,7 @@ class SequenceError(UserError):
 
 
 def enable_ulysses_attention(model: PreTrainedModel, group: ProcessGroup) -> None:
-    """Replaces a model's attention on all ranks. Raises SequenceError if it is unsupported."""
+    """Replaces a model's attention on all ranks. Raises SequenceError for unsupported attention."""
     settings = model.config.get_text_config()
     name, sp, heads = type(model).__name__, group.size(), settings.num_attention_heads
     kv_heads = getattr(settings, "num_key_value_heads", None) or heads
@@ -107,7 +107,7 @@ def run_backbone(
             arguments["position_ids"] = pack.positions_T[None]
         return backbone(input_ids=input_ids_BL, use_cache=False, **arguments).last_hidden_state
     padded_BL = nn.functional.pad(input_ids_BL, (0, num_filler))
-    # Attention of a tensor-parallel rank covers the shards of its whole tp group, so it needs all their positions.
+    # Attention of a tensor-parallel rank covers all shards of its tp group and needs the positions of all shards.
     tp = 1 if sharding.tp_group is None else sharding.tp_group.size()
     index_l = torch.arange(sharding.shard_length(padded_BL) * tp, device=padded_BL.device)
     index_l += sharding.group.rank() // tp * len(index_l)
@@ -200,7 +200,7 @@ class _TakeShard(torch.autograd.Function):
 
 
 class _ReduceGradient(torch.autograd.Function):
-    """Returns a replicated weight unchanged. The backward pass all-reduces its gradient."""
+    """Returns a replicated weight unchanged. The backward pass all-reduces the gradient of the weight."""
 
     @staticmethod
     def forward(ctx: _Context, weight: Tensor, group: ProcessGroup) -> Tensor:

@@ -15,7 +15,7 @@ class Gradients(Protocol):
     """Gradient operations of an optimizer step, for replicated or sharded gradients."""
 
     def zero(self) -> None:
-        """Resets the gradients before the backward passes. Unused parameters later get a gradient of 0."""
+        """Resets the gradients before the backward passes."""
 
     def sum(self) -> None:
         """Completes the sum of the gradients over all ranks, after the backward passes."""

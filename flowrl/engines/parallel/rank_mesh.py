@@ -31,7 +31,7 @@ class RankMesh:
     """Device mesh with the dimensions `replicate`, `shard` and `tp`."""
     tp: int
     is_row_leader: bool
-    """Whether this rank has tensor- and sequence-parallel index 0, so that it counts the rows of `same_rows`."""
+    """Whether this rank counts the rows of `same_rows`. True at tensor- and sequence-parallel index 0."""
 
     def sum(self, values: Tensor) -> Tensor:
         """Sums the values elementwise over all ranks, in place."""
@@ -103,7 +103,7 @@ def rank_mesh(
 
 
 def _align_group_counts(group: ProcessGroup, device: torch.device | str) -> None:
-    """Creates dummy groups until all ranks have equally many, because torch names groups by their number."""
+    """Creates dummy groups until all ranks have equally many. torch derives group names from the count."""
     own = torch.tensor([len(_world.pg_names)], device=device)
     most = own.clone()
     distributed.all_reduce(most, distributed.ReduceOp.MAX, group=group)

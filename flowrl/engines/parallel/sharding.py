@@ -32,7 +32,7 @@ from flowrl.engines.parallel.sequence_parallel_norms import SEQUENCE, shard_adap
 _STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
-    # Plain sharding would mix the halves of fused matrices, so their product is gathered between the layers.
+    # Plain sharding would mix the halves of a fused matrix, so the product is gathered between the layers.
     "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
     "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
     # A norm per head [B, L, H, E]: weights are replicated and heads are sharded.
@@ -81,7 +81,7 @@ def shard_model(model: nn.Module, mesh: RankMesh, config: EngineConfig, compute_
 
 
 def make_sequence_sharding(config: EngineConfig, mesh: RankMesh) -> SequenceSharding | None:
-    """Returns the ranks that share each row, or None. Raises EngineError for sharded norms with tp 1."""
+    """Returns the ranks that share each row, or None. Raises EngineError for sharded norms without tp."""
     if config.sequence_parallel_norms and mesh.tp == 1:
         raise EngineError(
             "engine.sequence_parallel_norms needs tensor parallelism, but this role has tp 1: set it to false, or set "

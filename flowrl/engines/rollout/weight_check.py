@@ -1,6 +1,6 @@
 """Compares sampled weights of a rollout with the actor's weights, bit for bit.
 
-A linear layer maps a unit vector to a column of its matrix, and a zero vector to its bias. Both outputs are exact,
+A linear layer maps a unit vector to a column of its matrix, and a zero vector to its bias. The two outputs are exact,
 because adding zeros does not round. The check therefore works for fused, repacked and sharded weights.
 
 Shape suffixes: J sampled inputs of a layer, N outputs of the layer.
@@ -83,7 +83,7 @@ class Compared:
 
     @staticmethod
     def of(results: Iterable[tuple[str, Difference | bool]]) -> "Compared":
-        """Collects pairs of weight name and result: True if equal, False if the weight cannot be read back."""
+        """Merges (weight name, result) pairs. A result is True (equal), False (unreadable) or a `Difference`."""
         pairs = list(results)
         wrong = tuple(result for _, result in pairs if isinstance(result, Difference))
         unreached = tuple(name for name, result in pairs if result is False)

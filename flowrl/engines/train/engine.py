@@ -52,7 +52,7 @@ class LossScale:
     """
 
     factor: float = 2.0**16
-    """Factor of the loss before the backward pass, by which gradients are divided after the backward pass."""
+    """Factor that multiplies the loss before the backward pass and divides the gradients afterwards."""
     good_steps: int = 0
     """Number of steps without an overflow since the last change of the scale."""
 
@@ -287,7 +287,7 @@ class TrainEngine:
         return torch.autocast(self.device.type, self._compute_dtype, enabled=enabled)
 
     def _step(self, factor: float) -> dict[str, Metric]:
-        """Divides the gradient by `factor`, clips it and takes the optimizer step."""
+        """Unscales and clips the gradient, then takes the optimizer step."""
         assert self._config is not None and self._optimizer is not None
         norm = self._gradients.norm() / factor
         metrics: dict[str, Metric] = {} if self.loss_scale is None else {"loss_scale": Max(factor)}
@@ -335,7 +335,7 @@ def is_sharded(config: EngineConfig, mesh: RankMesh) -> bool:
 def learning_rate(config: OptimizerConfig, step: int) -> float:
     """Returns the learning rate of the optimizer step with index `step` (from 0).
 
-    The learning rate rises linearly to `lr` over `warmup_steps`. Afterwards it is constant, or decays to 0 at
+    The learning rate rises linearly to `lr` over `warmup_steps`. Afterwards the rate is constant, or decays to 0 at
     `total_steps`, linearly or along a half cosine.
     """
     if step < config.warmup_steps:

@@ -32,7 +32,7 @@ _PREFILL_TOKENS = 16384
 """Maximum number of tokens of one prefill pass, padding included."""
 
 _SHRINK_SHARE = 0.75
-"""The cache shrinks if at most this fraction of its slots is in use."""
+"""Fraction of used slots at or below which the cache shrinks."""
 
 History = tuple[int, ...]
 """Tokens of a row: the prompt, then the response so far."""
@@ -40,11 +40,11 @@ History = tuple[int, ...]
 
 @dataclass
 class Row:
-    """A request and its response, as they move between queue and decoder."""
+    """A request and its response."""
 
     request: Request
     response: Response
-    """Partial response. The decoder updates it only when it removes the row."""
+    """Partial response, which is updated only when the decoder removes the row."""
 
     @property
     def history(self) -> History:

@@ -29,14 +29,14 @@ from flowrl.engines.rollout.hf.kv_cache import with_slot_attention
 from flowrl.engines.rollout.weight_check import Compared, WeightSamples, compare_model
 
 _JOIN_SHARE = 8
-"""Waiting rows join once 1/8 of the slots is free, because a prefill costs about half a decode step for any number of
-rows."""
+"""Waiting rows join once 1/8 of the slots is free, because a prefill costs about half a decode step."""
 
 
 class HfRollout:
     """Generates responses with a transformers model, which may be the model that an actor trains.
 
-    The engine neither copies nor modifies the weights. For streaming, only `begin_update` may change them.
+    The engine neither copies nor modifies the weights. During streaming, weights may change only through
+    `begin_update`.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class HfRollout:
         return self._serving.state
 
     def begin_update(self, version: int) -> None:
-        """Begins an update to `version`, which pauses requests. Raises RolloutError if one is running."""
+        """Begins an update to `version` and pauses requests. Raises RolloutError during another update."""
         self._serving.check_begin()
         self._batch.pause(self.version)
         self._targets = WeightTargets(self.model)

@@ -166,7 +166,7 @@ class SlotCache(Cache):
             self.select(nn.functional.pad(self.row_numbers, (0, missing)), capacity)
 
     def copy(self, sources: Tensor, targets: Tensor, num_slots: int) -> None:
-        """Copies the first `num_slots` positions of source rows to target rows. A row must not be both."""
+        """Copies the first `num_slots` positions of source rows to target rows. No row may be both."""
         for layer in self.layers:
             assert isinstance(layer, _SlotLayer)
             layer.copy(sources, targets, num_slots)

@@ -194,7 +194,7 @@ class VllmRollout:
             self._finished.pop(request_id, None)
 
     def _process_output(self, output: RequestOutput) -> Response | None:
-        """Appends a vLLM output to the response of its request. Returns the response if it has finished."""
+        """Appends a vLLM output to the response of the request. Returns finished responses only."""
         response = self._running.get(output.request_id)
         if response is None:
             return None

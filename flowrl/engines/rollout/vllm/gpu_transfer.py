@@ -27,7 +27,7 @@ from flowrl.data.dtypes import dtype_name, torch_dtype
 
 @dataclass(frozen=True)
 class WeightMetadata:
-    """Names, dtypes and shapes of the weights of a chunk, in the order in which they are sent."""
+    """Names, dtypes and shapes of the weights of a chunk, in the order of transfer."""
 
     names: tuple[str, ...]
     dtype_names: tuple[str, ...]
