@@ -37,7 +37,7 @@ def record(frame, event, argument):
     if not path.startswith(package):
         return
     name = code.co_qualname
-    if name.endswith(".batch") and frame.f_locals.get("step") == STEP and window[0] == 0:
+    if name.endswith((".batch", ".next_batch")) and frame.f_locals.get("step") == STEP and window[0] == 0:
         window[0] = 1
     if window[0] == 1 and (os.getpid(), path) not in seen:
         seen.add((os.getpid(), path))
