@@ -30,7 +30,7 @@ def sleeping_config(task: Path, output: Path, *, makers: int = 2, trainers: int 
         rollout={"max_response_tokens": 1, "max_num_seqs": 4},
         algorithm={"estimator": "grpo"},
     )
-    del settings["data"]["test"]
+    del settings["data"]["test"], settings["data"]["evaluation_rows"]
     return SleepingConfig.model_validate(settings | changes)
 
 

@@ -300,7 +300,7 @@ def test_a_process_killed_during_generation_is_recovered_with_the_same_responses
     assert pair.group.run(vllm_checks.process_id) != [process_id]
     assert found == expected
     assert set(answered.get("weight_version").tolist()) == {-1, pair.version}
-    assert pair.told[0] == "rollout on rank 0 (node 0) lost its process in generate; another is started", pair.told
+    assert pair.told[0].startswith("rollout on rank 0 (node 0) lost its process in generate"), pair.told
 
 
 def test_a_process_killed_during_an_update_gets_all_chunks_again(pair: Pair) -> None:
