@@ -1,7 +1,7 @@
 """The base class of all settings, and the field types that several of them share."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -24,6 +24,16 @@ class Config(BaseModel):
         validate_default=True,
         allow_inf_nan=False,
     )
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """Copies the docstring of a field to a subclass that redefines the field without one."""
+        parent = cls.__mro__[1]
+        if issubclass(parent, Config):
+            for name in cls.model_fields.keys() & parent.model_fields.keys():
+                cls.model_fields[name].description = (
+                    cls.model_fields[name].description or parent.model_fields[name].description
+                )
 
 
 # Strict mode rejects "3" for 3 and true for 1. YAML has neither paths nor tuples, so these types accept text and lists.

@@ -102,8 +102,8 @@ def _expand_bare_names(source: Source, key: Key, cls: type[Config]) -> Source:
         value: Any = source.values
         for name in key[:depth]:
             value = value.get(name) if isinstance(value, Mapping) else None
-        members = [member for member in _walk(key[:depth], cls)[1] if issubclass(member, Member)]
-        if isinstance(value, str) and any(value in member.names() for member in members):
+        members = _members(_walk(key[:depth], cls)[1])
+        if isinstance(value, str) and value in _names(members):
             origin = source.origin(key[:depth])
             return source.set(key[:depth], {members[0].KEY: value}, {(): origin, (members[0].KEY,): origin})
     return source
@@ -112,20 +112,26 @@ def _expand_bare_names(source: Source, key: Key, cls: type[Config]) -> Source:
 def _include(source: Source, cls: type[Config], folder: Path) -> Source:
     """Replaces each path that stands for a group of settings by the contents of that file."""
     for name, field in cls.model_fields.items():
-        value = source.values.get(name)
-        classes = _classes(field.annotation)
-        if not isinstance(value, str) or not classes or _is_literal(value, field.annotation):
+        value, classes = source.values.get(name), _classes(field.annotation)
+        if not isinstance(value, str) or not classes:
             continue
         path = Path(value)
-        if not path.exists() and (folder / path).exists():
+        if not path.exists() and ((folder / path).exists() or path.parent == Path()):
             path = folder / path
         if not path.is_file():
-            where = path if path.parent != Path() else folder / path
-            hint = _member_hint(name, value, classes) or folder_hint(where)
-            raise ConfigError(f"{source.origin((name,))}: {name} is {value}, but there is no such file{hint}")
+            raise ConfigError(f"{source.origin((name,))}: {_no_file(name, value, path, _members(classes))}")
         included = read(path)
         source = source.set((name,), included.values, included.origins)
     return source
+
+
+def _no_file(name: str, value: str, path: Path, members: Sequence[type[Member]]) -> str:
+    """Returns the message for text that is not a path. It may be a bare name, such as `schedule: async`."""
+    missing = f"{name} is {value}, but there is no such file"
+    if not members or "/" in value or path.suffix in (".yaml", ".yml"):
+        return missing + folder_hint(path)
+    key, names = f"{name}.{members[0].KEY}", _names(members)
+    return f"{missing}: set {key}={value}" if value in names else unknown_name(key, value, names)
 
 
 def _set_recipe(source: Source, cls: type[Config]) -> Source:
@@ -141,94 +147,66 @@ def _set_recipe(source: Source, cls: type[Config]) -> Source:
     return source.set(("recipe",), name, {(): source.origin(("recipe",))})
 
 
-def _member_hint(name: str, value: str, classes: Sequence[type[Config]]) -> str:
-    """Returns a hint if a bare name stands where a mapping is required, such as `schedule: async`."""
-    members = [cls for cls in classes if issubclass(cls, Member)]
-    if not members or "/" in value or value.endswith((".yaml", ".yml")):
-        return ""
-    names = [known for member in members for known in member.names()]
-    key = f"{name}.{members[0].KEY}"
-    return f": set {key}={value}" if value in names else f", and {unknown_name(key, value, names)}"
-
-
 def _message(errors: Sequence[ErrorDetails], source: Source, cls: type[Config]) -> str:
     # A misspelled key is also a missing key. The misspelling is the cause and therefore comes first.
     first = min(errors, key=lambda error: error["type"] != "extra_forbidden")
-    key = _walk(first["loc"], cls)[0]
-    text = f"{_origin(first, key, source)}: {_problem(first, key, cls)}"
+    key, classes = _walk(first["loc"], cls)
+    origin = key
+    match first["type"]:
+        case "value_error":  # The first word of an error of a group is the setting.
+            named = (*key, *first["msg"].removeprefix("Value error, ").partition(" ")[0].split("."))
+            origin = named if named in source.origins else key
+        case "union_tag_invalid":
+            origin = (*key, _members(classes)[0].KEY)
+        case "extra_forbidden":  # An override of a nested key creates the unknown group.
+            origin = next((known for known in source.origins if known[: len(key)] == key), key)
+    text = f"{source.origin(origin)}: {_problem(first, key, cls)}"
     return text if len(errors) == 1 else f"{text} (and {len(errors) - 1} more errors)"
 
 
-def _origin(error: ErrorDetails, key: Key, source: Source) -> str:
-    """Returns the location of the setting. An error of a group names its setting in its first word."""
-    if error["type"] == "value_error":
-        word = _cause(error).partition(" ")[0]
-        key = named if (named := (*key, *word.split("."))) in source.origins else key
-    elif error["type"] == "union_tag_invalid":
-        key = next(
-            (named for name in ("kind", "estimator", "loss", "form") if (named := (*key, name)) in source.origins), key
-        )
-    elif error["type"] == "extra_forbidden":  # An override of a nested key creates the unknown group.
-        key = next((known for known in source.origins if known[: len(key)] == key), key)
-    return source.origin(key)
-
-
-def _cause(error: ErrorDetails) -> str:
-    return error["msg"].removeprefix("Value error, ")
-
-
 def _problem(error: ErrorDetails, key: Key, cls: type[Config]) -> str:
-    name = dotted(key)
+    name, value, members = dotted(key), error["input"], _members(_walk(key, cls)[1])
+    message = error["msg"].replace("Input should be", "must be").replace("Input is not", "is not")
     match error["type"]:
         case "extra_forbidden":
             return _unknown_key(error["loc"], key, cls)
         case "missing":
-            return f"`{name}` is required: {_description(cls, key)}"
-        case "union_tag_invalid" | "union_tag_not_found":
-            members = [member for member in _walk(key, cls)[1] if issubclass(member, Member)]
-            names = [known for member in members for known in member.names()]
+            description = (_fields(_walk(key[:-1], cls)[1])[str(key[-1])].description or "").splitlines()[0]
+            is_acronym = description[1:2].isupper()
+            text = description if is_acronym else description[:1].lower() + description[1:]
+            return f"`{name}` is required: {text.rstrip('.')}"
+        case "union_tag_invalid" | "union_tag_not_found" if isinstance(value, Mapping):
             setting = dotted((*key, members[0].KEY))
-            if isinstance(error["input"], Mapping) and (chosen := error["input"].get(members[0].KEY)) is not None:
-                return unknown_name(setting, chosen, names)
-            return f"`{setting}` is required; available: {', '.join(names)}"
+            if members[0].KEY in value:
+                return unknown_name(setting, value[members[0].KEY], _names(members))
+            return f"`{setting}` is required; available: {', '.join(_names(members))}"
+        case "union_tag_invalid" | "union_tag_not_found":
+            message = f"must be a group of settings with the key {members[0].KEY}"
         case "value_error":
-            return f"{name}: {_cause(error)}" if name else _cause(error)
+            cause = message.removeprefix("Value error, ")
+            return f"{name}: {cause}" if name else cause
         case "model_type" | "model_attributes_type":
-            return f"{name} is {error['input']!r}, but must be a group of settings"
+            message = "must be a group of settings"
         case "tuple_type" | "list_type":
-            return f"{name} is {error['input']!r}, but must be a list, in square brackets"
+            message = "must be a list, in square brackets"
         case "dict_type" | "mapping_type":
-            return f"{name} is {error['input']!r}, but must be a mapping, like {{key: value}}"
-    message = error["msg"].replace("Input should be", "must be").replace("Input is not", "is not")
-    return f"{name} is {error['input']!r}, but {message[0].lower()}{message[1:]}"
-
-
-def _description(cls: type[Config], key: Key) -> str:
-    """Returns the first line of the docstring of the setting at `key`."""
-    field = _fields(_walk(key[:-1], cls)[1]).get(str(key[-1]))
-    text = (field.description or "").splitlines()[0].rstrip(".") if field else ""
-    return text[:1].lower() + text[1:] if text[1:2].islower() else text or "it has no default"
+            message = "must be a mapping, like {key: value}"
+    return f"{name} is {'null' if value is None else repr(value)}, but {message[0].lower()}{message[1:]}"
 
 
 def _unknown_key(loc: Key, key: Key, cls: type[Config]) -> str:
     """Returns the message for a key that does not exist at its location, with the most likely fix."""
-    name, word = dotted(key), str(key[-1])
+    name, word, group = dotted(key), str(key[-1]), dotted(key[:-1])
     if name in RENAMED_KEYS and RENAMED_KEYS[name] in _setting_paths(cls):
         return f"{name} was renamed: set {RENAMED_KEYS[name]}"
-    selected = [member for member in _walk(loc[:-1], cls)[1] if issubclass(member, Member)]
-    owners = [
-        known
-        for member in _walk(key[:-1], cls)[1]
-        if issubclass(member, Member) and word in member.model_fields
-        for known in member.names()
-    ]
-    if selected and owners:
-        member, group = selected[0], dotted(key[:-1])
-        setting = f"{group}.{member.KEY}" if group else member.KEY
-        tag = next(str(part) for part in reversed(loc) if part in member.names())
+    classes = _walk(loc[:-1], cls)[1]
+    owners = _names([member for member in _members(_walk(key[:-1], cls)[1]) if word in member.model_fields])
+    if owners and (selected := _members(classes)):
+        setting = dotted((*key[:-1], selected[0].KEY))
+        tag = next(str(part) for part in reversed(loc) if part in _names(selected))
         fix = f"set {setting}: {owners[0]}" if len(owners) == 1 else f"set {setting} to one of these"
-        return f"{name} belongs to {member.KEY} {', '.join(owners)}, not to {tag}: remove it, or {fix}"
-    siblings = list(_fields(_walk(loc[:-1], cls)[1]))
+        return f"{name} belongs to {selected[0].KEY} {', '.join(owners)}, not to {tag}: remove it, or {fix}"
+    siblings = list(_fields(classes))
     near = [dotted((*key[:-1], sibling)) for sibling in difflib.get_close_matches(word, siblings, n=1)]
     if not near:
         leaves = {path: path.rpartition(".")[2] for path in _setting_paths(cls)}
@@ -236,7 +214,7 @@ def _unknown_key(loc: Key, key: Key, cls: type[Config]) -> str:
         near = [path for path, leaf in leaves.items() if leaf in alike][:3]
     if near:
         return f"unknown setting {name}; did you mean {' or '.join(near)}?"
-    return f"unknown setting {name}; {dotted(key[:-1]) or 'the file'} accepts {', '.join(siblings)}"
+    return f"unknown setting {name}; {group or 'the file'} accepts {', '.join(siblings)}"
 
 
 def _setting_paths(cls: type[Config], prefix: str = "") -> Iterator[str]:
@@ -250,6 +228,14 @@ def _fields(classes: Sequence[type[Config]]) -> dict[str, FieldInfo]:
     return {name: field for cls in classes for name, field in cls.model_fields.items()}
 
 
+def _members(classes: Sequence[type[Config]]) -> list[type[Member]]:
+    return [cls for cls in classes if issubclass(cls, Member)]
+
+
+def _names(members: Sequence[type[Member]]) -> list[str]:
+    return [name for member in members for name in member.names()]
+
+
 def _walk(loc: Key, cls: type[Config]) -> tuple[Key, tuple[type[Config], ...]]:
     """Follows a pydantic error location. Returns it without union tags, and the config classes at its end.
 
@@ -258,7 +244,7 @@ def _walk(loc: Key, cls: type[Config]) -> tuple[Key, tuple[type[Config], ...]]:
     key: list[str | int] = []
     classes: tuple[type[Config], ...] = (cls,)
     for part in loc:
-        tagged = tuple(member for member in classes if issubclass(member, Member) and part in member.names())
+        tagged = tuple(member for member in _members(classes) if part in member.names())
         if tagged and len(classes) > 1:
             classes = tagged
             continue
@@ -273,8 +259,3 @@ def _classes(annotation: Any) -> tuple[type[Config], ...]:
     if isinstance(annotation, type) and issubclass(annotation, Config):
         return (annotation,)
     return tuple(cls for part in get_args(annotation) for cls in _classes(part))
-
-
-def _is_literal(value: str, annotation: Any) -> bool:
-    """Whether the type accepts this text itself, as `X | Literal["auto"]` accepts auto."""
-    return any(part == value or _is_literal(value, part) for part in get_args(annotation))

@@ -127,26 +127,21 @@ class RunConfig(Config):
     """Steps between evaluations; 0 evaluates only before the first and after the last step."""
 
     @model_validator(mode="after")
-    def _check_best(self) -> "RunConfig":
+    def _check_run(self) -> "RunConfig":
         every, evaluate = self.checkpoint.every, self.evaluate_every
         if self.checkpoint.keep_best and evaluate and every % evaluate:
             raise ValueError(
                 f"checkpoint.keep_best compares evaluation accuracy, but checkpoint.every is {every}, not a "
-                "multiple of "
-                f"evaluate_every, {evaluate}: set it to {-(-every // evaluate) * evaluate}"
+                f"multiple of evaluate_every, {evaluate}: set it to {-(-every // evaluate) * evaluate}"
             )
+        if self.backend == "inline" and self.address is not None:
+            raise ValueError(f"address is {self.address}, but backend inline does not use a cluster: set backend: ray")
         return self
 
     @property
     def compared_by(self) -> tuple[str, ...]:
         """Metrics that rank checkpoints for `checkpoint.keep_best`; the first one that exists is used."""
         return ("reward", "loss")
-
-    @model_validator(mode="after")
-    def _check_address(self) -> "RunConfig":
-        if self.backend == "inline" and self.address is not None:
-            raise ValueError(f"address is {self.address}, but backend inline does not use a cluster: set backend: ray")
-        return self
 
 
 class OnPolicyConfig(RunConfig):
@@ -205,10 +200,6 @@ class OnPolicyConfig(RunConfig):
             raise ValueError(f"batch_size is {size}, not a multiple of samples_per_prompt, {samples}: set it to {near}")
         if self.minibatch_size > size:
             raise ValueError(f"minibatch_size is {self.minibatch_size}, more than batch_size: set at most {size}")
-        return self
-
-    @model_validator(mode="after")
-    def _check_overprovision(self) -> "OnPolicyConfig":
         schedule, prompts = self.schedule, self.prompts_per_step
         if isinstance(schedule, AsyncSchedule) and schedule.overprovision > prompts:
             raise ValueError(
@@ -236,11 +227,7 @@ class OnPolicyConfig(RunConfig):
                 f"algorithm.correction.kind is {correction.kind}, but actor.loss decoupled_ppo already contains this "
                 "importance weight: remove the correction, or set actor.loss: ppo"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_quantization(self) -> "OnPolicyConfig":
-        quantization, correction = self.rollout.quantization, self.algorithm.applied_correction
+        quantization = self.rollout.quantization
         is_weighted = correction is not None and correction.kind != "rejection"
         if quantization is not None and not is_weighted and self.actor.loss.kind != "decoupled_ppo":
             raise ValueError(
@@ -265,25 +252,17 @@ class OnPolicyConfig(RunConfig):
             )
 
     @model_validator(mode="after")
-    def _check_max_model_len(self) -> "OnPolicyConfig":
-        longest = None if self.rollout.vllm is None else self.rollout.vllm.max_model_len
-        needed = self.data.max_prompt_tokens + self.rollout.max_response_tokens
+    def _check_rollout(self) -> "OnPolicyConfig":
+        rollout = self.rollout
+        longest = None if rollout.vllm is None else rollout.vllm.max_model_len
+        needed = self.data.max_prompt_tokens + rollout.max_response_tokens
         if longest is not None and longest < needed:
             raise ValueError(
                 f"rollout.vllm.max_model_len is {longest}, less than data.max_prompt_tokens + "
                 f"rollout.max_response_tokens, {needed}: set it to {needed} or more"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_evaluation(self) -> "OnPolicyConfig":
         if self.evaluate_every and self.data.test is None:
             raise ValueError(f"evaluate_every is {self.evaluate_every}, but there is no test file: set data.test")
-        return self
-
-    @model_validator(mode="after")
-    def _check_sampling(self) -> "OnPolicyConfig":
-        rollout = self.rollout
         if rollout.top_k or rollout.top_p < 1:
             raise ValueError(
                 f"rollout.top_k is {rollout.top_k} and rollout.top_p is {rollout.top_p:g}, but the loss uses the "
@@ -292,7 +271,7 @@ class OnPolicyConfig(RunConfig):
         return self
 
     @model_validator(mode="after")
-    def _check_shaping(self) -> "OnPolicyConfig":
+    def _check_algorithm(self) -> "OnPolicyConfig":
         limit = self.rollout.max_response_tokens
         for shaping in self.algorithm.shaping:
             if isinstance(shaping, LengthPenalty) and self.samples_per_prompt < 2:
@@ -305,10 +284,6 @@ class OnPolicyConfig(RunConfig):
                     f"algorithm.shaping overlong_penalty starts at max_length - buffer = {start} tokens, but "
                     f"rollout.max_response_tokens is {limit}, so it would have no effect: lower max_length"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _check_kl_control(self) -> "OnPolicyConfig":
         penalty = self.algorithm.kl_penalty
         control = None if penalty is None else penalty.kl_control
         # A step changes the coefficient by at most a fraction of 0.2 * batch_size / horizon, which must stay below 1.

@@ -32,18 +32,15 @@ class SyncSchedule(ScheduleConfig):
     """Generates the responses of a step, then trains on them. Staleness 0."""
 
     kind: Literal["sync"] = "sync"
-    """Name of the schedule."""
 
 
 class OneStepOffSchedule(ScheduleConfig):
     """Generates the responses of the next step while training on those of the current step. Staleness 1."""
 
     kind: Literal["one_step_off"] = "one_step_off"
-    """Name of the schedule."""
 
     @property
     def staleness(self) -> int:
-        """The largest staleness that the schedule allows."""
         return 1
 
 
@@ -51,7 +48,6 @@ class AsyncSchedule(ScheduleConfig):
     """Generates continuously on rollout replicas that have devices of their own."""
 
     kind: Literal["async"] = "async"
-    """Name of the schedule."""
 
     max_staleness: NonNegativeInt = 1
     """Largest staleness of a response when it is trained on; 0 behaves like `sync`."""
@@ -78,12 +74,10 @@ class AsyncSchedule(ScheduleConfig):
 
     @property
     def staleness(self) -> int:
-        """The largest staleness that the schedule allows."""
         return self.max_staleness
 
     @property
     def is_streaming(self) -> bool:
-        """Whether replicas receive prompts one by one instead of one batch per step."""
         return self.max_staleness > 0
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, get_args
 
-from pydantic import AfterValidator, GetCoreSchemaHandler, TypeAdapter
+from pydantic import AfterValidator, Field, GetCoreSchemaHandler, TypeAdapter
 from pydantic_core import core_schema
 
 from flowrl.config.base import Config
@@ -14,8 +14,9 @@ from flowrl.config.imports import check_import_name
 CUSTOM = "module:function"
 """Selects the member for user functions; settings name such a function as `module:function`."""
 
-Options = Mapping[str, bool | int | float | str | None]
-"""Keyword arguments of a user function."""
+Options = Annotated[
+    Mapping[str, bool | int | float | str | None], Field(description="Keyword arguments of the user function.")
+]
 
 
 class Member(Config):

@@ -11,6 +11,7 @@ from flowrl.config.union import KlKind, Member, OneOf, Options
 
 Columns = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 Weights = Annotated[tuple[float, ...], Field(strict=False, min_length=1)]
+Discount = Annotated[float, Field(ge=0, le=1, description="Discount per token.")]
 
 
 class AdvantageConfig(Member):
@@ -71,7 +72,6 @@ class PenalizedAdvantageConfig(AdvantageConfig):
 
     @property
     def kl_penalty(self) -> "PenalizedAdvantageConfig | None":
-        """These settings if a KL penalty is subtracted from the rewards, else None."""
         return self if self.kl_coef else None
 
 
@@ -79,10 +79,8 @@ class GaeAdvantage(PenalizedAdvantageConfig):
     """Generalized advantage estimation with a critic."""
 
     estimator: Literal["gae"] = "gae"
-    """Name of the estimator."""
 
-    gamma: float = Field(default=1.0, ge=0, le=1)
-    """Discount per token."""
+    gamma: Discount = 1.0
 
     lam: float = Field(default=1.0, ge=0, le=1)
     """GAE lambda: 0 uses the critic's next value, 1 the full return."""
@@ -97,7 +95,6 @@ class GrpoAdvantage(AdvantageConfig):
     IS_GROUPED = True
 
     estimator: Literal["grpo"] = "grpo"
-    """Name of the estimator."""
 
     normalize_std: bool = True
     """Divide by the standard deviation of the group's scores; false is Dr. GRPO."""
@@ -109,17 +106,14 @@ class RlooAdvantage(PenalizedAdvantageConfig):
     IS_GROUPED = True
 
     estimator: Literal["rloo"] = "rloo"
-    """Name of the estimator."""
 
 
 class ReinforcePlusPlusAdvantage(PenalizedAdvantageConfig):
     """REINFORCE++: discounted returns, normalized over the batch."""
 
     estimator: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
-    """Name of the estimator."""
 
-    gamma: float = Field(default=1.0, ge=0, le=1)
-    """Discount per token."""
+    gamma: Discount = 1.0
 
 
 class GroupAdvantage(AdvantageConfig):
@@ -128,7 +122,6 @@ class GroupAdvantage(AdvantageConfig):
     IS_GROUPED = True
 
     estimator: Literal["reinforce_plus_plus_baseline", "opo"]
-    """Name of the estimator."""
 
 
 class RemaxAdvantage(PenalizedAdvantageConfig):
@@ -137,7 +130,6 @@ class RemaxAdvantage(PenalizedAdvantageConfig):
     EXTRA_COLUMN = "greedy_scores"
 
     estimator: Literal["remax"] = "remax"
-    """Name of the estimator."""
 
     @model_validator(mode="after")
     def _check_shaping(self) -> "RemaxAdvantage":
@@ -155,7 +147,6 @@ class GpgAdvantage(AdvantageConfig):
     IS_GROUPED = True
 
     estimator: Literal["gpg"] = "gpg"
-    """Name of the estimator."""
 
     normalize_std: bool = False
     """Divide by the standard deviation of the group's scores."""
@@ -167,7 +158,6 @@ class PassAtKAdvantage(AdvantageConfig):
     IS_GROUPED = True
 
     estimator: Literal["pass_at_k"] = "pass_at_k"
-    """Name of the estimator."""
 
     k: int | None = Field(default=None, ge=2)
     """Samples per set; null is the group size."""
@@ -179,7 +169,6 @@ class GdpoAdvantage(AdvantageConfig):
     IS_GROUPED = True
 
     estimator: Literal["gdpo"] = "gdpo"
-    """Name of the estimator."""
 
     reward_columns: Columns = ("scores",)
     """Columns with one reward per sequence each."""
@@ -202,7 +191,6 @@ class GdpoAdvantage(AdvantageConfig):
         return self
 
     def arguments(self) -> dict[str, Any]:
-        """Returns the keyword arguments for the estimator."""
         return {"weights": self.reward_weights}
 
 
@@ -213,17 +201,13 @@ class TokenBaselineAdvantage(PenalizedAdvantageConfig):
     EXTRA_COLUMN = "sum_squared_probs"
 
     estimator: Literal["optimal_token_baseline"] = "optimal_token_baseline"
-    """Name of the estimator."""
 
 
 class CustomAdvantage(PenalizedAdvantageConfig):
     """A user function that returns advantages, or advantages and returns."""
 
     estimator: ImportName
-    """The function, as `module:function`."""
-
     options: Options = Field(default_factory=dict)
-    """Keyword arguments of the function."""
 
 
 AnyAdvantage = Annotated[

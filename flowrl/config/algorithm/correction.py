@@ -47,7 +47,6 @@ class RejectionCorrection(CorrectionConfig):
     """Excludes tokens or sequences from the loss if an estimate of KL(rollout || policy) is out of bounds."""
 
     kind: Literal["rejection"] = "rejection"
-    """Name of the correction."""
 
     rejection_level: Literal["token", "sequence_sum", "sequence_mean", "sequence_max"] = "sequence_mean"
     """Quantity that must be in bounds: each token's estimate, or the sum, mean or maximum over a sequence."""
@@ -70,7 +69,6 @@ class RejectionCorrection(CorrectionConfig):
         return self
 
     def arguments(self) -> dict[str, Any]:
-        """Returns the keyword arguments for the selected function."""
         bounds = {} if self.low is None else {"low": self.low}
         return {"kind": self.kl_kind, "level": self.rejection_level, "high": self.high} | bounds
 
@@ -79,10 +77,7 @@ class CustomCorrection(CorrectionConfig):
     """A user function that returns weights or a mask."""
 
     kind: ImportName
-    """The function, as `module:function`."""
-
     options: Options = Field(default_factory=dict)
-    """Keyword arguments of the function."""
 
 
 AnyCorrection = Annotated[WeightCorrection | RejectionCorrection | CustomCorrection, OneOf()]

@@ -8,7 +8,11 @@ from flowrl.config.base import ImportName
 from flowrl.config.union import Member, OneOf, Options
 
 ClipLow = Annotated[float, Field(ge=0, le=1)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
+CovFraction = Annotated[float, Field(ge=0, le=1, description="Fraction of a step's tokens that is selected.")]
+DualClip = Annotated[
+    float | None,
+    Field(gt=1, description="Upper bound of the loss as a multiple of a negative advantage; null is none."),
+]
 
 
 class PolicyLossConfig(Member):
@@ -18,36 +22,30 @@ class PolicyLossConfig(Member):
     """Name of the loss."""
 
 
-class PpoLoss(PolicyLossConfig):
+class ClippedLoss(PolicyLossConfig):
+    """Base class of the losses with the clipping of PPO."""
+
+    clip_low: ClipLow = 0.2
+    """Tokens with a probability ratio below 1 - clip_low and a negative advantage get no gradient."""
+
+    clip_high: NonNegativeFloat = 0.2
+    """Tokens with a ratio above 1 + clip_high and a positive advantage get no gradient."""
+
+
+class PpoLoss(ClippedLoss):
     """The clipped surrogate of PPO, optionally with dual clipping."""
 
     kind: Literal["ppo"] = "ppo"
-    """Name of the loss."""
 
-    clip_low: ClipLow = 0.2
-    """Tokens with a probability ratio below 1 - clip_low and a negative advantage get no gradient."""
-
-    clip_high: NonNegativeFloat = 0.2
-    """Tokens with a ratio above 1 + clip_high and a positive advantage get no gradient."""
-
-    dual_clip: float | None = Field(default=None, gt=1)
-    """Upper bound of the loss of tokens with negative advantage, as a multiple of the advantage; null is none."""
+    dual_clip: DualClip = None
 
 
-class DecoupledPpoLoss(PolicyLossConfig):
+class DecoupledPpoLoss(ClippedLoss):
     """PPO with separate proximal and behavior policies, for off-policy rollouts."""
 
     kind: Literal["decoupled_ppo"] = "decoupled_ppo"
-    """Name of the loss."""
 
-    clip_low: ClipLow = 0.2
-    """Tokens with a probability ratio below 1 - clip_low and a negative advantage get no gradient."""
-
-    clip_high: NonNegativeFloat = 0.2
-    """Tokens with a ratio above 1 + clip_high and a positive advantage get no gradient."""
-
-    dual_clip: float | None = Field(default=None, gt=1)
-    """Upper bound of the loss of tokens with negative advantage, as a multiple of the advantage; null is none."""
+    dual_clip: DualClip = None
 
     max_weight: PositiveFloat | None = None
     """Excludes tokens whose proximal to behavior ratio is larger; null keeps all."""
@@ -57,7 +55,6 @@ class SapoLoss(PolicyLossConfig):
     """SAPO: a soft sigmoid gate in place of clipping."""
 
     kind: Literal["sapo"] = "sapo"
-    """Name of the loss."""
 
     temperature_positive: PositiveFloat = 1.0
     """Steepness of the gate for tokens with positive advantage."""
@@ -70,7 +67,6 @@ class GspoLoss(PolicyLossConfig):
     """GSPO: clips the mean probability ratio of a sequence. `gspo_token` keeps separate gradients per token."""
 
     kind: Literal["gspo", "gspo_token"]
-    """Name of the loss."""
 
     clip_low: ClipLow = 3e-4
     """Sequences with a mean ratio below 1 - clip_low and a negative advantage get no gradient."""
@@ -83,7 +79,6 @@ class GmpoLoss(PolicyLossConfig):
     """GMPO: the geometric mean of clipped token ratios."""
 
     kind: Literal["gmpo"] = "gmpo"
-    """Name of the loss."""
 
     clip_low: ClipLow = 0.4
     """Lower bound of a token's log-ratio is -clip_low."""
@@ -96,14 +91,12 @@ class UnclippedLoss(PolicyLossConfig):
     """REINFORCE and GPG: policy gradients without a ratio."""
 
     kind: Literal["reinforce", "gpg"]
-    """Name of the loss."""
 
 
 class CispoLoss(PolicyLossConfig):
     """CISPO: REINFORCE with a clipped importance weight that gets no gradient."""
 
     kind: Literal["cispo"] = "cispo"
-    """Name of the loss."""
 
     clip_low: ClipLow = 1.0
     """Smallest weight is 1 - clip_low; 1 is no bound."""
@@ -112,54 +105,46 @@ class CispoLoss(PolicyLossConfig):
     """Largest weight is 1 + clip_high; the default is that of ScaleRL, arXiv 2510.13786."""
 
 
-class DppoTvLoss(PolicyLossConfig):
-    """DPPO with the total variation distance: masks tokens that moved too far from the old policy."""
+class DppoLoss(PolicyLossConfig):
+    """Base class of DPPO, which masks tokens that moved too far from the old policy.
+
+    The distance is the difference of probabilities for `dppo_tv`, and the binary KL in nats for `dppo_kl`.
+    """
+
+    delta_low: NonNegativeFloat
+    """Distance above which a token with negative advantage gets no gradient to fall further."""
+
+    delta_high: NonNegativeFloat
+    """Distance above which a token with positive advantage gets no gradient to rise further."""
+
+    max_ratio: PositiveFloat | None = None
+    """Upper bound of a token's weight; null is none."""
+
+
+class DppoTvLoss(DppoLoss):
+    """DPPO with the total variation distance."""
 
     kind: Literal["dppo_tv"] = "dppo_tv"
-    """Name of the loss."""
-
     delta_low: NonNegativeFloat = 0.15
-    """Difference of probabilities above which a token with negative advantage gets no gradient to fall further."""
-
     delta_high: NonNegativeFloat = 0.15
-    """Difference of probabilities above which a token with positive advantage gets no gradient to rise further."""
-
-    max_ratio: PositiveFloat | None = None
-    """Upper bound of a token's weight; null is none."""
 
 
-class DppoKlLoss(PolicyLossConfig):
-    """DPPO with the binary KL divergence: masks tokens that moved too far from the old policy."""
+class DppoKlLoss(DppoLoss):
+    """DPPO with the binary KL divergence."""
 
     kind: Literal["dppo_kl"] = "dppo_kl"
-    """Name of the loss."""
-
     delta_low: NonNegativeFloat = 0.05
-    """Divergence in nats above which a token with negative advantage gets no gradient to fall further."""
-
     delta_high: NonNegativeFloat = 0.05
-    """Divergence in nats above which a token with positive advantage gets no gradient to rise further."""
-
-    max_ratio: PositiveFloat | None = None
-    """Upper bound of a token's weight; null is none."""
 
 
-class ClipCovLoss(PolicyLossConfig):
+class ClipCovLoss(ClippedLoss):
     """Clip-Cov: PPO without gradients for a random fraction of the tokens with high covariance."""
 
     NOT_ARGUMENTS = frozenset({"cov_fraction", "cov_low", "cov_high"})
 
     kind: Literal["clip_cov"] = "clip_cov"
-    """Name of the loss."""
 
-    clip_low: ClipLow = 0.2
-    """Tokens with a probability ratio below 1 - clip_low and a negative advantage get no gradient."""
-
-    clip_high: NonNegativeFloat = 0.2
-    """Tokens with a ratio above 1 + clip_high and a positive advantage get no gradient."""
-
-    cov_fraction: Fraction = 2e-4
-    """Fraction of a step's tokens that is selected."""
+    cov_fraction: CovFraction = 2e-4
 
     cov_low: float = 1.0
     """Smallest covariance of a selected token, in nats times the unit of the advantage."""
@@ -178,10 +163,8 @@ class KlCovLoss(PolicyLossConfig):
     """KL-Cov: adds a KL penalty to the fraction of the tokens with the highest covariance."""
 
     kind: Literal["kl_cov"] = "kl_cov"
-    """Name of the loss."""
 
-    cov_fraction: Fraction = 2e-4
-    """Fraction of a step's tokens that is selected."""
+    cov_fraction: CovFraction = 2e-4
 
     cov_kl_coef: NonNegativeFloat = 1.0
     """Weight of the KL to the old policy on selected tokens, in units of the advantage per nat."""
@@ -190,7 +173,6 @@ class KlCovLoss(PolicyLossConfig):
     """KL estimator."""
 
     def arguments(self) -> dict[str, Any]:
-        """Returns the keyword arguments for the loss."""
         return {"kl_coef": self.cov_kl_coef, "kl_kind": self.cov_kl_kind}
 
 
@@ -198,10 +180,7 @@ class CustomLoss(PolicyLossConfig):
     """A user function that returns a loss per token and metrics."""
 
     kind: ImportName
-    """The function, as `module:function`."""
-
     options: Options = Field(default_factory=dict)
-    """Keyword arguments of the function."""
 
 
 AnyPolicyLoss = Annotated[

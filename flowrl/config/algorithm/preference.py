@@ -10,6 +10,8 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from flowrl.config.base import ImportName
 from flowrl.config.union import Member, OneOf, Options
 
+Beta = Annotated[PositiveFloat, Field(description="Strength of the KL regularization to the reference.")]
+
 
 class PreferenceConfig(Member):
     """Base class of the preference losses.
@@ -27,7 +29,6 @@ class RewardModelLoss(PreferenceConfig):
     """Pairwise loss of reward models; `log_sig` and `log_exp` are two forms of the same function."""
 
     loss: Literal["log_sig", "log_exp"]
-    """Name of the loss."""
 
     margin: NonNegativeFloat = 0.0
     """Difference by which the chosen score should exceed the rejected score."""
@@ -37,10 +38,8 @@ class DpoLoss(PreferenceConfig):
     """Direct preference optimization."""
 
     loss: Literal["dpo"] = "dpo"
-    """Name of the loss."""
 
-    beta: PositiveFloat = 0.1
-    """Strength of the KL regularization to the reference."""
+    beta: Beta = 0.1
 
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
     """Probability that a label is flipped."""
@@ -50,17 +49,14 @@ class DpoVariantLoss(PreferenceConfig):
     """DPO with a hinge loss, or IPO."""
 
     loss: Literal["dpo_hinge", "ipo"]
-    """Name of the loss."""
 
-    beta: PositiveFloat = 0.1
-    """Strength of the KL regularization to the reference."""
+    beta: Beta = 0.1
 
 
 class SimpoLoss(PreferenceConfig):
     """SimPO: length-normalized rewards without a reference model."""
 
     loss: Literal["simpo"] = "simpo"
-    """Name of the loss."""
 
     beta: PositiveFloat = 2.0
     """Scale of the reward."""
@@ -73,7 +69,6 @@ class OrpoLoss(PreferenceConfig):
     """ORPO: supervised fine-tuning plus an odds-ratio term."""
 
     loss: Literal["orpo"] = "orpo"
-    """Name of the loss."""
 
     coef: NonNegativeFloat = 0.1
     """Weight of the odds-ratio term."""
@@ -83,10 +78,8 @@ class KtoLoss(PreferenceConfig):
     """KTO: single responses labeled as desirable or undesirable."""
 
     loss: Literal["kto"] = "kto"
-    """Name of the loss."""
 
-    beta: PositiveFloat = 0.1
-    """Strength of the KL regularization to the reference."""
+    beta: Beta = 0.1
 
     desirable_weight: PositiveFloat = 1.0
     """Weight of desirable responses."""
@@ -99,10 +92,7 @@ class CustomPreferenceLoss(PreferenceConfig):
     """A user function that returns a loss per pair and metrics."""
 
     loss: ImportName
-    """The function, as `module:function`."""
-
     options: Options = Field(default_factory=dict)
-    """Keyword arguments of the function."""
 
 
 AnyPreference = Annotated[
@@ -126,7 +116,6 @@ class AddPtx(PtxConfig):
     """policy loss + coef * text loss."""
 
     form: Literal["add"] = "add"
-    """Name of the form."""
 
     coef: NonNegativeFloat
     """Weight of the text loss."""
@@ -136,7 +125,6 @@ class MixPtx(PtxConfig):
     """(1 - coef) * policy loss + coef * text loss."""
 
     form: Literal["mix"] = "mix"
-    """Name of the form."""
 
     coef: float = Field(ge=0, le=1)
     """Weight of the text loss, in [0, 1]."""
@@ -146,10 +134,7 @@ class CustomPtx(PtxConfig):
     """A user function of both losses."""
 
     form: ImportName
-    """The function, as `module:function`."""
-
     options: Options = Field(default_factory=dict)
-    """Keyword arguments of the function."""
 
 
 AnyPtx = Annotated[AddPtx | MixPtx | CustomPtx, OneOf()]

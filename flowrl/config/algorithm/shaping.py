@@ -19,7 +19,6 @@ class OverlongPenalty(ShapingConfig):
     """Subtracts a penalty from responses close to the length limit (DAPO)."""
 
     kind: Literal["overlong_penalty"] = "overlong_penalty"
-    """Name of the shaping."""
 
     max_length: PositiveInt
     """Response tokens from which the full penalty applies."""
@@ -41,7 +40,6 @@ class LengthPenalty(ShapingConfig):
     """Subtracts a penalty that grows with the length of a response relative to its group."""
 
     kind: Literal["length_penalty"] = "length_penalty"
-    """Name of the shaping."""
 
     correct_from: float
     """Score from which a response counts as correct."""
@@ -54,7 +52,6 @@ class ClipRewards(ShapingConfig):
     """Clips scores to [low, high]."""
 
     kind: Literal["clip_rewards"] = "clip_rewards"
-    """Name of the shaping."""
 
     low: float | None = None
     """Smallest score; null is no bound."""
@@ -75,7 +72,6 @@ class NormalizeRewards(ShapingConfig):
     """Divides scores by the running standard deviation over all steps."""
 
     kind: Literal["normalize_rewards"] = "normalize_rewards"
-    """Name of the shaping."""
 
     shift_mean: bool = False
     """Subtract the running mean first."""
@@ -85,10 +81,7 @@ class CustomShaping(ShapingConfig):
     """A user function that returns new scores."""
 
     kind: ImportName
-    """The function, as `module:function`."""
-
     options: Options = Field(default_factory=dict)
-    """Keyword arguments of the function."""
 
 
 AnyShaping = Annotated[OverlongPenalty | LengthPenalty | ClipRewards | NormalizeRewards | CustomShaping, OneOf()]
@@ -105,14 +98,12 @@ class FixedKl(KlControlConfig):
     """Keeps `kl_coef` constant."""
 
     kind: Literal["fixed"] = "fixed"
-    """Name of the controller."""
 
 
 class AdaptiveKl(KlControlConfig):
     """Adjusts `kl_coef` so that the measured KL approaches a target."""
 
     kind: Literal["adaptive"] = "adaptive"
-    """Name of the controller."""
 
     target: PositiveFloat
     """Target KL, in nats per response token, as estimated by kl_kind."""
@@ -125,10 +116,7 @@ class CustomKl(KlControlConfig):
     """A user class with `coef` and `update(kl, num_rows)`."""
 
     kind: ImportName
-    """The class, as `module:Class`."""
-
     options: Options = Field(default_factory=dict)
-    """Keyword arguments of the class."""
 
 
 AnyKlControl = Annotated[FixedKl | AdaptiveKl | CustomKl, OneOf()]
