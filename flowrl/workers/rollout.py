@@ -132,8 +132,8 @@ class Rollout(Worker):
     def poll(self, slice_s: float) -> TensorDict:
         """Generates for up to `slice_s` seconds and returns the rows of all complete groups, in the order added.
 
-        Returns early if a group is complete and a slot is free, so that the driver can add requests. Returns
-        immediately if there is nothing to generate or a weight update is running.
+        Returns early if a group is complete and no request waits for a slot, so that the driver can add requests.
+        Returns immediately if there is nothing to generate or a weight update is running.
         """
         deadline = time.monotonic() + slice_s
         if self.engine.state is not EngineState.UPDATING:
