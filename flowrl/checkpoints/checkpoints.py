@@ -210,7 +210,7 @@ class Checkpoints:
             try:
                 scores[step] = self.read(step).manifest.score
             except CheckpointError:
-                continue  # `flowrl checkpoints` lists it, and the user decides
+                continue  # `flowrl checkpoints` lists corrupt checkpoints, and the user removes them
         for step in scores.keys() - steps_to_keep(scores, keep_last, keep_best):
             remove(self.folder(step))
 

@@ -81,7 +81,7 @@ def find_checkpoint(config: RunConfig) -> Checkpoint | None:
     newest = checkpoints.newest()
     checkpoints.remove_unfinished()
     if newest is None:
-        # No checkpoint was written: starts over and drops the old TensorBoard events.
+        # Without a checkpoint the run starts over, so the old TensorBoard events are removed.
         shutil.rmtree(config.output / "tensorboard", ignore_errors=True)
         return None
     if isinstance(config, OnPolicyConfig) and newest.manifest.format < FORMAT:
@@ -99,7 +99,7 @@ def find_checkpoint(config: RunConfig) -> Checkpoint | None:
 def _check_same_settings(config: RunConfig, path: Path) -> None:
     """Raises RunFolderError if a setting outside `MAY_DIFFER` differs from the earlier run's `config.yaml`."""
     try:
-        # Validated by the same class, so that a setting added since then has its default on both sides.
+        # Validation adds the default of every setting that did not exist when the earlier run started.
         old = type(config).model_validate(yaml.safe_load(path.read_text(encoding="utf-8"))).model_dump(mode="json")
     except (OSError, yaml.YAMLError, ValueError) as error:
         raise RunFolderError(
@@ -128,7 +128,7 @@ def _format(value: object) -> str:
     return "not set" if value is _MISSING else "null" if value is None else str(value)
 
 
-# Inputs: data files, and models that are not trained. Checkpoints have their checksums, not their contents.
+# Inputs are data files and frozen models. Checkpoints contain only their checksums.
 
 
 def input_checksums(config: RunConfig) -> dict[str, FileChecksum]:

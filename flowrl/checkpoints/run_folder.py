@@ -160,7 +160,7 @@ def _temporary_suffix() -> str:
 
 def _remove(path: Path) -> None:
     if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)  # a worker may still write into it
+        shutil.rmtree(path, ignore_errors=True)  # ignores errors, because a worker may still write into the folder
     else:
         path.unlink(missing_ok=True)
 
@@ -185,7 +185,7 @@ def folder_lock(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        (folder / LOCK).unlink(missing_ok=True)  # before the release: the next run creates a new file
+        (folder / LOCK).unlink(missing_ok=True)  # before the lock is released, so that the next run creates a new file
         file.close()
         with suppress(OSError):
             for path in created:
@@ -200,7 +200,7 @@ def check_not_locked(folder: Path) -> None:
     except BlockingIOError:
         raise _locked_error(folder) from None
     except OSError:
-        return  # no lock file; `folder_lock` reports other problems
+        return  # the lock file does not exist; `folder_lock` reports other errors
 
 
 def _open_locked(folder: Path) -> TextIO | None:
@@ -208,7 +208,7 @@ def _open_locked(folder: Path) -> TextIO | None:
     deadline_s = time.monotonic() + _LOCK_TIMEOUT_S
     while time.monotonic() < deadline_s:
         folder.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):  # a run that ended just now removed the folder that it had created
+        with suppress(FileNotFoundError):  # a run that just ended may have removed the folder
             file = (folder / LOCK).open("a+", encoding="utf-8")
             if _try_lock(file) and _is_current(folder / LOCK, file):
                 file.truncate(0)

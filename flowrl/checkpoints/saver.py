@@ -221,6 +221,6 @@ def _versions() -> dict[str, str]:
     for package in ("flowrl", "torch", "transformers"):
         try:
             versions[package] = version(package)
-        except PackageNotFoundError:  # run from a source folder
+        except PackageNotFoundError:  # the program runs from source and is not installed
             versions[package] = "not installed"
     return versions

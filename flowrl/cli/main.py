@@ -202,7 +202,7 @@ def _export(arguments: argparse.Namespace) -> None:
     content, prefix = ("adapter", "adapter") if arguments.adapter else ("policy", "export")
     output = arguments.output or arguments.run_folder / f"{prefix}-step-{step:06d}"
 
-    # torch and transformers only if a model is loaded
+    # imported here, because only commands that load a model need torch
     from flowrl.engines.checkpoint.export import adapter_base, export_adapter, export_policy  # noqa: PLC0415
 
     if (base := adapter_base(checkpoint.role("actor"))) is not None:
@@ -212,7 +212,7 @@ def _export(arguments: argparse.Namespace) -> None:
     except OSError as error:
         if str(error.filename) == str(output):
             raise UserError(f"--output: cannot write {output} ({error.strerror}): choose another folder") from error
-        # Other write errors have their own exception, so this one is a read error.
+        # Write errors have their own exceptions, so this is a read error.
         reason = str(error).split("\n")[0]
         raise UserError(
             f"checkpoint {checkpoint.path} cannot be read ({reason}): choose another with --step"
@@ -240,7 +240,7 @@ def _doctor(arguments: argparse.Namespace) -> None:
     config = load(arguments.rollout, arguments.overrides, schema)
     check_start(config)
 
-    # torch and Ray only if a model is run
+    # imported here, because only commands that run a model need torch and Ray
     from flowrl.run.doctor import examine  # noqa: PLC0415
     from flowrl.workers import Actor, Rollout  # noqa: PLC0415
 

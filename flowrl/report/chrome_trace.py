@@ -108,7 +108,7 @@ def chrome_trace(
         sources = [by_number[number] for number in event.inputs if number in by_number]
         if sources:
             last = max(sources, key=lambda source: source.finished_ns)
-            # Viewers attach an arrow to the call that contains its time; the end of a call is outside.
+            # Viewers attach an arrow to the call at the arrow's time. The end time is no longer part of the call.
             arrow_ns = max(last.started_ns, last.ended_ns - 1)
             trace.append(_arrow("s", event, arrow_ns - origin_ns) | ids[last.number])
             trace.append(_arrow("f", event, event.started_ns - origin_ns) | ids[event.number] | {"bp": "e"})

@@ -54,7 +54,7 @@ PANELS = (
     Panel(
         "Idle fraction of the step",
         (Line("idle_rollout", "#2e8b57", "rollout"), Line("idle_actor", "#a63d57", "actor")),
-        # Without staleness the roles alternate, so their idle fractions say nothing about the schedule.
+        # Without staleness the roles alternate, so idle fractions do not describe the schedule.
         needs="staleness",
     ),
 )
@@ -183,7 +183,7 @@ def _draw_calls(
     spans: defaultdict[tuple[Row, str], list[tuple[float, float]]] = defaultdict(list)
     for event in events:
         spans[Row.of(event), call_name(event)].append(_bar(max(event.started_ns, start_ns), event.ended_ns, start_ns))
-    # White edges separate consecutive calls; on bars of one or two pixels they would hide the bar.
+    # White edges separate consecutive calls, but would hide bars of one or two pixels.
     min_edged_s = (end_ns - start_ns) / 1e9 / 150
     for (row, call), bars in spans.items():
         edges = [0.5 if duration_s > min_edged_s else 0.0 for _, duration_s in bars]

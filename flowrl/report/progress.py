@@ -271,7 +271,7 @@ def completions_table(samples: Sequence[Mapping[str, Any]], *, title: str = "Sam
     if has_score:
         table.add_column("score", justify="right")
     for sample in samples:
-        # Text, not str: a response may look like console markup.
+        # Text instead of str, because a response may contain console markup.
         cells = [Text(str(sample["prompt"]))]
         if has_before:
             cells.append(Text(str(sample.get("before", ""))))

@@ -163,7 +163,7 @@ class Advantages:
         self._shaped = ShapedScores(torch.empty(0), tuple(RewardMoments(**moments) for moments in state["moments"]))
 
 
-def _value(result: Any) -> Any:  # Any: a value, or a future of it
+def _value(result: Any) -> Any:  # Any: a value or a future
     return result.get() if isinstance(result, Future | LocalRef) else result
 
 
@@ -175,7 +175,7 @@ def _columns(batch: Batch, config: AdvantageConfig, actor: ActorConfig) -> tuple
         wanted = [*(name for name in wanted if name != "scores"), *config.reward_columns]
     else:
         wanted.append("scores")
-    if config.shaping:  # shaped scores arrive as an argument
+    if config.shaping:  # shaped scores are an argument, not a column
         wanted = [name for name in wanted if name != "scores"]
     if config.kl_penalty is not None:
         wanted += ["old_logprobs", "ref_logprobs"]
@@ -359,7 +359,7 @@ def _selected_tokens(
         fraction=config.cov_fraction,
         low=config.cov_low,
         high=config.cov_high,
-        # 63 bits of a hash: a sum of run seed and step would collide.
+        # A hash of 63 bits, because the sum of run seed and step would collide with other runs.
         seed=int.from_bytes(hashlib.sha256(repr(tuple(seed)).encode()).digest()[:8]) >> 1,
     )
 
@@ -451,7 +451,7 @@ def _correction_metrics(tokens: Mapping[str, torch.Tensor]) -> dict[str, Metric]
     assert weights_BT is not None
     num_rejected = float((mask_BT & ~tokens.get("loss_mask", mask_BT)).sum())
     sums = weight_sums(weights_BT, mask_BT, level="token")
-    # Tokens of one row that share a weight are one sample.
+    # Tokens of a row with the same weight count as one sample.
     last_B1 = weights_BT.masked_fill(~last_masked(mask_BT), 0).sum(-1, keepdim=True)
     level: RatioLevel = "token" if bool((mask_BT & (weights_BT != last_B1)).any()) else "sequence"
     metrics: dict[str, Metric] = {

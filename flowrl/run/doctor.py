@@ -87,7 +87,7 @@ def examine(
                 plans["actor"], plans["rollout"], cluster.plan.kind, rollout_config, per_replica=per_replica
             )
             findings.add("weight sync", _TRANSPORTS.get(transport, transport.replace("_", " ")))
-            unchecked = rollout_config.model_copy(update={"check_weights": "off"})  # to be timed by itself
+            unchecked = rollout_config.model_copy(update={"check_weights": "off"})  # the comparison is timed separately
             weight_sync = WeightSync(config.model_copy(update={"rollout": unchecked}), cluster.plan)
             _compare_weights(weight_sync, config, actor, rollout, findings)
             rows = Batch.from_rows([row | {"sample": 0} for row in prompts.take(max(PROMPTS, 2 * rollout.world_size))])
@@ -162,7 +162,7 @@ def nudge(worker: Any) -> None:  # Any: the recipe's actor
         for weight in worker.model.parameters():
             if weight.requires_grad:
                 own = weight.to_local() if isinstance(weight, DTensor) else weight
-                # Scaling would leave a zero unchanged, such as the initial weights of an adapter.
+                # Scaling would not change zeros, such as the initial weights of an adapter.
                 own.copy_(torch.where(own == 0, torch.full_like(own, 2**-10), own * (1 + 2**-6)))
 
 

@@ -47,7 +47,7 @@ class GreedyEvaluation:
         batch["scores"] = self.reward.score.submit(batch, evaluation=True)
         scores, mask = batch.get("scores"), batch.get("response_mask")
         assert isinstance(scores, torch.Tensor) and isinstance(mask, torch.Tensor)
-        # Evenly spaced, and the same rows at every evaluation, so that before and after are comparable.
+        # The same rows at every evaluation, so that before and after are comparable.
         shown = np.linspace(0, len(batch) - 1, num=min(NUM_SAMPLES, len(batch)), dtype=np.int64)
         texts = {name: batch.rows(shown).get(name) for name in ("prompt", "response", "answer")}
         samples = [

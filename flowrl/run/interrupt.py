@@ -42,13 +42,13 @@ class Interruption:
         self._action: str | None = None
         self._received_s = 0.0
         self._previous: dict[signal.Signals, Any] = {}  # Any: as signal.getsignal returns it
-        # A handler may interrupt a print; putting into this queue is the only safe operation.
+        # A handler may interrupt a print. Putting into this queue is the only safe operation.
         self._lines: SimpleQueue[str | None] = SimpleQueue()
         self._printer = threading.Thread(target=self._print_lines, name="interruption", daemon=True)
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            # Signals that nohup or a shell's & ignores stay ignored; None is a handler that is not Python's.
+            # Signals that nohup or a shell's & ignores stay ignored. None means that the handler is not Python's.
             handlers = {number: signal.getsignal(number) for number in _SIGNALS}
             self._previous = {n: handler for n, handler in handlers.items() if handler not in (None, signal.SIG_IGN)}
             self._printer.start()

@@ -71,7 +71,7 @@ class Run:
 
     def __enter__(self) -> Self:
         config = self.config
-        # Planned before anything is created, so that an impossible placement leaves no files.
+        # Plans first, so that an impossible placement creates no files.
         if config.address is None:
             plan_run(config)
         with ExitStack() as resources:
@@ -82,7 +82,7 @@ class Run:
             restarts = current_policy()
             self._progress.say(restarts.pop_message() or f"starting {', '.join(type(config).roles)} ({config.backend})")
             self._watch = RolloutWatch(config, self._progress.say)
-            # Run after the cluster is closed, when no worker writes any more.
+            # Runs after the cluster is closed, because workers may write until then.
             resources.callback(remove_temporary_files, config.output)
             resources.callback(Checkpoints(config.output).remove_unfinished)
             self.cluster = resources.enter_context(restarts.cluster(config, self._start_cluster, self._interruption))
@@ -121,7 +121,7 @@ class Run:
         self._log = StepLog(self.cluster.calls, elapsed_s)
         if checkpoint is not None:
             self._restore(checkpoint.driver())
-            with suppress(TraceError):  # a killed process has written none
+            with suppress(TraceError):  # a killed process has not written a trace
                 self._earlier = read_trace(self.folder.trace).up_to_save(checkpoint.manifest.saved_at_s)
 
     def group(self, role: str, cls: type[Worker], *args: Any, **kwargs: Any) -> WorkerGroup:
@@ -389,7 +389,7 @@ class Run:
                 self._source.detach()
             if error is not None:
                 self._write_partial_results()
-        except OSError as lost:  # not raised, because the first error is the one to report; the disk may be full
+        except OSError as lost:  # not raised, because the first error is reported; the disk may be full
             self._progress.say(f"the results in {self.folder.path} are incomplete: {lost}")
         finally:
             self._resources.__exit__(kind, error, trace)
@@ -494,7 +494,7 @@ class StepLog:
         return values
 
     def _events_of(self, step: _Step) -> Iterator[CallEvent]:
-        # Newest first. Reports of the previous step may arrive after this step's, as two steps can be in flight.
+        # Newest first. With two steps in flight, reports of the previous step may arrive after reports of this step.
         for event in reversed(self._calls.events):
             if event.ended_ns < step.begun_ns:
                 return

@@ -107,7 +107,7 @@ def _chosen_functions(config: RunConfig) -> Iterator[tuple[str, str, str, Mappin
 
 def _functions_of_advantages(
     group: str, config: AdvantageConfig
-) -> Iterator[tuple[str, str, str, Mapping[str, Any]]]:  # Any: user-defined
+) -> Iterator[tuple[str, str, str, Mapping[str, Any]]]:  # Any: settings of user-defined functions
     yield f"{group}.estimator", "advantage estimator", config.estimator, config.arguments()
     if isinstance(config, PenalizedAdvantageConfig):
         yield f"{group}.kl_kind", "KL estimator", config.kl_kind, {}

@@ -54,7 +54,7 @@ class RestartPolicy:
         )
         if is_rejected or self.num_restarts >= self._max_restarts or not _has_checkpoint(config):
             return False
-        # The same error from the same checkpoint is a defect.
+        # The same error from the same checkpoint is a bug.
         is_repeated = self._last_failure == (error.summary, _newest_step(config))
         return (isinstance(error, ProcessLost) or not is_repeated) and not cluster.has_lost_nodes()
 

@@ -29,7 +29,7 @@ def draw_plots(
     from flowrl.report.plots import draw_curves, draw_timeline  # noqa: PLC0415 (matplotlib only if the run draws plots)
 
     draw_curves(history, folder.curves)
-    # Calls of a whole run would be thinner than a pixel; a few steps show what overlaps.
+    # Calls of a full run would be thinner than a pixel. A few steps show which calls overlap.
     window_s = sum(line.get("seconds", 0.0) for line in history[-DRAWN_STEPS:])
     draw_timeline(loop_events(events), folder.timeline, window_s=window_s, until_ns=until_ns)
 

@@ -192,7 +192,7 @@ class BatchRollouts:
 
     def weight_wait_s(self, step: int, events: Sequence[CallEvent], start_ns: int, end_ns: int) -> float:
         if step + self._num_ahead >= self._context.config.steps:
-            return 0.0  # all responses of the run were generated before the step's weights
+            return 0.0  # all responses of the run are generated before this step's weights exist
         return measure_weight_wait_s(events, self._context.rollout.role, start_ns, end_ns)
 
     def finish(self) -> None:

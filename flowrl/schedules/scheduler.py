@@ -332,7 +332,7 @@ class Scheduler:
         A replica has at most one update in flight. A new process gets no groups before its first update is confirmed.
         """
         state = self._replicas[replica]
-        # An older version is a late confirmation of the process that was lost.
+        # An older version is a late confirmation from the lost process.
         if state.updating_to is None or version >= state.updating_to:
             state.updating_to, state.version = None, version
 
@@ -380,9 +380,7 @@ class Scheduler:
             can_update = self._limits.interrupt or not replica.running
             if replica.version != self._newest_version and replica.updating_to is None and can_update:
                 replica.updating_to = self._newest_version
-                if (
-                    replica.version is not None
-                ):  # a new process has no version until it confirms: it loads a model first
+                if replica.version is not None:  # a new process has no version until it confirms its first update
                     replica.version = self._newest_version
                 yield UpdateWeights(index, self._newest_version)
 

@@ -268,7 +268,7 @@ class Simulation:
             return
         if group not in replica.active:
             return  # aborted
-        if delay_s := replica.paused_s - paused_s:  # a weight update paused generation
+        if delay_s := replica.paused_s - paused_s:  # a weight update paused the generation of the group
             return self._schedule_end(self.clock.now_s + delay_s, rank, group)
         is_refused = self.faults.refused_fraction > 0 and self._rng.random() < self.faults.refused_fraction
         if is_refused and self._rng.random() < 0.5:

@@ -165,7 +165,7 @@ class StreamingRollouts:
             interrupt=schedule.interrupt,
             slots=slots + -(-slots // OVERSUBSCRIPTION),
             total_groups=config.steps * config.prompts_per_step,
-            # The inline backend has one replica, whatever the placement specifies.
+            # The inline backend always has one replica.
             trainer_routes=self._context.trainer_routes if len(self._replicas) > 1 else None,
         )
 
@@ -226,7 +226,7 @@ class StreamingRollouts:
                 self._scheduler.confirm_update(rank, version)
         except ProcessLost as error:
             if error.role != self._context.rollout.role:
-                raise  # the source of the weights is lost; the replica is sound
+                raise  # the lost process is the source of the weights, not the replica
             self._handle_loss(rank, replica)
 
     def _handle_loss(self, rank: int, replica: _Replica) -> None:
@@ -337,7 +337,7 @@ class StreamingRollouts:
 
     def wait_for_newest_weights(self) -> None:
         if self._remove_callback is None:
-            return  # not begun, or detached
+            return  # generation has not begun, or is detached
         schedule = self._context.config.schedule
         self._is_paused = isinstance(schedule, AsyncSchedule) and not schedule.interrupt
         try:
@@ -365,7 +365,9 @@ class StreamingRollouts:
 
         def is_complete() -> bool:
             nonlocal step_batch
-            step_batch = step_batch or self._scheduler.pop_step_batch()  # may be called again afterwards
+            step_batch = (
+                step_batch or self._scheduler.pop_step_batch()
+            )  # the condition may be evaluated again after it holds
             return step_batch is not None
 
         self._context.calls.wait_until(is_complete)
@@ -405,7 +407,7 @@ class StreamingRollouts:
         self.counted.append(Counted(self._context.now_ns(), values))
 
     def pop_metrics(self) -> tuple[Logged, ...]:
-        # Nothing waits for a comparison: a slow or lost replica reports it in a later step's metrics.
+        # Does not wait for comparisons. The comparison of a slow or lost replica is logged in a later step.
         done = [comparison for comparison in self._comparisons if comparison.done()]
         self._comparisons = [comparison for comparison in self._comparisons if comparison not in done]
         metrics, self._metrics = (*self._metrics, *done), ()

@@ -88,10 +88,10 @@ class Hosts:
         self._ended: set[str] = set()
         self._logs = tempfile.TemporaryDirectory(prefix="flowrl-hosts-")
         self._folder = f"/tmp/flowrl-ray-{secrets.token_hex(4)}"
-        # A token per cluster, because its owner can run code on every host.
+        # Each cluster has its own token, because the token allows running code on every host.
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         forwarded = {name: os.environ[name] for name in os.environ if name.startswith(_FORWARDED)}
-        # Workers get the driver's niceness. At Ray's default of 15, other programs of the machine starve them.
+        # Workers get the driver's niceness. With Ray's default of 15, other programs would starve them.
         self._node_environment = token | forwarded | {"RAY_worker_niceness": str(os.nice(0))}
         self.environment = os.environ | token
         """Environment of programs that join the cluster."""
@@ -122,7 +122,7 @@ class Hosts:
         with log.open("wb") as out:
             try:
                 connection = subprocess.Popen(
-                    # A new session, so that Ctrl-C reaches only the recipe, which still needs its nodes.
+                    # A new session, so that Ctrl-C reaches only the recipe, which still needs the nodes.
                     [*ssh, name, command],
                     stdin=subprocess.PIPE,
                     stdout=out,
@@ -153,7 +153,7 @@ class Hosts:
             time.sleep(0.1)
 
     def _await_nodes(self, address: str) -> None:
-        # A new process, because Ray reads its token when it is imported.
+        # A new process, because Ray reads the token when it is imported.
         command = [sys.executable, "-m", "recipes.cluster.await_nodes", address, str(len(self._names))]
         waited = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
         if waited.returncode:

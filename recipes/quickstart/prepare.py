@@ -101,7 +101,7 @@ def save_model(folder: Path, seed: int) -> None:
         num_key_value_heads=4,
         max_position_embeddings=64,
         tie_word_embeddings=True,
-        # The default of 0.02 suits hidden sizes of thousands; at 128 the model would learn several times slower.
+        # With the default of 0.02, a model with hidden size 128 learns several times slower.
         initializer_range=0.05,
         pad_token_id=0,
         eos_token_id=1,
