@@ -31,5 +31,5 @@ def test_a_new_process_makes_a_worker_once_whichever_comes_first(ray_session: No
         ids = [construct.remote(made)[0], answer.remote(called)[0], answer.remote(called)[0]]
     found = ray.get(ids)
     assert found.count(None) == 1
-    assert lines.read_text() == "made\n"
+    assert lines.read_text() == "constructed\n"
     ray.kill(host)
