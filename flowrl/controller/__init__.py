@@ -1,8 +1,7 @@
 """One driver program that controls worker processes.
 
-Entry points: `Cluster` (cluster.py) starts processes, `WorkerGroup` (group.py) calls their workers, `Worker` and
-`register` (worker.py) define workers, `Future` (dispatch.py) is a result, and errors.py has the exceptions.
-Sub-packages: placement assigns devices to ranks, calls submits and tracks calls, failures detects and recovers lost
-processes, host is the code of a worker process, and backends run hosts on Ray or inline.
-May import `flowrl.config` and `flowrl.data`.
+Entry points: `Cluster` starts processes, `WorkerGroup` calls workers, `Worker` and `register` define workers, and
+`Future` is the result of a call.
+Packages: placement assigns devices to ranks, calls tracks calls, failures detects failures and recovers processes, host
+is the code of a worker process, and backends start worker processes. May import `flowrl.config` and `flowrl.data`.
 """

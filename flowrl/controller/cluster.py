@@ -1,4 +1,4 @@
-"""Cluster: plans a placement, starts its processes, and makes the worker groups."""
+"""Cluster: assigns devices to roles, starts the processes, and creates worker groups."""
 
 import logging
 import os
@@ -22,18 +22,15 @@ from flowrl.controller.worker import Worker
 _log = logging.getLogger("flowrl")
 
 TASKS = "tasks"
-"""Role and pool of the process that runs pure functions for `Batch.apply`."""
+"""Name of the role and pool of the task worker, which runs the functions of `Batch.apply`."""
 
 _ABANDON_TIMEOUT_S = 60.0
-"""Seconds that processes which stay may take to finish their calls before the program restarts."""
+"""Timeout in seconds for the calls in flight of processes that are kept across a program restart."""
 
 
 @dataclass(frozen=True)
 class ResourcePool:
-    """Number of devices on each node of a pool. `ResourcePool((8, 8))` is two nodes with eight devices each.
-
-    `Placement(pools={"main": pool.devices_per_node}, ...)` uses it in a placement.
-    """
+    """Number of devices on each node of a pool. `ResourcePool((8, 8))` has two nodes with eight devices each."""
 
     devices_per_node: tuple[int, ...]
 
@@ -43,19 +40,19 @@ class ResourcePool:
 
     @staticmethod
     def of(pool: PoolPlan) -> "ResourcePool":
-        """Returns the devices of a planned pool."""
+        """Returns the number of devices of a planned pool on each of its nodes."""
         nodes = sorted({slot.node for slot in pool.slots})
         return ResourcePool(tuple(sum(slot.node == node for slot in pool.slots) for node in nodes))
 
     @property
     def world_size(self) -> int:
-        """Number of devices, which is the number of ranks of a group on this pool."""
+        """Number of devices of the pool."""
         return sum(self.devices_per_node)
 
 
 @dataclass(frozen=True)
 class _GroupEntry:
-    """A group and the arguments with which `Cluster.group` made it."""
+    """A worker group, and the arguments of the `Cluster.group` call that created it."""
 
     group: WorkerGroup
     cls: type[Worker]
@@ -67,23 +64,22 @@ class _GroupEntry:
 
 
 class Cluster:
-    """The processes of a placement. Starts them, makes worker groups on them, and ends them in `close`.
+    """Starts the processes of a placement, creates worker groups on them, and ends them in `close`.
 
     Args:
         placement: pools and roles.
-        backend: `ray` (one process per device) or `inline` (everything in this process).
+        backend: `ray` (one process per device) or `inline` (all workers in this process).
         address: address of a Ray cluster to join; None starts Ray on this machine.
-        devices: number of usable devices per node; None detects them.
-        roles: the roles that the program makes; None is all roles of the placement.
-        dedicated: roles that get processes of their own, for engines that cannot share a process.
-        num_threads: CPU threads of torch per process of a role; None divides the cores of a node evenly among its
-            processes.
-        prepare: modules to import early in the process that runs the functions of `Batch.apply`.
-        call_timeout_s: seconds that a call or a constructor may run, unless its method sets `timeout_s`.
-        restarts: how many times a lost process of stateless workers is replaced.
-        notify: shows the user a message about an event that did not end the run; None logs a warning.
+        devices: number of usable devices per node; None detects the number.
+        roles: roles that the program uses; None means all roles of the placement.
+        dedicated: roles whose engines cannot share a process. They get separate processes on the same devices.
+        num_threads: torch CPU threads per process; None divides the cores of a node among its processes.
+        prepare: modules that the task worker imports early.
+        call_timeout_s: timeout in seconds of calls and constructors, unless the method sets `timeout_s`.
+        restarts: maximum number of replacements of each lost process with stateless workers.
+        notify: shows a message about a non-fatal event, such as a replaced process; None logs a warning.
     Raises:
-        PlacementError: the placement does not fit the devices; no process has started.
+        PlacementError: the placement does not fit the available devices.
     """
 
     def __init__(
@@ -106,7 +102,7 @@ class Cluster:
         if TASKS in placement.pools or TASKS in placement.roles:
             raise PlacementError(f"placement: the name {TASKS!r} is reserved by flowrl; rename the pool or role")
         self.notify = notify or _log.warning
-        """Shows the user a message; programs replace it once they have a progress display."""
+        """Shows the user a message. Programs with a progress display replace this function."""
         self._backend: Backend = InlineBackend() if self._inline else _make_ray_backend(address, self._notify)
         self.calls = Calls(self._backend, call_timeout_s, self._notify)
         self._sets: dict[str, HostSet] = {}
@@ -115,7 +111,7 @@ class Cluster:
         self._joined: set[str] = set()
         self._groups: dict[str, _GroupEntry] = {}
         self._reusable: dict[str, _GroupEntry] = {}
-        """Groups of the previous attempt whose processes still run."""
+        """Role -> group of the previous attempt at the program whose processes still run."""
         self._attempt = 0
         self._prepare = prepare
         try:
@@ -135,7 +131,7 @@ class Cluster:
             raise
 
     def _notify(self, text: str) -> None:
-        self.notify(text)  # read at each call, as programs replace it
+        self.notify(text)  # reads the attribute at each call, because programs replace it
 
     def _make_tasks(self) -> GroupTasks:
         tasks = self._make_group(RolePlan(TASKS, TASKS, _TASK_POOL.slots, Mesh(1, 1, 1, 1)), Tasks, (), {})
@@ -144,10 +140,10 @@ class Cluster:
         return GroupTasks(tasks)
 
     def group(self, role: str, cls: type[Worker], /, *args: Any, **kwargs: Any) -> WorkerGroup:
-        """Makes one worker `cls(*args, **kwargs)` per rank of a role, without waiting for the constructors.
+        """Constructs a worker `cls(*args, **kwargs)` on every rank of a role, and returns their group without waiting.
 
-        After `restart`, returns the existing group of a role whose processes still run, if the class and the arguments
-        are the same. Arguments must not be futures. The failure of a constructor is raised by the next call.
+        After `restart`, returns the existing group if its processes still run and class and arguments are equal. The
+        next call raises the error of a failed constructor. Arguments must not be futures.
         """
         if role in self._groups:
             raise ContractError(f"role {role!r} already has a group; make each role once")
@@ -156,7 +152,7 @@ class Cluster:
         role_plan = self.plan.roles[role]
         cls = cls.select_class(role_plan.mesh, *args, **kwargs)
         if self._inline and (cls.collective or cls.replicated):
-            # One process cannot be several members of a process group; with one rank the results are the same.
+            # One process cannot be several ranks of a process group. One rank gives the same results.
             role_plan = replace(role_plan, slots=role_plan.slots[:1], mesh=Mesh(1, 1, 1, 1))
         reusable = self._reusable.pop(role, None)
         if reusable is not None and reusable.matches(cls, args, kwargs):
@@ -172,7 +168,7 @@ class Cluster:
         is_recoverable = cls.stateless and not needs_process_group
         if hosts.name not in self._started:
             self._started.add(hosts.name)
-            # Without restarts, Ray reports why a process ended.
+            # Ray reports why a process ended only if restarts are disabled.
             self._backend.start_hosts(hosts, self.plan.kind, restarts=self._restarts if is_recoverable else 0)
         if needs_process_group:
             self._open_process_group(role, slots)
@@ -215,7 +211,7 @@ class Cluster:
             self.calls.add(report, role, rank, "__init__", slot, group.format_device(slot), inputs=evictions)
 
     def _open_process_group(self, role: str, slots: Sequence[Slot]) -> None:
-        """Makes a role's process group. All processes of its host set take part, in the order of `group` calls."""
+        """Creates a role's process group, which is a collective operation of all processes in the role's host set."""
         hosts = self._sets[slots[0].pool]
         if hosts.name not in self._joined:
             self._joined.add(hosts.name)
@@ -243,20 +239,20 @@ class Cluster:
         return cores if self._inline else max(1, cores // max(1, self._num_processes[slot.node]))
 
     def pool(self, name: str) -> ResourcePool:
-        """Returns the devices of a pool of the placement."""
+        """Returns the number of devices of a pool on each node."""
         return ResourcePool.of(self.plan.pools[name])
 
     def wait_for_calls(self, timeout_s: float | None = None) -> None:
-        """Waits for every call in flight whose failure ends the run. Raises the first failure."""
+        """Waits for all calls in flight, except calls with `resend=False`. Raises the first failure."""
         self.calls.wait(self.calls.required(), timeout_s)
 
     def restart(self) -> tuple[str, ...]:
         """Prepares the cluster for another attempt at the program, after a failure.
 
-        Recoverable processes that have not failed stay, once they have finished their calls, within a minute. All other
-        processes are ended, and start again on the same devices when `group` makes one of their roles.
+        Keeps recoverable processes that have not failed and finish their calls in flight within a minute. Ends all
+        other processes. `group` starts ended processes again on the same devices.
 
-        Returns: the roles whose processes stay.
+        Returns: the roles whose processes are kept.
         """
         failures, recovery = self.calls.failures, self.calls.recovery
         cause = failures.get_first_error()
@@ -273,7 +269,7 @@ class Cluster:
         return tuple(self._reusable)
 
     def _start_attempt(self, ended: Sequence[HostSet]) -> None:
-        """Resets ended host sets to their state before the start, and keeps the groups of all others for reuse."""
+        """Resets the records of ended processes, and keeps the groups of all other processes for reuse."""
         ended_slots = {slot for hosts in ended for slot in hosts.slots}
         self.calls.recovery.start_attempt(list(ended_slots), self.calls.next_call_id())
         for hosts in ended:
@@ -290,11 +286,11 @@ class Cluster:
             self._tasks = self._make_tasks()
 
     def has_lost_nodes(self) -> bool:
-        """Returns whether a node of the plan is gone."""
+        """Returns whether a node that the plan uses is lost."""
         return bool(self._backend.lost_nodes())
 
     def close(self) -> None:
-        """Ends every process of this cluster."""
+        """Ends all processes of this cluster."""
         self.calls.close()
         self._backend.close()
 

@@ -1,7 +1,4 @@
-"""Dispatch modes: how the arguments of a call are scattered over ranks, and how the ranks' results are gathered.
-
-A mode is a pair of pure functions of a mesh. The mode, never the type of an argument, decides how it is split.
-"""
+"""Dispatch modes: pairs of pure functions that scatter arguments over ranks and gather the results of the ranks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,15 +15,15 @@ from flowrl.data.batch.fields import FIELDS
 from flowrl.data.metric import merge_metrics
 
 Arguments = dict[str, Any]
-"""Parameter name -> argument. Any: the users' own values."""
+"""Parameter name -> argument."""
 Scatter = Callable[[Mesh, Contract, Arguments], Sequence[Arguments | None]]
 Gather = Callable[[Mesh, Sequence], Any]
 Fetch = Callable[[Sequence[Ref], float | None], list[Any]]
-"""Waits for the calls behind references, with a timeout in seconds, and reads all values in one request."""
+"""Waits for the calls that compute references, with a timeout in seconds, and returns their values."""
 
 
 class Future:
-    """The result of a call that is not a batch. It may be passed to other calls before it is computed."""
+    """Result of a call, possibly not computed yet. Other calls accept it as an argument."""
 
     def __init__(self, refs: Sequence[Ref], gather: Gather, mesh: Mesh, fetch: Fetch) -> None:
         self.refs = tuple(refs)
@@ -38,7 +35,7 @@ class Future:
         """Waits for the call and returns its gathered result.
 
         Raises:
-            WorkerError: the first failure of the host set, with role, rank, node and method.
+            WorkerError: the call, or another call to the same processes, failed.
             TimeoutError: the result is not available after `timeout_s` seconds.
         """
         return self.gather(self.mesh, self._fetch(self.refs, timeout_s))
@@ -50,7 +47,7 @@ class Future:
 
 @dataclass(frozen=True)
 class BatchSlice:
-    """The rows and columns of a batch argument that one rank receives."""
+    """Rows and columns of a batch argument that one rank receives."""
 
     batch: Batch
     rows: Rows
@@ -58,7 +55,6 @@ class BatchSlice:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows."""
         return self.rows[1] - self.rows[0] if isinstance(self.rows, tuple) else len(self.rows)
 
 
@@ -69,7 +65,7 @@ class DispatchMode:
     name: str
     scatter: Scatter
     gather: Gather | None
-    """None if the result is a `Batch` made of the data-parallel leaders' shards."""
+    """None if the result is a `Batch` with the rows of the data-parallel leaders."""
 
 
 _modes: dict[str, DispatchMode] = {}
@@ -80,13 +76,12 @@ def register_dispatch_mode(name: str, scatter: Scatter, gather: Gather) -> None:
 
     Args:
         name: any name except that of a built-in mode.
-        scatter: `(mesh, contract, arguments) -> [arguments of each rank]`; None for a rank that is not called. A
-            batch argument must become a `BatchSlice`. `mesh` has `size`, `dp`, `tp`, `sp`, `pp` and
-            `coordinates(rank)`.
-        gather: `(mesh, results) -> value`, with one result per called rank, in rank order. It must be importable,
-            because other hosts gather futures that they receive as arguments.
+        scatter: `(mesh, contract, arguments) -> [arguments of each rank]`, with None for a rank that is not called.
+            Converts batch arguments to `BatchSlice`s.
+        gather: `(mesh, results) -> value`, with one result per called rank, in rank order. Must be importable, because
+            workers gather futures that they receive as arguments.
     Raises:
-        ValueError: a built-in mode has this name.
+        ValueError: the name is that of a built-in mode.
     """
     if name in BUILT_IN:
         raise ValueError(f"dispatch mode {name!r} is built in and cannot be replaced; choose another name")
@@ -94,7 +89,7 @@ def register_dispatch_mode(name: str, scatter: Scatter, gather: Gather) -> None:
 
 
 def get_dispatch_mode(name: str) -> DispatchMode:
-    """Returns the mode with this name. Raises `ContractError` if there is none."""
+    """Returns the mode with this name. Raises `ContractError` if the name is unknown."""
     modes = BUILT_IN | _modes
     if name not in modes:
         raise ContractError(
@@ -109,21 +104,21 @@ def get_dp_rank(mesh: Mesh, rank: int) -> int:
 
 
 def is_leader(mesh: Mesh, rank: int) -> bool:
-    """Returns whether a rank returns the result of its data-parallel rank.
+    """Returns whether a rank is the leader, which returns the result, of its data-parallel replica.
 
-    The leader is the first of its tensor- and sequence-parallel peers, in the last pipeline stage.
+    Leaders have tensor- and sequence-parallel coordinate 0 in the last pipeline stage.
     """
     coordinates = mesh.coordinates(rank)
     return coordinates.tp == 0 and coordinates.sp == 0 and coordinates.pp == mesh.pp - 1
 
 
 def get_leader_ranks(mesh: Mesh) -> list[int]:
-    """Returns the leader of every data-parallel rank, in data-parallel order."""
+    """Returns one leader rank per data-parallel replica, in data-parallel order."""
     return sorted((r for r in range(mesh.size) if is_leader(mesh, r)), key=lambda rank: get_dp_rank(mesh, rank))
 
 
 def scatter_rows(mesh: Mesh, contract: Contract, arguments: Arguments) -> list[Arguments]:
-    """Splits every batch argument by rows over the data-parallel ranks. All peers of one rank get the same rows."""
+    """Splits the rows of batch arguments over data-parallel replicas. All ranks of a replica get the same rows."""
     batches = {name: value for name, value in arguments.items() if isinstance(value, Batch)}
     if not batches:
         raise ContractError("the dispatch mode splits rows, but no argument is a Batch; pass one")
@@ -139,14 +134,14 @@ def scatter_rows(mesh: Mesh, contract: Contract, arguments: Arguments) -> list[A
 
 
 def split_batch(batch: Batch, num_parts: int, contract: Contract) -> list[Rows]:
-    """Returns the rows of every data-parallel rank: contiguous and even, or balanced by tokens."""
+    """Splits the rows of a batch into `num_parts` even contiguous parts, or into parts balanced by tokens."""
     if contract.balance == "tokens" and num_parts > 1:
         return list(split_by_weight(batch.lengths(), num_parts))
     return list(split_evenly(batch.num_rows, num_parts))
 
 
 def find_row_order(splits: Sequence[Rows]) -> np.ndarray | None:
-    """Returns the permutation that restores the batch order of results concatenated over ranks; None if in order."""
+    """Returns the permutation that restores the input order of concatenated results; None if they are in order."""
     if all(isinstance(rows, tuple) for rows in splits):
         return None
     positions = np.concatenate([np.arange(*rows) if isinstance(rows, tuple) else rows for rows in splits])
@@ -156,7 +151,7 @@ def find_row_order(splits: Sequence[Rows]) -> np.ndarray | None:
 
 
 def select_columns(contract: Contract, parameter: str, batch: Batch) -> tuple[str, ...]:
-    """Returns the columns that the method reads. Raises `ContractError` if the batch lacks some of them."""
+    """Returns the columns that a method reads. Raises `ContractError` if the batch lacks a required column."""
     reads = contract.get_reads(parameter)
     if reads is None:
         return batch.columns
@@ -172,7 +167,7 @@ def select_columns(contract: Contract, parameter: str, batch: Batch) -> tuple[st
 
 
 def _slice_batches(contract: Contract, arguments: Arguments) -> Arguments:
-    """Replaces every batch by a slice with all of its rows."""
+    """Replaces each batch argument by a slice with all rows."""
     return {
         name: BatchSlice(value, (0, value.num_rows), select_columns(contract, name, value))
         if isinstance(value, Batch)

@@ -1,12 +1,12 @@
 """Errors of the controller.
 
 FlowError
-+-- WorkerError         a method of a worker raised
-|   +-- WorkerUserError     the user must fix its cause (also a UserError)
++-- WorkerError         a call to a worker failed
+|   +-- WorkerUserError     the user must fix the cause (also a UserError)
 |   +-- WorkerCheckError    a self-check of the worker failed
 |   +-- ProcessLost         the process of the worker has ended
 |   +-- DeadlineError       the call passed its deadline
-+-- BackendError        processes cannot be started, or the cluster cannot be joined (also a UserError)
++-- BackendError        Ray cannot be started or joined (also a UserError)
 +-- ContractError       a call or a result violates the `register` declaration (also a UserError)
 """
 
@@ -18,20 +18,20 @@ class FlowError(Exception):
 
 
 class ContractError(FlowError, UserError):
-    """A call or its result violates the declaration of the method: arguments, columns or rows."""
+    """The arguments or the result of a call violate the `register` declaration of the method."""
 
 
 class BackendError(FlowError, UserError):
-    """Ray cannot be started or joined with the given environment and config."""
+    """Ray cannot be started or joined."""
 
 
 class WorkerError(FlowError, RuntimeError):
-    """A worker failed.
+    """A call to a worker failed.
 
     Args:
         cause: one sentence.
-        remote_traceback: the traceback in the worker's process.
-        symptom: whether the error is a lost connection to another rank, whose failure is the cause.
+        remote_traceback: traceback in the worker's process.
+        symptom: whether the error is a lost connection, which the failure of another rank has caused.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class WorkerError(FlowError, RuntimeError):
 
     @property
     def summary(self) -> str:
-        """The role, method, rank, node and cause in one sentence."""
+        """Role, method, rank, node and cause in one sentence."""
         name = f"{self.role}.{self.method}" if self.method else self.role
         return f"{name} failed on rank {self.rank} (node {self.node}): {self.cause}"
 
@@ -62,25 +62,25 @@ class WorkerError(FlowError, RuntimeError):
 
 
 class ProcessLost(WorkerError):
-    """The process of a worker has ended: it was killed, ran out of memory, or crashed."""
+    """The process of a worker was killed, ran out of memory, or crashed."""
 
     is_replaceable = False
     """Whether the backend starts a replacement process."""
 
 
 class DeadlineError(WorkerError):
-    """A call passed its deadline. `remote_traceback` is the stack of its process at that time."""
+    """A call passed its deadline. `remote_traceback` is the stack of the process at the deadline."""
 
 
 class WorkerUserError(WorkerError, UserError):
-    """A worker raised a UserError. Its message omits the traceback, which does not help the user."""
+    """A worker raised a UserError. The message has no traceback."""
 
     def __str__(self) -> str:
         return _format_cause(self)
 
 
 class WorkerCheckError(WorkerError):
-    """A self-check of a worker raised CheckFailed. Its message omits the traceback."""
+    """A worker raised CheckFailed. The message has no traceback."""
 
     def __str__(self) -> str:
         return _format_cause(self)
@@ -92,5 +92,5 @@ def _format_cause(error: WorkerError) -> str:
 
 
 def describe_unpicklable(error: BaseException) -> str:
-    """Returns the `cause` of a WorkerError for a result that cannot be pickled."""
+    """Returns the `cause` text of the WorkerError for a result that cannot be pickled."""
     return f"its result cannot be pickled ({type(error).__name__}: {error}); return plain values, arrays or a table"

@@ -1,4 +1,4 @@
-"""WorkerGroup: the driver's handle of a role's ranks. Every call to a worker goes through `WorkerGroup.submit`."""
+"""WorkerGroup: calls the workers of a role from the driver."""
 
 import importlib
 import inspect
@@ -31,12 +31,12 @@ from flowrl.data.batch.block import Block, Ref, Shard
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-# Held while a call is submitted to all of its ranks: collectives must be submitted in the same order on every rank.
+# Held while a call is submitted to its ranks, because all ranks must execute collectives in the same order.
 submission_lock = threading.RLock()
 
 
 class RemoteMethod:
-    """A registered method of a group. Calling it waits for the result if its contract says so; `submit` never waits."""
+    """A registered method of a group. A call waits for the result if the method is `blocking`; `submit` never waits."""
 
     def __init__(self, group: "WorkerGroup", name: str, function: Callable, contract: Contract) -> None:
         self._group, self._contract = group, contract
@@ -55,9 +55,9 @@ class RemoteMethod:
         return result
 
     def submit(self, *args: Any, **kwargs: Any) -> Any:  # Any: a Batch or a Future
-        """Submits the call and returns its `Batch` or `Future` without waiting.
+        """Submits a call and returns its `Batch` or `Future` without waiting.
 
-        Raises `ContractError` before anything is sent if the arguments do not fit the method's signature.
+        Raises `ContractError` if the arguments do not fit the signature of the method.
         """
         try:
             bound = self.__signature__.bind(*args, **kwargs)
@@ -67,9 +67,9 @@ class RemoteMethod:
 
 
 class WorkerGroup:
-    """All ranks of one role. Has the registered methods of the worker class as attributes.
+    """The workers of a role. Its attributes are the registered methods of the worker class.
 
-    `Cluster.group` makes it. `WorkerGroup.replica` returns a group with the ranks of one replica.
+    `Cluster.group` creates it.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class WorkerGroup:
         self.slots = tuple(slots)
         self.tasks: TaskRunner | None = None
         self._ranks = range(len(slots)) if ranks is None else tuple(ranks)
-        """Ranks within the role; those of a replica do not start at 0."""
+        """Ranks within the role. The ranks of a replica need not start at 0."""
         self._replicas: dict[int, WorkerGroup] = {}
         self._backend, self._calls, self._eviction, self._kind = backend, calls, eviction, kind
         for name, (function, contract) in get_registered_methods(cls).items():
@@ -111,22 +111,20 @@ class WorkerGroup:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return len(self.slots)
 
     @property
     def pool(self) -> str:
-        """Name of the pool of the group's first rank."""
+        """Name of the pool of rank 0."""
         return self.slots[0].pool
 
     def replica(self, rank: int) -> "WorkerGroup":
-        """Returns a group of one data-parallel replica, whose calls run on the replica's ranks only.
+        """Returns a group with the ranks of one data-parallel replica. `rank` is the data-parallel rank.
 
-        Requests, errors and traces contain the ranks of the role. There are `mesh.dp` replicas, counted from 0; the
-        inline backend has one.
+        Errors and traces contain ranks within the role. The inline backend has one replica.
 
         Raises:
-            ContractError: the worker class is not `replicated`, or there is no such replica.
+            ContractError: the worker class is not `replicated`, or the replica does not exist.
         """
         if not self.cls.replicated:
             raise ContractError(
@@ -152,19 +150,19 @@ class WorkerGroup:
         return self._replicas[rank]
 
     def format_device(self, slot: Slot) -> str:
-        """Returns the name of a slot's device in traces. A CPU slot is a process, so it is numbered too."""
+        """Returns the name of a slot's device in traces, such as `cuda:1`."""
         return slot.pool if slot.device < 0 else f"{self._kind}:{slot.device}"
 
     def is_colocated_in(self, other: "WorkerGroup") -> bool:
-        """Returns whether every process of this group is also a process of the other group."""
+        """Returns whether the other group uses all processes of this group."""
         return set(self.slots) <= set(other.slots)
 
     def is_colocated_with(self, other: "WorkerGroup") -> bool:
-        """Returns whether both groups have the same processes."""
+        """Returns whether both groups use the same processes."""
         return self.is_colocated_in(other) and other.is_colocated_in(self)
 
     def is_evicted_by(self, other: "WorkerGroup") -> bool:
-        """Returns whether calls of the other group evict this group from a device, with everything it holds there."""
+        """Returns whether calls of the other group evict this group's processes from a shared device."""
         return self._eviction.ledger.is_evicted_by(self.slots, other.slots)
 
     def __repr__(self) -> str:
@@ -173,16 +171,14 @@ class WorkerGroup:
     def run(
         self, fn: Callable, /, *args: Any, rank_zero: bool = False, **kwargs: Any
     ) -> Any:  # Any: the function's own
-        """Runs `fn(worker, *args, **kwargs)` on every rank, waits, and returns the results in a list.
+        """Runs `fn(worker, *args, **kwargs)` on every rank, waits, and returns the list of results.
 
-        Use it to inspect or change workers without a registered method. The function is pickled; batches arrive as
-        tables, and futures as their values.
+        The function needs no registration, but must be picklable. It receives batches as TensorDicts and futures as
+        their values. With `rank_zero`, runs the function only on rank 0 and returns its result.
 
-        Args:
-            rank_zero: run it on rank 0 only and return its result.
         Raises:
-            ContractError: the arguments do not fit the function.
-            WorkerError: the function raised.
+            ContractError: the arguments do not fit the signature of the function.
+            WorkerError: the function raised an exception.
         """
         try:
             bound = inspect.signature(fn).bind(None, *args, **kwargs)
@@ -202,9 +198,9 @@ class WorkerGroup:
         return result.get()
 
     def submit(self, method: str, contract: Contract, arguments: Mapping[str, Any]) -> "Batch | Future":
-        """Checks, scatters, lowers and submits a call to its ranks, and returns its result without waiting.
+        """Scatters the arguments of a call, sends the call to its ranks, and returns the result without waiting.
 
-        Raises the failure of the pool if a process of it has failed, even in another call.
+        Raises `FlowError` if a process of the pool has failed, also in another call.
         """
         self._calls.raise_if_failed(self.pool)
         mode = get_dispatch_mode(contract.mode)
@@ -218,7 +214,7 @@ class WorkerGroup:
                 f"{self.role}"
             )
         with submission_lock:
-            # Scattering may wait for lengths, and the pool may have failed meanwhile.
+            # Scattering may wait for row lengths, and the pool may fail during this wait.
             self._calls.raise_if_failed(self.pool)
             called = {index: args for index, args in enumerate(per_rank) if args is not None}
             evictions = {} if contract.memory == () else self._evict_others(tuple(called))
@@ -237,11 +233,11 @@ class WorkerGroup:
         return Future(tuple(results.values()), mode.gather, self.mesh, fetch)
 
     def _evict_others(self, indices: Sequence[int]) -> dict[int, list[CallRef]]:
-        """Evicts other processes from the devices of the called ranks. Returns the evictions that each awaits."""
+        """Evicts other processes from devices of the called ranks. Returns rank index -> evictions to wait for."""
         evictions = {i: evicted for i in indices if (evicted := self._eviction.before(self.slots[i]))}
         if not evictions or not self.cls.collective:
             return evictions
-        # A rank must not enter a collective while a peer still waits for its device.
+        # All ranks wait for all evictions: no rank may enter a collective while a peer waits for its device.
         everything = [eviction for evicted in evictions.values() for eviction in evicted]
         return dict.fromkeys(indices, everything)
 
@@ -254,7 +250,7 @@ class WorkerGroup:
         arguments: Mapping[str, Any],
         evictions: Sequence[CallRef],
     ) -> CallRef:
-        """Submits the call to one rank and starts to track it."""
+        """Sends a call to one rank and starts to track it."""
         references = References(self._calls.put_once, self.cls.collective)
         returns_batch = mode.gather is None
         returns_result = not returns_batch or is_leader(self.mesh, index)
@@ -282,7 +278,7 @@ class WorkerGroup:
     def _make_batch(
         self, contract: Contract, arguments: Sequence[Mapping[str, Any] | None], results: Mapping[int, CallRef]
     ) -> Batch:
-        """Returns the leaders' results as one batch, in the row order of the input batch, if there is one."""
+        """Returns a batch of the results of the leader ranks, in the row order of the input batch."""
         slices = [_find_slice(args) for args in arguments if args is not None]
         shards = []
         for index, rows in zip(get_leader_ranks(self.mesh), slices, strict=True):
@@ -296,12 +292,12 @@ class WorkerGroup:
         return Batch.of_block(block, columns, order, self.tasks)
 
     def wait_for_batch(self, batch: Batch, timeout_s: float | None = None) -> None:
-        """Waits until the calls that compute a batch are done. Raises their failure."""
+        """Waits for the calls that compute a batch. Raises `FlowError` if a call failed."""
         self._calls.wait(find_records(batch), timeout_s)
 
 
 def _name_arguments(bound: inspect.BoundArguments) -> dict[str, Any]:
-    """Returns all arguments by name, with `**kwargs` merged in."""
+    """Returns parameter name -> argument, including the entries of `**kwargs`."""
     arguments = dict(bound.arguments)
     for parameter in bound.signature.parameters.values():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
@@ -314,7 +310,7 @@ def _find_slice(arguments: Mapping[str, Any]) -> BatchSlice | None:
 
 
 def _count_result_rows(contract: Contract, rows: BatchSlice | None) -> int | None:
-    """Returns the number of rows that the contract promises for an input slice; None if unknown."""
+    """Returns the number of result rows that the contract declares for an input slice; None if unknown."""
     if contract.rows == "unknown":
         return None
     num_rows = rows.num_rows if rows else 0
@@ -322,29 +318,27 @@ def _count_result_rows(contract: Contract, rows: BatchSlice | None) -> int | Non
 
 
 class Tasks(Worker):
-    """Runs functions in a process that no role uses, so that they do not wait for models."""
+    """Worker that runs functions of batches in a separate process, in parallel to the roles."""
 
     stateless = True
 
     @register(Dispatch.RANK_ZERO, blocking=False)
     def prepare(self, modules: tuple[str, ...]) -> None:
-        """Imports modules while the processes of the roles are still starting."""
+        """Imports modules early, so that the first function does not wait for imports."""
         for module in modules:
             importlib.import_module(module)
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def apply(self, table: "TensorDict", fn: Callable, **kwargs: Any) -> "TensorDict":  # Any: the function's own
-        """Runs a function that returns a table."""
         return fn(table, **kwargs)
 
     @register(Dispatch.RANK_ZERO, blocking=False)
     def reduce(self, table: "TensorDict", fn: Callable, **kwargs: Any) -> Any:  # Any: the function's own result
-        """Runs a function that returns any value."""
         return fn(table, **kwargs)
 
 
 class GroupTasks:
-    """The cluster's `TaskRunner`, which sends functions to one rank of `Tasks`."""
+    """Runs functions of batches (`TaskRunner`) on the task worker of the cluster."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group

@@ -1,4 +1,4 @@
-"""Worker: base class of worker classes. `register` declares which of their methods the driver may call."""
+"""Worker: base class of workers. `register` declares the methods that the driver may call."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -33,14 +33,14 @@ class Dispatch:
     DP_COMPUTE_PROTO = "dp_compute_proto"
     """Batches are split by rows over the data-parallel ranks; returns a `Batch` without waiting."""
     COLLECT = "collect"
-    """Every rank gets the same arguments and returns rows; returns a `Batch` of all rows without waiting."""
+    """Every rank gets the same arguments and returns rows; the result is a `Batch` of all rows, without waiting."""
     DP_COMPUTE_METRIC = "dp_compute_metric"
     """Batches are split by rows; returns one dictionary of metrics, each merged over ranks by its own reduction."""
 
 
 @dataclass(frozen=True)
 class Contract:
-    """The declaration of a registered method. `register` documents the fields."""
+    """Declaration of a registered method. `register` documents the fields."""
 
     mode: str
     blocking: bool = True
@@ -54,7 +54,7 @@ class Contract:
     resend: bool = True
 
     def get_reads(self, parameter: str) -> tuple[str, ...] | None:
-        """Returns the columns that a batch parameter reads; None is all columns."""
+        """Returns the columns that the method reads from a batch parameter; None means all columns."""
         return self.reads.get(parameter, ()) if isinstance(self.reads, Mapping) else self.reads
 
 
@@ -76,25 +76,24 @@ def register(
     Args:
         dispatch_mode: a name in `Dispatch`, or one added by `register_dispatch_mode`.
         blocking: whether `group.method(...)` waits for the result. `group.method.submit(...)` never waits.
-        reads: columns of the batch arguments that are sent; None sends all. `"name?"` is sent if the batch has it, and
-            `"*"` stands for all columns of the dataset, which are those not listed in docs/batch.md. A mapping declares
-            the columns per parameter.
+        reads: columns of batch arguments that are sent to workers; None means all. `"name?"` is an optional column, and
+            `"*"` means all dataset columns (columns not listed in docs/batch.md). A mapping declares columns per
+            parameter.
         writes: columns that a `DP_COMPUTE_PROTO` or `COLLECT` method returns. With None, the driver waits for the
-            result to learn them.
-        rows: rows that such a method returns: "same" as the input, an integer multiple of it, or "unknown". `COLLECT`
-            requires "unknown".
-        balance: split the input into equal numbers of rows, or of tokens. For tokens the driver waits for the lengths.
-        replay: whether the last call sets the state of a `stateless` worker, so that a replacement process has to
-            replay it. If several calls set one state, this is the name of the parameter that counts them from 0.
-        timeout_s: seconds that a call may run; None is the cluster's limit.
-        memory: parts of the worker's device memory that the method needs, as `Worker.onload_parts` names them. None is
-            all parts. `()` is none, so that no other worker is offloaded.
-        resend: whether a call is sent again if its process is lost and replaced. Set False if the method is not
-            idempotent, or depends on lost process state: the caller gets `ProcessLost`, and the run continues.
+            result and reads its columns.
+        rows: number of rows that a `DP_COMPUTE_PROTO` or `COLLECT` method returns: the "same" as the input, an integer
+            multiple of the input, or "unknown". `COLLECT` requires "unknown".
+        balance: splits the input into equal numbers of rows or of tokens. For tokens, the driver waits for row lengths.
+        replay: whether a call sets state of a `stateless` worker. A replacement process repeats the last such call. If
+            several calls set one state, `replay` is the name of the parameter that counts these calls from 0.
+        timeout_s: timeout of a call in seconds; None uses the default of the cluster.
+        memory: parts of the worker's device memory that the method needs (see `Worker.onload_parts`). None means all
+            parts. `()` means none, so no other worker is offloaded for the call.
+        resend: whether a call is retried if its process is lost and replaced. Set False if the method is not
+            idempotent or depends on lost process state. The caller then gets `ProcessLost`, and the run continues.
     Raises:
-        ValueError: the declaration contradicts itself, or the method has parameters without names.
+        ValueError: the declaration is inconsistent, or the method has `*args`.
     """
-
     contract = Contract(dispatch_mode, blocking, reads, writes, rows, balance, replay, timeout_s, memory, resend)
     _check(contract)
 
@@ -114,7 +113,7 @@ def register(
 
 
 def _check(contract: Contract) -> None:
-    """Raises ValueError if the declaration contradicts itself."""
+    """Raises ValueError if the declaration is inconsistent."""
     rows, replay, timeout_s = contract.rows, contract.replay, contract.timeout_s
     returns_batch = contract.mode in (Dispatch.DP_COMPUTE_PROTO, Dispatch.COLLECT)
     if contract.balance == "tokens" and rows != "same":
@@ -132,12 +131,12 @@ def _check(contract: Contract) -> None:
 
 
 def get_contract(method: Callable) -> Contract | None:
-    """Returns the declaration of a registered method; None for other methods."""
+    """Returns the declaration of a registered method; None if the method is not registered."""
     return vars(method).get(_ATTRIBUTE) if hasattr(method, "__dict__") else None
 
 
 def get_registered_methods(cls: type) -> dict[str, tuple[Callable, Contract]]:
-    """Returns name -> (function, contract) of all registered methods of a worker class, including inherited ones."""
+    """Returns name -> (function, contract) of the registered methods of a worker class and its base classes."""
     methods = {}
     for base in reversed(cls.__mro__):
         for name, member in vars(base).items():
@@ -150,7 +149,7 @@ def get_registered_methods(cls: type) -> dict[str, tuple[Callable, Contract]]:
 
 @dataclass
 class WorkerContext:
-    """Rank, device and peers of a worker. The host sets it before it runs the worker's constructor."""
+    """Rank, device and peers of a worker, available in its constructor."""
 
     role: str
     rank: int
@@ -160,47 +159,44 @@ class WorkerContext:
     device: str
     mesh: Mesh
     process_group: "ProcessGroup | None" = None
-    """Process group of all ranks of the role; None for a single rank."""
+    """Process group of the ranks of the role; None if the role has one rank."""
     colocated: Mapping[str, "Worker"] = field(default_factory=dict)
-    """Role -> worker, for all workers of this process."""
+    """Role -> worker, for the workers of this process."""
     aligned_roles: frozenset[str] = frozenset()
-    """Colocated roles whose ranks equal this role's ranks in every process."""
+    """Colocated roles that have the same rank as this role in every process."""
     address: str = "127.0.0.1"
-    """Address at which other processes of the run reach this process."""
+    """IP address of this process for other processes of the run."""
     replaced: bool = False
     """Whether this process replaces a lost one."""
     num_tp_devices: int = 1
-    """Number of tensor-parallel devices that a dedicated process uses; its peers have no process of the role."""
+    """Number of tensor-parallel devices of a dedicated process. The other devices have no process of the role."""
     can_offload: bool = False
-    """Whether other processes share the device and the worker can offload for them (`can_offload_device`)."""
+    """Whether the worker must be able to offload, because other processes share its device."""
 
 
 class Worker:
-    """Base class of workers. Subclasses mark the methods that the driver calls with `@register`."""
+    """Base class of workers. Subclasses decorate the methods that the driver calls with `@register`."""
 
     collective: ClassVar[bool] = False
-    """Whether the ranks communicate with each other; they then get a process group."""
+    """Whether the ranks of the role communicate, which requires a process group."""
 
     replicated: ClassVar[bool] = False
-    """Whether every rank holds a full copy of the model and needs no other rank. The inline backend makes one rank."""
+    """Whether every rank holds a full copy of the model and works alone. The inline backend then uses one rank."""
 
     stateless: ClassVar[bool] = False
-    """Whether a lost process can be replaced. All state of the worker must come from its constructor's arguments and
-    from the last calls of its methods registered with `replay`."""
+    """Whether a lost process can be replaced: the constructor arguments and the last calls of methods registered with
+    `replay` determine all state of the worker."""
 
     context: WorkerContext
 
     @classmethod
     def select_class(cls, mesh: Mesh, *args: Any, **kwargs: Any) -> "type[Worker]":  # Any: the constructor's
-        """Returns the class to construct for a mesh and the constructor's arguments.
-
-        Subclasses override it to return a collective variant, for example for sharded models.
-        """
+        """Returns the class to construct, such as a collective variant for sharded models. Default: this class."""
         return cls
 
     @classmethod
     def can_offload_device(cls, device: str, *args: Any, **kwargs: Any) -> bool:  # Any: the constructor's
-        """Returns whether a worker with these arguments can free a device (`cpu` or `cuda:N`) for other processes."""
+        """Returns whether a worker with these arguments can offload from a device that other processes share."""
         return False
 
     @property
@@ -224,27 +220,24 @@ class Worker:
         return self.context.mesh
 
     def peer(self, role: str) -> "Worker | None":
-        """Returns the worker of another role in this process; None if there is none."""
+        """Returns the worker of another role in this process; None if the role has no worker here."""
         return self.context.colocated.get(role)
 
     @property
     def weight_owners(self) -> "tuple[Worker, ...]":
-        """Workers of this process whose weights this worker uses."""
+        """Workers in this process whose weights this worker uses."""
         return ()
 
     def offload(self, *, keep_weights: bool) -> None:
-        """Frees device memory for another role or process.
-
-        `keep_weights` is True if the other role uses this worker's weights.
-        """
+        """Frees device memory for another worker. With `keep_weights`, the other worker uses these weights."""
 
     def onload(self) -> None:
-        """Restores the device memory before a call of this worker, or of a worker that uses its weights."""
+        """Loads the offloaded memory, before a call of this worker or of a worker that uses its weights."""
 
     def onload_parts(self, parts: tuple[str, ...]) -> None:
-        """Restores only these parts of the device memory, for a method registered with `memory`."""
+        """Loads some parts of the offloaded memory, for a method registered with `memory`. Default: all parts."""
         self.onload()
 
     def run_function(self, fn: Callable, **arguments: Any) -> Any:  # Any: the function's own
-        """Runs `fn(self, ...)` for `group.run`, which prefixes the names of its arguments with `of_`."""
+        """Runs `fn(self, ...)` for `group.run`. Argument names have the prefix `of_`."""
         return fn(self, **{name.removeprefix("of_"): value for name, value in arguments.items()})

@@ -1,6 +1,6 @@
-"""Data types that all packages share: prompts, chat tokenization, batches, metrics, call events, checksummed files.
+"""Data types of all packages: prompts, chat tokenization, batches, metrics, trace events, files with checksums.
 
-Entry points: `prompts.PromptStream` (dataset to rows), `chat.ChatTokenizer` (conversation to tokens),
-`batch.batch.Batch` (rows on the driver), `metric.merge_metrics` (values of several ranks).
+Entry points: `prompts.PromptStream` (reads prompts), `chat.ChatTokenizer` (tokenizes conversations),
+`batch.batch.Batch` (rows by reference), `metric.merge_metrics` (merges metrics of ranks).
 Imports only `flowrl.config`.
 """

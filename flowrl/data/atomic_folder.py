@@ -12,10 +12,9 @@ from flowrl.config import UserError
 
 @contextmanager
 def write_atomically(folder: Path) -> Iterator[Path]:
-    """Yields a temporary folder and renames it to `folder` when the block ends.
+    """Yields a temporary folder, and renames it to `folder` at the end of the block.
 
-    Raises:
-        UserError: the folder cannot be written. No partial folder is left.
+    Deletes the temporary folder if the block fails. Raises `UserError` if the folder cannot be written.
     """
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)

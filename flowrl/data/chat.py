@@ -25,16 +25,13 @@ class Message:
 
 
 class ChatTokenizer:
-    """A tokenizer with a chat template.
-
-    Tokenizes a conversation message by message, so that a prompt has the same tokens in training and in generation.
-    """
+    """A tokenizer with a chat template. A prompt has the same tokens in training and in generation."""
 
     def __init__(self, path: Path | str) -> None:
-        """Loads a tokenizer from a folder written by `save_pretrained`. Never runs code from the folder.
+        """Loads a tokenizer from a folder written by `save_pretrained`. Runs no code from the folder.
 
         Raises:
-            DataError: the tokenizer is missing, or has no chat template or no end token.
+            DataError: the tokenizer, its chat template or its end token is missing.
         """
         self.path = Path(path)
         self._tokenizer = _load_tokenizer(self.path)
@@ -54,11 +51,11 @@ class ChatTokenizer:
 
     @property
     def pad_id(self) -> int:
-        """Id of the padding token; the end token if the tokenizer has no padding token."""
+        """Id of the padding token (default: the end token)."""
         return self.eos_id if self._tokenizer.pad_token_id is None else int(self._tokenizer.pad_token_id)
 
     def __len__(self) -> int:
-        """Size of the vocabulary, special tokens included."""
+        """Size of the vocabulary, including special tokens."""
         return len(self._tokenizer)
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
@@ -69,11 +66,11 @@ class ChatTokenizer:
         """Returns the token ids of a complete conversation and the mask of the assistant's tokens.
 
         Returns:
-            ids: the tokens of all messages.
-            response_mask: true for the tokens of assistant messages and their end tokens; as long as `ids`.
+            ids: tokens of all messages.
+            response_mask: one entry per token, true for tokens of assistant messages and their end tokens.
         Raises:
-            DataError: the chat template does not end assistant messages with the end token, or renders earlier messages
-                differently when more messages follow, so that the assistant's tokens cannot be located.
+            DataError: the chat template omits the end token of assistant messages, or renders a message differently if
+                more messages follow.
         """
         ids: list[int] = []
         mask: list[bool] = []
@@ -82,17 +79,17 @@ class ChatTokenizer:
             if message.role != "assistant":
                 continue
             prompt = self._render(messages[:index], generate=True)
-            answered = self._render(messages[: index + 1], generate=False)
+            rendered_response = self._render(messages[: index + 1], generate=False)
             before = self._encode(self._suffix(prompt, rendered))
-            response = self._encode(self._suffix(answered, prompt))
+            response = self._encode(self._suffix(rendered_response, prompt))
             if self.eos_id not in response:
                 end = self._tokenizer.eos_token
                 raise DataError(f"the chat template in {self.path} does not end assistant messages with {end!r}")
-            # Some templates add a line break after the end token. It is not trained on.
+            # Some templates add a line break after the end token. The model is not trained on it.
             num_trained = len(response) - response[::-1].index(self.eos_id)
             ids += before + response
             mask += [False] * len(before) + [True] * num_trained + [False] * (len(response) - num_trained)
-            rendered = answered
+            rendered = rendered_response
         after = self._encode(self._suffix(self._render(messages, generate=False), rendered))
         return ids + after, mask + [False] * len(after)
 
@@ -103,10 +100,9 @@ class ChatTokenizer:
         return text
 
     def max_positions(self) -> int | None:
-        """Returns the maximum sequence length in the model config next to the tokenizer, or None.
+        """Returns the maximum sequence length of the model in the tokenizer's folder; None if its config has no maximum.
 
-        Raises:
-            DataError: the folder has no model config.
+        Raises `DataError` if the folder has no model config.
         """
         try:
             local = self.path.is_dir()
@@ -137,13 +133,13 @@ class ChatTokenizer:
 
 
 def read_vocabulary(path: Path) -> dict[str, int]:
-    """Returns token -> id of a saved tokenizer. Raises DataError if the folder has none."""
+    """Returns token -> id of a saved tokenizer. Raises `DataError` if the folder has no tokenizer."""
     return _load_tokenizer(path).get_vocab()
 
 
 def _load_tokenizer(path: Path) -> Any:  # Any: transformers types token ids too loosely
     try:
-        # A local directory is never looked up on the Hub.
+        # Local directories are not searched on the Hub.
         return AutoTokenizer.from_pretrained(str(path), local_files_only=path.is_dir(), trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise DataError(

@@ -1,8 +1,4 @@
-"""Durable files with checksums: synced to disk, with a CRC-32 that detects corruption.
-
-CRC-32 is faster than most disks and detects errors of disks, copies and full file systems. It does not protect against
-deliberate manipulation.
-"""
+"""Files that are synced to disk and have a CRC-32 checksum, which detects accidental corruption."""
 
 import json
 import os
@@ -15,15 +11,15 @@ from typing import Any, NamedTuple
 from flowrl.config.user_errors import UserError
 
 _CHUNK_BYTES = 16 * 1024**2
-"""Bytes per chunk. Checksumming and writing one chunk after the other reuses the CPU cache."""
+"""Bytes per chunk. Each chunk is written while the checksum computation has it in the CPU cache."""
 
 
 class CheckpointError(UserError):
-    """A checkpoint cannot be written, or is corrupt or of the wrong kind."""
+    """A checkpoint cannot be written, is corrupt, or is incompatible with the run."""
 
 
 class FileChecksum(NamedTuple):
-    """Size and checksum of a file at the time it was written."""
+    """Size and checksum of a file."""
 
     size: int
     """Size in bytes."""
@@ -32,17 +28,17 @@ class FileChecksum(NamedTuple):
 
 @dataclass(frozen=True)
 class Saved:
-    """The checkpoint files that one rank has written."""
+    """Checkpoint files that a rank has written."""
 
     files: Mapping[str, FileChecksum] = field(default_factory=dict)
-    """Maps a path below the worker's folder to its checksum. The driver checksums files that are not listed."""
+    """Path below the worker's folder -> checksum. The driver computes the checksums of all other files."""
 
     architecture: str = ""
-    """Description of the model architecture, compared on loading."""
+    """Description of the model architecture. Loading a checkpoint requires the same architecture."""
 
 
 class ChecksummedFile:
-    """A new file whose checksum is computed while it is written. `finish` syncs it to disk."""
+    """A new file. Computes the checksum during writing. `finish` syncs the file to disk."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb")
@@ -59,7 +55,7 @@ class ChecksummedFile:
         self.size += len(data)
 
     def align(self, num_bytes: int) -> int:
-        """Pads the file with zeros to a multiple of `num_bytes` and returns its size."""
+        """Pads the file with zeros to a multiple of `num_bytes`. Returns the size of the file."""
         self.write(memoryview(bytes(-self.size % num_bytes)))
         return self.size
 
@@ -101,7 +97,7 @@ def checksum_of(path: Path) -> FileChecksum:
 
 
 def sync_folder(folder: Path) -> None:
-    """Syncs a folder to disk. Without it, a synced file may have no directory entry after a power failure."""
+    """Syncs a folder to disk, so that new files in it survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Names of dtypes in settings and files, such as `bfloat16`. Loads torch only to convert them."""
+"""Names of dtypes in settings and files, such as `bfloat16`."""
 
 from typing import TYPE_CHECKING
 
@@ -6,11 +6,11 @@ if TYPE_CHECKING:
     import torch
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes per element of the dtypes that a model can have."""
+"""Bytes per element of the supported dtypes of models."""
 
 
 def torch_dtype(name: str) -> "torch.dtype":
-    """Returns the torch dtype of a name."""
+    """Returns the torch dtype with this name."""
     import torch  # noqa: PLC0415 (flowrl plan loads no torch)
 
     dtype = vars(torch).get(name)
@@ -19,5 +19,5 @@ def torch_dtype(name: str) -> "torch.dtype":
 
 
 def dtype_name(dtype: "torch.dtype") -> str:
-    """Returns the name of a torch dtype."""
+    """Returns the name of a torch dtype, without the prefix `torch.`."""
     return str(dtype).removeprefix("torch.")

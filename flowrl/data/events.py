@@ -1,4 +1,4 @@
-"""Trace records: the timing of calls, which the controller writes and flowrl/report displays, and counters over time."""
+"""Trace records: the timing of calls, and counters over time."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ class CallEvent:
     """Timing of one call of a worker method on one rank. Times are nanoseconds since the epoch."""
 
     number: int
-    """Call id, in order of submission. Every rank of a call has its own id."""
+    """Id of the call, in the order of submission. Every rank of a call has its own id."""
 
     inputs: tuple[int, ...]
     """Ids of the calls whose results this call reads."""
@@ -21,31 +21,31 @@ class CallEvent:
     pool: str
     method: str
     submitted_ns: int
-    """The driver submitted the call."""
+    """Time at which the driver submitted the call."""
     arrived_ns: int
-    """The worker process had received all arguments."""
+    """Time at which the worker process had received all arguments."""
     started_ns: int
-    """The method started."""
+    """Time at which the method started."""
     ended_ns: int
-    """The method returned."""
+    """Time at which the method returned."""
     finished_ns: int
-    """The result was stored."""
+    """Time at which the result was stored."""
 
     @property
     def device_label(self) -> str:
-        """Name of the device that is unique in the cluster, such as `node0/cuda:1`."""
+        """Name of the device, unique in the cluster, such as `node0/cuda:1`."""
         return f"node{self.node}/{self.device}" if isinstance(self.node, int) else f"{self.node}/{self.device}"
 
     @property
     def duration_s(self) -> float:
-        """Seconds that the method ran."""
+        """Run time of the method in seconds."""
         return (self.ended_ns - self.started_ns) / 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """Values of named counters at one time, such as the number of groups in each state."""
+    """Values of named counters at one time."""
 
     at_ns: int
-    """Nanoseconds since the epoch."""
+    """Time in nanoseconds since the epoch."""
     values: Mapping[str, float]

@@ -1,4 +1,4 @@
-"""Mergeable metrics: workers report sums and counts, so the merged value does not depend on the number of ranks."""
+"""Mergeable metrics: the merged value does not depend on how rows are distributed over ranks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,15 +6,13 @@ from typing import Protocol, Self
 
 
 class Metric(Protocol):
-    """A mergeable metric. Merging the metrics of parts gives the metric of all data."""
+    """A metric of some rows. `merge` combines it with the metric of other rows."""
 
     def merge(self, other: Self) -> "Metric":
-        """Returns the metric of the combined data."""
-        ...
+        """Returns the metric of the rows of both."""
 
     def result(self) -> float:
         """Returns the value to log."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -71,9 +69,9 @@ class Min:
 
 
 def merge_metrics(reports: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Merges the metrics of several ranks or calls by name. A metric may be missing from some of them.
+    """Merges the metrics of several ranks or calls by name. A report may lack some metrics.
 
-    Raises `ValueError` if a name has metrics of different classes.
+    Raises `ValueError` if metrics of one name have different classes.
     """
     merged: dict[str, Metric] = {}
     for report in reports:
@@ -93,8 +91,7 @@ class MetricFuture(Protocol):
 
     def get(self) -> Mapping[str, Metric | float]:
         """Waits for the metrics and returns them."""
-        ...
 
 
 Logged = MetricFuture | Mapping[str, Metric | float]
-"""Metrics, or a future of metrics. Plain numbers of one name are averaged."""
+"""Metrics, or a future of metrics. Plain numbers with the same name are averaged."""

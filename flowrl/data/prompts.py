@@ -1,4 +1,4 @@
-"""Reads conversations from JSON lines, and samples prompts from them epoch after epoch."""
+"""Reads conversations from JSON lines, and draws prompts from them in random order."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,15 +12,15 @@ from flowrl.data.batch.fields import FIELDS
 from flowrl.data.chat import ChatTokenizer, DataError, Message, Speaker
 
 ROLE_NAMES: dict[str, Speaker] = {"human": "user", "user": "user", "assistant": "assistant", "system": "system"}
-"""Maps each allowed value of `from` (or `role`) to the chat role."""
+"""Value of `from` (or `role`) in a dataset -> chat role."""
 
 RESERVED_COLUMNS = frozenset({*FIELDS, "length"} - {"answer", "data_source"})
-"""Column names that a run writes itself. A dataset must not use them."""
+"""Names of columns that flowrl writes. A dataset must not contain them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """One line of a dataset: its messages, and all other keys as columns."""
+    """One line of a dataset: messages, and all other keys as columns."""
 
     messages: tuple[Message, ...]
     columns: Mapping[str, Any] = field(default_factory=dict)
@@ -29,7 +29,7 @@ class Conversation:
 
     @property
     def location(self) -> str:
-        """The file and the line number, for error messages."""
+        """File and line number, for error messages."""
         return f"{self.file}, line {self.line}"
 
 
@@ -41,10 +41,10 @@ def read_conversations(
     Args:
         path: the file. `from` is human, assistant or system (`role` and `user` also work). All keys except `messages`
             become columns.
-        last: required role of the last message: user for prompts, assistant for supervised examples.
-        needs: columns that every line must have, such as `answer`.
+        last: required role of the last message; None allows any role.
+        needs: required columns, such as `answer`.
     Raises:
-        DataError: the file is missing or empty, or a line is malformed. The message names the file and the line.
+        DataError: the file is missing or empty, or a line is malformed.
     """
     file = Path(path)
     try:
@@ -100,7 +100,7 @@ def _check_last_role(conversation: Conversation, last: Literal["user", "assistan
 
 
 class PromptStream:
-    """An endless stream of tokenized prompts, reshuffled every epoch. Can be saved and restored."""
+    """An endless stream of tokenized prompts, shuffled anew in every epoch."""
 
     def __init__(
         self,
@@ -111,14 +111,14 @@ class PromptStream:
         max_prompt_tokens: int,
         shuffle: bool = True,
     ) -> None:
-        """Tokenizes all prompts up front, so that a prompt that is too long fails before the run starts.
+        """Tokenizes all prompts.
 
         Args:
-            conversations: the dataset; each conversation ends with a user message.
-            tokenizer: the policy's tokenizer and chat template.
-            seed: determines the order of every epoch.
+            conversations: the dataset. Each conversation ends with a user message.
+            tokenizer: tokenizer of the policy.
+            seed: seed of the random order of every epoch.
             max_prompt_tokens: maximum number of tokens of a prompt.
-            shuffle: draw a new random order for every epoch; False keeps the order of the dataset.
+            shuffle: use a new random order in every epoch; False keeps the order of the dataset.
         Raises:
             DataError: the dataset is empty, a conversation ends with the assistant, or a prompt is too long.
         """
@@ -138,7 +138,7 @@ class PromptStream:
         self._seed = seed
         self._shuffle = shuffle
         self._num_drawn = 0
-        # All rows have the same columns. A line that lacks one has None in it.
+        # All rows have the same columns. The value of a missing column is None.
         names = dict.fromkeys(name for conversation in conversations for name in conversation.columns)
         self._names = ("answer", *(name for name in names if name != "answer"))
         self._prompts = prompts
@@ -151,36 +151,32 @@ class PromptStream:
     def take(self, num_prompts: int) -> list[dict[str, Any]]:
         """Returns the rows of the next prompts and advances the stream.
 
-        Each row has `prompt` (text of the last user message), `conversation` (all messages), `prompt_ids`, `answer`,
-        the dataset's other columns, `prompt_id` (unique in the run) and `group` (equal to `prompt_id`).
+        The columns of a row are `prompt`, `conversation`, `prompt_ids`, `answer`, `prompt_id`, `group` (docs/batch.md)
+        and the other columns of the dataset.
         """
         first = self._num_drawn
         self._num_drawn += num_prompts
         return self.rows(range(first, self._num_drawn))
 
     def rows(self, prompt_ids: Iterable[int]) -> list[dict[str, Any]]:
-        """Returns the rows with these values of `prompt_id`, past or future, without advancing the stream."""
+        """Returns the rows with these prompt ids without advancing the stream."""
         return [self._row(self._index(prompt_id), prompt_id) for prompt_id in prompt_ids]
 
     def location(self, prompt_id: int) -> str:
-        """Returns the file and the line of a prompt."""
+        """Returns file and line number of a prompt."""
         return self._conversations[self._index(prompt_id)].location
 
     def evaluation_rows(self, num_rows: int | None = None) -> list[dict[str, Any]]:
-        """Returns the first `num_rows` prompts (default: all) in file order, with `prompt_id` counted from 0."""
+        """Returns the first `num_rows` prompts (default: all) in the order of the file. Prompt ids start at 0."""
         count = len(self) if num_rows is None else min(num_rows, len(self))
         return [self._row(index, index) for index in range(count)]
 
     def state(self) -> dict[str, int]:
-        """Returns the position in the stream, which `restore` takes. The dataset is not part of it."""
+        """Returns the position in the stream for `restore`. The state does not contain the dataset."""
         return {"drawn": self._num_drawn, "seed": self._seed, "num_prompts": len(self)}
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """Continues at a saved position.
-
-        Raises:
-            DataError: the state belongs to a stream with a different seed or number of prompts.
-        """
+        """Continues at a saved position. Raises `DataError` if the seed or the number of prompts has changed."""
         for name, current in (("seed", self._seed), ("num_prompts", len(self))):
             if state[name] != current:
                 raise DataError(
@@ -189,7 +185,7 @@ class PromptStream:
         self._num_drawn = state["drawn"]
 
     def _index(self, prompt_id: int) -> int:
-        """Returns the position of a prompt in the dataset."""
+        """Returns the index of a prompt in the dataset."""
         epoch, position = divmod(prompt_id, len(self))
         if not self._shuffle:
             return position

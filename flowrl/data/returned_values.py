@@ -1,7 +1,4 @@
-"""Checks of the values that user-defined functions return. A wrong shape would silently broadcast.
-
-Shape suffixes: B rows, T positions. `what` names the function in error messages.
-"""
+"""Checks of values that user-defined functions return. `what` is the name of the function in error messages."""
 
 from collections.abc import Mapping
 
@@ -12,7 +9,7 @@ from flowrl.config import UserError
 
 
 def per_token(value: object, mask_BT: Tensor, what: str) -> Tensor:
-    """Returns `value` if it is a tensor with the mask's shape; raises `UserError` otherwise."""
+    """Returns `value`. Raises `UserError` unless it is a tensor with the shape of the mask."""
     if isinstance(value, Tensor) and value.shape == mask_BT.shape:
         return value
     raise UserError(
@@ -22,7 +19,7 @@ def per_token(value: object, mask_BT: Tensor, what: str) -> Tensor:
 
 
 def loss_and_metrics(result: object, mask_BT: Tensor, what: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """Checks and returns a differentiable loss per token and its metrics. Raises `UserError`."""
+    """Returns a loss per token and its metrics. Raises `UserError` if a shape or type is wrong or the loss has no gradient."""
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
         raise UserError(
             f"{what} returned {described(result)}, it must return (loss [B, T], a dictionary of metrics [B, T]); the "
@@ -37,7 +34,7 @@ def loss_and_metrics(result: object, mask_BT: Tensor, what: str) -> tuple[Tensor
 
 
 def weights_or_mask(result: object, mask_BT: Tensor, what: str) -> Tensor:
-    """Checks and returns the non-negative weights or the boolean mask of a correction. Raises `UserError`.
+    """Returns the weights or the mask of an off-policy correction. Raises `UserError` if a weight is negative or NaN.
 
     Synchronizes with the device.
     """
@@ -55,7 +52,7 @@ def weights_or_mask(result: object, mask_BT: Tensor, what: str) -> Tensor:
 
 
 def scalar(value: object, what: str) -> Tensor:
-    """Returns `value` if it is a scalar tensor; raises `UserError` otherwise."""
+    """Returns `value`. Raises `UserError` unless it is a scalar tensor."""
     if isinstance(value, Tensor) and value.ndim == 0:
         return value
     raise UserError(
@@ -64,7 +61,7 @@ def scalar(value: object, what: str) -> Tensor:
 
 
 def described(result: object) -> str:
-    """Describes the type and shape of a value, for error messages."""
+    """Returns type and shape of a value as text, for error messages."""
     if isinstance(result, Tensor):
         return f"a tensor of shape {list(result.shape)}"
     return f"a {type(result).__name__}" + (f" of {len(result)}" if isinstance(result, tuple) else "")

@@ -1,5 +1,5 @@
-"""Reward functions that recipes name as `module:function` in `reward.function`.
+"""Reward functions for the setting `reward.function`, such as `flowrl.rewards.final_number:score`.
 
-A function receives the columns of a row as keyword arguments and returns a float. Modules import only the standard
-library.
+A reward function receives the columns of a row as keyword arguments and returns a float.
+Imports only the standard library.
 """

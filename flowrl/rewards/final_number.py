@@ -6,9 +6,9 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def score(prompt: str, response: str, answer: str, **columns: object) -> float:
-    """Returns 1 if the last numbers in `response` and `answer` are equal, else 0. Commas as separators are allowed.
+    """Returns 1 if the last numbers in `response` and `answer` are equal, else 0. Ignores commas within numbers.
 
-    Raises: ValueError if `answer` contains no number.
+    Raises `ValueError` if `answer` contains no number.
     """
     expected = _last_number(answer)
     if expected is None:

@@ -1,6 +1,5 @@
-"""Backends: start hosts and deliver calls to them.
+"""Backends start the processes of workers and send calls to them.
 
-Entry points: `base.Backend` (the protocol), `ray_backend.RayBackend` (one Ray actor per device),
-`inline_backend.InlineBackend` (all hosts in the driver's process, for debugging and tests).
-Only `ray_backend` and `ray_nodes` import ray.
+Entry points: `base.Backend` (the protocol), `ray_backend.RayBackend` (one Ray actor per device), and
+`inline_backend.InlineBackend` (all workers in the driver's process). Only `ray_backend` and `ray_nodes` import ray.
 """

@@ -1,4 +1,4 @@
-"""Backend: the protocol between the controller and the system that runs its hosts (Ray, or the driver's process)."""
+"""Backend: the protocol of systems that run worker processes (Ray, or the driver's own process)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -14,89 +14,70 @@ from flowrl.data.batch.payload import Payload
 
 
 class Backend(Protocol):
-    """Runs hosts. The returned `Ref`s raise `WorkerError` on `get` if their call failed."""
+    """Runs one host (process with workers) per slot. Returned `Ref`s raise `WorkerError` on `get` if a call failed."""
 
     def inventory(self, device: Device, devices: Sequence[int] | None) -> Inventory:
-        """Returns the available devices. `devices` overrides the detected count per node."""
-        ...
+        """Returns the available devices. `devices` replaces the detected number of devices per node."""
 
     def reserve(self, pools: Sequence[PoolPlan], kind: str) -> None:
         """Reserves the devices of pools. Raises `PlacementError` if they are not available."""
-        ...
 
     def start_hosts(self, hosts: HostSet, kind: str, *, restarts: int) -> None:
-        """Starts a host per slot of a set, on reserved devices.
+        """Starts a process in every slot of a host set (processes that fail together).
 
-        `restarts` is the number of times that a lost process is replaced.
+        A lost process is replaced up to `restarts` times.
         """
-        ...
 
     def join(self, hosts: HostSet, kind: str) -> list[tuple[Slot, Ref]]:
-        """Creates the process group of a host set. The returned references resolve to `Report`s."""
-        ...
+        """Creates the process group of a host set. Returns one reference to a `Report` per process."""
 
     def open_group(self, slot: Slot, role: str, ranks: Sequence[int], rank: int) -> Ref:
-        """Creates a role's process group in one process of a joined host set. The reference resolves to a `Report`."""
-        ...
+        """Creates a role's process group in one process. Returns a reference to the `Report`."""
 
     def construct(
         self, slot: Slot, construction: Construction, plan: RecoveryPlan | None, after: Sequence[Ref] = ()
     ) -> Ref:
-        """Constructs a worker once the references in `after` are resolved. The reference resolves to a `Report`."""
-        ...
+        """Constructs a worker after the references in `after` are resolved. Returns a reference to the `Report`."""
 
     def evict(self, slot: Slot, role: str, rank: int, *, replaceable: bool) -> Ref:
-        """Offloads all workers of a slot's host. The reference resolves to a `Report`.
+        """Offloads all workers of a host. Returns a reference to the `Report`.
 
-        `role` and `rank` identify the process in errors. A process that replaces a lost one constructs no workers for it.
+        `role` and `rank` identify the process in error messages. `replaceable` retries the call if the process is lost.
         """
-        ...
 
     def call(self, slot: Slot, request: Request, refs: Sequence[Ref], plan: RecoveryPlan | None) -> tuple[Ref, Ref]:
-        """Runs a method in a slot's host and returns references to its result and to its `Report`.
+        """Runs a worker method. Returns references to its result and to its `Report`.
 
-        With a `plan`, a lost process is replaced and the call is sent again, which resolves the same references. If the
-        contract has `resend=False`, they raise `ProcessLost` with `is_replaceable` instead.
+        With a `plan`, the call is retried if the process is lost, and the same references receive the result. With
+        `resend=False` in the contract, the references raise `ProcessLost` instead.
         """
-        ...
 
     def share(self, payload: Payload) -> Ref:
-        """Stores rows of the driver so that all hosts can read them."""
-        ...
+        """Stores rows that the driver created. All hosts can read the returned reference."""
 
     def wait(self, refs: Sequence[Ref], count: int, timeout_s: float) -> list[Ref]:
-        """Waits until `count` of these references are resolved or failed, or until the timeout; returns the finished
-        references."""
-        ...
+        """Waits until `count` references are resolved or failed, or until the timeout. Returns these references."""
 
     def get(self, refs: Sequence[Ref]) -> list[Any]:
-        """Returns the values of several references. Raises the error of the first failed reference."""
-        ...
+        """Returns the values of references. Raises the error of the first failed reference."""
 
     def probe(self, slot: Slot) -> Ref:
-        """Returns a reference that resolves when the process is idle, and raises after the process has ended."""
-        ...
+        """Returns a reference that resolves when the process is idle. Raises `ProcessLost` on `get` if it has ended."""
 
     def stacks(self, slots: Sequence[Slot]) -> Mapping[Slot, StackDump]:
-        """Returns the current thread stacks (from `faulthandler`) of the processes that are running."""
-        ...
+        """Returns the thread stacks (from `faulthandler`) of the running processes."""
 
     def restart(self, slot: Slot) -> None:
-        """Kills a slot's process. Another process replaces it."""
-        ...
+        """Kills a process and starts a replacement."""
 
     def lost_processes(self, slots: Sequence[Slot]) -> list[Slot]:
-        """Returns the slots on this machine whose processes have ended since the last call."""
-        ...
+        """Returns the slots whose processes on this machine have ended since the previous check."""
 
     def lost_nodes(self) -> Mapping[int, str]:
-        """Returns the names of lost nodes that were in use, by node number."""
-        ...
+        """Returns node index -> name of the lost nodes that this run uses."""
 
     def end_pool(self, name: str) -> None:
-        """Kills the hosts of a pool. Its devices stay reserved for new hosts."""
-        ...
+        """Kills the hosts of a pool. The devices stay reserved for new hosts."""
 
     def close(self) -> None:
-        """Ends all processes that this backend started, and releases its devices."""
-        ...
+        """Ends all processes that this backend started, and releases all devices."""

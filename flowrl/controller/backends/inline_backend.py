@@ -1,4 +1,4 @@
-"""Inline backend: runs all hosts synchronously in the driver's process, so that `breakpoint()` works in workers."""
+"""Inline backend: runs all workers synchronously in the driver's process, where `breakpoint()` works."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from flowrl.data.batch.payload import Payload
 
 
 class InlineBackend:
-    """Runs the ranks of a call one after another. A failed call raises immediately with the worker's stack frames."""
+    """Runs the ranks of a call one after another. A failed call raises immediately."""
 
     def __init__(self) -> None:
         self._hosts: dict[tuple[str, int], Host] = {}
@@ -26,7 +26,7 @@ class InlineBackend:
         return local_inventory(device, devices)
 
     def reserve(self, pools: Sequence[PoolPlan], kind: str) -> None:
-        """Does nothing, because no devices have to be reserved."""
+        """Does nothing: the driver's process needs no reservation."""
 
     def start_hosts(self, hosts: HostSet, kind: str, *, restarts: int) -> None:
         self._hosts |= {(slot.pool, slot.rank): Host() for slot in hosts.slots}
@@ -48,7 +48,7 @@ class InlineBackend:
         return LocalRef(report)
 
     def call(self, slot: Slot, request: Request, refs: Sequence[Ref], plan: RecoveryPlan | None) -> tuple[Ref, Ref]:
-        # Copies arguments and results, because calls between processes copy them too. Input arrays are shared in both.
+        # Copies objects, as calls between processes do. Arrays are shared, also between processes.
         objects = [value.with_own_objects() if isinstance(value := ref.get(), Payload) else value for ref in refs]
         value, report = self._hosts[slot.pool, slot.rank].call(copy.deepcopy(request), *objects)
         return LocalRef(_snapshot(value, request)), LocalRef(report)
@@ -85,7 +85,7 @@ class InlineBackend:
 
 
 def _snapshot(value: Any, request: Request) -> Any:  # Any: a payload or a method's own result
-    """Returns a deep copy of the result. Raises `WorkerError` if it could not be sent between processes."""
+    """Returns a deep copy of the result. Raises `WorkerError` if the result cannot be copied."""
     if isinstance(value, Payload):
         return value.copy()
     try:

@@ -33,55 +33,56 @@ _STACKS_TIMEOUT_S = 10.0
 
 
 class _RayHost(Host):
-    """A host that runs as a Ray actor."""
+    """A host (process with workers) as a Ray actor."""
 
     def __init__(self, name: str, loopback: bool) -> None:
         super().__init__()
-        # A terminal sends SIGINT to all processes. Only the driver handles it.
+        # On Ctrl-C, a terminal sends SIGINT to all processes. Only the driver handles the signal.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         survive_fork_server()
-        # Inputs are read-only shared memory, and `Host` checks that methods do not write to them.
+        # Inputs are in read-only shared memory. `Host` rejects methods that write to an input.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         enable_stack_dumps(name)
         self.address = _LOOPBACK if loopback else ray.util.get_node_ip_address()
-        # By default, gloo uses the interface of the host's name, which other nodes may not reach.
+        # By default, gloo uses the network interface of the host name, which other nodes may not reach.
         if device := interface_of(self.address):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", device)
 
     def live(self) -> None:
-        """Does nothing. Its result shows that the process is alive."""
+        """Returns None, which shows that the process is alive and idle."""
 
     def open_rendezvous(self, name: str, world_size: int, node: int, kind: str) -> tuple[Any, Report]:
-        """Opens the rendezvous of a host set on this host, which is its first rank."""
+        """Opens the rendezvous of a host set (processes that fail together). Called on the first rank."""
         return self.join(name, (self.address, 0), 0, world_size, node, kind)
 
-    def call_encoded(self, encoded: Any, *objects: Any) -> tuple[Any, Any]:  # Any: what `encode` makes
-        """Runs `call` with an encoded request and returns an encoded result and report."""
+    def call_encoded(self, encoded: Any, *objects: Any) -> tuple[Any, Any]:  # Any: bytes or the value
+        """Decodes the request, runs `call`, and encodes the result and the report."""
         request, plan = decode(encoded)
         value, report = self.call(request, plan, *objects)
         return encode(value) if isinstance(value, Payload) else value, encode(report)
 
     def call(self, request: Request, plan: RecoveryPlan | None, *objects: Any) -> tuple[Any, Report]:
-        """Runs `Host.call`, after recovering the workers and state if this process replaces a lost one."""
+        """Runs `Host.call`. A replacement process first restores the workers and the state of the lost process."""
         is_replacement = plan is not None and self.lacks(plan.constructions)
         if plan is not None:
             self.recover(plan, request.role)
         value, report = super().call(request, *objects)
-        return value, replace(report, revived=True) if is_replacement else report
+        return value, replace(report, is_replacement=True) if is_replacement else report
 
     def construct(self, construction: Construction, *after: Any) -> tuple[None, Report]:  # Any: reports
-        """Constructs a worker, unless the recovery for an earlier call has already constructed it."""
+        """Constructs a worker, unless an earlier recovery has already constructed it."""
         if self.lacks([construction]):
             return super().construct(construction, *after)
         now_ns = time.time_ns()
         return None, Report(now_ns, now_ns, now_ns, now_ns)
 
     def recover(self, plan: RecoveryPlan, role: str) -> None:
-        """Constructs missing workers and replays the calls that set the state of `role`."""
+        """Constructs missing workers, and replays the calls that set the state of `role`."""
         missing = [construction for construction in plan.constructions if self.lacks([construction])]
         self.replaced = self.replaced or bool(missing)
         self.forget_states(plan.attempt_start_id)
-        # State set by a later call is undone: by replaying the earlier state, or by constructing the worker again.
+        # A retried call needs the state at its submission. If a later call has changed the state, replay restores it.
+        # If replay cannot overwrite all of the state, the worker is constructed again.
         is_ahead = self.is_ahead(role, plan.requests)
         rebuild = is_ahead and not self.overwrites_state(role, plan.requests)
         for construction in [*missing, *(c for c in plan.constructions if c.role == role and rebuild)]:
@@ -93,7 +94,7 @@ class _RayHost(Host):
 
 
 class RayRef:
-    """A reference to a value in Ray's object store."""
+    """Reference to a value in Ray's object store."""
 
     def __init__(self, ref: ray.ObjectRef, origin: tuple[str, int, int, str], encoded: bool = False) -> None:
         self.ref = ref
@@ -114,7 +115,6 @@ class RayRef:
             raise self._failure(error) from None
 
     def read(self, stored: Any) -> Any:  # Any: as above
-        """Decodes a stored value."""
         return decode(stored) if self._encoded else stored
 
     def get_with(self, others: Sequence[Ref]) -> list[Any]:
@@ -130,13 +130,13 @@ class RayRef:
             lost.is_replaceable = not isinstance(error, ActorDiedError)
             return lost
         if isinstance(error, RayTaskError) and isinstance(error.cause, TypeError | PicklingError | AttributeError):
-            # Errors of the method itself are WorkerErrors, so this one was raised when the result was pickled.
+            # A method raises only WorkerErrors, so this error comes from pickling its result.
             return WorkerError(role, rank, node, method, describe_unpicklable(error.cause))
         return WorkerError(role, rank, node, method, f"{type(error).__name__}: {error}")
 
 
 def _why_ended(error: RayError) -> str:
-    """Returns why a process ended, as far as Ray knows."""
+    """Returns Ray's reason for the end of a process, as an error message."""
     text = str(error)
     if isinstance(error, OutOfMemoryError):
         return "its process was killed because the node ran out of memory"
@@ -148,7 +148,7 @@ def _why_ended(error: RayError) -> str:
 
 
 class RayBackend:
-    """Runs hosts as Ray actors, on a new local Ray or on the cluster at `address`."""
+    """Runs hosts as Ray actors on a local Ray, or on the cluster at `address`."""
 
     def __init__(self, address: str | None, notify: Callable[[str], None]) -> None:
         self._hosts: dict[tuple[str, int], Any] = {}  # Any: ray.actor.ActorHandle, whose methods Ray does not type
@@ -164,14 +164,13 @@ class RayBackend:
 
     def reserve(self, pools: Sequence[PoolPlan], kind: str) -> None:
         if self._forks(kind):
-            fork_server()  # its imports run while Ray starts
+            fork_server()  # starts it early: its imports run while Ray starts
         self._nodes.connect(sum(len(pool.slots) for pool in pools))
         for pool in pools:
             self._nodes.reserve(pool, kind)
 
     def _forks(self, kind: str) -> bool:
-        """Returns whether processes are forked: only on this machine and without GPUs, since CUDA does not survive a
-        fork."""
+        """Returns whether the fork server starts the processes: only on this machine, and not with CUDA."""
         return self._nodes.address is None and kind == "cpu"
 
     def start_hosts(self, hosts: HostSet, kind: str, *, restarts: int) -> None:
@@ -180,7 +179,7 @@ class RayBackend:
             count = slot.num_devices
             devices = {"num_gpus": count, "num_cpus": 0} if kind == "cuda" else {"num_cpus": count}
             if slot.device < 0:
-                # A task worker: it uses no device.
+                # The task worker uses no device.
                 on_driver_node = self._nodes.on_driver_node()
                 self._add_host(slot, restarts, {"num_cpus": 0, "scheduling_strategy": on_driver_node, **forked})
             else:
@@ -191,7 +190,7 @@ class RayBackend:
         self._names[key] = f"flowrl-{uuid.uuid4().hex}"
         actor = ray.remote(_RayHost).options(max_restarts=restarts, **options)
         self._hosts[key] = host = actor.remote(self._names[key], self._nodes.address is None)
-        # With retries, Ray sends a call again to the process that replaces a lost one.
+        # With task retries, Ray sends a call again to the replacement process.
         for is_resent in (False, True):
             retries = {"num_returns": 2, "max_task_retries": -1 if is_resent else 0}
             self._methods[(*key, is_resent)] = host.call_encoded.options(**retries)

@@ -1,4 +1,4 @@
-"""Ray nodes: starts or joins Ray, numbers the nodes, and reserves the devices of pools with placement groups."""
+"""Starts or joins Ray, assigns an index to each node, and reserves the devices of pools with placement groups."""
 
 import errno
 import ipaddress
@@ -27,22 +27,22 @@ _FIRST_NOTICE_S, _NOTICE_INTERVAL_S = 5.0, 30.0
 _PROBE_TIMEOUT_S = 0.2
 
 RAY_SETTINGS = {
-    # Failures reach the driver through the failed calls; Ray would print them a second time.
+    # The driver raises failures of calls. Ray would print the same failures again.
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",
-    # Lineage keeps the inputs of every live result in memory. Only results of a lost node would need it.
+    # Lineage keeps the inputs of every live result in memory, to recompute results of a lost node. flowrl does not.
     "RAY_lineage_pinning_enabled": "0",
-    # Ray's default niceness of 15 lets any other process, including the driver, starve the workers.
+    # With Ray's default niceness of 15, other processes, including the driver, starve the workers.
     "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Prestarted workers would stay unused, because a run forks its workers.
+    # The run forks its own workers, so prestarted workers would be idle.
     "RAY_prestart_worker_first_driver": "0",
 }
-"""Default environment variables for a local Ray. Nodes of an existing cluster have their own."""
+"""Default environment variables of a local Ray."""
 
 
 @dataclass(frozen=True)
 class _Node:
-    """A Ray node at the time this run started or joined Ray."""
+    """A Ray node, as reported when this run connected to Ray."""
 
     id: str
     name: str
@@ -50,36 +50,36 @@ class _Node:
     port: int
     """Port of the raylet."""
     devices: Mapping[str, int]
-    """Number of devices by resource, CPU and GPU."""
+    """Number of devices of each Ray resource, CPU and GPU."""
 
 
 @dataclass(frozen=True)
 class _Demand:
-    """The devices that a pool requests."""
+    """Devices that a pool requests."""
 
     pool: str
     resource: str
     counts: Mapping[int, int]
-    """Number of devices by plan node."""
+    """Node index -> number of devices."""
 
 
 @dataclass(frozen=True)
 class _Bundle:
-    """A bundle of a pool's placement group: all exclusive devices of a node, or one shared device."""
+    """A bundle of a placement group: all exclusive devices of a pool on one node, or one shared device."""
 
     node: int
     device: int | None = None
-    """Index of the shared device. None for exclusive devices."""
+    """Index of the shared device; None for exclusive devices."""
 
 
 class RayNodes:
-    """The nodes of a new local Ray, or of the cluster at `address`.
+    """The nodes of a local Ray, or of the cluster at `address`.
 
-    Numbers the nodes once: the driver's node is 0, and the others follow by address and id. Later nodes are ignored.
+    The driver's node has index 0. The other nodes are sorted by address and id. Nodes that join later are ignored.
 
     Args:
         address: address of the cluster to join. None starts a local Ray.
-        notify: receives a message when a pool has to wait for devices.
+        notify: called with a message while a pool waits for devices.
         wait_limit_s: timeout in seconds for a pool whose devices are in use.
     Raises:
         BackendError: no Ray cluster responds at `address`.
@@ -105,34 +105,34 @@ class RayNodes:
             self.connect(0)
 
     def inventory(self, device: Device, devices: Sequence[int] | None) -> Inventory:
-        """Returns the devices of the nodes by node number. Raises `PlacementError`."""
+        """Returns the devices of the nodes, by node index. Raises `PlacementError` if `devices` is too large."""
         if self.address is not None:
             names = [node.name for node in self._nodes]
             cpus, gpus = ([node.devices[resource] for node in self._nodes] for resource in ("CPU", "GPU"))
             return cluster_inventory(device, devices, names=names, cpus=cpus, gpus=gpus)
         if devices is not None and len(devices) > 1:
             raise PlacementError(
-                f"devices is {list(devices)}, with counts for {len(devices)} nodes, but a run without address uses only "
-                f"this machine: set one count, or set address"
+                f"devices is {list(devices)}, with counts for {len(devices)} nodes, but a run without address uses "
+                f"only this machine: set one count, or set address"
             )
         return local_inventory(device, devices)
 
     def connect(self, num_slots: int) -> None:
-        """Starts or joins Ray unless this process is already connected, and numbers the nodes."""
+        """Starts or joins Ray, unless this process is already connected, and lists the nodes."""
         if not ray.is_initialized():
             self._owns_ray = True
             _start_ray(self.address, num_slots)
         self._nodes = _nodes_in_order()
 
     def reserve(self, pool: PoolPlan, kind: str) -> None:
-        """Reserves a pool's devices on the planned nodes. Raises `PlacementError` if they are not available."""
+        """Reserves the devices of a pool on the planned nodes. Raises `PlacementError` if they are not available."""
         counts = Counter(slot.node for slot in pool.slots)
         demand = _Demand(pool.name, "GPU" if kind == "cuda" else "CPU", dict(sorted(counts.items())))
         for node, count in demand.counts.items():
             if count > self._nodes[node].devices[demand.resource]:
                 raise PlacementError(
-                    f"placement.pools.{pool.name} needs {count} {demand.resource} on {self._describe_node(node)}, which has "
-                    f"{self._nodes[node].devices[demand.resource]}: make the pool smaller"
+                    f"placement.pools.{pool.name} needs {count} {demand.resource} on {self._describe_node(node)}, "
+                    f"which has {self._nodes[node].devices[demand.resource]}: make the pool smaller"
                 )
         bundles = _bundles(pool, kind)
         group = placement_group(
@@ -153,8 +153,8 @@ class RayNodes:
             lost = self._lost(demand.counts)
             if lost:
                 raise PlacementError(
-                    f"placement.pools.{demand.pool} needs {self._describe_node(min(lost))}, which has left the cluster: "
-                    f"restart that node, or make the pool smaller"
+                    f"placement.pools.{demand.pool} needs {self._describe_node(min(lost))}, which has left the "
+                    f"cluster: restart that node, or make the pool smaller"
                 )
             if waited_s >= self._wait_limit_s:
                 raise PlacementError(
@@ -167,10 +167,9 @@ class RayNodes:
                 self._notify(f"pool {demand.pool} waits for {self._shortage(demand)}; gives up in {left_s:.0f} s")
 
     def _shortage(self, demand: _Demand) -> str:
-        """Describes the demand and the reserved devices of the nodes with too few free devices.
+        """Returns a message with the requested and reserved devices of each node with too few free devices.
 
-        Describes all nodes of the demand if no node is short, because Ray reports usage without placement groups only
-        for the whole cluster.
+        Lists all requested nodes if none is short, because Ray does not report usage outside placement groups by node.
         """
         reserved = _reserved(demand.resource)
         total = {node: self._nodes[node].devices[demand.resource] for node in demand.counts}
@@ -188,31 +187,27 @@ class RayNodes:
         return f"node {node} ({self._nodes[node].name})"
 
     def bundle(self, slot: Slot) -> PlacementGroupSchedulingStrategy:
-        """Returns the scheduling strategy for the process of a slot in a reserved pool."""
+        """Returns the scheduling strategy that starts a slot's process on the slot's device."""
         bundles, own = self._bundles[slot.owner], _Bundle(slot.node, slot.device)
         index = bundles.index(own if own in bundles else _Bundle(slot.node))
         return PlacementGroupSchedulingStrategy(self._groups[slot.owner], placement_group_bundle_index=index)
 
     def id_of(self, slot: Slot) -> str:
-        """Returns Ray's id of the node of a slot."""
+        """Returns the Ray node id of a slot."""
         return self._nodes[slot.node].id
 
     def on_driver_node(self) -> NodeAffinitySchedulingStrategy:
-        """Returns the scheduling strategy for a process without a device, which runs on the driver's node."""
+        """Returns the scheduling strategy of processes on the driver's node."""
         return NodeAffinitySchedulingStrategy(self._nodes[0].id, soft=False)
 
     def lost(self) -> dict[int, str]:
-        """Returns the names of lost nodes with a pool, by node number.
-
-        Connects to each node, and asks Ray only if all nodes accept the connection.
-        """
+        """Returns node index -> name of the lost nodes that a pool uses."""
         on_cluster = self._bundles.values() if self.address is not None else ()
         used = {bundle.node for bundles in on_cluster for bundle in bundles}
         return {node: self._nodes[node].name for node in sorted(self._lost(used))}
 
     def _lost(self, nodes: Collection[int]) -> set[int]:
-        # Ray reports a node as dead only after missed heartbeats. A refused connection shows at once that the raylet
-        # has ended.
+        # Ray reports a dead node only after missed heartbeats. A refused connection shows it earlier.
         refusing = {node for node in nodes if _refuses(self._nodes[node])}
         if refusing or not nodes:
             return refusing
@@ -220,19 +215,19 @@ class RayNodes:
         return {node for node in nodes if self._nodes[node].id not in alive}
 
     def release(self, pool: str) -> None:
-        """Releases a pool's devices, which ends all processes on them."""
+        """Releases the devices of a pool, which ends all processes on these devices."""
         if pool in self._groups:
             del self._bundles[pool]
             remove_placement_group(self._groups.pop(pool))
 
     @property
     def is_local(self) -> bool:
-        """Whether this run started Ray on this machine. Ending Ray then ends everything, without releasing pools first,
-        which would hang if a signal has already killed parts of Ray."""
+        """Whether this run started Ray on this machine."""
         return self._owns_ray and self.address is None
 
     def close(self) -> None:
-        """Releases all pools, and leaves Ray or ends the local Ray."""
+        """Stops a local Ray. On a cluster, releases all pools and disconnects."""
+        # The shutdown of a local Ray ends all processes. A release would hang if a signal has killed parts of Ray.
         if not self.is_local:
             for pool in list(self._groups):
                 self.release(pool)
@@ -241,17 +236,17 @@ class RayNodes:
 
 
 def _bundles(pool: PoolPlan, kind: str) -> Counter[_Bundle]:
-    """Returns the number of devices of each bundle of a pool.
+    """Returns bundle -> number of devices for the placement group of a pool.
 
-    Ray creates one bundle per node fastest, and assigns whole devices of it to one process each. It would put processes
-    with fractions of a GPU on any GPU of the bundle, so a shared GPU has its own bundle. CPU slots are interchangeable.
+    One bundle per node is fastest. Ray assigns fractions of a GPU to any GPU of a bundle, so each shared GPU gets its
+    own bundle. CPU slots are interchangeable.
     """
     shared = [slot for slot in pool.slots if kind == "cuda" and slot.num_devices < 1]
     return Counter(_Bundle(slot.node, slot.device if slot in shared else None) for slot in pool.slots)
 
 
 def _reserved(resource: str) -> Counter[str]:
-    """Returns the reserved amount of a resource by node id, over the placement groups of all jobs."""
+    """Returns node id -> number of reserved devices, over the placement groups of all Ray jobs."""
     held: Counter[str] = Counter()
     for group in placement_group_table().values():
         if group["state"] == "CREATED":
@@ -274,7 +269,7 @@ def _read_node(node: Mapping) -> _Node:
 
 
 def _address_key(address: str) -> tuple[int, bytes]:
-    """Returns a sort key that orders addresses numerically and puts host names last."""
+    """Returns a sort key: numeric order for IP addresses, then host names."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
@@ -283,7 +278,7 @@ def _address_key(address: str) -> tuple[int, bytes]:
 
 
 def _refuses(node: _Node) -> bool:
-    """Returns whether the raylet's port refuses connections. A timeout does not count."""
+    """Returns whether the raylet's port refuses connections. False on a timeout."""
     try:
         socket.create_connection((node.address, node.port), timeout=_PROBE_TIMEOUT_S).close()
     except OSError as error:
@@ -292,7 +287,7 @@ def _refuses(node: _Node) -> bool:
 
 
 def interface_of(address: str) -> str | None:
-    """Returns the name of this machine's network interface with `address`, or None."""
+    """Returns the name of the network interface with this address; None if there is none."""
     interfaces = psutil.net_if_addrs().items()
     return next((name for name, own in interfaces if any(one.address == address for one in own)), None)
 
@@ -317,7 +312,7 @@ def _join_ray(address: str) -> None:
     try:
         ray.init(address=address, logging_level=logging.WARNING, log_to_driver=False)
     except (ConnectionError, AuthenticationError) as error:
-        # Ray gives the cause as a traceback in text form.
+        # Ray reports the cause as the text of a traceback.
         cause = str(error.__cause__ or error)
         if isinstance(error, AuthenticationError) or AuthenticationError.__name__ in cause:
             raise BackendError(
@@ -332,7 +327,7 @@ def _join_ray(address: str) -> None:
 
 
 def _check_reachable(address: str) -> None:
-    """Raises `BackendError` if no program listens at the address. Ray itself would retry for minutes."""
+    """Raises `BackendError` if the address refuses connections. Ray itself would retry for minutes."""
     host, _, port = address.rpartition(":")
     if not port.isdecimal() or "://" in address:
         return  # Ray resolves `auto` and Ray client addresses

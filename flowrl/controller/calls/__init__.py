@@ -1,6 +1,5 @@
-"""Submission and tracking of calls.
+"""Calls in flight and their wire format.
 
-Entry points: `Calls` (calls.py) tracks calls in flight, waits for them and runs idle callbacks; `lower_arguments` and
-`Request` (wire.py) define the wire format of a call.
+Entry points: `Calls` (calls.py) waits for calls and runs idle callbacks. `Request` (wire.py) is a call on the wire.
 May import the top-level modules of `flowrl.controller`, its failures, host and placement packages, and `flowrl.data`.
 """

@@ -1,4 +1,4 @@
-"""Calls: tracks every call in flight until its report arrives, and runs idle callbacks while the driver waits."""
+"""Calls: tracks the calls in flight, waits for them, and runs idle callbacks while the driver waits."""
 
 import itertools
 import threading
@@ -22,21 +22,21 @@ from flowrl.data.batch.block import Description, LocalRef, Ref
 from flowrl.data.events import CallEvent
 
 MAX_EVENTS = 200_000
-"""Number of finished calls that the driver keeps for its trace; they take about 34 MB."""
+"""Maximum number of finished calls in the trace (about 34 MB)."""
 
 POLL_INTERVAL_S = 0.1
-"""Seconds between two checks of all calls in flight for failures and deadlines while the driver waits."""
+"""Seconds between two checks of the calls in flight for failures and deadlines."""
 
 IdleCallback = Callable[[], Iterable[Future | Batch]]
-"""A non-blocking function that returns the results in flight whose completion triggers its next run."""
+"""A non-blocking function that runs while the driver waits. Completion of a returned result triggers its next run."""
 
 _DEFAULT_CONTRACT = Contract(Dispatch.ONE_TO_ALL)
-"""Contract of calls that are not registered methods: constructors, process group setup and evictions."""
+"""Contract of constructors, process group setup and evictions, which are not registered methods."""
 
 
 @dataclass(eq=False)
 class CallRecord:
-    """One call on one rank, from its submission until the driver has read its report."""
+    """State of one call on one rank."""
 
     call_id: int
     report_ref: Ref
@@ -48,19 +48,19 @@ class CallRecord:
     submitted_ns: int
     timeout_s: float | None
     inputs: tuple["CallRecord", ...] = ()
-    """Calls whose results this call reads; emptied when the call is resolved."""
+    """Unfinished calls whose results this call reads."""
     running_since_s: float | None = None
-    """Monotonic time when the process and all inputs became available; None before that."""
+    """Monotonic time when the process and all inputs became available; None before this time."""
     start_timeout_s: float | None = None
-    """Seconds that a replacement process may take to start before it runs the call."""
+    """Timeout in seconds for the start of a replacement process."""
     starting_since_s: float | None = None
-    """Monotonic time when the driver first saw the replacement process starting; None if it is not."""
+    """Monotonic time when the replacement process started; None if no replacement process is starting."""
     resend: bool = True
-    """Whether the call is sent again if its process is lost and replaced."""
+    """Whether the call is retried if its process is lost and replaced."""
     gives_state: bool = False
-    """Whether the call sets worker state that later calls depend on (`replay` in its contract)."""
+    """Whether later calls depend on state that this call sets (`replay` in its contract)."""
     symptom: WorkerError | None = None
-    """The error of a call that lost its connection to a peer, while the cause is unknown."""
+    """Lost connection to a peer, while its cause is unknown."""
     report: Report | None = None
     error: FlowError | None = None
 
@@ -72,16 +72,16 @@ class CallRecord:
 
 @dataclass(eq=False)
 class CallRef:
-    """Reference to a call's result, or to its description. `get` waits for the call first."""
+    """Reference to the result of a call, or to the description of the result. `get` waits for the call."""
 
     carrier: Ref
-    """The backend's reference, which requests contain instead of this object."""
+    """The backend's reference, which is sent to workers."""
     record: CallRecord
     calls: "Calls"
     is_description: bool = False
 
     def get(self) -> Any:  # Any: a payload, a description or a method's own result
-        """Waits for the call and returns its value. Raises the failure of the call."""
+        """Waits for the call and returns its value. Raises `FlowError` if the call failed."""
         self.calls.wait([self.record], None)
         if self.is_description:
             return self.description
@@ -89,7 +89,7 @@ class CallRef:
         return self.carrier.get()
 
     def get_with(self, others: Sequence[Ref]) -> list[Any]:
-        """Waits for several calls and reads their values in one request."""
+        """Waits for several calls and returns their values, fetched in one request."""
         refs = [self, *(other for other in others if isinstance(other, CallRef))]
         self.calls.wait([ref.record for ref in refs], None)
         if self.is_description:
@@ -98,11 +98,11 @@ class CallRef:
 
     @property
     def description(self) -> Description | None:
-        """Rows, lengths and columns of the result; None until the report has arrived."""
+        """Metadata of the result (number of rows, lengths, columns); None before the call is resolved."""
         return self.record.report.description if self.record.report else None
 
     def done(self) -> bool:
-        """Whether `get` would return without waiting."""
+        """Returns whether the call has finished or failed."""
         return self.record.is_resolved or self.record.report_ref.done()
 
 
@@ -117,12 +117,12 @@ def find_records(result: Future | Batch) -> list[CallRecord]:
 
 
 class IdleCallbacks:
-    """Functions that the waiting thread runs repeatedly (an event pump), so that schedules need no thread."""
+    """Event pump: functions that the driver runs repeatedly while it waits, so that schedules need no thread."""
 
     def __init__(self) -> None:
         self._callbacks: list[IdleCallback] = []
         self._reported: set[CallRecord] = set()
-        """Resolved calls that have already triggered a run."""
+        """Resolved calls that have already triggered a run of the callbacks."""
         self._is_running = threading.Lock()
 
     def add(self, callback: IdleCallback) -> Callable[[], None]:
@@ -131,13 +131,10 @@ class IdleCallbacks:
         return lambda: self._callbacks.remove(callback)
 
     def clear(self) -> None:
-        """Removes all callbacks."""
         self._callbacks.clear()
 
     def run(self) -> list[CallRecord]:
-        """Runs every callback once. Raises what a callback raises.
-
-        Does nothing if another thread is running the callbacks, or if a callback waits itself.
+        """Runs every callback once, unless callbacks are already running. Raises the exception of a callback.
 
         Returns: the calls whose completion triggers the next run. A resolved call is returned only once.
         """
@@ -155,25 +152,25 @@ class IdleCallbacks:
 
 @dataclass(eq=False)
 class Calls:
-    """All calls of a driver: those in flight, and the trace events of finished ones."""
+    """The calls in flight of a driver, and the trace events of finished calls."""
 
     backend: Backend
     timeout_s: float | None = None
-    """Seconds that a call may run unless its method sets `timeout_s`; None is no limit."""
+    """Timeout of a call in seconds, unless its method sets `timeout_s`; None means no timeout."""
     notify: Callable[[str], None] = lambda text: None
-    """Shows the user a message about an event that did not end the run."""
+    """Shows the user a message about a non-fatal event, such as a replaced process."""
     events: deque[CallEvent] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
-    """The most recent finished calls, in the order in which their reports were read."""
+    """Timing of the most recent finished calls."""
     recovery: Recovery = field(default_factory=Recovery)
     _closed: FlowError | None = None
     _ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _lock: threading.RLock = field(default_factory=threading.RLock)
-    """Guards the records: several driver threads may wait at once, and one of them resolves each call."""
+    """Guards the records, because several driver threads may wait at once."""
     _in_flight: dict[int, CallRecord] = field(default_factory=dict)
     _stored_rows: WeakKeyDictionary[LocalRef, Ref] = field(default_factory=WeakKeyDictionary)
     _num_replacements: Counter[Slot] = field(default_factory=Counter)
     _missing_states: dict[tuple[Slot, str], FlowError] = field(default_factory=dict)
-    """(slot, role) -> the error of the last call that should have set the worker's state."""
+    """(slot, role) -> error of the last call that sets state of the worker."""
     _idle_callbacks: IdleCallbacks = field(default_factory=IdleCallbacks)
 
     def __post_init__(self) -> None:
@@ -193,7 +190,7 @@ class Calls:
         inputs: Sequence[Ref] = (),
         contract: Contract = _DEFAULT_CONTRACT,
     ) -> CallRecord:
-        """Starts to track a submitted call. `inputs` are the references that the call reads."""
+        """Starts to track a submitted call, which reads the references `inputs`."""
         sources = {id(ref.record): ref.record for ref in inputs if isinstance(ref, CallRef)}
         with self._lock:
             record = CallRecord(
@@ -216,36 +213,36 @@ class Calls:
         return record
 
     def next_call_id(self) -> int:
-        """Returns the next id. Each rank's part of a call has its own id."""
+        """Returns a new call id. Every rank of a call has its own id."""
         return next(self._ids)
 
     def put_once(self, rows: LocalRef) -> Ref:
-        """Stores driver-made rows for all hosts and returns their reference, cached while a batch holds the rows."""
+        """Stores rows that the driver created in the object store. Repeated calls return the same reference."""
         if rows not in self._stored_rows:
             self._stored_rows[rows] = self.backend.share(rows.value)
         return self._stored_rows[rows]
 
     def in_flight(self) -> list[CallRecord]:
-        """Returns the unresolved calls in the order of submission."""
+        """Returns the unresolved calls, in the order of submission."""
         with self._lock:
             return list(self._in_flight.values())
 
     def required(self) -> list[CallRecord]:
-        """Returns the calls in flight whose failure ends the run, which are those with `resend`."""
+        """Returns the calls in flight, except calls with `resend=False`, whose loss does not end the run."""
         return [record for record in self.in_flight() if record.resend]
 
     def get_num_replacements(self, slot: Slot) -> int:
-        """Returns how many times a slot's process was lost and replaced.
+        """Returns how many times the process of a slot was replaced.
 
-        A caller that keeps state in a worker compares counts: a process lost between two calls fails neither of them.
+        A change between two calls shows that state outside the replay log is lost, even if neither call failed.
         """
         return self._num_replacements[slot]
 
     def add_idle_callback(self, callback: IdleCallback) -> Callable[[], None]:
-        """Runs a function repeatedly while the driver waits, and once when each wait ends.
+        """Registers a function that the driver runs repeatedly while it waits, and once at the end of each wait.
 
-        The waiting thread runs it, never nested or concurrently, and raises its errors. It runs again when one of the
-        results that it returned is done, or after `POLL_INTERVAL_S`.
+        The function runs again when a result that it returned is done, or after `POLL_INTERVAL_S`. The waiting thread
+        runs it, never nested or concurrently, and raises its exceptions.
 
         Returns: a function that removes the callback.
         """
@@ -261,11 +258,9 @@ class Calls:
         self._idle_callbacks.clear()
 
     def abandon_all(self, timeout_s: float) -> set[str]:
-        """Drops all calls and idle callbacks before the program restarts, after waiting for the calls.
+        """Waits for all calls in flight, then drops them and all idle callbacks. Ignores failures of these calls.
 
-        Failures of these calls are ignored.
-
-        Returns: the pools whose processes were still busy after `timeout_s` seconds.
+        Returns: the pools whose processes are still busy after `timeout_s` seconds.
         """
         self._idle_callbacks.clear()
         self._wait(lambda: not self._in_flight, (), timeout_s)
@@ -279,12 +274,12 @@ class Calls:
         return {record.slot.pool for record in late}
 
     def raise_if_closed(self) -> None:
-        """Raises FlowError if the cluster is closed."""
+        """Raises `FlowError` if the cluster is closed."""
         if self._closed is not None:
             raise self._closed
 
     def raise_if_failed(self, pool: str) -> None:
-        """Reads the reports that have arrived, without waiting, and raises the failure of a pool, if any."""
+        """Resolves finished calls. Raises `FlowError` if the cluster is closed or the pool has failed."""
         self.raise_if_closed()
         if self._in_flight:
             self._poll()
@@ -295,7 +290,7 @@ class Calls:
         """Waits until these calls are resolved.
 
         Raises:
-            FlowError: a call failed; the error is the first failure of its host set, perhaps of another call.
+            FlowError: a call failed. The error is the root cause, possibly the failure of another call.
             TimeoutError: a call is not resolved after `timeout_s` seconds.
         """
         if not self._wait(lambda: all(record.is_resolved for record in records), records, timeout_s):
@@ -306,11 +301,11 @@ class Calls:
                 raise self.failures.get_error(record.slot.pool) or record.error
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float | None = None) -> None:
-        """Waits until a condition holds that idle callbacks or calls in flight make true.
+        """Waits until `condition()` is true. Runs idle callbacks and resolves calls during the wait.
 
         Raises:
-            FlowError: the first failure of any host set.
-            TimeoutError: the condition does not hold after `timeout_s` seconds.
+            FlowError: a process failed, or the cluster is closed.
+            TimeoutError: the condition is not true after `timeout_s` seconds.
         """
 
         def is_over() -> bool:
@@ -325,7 +320,7 @@ class Calls:
             raise TimeoutError(f"the awaited condition does not hold after {timeout_s:g} s")
 
     def _wait(self, is_over: Callable[[], bool], records: Sequence[CallRecord], timeout_s: float | None) -> bool:
-        """Runs idle callbacks and resolves calls until `is_over()`. Returns False after `timeout_s` seconds."""
+        """Runs idle callbacks and resolves calls until `is_over()` is true. Returns False on timeout."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         has_waited = False
         while not is_over():
@@ -347,16 +342,16 @@ class Calls:
             timeout_s = 0.0  # resolved while the callbacks ran, so they must run again
         self._collect([*unresolved, *triggers], timeout_s, 1 if triggers else len(unresolved))
         if not records or any(not record.is_resolved for record in unresolved):
-            # These calls may hang because of a failure elsewhere, which only a poll of all calls finds.
+            # A failure of another call may block these calls, so all calls are polled.
             self._poll()
 
     def fetch(self, refs: Sequence[Ref]) -> list[Any]:  # Any: the methods' own results
-        """Reads the values of resolved calls in one request."""
+        """Returns the values of resolved calls, fetched in one request."""
         self.raise_if_closed()
         return self.backend.get([ref.carrier for ref in refs])
 
     def _poll(self) -> None:
-        """Resolves finished calls, and ends processes that have failed or passed a deadline."""
+        """Resolves finished calls, and ends processes that failed or passed a deadline."""
         records = self.in_flight()
         self._collect(records, 0.0, len(records))
         with self._lock:
@@ -367,10 +362,10 @@ class Calls:
                     record.error = error
 
     def _collect(self, records: Sequence[CallRecord], timeout_s: float, count: int) -> None:
-        """Waits until `count` of the calls are done, or the timeout, and resolves them in the order of submission."""
+        """Waits until `count` of the calls are done, or until the timeout, and resolves them in submission order."""
         by_ref = {id(r.report_ref): r for r in records if r.symptom is None and not r.is_resolved}
         if not by_ref:
-            # Every call lost a peer; `Failures` finds the cause.
+            # All calls have lost a connection, and `Failures` determines the cause.
             return time.sleep(timeout_s)
         refs = [record.report_ref for record in by_ref.values()]
         ready = self.backend.wait(refs, min(count, len(refs)), timeout_s)
@@ -378,7 +373,7 @@ class Calls:
         in_flight = self.in_flight()
         has_failed = any(isinstance(report, FlowError) for report in reports.values())
         if has_failed and (list(records) != in_flight or count < len(in_flight)):
-            # The cause may be an earlier call, whose report has not been read yet.
+            # The failure of an earlier call may be the cause, so read all available reports first.
             return self._collect(in_flight, 0.0, len(in_flight))
         with self._lock:
             for key, record in by_ref.items():
@@ -392,7 +387,7 @@ class Calls:
             return [_report_or_error(ref) for ref in ready]
 
     def _resolve(self, record: CallRecord, report: Report | FlowError) -> None:
-        """Sets the report or the error of a call, unless the failure is a symptom whose cause is unknown."""
+        """Resolves a call with a report or an error, unless the error is a lost connection with unknown cause."""
         if isinstance(report, FlowError):
             record.error = self._find_cause(record, report)
             if record.error is None:
@@ -405,26 +400,26 @@ class Calls:
             record.report = report
             self.failures.record_success(record.slot)
             self.events.append(_make_event(record, report))
-            if report.revived:
+            if report.is_replacement:
                 self._num_replacements[record.slot] += 1
                 self.notify(f"{record.role} on rank {record.rank} lost its process; the replacement has taken over")
         del self._in_flight[record.call_id]
-        record.inputs = ()  # otherwise every record would keep all earlier records alive
+        record.inputs = ()  # otherwise each record keeps all earlier records alive
 
     def _find_cause(self, record: CallRecord, error: FlowError) -> FlowError | None:
-        """Returns the error to raise for a failed call; None while it is unknown."""
+        """Returns the root cause of a failed call; None while the cause is unknown."""
         for source in record.inputs:
             if source.error is not None:
                 return source.error
-        if (error_of_state := self._missing_states.get((record.slot, record.role))) is not None:
-            return error_of_state
+        if (state_error := self._missing_states.get((record.slot, record.role))) is not None:
+            return state_error
         if isinstance(error, WorkerError) and _failed_in_own_process(record, error):
             return self.failures.classify(record, error)
         return error
 
 
 def _failed_in_own_process(record: CallRecord, error: WorkerError) -> bool:
-    """Returns False if the error is that of an input, which leaves the call's own process intact."""
+    """Returns False if the error comes from an input of the call, which does not affect the call's process."""
     failed = error.role, error.method
     return failed == (record.role, record.method) or failed not in {(s.role, s.method) for s in record.inputs}
 

@@ -1,7 +1,7 @@
-"""Wire format of a call: a small request, plus object references that the backend passes as top-level arguments.
+"""Wire format of a call: a small request, and a list of references to its inputs.
 
-In the driver, `lower_arguments` replaces batches and futures by positions in the list of references. In the host,
-`read` turns each argument back into a table or a value. It copies rows only where they are not in order.
+In the driver, `lower_arguments` replaces batches and futures by positions in the list of references. In the worker
+process, `read` converts each argument to a table or a value.
 """
 
 import pickle
@@ -20,22 +20,22 @@ from flowrl.data.batch.block import Block, GatherPlan, LocalRef, Ref, Shard, gat
 from flowrl.data.batch.payload import Payload, RowSelection, Source, collect, merge
 
 _NEEDS_RAY_PICKLER = re.compile(rb"__main__|\x8c.ray[.\x94]", re.DOTALL)
-"""Matches a pickle that refers to `__main__` or to Ray, which only Ray can pickle correctly."""
+"""Matches pickles of objects from `__main__` or Ray, which only Ray's pickler supports."""
 
 BY_VALUE_BYTES = 64 * 1024
-"""Largest size of driver-made rows that are sent inside the request; a separate object costs milliseconds."""
+"""Maximum size of rows that are sent inside the request. Larger rows are stored as a separate object."""
 
 
 @dataclass(frozen=True)
 class BlockArgument:
-    """One rank's rows of one block."""
+    """One rank's rows of one block (columns that one call computed)."""
 
     plan: GatherPlan
     pieces: tuple[tuple[int | Payload, dict[str, str]], ...]
-    """For each piece of the plan, its rows or the position of their reference, and {name: name in the shard}."""
+    """For each piece of the plan: its rows, or the position of a reference, and {column: column in the shard}."""
 
     def read(self, objects: Sequence) -> Payload:
-        """Gathers the rows. `objects` are the values of the request's references."""
+        """Collects the rows. `objects` are the values of the references of the request."""
         sources = []
         for piece, (rows_or_position, columns) in zip(self.plan.pieces, self.pieces, strict=True):
             if isinstance(rows_or_position, Payload):
@@ -53,21 +53,20 @@ class TableArgument:
     blocks: tuple[BlockArgument, ...]
 
     def read(self, objects: Sequence) -> Payload:
-        """Gathers the rows of all blocks into one payload."""
+        """Collects the rows of all blocks in one payload."""
         parts = [block.read(objects) for block in self.blocks]
         return merge(parts) if parts else Payload(self.num_rows)
 
 
 @dataclass(frozen=True)
 class FutureArgument:
-    """The result of an earlier call, which the receiving host gathers from the ranks' results."""
+    """A future argument: positions of the results of an earlier call, and the function that gathers these results."""
 
     positions: tuple[int, ...]
     gather: Gather
     mesh: Mesh
 
     def read(self, objects: Sequence) -> Any:
-        """Returns the gathered value."""
         return self.gather(self.mesh, [objects[position] for position in self.positions])
 
 
@@ -83,9 +82,9 @@ class Request:
     arguments: dict[str, Any]
     contract: Contract
     returns_batch: bool
-    """Whether the result is a table with the columns and rows that the contract declares."""
+    """Whether the result is a table. The contract declares its columns and rows."""
     returns_result: bool = True
-    """False for ranks whose result is dropped, as their data-parallel leader returns the same rows."""
+    """False for ranks that return nothing, because the leader of their replica returns the same rows."""
 
 
 @dataclass
@@ -93,21 +92,21 @@ class References:
     """Collects the references of one request while its arguments are lowered."""
 
     put_rows: Callable[[LocalRef], Ref]
-    """Stores driver-made rows where every host can read them."""
+    """Stores rows that the driver created in the object store."""
     awaits_peers: bool = True
-    """Whether the rank also waits for its peers' inputs, because the call contains collectives."""
+    """Whether the rank also waits for the inputs of its peers, because the call contains collectives."""
     refs: list[Ref] = field(default_factory=list)
-    """References that the backend receives."""
+    """References that are sent to the worker process."""
     sources: list[Ref] = field(default_factory=list)
-    """The driver's counterparts of `refs`, which know the calls that compute them."""
+    """The same references in the driver. A `CallRef` contains the call that computes the value."""
     _positions: dict[int, int] = field(default_factory=dict)
-    """id(reference) -> position, for the first `_num_indexed` references. Later ones are indexed on demand."""
+    """id(reference) -> position, for the first `_num_indexed` references."""
     _num_indexed: int = 0
     _awaited_blocks: set[int] = field(default_factory=set)
     _added_blocks: set[int] = field(default_factory=set)
 
     def add(self, ref: Ref) -> int:
-        """Adds a reference once and returns its position."""
+        """Adds a reference, unless the list contains it, and returns its position."""
         carrier = ref.carrier
         for position in range(self._num_indexed, len(self.refs)):
             self._positions.setdefault(id(self.refs[position]), position)
@@ -136,7 +135,7 @@ class References:
         return TableArgument(rows.num_rows, tuple(blocks))
 
     def _await_all_shards(self, block: Block) -> None:
-        """Adds all descriptions of a block: a rank must not enter a collective if the shard of a peer has failed."""
+        """Adds all descriptions of a block, so that no rank enters a collective if the input of a peer has failed."""
         if id(block) not in self._awaited_blocks:
             self._awaited_blocks.add(id(block))
             descriptions, carriers = block.remote_descriptions
@@ -148,7 +147,7 @@ class References:
     ) -> tuple[tuple[int | Payload, dict[str, str]], ...]:
         if block.remote_payloads is None or id(block) in self._added_blocks:
             return tuple(self._lower_piece(block.shards[piece.shard], piece.rows, columns) for piece in plan.pieces)
-        # Fast path: shuffled rows have many pieces, and adding them one by one dominates the driver's cost of a call.
+        # Fast path for shuffled rows, which have many pieces: one `add` per piece would dominate the time of a call.
         self._added_blocks.add(id(block))
         payloads, carriers = block.remote_payloads
         shards = [piece.shard for piece in plan.pieces]
@@ -170,16 +169,15 @@ class References:
 
 
 def lower_arguments(arguments: Arguments, references: References) -> dict[str, Any]:
-    """Returns the wire form of the arguments, and adds their references to `references`."""
+    """Returns the wire form of all arguments, and adds their inputs to `references`."""
     return {name: references.lower(value) for name, value in arguments.items()}
 
 
 def encode(value: Any) -> Any:  # Any: requests, reports and payloads
-    """Pickles a small value to bytes; returns other values unchanged, for Ray to serialize.
+    """Pickles a small value to bytes. Returns other values unchanged, so that Ray serializes them.
 
-    Ray pickles in Python but stores bytes as they are, so this is three times as fast for small objects. Ray has to
-    serialize three kinds of values: large arrays, which are read without a copy; functions and classes of `__main__`,
-    which are pickled by value; and its own object references, which it counts.
+    Ray's Python pickler is three times slower for small objects. It is required for large arrays (zero-copy reads),
+    functions and classes of `__main__` (pickled by value), and Ray's object references (reference counting).
     """
     budget = BY_VALUE_BYTES
 
@@ -197,7 +195,7 @@ def encode(value: Any) -> Any:  # Any: requests, reports and payloads
 
 
 def decode(value: Any) -> Any:
-    """Returns the value that `encode` received."""
+    """Inverts `encode`."""
     return pickle.loads(value) if isinstance(value, bytes) else value
 
 

@@ -1,4 +1,4 @@
-"""Failures: finds the first cause of a failure, ends its host set, and enforces deadlines."""
+"""Failures: finds the root cause of a failure, ends the processes that fail together, and enforces deadlines."""
 
 import time
 from collections import defaultdict, deque
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from flowrl.controller.calls.calls import CallRecord
 
 SYMPTOM_GRACE_S = 2.0
-"""Seconds to wait for the cause of a lost connection before the lost connection itself is raised."""
+"""Seconds to search for the cause of a lost connection. If none is found, the lost connection is raised."""
 
 LIVENESS_INTERVAL_S = 1.0
-"""Seconds between two liveness checks of nodes and processes while the driver waits."""
+"""Seconds between two liveness checks of nodes and processes."""
 
 
 class Deadlines:
-    """Measures how long calls have run.
+    """Measures the run time of calls and detects overdue calls.
 
-    A process runs its calls in the order of submission. So the clock of a call starts when the previous call of its
-    process and the calls that it reads are done. The driver notices this when it polls, so it may start a clock late.
+    A process runs calls in the order of submission. The clock of a call starts when the previous call of its process
+    and all inputs are done. The driver polls, so the clock may start late.
     """
 
     def __init__(self) -> None:
@@ -45,10 +45,7 @@ class Deadlines:
         return queue[0] if queue else None
 
     def find_overdue(self, now_s: float) -> "list[CallRecord]":
-        """Starts the clocks of calls that can run now, and returns the calls past their deadline.
-
-        `now_s` is monotonic time.
-        """
+        """Starts the clocks of calls that can run at monotonic time `now_s`. Returns the calls past their deadline."""
         overdue = []
         for pool, rank in list(self._queues):
             record = self.get_current(pool, rank)
@@ -63,7 +60,7 @@ class Deadlines:
 
 @dataclass
 class _Suspicion:
-    """A lost connection in a host set whose cause is not known yet."""
+    """A lost connection with an unknown cause."""
 
     record: "CallRecord"
     symptom: WorkerError
@@ -72,18 +69,21 @@ class _Suspicion:
 
 
 class Failures:
-    """The first failure of every host set. It ends all processes of the set, as peers may wait in a collective."""
+    """The first failure of each host set. A failure ends all processes of its host set.
+
+    A host set is a set of processes that fail together, because they may wait for each other in collectives.
+    """
 
     def __init__(self, backend: Backend, recovery: Recovery, notify: Callable[[str], None]) -> None:
         self.deadlines = Deadlines()
         self._backend, self._recovery, self._notify = backend, recovery, notify
         self._sets: dict[str, HostSet] = {}
-        """Pool -> its host set."""
+        """Pool -> host set that contains the pool."""
         self._errors: dict[str, FlowError] = {}
         """Pool -> the failure that ended its processes."""
         self._suspicions: dict[str, _Suspicion] = {}
         self._overdue: dict[Slot, DeadlineError] = {}
-        """Slots whose process was ended at a deadline, to be replaced."""
+        """Slot -> error, for processes that are being replaced because of a missed deadline."""
         self._liveness_checked_s = 0.0
 
     def add_host_set(self, hosts: HostSet) -> None:
@@ -91,36 +91,35 @@ class Failures:
         self._sets |= {pool.name: hosts for pool in hosts.pools}
 
     def get_error(self, pool: str) -> FlowError | None:
-        """Returns the failure that ended the processes of a pool; None while they work."""
+        """Returns the failure that ended the processes of a pool; None if the pool has not failed."""
         return self._errors.get(pool)
 
     def get_first_error(self) -> FlowError | None:
-        """Returns the first failure of the run; None if nothing has failed."""
+        """Returns the first failure of the run; None without a failure."""
         return next(iter(self._errors.values()), None)
 
     def end(self, hosts: HostSet, error: FlowError) -> None:
-        """Ends the processes of a host set because of another set's failure."""
+        """Ends the processes of a host set because another host set has failed."""
         if hosts.pools[0].name not in self._errors:
             self._fail(hosts, error)
 
     def clear(self, hosts: HostSet) -> None:
-        """Drops the failure of a host set, before its processes start again."""
+        """Removes the failure of a host set, before its processes start again."""
         for pool in hosts.pools:
             self._errors.pop(pool.name, None)
         for slot in hosts.slots:
             self._overdue.pop(slot, None)
 
     def classify(self, record: "CallRecord", error: WorkerError) -> FlowError | None:
-        """Returns the error to raise for a call that failed in its own process.
+        """Returns the error to raise for a call that failed in its own process, and ends the host set if necessary.
 
-        Ends the host set, unless only this call is lost. Returns None for a lost connection to a peer: the call stays
-        open until `check` has found the cause.
+        Returns None for a lost connection to a peer. The call stays unresolved until `check` has found the cause.
         """
         hosts = self._sets[record.slot.pool]
         if record.slot.pool in self._errors:
             return error
         is_recoverable = self._recovery.is_recoverable(record.slot.pool)
-        # For a process that was ended at a deadline, the deadline is the cause of its loss.
+        # If the process was ended at a deadline, the missed deadline is the root cause.
         overdue = self._overdue.get(record.slot) if isinstance(error, ProcessLost) else None
         if isinstance(error, ProcessLost) and error.is_replaceable and not record.resend and is_recoverable:
             return error if overdue is None else _add_deadline(error, overdue)
@@ -134,7 +133,7 @@ class Failures:
         return None
 
     def record_success(self, slot: Slot) -> None:
-        """Clears the deadline failure of a slot, after its process has finished a call."""
+        """Removes the missed deadline of a slot, because its replacement process has finished a call."""
         self._overdue.pop(slot, None)
 
     def _fail(self, hosts: HostSet, error: FlowError) -> None:
@@ -144,7 +143,7 @@ class Failures:
             self._backend.end_pool(pool.name)
 
     def check(self, now_s: float) -> None:
-        """Finds causes of lost connections, and ends processes past a deadline or on a lost node."""
+        """Finds causes of lost connections, and handles missed deadlines, lost nodes and lost processes."""
         for suspicion in list(self._suspicions.values()):
             self._resolve(suspicion, now_s)
         for record in self.deadlines.find_overdue(now_s):
@@ -156,7 +155,7 @@ class Failures:
             self._report_lost_processes()
 
     def _resolve(self, suspicion: _Suspicion, now_s: float) -> None:
-        """Fails the host set with the lost process, or with the symptom if no process ends within the grace period."""
+        """Fails the host set with a lost process, or after the grace period with the lost connection."""
         hosts = self._sets[suspicion.record.slot.pool]
         for slot, probe in suspicion.probes:
             if probe.done():
@@ -168,7 +167,7 @@ class Failures:
             self._fail(hosts, suspicion.symptom)
 
     def _make_process_lost(self, slot: Slot, cause: str) -> ProcessLost:
-        """Makes the error of a lost process, named after its current call or else its first role."""
+        """Creates the error of a lost process. Names its current call, or its first role between calls."""
         current = self.deadlines.get_current(slot.pool, slot.rank)
         if current is not None:
             return ProcessLost(current.role, current.rank, slot.node, current.method, cause)
@@ -183,12 +182,12 @@ class Failures:
                     self._fail(hosts, self._make_process_lost(lost[0], f"its node ({name}) is gone"))
 
     def _report_lost_processes(self) -> None:
-        """Notifies the user of lost processes that are replaced; their calls do not fail."""
+        """Notifies the user of lost processes that are replaced. Their calls do not fail."""
         hosts = {hosts.name: hosts for hosts in self._sets.values()}.values()
         slots = [slot for each in hosts for slot in each.slots if slot.pool not in self._errors]
         for slot in self._backend.lost_processes([s for s in slots if self._recovery.is_recoverable(s.pool)]):
             if slot in self._overdue:
-                continue  # ended at a deadline, which was reported then
+                continue  # the missed deadline was already reported
             lost = self._make_process_lost(slot, "its process has ended")
             activity = f"in {lost.method}" if lost.method else "between calls"
             self._notify(
@@ -196,7 +195,7 @@ class Failures:
             )
 
     def _end_overdue(self, record: "CallRecord", now_s: float) -> None:
-        """Ends a call past its deadline: replaces its process, or fails the host set if that is impossible."""
+        """Handles a call past its deadline: replaces a recoverable process, otherwise fails the host set."""
         is_recoverable = self._recovery.is_recoverable(record.slot.pool)
         peers = [record] if is_recoverable else self._get_peer_calls(record)
         dumps = self._backend.stacks([peer.slot for peer in peers])
@@ -216,17 +215,17 @@ class Failures:
         self._backend.restart(record.slot)
 
     def _is_starting(self, record: "CallRecord", stack: Stack, now_s: float) -> bool:
-        """Returns whether a replacement process is still starting within its own limit, `start_timeout_s`.
+        """Returns whether a replacement process is still starting, and has not exceeded `start_timeout_s`.
 
-        While it starts, the clock of the call is reset. A process is starting if it does not exist yet, loads its
-        first request, makes its workers, or is younger than the clock of the call.
+        Resets the clock of the call during the start. A process is starting until it has restored its state and runs
+        the call.
         """
         assert record.running_since_s is not None
         is_younger = stack.age_s < now_s - record.running_since_s
         if stack.frames and not stack.is_recovering and not is_younger:
             if record.starting_since_s is None:
                 return False
-            # The process reached the call after the last check, so the clock of the call starts now.
+            # The process started to run the call after the last check, so the clock of the call starts now.
             record.starting_since_s, record.running_since_s = None, now_s
             return True
         if record.starting_since_s is None:
@@ -237,14 +236,14 @@ class Failures:
         return True
 
     def _get_peer_calls(self, record: "CallRecord") -> "list[CallRecord]":
-        """Returns a call, followed by the current calls of the other processes of its host set."""
+        """Returns a call, followed by the current calls of the other processes in the same host set."""
         slots = self._sets[record.slot.pool].slots
         current = [self.deadlines.get_current(slot.pool, slot.rank) for slot in slots]
         return [record, *(other for other in current if other is not None and other is not record)]
 
 
 def _add_deadline(error: ProcessLost, overdue: DeadlineError) -> ProcessLost:
-    """Adds the missed deadline to the error of a process that was ended for it."""
+    """Returns the error of a process that was ended because of a missed deadline."""
     cause = f"its process was ended, because {overdue.role}.{overdue.method} was {overdue.cause}"
     return ProcessLost(error.role, error.rank, error.node, error.method, cause, overdue.remote_traceback)
 
@@ -252,7 +251,7 @@ def _add_deadline(error: ProcessLost, overdue: DeadlineError) -> ProcessLost:
 def _make_deadline_error(
     record: "CallRecord", late: "CallRecord", stack: Stack, waiting_ranks: Sequence[int]
 ) -> DeadlineError:
-    """Makes the error of `record`, which passed its deadline because of `late`: itself, or a call it waits for."""
+    """Creates the error of a call past its deadline. `late` is the call itself, or a peer that it waits for."""
     location = f", in {stack.frames[0]}" if stack.frames else ""
     if (late.role, late.method) == (record.role, record.method):
         waits = f"; rank {', '.join(map(str, waiting_ranks))} waits for it" if waiting_ranks else ""

@@ -1,4 +1,4 @@
-"""Inspects worker processes from outside with signals and /proc, even while native code holds their interpreter."""
+"""Reads stacks and liveness of worker processes with signals and /proc, even while native code holds the GIL."""
 
 import contextlib
 import faulthandler
@@ -18,7 +18,7 @@ _HOST_FILE, _RECOVERY_FUNCTION = "flowrl/controller/host/host.py", "recover"
 
 
 class Frame(NamedTuple):
-    """One frame of a stack."""
+    """One stack frame."""
 
     file: str
     line: int
@@ -26,7 +26,7 @@ class Frame(NamedTuple):
 
     @property
     def in_collective(self) -> bool:
-        """Whether the frame belongs to torch.distributed."""
+        """Whether the frame is code of torch.distributed."""
         return "torch/distributed/" in self.file
 
     def __str__(self) -> str:
@@ -39,42 +39,38 @@ class StackDump(NamedTuple):
     age_s: float
     """Seconds since the process started."""
     text: str
-    """The stacks of all threads, as `faulthandler` writes them."""
+    """Stacks of all threads, in the format of `faulthandler`."""
 
 
 class Stack(NamedTuple):
-    """The current call of a worker process."""
+    """Stack of the current call of a worker process."""
 
     frames: tuple[Frame, ...] = ()
-    """Frames of the worker's method or constructor, innermost first; empty between calls."""
+    """Frames of the worker method or constructor, innermost first; empty between calls."""
     is_recovering: bool = False
-    """Whether the process is replaying the calls of a lost process, before it runs the call itself."""
+    """Whether the process is still restoring the state of the process that it replaces."""
     age_s: float = 0.0
     """Seconds since the process started."""
 
     @property
     def in_collective(self) -> bool:
-        """Whether the call waits for other ranks."""
+        """Whether the call waits for other ranks in a collective."""
         return any(frame.in_collective for frame in self.frames[:3])
 
 
 def enable_stack_dumps(name: str) -> None:
-    """Makes this process write its stacks to an anonymous file on SIGUSR1.
-
-    Args:
-        name: unique name of the file, by which `find_processes` finds the process.
-    """
+    """Makes this process write its stacks to an anonymous file on SIGUSR1. `find_processes` finds it by `name`."""
     file = os.memfd_create(name) if hasattr(os, "memfd_create") else os.open(os.devnull, os.O_WRONLY)
     # The signal handler writes the stacks itself, without the interpreter.
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
 
 
 def find_processes(names: Collection[str]) -> dict[str, tuple[int, Path]]:
-    """Returns name -> (process id, dump file) for the processes of this machine that enabled stack dumps."""
+    """Returns name -> (process id, dump file) for processes on this machine with enabled stack dumps."""
     links = {f"/memfd:{name} (deleted)": name for name in names}
     processes = {}
     for process_id in psutil.pids() if names else ():
-        # Files close and processes end during the search, and files of other users cannot be read.
+        # Processes may end during the search, and files of other users are not readable.
         with contextlib.suppress(OSError):
             for path in Path(f"/proc/{process_id}/fd").iterdir():
                 with contextlib.suppress(OSError):
@@ -84,7 +80,7 @@ def find_processes(names: Collection[str]) -> dict[str, tuple[int, Path]]:
 
 
 def collect_stack_dumps(names: Sequence[str]) -> dict[str, StackDump]:
-    """Returns the stacks of processes of this machine; leaves out processes that have ended or do not respond."""
+    """Returns the stacks of processes on this machine. Skips processes that have ended or do not respond."""
     before = {}
     for name, (process_id, path) in find_processes(names).items():
         with contextlib.suppress(OSError, psutil.NoSuchProcess):
@@ -99,7 +95,7 @@ def collect_stack_dumps(names: Sequence[str]) -> dict[str, StackDump]:
 
 
 def _read_appended(path: Path, size_before: int) -> str:
-    """Returns the text after the first `size_before` bytes of a dump file, once the file has stopped growing."""
+    """Waits until a dump file stops growing, and returns the text after the first `size_before` bytes."""
     deadline, size = time.monotonic() + _DUMP_TIMEOUT_S, size_before
     with contextlib.suppress(OSError):
         while time.monotonic() < deadline:
@@ -112,7 +108,7 @@ def _read_appended(path: Path, size_before: int) -> str:
 
 
 def parse_host_stack(dump: StackDump | None) -> Stack:
-    """Returns the frames of the worker's current call: those above the host's own frames in a dump."""
+    """Returns the stack of the current call: the frames of a dump that the host's own code has called."""
     if dump is None:
         return Stack()
     for thread in dump.text.split("\n\n"):
@@ -129,20 +125,17 @@ def parse_host_stack(dump: StackDump | None) -> Stack:
 
 
 class Liveness:
-    """Detects ended processes on this machine.
-
-    A lost process on another node becomes known only when its replacement has run a call.
-    """
+    """Detects ended processes on this machine."""
 
     def __init__(self) -> None:
         self._alive: dict[str, psutil.Process] = {}
 
     def find_ended(self, names: Collection[str]) -> list[str]:
-        """Returns the processes, by name, that have ended since the last check. Each is returned once."""
+        """Returns the names of processes that have ended since the previous check."""
         ended = [name for name in self._alive if name in names and not _is_alive(self._alive[name])]
         for name in ended:
             del self._alive[name]
-        # A search reads all processes of the machine, so it is limited to unknown names.
+        # A search scans all processes of the machine, so search only unknown names.
         for name, (process_id, _) in find_processes([name for name in names if name not in self._alive]).items():
             try:
                 self._alive[name] = psutil.Process(process_id)

@@ -1,4 +1,4 @@
-"""Recovery: records how workers were constructed and which calls set their state, to rebuild lost processes."""
+"""Recovery: records the constructions and the replay logs from which lost processes are restored."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -12,16 +12,16 @@ from flowrl.data.batch.block import Ref
 
 @dataclass(frozen=True)
 class RecoveryPlan:
-    """The construction and replay log of a process, sent with each call to it; a complete process ignores it."""
+    """Constructions and replay log of a process. Every call contains the plan; only a replacement process uses it."""
 
     constructions: tuple[Construction, ...]
     """The workers of the process, in the order of construction."""
 
     replay_log: tuple[tuple[Request, tuple[Ref, ...]], ...]
-    """(request, references that it reads) of the calls that set the workers' state, in the order of submission."""
+    """(request, inputs) of the calls that set the state of the workers, in the order of submission."""
 
     attempt_start_id: int = 0
-    """Id of the last call of the previous attempt at the program. State set by calls up to it cannot be undone."""
+    """Id of the last call before the program restarted. Recovery does not undo state that earlier calls have set."""
 
     @property
     def requests(self) -> list[Request]:
@@ -30,22 +30,22 @@ class RecoveryPlan:
 
 
 _Key = tuple[str, str, int]
-"""(role, method, index) of a call that sets state. The index counts the calls that together set one state."""
+"""(role, method, index) of a call that sets state. The index counts the calls that set one state together."""
 
 
 class Recovery:
-    """The recovery plans of all processes whose workers are stateless."""
+    """Recovery plans of all processes with stateless workers."""
 
     def __init__(self) -> None:
         self._constructions: defaultdict[Slot, list[Construction]] = defaultdict(list)
         self._replay_logs: defaultdict[Slot, dict[_Key, tuple[Request, tuple[Ref, ...]]]] = defaultdict(dict)
         self._unrecoverable: set[str] = set()
         self._plans: dict[Slot, RecoveryPlan] = {}
-        """Cached plans, dropped when a construction or a replay log changes."""
+        """Cached plans. A new construction or replay log entry removes the plan."""
         self._attempt_start_id = 0
 
     def record_construction(self, slot: Slot, construction: Construction) -> None:
-        """Records a new worker. It replaces the worker of the same role from an earlier attempt."""
+        """Records the construction of a worker, and removes the records of an earlier worker of the same role."""
         role = construction.role
         self._constructions[slot] = [*(c for c in self._constructions[slot] if c.role != role), construction]
         log = self._replay_logs[slot]
@@ -53,7 +53,7 @@ class Recovery:
         self._plans.pop(slot, None)
 
     def record_call(self, slot: Slot, request: Request, refs: Sequence[Ref]) -> None:
-        """Adds a call that sets state to the replay log, which keeps its references alive until the next state."""
+        """Adds a call that sets state to the replay log. The log keeps the inputs alive until the next state is set."""
         index_parameter = request.contract.replay
         if not index_parameter:
             return
@@ -66,10 +66,7 @@ class Recovery:
         self._plans.pop(slot, None)
 
     def start_attempt(self, ended: Sequence[Slot], call_id: int) -> None:
-        """Clears all replay logs, and the constructions of ended processes, before the program restarts.
-
-        `call_id` is the id of the last call of the previous attempt.
-        """
+        """Clears all replay logs and the constructions of ended processes. `call_id` is the id of the last call."""
         self._attempt_start_id = call_id
         self._replay_logs.clear()
         self._plans.clear()
@@ -78,13 +75,13 @@ class Recovery:
             self._unrecoverable.discard(slot.pool)
 
     def get_first_role(self, slot: Slot) -> tuple[str, int]:
-        """Returns the role and rank of the first worker in a slot, or the pool and rank if it has no worker."""
+        """Returns role and rank of the first worker in a slot; pool and rank if the slot has no worker."""
         for construction in self._constructions[slot][:1]:
             return construction.role, construction.rank
         return slot.pool, slot.rank
 
     def mark_unrecoverable(self, pools: Sequence[str]) -> None:
-        """Marks pools whose processes hold state that cannot be restored."""
+        """Marks pools whose processes have state that cannot be restored."""
         self._unrecoverable.update(pools)
 
     def is_recoverable(self, pool: str) -> bool:
@@ -92,7 +89,7 @@ class Recovery:
         return pool not in self._unrecoverable
 
     def get_plan(self, slot: Slot) -> RecoveryPlan | None:
-        """Returns the recovery plan of a slot's process; None if the process cannot be replaced."""
+        """Returns the recovery plan of a process; None if the process is not recoverable."""
         if not self.is_recoverable(slot.pool):
             return None
         if slot not in self._plans:

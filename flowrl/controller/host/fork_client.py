@@ -1,9 +1,8 @@
-"""Fork client: the program that Ray runs instead of Python. Requests a worker process from the fork server and exits.
+"""Fork client: Ray runs this program instead of Python. It requests a worker process from the fork server and exits.
 
     python -IS fork_client.py SOCKET WORKER.py ARGUMENT...
 
-Imports only the standard library, so that it starts in milliseconds. If no server listens at the socket, it executes
-the worker itself.
+If no server listens at the socket, the client executes WORKER.py itself. It imports only the standard library.
 """
 
 import array

@@ -1,8 +1,7 @@
-"""Fork server: a process with all worker imports loaded, which forks worker processes for Ray.
+"""Fork server: imports all modules of a worker once, and forks worker processes for Ray.
 
-The imports (torch, transformers, tensordict) take seconds per process. A fork takes milliseconds and shares their
-memory. The server starts no threads and does not import ray, because threads do not survive a fork and ray reads the
-environment when it is imported.
+Imports of torch and transformers take seconds per process. A fork takes milliseconds and shares their memory. The
+server starts no threads, which do not survive a fork, and does not import ray, which reads the environment on import.
 """
 
 import array
@@ -28,7 +27,7 @@ from pathlib import Path
 import numpy as np
 
 PRELOADED = ("flowrl.controller.host.host", "flowrl.workers")
-"""Modules that the server imports, with all their imports."""
+"""Modules that the server imports before it forks."""
 
 _CLIENT = Path(__file__).with_name("fork_client.py")
 _BACKLOG = 1024
@@ -36,17 +35,17 @@ _START = "import sys; sys.path[:] = {path!r}; from flowrl.controller.host.fork_s
 
 
 class ForkServer:
-    """A fork server. It exits when this process ends, even if this process is killed."""
+    """Starts a fork server, which exits when this process ends, even if this process is killed."""
 
     def __init__(self) -> None:
-        # Only this user can access a socket in the temporary folder.
+        # Other users cannot access the temporary folder.
         self._folder = tempfile.TemporaryDirectory(prefix="flowrl-")
         self._path = Path(self._folder.name) / "fork"
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(str(self._path))
             listener.listen(_BACKLOG)  # clients wait in the backlog while the server imports
             code = _START.format(path=sys.path, listener=listener.fileno())
-            # The server must not start OpenMP threads; a worker sets its own number.
+            # The server must not start OpenMP threads. Workers set their own number of threads.
             environment = {"OMP_NUM_THREADS": "1"} | os.environ
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
@@ -63,7 +62,7 @@ class ForkServer:
         return shlex.join([sys.executable, "-IS", str(_CLIENT), str(self._path)])
 
     def end(self) -> None:
-        """Kills the server, and with it the forked processes that have not called `survive_fork_server`."""
+        """Kills the server, and all forked processes that have not called `survive_fork_server`."""
         atexit.unregister(self.end)
         with self._process:
             self._process.kill()
@@ -72,16 +71,16 @@ class ForkServer:
 
 @cache
 def fork_server() -> ForkServer:
-    """Returns the fork server of this process; starts it on the first call."""
+    """Returns the fork server of this process, started by the first call."""
     return ForkServer()
 
 
 @dataclass(frozen=True)
 class _ForkRequest:
-    """A request to start a process."""
+    """Request to start a process."""
 
     argv: list[str]
-    """Path of a Python file, and its arguments."""
+    """Path and arguments of the Python file to run."""
     env: dict[str, str]
     cwd: str
     output: tuple[int, ...]
@@ -89,10 +88,10 @@ class _ForkRequest:
 
 
 def main(listener: int) -> None:
-    """Runs the server, and then the requested program in each forked process."""
+    """Runs the server. Each forked process returns from the server loop and runs the requested program."""
     for name in PRELOADED:
         importlib.import_module(name)
-    # Keep the garbage collector from touching, and thereby copying, the shared pages.
+    # Without this, the garbage collector would write to shared pages and thereby copy them.
     gc.collect()
     gc.freeze()
     atexit.register(gc.unfreeze)  # otherwise the interpreter warns at exit
@@ -104,7 +103,7 @@ def main(listener: int) -> None:
 
 
 def _serve(listener: socket.socket) -> _ForkRequest | None:
-    """Serves fork requests until the driver exits. Returns the request in a forked process and None in the server."""
+    """Serves fork requests until the driver exits. Returns the request in each forked process, None in the server."""
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
         selector.register(sys.stdin, selectors.EVENT_READ)
@@ -127,10 +126,9 @@ def _serve(listener: socket.socket) -> _ForkRequest | None:
 
 
 def _die_with_parent(parent_pid: int) -> None:
-    """Has the kernel kill this process when its parent exits.
+    """Makes the kernel kill this process when its parent exits.
 
-    Ray kills only processes that have registered with it. Without this, a process forked while the driver shuts down
-    would search for the ended Ray for up to a minute.
+    Ray kills only registered processes. An unregistered process would try to connect to an ended Ray for a minute.
     """
     _set_parent_death_signal(signal.SIGKILL)
     if os.getppid() != parent_pid:
@@ -138,7 +136,7 @@ def _die_with_parent(parent_pid: int) -> None:
 
 
 def survive_fork_server() -> None:
-    """Lets a worker process, which Ray now manages, outlive the fork server."""
+    """Lets this process outlive the fork server. A worker process calls it when Ray manages the process."""
     _set_parent_death_signal(0)
 
 
@@ -149,7 +147,7 @@ def _set_parent_death_signal(number: int) -> None:
 
 
 def _read_request(client: socket.socket) -> _ForkRequest | None:
-    """Reads a client's request. Returns None if it is incomplete or malformed."""
+    """Reads the request of a client. Returns None if the request is incomplete or malformed."""
     rights = array.array("i")
     try:
         size, ancillary, _, _ = client.recvmsg(4, socket.CMSG_SPACE(2 * rights.itemsize))
@@ -168,7 +166,7 @@ def _read_request(client: socket.socket) -> _ForkRequest | None:
 
 
 def _run_request(request: _ForkRequest) -> None:
-    """Gives a forked process the state of a new interpreter and runs its program."""
+    """Resets a forked process to the state of a new interpreter and runs the requested program."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     for number, file in enumerate((os.open(os.devnull, os.O_RDONLY), *request.output)):

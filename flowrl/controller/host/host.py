@@ -1,4 +1,4 @@
-"""Host: constructs and calls the workers of all roles in one process. Used by every backend."""
+"""Host: constructs and calls the workers of all roles in one process."""
 
 import sys
 import time
@@ -49,33 +49,33 @@ class Construction:
     num_tp_devices: int = 1
     can_offload: bool = False
     attempt: int = 0
-    """Index of the attempt at the program, which counts its restarts, in which the worker is constructed."""
+    """Number of program restarts before the construction."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """Times of a call and the description of its result, which the driver reads."""
+    """Timing of a call and metadata of its result. The driver reads the report of every call."""
 
     arrived_ns: int
     started_ns: int
     ended_ns: int
     finished_ns: int
     description: Description | None = None
-    revived: bool = False
-    """Whether the process was started to replace a lost process for this call."""
+    is_replacement: bool = False
+    """Whether this is the first call of a process that replaces a lost process."""
 
 
 class Host:
-    """The workers of one process."""
+    """Constructs and calls the workers of one process."""
 
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
         self._attempts: dict[str, int] = {}
-        """Maps a role to the attempt in which its worker was constructed."""
+        """Role -> number of program restarts before its worker was constructed."""
         self._groups: dict[str, ProcessGroup | None] = {}
         self._state_ids: dict[str, int] = {}
         self._state_methods: dict[str, set[str]] = {}
-        """Maps a role to the methods that have set its state."""
+        """Role -> methods that have set state of its worker."""
         self._residency = ResidentWorker(self._workers)
         self.address = "127.0.0.1"
         self.replaced = False
@@ -83,9 +83,9 @@ class Host:
     def join(
         self, name: str, address: tuple[str, int], rank: int, world_size: int, node: int, kind: str
     ) -> tuple[Any, Report]:
-        """Joins the process group of the host set `name`. Raises `WorkerError`.
+        """Joins the process group of the host set `name` (processes that fail together). Raises `WorkerError`.
 
-        Rank 0 with port 0 opens the rendezvous instead and returns its address.
+        With rank 0 and port 0, opens the rendezvous instead and returns its address.
         """
         with _as_worker_error(name, rank, node, "join"):
             started_ns = time.time_ns()
@@ -93,14 +93,14 @@ class Host:
             return opened, _simple_report(started_ns)
 
     def open_group(self, role: str, ranks: Sequence[int], rank: int, node: int) -> tuple[None, Report]:
-        """Creates the process group of a role within the joined host set. Raises `WorkerError`."""
+        """Creates the process group of a role, as a subgroup of the joined process group. Raises `WorkerError`."""
         with _as_worker_error(role, rank, node, "join"):
             started_ns = time.time_ns()
             self._groups[role] = role_process_group(ranks)
             return None, _simple_report(started_ns)
 
     def construct(self, construction: Construction, *after: Any) -> tuple[None, Report]:  # Any: reports
-        """Constructs a worker once the results in `after` are available. Raises `WorkerError`."""
+        """Constructs a worker. The backend resolves the inputs `after` first. Raises `WorkerError`."""
         with _as_worker_error(construction.role, construction.rank, construction.node, "__init__"):
             started_ns = time.time_ns()
             self._construct(construction)
@@ -133,7 +133,7 @@ class Host:
         self._state_methods[construction.role] = set()
 
     def call(self, request: Request, *objects: Any) -> tuple[Any, Report]:  # Any: payloads and results
-        """Runs one method and returns its result and, separately, its report. Raises `WorkerError`."""
+        """Runs a worker method and returns its result and its report. Raises `WorkerError`."""
         arrived_ns = time.time_ns()
         if request.role not in self._workers:
             cause = "the worker's process has ended and its state is lost"
@@ -152,32 +152,32 @@ class Host:
         return value, Report(arrived_ns, started_ns, ended_ns, time.time_ns(), description)
 
     def evict(self, role: str, rank: int, node: int) -> tuple[None, Report]:
-        """Offloads all workers. `role` and `rank` identify the process in errors. Raises `WorkerError`."""
+        """Offloads all workers of the process. Raises `WorkerError` with `role` and `rank`."""
         with _as_worker_error(role, rank, node, "evict"):
             started_ns = time.time_ns()
             self._residency.offload_all()
             return None, _simple_report(started_ns)
 
     def lacks(self, constructions: Sequence[Construction]) -> bool:
-        """Returns whether one of these workers is missing, or was constructed in an earlier attempt."""
+        """Returns whether a worker is missing, or was constructed before the last program restart."""
         return any(self._attempts.get(construction.role, -1) < construction.attempt for construction in constructions)
 
     def forget_states(self, until: int) -> None:
-        """Treats state set by calls up to id `until` as permanent, so that recovery does not undo it."""
+        """Marks the state that calls up to id `until` have set as permanent. Recovery does not undo this state."""
         for role, call_id in self._state_ids.items():
             if 0 < call_id <= until:
                 self._state_ids[role], self._state_methods[role] = 0, set()
 
     def is_behind(self, role: str, states: Sequence[Request]) -> bool:
-        """Returns whether the last of these state-setting calls has not run yet."""
+        """Returns whether some of the state-setting calls `states` have not run yet."""
         return self._state_ids.get(role, 0) < _last_of(role, states)
 
     def is_ahead(self, role: str, states: Sequence[Request]) -> bool:
-        """Returns whether a later state-setting call has run. Calls to a new process may arrive in any order."""
+        """Returns whether a later state-setting call than `states` has run. Retried calls arrive in any order."""
         return self._state_ids.get(role, 0) > _last_of(role, states)
 
     def overwrites_state(self, role: str, states: Sequence[Request]) -> bool:
-        """Returns whether replaying these calls overwrites all state that the role has received."""
+        """Returns whether a replay of the calls `states` overwrites all state that the role has received."""
         return self._state_methods.get(role, set()) <= {state.method for state in states if state.role == role}
 
 
@@ -187,7 +187,7 @@ def _last_of(role: str, states: Sequence[Request]) -> int:
 
 @contextmanager
 def _as_worker_error(role: str, rank: int, node: int, method: str) -> Iterator[None]:
-    """Re-raises any exception as a `WorkerError` with role, rank and traceback."""
+    """Converts any exception to a `WorkerError` with role, rank and traceback."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 (process boundary: re-raised)
@@ -207,7 +207,7 @@ _CONNECTION_LOST = (
     "remote process exited",
     "communicator was aborted",
 )
-"""Error texts of gloo, NCCL and TCPStore on a rank whose peer has exited."""
+"""Parts of error messages of gloo, NCCL and TCPStore after a peer has exited."""
 
 
 def _is_connection_lost(error: Exception) -> bool:
@@ -215,13 +215,13 @@ def _is_connection_lost(error: Exception) -> bool:
 
 
 def _simple_report(started_ns: int) -> Report:
-    """Returns the report of a call without inputs and result, which ends now."""
+    """Returns the report of a call without inputs and result that ends now."""
     ended_ns = time.time_ns()
     return Report(started_ns, started_ns, ended_ns, ended_ns)
 
 
 def _read_arguments(request: Request, objects: Sequence) -> tuple[dict[str, Any], dict[str, Payload]]:
-    """Returns the arguments of the method, and the payloads of the batch arguments."""
+    """Returns the method's arguments by name, and the payloads (stored rows) of its batch arguments."""
     payloads = {n: a.read(objects) for n, a in request.arguments.items() if isinstance(a, TableArgument)}
     arguments = {n: a.read(objects) if isinstance(a, FutureArgument) else a for n, a in request.arguments.items()}
     if payloads:
@@ -232,7 +232,7 @@ def _read_arguments(request: Request, objects: Sequence) -> tuple[dict[str, Any]
 
 
 def _run_method(worker: Worker, request: Request, arguments: Mapping[str, Any], tables: Collection[str]) -> Any:
-    """Calls the method. Raises `ContractError` if it writes to its inputs."""
+    """Calls the method. Raises `ContractError` if the method writes to its input tensors."""
     versions = {name: _versions(arguments[name]) for name in tables}
     result = getattr(worker, request.method)(**arguments)
     for name, before in versions.items():
@@ -241,7 +241,7 @@ def _run_method(worker: Worker, request: Request, arguments: Mapping[str, Any], 
 
 
 def _pack_result(result: Any, inputs: list[Payload], request: Request) -> tuple[Any, Description | None]:
-    """Returns the result in its stored form, and its description for the driver."""
+    """Converts the result to its stored form. Returns it with its metadata for the driver."""
     if not request.returns_result:
         return None, None
     if not request.returns_batch:
@@ -251,7 +251,7 @@ def _pack_result(result: Any, inputs: list[Payload], request: Request) -> tuple[
 
 
 def _versions(batch: Any) -> list[tuple[str, Any, int]]:  # Any: TensorDict and tensors; torch is not imported here
-    """Returns (column, tensor, version counter) of all input tensors. torch counts in-place writes."""
+    """Returns (column, tensor, torch version counter) of all input tensors. In-place writes increase the counter."""
     versions = []
     for kind in ("rows", "tokens"):
         for name in batch[kind].keys():  # noqa: SIM118 (a TensorDict)
@@ -262,7 +262,7 @@ def _versions(batch: Any) -> list[tuple[str, Any, int]]:  # Any: TensorDict and 
 
 
 def _check_unwritten(parameter: str, before: list[tuple[str, Any, int]]) -> None:
-    """Raises `ContractError` if an input was written to. Inputs are in memory shared with other processes."""
+    """Raises `ContractError` if a version counter has changed. Other processes share the memory of inputs."""
     for name, tensor, version in before:
         if tensor._version != version:
             raise ContractError(
@@ -272,7 +272,7 @@ def _check_unwritten(parameter: str, before: list[tuple[str, Any, int]]) -> None
 
 
 def _as_payload(result: Any, inputs: list[Payload], request: Request) -> Payload:
-    """Converts the result to a payload and checks it against the contract. Raises `ContractError`."""
+    """Converts the result to a payload. Raises `ContractError` if the result violates the contract."""
     from flowrl.data.batch.tensordicts import from_tensordict  # noqa: PLC0415 (loads torch only for batches)
 
     contract = request.contract

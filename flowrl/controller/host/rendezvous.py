@@ -1,4 +1,4 @@
-"""Rendezvous: creates process groups through a TCP store on the first rank, at a port that the kernel picks."""
+"""Rendezvous: creates process groups through a TCP store on rank 0, at a free port."""
 
 import socket
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ _store: object | None = None
 
 
 def join_process_group(address: tuple[str, int], rank: int, world_size: int, kind: str) -> tuple[str, int] | None:
-    """Joins the process group of a host set.
+    """Joins the process group of a host set (processes that fail together).
 
-    A first call on rank 0, with port 0, opens the store and returns its address. All ranks then join with this address.
+    With rank 0 and port 0, opens the TCP store instead and returns its address. All ranks then join with this address.
     """
     from torch.distributed import (  # noqa: PLC0415 (only collective roles need torch)
         PrefixStore,  # pyright: ignore[reportPrivateImportUsage] (as TCPStore)
@@ -26,7 +26,7 @@ def join_process_group(address: tuple[str, int], rank: int, world_size: int, kin
     global _store
     host, port = address
     if rank == 0 and port == 0:
-        # An own listening socket binds to one interface and holds the port without a gap.
+        # TCPStore itself would listen on all interfaces.
         listener = socket.create_server((host, 0))
         port = listener.getsockname()[1]
         _store = TCPStore(
@@ -41,10 +41,9 @@ def join_process_group(address: tuple[str, int], rank: int, world_size: int, kin
 
 
 def role_process_group(ranks: Sequence[int]) -> "ProcessGroup | None":
-    """Creates the process group of one role; returns None in processes without the role.
+    """Creates the process group of a role with these ranks of the joined group. Returns None on other ranks.
 
-    All processes of the host set must call it in the same order of roles. `ranks` are the role's ranks in the set.
-    Separate groups keep the collectives of roles independent.
+    Collective: all ranks of the joined group must call it in the same order of roles.
     """
     from torch import distributed  # noqa: PLC0415 (only collective roles need torch)
 

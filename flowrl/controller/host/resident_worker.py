@@ -1,7 +1,4 @@
-"""Device residency within one process: before a call, offloads idle workers and onloads the called worker.
-
-A process runs one call at a time, so one worker needs the device, plus the workers whose weights it uses.
-"""
+"""Device memory within one process: before a call, offloads idle workers and loads the called worker."""
 
 from collections.abc import Mapping
 
@@ -9,17 +6,17 @@ from flowrl.controller.worker import Worker
 
 
 class ResidentWorker:
-    """Tracks which worker of a process is on the device."""
+    """Tracks which worker of a process is on the device. Only the called worker and its weight owners are loaded."""
 
     def __init__(self, workers: Mapping[str, Worker]) -> None:
-        """`workers` is the host's own mapping, to which workers are added later."""
+        """`workers` is the mapping of the host, which adds workers later."""
         self._workers = workers
         self._resident: str | None = None
         self._resident_parts: frozenset[str] | None = None
-        """Memory parts of the resident worker that are on the device. None means all."""
+        """Memory parts of the resident worker that are loaded. None means all parts."""
 
     def activate(self, role: str, parts: tuple[str, ...] | None = None) -> None:
-        """Makes the worker of `role` resident: offloads the others, then onloads it or only `parts` of its memory."""
+        """Offloads the other workers, and loads the worker of `role`, or only `parts` of its memory."""
         is_resident = self._resident == role
         if is_resident and (
             self._resident_parts is None or (parts is not None and self._resident_parts.issuperset(parts))
@@ -45,7 +42,7 @@ class ResidentWorker:
             owner.onload()
 
     def offload_all(self) -> None:
-        """Offloads all workers, for a new worker or for another process."""
+        """Offloads all workers of the process."""
         self._resident = None
         for worker in self._workers.values():
             worker.offload(keep_weights=False)

@@ -1,7 +1,4 @@
-"""Ownership of devices that several processes share. The driver updates it whenever it submits a call.
-
-`ResidentWorker` does the same for the workers of one process.
-"""
+"""Eviction of processes from shared devices. `ResidentWorker` does the same for workers within one process."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -12,20 +9,19 @@ from flowrl.controller.placement.plan import Slot
 
 
 class DeviceOwnership:
-    """Tracks which processes own the memory of shared devices, and decides which processes to evict before a call.
+    """Tracks which processes own the memory of shared devices, and selects the processes to evict before a call.
 
-    A call waits only for evictions, and an eviction waits only for calls submitted earlier. Waits therefore follow the
-    order of submission, and deadlock is impossible.
+    Deadlock is impossible: a call waits only for its evictions, and an eviction only for calls submitted earlier.
     """
 
     def __init__(self, slots: Iterable[Slot]) -> None:
-        """`slots` are all processes of the plan."""
+        """`slots` are the processes of the plan."""
         users: defaultdict[tuple[int, int], list[Slot]] = defaultdict(list)
         for slot in slots:
             for device in slot.node_devices:
                 users[device].append(slot)
         self._sharers: dict[Slot, tuple[Slot, ...]] = {}
-        """Maps a process to the other processes on its devices. Processes with exclusive devices are absent."""
+        """Process -> other processes on its devices. Contains only processes with shared devices."""
         for shared in users.values():
             for slot in shared if len(shared) > 1 else ():
                 others = (other for other in shared if other != slot)
@@ -34,19 +30,19 @@ class DeviceOwnership:
         self._owners: set[Slot] = set()
 
     def is_shared(self, slot: Slot) -> bool:
-        """Returns whether another process uses one of the slot's devices."""
+        """Returns whether a process shares a device with another process."""
         return slot in self._sharers
 
     def claim_for_worker(self, slot: Slot, can_offload: bool) -> list[Slot]:
-        """Claims the devices for a new worker, like `claim`. `can_offload`: the worker can be evicted later."""
+        """Calls `claim` for a new worker. `can_offload` allows later calls to evict the process."""
         if can_offload and slot in self._sharers:
             self._can_offload.add(slot)
         return self.claim(slot)
 
     def claim(self, slot: Slot) -> list[Slot]:
-        """Makes a process the owner of its devices and returns the processes to evict first.
+        """Makes a process the owner of its devices, and returns the previous owners that must be evicted.
 
-        The result includes a process that cannot offload if this one can, so that this one waits for its calls.
+        If this process can offload, the result includes owners that cannot. Their eviction waits for their calls.
         """
         if slot not in self._sharers:
             return []
@@ -60,29 +56,29 @@ class DeviceOwnership:
         return evicted
 
     def forget(self, slots: Sequence[Slot]) -> None:
-        """Removes processes that were ended, before others are started in their slots."""
+        """Removes ended processes."""
         self._owners.difference_update(slots)
         self._can_offload.difference_update(slots)
 
     def is_evicted_by(self, slots: Iterable[Slot], others: Iterable[Slot]) -> bool:
-        """Returns whether a call to one of `others` evicts one of `slots`."""
+        """Returns whether a call to a process in `others` evicts a process in `slots`."""
         callers = set(others)
         return any(not callers.isdisjoint(self._sharers[slot]) for slot in self._can_offload.intersection(slots))
 
 
 class DeviceEviction:
-    """Sends the evictions that `DeviceOwnership` requires."""
+    """Sends evictions to processes before other processes use their devices."""
 
     def __init__(self, ledger: DeviceOwnership, backend: Backend, calls: Calls, kind: str) -> None:
         self.ledger = ledger
         self._backend, self._calls, self._kind = backend, calls, kind
 
     def before(self, slot: Slot) -> list[CallRef]:
-        """Evicts other processes before a call to `slot`; the call must wait for the returned evictions."""
+        """Evicts other processes before a call to a process. Returns the evictions that the call must wait for."""
         return self._evict_all(self.ledger.claim(slot))
 
     def before_first(self, slot: Slot, *, can_offload: bool) -> list[CallRef]:
-        """Evicts other processes before a worker is constructed in `slot`, like `before`."""
+        """Evicts other processes before the construction of a worker. Returns the evictions to wait for."""
         return self._evict_all(self.ledger.claim_for_worker(slot, can_offload))
 
     def _evict_all(self, evicted: Iterable[Slot]) -> list[CallRef]:

@@ -1,4 +1,4 @@
-"""Detects the devices of a run without loading torch. The only module that reads CUDA_VISIBLE_DEVICES."""
+"""Detects the available devices without importing torch."""
 
 import os
 import shutil
@@ -14,10 +14,9 @@ from flowrl.controller.placement.plan import Inventory, PlacementError
 
 
 def local_inventory(device: Device, devices: Sequence[int] | None = None) -> Inventory:
-    """Returns the devices of a run on this machine.
+    """Returns the devices of this machine. `auto` selects cuda if the machine has GPUs.
 
-    `auto` is cuda if the machine has GPUs. `devices` overrides the detected count. Without it there is one CPU slot per
-    core, and a placement may use more slots than that.
+    `devices` replaces the detected number. By default, there is one CPU slot per core, and a placement may use more.
     """
     gpus = _num_gpus() if device == "auto" or (device == "cuda" and devices is None) else 0
     kind = "cuda" if device == "cuda" or gpus else "cpu"
@@ -31,10 +30,9 @@ def local_inventory(device: Device, devices: Sequence[int] | None = None) -> Inv
 def cluster_inventory(
     device: Device, devices: Sequence[int] | None, *, names: Sequence[str], cpus: Sequence[int], gpus: Sequence[int]
 ) -> Inventory:
-    """Returns the devices of a run on a cluster; `names`, `cpus` and `gpus` have one entry per node.
+    """Returns the devices of a cluster. `names`, `cpus` and `gpus` have one entry per node.
 
-    A node without devices of the run's kind stays in the list with 0, so that node numbers do not change. `devices`
-    limits the devices per node. Raises `PlacementError` if it exceeds the devices of a node.
+    `devices` limits the devices per node. Raises `PlacementError` if a limit exceeds the devices of its node.
     """
     kind = "cuda" if device == "cuda" or (device == "auto" and sum(gpus)) else "cpu"
     present = tuple(gpus if kind == "cuda" else cpus)
@@ -49,20 +47,20 @@ def cluster_inventory(
     for node, (count, available) in enumerate(zip(devices, present, strict=False)):
         if count > available:
             raise PlacementError(
-                f"devices is {list(devices)}, which exceeds node {node} ({names[node]}); the cluster's {kind} devices are "
-                f"{has}, in this order; lower the counts"
+                f"devices is {list(devices)}, which exceeds node {node} ({names[node]}); the cluster's {kind} devices "
+                f"are {has}, in this order; lower the counts"
             )
     return Inventory(tuple(devices), kind)
 
 
 def local_memory(kind: Literal["cpu", "cuda"]) -> int | None:
-    """Returns the bytes of host memory (shared by CPU slots) or of the smallest GPU; None if no GPU is found."""
+    """Returns the bytes of host memory, or for cuda the memory of the smallest GPU; None without a GPU."""
     return _host_memory() if kind == "cpu" else _gpu_memory()
 
 
 def _host_memory() -> int:
     total = psutil.virtual_memory().total
-    # A container may have a lower limit than the machine.
+    # The memory limit of a container may be lower.
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.is_file() else ""
     return min(total, int(text)) if text.isdecimal() else total
@@ -75,12 +73,12 @@ def _gpu_memory() -> int | None:
 
 
 def _num_cores() -> int:
-    # A container or job scheduler may restrict this process to fewer cores.
+    # A container or job scheduler may restrict the process to some cores.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _num_gpus() -> int:
-    """Returns the number of GPUs visible to a CUDA program."""
+    """Returns the number of GPUs in CUDA_VISIBLE_DEVICES (default: all GPUs)."""
     present = sum(line.startswith("GPU ") for line in _run_nvidia_smi("-L").splitlines())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None or not present:
@@ -89,7 +87,7 @@ def _num_gpus() -> int:
 
 
 def _run_nvidia_smi(*options: str) -> str:
-    """Returns the output of nvidia-smi, or an empty string if it is missing or fails."""
+    """Returns the output of nvidia-smi; an empty string if nvidia-smi is missing or fails."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return ""
@@ -101,7 +99,7 @@ def _run_nvidia_smi(*options: str) -> str:
 
 
 def _num_visible(visible: str, present: int) -> int:
-    """Counts the valid entries of CUDA_VISIBLE_DEVICES. Like CUDA, stops at the first invalid index."""
+    """Counts the entries of CUDA_VISIBLE_DEVICES up to the first invalid index, as CUDA does."""
     count = 0
     for name in visible.split(","):
         name = name.strip()

@@ -1,4 +1,4 @@
-"""Planning: assigns a device to every rank of every role. Pure functions of a placement and an inventory."""
+"""Planning: assigns a device to every rank of every role."""
 
 import difflib
 import math
@@ -12,39 +12,39 @@ from flowrl.config import ROLES, Placement, RolePlacement, UserError
 
 
 class PlacementError(UserError):
-    """A placement is inconsistent or does not fit the devices. The message names the configuration key."""
+    """A placement is inconsistent or does not fit the devices."""
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """The devices that a run may use."""
+    """Devices that a run may use."""
 
     nodes: tuple[int, ...]
-    """Number of devices of each node: GPUs, or CPU slots (one process each)."""
+    """Number of devices on each node: GPUs, or CPU slots (one process each)."""
 
     kind: Literal["cpu", "cuda"]
 
     bounded: bool = True
-    """Whether the counts are a limit. False for CPU slots derived from cores: a pool may use more, shares are rounded."""
+    """Whether `nodes` is a limit. False for detected CPU cores: a pool may have more slots than cores."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One process of a run: rank `rank` of pool `pool`."""
+    """A process of a run: rank `rank` of pool `pool`."""
 
     pool: str
     rank: int
     node: int
     local_rank: int
-    """Rank among the slots of the pool on this node."""
+    """Rank within the slots of the pool on this node."""
     device: int
-    """Index of the device on its node, unique over all pools."""
+    """Index of the device on its node, unique across pools."""
     device_pool: str | None = None
-    """Pool that owns the device, for a dedicated process of a role."""
+    """Pool that contains the device, if a dedicated process of a role uses it."""
     num_devices: float = 1
-    """Number of devices: a fraction if processes share a device, more than 1 for a tensor-parallel leader."""
+    """Number of devices: below 1 if processes share a device, above 1 for a tensor-parallel leader."""
     tp_devices: tuple[int, ...] = ()
-    """Device indices of the other tensor-parallel ranks that this process leads, on the same node."""
+    """Indices of further devices on the same node that a tensor-parallel leader uses."""
 
     @property
     def node_devices(self) -> tuple[tuple[int, int], ...]:
@@ -53,13 +53,13 @@ class Slot:
 
     @property
     def owner(self) -> str:
-        """Pool that owns the device."""
+        """Pool that contains the device."""
         return self.device_pool or self.pool
 
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """The slots of a pool in rank order: by node, then by device."""
+    """The slots of a pool, in rank order (by node, then by device)."""
 
     name: str
     slots: tuple[Slot, ...]
@@ -77,7 +77,7 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of the parallel dimensions of a role. rank = ((pp * DP + dp) * SP + sp) * TP + tp."""
+    """Sizes of the parallel dimensions of a role: pipeline, data, sequence, tensor. tp varies fastest with the rank."""
 
     pp: int
     dp: int
@@ -86,7 +86,6 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return self.pp * self.dp * self.sp * self.tp
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -97,58 +96,58 @@ class Mesh:
         return Coordinates(pp, dp, sp, tp)
 
     def rank(self, at: Coordinates) -> int:
-        """Returns the rank at the coordinates `at`."""
+        """Returns the rank with these coordinates."""
         return ((at.pp * self.dp + at.dp) * self.sp + at.sp) * self.tp + at.tp
 
 
 @dataclass(frozen=True)
 class RolePlan:
-    """The processes of a role in rank order, and its mesh."""
+    """The slots of a role in rank order, and the sizes of its parallel dimensions."""
 
     role: str
     pool: str
-    """Pool expression of the placement: a pool, a range of its ranks, or several pools."""
+    """Pool expression in the placement: a pool, a range of ranks (`a[0:2]`), or several pools (`a+b`)."""
     slots: Sequence[Slot]
     mesh: Mesh
     num_tp_devices: int = 1
-    """Number of tensor-parallel devices per dedicated process, which drives all of them."""
+    """Number of tensor-parallel devices that each dedicated process uses."""
 
     def local_rank(self, rank: int) -> int:
-        """Returns the index of a rank among the role's ranks on its node."""
+        """Returns the position of a rank within the ranks of the role on the same node."""
         return sum(slot.node == self.slots[rank].node for slot in self.slots[:rank])
 
 
 @dataclass(frozen=True)
 class HostSet:
-    """Pools that share a role. Their processes can wait for each other, so they fail together."""
+    """A set of processes that fail together: all processes of pools that share a role."""
 
     name: str
     pools: tuple[PoolPlan, ...]
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """All processes. The index of a process is its rank in the process group of the set."""
+        """All processes, in the rank order of their process group."""
         return tuple(slot for pool in self.pools for slot in pool.slots)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All processes of a run, and the roles in each."""
+    """The processes of a run, and the roles of each process."""
 
     kind: Literal["cpu", "cuda"]
     pools: Mapping[str, PoolPlan]
     roles: Mapping[str, RolePlan]
     num_devices: int | None = None
-    """Number of devices of the inventory, used or not. None if the inventory is unbounded."""
+    """Number of available devices; None if the number is not a limit."""
     dedicated: Mapping[str, PoolPlan] = field(default_factory=dict)
-    """Maps each role with dedicated processes to these processes."""
+    """Role -> its dedicated processes, for roles that do not share processes."""
 
     def slots(self, role: str) -> Sequence[Slot]:
-        """Returns the slots of `role` in rank order."""
+        """Returns the slots of a role, in rank order."""
         return self.roles[role].slots
 
     def host_sets(self) -> list[HostSet]:
-        """Groups the pools that share a role. Leaves out processes without a role."""
+        """Returns the host sets: each contains the pools that share roles. Skips processes without a role."""
         used = {slot for role in self.roles.values() for slot in role.slots}
         all_slots = {pool.name: pool.slots for pool in (*self.pools.values(), *self.dedicated.values())}
         running = {name: tuple(slot for slot in slots if slot in used) for name, slots in all_slots.items()}
@@ -165,11 +164,15 @@ class Plan:
 def plan(
     placement: Placement, inventory: Inventory, roles: Sequence[str] | None = None, dedicated: Collection[str] = ()
 ) -> Plan:
-    """Assigns a device to every rank of every role in `roles`.
+    """Assigns a device to every rank of every role.
 
-    `roles` are the roles of a recipe; None means all roles of `placement`. Standard roles that the recipe does not use
-    are skipped, and so are pools without roles. Roles in `dedicated` get their own processes on their devices, one per replica,
-    which drives all tensor-parallel devices. Raises `PlacementError`.
+    Args:
+        placement: pools and roles.
+        inventory: available devices.
+        roles: roles of the recipe; None means all roles of the placement. Other standard roles get no devices.
+        dedicated: roles with separate processes, one per replica. Each process uses all devices of its replica.
+    Raises:
+        PlacementError: the placement is inconsistent or does not fit the inventory.
     """
     wanted = _wanted_roles(placement, roles)
     pools = _wanted_pools(placement, wanted)
@@ -191,7 +194,7 @@ def plan(
 def _split_shared_devices(
     slots: Mapping[str, tuple[Slot, ...]], wanted: Mapping[str, RolePlacement], dedicated: Collection[str]
 ) -> dict[str, tuple[Slot, ...]]:
-    """Sets `num_devices` of each slot to its fraction of a device that other processes use too."""
+    """Sets `num_devices` of each slot to 1 / (number of processes on the device)."""
     users: Counter[Slot] = Counter()
     pool_slots = set()
     for role, role_placement in wanted.items():
@@ -208,19 +211,19 @@ def _split_shared_devices(
 
 
 def _dedicate_processes(planned: RolePlan, kind: str) -> RolePlan:
-    """Replaces the pool's processes of a role by one dedicated process per replica."""
+    """Returns the plan of a role with one dedicated process per replica, instead of the processes of its pool."""
     role, mesh = planned.role, planned.mesh
     replicas = [planned.slots[first : first + mesh.tp] for first in range(0, mesh.size, mesh.tp)]
     for replica in replicas:
         if len({slot.node for slot in replica}) > 1:
             raise PlacementError(
-                f"placement.roles.{role} has tp {mesh.tp}, which puts one replica on two nodes, but a replica must be on "
-                f"one node: set tp to a divisor of the devices per node"
+                f"placement.roles.{role} has tp {mesh.tp}, which puts one replica on two nodes, but a replica must be "
+                f"on one node: set tp to a divisor of the devices per node"
             )
         if kind == "cuda" and mesh.tp > 1 and min(slot.num_devices for slot in replica) < 1:
             raise PlacementError(
-                f"placement.roles.{role} has tp {mesh.tp} on devices of other roles, which is not supported: assign it a "
-                f"separate pool, or set tp: 1"
+                f"placement.roles.{role} has tp {mesh.tp} on devices of other roles, which is not supported: assign it "
+                f"a separate pool, or set tp: 1"
             )
     slots: list[Slot] = []
     for replica in replicas:
@@ -255,7 +258,7 @@ def _wanted_roles(placement: Placement, roles: Sequence[str] | None) -> dict[str
 
 
 def _wanted_pools(placement: Placement, wanted: Mapping[str, RolePlacement]) -> list[str]:
-    """Returns the pools of the wanted roles, in the order of the placement."""
+    """Returns the pools of these roles, in the order of the placement. Raises `PlacementError` for an invalid pool."""
     role_placements = {role: placement.role(role) for role in placement.roles}
     for role, role_placement in role_placements.items():
         for part in role_placement.parts:
@@ -273,15 +276,15 @@ def _wanted_pools(placement: Placement, wanted: Mapping[str, RolePlacement]) -> 
 
 
 def _role_slots(role: str, role_placement: RolePlacement, slots: Mapping[str, tuple[Slot, ...]]) -> tuple[Slot, ...]:
-    """Returns the slots of a role: by pool in the order of the placement, then by rank."""
+    """Returns the slots of a role, ordered by pool and rank."""
     chosen = set()
     for part in role_placement.parts:
         pool = slots[part.pool]
         stop = len(pool) if part.stop is None else part.stop
         if not part.start < stop <= len(pool):
             raise PlacementError(
-                f"placement.roles.{role} is {role_placement.pool}, but pool {part.pool} has ranks 0 to {len(pool) - 1}: "
-                f"use a range within {part.pool}[0:{len(pool)}]"
+                f"placement.roles.{role} is {role_placement.pool}, but pool {part.pool} has ranks 0 to "
+                f"{len(pool) - 1}: use a range within {part.pool}[0:{len(pool)}]"
             )
         ranks = set(pool[part.start : stop])
         if chosen & ranks:
@@ -298,7 +301,7 @@ def _nearest(word: str, allowed: Collection[str]) -> str:
 
 
 def _counts(name: str, pool: Sequence[int] | str, inventory: Inventory) -> list[int]:
-    """Returns the device counts of a pool: as configured, or one count per node for a share such as `1/2`."""
+    """Returns the number of devices of a pool per node: the configured counts, or the share of each node."""
     if not isinstance(pool, str):
         counts = list(pool)
     else:
@@ -333,7 +336,7 @@ def _share_of_node(name: str, pool: str, share: Fraction, devices: int, bounded:
 
 
 def _pack(counts: Mapping[str, Sequence[int]], inventory: Inventory) -> dict[str, tuple[Slot, ...]]:
-    """Places every count of a pool on the next node with enough free devices. Pools never overlap."""
+    """Allocates each count of each pool on the next node with enough free devices."""
     used = [0] * len(inventory.nodes)
     packed = {}
     for name, wanted in counts.items():

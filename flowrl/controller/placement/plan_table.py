@@ -6,7 +6,7 @@ from flowrl.controller.placement.plan import Plan
 
 
 def render_plan(plan: Plan) -> str:
-    """Returns a table of roles x devices whose cells are ranks."""
+    """Returns a table with a row per role and a column per device. The cells are ranks."""
     slots = [slot for pool in plan.pools.values() for slot in pool.slots]
     devices = sorted({(slot.node, slot.device) for slot in slots})
     rows = [["role", "pool", "mesh", *(f"{node}:{device}" for node, device in devices)]]
@@ -25,7 +25,7 @@ def render_plan(plan: Plan) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], num_words: int) -> Iterable[str]:
-    """Yields the lines of a table. The first `num_words` columns are left-aligned, the others right-aligned."""
+    """Yields the lines of a table: the first `num_words` columns left-aligned, the other columns right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         words = [
