@@ -15,7 +15,6 @@ from flowrl.config.imports import ImportNameError, import_attribute, import_func
 from flowrl.config.load import load, recipe_class, to_yaml
 from flowrl.config.model import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, shards_model
 from flowrl.config.placement import ROLES, SINGLE, Placement, RolePlacement
-from flowrl.config.report import ReportConfig
 from flowrl.config.roles import (
     ActorConfig,
     CriticConfig,
@@ -26,60 +25,18 @@ from flowrl.config.roles import (
     VllmConfig,
     models_of,
 )
-from flowrl.config.run import CheckpointConfig, DataConfig, OnPolicyConfig, RunConfig
+from flowrl.config.run import CheckpointConfig, DataConfig, OnPolicyConfig, ReportConfig, RunConfig
 from flowrl.config.schedule import AnySchedule, AsyncSchedule, ScheduleConfig
 from flowrl.config.union import parse
 from flowrl.config.user_errors import CheckFailed, UserError
 
 __all__ = [
-    "ROLES",
-    "SINGLE",
-    "ActorConfig",
-    "AdvantageConfig",
-    "AnyAdvantage",
-    "AnyCorrection",
-    "AnyKlControl",
-    "AnyPolicyLoss",
-    "AnyPreference",
-    "AnyPtx",
-    "AnySchedule",
-    "AnyShaping",
-    "AsyncSchedule",
-    "CheckFailed",
-    "CheckpointConfig",
-    "Config",
-    "ConfigError",
-    "CorrectionConfig",
-    "CriticConfig",
-    "DataConfig",
-    "EngineConfig",
-    "ImportNameError",
-    "KlControlConfig",
-    "LoraConfig",
-    "ModelConfig",
-    "OnPolicyConfig",
-    "OptimizerConfig",
-    "Placement",
-    "PolicyLossConfig",
-    "PreferenceConfig",
-    "PtxConfig",
-    "ReferenceConfig",
-    "ReportConfig",
-    "RewardConfig",
-    "RolePlacement",
-    "RolloutConfig",
-    "RunConfig",
-    "ScheduleConfig",
-    "ShapingConfig",
-    "TransferConfig",
-    "UserError",
-    "VllmConfig",
-    "import_attribute",
-    "import_function",
-    "load",
-    "models_of",
-    "parse",
-    "recipe_class",
-    "shards_model",
-    "to_yaml",
-]
+    "ROLES", "SINGLE", "ActorConfig", "AdvantageConfig", "AnyAdvantage", "AnyCorrection", "AnyKlControl",
+    "AnyPolicyLoss", "AnyPreference", "AnyPtx", "AnySchedule", "AnyShaping", "AsyncSchedule", "CheckFailed",
+    "CheckpointConfig", "Config", "ConfigError", "CorrectionConfig", "CriticConfig", "DataConfig", "EngineConfig",
+    "ImportNameError", "KlControlConfig", "LoraConfig", "ModelConfig", "OnPolicyConfig", "OptimizerConfig",
+    "Placement", "PolicyLossConfig", "PreferenceConfig", "PtxConfig", "ReferenceConfig", "ReportConfig",
+    "RewardConfig", "RolePlacement", "RolloutConfig", "RunConfig", "ScheduleConfig", "ShapingConfig",
+    "TransferConfig", "UserError", "VllmConfig", "import_attribute", "import_function", "load", "models_of", "parse",
+    "recipe_class", "shards_model", "to_yaml",
+]  # fmt: skip

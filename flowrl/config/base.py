@@ -28,12 +28,9 @@ class Config(BaseModel):
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         """Copies the docstring of a field to a subclass that redefines the field without one."""
-        parent = cls.__mro__[1]
-        if issubclass(parent, Config):
-            for name in cls.model_fields.keys() & parent.model_fields.keys():
-                cls.model_fields[name].description = (
-                    cls.model_fields[name].description or parent.model_fields[name].description
-                )
+        inherited = getattr(cls.__mro__[1], "model_fields", {})
+        for name in cls.model_fields.keys() & inherited.keys():
+            cls.model_fields[name].description = cls.model_fields[name].description or inherited[name].description
 
 
 # Strict mode rejects "3" for 3 and true for 1. YAML has neither paths nor tuples, so these types accept text and lists.

@@ -10,8 +10,8 @@ from flowrl.config.model import EngineConfig, LoraConfig, ModelConfig, Optimizer
 from flowrl.config.union import Aggregation, KlKind
 
 
-class ActorConfig(Config):
-    """The policy that is trained, and its loss."""
+class TrainedConfig(Config):
+    """Base class of the roles that are trained."""
 
     model: ModelConfig
     """Initial weights."""
@@ -20,10 +20,14 @@ class ActorConfig(Config):
     """Optimizer settings."""
 
     lora: LoraConfig | None = None
-    """Trains an adapter only; null trains all weights."""
+    """Trains an adapter, and the value head of a critic, only; null trains all weights."""
 
     engine: EngineConfig = EngineConfig()
     """Engine settings."""
+
+
+class ActorConfig(TrainedConfig):
+    """The policy that is trained, and its loss."""
 
     loss: AnyPolicyLoss = PpoLoss()
     """Policy loss: a name, or a mapping of its kind and its settings."""
@@ -58,26 +62,14 @@ class ActorConfig(Config):
         return self
 
 
-class CriticConfig(Config):
-    """The value model that is trained."""
-
-    model: ModelConfig
-    """Initial weights: a causal language model, or a saved critic with its value head."""
+class CriticConfig(TrainedConfig):
+    """The value model that is trained: a causal language model, or a saved critic with its value head."""
 
     head: Literal["zero", "fresh"] = "zero"
     """Initialization of a value head that the model lacks: zeros, or random from N(0, 1 / (hidden size + 1))."""
 
     head_seed: NonNegativeInt = 0
     """Seed of a random head."""
-
-    optimizer: OptimizerConfig
-    """Optimizer settings."""
-
-    lora: LoraConfig | None = None
-    """Trains an adapter and the value head only; null trains all weights."""
-
-    engine: EngineConfig = EngineConfig()
-    """Engine settings."""
 
     value_clip: PositiveFloat | None = 0.2
     """Largest change of a value that still gets a gradient (PPO value clipping); null is off."""
@@ -160,8 +152,7 @@ class VllmConfig(Config):
 
     sleep: bool | None = None
     """Free the devices while other roles use them: offload weights to host memory and drop the KV cache. Null is true
-    on GPUs and false on CPUs. Schedule async cannot sleep; false lets other roles share the devices anyway.
-    The other roles offload during generation if their engine has offload: idle."""
+    on GPUs and false on CPUs. Schedule async cannot sleep; false lets other roles share the devices anyway."""
 
 
 class RolloutConfig(Config):
@@ -203,8 +194,7 @@ class RolloutConfig(Config):
 
     check_weights: Literal["sampled", "complete", "off"] = "sampled"
     """Comparison of the served weights with the actor's after each weight sync. `sampled` compares a few columns of
-    some weights, different ones each time. `complete` compares everything, which takes several times as long as the
-    transfer."""
+    some weights. `complete` compares all and takes several times as long as the transfer."""
 
     check: Literal["warn", "strict", "off"] = "warn"
     """Reaction to a `rollout_gap` above gap_warning: log a warning with likely causes, stop the run, or ignore it."""

@@ -2,22 +2,13 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import (
-    Field,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from flowrl.config.algorithm.advantage import AnyAdvantage
 from flowrl.config.algorithm.correction import WeightCorrection
 from flowrl.config.algorithm.shaping import AdaptiveKl, LengthPenalty, OverlongPenalty
 from flowrl.config.base import Config, ConfigError, FilePath, ImportName
 from flowrl.config.placement import SINGLE, Placement
-from flowrl.config.report import ReportConfig
 from flowrl.config.roles import ActorConfig, ReferenceConfig, RewardConfig, RolloutConfig, int4_on_cpu
 from flowrl.config.schedule import AnySchedule, AsyncSchedule, SyncSchedule
 
@@ -57,8 +48,7 @@ class CheckpointConfig(Config):
     """Number of latest checkpoints to keep; null keeps all."""
 
     keep_best: NonNegativeInt = 0
-    """Number of best checkpoints to keep in addition: by evaluation accuracy if evaluate_every is set, else by the
-    step's reward, else by its loss."""
+    """Best checkpoints to keep too: by evaluation accuracy if evaluate_every is set, else by reward, else by loss."""
 
     asynchronous: bool = True
     """Write in the background from a copy in host memory; false blocks the step until the files are written."""
@@ -68,6 +58,16 @@ class CheckpointConfig(Config):
         if self.keep_best and not self.every:
             raise ValueError(f"keep_best is {self.keep_best}, but every is 0, so nothing is saved: set every")
         return self
+
+
+class ReportConfig(Config):
+    """Optional outputs of a run. `metrics.jsonl`, `trace.json` and `summary.json` are always written."""
+
+    plots: bool = True
+    """Draws `curves.png` and `timeline.png` when the run ends."""
+
+    tensorboard: bool = True
+    """Writes every metric to TensorBoard events in `tensorboard/`."""
 
 
 class RunConfig(Config):
@@ -96,8 +96,7 @@ class RunConfig(Config):
     """Optional outputs: plots and TensorBoard events."""
 
     restarts: NonNegativeInt = 3
-    """Maximum number of restarts after failures, each from the latest checkpoint. Without checkpoints
-    (checkpoint.every: 0), a failure ends the run."""
+    """Maximum number of restarts from the latest checkpoint after failures; without checkpoints there are none."""
 
     seed: NonNegativeInt = 0
     """Seed of the data order and of every sampled token."""

@@ -48,7 +48,6 @@ class AsyncSchedule(ScheduleConfig):
     """Generates continuously on rollout replicas that have devices of their own."""
 
     kind: Literal["async"] = "async"
-
     max_staleness: NonNegativeInt = 1
     """Largest staleness of a response when it is trained on; 0 behaves like `sync`."""
 

@@ -79,7 +79,6 @@ class GaeAdvantage(PenalizedAdvantageConfig):
     """Generalized advantage estimation with a critic."""
 
     estimator: Literal["gae"] = "gae"
-
     gamma: Discount = 1.0
 
     lam: float = Field(default=1.0, ge=0, le=1)
@@ -93,9 +92,7 @@ class GrpoAdvantage(AdvantageConfig):
     """Group-relative advantages: score minus the group mean, optionally divided by the group standard deviation."""
 
     IS_GROUPED = True
-
     estimator: Literal["grpo"] = "grpo"
-
     normalize_std: bool = True
     """Divide by the standard deviation of the group's scores; false is Dr. GRPO."""
 
@@ -104,7 +101,6 @@ class RlooAdvantage(PenalizedAdvantageConfig):
     """Leave-one-out advantages: score minus the mean of the group's other scores."""
 
     IS_GROUPED = True
-
     estimator: Literal["rloo"] = "rloo"
 
 
@@ -112,7 +108,6 @@ class ReinforcePlusPlusAdvantage(PenalizedAdvantageConfig):
     """REINFORCE++: discounted returns, normalized over the batch."""
 
     estimator: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
-
     gamma: Discount = 1.0
 
 
@@ -120,7 +115,6 @@ class GroupAdvantage(AdvantageConfig):
     """REINFORCE++ with a group baseline, or OPO. Neither has settings."""
 
     IS_GROUPED = True
-
     estimator: Literal["reinforce_plus_plus_baseline", "opo"]
 
 
@@ -145,9 +139,7 @@ class GpgAdvantage(AdvantageConfig):
     """GPG: group-relative advantages, rescaled by the share of informative groups."""
 
     IS_GROUPED = True
-
     estimator: Literal["gpg"] = "gpg"
-
     normalize_std: bool = False
     """Divide by the standard deviation of the group's scores."""
 
@@ -156,9 +148,7 @@ class PassAtKAdvantage(AdvantageConfig):
     """Advantages for pass@k: the reward of a set of k samples is its best score."""
 
     IS_GROUPED = True
-
     estimator: Literal["pass_at_k"] = "pass_at_k"
-
     k: int | None = Field(default=None, ge=2)
     """Samples per set; null is the group size."""
 
@@ -167,9 +157,7 @@ class GdpoAdvantage(AdvantageConfig):
     """GDPO: normalizes several rewards separately per group, then sums them."""
 
     IS_GROUPED = True
-
     estimator: Literal["gdpo"] = "gdpo"
-
     reward_columns: Columns = ("scores",)
     """Columns with one reward per sequence each."""
 

@@ -36,7 +36,6 @@ class PpoLoss(ClippedLoss):
     """The clipped surrogate of PPO, optionally with dual clipping."""
 
     kind: Literal["ppo"] = "ppo"
-
     dual_clip: DualClip = None
 
 
@@ -44,7 +43,6 @@ class DecoupledPpoLoss(ClippedLoss):
     """PPO with separate proximal and behavior policies, for off-policy rollouts."""
 
     kind: Literal["decoupled_ppo"] = "decoupled_ppo"
-
     dual_clip: DualClip = None
 
     max_weight: PositiveFloat | None = None
@@ -55,7 +53,6 @@ class SapoLoss(PolicyLossConfig):
     """SAPO: a soft sigmoid gate in place of clipping."""
 
     kind: Literal["sapo"] = "sapo"
-
     temperature_positive: PositiveFloat = 1.0
     """Steepness of the gate for tokens with positive advantage."""
 
@@ -67,7 +64,6 @@ class GspoLoss(PolicyLossConfig):
     """GSPO: clips the mean probability ratio of a sequence. `gspo_token` keeps separate gradients per token."""
 
     kind: Literal["gspo", "gspo_token"]
-
     clip_low: ClipLow = 3e-4
     """Sequences with a mean ratio below 1 - clip_low and a negative advantage get no gradient."""
 
@@ -79,7 +75,6 @@ class GmpoLoss(PolicyLossConfig):
     """GMPO: the geometric mean of clipped token ratios."""
 
     kind: Literal["gmpo"] = "gmpo"
-
     clip_low: ClipLow = 0.4
     """Lower bound of a token's log-ratio is -clip_low."""
 
@@ -97,7 +92,6 @@ class CispoLoss(PolicyLossConfig):
     """CISPO: REINFORCE with a clipped importance weight that gets no gradient."""
 
     kind: Literal["cispo"] = "cispo"
-
     clip_low: ClipLow = 1.0
     """Smallest weight is 1 - clip_low; 1 is no bound."""
 
@@ -143,7 +137,6 @@ class ClipCovLoss(ClippedLoss):
     NOT_ARGUMENTS = frozenset({"cov_fraction", "cov_low", "cov_high"})
 
     kind: Literal["clip_cov"] = "clip_cov"
-
     cov_fraction: CovFraction = 2e-4
 
     cov_low: float = 1.0
@@ -163,7 +156,6 @@ class KlCovLoss(PolicyLossConfig):
     """KL-Cov: adds a KL penalty to the fraction of the tokens with the highest covariance."""
 
     kind: Literal["kl_cov"] = "kl_cov"
-
     cov_fraction: CovFraction = 2e-4
 
     cov_kl_coef: NonNegativeFloat = 1.0

@@ -29,7 +29,6 @@ class RewardModelLoss(PreferenceConfig):
     """Pairwise loss of reward models; `log_sig` and `log_exp` are two forms of the same function."""
 
     loss: Literal["log_sig", "log_exp"]
-
     margin: NonNegativeFloat = 0.0
     """Difference by which the chosen score should exceed the rejected score."""
 
@@ -38,7 +37,6 @@ class DpoLoss(PreferenceConfig):
     """Direct preference optimization."""
 
     loss: Literal["dpo"] = "dpo"
-
     beta: Beta = 0.1
 
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
@@ -49,7 +47,6 @@ class DpoVariantLoss(PreferenceConfig):
     """DPO with a hinge loss, or IPO."""
 
     loss: Literal["dpo_hinge", "ipo"]
-
     beta: Beta = 0.1
 
 
@@ -57,7 +54,6 @@ class SimpoLoss(PreferenceConfig):
     """SimPO: length-normalized rewards without a reference model."""
 
     loss: Literal["simpo"] = "simpo"
-
     beta: PositiveFloat = 2.0
     """Scale of the reward."""
 
@@ -69,7 +65,6 @@ class OrpoLoss(PreferenceConfig):
     """ORPO: supervised fine-tuning plus an odds-ratio term."""
 
     loss: Literal["orpo"] = "orpo"
-
     coef: NonNegativeFloat = 0.1
     """Weight of the odds-ratio term."""
 
@@ -78,7 +73,6 @@ class KtoLoss(PreferenceConfig):
     """KTO: single responses labeled as desirable or undesirable."""
 
     loss: Literal["kto"] = "kto"
-
     beta: Beta = 0.1
 
     desirable_weight: PositiveFloat = 1.0
@@ -116,7 +110,6 @@ class AddPtx(PtxConfig):
     """policy loss + coef * text loss."""
 
     form: Literal["add"] = "add"
-
     coef: NonNegativeFloat
     """Weight of the text loss."""
 
@@ -125,7 +118,6 @@ class MixPtx(PtxConfig):
     """(1 - coef) * policy loss + coef * text loss."""
 
     form: Literal["mix"] = "mix"
-
     coef: float = Field(ge=0, le=1)
     """Weight of the text loss, in [0, 1]."""
 

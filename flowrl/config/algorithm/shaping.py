@@ -19,7 +19,6 @@ class OverlongPenalty(ShapingConfig):
     """Subtracts a penalty from responses close to the length limit (DAPO)."""
 
     kind: Literal["overlong_penalty"] = "overlong_penalty"
-
     max_length: PositiveInt
     """Response tokens from which the full penalty applies."""
 
@@ -40,7 +39,6 @@ class LengthPenalty(ShapingConfig):
     """Subtracts a penalty that grows with the length of a response relative to its group."""
 
     kind: Literal["length_penalty"] = "length_penalty"
-
     correct_from: float
     """Score from which a response counts as correct."""
 
@@ -52,7 +50,6 @@ class ClipRewards(ShapingConfig):
     """Clips scores to [low, high]."""
 
     kind: Literal["clip_rewards"] = "clip_rewards"
-
     low: float | None = None
     """Smallest score; null is no bound."""
 
@@ -72,7 +69,6 @@ class NormalizeRewards(ShapingConfig):
     """Divides scores by the running standard deviation over all steps."""
 
     kind: Literal["normalize_rewards"] = "normalize_rewards"
-
     shift_mean: bool = False
     """Subtract the running mean first."""
 
@@ -104,7 +100,6 @@ class AdaptiveKl(KlControlConfig):
     """Adjusts `kl_coef` so that the measured KL approaches a target."""
 
     kind: Literal["adaptive"] = "adaptive"
-
     target: PositiveFloat
     """Target KL, in nats per response token, as estimated by kl_kind."""
 
