@@ -1,11 +1,17 @@
-"""Importance weights and rejection masks for tokens sampled by a different engine, precision or weight version.
+"""Corrections for tokens sampled by a different engine, precision or weight version: weights, rejection masks, metrics.
 
-Shape suffixes: B rows, T token positions.
+Shape suffixes: B rows, T token positions, N true positions, R rows that have a true position.
 
-Per token, rho = exp(logprobs - rollout_logprobs). `logprobs` are those of the policy that the update starts from, as
-the trainer computes them; `rollout_logprobs` are those under which the tokens were sampled. A correction is a weight
-[B, T] by which the policy's loss is multiplied, or a smaller mask; no gradient flows through either. Metrics are
-tensors [B, T] as in `policy_losses`; what belongs to a row stands on all its tokens.
+All functions compare the same sampled tokens under two policies, with the ratio rho = exp(logprobs - rollout_logprobs):
+
+    logprobs: [B, T], log-probabilities computed by the trainer, before the updates of this batch.
+    rollout_logprobs: [B, T], log-probabilities reported by the rollout.
+    mask: bool [B, T], true for tokens that count.
+
+Results are weights [B, T] that multiply the policy loss, or reduced masks, without gradient and 0 where the mask is
+false. Metrics are tensors [B, T] as in policy_losses.py; a metric of a row is repeated at its tokens. All functions
+raise ValueError for invalid settings, different shapes, or a mask that is not bool. Log-ratios are clamped to [-20, 20]
+before exponentiation, a deviation from the papers.
 """
 
 import math
@@ -27,20 +33,13 @@ RejectionLevel = Literal["token", "sequence_sum", "sequence_mean", "sequence_max
 def importance_ratios(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, level: RatioLevel) -> Tensor:
     """Returns the probability ratios of the trained policy to the policy that sampled the tokens.
 
-        token      rho_t                              unbiased for the token given what came before it
-        sequence   prod_t rho_t                       unbiased for the row; its variance grows with the length
+        token      rho_t                              unbiased for a token given its prefix
+        sequence   prod_t rho_t                       unbiased for a row; its variance grows with the length
         geometric  (prod_t rho_t)^(1 / tokens)        biased; comparable between lengths
 
-    Arguments:
-        logprobs: [B, T], of the sampled tokens under the policy that the update starts from.
-        rollout_logprobs: [B, T], under the policy that sampled.
-        mask: bool [B, T], the tokens that count.
-        level: see above. A row's ratio stands on each of its tokens.
-    Returns: [B, T] in at least float32, zero where the mask is false, without gradient.
-    Raises: ValueError on an unknown level, on shapes that differ, on a mask that is not bool.
+    Arguments: see the module docstring. Returns [B, T] in at least float32; a row's ratio is repeated at its tokens.
 
-    The geometric mean: Zheng et al. 2025 (GSPO), https://arxiv.org/abs/2507.18071, eq. (7). Deviation: the logarithm of
-    a ratio, of a row's too, is held in [-20, 20].
+    Geometric mean: Zheng et al. 2025 (GSPO), https://arxiv.org/abs/2507.18071, eq. (7).
     """
     return _ratios(_log_ratios(logprobs, rollout_logprobs, mask, level), mask)
 
@@ -57,21 +56,16 @@ def truncated_weights(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns truncated importance ratios (TIS): ratios clipped to [min_weight, max_weight].
 
-        weight = min(max(ratio, min_weight), max_weight)
+    Args (others: see the module docstring):
+        level: level of the ratio, see `importance_ratios`.
+        max_weight: > 0, at least min_weight; usually 2 for tokens. Infinity disables the upper bound.
+        min_weight: >= 0; 0 in the papers.
+    Returns: (weights [B, T], metrics); NaN ratios have the weight 0. Metrics:
+        ratio: ratio before clipping.
+        truncated_fraction_low, truncated_fraction_high: 1 where the bound binds.
 
-    A ratio that is not a number, as of two log-probabilities of -inf, has the weight 0.
-
-    Arguments:
-        logprobs, rollout_logprobs, mask, level: of `importance_ratios`.
-        max_weight: > 0, at least min_weight; 2 is usual for tokens. Infinity leaves the ratio as it is.
-        min_weight: >= 0; 0 is the published form.
-    Returns: (weights [B, T], metrics), zero where the mask is false, without gradient. The metrics:
-        ratio: before it is cut off.
-        truncated_fraction_low, truncated_fraction_high: 1 where that bound binds.
-    Raises: ValueError on an unknown level, bounds out of range or order, shapes that differ, a mask that is not bool.
-
-    Ionides 2008, https://doi.org/10.1198/106186008X320456; for engines that differ: Yao et al. 2025,
-    https://fengyao.notion.site/off-policy-rl. Deviation: min_weight; the logarithm of a ratio is held in [-20, 20].
+    Ionides 2008, https://doi.org/10.1198/106186008X320456; for engine mismatch: Yao et al. 2025,
+    https://fengyao.notion.site/off-policy-rl. Deviation: min_weight.
     """
     _check_bounds(min_weight, max_weight)
     log_ratios_BT = _log_ratios(logprobs, rollout_logprobs, mask, level)
@@ -97,22 +91,18 @@ def masked_weights(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns masked importance ratios (MIS): ratios outside [min_weight, max_weight] become 0.
 
-        weight = ratio if min_weight <= ratio <= max_weight, otherwise 0, also for one that is not a number
+    Tokens of weight 0 still count in the denominator of the loss; `rejection_mask` can remove them from it.
 
-    A token of weight 0 still counts in the denominator of the mean; `rejection_mask` takes it out of there too.
-
-    Arguments:
-        logprobs, rollout_logprobs, mask, level: of `importance_ratios`.
+    Args (others: see the module docstring):
+        level: level of the ratio, see `importance_ratios`.
         max_weight: > 0, at least min_weight.
         min_weight: >= 0.
-    Returns: (weights [B, T], metrics), zero where the mask is false, without gradient. The metrics:
-        ratio: before the range is applied.
+    Returns: (weights [B, T], metrics); NaN ratios have the weight 0. Metrics:
+        ratio: ratio before masking.
         masked_fraction_low, masked_fraction_high: 1 where the ratio is below or above the range.
-    Raises: ValueError on an unknown level, bounds out of range or order, shapes that differ, a mask that is not bool.
 
-    Tokens with a range on both sides: Ling Team 2025 (IcePop), https://arxiv.org/abs/2510.18855, which has 0.5 to 5.
-    Rows: Liu et al. 2025, https://richardli.xyz/rl-collapse. Deviation: the logarithm of a ratio inside the range is
-    held in [-20, 20].
+    Tokens: Ling Team 2025 (IcePop), https://arxiv.org/abs/2510.18855, with the range 0.5 to 5. Rows: Liu et al. 2025,
+    https://richardli.xyz/rl-collapse.
     """
     _check_bounds(min_weight, max_weight)
     log_ratios_BT = _log_ratios(logprobs, rollout_logprobs, mask, level)
@@ -139,43 +129,42 @@ def rejection_mask(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns a mask without the tokens or rows whose estimated KL to the sampling policy is out of bounds.
 
-    With x_t the estimate of KL(rollout policy || policy) from token t, k1 being -log rho_t:
+    With x_t the estimate of KL(rollout policy || policy) from token t:
 
-        token          a token is kept if     low <= x_t <= high
-        sequence_sum   a row is kept if       low <= sum of its x_t <= high
-        sequence_mean  a row is kept if       low <= mean of its x_t <= high
-        sequence_max   a row is kept if       each of its x_t is in [low, high]
+        token          keeps a token if     low <= x_t <= high
+        sequence_sum   keeps a row if       low <= sum of its x_t <= high
+        sequence_mean  keeps a row if       low <= mean of its x_t <= high
+        sequence_max   keeps a row if       each of its x_t is in [low, high]
 
-    Arguments:
-        logprobs, rollout_logprobs, mask: of `importance_ratios`.
-        kind: estimator, see `kl_estimate`. k1 is signed: high drops what became less likely, low what became likelier.
+    Args (others: see the module docstring):
+        kind: estimator, see `kl_estimate`. k1 = -log rho_t is signed: high rejects tokens that became less likely.
         level: see above.
-        high: the largest x that is kept, in nats.
-        low: the smallest; of use with k1 only, since the others are never negative.
-    Returns: (mask [B, T], metrics): the tokens of `mask` that are kept. Count the denominator of the loss with it for a
-        mean over what is kept, or with `mask` if what is dropped is to count as zero. The metrics:
+        high: largest accepted x, in nats.
+        low: smallest accepted x; has an effect only for k1.
+    Returns: (mask [B, T] of the kept tokens, metrics). The denominator of the loss may use either this mask or the
+        original
+        mask; with the original mask, rejected tokens count as zero loss. Metrics:
         divergence: x of the token or row.
-        rejected_fraction: 1 where a token is dropped.
-    Raises: ValueError on an unknown kind or level, low above high, shapes that differ, a mask that is not bool.
+        rejected_fraction: 1 for rejected tokens.
 
-    sequence_mean with k1 is the geometric mean of the ratio in [exp(-high), exp(-low)], and sequence_max with k1 the
-    veto of rows with a ratio below exp(-high): Liu et al. 2025, https://richardli.xyz/rl-collapse. With
-    `kept | mask & (advantages >= 0)`, sequence_mean and k1 give the off-policy sequence masking of DeepSeek-V3.2,
+    sequence_mean with k1 bounds the geometric mean of the ratio to [exp(-high), exp(-low)]. sequence_max with k1
+    rejects rows with a ratio below exp(-high): Liu et al. 2025, https://richardli.xyz/rl-collapse. sequence_mean with
+    k1 and the mask `kept | mask & (advantages >= 0)` is the off-policy sequence masking of DeepSeek-V3.2,
     https://arxiv.org/abs/2512.02556, section 3.1.
     """
     if level not in get_args(RejectionLevel):
-        raise ValueError(f"level is {level!r}, it must be one of {', '.join(get_args(RejectionLevel))}")
+        raise ValueError(f"level is {level!r}, but must be one of {', '.join(get_args(RejectionLevel))}")
     if not low <= high:
-        raise ValueError(f"low is {low} and high is {high}, low must not be above high")
+        raise ValueError(f"low is {low} and high is {high} but low must not exceed high")
     logprobs_BT, rollout_logprobs_BT = masked_tokens(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
     divergence_BT = kl_estimate(rollout_logprobs_BT, logprobs_BT, kind=kind)
     if level in ("sequence_sum", "sequence_mean"):
         divergence_BT = _row_sums(divergence_BT, mask, mean=level == "sequence_mean")
-    # NaN is outside every range.
+    # NaN fails both comparisons.
     kept_BT = mask & (divergence_BT >= low) & (divergence_BT <= high)
     if level == "sequence_max":
         kept_BT = mask & (kept_BT | ~mask).all(-1, keepdim=True)
-        # A column of -inf, because rows of no position have no maximum.
+        # Padding with -inf, because the maximum of an empty row is undefined.
         padded_BT = torch.nn.functional.pad(divergence_BT.masked_fill(~mask, -math.inf), (0, 1), value=-math.inf)
         divergence_BT = padded_BT.amax(-1, keepdim=True).expand_as(mask)
     metrics = {
@@ -187,9 +176,9 @@ def rejection_mask(
 
 @dataclass(frozen=True)
 class WeightSums:
-    """Sums over a part of a step that merge to the mean weight and the effective sample size of the step.
+    """Sums over a micro-batch that merge to the mean weight and the effective sample size of the step.
 
-    `merge` and `result` are those of a metric; the result is the effective sample size as a share of the samples.
+    `merge` and `result` implement the metric interface; the result is the effective sample size as a fraction.
     """
 
     total: float
@@ -202,27 +191,23 @@ class WeightSums:
         )
 
     def mean(self) -> float:
-        """Mean weight, what `normalized_weights` divides by; NaN without samples."""
+        """Returns the mean weight, for `normalized_weights`; NaN without samples."""
         return self.total / self.count if self.count else math.nan
 
     def effective_sample_size(self) -> float:
-        """(sum w)^2 / sum w^2: how many equally weighted samples are worth as much; 0 if all weights are 0."""
+        """Returns (sum w)^2 / sum w^2, the equivalent number of equally weighted samples; 0 if all weights are 0."""
         return self.total**2 / self.total_of_squares if self.total_of_squares else 0.0
 
     def result(self) -> float:
-        """The effective sample size over the number of samples, in [0, 1]; NaN without samples."""
+        """Returns the effective sample size divided by the number of samples, in [0, 1]; NaN without samples."""
         return self.effective_sample_size() / self.count if self.count else math.nan
 
 
 @torch.no_grad()
 def weight_sums(weights: Tensor, mask: Tensor, *, level: RatioLevel) -> WeightSums:
-    """Returns the sums over this part's samples: tokens at level "token", rows at the other levels.
+    """Returns the sums over the samples of a micro-batch: tokens at level "token", rows with a true position otherwise.
 
-    Arguments:
-        weights: [B, T], of `truncated_weights` or `masked_weights`.
-        mask: bool [B, T], the tokens that count. A row without any is no sample.
-        level: that of the weights.
-    Raises: ValueError on an unknown level, on shapes that differ, on a mask that is not bool.
+    Args: weights [B, T] from `truncated_weights` or `masked_weights`; mask bool [B, T]; level of these weights.
 
     Effective sample size: Kong 1992, as in Liu 2001, Monte Carlo Strategies in Scientific Computing.
     """
@@ -238,17 +223,16 @@ def weight_sums(weights: Tensor, mask: Tensor, *, level: RatioLevel) -> WeightSu
 def normalized_weights(weights: Tensor, mask: Tensor, *, mean: float) -> Tensor:
     """Divides weights by their mean over the step, so that the gradient keeps its scale.
 
-    Arguments:
+    Args:
         weights: [B, T].
         mask: bool [B, T].
-        mean: >= 0, `WeightSums.mean` over all parts of the step. If it is 0 all weights are, and stay.
-    Returns: [B, T] in at least float32, zero where the mask is false, without gradient.
-    Raises: ValueError on a mean that is negative or NaN, on shapes that differ, on a mask that is not bool.
+        mean: >= 0, `WeightSums.mean` over the whole step. 0 leaves the weights (all 0) unchanged.
+    Returns: [B, T] in at least float32, 0 where the mask is false, without gradient.
 
-    Self-normalized importance sampling: Liu et al. 2025, https://richardli.xyz/rl-collapse, for language models.
+    Self-normalized importance sampling for language models: Liu et al. 2025, https://richardli.xyz/rl-collapse.
     """
     if not mean >= 0:
-        raise ValueError(f"mean is {mean}, it must be 0 or more: the mean weight of a step that has samples")
+        raise ValueError(f"mean is {mean}, but must be 0 or more")
     (weights_BT,) = masked_tokens(mask, weights=weights)
     return weights_BT / (mean or 1.0)
 
@@ -281,14 +265,14 @@ def _outside(log_ratios_BT: Tensor, mask: Tensor, min_weight: float, max_weight:
 
 def _check_level(level: RatioLevel) -> None:
     if level not in get_args(RatioLevel):
-        raise ValueError(f"level is {level!r}, it must be one of {', '.join(get_args(RatioLevel))}")
+        raise ValueError(f"level is {level!r}, but must be one of {', '.join(get_args(RatioLevel))}")
 
 
 def _check_bounds(min_weight: float, max_weight: float) -> None:
     if not 0 <= min_weight <= max_weight or not max_weight > 0:
         raise ValueError(
-            f"min_weight is {min_weight} and max_weight is {max_weight}, it must be 0 <= min_weight <= max_weight, "
-            "and max_weight above 0"
+            f"min_weight is {min_weight} and max_weight is {max_weight}, but 0 <= min_weight <= max_weight "
+            "and max_weight > 0 must hold"
         )
 
 
@@ -342,25 +326,19 @@ def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -
 
         logprob_gap_mean, logprob_gap_max   |d| over tokens
         prob_gap_mean, prob_gap_max         |exp(l) - exp(m)| over tokens
-        prob_correlation                    Pearson's, of exp(l) and exp(m) over tokens
+        prob_correlation                    Pearson correlation of exp(l) and exp(m) over tokens
         kl_k1, kl_k3                        estimates of KL(rollout || policy) over tokens: -d and exp(d) - 1 - d
         perplexity, rollout_perplexity      exp(-mean l) and exp(-mean m), averaged over rows
-        perplexity_ratio                    exp(mean m - mean l), averaged over rows: above 1 the policy is less sure
+        perplexity_ratio                    exp(mean m - mean l), averaged over rows
         chi_square_token                    exp(d)^2 - 1 over tokens
         chi_square_sequence                 exp(sum d)^2 - 1 over rows
 
-    Arguments:
-        logprobs: [B, T], of the sampled tokens as the trainer computes them.
-        rollout_logprobs: [B, T], as the engine that sampled reported them.
-        mask: bool [B, T], the tokens that count. A row without any is no row. The tokens of a row must not be divided
-            over parts.
-    Returns: metrics by name, plain numbers from float64 sums; each has `merge` and `result`. Without a true position
-        means and correlation are NaN, and maxima 0.
-    Raises: ValueError on shapes that differ or a mask that is not bool.
+    Arguments: see the module docstring. All tokens of a row must be in the same micro-batch.
+    Returns: mergeable metrics by name, from float64 sums. Without a true position, means and correlation are NaN, and
+        maxima are 0.
 
     Yao et al. 2025, https://fengyao.notion.site/off-policy-rl, and Liu et al. 2025, https://richardli.xyz/rl-collapse.
-    Deviation: what is exponentiated is held in [-20, 20]; a mean of squared ratios rests on few samples and is too low
-    when the policies are far apart, so the chi-squares say that they are, not how far.
+    The chi-square metrics are underestimated if the policies differ much, because few samples dominate them.
     """
     logprobs_BT, rollout_logprobs_BT = masked_tokens(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
     logprobs_BT, rollout_logprobs_BT = logprobs_BT.double(), rollout_logprobs_BT.double()
@@ -375,7 +353,7 @@ def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -
             *(torch.cat([gaps, gaps.new_zeros(1)]).max() for gaps in _gaps(per_token)),
             *_moments(probs_N, rollout_probs_N),
         ]
-    ).tolist()  # One wait for the device.
+    ).tolist()  # Synchronizes with the device once.
     names, num_means = list(means), len(means)
     return {
         **{name: Mean(total, means[name].numel()) for name, total in zip(names, sums[:num_means], strict=True)},

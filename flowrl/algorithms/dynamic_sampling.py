@@ -19,20 +19,18 @@ T = TypeVar("T")
 
 @torch.no_grad()
 def informative_groups(scores: Tensor, groups: Tensor) -> Tensor:
-    """Returns a mask of the rows in groups whose scores are not all equal. Other groups have zero advantages.
+    """Returns a mask bool [B] of the rows in groups whose scores are not all equal. Other groups have zero advantages.
 
-    Arguments:
-        scores: [B], one score per row.
-        groups: integer [B], rows with equal ids form a group; neither contiguous nor of equal size.
-    Returns: bool [B], the same for all rows of a group. A group of one is false, and so is one with a NaN.
-    Raises: ValueError on scores that are not one per row, on ids that are not integers.
+    Args: scores [B] and integer group ids [B]; groups may be interleaved and differ in size.
+    Returns: False for groups of one row and groups with a NaN.
+    Raises: ValueError for different shapes or group ids that are not integers.
 
-    Yu et al. 2025 (DAPO), https://arxiv.org/abs/2503.14476, eq. (11): 0 < number of correct answers < group size.
-    Deviation: any scores, of which at least two must differ.
+    Yu et al. 2025 (DAPO), https://arxiv.org/abs/2503.14476, eq. (11): 0 < number of correct responses < group size.
+    Deviation: scores are arbitrary numbers, of which at least two must differ.
     """
     group_of_B = group_index(groups)
     if scores.shape != groups.shape:
-        raise ValueError(f"scores has shape {list(scores.shape)}, it must have one per group id, {list(groups.shape)}")
+        raise ValueError(f"scores has shape {list(scores.shape)}, but must have one per group id, {list(groups.shape)}")
     low_B, high_B = group_extremes(scores, group_of_B)
     return high_B > low_B
 
@@ -77,7 +75,7 @@ def full_batches(
     """
     for name, value in (("num_groups", num_groups), ("max_rounds", max_rounds)):
         if value <= 0:
-            raise ValueError(f"{name} is {value}, it must be above 0")
+            raise ValueError(f"{name} is {value}, but must be above 0")
     return _fill(source, num_groups, max_rounds)
 
 
@@ -97,8 +95,8 @@ def _fill(source: Iterable[tuple[T, Tensor, Tensor]], num_groups: int, max_round
         if num_rounds == max_rounds:
             raise ValueError(
                 f"after max_rounds = {max_rounds} rounds only {len(waiting)} of the {num_groups} groups of a batch "
-                f"have scores that differ ({num_informative} of {num_drawn} groups in these rounds): take prompts that "
-                "are neither too easy nor too hard, more samples per prompt, fewer groups, or more rounds"
+                f"have scores that differ ({num_informative} of {num_drawn} groups in these rounds): use prompts of "
+                "medium difficulty, more samples per prompt, fewer groups, or a larger max_rounds"
             )
 
 

@@ -3,9 +3,8 @@
 Shape suffixes: B rows, T token positions, H hidden size, V vocabulary, N unmasked positions; n and v are the rows and
 columns of one tile of the logits.
 
-The logits [N, V] are computed tile by tile and reduced; the backward pass recomputes them. Memory is that of the hidden
-states, the weight, their gradients, and one tile. The cost is one additional matrix product: four instead of three for
-a forward and backward pass. Tiles are nearly square, because both gradients are sums over the other dimension.
+The logits [N, V] are computed tile by tile and reduced; the backward pass recomputes them. Memory holds the hidden
+states, the weight, their gradients, and one tile. The cost is one additional matrix product (four instead of three).
 """
 
 from collections.abc import Callable, Iterator
@@ -41,26 +40,25 @@ def logprobs_from_hidden(
 ) -> Tensor:
     """Returns the log-probability of each token given the preceding tokens, from hidden states and the LM head.
 
-        logits = hidden weight^T + bias;      logits = softcap tanh(logits / softcap), if there is a softcap
+        logits = hidden weight^T + bias;      with a softcap:  logits = softcap tanh(logits / softcap)
 
-    Arguments:
-        hidden: [B, T, H], of any float dtype, the states that go into the head (after the last norm).
-        weight: [V, H], of the same dtype, the whole weight of the head, not a shard of it.
-        tokens: int64 [B, T], in [0, V) where the mask is true, the model's input.
-        mask: bool [B, T], the tokens that are wanted; no others cost anything but memory.
+    Args:
+        hidden: [B, T, H], input of the LM head (after the last norm), of any float dtype.
+        weight: [V, H], full (unsharded) weight of the head, of the same dtype.
+        tokens: int64 [B, T], in [0, V) where the mask is true, input of the model.
+        mask: bool [B, T], tokens to compute.
         bias: [V] of the same dtype, or None. -inf excludes a token (without a softcap).
-        temperature: > 0, that of the rollout.
-        softcap: > 0, the bound of the logits (30 for Gemma 2), before the temperature; None is off.
+        temperature: > 0, of the rollout.
+        softcap: > 0, bound of the logits before the temperature (30 for Gemma 2). None disables it.
     Returns: [B, T] in at least float32, differentiable (once) in hidden, weight and bias; column t is
-        log softmax(logits[:, t - 1] / temperature)[tokens[:, t]] where the mask is true, NaN if the token is not in
-        [0, V). Column 0, and all else, is 0. The sums of both gradients are kept in float32 whatever the dtype. Under
-        torch.autocast both passes take hidden, weight and bias in its dtype, as the head would.
-    Raises: ValueError on shapes or dtypes that do not fit, a temperature or softcap that is not above 0, a mask that is
-        not bool.
+        log softmax(logits[:, t - 1] / temperature)[tokens[:, t]] where the mask is true, NaN for invalid token ids.
+        Column 0 and masked columns are 0. Gradients accumulate in float32 or float64. torch.autocast applies as in the
+        model's head.
+    Raises: ValueError for different shapes or dtypes, a temperature or softcap <= 0, or a mask that is not bool.
 
-    Gemma Team 2024, https://arxiv.org/abs/2408.00118, for the softcap. Wijmans et al. 2024,
-    https://arxiv.org/abs/2411.09009 for tiles that are made again in the backward pass.
-    Deviation: no tile is skipped because its probabilities are small; gradients are exact.
+    Softcap: Gemma Team 2024, https://arxiv.org/abs/2408.00118. Tiles recomputed in the backward pass: Wijmans et al.
+    2024, https://arxiv.org/abs/2411.09009. Deviation: tiles with small probabilities are not skipped; gradients are
+    exact.
     """
     hidden, weight, bias = _autocast(hidden, weight, bias)
     head = _checked_head(hidden, weight, tokens, mask, bias, temperature, softcap)
@@ -79,10 +77,10 @@ def logprobs_and_entropy_from_hidden(
 ) -> tuple[Tensor, Tensor]:
     """Returns `logprobs_from_hidden` and the entropy of each token's distribution, from the same logits.
 
-    Arguments: those of `logprobs_from_hidden`.
-    Returns: (logprobs [B, T], entropy [B, T] in nats), both differentiable (once), zero where the mask is false and in
-        column 0. An entropy that is only looked at (detached) adds nothing to the backward pass.
-    Raises: as `logprobs_from_hidden`.
+    Arguments and errors: see `logprobs_from_hidden`.
+    Returns: (logprobs [B, T], entropy [B, T] in nats), differentiable (once), 0 where the mask is false and in column
+        0. A
+        detached entropy adds no cost to the backward pass.
     """
     hidden, weight, bias = _autocast(hidden, weight, bias)
     head = _checked_head(hidden, weight, tokens, mask, bias, temperature, softcap)
@@ -99,7 +97,7 @@ class _Head:
     softcap: float | None
 
     def logits(self, hidden_nH: Tensor, columns: slice) -> Tensor:
-        """[n, v] in at least float32, as new memory. The product is taken in the model's dtype, as the model does."""
+        """Returns logits [n, v] in at least float32, as new memory. The matrix product uses the dtype of the model."""
         bias_v = None if self.bias_V is None else self.bias_V[columns]
         logits_nv = torch.nn.functional.linear(hidden_nH, self.weight_VH[columns], bias_v)
         logits_nv = logits_nv.to(torch.promote_types(logits_nv.dtype, torch.float32))
@@ -108,7 +106,7 @@ class _Head:
         return logits_nv if self.temperature == 1 else logits_nv.div_(self.temperature)
 
     def softcap_slope(self, logits_nv: Tensor) -> Tensor | None:
-        """d capped / d uncapped logit, [n, v]; None without a softcap."""
+        """Returns the derivative of capped by uncapped logits [n, v]; None without a softcap."""
         if self.softcap is None:
             return None
         return (logits_nv * (self.temperature / self.softcap)).square_().neg_().add_(1)
@@ -151,7 +149,7 @@ class _HiddenLogprobs(torch.autograd.Function):
                 head, hidden_NH[rows], columns, tokens_N[rows], logsumexp_N[rows], grad_logprobs_N[rows], entropies
             )
 
-        # The tensors are in the dtype of the forward pass; a backward pass under autocast would make other logits.
+        # Saved tensors have the dtype of the forward pass; autocast would change the recomputed logits.
         with torch.autocast(hidden_NH.device.type, enabled=False):
             return *_gradients(head, hidden_NH, logsumexp_N.dtype, tile, ctx.needs_input_grad), None, None, None
 
@@ -161,17 +159,17 @@ def _gradients(
     hidden_NH: Tensor,
     dtype: torch.dtype,
     tile: Callable[[slice, slice], Tensor],
-    wanted: tuple[bool, ...],
+    needs_grad: tuple[bool, ...],
 ) -> _Gradients:
     """Returns the gradients of hidden states, weight and bias, accumulated in `dtype` over the tiles of the logits."""
-    weight_VH, (wants_hidden, wants_weight, wants_bias) = head.weight_VH, wanted[:3]
-    grad_hidden_NH = torch.zeros_like(hidden_NH, dtype=dtype) if wants_hidden else None
-    grad_weight_VH = torch.empty_like(weight_VH) if wants_weight else None
-    grad_bias_V = weight_VH.new_empty(len(weight_VH)) if wants_bias else None
+    weight_VH, (needs_hidden, needs_weight, needs_bias) = head.weight_VH, needs_grad[:3]
+    grad_hidden_NH = torch.zeros_like(hidden_NH, dtype=dtype) if needs_hidden else None
+    grad_weight_VH = torch.empty_like(weight_VH) if needs_weight else None
+    grad_bias_V = weight_VH.new_empty(len(weight_VH)) if needs_bias else None
     for columns in _tiles(len(weight_VH), _sides(hidden_NH)[1]):
         weight_vH = weight_VH[columns]
-        grad_weight_vH = torch.zeros_like(weight_vH, dtype=dtype) if wants_weight else None
-        grad_bias_v = weight_vH.new_zeros(len(weight_vH), dtype=dtype) if wants_bias else None
+        grad_weight_vH = torch.zeros_like(weight_vH, dtype=dtype) if needs_weight else None
+        grad_bias_v = weight_vH.new_zeros(len(weight_vH), dtype=dtype) if needs_bias else None
         for rows in _tiles(len(hidden_NH), _sides(hidden_NH)[0]):
             grad_nv = tile(rows, columns)
             if grad_bias_v is not None:
@@ -192,25 +190,25 @@ def _reduce(head: _Head, hidden_NH: Tensor, tokens_N: Tensor, with_entropy: bool
     """Returns (logsumexp, logit of the token, entropy), each [N]. The entropy is 0 unless requested."""
     dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
     logsumexp_N = hidden_NH.new_full(tokens_N.shape, -torch.inf, dtype=dtype)
-    # No tile has an id that is not in the vocabulary, and its NaN stays: to look at the ids would wait for the device.
+    # Ids outside the vocabulary keep NaN. Checking ids would synchronize with the device.
     chosen_N, entropy_N = torch.full_like(logsumexp_N, torch.nan), torch.zeros_like(logsumexp_N)
     for columns in _tiles(len(head.weight_VH), _sides(hidden_NH)[1]):
         for rows in _tiles(len(hidden_NH), _sides(hidden_NH)[0]):
             logits_nv = head.logits(hidden_NH[rows], columns)
             index_n1, is_inside_n1 = _tile_index(tokens_N[rows], columns)
-            found_n = logits_nv.gather(-1, index_n1).squeeze(-1)
-            chosen_N[rows] = torch.where(is_inside_n1.squeeze(-1), found_n, chosen_N[rows])
-            # A tile of excluded tokens has the maximum -inf, and -inf - (-inf) would be NaN.
+            logits_n = logits_nv.gather(-1, index_n1).squeeze(-1)
+            chosen_N[rows] = torch.where(is_inside_n1.squeeze(-1), logits_n, chosen_N[rows])
+            # A tile of excluded tokens has the maximum -inf, for which -inf - (-inf) would be NaN.
             max_n = logits_nv.amax(-1).clamp_(min=torch.finfo(dtype).min)
             shifted_nv = logits_nv.sub_(max_n[:, None])
             weights_nv = shifted_nv.exp() if with_entropy else shifted_nv.exp_()
-            # The largest logit adds exactly 1, so only a tile of excluded tokens is changed by this.
+            # The largest logit contributes exactly 1, so this changes only tiles of excluded tokens.
             sum_n = weights_nv.sum(-1).clamp_(min=1)
             before_n, tile_n = logsumexp_N[rows].clone(), max_n + sum_n.log()
             logsumexp_N[rows] = torch.logaddexp(before_n, tile_n)
             if with_entropy:
                 mean_n = weights_nv.mul_(shifted_nv.clamp_(min=_LOWEST_LOGPROB)).sum(-1) / sum_n
-                # A choice in two stages: between what was seen and this tile, then within one of them.
+                # Chain rule of entropy: the choice between previous tiles and this one, then within each.
                 share_before_n, share_n = (before_n - logsumexp_N[rows]).exp(), (tile_n - logsumexp_N[rows]).exp()
                 between_n = torch.special.entr(share_before_n) + torch.special.entr(share_n)
                 entropy_N[rows] = between_n + share_before_n * entropy_N[rows] + share_n * (sum_n.log() - mean_n)
@@ -271,13 +269,13 @@ def _sides(tensor: Tensor) -> tuple[int, int]:
 
 def _apply(hidden: Tensor, tokens: Tensor, mask: Tensor, head: _Head, *, with_entropy: bool) -> tuple[Tensor, Tensor]:
     """Returns both results [B, T], computed only at the masked-in tokens."""
-    is_wanted_BT = mask.clone()
-    is_wanted_BT[:, :1] = False  # nothing comes before the first token
-    hidden_NH, tokens_N = hidden[:, :-1][is_wanted_BT[:, 1:]], tokens[is_wanted_BT]
+    is_computed_BT = mask.clone()
+    is_computed_BT[:, :1] = False  # the first token has no preceding logits
+    hidden_NH, tokens_N = hidden[:, :-1][is_computed_BT[:, 1:]], tokens[is_computed_BT]
     results = _HiddenLogprobs.apply(
         hidden_NH, head.weight_VH, head.bias_V, tokens_N, (head.temperature, head.softcap), with_entropy
     )
-    logprobs_BT, entropy_BT = (x_N.new_zeros(mask.shape).masked_scatter(is_wanted_BT, x_N) for x_N in results)
+    logprobs_BT, entropy_BT = (x_N.new_zeros(mask.shape).masked_scatter(is_computed_BT, x_N) for x_N in results)
     return logprobs_BT, entropy_BT
 
 
@@ -302,22 +300,20 @@ def _checked_head(
 ) -> _Head:
     masked_tokens(mask)
     if tokens.shape != mask.shape:
-        raise ValueError(f"tokens have shape {list(tokens.shape)}, it must be that of the mask, {list(mask.shape)}")
+        raise ValueError(f"tokens have shape {list(tokens.shape)}, but the mask has {list(mask.shape)}")
     if hidden.dim() != 3 or hidden.shape[:2] != mask.shape:
         raise ValueError(
-            f"hidden has shape {list(hidden.shape)}, it must be [B, T, H] with [B, T] = {list(mask.shape)}"
+            f"hidden has shape {list(hidden.shape)}, but must be [B, T, H] with [B, T] = {list(mask.shape)}"
         )
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[2]:
-        raise ValueError(f"weight has shape {list(weight.shape)}, it must be [V, H] with H = {hidden.shape[2]}")
+        raise ValueError(f"weight has shape {list(weight.shape)}, but must be [V, H] with H = {hidden.shape[2]}")
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias has shape {list(bias.shape)}, it must be [V] = {list(weight.shape[:1])}")
+        raise ValueError(f"bias has shape {list(bias.shape)}, but must be [V] = {list(weight.shape[:1])}")
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.dtype != hidden.dtype:
-            raise ValueError(
-                f"{name} is {tensor.dtype} and hidden {hidden.dtype}, they must agree: convert one of them"
-            )
+            raise ValueError(f"{name} is {tensor.dtype}, but hidden is {hidden.dtype}: convert one of them")
     if not temperature > 0:
-        raise ValueError(f"temperature is {temperature}, it must be above 0")
+        raise ValueError(f"temperature is {temperature}, but must be above 0")
     if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap is {softcap}, it must be above 0, or None to turn it off")
+        raise ValueError(f"softcap is {softcap}, but must be above 0, or None to disable it")
     return _Head(weight, bias, temperature, softcap)

@@ -1,11 +1,10 @@
 """Computes log-probabilities and entropies of tokens from logits.
 
-Shape suffixes: B rows, T token positions, V vocabulary.
+Shape suffixes: B rows, T token positions, V vocabulary; lower case for a chunk.
 
-Column t of a result belongs to token t and is read from the logits at t - 1, which are those that choose it; column 0
-is 0, because nothing comes before the first token. Work is done in float32 (float64 stays) on a few positions at a
-time, so neither pass makes a second [B, T, V] or [T, V] tensor beyond the gradient itself, which has the dtype of the
-logits. Where the logits themselves are too much, `logprobs_from_hidden` does without them.
+Column t of a result is the value of token t, which the logits at t - 1 predict; column 0 is 0. Computation is in
+float32 (float64 is kept) on chunks of positions, so that no additional [B, T, V] tensor except the gradient exists.
+`logprobs_from_hidden` also avoids the logits.
 """
 
 from collections.abc import Iterator
@@ -39,7 +38,7 @@ _CHUNK_ELEMENTS = 2**24
 def chunks(shape: torch.Size, elements: int) -> Iterator[tuple[Slices, Slices]]:
     """Yields (slices of the logits, slices of the tokens that they predict), covering every prediction once.
 
-    Arguments:
+    Args:
         shape: [B, T, V], of the logits. The last position predicts no token.
         elements: > 0, approximate number of logits per chunk; a single position may exceed it.
     """
@@ -56,29 +55,29 @@ def chunks(shape: torch.Size, elements: int) -> Iterator[tuple[Slices, Slices]]:
 def token_logprobs(logits: Tensor, tokens: Tensor, *, temperature: float = 1.0) -> Tensor:
     """Returns the log-probability of each token given the preceding tokens, under logits / temperature.
 
-    Arguments:
-        logits: [B, T, V], the model's output at each position, of any float dtype.
-        tokens: int64 [B, T], in [0, V), the model's input. Padding must be a valid id; what it gives is to be masked.
-        temperature: > 0, that of the rollout. It is applied here so that the caller need not copy the logits.
+    Args:
+        logits: [B, T, V], output of the model at each position, of any float dtype.
+        tokens: int64 [B, T], in [0, V), input of the model. Padding must be a valid id.
+        temperature: > 0, of the rollout.
     Returns: [B, T] in at least float32, differentiable (once) in the logits; column t is
         log softmax(logits[:, t - 1] / temperature)[tokens[:, t]], column 0 is 0.
-    Raises: ValueError on shapes that do not fit or a temperature that is not above 0.
+    Raises: ValueError for different shapes or a temperature <= 0.
     """
     _check(logits, temperature)
     if tokens.shape != logits.shape[:2]:
-        raise ValueError(f"tokens have shape {list(tokens.shape)}, it must be [B, T] = {list(logits.shape[:2])}")
+        raise ValueError(f"tokens have shape {list(tokens.shape)}, but must be [B, T] = {list(logits.shape[:2])}")
     return _TokenLogprobs.apply(logits, tokens, temperature)
 
 
 def token_entropy(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
     """Returns the entropy in nats of each token's distribution: -sum_v p_v log p_v.
 
-    Arguments:
-        logits: [B, T, V], the model's output at each position, of any float dtype; -inf excludes a token.
-        temperature: > 0, that of the rollout.
+    Args:
+        logits: [B, T, V], output of the model at each position, of any float dtype; -inf excludes a token.
+        temperature: > 0, of the rollout.
     Returns: [B, T] in at least float32, differentiable (once) in the logits; column t is the entropy of
         softmax(logits[:, t - 1] / temperature), column 0 is 0.
-    Raises: ValueError on a shape that is not [B, T, V] or a temperature that is not above 0.
+    Raises: ValueError for a shape other than [B, T, V] or a temperature <= 0.
     """
     _check(logits, temperature)
     return _TokenEntropy.apply(logits, temperature)
@@ -90,21 +89,21 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.save_for_backward(logits_BTV, tokens_BT)
         ctx.temperature = temperature
         logprobs_BT = logits_BTV.new_zeros(tokens_BT.shape, dtype=_result_dtype(logits_BTV))
-        for _, chosen, scaled_btV in _scaled_chunks(logits_BTV, temperature):
-            logprobs_BT[chosen] = scaled_btV.log_softmax(-1).gather(-1, tokens_BT[chosen][..., None]).squeeze(-1)
+        for _, predicted, scaled_btV in _scaled_chunks(logits_BTV, temperature):
+            logprobs_BT[predicted] = scaled_btV.log_softmax(-1).gather(-1, tokens_BT[predicted][..., None]).squeeze(-1)
         return logprobs_BT
 
     # The decorator hides the signature from the type checker.
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, grad_BT: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """d logp(v) / d z_u = [u = v] - p_u."""
+        """Uses d logp(v) / d z_u = [u = v] - p_u."""
         logits_BTV, tokens_BT = ctx.saved_tensors
         grad_logits_BTV = torch.zeros_like(logits_BTV)
-        for choosing, chosen, scaled_btV in _scaled_chunks(logits_BTV, ctx.temperature):
-            grad_bt1 = grad_BT[chosen][..., None] / ctx.temperature
+        for positions, predicted, scaled_btV in _scaled_chunks(logits_BTV, ctx.temperature):
+            grad_bt1 = grad_BT[predicted][..., None] / ctx.temperature
             grad_btV = scaled_btV.softmax(-1).mul_(-grad_bt1)
-            grad_logits_BTV[choosing] = grad_btV.scatter_add_(-1, tokens_BT[chosen][..., None], grad_bt1)
+            grad_logits_BTV[positions] = grad_btV.scatter_add_(-1, tokens_BT[predicted][..., None], grad_bt1)
         return grad_logits_BTV, None, None
 
 
@@ -112,8 +111,8 @@ class _TokenEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, logits_BTV: Tensor, temperature: float) -> Tensor:
         entropy_BT = logits_BTV.new_zeros(logits_BTV.shape[:2], dtype=_result_dtype(logits_BTV))
-        for _, chosen, scaled_btV in _scaled_chunks(logits_BTV, temperature):
-            entropy_BT[chosen] = torch.special.entr(scaled_btV.softmax(-1)).sum(-1)
+        for _, predicted, scaled_btV in _scaled_chunks(logits_BTV, temperature):
+            entropy_BT[predicted] = torch.special.entr(scaled_btV.softmax(-1)).sum(-1)
         ctx.save_for_backward(logits_BTV, entropy_BT)
         ctx.temperature = temperature
         return entropy_BT
@@ -122,22 +121,22 @@ class _TokenEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, grad_BT: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """d H / d z_u = -p_u (log p_u + H)."""
+        """Uses d H / d z_u = -p_u (log p_u + H)."""
         logits_BTV, entropy_BT = ctx.saved_tensors
         grad_logits_BTV = torch.zeros_like(logits_BTV)
-        for choosing, chosen, scaled_btV in _scaled_chunks(logits_BTV, ctx.temperature):
+        for positions, predicted, scaled_btV in _scaled_chunks(logits_BTV, ctx.temperature):
             probs_btV = scaled_btV.softmax(-1)
-            # entr(p) = -p log p is 0 at p = 0, where the product of its factors would be NaN.
-            grad_btV = torch.special.entr(probs_btV).sub_(probs_btV.mul_(entropy_BT[chosen][..., None]))
-            grad_logits_BTV[choosing] = grad_btV.mul_(grad_BT[chosen][..., None] / ctx.temperature)
+            # entr(p) = -p log p is 0 at p = 0, where -p * log p would be NaN.
+            grad_btV = torch.special.entr(probs_btV).sub_(probs_btV.mul_(entropy_BT[predicted][..., None]))
+            grad_logits_BTV[positions] = grad_btV.mul_(grad_BT[predicted][..., None] / ctx.temperature)
         return grad_logits_BTV, None
 
 
 def _scaled_chunks(logits_BTV: Tensor, temperature: float) -> Iterator[tuple[Slices, Slices, Tensor]]:
     """Yields (slices of logits, slices of the predicted tokens, logits [b, t, V] divided by the temperature)."""
-    for choosing, chosen in chunks(logits_BTV.shape, _CHUNK_ELEMENTS):
-        logits_btV = logits_BTV[choosing].to(_result_dtype(logits_BTV))
-        yield choosing, chosen, logits_btV if temperature == 1 else logits_btV / temperature
+    for positions, predicted in chunks(logits_BTV.shape, _CHUNK_ELEMENTS):
+        logits_btV = logits_BTV[positions].to(_result_dtype(logits_BTV))
+        yield positions, predicted, logits_btV if temperature == 1 else logits_btV / temperature
 
 
 def _result_dtype(logits: Tensor) -> torch.dtype:
@@ -146,6 +145,6 @@ def _result_dtype(logits: Tensor) -> torch.dtype:
 
 def _check(logits: Tensor, temperature: float) -> None:
     if logits.dim() != 3:
-        raise ValueError(f"logits have shape {list(logits.shape)}, it must be [B, T, V]")
+        raise ValueError(f"logits have shape {list(logits.shape)}, but must be [B, T, V]")
     if not temperature > 0:
-        raise ValueError(f"temperature is {temperature}, it must be above 0")
+        raise ValueError(f"temperature is {temperature}, but must be above 0")

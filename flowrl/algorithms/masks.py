@@ -18,48 +18,39 @@ def at_least_float32(values: Tensor) -> Tensor:
 def masked_tokens(mask: Tensor, **tokens: Tensor) -> list[Tensor]:
     """Checks the shapes of token tensors, promotes them to at least float32, and zeroes masked positions.
 
-    Arguments:
-        mask: bool [B, T], true where a position counts.
+    Args:
+        mask: bool [B, T], true for positions that count.
         tokens: tensors [B, T] of any real dtype; the keyword is the name used in errors.
-    Returns: the tensors in the order given, in at least float32, zero where the mask is false.
-    Raises: ValueError if the mask is not bool, or a tensor has a different shape. Broadcasting [B, 1] to [B, T] is
-        rejected, because it is usually a mistake.
+    Returns: the tensors in the same order.
+    Raises: ValueError if the mask is not bool, or a shape differs. Broadcasting [B, 1] to [B, T] is rejected, because
+        it is
+        usually a mistake.
     """
     if mask.dtype != torch.bool:
-        raise ValueError(f"mask is {mask.dtype}, it must be torch.bool: pass `mask.bool()`")
+        raise ValueError(f"mask is {mask.dtype}, but must be torch.bool: pass `mask.bool()`")
     if mask.dim() != 2:
-        raise ValueError(f"mask has shape {list(mask.shape)}, it must be [B, T]")
+        raise ValueError(f"mask has shape {list(mask.shape)}, but must be [B, T]")
     for name, values in tokens.items():
         if values.shape != mask.shape:
-            raise ValueError(f"{name} has shape {list(values.shape)}, it must be that of the mask, {list(mask.shape)}")
+            raise ValueError(f"{name} has shape {list(values.shape)}, but the mask has {list(mask.shape)}")
     return [at_least_float32(values).masked_fill(~mask, 0) for values in tokens.values()]
 
 
 def masked_rows(mask: Tensor, **rows: Tensor) -> list[Tensor]:
-    """Checks that row tensors have one entry per row of the mask, and returns them.
-
-    Arguments:
-        mask: bool [B, T].
-        rows: tensors [B]; the keyword is the name used in errors.
-    Returns: the tensors in the order given, unchanged.
-    Raises: ValueError if a tensor is not [B].
-    """
+    """Returns the row tensors in the same order. Raises ValueError unless each is [B], for a mask [B, T]."""
     for name, values in rows.items():
         if values.shape != mask.shape[:1]:
             raise ValueError(
-                f"{name} has shape {list(values.shape)}, it must have one entry per row of the mask, "
+                f"{name} has shape {list(values.shape)}, but must have one entry per row of the mask, "
                 f"{list(mask.shape[:1])}"
             )
     return list(rows.values())
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Returns the mean over the true positions of the mask, a scalar; 0 if there are none.
+    """Returns the mean of values [B, T] over the true positions of the mask, a scalar; 0 if there are none.
 
-    Arguments:
-        values: [B, T].
-        mask: bool [B, T].
-    Raises: ValueError on shapes that differ or a mask that is not bool.
+    Raises ValueError for different shapes or a mask that is not bool.
     """
     (values,) = masked_tokens(mask, values=values)
     return values.sum() / mask.sum().clamp(min=1)
@@ -71,13 +62,10 @@ def row_mean(values_BT: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_range(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the minimum and maximum over the true positions of the mask, two scalars without gradient.
+    """Returns the minimum and maximum of values [B, T] over the true positions of the mask, without gradient.
 
-    Arguments:
-        values: [B, T].
-        mask: bool [B, T].
-    Returns: (minimum, maximum); (inf, -inf) if the mask is empty, so that the parts of a batch merge by min and max.
-    Raises: ValueError on shapes that differ or a mask that is not bool.
+    Returns (inf, -inf) for an empty mask, so that results of micro-batches merge by min and max. Raises ValueError for
+    different shapes or a mask that is not bool.
     """
     (values,) = masked_tokens(mask, values=values.detach())
     if values.numel() == 0:

@@ -125,7 +125,7 @@ class Registry:
         except ImportNameError as error:
             if isinstance(error.__cause__, RegistryError):
                 raise error.__cause__ from None
-            function = self._registered.get(attribute)  # The import has run the decorators of the module.
+            function = self._registered.get(attribute)  # Importing the module runs its decorators.
             if function is None or function.__module__ != module:
                 raise RegistryError(f"{self.kind}: {error}") from error
         self._check_signature(function, name)

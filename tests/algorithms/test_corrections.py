@@ -342,21 +342,21 @@ def test_weights_that_are_all_zero_stay_zero():
 
 @pytest.mark.parametrize("mean", [-1.0, math.nan])
 def test_a_mean_that_cannot_be_one_is_refused(mean: float):
-    with pytest.raises(ValueError, match="it must be 0 or more"):
+    with pytest.raises(ValueError, match="mean is"):
         normalized_weights(torch.ones(3, 4), MASK, mean=mean)
 
 
 @pytest.mark.parametrize("bounds", [(-0.1, 2.0), (3.0, 2.0), (0.0, 0.0), (0.0, math.nan)])
 @pytest.mark.parametrize("function", [truncated_weights, masked_weights])
 def test_bounds_out_of_range_are_refused(function, bounds: tuple[float, float]):
-    with pytest.raises(ValueError, match=r"it must be 0 <= min_weight <= max_weight"):
+    with pytest.raises(ValueError, match="min_weight is"):
         function(LOGPROBS, ROLLOUT_LOGPROBS, MASK, level="token", min_weight=bounds[0], max_weight=bounds[1])
 
 
 def test_unknown_levels_are_refused_and_the_known_listed():
-    with pytest.raises(ValueError, match="level is 'row', it must be one of token, sequence, geometric"):
+    with pytest.raises(ValueError, match="level is 'row'"):
         importance_ratios(LOGPROBS, ROLLOUT_LOGPROBS, MASK, level="row")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="level is 'sequence', it must be one of token, sequence_sum, sequence_mean"):
+    with pytest.raises(ValueError, match="level is 'sequence'"):
         rejection_mask(LOGPROBS, ROLLOUT_LOGPROBS, MASK, kind="k1", level="sequence", high=1.0)  # pyright: ignore[reportArgumentType]
 
 

@@ -51,7 +51,7 @@ def test_informative_groups_are_those_with_two_different_scores(rows: tuple[Tens
 
 
 def test_informative_groups_refuses_scores_that_are_not_one_per_row():
-    with pytest.raises(ValueError, match=r"scores has shape \[2, 3\], it must have one per group id, \[2\]"):
+    with pytest.raises(ValueError, match=r"scores has shape \[2, 3\]"):
         informative_groups(torch.ones(2, 3), torch.ones(2).long())
 
 
@@ -114,7 +114,7 @@ def test_it_ends_with_the_source_and_drops_what_is_less_than_a_batch():
 
 @pytest.mark.parametrize(("num_groups", "max_rounds", "name"), [(0, 1, "num_groups"), (1, 0, "max_rounds")])
 def test_sizes_that_are_not_above_zero_are_refused_at_once(num_groups: int, max_rounds: int, name: str):
-    with pytest.raises(ValueError, match=f"{name} is 0, it must be above 0"):
+    with pytest.raises(ValueError, match=f"{name} is 0"):
         full_batches([], num_groups=num_groups, max_rounds=max_rounds)
 
 

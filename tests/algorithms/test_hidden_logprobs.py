@@ -220,17 +220,17 @@ def test_nothing_wanted_gives_zeros_and_a_gradient_of_zero(rows: int, length: in
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"temperature": 0.0}, r"temperature is 0\.0, it must be above 0"),
-        ({"softcap": -1.0}, r"softcap is -1\.0, it must be above 0"),
-        ({"mask": torch.ones(3, 5)}, r"mask is torch\.float32, it must be torch\.bool"),
-        ({"tokens": torch.zeros(3, 4).long()}, r"tokens have shape \[3, 4\], it must be that of the mask, \[3, 5\]"),
+        ({"temperature": 0.0}, r"temperature is 0\.0"),
+        ({"softcap": -1.0}, r"softcap is -1\.0"),
+        ({"mask": torch.ones(3, 5)}, r"mask is torch\.float32"),
+        ({"tokens": torch.zeros(3, 4).long()}, r"tokens have shape \[3, 4\]"),
         (
             {"hidden": torch.zeros(3, 4, 4)},
-            r"must be \[B, T, H\] with \[B, T\] = \[3, 5\]",
+            r"hidden has shape \[3, 4, 4\]",
         ),
-        ({"weight": torch.zeros(11, 3)}, r"weight has shape \[11, 3\], it must be \[V, H\] with H = 4"),
-        ({"bias": torch.zeros(10)}, r"bias has shape \[10\], it must be \[V\] = \[11\]"),
-        ({"weight": torch.zeros(11, 4)}, r"weight is torch\.float32 and hidden torch\.float64, they must agree"),
+        ({"weight": torch.zeros(11, 3)}, r"weight has shape \[11, 3\]"),
+        ({"bias": torch.zeros(10)}, r"bias has shape \[10\]"),
+        ({"weight": torch.zeros(11, 4)}, r"weight is torch\.float32"),
     ],
 )
 def test_misuse_is_refused(change: dict[str, Any], sentence: str):

@@ -1,8 +1,7 @@
-"""Advantage estimators without groups: GAE, REINFORCE++ and ReMax; and whitening.
+"""Advantage estimators without groups (GAE, REINFORCE++, ReMax), and whitening.
 
-Shape suffixes: B rows, T token positions. Advantages and returns are targets: they carry no gradient.
-All results are in at least float32 and are zero where the mask is false. What compares the samples of one prompt is in
-group_estimators.py.
+Shape suffixes: B rows, T token positions. Results are in at least float32, 0 where the mask is false, and carry no
+gradient. All functions raise ValueError for settings out of range, different shapes, or a mask that is not bool.
 """
 
 import torch
@@ -19,37 +18,35 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
 
         delta_t = r_t + gamma * V_s(t) - V_t        A_t = delta_t + gamma * lam * A_s(t)        R_t = A_t + V_t
 
-    and V = A = 0 after the last one, so a row ends in a terminal state, also one that was cut off by a length limit.
+    V and A are 0 after the last token: every row ends in a terminal state, even if it was truncated.
 
-    Arguments:
-        rewards: [B, T], the reward received for token t. Ignored where the mask is false.
-        values: [B, T], the value of the state in which token t is chosen. Ignored where the mask is false.
-        mask: bool [B, T], true where the policy chose the token. Tokens in between that it did not choose (a tool's
-            output) are stepped over: neither gamma nor lam is applied for them.
-        gamma: discount per chosen token, in [0, 1].
-        lam: weight of longer estimates, in [0, 1]; 0 is one-step, 1 is Monte Carlo minus the value.
+    Args:
+        rewards: [B, T], reward for token t.
+        values: [B, T], value of the state in which token t is sampled.
+        mask: bool [B, T], true for tokens that the policy sampled. Other tokens (tool outputs) are not time steps.
+        gamma: discount per sampled token, in [0, 1].
+        lam: in [0, 1]; 0 gives one-step TD errors, 1 gives Monte Carlo returns minus values.
     Returns: (advantages [B, T], returns [B, T]).
-    Raises: ValueError on a gamma or lam outside [0, 1], on shapes that differ, on a mask that is not bool.
 
     Schulman et al. 2015, https://arxiv.org/abs/1506.02438, eq. (16); the finite form is eq. (11) and (12) of
-    https://arxiv.org/abs/1707.06347. Deviation: masked tokens inside a row are no time steps.
+    https://arxiv.org/abs/1707.06347. Deviation: masked tokens inside a row are not time steps.
     """
     for name, value in (("gamma", gamma), ("lam", lam)):
         if not 0 <= value <= 1:
-            raise ValueError(f"{name} is {value}, it must be in [0, 1]")
+            raise ValueError(f"{name} is {value}, but must be in [0, 1]")
     rewards_BT, values_BT = masked_tokens(mask, rewards=rewards, values=values)
     dtype = torch.promote_types(rewards_BT.dtype, values_BT.dtype)
     rewards_BT, values_BT = rewards_BT.to(dtype), values_BT.to(dtype)
 
-    # With R = A + V the recursion is R_t = r_t + c_t, with c_t = gamma * ((1 - lam) * V + lam * R) of the next chosen
-    # token: one fused step per position, and nothing else to hand on. A masked step adds 0 with decay 1: c stays.
-    # Time comes first so that each step of the recursion reads and writes contiguous memory.
+    # With R = A + V the recursion is R_t = r_t + c_t, with c_t = gamma * ((1 - lam) * V + lam * R) of the next
+    # sampled token: one fused step per position. A masked step adds 0 with decay 1, so c does not change.
+    # Time is the first dimension, so that each step of the recursion reads and writes contiguous memory.
     steps_TB = torch.lerp(values_BT, rewards_BT, lam).mul_(gamma).t().contiguous()
     decays_TB = torch.ones_like(steps_TB).masked_fill_(mask.t(), gamma * lam)
-    to_come_TB = torch.zeros_like(steps_TB)
+    future_TB = torch.zeros_like(steps_TB)
     for t in range(len(steps_TB) - 1, 0, -1):
-        torch.addcmul(steps_TB[t], decays_TB[t], to_come_TB[t], out=to_come_TB[t - 1])
-    returns_BT = to_come_TB.t().contiguous().masked_fill_(~mask, 0).add_(rewards_BT)
+        torch.addcmul(steps_TB[t], decays_TB[t], future_TB[t], out=future_TB[t - 1])
+    returns_BT = future_TB.t().contiguous().masked_fill_(~mask, 0).add_(rewards_BT)
     return returns_BT - values_BT, returns_BT
 
 
@@ -59,19 +56,16 @@ def reinforce_plus_plus(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0, ep
 
         A_t = whiten(G_t)      G_t = r_t + gamma * G_s(t), s(t) the next position of the row at which the mask is true
 
-    Arguments:
-        rewards: [B, T], the reward received for token t, with the KL penalty of `kl_shaped_rewards` in the paper. Pass
-            the whole batch. Ignored where the mask is false.
-        mask: bool [B, T], true where the policy chose the token. Others are stepped over, as in `gae`.
-        gamma: discount per chosen token, in [0, 1]; 1 in the paper.
-        eps: added to the variance, as in `whiten`.
-    Returns: [B, T]. Where all sums are equal the result is 0.
-    Raises: ValueError on a gamma outside [0, 1], on shapes that differ, on a mask that is not bool.
+    Args:
+        rewards: [B, T], reward for token t, of the whole batch; in the paper with the penalty of `kl_shaped_rewards`.
+        mask: bool [B, T], as in `gae`.
+        gamma: discount per sampled token, in [0, 1] (paper: 1).
+        eps: added to the variance, see `whiten`.
+    Returns: [B, T]; 0 if all G are equal.
 
-    Hu et al. 2025, https://arxiv.org/abs/2501.03262: the token's advantage is the score minus the sum of the KL
-    penalties from it on, normalized over the global batch. Deviation: the discount, which the published code has too.
+    Hu et al. 2025, https://arxiv.org/abs/2501.03262. Deviation: the discount, as in the published code.
     """
-    # Without values and with lam 1 the advantage is the discounted sum of what is to come.
+    # With values of 0 and lam 1, returns are discounted sums of future rewards.
     returns_BT, _ = gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma, lam=1.0)
     return whiten(returns_BT, mask, eps=eps)
 
@@ -80,17 +74,13 @@ def reinforce_plus_plus(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0, ep
 def remax(scores: Tensor, greedy_scores: Tensor, mask: Tensor) -> Tensor:
     """Returns ReMax advantages: the score minus the score of the greedy response, at every token.
 
-        A_i = r_i - r(greedy answer to the prompt of i)
+    Args:
+        scores: [B], one score per row; includes a KL penalty if there is one.
+        greedy_scores: [B], score of the greedy response of the same policy to the prompt of the row.
+        mask: bool [B, T], tokens that receive the advantage.
+    Returns: [B, T]. One sample per prompt suffices.
 
-    Arguments:
-        scores: [B], one score per row.
-        greedy_scores: [B], the score of the answer decoded without sampling, by the same policy.
-        mask: bool [B, T], the tokens that receive the advantage.
-    Returns: [B, T]. There are no groups: one sample per prompt is enough.
-    Raises: ValueError on shapes that do not fit, on a mask that is not bool.
-
-    Li et al. 2023, https://arxiv.org/abs/2310.10505. Deviation: none for a score of the whole answer; a KL penalty
-    belongs in the scores (some implementations keep it per token, as a sum of what is to come).
+    Li et al. 2023, https://arxiv.org/abs/2310.10505. Deviation: none for one score per response.
     """
     masked_tokens(mask)
     scores_B, greedy_scores_B = masked_rows(mask, scores=scores, greedy_scores=greedy_scores)
@@ -104,20 +94,18 @@ def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float 
 
         y = (x - mean) / sqrt(var + eps) (+ mean)
 
-    Arguments:
-        values: [B, T]. Pass the whole batch: statistics of a part of it would depend on how it was split.
+    Args:
+        values: [B, T], of the whole batch, because statistics of micro-batches would depend on the split.
         mask: bool [B, T].
-        shift_mean: false keeps the mean where it was (whitened rewards keep their sign).
-        eps: added to the variance (unbiased, n - 1), in squared units of the values.
-    Returns: [B, T]. Where all values are equal, or there is only one, the variance is 0 and the result is 0 (or the
-        mean); an empty mask gives zeros.
-    Raises: ValueError on shapes that differ or a mask that is not bool.
+        shift_mean: False keeps the mean, so that whitened rewards keep their sign.
+        eps: added to the unbiased variance, in squared units of the values.
+    Returns: [B, T]. If all values are equal, or the mask has one position, the result is 0 (or the mean).
 
-    Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, in its published code. Statistics are in float64.
+    Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, published code. Statistics are in float64.
     """
     (values_BT,) = masked_tokens(mask, values=values)
     num_values = mask.sum()
-    # Against the smallest value first: equal values become exact zeros, whatever their sum would round to.
+    # Subtracting the minimum makes equal values exactly 0, regardless of rounding of the mean.
     low = masked_range(values_BT, mask)[0].double()
     above_low_BT = (values_BT.double() - low).masked_fill(~mask, 0)
     mean = above_low_BT.sum() / num_values.clamp(min=1)

@@ -1,20 +1,17 @@
-"""Advantage estimators that compare the samples of one prompt, with one score per row.
+"""Group statistics, and advantage estimators that compare the samples of one prompt.
 
-Shape suffixes: B rows, T token positions, K rewards.
+Shape suffixes: B rows, T token positions, K rewards, G groups, ... further dimensions, processed independently.
 
-In every function here:
+All estimators have the arguments
 
-    scores: [B], one score per row, of any real dtype. Pass the whole batch: a group must not be divided over calls.
-    groups: integer [B]; rows with equal ids form a group. Ids are arbitrary; groups need be neither contiguous nor of
-        equal size.
-    mask: bool [B, T], the tokens that receive the advantage. A row without any still counts in its group.
+    scores: [B], one score per row, of the whole batch. A group must not be divided over calls.
+    groups: integer [B], group ids. Groups may be interleaved and differ in size.
+    mask: bool [B, T], tokens that receive the advantage. Rows without true positions still count in their group.
 
-and the result is [B, T] in at least float32, the row's advantage at every token of its mask and zero elsewhere. It is a
-target and carries no gradient. Statistics are in float64. All raise ValueError on shapes that do not fit, on a mask
-that is not bool, and on ids that are not integers.
-
-A group of one has nothing to compare with and gives 0 (other implementations give the raw score, or NaN). A score that
-is not finite makes all of its group NaN, and the other groups get what they would get without that group.
+and return advantages [B, T] in at least float32, 0 where the mask is false, without gradient. They raise ValueError for
+settings out of range, different shapes, a mask that is not bool, or group ids that are not integers. Statistics are in
+float64. A group of equal scores gives 0, and so does a group of one (a deviation: other implementations give the raw
+score or NaN). A non-finite score makes the advantages of its group NaN and does not affect other groups.
 """
 
 from collections.abc import Sequence
@@ -29,24 +26,21 @@ from flowrl.algorithms.masks import at_least_float32, masked_rows, masked_tokens
 def group_index(groups: Tensor) -> Tensor:
     """Maps group ids to indices 0 to G - 1, int64 [B], in the order of the ids.
 
-    Arguments:
-        groups: integer [B].
-    Raises: ValueError on ids that are not integers, or that are not one per row.
+    Raises ValueError unless `groups` is an integer tensor [B].
     """
     if groups.is_floating_point() or groups.is_complex() or groups.dtype == torch.bool:
-        raise ValueError(f"groups is {groups.dtype}, group ids must be integers")
+        raise ValueError(f"groups is {groups.dtype}, but group ids must be integers")
     if groups.dim() != 1:
-        raise ValueError(f"groups has shape {list(groups.shape)}, it must be [B]: one id per row")
+        raise ValueError(f"groups has shape {list(groups.shape)}, but must be [B]: one id per row")
     return torch.unique(groups, return_inverse=True)[1]
 
 
 def group_sums(values: Tensor, group_of: Tensor, num_groups: int | None = None) -> Tensor:
-    """Returns for each row the sum of `values` over its group, [B, ...].
+    """Returns for each row the sum of `values` [B, ...] over its group, [B, ...].
 
-    Arguments:
-        values: [B, ...].
-        group_of: int64 [B], result of `group_index`, below `num_groups`.
-        num_groups: an upper bound of the number of groups; None is the number of rows.
+    Args:
+        group_of: int64 [B], result of `group_index`.
+        num_groups: upper bound of the number of groups; defaults to the number of rows.
     """
     sums = values.new_zeros(_table_shape(values, num_groups)).index_add_(0, group_of, values)
     return sums[group_of]
@@ -69,10 +63,10 @@ def group_sizes(group_of: Tensor) -> Tensor:
 def group_deviations(values: Tensor, group_of: Tensor) -> tuple[Tensor, Tensor]:
     """Returns for each row the deviation from its group's mean, and the group's unbiased variance.
 
-    Arguments: as of `group_sums`; the values in float64.
-    Returns: both exactly 0 for a group of equal values, and for a group of one.
+    Arguments as in `group_sums`, with float64 values. Both results are exactly 0 for groups of equal values or of one
+    row.
     """
-    # Against the smallest value first: equal values become exact zeros, whatever their sum would round to.
+    # Subtracting the minimum makes equal values exactly 0, regardless of rounding of the mean.
     above_low = values - group_extremes(values, group_of)[0]
     sizes = group_sizes(group_of).reshape(-1, *[1] * (values.dim() - 1))
     deviations = above_low - group_sums(above_low, group_of) / sizes
@@ -90,15 +84,14 @@ def grpo(scores: Tensor, groups: Tensor, mask: Tensor, *, normalize_std: bool, e
 
         A_i = (r_i - mean(r)) / (std(r) + eps)      over the rows of the group of row i
 
-    Arguments (see the top of the file), and:
-        normalize_std: divide by the group's standard deviation (GRPO); false is the advantage of Dr. GRPO.
-        eps: added to the standard deviation, in units of the score. It decides how much of a difference that is only
-            numerical noise survives: a spread of 1e-7 becomes an advantage of 1e-3 and not of 1.
-    Returns: [B, T]. A group whose scores are all equal gives 0.
+    Args (others: see the module docstring):
+        normalize_std: True divides by the standard deviation of the group (GRPO); False does not (Dr. GRPO).
+        eps: >= 0, in units of the score. It suppresses numerical noise: a spread of 1e-7 gives advantages of 1e-3.
+    Returns: [B, T].
 
     Shao et al. 2024, https://arxiv.org/abs/2402.03300, section 4.1.2 (outcome supervision); without the standard
-    deviation: Liu et al. 2025, https://arxiv.org/abs/2503.20783, section 3.2. The paper leaves the kind of standard
-    deviation open; it is the unbiased one (n - 1) here, as in most implementations.
+    deviation: Liu et al. 2025, https://arxiv.org/abs/2503.20783, section 3.2. The standard deviation is unbiased (n -
+    1), as in most implementations; the paper does not specify it.
     """
     scores_B, group_of_B = _scores_and_groups(scores, groups, mask)
     deviations_B, variances_B = group_deviations(scores_B, group_of_B)
@@ -111,11 +104,10 @@ def rloo(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
 
         A_i = r_i - sum of r_j, j != i / (n - 1)  =  (r_i - mean(r)) n / (n - 1)      over the n rows of the group
 
-    Arguments: see the top of the file. A KL penalty of the sequence belongs in the scores.
-    Returns: [B, T]. A group whose scores are all equal gives 0.
+    Arguments: see the module docstring. A KL penalty of the sequence belongs in the scores.
 
     Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free!"; for language models Ahmadian et al. 2024,
-    https://arxiv.org/abs/2402.14740, the RLOO estimator. Deviation: none for two and more samples.
+    https://arxiv.org/abs/2402.14740, the RLOO estimator.
     """
     scores_B, group_of_B = _scores_and_groups(scores, groups, mask)
     sizes_B = group_sizes(group_of_B)
@@ -129,20 +121,18 @@ def reinforce_plus_plus_baseline(scores: Tensor, groups: Tensor, mask: Tensor, *
 
         A = whiten(r_i - mean(r))      mean over the rows of the group, whitening over the true positions of the mask
 
-    Arguments (see the top of the file), and:
-        eps: added to the variance, as in `whiten`.
-    Returns: [B, T]. Scores that are equal within every group give 0 everywhere. The deviation of a group of one is 0
-        before whitening, which moves it by as much as the mean over tokens differs from 0.
+    Args (others: see the module docstring):
+        eps: added to the variance, see `whiten`.
+    Returns: [B, T]. A group of one enters the whitening with 0, so its advantage may differ from 0.
 
-    Hu et al. 2025, https://arxiv.org/abs/2501.03262, REINFORCE++ with baseline: the group takes part in the baseline,
-    and the batch alone in the scale. Deviation: mean and variance are over tokens, as in the published code, so a long
-    row weighs more; the paper speaks of the batch.
+    Hu et al. 2025, https://arxiv.org/abs/2501.03262, REINFORCE++ with baseline. Deviation: whitening weights rows by
+    their number of tokens, as in the published code; the paper specifies only the batch.
     """
     scores_B, group_of_B = _scores_and_groups(scores, groups, mask)
     deviations_B, _ = group_deviations(scores_B, group_of_B)
-    sound_BT = mask & ~scores_B.isnan()[:, None]
-    whitened_BT = whiten(_on_tokens(deviations_B, scores, mask), sound_BT, eps=eps)
-    return whitened_BT.masked_fill(mask & ~sound_BT, torch.nan)
+    is_finite_BT = mask & ~scores_B.isnan()[:, None]
+    whitened_BT = whiten(_on_tokens(deviations_B, scores, mask), is_finite_BT, eps=eps)
+    return whitened_BT.masked_fill(mask & ~is_finite_BT, torch.nan)
 
 
 @torch.no_grad()
@@ -151,11 +141,10 @@ def opo(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
 
         A_i = r_i - sum_j(l_j r_j) / sum_j(l_j)      over the group; l_j the number of true positions of row j
 
-    Arguments: see the top of the file.
-    Returns: [B, T]. A group whose scores are all equal gives 0. A row without tokens has no weight.
+    Arguments: see the module docstring. Rows without true positions have no weight.
 
-    Hao et al. 2025, https://arxiv.org/abs/2505.23585, the optimal baseline for gradients of tokens that are about
-    orthogonal and of equal norm. Deviation: the length counts the tokens that the policy chose, not a tool's output.
+    Hao et al. 2025, https://arxiv.org/abs/2505.23585, optimal baseline for token gradients that are approximately
+    orthogonal and of equal norm. Deviation: the length excludes tokens that the policy did not sample.
     """
     scores_B, group_of_B = _scores_and_groups(scores, groups, mask)
     above_low_B = scores_B - group_extremes(scores_B, group_of_B)[0]
@@ -170,15 +159,13 @@ def gpg(scores: Tensor, groups: Tensor, mask: Tensor, *, normalize_std: bool = F
 
         A_i = alpha (r_i - mean(r)) / F      alpha = B / (B - M), M the rows in groups whose scores are all equal
 
-    Arguments (see the top of the file), and:
-        normalize_std: F is the group's standard deviation (unbiased) plus eps; false is F = 1, the paper's choice.
-        eps: in units of the score.
-    Returns: [B, T]. A group whose scores are all equal gives 0; where that is every group, alpha is of no account.
+    Args (others: see the module docstring):
+        normalize_std: True sets F to the unbiased standard deviation of the group plus eps; False sets F = 1 (paper).
+        eps: >= 0, in units of the score.
+    Returns: [B, T].
 
-    Chu et al. 2025, https://arxiv.org/abs/2504.02546, accurate gradient estimation, where B and M count groups and
-    alpha multiplies the loss: with groups of equal size it is the same. Deviations: rows are counted; a group of one
-    counts in M. One published implementation counts rows with score 0 instead, which depends on where the zero of the
-    score lies. The paper's threshold below which a batch is topped up with new groups is `full_batches`.
+    Chu et al. 2025, https://arxiv.org/abs/2504.02546. Deviations: B and M count rows instead of groups, which is the
+    same for groups of equal size; groups of one count in M. `full_batches` implements the paper's refill of batches.
     """
     scores_B, group_of_B = _scores_and_groups(scores, groups, mask)
     deviations_B, variances_B = group_deviations(scores_B, group_of_B)
@@ -193,25 +180,22 @@ def gpg(scores: Tensor, groups: Tensor, mask: Tensor, *, normalize_std: bool = F
 def pass_at_k(scores: Tensor, groups: Tensor, mask: Tensor, *, k: int | None = None) -> Tensor:
     """Returns advantages for the gradient of E[max of k scores], which is pass@k for scores of 0 and 1.
 
-        A_i = sum over sets S of k rows of the group that hold i of (max(S) - max(S without i)) / (n choose k)
+        A_i = sum over sets S of k rows of the group that include i of (max(S) - max(S without i)) / (n choose k)
 
-    For k = n, the default, only a single best row has one, by how much it exceeds the second best. It is computed in
-    closed form: with the scores in order, row l (from 0) above the row before it by g_l,
-    A_i = sum over l <= i of g_l (l choose k - 1) / (n choose k).
+    In closed form, with the scores sorted and g_l the gap between rows l - 1 and l (from 0):
+    A_i = sum over l <= i of g_l (l choose k - 1) / (n choose k). For k = n only a unique best row has an advantage.
 
-    Arguments (see the top of the file), and:
-        k: 2 or more, or None for the size of each row's group.
-    Returns: [B, T]; the sum over the group's rows of A_i times the gradient of log p is without bias. So aggregate with
-        a sum over rows, or scale by the group's size. Equal scores get equal advantages; a group whose scores are all
-        equal gives 0. So does one of fewer than k rows: it has no set of k.
-    Raises: ValueError on a k below 2 too: best-of-one has no other row to compare with, use `rloo`.
+    Args (others: see the module docstring):
+        k: 2 or more; None uses the size of each row's group.
+    Returns: [B, T]; 0 for groups of fewer than k rows. The sum of A_i grad(log p) over a group is unbiased, so
+        aggregate
+        with a sum over rows or scale by the group size.
 
     Tang et al. 2025, https://arxiv.org/abs/2503.19595, for k = n; Walder and Karkhanis 2025,
-    https://arxiv.org/abs/2505.15201, for k < n with their leave-one-out baseline over sets of k - 1. Deviation: the
-    advantages are not divided by the group's standard deviation, which one implementation offers.
+    https://arxiv.org/abs/2505.15201, for k < n with a leave-one-out baseline over sets of k - 1.
     """
     if k is not None and k < 2:
-        raise ValueError(f"k is {k}, it must be 2 or more, or None for the size of the group; for one sample use rloo")
+        raise ValueError(f"k is {k}, but must be 2 or more, or None for the group size; use rloo for one sample")
     scores_B, group_of_B = _scores_and_groups(scores, groups, mask)
     sizes_B = group_sizes(group_of_B)
     by_score_B = scores_B.argsort(stable=True)
@@ -223,7 +207,7 @@ def pass_at_k(scores: Tensor, groups: Tensor, mask: Tensor, *, k: int | None = N
     k_B = n_B if k is None else torch.full_like(n_B, k)
     weights_B = torch.where(n_B >= k_B, (_log_choose(below_B, k_B - 1) - _log_choose(n_B, k_B)).exp(), 0)
     gaps_B = torch.where(below_B > 0, ordered_B - ordered_B.roll(1), 0)
-    # A line of the table for each group: a sum over all of them would lose the digits of small ones beside large ones.
+    # One table row per group: a cumulative sum over all groups would lose the precision of small gaps.
     cells_B = group_B, below_B.long()
     table_GN = gaps_B.new_zeros(*(int(x.max()) + 1 if len(scores_B) else 0 for x in cells_B))
     table_GN[cells_B] = gaps_B * weights_B
@@ -246,30 +230,28 @@ def gdpo(
         a_ik = (r_ik - mean(r_k)) / (std(r_k) + eps)      over the rows of the group of row i, for each reward k
         s_i = sum_k w_k a_ik        A_i = (s_i - mean(s)) / (std(s) + eps)      over all rows of the batch
 
-    Arguments (see the top of the file), except:
-        scores: [B, K], a column per reward, K at least 1.
-        weights: K numbers; None is 1 for each. They act on normalized rewards, so scales of rewards do not matter.
-        eps: added to standard deviations.
-    Returns: [B, T]. A reward that is constant within a group adds nothing there.
-    Raises: ValueError on a number of weights that is not K too.
+    Args (others: see the module docstring):
+        scores: [B, K], a column per reward, K >= 1.
+        weights: K weights of the normalized rewards; default 1 each.
+        eps: >= 0, added to the standard deviations.
+    Returns: [B, T]. A reward that is constant within a group contributes 0 there.
 
-    Liu et al. 2026, https://arxiv.org/abs/2601.05242, group reward-decoupled normalisation with batch-wise
-    normalisation of the sum. Deviations: standard deviations are unbiased, the paper leaves them open; the batch is
-    its rows, one published implementation weighs rows by their tokens.
+    Liu et al. 2026, https://arxiv.org/abs/2601.05242. Standard deviations are unbiased and over rows; the paper does
+    not specify either.
     """
     if scores.dim() != 2 or scores.shape[1] == 0:
-        raise ValueError(f"scores has shape {list(scores.shape)}, it must be [B, K]: a column per reward")
+        raise ValueError(f"scores has shape {list(scores.shape)}, but must be [B, K]: a column per reward")
     num_rewards = scores.shape[1]
     if weights is not None and len(weights) != num_rewards:
-        raise ValueError(f"weights has {len(weights)} numbers, it must have one per reward, {num_rewards}")
+        raise ValueError(f"weights has {len(weights)} numbers, but must have one per reward, {num_rewards}")
     _, group_of_B = _scores_and_groups(scores[:, 0], groups, mask)
-    scores_BK = _sound(scores.double(), group_of_B)
+    scores_BK = _mask_non_finite(scores.double(), group_of_B)
     deviations_BK, variances_BK = group_deviations(scores_BK, group_of_B)
     weights_K = torch.ones(num_rewards) if weights is None else torch.tensor(weights)
     sums_B = (deviations_BK / _scale(variances_BK, eps)) @ weights_K.to(deviations_BK)
-    # Their mean is 0, group by group: to subtract it would only turn exact zeros into rounding errors.
-    sound_B = ~sums_B.isnan()
-    std = (sums_B.where(sound_B, 0).square().sum() / (sound_B.sum() - 1).clamp(min=1)).sqrt()
+    # The mean is not subtracted: it is 0 for each group up to rounding errors.
+    is_finite_B = ~sums_B.isnan()
+    std = (sums_B.where(is_finite_B, 0).square().sum() / (is_finite_B.sum() - 1).clamp(min=1)).sqrt()
     return _on_tokens(sums_B / (std + eps), scores, mask)
 
 
@@ -278,10 +260,10 @@ def _scores_and_groups(scores: Tensor, groups: Tensor, mask: Tensor) -> tuple[Te
     masked_tokens(mask)
     scores_B, groups_B = masked_rows(mask, scores=scores, groups=groups)
     group_of_B = group_index(groups_B)
-    return _sound(scores_B.double(), group_of_B), group_of_B
+    return _mask_non_finite(scores_B.double(), group_of_B), group_of_B
 
 
-def _sound(scores: Tensor, group_of_B: Tensor) -> Tensor:
+def _mask_non_finite(scores: Tensor, group_of_B: Tensor) -> Tensor:
     """Returns the scores, with NaN for all rows of a group that has a non-finite score."""
     return scores.where(group_sums((~scores.isfinite()).long(), group_of_B) == 0, torch.nan)
 
@@ -289,7 +271,7 @@ def _sound(scores: Tensor, group_of_B: Tensor) -> Tensor:
 def _scale(variances: Tensor, eps: float) -> Tensor:
     """Returns the standard deviation plus eps, always above 0."""
     if not eps >= 0:
-        raise ValueError(f"eps is {eps}, it must be 0 or more, in units of the score")
+        raise ValueError(f"eps is {eps}, but must be 0 or more, in units of the score")
     return (variances.sqrt() + eps).clamp(min=torch.finfo(variances.dtype).tiny)
 
 

@@ -1,8 +1,7 @@
 """Reward shaping: length penalties, clipping and running normalization, applied before advantage estimation.
 
-Shape suffixes: B rows.
-
-Nothing here carries a gradient. Results are in at least float32.
+Shape suffix: B rows. Results are in at least float32 and carry no gradient. All functions raise ValueError for settings
+out of range or different shapes.
 """
 
 import math
@@ -23,21 +22,20 @@ def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int) -> Tensor
         P = (max_length - buffer - l) / buffer   up to max_length
         P = -1                                   beyond
 
-    Arguments:
-        lengths: [B], the length of each response in tokens.
-        max_length: > 0, where the punishment is full. It is reached, not passed, by a response cut off at this length.
-        buffer: in 1 to max_length, over how many tokens it grows (the paper: 4,096 of 20,480).
-    Returns: [B] in [-1, 0], float32; multiply it by what a full punishment is worth in units of the score.
-    Raises: ValueError on lengths that are not [B], or a max_length or buffer outside its range.
+    Args:
+        lengths: [B], response lengths in tokens.
+        max_length: > 0, length in tokens from which the penalty is -1; includes responses truncated at this length.
+        buffer: in [1, max_length], number of tokens over which the penalty grows (paper: 4,096 of 20,480).
+    Returns: [B] in [-1, 0], float32.
 
-    Yu et al. 2025, https://arxiv.org/abs/2503.14476, eq. (13). Deviation: none.
+    Yu et al. 2025, https://arxiv.org/abs/2503.14476, eq. (13).
     """
     _check_rows("lengths", lengths)
     if max_length <= 0:
-        raise ValueError(f"max_length is {max_length}, it must be above 0, in tokens")
+        raise ValueError(f"max_length is {max_length}, but must be above 0, in tokens")
     if not 1 <= buffer <= max_length:
-        raise ValueError(f"buffer is {buffer}, it must be in 1 to max_length, which is {max_length}")
-    # Not straight to float32: there a length above 2^24 is no whole number any more.
+        raise ValueError(f"buffer is {buffer}, but must be in 1 to max_length, which is {max_length}")
+    # Lengths above 2^24 are not exact in float32.
     penalty_B = (max_length - buffer - lengths.double()) / buffer
     return penalty_B.clamp(-1, 0).to(torch.float32)
 
@@ -47,24 +45,23 @@ def length_penalty(lengths: Tensor, correct: Tensor, groups: Tensor) -> Tensor:
     """Returns the length reward of Kimi k1.5: within a group, short correct responses gain and long ones lose.
 
         x_i = 1/2 - (l_i - min(l)) / (max(l) - min(l))      over the rows of the group of row i
-        P_i = x_i if the answer is correct, else min(0, x_i)
+        P_i = x_i if the response is correct, else min(0, x_i)
 
-    Arguments:
-        lengths: [B], the length of each response in tokens.
+    Args:
+        lengths: [B], response lengths in tokens.
         correct: bool [B].
-        groups: integer [B], rows with equal ids form a group.
-    Returns: [B] in [-1/2, 1/2], float32, to be added to the score with a weight (from 0 at the start of training, as
-        the report does: it slows the first part down). A group of equal lengths gives 0, and so does a group of one.
-    Raises: ValueError on shapes that differ, on a `correct` that is not bool, on ids that are not integers.
+        groups: integer [B], group ids.
+    Returns: [B] in [-1/2, 1/2], float32, to be added to the score with a weight; 0 for a group of equal lengths or of
+        one.
 
-    Kimi Team 2025, https://arxiv.org/abs/2501.12599, the section on the length penalty. Deviation: none.
+    Kimi Team 2025, https://arxiv.org/abs/2501.12599, section on the length penalty.
     """
     _check_rows("lengths", lengths)
     for name, rows in (("correct", correct), ("groups", groups)):
         if rows.shape != lengths.shape:
-            raise ValueError(f"{name} has shape {list(rows.shape)}, it must be that of lengths, {list(lengths.shape)}")
+            raise ValueError(f"{name} has shape {list(rows.shape)}, but lengths has {list(lengths.shape)}")
     if correct.dtype != torch.bool:
-        raise ValueError(f"correct is {correct.dtype}, it must be torch.bool: say from which score on it is")
+        raise ValueError(f"correct is {correct.dtype}, but must be torch.bool: compare the scores with a threshold")
     lengths_B = lengths.double()
     low_B, high_B = group_extremes(lengths_B, group_index(groups))
     reward_B = 0.5 - (lengths_B - low_B) / (high_B - low_B).clamp(min=1)
@@ -78,12 +75,8 @@ def with_overlong_penalty(
 ) -> Tensor:
     """Adds coef times `overlong_penalty` (DAPO) to the rewards.
 
-    Arguments:
-        rewards: [B].
-        lengths, max_length, buffer: as of `overlong_penalty`.
-        coef: what a full punishment costs, in units of the reward; 1 in the paper.
-    Returns: [B] in at least float32.
-    Raises: ValueError on shapes that differ, and as `overlong_penalty`.
+    Args: rewards [B]; coef, the full penalty in units of the reward (paper: 1); others as in `overlong_penalty`.
+    Returns: [B].
     """
     _check_same(rewards, lengths=lengths)
     return at_least_float32(rewards) + coef * overlong_penalty(lengths, max_length=max_length, buffer=buffer)
@@ -95,15 +88,13 @@ def with_length_penalty(
 ) -> Tensor:
     """Adds coef times `length_penalty` (Kimi k1.5) to the rewards.
 
-    Arguments:
+    Args:
         rewards: [B].
-        lengths, groups: as of `length_penalty`.
-        scores: [B], of the task itself, from which it is told whether an answer is correct; what other shaping made of
-            them does not matter.
-        correct_from: an answer is correct from this score on. NaN is not.
-        coef: what P counts, in units of the reward; the report raises it from 0.
-    Returns: [B] in at least float32.
-    Raises: ValueError on shapes that differ, on ids that are not integers.
+        lengths, groups: see `length_penalty`.
+        scores: [B], scores of the task before any shaping.
+        correct_from: a response is correct if its score is at least this value; NaN is not correct.
+        coef: weight of the penalty, in units of the reward; the report increases it from 0 during training.
+    Returns: [B].
     """
     _check_same(rewards, lengths=lengths, scores=scores)
     return at_least_float32(rewards) + coef * length_penalty(lengths, scores >= correct_from, groups)
@@ -111,16 +102,9 @@ def with_length_penalty(
 
 @torch.no_grad()
 def clip_rewards(rewards: Tensor, *, low: float = -math.inf, high: float = math.inf) -> Tensor:
-    """Clips rewards to [low, high].
+    """Clips rewards of any shape to [low, high], where low < high. NaN stays NaN.
 
-    Arguments:
-        rewards: any shape.
-        low, high: in units of the reward; low below high. One that is not given is no bound.
-    Returns: the same shape. NaN stays NaN: it is a defect of the reward, and no clip mends it.
-    Raises: ValueError on a low that is not below high.
-
-    The reward clipping of the published PPO code, one of the code-level optimizations of Engstrom et al. 2020,
-    https://arxiv.org/abs/2005.12729.
+    Reward clipping of the published PPO code: Engstrom et al. 2020, https://arxiv.org/abs/2005.12729.
     """
     if not low < high:
         raise ValueError(f"low is {low} and high is {high}: low must be below high")
@@ -134,29 +118,24 @@ class RewardMoments:
     count: int = 0
     mean: float = 0.0
     sum_of_squares: float = 0.0
-    """Sum of squared deviations from the mean."""
 
     @property
     def std(self) -> float:
-        """The unbiased standard deviation; 0 for fewer than two rewards."""
+        """Returns the unbiased standard deviation; 0 for fewer than two rewards."""
         return math.sqrt(self.sum_of_squares / max(self.count - 1, 1))
 
 
 @torch.no_grad()
 def update_moments(moments: RewardMoments, rewards: Tensor) -> RewardMoments:
-    """Returns the moments updated with a batch of rewards (parallel Welford update).
+    """Returns the moments updated with a batch of rewards [B] before normalization (parallel Welford update).
 
-    Arguments:
-        moments: RewardMoments() at the start.
-        rewards: [B], the whole batch, before any normalisation. An empty one changes nothing.
-    Returns: new moments; it waits for the device.
-    Raises: ValueError on rewards that are not [B], or not finite: they would stay in the moments for ever.
+    Synchronizes with the device. Raises ValueError if the rewards are not [B] or not finite.
 
     Chan, Golub and LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample variances".
     """
     _check_rows("rewards", rewards)
     if not torch.isfinite(rewards).all():
-        raise ValueError("rewards has a value that is NaN or infinite: leave such rows out before the moments see them")
+        raise ValueError("rewards has a value that is NaN or infinite: exclude such rows first")
     if len(rewards) == 0:
         return moments
     rewards_B = rewards.double()
@@ -176,17 +155,15 @@ def normalize_rewards(rewards: Tensor, moments: RewardMoments, *, shift_mean: bo
 
         y = r / std      or with shift_mean      y = (r - mean) / std
 
-    Arguments:
+    Args:
         rewards: any shape.
-        moments: of the rewards so far, these included or not.
-        shift_mean: false keeps the sign, and where the zero of the reward lies.
-        eps: a standard deviation up to here counts as none.
-    Returns: the same shape. Where there is no standard deviation, before the second reward or while all are equal, the
-        scale is unknown and stays as it is.
+        moments: moments of previous rewards, with or without these.
+        shift_mean: False keeps the sign of the rewards.
+        eps: standard deviations up to eps count as 0.
+    Returns: the same shape. Rewards are not scaled while the standard deviation is 0.
 
-    The scaling by a running standard deviation of PPO code, one of the code-level optimizations of Engstrom et al.
-    2020, https://arxiv.org/abs/2005.12729. Deviations: the moments are of rewards, as in code for language models, and
-    not of discounted returns; eps is a threshold and not a summand.
+    Reward scaling of PPO code: Engstrom et al. 2020, https://arxiv.org/abs/2005.12729. Deviations: the moments are of
+    rewards instead of discounted returns; eps is a threshold instead of a summand.
     """
     shifted = at_least_float32(rewards) - (moments.mean if shift_mean else 0)
     return shifted / moments.std if moments.std > eps else shifted
@@ -194,13 +171,11 @@ def normalize_rewards(rewards: Tensor, moments: RewardMoments, *, shift_mean: bo
 
 def _check_rows(name: str, rows: Tensor) -> None:
     if rows.dim() != 1:
-        raise ValueError(f"{name} has shape {list(rows.shape)}, it must be [B]: one per row")
+        raise ValueError(f"{name} has shape {list(rows.shape)}, but must be [B]")
 
 
 def _check_same(rewards: Tensor, **rows: Tensor) -> None:
     _check_rows("rewards", rewards)
     for name, values in rows.items():
         if values.shape != rewards.shape:
-            raise ValueError(
-                f"{name} has shape {list(values.shape)}, it must be that of rewards, {list(rewards.shape)}"
-            )
+            raise ValueError(f"{name} has shape {list(values.shape)}, but rewards has {list(rewards.shape)}")

@@ -1,6 +1,6 @@
 """Advantages with a separate baseline per token, without a critic.
 
-Shape suffixes: B rows, T token positions, N tokens that the policy chose, in the order of rows.
+Shape suffixes: B rows, T token positions, N true positions of the mask in row order.
 """
 
 import torch
@@ -25,24 +25,21 @@ def optimal_token_baseline(
         A_it = G_it - sum_j(W_jt G_jt) / sum_j(W_jt)      over the rows j of the group that have a step t
         G_it = r_it + r_i,t+1 + ...        W_it = sum over s <= t of v_is^2 (1 - 2 p_is + q_is)
 
-    p is the probability of the sampled token and q the sum of the squared probabilities of all tokens, so the bracket
-    is the squared norm of the gradient of log p by the logits. Steps count the tokens that the policy chose.
+    p is the probability of the sampled token and q the sum of the squared probabilities of all tokens. The bracket is
+    the squared norm of the gradient of log p with respect to the logits. Steps count true positions of the mask.
 
-    Arguments:
-        rewards: [B, T], the reward received for token t. Pass the whole batch: a group must not be divided over calls.
-        groups: integer [B], rows with equal ids form a group; neither contiguous nor of equal size.
-        logprobs: [B, T], of the sampled tokens under the policy that is trained, before this batch's updates.
-        sum_squared_probs: [B, T], in (0, 1], under the same policy and temperature.
-        mask: bool [B, T], true where the policy chose the token. The others are no steps, and may hold anything.
-        importance_weights: [B, T], v, with which the loss weighs the tokens (`corrections`); None is 1.
-    Returns: [B, T]. A step that one row of the group alone reaches gives 0, and so does a group of one: there is
-        nothing to compare with. So do rewards to come that are equal. Where no row of a step has any energy yet (every
-        token so far was certain) the mean is not weighted.
-    Raises: ValueError on shapes that do not fit, on a mask that is not bool, on ids that are not integers.
+    Args:
+        rewards: [B, T], reward for token t, of the whole batch. A group must not be divided over calls.
+        groups: integer [B], group ids. Groups may be interleaved and differ in size.
+        logprobs: [B, T], of the sampled tokens under the policy before the updates of this batch.
+        sum_squared_probs: [B, T], q, in (0, 1], under the same policy and temperature.
+        mask: bool [B, T], true for tokens that the policy sampled.
+        importance_weights: [B, T], v, the weights of the tokens in the loss (see corrections.py); default 1.
+    Returns: [B, T]; 0 for steps that only one row of the group has. The mean is unweighted where all W are 0.
+    Raises: ValueError for different shapes, a mask that is not bool, or group ids that are not integers.
 
-    Li et al. 2026, https://arxiv.org/abs/2602.07078, the optimal token baseline with the logit-gradient proxy.
-    Deviations: statistics are in float64 and no epsilon is added to the denominator; steps that one row alone reaches
-    give 0, where published code gives the reward itself, or leaves what an epsilon makes of 0.
+    Li et al. 2026, https://arxiv.org/abs/2602.07078, optimal token baseline with the logit-gradient proxy. Deviations:
+    float64 statistics without an epsilon; steps of a single row give 0, where published code gives the reward or noise.
     """
     weights = torch.ones_like(logprobs) if importance_weights is None else importance_weights
     rewards_BT, logprobs_BT, squares_BT, weights_BT = (
@@ -52,18 +49,18 @@ def optimal_token_baseline(
         )
     )
     (groups_B,) = masked_rows(mask, groups=groups)
-    # (1 - p)^2 + the other squares is never negative; its rounded form may be.
+    # Rounding may make the squared norm negative.
     energy_BT = (1 - 2 * logprobs_BT.exp() + squares_BT).clamp(min=0) * weights_BT.square()
     energy_N = energy_BT.masked_fill(~mask, 0).cumsum(-1)[mask]
-    to_come_N = rewards_BT.flip(-1).cumsum(-1).flip(-1)[mask]
+    returns_N = rewards_BT.flip(-1).cumsum(-1).flip(-1)[mask]
 
-    # A cell is a step of a group: at most one per position, so their number needs no look at the data.
+    # A cell is a step of a group. There is at most one per position, an upper bound without device synchronization.
     cell_BT = group_index(groups_B)[:, None] * mask.shape[1] + mask.cumsum(-1) - 1
     cell_N, num_cells = cell_BT[mask], mask.numel()
     total_N = group_sums(energy_N, cell_N, num_cells)
     energy_N = torch.where(total_N > 0, energy_N, 1)
-    # Against the smallest first: equal sums become exact zeros.
-    above_low_N = to_come_N - group_extremes(to_come_N, cell_N, num_cells)[0]
+    # Subtracting the minimum makes equal returns exactly 0.
+    above_low_N = returns_N - group_extremes(returns_N, cell_N, num_cells)[0]
     baseline_N = group_sums(energy_N * above_low_N, cell_N, num_cells) / group_sums(energy_N, cell_N, num_cells)
     advantages_BT = torch.zeros_like(rewards_BT)
     advantages_BT[mask] = above_low_N - baseline_N

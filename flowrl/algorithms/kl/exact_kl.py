@@ -1,9 +1,8 @@
 """Computes the exact KL divergence over the vocabulary from the logits of two models.
 
-Shape suffixes: B rows, T token positions, V vocabulary; lower case for a chunk of them.
+Shape suffixes: B rows, T token positions, V vocabulary; lower case for a chunk.
 
-Work is done in float32 (float64 stays) on a few positions at a time, so beside the logits and their gradient no tensor
-of the size of the logits exists in either pass.
+Computation is in float32 (float64 is kept) on chunks of positions. Only the logits and their gradients have [B, T, V].
 """
 
 import torch
@@ -19,28 +18,27 @@ _CHUNK_ELEMENTS = 2**22
 def exact_kl(logits: Tensor, ref_logits: Tensor, *, temperature: float = 1.0) -> Tensor:
     """Returns KL(policy || reference) in nats of each token's distribution.
 
-        KL = sum_v p_v (log p_v - log q_v),     p = softmax(logits / temperature),  q that of ref_logits
+        KL = sum_v p_v (log p_v - log q_v),     p, q = softmax(logits / temperature), softmax(ref_logits / temperature)
 
-    Arguments:
-        logits: [B, T, V], the policy's output at each position, of any float dtype; -inf excludes a token.
-        ref_logits: [B, T, V], the reference's. For KL(reference || policy) exchange the two.
-        temperature: > 0, that of the rollout, for both.
-    Returns: [B, T] in at least float32, differentiable (once) in both logits; column t is read from the logits at
-        t - 1, which are those that choose token t, and column 0 is 0. Infinite where the policy gives weight to a token
-        that the reference excludes. Where no gradient comes in none goes out, whatever the logits hold, so mask the
-        result before it is reduced.
-    Raises: ValueError on logits that are not [B, T, V] or of different shapes, or a temperature that is not above 0.
+    Args:
+        logits: [B, T, V], output of the policy at each position, of any float dtype; -inf excludes a token.
+        ref_logits: [B, T, V], output of the reference. Swap both for KL(reference || policy).
+        temperature: > 0, of the rollout.
+    Returns: [B, T] in at least float32, differentiable (once) in both logits. Column t is computed from the logits at
+        t - 1; column 0 is 0. The result is infinite if the reference excludes a token that the policy does not. An
+        incoming gradient of 0 gives 0 even for non-finite logits, so mask the result before reducing it.
+    Raises: ValueError for shapes other than [B, T, V], different shapes, or a temperature <= 0.
 
-    Kullback and Leibler 1951, section 2, https://doi.org/10.1214/aoms/1177729694. Summed over a row's tokens it is an
-    unbiased estimate of the divergence of whole rows, with less variance than from the sampled tokens alone. Deviation:
-    as a loss, its gradient leaves out that earlier tokens decide at which later positions the policies are compared.
+    Kullback and Leibler 1951, section 2, https://doi.org/10.1214/aoms/1177729694. The sum over a row is an unbiased
+    estimate of the KL of sequences, with less variance than estimates from sampled tokens. Deviation: as a loss, its
+    gradient ignores the effect of earlier tokens on later states.
     """
     if logits.dim() != 3 or logits.shape != ref_logits.shape:
         raise ValueError(
             f"logits have shape {list(logits.shape)} and ref_logits {list(ref_logits.shape)}, both must be [B, T, V]"
         )
     if not temperature > 0:
-        raise ValueError(f"temperature is {temperature}, it must be above 0")
+        raise ValueError(f"temperature is {temperature}, but must be above 0")
     return _ExactKl.apply(logits, ref_logits, temperature)
 
 
@@ -49,9 +47,9 @@ class _ExactKl(torch.autograd.Function):
     def forward(ctx: Context, logits_BTV: Tensor, ref_logits_BTV: Tensor, temperature: float) -> Tensor:
         dtype = torch.promote_types(torch.promote_types(logits_BTV.dtype, ref_logits_BTV.dtype), torch.float32)
         kl_BT = logits_BTV.new_zeros(logits_BTV.shape[:2], dtype=dtype)
-        for choosing, chosen in chunks(logits_BTV.shape, _CHUNK_ELEMENTS):
-            probs_btV, gaps_btV = _probs_and_gaps(logits_BTV[choosing], ref_logits_BTV[choosing], dtype, temperature)
-            kl_BT[chosen] = probs_btV.mul_(gaps_btV).sum(-1)
+        for positions, predicted in chunks(logits_BTV.shape, _CHUNK_ELEMENTS):
+            probs_btV, gaps_btV = _probs_and_gaps(logits_BTV[positions], ref_logits_BTV[positions], dtype, temperature)
+            kl_BT[predicted] = probs_btV.mul_(gaps_btV).sum(-1)
         ctx.save_for_backward(logits_BTV, ref_logits_BTV, kl_BT)
         ctx.temperature = temperature
         return kl_BT
@@ -60,23 +58,23 @@ class _ExactKl(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, grad_BT: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """d KL / d z_u = p_u (log p_u - log q_u - KL); for the reference's logits it is q_u - p_u."""
+        """Uses d KL / d z_u = p_u (log p_u - log q_u - KL) for the policy and q_u - p_u for the reference."""
         logits_BTV, ref_logits_BTV, kl_BT = ctx.saved_tensors
-        wanted, ref_wanted, _ = ctx.needs_input_grad
-        grad_logits_BTV = torch.zeros_like(logits_BTV) if wanted else None
-        grad_ref_logits_BTV = torch.zeros_like(ref_logits_BTV) if ref_wanted else None
-        for choosing, chosen in chunks(logits_BTV.shape, _CHUNK_ELEMENTS):
-            ref_logits_btV = ref_logits_BTV[choosing]
-            probs_btV, gaps_btV = _probs_and_gaps(logits_BTV[choosing], ref_logits_btV, kl_BT.dtype, ctx.temperature)
-            grad_bt1 = grad_BT[chosen][..., None] / ctx.temperature
+        needs_grad, ref_needs_grad, _ = ctx.needs_input_grad
+        grad_logits_BTV = torch.zeros_like(logits_BTV) if needs_grad else None
+        grad_ref_logits_BTV = torch.zeros_like(ref_logits_BTV) if ref_needs_grad else None
+        for positions, predicted in chunks(logits_BTV.shape, _CHUNK_ELEMENTS):
+            ref_logits_btV = ref_logits_BTV[positions]
+            probs_btV, gaps_btV = _probs_and_gaps(logits_BTV[positions], ref_logits_btV, kl_BT.dtype, ctx.temperature)
+            grad_bt1 = grad_BT[predicted][..., None] / ctx.temperature
             unused_bt1 = grad_bt1 == 0
             if grad_ref_logits_BTV is not None:
                 ref_probs_btV = ref_logits_btV.to(kl_BT.dtype).div(ctx.temperature).softmax(-1)
                 grad_btV = ref_probs_btV.sub_(probs_btV).mul_(grad_bt1)
-                grad_ref_logits_BTV[choosing] = grad_btV.masked_fill_(unused_bt1, 0).to(ref_logits_BTV.dtype)
+                grad_ref_logits_BTV[positions] = grad_btV.masked_fill_(unused_bt1, 0).to(ref_logits_BTV.dtype)
             if grad_logits_BTV is not None:
-                grad_btV = gaps_btV.sub_(kl_BT[chosen][..., None]).mul_(probs_btV).mul_(grad_bt1)
-                grad_logits_BTV[choosing] = grad_btV.masked_fill_(unused_bt1, 0).to(logits_BTV.dtype)
+                grad_btV = gaps_btV.sub_(kl_BT[predicted][..., None]).mul_(probs_btV).mul_(grad_bt1)
+                grad_logits_BTV[positions] = grad_btV.masked_fill_(unused_bt1, 0).to(logits_BTV.dtype)
         return grad_logits_BTV, grad_ref_logits_BTV, None
 
 
@@ -87,5 +85,5 @@ def _probs_and_gaps(
     logprobs_btV = logits_btV.to(dtype).div(temperature).log_softmax(-1)
     probs_btV = logprobs_btV.exp()
     gaps_btV = logprobs_btV.sub_(ref_logits_btV.to(dtype).div(temperature).log_softmax(-1))
-    # What has no weight adds nothing, also where both models exclude it and the gap is inf - inf.
+    # Tokens of probability 0 contribute 0, also where both models exclude the token and the gap is inf - inf.
     return probs_btV, gaps_btV.masked_fill_(probs_btV == 0, 0)

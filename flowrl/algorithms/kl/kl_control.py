@@ -1,8 +1,7 @@
 """Controllers of the KL penalty coefficient: frozen dataclasses with a pure update.
 
-All fields are plain numbers: `dataclasses.asdict(control)` is what a checkpoint keeps, and `AdaptiveKlControl(**state)`
-brings it back. Only `coef` ever changes, so a run that is resumed with other settings takes that one number over with
-`dataclasses.replace(control, coef=...)`.
+All fields are plain numbers. A checkpoint stores `dataclasses.asdict(control)`; `AdaptiveKlControl(**state)` restores
+it. Only `coef` changes during a run.
 """
 
 import math
@@ -10,17 +9,12 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 MAX_RELATIVE_ERROR = 0.2
-"""Bound on the relative error that one update uses."""
+"""Bound on the relative error of one update."""
 
 
 @dataclass(frozen=True)
 class FixedKlControl:
-    """Keeps the coefficient constant.
-
-    Arguments:
-        coef: >= 0, in score units per nat.
-    Raises: ValueError on a coef below 0.
-    """
+    """Keeps the coefficient constant: coef >= 0, in score units per nat. Raises ValueError otherwise."""
 
     coef: float
 
@@ -28,7 +22,7 @@ class FixedKlControl:
         _check_coef(self.coef)
 
     def update(self, kl: float, num_rows: int) -> "FixedKlControl":
-        """The same state; what was measured is not looked at."""
+        """Returns the same controller."""
         return self
 
 
@@ -39,16 +33,14 @@ class AdaptiveKlControl:
         error = clip(kl / target - 1, -0.2, 0.2)
         coef <- coef (1 + error num_rows / horizon)
 
-    Arguments:
-        coef: > 0, in score units per nat: where it starts.
-        target: > 0, in nats, of the same kind as the measured KL: the sum over a row's tokens as in the paper, or the
-            token mean.
-        horizon: > 0, in rows: over so many rows a clipped error changes the coefficient by 20 %. 10000 is usual.
-    Raises: ValueError on a setting outside its range.
+    Args:
+        coef: > 0, initial coefficient in score units per nat.
+        target: > 0, in nats: a sum over the tokens of a row (paper) or a token mean, as for the measured KL.
+        horizon: > 0, number of rows over which a clipped error changes the coefficient by 20 %. 10000 is usual.
+    Raises: ValueError for a setting out of range.
 
-    Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, section 2.2, where the factor is 1 + K error with K = 0.1.
-    Deviation: K is num_rows / horizon, as in the code published with that paper, so that the batch size does not set
-    the speed.
+    Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, section 2.2, with the factor 1 + K error and K = 0.1.
+    Deviation: K is num_rows / horizon, as in the published code, so that the speed does not depend on the batch size.
     """
 
     coef: float
@@ -58,27 +50,24 @@ class AdaptiveKlControl:
     def __post_init__(self) -> None:
         _check_coef(self.coef)
         if self.coef == 0:
-            raise ValueError("coef is 0, from which an adaptive coefficient never moves: start above 0")
+            raise ValueError("coef is 0, but an adaptive coefficient must start above 0")
         for name, value in (("target", self.target), ("horizon", self.horizon)):
             if not 0 < value < math.inf:
-                raise ValueError(f"{name} is {value}, it must be above 0 and finite")
+                raise ValueError(f"{name} is {value}, but must be above 0 and finite")
 
     def update(self, kl: float, num_rows: int) -> "AdaptiveKlControl":
-        """The state after a step.
+        """Returns the controller for the next step.
 
-        Arguments:
-            kl: mean KL that was measured on the step's rows, in nats.
-            num_rows: >= 0, how many rows these were.
-        Raises: ValueError if kl is not a number, or num_rows is negative or so large against the horizon that a step
-            could bring the coefficient to 0.
+        Args:
+            kl: mean KL of the rows of this step, in nats.
+            num_rows: number of these rows, >= 0.
+        Raises: ValueError if kl is NaN, or num_rows is negative or so large that the coefficient could become 0.
         """
         if math.isnan(kl):
-            raise ValueError(
-                "kl is NaN, the coefficient cannot follow it: look for what made the log-probabilities NaN"
-            )
+            raise ValueError("kl is NaN: check the log-probabilities for NaN")
         if not 0 <= num_rows < self.horizon / MAX_RELATIVE_ERROR:
             raise ValueError(
-                f"num_rows is {num_rows}, with horizon {self.horizon:g} it must be in "
+                f"num_rows is {num_rows}, but with horizon {self.horizon:g} num_rows must be in "
                 f"[0, {self.horizon / MAX_RELATIVE_ERROR:g}): raise the horizon"
             )
         error = min(max(kl / self.target - 1, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
@@ -97,4 +86,4 @@ class KlControl(Protocol):
 
 def _check_coef(coef: float) -> None:
     if not 0 <= coef < math.inf:
-        raise ValueError(f"coef is {coef}, it must be 0 or more and finite: a negative one would reward drifting away")
+        raise ValueError(f"coef is {coef}, but must be 0 or more and finite: a negative value would reward divergence")

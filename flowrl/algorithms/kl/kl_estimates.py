@@ -25,27 +25,29 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, kind: KlKind, gradien
 
         k1   -d                 unbiased; may be negative; large variance
         k2   d^2 / 2            biased; never negative
-        k3   exp(d) - 1 - d     unbiased; never negative; d is held below 20
-        abs  |d|                no divergence; a distance that is easy to read
+        k3   exp(d) - 1 - d     unbiased; never negative; d is clamped to at most 20
+        abs  |d|                not a divergence; easy to interpret
 
-    Arguments:
-        logprobs: any shape, log-probability of the sampled token under the policy.
+    As a loss, the gradient of k2 is that of KL(policy || reference), the gradient of k3 is that of KL(reference ||
+    policy), and the gradient of k1 has the expectation 0. As a reward penalty, which is not differentiated, k1 is
+    exact.
+
+    Args:
+        logprobs: any shape, of the sampled tokens under the policy.
         ref_logprobs: the same shape, under the reference.
-        kind: see above, the estimator that gives the value. It matters which of them is differentiated: for a loss, the
-            gradient of k2 is that of KL(policy || reference), that of k3 is the gradient of KL(reference || policy),
-            and that of k1 has the expectation zero. As a penalty in the reward, which is not differentiated, k1 is the
-            exact one.
-        gradient: straight-through: the estimator that gives the gradient, whatever gives the value; None: that of
-            `kind`. An unbiased value with an unbiased gradient is kind="k3" (or "k1") with gradient="k2".
-    Returns: the same shape, in at least float32. Differentiable in both; beyond d = 20 the gradient of k3 is 0.
-    Raises: ValueError on shapes that differ or an unknown kind or gradient.
+        kind: estimator of the value, see above.
+        gradient: estimator of the gradient (straight-through), by default `kind`. kind="k3" or "k1" with gradient="k2"
+            has
+            an unbiased value and an unbiased gradient.
+    Returns: the same shape, in at least float32, differentiable in both.
+    Raises: ValueError for different shapes or an unknown kind or gradient.
 
     Schulman 2020, http://joschu.net/blog/kl-approx.html; k3 is eq. (4) of https://arxiv.org/abs/2402.03300. Gradients:
     Tang and Munos 2025, https://arxiv.org/abs/2506.09477.
     """
     if logprobs.shape != ref_logprobs.shape:
         raise ValueError(
-            f"logprobs have shape {list(logprobs.shape)} and ref_logprobs {list(ref_logprobs.shape)}, they must agree"
+            f"logprobs have shape {list(logprobs.shape)}, but ref_logprobs have {list(ref_logprobs.shape)}"
         )
     differences = at_least_float32(ref_logprobs) - at_least_float32(logprobs)
     values = _estimate(differences, kind, name="kind")
@@ -67,39 +69,37 @@ def kl_loss(
     """Returns the KL to the reference as a loss per token, without reduction and coefficient.
 
         L = kl                                               without old_logprobs
-        L = w kl,  w = exp(logprobs - old_logprobs)          with them
+        L = w kl,  w = exp(logprobs - old_logprobs)          with old_logprobs
 
-    Arguments:
-        logprobs: [B, T], of the sampled tokens under the policy that is trained; the loss is differentiated by them.
-        ref_logprobs: [B, T], under the reference. No gradient flows into them.
-        mask: bool [B, T], the tokens that count.
-        kind: estimator of the value, see `kl_estimate`; or a function of logprobs and ref_logprobs, by name, that
-            gives one per token.
-        gradient: estimator of the gradient, see `kl_estimate`; None: that of `kind`. The gradient of k2 is unbiased
-            while the policy is the one that sampled.
-        old_logprobs: [B, T], under the policy that sampled. With them the gradient also flows through w, and with k1
-            and k3 value and gradient are unbiased for KL(policy || reference) on tokens of an older policy too.
-    Returns: (loss [B, T], metrics), the loss zero where the mask is false. The metric:
-        kl: the estimate without w.
-    Raises: ValueError if both gradient and old_logprobs are given, on an unknown kind, on shapes that differ, on a mask
-        that is not bool.
+    Args:
+        logprobs: [B, T], of the sampled tokens under the trained policy. Receives the gradient.
+        ref_logprobs: [B, T], under the reference. Receives no gradient.
+        mask: bool [B, T], true for tokens that count.
+        kind: estimator of the value, see `kl_estimate`, or a function (logprobs, ref_logprobs) -> [B, T].
+        gradient: estimator of the gradient, see `kl_estimate`. k2 is unbiased if the trained policy sampled the tokens.
+        old_logprobs: [B, T], under the policy that sampled. The gradient also flows through w, so that with k1 and k3
+            value
+            and gradient are unbiased for tokens of an older policy.
+    Returns: (loss [B, T], metrics), 0 where the mask is false; the metric kl is the estimate without w.
+    Raises: ValueError if gradient and old_logprobs are both set, for an unknown kind, different shapes, or a mask that
+        is
+        not bool.
 
     As a loss: Shao et al. 2024 (GRPO), https://arxiv.org/abs/2402.03300, eq. (3) and (4). With w: DeepSeek-V3.2,
-    https://arxiv.org/abs/2512.02556, section 3.1. The expectations are those of a token given the tokens before: that
-    these would be chosen differently, too, is in no gradient here, but is in that of a penalty in the reward (Tang and
-    Munos 2025, https://arxiv.org/abs/2506.09477). Deviation: the log-ratio of w is held in [-20, 20], beyond which the
-    gradient through w is 0.
+    https://arxiv.org/abs/2512.02556, section 3.1. Expectations are over a token given its prefix. Unlike a reward
+    penalty, the loss ignores the effect of a token on later ones (Tang and Munos 2025,
+    https://arxiv.org/abs/2506.09477). Deviation: the log-ratio of w is clamped to [-20, 20].
     """
     if gradient is not None and old_logprobs is not None:
         raise ValueError(
-            "gradient and old_logprobs are both given, each corrects the gradient of the KL: leave one out"
+            "gradient and old_logprobs exclude each other, because both correct the gradient: pass only one"
         )
     logprobs_BT, ref_logprobs_BT = masked_tokens(mask, logprobs=logprobs, ref_logprobs=ref_logprobs.detach())
     estimate = kind if callable(kind) else partial(kl_estimate, kind=kind)
     loss_BT = estimate(logprobs=logprobs_BT, ref_logprobs=ref_logprobs_BT)
     if gradient is not None:
         loss_BT = _straight_through(loss_BT, _estimate(ref_logprobs_BT - logprobs_BT, gradient, name="gradient"))
-    # An estimate of one's own need not be 0 where both log-probabilities are.
+    # A user estimator may be nonzero where both log-probabilities are 0.
     loss_BT = loss_BT.masked_fill(~mask, 0)
     metrics = {"kl": loss_BT.detach()}
     if old_logprobs is not None:
@@ -120,25 +120,23 @@ def kl_shaped_rewards(
 ) -> Tensor:
     """Returns token rewards: minus the KL penalty on every response token, plus the score on the last.
 
-        r_t = -coef * KL_t + [t is the row's last chosen token] * score
+        r_t = -coef * KL_t + [t is the last true position of the row] * score
 
-    Arguments:
+    Args:
         scores: [B], one score per row.
         logprobs: [B, T], of the sampled tokens under the policy that sampled them.
         ref_logprobs: [B, T], under the reference.
-        mask: bool [B, T], true where the policy chose the token.
+        mask: bool [B, T], true for tokens that the policy sampled.
         coef: weight of the penalty, >= 0, in score units per nat.
-        kind: estimator of the divergence, see `kl_estimate`; or a function of logprobs and ref_logprobs, by name, that
-            gives one per token.
-    Returns: [B, T], zero where the mask is false, without gradient. The score of a row whose mask is empty appears
-        nowhere.
-    Raises: ValueError on a negative coef, an unknown kind, shapes that do not fit, a mask that is not bool.
+        kind: estimator, see `kl_estimate`, or a function (logprobs, ref_logprobs) -> [B, T].
+    Returns: [B, T], 0 where the mask is false, without gradient. The score of a row without true positions is dropped.
+    Raises: ValueError for a negative coef, an unknown kind, different shapes, or a mask that is not bool.
 
-    Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, there for the whole row, as in eq. (2) of Ouyang et al. 2022,
-    https://arxiv.org/abs/2203.02155, whose text has it per token.
+    Ziegler et al. 2019, https://arxiv.org/abs/1909.08593 (penalty per row); Ouyang et al. 2022,
+    https://arxiv.org/abs/2203.02155 (penalty per token).
     """
     if not coef >= 0:
-        raise ValueError(f"coef is {coef}, it must be 0 or more: a negative one would reward leaving the reference")
+        raise ValueError(f"coef is {coef}, but must be 0 or more: a negative value would reward divergence")
     logprobs_BT, ref_logprobs_BT = masked_tokens(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
     (scores_B,) = masked_rows(mask, scores=scores)
     estimate = kind if callable(kind) else partial(kl_estimate, kind=kind)
@@ -148,8 +146,8 @@ def kl_shaped_rewards(
 
 
 def _straight_through(values: Tensor, differentiated: Tensor) -> Tensor:
-    """Returns a tensor with the values of one and the gradient of the other (straight-through)."""
-    # The bracket is exactly zero, so the value is not rounded.
+    """Returns `values` with the gradient of `differentiated` (straight-through estimator)."""
+    # The bracket is exactly 0, so it does not round the values.
     return values.detach() + (differentiated - differentiated.detach())
 
 
@@ -165,4 +163,4 @@ def _estimate(differences: Tensor, kind: KlKind, *, name: str) -> Tensor:
         case "abs":
             return differences.abs()
         case _:
-            raise ValueError(f"{name} is {kind!r}, it must be one of {', '.join(get_args(KlKind))}")
+            raise ValueError(f"{name} is {kind!r}, but must be one of {', '.join(get_args(KlKind))}")

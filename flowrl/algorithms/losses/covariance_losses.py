@@ -1,10 +1,9 @@
 """Clip-Cov and KL-Cov: policy losses that restrain the few tokens that reduce the entropy most.
 
-Shape suffixes: B rows, T token positions. Losses are called and reported as in policy_losses.py.
+Shape suffixes, arguments, results and errors: see the module docstring of policy_losses.py.
 
-Which tokens these are is a matter of rank over the whole batch, and no part of a batch can know it. So it is decided
-once, before the batch is split: `token_covariances`, then `select_clip_cov` or `select_kl_cov`, and the result is a
-bool column that goes with the rows.
+Tokens are selected by rank over the whole batch, so before it is split into micro-batches: call `token_covariances`,
+then `select_clip_cov` or `select_kl_cov`. The resulting bool column is passed to the loss.
 """
 
 import math
@@ -30,19 +29,17 @@ CovarianceKl = Literal["abs", "k2", "k3"]
 def token_covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     """Returns each token's contribution to the covariance of log-probability and advantage over the batch.
 
-        cov = (logprobs - mean(logprobs)) (A - mean(A)),        means over all true positions
+        cov = (logprobs - mean(logprobs)) (A - mean(A)),        means over all true positions, in float64
 
-    Their mean is how fast a step of policy gradient lowers the entropy.
+    The mean of the result is the rate at which a policy-gradient step lowers the entropy.
 
-    Arguments:
-        logprobs: [B, T]. Pass those under the policy before the batch's updates: they are known for the whole batch.
-        advantages: [B, T].
-        mask: bool [B, T], the tokens that count. Pass the whole batch: a part of it has other means.
-    Returns: [B, T], zero where the mask is false, without gradient.
-    Raises: ValueError on shapes that differ or a mask that is not bool.
+    Args: logprobs [B, T] under the policy before the updates, advantages [B, T] and mask bool [B, T], of the whole
+        batch.
+    Returns: [B, T], 0 where the mask is false, without gradient.
+    Raises: ValueError for different shapes or a mask that is not bool.
 
-    Cui et al. 2025, https://arxiv.org/abs/2505.22617, eq. (10). Means are in float64. Deviation: the paper takes the
-    log-probabilities of the policy at each update, over the tokens of that update.
+    Cui et al. 2025, https://arxiv.org/abs/2505.22617, eq. (10). Deviation: the paper uses the current policy and the
+    tokens of each update.
     """
     logprobs_BT, advantages_BT = masked_tokens(mask, logprobs=logprobs, advantages=advantages)
     num_tokens = mask.sum().clamp(min=1)
@@ -56,21 +53,20 @@ def select_clip_cov(
 ) -> Tensor:
     """Returns a mask of the tokens that Clip-Cov excludes, sampled uniformly among covariances in [low, high].
 
-    Arguments:
-        covariances: [B, T], of `token_covariances`.
-        mask: bool [B, T], the tokens that count. Pass the whole batch.
-        fraction: in [0, 1], of all true positions, how many to draw, rounded down (the paper has 2e-4); if fewer are in
-            the range, all of them.
-        low, high: the range, in nats times the advantage's unit (the paper has 1 and 5).
-        seed: of the draw; the same seed and batch give the same tokens on one kind of device.
-    Returns: bool [B, T], false where the mask is. The draw is by position: permuted rows give another one.
-    Raises: ValueError on a fraction or a range that cannot be, on shapes that differ, on a mask that is not bool.
+    Args:
+        covariances: [B, T], from `token_covariances` on the whole batch.
+        mask: bool [B, T], true for tokens that count.
+        fraction: in [0, 1], share of all true positions to select, rounded down (paper: 2e-4).
+        low, high: range of covariances, in nats times the unit of the advantage (paper: 1 and 5).
+        seed: random seed. Results are reproducible for equal batches on the same type of device.
+    Returns: bool [B, T], at most `fraction` of the true positions. Permuting the rows changes the sample.
+    Raises: ValueError for a fraction or range that is invalid, different shapes, or a mask that is not bool.
 
-    Cui et al. 2025, https://arxiv.org/abs/2505.22617, eq. (11). Deviation: the authors' code draws one token at
-    least, and none that the clip of the ratio silences already; here the choice is made before any ratio leaves 1.
+    Cui et al. 2025, https://arxiv.org/abs/2505.22617, eq. (11). Deviation: the authors' code selects at least one token
+    and skips tokens that the ratio clip already excludes; here the selection precedes the first update.
     """
     if not low <= high:
-        raise ValueError(f"low is {low} and high is {high}, low must not be above high")
+        raise ValueError(f"low is {low} and high is {high} but low must not exceed high")
     (covariances_BT,) = masked_tokens(mask, covariances=covariances)
     candidates_BT = mask & (covariances_BT >= low) & (covariances_BT <= high)
     candidates_N = candidates_BT.flatten().nonzero().squeeze(-1)
@@ -83,15 +79,15 @@ def select_clip_cov(
 def select_kl_cov(covariances: Tensor, mask: Tensor, *, fraction: float) -> Tensor:
     """Returns a mask of the tokens that KL-Cov penalizes: the largest covariances.
 
-    Arguments:
-        covariances: [B, T], of `token_covariances`.
-        mask: bool [B, T], the tokens that count. Pass the whole batch.
-        fraction: in [0, 1], of all true positions, how many to take, rounded down (the paper has 2e-4 to 2e-3). Of
-            equal covariances the earlier row and token comes first.
-    Returns: bool [B, T], false where the mask is.
-    Raises: ValueError on a fraction outside [0, 1], on shapes that differ, on a mask that is not bool.
+    Args:
+        covariances: [B, T], from `token_covariances` on the whole batch.
+        mask: bool [B, T], true for tokens that count.
+        fraction: in [0, 1], share of all true positions to select, rounded down (paper: 2e-4 to 2e-3).
+    Returns: bool [B, T]. Among equal covariances, earlier rows and tokens are selected first.
+    Raises: ValueError for a fraction outside [0, 1], different shapes, or a mask that is not bool.
 
-    Cui et al. 2025, https://arxiv.org/abs/2505.22617, eq. (13). The authors' code takes one token at least.
+    Cui et al. 2025, https://arxiv.org/abs/2505.22617, eq. (13). Deviation: the authors' code selects at least one
+    token.
     """
     (covariances_BT,) = masked_tokens(mask, covariances=covariances)
     ranked_N = covariances_BT.masked_fill(~mask, -torch.inf).flatten().argsort(descending=True, stable=True)
@@ -110,15 +106,12 @@ def clip_cov_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the Clip-Cov loss: the clipped PPO loss, and 0 for the selected tokens.
 
-    Arguments:
-        logprobs, old_logprobs, advantages, mask, clip_low, clip_high: as in `clipped_policy_loss`.
-        selected: bool [B, T], of `select_clip_cov` on the whole batch. Ignored where the mask is false.
-    Returns: (loss [B, T], metrics): clip_fraction, clip_fraction_low and clip_fraction_high (of PPO's clip, selected
-        tokens apart), selected_fraction, ratio, approx_kl.
-    Raises: ValueError on a clip outside its range, on shapes that differ, on a mask or a selection that is not bool.
+    Args (others: see `clipped_policy_loss`):
+        selected: bool [B, T], from `select_clip_cov`. Ignored where the mask is false.
+    Returns: (loss [B, T], metrics). Clip fractions exclude selected tokens. Additional metric: selected_fraction.
 
-    Cui et al. 2025, https://arxiv.org/abs/2505.22617, eq. (12). Deviations: the paper's formula has no clip of the
-    ratio and its code has (clip_low 1 and a large clip_high turn it off); the log-ratio is held in [-20, 20].
+    Cui et al. 2025, https://arxiv.org/abs/2505.22617, eq. (12). Deviation: as in the authors' code, the ratio is also
+    clipped, unlike in the formula (clip_low 1 and a large clip_high disable this clip).
     """
     check_clips(clip_low, clip_high)
     selected_BT = _checked_selection(selected, mask)
@@ -144,24 +137,20 @@ def kl_cov_loss(
 
         L = -A w + [selected] kl_coef KL(old policy || policy),        w = exp(logprobs - old_logprobs)
 
-    Arguments:
-        logprobs: [B, T], of the sampled tokens under the policy that is trained; the loss is differentiated by them.
-        old_logprobs: [B, T], under the policy before this batch's updates. No gradient flows into them.
-        advantages: [B, T]; no gradient flows into them.
-        mask: bool [B, T], the tokens that count.
-        selected: bool [B, T], of `select_kl_cov` on the whole batch. Ignored where the mask is false.
-        kl_coef: >= 0, in units of the advantage per nat (the paper has 1).
-        kl_kind: the estimate, see `kl_estimate`: "abs" is that of the authors' code, "k3" that of the paper's formula.
-    Returns: (loss [B, T], metrics): selected_fraction, kl_penalty (0 on tokens that are not selected, without kl_coef),
-        ratio, approx_kl. Nothing is clipped, so there is no clip fraction.
-    Raises: ValueError on a negative kl_coef, an unknown kl_kind, shapes that differ, a mask or selection not bool.
+    Args (tensors: see the module docstring of policy_losses.py):
+        selected: bool [B, T], from `select_kl_cov`. Ignored where the mask is false.
+        kl_coef: >= 0, in units of the advantage per nat (paper: 1).
+        kl_kind: estimator, see `kl_estimate`: "abs" as in the authors' code, "k3" as in the formula of the paper.
+    Returns: (loss [B, T], metrics), without clip fractions. Additional metrics: selected_fraction; kl_penalty, the
+        estimate
+        without kl_coef, 0 for other tokens.
 
-    Cui et al. 2025, https://arxiv.org/abs/2505.22617, eq. (14). Deviation: the log-ratio of w is held in [-20, 20].
+    Cui et al. 2025, https://arxiv.org/abs/2505.22617, eq. (14).
     """
     if not kl_coef >= 0:
-        raise ValueError(f"kl_coef is {kl_coef}, it must be 0 or more: a negative one would reward leaving the policy")
+        raise ValueError(f"kl_coef is {kl_coef}, but must be 0 or more: a negative value would reward divergence")
     if kl_kind not in get_args(CovarianceKl):
-        raise ValueError(f"kl_kind is {kl_kind!r}, it must be one of {', '.join(get_args(CovarianceKl))}")
+        raise ValueError(f"kl_kind is {kl_kind!r}, but must be one of {', '.join(get_args(CovarianceKl))}")
     selected_BT = _checked_selection(selected, mask)
     logprobs_BT, old_logprobs_BT, advantages_BT = policy_inputs(logprobs, old_logprobs, advantages, mask)
     ratio_BT = bounded_ratio(logprobs_BT - old_logprobs_BT)
@@ -173,13 +162,13 @@ def kl_cov_loss(
 
 def _num_selected(mask: Tensor, fraction: float) -> int:
     if not 0 <= fraction <= 1:
-        raise ValueError(f"fraction is {fraction}, it must be in [0, 1]: it is a share of the tokens")
-    # 0.29 * 100 is a little below 29 in floating point.
+        raise ValueError(f"fraction is {fraction}, but must be in [0, 1]")
+    # In floating point, 0.29 * 100 is slightly below 29.
     return math.floor(fraction * int(mask.sum()) + 1e-9)
 
 
 def _selection(mask: Tensor, positions_N: Tensor) -> Tensor:
-    """Returns a bool mask [B, T] of these positions among the true positions of the mask."""
+    """Returns a bool mask [B, T] that is true at these flat positions."""
     flat = torch.zeros_like(mask).flatten()
     flat[positions_N] = True
     return flat.view_as(mask)
@@ -188,5 +177,5 @@ def _selection(mask: Tensor, positions_N: Tensor) -> Tensor:
 def _checked_selection(selected: Tensor, mask: Tensor) -> Tensor:
     masked_tokens(mask, selected=selected)
     if selected.dtype != torch.bool:
-        raise ValueError(f"selected is {selected.dtype}, it must be torch.bool")
+        raise ValueError(f"selected is {selected.dtype}, but must be torch.bool")
     return selected & mask

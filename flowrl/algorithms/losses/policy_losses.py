@@ -1,17 +1,24 @@
-"""Policy losses on token ratios: PPO, decoupled PPO and SAPO. They return one loss per token.
+"""Policy losses on token ratios (PPO, decoupled PPO, SAPO), and the functions that all policy losses share.
 
 Shape suffixes: B rows, T token positions.
 
-Every policy loss of this package is called `(logprobs, old_logprobs, advantages, mask, *, ...)` and returns
-`(loss [B, T], metrics)`. Metrics are tensors [B, T], zero where the mask is false and without gradient: their sum
-divided by the number of true positions is the mean, however the batch was split, and `masked_range` gives the
-range. All have `ratio` and `approx_kl`, the k3 estimate of KL(old policy || policy). Those that clip also have
+All policy losses have the signature `(logprobs, old_logprobs, advantages, mask, *, settings)`:
 
-    clip_fraction        1 where a clip below or above takes the gradient of a token, or changes its weight
-    clip_fraction_low    1 where that is the clip below
-    clip_fraction_high   1 where that is the clip above
+    logprobs: [B, T], log-probabilities of the sampled tokens under the trained policy. Receives the gradient.
+    old_logprobs: [B, T], the same under the policy before the updates of this batch. Receives no gradient.
+    advantages: [B, T]. Receives no gradient.
+    mask: bool [B, T], true for tokens that count.
 
-A dual clip, a cap of a weight and a selection of tokens have fractions of their own.
+They return `(loss [B, T], metrics)` and raise ValueError for invalid settings, different shapes, or a mask that is not
+bool. Metrics are tensors [B, T] without gradient, 0 where the mask is false. Their sum divided by the number of true
+positions is the mean of the step, for any split into micro-batches. Every loss reports `ratio` and `approx_kl`, the k3
+estimate of KL(old policy || policy). Losses that clip also report
+
+    clip_fraction        1 where a clip removes the gradient of a token or changes its weight
+    clip_fraction_low    1 where this is the lower clip
+    clip_fraction_high   1 where this is the upper clip
+
+All log-ratios are clamped to [-20, 20] before exponentiation, a deviation from the papers.
 """
 
 import torch
@@ -37,11 +44,8 @@ def bounded_ratio(log_ratios: Tensor) -> Tensor:
 
 
 def weighted_score(weights: Tensor, logprobs: Tensor) -> Tensor:
-    """Returns a tensor with the value of `weights` and the gradient weights * grad(logprobs).
-
-    No gradient flows into the weights, so they may be clipped without the token losing its gradient.
-    """
-    # exp(x - x) is 1 in value, and its derivative is that of x.
+    """Returns `weights` in value, with the gradient weights * grad(logprobs). The weights receive no gradient."""
+    # exp(x - stop_gradient(x)) has the value 1 and the derivative of x.
     return weights.detach() * (logprobs - logprobs.detach()).exp()
 
 
@@ -76,11 +80,11 @@ def ratio_metrics(ratio_BT: Tensor, logprobs_BT: Tensor, old_logprobs_BT: Tensor
 def check_clips(clip_low: float, clip_high: float, dual_clip: float | None = None) -> None:
     """Raises ValueError if a clip range is invalid."""
     if not 0 <= clip_low <= 1:
-        raise ValueError(f"clip_low is {clip_low}, it must be in [0, 1]: a ratio cannot fall below 0")
+        raise ValueError(f"clip_low is {clip_low}, but must be in [0, 1]: a ratio cannot fall below 0")
     if not clip_high >= 0:
-        raise ValueError(f"clip_high is {clip_high}, it must be 0 or more")
+        raise ValueError(f"clip_high is {clip_high}, but must be 0 or more")
     if dual_clip is not None and not dual_clip > 1:
-        raise ValueError(f"dual_clip is {dual_clip}, it must be above 1 (3 is usual), or None to turn it off")
+        raise ValueError(f"dual_clip is {dual_clip}, but must be above 1 (3 is usual), or None to disable it")
 
 
 def clipped_policy_loss(
@@ -99,26 +103,14 @@ def clipped_policy_loss(
 
         L = max(-A w, -A clip(w, 1 - clip_low, 1 + clip_high));       where A < 0:  L = min(L, -A dual_clip)
 
-    Arguments:
-        logprobs: [B, T], of the sampled tokens under the policy that is trained; the loss is differentiated by them.
-        old_logprobs: [B, T], under the policy before this batch's updates. No gradient flows into them, so on the
-            first update of a batch `logprobs` may be passed again: w is 1 and the gradient that of REINFORCE.
-        advantages: [B, T]; no gradient flows into them.
-        mask: bool [B, T], the tokens that count.
-        clip_low: in [0, 1], how far w may fall below 1 before a token with A < 0 stops pushing.
-        clip_high: >= 0, how far it may rise above 1 before a token with A > 0 stops pushing.
-        dual_clip: > 1 (3 is usual): the loss of a token with A < 0 stops growing at this ratio. None is off.
-    Returns: (loss [B, T], metrics). The metrics:
-        clip_fraction: 1 where a clip binds given the sign of the advantage; the sum of the next two.
-        clip_fraction_low, clip_fraction_high: 1 where that clip binds.
-        dual_clip_fraction: 1 where the dual clip binds; 0 everywhere if it is off.
-        ratio: w.
-        approx_kl: k3 estimate of KL(old policy || policy).
-    Raises: ValueError on a clip outside its range, on shapes that differ, on a mask that is not bool.
+    Args (tensors: see the module docstring):
+        clip_low: in [0, 1], lower clip of the ratio; binds for A < 0.
+        clip_high: >= 0, upper clip of the ratio; binds for A > 0.
+        dual_clip: > 1 (usually 3), ratio above which the loss of a token with A < 0 is constant. None disables it.
+    Returns: (loss [B, T], metrics), with the additional metric dual_clip_fraction, 1 where the dual clip binds.
 
     Schulman et al. 2017, https://arxiv.org/abs/1707.06347, eq. (7); separate clips: Yu et al. 2025 (DAPO),
     https://arxiv.org/abs/2503.14476, section 3.1; dual clip: Ye et al. 2020, https://arxiv.org/abs/1912.09729.
-    Deviation: the log-ratio is held in [-20, 20], beyond which the gradient is 0.
     """
     check_clips(clip_low, clip_high, dual_clip)
     logprobs_BT, old_logprobs_BT, advantages_BT = policy_inputs(logprobs, old_logprobs, advantages, mask)
@@ -147,34 +139,26 @@ def decoupled_policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the decoupled PPO loss: clipped around a proximal policy, weighted for an older behavior policy.
 
-    With c = exp(old_logprobs - behavior_logprobs) and L_clip that of `clipped_policy_loss`:
+    With c = exp(old_logprobs - behavior_logprobs) and L_clip the result of `clipped_policy_loss`:
 
         L = c L_clip        where c > max_weight:  L = 0
 
-    The clip keeps the policy near the proximal one, and the weight corrects for who sampled: with stale rollouts PPO
-    asks one ratio to do both. If both policies are the same, c is 1 and this is PPO.
+    The clip limits the distance to the proximal policy (`old_logprobs`). The weight corrects for stale rollouts.
 
-    Arguments:
-        logprobs: [B, T], of the sampled tokens under the policy that is trained; the loss is differentiated by them.
-        old_logprobs: [B, T], under the proximal policy, usually that before this batch's updates. No gradient.
-        advantages: [B, T]; no gradient flows into them.
-        mask: bool [B, T], the tokens that count. Tokens left out by max_weight count in the denominator all the same.
-        behavior_logprobs: [B, T], under the policy that sampled, as the rollout reported them. No gradient.
-        clip_low, clip_high, dual_clip: as in `clipped_policy_loss`.
-        max_weight: > 0 (5 is usual): tokens with a larger c are left out. None keeps all.
-    Returns: (loss [B, T], metrics). The metrics of `clipped_policy_loss`, whose ratio is that to the proximal policy,
-        and
-        behavior_weight: c, 0 where the token is left out.
-        weight_cap_fraction: 1 where it is left out.
-        behavior_kl: k3 estimate of KL(behavior policy || proximal policy), how stale the rollout is.
-    Raises: ValueError as `clipped_policy_loss`, and on a max_weight that is not above 0.
+    Args (others: see `clipped_policy_loss`):
+        behavior_logprobs: [B, T], log-probabilities that the rollout reported. Receives no gradient.
+        max_weight: > 0 (usually 5), excludes tokens with a larger c; they still count in the denominator. None: no
+            limit.
+    Returns: (loss [B, T], metrics), with the metrics of `clipped_policy_loss` and
+        behavior_weight: c, 0 for excluded tokens.
+        weight_cap_fraction: 1 for excluded tokens.
+        behavior_kl: k3 estimate of KL(behavior policy || proximal policy), a measure of staleness.
 
     Hilton et al. 2021, https://arxiv.org/abs/2110.00641, section 2; for language models: Fu et al. 2025 (AReaL),
-    https://arxiv.org/abs/2505.24298, section 5.2. Deviations: both log-ratios are held in [-20, 20]; max_weight is in
-    AReaL's code and not in the papers.
+    https://arxiv.org/abs/2505.24298, section 5.2. Deviation: max_weight is from the code of AReaL, not from the papers.
     """
     if max_weight is not None and not max_weight > 0:
-        raise ValueError(f"max_weight is {max_weight}, it must be above 0 (5 is usual), or None to keep every token")
+        raise ValueError(f"max_weight is {max_weight}, but must be above 0 (5 is usual), or None to keep every token")
     loss_BT, metrics = clipped_policy_loss(
         logprobs, old_logprobs, advantages, mask, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
     )
@@ -207,29 +191,21 @@ def sapo_loss(
 
         L = -A (4 / tau) sigmoid(tau (w - 1)),        so that dL/dw = -A 4 p (1 - p) with p = sigmoid(tau (w - 1))
 
-    The factor 4 makes the gate 1 at w = 1: on the first update the gradient is that of REINFORCE. The paper's
-    objective is the mean over rows of the row's token mean: aggregate with seq_mean_token_mean.
+    The gate 4 p (1 - p) is 1 at w = 1. Aggregate with seq_mean_token_mean for the objective of the paper.
 
-    Arguments:
-        logprobs: [B, T], of the sampled tokens under the policy that is trained; the loss is differentiated by them.
-        old_logprobs: [B, T], under the policy before this batch's updates. No gradient flows into them.
-        advantages: [B, T]; no gradient flows into them.
-        mask: bool [B, T], the tokens that count.
-        temperature_positive: > 0, how fast the gate of tokens with A > 0 closes.
-        temperature_negative: > 0, that of the others; a little more than temperature_positive (the paper: 1.05 and 1).
-    Returns: (loss [B, T], metrics). The metrics:
-        gate: 4 p (1 - p), the share of the gradient that is left, in [0, 1].
-        ratio, approx_kl: as for every policy loss. Nothing is clipped, so there is no clip fraction.
-    Raises: ValueError on a temperature that is not above 0, on shapes that differ, on a mask that is not bool.
+    Args (tensors: see the module docstring):
+        temperature_positive: > 0, steepness of the gate where A > 0 (paper: 1).
+        temperature_negative: > 0, steepness of the gate elsewhere (paper: 1.05).
+    Returns: (loss [B, T], metrics), with the additional metric gate, in [0, 1]; there are no clip fractions.
 
-    Gao et al. 2025, https://arxiv.org/abs/2511.20347, eq. (5) and (6). Deviation: the log-ratio is held in [-20, 20].
+    Gao et al. 2025, https://arxiv.org/abs/2511.20347, eq. (5) and (6).
     """
     for name, value in (
         ("temperature_positive", temperature_positive),
         ("temperature_negative", temperature_negative),
     ):
         if not value > 0:
-            raise ValueError(f"{name} is {value}, it must be above 0 (1 is usual)")
+            raise ValueError(f"{name} is {value}, but must be above 0 (1 is usual)")
     logprobs_BT, old_logprobs_BT, advantages_BT = policy_inputs(logprobs, old_logprobs, advantages, mask)
     ratio_BT = bounded_ratio(logprobs_BT - old_logprobs_BT)
     temperatures_BT = torch.full_like(advantages_BT, temperature_negative)

@@ -1,10 +1,8 @@
-"""Policy losses on one ratio per sequence: GSPO, GSPO-token and GMPO. Interface as in policy_losses.py.
+"""Policy losses on one ratio per sequence: GSPO, GSPO-token and GMPO.
 
-Shape suffixes: B rows, T token positions.
-
-The sequence's quantity stands on every token of the row, so that `aggregate` with seq_mean_token_mean gives the papers'
-objective, the mean over rows. Advantages that differ inside a row are used as they are, token by token; with one
-number per row, as the group estimators give it, the formulas are those of the papers.
+Arguments, results and errors: see the module docstring of policy_losses.py. All tokens of a row must be in the same
+micro-batch. Each token of a row carries the value of the sequence, so aggregation with seq_mean_token_mean gives the
+objectives of the papers. The papers use one advantage per row; advantages that differ within a row apply per token.
 """
 
 import torch
@@ -30,19 +28,11 @@ def gspo_loss(
         s_i = exp(mean over the tokens of row i of (logprobs - old_logprobs))
         L_it = max(-A_it s_i, -A_it clip(s_i, 1 - clip_low, 1 + clip_high))
 
-    Aggregate with seq_mean_token_mean for the paper's objective.
+    Args (tensors: see the module docstring of policy_losses.py):
+        clip_low, clip_high: as in `clipped_policy_loss`, but for s_i and therefore smaller (paper: 3e-4 and 4e-4).
+    Returns: (loss [B, T], metrics); ratio is s_i at each token, approx_kl is per token.
 
-    Arguments:
-        logprobs: [B, T], of the sampled tokens under the policy that is trained; the loss is differentiated by them.
-        old_logprobs: [B, T], under the policy before this batch's updates. No gradient flows into them.
-        advantages: [B, T]; no gradient flows into them.
-        mask: bool [B, T], the tokens that count. The tokens of a row must not be divided over parts of a step.
-        clip_low, clip_high: as in `clipped_policy_loss`, but of a mean, and so far smaller: the paper has 3e-4, 4e-4.
-    Returns: (loss [B, T], metrics): clip_fraction, clip_fraction_low, clip_fraction_high, ratio (s_i on each of the
-        row's tokens), approx_kl (of the tokens).
-    Raises: ValueError on a clip outside its range, on shapes that differ, on a mask that is not bool.
-
-    Zheng et al. 2025, https://arxiv.org/abs/2507.18071, eq. (5) and (7). Deviation: log s_i is held in [-20, 20].
+    Zheng et al. 2025, https://arxiv.org/abs/2507.18071, eq. (5) and (7).
     """
     check_clips(clip_low, clip_high)
     logprobs_BT, old_logprobs_BT, advantages_BT = policy_inputs(logprobs, old_logprobs, advantages, mask)
@@ -59,15 +49,11 @@ def gspo_token_loss(
         s_it = stop_gradient(s_i) pi_it / stop_gradient(pi_it),        s_i as in `gspo_loss`
         L_it = max(-A_it s_it, -A_it clip(s_it, 1 - clip_low, 1 + clip_high))
 
-    With one advantage per row, value and gradient of the aggregated loss (seq_mean_token_mean) are those of GSPO.
+    With one advantage per row, value and gradient of the aggregated loss (seq_mean_token_mean) equal those of GSPO.
+    Args, returns, raises: see `gspo_loss`.
 
-    Arguments:
-        logprobs, old_logprobs, advantages, mask, clip_low, clip_high: as in `gspo_loss`.
-    Returns: (loss [B, T], metrics), the metrics of `gspo_loss`.
-    Raises: ValueError on a clip outside its range, on shapes that differ, on a mask that is not bool.
-
-    Zheng et al. 2025, https://arxiv.org/abs/2507.18071, eq. (13) and (14). Deviation: log s_i is held in [-20, 20], in
-    value only: the gradient of a token beyond that is not 0.
+    Zheng et al. 2025, https://arxiv.org/abs/2507.18071, eq. (13) and (14). Deviation: the clamp of log s_i changes only
+    the value; tokens beyond it keep their gradient.
     """
     check_clips(clip_low, clip_high)
     logprobs_BT, old_logprobs_BT, advantages_BT = policy_inputs(logprobs, old_logprobs, advantages, mask)
@@ -82,30 +68,22 @@ def gmpo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the GMPO loss: the geometric mean of a row's clipped token ratios.
 
-    With l_it = logprobs - old_logprobs, held at +clip_high where A_it > 0 and at -clip_low where A_it < 0:
+    With l_it = logprobs - old_logprobs, clipped to <= clip_high where A_it > 0 and to >= -clip_low where A_it < 0:
 
-        L_it = -A_it exp(mean over the tokens of row i of min(l, clip_high) or max(l, -clip_low))
+        L_it = -A_it exp(mean over the tokens of row i of the clipped l)
 
-    A token that is clipped adds its bound to the mean and has no gradient; the others of its row keep theirs. A token
-    with A = 0 is not clipped. Aggregate with seq_mean_token_mean for the paper's objective.
+    A clipped token contributes its bound to the mean and has no gradient. Tokens with A = 0 are not clipped.
 
-    Arguments:
-        logprobs: [B, T], of the sampled tokens under the policy that is trained; the loss is differentiated by them.
-        old_logprobs: [B, T], under the policy before this batch's updates. No gradient flows into them.
-        advantages: [B, T]; no gradient flows into them.
-        mask: bool [B, T], the tokens that count. The tokens of a row must not be divided over parts of a step.
-        clip_low, clip_high: >= 0, in nats: clips of the log-ratio and not of the ratio. The paper has 0.4 and 0.4.
-    Returns: (loss [B, T], metrics): clip_fraction, clip_fraction_low, clip_fraction_high (of tokens), ratio (the
-        geometric mean on each of the row's tokens), approx_kl (of the tokens).
-    Raises: ValueError on a negative clip, on shapes that differ, on a mask that is not bool.
+    Args (tensors: see the module docstring of policy_losses.py):
+        clip_low, clip_high: >= 0, in nats, bounds of the log-ratio, not of the ratio (paper: 0.4 and 0.4).
+    Returns: (loss [B, T], metrics); ratio is the geometric mean at each token, other metrics are per token.
 
-    Zhao et al. 2025, https://arxiv.org/abs/2507.20673, the objective. Deviations: the logarithm of the geometric mean
-    is held in [-20, 20]. As in the authors' code the ratio is clipped; the formula clips the ratio to the power of
-    sgn(A), which would bind at clip_high on both sides. With equal clips, as in the paper, it is the same.
+    Zhao et al. 2025, https://arxiv.org/abs/2507.20673. Deviation: as in the authors' code, the ratio is clipped. The
+    paper clips the ratio to the power of sgn(A), which is the same for equal clips.
     """
     for name, value in (("clip_low", clip_low), ("clip_high", clip_high)):
         if not value >= 0:
-            raise ValueError(f"{name} is {value}, it must be 0 or more: it bounds a log-ratio, in nats (0.4 is usual)")
+            raise ValueError(f"{name} is {value}, but must be 0 or more: it bounds a log-ratio, in nats (0.4 is usual)")
     logprobs_BT, old_logprobs_BT, advantages_BT = policy_inputs(logprobs, old_logprobs, advantages, mask)
     log_ratios_BT = logprobs_BT - old_logprobs_BT
     low_binds_BT = (advantages_BT < 0) & (log_ratios_BT < -clip_low)

@@ -16,21 +16,19 @@ def clipped_value_loss(
 
         L = 1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)
 
-    Arguments:
-        values: [B, T], of the critic that is trained; the loss is differentiated by them.
-        old_values: [B, T], before this batch's updates. No gradient flows into them.
-        returns: [B, T], the targets. No gradient flows into them.
-        mask: bool [B, T], the tokens that count.
-        clip: > 0, in units of the value, or None for the plain squared error.
-    Returns: (loss [B, T], clip_fraction [B, T]): the second is 1 where the clip binds, has no gradient, and is all 0
-        without a clip. Both are 0 where the mask is false.
-    Raises: ValueError on a clip that is not above 0, on shapes that differ, on a mask that is not bool.
+    Args:
+        values: [B, T], from the trained critic. Receives the gradient.
+        old_values: [B, T], before the updates of this batch. Receives no gradient.
+        returns: [B, T], targets. Receives no gradient.
+        mask: bool [B, T], true for tokens that count.
+        clip: > 0, in units of the value. None disables clipping.
+    Returns: (loss [B, T], clip_fraction [B, T]), 0 where the mask is false. The fraction is 1 where the clip binds.
+    Raises: ValueError for an invalid clip, different shapes, or a mask that is not bool.
 
-    The value clipping of the published PPO code, one of the code-level optimizations of Engstrom et al. 2020,
-    https://arxiv.org/abs/2005.12729.
+    Value clipping of the published PPO code: Engstrom et al. 2020, https://arxiv.org/abs/2005.12729.
     """
     if clip is not None and not clip > 0:
-        raise ValueError(f"clip is {clip}, it must be above 0, or None to turn clipping off")
+        raise ValueError(f"clip is {clip}, but must be above 0, or None to disable clipping")
     values_BT, old_values_BT, returns_BT = masked_tokens(
         mask, values=values, old_values=old_values.detach(), returns=returns.detach()
     )
@@ -47,18 +45,15 @@ def clipped_value_loss(
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     """Returns the fraction of the variance of the returns that the values explain: 1 - var(R - V) / var(R).
 
-    Arguments:
-        values: [B, T].
-        returns: [B, T].
-        mask: bool [B, T], the tokens that count. Pass the whole batch: the mean over parts of it is another number.
-    Returns: a scalar in (-inf, 1]: 1 for perfect values, 0 for any constant, negative for worse than a constant. 0 if
-        the returns do not vary, or the mask is empty: there is nothing to explain.
-    Raises: ValueError on shapes that differ or a mask that is not bool.
+    Args: values and returns [B, T] and mask bool [B, T], of the whole batch (results of parts cannot be averaged).
+    Returns: a scalar in (-inf, 1]: 1 for perfect values, 0 for a constant, negative if worse than a constant. 0 if the
+        returns are constant or the mask is empty.
+    Raises: ValueError for different shapes or a mask that is not bool.
     """
     values_BT, returns_BT = masked_tokens(mask, values=values, returns=returns)
     returns_N = returns_BT[mask].double()
     errors_N = returns_N - values_BT[mask].double()
-    # Against the first one: equal returns become exact zeros, whatever their mean would round to.
+    # Subtracting the first return makes equal returns exactly 0, regardless of rounding of the mean.
     returns_N = returns_N - returns_N[:1]
     total = (returns_N - returns_N.mean()).square().sum()
     unexplained = (errors_N - errors_N.mean()).square().sum()

@@ -26,24 +26,22 @@ def kto_loss(
         desirable    L = desirable_weight   (1 - sigmoid(beta (r - z)))
         undesirable  L = undesirable_weight (1 - sigmoid(beta (z - r)))
 
-    Arguments:
-        logprobs: [B], of whole answers under the policy: sums over their tokens.
-        ref_logprobs: [B], under the reference. No gradient flows into them.
+    Args:
+        logprobs: [B], of responses under the policy: sums over their tokens.
+        ref_logprobs: [B], under the reference. Receives no gradient.
         desirable: bool [B].
-        reference_kl: >= 0, a scalar, from `kto_reference_kl` over the whole batch. No gradient flows into it.
-        beta: > 0 (0.1 is usual).
-        desirable_weight, undesirable_weight: > 0. The paper balances n desirable and m undesirable
-            answers by choosing them such that (desirable_weight n) / (undesirable_weight m) is 1 or a little more.
-    Returns: (loss [B], metrics [B] without gradient). A step's loss is the sum over its rows by their number. Metrics:
-        accuracy: 1 where the reward is strictly on the right side of the reference point: above it if the answer is
-            desirable, below it if not.
+        reference_kl: >= 0, scalar, from `kto_reference_kl` over the whole batch. Receives no gradient.
+        beta: > 0 (usually 0.1).
+        desirable_weight, undesirable_weight: > 0. The paper balances n desirable and m undesirable responses with
+            (desirable_weight n) / (undesirable_weight m) of 1 or slightly more.
+    Returns: (loss [B], metrics [B] without gradient). The loss of a step is the mean over its rows. Metrics:
+        accuracy: 1 where the reward is above (desirable) or below (undesirable) the reference point.
         reward: beta r.
-        chosen_reward, rejected_reward: beta r of desirable and of undesirable answers, 0 for the others.
-        is_chosen: 1 for desirable answers; the sum of chosen_reward by the sum of this is its mean.
-    Raises: ValueError on shapes that differ, a `desirable` that is not bool, a beta or weight that is not above 0, a
-        reference_kl that is no scalar, or a number below 0.
+        chosen_reward, rejected_reward: beta r of desirable and of undesirable responses, 0 for the others.
+        is_chosen: 1 for desirable responses; sum(chosen_reward) / sum(is_chosen) is the mean chosen reward.
+    Raises: ValueError for different shapes, `desirable` not bool, beta or a weight <= 0, or an invalid reference_kl.
 
-    Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306, section 4, whose loss is weight - value.
+    Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306, section 4.
     """
     for name, value in (
         ("beta", beta),
@@ -51,18 +49,18 @@ def kto_loss(
         ("undesirable_weight", undesirable_weight),
     ):
         if not value > 0:
-            raise ValueError(f"{name} is {value}, it must be above 0")
+            raise ValueError(f"{name} is {value}, but must be above 0")
     if desirable.dtype != torch.bool:
-        raise ValueError(f"desirable is {desirable.dtype}, it must be torch.bool: pass `desirable.bool()`")
+        raise ValueError(f"desirable is {desirable.dtype}, but must be torch.bool: pass `desirable.bool()`")
     if not (logprobs.dim() == 1 and logprobs.shape == ref_logprobs.shape == desirable.shape):
         shapes = f"{list(logprobs.shape)}, {list(ref_logprobs.shape)}, {list(desirable.shape)}"
-        raise ValueError(f"logprobs, ref_logprobs and desirable have shapes {shapes}, they must all be [B]")
-    _check_point(reference_kl)
+        raise ValueError(f"logprobs, ref_logprobs and desirable have shapes {shapes}, but must all be [B]")
+    _check_reference_kl(reference_kl)
     point = reference_kl.detach() if isinstance(reference_kl, Tensor) else reference_kl
     ratio_B = at_least_float32(logprobs) - at_least_float32(ref_logprobs.detach())
     gain_B = beta * torch.where(desirable, ratio_B - point, point - ratio_B)
     weight_B = torch.where(desirable, desirable_weight, undesirable_weight).to(ratio_B.dtype)
-    # 1 - sigmoid(x) = sigmoid(-x), which keeps its digits where sigmoid(x) is nearly 1.
+    # 1 - sigmoid(x) = sigmoid(-x), which is accurate where sigmoid(x) is nearly 1.
     return weight_B * torch.sigmoid(-gain_B), _metrics(beta * ratio_B.detach(), gain_B.detach(), desirable)
 
 
@@ -72,16 +70,15 @@ def kto_reference_kl(mismatched_logprobs: Tensor, mismatched_ref_logprobs: Tenso
 
         z = max(0, mean(mismatched_logprobs - mismatched_ref_logprobs))
 
-    Arguments:
-        mismatched_logprobs: [B], sums over the tokens of the answer of row i + 1 (of row 0 for the last), given the
-            prompt of row i, under the policy. A batch of one row would be matched with itself: it needs two.
+    Args:
+        mismatched_logprobs: [B], log-probability under the policy of the response of row i + 1 (row 0 for the last row)
+            given the prompt of row i. Requires at least two rows for a mismatch.
         mismatched_ref_logprobs: [B], under the reference.
-    Returns: a scalar, >= 0, in at least float32, without gradient; 0 for an empty batch. Pass the rows of the whole
-        step, from all ranks: the maximum does not commute with a mean over parts.
-    Raises: ValueError on shapes that differ.
+    Returns: a scalar >= 0, in at least float32, without gradient; 0 for an empty batch.
+    Raises: ValueError for different shapes.
 
-    Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306, section 4.
-    Deviation: the paper takes the mean over each micro-batch, so its loss depends on how a step is split.
+    Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306, section 4. Deviation: pass the rows of the whole step,
+    from all ranks; the paper uses each micro-batch, so its loss depends on the split.
     """
     if mismatched_logprobs.dim() != 1 or mismatched_logprobs.shape != mismatched_ref_logprobs.shape:
         shapes = f"{list(mismatched_logprobs.shape)} and {list(mismatched_ref_logprobs.shape)}"
@@ -91,15 +88,15 @@ def kto_reference_kl(mismatched_logprobs: Tensor, mismatched_ref_logprobs: Tenso
     return mean.clamp(min=0).to(ratio_B.dtype)
 
 
-def _check_point(reference_kl: Tensor | float) -> None:
+def _check_reference_kl(reference_kl: Tensor | float) -> None:
     if isinstance(reference_kl, Tensor):
-        # Its value is not looked at: that would wait for the device.
+        # Reading the value would synchronize with the device.
         if reference_kl.dim() != 0:
             raise ValueError(
-                f"reference_kl has shape {list(reference_kl.shape)}, it must be a scalar: one for the step"
+                f"reference_kl has shape {list(reference_kl.shape)}, but must be a scalar: one for the step"
             )
     elif not reference_kl >= 0:
-        raise ValueError(f"reference_kl is {reference_kl}, it must be 0 or more: take it from kto_reference_kl")
+        raise ValueError(f"reference_kl is {reference_kl}, but must be 0 or more: take it from kto_reference_kl")
 
 
 def _metrics(reward_B: Tensor, gain_B: Tensor, desirable_B: Tensor) -> dict[str, Tensor]:

@@ -2,14 +2,13 @@
 
 Shape suffixes: P pairs, B rows, T token positions.
 
-Every loss takes log-probabilities (or scores) of whole answers, [P], which `sequence_logprobs` makes from those of
-tokens, and returns (loss [P], metrics): the metrics are [P] too, without gradient. A step's loss is the sum of the
-losses over the number of pairs of the whole step, and so are the means of the metrics, however it was split.
+All losses take scores or log-probabilities [P] of responses (see `sequence_logprobs`) and return (loss [P], metrics [P]
+without gradient). The loss of a step is the mean over its pairs. All raise ValueError for settings out of range or
+different shapes. Metrics of all losses:
 
-Metrics of every loss, by its implicit reward:
-    accuracy: 1 where the chosen reward is above the rejected one, strictly.
-    chosen_reward, rejected_reward: as each loss says.
-    margin: their difference.
+    accuracy                          1 where the chosen reward is above the rejected reward
+    chosen_reward, rejected_reward    implicit rewards, defined by each loss
+    margin                            difference of the rewards
 """
 
 from typing import Literal, get_args
@@ -30,15 +29,15 @@ MAX_MEAN_LOGPROB = -1e-6
 def sequence_logprobs(logprobs: Tensor, mask: Tensor, *, mode: SequenceMode) -> Tensor:
     """Returns the log-probability of each response, as a sum or mean over its tokens.
 
-    Arguments:
+    Args:
         logprobs: [B, T], of the tokens.
-        mask: bool [B, T], true on the tokens of the answer.
-        mode: sum for DPO and KTO, mean over the answer's tokens for SimPO and ORPO.
-    Returns: [B] in at least float32, differentiable. A row without a true position gives 0.
-    Raises: ValueError on an unknown mode, shapes that differ or a mask that is not bool.
+        mask: bool [B, T], true for response tokens.
+        mode: sum for DPO and KTO, mean for SimPO and ORPO.
+    Returns: [B] in at least float32, differentiable. Rows without a true position give 0.
+    Raises: ValueError for an unknown mode, different shapes or a mask that is not bool.
     """
     if mode not in get_args(SequenceMode):
-        raise ValueError(f"mode is {mode!r}, it must be one of {', '.join(get_args(SequenceMode))}")
+        raise ValueError(f"mode is {mode!r}, but must be one of {', '.join(get_args(SequenceMode))}")
     (logprobs_BT,) = masked_tokens(mask, logprobs=logprobs)
     sum_B = logprobs_BT.sum(-1)
     return sum_B if mode == "sum" else sum_B / mask.sum(-1).clamp(min=1)
@@ -51,23 +50,20 @@ def pairwise_reward_loss(
 
         L = -log sigmoid(chosen - rejected - margin) = log(1 + exp(rejected - chosen + margin))
 
-    The two sides are the same function, known as `log_sig` and as `log_exp`; both names are this one, which is
-    finite wherever its arguments are.
+    Both forms are equal; `log_sig` and `log_exp` are aliases.
 
-    Arguments:
-        chosen_scores, rejected_scores: [P], of the better and the worse answer.
-        margin: [P] or a number, >= 0, larger where the better answer is clearly better; no gradient flows into it.
-    Returns: (loss [P], metrics); the rewards are the scores, and `margin` their difference.
-    Raises: ValueError on shapes that differ, or a negative margin given as a number.
+    Args:
+        chosen_scores, rejected_scores: [P], the implicit rewards.
+        margin: [P] or a number, >= 0, larger for clearer preferences. Receives no gradient.
 
     log_sig: Ouyang et al. 2022, https://arxiv.org/abs/2203.02155, eq. (1). log_exp: Askell et al. 2021,
     https://arxiv.org/abs/2112.00861. Margin: Touvron et al. 2023, https://arxiv.org/abs/2307.09288, eq. (2).
-    Deviation: eq. (1) of the first averages over the pairs of one prompt; here every pair counts the same.
+    Deviation: eq. (1) of the first averages over the pairs of one prompt; here all pairs have the same weight.
     """
     if isinstance(margin, Tensor):
         margin_P = _pairs(chosen_scores=chosen_scores, margin=margin)[1].detach()
     elif not margin >= 0:
-        raise ValueError(f"margin is {margin}, it must be 0 or more")
+        raise ValueError(f"margin is {margin}, but must be 0 or more")
     else:
         margin_P = margin
     chosen_P, rejected_P = _pairs(chosen_scores=chosen_scores, rejected_scores=rejected_scores)
@@ -96,16 +92,13 @@ def dpo_loss(
         hinge    max(0, 1 - beta h)
         ipo      (h - 1 / (2 beta))^2
 
-    Arguments:
-        chosen_logprobs, rejected_logprobs: [P], of whole answers under the policy; sums over their tokens. For ipo,
-            means are in use too: they make its target independent of length.
-        ref_chosen_logprobs, ref_rejected_logprobs: [P], under the reference. No gradient flows into them.
-        beta: > 0, how strongly the policy is held to the reference (0.1 is usual); tau of the paper of ipo.
+    Args:
+        chosen_logprobs, rejected_logprobs: [P], sums over the response tokens under the policy; for ipo also means.
+        ref_chosen_logprobs, ref_rejected_logprobs: [P], under the reference. Receive no gradient.
+        beta: > 0, strength of the regularization toward the reference (usually 0.1); tau in the paper of ipo.
         kind: see above.
-        label_smoothing: in [0, 0.5), the probability that a label is the wrong way round; for sigmoid alone.
-    Returns: (loss [P], metrics); the reward is beta (logprob - ref_logprob).
-    Raises: ValueError on an unknown kind, a beta that is not above 0, a label_smoothing outside its range or with
-        another kind, shapes that differ.
+        label_smoothing: in [0, 0.5), probability of a flipped label; only for sigmoid.
+    Returns: (loss [P], metrics); the implicit reward is beta (logprob - ref_logprob).
 
     Rafailov et al. 2023, https://arxiv.org/abs/2305.18290, eq. (7). label_smoothing is conservative DPO: Mitchell 2023,
     https://ericmitchell.ai/cdpo.pdf. hinge: Zhao et al. 2023, https://arxiv.org/abs/2305.10425, with DPO's reward as
@@ -138,18 +131,17 @@ def simpo_loss(
 
         L = -log sigmoid(beta chosen - beta rejected - margin)
 
-    Arguments:
-        chosen_logprobs, rejected_logprobs: [P], means over the tokens of each answer.
-        beta: > 0, scale of the reward (2 to 10 are usual).
-        margin: >= 0, by how much the chosen reward is to exceed the other; gamma of the paper.
-    Returns: (loss [P], metrics); the reward is beta logprob. The accuracy does not ask for the margin.
-    Raises: ValueError on a beta that is not above 0, a negative margin, shapes that differ.
+    Args:
+        chosen_logprobs, rejected_logprobs: [P], means over the tokens of each response.
+        beta: > 0, scale of the reward (usually 2 to 10).
+        margin: >= 0, target difference of the rewards; gamma in the paper. Does not affect the accuracy.
+    Returns: (loss [P], metrics); the implicit reward is beta logprob.
 
     Meng et al. 2024, https://arxiv.org/abs/2405.14734, eq. (6).
     """
     _check_beta(beta)
     if not margin >= 0:
-        raise ValueError(f"margin is {margin}, it must be 0 or more")
+        raise ValueError(f"margin is {margin}, but must be 0 or more")
     chosen_P, rejected_P = _pairs(chosen_logprobs=chosen_logprobs, rejected_logprobs=rejected_logprobs)
     chosen_P, rejected_P = beta * chosen_P, beta * rejected_P
     return -logsigmoid(chosen_P - rejected_P - margin), _pair_metrics(chosen_P, rejected_P)
@@ -160,21 +152,19 @@ def orpo_loss(chosen_logprobs: Tensor, rejected_logprobs: Tensor, *, coef: float
 
         L = -log P(chosen) - coef log sigmoid(log odds(chosen) - log odds(rejected));    odds(y) = P(y) / (1 - P(y))
 
-    Arguments:
-        chosen_logprobs, rejected_logprobs: [P], log P: means over the tokens of each answer, at most 0.
-        coef: >= 0, weight of the preference; lambda of the paper (0.1 is usual).
-    Returns: (loss [P], metrics). The reward is log odds. Further metrics:
-        sft_loss: -log P(chosen), the first term.
-        odds_ratio_loss: -log sigmoid(...), the second without its weight.
-    Raises: ValueError on a negative coef or shapes that differ.
+    Args:
+        chosen_logprobs, rejected_logprobs: [P], log P: means over the tokens of each response, at most 0.
+        coef: >= 0, weight of the odds-ratio term; lambda in the paper (usually 0.1).
+    Returns: (loss [P], metrics); the implicit reward is log odds. Additional metrics:
+        sft_loss: -log P(chosen).
+        odds_ratio_loss: -log sigmoid(...), without coef.
 
-    Hong et al. 2024, https://arxiv.org/abs/2403.07691, eq. (3) to (7).
-    Deviations: the fine-tuning term is the mean over the answer, not over the prompt too as in the authors' code, and
-    pairs count the same whatever their length; in the odds log P is held at or below -1e-6, where they would be
-    infinite, and has no gradient through them above it. Peers report coef log P as the reward; it has the same order.
+    Hong et al. 2024, https://arxiv.org/abs/2403.07691, eq. (3) to (7). Deviations: the supervised term excludes the
+    prompt, unlike the authors' code; all pairs have the same weight; log P is clamped to at most -1e-6 in the odds,
+    without gradient above it. Other implementations report coef log P as the reward, which has the same order.
     """
     if not coef >= 0:
-        raise ValueError(f"coef is {coef}, it must be 0 or more")
+        raise ValueError(f"coef is {coef}, but must be 0 or more")
     chosen_P, rejected_P = _pairs(chosen_logprobs=chosen_logprobs, rejected_logprobs=rejected_logprobs)
     chosen_odds_P, rejected_odds_P = _log_odds(chosen_P), _log_odds(rejected_P)
     odds_ratio_loss_P = -logsigmoid(chosen_odds_P - rejected_odds_P)
@@ -184,9 +174,9 @@ def orpo_loss(chosen_logprobs: Tensor, rejected_logprobs: Tensor, *, coef: float
 
 def _log_odds(logprobs_P: Tensor) -> Tensor:
     """Returns log(P / (1 - P)) given log P."""
-    held_P = logprobs_P.clamp(max=MAX_MEAN_LOGPROB)
-    # expm1 keeps the digits of 1 - P where P is near 1; where P is small, what is lost is nothing beside log P.
-    return held_P - torch.log(-torch.expm1(held_P))
+    clamped_P = logprobs_P.clamp(max=MAX_MEAN_LOGPROB)
+    # expm1 is accurate where P is near 1. Where P is small, its error is negligible compared to log P.
+    return clamped_P - torch.log(-torch.expm1(clamped_P))
 
 
 def _pairs(**pairs: Tensor) -> list[Tensor]:
@@ -194,7 +184,7 @@ def _pairs(**pairs: Tensor) -> list[Tensor]:
     shape = next(iter(pairs.values())).shape
     for name, values in pairs.items():
         if values.dim() != 1 or values.shape != shape:
-            raise ValueError(f"{name} has shape {list(values.shape)}, it must be [P], as {next(iter(pairs))} is")
+            raise ValueError(f"{name} has shape {list(values.shape)}, but must be [P], as {next(iter(pairs))} is")
     return [at_least_float32(values) for values in pairs.values()]
 
 
@@ -210,14 +200,14 @@ def _pair_metrics(chosen_P: Tensor, rejected_P: Tensor) -> dict[str, Tensor]:
 
 def _check_beta(beta: float) -> None:
     if not beta > 0:
-        raise ValueError(f"beta is {beta}, it must be above 0")
+        raise ValueError(f"beta is {beta}, but must be above 0")
 
 
 def _check_dpo(beta: float, kind: DpoKind, label_smoothing: float) -> None:
     _check_beta(beta)
     if kind not in get_args(DpoKind):
-        raise ValueError(f"kind is {kind!r}, it must be one of {', '.join(get_args(DpoKind))}")
+        raise ValueError(f"kind is {kind!r}, but must be one of {', '.join(get_args(DpoKind))}")
     if not 0 <= label_smoothing < 0.5:
-        raise ValueError(f"label_smoothing is {label_smoothing}, it must be in [0, 0.5)")
+        raise ValueError(f"label_smoothing is {label_smoothing}, but must be in [0, 0.5)")
     if label_smoothing and kind != "sigmoid":
-        raise ValueError(f"label_smoothing is {label_smoothing}, but kind {kind} has none: use kind sigmoid")
+        raise ValueError(f"label_smoothing is {label_smoothing}, but applies only to kind sigmoid, not {kind}")

@@ -145,5 +145,5 @@ def test_misuse_is_refused():
         exact_kl(torch.zeros(1, 2, 3), torch.zeros(1, 2, 4))
     with pytest.raises(ValueError, match=r"logits have shape \[2, 3\]"):
         exact_kl(torch.zeros(2, 3), torch.zeros(2, 3))
-    with pytest.raises(ValueError, match=r"temperature is 0.0, it must be above 0"):
+    with pytest.raises(ValueError, match=r"temperature is 0.0"):
         exact_kl(torch.zeros(1, 2, 3), torch.zeros(1, 2, 3), temperature=0.0)

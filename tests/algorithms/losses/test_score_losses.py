@@ -130,10 +130,10 @@ def test_the_binary_divergence_keeps_its_digits_near_certainty():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"divergence": "js"}, "divergence is 'js', it must be one of tv, kl"),
-        ({"delta_low": -0.1}, "delta_low is -0.1, it must be 0 or more"),
-        ({"delta_high": -0.1}, "delta_high is -0.1, it must be 0 or more"),
-        ({"max_ratio": 0.0}, "max_ratio is 0.0, it must be above 0"),
+        ({"divergence": "js"}, "divergence is 'js'"),
+        ({"delta_low": -0.1}, "delta_low is -0.1"),
+        ({"delta_high": -0.1}, "delta_high is -0.1"),
+        ({"max_ratio": 0.0}, "max_ratio is 0.0"),
     ],
 )
 def test_options_of_dppo_outside_their_range_are_refused(wrong: dict, message: str):

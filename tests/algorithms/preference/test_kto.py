@@ -95,12 +95,12 @@ def test_bfloat16_is_float32_inside_and_an_empty_batch_is_empty():
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"beta": 0.0}, r"beta is 0\.0, it must be above 0"),
-        ({"reference_kl": -0.1}, r"reference_kl is -0\.1, it must be 0 or more"),
-        ({"reference_kl": torch.zeros(8)}, r"reference_kl has shape \[8\], it must be a scalar"),
-        ({"desirable_weight": -1.0}, r"desirable_weight is -1\.0, it must be above 0"),
-        ({"desirable": torch.ones(8)}, r"desirable is torch\.float32, it must be torch\.bool"),
-        ({"logprobs": torch.zeros(7)}, r"have shapes \[7\], \[8\], \[8\], they must all be \[B\]"),
+        ({"beta": 0.0}, r"beta is 0\.0"),
+        ({"reference_kl": -0.1}, r"reference_kl is -0\.1"),
+        ({"reference_kl": torch.zeros(8)}, r"reference_kl has shape \[8\]"),
+        ({"desirable_weight": -1.0}, r"desirable_weight is -1\.0"),
+        ({"desirable": torch.ones(8)}, r"desirable is torch\.float32"),
+        ({"logprobs": torch.zeros(7)}, r"have shapes \[7\], \[8\], \[8\]"),
     ],
 )
 def test_misuse_is_refused(change: dict[str, Any], sentence: str):
