@@ -1,4 +1,4 @@
-"""How large the tensors are that operations make, for the tests of what memory a function takes."""
+"""Records the size of the largest tensor that operations allocate, for tests of memory use."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Largest(TorchDispatchMode):
-    """The number of elements of the largest tensor that any operation returned; of one dtype, if it is given."""
+    """Records the number of elements of the largest tensor that any operation returns, optionally of one dtype."""
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         super().__init__()

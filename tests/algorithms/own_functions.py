@@ -1,4 +1,4 @@
-"""Functions as users write them, named in configs as tests.algorithms.own_functions:name."""
+"""User functions that configs select as tests.algorithms.own_functions:name."""
 
 from dataclasses import dataclass
 
@@ -53,7 +53,7 @@ def summed(rewards: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LastKl:
-    """The coefficient is the KL of the step before."""
+    """Controller whose coefficient is the KL of the previous step."""
 
     coef: float
 

@@ -1,4 +1,4 @@
-"""Every policy loss, called with the same columns, for the tests of what all of them promise."""
+"""All policy losses with common columns, for tests of shared properties."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,13 +14,13 @@ Columns = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """A loss with its options, and the columns that it takes beside the four of every loss."""
+    """Policy loss with its settings and its additional columns."""
 
     function: LossFunction
     options: Mapping[str, float | str] = field(default_factory=dict)
     columns: tuple[str, ...] = ()
     continuous: bool = True
-    """Whether a small change of the inputs makes a small change of the loss: no token falls out at a border."""
+    """Whether the loss is continuous in its inputs, without thresholds that exclude tokens."""
 
     def __call__(self, columns: Columns) -> tuple[Tensor, dict[str, Tensor]]:
         four = (columns[name] for name in ("logprobs", "old_logprobs", "advantages", "mask"))
@@ -54,14 +54,14 @@ CASES: dict[str, Case] = {
 }
 
 STOPPED_GRADIENT = {"gspo_token", "cispo", "dppo_tv", "dppo_kl"}
-"""Losses whose weight carries no gradient, so that a finite difference of them is not their gradient."""
+"""Losses whose weight carries no gradient, so that finite differences do not match their gradient."""
 
 SEQUENCE = {"gspo", "gspo_token", "gmpo"}
-"""Losses whose ratio is one for the row."""
+"""Losses with one ratio per row."""
 
 
 def columns(seed: int, num_rows: int = 6, num_positions: int = 7) -> Columns:
-    """Log-probabilities of a policy that has moved, in float64; the first row has no token that counts."""
+    """Returns float64 columns of an off-policy batch; the first row is fully masked."""
     generator = torch.Generator().manual_seed(seed)
     shape = (num_rows, num_positions)
     draws = torch.randn(5, *shape, generator=generator, dtype=torch.float64)
@@ -86,6 +86,6 @@ def with_gradient(table: Columns) -> Columns:
 
 
 def gradient(case: Case, table: Columns) -> Tensor:
-    """Of the sum of the per-token losses, by the log-probabilities."""
+    """Returns the gradient of the summed loss with respect to the log-probabilities."""
     table = with_gradient(table)
     return torch.autograd.grad(case(table)[0].sum(), table["logprobs"])[0]

@@ -1,4 +1,4 @@
-"""Functions on [B, T] under common columns, each with its formula in NumPy, for tests of what all of them promise."""
+"""Functions on [B, T] with common columns and their NumPy formulas, for tests of shared properties."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def columns(seed: int, num_rows: int = 6, num_positions: int = 7) -> Columns:
-    """What policy losses read, and scores, logits, states of a head and groups; the first row counts no token."""
+    """Returns columns of policy losses, scores, logits, hidden states and groups; the first row is fully masked."""
     generator = torch.Generator().manual_seed(seed + 1000)
     rows, tokens = (num_rows,), (num_rows, num_positions)
     shapes = {"scores": rows, "greedy_scores": rows, "logits": (*tokens, 5), "ref_logits": (*tokens, 5)}
@@ -32,21 +32,21 @@ def columns(seed: int, num_rows: int = 6, num_positions: int = 7) -> Columns:
 
 @dataclass(frozen=True)
 class Case:
-    """A function of columns, and the same from its paper in NumPy."""
+    """Function of columns, and its NumPy formula from the paper."""
 
     function: Callable[..., Any]
     inputs: tuple[str, ...]
     formula: Callable[[Arrays], Any]
 
     def __call__(self, table: Columns) -> tuple[Tensor, ...]:
-        """All that the function returns, as tensors; metrics by name are left out."""
-        found = self.function(*(table[name] for name in self.inputs))
-        found = found[0] if isinstance(found, tuple) and isinstance(found[-1], dict) else found
-        if isinstance(found, dict):
-            found = torch.tensor([metric.result() for metric in found.values()], dtype=torch.float64)
-        if isinstance(found, a.WeightSums):
-            found = torch.tensor([found.mean(), found.effective_sample_size(), found.result()], dtype=torch.float64)
-        return found if isinstance(found, tuple) else (found,)
+        """Returns the results as tensors, without named metrics."""
+        actual = self.function(*(table[name] for name in self.inputs))
+        actual = actual[0] if isinstance(actual, tuple) and isinstance(actual[-1], dict) else actual
+        if isinstance(actual, dict):
+            actual = torch.tensor([metric.result() for metric in actual.values()], dtype=torch.float64)
+        if isinstance(actual, a.WeightSums):
+            actual = torch.tensor([actual.mean(), actual.effective_sample_size(), actual.result()], dtype=torch.float64)
+        return actual if isinstance(actual, tuple) else (actual,)
 
 
 def masked(values: np.ndarray, table: Arrays) -> np.ndarray:
@@ -60,13 +60,13 @@ def whitened(values: np.ndarray, mask: np.ndarray, mean: bool = True) -> np.ndar
 
 
 def to_come(table: Arrays, gamma: float) -> np.ndarray:
-    found = np.zeros(table["mask"].shape)
+    actual = np.zeros(table["mask"].shape)
     for row, mask in enumerate(table["mask"]):
         chosen = np.flatnonzero(mask)
         for start, t in enumerate(chosen):
             later = table["advantages"][row, chosen[start:]]
-            found[row, t] = np.sum(gamma ** np.arange(len(later)) * later)
-    return found
+            actual[row, t] = np.sum(gamma ** np.arange(len(later)) * later)
+    return actual
 
 
 def covariances(table: Arrays) -> np.ndarray:
@@ -87,12 +87,12 @@ def shaped(table: Arrays) -> np.ndarray:
 
 
 def ratios(table: Arrays, level: str) -> np.ndarray:
-    found = np.ones(table["mask"].shape)
+    actual = np.ones(table["mask"].shape)
     for row, mask in enumerate(table["mask"]):
         each = np.exp(table["logprobs"][row] - table["old_logprobs"][row])
         total = np.prod(each[mask])
-        found[row] = {"token": each, "sequence": total, "geometric": total ** (1 / max(1, mask.sum()))}[level]
-    return masked(found, table)
+        actual[row] = {"token": each, "sequence": total, "geometric": total ** (1 / max(1, mask.sum()))}[level]
+    return masked(actual, table)
 
 
 def sums(table: Arrays, level: str) -> np.ndarray:
@@ -108,7 +108,7 @@ def mismatch(table: Arrays) -> np.ndarray:
     mask = table["mask"]
     x, y = table["logprobs"][mask], table["old_logprobs"][mask]
     rows = [(table["logprobs"][i][m], table["old_logprobs"][i][m]) for i, m in enumerate(mask) if m.any()]
-    found = {
+    actual = {
         "logprob_gap_mean": np.abs(x - y).mean(),
         "prob_gap_mean": np.abs(np.exp(x) - np.exp(y)).mean(),
         "kl_k1": (y - x).mean(),
@@ -122,7 +122,7 @@ def mismatch(table: Arrays) -> np.ndarray:
         "prob_gap_max": np.abs(np.exp(x) - np.exp(y)).max(),
         "prob_correlation": np.corrcoef(np.exp(x), np.exp(y))[0, 1],
     }
-    return np.array(list(found.values()))
+    return np.array(list(actual.values()))
 
 
 def row_totals(table: Arrays, mean: bool) -> np.ndarray:
@@ -146,16 +146,16 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def chosen(logits: np.ndarray, table: Arrays) -> np.ndarray:
-    """Column t from the logits at t - 1, at a temperature of 0.7."""
-    found = np.zeros(table["tokens"].shape)
-    for row, t in np.ndindex(*found.shape):
+    """Returns softmax of the logits at t - 1 for column t, at temperature 0.7."""
+    actual = np.zeros(table["tokens"].shape)
+    for row, t in np.ndindex(*actual.shape):
         if t > 0:
-            found[row, t] = np.log(softmax(logits[row, t - 1] / 0.7)[table["tokens"][row, t]])
-    return found
+            actual[row, t] = np.log(softmax(logits[row, t - 1] / 0.7)[table["tokens"][row, t]])
+    return actual
 
 
 def before(values: np.ndarray) -> np.ndarray:
-    """Values at each position, on the token that comes after it."""
+    """Shifts values of each position to the next token."""
     return np.pad(values[:, :-1], ((0, 0), (1, 0)))
 
 
@@ -171,23 +171,23 @@ def exact_divergence(table: Arrays) -> np.ndarray:
 
 def grouped(table: Arrays) -> np.ndarray:
     """GPG with the deviation: B / (B - M) (r - mean) / (std + eps)."""
-    r, found, silent = table["scores"], np.zeros(len(table["scores"])), 0
+    r, actual, silent = table["scores"], np.zeros(len(table["scores"])), 0
     for group in np.unique(table["groups"]):
         members = table["groups"] == group
         x = r[members]
         silent += len(x) if np.ptp(x) == 0 else 0
-        found[members] = (x - x.mean()) / (x.std(ddof=1) + 1e-4)
-    return masked((found * len(r) / (len(r) - silent))[:, None], table)
+        actual[members] = (x - x.mean()) / (x.std(ddof=1) + 1e-4)
+    return masked((actual * len(r) / (len(r) - silent))[:, None], table)
 
 
 def short_and_right(table: Arrays) -> np.ndarray:
-    found = np.zeros(len(table["lengths"]))
+    actual = np.zeros(len(table["lengths"]))
     for i, (length, group) in enumerate(zip(table["lengths"], table["groups"], strict=True)):
         peers = table["lengths"][table["groups"] == group]
         if np.ptp(peers):
             x = 0.5 - (length - peers.min()) / np.ptp(peers)
-            found[i] = x if table["correct"][i] else min(0, x)
-    return found
+            actual[i] = x if table["correct"][i] else min(0, x)
+    return actual
 
 
 MOMENTS = a.RewardMoments(count=5, mean=0.25, sum_of_squares=9.0)
@@ -296,10 +296,10 @@ CASES: dict[str, Case] = {
         a.kto_reference_kl, ("scores", "greedy_scores"), lambda t: max(0, (t["scores"] - t["greedy_scores"]).mean())
     ),
 }
-"""Name -> the function, its inputs in order, and its formula."""
+"""Functions by name, with their inputs and formulas."""
 
 UNORDERED = {name for name in CASES if name.startswith(("weight_sums", "mismatch", "aggregate", "kto_reference"))}
-"""What gives numbers of the whole, and not of its rows."""
+"""Functions whose results are not per row."""
 
 ROWS_ALONE = {name for name, case in CASES.items() if set(case.inputs) <= {"scores", "greedy_scores", *ROW_INPUTS}}
-"""What looks at no token."""
+"""Functions without token inputs."""

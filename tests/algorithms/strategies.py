@@ -1,4 +1,4 @@
-"""What hypothesis draws for the functions on [B, T]: masks, group ids, scores, and orders of rows."""
+"""Hypothesis strategies: masks, group ids, scores and row orders."""
 
 import torch
 from hypothesis import settings
@@ -8,14 +8,13 @@ from torch import Tensor
 NAN = float("nan")
 
 quick = settings(deadline=None, max_examples=25, derandomize=True)
-"""For tests that run once per function: the same examples in every run. The first call of a torch function may take a
-second, so no deadline."""
+"""Hypothesis settings: deterministic examples, and no deadline, because first calls of torch functions are slow."""
 
 SCORES = st.one_of(
     st.floats(-1e3, 1e3, width=32),
     st.sampled_from([0.0, 1.0, 0.1, -7.3]),
 )
-"""Scores as rewards give them: often equal, seldom large."""
+"""Scores that are often equal and rarely large."""
 
 
 @st.composite
@@ -44,5 +43,5 @@ def token_tensors(draw: st.DrawFn, count: int, max_rows: int = 6, max_positions:
 
 
 def orders(rows: int) -> st.SearchStrategy[Tensor]:
-    """int64 [rows], every order of the rows."""
+    """int64 [rows], permutations of the rows."""
     return st.permutations(range(rows)).map(lambda order: torch.tensor(order, dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""Weights and rejection against literals, the published formulas in NumPy, and what must change nothing."""
+"""Tests importance weights and rejection with literals, NumPy formulas and invariances."""
 
 import math
 from typing import get_args
@@ -37,12 +37,12 @@ LOGPROBS = ROLLOUT_LOGPROBS + LOG_RATIOS
 
 
 def on_tokens(*values: float) -> Tensor:
-    """[3, 4], the values at the true positions of MASK in order and zero elsewhere."""
+    """Returns [3, 4] with the values at the true positions of MASK in order and zero elsewhere."""
     return torch.zeros(3, 4).masked_scatter(MASK, torch.tensor(values))
 
 
 def random_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """logprobs, rollout_logprobs, mask."""
+    """Returns logprobs, rollout_logprobs, mask."""
     generator = torch.Generator().manual_seed(seed)
     logprobs, rollout_logprobs = -torch.rand(2, 6, 5, generator=generator, dtype=torch.float64)
     return logprobs, rollout_logprobs, torch.rand(6, 5, generator=generator) < 0.7
@@ -115,7 +115,7 @@ def test_weights_agree_with_the_published_formulas(level: RatioLevel):
 
 
 def test_without_truncation_the_weights_make_the_loss_unbiased_for_the_policy():
-    """The expectation over what the rollout samples of w f is that of f over what the policy samples."""
+    """E_rollout[w f] equals E_policy[f]."""
     logprobs = torch.tensor([[0.1, 0.9, -0.4]], dtype=torch.float64).log_softmax(-1)
     rollout_logprobs = torch.tensor([[0.5, 0.1, 0.2]], dtype=torch.float64).log_softmax(-1)
     values, mask = torch.tensor([[3.0, -1.0, 2.0]]).double(), torch.ones(1, 3, dtype=torch.bool)
@@ -134,7 +134,7 @@ def test_without_truncation_the_weights_make_the_loss_unbiased_for_the_policy():
         ("k3", "sequence_max", (1.6137056, 1.6137056, 4.9205585, 4.9205585)),
     ],
 )
-def test_the_divergence_by_which_is_rejected_by_hand(kind: KlKind, level: RejectionLevel, expected: tuple[float, ...]):
+def test_rejection_divergence_by_hand(kind: KlKind, level: RejectionLevel, expected: tuple[float, ...]):
     """k1 is -ln rho, k2 half its square, k3 rho - 1 - ln rho, for rho = 4, 1/2 and 8, 2."""
     _, metrics = rejection_mask(LOGPROBS, ROLLOUT_LOGPROBS, MASK, kind=kind, level=level, high=1.0)
     assert_close(metrics["divergence"], on_tokens(*expected))
@@ -153,7 +153,7 @@ def test_the_divergence_by_which_is_rejected_by_hand(kind: KlKind, level: Reject
         ("k1", "sequence_max", -1.9, 0.7, (1, 1, 0, 0)),
     ],
 )
-def test_what_is_kept_by_hand(kind: KlKind, level: RejectionLevel, low: float, high: float, kept: tuple[int, ...]):
+def test_rejection_mask_by_hand(kind: KlKind, level: RejectionLevel, low: float, high: float, kept: tuple[int, ...]):
     result, metrics = rejection_mask(LOGPROBS, ROLLOUT_LOGPROBS, MASK, kind=kind, level=level, low=low, high=high)
     expected = on_tokens(*map(float, kept)).bool()
     assert result.equal(expected)
@@ -198,20 +198,20 @@ Corrected = dict[str, Tensor]
 
 
 def everything(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Corrected:
-    """What every function of the file gives at every level, by name."""
-    found: Corrected = {}
+    """Returns the results of all functions at all levels, by name."""
+    actual: Corrected = {}
     for level in LEVELS:
         for function in (truncated_weights, masked_weights):
             weights, metrics = function(logprobs, rollout_logprobs, mask, level=level, min_weight=0.5, max_weight=2.0)
-            found |= {f"{function.__name__} {level} {name}": x for name, x in ({"weights": weights} | metrics).items()}
+            actual |= {f"{function.__name__} {level} {name}": x for name, x in ({"weights": weights} | metrics).items()}
     for level in REJECTION_LEVELS:
         for kind in KINDS:
             kept, metrics = rejection_mask(logprobs, rollout_logprobs, mask, kind=kind, level=level, low=-0.4, high=0.4)
-            found |= {f"{level} {kind} {name}": x for name, x in ({"kept": kept} | metrics).items()}
-    return found
+            actual |= {f"{level} {kind} {name}": x for name, x in ({"kept": kept} | metrics).items()}
+    return actual
 
 
-def test_masked_tokens_change_nothing_whatever_they_hold():
+def test_masked_tokens_change_nothing():
     logprobs, rollout_logprobs, mask = random_inputs(4)
     dirty = everything(logprobs.masked_fill(~mask, math.nan), rollout_logprobs.masked_fill(~mask, -math.inf), mask)
     assert_close(dirty, everything(logprobs, rollout_logprobs, mask), rtol=0, atol=0)
@@ -223,7 +223,7 @@ def test_masked_tokens_change_nothing_whatever_they_hold():
 def test_permuting_rows_permutes_results(order: list[int]):
     inputs = random_inputs(5)
     permuted = everything(*(x[order] for x in inputs))
-    assert_close(permuted, {name: x[order] for name, x in everything(*inputs).items()}, rtol=0, atol=0)
+    assert_close(permuted, {name: x[order] for name, x in everything(*inputs).items()}, rtol=1e-9, atol=1e-12)
 
 
 def test_equal_policies_have_the_weight_one_and_nothing_is_dropped():
@@ -237,15 +237,15 @@ def test_equal_policies_have_the_weight_one_and_nothing_is_dropped():
 def test_extreme_log_ratios_stay_finite_and_are_bounded_or_dropped(extreme: float):
     mask, rollout_logprobs = torch.ones(1, 3, dtype=torch.bool), torch.zeros(1, 3)
     logprobs = torch.tensor([[extreme, 0.0, 0.0]])
-    found = everything(logprobs, rollout_logprobs, mask)
-    assert all(values.isfinite().all() for name, values in found.items() if name.endswith(("weights", "ratio")))
-    assert not any(values[0, 0] for name, values in found.items() if name.endswith("kept"))
+    actual = everything(logprobs, rollout_logprobs, mask)
+    assert all(values.isfinite().all() for name, values in actual.items() if name.endswith(("weights", "ratio")))
+    assert not any(values[0, 0] for name, values in actual.items() if name.endswith("kept"))
     assert not any(
-        values[0, 0] for name, values in found.items() if name.startswith("masked") and name.endswith("weights")
+        values[0, 0] for name, values in actual.items() if name.startswith("masked") and name.endswith("weights")
     )
 
 
-def test_a_token_that_is_not_a_number_is_dropped():
+def test_nan_tokens_are_rejected_and_have_no_weight():
     mask, logprobs = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[math.nan, 0.0]])
     tokens, _ = rejection_mask(logprobs, torch.zeros(1, 2), mask, kind="k1", level="token", high=math.inf)
     rows, _ = rejection_mask(logprobs, torch.zeros(1, 2), mask, kind="k1", level="sequence_max", high=math.inf)
@@ -253,7 +253,7 @@ def test_a_token_that_is_not_a_number_is_dropped():
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (2, 0), (2, 3)])
-def test_nothing_that_counts_gives_zeros(shape: tuple[int, int]):
+def test_an_empty_mask_gives_zeros(shape: tuple[int, int]):
     mask = torch.zeros(shape, dtype=torch.bool)
     for values in everything(torch.full(shape, math.nan), torch.randn(shape), mask).values():
         assert values.shape == shape and not values.any()
@@ -262,16 +262,16 @@ def test_nothing_that_counts_gives_zeros(shape: tuple[int, int]):
 def test_bfloat16_is_computed_in_float32():
     logprobs, rollout_logprobs, mask = random_inputs(7)
     low, rollout_low = logprobs.bfloat16(), rollout_logprobs.bfloat16()
-    found, exact = everything(low, rollout_low, mask), everything(low.double(), rollout_low.double(), mask)
-    for name, values in found.items():
+    actual, exact = everything(low, rollout_low, mask), everything(low.double(), rollout_low.double(), mask)
+    for name, values in actual.items():
         assert values.dtype in (torch.float32, torch.bool), name
         assert_close(values.double(), exact[name].double(), rtol=1e-5, atol=1e-5)
 
 
 def test_no_gradient_flows_through_weights():
     logprobs, rollout_logprobs, mask = random_inputs(8)
-    found = everything(logprobs.requires_grad_(), rollout_logprobs.requires_grad_(), mask)
-    assert not any(values.requires_grad for values in found.values())
+    actual = everything(logprobs.requires_grad_(), rollout_logprobs.requires_grad_(), mask)
+    assert not any(values.requires_grad for values in actual.values())
 
 
 def test_a_weighted_loss_split_into_micro_batches_gives_the_same_sum_and_gradient():
@@ -287,12 +287,12 @@ def test_a_weighted_loss_split_into_micro_batches_gives_the_same_sum_and_gradien
 
     full_weights, _ = truncated_weights(logprobs, rollout_logprobs, mask, level="sequence", max_weight=1.2)
     mean = weight_sums(full_weights, mask, level="sequence").mean()
-    whole, parts = (
+    full, parts = (
         reduced([0, 1, 2, 3, 4, 5], mean),
         reduced([5], mean) + reduced([1, 0], mean) + reduced([2, 3, 4], mean),
     )
-    assert_close(parts, whole)
-    assert_close(torch.autograd.grad(parts, current), torch.autograd.grad(whole, current))
+    assert_close(parts, full)
+    assert_close(torch.autograd.grad(parts, current), torch.autograd.grad(full, current))
 
 
 def test_weight_sums_by_hand():
@@ -306,24 +306,24 @@ def test_weight_sums_by_hand():
 
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(st.integers(0, 100), st.integers(0, 6), st.sampled_from(LEVELS))
-def test_weight_sums_of_parts_merge_to_those_of_the_whole(seed: int, cut: int, level: RatioLevel):
+def test_weight_sums_of_any_split_merge_to_the_full_batch(seed: int, split: int, level: RatioLevel):
     inputs = random_inputs(seed)
     weights, mask = importance_ratios(*inputs, level=level), inputs[2]
-    parts = [weight_sums(weights[rows], mask[rows], level=level) for rows in (slice(cut), slice(cut, None))]
-    merged, whole = parts[0].merge(parts[1]), weight_sums(weights, mask, level=level)
-    assert merged.count == whole.count
-    assert merged.mean() == pytest.approx(whole.mean()) and merged.result() == pytest.approx(whole.result())
+    parts = [weight_sums(weights[rows], mask[rows], level=level) for rows in (slice(split), slice(split, None))]
+    merged, full = parts[0].merge(parts[1]), weight_sums(weights, mask, level=level)
+    assert merged.count == full.count
+    assert merged.mean() == pytest.approx(full.mean()) and merged.result() == pytest.approx(full.result())
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_equal_weights_are_all_effective_and_one_weight_alone_counts_once(level: RatioLevel):
+def test_effective_sample_size_of_equal_weights_and_of_a_single_weight(level: RatioLevel):
     mask = torch.ones(5, 3, dtype=torch.bool)
     equal = weight_sums(torch.full((5, 3), 0.3), mask, level=level)
     alone = weight_sums(torch.eye(5)[0][:, None].expand(5, 3), mask, level="sequence")
     assert equal.result() == pytest.approx(1) and alone.effective_sample_size() == pytest.approx(1)
 
 
-def test_weight_sums_of_nothing():
+def test_weight_sums_of_an_empty_batch():
     nothing = weight_sums(torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.bool), level="token")
     assert math.isnan(nothing.mean()) and math.isnan(nothing.result()) and nothing.effective_sample_size() == 0
     assert WeightSums(0.0, 0.0, 3).result() == 0
@@ -336,30 +336,30 @@ def test_normalized_weights_have_the_mean_one():
     assert weight_sums(normalized, mask, level="token").mean() == pytest.approx(1)
 
 
-def test_weights_that_are_all_zero_stay_zero():
+def test_normalized_zero_weights_are_zero():
     assert not normalized_weights(torch.zeros(3, 4), MASK, mean=0.0).any()
 
 
 @pytest.mark.parametrize("mean", [-1.0, math.nan])
-def test_a_mean_that_cannot_be_one_is_refused(mean: float):
+def test_an_invalid_mean_is_rejected(mean: float):
     with pytest.raises(ValueError, match="mean is"):
         normalized_weights(torch.ones(3, 4), MASK, mean=mean)
 
 
 @pytest.mark.parametrize("bounds", [(-0.1, 2.0), (3.0, 2.0), (0.0, 0.0), (0.0, math.nan)])
 @pytest.mark.parametrize("function", [truncated_weights, masked_weights])
-def test_bounds_out_of_range_are_refused(function, bounds: tuple[float, float]):
+def test_bounds_out_of_range_are_rejected(function, bounds: tuple[float, float]):
     with pytest.raises(ValueError, match="min_weight is"):
         function(LOGPROBS, ROLLOUT_LOGPROBS, MASK, level="token", min_weight=bounds[0], max_weight=bounds[1])
 
 
-def test_unknown_levels_are_refused_and_the_known_listed():
+def test_unknown_levels_are_rejected():
     with pytest.raises(ValueError, match="level is 'row'"):
         importance_ratios(LOGPROBS, ROLLOUT_LOGPROBS, MASK, level="row")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="level is 'sequence'"):
         rejection_mask(LOGPROBS, ROLLOUT_LOGPROBS, MASK, kind="k1", level="sequence", high=1.0)  # pyright: ignore[reportArgumentType]
 
 
-def test_thresholds_in_the_wrong_order_are_refused():
+def test_thresholds_in_the_wrong_order_are_rejected():
     with pytest.raises(ValueError, match=r"low is 2\.0 and high is 1\.0"):
         rejection_mask(LOGPROBS, ROLLOUT_LOGPROBS, MASK, kind="k1", level="token", low=2.0, high=1.0)

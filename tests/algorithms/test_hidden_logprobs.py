@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies from hidden states against literals, the whole logits, and finite differences."""
+"""Log-probabilities and entropies from hidden states against literals, materialized logits, and finite differences."""
 
 import math
 from typing import Any
@@ -14,29 +14,29 @@ from flowrl.algorithms import hidden_logprobs as module
 from flowrl.algorithms import logprobs_and_entropy_from_hidden, logprobs_from_hidden, token_entropy, token_logprobs
 from tests.algorithms.largest import Largest
 
-Inputs = dict[str, Any]  # Any: tensors, and settings beside them
+Inputs = dict[str, Any]  # Any: tensors and settings
 HEADS: list[Inputs] = [{}, {"temperature": 0.7}, {"softcap": 2.0, "temperature": 1.3}]
 
 
 def random_inputs(seed: int, rows: int = 3, length: int = 5, size: int = 4, vocabulary: int = 11) -> Inputs:
-    """hidden, weight and bias (with gradient), tokens, mask."""
+    """Returns hidden, weight and bias (requiring gradient), tokens, mask."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {"hidden": (rows, length, size), "weight": (vocabulary, size), "bias": (vocabulary,)}
-    found: Inputs = {
+    actual: Inputs = {
         name: torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
         for name, shape in shapes.items()
     }
-    found["tokens"] = torch.randint(vocabulary, (rows, length), generator=generator)
-    found["mask"] = torch.rand((rows, length), generator=generator) < 0.7
-    return found
+    actual["tokens"] = torch.randint(vocabulary, (rows, length), generator=generator)
+    actual["mask"] = torch.rand((rows, length), generator=generator) < 0.7
+    return actual
 
 
 def changed(inputs: Inputs, **change: Any) -> Inputs:  # Any: as in Inputs
     return inputs | change
 
 
-def whole(inputs: Inputs, temperature: float = 1.0, softcap: float | None = None) -> tuple[Tensor, Tensor]:
-    """Both results from all logits at once."""
+def full(inputs: Inputs, temperature: float = 1.0, softcap: float | None = None) -> tuple[Tensor, Tensor]:
+    """Returns both results from materialized logits."""
     logits = inputs["hidden"] @ inputs["weight"].T + inputs["bias"]
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
@@ -76,9 +76,9 @@ def test_softcap_and_temperature_by_hand():
 
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.usefixtures("small_tiles")
-def test_both_and_their_gradients_agree_with_the_whole_logits(head: Inputs):
+def test_results_and_gradients_agree_with_materialized_logits(head: Inputs):
     inputs = random_inputs(0)
-    ours, theirs = logprobs_and_entropy_from_hidden(**inputs, **head), whole(inputs, **head)
+    ours, theirs = logprobs_and_entropy_from_hidden(**inputs, **head), full(inputs, **head)
     assert_close(ours, theirs)
     weights = torch.randn(2, 3, 5, dtype=torch.float64)
     value, expected = ((weights[0] * x[0] + weights[1] * x[1]).sum() for x in (ours, theirs))
@@ -103,27 +103,27 @@ def test_results_and_gradients_do_not_depend_on_the_tiles(seed: int, sides: tupl
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(module._TILE_SIDES, "cpu", sides)
         logprobs, entropy = logprobs_and_entropy_from_hidden(**inputs)
-        found = gradients((logprobs - 0.3 * entropy).sum(), inputs)
-    expected = whole(inputs)
+        actual = gradients((logprobs - 0.3 * entropy).sum(), inputs)
+    expected = full(inputs)
     assert_close((logprobs, entropy), expected)
-    assert_close(found, gradients((expected[0] - 0.3 * expected[1]).sum(), inputs))
+    assert_close(actual, gradients((expected[0] - 0.3 * expected[1]).sum(), inputs))
 
 
-def test_the_logprobs_alone_are_those_that_come_with_entropies():
+def test_logprobs_are_equal_with_and_without_entropy():
     inputs = random_inputs(2)
     assert_close(logprobs_from_hidden(**inputs), logprobs_and_entropy_from_hidden(**inputs)[0], rtol=0, atol=0)
 
 
-def test_they_are_those_of_token_logprobs_and_token_entropy():
+def test_results_agree_with_token_logprobs_and_token_entropy():
     inputs = random_inputs(3)
     logits, mask = inputs["hidden"] @ inputs["weight"].T + inputs["bias"], inputs["mask"]
     expected = token_logprobs(logits, inputs["tokens"], temperature=0.9), token_entropy(logits, temperature=0.9)
-    found = logprobs_and_entropy_from_hidden(**inputs, temperature=0.9)
-    assert_close(found, tuple(x.masked_fill(~mask, 0) for x in expected))
+    actual = logprobs_and_entropy_from_hidden(**inputs, temperature=0.9)
+    assert_close(actual, tuple(x.masked_fill(~mask, 0) for x in expected))
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_no_tensor_of_either_pass_is_larger_than_the_inputs_or_a_tile():
+def test_no_pass_allocates_more_than_the_inputs_or_a_tile():
     inputs = random_inputs(4, 4, 40, 2, 40)
     with Largest() as largest:
         gradients(torch.stack(logprobs_and_entropy_from_hidden(**inputs, softcap=5.0)).sum(), inputs)
@@ -143,7 +143,7 @@ def test_masked_positions_change_neither_value_nor_gradient():
     assert_close(gradients(dirty_value.sum(), dirty), gradients(clean_value.sum(), inputs), rtol=0, atol=0)
 
 
-def test_a_split_batch_adds_up_to_the_whole():
+def test_a_split_batch_sums_to_the_full_batch():
     inputs = random_inputs(6)
     parts = [inputs | {name: inputs[name][rows] for name in ("hidden", "tokens", "mask")} for rows in ([0, 2], [1])]
     values = [logprobs_from_hidden(**part) for part in parts]
@@ -153,15 +153,15 @@ def test_a_split_batch_adds_up_to_the_whole():
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_an_excluded_token_has_logprob_minus_infinity_and_adds_nothing():
+def test_an_excluded_token_has_logprob_minus_infinity_and_no_gradient():
     inputs = random_inputs(7, vocabulary=11)
     bias = torch.zeros(11, dtype=torch.float64)
-    bias[:5] = -math.inf  # the whole first tile, and a part of the second
+    bias[:5] = -math.inf  # the entire first tile and a part of the second
     allowed = changed(inputs, tokens=inputs["tokens"] % 6, weight=inputs["weight"][5:], bias=bias[5:])
     excluding = changed(inputs, tokens=allowed["tokens"] + 5, bias=bias.requires_grad_())
-    found = logprobs_and_entropy_from_hidden(**excluding)
-    assert_close(found, logprobs_and_entropy_from_hidden(**allowed))
-    grads = gradients((found[0] + found[1]).sum(), excluding)
+    actual = logprobs_and_entropy_from_hidden(**excluding)
+    assert_close(actual, logprobs_and_entropy_from_hidden(**allowed))
+    grads = gradients((actual[0] + actual[1]).sum(), excluding)
     assert all(x.isfinite().all() for x in grads) and not grads[1][:5].any()
     none = logprobs_from_hidden(**changed(excluding, tokens=torch.zeros_like(inputs["tokens"])))
     assert (none[:, 1:][inputs["mask"][:, 1:]] == -math.inf).all()
@@ -172,45 +172,45 @@ def test_extreme_logits_stay_finite():
     mask = torch.ones(1, 2, dtype=torch.bool)
     logprobs, entropy = logprobs_and_entropy_from_hidden(hidden, weight, torch.tensor([[0, 1]]), mask)
     assert logprobs.tolist() == [[0.0, -2e4]] and entropy.tolist() == [[0.0, 0.0]]
-    found = torch.autograd.grad((logprobs + entropy).sum(), (hidden, weight))
-    assert all(x.isfinite().all() for x in found)
+    actual = torch.autograd.grad((logprobs + entropy).sum(), (hidden, weight))
+    assert all(x.isfinite().all() for x in actual)
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight", "bias"])
-def test_what_is_frozen_gets_no_gradient_and_the_rest_is_unchanged(frozen: str):
+def test_frozen_inputs_receive_no_gradient(frozen: str):
     inputs = random_inputs(8)
     names = [name for name in ("hidden", "weight", "bias") if name != frozen]
     held = inputs | {frozen: inputs[frozen].detach()}
-    found, expected = (
+    actual, expected = (
         torch.autograd.grad(logprobs_from_hidden(**x).sum(), [inputs[n] for n in names]) for x in (held, inputs)
     )
-    assert_close(found, expected)
+    assert_close(actual, expected)
 
 
-def test_a_detached_entropy_leaves_the_gradient_of_the_logprobs():
+def test_a_detached_entropy_does_not_change_the_gradient():
     inputs = random_inputs(9)
     logprobs, entropy = logprobs_and_entropy_from_hidden(**inputs)
     assert not entropy.detach().requires_grad
     assert_close(gradients(logprobs.sum(), inputs), gradients(logprobs_from_hidden(**inputs).sum(), inputs))
     (only_entropy,) = logprobs_and_entropy_from_hidden(**inputs)[1:]
-    assert_close(gradients(only_entropy.sum(), inputs), gradients(whole(inputs)[1].sum(), inputs))
+    assert_close(gradients(only_entropy.sum(), inputs), gradients(full(inputs)[1].sum(), inputs))
 
 
-def test_bfloat16_agrees_with_float32_to_the_rounding_of_its_logits():
+def test_bfloat16_agrees_with_float32_up_to_rounding():
     exact = random_inputs(10, 2, 9, 16, 50)
     low = {n: x.detach().bfloat16().requires_grad_() if x.is_floating_point() else x for n, x in exact.items()}
     same = {n: x.detach().float().requires_grad_() if x.is_floating_point() else x for n, x in low.items()}
-    found, expected = logprobs_and_entropy_from_hidden(**low), logprobs_and_entropy_from_hidden(**same)
-    assert all(x.dtype == torch.float32 for x in found)
+    actual, expected = logprobs_and_entropy_from_hidden(**low), logprobs_and_entropy_from_hidden(**same)
+    assert all(x.dtype == torch.float32 for x in actual)
     # Logits of up to 16 are rounded to 8 bits: by at most 2^-5 each.
-    assert_close(found, expected, rtol=0, atol=0.07)
-    grads = gradients(found[0].sum(), low)
+    assert_close(actual, expected, rtol=0, atol=0.07)
+    grads = gradients(actual[0].sum(), low)
     assert all(x.dtype == torch.bfloat16 for x in grads)
     assert_close([x.float() for x in grads], list(gradients(expected[0].sum(), same)), rtol=0.05, atol=0.15)
 
 
 @pytest.mark.parametrize(("rows", "length"), [(0, 3), (2, 0), (2, 1), (2, 3)])
-def test_nothing_wanted_gives_zeros_and_a_gradient_of_zero(rows: int, length: int):
+def test_an_empty_mask_gives_zeros_and_zero_gradients(rows: int, length: int):
     inputs = changed(random_inputs(11, rows, length), mask=torch.zeros(rows, length, dtype=torch.bool))
     logprobs, entropy = logprobs_and_entropy_from_hidden(**inputs)
     assert logprobs.equal(torch.zeros(rows, length)) and entropy.equal(logprobs)
@@ -218,7 +218,7 @@ def test_nothing_wanted_gives_zeros_and_a_gradient_of_zero(rows: int, length: in
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("change", "message"),
     [
         ({"temperature": 0.0}, r"temperature is 0\.0"),
         ({"softcap": -1.0}, r"softcap is -1\.0"),
@@ -233,6 +233,6 @@ def test_nothing_wanted_gives_zeros_and_a_gradient_of_zero(rows: int, length: in
         ({"weight": torch.zeros(11, 4)}, r"weight is torch\.float32"),
     ],
 )
-def test_misuse_is_refused(change: dict[str, Any], sentence: str):
-    with pytest.raises(ValueError, match=sentence):
+def test_misuse_is_rejected(change: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
         logprobs_from_hidden(**random_inputs(12) | change)

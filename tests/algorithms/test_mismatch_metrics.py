@@ -1,4 +1,4 @@
-"""Metrics of the gap between two policies against literals, the formulas in NumPy, and any split into parts."""
+"""Tests mismatch metrics with literals, NumPy formulas and merging of any split."""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from flowrl.data.metric import merge_metrics
 
 
 def random_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """logprobs, rollout_logprobs, mask; at least one token counts."""
+    """Returns logprobs, rollout_logprobs and a nonempty mask."""
     generator = torch.Generator().manual_seed(seed)
     logprobs = -2 * torch.rand(6, 5, generator=generator, dtype=torch.float64)
     gaps = 0.3 * torch.randn(6, 5, generator=generator, dtype=torch.float64)
@@ -89,9 +89,9 @@ def test_agrees_with_the_formulas(seed: int):
 
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(st.integers(0, 50), st.lists(st.integers(0, 6), max_size=3))
-def test_any_split_into_parts_merges_to_the_whole(seed: int, cuts: list[int]):
+def test_any_split_merges_to_the_full_batch(seed: int, splits: list[int]):
     inputs = random_inputs(seed)
-    edges = [0, *sorted(cuts), 6]
+    edges = [0, *sorted(splits), 6]
     parts = [slice(a, b) for a, b in pairwise(edges)]
     # At run time a Correlation merges as the metrics do; the type of the function names only those of data/metric.py.
     merged = merge_metrics([mismatch_metrics(*(x[rows] for x in inputs)) for rows in parts])  # pyright: ignore[reportArgumentType]
@@ -103,13 +103,13 @@ def test_exact_expectations_are_the_divergence_and_the_chi_square():
     """Eight tokens in proportion to the rollout's probabilities 1/2, 1/4, 1/4 and a policy of 1/4, 1/4, 1/2."""
     tokens = torch.tensor([[0, 0, 0, 0, 1, 1, 2, 2]])
     probs, rollout_probs = torch.tensor([0.25, 0.25, 0.5]).double(), torch.tensor([0.5, 0.25, 0.25]).double()
-    found = results(probs.log()[tokens], rollout_probs.log()[tokens], torch.ones(1, 8, dtype=torch.bool))
+    actual = results(probs.log()[tokens], rollout_probs.log()[tokens], torch.ones(1, 8, dtype=torch.bool))
     divergence = (rollout_probs * (rollout_probs / probs).log()).sum().item()
-    assert (found["kl_k1"], found["kl_k3"]) == pytest.approx((divergence, divergence))
-    assert found["chi_square_token"] == pytest.approx(((probs - rollout_probs) ** 2 / rollout_probs).sum().item())
+    assert (actual["kl_k1"], actual["kl_k3"]) == pytest.approx((divergence, divergence))
+    assert actual["chi_square_token"] == pytest.approx(((probs - rollout_probs) ** 2 / rollout_probs).sum().item())
 
 
-def test_masked_tokens_change_nothing_whatever_they_hold():
+def test_masked_tokens_change_nothing():
     logprobs, rollout_logprobs, mask = random_inputs(7)
     dirty = results(logprobs.masked_fill(~mask, math.nan), rollout_logprobs.masked_fill(~mask, -math.inf), mask)
     assert dirty == results(logprobs, rollout_logprobs, mask)
@@ -117,10 +117,10 @@ def test_masked_tokens_change_nothing_whatever_they_hold():
 
 def test_equal_policies_have_no_gap():
     logprobs, _, mask = random_inputs(8)
-    found = results(logprobs, logprobs.clone(), mask)
-    assert found.pop("perplexity") == found.pop("rollout_perplexity")
-    assert (found.pop("perplexity_ratio"), found.pop("prob_correlation")) == pytest.approx((1, 1))
-    assert set(found.values()) == {0.0}
+    actual = results(logprobs, logprobs.clone(), mask)
+    assert actual.pop("perplexity") == actual.pop("rollout_perplexity")
+    assert (actual.pop("perplexity_ratio"), actual.pop("prob_correlation")) == pytest.approx((1, 1))
+    assert set(actual.values()) == {0.0}
 
 
 def test_extreme_log_ratios_stay_finite():
@@ -129,25 +129,25 @@ def test_extreme_log_ratios_stay_finite():
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (2, 0), (2, 3)])
-def test_nothing_that_counts_has_maxima_of_zero_and_no_means(shape: tuple[int, int]):
-    found = results(torch.randn(shape), torch.randn(shape), torch.zeros(shape, dtype=torch.bool))
-    assert (found.pop("logprob_gap_max"), found.pop("prob_gap_max")) == (0, 0)
-    assert all(map(math.isnan, found.values()))
+def test_an_empty_mask_has_maxima_of_zero_and_nan_means(shape: tuple[int, int]):
+    actual = results(torch.randn(shape), torch.randn(shape), torch.zeros(shape, dtype=torch.bool))
+    assert (actual.pop("logprob_gap_max"), actual.pop("prob_gap_max")) == (0, 0)
+    assert all(map(math.isnan, actual.values()))
 
 
-def test_bfloat16_gives_what_its_numbers_give_in_float64():
+def test_bfloat16_agrees_with_float64_on_the_same_numbers():
     logprobs, rollout_logprobs, mask = random_inputs(9)
     low, rollout_low = logprobs.bfloat16(), rollout_logprobs.bfloat16()
     assert results(low, rollout_low, mask) == pytest.approx(results(low.double(), rollout_low.double(), mask), rel=1e-6)
 
 
-def test_shapes_that_differ_are_refused():
+def test_shapes_that_differ_are_rejected():
     with pytest.raises(ValueError, match=r"rollout_logprobs has shape \[1, 3\]"):
         mismatch_metrics(torch.zeros(1, 2), torch.zeros(1, 3), torch.ones(1, 2, dtype=torch.bool))
 
 
 def correlation_of(pairs: Sequence[tuple[float, float]]) -> Correlation:
-    """Merged from single pairs."""
+    """Returns the correlation merged from single pairs."""
     return reduce(
         lambda merged, pair: merged.merge(Correlation(1, *pair, 0.0, 0.0, 0.0)), pairs, Correlation(0, 0, 0, 0, 0, 0)
     )
@@ -173,7 +173,7 @@ def test_a_correlation_that_is_not_defined_is_nan(pairs: list[tuple[float, float
 
 
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 1.0])
-def test_a_constant_is_not_given_a_correlation_by_rounding(value: float):
+def test_the_correlation_of_a_constant_is_nan_despite_rounding(value: float):
     logprobs = torch.full((3, 7), value, dtype=torch.float64).log()
     rollout_logprobs, mask = -torch.rand(3, 7, dtype=torch.float64), torch.ones(3, 7, dtype=torch.bool)
     parts = [mismatch_metrics(logprobs[[i]], rollout_logprobs[[i]], mask[[i]]) for i in range(3)]
@@ -182,6 +182,6 @@ def test_a_constant_is_not_given_a_correlation_by_rounding(value: float):
 
 
 def test_correlation_survives_a_large_offset():
-    """Sums of raw squares would lose these variances: 1e-10 beside 1."""
+    """Sums of raw squares would lose these variances: 1e-10 next to 1."""
     exact = correlation_of([(1.0, 2.0), (2.0, 4.0), (3.0, 3.0)]).result()
     assert correlation_of([(1 + 1e-5, 2e-5), (1 + 2e-5, 4e-5), (1 + 3e-5, 3e-5)]).result() == pytest.approx(exact)

@@ -1,4 +1,4 @@
-"""A setting that is NaN, or outside of its range, is refused by every function that has a range for it."""
+"""Tests that functions reject settings that are NaN or out of range."""
 
 import math
 from collections.abc import Callable
@@ -70,7 +70,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("name", "setting"), [(name, s) for name, (_, settings) in CALLS.items() for s in settings])
-def test_a_setting_that_is_no_number_is_refused(name: str, setting: str) -> None:
+def test_nan_settings_are_rejected(name: str, setting: str) -> None:
     function, settings = CALLS[name]
     function(**settings)
     with pytest.raises(ValueError, match=rf"{setting} is nan"):
@@ -78,7 +78,7 @@ def test_a_setting_that_is_no_number_is_refused(name: str, setting: str) -> None
 
 
 @pytest.mark.parametrize("estimator", [partial(a.grpo, normalize_std=True), partial(a.gpg, normalize_std=True)])
-def test_an_eps_of_0_leaves_equal_scores_at_0_and_a_negative_one_is_refused(estimator):
+def test_eps_may_be_zero_but_not_negative(estimator):
     scores, groups, mask = torch.tensor([0.7, 0.7, 1.0, 3.0]), torch.tensor([0, 0, 1, 1]), torch.ones(4, 1).bool()
     assert estimator(scores, groups, mask, eps=0.0)[:2].tolist() == [[0.0], [0.0]]
     with pytest.raises(ValueError, match="eps is -1"):

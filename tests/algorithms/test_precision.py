@@ -1,4 +1,4 @@
-"""Where float64, float32 or a careful form is needed to be right: numbers at which the plain form is not."""
+"""Tests inputs at which a naive formula or a lower precision is inaccurate."""
 
 import math
 
@@ -34,7 +34,7 @@ from flowrl.algorithms import (
 from flowrl.algorithms import hidden_logprobs as module
 
 BIG = 2.0**24
-"""From here on float32 has no odd numbers."""
+"""Above this number float32 represents no odd integers."""
 
 
 def every(*shape: int) -> Tensor:
@@ -47,8 +47,8 @@ def tiny_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("tiny_tiles")
-def test_the_gradient_by_hidden_states_is_summed_in_float32():
-    """All 1,024 tokens are equally likely, and all but the chosen one push by -1/1024; bfloat16 stops at 1/4."""
+def test_the_gradient_of_hidden_states_is_summed_in_float32():
+    """All 1,024 tokens are equally likely, and all but the sampled token contribute -1/1024; bfloat16 stops at 1/4."""
     hidden = torch.zeros(1, 2, 1, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.ones(1024, 1, dtype=torch.bfloat16).index_fill(0, torch.tensor([0]), 0)
     logprobs = logprobs_from_hidden(hidden, weight, torch.zeros(1, 2).long(), every(1, 2))
@@ -56,8 +56,8 @@ def test_the_gradient_by_hidden_states_is_summed_in_float32():
 
 
 @pytest.mark.usefixtures("tiny_tiles")
-def test_the_gradients_by_weight_and_bias_are_summed_in_float32():
-    """1,024 positions push the other of two equally likely tokens by -1/2 each; bfloat16 stops at -128."""
+def test_the_gradients_of_weight_and_bias_are_summed_in_float32():
+    """each of 1,024 positions contributes -1/2 for the other of two equally likely tokens; bfloat16 stops at -128."""
     hidden = torch.ones(1, 1025, 1, dtype=torch.bfloat16)
     weight, bias = (torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((2, 1), (2,)))
     logprobs = logprobs_from_hidden(hidden, weight, torch.zeros(1, 1025).long(), every(1, 1025), bias=bias)
@@ -65,14 +65,14 @@ def test_the_gradients_by_weight_and_bias_are_summed_in_float32():
     assert by_weight.tolist() == [[512.0], [-512.0]] and by_bias.tolist() == [512.0, -512.0]
 
 
-def test_token_ids_that_are_not_in_the_vocabulary_have_no_logprob():
+def test_token_ids_outside_the_vocabulary_have_nan_logprobs():
     hidden, weight = torch.randn(1, 4, 3), torch.randn(5, 3)
     logprobs = logprobs_from_hidden(hidden, weight, torch.tensor([[0, 5, -1, 4]]), every(1, 4))
     assert logprobs.isnan().tolist() == [[False, True, True, False]]
 
 
 @pytest.mark.parametrize("logprob", [-1e-6, -1e-4, -0.5, -0.7, -5.0, -30.0])
-def test_the_odds_of_orpo_keep_their_digits_on_both_sides(logprob: float):
+def test_the_odds_of_orpo_are_accurate_near_zero_and_one(logprob: float):
     chosen = torch.tensor([logprob])
     exact = np.float64(chosen.item())
     reward = orpo_loss(chosen, chosen, coef=0.1)[1]["chosen_reward"].item()
@@ -82,13 +82,13 @@ def test_the_odds_of_orpo_keep_their_digits_on_both_sides(logprob: float):
 def test_a_row_s_log_ratio_is_summed_in_float64():
     logprobs, zeros = torch.tensor([[BIG, 1.0, -BIG]]), torch.zeros(1, 3)
     assert_close(importance_ratios(logprobs, zeros, every(1, 3), level="sequence"), torch.full((1, 3), math.e))
-    found = rejection_mask(logprobs, zeros, every(1, 3), kind="k1", level="sequence_mean", high=0.0)[1]["divergence"]
-    assert_close(found, torch.full((1, 3), -1 / 3))
+    actual = rejection_mask(logprobs, zeros, every(1, 3), kind="k1", level="sequence_mean", high=0.0)[1]["divergence"]
+    assert_close(actual, torch.full((1, 3), -1 / 3))
 
 
 def test_mismatch_is_measured_in_float64():
-    found = mismatch_metrics(torch.tensor([[-1e-8, 0.0]]), torch.zeros(1, 2), every(1, 2))
-    assert found["prob_gap_mean"].result() == pytest.approx(5e-9) and found["prob_gap_max"].result() > 0
+    actual = mismatch_metrics(torch.tensor([[-1e-8, 0.0]]), torch.zeros(1, 2), every(1, 2))
+    assert actual["prob_gap_mean"].result() == pytest.approx(5e-9) and actual["prob_gap_max"].result() > 0
 
 
 def test_a_large_constant_explains_no_variance():
@@ -124,18 +124,18 @@ def test_the_reference_point_of_kto_is_a_mean_in_float64():
     assert kto_reference_kl(torch.tensor([BIG, 1.0, -BIG]), torch.zeros(3)).item() == pytest.approx(1 / 3)
 
 
-def test_lengths_are_not_rounded_nor_wrapped_around():
+def test_lengths_do_not_round_or_overflow():
     long = torch.tensor([2**24 + 3])
     assert overlong_penalty(long, max_length=2**24 + 4, buffer=2).tolist() == [-0.5]
     assert overlong_penalty(torch.tensor([250], dtype=torch.uint8), max_length=300, buffer=100).tolist() == [-0.5]
 
 
-def test_an_energy_that_rounding_makes_negative_weighs_nothing():
+def test_an_energy_that_rounding_makes_negative_counts_as_zero():
     """The first row's is 1 - 2 + q = -1e-9, which counts as 0: the baseline is the second row's reward alone."""
     squares = torch.tensor([[1 - 1e-9], [1 + 3e-9]], dtype=torch.float64)
     rewards = torch.tensor([[1.0], [5.0]], dtype=torch.float64)
-    found = optimal_token_baseline(rewards, torch.zeros(2).long(), torch.zeros(2, 1).double(), squares, every(2, 1))
-    assert_close(found, torch.tensor([[-4.0], [0.0]], dtype=torch.float64))
+    actual = optimal_token_baseline(rewards, torch.zeros(2).long(), torch.zeros(2, 1).double(), squares, every(2, 1))
+    assert_close(actual, torch.tensor([[-4.0], [0.0]], dtype=torch.float64))
 
 
 def test_a_binary_divergence_is_never_negative():
@@ -165,13 +165,13 @@ def test_a_divergence_at_a_threshold_is_kept(level: RejectionLevel, low: float, 
     assert kept.all()
 
 
-def test_a_reward_at_the_reference_point_is_on_no_side_of_it():
+def test_a_reward_at_the_reference_point_has_accuracy_zero():
     logprobs = torch.full((2,), -1.0)
     metrics = kto_loss(logprobs, logprobs - 0.5, torch.tensor([True, False]), reference_kl=0.5, beta=0.1)[1]
     assert metrics["accuracy"].tolist() == [0, 0]
 
 
-def test_a_deviation_up_to_eps_counts_as_none():
+def test_a_standard_deviation_up_to_eps_counts_as_zero():
     moments, rewards = RewardMoments(count=5, mean=0.0, sum_of_squares=1.0), torch.tensor([3.0])
     assert normalize_rewards(rewards, moments, shift_mean=False, eps=0.5).item() == 3
     assert normalize_rewards(rewards, moments, shift_mean=False, eps=0.49).item() == 6
@@ -179,15 +179,15 @@ def test_a_deviation_up_to_eps_counts_as_none():
 
 @pytest.mark.parametrize("neighbour", [1e12, -math.inf, math.inf, math.nan])
 @pytest.mark.parametrize("first", [True, False])
-def test_pass_at_k_of_a_group_does_not_depend_on_its_neighbours(neighbour: float, first: bool):
+def test_pass_at_k_of_a_group_does_not_depend_on_other_groups(neighbour: float, first: bool):
     scores = torch.tensor([neighbour, 0.0, 0.0, 1e-3, 5e-4], dtype=torch.float64)
     groups = torch.tensor([0, 0, 1, 1, 1] if first else [2, 2, 1, 1, 1])
-    found = pass_at_k(scores, groups, every(5, 1))[2:, 0]
-    assert_close(found, torch.tensor([0.0, 5e-4, 0.0], dtype=torch.float64), rtol=1e-12, atol=1e-18)
+    actual = pass_at_k(scores, groups, every(5, 1))[2:, 0]
+    assert_close(actual, torch.tensor([0.0, 5e-4, 0.0], dtype=torch.float64), rtol=1e-12, atol=1e-18)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-def test_a_ratio_that_is_not_a_number_has_no_weight(level: RatioLevel):
+def test_a_nan_ratio_has_weight_zero(level: RatioLevel):
     logprobs = torch.tensor([[-math.inf, 0.0], [0.5, 0.5]])
     rollout_logprobs = torch.tensor([[-math.inf, 0.0], [0.5, 0.5]])
     for function in (truncated_weights, masked_weights):
@@ -195,9 +195,9 @@ def test_a_ratio_that_is_not_a_number_has_no_weight(level: RatioLevel):
         assert weights.tolist() == [[0.0, 1.0 if level == "token" else 0.0], [1.0, 1.0]]
 
 
-def test_gae_of_two_precisions_is_that_of_the_higher():
+def test_gae_of_two_precisions_uses_the_higher():
     rewards, values, mask = torch.rand(3, 4).double(), torch.rand(3, 4), every(3, 4)
-    for found, expected in zip(
+    for actual, expected in zip(
         (*gae(rewards, values, mask, gamma=0.9, lam=0.8), *gae(values, rewards, mask, gamma=0.9, lam=0.8)),
         (
             *gae(rewards, values.double(), mask, gamma=0.9, lam=0.8),
@@ -205,7 +205,7 @@ def test_gae_of_two_precisions_is_that_of_the_higher():
         ),
         strict=True,
     ):
-        assert_close(found, expected, rtol=0, atol=0)
+        assert_close(actual, expected, rtol=0, atol=0)
 
 
 def head(seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -219,7 +219,7 @@ def under(autocast: bool) -> torch.autocast:
 
 
 def with_gradients(inputs: dict[str, Tensor], forward: bool = False, backward: bool = False) -> tuple[Tensor, ...]:
-    """Log-probabilities and entropies, and the gradients of both in float32; each pass under autocast or not."""
+    """Returns results and float32 gradients, with or without autocast in each pass."""
     tokens = torch.arange(24).reshape(3, 8)
     with under(forward):
         results = logprobs_and_entropy_from_hidden(
@@ -227,25 +227,25 @@ def with_gradients(inputs: dict[str, Tensor], forward: bool = False, backward: b
         )
         total = (results[0] - 0.3 * results[1]).sum()
     with under(backward):
-        found = torch.autograd.grad(total, list(inputs.values()))
-    return *results, *(x.float() if x.dtype == torch.bfloat16 else x for x in found)
+        actual = torch.autograd.grad(total, list(inputs.values()))
+    return *results, *(x.float() if x.dtype == torch.bfloat16 else x for x in actual)
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_under_autocast_both_passes_are_exactly_those_of_bfloat16_inputs(backward: bool):
+def test_autocast_results_equal_those_of_bfloat16_inputs(backward: bool):
     inputs = head(0, torch.float32)
-    found = with_gradients(inputs, forward=True, backward=backward)
+    actual = with_gradients(inputs, forward=True, backward=backward)
     expected = with_gradients({name: x.detach().bfloat16().requires_grad_() for name, x in inputs.items()})
-    assert all(x.dtype == torch.float32 for x in found)
-    assert_close(found, expected, rtol=0, atol=0)
+    assert all(x.dtype == torch.float32 for x in actual)
+    assert_close(actual, expected, rtol=0, atol=0)
 
 
-def test_a_backward_pass_under_autocast_has_the_logits_of_a_forward_pass_without():
+def test_autocast_in_the_backward_pass_does_not_change_gradients():
     inputs = head(0, torch.float32)
     assert_close(with_gradients(inputs, backward=True), with_gradients(inputs), rtol=0, atol=0)
 
 
-def test_under_autocast_float64_stays_and_a_model_s_half_states_meet_a_head_in_float32():
+def test_autocast_keeps_float64_and_casts_a_float32_head():
     exact = head(1, torch.float64)
     mixed = head(1, torch.float32) | {"hidden": head(1, torch.bfloat16)["hidden"]}
     expected, expected_mixed = with_gradients(exact), with_gradients(head(1, torch.bfloat16))

@@ -1,4 +1,4 @@
-"""Names lead to functions; what fits no kind, or no name, is told in one sentence."""
+"""Tests name lookup and signature checks of the registries."""
 
 import functools
 import inspect
@@ -92,7 +92,7 @@ def test_a_bound_name_is_the_function_with_its_setting() -> None:
     assert kl_kinds.load("k2")(logprobs=logprobs, ref_logprobs=reference).item() == 0.125
 
 
-def test_a_kind_without_required_inputs_lists_the_optional_ones() -> None:
+def test_a_kind_without_required_inputs_lists_optional_inputs() -> None:
     with pytest.raises(RegistryError, match=r"logits, mask; .*chosen_logprobs"):
         preference_losses.load(f"{OWN_MODULE}:wrong_inputs")
 
@@ -105,12 +105,12 @@ def test_only_functions_can_be_registered() -> None:
 
 
 class WeightedLoss:
-    """A loss that is an object."""
+    """Callable object, which is not a valid loss."""
 
     def __call__(self, logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor) -> None: ...
 
 
-def test_an_unknown_name_lists_the_known_ones_and_the_nearest() -> None:
+def test_an_unknown_name_lists_available_names_and_the_nearest() -> None:
     with pytest.raises(RegistryError, match=r"'gsop'.*gspo.*ppo, .*kl_cov"):
         policy_losses.load("gsop")
 

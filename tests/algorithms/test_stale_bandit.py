@@ -1,7 +1,7 @@
-"""A bandit whose samples are stale: what importance weights do to the gradient, in closed form.
+"""Tests the effect of importance weights on the gradient of a bandit with stale samples, in closed form.
 
 A policy pi over four arms with rewards r was sampled as mu. The expectation of any function of the sampled arm is its
-mean under mu, computed here over all arms: nothing is drawn, and nothing is approximate. Shape suffix: A arms.
+mean under mu, computed exactly over all arms. Shape suffix: A arms.
 """
 
 from collections.abc import Callable
@@ -18,21 +18,21 @@ PI_A = LOGITS_A.softmax(-1)
 STALE_A = (LOGITS_A + torch.tensor([-1.2, 0.8, 0.1, -0.1], dtype=torch.float64)).softmax(-1)
 OLDER_A = (LOGITS_A + torch.tensor([0.5, -0.7, 0.9, 0.2], dtype=torch.float64)).softmax(-1)
 SCORES_AA = torch.eye(4, dtype=torch.float64) - PI_A
-"""d log pi(a) / d logits, a row per arm."""
+"""d log pi(a) / d logits, one row per arm."""
 TRUE_A = (PI_A * REWARDS_A) @ SCORES_AA
 """d E_pi[r] / d logits."""
 NO_BOUND = float("inf")
 
 
 def weights(behavior_A: torch.Tensor, max_weight: float, rule: Callable = truncated_weights) -> torch.Tensor:
-    """Each arm's weight by the library's rule: a batch of one token per arm."""
+    """Returns the weight of each arm, from a batch of one token per arm."""
     mask = torch.ones(4, 1, dtype=torch.bool)
-    found, _ = rule(PI_A.log()[:, None], behavior_A.log()[:, None], mask, level="token", max_weight=max_weight)
-    return found[:, 0]
+    actual, _ = rule(PI_A.log()[:, None], behavior_A.log()[:, None], mask, level="token", max_weight=max_weight)
+    return actual[:, 0]
 
 
 def gradient(sampled_A: torch.Tensor, weights_A: torch.Tensor, baseline: float = 0.0) -> torch.Tensor:
-    """E over who sampled of w(a) (r(a) - baseline) d log pi(a): what steps follow on average."""
+    """Returns the expected gradient E[w(a) (r(a) - baseline) d log pi(a)] under the sampling policy."""
     return (sampled_A * weights_A * (REWARDS_A - baseline)) @ SCORES_AA
 
 
@@ -41,9 +41,9 @@ def test_the_expectation_is_the_true_gradient_on_fresh_samples():
 
 
 @pytest.mark.parametrize("baseline", [0.0, 0.4, -3.0])
-def test_untruncated_weights_remove_the_whole_bias_of_stale_samples(baseline: float):
-    found = gradient(STALE_A, weights(STALE_A, NO_BOUND), baseline)
-    assert torch.allclose(found, TRUE_A, rtol=0, atol=1e-14)
+def test_untruncated_weights_remove_the_bias_of_stale_samples(baseline: float):
+    actual = gradient(STALE_A, weights(STALE_A, NO_BOUND), baseline)
+    assert torch.allclose(actual, TRUE_A, rtol=0, atol=1e-14)
 
 
 def test_without_weights_stale_samples_are_biased_and_a_baseline_changes_the_gradient():
@@ -53,13 +53,13 @@ def test_without_weights_stale_samples_are_biased_and_a_baseline_changes_the_gra
     assert shifted @ TRUE_A < 0  # an ascent that descends
 
 
-def test_a_bound_that_no_weight_reaches_leaves_no_bias():
+def test_a_bound_above_all_weights_causes_no_bias():
     largest = float((PI_A / STALE_A).max())
     assert torch.allclose(gradient(STALE_A, weights(STALE_A, largest)), TRUE_A, rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("bound", [2.0, 1.5, 1.0])
-def test_truncation_leaves_the_bias_of_the_probability_that_it_cuts_off(bound: float):
+def test_truncation_bias_equals_the_truncated_probability(bound: float):
     cut_A = (PI_A - bound * STALE_A).clamp(min=0)
     bias = gradient(STALE_A, weights(STALE_A, bound)) - TRUE_A
     assert cut_A.sum() > 0
@@ -72,13 +72,13 @@ def test_the_bias_shrinks_as_the_bound_grows_and_is_below_that_of_no_weights():
     assert unweighted > biases[0] > biases[1] > biases[2] > biases[3] < 1e-14
 
 
-def test_masking_cuts_off_all_of_what_truncation_cuts_a_part_of():
+def test_masking_removes_tokens_that_truncation_bounds():
     beyond_A = PI_A > 2.0 * STALE_A
     bias = gradient(STALE_A, weights(STALE_A, 2.0, masked_weights)) - TRUE_A
     assert torch.allclose(bias, -(PI_A * beyond_A * REWARDS_A) @ SCORES_AA, rtol=0, atol=1e-14)
 
 
-def test_samples_of_several_versions_are_right_with_the_probabilities_of_their_own():
+def test_samples_of_several_versions_are_unbiased_with_their_own_probabilities():
     share = 0.3
     own = share * gradient(STALE_A, weights(STALE_A, NO_BOUND)) + (1 - share) * gradient(
         OLDER_A, weights(OLDER_A, NO_BOUND)

@@ -15,7 +15,7 @@ ONES = torch.ones(1, 3, dtype=torch.bool)
 
 
 def random_inputs(seed: int, rows: int = 7, positions: int = 12) -> tuple[Tensor, Tensor, Tensor]:
-    """rewards, values, mask; rows of every kind, with holes and without any token."""
+    """Returns rewards, values and a mask with holes and empty rows."""
     generator = torch.Generator().manual_seed(seed)
     rewards, values = torch.randn(2, rows, positions, generator=generator, dtype=torch.float64)
     mask = torch.rand(rows, positions, generator=generator) < torch.linspace(0, 1, rows)[:, None]
@@ -23,7 +23,7 @@ def random_inputs(seed: int, rows: int = 7, positions: int = 12) -> tuple[Tensor
 
 
 def gae_of_one_row(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> np.ndarray:
-    """The sum of eq. (16), term by term, with no recursion."""
+    """Returns GAE of one row as the sum of eq. (16), without recursion."""
     next_values = np.append(values[1:], 0.0)
     deltas = rewards + gamma * next_values - values
     weights = (gamma * lam) ** np.arange(len(rewards))
@@ -48,7 +48,7 @@ def test_gae_steps_over_masked_tokens_inside_a_row():
     assert_close(returns, torch.tensor([[0.0, 4.10608, 0.0, 0.0, 4.214, 3.0, 0.0]]))
 
 
-def test_gae_with_lam_one_and_gamma_one_is_the_reward_to_go_minus_the_value():
+def test_gae_with_lam_one_and_gamma_one_is_the_return_minus_the_value():
     rewards, values = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[0.5, 0.4, 0.3]])
     advantages, returns = gae(rewards, values, ONES, gamma=1.0, lam=1.0)
     assert_close(returns, torch.tensor([[6.0, 5.0, 3.0]]))
@@ -74,7 +74,7 @@ def test_gae_agrees_with_the_sum_of_the_paper_row_by_row(seed: int):
         assert_close(returns[row, chosen], expected + values[row, chosen])
 
 
-def test_gae_is_unchanged_by_what_masked_tokens_hold_and_zero_there():
+def test_gae_ignores_masked_tokens_and_is_zero_there():
     rewards, values, mask = random_inputs(0)
     clean = gae(rewards, values, mask, gamma=0.9, lam=0.8)
     dirty = gae(rewards.masked_fill(~mask, NAN), values.masked_fill(~mask, NAN), mask, gamma=0.9, lam=0.8)
@@ -85,8 +85,8 @@ def test_gae_is_unchanged_by_what_masked_tokens_hold_and_zero_there():
 def test_gae_of_permuted_rows_is_permuted():
     rewards, values, mask = random_inputs(1)
     order = torch.tensor([3, 0, 6, 1, 5, 2, 4])
-    whole = gae(rewards, values, mask, gamma=0.9, lam=0.8)[0]
-    assert_close(gae(rewards[order], values[order], mask[order], gamma=0.9, lam=0.8)[0], whole[order], rtol=0, atol=0)
+    full = gae(rewards, values, mask, gamma=0.9, lam=0.8)[0]
+    assert_close(gae(rewards[order], values[order], mask[order], gamma=0.9, lam=0.8)[0], full[order], rtol=0, atol=0)
 
 
 def test_gae_is_unchanged_by_more_padding():
@@ -115,12 +115,12 @@ def test_gae_of_bfloat16_is_computed_in_float32():
 
 
 @pytest.mark.parametrize(("gamma", "lam", "name"), [(1.1, 0.9, "gamma"), (0.9, -0.1, "lam")])
-def test_gae_refuses_a_discount_outside_zero_to_one(gamma: float, lam: float, name: str):
+def test_gae_rejects_a_discount_outside_zero_to_one(gamma: float, lam: float, name: str):
     with pytest.raises(ValueError, match=rf"{name} is .* must be in \[0, 1\]"):
         gae(torch.ones(1, 3), torch.ones(1, 3), ONES, gamma=gamma, lam=lam)
 
 
-def test_gae_refuses_shapes_that_differ():
+def test_gae_rejects_shapes_that_differ():
     with pytest.raises(ValueError, match=r"values has shape \[1, 2\]"):
         gae(torch.ones(1, 3), torch.ones(1, 2), ONES, gamma=1.0, lam=1.0)
 
@@ -156,7 +156,7 @@ def test_reinforce_plus_plus_agrees_with_the_formula_in_numpy(tokens: tuple[Tens
     assert not advantages[~mask].any()
 
 
-def test_reinforce_plus_plus_is_unchanged_by_what_masked_tokens_hold():
+def test_reinforce_plus_plus_ignores_masked_tokens():
     rewards, _, mask = random_inputs(6)
     dirty = reinforce_plus_plus(rewards.masked_fill(~mask, NAN), mask)
     assert_close(dirty, reinforce_plus_plus(rewards, mask), rtol=0, atol=0)
@@ -179,7 +179,7 @@ def test_remax_by_hand():
     assert advantages.tolist() == [[0.5, 0.0, 0.5], [-0.75, 0.0, 0.0]]
 
 
-def test_remax_of_an_answer_as_good_as_the_greedy_one_is_zero():
+def test_remax_of_a_score_equal_to_the_greedy_score_is_zero():
     assert not remax(torch.full((3,), 0.1), torch.full((3,), 0.1), torch.ones(3, 2).bool()).any()
 
 
@@ -188,7 +188,7 @@ def test_remax_of_bfloat16_is_the_exact_difference_in_float32():
     assert advantages.dtype == torch.float32 and advantages.item() == 1 - 2.0**-9
 
 
-def test_remax_refuses_greedy_scores_that_are_not_one_per_row():
+def test_remax_rejects_greedy_scores_that_are_not_one_per_row():
     with pytest.raises(ValueError, match=r"greedy_scores has shape \[1\]"):
         remax(torch.ones(2), torch.ones(1), torch.ones(2, 1).bool())
 
@@ -213,7 +213,7 @@ def test_whitened_values_have_mean_zero_and_variance_one():
     assert_close(whitened.var(), torch.tensor(1.0, dtype=torch.float64))
 
 
-def test_whiten_is_unchanged_by_what_masked_tokens_hold():
+def test_whiten_ignores_masked_tokens():
     _, values, mask = random_inputs(5)
     assert_close(whiten(values.masked_fill(~mask, NAN), mask), whiten(values, mask), rtol=0, atol=0)
 

@@ -1,4 +1,4 @@
-"""Advantages within groups, against literals, formulas in NumPy, and what all of them have in common."""
+"""Tests group statistics and group estimators with literals, NumPy formulas and shared properties."""
 
 from collections.abc import Callable
 from functools import partial
@@ -27,7 +27,7 @@ Estimator = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def gdpo_of_one_reward(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
-    """gdpo with the signature of the others."""
+    """Calls gdpo with one reward, with the signature of the other estimators."""
     return gdpo(scores[:, None], groups, mask)
 
 
@@ -49,23 +49,23 @@ every_estimator = pytest.mark.parametrize("name", ESTIMATORS)
 def of_rows(
     estimator: Callable[..., Tensor], scores: list[float], groups: list[int], **options: float | None
 ) -> Tensor:
-    """The estimator over rows of one token, as a [B]."""
+    """Returns the advantages [B] of rows of one token."""
     mask = torch.ones(len(scores), 1, dtype=torch.bool)
     return estimator(torch.tensor(scores), torch.tensor(groups), mask, **options)[:, 0]
 
 
 def by_group(formula: Callable[[np.ndarray], np.ndarray], scores: Tensor, groups: Tensor) -> np.ndarray:
-    """A formula of one group's scores in NumPy, applied to each group; a group of one gives 0."""
-    found = np.zeros(len(scores))
+    """Applies a NumPy formula to the scores of each group; a group of one gives 0."""
+    actual = np.zeros(len(scores))
     for group in set(groups.tolist()):
         members = (groups == group).numpy()
         if members.sum() > 1:
-            found[members] = formula(scores.numpy()[members])
-    return found
+            actual[members] = formula(scores.numpy()[members])
+    return actual
 
 
 def assert_rows(advantages: Tensor, expected: np.ndarray, atol: float = 1e-6) -> None:
-    """Every token of a row has the row's value."""
+    """Asserts that every token of a row has the expected value of the row."""
     assert_close(advantages, torch.from_numpy(expected)[:, None].expand_as(advantages), rtol=1e-6, atol=atol)
 
 
@@ -78,8 +78,8 @@ ROWS = grouped_rows()
 def test_permuted_rows_give_permuted_advantages(name: str, data: st.DataObject):
     scores, groups = data.draw(ROWS)
     mask, order = data.draw(masks(len(scores))), data.draw(orders(len(scores)))
-    whole = ESTIMATORS[name](scores, groups, mask)
-    assert_close(ESTIMATORS[name](scores[order], groups[order], mask[order]), whole[order], rtol=1e-6, atol=1e-6)
+    full = ESTIMATORS[name](scores, groups, mask)
+    assert_close(ESTIMATORS[name](scores[order], groups[order], mask[order]), full[order], rtol=1e-6, atol=1e-6)
 
 
 @every_estimator
@@ -93,28 +93,28 @@ def test_scores_that_are_equal_within_groups_give_exactly_zero(name: str, data: 
 
 @every_estimator
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
-def test_a_score_that_is_not_finite_reaches_its_own_group_alone(name: str, broken: float):
+def test_a_non_finite_score_affects_only_its_group(name: str, broken: float):
     scores = torch.tensor([1.0, broken, 4.0, 2.0, 3.0, 0.0, 7.0, 5.0])
     groups, mask = torch.tensor([5, 3, 9, 5, 3, 9, 9, 1]), torch.ones(8, 2, dtype=torch.bool).tril(1)
     mask[4, 0] = False
-    found, others = ESTIMATORS[name](scores, groups, mask), groups != 3
-    assert found[~others][mask[~others]].isnan().all() and not found[~mask].any()
+    actual, others = ESTIMATORS[name](scores, groups, mask), groups != 3
+    assert actual[~others][mask[~others]].isnan().all() and not actual[~mask].any()
     without = ESTIMATORS[name](scores[others], groups[others], mask[others])
-    assert_close(found[others], without, rtol=1e-6, atol=1e-6)
+    assert_close(actual[others], without, rtol=1e-6, atol=1e-6)
 
 
-def test_one_reward_of_gdpo_that_is_not_finite_reaches_its_own_group_alone():
+def test_a_non_finite_reward_of_gdpo_affects_only_its_group():
     scores = torch.tensor([[1.0, 0.0], [0.0, float("inf")], [0.0, 1.0], [1.0, 1.0]])
     groups, mask = torch.tensor([0, 0, 1, 1]), torch.ones(4, 1, dtype=torch.bool)
-    found = gdpo(scores, groups, mask)
-    assert found[:2].isnan().all()
-    assert_close(found[2:], gdpo(scores[2:], groups[2:], mask[2:]))
+    actual = gdpo(scores, groups, mask)
+    assert actual[:2].isnan().all()
+    assert_close(actual[2:], gdpo(scores[2:], groups[2:], mask[2:]))
 
 
 @every_estimator
 @quick
 @given(data=st.data())
-def test_advantages_stand_at_the_mask_alike_for_all_tokens_of_a_row(name: str, data: st.DataObject):
+def test_advantages_are_constant_over_the_masked_in_tokens_of_a_row(name: str, data: st.DataObject):
     scores, groups = data.draw(ROWS)
     mask = data.draw(masks(len(scores)))
     advantages = ESTIMATORS[name](scores, groups, mask)
@@ -140,8 +140,8 @@ def test_renamed_groups_change_nothing(name: str, rows: tuple[Tensor, Tensor]):
 def test_a_shift_of_all_scores_changes_nothing(name: str, data: st.DataObject):
     scores, groups = data.draw(ROWS)
     mask = torch.ones(len(scores), 1, dtype=torch.bool)
-    whole = ESTIMATORS[name](scores.round(), groups, mask)
-    assert_close(ESTIMATORS[name](scores.round() + 4096, groups, mask), whole, rtol=1e-6, atol=1e-6)
+    full = ESTIMATORS[name](scores.round(), groups, mask)
+    assert_close(ESTIMATORS[name](scores.round() + 4096, groups, mask), full, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", [name for name in ESTIMATORS if name != "reinforce_plus_plus_baseline"])
@@ -183,19 +183,19 @@ def test_advantages_carry_no_gradient(name: str):
 
 
 @every_estimator
-def test_group_ids_that_are_not_integers_are_refused(name: str):
+def test_group_ids_that_are_not_integers_are_rejected(name: str):
     with pytest.raises(ValueError, match=r"groups is torch\.float32"):
         ESTIMATORS[name](torch.ones(2), torch.ones(2), torch.ones(2, 1).bool())
 
 
 @every_estimator
-def test_a_mask_of_numbers_is_refused(name: str):
+def test_a_mask_of_numbers_is_rejected(name: str):
     with pytest.raises(ValueError, match=r"mask is torch\.float32"):
         ESTIMATORS[name](torch.ones(2), torch.ones(2).long(), torch.ones(2, 1))
 
 
 @pytest.mark.parametrize("name", [name for name in ESTIMATORS if name != "gdpo"])
-def test_scores_per_token_are_refused(name: str):
+def test_scores_per_token_are_rejected(name: str):
     with pytest.raises(ValueError, match=r"scores has shape \[2, 3\]"):
         ESTIMATORS[name](torch.ones(2, 3), torch.ones(2).long(), torch.ones(2, 3).bool())
 
@@ -308,15 +308,15 @@ def test_gpg_agrees_with_the_formula_in_numpy(rows: tuple[Tensor, Tensor]):
 
 
 def pass_at_k_by_sets(scores: np.ndarray, k: int) -> np.ndarray:
-    """Every set of k rows, one by one."""
-    found = np.zeros(len(scores))
+    """Computes pass@k advantages by enumerating all sets of k rows."""
+    actual = np.zeros(len(scores))
     for rows in combinations(range(len(scores)), k):
         for i in rows:
-            found[i] += max(scores[list(rows)]) - max(scores[[j for j in rows if j != i]])
-    return found / comb(len(scores), k)
+            actual[i] += max(scores[list(rows)]) - max(scores[[j for j in rows if j != i]])
+    return actual / comb(len(scores), k)
 
 
-def test_pass_at_k_of_the_whole_group_is_the_lead_of_the_best_row():
+def test_pass_at_k_with_k_of_the_group_size_is_the_gap_to_the_second_best_row():
     advantages = of_rows(pass_at_k, [1.0, 5.0, 2.0, 7.0, 7.0], [0, 0, 0, 1, 1])
     assert advantages.tolist() == [0.0, 3.0, 0.0, 0.0, 0.0]
 
@@ -327,7 +327,7 @@ def test_pass_at_k_by_hand():
     assert_close(advantages, torch.tensor([1 / 3, 5 / 3, 0.0]))
 
 
-def test_pass_at_k_of_one_right_answer_among_wrong_ones():
+def test_pass_at_k_with_one_correct_response():
     # one of eight is right: it is in 3 of every 8 sets of three, and decides each of them
     advantages = of_rows(pass_at_k, [0.0] * 7 + [1.0], [0] * 8, k=3)
     assert_close(advantages, torch.tensor([0.0] * 7 + [3 / 8]))
@@ -355,7 +355,7 @@ def test_pass_at_k_of_a_thousand_rows_is_finite_and_exact_for_pairs():
     assert_close(advantages[-1], torch.tensor(2 / 1000))
 
 
-def test_pass_at_k_refuses_best_of_one():
+def test_pass_at_k_rejects_best_of_one():
     with pytest.raises(ValueError, match="k is 1"):
         of_rows(pass_at_k, [1.0, 2.0], [0, 0], k=1)
 
@@ -367,14 +367,14 @@ def test_gdpo_by_hand():
     assert_close(advantages[:, 0], torch.tensor([-1.2247449, 1.2247449, 0.0, 0.0]))
 
 
-def test_gdpo_weighs_normalised_rewards():
+def test_gdpo_weights_normalized_rewards():
     # the same with weights 1 and 3: sums in units of .7071068 are -4, 4, 2, -2; std sqrt(40 / 3) of these units
     scores = torch.tensor([[0.0, 0.0], [1.0, 10.0], [0.0, 30.0], [5.0, 10.0]])
     advantages = gdpo(scores, torch.tensor([0, 0, 1, 1]), torch.ones(4, 1).bool(), weights=[1, 3], eps=0.0)
     assert_close(advantages[:, 0], torch.tensor([-1.0954451, 1.0954451, 0.5477226, -0.5477226]))
 
 
-def test_gdpo_keeps_apart_what_a_sum_of_rewards_makes_equal():
+def test_gdpo_distinguishes_rewards_with_equal_sums():
     # sums are 0, 1 and 0, 2: grpo gives both groups the same advantages
     scores, groups = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 0.0], [1.0, 1.0]]), torch.tensor([0, 0, 1, 1])
     advantages = gdpo(scores, groups, torch.ones(4, 1).bool())[:, 0]
@@ -393,12 +393,12 @@ def test_gdpo_agrees_with_the_formula_in_numpy(rows: tuple[Tensor, Tensor], num_
     assert_rows(gdpo(scores, groups, torch.ones(len(groups), 2).bool(), weights=weights), expected, atol=1e-5)
 
 
-def test_gdpo_refuses_scores_without_a_column_per_reward():
+def test_gdpo_rejects_scores_without_a_column_per_reward():
     with pytest.raises(ValueError, match=r"scores has shape \[2\]"):
         gdpo(torch.ones(2), torch.ones(2).long(), torch.ones(2, 1).bool())
 
 
-def test_gdpo_refuses_weights_that_are_not_one_per_reward():
+def test_gdpo_rejects_weights_that_are_not_one_per_reward():
     with pytest.raises(ValueError, match="weights has 1"):
         gdpo(torch.ones(2, 2), torch.ones(2).long(), torch.ones(2, 1).bool(), weights=[1.0])
 
@@ -412,12 +412,12 @@ def test_group_index_numbers_ids_in_their_order():
 
 
 @pytest.mark.parametrize("groups", [torch.ones(2), torch.ones(2).bool(), torch.ones(2, dtype=torch.complex64)])
-def test_group_index_refuses_ids_that_are_not_integers(groups: Tensor):
+def test_group_index_rejects_ids_that_are_not_integers(groups: Tensor):
     with pytest.raises(ValueError, match="groups is"):
         group_index(groups)
 
 
-def test_group_index_refuses_ids_per_token():
+def test_group_index_rejects_ids_per_token():
     with pytest.raises(ValueError, match=r"groups has shape \[2, 3\]"):
         group_index(torch.ones(2, 3).long())
 
@@ -434,14 +434,14 @@ def test_group_deviations_by_hand():
     assert deviations.tolist() == [-1.5, 0.0, 1.5, 0.0] and variances.tolist() == [4.5, 0.0, 4.5, 0.0]
 
 
-def test_columns_are_treated_alone():
+def test_group_statistics_are_computed_per_column():
     columns = torch.stack([VALUES, -2 * VALUES], 1)
     assert_close(group_sums(columns, GROUP_OF)[:, 1], -2 * group_sums(VALUES, GROUP_OF))
     assert_close(group_extremes(columns, GROUP_OF)[0][:, 1], -2 * group_extremes(VALUES, GROUP_OF)[1])
     assert_close(group_deviations(columns, GROUP_OF)[1][:, 1], 4 * group_deviations(VALUES, GROUP_OF)[1])
 
 
-def test_more_groups_than_rows_may_be_numbered_when_their_number_is_given():
+def test_group_indices_may_exceed_the_number_of_rows_with_num_groups():
     assert group_sums(VALUES, GROUP_OF + 96, num_groups=100).tolist() == [5.0, 5.0, 5.0, -2.0]
 
 

@@ -1,4 +1,4 @@
-"""Penalties on length, clipping, and rewards in units of their running deviation, against literals and NumPy."""
+"""Tests length penalties, clipping and running normalization with literals and NumPy formulas."""
 
 import json
 from dataclasses import asdict
@@ -32,7 +32,7 @@ def test_overlong_penalty_with_the_lengths_of_the_paper():
     assert_close(penalty, torch.tensor([0.0, 0.0, -1 / 4096, -0.5, -1.0, -1.0, -1.0]))
 
 
-def test_overlong_penalty_over_the_whole_length():
+def test_overlong_penalty_with_a_buffer_of_max_length():
     assert overlong_penalty(torch.tensor([0, 1, 4]), max_length=4, buffer=4).tolist() == [0.0, -0.25, -1.0]
 
 
@@ -41,8 +41,8 @@ def test_overlong_penalty_over_the_whole_length():
 def test_overlong_penalty_agrees_with_the_three_cases_of_the_paper(lengths: list[int], buffer: int, expected: int):
     max_length = expected + buffer
     cases = [0.0 if n <= expected else (expected - n) / buffer if n <= max_length else -1.0 for n in lengths]
-    found = overlong_penalty(torch.tensor(lengths, dtype=torch.int64), max_length=max_length, buffer=buffer)
-    assert_close(found, torch.tensor(cases, dtype=torch.float32))
+    actual = overlong_penalty(torch.tensor(lengths, dtype=torch.int64), max_length=max_length, buffer=buffer)
+    assert_close(actual, torch.tensor(cases, dtype=torch.float32))
 
 
 @pytest.mark.parametrize(
@@ -53,12 +53,12 @@ def test_overlong_penalty_agrees_with_the_three_cases_of_the_paper(lengths: list
         (8, 9, "buffer is 9"),
     ],
 )
-def test_overlong_penalty_refuses_limits_out_of_range(max_length: int, buffer: int, message: str):
+def test_overlong_penalty_rejects_limits_out_of_range(max_length: int, buffer: int, message: str):
     with pytest.raises(ValueError, match=message):
         overlong_penalty(torch.ones(1), max_length=max_length, buffer=buffer)
 
 
-def test_overlong_penalty_refuses_lengths_per_token():
+def test_overlong_penalty_rejects_lengths_per_token():
     with pytest.raises(ValueError, match=r"lengths has shape \[2, 2\]"):
         overlong_penalty(torch.ones(2, 2), max_length=8, buffer=4)
 
@@ -75,11 +75,11 @@ def test_length_penalty_by_hand():
 def test_length_penalty_agrees_with_the_formula_in_numpy(rows: tuple[Tensor, Tensor], bits: int):
     lengths, groups = rows[0].abs().long(), rows[1]
     correct = torch.tensor([bits >> row & 1 == 1 for row in range(len(groups))])
-    found = length_penalty(lengths, correct, groups)
+    actual = length_penalty(lengths, correct, groups)
     for row, group in enumerate(groups):
         x = lengths[groups == group].numpy()
         value = 0.5 - (lengths[row].item() - x.min()) / (x.max() - x.min()) if x.max() > x.min() else 0.0
-        assert isclose(found[row], value if correct[row] else min(0, value), abs_tol=1e-6)
+        assert isclose(actual[row], value if correct[row] else min(0, value), abs_tol=1e-6)
 
 
 @quick
@@ -87,16 +87,16 @@ def test_length_penalty_agrees_with_the_formula_in_numpy(rows: tuple[Tensor, Ten
 def test_length_penalty_of_permuted_rows_is_permuted(rows: tuple[Tensor, Tensor], data: st.DataObject):
     lengths, groups = rows[0].abs().long(), rows[1]
     order = data.draw(orders(len(groups)))
-    whole = length_penalty(lengths, lengths % 2 == 0, groups)
-    assert_close(length_penalty(lengths[order], lengths[order] % 2 == 0, groups[order]), whole[order], rtol=0, atol=0)
+    full = length_penalty(lengths, lengths % 2 == 0, groups)
+    assert_close(length_penalty(lengths[order], lengths[order] % 2 == 0, groups[order]), full[order], rtol=0, atol=0)
 
 
-def test_length_penalty_refuses_scores_in_place_of_correct():
+def test_length_penalty_rejects_scores_as_correct():
     with pytest.raises(ValueError, match=r"correct is torch\.float32"):
         length_penalty(torch.ones(2), torch.ones(2), torch.ones(2).long())
 
 
-def test_length_penalty_refuses_shapes_that_differ():
+def test_length_penalty_rejects_shapes_that_differ():
     with pytest.raises(ValueError, match=r"groups has shape \[1\]"):
         length_penalty(torch.ones(2), torch.ones(2).bool(), torch.ones(1).long())
 
@@ -112,7 +112,7 @@ def test_clip_rewards_of_integers_and_half_precision_are_in_float32():
 
 
 @pytest.mark.parametrize(("low", "high"), [(1, 1), (2, 1), (float("nan"), 1)])
-def test_clip_rewards_refuses_a_low_that_is_not_below_high(low: float, high: float):
+def test_clip_rewards_rejects_a_low_that_is_not_below_high(low: float, high: float):
     with pytest.raises(ValueError, match="low is"):
         clip_rewards(torch.ones(1), low=low, high=high)
 
@@ -126,7 +126,7 @@ def test_moments_by_hand():
 
 @quick
 @given(st.lists(st.lists(st.floats(-100, 100), max_size=5), max_size=5))
-def test_moments_in_any_parts_agree_with_numpy_over_all(parts: list[list[float]]):
+def test_moments_of_any_split_agree_with_numpy(parts: list[list[float]]):
     moments = RewardMoments()
     for part in parts:
         moments = update_moments(moments, torch.tensor(part, dtype=torch.float64))
@@ -142,12 +142,12 @@ def test_moments_are_saved_as_plain_numbers():
 
 
 @pytest.mark.parametrize("bad", [inf, float("nan")])
-def test_moments_refuse_what_is_not_finite(bad: float):
+def test_moments_reject_non_finite_rewards(bad: float):
     with pytest.raises(ValueError, match="rewards has"):
         update_moments(RewardMoments(), torch.tensor([1.0, bad]))
 
 
-def test_moments_refuse_rewards_per_token():
+def test_moments_reject_rewards_per_token():
     with pytest.raises(ValueError, match=r"rewards has shape \[2, 2\]"):
         update_moments(RewardMoments(), torch.ones(2, 2))
 
@@ -160,7 +160,7 @@ def test_normalize_rewards_by_hand():
 
 
 @pytest.mark.parametrize("seen", [[], [2.0], [2.0, 2.0]])
-def test_normalize_rewards_keeps_the_scale_while_it_is_unknown(seen: list[float]):
+def test_normalize_rewards_keeps_the_scale_while_the_std_is_zero(seen: list[float]):
     moments = update_moments(RewardMoments(), torch.tensor(seen))
     assert normalize_rewards(torch.tensor([3.0]), moments, shift_mean=False).item() == 3.0
 
@@ -183,18 +183,18 @@ def test_rewards_with_a_length_penalty_by_hand():
     rewards, lengths = torch.tensor([5.0, 5.0, 5.0]), torch.tensor([1, 3, 1])
     scores, groups = torch.tensor([1.0, 2.0, 0.5]), torch.tensor([6, 6, 6])
     # Short and correct: 1/2; long and correct: -1/2; short and wrong: min(0, 1/2).
-    found = with_length_penalty(rewards, lengths, scores, groups, correct_from=1.0, coef=2.0)
-    assert found.tolist() == [6.0, 4.0, 5.0]
+    actual = with_length_penalty(rewards, lengths, scores, groups, correct_from=1.0, coef=2.0)
+    assert actual.tolist() == [6.0, 4.0, 5.0]
 
 
-def test_penalties_leave_a_reward_that_is_no_number_at_its_row():
+def test_penalties_keep_a_nan_reward_in_its_row():
     nan = float("nan")
     rewards, lengths, groups = torch.tensor([nan, 1.0]), torch.tensor([1, 2]), torch.tensor([0, 0])
-    found = with_length_penalty(rewards, lengths, rewards, groups, correct_from=1.0, coef=1.0)
-    assert_close(found, torch.tensor([nan, 0.5]), equal_nan=True)
+    actual = with_length_penalty(rewards, lengths, rewards, groups, correct_from=1.0, coef=1.0)
+    assert_close(actual, torch.tensor([nan, 0.5]), equal_nan=True)
 
 
-def test_penalties_refuse_lengths_of_other_rows():
+def test_penalties_reject_another_number_of_lengths():
     with pytest.raises(ValueError, match=r"lengths has shape \[1\]"):
         with_overlong_penalty(torch.ones(2), torch.ones(1), max_length=4, buffer=2)
 

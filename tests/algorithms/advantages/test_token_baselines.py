@@ -1,4 +1,4 @@
-"""The optimal token baseline against literals, a loop in NumPy, the theory behind it, and its properties."""
+"""Tests the optimal token baseline with literals, a NumPy loop and its properties."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from tests.algorithms.strategies import NAN, masks, orders, quick
 
 
 def inputs(seed: int, mask: Tensor) -> dict[str, Tensor]:
-    """Rewards, groups, and probabilities of a vocabulary of four, in float64."""
+    """Returns rewards, groups, and probabilities of a vocabulary of four, in float64."""
     generator = torch.Generator().manual_seed(seed)
     rewards = torch.randn(mask.shape, generator=generator, dtype=torch.float64)
     probs = torch.randn(*mask.shape, 4, generator=generator, dtype=torch.float64).softmax(-1)
@@ -30,18 +30,18 @@ def inputs(seed: int, mask: Tensor) -> dict[str, Tensor]:
 def by_loops(
     rewards: Tensor, groups: Tensor, logprobs: Tensor, sum_squared_probs: Tensor, mask: Tensor, weights: Tensor
 ) -> np.ndarray:
-    """The formula token by token, over lists of the chosen tokens of each row."""
+    """Computes the formula token by token in loops."""
     rows = [torch.nonzero(chosen)[:, 0].tolist() for chosen in mask]
     energy = weights.square() * (1 - 2 * logprobs.exp() + sum_squared_probs)
-    found = np.zeros(mask.shape)
+    actual = np.zeros(mask.shape)
     for i, chosen in enumerate(rows):
         for step, t in enumerate(chosen):
             peers = [j for j in range(len(rows)) if groups[j] == groups[i] and len(rows[j]) > step]
             to_come = [sum(rewards[j, s].item() for s in rows[j][step:]) for j in peers]
             accumulated = [sum(energy[j, s].item() for s in rows[j][: step + 1]) for j in peers]
             own = sum(rewards[i, s].item() for s in chosen[step:])
-            found[i, t] = own - np.average(to_come, weights=accumulated) if len(peers) > 1 else 0
-    return found
+            actual[i, t] = own - np.average(to_come, weights=accumulated) if len(peers) > 1 else 0
+    return actual
 
 
 DRAWN = st.integers(0, 7).flatmap(lambda rows: masks(rows, 6))
@@ -56,7 +56,7 @@ def test_optimal_token_baseline_by_hand():
     assert_close(advantages, torch.tensor([[1.5283019, 0.6794872], [-0.4716981, -0.3205128]]))
 
 
-def test_a_step_that_one_row_alone_reaches_and_a_group_of_one_give_zero():
+def test_steps_of_a_single_row_and_groups_of_one_give_zero():
     mask = torch.tensor([[True, True], [True, False], [True, True]])
     data = inputs(0, mask) | {"groups": torch.tensor([0, 0, 1])}
     advantages = optimal_token_baseline(**data)
@@ -65,7 +65,7 @@ def test_a_step_that_one_row_alone_reaches_and_a_group_of_one_give_zero():
 
 @quick
 @given(DRAWN, st.integers(0, 2**31))
-def test_it_agrees_with_the_formula_in_numpy(mask: Tensor, seed: int):
+def test_optimal_token_baseline_agrees_with_the_formula_in_numpy(mask: Tensor, seed: int):
     data = inputs(seed, mask)
     weights = torch.rand(mask.shape, generator=torch.Generator().manual_seed(seed)).double() + 0.1
     advantages = optimal_token_baseline(**data, importance_weights=weights)
@@ -74,7 +74,7 @@ def test_it_agrees_with_the_formula_in_numpy(mask: Tensor, seed: int):
 
 @quick
 @given(DRAWN, st.integers(0, 2**31))
-def test_what_masked_tokens_hold_changes_nothing(mask: Tensor, seed: int):
+def test_masked_tokens_change_nothing(mask: Tensor, seed: int):
     data = inputs(seed, mask)
     dirty = {name: x.masked_fill(~mask, NAN) if x.is_floating_point() else x for name, x in data.items()}
     weights = torch.ones_like(data["rewards"]).masked_fill(~mask, NAN)
@@ -92,13 +92,13 @@ def test_permuted_rows_give_permuted_advantages(mask: Tensor, drawn: st.DataObje
 
 @quick
 @given(DRAWN)
-def test_equal_rewards_to_come_give_exactly_zero(mask: Tensor):
+def test_equal_future_rewards_give_exactly_zero(mask: Tensor):
     last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
     data = inputs(2, mask) | {"rewards": last * torch.tensor(0.1, dtype=torch.float64)}
     assert not optimal_token_baseline(**data).any()
 
 
-def test_equal_energies_make_it_the_mean_of_the_group():
+def test_with_equal_energies_the_baseline_is_the_group_mean():
     mask = torch.ones(3, 2, dtype=torch.bool)
     data = inputs(3, mask) | {"groups": torch.zeros(3).long()}
     data |= {"logprobs": torch.full((3, 2), -1.0), "sum_squared_probs": torch.full((3, 2), 0.5)}
@@ -139,7 +139,7 @@ def test_no_rows_or_no_positions_give_an_empty_result(shape: tuple[int, int]):
     assert optimal_token_baseline(**inputs(7, torch.ones(shape).bool())).shape == shape
 
 
-def test_groups_per_token_are_refused():
+def test_groups_per_token_are_rejected():
     data = inputs(8, torch.ones(2, 3).bool()) | {"groups": torch.ones(2, 3).long()}
     with pytest.raises(ValueError, match=r"groups has shape \[2, 3\]"):
         optimal_token_baseline(**data)

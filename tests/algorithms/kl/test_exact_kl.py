@@ -1,4 +1,4 @@
-"""The exact divergence against literals, the definition, finite differences, and what memory it takes."""
+"""Tests the exact KL with literals, its definition and finite differences, and its memory."""
 
 import math
 
@@ -14,7 +14,7 @@ from tests.algorithms.largest import Largest
 
 
 def random_logits(seed: int, shape: tuple[int, int, int] = (3, 5, 7)) -> tuple[Tensor, Tensor]:
-    """Logits of a policy and of a reference, both with gradient."""
+    """Returns logits of a policy and a reference, both requiring gradient."""
     generator = torch.Generator().manual_seed(seed)
     both = 2 * torch.randn(2, *shape, generator=generator, dtype=torch.float64)
     return both[0].clone().requires_grad_(), both[1].clone().requires_grad_()
@@ -25,8 +25,8 @@ def naive_kl(logits: Tensor, ref_logits: Tensor, temperature: float) -> Tensor:
     return torch.nn.functional.pad((logprobs.exp() * (logprobs - ref_logprobs)).sum(-1)[:, :-1], (1, 0))
 
 
-def test_by_hand_with_the_logits_before_a_token():
-    """[1/4, 3/4] against [1/2, 1/2]: 1/4 ln 1/2 + 3/4 ln 3/2 = 0.1308120; the last position chooses nothing."""
+def test_exact_kl_by_hand_uses_the_logits_of_the_previous_position():
+    """[1/4, 3/4] against [1/2, 1/2]: 1/4 ln 1/2 + 3/4 ln 3/2 = 0.1308120; the last position predicts no token."""
     logits = torch.tensor([[[0.0, math.log(3)], [0.0, 0.0], [9.0, 0.0]]])
     assert_close(exact_kl(logits, torch.zeros(1, 3, 2)), torch.tensor([[0.0, 0.1308120, 0.0]]))
 
@@ -67,13 +67,13 @@ def test_results_and_gradients_do_not_depend_on_the_chunks(monkeypatch: pytest.M
         kl = exact_kl(*inputs)
         return [kl, *torch.autograd.grad((kl * torch.arange(5)).sum(), inputs)]
 
-    whole = results()
+    full = results()
     monkeypatch.setattr(exact_kl_module, "_CHUNK_ELEMENTS", chunk_elements)
-    assert_close(results(), whole, rtol=0, atol=0)
+    assert_close(results(), full, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("num_rows", [1, 4])
-def test_neither_pass_makes_a_float32_tensor_of_the_size_of_the_logits(monkeypatch: pytest.MonkeyPatch, num_rows: int):
+def test_no_pass_allocates_a_float32_tensor_of_the_size_of_the_logits(monkeypatch: pytest.MonkeyPatch, num_rows: int):
     monkeypatch.setattr(exact_kl_module, "_CHUNK_ELEMENTS", 256)
     logits, ref_logits = (torch.randn(num_rows, 64, 32).bfloat16().requires_grad_() for _ in range(2))
     with Largest(torch.float32) as largest:
@@ -87,7 +87,7 @@ def test_equal_logits_have_no_divergence_and_no_gradient():
     assert not kl.any() and not torch.autograd.grad(kl.sum(), logits)[0].any()
 
 
-def test_only_the_gradient_that_is_wanted_is_computed():
+def test_only_required_gradients_are_computed():
     logits, ref_logits = random_logits(4)
     kl = exact_kl(logits, ref_logits.detach())
     assert_close(
@@ -95,7 +95,7 @@ def test_only_the_gradient_that_is_wanted_is_computed():
     )
 
 
-def test_what_both_exclude_adds_nothing_to_value_or_gradient():
+def test_tokens_that_both_models_exclude_contribute_zero():
     logits = torch.tensor([[[0.0, math.log(3), -math.inf], [0.0, 0.0, 0.0]]], requires_grad=True)
     ref_logits = torch.tensor([[[0.0, 0.0, -math.inf], [0.0, 0.0, 0.0]]], requires_grad=True)
     kl = exact_kl(logits, ref_logits)
@@ -103,7 +103,7 @@ def test_what_both_exclude_adds_nothing_to_value_or_gradient():
     assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(kl.sum(), [logits, ref_logits]))
 
 
-def test_what_only_the_reference_excludes_is_infinitely_far():
+def test_tokens_that_only_the_reference_excludes_give_infinite_kl():
     assert exact_kl(torch.zeros(1, 2, 2), torch.tensor([[[0.0, -math.inf], [0.0, 0.0]]]))[0, 1] == math.inf
 
 
@@ -115,7 +115,7 @@ def test_extreme_logits_stay_finite_in_value_and_gradient():
     assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(kl.sum(), [logits, ref_logits]))
 
 
-def test_positions_without_an_incoming_gradient_send_none_back_whatever_they_hold():
+def test_positions_without_incoming_gradient_have_zero_gradient():
     logits, ref_logits = random_logits(5)
     dirty, ref_dirty = logits.detach().clone(), ref_logits.detach().clone()
     dirty[:, 2], ref_dirty[:, 2] = math.nan, math.inf
@@ -140,7 +140,7 @@ def test_rows_of_no_or_one_token_are_zero(shape: tuple[int, int, int]):
     assert exact_kl(torch.randn(shape), torch.randn(shape)).equal(torch.zeros(shape[:2]))
 
 
-def test_misuse_is_refused():
+def test_misuse_is_rejected():
     with pytest.raises(ValueError, match=r"logits have shape \[1, 2, 3\] and ref_logits \[1, 2, 4\]"):
         exact_kl(torch.zeros(1, 2, 3), torch.zeros(1, 2, 4))
     with pytest.raises(ValueError, match=r"logits have shape \[2, 3\]"):

@@ -1,4 +1,4 @@
-"""The coefficient follows the published rule, its state is plain numbers, and it can neither vanish nor turn NaN."""
+"""Tests the update rule of the KL controllers, their state and their ranges."""
 
 import json
 import math
@@ -28,7 +28,7 @@ def test_adaptive_by_hand(kl: float, coef: float):
     assert START.update(kl, num_rows=100).coef == pytest.approx(coef, abs=1e-12)
 
 
-def test_an_update_leaves_the_state_it_came_from_and_its_settings():
+def test_an_update_does_not_modify_the_controller():
     updated = START.update(60.0, num_rows=100)
     assert START.coef == 0.2 and replace(updated, coef=0.2) == START
     with pytest.raises(FrozenInstanceError):
@@ -43,7 +43,7 @@ def test_a_step_without_rows_changes_nothing():
     assert START.update(60.0, num_rows=0) == START
 
 
-def test_it_settles_where_the_kl_meets_the_target():
+def test_the_coefficient_converges_where_the_kl_equals_the_target():
     """A policy whose KL is 1.2 / coef has the target 6 at coef 0.2."""
     control = replace(START, coef=0.5)
     for _ in range(500):
@@ -51,14 +51,14 @@ def test_it_settles_where_the_kl_meets_the_target():
     assert control.coef == pytest.approx(0.2, rel=1e-6)
 
 
-def test_fixed_stays():
+def test_fixed_coefficient_is_constant():
     control = FixedKlControl(0.05)
     assert control.update(100.0, num_rows=64) == control and control.coef == 0.05
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(st.floats(1e-6, 1e3), st.lists(st.floats(0, 1e6), max_size=20))
-def test_a_restored_state_goes_on_exactly_as_the_saved_one_would(coef: float, kls: list[float]):
+def test_a_restored_controller_continues_identically(coef: float, kls: list[float]):
     control = replace(START, coef=coef).update(7.0, 100)
     restored = AdaptiveKlControl(**json.loads(json.dumps(asdict(control))))
     for kl in kls:
@@ -66,18 +66,18 @@ def test_a_restored_state_goes_on_exactly_as_the_saved_one_would(coef: float, kl
     assert restored == control and control.coef > 0
 
 
-def test_fixed_is_restored_too():
+def test_fixed_controller_is_restored():
     control = FixedKlControl(0.1)
     assert FixedKlControl(**json.loads(json.dumps(asdict(control)))) == control
 
 
-def test_a_kl_that_is_not_a_number_is_refused():
+def test_a_kl_that_is_not_a_number_is_rejected():
     with pytest.raises(ValueError, match="kl is NaN"):
         START.update(math.nan, num_rows=1)
 
 
 @pytest.mark.parametrize("num_rows", [-1, 5000])
-def test_a_step_that_could_bring_the_coefficient_to_zero_is_refused(num_rows: int):
+def test_num_rows_that_could_zero_the_coefficient_are_rejected(num_rows: int):
     with pytest.raises(ValueError, match=rf"num_rows is {num_rows}"):
         START.update(6.0, num_rows)
 
@@ -92,7 +92,7 @@ def test_a_step_that_could_bring_the_coefficient_to_zero_is_refused(num_rows: in
         ({"horizon": math.inf}, "horizon is inf"),
     ],
 )
-def test_settings_out_of_range_are_refused(settings: dict[str, float], message: str):
+def test_settings_out_of_range_are_rejected(settings: dict[str, float], message: str):
     with pytest.raises(ValueError, match=message):
         AdaptiveKlControl(**{"coef": 0.2, "target": 6.0, "horizon": 1000.0} | settings)
 

@@ -1,4 +1,4 @@
-"""KL estimators against literals, the exact divergence of a small distribution, and its gradient."""
+"""Tests KL estimators with literals and with the exact KL of a small distribution and its gradient."""
 
 import math
 
@@ -23,14 +23,14 @@ def test_kl_estimate_by_hand(kind: KlKind, below: float, above: float):
 
 
 def small_distributions() -> tuple[Tensor, Tensor]:
-    """Log-probabilities [V] of a policy, which requires gradient through its logits, and of a reference."""
+    """Returns log-probabilities [V] of a policy, which require gradient, and of a reference."""
     logits = torch.tensor([0.3, -0.7, 1.1, 0.0], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([-0.2, 0.5, 0.4, -1.0], dtype=torch.float64)
     return logits, reference.log_softmax(-1)
 
 
 def expected_gradient(kind: KlKind) -> Tensor:
-    """E over the policy's samples of the gradient of the estimate; the sampling itself is not differentiated."""
+    """Returns the expected gradient of the estimate over samples of the policy."""
     logits, ref_logprobs = small_distributions()
     logprobs = logits.log_softmax(-1)
     estimate = kl_estimate(logprobs, ref_logprobs, kind=kind)
@@ -94,12 +94,12 @@ def test_kl_estimate_of_bfloat16_is_computed_in_float32():
     assert_close(low, torch.tensor([math.exp(-1.0)]))
 
 
-def test_kl_estimate_refuses_an_unknown_kind_and_lists_the_known():
+def test_kl_estimate_rejects_an_unknown_kind():
     with pytest.raises(ValueError, match="kind is 'k4'"):
         kl_estimate(torch.zeros(1), torch.zeros(1), kind="k4")  # pyright: ignore[reportArgumentType]
 
 
-def test_kl_estimate_refuses_to_broadcast():
+def test_kl_estimate_rejects_to_broadcast():
     with pytest.raises(ValueError, match=r"\[2, 3\].*\[2, 1\]"):
         kl_estimate(torch.zeros(2, 3), torch.zeros(2, 1), kind="k1")
 
@@ -125,7 +125,7 @@ def test_straight_through_by_hand():
     assert_close(torch.autograd.grad(estimate, logprobs)[0], torch.tensor([1.0]))
 
 
-def test_kl_estimate_refuses_an_unknown_gradient_and_lists_the_known():
+def test_kl_estimate_rejects_an_unknown_gradient():
     with pytest.raises(ValueError, match="gradient is 'k4'"):
         kl_estimate(torch.zeros(1), torch.zeros(1), kind="k1", gradient="k4")  # pyright: ignore[reportArgumentType]
 
@@ -149,7 +149,7 @@ def test_shaped_rewards_add_up_to_the_score_minus_the_penalty():
     assert_close(rewards.sum(-1), torch.tensor([1 - 0.5 * 4.7569355, 2 - 0.5 * 16.0855369]))
 
 
-def test_shaped_rewards_are_unchanged_by_what_masked_tokens_hold():
+def test_shaped_rewards_ignore_masked_tokens():
     logprobs, ref_logprobs = torch.randn(2, 3, 4)
     clean = kl_shaped_rewards(torch.ones(3), logprobs, ref_logprobs, MASK, coef=0.3, kind="k3")
     logprobs, ref_logprobs = logprobs.masked_fill(~MASK, float("nan")), ref_logprobs.masked_fill(~MASK, float("inf"))
@@ -157,7 +157,7 @@ def test_shaped_rewards_are_unchanged_by_what_masked_tokens_hold():
     assert_close(dirty, clean, rtol=0, atol=0)
 
 
-def test_shaped_rewards_take_an_estimate_of_ones_own():
+def test_shaped_rewards_accept_a_user_estimator():
     def distance(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
         return (logprobs - ref_logprobs).abs() + 1
 
@@ -166,13 +166,13 @@ def test_shaped_rewards_take_an_estimate_of_ones_own():
     assert_close(rewards, torch.tensor([[0.0, -1.5, -0.5, 0.0], [-1.5, 0.0, 0.5, 0.0], [0.0, 0.0, 0.0, 0.0]]))
 
 
-def test_shaped_rewards_refuse_a_negative_coefficient():
+def test_shaped_rewards_reject_a_negative_coefficient():
     with pytest.raises(ValueError, match=r"coef is -0\.1"):
         kl_shaped_rewards(torch.ones(3), MASK.float(), MASK.float(), MASK, coef=-0.1, kind="k1")
 
 
 def test_kl_loss_by_hand():
-    """d = -1 at the token that counts: k3 is exp(-1); the policy is half as likely to choose it as the old one."""
+    """d = -1 at the token that counts: k3 is exp(-1); the policy is half as likely to sample it as the old policy."""
     mask = torch.tensor([[True, False]])
     logprobs, ref_logprobs = torch.tensor([[-1.0, 5.0]]), torch.tensor([[-2.0, 7.0]])
     old_logprobs = torch.tensor([[-1.0 + math.log(2), 9.0]])
@@ -184,7 +184,7 @@ def test_kl_loss_by_hand():
     assert_close(weighted_metrics["kl"], plain)
 
 
-def test_kl_loss_takes_an_estimate_of_ones_own_and_keeps_it_off_masked_tokens():
+def test_kl_loss_masks_the_result_of_a_user_estimator():
     def distance(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
         return (logprobs - ref_logprobs).abs() + 1
 
@@ -250,7 +250,7 @@ def test_the_k2_gradient_under_a_k3_value_is_that_of_the_divergence():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_kl_loss_and_its_gradient_are_unchanged_by_what_masked_tokens_hold(kind: KlKind):
+def test_kl_loss_and_its_gradient_ignore_masked_tokens(kind: KlKind):
     inputs = torch.randn(3, 3, 4)
 
     def results(tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -283,9 +283,9 @@ def test_kl_loss_split_into_micro_batches_gives_the_same_sum_and_gradient():
         loss, _ = kl_loss(logprobs[rows], ref_logprobs[rows], mask[rows], kind="k3", old_logprobs=old_logprobs[rows])
         return aggregate(loss, mask[rows], mode="seq_mean_token_mean", denominator=5)
 
-    whole, parts = reduced([0, 1, 2, 3, 4]), reduced([3]) + reduced([0, 4]) + reduced([1, 2])
-    assert_close(parts, whole)
-    assert_close(torch.autograd.grad(parts, logprobs), torch.autograd.grad(whole, logprobs))
+    full, parts = reduced([0, 1, 2, 3, 4]), reduced([3]) + reduced([0, 4]) + reduced([1, 2])
+    assert_close(parts, full)
+    assert_close(torch.autograd.grad(parts, logprobs), torch.autograd.grad(full, logprobs))
 
 
 def test_kl_loss_of_bfloat16_agrees_with_float32_on_the_same_numbers():
@@ -296,20 +296,20 @@ def test_kl_loss_of_bfloat16_agrees_with_float32_on_the_same_numbers():
     assert_close(loss.double(), exact, rtol=1e-5, atol=1e-5)
 
 
-def test_kl_loss_sends_no_gradient_into_the_reference_and_the_old_policy():
+def test_reference_and_old_policy_receive_no_gradient():
     logprobs, ref_logprobs, old_logprobs = (torch.randn(3, 4, requires_grad=True) for _ in range(3))
     loss, metrics = kl_loss(logprobs, ref_logprobs, MASK, kind="k3", old_logprobs=old_logprobs)
     gradients = torch.autograd.grad(loss.sum(), [logprobs, ref_logprobs, old_logprobs], allow_unused=True)
     assert gradients[0] is not None and gradients[1:] == (None, None) and not metrics["kl"].requires_grad
 
 
-def test_kl_loss_refuses_two_corrections_of_one_gradient():
+def test_kl_loss_rejects_two_corrections_of_one_gradient():
     with pytest.raises(ValueError, match="gradient and old_logprobs"):
         kl_loss(MASK.float(), MASK.float(), MASK, kind="k3", gradient="k2", old_logprobs=MASK.float())
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (2, 0), (2, 3)])
-def test_kl_loss_of_nothing_is_zero(shape: tuple[int, int]):
+def test_kl_loss_of_an_empty_batch_is_zero(shape: tuple[int, int]):
     mask = torch.zeros(shape, dtype=torch.bool)
     loss, metrics = kl_loss(torch.full(shape, math.nan), torch.randn(shape), mask, kind="k3")
     assert loss.equal(torch.zeros(shape)) and metrics["kl"].equal(torch.zeros(shape))

@@ -1,4 +1,4 @@
-"""Aggregation by hand, and that any split into parts adds up to the whole."""
+"""Tests aggregation with literals, and that any split sums to the full batch."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ MASK = torch.tensor([[True, True, True, False], [False, True, False, False], [Fa
 
 
 def step_loss(loss: Tensor, mask: Tensor, mode: AggregationMode, parts: list[list[int]]) -> Tensor:
-    """The loss of one optimizer step whose rows are divided over these parts."""
+    """Returns the loss of one optimizer step whose rows are split into these parts."""
     scale = 10.0 if mode == "seq_mean_token_sum_norm" else None
     denominator = sum(int(aggregation_count(mask[rows], mode=mode)) for rows in parts)
     shares = [aggregate(loss[rows], mask[rows], mode=mode, denominator=denominator, scale=scale) for rows in parts]
@@ -37,7 +37,7 @@ def test_aggregate_by_hand(mode: AggregationMode, expected: float):
 
 
 @pytest.mark.parametrize(("mode", "expected"), list(zip(MODES, [4, 2, 2, 2], strict=True)))
-def test_the_count_is_of_tokens_or_of_rows_that_have_one(mode: AggregationMode, expected: int):
+def test_aggregation_count_counts_tokens_or_nonempty_rows(mode: AggregationMode, expected: int):
     assert aggregation_count(MASK, mode=mode).item() == expected
 
 
@@ -45,19 +45,19 @@ def test_the_count_is_of_tokens_or_of_rows_that_have_one(mode: AggregationMode, 
 @pytest.mark.parametrize(
     "parts", [[[0, 1, 2], [3, 4, 5]], [[5], [0, 3], [], [1, 4, 2]], [[0], [1], [2], [3], [4], [5]]]
 )
-def test_any_split_gives_the_loss_and_the_gradient_of_the_whole(mode: AggregationMode, parts: list[list[int]]):
+def test_any_split_gives_the_loss_and_gradient_of_the_full_batch(mode: AggregationMode, parts: list[list[int]]):
     generator = torch.Generator().manual_seed(0)
     loss = torch.randn(6, 7, generator=generator, dtype=torch.float64, requires_grad=True)
     mask = torch.rand(6, 7, generator=generator) < torch.tensor([0.0, 0.2, 0.5, 0.6, 0.9, 1.0])[:, None]
-    whole = step_loss(loss, mask, mode, [[0, 1, 2, 3, 4, 5]])
+    full = step_loss(loss, mask, mode, [[0, 1, 2, 3, 4, 5]])
     split = step_loss(loss, mask, mode, parts)
-    assert_close(split, whole)
-    assert_close(torch.autograd.grad(split, loss), torch.autograd.grad(whole, loss))
+    assert_close(split, full)
+    assert_close(torch.autograd.grad(split, loss), torch.autograd.grad(full, loss))
 
 
 @st.composite
 def splits(draw: st.DrawFn, num_rows: int) -> list[list[list[int]]]:
-    """Ranks with micro-batches with rows: every row once, in any order; ranks and micro-batches may be empty."""
+    """Draws splits of rows into ranks and micro-batches, in any order; both may be empty."""
     order = draw(st.permutations(range(num_rows)))
     num_ranks, num_micro_batches = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     homes = draw(st.lists(st.integers(0, num_ranks * num_micro_batches - 1), min_size=num_rows, max_size=num_rows))
@@ -79,16 +79,16 @@ def test_any_split_into_ranks_and_micro_batches_gives_every_loss_and_its_gradien
 ):
     table = with_gradient(columns(seed))
     denominator = int(aggregation_count(table["mask"], mode=mode))
-    whole = share(case, table, list(range(6)), mode, denominator)
-    total, expected = torch.zeros_like(whole), torch.autograd.grad(whole, table["logprobs"])[0]
+    full = share(case, table, list(range(6)), mode, denominator)
+    total, expected = torch.zeros_like(full), torch.autograd.grad(full, table["logprobs"])[0]
     gradient = torch.zeros_like(expected)
     for rank in ranks:
         for rows in rank:
             part = share(case, table, rows, mode, denominator)
             gradient += torch.autograd.grad(part, table["logprobs"])[0]
             total += part.detach()
-    assert_close(total, whole.detach(), rtol=1e-12, atol=1e-13)
-    assert_close(gradient, expected, rtol=1e-12, atol=1e-13)
+    assert_close(total, full.detach(), rtol=1e-9, atol=1e-12)
+    assert_close(gradient, expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -100,11 +100,11 @@ def test_any_split_gives_every_metric_its_mean_and_the_ratio_its_range(
     table = columns(seed)
     parts = [take(table, rows) for rank in ranks for rows in rank]
     reports = [case(part)[1] for part in parts]
-    whole = case(table)[1]
-    for name, metric in whole.items():
+    full = case(table)[1]
+    for name, metric in full.items():
         assert_close(torch.stack([report[name].sum() for report in reports]).sum(), metric.sum())
     ranges = [masked_range(report["ratio"], part["mask"]) for report, part in zip(reports, parts, strict=True)]
-    smallest, largest = masked_range(whole["ratio"], table["mask"])
+    smallest, largest = masked_range(full["ratio"], table["mask"])
     assert min(low.item() for low, _ in ranges) == pytest.approx(smallest.item(), rel=1e-12)
     assert max(high.item() for _, high in ranges) == pytest.approx(largest.item(), rel=1e-12)
 
@@ -139,7 +139,7 @@ def test_the_denominator_may_be_a_tensor():
     assert_close(aggregate(LOSS, MASK, mode="token_mean", denominator=torch.tensor(4)), torch.tensor(3.5))
 
 
-def test_an_unknown_mode_is_refused_and_the_known_are_listed():
+def test_an_unknown_mode_is_rejected():
     with pytest.raises(ValueError, match="mode is 'mean'"):
         aggregate(LOSS, MASK, mode="mean", denominator=1)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="mode is 'mean'"):
@@ -152,11 +152,11 @@ def test_the_norm_mode_needs_a_scale(scale: float | None):
         aggregate(LOSS, MASK, mode="seq_mean_token_sum_norm", denominator=2, scale=scale)
 
 
-def test_a_scale_without_use_is_refused():
+def test_a_scale_for_another_mode_is_rejected():
     with pytest.raises(ValueError, match=r"scale is 10\.0"):
         aggregate(LOSS, MASK, mode="token_mean", denominator=4, scale=10.0)
 
 
-def test_a_negative_denominator_is_refused():
+def test_a_negative_denominator_is_rejected():
     with pytest.raises(ValueError, match="denominator is -1"):
         aggregate(LOSS, MASK, mode="token_mean", denominator=-1)

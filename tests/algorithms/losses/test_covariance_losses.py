@@ -1,4 +1,4 @@
-"""Clip-Cov and KL-Cov: which tokens they choose, and what they do with them, by hand and in NumPy."""
+"""Tests selection and losses of Clip-Cov and KL-Cov with literals and NumPy formulas."""
 
 import math
 
@@ -51,12 +51,12 @@ def test_masked_tokens_change_no_covariance_and_equal_advantages_give_zero():
 @pytest.mark.parametrize(
     ("fraction", "expected"), [(0.0, []), (0.28, [9.0]), (3 / 7, [9.0, 7.0, 5.0]), (1.0, [9.0, 7.0, 5.0, 3, 2, 1, 0.5])]
 )
-def test_kl_cov_takes_the_largest_rounded_down(fraction: float, expected: list[float]):
+def test_kl_cov_selects_the_largest_covariances_rounded_down(fraction: float, expected: list[float]):
     selected = select_kl_cov(COVARIANCES, RANKED, fraction=fraction)
     assert sorted(COVARIANCES[selected].tolist(), reverse=True) == expected
 
 
-def test_kl_cov_selects_nothing_that_is_masked_whatever_it_holds():
+def test_kl_cov_selects_no_masked_tokens():
     spoilt = COVARIANCES.masked_fill(~RANKED, float("nan"))
     assert select_kl_cov(spoilt, RANKED, fraction=1.0).equal(RANKED)
 
@@ -69,12 +69,12 @@ def test_permuting_rows_permutes_the_selection_of_kl_cov():
     assert select_kl_cov(covariances[order], table["mask"][order], fraction=0.3).equal(selected[order])
 
 
-def test_clip_cov_draws_within_its_range():
+def test_clip_cov_samples_within_its_range():
     selected = select_clip_cov(COVARIANCES, RANKED, fraction=1.0, low=1.0, high=5.0, seed=0)
     assert sorted(COVARIANCES[selected].tolist()) == [1.0, 2.0, 3.0, 5.0]
 
 
-def test_clip_cov_draws_the_same_for_a_seed_and_every_candidate_equally_often():
+def test_clip_cov_samples_uniformly_and_reproducibly():
     counts = torch.zeros_like(COVARIANCES)
     for seed in range(400):
         selected = select_clip_cov(COVARIANCES, RANKED, fraction=0.3, low=1.0, high=5.0, seed=seed)
@@ -94,7 +94,7 @@ def test_a_batch_without_tokens_has_no_selection(shape: tuple[int, int]):
     assert select_clip_cov(values, mask, fraction=1.0, low=-1, high=1, seed=0).equal(mask)
 
 
-def test_a_fraction_that_is_a_whole_number_of_tokens_in_decimal_is_not_rounded_down():
+def test_a_fraction_that_is_an_integer_number_of_tokens_is_not_rounded_down():
     mask = torch.ones(1, 100, dtype=torch.bool)
     assert select_kl_cov(torch.arange(100.0)[None], mask, fraction=0.29).sum() == 29
 
@@ -147,19 +147,19 @@ def test_clip_cov_agrees_with_the_formula_in_numpy():
 
 
 @pytest.mark.parametrize("wrong", [{"fraction": 1.5}, {"fraction": -0.1}])
-def test_a_fraction_outside_its_range_is_refused(wrong: dict[str, float]):
+def test_a_fraction_outside_its_range_is_rejected(wrong: dict[str, float]):
     with pytest.raises(ValueError, match=r"fraction is .*"):
         select_kl_cov(COVARIANCES, RANKED, **wrong)
     with pytest.raises(ValueError, match=r"fraction is .*"):
         select_clip_cov(COVARIANCES, RANKED, low=1, high=5, seed=0, **wrong)
 
 
-def test_a_range_that_is_empty_is_refused():
+def test_a_range_that_is_empty_is_rejected():
     with pytest.raises(ValueError, match="low is 5 and high is 1"):
         select_clip_cov(COVARIANCES, RANKED, fraction=0.1, low=5, high=1, seed=0)
 
 
-def test_a_selection_that_is_not_bool_is_refused():
+def test_a_selection_that_is_not_bool_is_rejected():
     options = {"selected": SELECTED.float(), "clip_low": 0.2, "clip_high": 0.2}
     with pytest.raises(ValueError, match=r"selected is torch.float32"):
         clip_cov_loss(OLD, OLD, ADVANTAGES, MASK, **options)
@@ -168,6 +168,6 @@ def test_a_selection_that_is_not_bool_is_refused():
 @pytest.mark.parametrize(
     ("wrong", "message"), [({"kl_coef": -1.0}, "kl_coef is -1.0"), ({"kl_kind": "k1"}, "kl_kind is 'k1'")]
 )
-def test_options_of_kl_cov_outside_their_range_are_refused(wrong: dict, message: str):
+def test_options_of_kl_cov_outside_their_range_are_rejected(wrong: dict, message: str):
     with pytest.raises(ValueError, match=message):
         kl_cov_loss(OLD, OLD, ADVANTAGES, MASK, **({"selected": SELECTED, "kl_coef": 1.0} | wrong))

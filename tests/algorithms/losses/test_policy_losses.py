@@ -17,7 +17,7 @@ ADVANTAGES = [1.0, 1.0, -1.0, -1.0, 3.0, -2.0]
 
 
 def by_hand(dual_clip: float | None = None) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """loss, metrics and gradient by log-probability for the tokens above, clips 0.2 below and 0.3 above."""
+    """Returns loss, metrics and gradient for the tokens above with clips 0.2 and 0.3."""
     old_logprobs = torch.full((1, 6), -1.0)
     logprobs = (old_logprobs + torch.tensor([RATIOS]).log()).requires_grad_()
     loss, metrics = clipped_policy_loss(
@@ -33,7 +33,7 @@ def by_hand(dual_clip: float | None = None) -> tuple[Tensor, dict[str, Tensor], 
 
 
 def random_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """logprobs (with gradient), old_logprobs, advantages, mask."""
+    """Returns logprobs (requiring gradient), old_logprobs, advantages, mask."""
     generator = torch.Generator().manual_seed(seed)
     logprobs, old_logprobs, advantages = torch.randn(3, 5, 9, generator=generator, dtype=torch.float64)
     return logprobs.requires_grad_(), old_logprobs, advantages, torch.rand(5, 9, generator=generator) < 0.6
@@ -43,7 +43,7 @@ def test_the_loss_by_hand():
     assert_close(by_hand()[0], torch.tensor([[-1.3, -0.5, 2.0, 0.8, -3.3, 10.0]]))
 
 
-def test_the_gradient_by_hand_is_zero_where_a_clip_binds():
+def test_the_gradient_of_hand_is_zero_where_a_clip_binds():
     assert_close(by_hand()[2], torch.tensor([[0.0, -0.5, 2.0, 0.0, -3.3, 10.0]]))
 
 
@@ -105,17 +105,17 @@ def test_masked_tokens_change_neither_loss_nor_gradient_nor_metrics():
     assert not loss[~mask].any() and not any(metric[~mask].any() for metric in metrics.values())
 
 
-def test_a_split_batch_gives_the_parts_of_the_whole():
+def test_a_split_batch_gives_the_rows_of_the_full_batch():
     inputs = random_inputs(3)
-    whole, _ = clipped_policy_loss(*inputs, clip_low=0.2, clip_high=0.2)
+    full, _ = clipped_policy_loss(*inputs, clip_low=0.2, clip_high=0.2)
     parts = [
         clipped_policy_loss(*(x[rows] for x in inputs), clip_low=0.2, clip_high=0.2)[0]
         for rows in (slice(0, 2), slice(2, 2), slice(2, 5))
     ]
-    assert_close(torch.cat(parts), whole, rtol=0, atol=0)
+    assert_close(torch.cat(parts), full, rtol=0, atol=0)
 
 
-def test_on_policy_the_ratio_is_one_nothing_is_clipped_and_the_gradient_is_reinforce():
+def test_on_policy_the_ratio_is_one_and_the_gradient_is_reinforce():
     logprobs, _, advantages, mask = random_inputs(4)
     loss, metrics = clipped_policy_loss(logprobs, logprobs, advantages, mask, clip_low=0.2, clip_high=0.2)
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
@@ -160,13 +160,13 @@ def test_bfloat16_inputs_are_computed_in_float32():
         ({"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 1.0}, "dual_clip is 1.0"),
     ],
 )
-def test_clips_outside_their_range_are_refused(clips: dict[str, float], message: str):
+def test_clips_outside_their_range_are_rejected(clips: dict[str, float], message: str):
     with pytest.raises(ValueError, match=message):
         clipped_policy_loss(*random_inputs(7), **clips)
 
 
 def decoupled_by_hand(max_weight: float | None) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """loss, metrics and gradient; w is 2, 1, 0.5 and 2, the weights of the sampling policy 0.5, 3, 2 and 2."""
+    """Returns loss, metrics and gradient; w is 2, 1, 0.5 and 2, the weights of the sampling policy 0.5, 3, 2 and 2."""
     old_logprobs = torch.full((1, 4), -1.0)
     logprobs = (old_logprobs + torch.tensor([[2.0, 1.0, 0.5, 2.0]]).log()).requires_grad_()
     loss, metrics = decoupled_policy_loss(
@@ -193,7 +193,7 @@ def test_the_decoupled_loss_by_hand():
     assert not metrics["weight_cap_fraction"].any()
 
 
-def test_the_decoupled_loss_leaves_out_tokens_whose_weight_is_too_large():
+def test_the_decoupled_loss_excludes_tokens_above_max_weight():
     loss, metrics, gradient = decoupled_by_hand(2.5)
     assert_close(loss, torch.tensor([[-0.65, 0.0, -1.0, 3.0]]))
     assert_close(gradient, torch.tensor([[0.0, 0.0, -1.0, 0.0]]))
@@ -201,8 +201,8 @@ def test_the_decoupled_loss_leaves_out_tokens_whose_weight_is_too_large():
     assert metrics["weight_cap_fraction"].tolist() == [[0, 1, 0, 0]]
 
 
-def test_the_decoupled_loss_reports_how_stale_the_rollout_is():
-    """k3 of KL(behaviour || proximal): c - 1 - log c."""
+def test_the_decoupled_loss_reports_the_staleness_of_the_rollout():
+    """k3 of KL(behavior || proximal): c - 1 - log c."""
     expected = torch.tensor([[c - 1 - math.log(c) for c in (0.5, 3.0, 2.0, 2.0)]])
     assert_close(decoupled_by_hand(None)[1]["behavior_kl"], expected)
 
@@ -220,7 +220,7 @@ def test_the_decoupled_loss_agrees_with_the_formula_in_numpy():
     assert_close(loss.numpy(), np.where(mask & (weights <= 1.5), -objective, 0.0))
 
 
-def test_the_decoupled_loss_of_one_policy_that_sampled_and_is_proximal_is_ppo():
+def test_the_decoupled_loss_with_equal_behavior_and_proximal_policy_is_ppo():
     logprobs, old_logprobs, advantages, mask = random_inputs(8)
     decoupled, _ = decoupled_policy_loss(
         logprobs, old_logprobs, advantages, mask, behavior_logprobs=old_logprobs, clip_low=0.2, clip_high=0.3
@@ -229,7 +229,7 @@ def test_the_decoupled_loss_of_one_policy_that_sampled_and_is_proximal_is_ppo():
     assert_close(decoupled, ppo, rtol=0, atol=0)
 
 
-def test_a_weight_that_leaves_no_token_is_refused():
+def test_a_max_weight_of_zero_is_rejected():
     logprobs, old_logprobs, advantages, mask = random_inputs(9)
     with pytest.raises(ValueError, match=r"max_weight is 0.0"):
         decoupled_policy_loss(
@@ -267,12 +267,12 @@ def test_sapo_agrees_with_the_formula_in_numpy():
 
 
 @pytest.mark.parametrize("name", ["temperature_positive", "temperature_negative"])
-def test_a_temperature_that_is_not_above_zero_is_refused(name: str):
+def test_a_temperature_that_is_not_above_zero_is_rejected(name: str):
     with pytest.raises(ValueError, match=rf"{name} is 0.0"):
         sapo_loss(*random_inputs(11), **{name: 0.0})
 
 
-def test_importance_ratio_by_hand_and_held_at_twenty():
+def test_bounded_ratio_by_hand_and_clamped():
     ratio = bounded_ratio(torch.tensor([0.0, math.log(3), 1e4, -1e4], dtype=torch.float64))
     assert_close(ratio, torch.tensor([1.0, 3.0, math.exp(20), math.exp(-20)], dtype=torch.float64))
 

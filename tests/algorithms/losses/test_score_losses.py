@@ -22,7 +22,7 @@ def four(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def dppo_by_hand(divergence, max_ratio: float | None = None) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """loss, metrics and gradient; w is 1.6, 1.6, 3 and 2 / 3, and 0.2 bounds both divergences."""
+    """Returns loss, metrics and gradient; w is 1.6, 1.6, 3 and 2 / 3, and 0.2 bounds both divergences."""
     logprobs = torch.tensor([PROBS]).log().requires_grad_()
     loss, metrics = dppo_loss(
         logprobs,
@@ -75,7 +75,7 @@ def test_cispo_agrees_with_the_formula_in_numpy():
 
 
 @pytest.mark.parametrize("divergence", ["tv", "kl"])
-def test_dppo_by_hand_silences_what_leaves_the_trust_region_and_keeps_what_returns(divergence):
+def test_dppo_by_hand_masks_tokens_that_leave_the_trust_region(divergence):
     loss, metrics, gradient = dppo_by_hand(divergence)
     assert_close(loss, torch.tensor([[0.0, 1.6, -6.0, 0.0]]))
     assert_close(gradient, torch.tensor([[0.0, 1.6, -6.0, 0.0]]))
@@ -90,14 +90,14 @@ def test_the_binary_divergences_by_hand():
     assert_close(dppo_by_hand("kl")[1]["divergence"], expected, rtol=1e-4, atol=1e-7)
 
 
-def test_max_ratio_bounds_the_weight_and_leaves_the_gradient():
+def test_max_ratio_caps_the_weight_and_keeps_the_gradient():
     loss, metrics, gradient = dppo_by_hand("tv", max_ratio=2.0)
     assert_close(loss, torch.tensor([[0.0, 1.6, -4.0, 0.0]]))
     assert_close(gradient, torch.tensor([[0.0, 1.6, -4.0, 0.0]]))
     assert metrics["max_ratio_fraction"].tolist() == [[0, 0, 1, 0]]
 
 
-def test_max_ratio_binds_on_no_token_that_is_silent_already():
+def test_max_ratio_does_not_count_masked_out_tokens():
     assert dppo_by_hand("tv", max_ratio=1.5)[1]["max_ratio_fraction"].tolist() == [[0, 1, 1, 0]]
 
 
@@ -116,7 +116,7 @@ def test_dppo_agrees_with_the_formula_in_numpy(divergence):
     assert_close(torch.autograd.grad(loss.sum(), logprobs)[0].numpy(), expected)
 
 
-def test_the_binary_divergence_keeps_its_digits_near_certainty():
+def test_the_binary_divergence_is_accurate_near_probability_one():
     """q = 1 - 1e-6 and p = 1 - 1e-3 in float32: log((1 - q) / (1 - p)) would be noise if 1 - p were subtracted."""
     old_logprobs, logprobs = torch.tensor([[-1e-6]]), torch.tensor([[-1e-3]])
     one = torch.ones(1, 1)
@@ -136,12 +136,12 @@ def test_the_binary_divergence_keeps_its_digits_near_certainty():
         ({"max_ratio": 0.0}, "max_ratio is 0.0"),
     ],
 )
-def test_options_of_dppo_outside_their_range_are_refused(wrong: dict, message: str):
+def test_options_of_dppo_outside_their_range_are_rejected(wrong: dict, message: str):
     options = {"divergence": "tv", "delta_low": 0.1, "delta_high": 0.1} | wrong
     with pytest.raises(ValueError, match=message):
         dppo_loss(*four(2), **options)
 
 
-def test_clips_of_cispo_outside_their_range_are_refused():
+def test_clips_of_cispo_outside_their_range_are_rejected():
     with pytest.raises(ValueError, match="clip_high is -1"):
         cispo_loss(*four(3), clip_low=0.2, clip_high=-1)

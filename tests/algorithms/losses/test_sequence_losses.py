@@ -21,14 +21,14 @@ def moved(log_ratios: list[list[float]]) -> Tensor:
 
 
 def per_row(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """logprobs, old_logprobs, advantages (one number per row) and mask."""
+    """Returns logprobs, old_logprobs, advantages (constant per row) and mask."""
     table = columns(seed)
     advantages = table["advantages"][:, :1].expand_as(table["mask"]).contiguous()
     return table["logprobs"], table["old_logprobs"], advantages, table["mask"]
 
 
 def as_numpy(inputs: tuple[Tensor, Tensor, Tensor, Tensor]) -> list[tuple[np.ndarray, float]]:
-    """(log-ratios of the tokens that count, advantage) of every row that has one."""
+    """Returns (log-ratios of unmasked tokens, advantage) of every nonempty row."""
     logprobs, old_logprobs, advantages, mask = (x.detach().numpy() for x in inputs)
     return [
         ((logprobs[row] - old_logprobs[row])[mask[row]], float(advantages[row, 0]))
@@ -111,12 +111,12 @@ def test_gmpo_without_clips_is_gspo_without_clips():
 
 
 @pytest.mark.parametrize("name", ["clip_low", "clip_high"])
-def test_a_negative_clip_of_gmpo_is_refused(name: str):
+def test_a_negative_clip_of_gmpo_is_rejected(name: str):
     with pytest.raises(ValueError, match=rf"{name} is -0.1"):
         gmpo_loss(*per_row(5), **({"clip_low": 0.4, "clip_high": 0.4} | {name: -0.1}))
 
 
 @pytest.mark.parametrize("loss_function", [gspo_loss, gspo_token_loss])
-def test_clips_of_gspo_outside_their_range_are_refused(loss_function):
+def test_clips_of_gspo_outside_their_range_are_rejected(loss_function):
     with pytest.raises(ValueError, match=r"clip_low is 1.5"):
         loss_function(*per_row(6), clip_low=1.5, clip_high=0.1)

@@ -12,7 +12,7 @@ ONES = torch.ones(1, 4, dtype=torch.bool)
 
 
 def random_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """values (with gradient), old_values, returns, mask."""
+    """Returns values (requiring gradient), old_values, returns, mask."""
     generator = torch.Generator().manual_seed(seed)
     values, old_values, returns = torch.randn(3, 5, 9, generator=generator, dtype=torch.float64)
     return values.requires_grad_(), old_values, returns, torch.rand(5, 9, generator=generator) < 0.6
@@ -27,7 +27,7 @@ def test_the_loss_by_hand():
     assert clip_fraction.tolist() == [[1, 0, 0, 1]]
 
 
-def test_the_gradient_by_hand_is_zero_where_the_clip_binds():
+def test_the_gradient_of_hand_is_zero_where_the_clip_binds():
     values = torch.tensor([[1.0, 1.0, 0.1, -1.0]], requires_grad=True)
     returns = torch.tensor([[1.0, 0.0, 0.5, -2.0]])
     loss, _ = clipped_value_loss(values, torch.zeros(1, 4), returns, ONES, clip=0.2)
@@ -77,12 +77,12 @@ def test_no_gradient_flows_into_the_targets():
     assert old_values.grad is None and returns.grad is None
 
 
-def test_a_clip_that_is_not_above_zero_is_refused():
+def test_a_clip_that_is_not_above_zero_is_rejected():
     with pytest.raises(ValueError, match=r"clip is 0\.0"):
         clipped_value_loss(*random_inputs(5), clip=0.0)
 
 
-def test_permuting_rows_permutes_the_loss_and_a_split_adds_up_in_value_and_gradient():
+def test_permuting_rows_permutes_the_loss_and_a_split_sums_to_the_same_gradient():
     values, old_values, returns, mask = random_inputs(9)
     parts = [
         aggregate(
@@ -98,20 +98,20 @@ def test_permuting_rows_permutes_the_loss_and_a_split_adds_up_in_value_and_gradi
 
 
 @pytest.mark.parametrize("clip", [None, 0.2])
-def test_errors_of_ten_thousand_stay_finite_in_value_and_gradient(clip: float | None):
+def test_large_errors_have_finite_loss_and_gradient(clip: float | None):
     values = torch.tensor([[1e4, -1e4, 1e4, 0.0]], requires_grad=True)
     returns = torch.tensor([[-1e4, 1e4, 1e4, -1e4]])
     loss, _ = clipped_value_loss(values, torch.zeros(1, 4), returns, ONES, clip=clip)
     assert loss.isfinite().all() and torch.autograd.grad(loss.sum(), values)[0].isfinite().all()
 
 
-def test_bfloat16_values_are_worked_on_in_float32():
+def test_bfloat16_values_are_computed_in_float32():
     values, old_values, returns, mask = random_inputs(10)
     v, v_old, r = (x.detach().bfloat16() for x in (values, old_values, returns))
-    found = clipped_value_loss(v, v_old, r, mask, clip=0.3), explained_variance(v, r, mask)
+    actual = clipped_value_loss(v, v_old, r, mask, clip=0.3), explained_variance(v, r, mask)
     v, v_old, r = v.float(), v_old.float(), r.float()
     expected = clipped_value_loss(v, v_old, r, mask, clip=0.3), explained_variance(v, r, mask)
-    assert_close(found, expected, rtol=0, atol=0)
+    assert_close(actual, expected, rtol=0, atol=0)
 
 
 def test_empty_masks_and_empty_batches_give_zeros():
@@ -142,7 +142,7 @@ def test_explained_variance_is_one_for_perfect_values_up_to_a_shift_and_zero_for
     assert_close(explained_variance(torch.full_like(returns, 2.0), returns, mask).item(), 0.0)
 
 
-def test_explained_variance_is_unchanged_by_what_masked_tokens_hold():
+def test_explained_variance_ignores_masked_tokens():
     values, _, returns, mask = random_inputs(7)
     clean = explained_variance(values, returns, mask)
     dirty = explained_variance(values.masked_fill(~mask, float("nan")), returns.masked_fill(~mask, 1e9), mask)

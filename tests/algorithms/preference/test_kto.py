@@ -14,7 +14,7 @@ SETTINGS: dict[str, Any] = {"reference_kl": 0.4, "beta": 0.3, "desirable_weight"
 
 
 def random_rows(seed: int, rows: int = 8) -> tuple[Tensor, Tensor, Tensor]:
-    """logprobs, ref_logprobs, desirable."""
+    """Returns logprobs, ref_logprobs, desirable."""
     generator = torch.Generator().manual_seed(seed)
     logprobs, ref_logprobs = -9 * torch.rand((2, rows), generator=generator, dtype=torch.float64)
     return logprobs, ref_logprobs, torch.rand(rows, generator=generator) < 0.5
@@ -32,7 +32,7 @@ def test_by_hand():
     assert metrics["accuracy"].tolist() == [1, 0] and metrics["is_chosen"].tolist() == [1, 0]
 
 
-def test_the_reference_kl_by_hand_is_a_mean_held_at_zero_without_gradient():
+def test_the_reference_kl_by_hand_is_a_nonnegative_mean_without_gradient():
     logprobs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
     value = kto_reference_kl(logprobs, torch.tensor([-2.0, -4.0, -3.0]))
     assert value.item() == 1.0 and not value.requires_grad
@@ -75,7 +75,7 @@ def test_extreme_ratios_stay_finite_in_value_and_gradient(ratio: float):
     assert torch.autograd.grad(loss.sum(), logprobs)[0].tolist() == [0.0, 0.0]
 
 
-def test_permuting_rows_permutes_and_a_part_gives_its_rows():
+def test_permuting_or_slicing_rows_permutes_or_slices_the_loss():
     rows, order = random_rows(3), torch.tensor([5, 1, 2])
     (loss, metrics), (part, part_metrics) = (
         kto_loss(*x, **SETTINGS) for x in (rows, [values[order] for values in rows])
@@ -93,7 +93,7 @@ def test_bfloat16_is_float32_inside_and_an_empty_batch_is_empty():
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("change", "message"),
     [
         ({"beta": 0.0}, r"beta is 0\.0"),
         ({"reference_kl": -0.1}, r"reference_kl is -0\.1"),
@@ -103,9 +103,9 @@ def test_bfloat16_is_float32_inside_and_an_empty_batch_is_empty():
         ({"logprobs": torch.zeros(7)}, r"have shapes \[7\], \[8\], \[8\]"),
     ],
 )
-def test_misuse_is_refused(change: dict[str, Any], sentence: str):
+def test_misuse_is_rejected(change: dict[str, Any], message: str):
     rows: dict[str, Any] = dict(zip(("logprobs", "ref_logprobs", "desirable"), random_rows(5), strict=True))
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=message):
         kto_loss(**rows | SETTINGS | change)
     with pytest.raises(ValueError, match=r"have shapes \[2\] and \[3\], both must be \[B\]"):
         kto_reference_kl(torch.zeros(2), torch.zeros(3))

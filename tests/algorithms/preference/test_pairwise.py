@@ -35,11 +35,11 @@ LOSSES: dict[str, tuple[Loss, int]] = {
     "simpo": (partial(simpo_loss, beta=2.0, margin=0.5), 2),
     "orpo": (partial(orpo_loss, coef=0.4), 2),
 }
-"""Name -> (loss, number of its arguments)."""
+"""Losses by name, with their number of arguments."""
 
 
 def random_pairs(seed: int, count: int, pairs: int = 7) -> list[Tensor]:
-    """Log-probabilities [P] of whole answers."""
+    """Returns log-probabilities [P] of responses."""
     generator = torch.Generator().manual_seed(seed)
     return list(-4 * torch.rand((count, pairs), generator=generator, dtype=torch.float64) - 0.01)
 
@@ -71,11 +71,13 @@ def test_sequence_logprobs_by_hand():
     assert_close(sequence_logprobs(logprobs, mask, mode="mean"), torch.tensor([-7 / 3, -0.375, 0.0]))
 
 
-def test_masked_tokens_get_no_gradient_and_the_others_that_of_a_sum_or_mean():
+def test_sequence_logprobs_have_the_gradient_of_a_masked_sum_or_mean():
     logprobs = torch.full((1, 3), -1.0).masked_fill(torch.tensor([[False, True, False]]), float("inf")).requires_grad_()
     mask = torch.tensor([[True, False, True]])
-    found = [torch.autograd.grad(sequence_logprobs(logprobs, mask, mode=m).sum(), logprobs)[0] for m in ("sum", "mean")]
-    assert found[0].tolist() == [[1.0, 0.0, 1.0]] and found[1].tolist() == [[0.5, 0.0, 0.5]]
+    actual = [
+        torch.autograd.grad(sequence_logprobs(logprobs, mask, mode=m).sum(), logprobs)[0] for m in ("sum", "mean")
+    ]
+    assert actual[0].tolist() == [[1.0, 0.0, 1.0]] and actual[1].tolist() == [[0.5, 0.0, 0.5]]
 
 
 def test_the_pairwise_loss_by_hand():
@@ -86,7 +88,7 @@ def test_the_pairwise_loss_by_hand():
     assert metrics["margin"].tolist() == [0, 2, -2]
 
 
-def test_a_margin_per_pair_shifts_the_difference_and_gets_no_gradient():
+def test_a_margin_per_pair_shifts_the_difference_and_receives_no_gradient():
     margin = torch.tensor([2.0, 0.0], requires_grad=True)
     chosen = torch.tensor([3.0, 3.0], requires_grad=True)
     loss, _ = pairwise_reward_loss(chosen, torch.ones(2), margin=margin)
@@ -95,7 +97,7 @@ def test_a_margin_per_pair_shifts_the_difference_and_gets_no_gradient():
     assert margin.grad is None and chosen.grad is not None
 
 
-def test_both_names_of_the_pairwise_loss_are_one_function_that_is_finite_at_a_gap_of_ninety():
+def test_log_sig_and_log_exp_are_aliases_and_finite_at_large_gaps():
     assert log_sig_loss is log_exp_loss is pairwise_reward_loss
     loss, _ = log_exp_loss(torch.tensor([0.0]), torch.tensor([90.0]))
     assert loss.tolist() == [90.0]
@@ -156,16 +158,16 @@ def test_extreme_differences_stay_finite_in_value_and_gradient(name: str, gap: f
     loss, count = LOSSES[name]
     chosen, rejected = (torch.tensor([x], requires_grad=True) for x in (min(0.0, gap), min(0.0, -gap)))
     value, metrics = loss(chosen, rejected, *[torch.zeros(1)] * (count - 2))
-    found = torch.autograd.grad(value.sum(), (chosen, rejected))
-    assert all(x.isfinite().all() for x in (value, *found, *metrics.values()))
+    actual = torch.autograd.grad(value.sum(), (chosen, rejected))
+    assert all(x.isfinite().all() for x in (value, *actual, *metrics.values()))
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_permuting_pairs_permutes_and_a_part_gives_its_pairs(name: str):
+def test_permuting_or_slicing_pairs_permutes_or_slices_the_loss(name: str):
     loss, count = LOSSES[name]
     pairs, order = random_pairs(2, count), torch.tensor([4, 0, 6])
-    whole, part = loss(*pairs), loss(*[x[order] for x in pairs])
-    assert_close(part, (whole[0][order], {key: value[order] for key, value in whole[1].items()}))
+    full, part = loss(*pairs), loss(*[x[order] for x in pairs])
+    assert_close(part, (full[0][order], {key: value[order] for key, value in full[1].items()}))
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -187,9 +189,9 @@ def test_metrics_and_references_have_no_gradient(name: str):
     assert all(x.grad is None for x in pairs[2:])
 
 
-@given(seed=st.integers(0, 2**16), cut=st.integers(0, 6), mode=st.sampled_from(["sum", "mean"]))
+@given(seed=st.integers(0, 2**16), split=st.integers(0, 6), mode=st.sampled_from(["sum", "mean"]))
 @settings(max_examples=20, deadline=None)
-def test_any_split_from_tokens_to_loss_adds_up_to_the_whole(seed: int, cut: int, mode: Any):
+def test_any_split_from_tokens_to_loss_sums_to_the_full_batch(seed: int, split: int, mode: Any):
     generator = torch.Generator().manual_seed(seed)
     tokens = -torch.rand((2, 6, 5), generator=generator, dtype=torch.float64).requires_grad_()
     masks = torch.rand((2, 6, 5), generator=generator) < 0.6
@@ -200,16 +202,16 @@ def test_any_split_from_tokens_to_loss_adds_up_to_the_whole(seed: int, cut: int,
         every = torch.ones(len(loss), 1, dtype=torch.bool)
         return aggregate(loss[:, None], every, mode="token_mean", denominator=6)
 
-    whole, parts = share(slice(None)), share(slice(0, cut)) + share(slice(cut, None))
-    assert_close(parts, whole)
-    assert_close(*(torch.autograd.grad(x, tokens)[0] for x in (parts, whole)))
+    full, parts = share(slice(None)), share(slice(0, split)) + share(slice(split, None))
+    assert_close(parts, full)
+    assert_close(*(torch.autograd.grad(x, tokens)[0] for x in (parts, full)))
 
 
 ONE = torch.zeros(1)
 
 
 @pytest.mark.parametrize(
-    ("call", "sentence"),
+    ("call", "message"),
     [
         (lambda: dpo_loss(ONE, ONE, ONE, ONE, beta=0.0), r"beta is 0\.0"),
         (lambda: dpo_loss(ONE, ONE, ONE, ONE, beta=0.1, kind="exo"), r"'exo'"),  # pyright: ignore
@@ -223,6 +225,6 @@ ONE = torch.zeros(1)
         (lambda: sequence_logprobs(ONE[None], ONE[None] > 0, mode="max"), r"mode is 'max'"),  # pyright: ignore
     ],
 )
-def test_misuse_is_refused(call: Callable[[], object], sentence: str):
-    with pytest.raises(ValueError, match=sentence):
+def test_misuse_is_rejected(call: Callable[[], object], message: str):
+    with pytest.raises(ValueError, match=message):
         call()
