@@ -82,7 +82,7 @@ class Checkpoint:
     manifest: Manifest
 
     def role(self, name: str) -> Path:
-        """Returns the folder of a role. Raises CheckpointError if the role was not saved."""
+        """Returns the folder of a role. Raises CheckpointError if the checkpoint does not contain the role."""
         if name not in self.manifest.roles:
             saved = ", ".join(self.manifest.roles)
             raise CheckpointError(f"checkpoint {self.path} has no role {name}; it has {saved}")
@@ -177,7 +177,10 @@ class Checkpoints:
         return checkpoint
 
     def begin(self, step: int, roles: Sequence[str]) -> Path:
-        """Creates the folders of a step and its roles, and removes incomplete saves. Raises CheckpointError."""
+        """Creates the folders of a step and its roles, and removes incomplete saves.
+
+        Raises CheckpointError if writing fails.
+        """
         folder = self.folder(step)
         try:
             self.remove_unfinished()
@@ -190,7 +193,7 @@ class Checkpoints:
         return folder
 
     def commit(self, step: int, manifest: Manifest) -> None:
-        """Writes the manifest atomically after all other files are synced. Raises CheckpointError."""
+        """Writes the manifest atomically after all other files are synced. Raises CheckpointError if writing fails."""
         folder = self.folder(step)
         temporary = folder / f"{MANIFEST}.tmp"
         try:
@@ -284,5 +287,5 @@ def _manifest(value: Mapping[str, Any]) -> Manifest:
 
 
 def _score_value(value: float | None) -> float:
-    """Converts null to NaN, because `finite` writes NaN to JSON as null."""
+    """Converts null to NaN, because the manifest stores NaN as null."""
     return math.nan if value is None else value

@@ -38,15 +38,15 @@ MAY_DIFFER = (
     "*engine.packing",
     "*engine.max_tokens_per_microbatch",
 )
-"""Patterns of settings that may change on resume, because they do not change the result of a step."""
+"""Patterns of settings that may change on resume."""
 
 _MISSING = object()
 
 _FULL_CHECKSUM_BYTES = 256 * 1024**2
-"""Largest size of a model file, in bytes, that is checksummed completely. Larger files are sampled."""
+"""Largest model file, in bytes, whose checksum covers the full file. Larger files are sampled."""
 
 _CHUNK_BYTES = 1024**2
-"""Bytes per sampled chunk of a large file. Chunks are evenly spaced, from the beginning to the end of the file."""
+"""Bytes per sampled chunk of a large file. Chunks are evenly spaced over the file."""
 
 
 def is_resuming(config: RunConfig) -> bool:

@@ -42,7 +42,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path | str, resolved_config: Mapping[str, Any]) -> "RunFolder":
-        """Creates the folder and writes `config.yaml`. Raises RunFolderError if the folder already has files in it."""
+        """Creates the folder and writes `config.yaml`. Raises RunFolderError if the folder contains files."""
         check_is_new(Path(path))
         return cls.reopen(path, resolved_config)
 
@@ -100,7 +100,7 @@ def _write_error(folder: Path, error: OSError) -> RunFolderError:
 
 
 def check_is_new(folder: Path) -> None:
-    """Raises RunFolderError if the folder has files in it."""
+    """Raises RunFolderError if the folder contains files."""
     if (folder / "config.yaml").exists():
         raise RunFolderError(
             f"output folder {folder} has another run in it (config.yaml exists): set output to a new folder, remove "
@@ -204,7 +204,7 @@ def check_not_locked(folder: Path) -> None:
 
 
 def _open_locked(folder: Path) -> TextIO | None:
-    """Opens and locks the lock file. Returns None if another process holds the lock. Raises OSError on other errors."""
+    """Opens and locks the lock file, or returns None if another process holds the lock."""
     deadline_s = time.monotonic() + _LOCK_TIMEOUT_S
     while time.monotonic() < deadline_s:
         folder.mkdir(parents=True, exist_ok=True)
@@ -231,7 +231,7 @@ def _try_lock(file: TextIO) -> bool:
 
 
 def _is_current(path: Path, file: TextIO) -> bool:
-    """Whether `path` is still this file. A run that just ended may have removed its lock file."""
+    """Whether `path` still refers to the open file. A run that just ended may have removed its lock file."""
     with suppress(FileNotFoundError):
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     return False

@@ -39,7 +39,7 @@ class SavedRows:
     """Columns of the file, without `IDENTITY`."""
 
     def load(self, batch: Batch, tasks: TaskRunner | None) -> Batch:
-        """Returns the columns of the file for `batch`, which has the same rows in the same order. Does not block."""
+        """Returns the columns of the file. `batch` must have the same rows in the same order. Does not block."""
         runner = tasks or LocalTasks()
         return runner.apply(read_rows, batch.select(*IDENTITY), self.columns, "same", {"path": self.path})
 

@@ -66,14 +66,14 @@ class _Saving:
     polls: dict[str, Future] = field(default_factory=dict)
     """Future of `checkpoint_saved` per role, while in flight."""
     saved: dict[str, Sequence[Saved]] = field(default_factory=dict)
-    """Reports of all ranks per role, after all ranks have written their files."""
+    """Reports of all ranks per role, for the roles whose files are complete."""
 
 
 class Saver:
     """Saves worker groups and driver objects, one checkpoint at a time."""
 
     def __init__(self, checkpoints: Checkpoints, config: CheckpointConfig, compared_by: Sequence[str]) -> None:
-        """`compared_by` lists the metrics that rank checkpoints. The first metric that a step has is used."""
+        """`compared_by` lists the metrics that rank checkpoints, in order of preference."""
         self.groups: dict[str, WorkerGroup] = {}
         self.objects: dict[str, Checkpointable] = {}
         self.last_step = 0
@@ -117,7 +117,10 @@ class Saver:
     # Saving.
 
     def begin(self, step: int, driver: Mapping[str, Any], *, asynchronous: bool) -> None:
-        """Starts a checkpoint of the state after all calls submitted so far. Does not block. Raises CheckpointError."""
+        """Starts a checkpoint of the state after all submitted calls. Does not block.
+
+        Raises CheckpointError if writing fails.
+        """
         assert self._saving is None, "the previous checkpoint is not finished"
         folder = self._checkpoints.begin(step, list(self.groups)).absolute()
         self.last_step = step

@@ -33,7 +33,7 @@ _COLD = 1e-4
 """Low temperature T, at which -T * log-probability of a token is the distance of its logit from the best logit."""
 
 _LARGEST = 20
-"""Limit of the largest gap of a token, as a multiple of the limit of the mean gap."""
+"""Largest allowed gap of a token, as a multiple of the allowed mean gap."""
 
 _TIE = 1e-3
 """Distance below which two logits are equal up to rounding at temperature `_COLD`."""

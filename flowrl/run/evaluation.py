@@ -81,7 +81,7 @@ def mean_loss(table: TensorDict) -> float:
 
 
 class Evaluations:
-    """The evaluation of a run and its results. Without `evaluation` there are no results."""
+    """The evaluation of a run and its results. The results are empty if `evaluation` is None."""
 
     def __init__(self) -> None:
         self.evaluation: Evaluation | None = None

@@ -11,7 +11,7 @@ from typing import Any, Self
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _DUPLICATE_S = 0.3
-"""Seconds within which a second signal is a duplicate. timeout(1) signals the program and then its process group."""
+"""Seconds in which a second signal is ignored, because timeout(1) signals both the program and its process group."""
 
 
 class Interrupted(KeyboardInterrupt):

@@ -52,7 +52,10 @@ def plan_run(config: RunConfig, devices: Sequence[int] | None = None) -> Plan:
 
 
 def check_run(config: RunConfig) -> None:
-    """Checks functions, placement, memory and output folder, before data and models are read. Raises UserError."""
+    """Checks functions, placement, memory and output folder before data and models are read.
+
+    Raises UserError if one is invalid.
+    """
     check_start(config)
     check_not_locked(config.output)
     if not is_resuming(config):
@@ -60,7 +63,7 @@ def check_run(config: RunConfig) -> None:
 
 
 def check_start(config: RunConfig) -> None:
-    """Checks functions, placement and memory. Raises UserError."""
+    """Checks functions, placement and memory. Raises UserError if a check fails."""
     check_functions(config)
     check_rollouts(config)
     if config.address is None:

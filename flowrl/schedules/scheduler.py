@@ -46,10 +46,7 @@ class ScheduleLimits:
     slots: int = 1
     """Largest number of running groups per replica."""
     is_batched: bool = False
-    """Whether all groups of a step are dispatched at once, as in `sync`.
-
-    Then `slots` and `max_concurrent` have no effect.
-    """
+    """Whether all groups of a step are dispatched at once, as in `sync`. Ignores `slots` and `max_concurrent`."""
     total_groups: int | None = None
     """Total number of groups that the run trains, including groups before a resume; None means unlimited."""
     trainer_routes: TrainerRoutes | None = None
@@ -58,7 +55,7 @@ class ScheduleLimits:
 
 @dataclass(frozen=True)
 class DispatchGroups:
-    """Action: a replica starts to generate the groups."""
+    """Action: the replica starts to generate the groups."""
 
     replica: int
     groups: tuple[int, ...]
@@ -66,7 +63,7 @@ class DispatchGroups:
 
 @dataclass(frozen=True)
 class UpdateWeights:
-    """Action: a replica loads a weight version before it generates groups that are dispatched later."""
+    """Action: the replica loads a weight version before it generates groups that are dispatched later."""
 
     replica: int
     version: int
@@ -74,7 +71,7 @@ class UpdateWeights:
 
 @dataclass(frozen=True)
 class AbortGroups:
-    """Action: a replica stops generating dropped groups."""
+    """Action: the replica stops generating the groups, because they were dropped."""
 
     replica: int
     groups: tuple[int, ...]
@@ -195,7 +192,7 @@ class _Replica:
 
 @dataclass
 class TrainerQueue:
-    """Groups of one trainer rank, or of all trainer ranks if there are no routes."""
+    """Queue of the groups of one trainer rank, or of all trainer ranks without routes."""
 
     replicas: tuple[int, ...]
     quota: int

@@ -39,16 +39,16 @@ class VirtualClock:
 
 @dataclass(frozen=True)
 class Workload:
-    """Durations in seconds. A sequence that is shorter than the run is repeated."""
+    """Durations in seconds. If a sequence is shorter than the run, it is repeated."""
 
     group_s: Sequence[float]
-    """Generation time of each group in the order of admission. It does not depend on the replica's other groups."""
+    """Generation time of each group, in the order of admission. It does not depend on other groups."""
     train_s: Sequence[float]
     """Training time of each step."""
     update_s: float = 0.0
     """Duration of a weight update, which pauses generation on the replica."""
     startup_s: float = 3.0
-    """Start time of a replacement process."""
+    """Duration of the start of a replacement process."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,11 @@ class Outcome:
     staleness: Mapping[int, int]
     """Number of trained groups per staleness."""
     idle_replicas: float
-    """Fraction of slot time without a group, over all replicas."""
+    """Fraction of the time in which a slot has no group, mean over slots."""
     idle_trainer: float
-    """Fraction of the time without training."""
+    """Fraction of the time in which no step trains."""
     wait_weights_s: float
-    """Mean seconds per replica in which the staleness bound blocked an idle replica."""
+    """Seconds in which a replica was idle because of the staleness bound, mean over replicas."""
     num_dropped: int
     """Number of dropped groups."""
 

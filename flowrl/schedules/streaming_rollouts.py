@@ -121,7 +121,7 @@ class StreamingRollouts:
         self._pending: PendingRollouts | None = None
         """Groups of the checkpoint, between `restore` and `begin`."""
         self._exports: deque[WeightSnapshot] = deque()
-        """Weight versions that the actor has not exported yet."""
+        """Exports of weight versions that are not complete yet, oldest first."""
         self._newest: WeightSnapshot | None = None
         """Newest exported version; None while all replicas have the initial version."""
         self._comparisons: list[ComparedWeights] = []
@@ -131,7 +131,7 @@ class StreamingRollouts:
         self._first_step = self._first_version = self._newest_version = 0
         self._metrics: tuple[Logged, ...] = ()
         self._counts: GroupCounts | None = None
-        """Counts at the end of the last `next_batch`."""
+        """Group counts at the end of the last `next_batch`."""
         self._starved = StepFunction()
         """Fraction of replicas that wait for newer weights, over time."""
         self._refused_locations: set[str] = set()
@@ -172,10 +172,7 @@ class StreamingRollouts:
     # Idle callback.
 
     def _run_once(self) -> Iterable[Future | Batch]:
-        """Reads new results and submits the scheduler's actions.
-
-        Returns results whose completion triggers the next run.
-        """
+        """Reads new results and submits the scheduler's actions. Returns results that trigger the next run."""
         self._scheduler.advance_clock(self._context.now_ns() / 1e9)
         for rank, replica in enumerate(self._replicas):
             self._read_results(rank, replica)
