@@ -27,17 +27,12 @@ def import_attribute(name: str) -> Any:  # Any: the named object has any type
     try:
         return getattr(importlib.import_module(module), attribute)
     except Exception as error:
-        raise ImportNameError(
-            f"cannot import {name} ({type(error).__name__}: {error}): correct the name, or make the module importable "
-            f"where the program is started"
-        ) from error
+        cause = f"{type(error).__name__}: {error}"
+        raise ImportNameError(f"cannot import {name} ({cause}): correct the name or PYTHONPATH") from error
 
 
 def import_function(name: str) -> Any:  # Any: the signature is the caller's
-    """Imports the function that `name` (`module:function`) refers to.
-
-    Raises: ImportNameError if the import fails or the object is not callable.
-    """
+    """Imports the function that `name` (`module:function`) refers to. Raises ImportNameError."""
     function = import_attribute(name)
     if not callable(function):
         raise ImportNameError(f"{name} is a {type(function).__name__}, but must be a function")

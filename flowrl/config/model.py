@@ -18,8 +18,7 @@ class ModelConfig(Config):
     """Dtype of the weights in memory. bfloat16 halves the memory, but rounds small updates away."""
 
     dropout: Literal[0] | None = None
-    """0 overrides the dropout probabilities of the model's configuration, for models published with dropout (GPT-2,
-    OPT). Without it such a model is rejected."""
+    """0 disables the dropout of models that are published with it (GPT-2, OPT); null rejects such a model."""
 
 
 class LoraConfig(Config):
@@ -39,18 +38,14 @@ class LoraConfig(Config):
     def _refuse_dropout(cls, settings: Any) -> Any:  # Any: what the file says
         if isinstance(settings, Mapping) and "dropout" in settings:
             raise ValueError(
-                "dropout is not supported, because the policy that is trained must be the one that sampled: remove it"
+                "dropout is not supported, because the trained policy must be the one that sampled: remove it"
             )
         return settings
 
     @model_validator(mode="after")
     def _check(self) -> "LoraConfig":
-        if self.targets == "all_linear":
-            return self
-        twice = sorted({name for name in self.targets if self.targets.count(name) > 1})
-        if twice or not all(self.targets):
-            what = f"name {twice[0]} twice" if twice else "have an empty name"
-            raise ValueError(f"targets {what}: name each layer once, or set targets: all_linear")
+        if self.targets != "all_linear" and (not all(self.targets) or len(set(self.targets)) < len(self.targets)):
+            raise ValueError(f"targets are {list(self.targets)}: name each layer once, or set targets: all_linear")
         return self
 
 
@@ -88,9 +83,7 @@ class OptimizerConfig(Config):
         if self.schedule != "constant" and self.total_steps is None:
             raise ValueError(f"schedule {self.schedule} needs an end: set total_steps, or schedule: constant")
         if self.total_steps is not None and self.warmup_steps >= self.total_steps:
-            raise ValueError(
-                f"warmup_steps is {self.warmup_steps}, but must be below total_steps, which is {self.total_steps}"
-            )
+            raise ValueError(f"warmup_steps is {self.warmup_steps}, but must be below total_steps, {self.total_steps}")
         return self
 
 
@@ -127,14 +120,12 @@ class EngineConfig(Config):
     """Compile each layer with torch.compile. The first steps are slower."""
 
     packing: Literal["auto", "always", "never"] = "auto"
-    """Sequence packing without padding. `auto` packs if the model supports it (docs/models.md), else pads sequences of
-    similar length."""
+    """Sequence packing; without it, sequences of similar length are padded. `auto` packs if the model supports it."""
 
     max_tokens_per_microbatch: PositiveInt = 16384
-    """Maximum tokens per rank and forward pass, including padding; a longer sequence forms its own micro-batch. Lower
-    it if memory runs out."""
+    """Maximum tokens per rank and forward pass, with padding; a longer sequence forms its own micro-batch."""
 
-    def for_cut_models(self) -> dict[str, Any]:
+    def sharding_settings(self) -> dict[str, Any]:
         """Returns the settings that have an effect only on sharded models, by name."""
         settings = {
             "shard_ranks": (self.shard_ranks, self.shard_ranks is not None),
@@ -146,10 +137,9 @@ class EngineConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> "EngineConfig":
         if self.strategy in ("single", "ddp"):
-            for name, value in self.for_cut_models().items():
+            for name, value in self.sharding_settings().items():
                 raise ValueError(
-                    f"{name} is {value}, which is for strategy fsdp and not {self.strategy}: "
-                    f"remove it, or set strategy: fsdp"
+                    f"{name} is {value}, but strategy is {self.strategy}: remove it, or set strategy: fsdp"
                 )
         return self
 

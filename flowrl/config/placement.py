@@ -23,14 +23,12 @@ class PoolPart(NamedTuple):
 
 def pool_parts(text: str) -> tuple[PoolPart, ...]:
     """Parses the `pool` of a role, such as `main`, `main[0:2]` or `policy+judges`. Raises ValueError."""
-    found = [_PART.fullmatch(part.strip()) for part in text.split("+")]
-    if not all(found):
-        raise ValueError(
-            f"{text!r} is not a pool expression: use a name, a range of ranks like main[0:2], or several pools like a+b"
-        )
+    matches = [_PART.fullmatch(part.strip()) for part in text.split("+")]
+    if not all(matches):
+        raise ValueError(f"{text!r} is not a pool: use a name, a range of ranks like main[0:2], or several like a+b")
     return tuple(
         PoolPart(part["name"].strip(), int(part["start"] or 0), int(part["stop"]) if part["stop"] else None)
-        for part in found
+        for part in matches
         if part
     )
 

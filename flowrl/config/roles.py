@@ -76,10 +76,7 @@ class CriticConfig(TrainedConfig):
 
 
 class ReferenceConfig(Config):
-    """The frozen reference policy for the KL.
-
-    If it is colocated with a LoRA actor of the same model, the actor with its adapter disabled serves as reference.
-    """
+    """The frozen reference policy for the KL. A colocated LoRA actor of the same model replaces it, without adapter."""
 
     model: ModelConfig
     """Weights of the reference, usually the actor's initial weights."""
@@ -124,8 +121,7 @@ class TransferConfig(Config):
     """Weight sync from the actor to a rollout in other processes."""
 
     via: Literal["auto", "object_store", "cuda_ipc", "nccl"] = "auto"
-    """Transport. `auto` selects for vllm cuda_ipc on the actor's own GPUs and nccl on other GPUs, else object_store;
-    see docs/weight_transfer.md."""
+    """Transport. `auto` is for vllm cuda_ipc on the actor's GPUs and nccl on other GPUs, else object_store."""
 
     chunk_mb: PositiveFloat = 500.0
     """Size of a bucket of weights in MB (10^6 bytes); a larger weight forms its own bucket. Between GPUs, each side
@@ -159,16 +155,14 @@ class RolloutConfig(Config):
     """Generation of responses with the actor's weights."""
 
     engine: Literal["hf", "vllm"] = "hf"
-    """`hf`: transformers with a KV cache, on any device, in the actor's processes if colocated. `vllm`: vLLM in
-    dedicated processes; requires the extra `vllm`."""
+    """`hf`: transformers, in the actor's processes if colocated. `vllm`: dedicated processes, extra `vllm`."""
 
     vllm: VllmConfig | None = None
     """Settings of the vLLM engine."""
 
     quantization: Literal["int8", "int4", "fp8"] | None = None
-    """Quantization of the rollout's linear layers, repeated at each weight sync. It saves memory and time, but the
-    responses come from a slightly different policy, so it requires `algorithm.correction`. `hf` supports int8; for
-    `vllm` see docs/rollout.md. Null is none."""
+    """Quantization of the linear layers at each weight sync; null is none. It saves memory and time, but changes the
+    policy, so it requires `algorithm.correction`. `hf` supports int8; for `vllm` see docs/rollout.md."""
 
     transfer: TransferConfig = TransferConfig()
     """Weight sync settings."""
@@ -189,8 +183,7 @@ class RolloutConfig(Config):
     """Token sequences that end a response, in addition to the EOS token. They remain in the response."""
 
     max_num_seqs: PositiveInt = 256
-    """Maximum number of sequences that one rank decodes concurrently; values below 16 use the memory of 16. It changes
-    time and memory, never the tokens."""
+    """Maximum number of sequences that one rank decodes concurrently; values below 16 use the memory of 16."""
 
     check_weights: Literal["sampled", "complete", "off"] = "sampled"
     """Comparison of the served weights with the actor's after each weight sync. `sampled` compares a few columns of
@@ -211,17 +204,15 @@ class RolloutConfig(Config):
             raise ValueError(f"vllm is set, but engine is {self.engine}: remove vllm, or set engine: vllm")
         if self.engine == "hf" and self.quantization not in (None, "int8"):
             raise ValueError(
-                f"quantization is {self.quantization}, but engine hf supports int8 only: set quantization: int8, "
-                f"or engine: vllm"
+                f"quantization is {self.quantization}, but engine hf supports int8 only: set it, or engine: vllm"
             )
         if self.engine == "vllm" and self.temperature < 0.01:
             raise ValueError(
-                f"temperature is {self.temperature:g}, but vLLM requires 0.01 or more: increase it, or set engine: hf"
+                f"temperature is {self.temperature:g}, but vLLM requires at least 0.01: raise it, or set engine: hf"
             )
         if self.engine != "vllm" and self.transfer.via in ("cuda_ipc", "nccl"):
             raise ValueError(
-                f"transfer.via is {self.transfer.via}, which requires engine vllm, but engine is {self.engine}: set "
-                f"transfer.via: auto, or engine: vllm"
+                f"transfer.via is {self.transfer.via}, which requires engine: vllm: set it, or transfer.via: auto"
             )
         return self
 

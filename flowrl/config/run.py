@@ -130,8 +130,8 @@ class RunConfig(Config):
         every, evaluate = self.checkpoint.every, self.evaluate_every
         if self.checkpoint.keep_best and evaluate and every % evaluate:
             raise ValueError(
-                f"checkpoint.keep_best compares evaluation accuracy, but checkpoint.every is {every}, not a "
-                f"multiple of evaluate_every, {evaluate}: set it to {-(-every // evaluate) * evaluate}"
+                f"checkpoint.every is {every}, but checkpoint.keep_best requires a multiple of evaluate_every, "
+                f"{evaluate}: set it to {-(-every // evaluate) * evaluate}"
             )
         if self.backend == "inline" and self.address is not None:
             raise ValueError(f"address is {self.address}, but backend inline does not use a cluster: set backend: ray")
@@ -202,8 +202,7 @@ class OnPolicyConfig(RunConfig):
         schedule, prompts = self.schedule, self.prompts_per_step
         if isinstance(schedule, AsyncSchedule) and schedule.overprovision > prompts:
             raise ValueError(
-                f"schedule.overprovision is {schedule.overprovision}, more than the {prompts} prompts of a step "
-                f"(batch_size / samples_per_prompt), so most responses could be dropped: set at most {prompts}"
+                f"schedule.overprovision is {schedule.overprovision}, but a step has {prompts} prompts: set at most {prompts}"
             )
         return self
 
@@ -257,15 +256,13 @@ class OnPolicyConfig(RunConfig):
         needed = self.data.max_prompt_tokens + rollout.max_response_tokens
         if longest is not None and longest < needed:
             raise ValueError(
-                f"rollout.vllm.max_model_len is {longest}, less than data.max_prompt_tokens + "
-                f"rollout.max_response_tokens, {needed}: set it to {needed} or more"
+                f"rollout.vllm.max_model_len is {longest}, less than prompt plus response: set {needed} or more"
             )
         if self.evaluate_every and self.data.test is None:
             raise ValueError(f"evaluate_every is {self.evaluate_every}, but there is no test file: set data.test")
         if rollout.top_k or rollout.top_p < 1:
             raise ValueError(
-                f"rollout.top_k is {rollout.top_k} and rollout.top_p is {rollout.top_p:g}, but the loss uses the "
-                "untruncated distribution: set top_k: 0 and top_p: 1.0"
+                f"rollout.top_k is {rollout.top_k}, top_p is {rollout.top_p:g}, but must be top_k: 0 and top_p: 1.0"
             )
         return self
 

@@ -59,15 +59,13 @@ class AsyncSchedule(ScheduleConfig):
     too old are dropped and counted; long responses are dropped more often. At most the prompts of one step."""
 
     interrupt: bool = True
-    """True: a replica loads new weights between two tokens, and each token records its weight version. False: a
-    replica finishes its responses first."""
+    """True: a replica loads new weights between two tokens. False: it finishes its responses first."""
 
     @model_validator(mode="after")
     def _check_overprovision(self) -> "AsyncSchedule":
         if self.overprovision and not self.max_staleness:
             raise ValueError(
-                f"overprovision is {self.overprovision}, but max_staleness is 0, so every surplus response would be "
-                f"too old for the next step: set overprovision: 0, or max_staleness: 1 or more"
+                f"overprovision is {self.overprovision}, which requires max_staleness of 1 or more: set it to 0"
             )
         return self
 

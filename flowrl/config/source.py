@@ -58,10 +58,7 @@ class Source:
 
 
 def parse(text: str, where: str, *, numbered: bool) -> tuple[Any, dict[Key, str]]:
-    """Parses YAML. Returns the value and the location of each key: `where`, with a line number if `numbered`.
-
-    Raises: ConfigError for invalid YAML, a duplicate key, or a key that is not text.
-    """
+    """Parses YAML and returns the value and the location of each key. Raises ConfigError."""
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
@@ -80,10 +77,7 @@ def parse(text: str, where: str, *, numbered: bool) -> tuple[Any, dict[Key, str]
 
 
 def read(path: Path) -> Source:
-    """Returns the settings in the YAML file `path`.
-
-    Raises: ConfigError if the file cannot be read or is not a mapping of settings.
-    """
+    """Returns the settings in the YAML file `path`. Raises ConfigError."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

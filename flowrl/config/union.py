@@ -20,11 +20,7 @@ Options = Annotated[
 
 
 class Member(Config):
-    """Base class of the members of a discriminated union.
-
-    The field named by `KEY` holds the name that selects the member. Its type is a `Literal` of names, or `ImportName`
-    in the member for user functions.
-    """
+    """Base class of the members of a union. The field `KEY` is a `Literal` of names, or an `ImportName`."""
 
     KEY: ClassVar[str] = "kind"
     """Name of the field that selects the member."""
@@ -47,10 +43,7 @@ class Member(Config):
 
 @dataclass(frozen=True)
 class OneOf:
-    """Annotates a union of `Member` classes as a pydantic tagged union.
-
-    Unlike `pydantic.Discriminator`, it accepts any `module:function` as the tag of the member for user functions.
-    """
+    """Annotates a union of `Member` classes as a tagged union, in which `module:function` is a valid tag."""
 
     default: str | None = None
     """Name used if the settings have none; None requires a name."""
@@ -87,7 +80,7 @@ def members_of(union: Any) -> dict[str, type[Member]]:  # Any: a union type
 
 
 def parse(union: Any, settings: object) -> Any:  # Any: a union type, and an instance of one of its members
-    """Validates `settings` as one member of `union`, such as `AnySchedule`, and returns it."""
+    """Returns `settings` as a member of `union`, such as `AnySchedule`."""
     return TypeAdapter(union).validate_python(settings)
 
 
@@ -112,12 +105,6 @@ def unknown_name(what: str, name: object, names: Iterable[str]) -> str:
     return f"unknown {what} {name!r}{hint}; available: {', '.join(available)}"
 
 
+AGGREGATIONS = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm")
 KlKind = Annotated[str, AfterValidator(known_name("KL estimator", ("k1", "k2", "k3", "abs")))]
-Aggregation = Annotated[
-    str,
-    AfterValidator(
-        known_name(
-            "aggregation", ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm")
-        )
-    ),
-]
+Aggregation = Annotated[str, AfterValidator(known_name("aggregation", AGGREGATIONS))]

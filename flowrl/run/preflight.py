@@ -243,7 +243,7 @@ def _check_engine(role: str, key: str, role_plan: RolePlan, engine: EngineConfig
 def _check_unsharded_settings(key: str, role_plan: RolePlan, engine: EngineConfig) -> None:
     """Raises ConfigError for settings of sharded models if each rank of the role has the full model."""
     num_ranks = role_plan.mesh.size
-    for name, value in engine.for_cut_models().items():
+    for name, value in engine.sharding_settings().items():
         if num_ranks == 1:
             alternative = "set offload: optimizer" if name == "offload" else "remove it"
             reason = f"the role has one rank, so its model is not sharded: {alternative}, or assign more ranks"

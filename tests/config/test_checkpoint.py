@@ -14,5 +14,5 @@ def test_the_best_of_nothing_is_refused() -> None:
 
 def test_the_best_are_kept_of_steps_that_are_evaluated() -> None:
     settings = {"output": "out", "steps": 3, "evaluate_every": 4, "checkpoint": {"every": 6, "keep_best": 1}}
-    with pytest.raises(ValueError, match=r"checkpoint\.every is 6, not a multiple of evaluate_every, 4: set it to 8"):
+    with pytest.raises(ValueError, match=r"checkpoint\.every is 6, .* evaluate_every, 4: set it to 8"):
         RunConfig.model_validate(settings)

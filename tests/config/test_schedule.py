@@ -61,7 +61,7 @@ def test_an_invalid_setting_is_rejected(settings: dict[str, Any], setting: str):
 def test_overprovisioning_by_more_than_a_step_is_rejected():
     maximum = GRPO | {"schedule": {"kind": "async", "overprovision": 4}}
     assert GRPOConfig.model_validate(maximum).schedule == AsyncSchedule(overprovision=4)
-    with pytest.raises(ValidationError, match=r"schedule\.overprovision is 5, .* 4 prompts"):
+    with pytest.raises(ValidationError, match=r"schedule\.overprovision is 5, .* at most 4"):
         GRPOConfig.model_validate(GRPO | {"schedule": {"kind": "async", "overprovision": 5}})
 
 

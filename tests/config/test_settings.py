@@ -52,7 +52,7 @@ def quantized(quantization: str = "int8", **correction: Any) -> dict[str, Any]:
         (LoraConfig, {"rank": 0}, "greater than 0"),
         (LoraConfig, {"rank": 8, "alpha": 0.0}, "greater than 0"),
         (LoraConfig, {"rank": 8, "dropout": 0.1}, "must be the one that sampled: remove it"),
-        (LoraConfig, {"rank": 8, "targets": ["q_proj", "q_proj"]}, "name q_proj twice: name each layer once"),
+        (LoraConfig, {"rank": 8, "targets": ["q_proj", "q_proj"]}, "q_proj.*name each layer once"),
         (LoraConfig, {"rank": 8, "targets": [""]}, "set targets: all_linear"),
         (LoraConfig, {"rank": 8, "targets": []}, "at least 1 item"),
         (LoraConfig, {"rank": 8, "targets": "q_proj"}, "all_linear"),

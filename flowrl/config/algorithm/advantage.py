@@ -30,9 +30,8 @@ class AdvantageConfig(Member):
     """Name of the estimator; docs/algorithms.md lists all."""
 
     correction: CorrectionSetting = "auto"
-    """Correction for rollouts that differ from the trained policy; null applies none. `auto` is `truncated` if
-    `schedule`, `rollout.engine` or `rollout.quantization` causes a difference, else null. With `actor.loss`
-    decoupled_ppo it is null, because that loss contains the weight."""
+    """Correction for off-policy rollouts; null applies none. `auto` is `truncated` if `schedule`, `rollout.engine` or
+    `rollout.quantization` causes a difference, else null. It is null for `decoupled_ppo`, which has the weight."""
 
     shaping: Annotated[tuple[AnyShaping, ...], Field(strict=False)] = ()
     """Reward shapings, applied to the scores in this order. The column `scores` keeps the original values."""
@@ -65,8 +64,7 @@ class PenalizedAdvantageConfig(AdvantageConfig):
     def _check_kl_control(self) -> "PenalizedAdvantageConfig":
         if self.kl_control.kind != "fixed" and not self.kl_coef:
             raise ValueError(
-                f"kl_coef is 0, but kl_control {self.kl_control.kind} needs an initial coefficient: set kl_coef above "
-                f"0, or remove kl_control"
+                f"kl_coef is 0, but kl_control {self.kl_control.kind} needs an initial value above 0: set kl_coef"
             )
         return self
 
@@ -128,10 +126,7 @@ class RemaxAdvantage(PenalizedAdvantageConfig):
     @model_validator(mode="after")
     def _check_shaping(self) -> "RemaxAdvantage":
         if self.shaping:
-            raise ValueError(
-                "shaping changes the scores but not the greedy_scores that remax subtracts: remove shaping, or shape "
-                "both in the reward function"
-            )
+            raise ValueError("shaping does not change the greedy_scores that remax subtracts: remove shaping")
         return self
 
 
@@ -168,8 +163,7 @@ class GdpoAdvantage(AdvantageConfig):
     def _check_columns(self) -> "GdpoAdvantage":
         if self.reward_weights and len(self.reward_weights) != len(self.reward_columns):
             raise ValueError(
-                f"reward_weights has {len(self.reward_weights)} numbers for {len(self.reward_columns)} "
-                f"reward_columns: set one per column"
+                f"reward_weights has not one number for each of the {len(self.reward_columns)} reward_columns"
             )
         if self.shaping and self.reward_columns != ("scores",):
             raise ValueError(

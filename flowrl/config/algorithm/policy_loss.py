@@ -100,10 +100,7 @@ class CispoLoss(PolicyLossConfig):
 
 
 class DppoLoss(PolicyLossConfig):
-    """Base class of DPPO, which masks tokens that moved too far from the old policy.
-
-    The distance is the difference of probabilities for `dppo_tv`, and the binary KL in nats for `dppo_kl`.
-    """
+    """Base class of DPPO, which masks tokens that moved too far from the old policy."""
 
     delta_low: NonNegativeFloat
     """Distance above which a token with negative advantage gets no gradient to fall further."""
@@ -116,7 +113,7 @@ class DppoLoss(PolicyLossConfig):
 
 
 class DppoTvLoss(DppoLoss):
-    """DPPO with the total variation distance."""
+    """DPPO with the total variation distance: the difference of probabilities."""
 
     kind: Literal["dppo_tv"] = "dppo_tv"
     delta_low: NonNegativeFloat = 0.15
@@ -124,7 +121,7 @@ class DppoTvLoss(DppoLoss):
 
 
 class DppoKlLoss(DppoLoss):
-    """DPPO with the binary KL divergence."""
+    """DPPO with the binary KL divergence in nats."""
 
     kind: Literal["dppo_kl"] = "dppo_kl"
     delta_low: NonNegativeFloat = 0.05
