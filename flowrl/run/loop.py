@@ -133,7 +133,7 @@ class Run:
     def rollouts(self, rollout: WorkerGroup, prompts: PromptStream) -> Iterator[tuple[int, Batch]]:
         """Yields (step, batch) from step 1. A batch contains the next prompts and their responses.
 
-        `schedule` limits the staleness of the responses. Step k-1 is resolved before step k+1 is submitted, so the
+        `schedule` limits the staleness of the responses. Step k-1 is complete before step k+1 is submitted, so the
         driver is at most one step ahead.
         """
         config = self.config
@@ -412,7 +412,7 @@ _MAX_REPORT_DELAY_NS = 10**9
 
 @dataclass
 class _Step:
-    """A step that is not resolved yet."""
+    """A step whose calls may still be running."""
 
     begun_ns: int
     submitted_ns: int = 0
@@ -423,7 +423,8 @@ class _Step:
 class StepLog:
     """Assigns calls and metrics to steps, and measures the duration of each step.
 
-    The driver runs ahead of the workers. A step is open while it is submitted, and unresolved until its calls are done.
+    The driver runs ahead of the workers. A step is open while its calls are submitted, and unresolved until they are
+    done.
     """
 
     def __init__(self, calls: Calls, elapsed_s: float = 0.0) -> None:
@@ -432,7 +433,7 @@ class StepLog:
         self._ended_ns = time.time_ns()
         self._started_ns = self._ended_ns - int(elapsed_s * 1e9)
         self.last_ended_ns: int | None = None
-        """End of the step that was resolved last, in nanoseconds since the epoch."""
+        """End of the last complete step, in nanoseconds since the epoch."""
         self._steps: dict[int, _Step] = {}
         self._open: int | None = None
         self._policy: str | None = None
@@ -472,7 +473,7 @@ class StepLog:
 
     @property
     def unresolved(self) -> list[int]:
-        """Steps without a log record, oldest first."""
+        """Steps that have no log record yet, oldest first."""
         return sorted(self._steps)
 
     def resolve(self, step: int) -> dict[str, float]:

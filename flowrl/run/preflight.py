@@ -36,10 +36,7 @@ from flowrl.weight_sync.transfer import choose_transport, has_per_replica_update
 
 
 def plan_run(config: RunConfig, devices: Sequence[int] | None = None) -> Plan:
-    """Returns the placement plan of a run on this machine, or for `devices` per node.
-
-    Raises PlacementError or ConfigError.
-    """
+    """Returns the placement plan of a run on this machine, or on nodes with `devices` as numbers of devices."""
     placement, stated = config.placement, devices or config.devices
     if config.address is not None and stated is None:
         raise ConfigError(
@@ -167,7 +164,7 @@ def check_quantization(config: RunConfig, planned: Plan) -> None:
 
 
 def check_rollouts(config: RunConfig) -> None:
-    """Raises ConfigError if the rollout engine cannot start: a package is missing or the backend is inline."""
+    """Raises ConfigError if the rollout engine cannot start, because a package is missing or the backend is inline."""
     for name in config.dedicated_roles():
         if config.backend == "inline":
             raise ConfigError(

@@ -48,7 +48,7 @@ class RestartPolicy:
                 cluster.close()
 
     def _can_restart(self, error: WorkerError, config: RunConfig, cluster: "Cluster") -> bool:
-        """Whether a process failed for a reason that a restart may fix. A bug or invalid input is not such a reason."""
+        """Whether a restart may succeed, because a process failed and neither a bug nor invalid input is the cause."""
         is_rejected = (
             isinstance(error, WorkerUserError | WorkerCheckError) or cluster.calls.failures.get_first_error() is None
         )
@@ -75,7 +75,7 @@ class RestartPolicy:
         return self._retained is not None
 
     def pop_message(self) -> str:
-        """Returns the message about the last failure once, and then an empty string."""
+        """Returns the message about the last failure and clears it. Returns an empty string without a failure."""
         message, self._message = self._message, ""
         return message
 

@@ -25,7 +25,7 @@ def draw_plots(
     events: Sequence[CallEvent],
     until_ns: int | None = None,
 ) -> None:
-    """Draws `curves.png`, and the last steps of `timeline.png` before `until_ns` (None: the end of the last call)."""
+    """Draws `curves.png`, and the last steps of `timeline.png`. `until_ns` is the end of the timeline."""
     from flowrl.report.plots import draw_curves, draw_timeline  # noqa: PLC0415 (matplotlib only if the run draws plots)
 
     draw_curves(history, folder.curves)
