@@ -100,7 +100,7 @@ class ChatTokenizer:
         return text
 
     def max_positions(self) -> int | None:
-        """Returns the maximum sequence length of the model in the tokenizer's folder; None if its config has no maximum.
+        """Returns the maximum sequence length in the model config of the tokenizer's folder; None if it has none.
 
         Raises `DataError` if the folder has no model config.
         """

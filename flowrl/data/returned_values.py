@@ -19,7 +19,7 @@ def per_token(value: object, mask_BT: Tensor, what: str) -> Tensor:
 
 
 def loss_and_metrics(result: object, mask_BT: Tensor, what: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns a loss per token and its metrics. Raises `UserError` if a shape or type is wrong or the loss has no gradient."""
+    """Returns a loss per token and its metrics. Raises `UserError` for a wrong shape or type or a missing gradient."""
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
         raise UserError(
             f"{what} returned {described(result)}, it must return (loss [B, T], a dictionary of metrics [B, T]); the "

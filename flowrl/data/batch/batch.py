@@ -1,8 +1,4 @@
-"""Batch: the driver's handle of rows x named columns. It holds references and row indices, no tensors.
-
-Edits (select, rows, repeat, ...) rewrite the index and copy no values. Only `get`, `tensordict` and `payload` fetch
-values to this process. The standard columns are in flowrl/data/batch/fields.py.
-"""
+"""Batch: rows x named columns by reference. The driver edits row indices without fetching values."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,19 +25,17 @@ if TYPE_CHECKING:
 
 
 class TaskRunner(Protocol):
-    """Runs a pure function of a batch as a remote task, in a worker process or locally."""
+    """Runs pure functions of batches, on the task worker or locally."""
 
     def apply(self, fn: Callable, batch: "Batch", writes: tuple[str, ...], rows: str, kwargs: dict) -> "Batch":
         """Runs `fn(tensordict, **kwargs)` and returns the columns `writes`."""
-        ...
 
     def reduce(self, fn: Callable, batch: "Batch", kwargs: dict) -> Any:  # Any: a Future of the function's result
         """Runs `fn(tensordict, **kwargs)` and returns a future of its result."""
-        ...
 
 
 class Batch:
-    """Rows x named columns by reference. Created by worker group calls, `Batch.from_rows` and `Batch.from_columns`."""
+    """Rows x named columns by reference. Only `get`, `tensordict` and `payload` fetch values to this process."""
 
     def __init__(
         self, columns: Mapping[str, Column], num_rows: int | None = None, tasks: TaskRunner | None = None
@@ -55,7 +49,7 @@ class Batch:
 
     @staticmethod
     def from_rows(rows: Sequence[Mapping[str, Any]]) -> "Batch":
-        """Creates a batch from dictionaries with equal keys. Numbers become arrays, other values become objects."""
+        """Creates a batch from one dictionary per row. All dictionaries must have the same keys."""
         names = list(rows[0]) if rows else []
         for position, row in enumerate(rows):
             if list(row) != names and set(row) != set(names):
@@ -71,7 +65,7 @@ class Batch:
         lengths: Sequence[int] | np.ndarray | None = None,
         num_rows: int | None = None,
     ) -> "Batch":
-        """Creates a batch from row columns of B values and flat token columns of T values; `lengths` [B] sum to T."""
+        """Creates a batch of row columns and flat token columns. `lengths` is the number of tokens of each row."""
         arrays = {name: _row_column(values) for name, values in (rows or {}).items()}
         flat = {name: np.asarray(values).copy(order="C") for name, values in (tokens or {}).items()}
         sizes = {name: len(values) for name, values in arrays.items()} | (
@@ -91,7 +85,7 @@ class Batch:
 
     @staticmethod
     def of_payload(payload: Payload) -> "Batch":
-        """Creates a batch of a payload in this process."""
+        """Creates a batch from a payload in this process."""
         shard = Shard(LocalRef(payload), LocalRef(Description.of(payload)), payload.num_rows)
         return Batch.of_block(Block([shard]), payload.columns)
 
@@ -99,7 +93,7 @@ class Batch:
     def of_block(
         block: Block, columns: Iterable[str], index: np.ndarray | None = None, tasks: TaskRunner | None = None
     ) -> "Batch":
-        """Creates a batch of columns of a block; `index` selects its rows (None: all)."""
+        """Creates a batch from columns of a block. `index` selects rows of the block; None selects all."""
         known = all(shard.num_rows is not None for shard in block.shards)
         num_rows = len(index) if index is not None else block.num_rows if known else None
         return Batch({name: Column(block, index, name) for name in columns}, num_rows, tasks)
@@ -108,12 +102,11 @@ class Batch:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names of the columns."""
         return tuple(self._columns)
 
     @property
     def num_rows(self) -> int:
-        """Number of rows. Waits only for results of methods that declare `rows="unknown"`."""
+        """Number of rows. Waits for the result of a method that declares `rows="unknown"`."""
         if self._num_rows is None and not self._columns:
             return 0
         if self._num_rows is None:
@@ -133,7 +126,7 @@ class Batch:
 
     @property
     def tasks(self) -> TaskRunner | None:
-        """Runner of `apply` and `reduce`. None for a batch without columns from a worker group."""
+        """Runs the functions of `apply` and `reduce`; None runs them in this process."""
         return self._tasks
 
     def column(self, name: str) -> Column:
@@ -146,7 +139,7 @@ class Batch:
         """Returns whether all columns are computed."""
         return all(block.done() for block in {column.block for column in self._columns.values()})
 
-    # Edits: they copy no values.
+    # Edits, which copy no values.
 
     def __getitem__(self, name: str) -> "Batch":
         return self.select(name)
@@ -161,7 +154,7 @@ class Batch:
         self._tasks = self._tasks or value._tasks
 
     def select(self, *names: str) -> "Batch":
-        """Returns a batch with only these columns."""
+        """Returns a batch with these columns."""
         return self._with({name: self.column(name) for name in names}, self._num_rows)
 
     def drop(self, *names: str) -> "Batch":
@@ -169,7 +162,7 @@ class Batch:
         return self.select(*(name for name in self._columns if name not in {self.column(n) and n for n in names}))
 
     def rename(self, names: Mapping[str, str]) -> "Batch":
-        """Returns a batch with renamed columns: `{"old": "new"}`."""
+        """Returns a batch with renamed columns. `names` maps old to new names."""
         for name in names:
             self.column(name)
         renamed = [names.get(name, name) for name in self._columns]
@@ -179,13 +172,12 @@ class Batch:
         return self._with(columns, self._num_rows)
 
     def union(self, other: "Batch") -> "Batch":
-        """Returns a batch with the columns of both. Columns of `other` replace columns of the same name."""
+        """Returns a batch with the columns of both batches. Columns of `other` replace columns of the same name."""
         num_rows = self._check_rows(other, ", ".join(other.columns))
         merged = Batch(self._columns | other._columns, num_rows, self._tasks or other._tasks)
         return merged.with_sections(max(self._sections, other._sections))
 
     def _with(self, columns: Mapping[str, Column], num_rows: int | None) -> "Batch":
-        """Returns a batch with the same rows and other columns."""
         return Batch(columns, num_rows, self._tasks).with_sections(self._sections)
 
     def _check_rows(self, other: "Batch", what: str) -> int | None:
@@ -200,7 +192,7 @@ class Batch:
         return other._num_rows if self._num_rows is None else self._num_rows
 
     def rows(self, rows: slice | Sequence[int] | np.ndarray) -> "Batch":
-        """Returns the rows selected by a slice, positions or a boolean mask."""
+        """Returns the rows that a slice, positions or a boolean mask select."""
         if isinstance(rows, slice):
             positions = np.arange(*rows.indices(self.num_rows))
         else:
@@ -208,7 +200,7 @@ class Batch:
             if positions.dtype == bool:
                 if len(positions) != self.num_rows:
                     raise ColumnError(
-                        f"a mask of {len(positions)} rows cannot select from {self.num_rows} rows; give one bool per row"
+                        f"a mask of {len(positions)} rows cannot select from {self.num_rows} rows; give one per row"
                     )
                 positions = np.flatnonzero(positions)
             positions = positions.astype(np.int64)
@@ -229,14 +221,14 @@ class Batch:
         return Batch(columns, len(positions), self._tasks)
 
     def reorder(self, order: Sequence[int] | np.ndarray) -> "Batch":
-        """Returns the rows in another order, which is a permutation of all positions."""
+        """Returns the rows in the order of a permutation of all positions."""
         positions = np.asarray(order, dtype=np.int64)
         if not _is_permutation(positions, self.num_rows):
             raise ColumnError(f"order must be a permutation of 0 to {self.num_rows - 1}; use rows() to select rows")
         return self._take(positions)
 
     def repeat(self, times: int, *, interleave: bool = True) -> "Batch":
-        """Repeats each row: 0 0 1 1 with `interleave`, else 0 1 0 1."""
+        """Repeats the rows: 0 0 1 1 with `interleave`, otherwise 0 1 0 1."""
         positions = np.arange(self.num_rows)
         return self._take(np.repeat(positions, times) if interleave else np.tile(positions, times))
 
@@ -254,9 +246,9 @@ class Batch:
         return Batch(columns, sum(batch.num_rows for batch in batches), tasks)
 
     def minibatches(self, rows: int, *, epochs: int = 1, seed: int | Sequence[int] = 0) -> Iterator["Batch"]:
-        """Yields mini-batches of `rows` rows, every row once per epoch. The last one of an epoch may be smaller.
+        """Yields mini-batches of `rows` rows. Each epoch contains every row once, in a new random order.
 
-        The random order depends only on `seed` and the epoch.
+        The order depends only on `seed` and the epoch. The last mini-batch of an epoch may be smaller.
         """
         if rows < 1:
             raise ValueError(f"a minibatch has {rows} rows; use at least 1")
@@ -267,10 +259,10 @@ class Batch:
                 yield self._take(order[start : start + rows])
 
     def with_sections(self, count: int) -> "Batch":
-        """Returns the same rows, marked as `count` equal consecutive sections, one per data-parallel rank.
+        """Marks `count` equal consecutive sections of rows, one per data-parallel rank, for `minibatches`.
 
-        `minibatches` takes equally many rows from each section, in section order, so that a row stays on its rank. Row
-        selection and reordering drop the mark.
+        Each mini-batch then has the same number of rows from each section, so that a row stays on its rank. Row
+        selection and reordering remove the mark.
         """
         result = Batch(self._columns, self._num_rows, self._tasks)
         result._sections = count
@@ -279,11 +271,11 @@ class Batch:
     # Values.
 
     def payload(self, *names: str) -> Payload:
-        """Waits for the values of these columns (default: all) and returns them as NumPy arrays."""
+        """Waits for these columns (default: all) and returns their values as NumPy arrays."""
         return assemble(self, names or self.columns, (0, self.num_rows))
 
     def tensordict(self, *names: str) -> "TensorDict":
-        """Waits for the values of these columns (default: all) and returns a copy in the form that workers receive."""
+        """Waits for these columns (default: all) and returns their values as a TensorDict."""
         from flowrl.data.batch.tensordicts import to_tensordict  # noqa: PLC0415 (a driver that reads no values needs no torch)
 
         return to_tensordict(self.payload(*names), copy=True)
@@ -291,7 +283,7 @@ class Batch:
     def get(self, name: str) -> Any:  # Any: a tensor or a list, as the column's kind says
         """Waits for a column and returns a tensor `[B, ...]` or `[T, ...]`, or a list of B objects.
 
-        `length` is the number of tokens per row, `[B]`. Re-raises the error of a failed call.
+        The column `length` contains the tokens per row `[B]`. Raises the error of a failed call.
         """
         if name == "length" and name not in self._columns:
             import torch  # noqa: PLC0415 (see tensordict)
@@ -306,7 +298,7 @@ class Batch:
         return to_tensordict(payload, copy=True)["tokens" if name in payload.tokens else "rows", name]
 
     def lengths(self) -> np.ndarray:
-        """Returns the tokens per row `[B]`. Reads only descriptions, no values."""
+        """Waits for the row lengths and returns the number of tokens per row `[B]`."""
         for column in self._columns.values():
             if column.block.kind(column.source) == "token":
                 lengths = column.block.lengths()
@@ -319,10 +311,10 @@ class Batch:
     def apply(
         self, fn: Callable, reads: Sequence[str], writes: Sequence[str], *, rows: str = "same", **kwargs: Any
     ) -> "Batch":
-        """Runs `fn(tensordict, **kwargs) -> tensordict` on all rows, as one task on the task worker. Does not wait.
+        """Runs `fn(tensordict, **kwargs) -> tensordict` on all rows, on the task worker. Does not wait.
 
-        Returns this batch with the columns `writes` added. With `rows="unknown"` the function may add or drop rows, and
-        the result has only the columns `writes`.
+        Returns this batch with the additional columns `writes`. With `rows="unknown"`, the function may add or remove
+        rows, and the result has only the columns `writes`.
         """
         read = self.select(*reads)
         result = (self._tasks or LocalTasks()).apply(fn, read, tuple(writes), rows, kwargs)
@@ -331,12 +323,12 @@ class Batch:
     def reduce(
         self, fn: Callable, reads: Sequence[str], **kwargs: Any
     ) -> Any:  # Any: a Future of the function's result
-        """Runs `fn(tensordict, **kwargs)` on the task worker and returns a future of its small result."""
+        """Runs `fn(tensordict, **kwargs)` on the task worker and returns a future of its result."""
         return (self._tasks or LocalTasks()).reduce(fn, self.select(*reads), kwargs)
 
 
 class LocalTasks:
-    """Runs `apply` and `reduce` in this process, for batches without columns from a worker group."""
+    """Runs the functions of `apply` and `reduce` in this process."""
 
     def apply(self, fn: Callable, batch: Batch, writes: tuple[str, ...], rows: str, kwargs: dict) -> Batch:
         from flowrl.data.batch.tensordicts import from_tensordict  # noqa: PLC0415 (see Batch.tensordict)
@@ -352,12 +344,12 @@ class LocalTasks:
 
 
 def _resolve_refs(kwargs: dict) -> dict:
-    """Replaces references in the arguments by their values."""
+    """Replaces references among the arguments by their values."""
     return {name: value.get() if isinstance(value, LocalRef) else value for name, value in kwargs.items()}
 
 
 def assemble(batch: Batch, names: Sequence[str], rows: Rows) -> Payload:
-    """Fetches some rows of some columns to this process."""
+    """Fetches the values of some rows and columns to this process."""
     plans = list(gathers({name: batch.column(name) for name in names}, rows))
     shards = [block.shards[piece.shard] for block, _, plan in plans for piece in plan.pieces]
     payloads = iter(read_together([shard.payload for shard in shards]))
@@ -379,9 +371,9 @@ def _is_permutation(positions: np.ndarray, num_rows: int) -> bool:
 
 
 def _row_column(values: Any) -> np.ndarray | list:
-    """Returns a 64-bit array if all values are numbers of one type, and a list of objects otherwise.
+    """Returns a 64-bit array if all values are numbers of one type, otherwise a list of objects.
 
-    The dtype of a row must not depend on other rows of the batch, so mixed types stay objects.
+    Mixed types are not promoted, because the dtype of a value must not depend on other rows.
     """
     if hasattr(values, "numpy") or isinstance(values, np.ndarray):
         array = np.asarray(values).copy(order="C")
@@ -393,9 +385,9 @@ def _row_column(values: Any) -> np.ndarray | list:
 
 
 def _shuffle(generator: np.random.Generator, num_rows: int, rows: int, sections: int) -> np.ndarray:
-    """Returns a random order of all rows, to be split into mini-batches of `rows` rows.
+    """Returns a random order of all rows in which each mini-batch of `rows` rows has equal parts of each section.
 
-    Each mini-batch has equally many rows of each section. Raises `UserError` if the sizes do not divide.
+    Raises `UserError` if the number of sections does not divide the sizes.
     """
     if sections == 1:
         return generator.permutation(num_rows)

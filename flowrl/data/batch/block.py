@@ -1,4 +1,4 @@
-"""Blocks: columns that one call computed, as shards of rows behind references; and which rows to read of which shard."""
+"""Blocks: references to the columns that one call computed, in shards of rows, and plans to read rows of them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,33 +11,29 @@ import numpy as np
 from flowrl.data.batch.payload import Payload, RowSelection
 
 Rows = tuple[int, int] | np.ndarray
-"""Rows of a batch or block: a half-open range, or an array of positions."""
+"""Row positions: a half-open range or an array."""
 
 
 class Ref(Protocol):
-    """A reference to one value in this process or in the object store. The value may not be computed yet."""
+    """Reference to a value in this process or in the object store, possibly not computed yet."""
 
     @property
     def carrier(self) -> "Ref":
-        """The reference that is sent to a host instead of this one."""
-        ...
+        """The backend's reference, which is sent to worker processes instead of this object."""
 
     def get(self) -> Any:  # Any: a payload, a description or a method's own result
         """Waits for the value and returns it."""
-        ...
 
     def get_with(self, others: "Sequence[Ref]") -> list[Any]:
-        """Returns the values of this and other references of the same type, fetched together."""
-        ...
+        """Waits for this and other references of the same type, and returns their values."""
 
     def done(self) -> bool:
         """Returns whether the value is available without waiting."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
 class LocalRef:
-    """A reference to a value in this process."""
+    """Reference to a value in this process."""
 
     value: Any  # Any: see Ref
 
@@ -56,7 +52,7 @@ class LocalRef:
 
 
 def read_together(refs: Sequence[Ref]) -> list[Any]:  # Any: see Ref
-    """Returns the values of references; fetches all references of one type together."""
+    """Returns the values of references, with one fetch per type of reference."""
     values: dict[int, Any] = {}
     by_type: dict[type, list[Ref]] = {}
     for ref in refs:
@@ -68,81 +64,80 @@ def read_together(refs: Sequence[Ref]) -> list[Any]:  # Any: see Ref
 
 @dataclass(frozen=True)
 class Description:
-    """Metadata of a payload: small enough for the driver to fetch, in contrast to the values."""
+    """Metadata of a payload (stored rows), which the driver fetches without the values."""
 
     num_rows: int
     columns: Mapping[str, str]
-    """Maps each column to its kind: "row", "object" or "token"."""
+    """Column -> kind: "row", "object" or "token"."""
     lengths: np.ndarray | None = None
 
     @staticmethod
     def of(payload: Payload) -> "Description":
-        """Describes a payload."""
         kinds = {name: "row" if isinstance(c, np.ndarray) else "object" for name, c in payload.rows.items()}
         return Description(payload.num_rows, kinds | dict.fromkeys(payload.tokens, "token"), payload.lengths)
 
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """One rank's rows of a result: references to the payload and to its description."""
+    """The rows of a result that one rank computed: references to the values and to their metadata."""
 
     payload: Ref
     description: Ref
     num_rows: int | None
-    """Number of rows. None until the description is available."""
+    """Number of rows; None if only the description contains it."""
     names: Mapping[str, str] | None = None
-    """Maps column names of the block to column names of the payload. None if they are equal."""
+    """Column name in the block -> column name in the payload; None if the names are equal."""
 
     def source(self, name: str) -> str:
-        """Returns the payload's name of a column of the block."""
+        """Returns the name in the payload of a column of the block."""
         return name if self.names is None else self.names[name]
 
     def sources(self, columns: dict[str, str]) -> dict[str, str]:
-        """Replaces the block's column names, the values of `columns`, by the payload's names."""
+        """Replaces the values of `columns`, which are names in the block, by names in the payload."""
         return columns if self.names is None else {name: self.names[column] for name, column in columns.items()}
 
     def renamed(self, names: Mapping[str, str]) -> "Shard":
-        """Returns this shard for a block with other column names; `names` maps new names to current ones."""
+        """Returns a shard with renamed columns. `names` maps new to current names."""
         return replace(self, names={name: self.source(source) for name, source in names.items()})
 
 
 class Block:
-    """Columns that were computed together, as shards of rows."""
+    """Columns that one call computed, in shards of rows."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self.shards = tuple(shards)
 
     @cached_property
     def sizes(self) -> np.ndarray:
-        """Rows per shard. Waits for a description only if the method's contract leaves the number of rows open."""
+        """Number of rows per shard. Waits for the descriptions of shards with unknown numbers of rows."""
         known = (s.description.get().num_rows if s.num_rows is None else s.num_rows for s in self.shards)
         return np.fromiter(known, dtype=np.int64, count=len(self.shards))
 
     @cached_property
     def layout(self) -> bytes:
-        """A key that is equal for blocks with the same shard sizes."""
+        """Key that is equal for blocks with the same shard sizes."""
         return self.sizes.tobytes()
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of all shards."""
+        """Total number of rows."""
         return int(self.sizes.sum())
 
     @cached_property
     def remote_descriptions(self) -> tuple[list[Ref], list[Ref]]:
-        """The descriptions of shards in other processes, and their carriers."""
+        """Descriptions of the shards in other processes, and the references to send for them."""
         remote = [s.description for s in self.shards if not isinstance(s.description, LocalRef)]
         return remote, [description.carrier for description in remote]
 
     @cached_property
     def remote_payloads(self) -> tuple[list[Ref], list[Ref]] | None:
-        """The payloads of all shards, and their carriers. None if a payload is local or has other column names."""
+        """Payloads of all shards, and the references to send. None if a payload is local or has renamed columns."""
         if any(isinstance(s.payload, LocalRef) or s.names is not None for s in self.shards):
             return None
         return [s.payload for s in self.shards], [s.payload.carrier for s in self.shards]
 
     def kind(self, name: str) -> str | None:
-        """Returns "row", "object" or "token", or None for a missing column. Waits for the first description."""
+        """Waits for the first shard and returns the kind of a column ("row", "object" or "token"); None if missing."""
         return self.shards[0].description.get().columns.get(self.shards[0].source(name))
 
     def done(self) -> bool:
@@ -150,14 +145,14 @@ class Block:
         return all(shard.description.done() for shard in self.shards)
 
     def lengths(self) -> np.ndarray | None:
-        """Returns the tokens per row from the descriptions, or None without token columns."""
+        """Waits for all shards and returns the number of tokens per row; None without token columns."""
         lengths = [shard.description.get().lengths for shard in self.shards]
         present = [part for part in lengths if part is not None]
         return np.concatenate(present) if present else None
 
 
 class Column(NamedTuple):
-    """A column of a batch: `index` maps rows of the batch to rows of the block. None means identity."""
+    """A column of a batch. `index` maps rows of the batch to rows of the block; None means identity."""
 
     block: Block
     index: np.ndarray | None
@@ -165,38 +160,38 @@ class Column(NamedTuple):
     """Name of the column in the block."""
 
 
-# Which rows of which shard to read: index arithmetic in NumPy.
+# Plans that select rows of shards, computed with NumPy.
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Some rows of one shard, and their target rows."""
+    """Rows to read from one shard, and their positions in the result."""
 
     shard: int
     rows: RowSelection
     targets: RowSelection = None
-    """Row indices in the gathered result. None means all rows."""
+    """Row positions in the result; None means all rows."""
 
 
 @dataclass(frozen=True)
 class GatherPlan:
-    """The pieces of shards that make up some rows of a block."""
+    """Rows to read from each shard to obtain some rows of a block."""
 
     num_rows: int
     pieces: tuple[Piece, ...]
 
 
 def split_evenly(num_rows: int, num_parts: int) -> list[tuple[int, int]]:
-    """Splits rows into contiguous ranges whose sizes differ by at most one, larger ranges first. Ranges may be empty."""
+    """Splits rows into contiguous ranges whose sizes differ by at most 1, larger ranges first."""
     size, larger = divmod(num_rows, num_parts)
     ends = np.cumsum([size + (part < larger) for part in range(num_parts)])
     return [(int(end) - size - (part < larger), int(end)) for part, end in enumerate(ends)]
 
 
 def split_by_weight(weights_N: np.ndarray, num_parts: int) -> list[np.ndarray]:
-    """Splits rows into parts with similar sums of weights: longest processing time first, ascending rows per part.
+    """Splits rows into parts with similar sums of weights. Rows of a part are in ascending order.
 
-    Graham (1969), Bounds on Multiprocessing Timing Anomalies.
+    Uses the rule longest processing time first (Graham 1969, Bounds on Multiprocessing Timing Anomalies).
     """
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     loads = np.zeros(num_parts)
@@ -208,7 +203,7 @@ def split_by_weight(weights_N: np.ndarray, num_parts: int) -> list[np.ndarray]:
 
 
 def block_rows(index: np.ndarray | None, rows: Rows) -> Rows:
-    """Maps rows of a batch to rows of a block through `index`; returns a range if they are consecutive."""
+    """Maps rows of a batch to rows of a block with `index`. Returns a range if the block rows are consecutive."""
     if index is None:
         return rows
     mapped = index[rows[0] : rows[1]] if isinstance(rows, tuple) else index[rows]
@@ -218,7 +213,7 @@ def block_rows(index: np.ndarray | None, rows: Rows) -> Rows:
 
 
 def gather(sizes: Sequence[int] | np.ndarray, rows: Rows) -> GatherPlan:
-    """Plans which rows to read from shards of these sizes to obtain `rows` of the block."""
+    """Returns the plan that reads `rows` of a block with these shard sizes."""
     ends = np.cumsum(sizes)
     if isinstance(rows, tuple):
         return _gather_range(ends, *rows)
@@ -238,7 +233,7 @@ def gather(sizes: Sequence[int] | np.ndarray, rows: Rows) -> GatherPlan:
 
 
 def _selections(positions: np.ndarray, bounds: Sequence[int]) -> list[slice | np.ndarray]:
-    """Splits positions at `bounds`; returns a slice for each part whose positions are consecutive."""
+    """Splits positions at `bounds`. Returns a slice for each part with consecutive positions."""
     jumps = [0, *(positions[1:] - positions[:-1] != 1).cumsum().tolist()]
     firsts = positions[bounds[:-1]].tolist()
     return [
@@ -265,14 +260,14 @@ def _gather_range(ends: np.ndarray, start: int, stop: int) -> GatherPlan:
 
 
 def _empty_plan() -> GatherPlan:
-    # One piece without rows: its shard determines the columns of the empty result.
+    # An empty piece determines the columns of the empty result.
     return GatherPlan(0, (Piece(0, slice(0, 0)),))
 
 
 def gathers(columns: Mapping[str, Column], rows: Rows) -> Iterator[tuple[Block, dict[str, str], GatherPlan]]:
-    """Yields for each block `(block, {name: name in the block}, plan)`, which together read `rows` of all columns.
+    """Yields `(block, {name: name in the block}, plan)` for each block, to read `rows` of these columns.
 
-    Blocks with the same index and shard sizes share one plan.
+    Blocks with the same index and the same shard sizes share a plan.
     """
     groups: dict[tuple[int, int | None], dict[str, Column]] = {}
     for name, column in columns.items():
@@ -287,7 +282,7 @@ def gathers(columns: Mapping[str, Column], rows: Rows) -> Iterator[tuple[Block, 
 
 
 def concat_columns(names: Sequence[str], parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
-    """Concatenates the rows of several batches' columns. Columns that share blocks and indices keep sharing them."""
+    """Concatenates columns of several batches by rows. Columns with common blocks and indices still share them."""
     groups: dict[tuple, list[str]] = {}
     for name in names:
         key = tuple((id(part[name].block), _index_id(part[name].index)) for part in parts)
@@ -308,12 +303,12 @@ def concat_columns(names: Sequence[str], parts: Sequence[Mapping[str, Column]]) 
 
 
 def _concat_blocks(names: Sequence[str], parts: Sequence[Mapping[str, Column]]) -> tuple[Block, dict[str, str]]:
-    """Returns one block with the shards of all parts, and `{name: name in the block}`."""
+    """Returns a block with the shards of all parts, and `{name: name in the block}`."""
     sources = {name: {part[name].source for part in parts} for name in names}
     if all(len(own) == 1 for own in sources.values()):
         shards = [shard for part in parts for shard in part[names[0]].block.shards]
         return Block(shards), {name: own.pop() for name, own in sources.items()}
-    # The parts use different source names, so every shard maps the names by itself.
+    # The parts have different names in their blocks, so each shard maps the names.
     renamed = []
     for part in parts:
         own = {name: part[name].source for name in names}

@@ -1,4 +1,4 @@
-"""The columns that flowrl itself reads or writes. docs/batch.md shows the same table."""
+"""The standard columns, which flowrl reads or writes. docs/batch.md contains the same table."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ class Field(NamedTuple):
     """One standard column of a batch."""
 
     kind: str
-    """`token` or `row`, and the dtype."""
+    """`token` or `row`, and the dtype of the values."""
     writer: str
     """Role or component that computes the column."""
     meaning: str
@@ -16,7 +16,7 @@ class Field(NamedTuple):
 FIELDS: dict[str, Field] = {
     "input_ids": Field("token, int64", "rollout", "prompt tokens, then response tokens"),
     "response_mask": Field("token, bool", "rollout", "true for the response tokens to train on, EOS included"),
-    "rollout_logprobs": Field("token, f32", "rollout", "log-probability under the distribution sampled from"),
+    "rollout_logprobs": Field("token, f32", "rollout", "log-probability under the sampling distribution"),
     "weight_version": Field(
         "token, int32", "rollout", "version of the weights that sampled the token; -1 in the prompt"
     ),
@@ -33,10 +33,10 @@ FIELDS: dict[str, Field] = {
     "behavior_logprobs": Field(
         "token, f32", "run", "`rollout_logprobs`, for losses that distinguish sampling and old policy"
     ),
-    "selected": Field("token, bool", "run", "tokens to which `clip_cov` or `kl_cov` applies its special rule"),
+    "selected": Field("token, bool", "run", "tokens that `clip_cov` or `kl_cov` selects"),
     "loss_weights": Field("token, f32", "run", "importance weight of the token's policy loss, from the correction"),
-    "loss_mask": Field("token, bool", "run", "response tokens that the correction leaves in the policy loss"),
-    "prompt_id": Field("row, int64", "data", "unique number of a drawn prompt; seeds the sampling"),
+    "loss_mask": Field("token, bool", "run", "response tokens that the correction keeps in the policy loss"),
+    "prompt_id": Field("row, int64", "data", "unique id of a drawn prompt; seeds the sampling"),
     "sample": Field("row, int64", "data", "index of the sample among the samples of its prompt"),
     "group": Field("row, int64", "data", "group id, shared by all samples of a prompt"),
     "prompt": Field("row, object", "data", "text of the last user message"),

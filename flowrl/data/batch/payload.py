@@ -1,7 +1,7 @@
-"""Payload: the stored values of rows, as NumPy arrays and lists that every process on a node reads without a copy.
+"""Payload: the stored values of rows, as NumPy arrays and lists. Processes on one node read arrays without copies.
 
-A payload holds row columns `[B, ...]` and token columns `[T, ...]`. All token columns of a payload share one `lengths`
-`[B]`, whose sum is T. NumPy has no bfloat16, so such a column is stored as an int16 view and listed in `bfloat16`.
+A payload has row columns `[B, ...]` and flat token columns `[T, ...]`. `lengths` `[B]` is the number of tokens per row.
+NumPy has no bfloat16, so bfloat16 columns are stored as int16 and listed in `bfloat16`.
 """
 
 import copy
@@ -16,22 +16,22 @@ import numpy as np
 from flowrl.config.user_errors import UserError
 
 OBJECT_BYTES = 64
-"""Assumed size of a Python object in size comparisons."""
+"""Assumed size of a Python object in bytes."""
 
 LONG_RUN_BYTES = 512
-"""Average run size in bytes above which runs are copied one by one; shorter runs are copied by fancy indexing."""
+"""Average size in bytes above which runs are copied with slices. Shorter runs are copied with index arrays."""
 
 RowSelection = slice | np.ndarray | None
-"""Selects rows of one payload. None selects all rows in order."""
+"""Rows of a payload; None means all rows."""
 
 
 class ColumnError(UserError):
-    """A column is missing, or two columns of one batch differ in their rows."""
+    """A column is missing, or columns of one batch have different rows."""
 
 
 @dataclass(frozen=True)
 class Payload:
-    """The values of rows x named columns. Immutable by convention."""
+    """The values of rows x named columns. Must not be modified."""
 
     num_rows: int
     rows: dict[str, np.ndarray | list] = field(default_factory=dict)
@@ -50,7 +50,6 @@ class Payload:
         return sum(_bytes_each(column) * len(column) for column in arrays)
 
     def copy(self) -> "Payload":
-        """Returns a deep copy."""
         rows = {name: copy.deepcopy(c) for name, c in self.rows.items()}
         tokens = {name: c.copy() for name, c in self.tokens.items()}
         return Payload(
@@ -58,16 +57,12 @@ class Payload:
         )
 
     def with_own_objects(self) -> "Payload":
-        """Returns a copy that shares the arrays and has its own copies of the objects."""
+        """Returns a copy that shares the arrays and copies the Python objects."""
         rows = {name: c if isinstance(c, np.ndarray) else copy.deepcopy(c) for name, c in self.rows.items()}
         return replace(self, rows=rows)
 
     def take(self, rows: RowSelection, columns: Mapping[str, str]) -> "Payload":
-        """Returns the selected rows of some columns. `columns` maps each new name to the name in this payload.
-
-        A slice returns views, and an array of positions returns copies. The result has `lengths` if it has a token
-        column.
-        """
+        """Returns rows of some columns: views for a slice, copies for an array. `columns` maps new to current names."""
         if isinstance(rows, np.ndarray):
             return collect(len(rows), [Source(self, columns, rows)])
         row_names, token_names = self.kinds(columns)
@@ -84,7 +79,7 @@ class Payload:
         return Payload(len(span), row_columns, tokens, lengths, self.bfloat16_names(columns))
 
     def nbytes_of(self, rows: RowSelection, columns: Mapping[str, str]) -> int:
-        """Returns the `nbytes` of `take(rows, columns)` without building it."""
+        """Returns `take(rows, columns).nbytes` without copying values."""
         row_names, token_names = self.kinds(columns)
         count = len(rows) if isinstance(rows, np.ndarray) else len(_range(rows, self.num_rows))
         size = count * sum(_bytes_each(self.rows[source]) for source in row_names.values())
@@ -95,7 +90,7 @@ class Payload:
         return size + int(lengths.sum()) * sum(_bytes_each(self.tokens[source]) for source in token_names.values())
 
     def kinds(self, columns: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-        """Splits `columns` into row columns and token columns. Raises `ColumnError` for a missing column."""
+        """Splits `columns` into row columns and token columns. Raises `ColumnError` if a column is missing."""
         for source in columns.values():
             if source not in self.rows and source not in self.tokens:
                 raise ColumnError(
@@ -105,13 +100,13 @@ class Payload:
         return row_names, {name: source for name, source in columns.items() if source not in self.rows}
 
     def bfloat16_names(self, columns: Mapping[str, str]) -> frozenset[str]:
-        """Returns the new names of the bfloat16 columns among `columns`."""
+        """Returns the new names of bfloat16 columns. `columns` maps new to current names."""
         return frozenset(name for name, source in columns.items() if source in self.bfloat16)
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs of consecutive rows or tokens to copy: `counts[i]` elements from index `sources[i]` to index `targets[i]`."""
+    """Consecutive rows or tokens to copy: `counts[i]` elements from index `sources[i]` to index `targets[i]`."""
 
     sources: np.ndarray
     targets: np.ndarray
@@ -123,7 +118,7 @@ class Runs:
 
     @staticmethod
     def of(sources: np.ndarray, targets: np.ndarray) -> "Runs":
-        """Builds the runs that copy element `sources[i]` to `targets[i]`; merges consecutive elements."""
+        """Returns the runs that copy each element `sources[i]` to `targets[i]`. Merges consecutive elements."""
         if not len(sources):
             return Runs(sources, targets, np.zeros(0, dtype=np.int64))
         breaks = np.flatnonzero((np.diff(sources) != 1) | (np.diff(targets) != 1)) + 1
@@ -131,7 +126,7 @@ class Runs:
         return Runs(sources[starts], targets[starts], np.diff(starts, append=len(sources)))
 
     def of_tokens(self, source_offsets: np.ndarray, target_offsets: np.ndarray) -> "Runs":
-        """Converts runs of rows to runs of tokens, given the token offsets of source and target rows."""
+        """Converts runs of rows to runs of tokens with the token offsets of source and target rows."""
         starts = source_offsets[self.sources]
         counts = source_offsets[self.sources + self.counts] - starts
         return Runs(starts, target_offsets[self.targets], counts)
@@ -144,7 +139,7 @@ class Runs:
             return
         sources, targets = self._elements
         if isinstance(targets, slice) and column.dtype == out.dtype:
-            # With any other mode NumPy fills a temporary buffer first.
+            # In other modes, NumPy copies to a temporary buffer first.
             np.take(column, sources, axis=0, out=out[targets], mode="clip")
         else:
             out[targets] = column[sources]
@@ -157,7 +152,7 @@ class Runs:
 
     @cached_property
     def _elements(self) -> tuple[np.ndarray, np.ndarray | slice]:
-        """Source and target index of every element."""
+        """Source and target indices of all elements."""
         ends = np.cumsum(self.counts)
         total = int(ends[-1]) if len(ends) else 0
         within = np.arange(total) - np.repeat(ends - self.counts, self.counts)
@@ -173,12 +168,12 @@ class Runs:
 
 
 def bytes_each(column: np.ndarray) -> int:
-    """Returns the bytes of one row or token."""
+    """Returns the size in bytes of one row or token."""
     return column.itemsize * math.prod(column.shape[1:])
 
 
 def offsets(lengths: np.ndarray) -> np.ndarray:
-    """Returns the first token index of each row, followed by the total number of tokens: `[B + 1]`."""
+    """Returns the index of the first token of each row, followed by the number of tokens: `[B + 1]`."""
     return np.concatenate([[0], np.cumsum(lengths)])
 
 
@@ -194,10 +189,10 @@ class Source:
 
     payload: Payload
     columns: Mapping[str, str]
-    """Maps the name in the new payload to the name in this one."""
+    """Column name in the new payload -> column name in this payload."""
     rows: RowSelection = None
     targets: RowSelection = None
-    """Row indices in the new payload. None means all rows."""
+    """Row positions in the new payload; None means all rows."""
 
     @property
     def num_rows(self) -> int:
@@ -219,7 +214,7 @@ class Source:
         raise ColumnError(f"column {name!r} has {other} in some shards only; rename one of the two columns")
 
     def runs(self, num_rows: int) -> Runs:
-        """Returns the runs to copy into a payload of `num_rows` rows."""
+        """Returns the runs to copy to a payload with `num_rows` rows."""
         if isinstance(self.rows, np.ndarray) or isinstance(self.targets, np.ndarray):
             return Runs.of(_positions(self.rows, self.payload.num_rows), _positions(self.targets, num_rows))
         return Runs.one(
@@ -228,13 +223,11 @@ class Source:
 
 
 def collect(num_rows: int, sources: Sequence[Source]) -> Payload:
-    """Builds one payload from rows of several payloads. Copies each value once.
+    """Returns one payload with rows of several payloads. Returns views for a single source with consecutive rows.
 
-    Returns views if there is one source and its rows are consecutive. Ignores sources without rows, because an empty
-    object column cannot be told from an empty numeric one.
-
-    Raises `ColumnError` if a column differs in kind, type or shape between sources.
+    Raises `ColumnError` if the sources have different kinds, types or shapes of a column.
     """
+    # The kind of an empty column is unknown, so sources without rows are skipped.
     sources = [source for source in sources if source.num_rows] or sources[:1]
     first = sources[0]
     if len(sources) == 1 and not isinstance(first.rows, np.ndarray) and not isinstance(first.targets, np.ndarray):
@@ -266,7 +259,7 @@ def _common_bfloat16(sources: Sequence[Source]) -> frozenset[str]:
 
 
 def _assemble_column(name: str, size: int, columns: Sequence, runs: Sequence[Runs]) -> Any:  # Any: an array or a list
-    """Copies runs of several columns into one new column: an array, or a list if any source is a list."""
+    """Copies runs of several columns to a new column: an array, or a list if a source is a list."""
     if not all(isinstance(column, np.ndarray) for column in columns):
         values = [None] * size
         for column, run in zip(columns, runs, strict=True):
@@ -298,10 +291,7 @@ def _positions(rows: RowSelection, num_rows: int) -> np.ndarray:
 
 
 def merge(parts: Sequence[Payload]) -> Payload:
-    """Joins the columns of payloads that hold the same rows.
-
-    Raises `ColumnError` if the payloads differ in the number of rows or in `lengths`.
-    """
+    """Returns a payload with the columns of several payloads. Raises `ColumnError` if their rows or lengths differ."""
     if len(parts) == 1:
         return parts[0]
     rows: dict[str, np.ndarray | list] = {}

@@ -1,8 +1,4 @@
-"""The worker's form of a batch: a TensorDict with `rows` `[B]` and `tokens` `[T]`, linked by `rows["length"]`.
-
-Token columns are flat: the tokens of row i are the next `length[i]` values. Only engines and pure functions pad, with
-`pad_tokens` and `unpad_tokens`. docs/batch.md lists the columns.
-"""
+"""Batches in workers: a TensorDict with `rows` `[B]` and flat `tokens` `[T]`. `rows["length"]` is tokens per row."""
 
 from collections.abc import Mapping, Sequence
 
@@ -19,15 +15,15 @@ def make_tensordict(
     lengths: torch.Tensor | None = None,
     num_rows: int | None = None,
 ) -> TensorDict:
-    """Builds the TensorDict of a batch.
+    """Returns a TensorDict with row and token columns.
 
     Args:
         rows: row columns, each a tensor `[B, ...]` or a sequence of B objects.
-        tokens: token columns, each `[T, ...]`.
-        lengths: int64 `[B]`, tokens per row; required with token columns.
-        num_rows: B; required only without row columns and lengths.
+        tokens: flat token columns, each `[T, ...]`.
+        lengths: int64 `[B]`, number of tokens per row. Required with token columns.
+        num_rows: B. Required without row columns and lengths.
     Raises:
-        ValueError: the columns differ in the number of rows, or token columns do not match `lengths`.
+        ValueError: row columns have different numbers of rows, or token columns do not match `lengths`.
     """
     rows, tokens = dict(rows or {}), dict(tokens or {})
     if lengths is not None:
@@ -61,7 +57,7 @@ def num_rows(batch: TensorDictBase) -> int:
 
 
 def lengths(batch: TensorDictBase) -> torch.Tensor:
-    """Returns the tokens per row, int64 `[B]`. Present if there is a token column."""
+    """Returns the number of tokens per row, int64 `[B]`. Requires a token column."""
     return batch["rows", "length"]
 
 
@@ -74,13 +70,13 @@ def objects(batch: TensorDictBase, name: str) -> list:
 
 
 def row_positions(lengths_B: torch.Tensor) -> torch.Tensor:
-    """Returns the token mask of padded rows: bool `[B, L]`, where L is the longest row."""
+    """Returns the mask of tokens in padded rows: bool `[B, L]`, where L is the length of the longest row."""
     longest = int(lengths_B.max()) if len(lengths_B) else 0
     return torch.arange(longest, device=lengths_B.device)[None] < lengths_B[:, None]
 
 
 def pad_tokens(values_T: torch.Tensor, lengths_B: torch.Tensor, padding: float = 0) -> torch.Tensor:
-    """Pads flat tokens `[T, ...]` on the right to `[B, L, ...]`."""
+    """Converts flat tokens `[T, ...]` to rows `[B, L, ...]`, padded on the right."""
     present_BL = row_positions(lengths_B)
     padded = values_T.new_full((*present_BL.shape, *values_T.shape[1:]), padding)
     padded[present_BL] = values_T
@@ -88,12 +84,12 @@ def pad_tokens(values_T: torch.Tensor, lengths_B: torch.Tensor, padding: float =
 
 
 def unpad_tokens(values_BL: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-    """Removes the padding: `[B, L, ...]` to flat `[T, ...]`."""
+    """Converts padded rows `[B, L, ...]` to flat tokens `[T, ...]`."""
     return values_BL[row_positions(lengths_B)]
 
 
 def take_rows(batch: TensorDictBase, index_N: torch.Tensor) -> TensorDict:
-    """Returns the rows at int64 `index_N`, in that order, with their tokens."""
+    """Returns the rows `index_N` and their tokens, in this order."""
     selected = {name: batch["rows"].get(name)[index_N] for name in batch["rows"].keys()}  # noqa: SIM118 (a TensorDict)
     rows = TensorDict(selected, batch_size=[len(index_N)])
     if not len(batch["tokens"].keys()):
@@ -107,7 +103,7 @@ def take_rows(batch: TensorDictBase, index_N: torch.Tensor) -> TensorDict:
 
 
 def to_tensordict(payload: Payload, *, copy: bool = False) -> TensorDict:
-    """Converts a payload to a TensorDict. Without `copy` the tensors share its memory and must not be written to."""
+    """Converts a payload to a TensorDict. Without `copy`, the tensors share its memory and must not be modified."""
 
     def tensor(name: str, column: np.ndarray) -> torch.Tensor:
         values = torch.from_numpy(column.copy() if copy else column)
@@ -123,10 +119,10 @@ def from_tensordict(batch: TensorDictBase, input_lengths: np.ndarray | None = No
     """Converts a TensorDict to a payload in CPU memory.
 
     Args:
-        batch: row and token columns.
-        input_lengths: tokens per row if the TensorDict has no `length`, as in results aligned with a method's input.
+        batch: TensorDict with row and token columns.
+        input_lengths: tokens per row of the method's input, used if the TensorDict has no `length`.
     Raises:
-        ValueError: token columns have no lengths, or the lengths do not sum to the number of tokens.
+        ValueError: token columns have no lengths, or the sum of the lengths is not the number of tokens.
     """
     rows: dict[str, np.ndarray | list] = {}
     tokens: dict[str, np.ndarray] = {}
