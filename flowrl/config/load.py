@@ -13,10 +13,11 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from flowrl.config.algorithm.policy_loss import AnyPolicyLoss
 from flowrl.config.base import Config, ConfigError
 from flowrl.config.imports import ImportNameError, import_attribute
 from flowrl.config.source import Key, Source, dotted, folder_hint, parse, read
-from flowrl.config.union import Member, unknown_name
+from flowrl.config.union import Member, members_of, unknown_name
 
 C = TypeVar("C", bound=Config)
 
@@ -30,23 +31,19 @@ RENAMED_KEYS = {
     "actor.loss_options": "actor.loss.options",
     **{
         f"actor.{name}": f"actor.loss.{name}"
-        for name in (
-            *("clip_low", "clip_high", "dual_clip", "max_weight", "temperature_positive", "temperature_negative"),
-            *("delta_low", "delta_high", "max_ratio", "cov_fraction", "cov_low", "cov_high"),
-            *("cov_kl_coef", "cov_kl_kind"),
-        )
+        for member in members_of(AnyPolicyLoss).values()
+        for name in member.model_fields
+        if name not in ("kind", "options")
     },
 }
 """Removed key -> new key. A removed key is an error that names the new key."""
 
 
 def load(path: str | Path, overrides: Sequence[str], cls: type[C]) -> C:
-    """Returns the config in the file `path`, after applying each `dotted.key=value` override in order.
+    """Returns the config in the file `path`, after applying each `dotted.key=value` override. Raises ConfigError.
 
-    A group of settings, such as `placement`, may be the path of a YAML file. Relative paths refer to the working
-    directory, or else to the folder of `path`.
-
-    Raises: ConfigError for an invalid setting.
+    A group of settings, such as `placement`, may be the path of a YAML file, relative to the working directory or to
+    the folder of `path`.
     """
     source = _include(read(Path(path)), cls, Path(path).parent)
     for override in overrides:
@@ -60,10 +57,7 @@ def load(path: str | Path, overrides: Sequence[str], cls: type[C]) -> C:
 
 
 def recipe_class(path: str | Path) -> type[Config]:
-    """Returns the config class that the file `path` names with its key `recipe: module:Class`.
-
-    Raises: ConfigError if the key is missing or does not name a config class.
-    """
+    """Returns the config class that the file `path` names with its key `recipe`. Raises ConfigError."""
     source = read(Path(path))
     name = source.values.get("recipe")
     where = source.origin(("recipe",))
@@ -237,10 +231,7 @@ def _names(members: Sequence[type[Member]]) -> list[str]:
 
 
 def _walk(loc: Key, cls: type[Config]) -> tuple[Key, tuple[type[Config], ...]]:
-    """Follows a pydantic error location. Returns it without union tags, and the config classes at its end.
-
-    A location without union tags, such as a key in a file, ends at all members of a union.
-    """
+    """Returns a pydantic error location without union tags, and the config classes at its end (all of a union)."""
     key: list[str | int] = []
     classes: tuple[type[Config], ...] = (cls,)
     for part in loc:

@@ -26,14 +26,13 @@ def pool_parts(text: str) -> tuple[PoolPart, ...]:
     matches = [_PART.fullmatch(part.strip()) for part in text.split("+")]
     if not all(matches):
         raise ValueError(f"{text!r} is not a pool: use a name, a range of ranks like main[0:2], or several like a+b")
+    parts = (match.groupdict() for match in matches if match)
     return tuple(
-        PoolPart(part["name"].strip(), int(part["start"] or 0), int(part["stop"]) if part["stop"] else None)
-        for part in matches
-        if part
+        PoolPart(p["name"].strip(), int(p["start"] or 0), int(p["stop"]) if p["stop"] else None) for p in parts
     )
 
 
-def _checked_parts(text: str) -> str:
+def _checked_pool(text: str) -> str:
     pool_parts(text)
     return text
 
@@ -41,7 +40,7 @@ def _checked_parts(text: str) -> str:
 class RolePlacement(Config):
     """A role's pool and its parallel sizes. The data-parallel size is the number of ranks divided by tp, sp and pp."""
 
-    pool: Annotated[str, AfterValidator(_checked_parts)]
+    pool: Annotated[str, AfterValidator(_checked_pool)]
     """Pool of the role, with one rank per device: a name, a range of ranks (`main[0:2]`), or several pools (`a+b`)."""
 
     @property
@@ -70,9 +69,8 @@ def _read_role(value: object) -> RolePlacement:
 def _read_pool(value: object) -> tuple[int, ...] | str:
     if isinstance(value, str) and (value == "all" or _SHARE.fullmatch(value)):
         return value
-    counts = tuple(value) if isinstance(value, list | tuple) else (value,)
-    if isinstance(value, list | tuple) and all(type(count) is int and count >= 0 for count in counts):
-        return tuple(count for count in counts if isinstance(count, int))
+    if isinstance(value, list | tuple) and all(type(count) is int and count >= 0 for count in value):
+        return tuple(value)
     raise ValueError(
         "a pool must be a list of device counts per node like [8, 8], a share of every node like 1/2, or all"
     )

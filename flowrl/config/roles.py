@@ -204,15 +204,15 @@ class RolloutConfig(Config):
             raise ValueError(f"vllm is set, but engine is {self.engine}: remove vllm, or set engine: vllm")
         if self.engine == "hf" and self.quantization not in (None, "int8"):
             raise ValueError(
-                f"quantization is {self.quantization}, but engine hf supports int8 only: set it, or engine: vllm"
+                f"quantization is {self.quantization}, but engine hf supports int8 only: set int8, or engine: vllm"
             )
         if self.engine == "vllm" and self.temperature < 0.01:
             raise ValueError(
-                f"temperature is {self.temperature:g}, but vLLM requires at least 0.01: raise it, or set engine: hf"
+                f"temperature is {self.temperature:g}, but vLLM requires at least 0.01: increase it, or set engine: hf"
             )
         if self.engine != "vllm" and self.transfer.via in ("cuda_ipc", "nccl"):
             raise ValueError(
-                f"transfer.via is {self.transfer.via}, which requires engine: vllm: set it, or transfer.via: auto"
+                f"transfer.via is {self.transfer.via}, which engine hf does not support: set auto, or engine: vllm"
             )
         return self
 

@@ -202,7 +202,7 @@ class OnPolicyConfig(RunConfig):
         schedule, prompts = self.schedule, self.prompts_per_step
         if isinstance(schedule, AsyncSchedule) and schedule.overprovision > prompts:
             raise ValueError(
-                f"schedule.overprovision is {schedule.overprovision}, but a step has {prompts} prompts: set at most {prompts}"
+                f"schedule.overprovision is {schedule.overprovision}, more than prompts per step: set at most {prompts}"
             )
         return self
 
@@ -222,16 +222,16 @@ class OnPolicyConfig(RunConfig):
         correction = self.algorithm.applied_correction
         if self.actor.loss.kind == "decoupled_ppo" and isinstance(correction, WeightCorrection):
             raise ValueError(
-                f"algorithm.correction.kind is {correction.kind}, but actor.loss decoupled_ppo already contains this "
-                "importance weight: remove the correction, or set actor.loss: ppo"
+                f"algorithm.correction.kind is {correction.kind}, but actor.loss decoupled_ppo has its own weights: "
+                "remove the correction, or set actor.loss: ppo"
             )
         quantization = self.rollout.quantization
         is_weighted = correction is not None and correction.kind != "rejection"
         if quantization is not None and not is_weighted and self.actor.loss.kind != "decoupled_ppo":
+            name = "rejection" if correction else "null"
             raise ValueError(
-                f"rollout.quantization is {quantization}, so responses come from a different policy, but "
-                f"algorithm.correction is {'rejection' if correction else 'null'}, which applies no importance "
-                f"weights: set algorithm.correction: auto"
+                f"rollout.quantization is {quantization} and algorithm.correction is {name}, but a quantized rollout "
+                f"requires importance weights: set algorithm.correction: auto"
             )
         if quantization == "int4" and self.placement.device == "cpu":
             raise ValueError(int4_on_cpu("rollout"))
@@ -256,13 +256,13 @@ class OnPolicyConfig(RunConfig):
         needed = self.data.max_prompt_tokens + rollout.max_response_tokens
         if longest is not None and longest < needed:
             raise ValueError(
-                f"rollout.vllm.max_model_len is {longest}, less than prompt plus response: set {needed} or more"
+                f"rollout.vllm.max_model_len is {longest}, less than prompt and response: set {needed} or more"
             )
         if self.evaluate_every and self.data.test is None:
             raise ValueError(f"evaluate_every is {self.evaluate_every}, but there is no test file: set data.test")
         if rollout.top_k or rollout.top_p < 1:
             raise ValueError(
-                f"rollout.top_k is {rollout.top_k}, top_p is {rollout.top_p:g}, but must be top_k: 0 and top_p: 1.0"
+                f"rollout.top_k is {rollout.top_k}, top_p is {rollout.top_p:g}, but the loss needs top_k: 0, top_p: 1.0"
             )
         return self
 
@@ -272,8 +272,7 @@ class OnPolicyConfig(RunConfig):
         for shaping in self.algorithm.shaping:
             if isinstance(shaping, LengthPenalty) and self.samples_per_prompt < 2:
                 raise ValueError(
-                    "samples_per_prompt is 1, but algorithm.shaping length_penalty compares the samples of one prompt: "
-                    "set it to 2 or more, or use overlong_penalty"
+                    "samples_per_prompt is 1, but algorithm.shaping length_penalty requires 2 or more: increase it"
                 )
             if isinstance(shaping, OverlongPenalty) and (start := shaping.max_length - shaping.buffer) >= limit:
                 raise ValueError(

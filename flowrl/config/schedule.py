@@ -64,9 +64,7 @@ class AsyncSchedule(ScheduleConfig):
     @model_validator(mode="after")
     def _check_overprovision(self) -> "AsyncSchedule":
         if self.overprovision and not self.max_staleness:
-            raise ValueError(
-                f"overprovision is {self.overprovision}, which requires max_staleness of 1 or more: set it to 0"
-            )
+            raise ValueError(f"overprovision is {self.overprovision}, but max_staleness is 0: set overprovision: 0")
         return self
 
     @property

@@ -1,8 +1,9 @@
 """Discriminated unions of settings: one class per loss, estimator, correction or schedule, selected by a name."""
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import AfterValidator, Field, GetCoreSchemaHandler, TypeAdapter
@@ -84,17 +85,13 @@ def parse(union: Any, settings: object) -> Any:  # Any: a union type, and an ins
     return TypeAdapter(union).validate_python(settings)
 
 
-def known_name(what: str, names: Iterable[str]) -> Callable[[str], str]:
-    """Returns a validator that accepts one of `names`, or `module:function`."""
-
-    def check(name: str) -> str:
-        if ":" in name:
-            return check_import_name(name)
-        if name not in names:
-            raise ValueError(unknown_name(what, name, names))
-        return name
-
-    return check
+def check_name(name: str, *, what: str, names: Sequence[str]) -> str:
+    """Returns `name` if it is one of `names` or `module:function`, else raises ValueError."""
+    if ":" in name:
+        return check_import_name(name)
+    if name not in names:
+        raise ValueError(unknown_name(what, name, names))
+    return name
 
 
 def unknown_name(what: str, name: object, names: Iterable[str]) -> str:
@@ -106,5 +103,6 @@ def unknown_name(what: str, name: object, names: Iterable[str]) -> str:
 
 
 AGGREGATIONS = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm")
-KlKind = Annotated[str, AfterValidator(known_name("KL estimator", ("k1", "k2", "k3", "abs")))]
-Aggregation = Annotated[str, AfterValidator(known_name("aggregation", AGGREGATIONS))]
+KL_ESTIMATORS = ("k1", "k2", "k3", "abs")
+KlKind = Annotated[str, AfterValidator(partial(check_name, what="KL estimator", names=KL_ESTIMATORS))]
+Aggregation = Annotated[str, AfterValidator(partial(check_name, what="aggregation", names=AGGREGATIONS))]

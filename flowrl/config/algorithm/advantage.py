@@ -163,7 +163,7 @@ class GdpoAdvantage(AdvantageConfig):
     def _check_columns(self) -> "GdpoAdvantage":
         if self.reward_weights and len(self.reward_weights) != len(self.reward_columns):
             raise ValueError(
-                f"reward_weights has not one number for each of the {len(self.reward_columns)} reward_columns"
+                f"reward_weights must have {len(self.reward_columns)} numbers, one per entry of reward_columns"
             )
         if self.shaping and self.reward_columns != ("scores",):
             raise ValueError(

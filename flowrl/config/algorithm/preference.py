@@ -14,10 +14,7 @@ Beta = Annotated[PositiveFloat, Field(description="Strength of the KL regulariza
 
 
 class PreferenceConfig(Member):
-    """Base class of the preference losses.
-
-    `preference_losses.load(config.loss)(**columns, **config.arguments())` computes the loss.
-    """
+    """Base class of preference losses: `preference_losses.load(config.loss)(**columns, **config.arguments())`."""
 
     KEY = "loss"
 
@@ -95,10 +92,7 @@ AnyPreference = Annotated[
 
 
 class PtxConfig(Member):
-    """Base class of the forms that mix a language-modeling loss on pretraining text into the policy loss.
-
-    `ptx_forms.load(config.form)(policy_loss, lm_loss, **config.arguments())` computes the sum.
-    """
+    """Base class of PTX forms: `ptx_forms.load(config.form)(policy_loss, lm_loss, **config.arguments())`."""
 
     KEY = "form"
 
