@@ -40,20 +40,16 @@ class ResourcePool:
 
     @staticmethod
     def of(pool: PoolPlan) -> "ResourcePool":
-        """Returns the number of devices of a planned pool on each of its nodes."""
         nodes = sorted({slot.node for slot in pool.slots})
         return ResourcePool(tuple(sum(slot.node == node for slot in pool.slots) for node in nodes))
 
     @property
     def world_size(self) -> int:
-        """Number of devices of the pool."""
         return sum(self.devices_per_node)
 
 
 @dataclass(frozen=True)
 class _GroupEntry:
-    """A worker group, and the arguments of the `Cluster.group` call that created it."""
-
     group: WorkerGroup
     cls: type[Worker]
     args: tuple
@@ -211,7 +207,7 @@ class Cluster:
             self.calls.add(report, role, rank, "__init__", slot, group.format_device(slot), inputs=evictions)
 
     def _open_process_group(self, role: str, slots: Sequence[Slot]) -> None:
-        """Creates a role's process group, which is a collective operation of all processes in the role's host set."""
+        """Creates a role's process group. All processes of the host set (which fail together) must take part."""
         hosts = self._sets[slots[0].pool]
         if hosts.name not in self._joined:
             self._joined.add(hosts.name)
@@ -286,7 +282,6 @@ class Cluster:
             self._tasks = self._make_tasks()
 
     def has_lost_nodes(self) -> bool:
-        """Returns whether a node that the plan uses is lost."""
         return bool(self._backend.lost_nodes())
 
     def close(self) -> None:

@@ -41,7 +41,6 @@ class Future:
         return self.gather(self.mesh, self._fetch(self.refs, timeout_s))
 
     def done(self) -> bool:
-        """Returns whether the call has finished or failed."""
         return all(ref.done() for ref in self.refs)
 
 
@@ -99,12 +98,11 @@ def get_dispatch_mode(name: str) -> DispatchMode:
 
 
 def get_dp_rank(mesh: Mesh, rank: int) -> int:
-    """Returns the data-parallel coordinate of a rank."""
     return mesh.coordinates(rank).dp
 
 
 def is_leader(mesh: Mesh, rank: int) -> bool:
-    """Returns whether a rank is the leader, which returns the result, of its data-parallel replica.
+    """Returns whether a rank is the leader of its data-parallel replica. Leaders return the results of calls.
 
     Leaders have tensor- and sequence-parallel coordinate 0 in the last pipeline stage.
     """
@@ -167,7 +165,6 @@ def select_columns(contract: Contract, parameter: str, batch: Batch) -> tuple[st
 
 
 def _slice_batches(contract: Contract, arguments: Arguments) -> Arguments:
-    """Replaces each batch argument by a slice with all rows."""
     return {
         name: BatchSlice(value, (0, value.num_rows), select_columns(contract, name, value))
         if isinstance(value, Batch)

@@ -52,7 +52,6 @@ class WorkerError(FlowError, RuntimeError):
 
     @property
     def summary(self) -> str:
-        """Role, method, rank, node and cause in one sentence."""
         name = f"{self.role}.{self.method}" if self.method else self.role
         return f"{name} failed on rank {self.rank} (node {self.node}): {self.cause}"
 
@@ -87,7 +86,6 @@ class WorkerCheckError(WorkerError):
 
 
 def _format_cause(error: WorkerError) -> str:
-    """Returns the cause without the name of the exception class."""
     return f"{error.role}: {error.cause.partition(': ')[2]}"
 
 

@@ -115,7 +115,6 @@ class WorkerGroup:
 
     @property
     def pool(self) -> str:
-        """Name of the pool of rank 0."""
         return self.slots[0].pool
 
     def replica(self, rank: int) -> "WorkerGroup":
@@ -250,7 +249,6 @@ class WorkerGroup:
         arguments: Mapping[str, Any],
         evictions: Sequence[CallRef],
     ) -> CallRef:
-        """Sends a call to one rank and starts to track it."""
         references = References(self._calls.put_once, self.cls.collective)
         returns_batch = mode.gather is None
         returns_result = not returns_batch or is_leader(self.mesh, index)
@@ -297,7 +295,6 @@ class WorkerGroup:
 
 
 def _name_arguments(bound: inspect.BoundArguments) -> dict[str, Any]:
-    """Returns parameter name -> argument, including the entries of `**kwargs`."""
     arguments = dict(bound.arguments)
     for parameter in bound.signature.parameters.values():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
@@ -310,7 +307,6 @@ def _find_slice(arguments: Mapping[str, Any]) -> BatchSlice | None:
 
 
 def _count_result_rows(contract: Contract, rows: BatchSlice | None) -> int | None:
-    """Returns the number of result rows that the contract declares for an input slice; None if unknown."""
     if contract.rows == "unknown":
         return None
     num_rows = rows.num_rows if rows else 0
@@ -324,7 +320,6 @@ class Tasks(Worker):
 
     @register(Dispatch.RANK_ZERO, blocking=False)
     def prepare(self, modules: tuple[str, ...]) -> None:
-        """Imports modules early, so that the first function does not wait for imports."""
         for module in modules:
             importlib.import_module(module)
 
@@ -345,7 +340,6 @@ class GroupTasks:
         group.tasks = self
 
     def apply(self, fn: Callable, batch: Batch, writes: tuple[str, ...], rows: str, kwargs: dict) -> Batch:
-        """Submits `fn(table, **kwargs)` and returns its rows as a batch."""
         kind = "same" if rows == "same" else "unknown"
         contract = Contract(Dispatch.DP_COMPUTE_PROTO, blocking=False, writes=writes, rows=kind)
         result = self._group.submit("apply", contract, {"table": batch, "fn": fn, **kwargs})
@@ -353,7 +347,6 @@ class GroupTasks:
         return result
 
     def reduce(self, fn: Callable, batch: Batch, kwargs: dict) -> Future:
-        """Submits `fn(table, **kwargs)` and returns its result as a future."""
         contract = Contract(Dispatch.RANK_ZERO, blocking=False)
         result = self._group.submit("reduce", contract, {"table": batch, "fn": fn, **kwargs})
         assert isinstance(result, Future)

@@ -21,21 +21,21 @@ class Dispatch:
     """Names of the built-in dispatch modes. `register_dispatch_mode` adds others."""
 
     ONE_TO_ALL = "one_to_all"
-    """Every rank gets the same arguments; returns a list with one result per rank."""
+    """Every rank gets the same arguments. The result is a list with one entry per rank."""
     ALL_TO_ALL = "all_to_all"
-    """Every argument is a list with one entry per rank; returns a list with one result per rank."""
+    """Every argument is a list with one entry per rank. The result is a list with one entry per rank."""
     ALL_TO_ONE = "all_to_one"
-    """Every rank gets the same arguments; returns the result of rank 0."""
+    """Every rank gets the same arguments. The result is that of rank 0."""
     RANK_ZERO = "rank_zero"
-    """Only rank 0 is called; returns its result."""
+    """Only rank 0 is called. The result is that of rank 0."""
     DP_COMPUTE = "dp_compute"
-    """Every argument is a list with one entry per data-parallel rank; returns a list of the same length."""
+    """Every argument is a list with one entry per data-parallel rank. The result is a list of the same length."""
     DP_COMPUTE_PROTO = "dp_compute_proto"
-    """Batches are split by rows over the data-parallel ranks; returns a `Batch` without waiting."""
+    """Batches are split by rows over the data-parallel ranks. The result is a `Batch`, without waiting."""
     COLLECT = "collect"
-    """Every rank gets the same arguments and returns rows; the result is a `Batch` of all rows, without waiting."""
+    """Every rank gets the same arguments and returns rows. The result is a `Batch` of all rows, without waiting."""
     DP_COMPUTE_METRIC = "dp_compute_metric"
-    """Batches are split by rows; returns one dictionary of metrics, each merged over ranks by its own reduction."""
+    """Batches are split by rows. The result is one dictionary of metrics, merged over ranks."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,6 @@ def register(
 
 
 def _check(contract: Contract) -> None:
-    """Raises ValueError if the declaration is inconsistent."""
     rows, replay, timeout_s = contract.rows, contract.replay, contract.timeout_s
     returns_batch = contract.mode in (Dispatch.DP_COMPUTE_PROTO, Dispatch.COLLECT)
     if contract.balance == "tokens" and rows != "same":
@@ -167,11 +166,11 @@ class WorkerContext:
     address: str = "127.0.0.1"
     """IP address of this process for other processes of the run."""
     replaced: bool = False
-    """Whether this process replaces a lost one."""
+    """Whether this process replaces a lost process."""
     num_tp_devices: int = 1
     """Number of tensor-parallel devices of a dedicated process. The other devices have no process of the role."""
     can_offload: bool = False
-    """Whether the worker must be able to offload, because other processes share its device."""
+    """Whether the worker can offload its device memory for other processes on the same device."""
 
 
 class Worker:
@@ -201,12 +200,10 @@ class Worker:
 
     @property
     def rank(self) -> int:
-        """Rank within the role."""
         return self.context.rank
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of the role."""
         return self.context.world_size
 
     @property
@@ -216,7 +213,6 @@ class Worker:
 
     @property
     def mesh(self) -> Mesh:
-        """Parallel dimensions of the role."""
         return self.context.mesh
 
     def peer(self, role: str) -> "Worker | None":

@@ -18,8 +18,6 @@ class DataError(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a conversation."""
-
     role: Speaker
     content: str
 
@@ -55,7 +53,6 @@ class ChatTokenizer:
         return self.eos_id if self._tokenizer.pad_token_id is None else int(self._tokenizer.pad_token_id)
 
     def __len__(self) -> int:
-        """Size of the vocabulary, including special tokens."""
         return len(self._tokenizer)
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:

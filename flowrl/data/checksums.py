@@ -19,10 +19,7 @@ class CheckpointError(UserError):
 
 
 class FileChecksum(NamedTuple):
-    """Size and checksum of a file."""
-
     size: int
-    """Size in bytes."""
     crc32: int
 
 
@@ -67,7 +64,6 @@ class ChecksummedFile:
         return FileChecksum(self.size, self._crc32)
 
     def close(self) -> None:
-        """Closes the file without syncing."""
         self._file.close()
 
 

@@ -10,7 +10,6 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def torch_dtype(name: str) -> "torch.dtype":
-    """Returns the torch dtype with this name."""
     import torch  # noqa: PLC0415 (flowrl plan loads no torch)
 
     dtype = vars(torch).get(name)
@@ -19,5 +18,4 @@ def torch_dtype(name: str) -> "torch.dtype":
 
 
 def dtype_name(dtype: "torch.dtype") -> str:
-    """Returns the name of a torch dtype, without the prefix `torch.`."""
     return str(dtype).removeprefix("torch.")

@@ -38,7 +38,6 @@ class CallEvent:
 
     @property
     def duration_s(self) -> float:
-        """Run time of the method in seconds."""
         return (self.ended_ns - self.started_ns) / 1e9
 
 

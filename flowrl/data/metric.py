@@ -9,7 +9,7 @@ class Metric(Protocol):
     """A metric of some rows. `merge` combines it with the metric of other rows."""
 
     def merge(self, other: Self) -> "Metric":
-        """Returns the metric of the rows of both."""
+        """Returns the combined metric."""
 
     def result(self) -> float:
         """Returns the value to log."""

@@ -29,7 +29,6 @@ class Conversation:
 
     @property
     def location(self) -> str:
-        """File and line number, for error messages."""
         return f"{self.file}, line {self.line}"
 
 
@@ -145,7 +144,6 @@ class PromptStream:
         self._epoch, self._order = -1, np.zeros(0, dtype=np.int64)
 
     def __len__(self) -> int:
-        """Number of prompts in one epoch."""
         return len(self._conversations)
 
     def take(self, num_prompts: int) -> list[dict[str, Any]]:
@@ -163,7 +161,6 @@ class PromptStream:
         return [self._row(self._index(prompt_id), prompt_id) for prompt_id in prompt_ids]
 
     def location(self, prompt_id: int) -> str:
-        """Returns file and line number of a prompt."""
         return self._conversations[self._index(prompt_id)].location
 
     def evaluation_rows(self, num_rows: int | None = None) -> list[dict[str, Any]]:
@@ -185,7 +182,6 @@ class PromptStream:
         self._num_drawn = state["drawn"]
 
     def _index(self, prompt_id: int) -> int:
-        """Returns the index of a prompt in the dataset."""
         epoch, position = divmod(prompt_id, len(self))
         if not self._shuffle:
             return position

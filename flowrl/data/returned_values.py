@@ -61,7 +61,6 @@ def scalar(value: object, what: str) -> Tensor:
 
 
 def described(result: object) -> str:
-    """Returns type and shape of a value as text, for error messages."""
     if isinstance(result, Tensor):
         return f"a tensor of shape {list(result.shape)}"
     return f"a {type(result).__name__}" + (f" of {len(result)}" if isinstance(result, tuple) else "")

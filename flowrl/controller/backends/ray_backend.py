@@ -56,7 +56,6 @@ class _RayHost(Host):
         return self.join(name, (self.address, 0), 0, world_size, node, kind)
 
     def call_encoded(self, encoded: Any, *objects: Any) -> tuple[Any, Any]:  # Any: bytes or the value
-        """Decodes the request, runs `call`, and encodes the result and the report."""
         request, plan = decode(encoded)
         value, report = self.call(request, plan, *objects)
         return encode(value) if isinstance(value, Payload) else value, encode(report)
@@ -94,8 +93,6 @@ class _RayHost(Host):
 
 
 class RayRef:
-    """Reference to a value in Ray's object store."""
-
     def __init__(self, ref: ray.ObjectRef, origin: tuple[str, int, int, str], encoded: bool = False) -> None:
         self.ref = ref
         self._origin = origin

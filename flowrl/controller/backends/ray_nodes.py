@@ -42,8 +42,6 @@ RAY_SETTINGS = {
 
 @dataclass(frozen=True)
 class _Node:
-    """A Ray node, as reported when this run connected to Ray."""
-
     id: str
     name: str
     address: str
@@ -55,8 +53,6 @@ class _Node:
 
 @dataclass(frozen=True)
 class _Demand:
-    """Devices that a pool requests."""
-
     pool: str
     resource: str
     counts: Mapping[int, int]
@@ -193,11 +189,9 @@ class RayNodes:
         return PlacementGroupSchedulingStrategy(self._groups[slot.owner], placement_group_bundle_index=index)
 
     def id_of(self, slot: Slot) -> str:
-        """Returns the Ray node id of a slot."""
         return self._nodes[slot.node].id
 
     def on_driver_node(self) -> NodeAffinitySchedulingStrategy:
-        """Returns the scheduling strategy of processes on the driver's node."""
         return NodeAffinitySchedulingStrategy(self._nodes[0].id, soft=False)
 
     def lost(self) -> dict[int, str]:
@@ -222,7 +216,6 @@ class RayNodes:
 
     @property
     def is_local(self) -> bool:
-        """Whether this run started Ray on this machine."""
         return self._owns_ray and self.address is None
 
     def close(self) -> None:
@@ -269,7 +262,6 @@ def _read_node(node: Mapping) -> _Node:
 
 
 def _address_key(address: str) -> tuple[int, bytes]:
-    """Returns a sort key: numeric order for IP addresses, then host names."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:

@@ -36,8 +36,6 @@ _DEFAULT_CONTRACT = Contract(Dispatch.ONE_TO_ALL)
 
 @dataclass(eq=False)
 class CallRecord:
-    """State of one call on one rank."""
-
     call_id: int
     report_ref: Ref
     role: str
@@ -56,17 +54,15 @@ class CallRecord:
     starting_since_s: float | None = None
     """Monotonic time when the replacement process started; None if no replacement process is starting."""
     resend: bool = True
-    """Whether the call is retried if its process is lost and replaced."""
     gives_state: bool = False
     """Whether later calls depend on state that this call sets (`replay` in its contract)."""
     symptom: WorkerError | None = None
-    """Lost connection to a peer, while its cause is unknown."""
+    """Lost connection to a peer whose cause is still unknown."""
     report: Report | None = None
     error: FlowError | None = None
 
     @property
     def is_resolved(self) -> bool:
-        """Whether the call has finished or failed."""
         return self.report is not None or self.error is not None
 
 
@@ -102,7 +98,6 @@ class CallRef:
         return self.record.report.description if self.record.report else None
 
     def done(self) -> bool:
-        """Returns whether the call has finished or failed."""
         return self.record.is_resolved or self.record.report_ref.done()
 
 
@@ -126,7 +121,6 @@ class IdleCallbacks:
         self._is_running = threading.Lock()
 
     def add(self, callback: IdleCallback) -> Callable[[], None]:
-        """Registers a callback and returns a function that removes it."""
         self._callbacks.append(callback)
         return lambda: self._callbacks.remove(callback)
 
@@ -228,7 +222,7 @@ class Calls:
             return list(self._in_flight.values())
 
     def required(self) -> list[CallRecord]:
-        """Returns the calls in flight, except calls with `resend=False`, whose loss does not end the run."""
+        """Returns the calls in flight, except calls registered with `resend=False`."""
         return [record for record in self.in_flight() if record.resend]
 
     def get_num_replacements(self, slot: Slot) -> int:
@@ -274,7 +268,6 @@ class Calls:
         return {record.slot.pool for record in late}
 
     def raise_if_closed(self) -> None:
-        """Raises `FlowError` if the cluster is closed."""
         if self._closed is not None:
             raise self._closed
 
@@ -346,7 +339,6 @@ class Calls:
             self._poll()
 
     def fetch(self, refs: Sequence[Ref]) -> list[Any]:  # Any: the methods' own results
-        """Returns the values of resolved calls, fetched in one request."""
         self.raise_if_closed()
         return self.backend.get([ref.carrier for ref in refs])
 

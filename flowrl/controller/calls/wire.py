@@ -32,10 +32,9 @@ class BlockArgument:
 
     plan: GatherPlan
     pieces: tuple[tuple[int | Payload, dict[str, str]], ...]
-    """For each piece of the plan: its rows, or the position of a reference, and {column: column in the shard}."""
+    """(rows or position of their reference, {column: column in the shard}) of each piece of the plan."""
 
     def read(self, objects: Sequence) -> Payload:
-        """Collects the rows. `objects` are the values of the references of the request."""
         sources = []
         for piece, (rows_or_position, columns) in zip(self.plan.pieces, self.pieces, strict=True):
             if isinstance(rows_or_position, Payload):
@@ -53,7 +52,6 @@ class TableArgument:
     blocks: tuple[BlockArgument, ...]
 
     def read(self, objects: Sequence) -> Payload:
-        """Collects the rows of all blocks in one payload."""
         parts = [block.read(objects) for block in self.blocks]
         return merge(parts) if parts else Payload(self.num_rows)
 
@@ -92,11 +90,9 @@ class References:
     """Collects the references of one request while its arguments are lowered."""
 
     put_rows: Callable[[LocalRef], Ref]
-    """Stores rows that the driver created in the object store."""
     awaits_peers: bool = True
     """Whether the rank also waits for the inputs of its peers, because the call contains collectives."""
     refs: list[Ref] = field(default_factory=list)
-    """References that are sent to the worker process."""
     sources: list[Ref] = field(default_factory=list)
     """The same references in the driver. A `CallRef` contains the call that computes the value."""
     _positions: dict[int, int] = field(default_factory=dict)
@@ -117,7 +113,6 @@ class References:
         return self._positions.get(id(carrier), self._num_indexed)
 
     def lower(self, value: Any) -> Any:
-        """Returns the wire form of one argument."""
         if isinstance(value, BatchSlice):
             return self._lower_batch(value)
         if isinstance(value, dict | list | tuple) and _holds_reference(value):
@@ -195,7 +190,6 @@ def encode(value: Any) -> Any:  # Any: requests, reports and payloads
 
 
 def decode(value: Any) -> Any:
-    """Inverts `encode`."""
     return pickle.loads(value) if isinstance(value, bytes) else value
 
 

@@ -34,7 +34,6 @@ class Deadlines:
         self._queues: defaultdict[tuple[str, int], deque[CallRecord]] = defaultdict(deque)
 
     def add(self, record: "CallRecord") -> None:
-        """Appends a submitted call to the queue of its process."""
         self._queues[record.slot.pool, record.slot.rank].append(record)
 
     def get_current(self, pool: str, rank: int) -> "CallRecord | None":
@@ -87,7 +86,6 @@ class Failures:
         self._liveness_checked_s = 0.0
 
     def add_host_set(self, hosts: HostSet) -> None:
-        """Starts to monitor a host set."""
         self._sets |= {pool.name: hosts for pool in hosts.pools}
 
     def get_error(self, pool: str) -> FlowError | None:
@@ -99,7 +97,6 @@ class Failures:
         return next(iter(self._errors.values()), None)
 
     def end(self, hosts: HostSet, error: FlowError) -> None:
-        """Ends the processes of a host set because another host set has failed."""
         if hosts.pools[0].name not in self._errors:
             self._fail(hosts, error)
 
@@ -111,7 +108,7 @@ class Failures:
             self._overdue.pop(slot, None)
 
     def classify(self, record: "CallRecord", error: WorkerError) -> FlowError | None:
-        """Returns the error to raise for a call that failed in its own process, and ends the host set if necessary.
+        """Returns the error to raise for a call that failed in its own process. Ends the host set if other calls fail too.
 
         Returns None for a lost connection to a peer. The call stays unresolved until `check` has found the cause.
         """
@@ -236,14 +233,12 @@ class Failures:
         return True
 
     def _get_peer_calls(self, record: "CallRecord") -> "list[CallRecord]":
-        """Returns a call, followed by the current calls of the other processes in the same host set."""
         slots = self._sets[record.slot.pool].slots
         current = [self.deadlines.get_current(slot.pool, slot.rank) for slot in slots]
         return [record, *(other for other in current if other is not None and other is not record)]
 
 
 def _add_deadline(error: ProcessLost, overdue: DeadlineError) -> ProcessLost:
-    """Returns the error of a process that was ended because of a missed deadline."""
     cause = f"its process was ended, because {overdue.role}.{overdue.method} was {overdue.cause}"
     return ProcessLost(error.role, error.rank, error.node, error.method, cause, overdue.remote_traceback)
 

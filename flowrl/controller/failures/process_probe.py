@@ -18,15 +18,12 @@ _HOST_FILE, _RECOVERY_FUNCTION = "flowrl/controller/host/host.py", "recover"
 
 
 class Frame(NamedTuple):
-    """One stack frame."""
-
     file: str
     line: int
     function: str
 
     @property
     def in_collective(self) -> bool:
-        """Whether the frame is code of torch.distributed."""
         return "torch/distributed/" in self.file
 
     def __str__(self) -> str:
@@ -34,10 +31,7 @@ class Frame(NamedTuple):
 
 
 class StackDump(NamedTuple):
-    """The stacks of one process."""
-
     age_s: float
-    """Seconds since the process started."""
     text: str
     """Stacks of all threads, in the format of `faulthandler`."""
 
@@ -125,8 +119,6 @@ def parse_host_stack(dump: StackDump | None) -> Stack:
 
 
 class Liveness:
-    """Detects ended processes on this machine."""
-
     def __init__(self) -> None:
         self._alive: dict[str, psutil.Process] = {}
 

@@ -25,7 +25,6 @@ class RecoveryPlan:
 
     @property
     def requests(self) -> list[Request]:
-        """The requests of the replay log."""
         return [request for request, _ in self.replay_log]
 
 
@@ -81,7 +80,6 @@ class Recovery:
         return slot.pool, slot.rank
 
     def mark_unrecoverable(self, pools: Sequence[str]) -> None:
-        """Marks pools whose processes have state that cannot be restored."""
         self._unrecoverable.update(pools)
 
     def is_recoverable(self, pool: str) -> bool:

@@ -77,14 +77,10 @@ def fork_server() -> ForkServer:
 
 @dataclass(frozen=True)
 class _ForkRequest:
-    """Request to start a process."""
-
     argv: list[str]
-    """Path and arguments of the Python file to run."""
     env: dict[str, str]
     cwd: str
     output: tuple[int, ...]
-    """File descriptors of stdout and stderr."""
 
 
 def main(listener: int) -> None:

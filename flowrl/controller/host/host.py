@@ -66,8 +66,6 @@ class Report:
 
 
 class Host:
-    """Constructs and calls the workers of one process."""
-
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
         self._attempts: dict[str, int] = {}
@@ -100,7 +98,7 @@ class Host:
             return None, _simple_report(started_ns)
 
     def construct(self, construction: Construction, *after: Any) -> tuple[None, Report]:  # Any: reports
-        """Constructs a worker. The backend resolves the inputs `after` first. Raises `WorkerError`."""
+        """Constructs a worker, after the evictions `after`. Raises `WorkerError`."""
         with _as_worker_error(construction.role, construction.rank, construction.node, "__init__"):
             started_ns = time.time_ns()
             self._construct(construction)
@@ -159,7 +157,7 @@ class Host:
             return None, _simple_report(started_ns)
 
     def lacks(self, constructions: Sequence[Construction]) -> bool:
-        """Returns whether a worker is missing, or was constructed before the last program restart."""
+        """Returns whether one of these workers is missing, or was constructed before the last program restart."""
         return any(self._attempts.get(construction.role, -1) < construction.attempt for construction in constructions)
 
     def forget_states(self, until: int) -> None:
@@ -169,11 +167,11 @@ class Host:
                 self._state_ids[role], self._state_methods[role] = 0, set()
 
     def is_behind(self, role: str, states: Sequence[Request]) -> bool:
-        """Returns whether some of the state-setting calls `states` have not run yet."""
+        """Returns whether the last of the calls `states`, which set worker state, has not run yet."""
         return self._state_ids.get(role, 0) < _last_of(role, states)
 
     def is_ahead(self, role: str, states: Sequence[Request]) -> bool:
-        """Returns whether a later state-setting call than `states` has run. Retried calls arrive in any order."""
+        """Returns whether a call submitted after `states` has already set worker state. Retries arrive in any order."""
         return self._state_ids.get(role, 0) > _last_of(role, states)
 
     def overwrites_state(self, role: str, states: Sequence[Request]) -> bool:
@@ -215,7 +213,6 @@ def _is_connection_lost(error: Exception) -> bool:
 
 
 def _simple_report(started_ns: int) -> Report:
-    """Returns the report of a call without inputs and result that ends now."""
     ended_ns = time.time_ns()
     return Report(started_ns, started_ns, ended_ns, ended_ns)
 
@@ -272,7 +269,6 @@ def _check_unwritten(parameter: str, before: list[tuple[str, Any, int]]) -> None
 
 
 def _as_payload(result: Any, inputs: list[Payload], request: Request) -> Payload:
-    """Converts the result to a payload. Raises `ContractError` if the result violates the contract."""
     from flowrl.data.batch.tensordicts import from_tensordict  # noqa: PLC0415 (loads torch only for batches)
 
     contract = request.contract

@@ -9,7 +9,6 @@ class ResidentWorker:
     """Tracks which worker of a process is on the device. Only the called worker and its weight owners are loaded."""
 
     def __init__(self, workers: Mapping[str, Worker]) -> None:
-        """`workers` is the mapping of the host, which adds workers later."""
         self._workers = workers
         self._resident: str | None = None
         self._resident_parts: frozenset[str] | None = None
@@ -42,7 +41,6 @@ class ResidentWorker:
             owner.onload()
 
     def offload_all(self) -> None:
-        """Offloads all workers of the process."""
         self._resident = None
         for worker in self._workers.values():
             worker.offload(keep_weights=False)

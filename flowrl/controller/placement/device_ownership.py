@@ -15,7 +15,6 @@ class DeviceOwnership:
     """
 
     def __init__(self, slots: Iterable[Slot]) -> None:
-        """`slots` are the processes of the plan."""
         users: defaultdict[tuple[int, int], list[Slot]] = defaultdict(list)
         for slot in slots:
             for device in slot.node_devices:
@@ -30,7 +29,6 @@ class DeviceOwnership:
         self._owners: set[Slot] = set()
 
     def is_shared(self, slot: Slot) -> bool:
-        """Returns whether a process shares a device with another process."""
         return slot in self._sharers
 
     def claim_for_worker(self, slot: Slot, can_offload: bool) -> list[Slot]:
@@ -56,7 +54,6 @@ class DeviceOwnership:
         return evicted
 
     def forget(self, slots: Sequence[Slot]) -> None:
-        """Removes ended processes."""
         self._owners.difference_update(slots)
         self._can_offload.difference_update(slots)
 

@@ -54,7 +54,7 @@ def cluster_inventory(
 
 
 def local_memory(kind: Literal["cpu", "cuda"]) -> int | None:
-    """Returns the bytes of host memory, or for cuda the memory of the smallest GPU; None without a GPU."""
+    """Returns the bytes of host memory (cpu) or of the smallest GPU (cuda); None without a GPU."""
     return _host_memory() if kind == "cpu" else _gpu_memory()
 
 
@@ -87,7 +87,6 @@ def _num_gpus() -> int:
 
 
 def _run_nvidia_smi(*options: str) -> str:
-    """Returns the output of nvidia-smi; an empty string if nvidia-smi is missing or fails."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return ""

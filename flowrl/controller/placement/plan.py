@@ -17,8 +17,6 @@ class PlacementError(UserError):
 
 @dataclass(frozen=True)
 class Inventory:
-    """Devices that a run may use."""
-
     nodes: tuple[int, ...]
     """Number of devices on each node: GPUs, or CPU slots (one process each)."""
 
@@ -53,22 +51,17 @@ class Slot:
 
     @property
     def owner(self) -> str:
-        """Pool that contains the device."""
         return self.device_pool or self.pool
 
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """The slots of a pool, in rank order (by node, then by device)."""
-
     name: str
     slots: tuple[Slot, ...]
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Coordinates of a rank in the mesh of its role."""
-
     pp: int
     dp: int
     sp: int
@@ -89,14 +82,12 @@ class Mesh:
         return self.pp * self.dp * self.sp * self.tp
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Returns the coordinates of a rank in [0, size)."""
         rest, tp = divmod(rank, self.tp)
         rest, sp = divmod(rest, self.sp)
         pp, dp = divmod(rest, self.dp)
         return Coordinates(pp, dp, sp, tp)
 
     def rank(self, at: Coordinates) -> int:
-        """Returns the rank with these coordinates."""
         return ((at.pp * self.dp + at.dp) * self.sp + at.sp) * self.tp + at.tp
 
 
@@ -143,11 +134,10 @@ class Plan:
     """Role -> its dedicated processes, for roles that do not share processes."""
 
     def slots(self, role: str) -> Sequence[Slot]:
-        """Returns the slots of a role, in rank order."""
         return self.roles[role].slots
 
     def host_sets(self) -> list[HostSet]:
-        """Returns the host sets: each contains the pools that share roles. Skips processes without a role."""
+        """Returns the host sets (processes that fail together): each contains the pools that share a role."""
         used = {slot for role in self.roles.values() for slot in role.slots}
         all_slots = {pool.name: pool.slots for pool in (*self.pools.values(), *self.dedicated.values())}
         running = {name: tuple(slot for slot in slots if slot in used) for name, slots in all_slots.items()}
@@ -194,7 +184,7 @@ def plan(
 def _split_shared_devices(
     slots: Mapping[str, tuple[Slot, ...]], wanted: Mapping[str, RolePlacement], dedicated: Collection[str]
 ) -> dict[str, tuple[Slot, ...]]:
-    """Sets `num_devices` of each slot to 1 / (number of processes on the device)."""
+    """Sets `num_devices` of each slot on a shared device to 1 / number of processes on the device."""
     users: Counter[Slot] = Counter()
     pool_slots = set()
     for role, role_placement in wanted.items():
@@ -258,7 +248,6 @@ def _wanted_roles(placement: Placement, roles: Sequence[str] | None) -> dict[str
 
 
 def _wanted_pools(placement: Placement, wanted: Mapping[str, RolePlacement]) -> list[str]:
-    """Returns the pools of these roles, in the order of the placement. Raises `PlacementError` for an invalid pool."""
     role_placements = {role: placement.role(role) for role in placement.roles}
     for role, role_placement in role_placements.items():
         for part in role_placement.parts:
@@ -276,7 +265,6 @@ def _wanted_pools(placement: Placement, wanted: Mapping[str, RolePlacement]) -> 
 
 
 def _role_slots(role: str, role_placement: RolePlacement, slots: Mapping[str, tuple[Slot, ...]]) -> tuple[Slot, ...]:
-    """Returns the slots of a role, ordered by pool and rank."""
     chosen = set()
     for part in role_placement.parts:
         pool = slots[part.pool]

@@ -85,7 +85,6 @@ class Batch:
 
     @staticmethod
     def of_payload(payload: Payload) -> "Batch":
-        """Creates a batch from a payload in this process."""
         shard = Shard(LocalRef(payload), LocalRef(Description.of(payload)), payload.num_rows)
         return Batch.of_block(Block([shard]), payload.columns)
 
@@ -136,7 +135,6 @@ class Batch:
         return self._columns[name]
 
     def done(self) -> bool:
-        """Returns whether all columns are computed."""
         return all(block.done() for block in {column.block for column in self._columns.values()})
 
     # Edits, which copy no values.
@@ -344,7 +342,6 @@ class LocalTasks:
 
 
 def _resolve_refs(kwargs: dict) -> dict:
-    """Replaces references among the arguments by their values."""
     return {name: value.get() if isinstance(value, LocalRef) else value for name, value in kwargs.items()}
 
 

@@ -33,8 +33,6 @@ class Ref(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class LocalRef:
-    """Reference to a value in this process."""
-
     value: Any  # Any: see Ref
 
     @property
@@ -89,7 +87,6 @@ class Shard:
     """Column name in the block -> column name in the payload; None if the names are equal."""
 
     def source(self, name: str) -> str:
-        """Returns the name in the payload of a column of the block."""
         return name if self.names is None else self.names[name]
 
     def sources(self, columns: dict[str, str]) -> dict[str, str]:
@@ -120,7 +117,6 @@ class Block:
 
     @property
     def num_rows(self) -> int:
-        """Total number of rows."""
         return int(self.sizes.sum())
 
     @cached_property
@@ -141,7 +137,6 @@ class Block:
         return self.shards[0].description.get().columns.get(self.shards[0].source(name))
 
     def done(self) -> bool:
-        """Returns whether all shards are computed."""
         return all(shard.description.done() for shard in self.shards)
 
     def lengths(self) -> np.ndarray | None:

@@ -100,7 +100,7 @@ class Payload:
         return row_names, {name: source for name, source in columns.items() if source not in self.rows}
 
     def bfloat16_names(self, columns: Mapping[str, str]) -> frozenset[str]:
-        """Returns the new names of bfloat16 columns. `columns` maps new to current names."""
+        """Returns the new names of the bfloat16 columns among `columns`, which maps new to current names."""
         return frozenset(name for name, source in columns.items() if source in self.bfloat16)
 
 
@@ -132,7 +132,6 @@ class Runs:
         return Runs(starts, target_offsets[self.targets], counts)
 
     def copy(self, column: np.ndarray, out: np.ndarray) -> None:
-        """Copies the runs of an array into `out`."""
         if len(self.counts) == 1 or self._is_long(bytes_each(column)):
             for source, target, count in self._iterate():
                 out[target : target + count] = column[source : source + count]
@@ -152,7 +151,6 @@ class Runs:
 
     @cached_property
     def _elements(self) -> tuple[np.ndarray, np.ndarray | slice]:
-        """Source and target indices of all elements."""
         ends = np.cumsum(self.counts)
         total = int(ends[-1]) if len(ends) else 0
         within = np.arange(total) - np.repeat(ends - self.counts, self.counts)
@@ -162,13 +160,11 @@ class Runs:
         return sources, np.repeat(self.targets, self.counts) + within
 
     def copy_objects(self, values: list | np.ndarray, out: list) -> None:
-        """Copies the runs of a list of objects into `out`."""
         for source, target, count in self._iterate():
             out[target : target + count] = values[source : source + count]
 
 
 def bytes_each(column: np.ndarray) -> int:
-    """Returns the size in bytes of one row or token."""
     return column.itemsize * math.prod(column.shape[1:])
 
 
@@ -178,7 +174,6 @@ def offsets(lengths: np.ndarray) -> np.ndarray:
 
 
 def common_dtype(columns: Iterable[np.ndarray]) -> np.dtype:
-    """Returns the dtype to which all columns can be promoted."""
     dtypes = {column.dtype for column in columns}
     return dtypes.pop() if len(dtypes) == 1 else np.result_type(*dtypes)
 
@@ -214,7 +209,6 @@ class Source:
         raise ColumnError(f"column {name!r} has {other} in some shards only; rename one of the two columns")
 
     def runs(self, num_rows: int) -> Runs:
-        """Returns the runs to copy to a payload with `num_rows` rows."""
         if isinstance(self.rows, np.ndarray) or isinstance(self.targets, np.ndarray):
             return Runs.of(_positions(self.rows, self.payload.num_rows), _positions(self.targets, num_rows))
         return Runs.one(

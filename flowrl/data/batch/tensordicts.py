@@ -52,7 +52,6 @@ def _object_column(values: Sequence) -> NonTensorStack | NonTensorData:
 
 
 def num_rows(batch: TensorDictBase) -> int:
-    """Returns B, the number of rows."""
     return batch["rows"].batch_size[0]
 
 
