@@ -80,8 +80,8 @@ DUMP = """Thread 0x00007f68110b86c0 (most recent call first):
 Current thread 0x00007f6858c27b80 (most recent call first):
   File "/site-packages/torch/distributed/distributed_c10d.py", line 3200 in all_reduce
   File "/home/user/train.py", line 16 in update
-  File "/home/user/flowrl/controller/host.py", line 153 in _run
-  File "/home/user/flowrl/controller/host.py", line 120 in call
+  File "/home/user/flowrl/controller/host/host.py", line 153 in _run
+  File "/home/user/flowrl/controller/host/host.py", line 120 in call
 """
 
 
