@@ -37,7 +37,7 @@ def importance_ratios(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, 
         sequence   prod_t rho_t                       unbiased for a row; its variance grows with the length
         geometric  (prod_t rho_t)^(1 / tokens)        biased; comparable between lengths
 
-    Arguments: see the module docstring. Returns [B, T] in at least float32; a row's ratio is repeated at its tokens.
+    Args: see the module docstring. Returns [B, T] in at least float32; a row's ratio is repeated at its tokens.
 
     Geometric mean: Zheng et al. 2025 (GSPO), https://arxiv.org/abs/2507.18071, eq. (7).
     """
@@ -333,7 +333,7 @@ def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -
         chi_square_token                    exp(d)^2 - 1 over tokens
         chi_square_sequence                 exp(sum d)^2 - 1 over rows
 
-    Arguments: see the module docstring. All tokens of a row must be in the same micro-batch.
+    Args: see the module docstring. All tokens of a row must be in the same micro-batch.
     Returns: mergeable metrics by name, from float64 sums. Without a true position, means and correlation are NaN, and
         maxima are 0.
 

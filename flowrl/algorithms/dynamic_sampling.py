@@ -62,13 +62,13 @@ def full_batches(
     The source is advanced only while a batch is incomplete. Groups are not split. Surplus groups start the next batch,
     in order; their responses are then at least one policy version old.
 
-    Arguments:
-        source: yields (batch, scores [B], groups [B]); the ids of a batch are its own.
-        num_groups: > 0, the size of a batch.
+    Args:
+        source: yields (batch, scores [B], groups [B]); group ids are local to a batch.
+        num_groups: > 0, number of groups per batch.
         max_rounds: > 0, maximum number of source batches per yielded batch.
     Returns: an iterator. It ends with the source; an incomplete last batch is dropped.
-    Raises: ValueError immediately if num_groups or max_rounds is not positive; and from the iterator, which then ends,
-        if a batch is incomplete after max_rounds. A recipe converts the latter to a `UserError`.
+    Raises: ValueError immediately if num_groups or max_rounds is not positive, and from the iterator if a batch is
+        incomplete after max_rounds.
 
     Yu et al. 2025 (DAPO), https://arxiv.org/abs/2503.14476, section 3.2. Deviation: surplus groups are kept; the
     published code drops them.
@@ -80,21 +80,21 @@ def full_batches(
 
 
 def _fill(source: Iterable[tuple[T, Tensor, Tensor]], num_groups: int, max_rounds: int) -> Iterator[FullBatch[T]]:
-    waiting: deque[tuple[T, Tensor]] = deque()
+    surplus: deque[tuple[T, Tensor]] = deque()
     num_rounds = num_drawn = num_informative = 0
     for batch, scores, groups in source:
         informative = _informative_rows(scores, groups)
-        waiting.extend((batch, rows) for rows in informative)
+        surplus.extend((batch, rows) for rows in informative)
         num_rounds += 1
         num_drawn += len(torch.unique(groups))
         num_informative += len(informative)
-        while len(waiting) >= num_groups:
-            chosen = [waiting.popleft() for _ in range(num_groups)]
-            yield _join(chosen, num_rounds, num_drawn, num_informative)
+        while len(surplus) >= num_groups:
+            selected = [surplus.popleft() for _ in range(num_groups)]
+            yield _join(selected, num_rounds, num_drawn, num_informative)
             num_rounds = num_drawn = num_informative = 0
         if num_rounds == max_rounds:
             raise ValueError(
-                f"after max_rounds = {max_rounds} rounds only {len(waiting)} of the {num_groups} groups of a batch "
+                f"after max_rounds = {max_rounds} rounds only {len(surplus)} of the {num_groups} groups of a batch "
                 f"have scores that differ ({num_informative} of {num_drawn} groups in these rounds): use prompts of "
                 "medium difficulty, more samples per prompt, fewer groups, or a larger max_rounds"
             )
@@ -102,24 +102,24 @@ def _fill(source: Iterable[tuple[T, Tensor, Tensor]], num_groups: int, max_round
 
 def _informative_rows(scores: Tensor, groups: Tensor) -> list[Tensor]:
     """Returns the row indices of each informative group; groups are ordered by their first row."""
-    chosen = informative_groups(scores, groups).nonzero()[:, 0].cpu()
-    group_of = group_index(groups.cpu()[chosen])
+    rows = informative_groups(scores, groups).nonzero()[:, 0].cpu()
+    group_of = group_index(groups.cpu()[rows])
     counts = torch.bincount(group_of)
-    rows_of_groups = chosen[group_of.argsort(stable=True)].split(counts.tolist())
-    return sorted(rows_of_groups, key=lambda rows: int(rows[0]))
+    rows_of_groups = rows[group_of.argsort(stable=True)].split(counts.tolist())
+    return sorted(rows_of_groups, key=lambda group_rows: int(group_rows[0]))
 
 
-def _join(chosen: list[tuple[T, Tensor]], num_rounds: int, num_drawn: int, num_informative: int) -> FullBatch[T]:
+def _join(selected: list[tuple[T, Tensor]], num_rounds: int, num_drawn: int, num_informative: int) -> FullBatch[T]:
     """Joins groups to a batch. Consecutive groups of the same source batch become one part."""
     parts: list[tuple[T, list[Tensor]]] = []
-    for batch, rows in chosen:
+    for batch, rows in selected:
         if not parts or parts[-1][0] is not batch:
             parts.append((batch, []))
         parts[-1][1].append(rows)
-    sizes = torch.tensor([len(rows) for _, rows in chosen])
+    sizes = torch.tensor([len(rows) for _, rows in selected])
     return FullBatch(
         parts=tuple((batch, torch.cat(rows)) for batch, rows in parts),
-        groups=torch.arange(len(chosen)).repeat_interleave(sizes),
+        groups=torch.arange(len(selected)).repeat_interleave(sizes),
         num_rounds=num_rounds,
         num_drawn=num_drawn,
         num_informative=num_informative,

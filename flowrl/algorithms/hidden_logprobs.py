@@ -268,7 +268,7 @@ def _sides(tensor: Tensor) -> tuple[int, int]:
 
 
 def _apply(hidden: Tensor, tokens: Tensor, mask: Tensor, head: _Head, *, with_entropy: bool) -> tuple[Tensor, Tensor]:
-    """Returns both results [B, T], computed only at the masked-in tokens."""
+    """Returns both results [B, T], computed only where the mask is true."""
     is_computed_BT = mask.clone()
     is_computed_BT[:, :1] = False  # the first token has no preceding logits
     hidden_NH, tokens_N = hidden[:, :-1][is_computed_BT[:, 1:]], tokens[is_computed_BT]

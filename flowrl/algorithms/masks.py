@@ -1,6 +1,6 @@
 """Checks and zeroes masked inputs, and reduces tensors over masks.
 
-Shape suffixes: B rows, T token positions of a right- or left-padded row.
+Shape suffixes: B rows, T token positions of right- or left-padded rows.
 
 In all functions of this package, masked positions affect neither values nor gradients, even if they are NaN or
 infinite. Inputs are therefore zeroed there before any arithmetic, because zero times NaN is NaN.

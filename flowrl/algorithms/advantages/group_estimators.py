@@ -63,7 +63,7 @@ def group_sizes(group_of: Tensor) -> Tensor:
 def group_deviations(values: Tensor, group_of: Tensor) -> tuple[Tensor, Tensor]:
     """Returns for each row the deviation from its group's mean, and the group's unbiased variance.
 
-    Arguments as in `group_sums`, with float64 values. Both results are exactly 0 for groups of equal values or of one
+    Args as in `group_sums`, with float64 values. Both results are exactly 0 for groups of equal values or of one
     row.
     """
     # Subtracting the minimum makes equal values exactly 0, regardless of rounding of the mean.
@@ -104,7 +104,7 @@ def rloo(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
 
         A_i = r_i - sum of r_j, j != i / (n - 1)  =  (r_i - mean(r)) n / (n - 1)      over the n rows of the group
 
-    Arguments: see the module docstring. A KL penalty of the sequence belongs in the scores.
+    Args: see the module docstring. A KL penalty of the sequence belongs in the scores.
 
     Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free!"; for language models Ahmadian et al. 2024,
     https://arxiv.org/abs/2402.14740, the RLOO estimator.
@@ -123,7 +123,7 @@ def reinforce_plus_plus_baseline(scores: Tensor, groups: Tensor, mask: Tensor, *
 
     Args (others: see the module docstring):
         eps: added to the variance, see `whiten`.
-    Returns: [B, T]. A group of one enters the whitening with 0, so its advantage may differ from 0.
+    Returns: [B, T]. Groups of equal scores enter the whitening with 0, so their advantages may differ from 0.
 
     Hu et al. 2025, https://arxiv.org/abs/2501.03262, REINFORCE++ with baseline. Deviation: whitening weights rows by
     their number of tokens, as in the published code; the paper specifies only the batch.
@@ -141,7 +141,7 @@ def opo(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
 
         A_i = r_i - sum_j(l_j r_j) / sum_j(l_j)      over the group; l_j the number of true positions of row j
 
-    Arguments: see the module docstring. Rows without true positions have no weight.
+    Args: see the module docstring. Rows without true positions have no weight.
 
     Hao et al. 2025, https://arxiv.org/abs/2505.23585, optimal baseline for token gradients that are approximately
     orthogonal and of equal norm. Deviation: the length excludes tokens that the policy did not sample.
