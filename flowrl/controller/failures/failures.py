@@ -108,7 +108,9 @@ class Failures:
             self._overdue.pop(slot, None)
 
     def classify(self, record: "CallRecord", error: WorkerError) -> FlowError | None:
-        """Returns the error to raise for a call that failed in its own process. Ends the host set if other calls fail too.
+        """Returns the error to raise for a call that failed in its own process.
+
+        Ends the host set if other calls fail too.
 
         Returns None for a lost connection to a peer. The call stays unresolved until `check` has found the cause.
         """
