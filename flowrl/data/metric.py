@@ -10,9 +10,11 @@ class Metric(Protocol):
 
     def merge(self, other: Self) -> "Metric":
         """Returns the combined metric."""
+        ...
 
     def result(self) -> float:
         """Returns the value to log."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ class MetricFuture(Protocol):
 
     def get(self) -> Mapping[str, Metric | float]:
         """Waits for the metrics and returns them."""
+        ...
 
 
 Logged = MetricFuture | Mapping[str, Metric | float]

@@ -18,32 +18,39 @@ class Backend(Protocol):
 
     def inventory(self, device: Device, devices: Sequence[int] | None) -> Inventory:
         """Returns the available devices. `devices` replaces the detected number of devices per node."""
+        ...
 
     def reserve(self, pools: Sequence[PoolPlan], kind: str) -> None:
         """Reserves the devices of pools. Raises `PlacementError` if they are not available."""
+        ...
 
     def start_hosts(self, hosts: HostSet, kind: str, *, restarts: int) -> None:
         """Starts a process in every slot of a host set (processes that fail together).
 
         A lost process is replaced up to `restarts` times.
         """
+        ...
 
     def join(self, hosts: HostSet, kind: str) -> list[tuple[Slot, Ref]]:
         """Creates the process group of a host set. Returns one reference to a `Report` per process."""
+        ...
 
     def open_group(self, slot: Slot, role: str, ranks: Sequence[int], rank: int) -> Ref:
         """Creates a role's process group in one process. Returns a reference to the `Report`."""
+        ...
 
     def construct(
         self, slot: Slot, construction: Construction, plan: RecoveryPlan | None, after: Sequence[Ref] = ()
     ) -> Ref:
         """Constructs a worker after the references in `after` are resolved. Returns a reference to the `Report`."""
+        ...
 
     def evict(self, slot: Slot, role: str, rank: int, *, replaceable: bool) -> Ref:
         """Offloads all workers of a host. Returns a reference to the `Report`.
 
         `role` and `rank` identify the process in error messages. `replaceable` retries the call if the process is lost.
         """
+        ...
 
     def call(self, slot: Slot, request: Request, refs: Sequence[Ref], plan: RecoveryPlan | None) -> tuple[Ref, Ref]:
         """Runs a worker method. Returns references to its result and to its `Report`.
@@ -51,33 +58,44 @@ class Backend(Protocol):
         With a `plan`, the call is retried if the process is lost, and the same references receive the result. With
         `resend=False` in the contract, the references raise `ProcessLost` instead.
         """
+        ...
 
     def share(self, payload: Payload) -> Ref:
         """Stores rows that the driver created. All hosts can read the returned reference."""
+        ...
 
     def wait(self, refs: Sequence[Ref], count: int, timeout_s: float) -> list[Ref]:
         """Waits until `count` references are resolved or failed, or until the timeout. Returns these references."""
+        ...
 
     def get(self, refs: Sequence[Ref]) -> list[Any]:
         """Returns the values of references. Raises the error of the first failed reference."""
+        ...
 
     def probe(self, slot: Slot) -> Ref:
         """Returns a reference that resolves when the process is idle. Raises `ProcessLost` on `get` if it has ended."""
+        ...
 
     def stacks(self, slots: Sequence[Slot]) -> Mapping[Slot, StackDump]:
         """Returns the thread stacks (from `faulthandler`) of the running processes."""
+        ...
 
     def restart(self, slot: Slot) -> None:
         """Kills a process and starts a replacement."""
+        ...
 
     def lost_processes(self, slots: Sequence[Slot]) -> list[Slot]:
         """Returns the slots whose processes on this machine have ended since the previous check."""
+        ...
 
     def lost_nodes(self) -> Mapping[int, str]:
         """Returns node index -> name of the lost nodes that this run uses."""
+        ...
 
     def end_pool(self, name: str) -> None:
         """Kills the hosts of a pool. The devices stay reserved for new hosts."""
+        ...
 
     def close(self) -> None:
         """Ends all processes that this backend started, and releases all devices."""
+        ...

@@ -29,9 +29,11 @@ class TaskRunner(Protocol):
 
     def apply(self, fn: Callable, batch: "Batch", writes: tuple[str, ...], rows: str, kwargs: dict) -> "Batch":
         """Runs `fn(tensordict, **kwargs)` and returns the columns `writes`."""
+        ...
 
     def reduce(self, fn: Callable, batch: "Batch", kwargs: dict) -> Any:  # Any: a Future of the function's result
         """Runs `fn(tensordict, **kwargs)` and returns a future of its result."""
+        ...
 
 
 class Batch:

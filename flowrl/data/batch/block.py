@@ -20,15 +20,19 @@ class Ref(Protocol):
     @property
     def carrier(self) -> "Ref":
         """The backend's reference, which is sent to worker processes instead of this object."""
+        ...
 
     def get(self) -> Any:  # Any: a payload, a description or a method's own result
         """Waits for the value and returns it."""
+        ...
 
     def get_with(self, others: "Sequence[Ref]") -> list[Any]:
         """Waits for this and other references of the same type, and returns their values."""
+        ...
 
     def done(self) -> bool:
         """Returns whether the value is available without waiting."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,9 +16,11 @@ class Gradients(Protocol):
 
     def zero(self) -> None:
         """Resets the gradients before the backward passes."""
+        ...
 
     def sum(self) -> None:
         """Completes the sum of the gradients over all ranks, after the backward passes."""
+        ...
 
     def norm(self) -> float:
         """Returns the L2 norm of the gradients over all parameters and ranks."""
