@@ -27,7 +27,7 @@ SLOWEST_FILES = (
     "recipes/test_vllm.py",
     "controller/backends/test_ray_nodes.py",
     "recipes/test_resume.py",
-    "controller/failures/test_start_again.py",
+    "controller/test_cluster_restart.py",
     "engines/rollout/vllm/test_engine.py",
     "run/test_doctor.py",
     "recipes/test_restarts.py",

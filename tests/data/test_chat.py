@@ -6,6 +6,7 @@ from tokenizers.decoders import Fuse
 from transformers import PreTrainedTokenizerFast
 
 from flowrl.data.chat import ChatTokenizer, DataError, Message
+from tests.errors import rejects
 
 MARKED = (
     "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}"
@@ -88,11 +89,11 @@ def test_a_tokenizer_without_an_end_token_is_refused(tmp_path: Path) -> None:
 
 def test_a_template_that_never_ends_an_answer_is_refused_for_examples(tmp_path: Path) -> None:
     chat = make(tmp_path, template="{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    with pytest.raises(DataError, match="does not end what the assistant says with '</s>'"):
+    with rejects("template", tmp_path, "/s", error=DataError):
         chat.encode_example(ANSWERED)
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_for_two_answers(tmp_path: Path) -> None:
     chat = make(tmp_path, template="{% for m in messages[-2:] %}{{ m['content'] }}{% endfor %}</s>")
-    with pytest.raises(DataError, match="changes earlier turns"):
+    with rejects("template", tmp_path, "earlier", error=DataError):
         chat.encode_example(TWICE)

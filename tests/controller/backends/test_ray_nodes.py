@@ -13,6 +13,7 @@ import pytest
 
 from flowrl.controller.backends.ray_nodes import RayNodes, interface_of
 from flowrl.controller.placement.plan import PlacementError
+from tests.errors import missing_facts, rejects
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a machine has one loopback address elsewhere")
 
@@ -173,21 +174,21 @@ def check_apart(ranks: list[tuple[int, list[str]]]) -> None:
 
 def test_devices_that_the_cluster_does_not_have_are_refused(layouts: dict[str, Any]) -> None:
     too_many, too_large, planned = layouts["refused"]
-    assert too_many == (
-        "devices is [2, 4, 4, 1], a count for each of 4 nodes, but the cluster has 3: cpu devices 2 on 127.0.0.2, "
-        "4 on 127.0.0.3, 4 on 127.0.0.3; remove entries, or start Ray on more hosts"
-    )
-    assert too_large.startswith("devices is [2, 5], more than node 1 (127.0.0.3) has: ")
-    assert planned.startswith("placement.pools.main is [3, 4], more devices than there are: nodes have [2, 4]")
+    assert too_many.startswith("devices is [2, 4, 4, 1], ")
+    assert "2 on 127.0.0.2, 4 on 127.0.0.3, 4 on 127.0.0.3" in too_many
+    assert not missing_facts(too_many, 4, 3, "cpu")
+    assert too_large.startswith("devices is [2, 5], ")
+    assert not missing_facts(too_large, "node", 1, "127.0.0.3")
+    assert planned.startswith("placement.pools.main is [3, 4], ")
+    assert "[2, 4]" in planned
 
 
 def test_a_pool_says_what_it_waits_for_and_leaves_nothing_reserved(found: Callable[[str], Any]) -> None:
     waited = found("waiting")
-    shortage = "3 CPU on node 1 (127.0.0.3), where pools hold 2 of 4"
-    assert waited["words"] == [f"pool second waits for {shortage}; gives up in 1 s"]
-    assert waited["error"] == (
-        f"placement.pools.second waited 6 s for {shortage}: end what uses them, or make the pool smaller"
-    )
+    shortage = ("3", "CPU", "node", "1", "127.0.0.3", "2", "4")
+    [notice] = waited["words"]
+    assert not missing_facts(notice, "second", *shortage, "1")
+    assert not missing_facts(waited["error"], "placement.pools.second", "6", *shortage)
 
 
 @pytest.mark.parametrize(("end", "limit_s"), [("kill", 1), ("freeze", 15)])
@@ -228,7 +229,7 @@ def test_a_rank_on_another_node_is_asked_where_it_is(found: Callable[[str], Any]
 
 
 def test_a_run_without_address_has_one_node() -> None:
-    with pytest.raises(PlacementError, match=r"devices is \[2, 2\], a count for each of 2 nodes, but a run without"):
+    with rejects("devices", 2, "address", error=PlacementError):
         RayNodes(None).inventory("cpu", (2, 2))
 
 

@@ -8,11 +8,11 @@ from tests.conftest import BackendName, ClusterMaker
 from tests.controller.workers import Wrong
 
 BROKEN = [
-    ("misnamed", r"declares writes=\(y\) but returned z"),
-    ("short", r"declares rows='same', which is 3 rows here, but returned 2"),
-    ("not_thrice", r"declares rows=3, which is 9 rows here, but returned 6"),
-    ("not_a_table", r"must return a table \(a TensorDict of rows and tokens\), not list"),
-    ("scribbles", r"wrote into column 'x' of its argument 'table'.*work on a clone"),
+    ("misnamed", r"writes=\(y\) .*\bz\b"),
+    ("short", r"rows='same'.*\b3\b.*\b2\b"),
+    ("not_thrice", r"rows=3\b.*\b9\b.*\b6\b"),
+    ("not_a_table", r"TensorDict.*\blist\b"),
+    ("scribbles", r"column 'x' of its argument 'table'.*\bclone\b"),
 ]
 
 
@@ -33,14 +33,14 @@ def test_a_write_into_an_input_is_refused_in_another_process(
 ):
     group = open_cluster("ray", {"main": [1]}, {"actor": "main"}).group("actor", Wrong)
     rows = batch() if made_by == "driver by value" else Batch.from_columns({"x": list(range(20_000))})
-    with pytest.raises(WorkerError, match="wrote into column 'x'"):
+    with pytest.raises(WorkerError, match="ContractError: .*column 'x'"):
         group.scribbles(rows)
     assert rows.rows([0, 1, 2]).get("x").tolist() == ([1, 2, 3] if made_by == "driver by value" else [0, 1, 2])
 
 
 def test_a_broken_contract_in_another_process_is_named(ray_session: None, open_cluster: ClusterMaker):
     group = open_cluster("ray", {"main": [2]}, {"actor": "main"}).group("actor", Wrong)
-    with pytest.raises(WorkerError, match=r"actor.misnamed failed on rank \d .*writes=\(y\) but returned z"):
+    with pytest.raises(WorkerError, match=r"actor.misnamed failed on rank \d .*writes=\(y\) .*\bz\b"):
         group.misnamed(batch())
 
 

@@ -9,6 +9,7 @@ from flowrl.config import Placement
 from flowrl.config.base import Device
 from flowrl.controller.placement.inventory import cluster_inventory, local_memory
 from flowrl.controller.placement.plan import Inventory, PlacementError, plan
+from tests.errors import rejects
 
 NODES = {"names": ("head", "a", "b"), "cpus": (4, 64, 64), "gpus": (0, 8, 4)}
 
@@ -35,21 +36,17 @@ def test_stated_devices_are_those_of_the_first_nodes() -> None:
 
 
 def test_more_entries_than_nodes_are_refused() -> None:
-    with pytest.raises(PlacementError) as caught:
+    with rejects("devices", 4, 3, "cuda", "head", "a", "b", error=PlacementError) as caught:
         cluster_inventory("cuda", (0, 8, 4, 8), **NODES)
-    assert str(caught.value) == (
-        "devices is [0, 8, 4, 8], a count for each of 4 nodes, but the cluster has 3: cuda devices 0 on head, "
-        "8 on a, 4 on b; remove entries, or start Ray on more hosts"
-    )
+    assert str(caught.value).startswith("devices is [0, 8, 4, 8], ")
+    assert "0 on head, 8 on a, 4 on b" in str(caught.value)
 
 
 def test_more_devices_than_a_node_has_are_refused() -> None:
-    with pytest.raises(PlacementError) as caught:
+    with rejects("devices", "node", 0, "head", "cuda", error=PlacementError) as caught:
         cluster_inventory("auto", (8, 4), **NODES)
-    assert str(caught.value) == (
-        "devices is [8, 4], more than node 0 (head) has: the cluster's cuda devices are 0 on head, 8 on a, 4 on b; "
-        "state at most these, in this order"
-    )
+    assert str(caught.value).startswith("devices is [8, 4], ")
+    assert "0 on head, 8 on a, 4 on b" in str(caught.value)
 
 
 def test_the_memory_of_cpu_slots_is_the_machines_or_less() -> None:
