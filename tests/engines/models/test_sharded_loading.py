@@ -130,7 +130,7 @@ def test_files_that_only_transformers_understands_are_loaded_whole_and_told(
     model = MixtralForCausalLM(MixtralConfig(**SIZES, hidden_size=32, num_local_experts=2)).eval()
     with caplog.at_level(logging.WARNING):
         loaded = load_policy(ModelConfig(path=save(model, tmp_path)), on_meta=True)
-    assert not missing_facts(caplog.text, "WARNING", tmp_path)
+    assert not missing_facts(caplog.text, "WARNING", tmp_path, "MixtralForCausalLM")
     assert torch.equal(policy_logits(loaded, IDS), policy_logits(model, IDS))
 
 
