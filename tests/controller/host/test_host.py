@@ -33,7 +33,7 @@ def test_a_write_into_an_input_is_refused_in_another_process(
 ):
     group = open_cluster("ray", {"main": [1]}, {"actor": "main"}).group("actor", Wrong)
     rows = batch() if made_by == "driver by value" else Batch.from_columns({"x": list(range(20_000))})
-    with pytest.raises(WorkerError, match="ContractError: .*column 'x'"):
+    with pytest.raises(WorkerError, match=r"ContractError: .*column 'x'"):
         group.scribbles(rows)
     assert rows.rows([0, 1, 2]).get("x").tolist() == ([1, 2, 3] if made_by == "driver by value" else [0, 1, 2])
 
