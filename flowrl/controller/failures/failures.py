@@ -110,9 +110,8 @@ class Failures:
     def classify(self, record: "CallRecord", error: WorkerError) -> FlowError | None:
         """Returns the error to raise for a call that failed in its own process.
 
-        Ends the host set if other calls fail too.
-
-        Returns None for a lost connection to a peer. The call stays unresolved until `check` has found the cause.
+        Ends the host set, unless only this call is lost. Returns None for a lost connection to a peer: the call stays
+        unresolved until `check` has found the cause.
         """
         hosts = self._sets[record.slot.pool]
         if record.slot.pool in self._errors:
