@@ -1,7 +1,11 @@
 """Builds the settings of on-policy configs for tests; `model_validate` of a config class turns them into a config."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from flowrl.config.run import RunConfig
+
+AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
 
 NO_REPORT = {"plots": False, "tensorboard": False}
 """Report settings of test runs, which otherwise spend most of their time on figures."""
@@ -62,3 +66,12 @@ def quickstart_settings(task: Path, output: Path, **changes: Any) -> dict[str, A
         },
     }
     return on_policy_settings(model=task / "model", lr=1e-3, **settings | changes)
+
+
+def with_float64_models(config: AnyConfig) -> AnyConfig:
+    """Returns the config with float64 models in all roles, for runs that differ in summation order only."""
+    settings = config.model_dump()
+    for group in (settings, *settings.values()):
+        if isinstance(group, dict) and isinstance(group.get("model"), dict):
+            group["model"]["dtype"] = "float64"
+    return type(config).model_validate(settings)

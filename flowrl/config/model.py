@@ -14,8 +14,9 @@ class ModelConfig(Config):
     path: FilePath
     """Local directory written by `save_pretrained`, or a Hub name."""
 
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the weights in memory. bfloat16 halves the memory, but rounds small updates away."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Dtype of the weights in memory. bfloat16 halves the memory, but rounds small updates away. float64 is for
+    numeric comparisons on the CPU: summation order then changes no metric visibly. vLLM does not support it."""
 
     dropout: Literal[0] | None = None
     """0 disables the dropout of models that are published with it (GPT-2, OPT); null rejects such a model."""

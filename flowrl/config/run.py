@@ -235,6 +235,11 @@ class OnPolicyConfig(RunConfig):
             )
         if quantization == "int4" and self.placement.device == "cpu":
             raise ValueError(int4_on_cpu("rollout"))
+        if self.rollout.engine == "vllm" and (self.rollout.sent_dtype or self.actor.model.dtype) == "float64":
+            raise ValueError(
+                "rollout.engine is vllm, which has no float64, but actor.model.dtype is float64: set "
+                "rollout.vllm.dtype: float32"
+            )
         # Whether device auto supports int4 is known only when the run is planned.
         if quantization != "int4" or self.placement.device != "auto":
             self.check_served_dtype()

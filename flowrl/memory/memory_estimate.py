@@ -122,8 +122,8 @@ class _Estimator:
         if not isinstance(value, ActorConfig | CriticConfig | ReferenceConfig | RewardConfig) or value.model is None:
             return None
         size = read_model_size(value.model.path)
-        if size is None:
-            return None
+        if size is None or value.model.dtype == "float64":
+            return None  # Activations are counted for 16 and 32 bits.
         return RoleModel(
             size=size,
             engine=value.engine,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # `flowrl plan` selects a transport without numpy
 COMPLETE_CHUNKS = 8
 """Number of chunks of a complete check. Chunk i compares the weights i, i + 8, i + 16, ..."""
 
-GAP_WARNING = {"float32": 0.001, "bfloat16": 0.05, "float16": 0.05}
+GAP_WARNING = {"float64": 0.001, "float32": 0.001, "bfloat16": 0.05, "float16": 0.05}
 """Dtype of weights or compute -> default of `rollout.gap_warning`, in nats per token.
 
 Correct engines differ by 1e-6 to 1e-5 in float32 and by 0.005 to 0.02 in 16 bits, due to summation order. Stale weights

@@ -93,6 +93,15 @@ def quantized(quantization: str = "int8", **correction: Any) -> dict[str, Any]:
             quantized("fp8", kind="masked"),
             r"rollout.vllm.dtype: bfloat16",
         ),
+        (
+            PPOConfig,
+            PPO
+            | {
+                "actor": TRAINED | {"model": {"path": "model", "dtype": "float64"}},
+                "rollout": {"engine": "vllm", "max_response_tokens": 8},
+            },
+            r"rollout.vllm.dtype: float32",
+        ),
         (PPOConfig, corrected("truncated"), "correction.kind is truncated.*decoupled_ppo"),
         (PPOConfig, corrected("masked"), "remove the correction, or set actor.loss: ppo"),
     ],

@@ -94,8 +94,16 @@ def make_sequence_sharding(config: EngineConfig, mesh: RankMesh) -> SequenceShar
 
 
 def check_weight_dtype(model: nn.Module, compute_dtype: torch.dtype | None) -> None:
-    """Raises EngineError for half-precision weights with `compute_dtype: float32`, which autocast does not support."""
+    """Raises `EngineError` if autocast does not support `compute_dtype` for the dtype of the weights.
+
+    Autocast casts neither half precision to float32 nor float64 to anything.
+    """
     dtypes = {parameter.dtype for parameter in model.parameters()}
+    if compute_dtype is not None and torch.float64 in dtypes:
+        name = str(compute_dtype).removeprefix("torch.")
+        raise EngineError(
+            f"engine.compute_dtype is {name}, but the model's weights are float64: leave engine.compute_dtype out"
+        )
     if compute_dtype == torch.float32 and dtypes & {torch.bfloat16, torch.float16}:
         raise EngineError(
             "engine.compute_dtype is float32, but the model's weights have half precision: set "

@@ -103,6 +103,11 @@ def test_float32_is_refused_for_weights_in_half_precision():
         TrainEngine(PolicyModel(qwen2(torch.bfloat16)), TINY_STEP, EngineConfig(compute_dtype="float32"))
 
 
+def test_compute_dtype_is_refused_for_float64_weights():
+    with pytest.raises(EngineError, match=r"engine\.compute_dtype"):
+        TrainEngine(PolicyModel(qwen2(torch.float64)), TINY_STEP, EngineConfig(compute_dtype="bfloat16"))
+
+
 def test_the_norm_of_gradients_in_half_precision_is_not_rounded_to_it():
     parameter = torch.nn.Parameter(torch.zeros(1001, dtype=torch.bfloat16))
     gradients = ReplicatedGradients([parameter], SINGLE_PROCESS)
