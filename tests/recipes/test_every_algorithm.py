@@ -20,6 +20,8 @@ from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train
 from recipes.ppo.config import PPOConfig
 from recipes.ppo.train import train as train_ppo
+from tests.configs import with_float64_models
+from tests.engines.closeness import FLOAT64_RTOL
 from tests.recipes.conftest import settings
 
 CLOCK = {"seconds", "elapsed_s", "tokens_per_s", "memory_mb"}
@@ -155,7 +157,7 @@ def assert_same(expected: dict[str, float], actual: dict[str, float]) -> None:
     for metric, value in expected.items():
         # The gaps between rollout and trainer are rounding errors themselves.
         if not metric.startswith(("rollout_gap", "mismatch/")):
-            assert actual[metric] == pytest.approx(value, rel=1e-4, abs=1e-5), metric
+            assert actual[metric] == pytest.approx(value, rel=FLOAT64_RTOL, abs=FLOAT64_RTOL), metric
 
 
 @pytest.mark.parametrize(
@@ -164,8 +166,9 @@ def assert_same(expected: dict[str, float], actual: dict[str, float]) -> None:
 def test_metrics_do_not_depend_on_micro_batches(
     name: str, grpo_config: Callable[..., GRPOConfig], rollouts: Batch
 ) -> None:
-    one_pass = train_step(configured(grpo_config, name), rollouts)
-    assert_same(one_pass, train_step(configured(grpo_config, name, engine={"max_tokens_per_microbatch": 40}), rollouts))
+    one_pass = with_float64_models(configured(grpo_config, name))
+    split = with_float64_models(configured(grpo_config, name, engine={"max_tokens_per_microbatch": 40}))
+    assert_same(train_step(one_pass, rollouts), train_step(split, rollouts))
 
 
 @pytest.mark.parametrize("name", ["loss clip_cov that selects", "own", "shaping"])
@@ -175,8 +178,10 @@ def test_metrics_do_not_depend_on_ranks(
     two = Placement(
         device="cpu", pools={"main": [2]}, roles=dict.fromkeys(("actor", "reference", "reward", "rollout"), "main")
     )
-    inline = configured(grpo_config, name, output=tmp_path / "inline")
-    placed = configured(grpo_config, name, output=tmp_path / "placed", backend="ray", placement=two)
+    inline = with_float64_models(configured(grpo_config, name, output=tmp_path / "inline"))
+    placed = with_float64_models(
+        configured(grpo_config, name, output=tmp_path / "placed", backend="ray", placement=two)
+    )
     train(inline)
     train(placed)
     assert_same(metrics_of(inline), metrics_of(placed))

@@ -27,6 +27,7 @@ from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train as train_grpo
 from recipes.ppo.config import PPOConfig
 from recipes.ppo.train import train as train_ppo
+from tests.configs import with_float64_models
 from tests.recipes import crashing
 from tests.recipes.test_numbers import assert_same, metrics_of
 from tests.recipes.test_resume import assert_the_same_run, without_accuracy
@@ -145,7 +146,7 @@ def test_one_step_off_goes_on_to_the_last_bit_from_two_replicas_and_elsewhere(
     grpo_config: GrpoConfigs, ray_session: None, tmp_path: Path
 ) -> None:
     changes: dict[str, Any] = {"backend": "ray", "placement": detached(2), "checkpoint": EVERY_STEP}
-    straight = grpo_config(steps=4, **ONE_STEP_OFF | changes)
+    straight = with_float64_models(grpo_config(steps=4, **ONE_STEP_OFF | changes))
     assert_one_step_off_goes_on(straight, train_grpo, tmp_path / "again")
     elsewhere = from_step(straight, 2, tmp_path / "elsewhere")
     train_grpo(elsewhere.model_copy(update={"backend": "inline", "placement": Placement(**ALIKE)}))
