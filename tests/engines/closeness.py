@@ -51,6 +51,11 @@ def assert_norm_close(actual: Tensors, expected: Tensors, rtol: float | None = N
     assert errors == {}
 
 
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Returns the L2 norm of the error, relative to the norm of `expected`."""
+    return _norm(actual.double() - expected.double()) / _norm(expected)
+
+
 def _norm(tensor: Tensor) -> float:
     return torch.linalg.vector_norm(tensor.detach().double()).item()
 

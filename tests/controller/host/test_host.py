@@ -12,7 +12,7 @@ BROKEN = [
     ("short", r"rows='same'.*\b3\b.*\b2\b"),
     ("not_thrice", r"rows=3\b.*\b9\b.*\b6\b"),
     ("not_a_table", r"TensorDict.*\blist\b"),
-    ("scribbles", r"column 'x' of its argument 'table'.*\bclone\b"),
+    ("overwrites_input", r"column 'x' of its argument 'table'.*\bclone\b"),
 ]
 
 
@@ -34,7 +34,7 @@ def test_a_write_into_an_input_is_refused_in_another_process(
     group = open_cluster("ray", {"main": [1]}, {"actor": "main"}).group("actor", Wrong)
     rows = batch() if made_by == "driver by value" else Batch.from_columns({"x": list(range(20_000))})
     with pytest.raises(WorkerError, match=r"ContractError: .*column 'x'"):
-        group.scribbles(rows)
+        group.overwrites_input(rows)
     assert rows.rows([0, 1, 2]).get("x").tolist() == ([1, 2, 3] if made_by == "driver by value" else [0, 1, 2])
 
 
