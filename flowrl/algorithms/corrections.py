@@ -205,7 +205,7 @@ class WeightSums:
 
 @torch.no_grad()
 def weight_sums(weights: Tensor, mask: Tensor, *, level: RatioLevel) -> WeightSums:
-    """Returns the sums over the samples of a micro-batch: tokens at level "token", rows with a true position otherwise.
+    """Returns sums over samples. At level "token", a sample is a token; otherwise it is a row with a true position.
 
     Args: weights [B, T] from `truncated_weights` or `masked_weights`; mask bool [B, T]; level of these weights.
 

@@ -1,6 +1,6 @@
 """Dynamic sampling (DAPO): keeps groups whose scores differ, and draws batches until there are enough of them.
 
-Shape suffixes: B rows.
+Shape suffix: B is the number of rows.
 """
 
 from collections import deque

@@ -23,8 +23,7 @@ def masked_tokens(mask: Tensor, **tokens: Tensor) -> list[Tensor]:
         tokens: tensors [B, T] of any real dtype; the keyword is the name used in errors.
     Returns: the tensors in the same order.
     Raises: ValueError if the mask is not bool, or a shape differs. Broadcasting [B, 1] to [B, T] is rejected, because
-        it is
-        usually a mistake.
+        it is usually a mistake.
     """
     if mask.dtype != torch.bool:
         raise ValueError(f"mask is {mask.dtype}, but must be torch.bool: pass `mask.bool()`")
@@ -57,7 +56,7 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def row_mean(values_BT: Tensor, mask: Tensor) -> Tensor:
-    """Returns the mean [B, 1] over each row's true positions, 0 for empty rows. Requires 0 where the mask is false."""
+    """Returns the mean [B, 1] over each row's true positions, 0 for empty rows. Masked values must already be 0."""
     return values_BT.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
 
 

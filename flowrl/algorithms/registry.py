@@ -1,10 +1,11 @@
 """Registries of algorithm functions, one per kind, from which settings select a function by name.
 
 A name is either a key of a registry or `module:function` for a user function. The modules of the included functions
-are imported on first use. `@policy_losses.register("my_loss")` registers a user function: in its process it is
-available as `my_loss`, and everywhere as `module:my_loss`.
+are imported on first use. `@policy_losses.register("my_loss")` registers a user function. The process that ran the
+decorator accepts the name `my_loss`, and every process accepts `module:my_loss`.
 
-The parameters before `*` are inputs, passed by name; keyword-only parameters are settings.
+The parameters of an algorithm function before `*` are its inputs. Keyword-only parameters are its settings, unless the
+registry declares them as inputs. All parameters are passed by name.
 """
 
 import functools

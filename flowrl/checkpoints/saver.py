@@ -117,9 +117,9 @@ class Saver:
     # Saving.
 
     def begin(self, step: int, driver: Mapping[str, Any], *, asynchronous: bool) -> None:
-        """Starts a checkpoint of the state after all submitted calls. Does not block.
+        """Starts a checkpoint, which will contain the effects of all calls submitted so far. Does not wait for workers.
 
-        Raises CheckpointError if writing fails.
+        Raises CheckpointError if the driver's state cannot be written. `advance` raises the errors of the workers.
         """
         assert self._saving is None, "the previous checkpoint is not finished"
         folder = self._checkpoints.begin(step, list(self.groups)).absolute()

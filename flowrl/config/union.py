@@ -81,7 +81,7 @@ def members_of(union: Any) -> dict[str, type[Member]]:  # Any: a union type
 
 
 def parse(union: Any, settings: object) -> Any:  # Any: a union type, and an instance of one of its members
-    """Returns `settings` as a member of `union`, such as `AnySchedule`."""
+    """Validates `settings` and returns them as an instance of the class in `union` that they select."""
     return TypeAdapter(union).validate_python(settings)
 
 

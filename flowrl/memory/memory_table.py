@@ -107,7 +107,7 @@ def _advice(config: RunConfig, planned: Plan, role: str, use: str) -> str:
 
 
 def render_memory(devices: Sequence[DeviceMemory], budget: MemoryBudget) -> str:
-    """Returns a table with one line per device and role, in GB. A dot means less than 0.05 GB."""
+    """Returns a table with one line per device and role, in GB. A dot stands for less than 0.05 GB."""
     heads = ["devices", "role", "weights", "Adam", "resident", "call"]
     rows = [[*heads, "gradients", "activations", "gathered", "KV", "total"]]
     for group in group_equal_devices(devices):

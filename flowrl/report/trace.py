@@ -49,7 +49,7 @@ def times(event: CallEvent) -> Times:
 
 @dataclass(frozen=True, slots=True)
 class CallParts:
-    """Durations of the parts of a call. Their sum is the time between the submission and the packed result."""
+    """Durations of the parts of a call. Their sum is the time from the submission until the result is packed."""
 
     event: CallEvent
     wait_ns: int
@@ -98,9 +98,10 @@ def call_parts(events: Iterable[CallEvent]) -> list[CallParts]:
 def critical_path(events: Iterable[CallEvent]) -> list[Segment]:
     """Returns the critical path: consecutive segments that cover the time span of the events exactly once.
 
-    The path is traced backwards from the call that finished last. Each segment is preceded by the last input of the
-    call, the previous call of its process, or the driver, depending on which released the call last. Events do not
-    record why the driver submitted a call late. Driver time therefore starts when the last earlier call finished.
+    The path is traced backwards from the call that finished last. A call can be preceded by its last input, by the
+    previous call of its process, or by the driver. The path takes the one that the call waited for longest. Events do
+    not record why the driver submitted a call late. All time between the submission and the end of the last call before
+    it therefore counts as driver time.
     """
     graph = _Graph(events)
     if not graph.events:
@@ -155,7 +156,7 @@ class _Graph:
         return 0 if source is None else min(self.times[source].finished_ns, self.times[number].arrived_ns)
 
     def cause(self, number: int) -> tuple[int | None, int]:
-        """Returns the predecessor on the critical path (None for the driver) and the time when it released the call."""
+        """Returns the call's predecessor on the critical path (None for the driver) and the end of the wait for it."""
         sources = [source for source in (self.last_input(number), self.before.get(number)) if source is not None]
         last = max(sources, key=lambda source: self.seen_by(number, source), default=None)
         submitted_ns = self.times[number].submitted_ns

@@ -36,7 +36,7 @@ from flowrl.weight_sync.transfer import choose_transport, has_per_replica_update
 
 
 def plan_run(config: RunConfig, devices: Sequence[int] | None = None) -> Plan:
-    """Returns the placement plan of a run on this machine, or on nodes with `devices` as numbers of devices."""
+    """Returns the placement plan of a run. `devices` per node default to the config's, then to this machine's."""
     placement, stated = config.placement, devices or config.devices
     if config.address is not None and stated is None:
         raise ConfigError(

@@ -19,7 +19,7 @@ Transport = Literal["shared", "object_store", "cuda_ipc", "nccl"]
 
 
 class WeightTransfer(Protocol):
-    """Sends weights from an actor to a rollout over one transport: `send`, or `export` and later `load`."""
+    """Sends weights from an actor to a rollout, in one call (`send`) or in two calls (`export`, later `load`)."""
 
     updates_all_replicas: bool
     """Whether all replicas must load a version together, in one call of the whole group."""

@@ -40,7 +40,7 @@ class Actor(TrainedWorker):
 
     Args:
         config: model, optimizer and loss.
-        temperature: sampling temperature of the rollout. Log-probabilities divide the logits by the same value.
+        temperature: sampling temperature of the rollout. The logits are divided by it before the log-softmax.
     """
 
     def __init__(self, config: ActorConfig, *, temperature: float = 1.0) -> None:

@@ -27,7 +27,7 @@ class Reference(ModelWorker):
 
     Args:
         config: model and engine.
-        temperature: sampling temperature of the rollout. Log-probabilities divide the logits by the same value.
+        temperature: sampling temperature of the rollout. The logits are divided by it before the log-softmax.
     """
 
     replicated = stateless = True

@@ -68,7 +68,7 @@ class Rollout(Worker):
         self.engine = HfRollout(self.model, self.tokenizer.tokenizer, config, torch.device(self.device))
 
     def _build_model(self, config: ModelConfig) -> LanguageModel:
-        """Returns the actor's model, a copy without weights for gathered weights, or a separately loaded model."""
+        """Returns the actor's model, an empty copy for the actor's gathered weights, or a separately loaded model."""
         if self._is_quantized:
             source = load_policy(config, on_meta=True)
             copy = quantized_copy(source, torch.device(self.device))

@@ -101,7 +101,7 @@ class Failures:
             self._fail(hosts, error)
 
     def clear(self, hosts: HostSet) -> None:
-        """Removes the failure of a host set, before its processes start again."""
+        """Forgets the failure of a host set, so that its processes can start again."""
         for pool in hosts.pools:
             self._errors.pop(pool.name, None)
         for slot in hosts.slots:
@@ -131,7 +131,7 @@ class Failures:
         return None
 
     def record_success(self, slot: Slot) -> None:
-        """Removes the missed deadline of a slot, because its replacement process has finished a call."""
+        """Forgets the missed deadline of a slot, because its replacement process has finished a call."""
         self._overdue.pop(slot, None)
 
     def _fail(self, hosts: HostSet, error: FlowError) -> None:

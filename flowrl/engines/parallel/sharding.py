@@ -175,7 +175,7 @@ def language_models(model: nn.Module) -> Iterator[PreTrainedModel]:
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
-    """Returns the decoder layers of all language models in a module, in the order of the modules."""
+    """Returns the decoder layers of all language models in a module, in definition order."""
     blocks = []
     for language_model in language_models(model):
         names = set(language_model._no_split_modules or ())
