@@ -1,6 +1,6 @@
 """Corrections for tokens sampled by a different engine, precision or weight version: weights, rejection masks, metrics.
 
-Shape suffixes: B rows, T token positions, N true positions, R rows that have a true position.
+Shape suffixes: B rows, T token positions, N positions where the mask is true, R rows that have such positions.
 
 All functions compare the same sampled tokens under two policies, with the ratio rho = exp(logprobs - rollout_logprobs):
 

@@ -106,7 +106,7 @@ class _Head:
         return logits_nv if self.temperature == 1 else logits_nv.div_(self.temperature)
 
     def softcap_slope(self, logits_nv: Tensor) -> Tensor | None:
-        """Returns the derivative of capped by uncapped logits [n, v]; None without a softcap."""
+        """Returns the derivative [n, v] of capped with respect to uncapped logits; None without a softcap."""
         if self.softcap is None:
             return None
         return (logits_nv * (self.temperature / self.softcap)).square_().neg_().add_(1)

@@ -82,7 +82,7 @@ class Registry:
         return add
 
     def load(self, name: str) -> Callable[..., Any]:  # Any: the signature of the kind
-        """Returns the function of a name or of `module:function`.
+        """Returns the function registered as `name`, or imports it if the name is `module:function`.
 
         Raises: RegistryError if the name is unknown, the import fails, or the signature does not match the kind.
         """

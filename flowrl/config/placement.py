@@ -86,7 +86,7 @@ class Placement(Config):
     """Device type: `cuda` assigns one GPU per rank, `cpu` one process. `auto` is cuda if the machine has GPUs."""
 
     pools: Mapping[str, Annotated[Sequence[int] | str, PlainValidator(_read_pool)]]
-    """Devices of each pool: a count per node (`[8, 8]`), a share of every node (`1/2`), or `all`. Disjoint."""
+    """Devices of each pool: a count per node (`[8, 8]`), a share per node (`1/2`), or `all`. Pools are disjoint."""
 
     roles: Mapping[str, Annotated[str | RolePlacement, BeforeValidator(_read_role)]]
     """Pool of each role: a name, or a mapping with parallel sizes. Roles in one pool are colocated."""

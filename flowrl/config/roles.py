@@ -42,7 +42,7 @@ class ActorConfig(TrainedConfig):
     """Estimator of the KL in the loss; `module:function` is a user function."""
 
     kl_loss_gradient: Literal["k1", "k2", "k3", "abs"] | None = None
-    """Straight-through estimator that gives the gradient of the KL in the loss; null is kl_loss_kind."""
+    """Straight-through estimator that gives the gradient of the KL in the loss; null uses kl_loss_kind."""
 
     aggregation: Aggregation = "token_mean"
     """Reduction of per-token losses to one number: over tokens, or over sequences of token sums or means."""
@@ -121,7 +121,7 @@ class TransferConfig(Config):
     """Weight sync from the actor to a rollout in other processes."""
 
     via: Literal["auto", "object_store", "cuda_ipc", "nccl"] = "auto"
-    """Transport. `auto` is for vllm cuda_ipc on the actor's GPUs and nccl on other GPUs, else object_store."""
+    """Transport. `auto`: cuda_ipc for vllm on the actor's GPUs, nccl for vllm on other GPUs, otherwise object_store."""
 
     chunk_mb: PositiveFloat = 500.0
     """Size of a bucket of weights in MB (10^6 bytes); a larger weight forms its own bucket. Between GPUs, each side

@@ -90,7 +90,7 @@ def register(
         memory: parts of the worker's device memory that the method needs (see `Worker.onload_parts`). None means all
             parts. `()` means none, so no other worker is offloaded for the call.
         resend: whether a call is retried if its process is lost and replaced. Set False if the method is not
-            idempotent or depends on lost process state. The caller then gets `ProcessLost`, and the run continues.
+            idempotent or needs state that is lost with the process. Callers then get `ProcessLost`; the run continues.
     Raises:
         ValueError: the declaration is inconsistent, or the method has `*args`.
     """
@@ -228,10 +228,10 @@ class Worker:
         """Frees device memory for another worker. With `keep_weights`, the other worker uses these weights."""
 
     def onload(self) -> None:
-        """Loads the offloaded memory, before a call of this worker or of a worker that uses its weights."""
+        """Restores offloaded memory before a call to this worker or to a worker that uses this worker's weights."""
 
     def onload_parts(self, parts: tuple[str, ...]) -> None:
-        """Loads some parts of the offloaded memory, for a method registered with `memory`. Default: all parts."""
+        """Restores some parts of the offloaded memory, for a method registered with `memory`. Default: all parts."""
         self.onload()
 
     def run_function(self, fn: Callable, **arguments: Any) -> Any:  # Any: the function's own

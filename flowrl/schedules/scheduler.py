@@ -46,7 +46,7 @@ class ScheduleLimits:
     slots: int = 1
     """Largest number of running groups per replica."""
     is_batched: bool = False
-    """Whether all groups of a step are dispatched at once, as in `sync`. Ignores `slots` and `max_concurrent`."""
+    """Whether all groups of a step are dispatched at once, as in `sync`. This disables `slots` and `max_concurrent`."""
     total_groups: int | None = None
     """Total number of groups that the run trains, including groups before a resume; None means unlimited."""
     trainer_routes: TrainerRoutes | None = None
@@ -63,7 +63,7 @@ class DispatchGroups:
 
 @dataclass(frozen=True)
 class UpdateWeights:
-    """Action: the replica loads a weight version before it generates groups that are dispatched later."""
+    """Action: the replica loads a weight version, before it generates the groups of later `DispatchGroups` actions."""
 
     replica: int
     version: int

@@ -165,7 +165,7 @@ def gpg(scores: Tensor, groups: Tensor, mask: Tensor, *, normalize_std: bool = F
     Returns: [B, T].
 
     Chu et al. 2025, https://arxiv.org/abs/2504.02546. Deviations: B and M count rows instead of groups, which is the
-    same for groups of equal size; groups of one count in M. `full_batches` implements the paper's refill of batches.
+    same for groups of equal size. M includes groups of one row. `full_batches` implements the paper's batch refill.
     """
     scores_B, group_of_B = _scores_and_groups(scores, groups, mask)
     deviations_B, variances_B = group_deviations(scores_B, group_of_B)

@@ -1,4 +1,4 @@
-"""Ray backend: runs each host as a Ray actor, one per slot."""
+"""Ray backend: runs one host (process with workers) per slot of the placement, as a Ray actor."""
 
 import contextlib
 import os

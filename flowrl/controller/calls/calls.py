@@ -354,7 +354,7 @@ class Calls:
                     record.error = error
 
     def _collect(self, records: Sequence[CallRecord], timeout_s: float, count: int) -> None:
-        """Waits until `count` of the calls are done, or until the timeout, and resolves them in submission order."""
+        """Waits until `count` of the calls are done, or until the timeout. Resolves done calls in submission order."""
         by_ref = {id(r.report_ref): r for r in records if r.symptom is None and not r.is_resolved}
         if not by_ref:
             # All calls have lost a connection, and `Failures` determines the cause.

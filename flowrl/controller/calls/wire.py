@@ -28,7 +28,7 @@ BY_VALUE_BYTES = 64 * 1024
 
 @dataclass(frozen=True)
 class BlockArgument:
-    """One rank's rows of one block (columns that one call computed)."""
+    """One rank's rows of a block. A block holds the columns that one call computed."""
 
     plan: GatherPlan
     pieces: tuple[tuple[int | Payload, dict[str, str]], ...]

@@ -161,7 +161,7 @@ class Host:
         return any(self._attempts.get(construction.role, -1) < construction.attempt for construction in constructions)
 
     def forget_states(self, until: int) -> None:
-        """Marks the state that calls up to id `until` have set as permanent. Recovery does not undo this state."""
+        """Makes the state set by calls up to id `until` permanent. Recovery does not undo this state."""
         for role, call_id in self._state_ids.items():
             if 0 < call_id <= until:
                 self._state_ids[role], self._state_methods[role] = 0, set()

@@ -107,7 +107,7 @@ class Batch:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows. Waits for the result of a method that declares `rows="unknown"`."""
+        """Number of rows. If the method that returned the batch declares `rows="unknown"`, waits for its result."""
         if self._num_rows is None and not self._columns:
             return 0
         if self._num_rows is None:

@@ -70,7 +70,7 @@ class Int8Linear(nn.Module):
 
 
 def quantized_copy(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """Returns a copy of a model with 8-bit layers and uninitialized weights, which `write_weights` sets."""
+    """Copies a model, with 8-bit linear layers except the head. `write_weights` must set the copy's weights."""
     weights = {id(w): nn.Parameter(torch.empty_like(w, device="meta"), requires_grad=False) for w in model.parameters()}
     buffers = {id(buffer): buffer.to(device, copy=True) for buffer in model.buffers()}
     quantized = deepcopy(model, {**weights, **buffers})

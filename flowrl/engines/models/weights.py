@@ -206,7 +206,7 @@ def _quantize(model: nn.Module, name: str, weight: Tensor) -> None:
 
 
 def _unique_weights(model: nn.Module) -> dict[str, ModelWeight]:
-    """Returns every weight under its first name. The weight of an 8-bit layer is represented by a meta tensor."""
+    """Returns each weight once, under the first of its names. A meta tensor represents the weight of an 8-bit layer."""
     named: dict[str, ModelWeight] = {}
     seen: set[int] = set()
     quantized = int8_layers(model)

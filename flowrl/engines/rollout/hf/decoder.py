@@ -44,7 +44,7 @@ class Row:
 
     request: Request
     response: Response
-    """Partial response, which is updated only when the decoder removes the row."""
+    """Partial response. New tokens are appended only when the decoder removes the row."""
 
     @property
     def history(self) -> History:

@@ -88,7 +88,7 @@ class VllmRollout:
             model: path and dtype of the model.
             tokenizer: tokenizer of the model.
             config: sampling and engine settings.
-            tp: tensor-parallel size. This process is the leader of `tp` devices on the node.
+            tp: tensor-parallel size. The engine uses `tp` devices of the node, and this process is the leader.
             can_sleep: whether `sleep` frees GPU memory.
         Raises ModelError if the model cannot be loaded.
         """
