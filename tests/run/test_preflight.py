@@ -217,7 +217,7 @@ def test_where_int4_cannot_be_is_told_before_what_it_computes_in() -> None:
     config = GRPOConfig.model_validate(grpo_settings(rollout=rollout))
     assert config.placement.device == "auto"
     cpus, gpus = Inventory((8,), "cpu"), Inventory((8,), "cuda")
-    for found, sentence in ((cpus, "on GPUs only"), (gpus, "in bfloat16, but its weights would be float32")):
+    for found, sentence in ((cpus, "on GPUs only"), (gpus, "bfloat16, but the weights are float32")):
         with pytest.raises(ConfigError, match=sentence):
             check_quantization(config, plan(config.placement, found, GRPOConfig.roles, ("rollout",)))
 
