@@ -321,7 +321,7 @@ def _engine_args(model: ModelConfig, config: RolloutConfig, tp: int, can_sleep: 
     return EngineArgs(
         model=str(model.path),
         skip_tokenizer_init=True,
-        dtype=settings.dtype or model.dtype,
+        dtype=settings.dtype or model.dtype,  # pyright: ignore[reportArgumentType] (vLLM names fewer types; it rejects float64 itself)
         tensor_parallel_size=tp,
         # By default vLLM would request devices of its own from Ray.
         distributed_executor_backend="mp" if tp > 1 else "uni",
