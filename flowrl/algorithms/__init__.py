@@ -45,7 +45,6 @@ from flowrl.algorithms.kl.exact_kl import exact_kl
 from flowrl.algorithms.kl.kl_control import AdaptiveKlControl, FixedKlControl, KlControl
 from flowrl.algorithms.kl.kl_estimates import KlKind, kl_estimate, kl_loss, kl_shaped_rewards
 from flowrl.algorithms.logprobs import token_entropy, token_logprobs
-from flowrl.algorithms.losses.aggregation import AggregationMode, aggregate, aggregation_count
 from flowrl.algorithms.losses.covariance_losses import (
     CovarianceKl,
     clip_cov_loss,
@@ -59,7 +58,14 @@ from flowrl.algorithms.losses.ptx import PtxForm, ptx_loss, ptx_weights
 from flowrl.algorithms.losses.score_losses import Divergence, cispo_loss, dppo_loss, gpg_loss, reinforce_loss
 from flowrl.algorithms.losses.sequence_losses import gmpo_loss, gspo_loss, gspo_token_loss
 from flowrl.algorithms.losses.value_loss import clipped_value_loss, explained_variance
-from flowrl.algorithms.masks import last_masked, masked_mean, masked_range
+from flowrl.algorithms.masking import (
+    AggregationMode,
+    aggregate,
+    aggregation_count,
+    last_masked,
+    masked_mean,
+    masked_range,
+)
 from flowrl.algorithms.preference.kto import kto_loss, kto_reference_kl
 from flowrl.algorithms.preference.pairwise import (
     DpoKind,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms.kl.kl_estimates import MAX_LOG_RATIO, KlKind, kl_estimate
-from flowrl.algorithms.masks import last_masked, masked_tokens, row_mean
+from flowrl.algorithms.masking import last_masked, masked_tokens, row_mean
 from flowrl.data.metric import Max, Mean
 
 RatioLevel = Literal["token", "sequence", "geometric"]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flowrl.algorithms.logprobs import Context
-from flowrl.algorithms.masks import masked_tokens
+from flowrl.algorithms.masking import masked_tokens
 
 _TILE_SIDES = {"cpu": (4096, 2048)}
 """Rows and columns of a tile by device type: 32 MiB in float32. Smaller tiles fit CPU caches better, but synchronize

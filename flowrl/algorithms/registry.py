@@ -13,8 +13,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from flowrl.config.imports import ImportNameError, import_attribute, import_function
-from flowrl.config.union import unknown_name
+from flowrl.config.base import ImportNameError, import_attribute, import_function, unknown_name
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -214,7 +213,7 @@ kl_kinds = Registry(
 aggregation_modes = Registry(
     "aggregation",
     {
-        mode: ("losses.aggregation:aggregate", {"mode": mode})
+        mode: ("masking:aggregate", {"mode": mode})
         for mode in ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm")
     },
     required=("loss", "mask"),

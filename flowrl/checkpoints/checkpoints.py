@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from flowrl.checkpoints.run_folder import finite
 from flowrl.data.checksums import CheckpointError, FileChecksum, checksum_of, sync_folder, write_json_with_checksum
+from flowrl.data.metric import finite
 
 FORMAT = 2
 READS = (1, FORMAT)

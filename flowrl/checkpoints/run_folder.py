@@ -7,12 +7,11 @@ lock file of a killed run does not block other runs. Readers need no lock.
 import fcntl
 import json
 import logging
-import math
 import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any, TextIO
 import yaml
 
 from flowrl.config.user_errors import UserError
+from flowrl.data.metric import finite
 
 LOCK = "run.lock"
 
@@ -121,17 +121,6 @@ def write_json(path: Path, value: Any, *, indent: int | None = 2) -> None:
     text = json.dumps(finite(value), indent=indent, allow_nan=False)
     with replacing(path) as temporary:
         temporary.write_text(text + "\n", encoding="utf-8")
-
-
-def finite(value: Any) -> Any:
-    """Returns a copy of a nested value in which None replaces NaN and infinities."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [finite(item) for item in value]
-    return value
 
 
 @contextmanager

@@ -17,7 +17,6 @@ from flowrl.checkpoints.checkpoints import (
     new_manifest,
     write_error,
 )
-from flowrl.checkpoints.run_folder import finite
 from flowrl.checkpoints.saved_rows import FILE, IDENTITY, SavedRows, save_rows
 from flowrl.config import CheckpointConfig, UserError
 from flowrl.controller.dispatch import Future
@@ -26,6 +25,7 @@ from flowrl.controller.worker import get_registered_methods
 from flowrl.data.batch.batch import Batch
 from flowrl.data.batch.block import LocalRef
 from flowrl.data.checksums import FileChecksum, Saved, write_json_with_checksum
+from flowrl.data.metric import finite
 from flowrl.engines.train.random_state import random_state, restore_random_state
 
 _DOCS = "see docs/training.md, Checkpoints and resume"

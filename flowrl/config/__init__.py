@@ -10,8 +10,7 @@ from flowrl.config.algorithm.correction import AnyCorrection, CorrectionConfig
 from flowrl.config.algorithm.policy_loss import AnyPolicyLoss, PolicyLossConfig
 from flowrl.config.algorithm.preference import AnyPreference, AnyPtx, PreferenceConfig, PtxConfig
 from flowrl.config.algorithm.shaping import AnyKlControl, AnyShaping, KlControlConfig, ShapingConfig
-from flowrl.config.base import Config, ConfigError
-from flowrl.config.imports import ImportNameError, import_attribute, import_function
+from flowrl.config.base import Config, ConfigError, ImportNameError, import_attribute, import_function, parse
 from flowrl.config.load import load, recipe_class, to_yaml
 from flowrl.config.model import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, shards_model
 from flowrl.config.placement import ROLES, SINGLE, Placement, RolePlacement
@@ -27,7 +26,6 @@ from flowrl.config.roles import (
 )
 from flowrl.config.run import CheckpointConfig, DataConfig, OnPolicyConfig, ReportConfig, RunConfig
 from flowrl.config.schedule import AnySchedule, AsyncSchedule, ScheduleConfig
-from flowrl.config.union import parse
 from flowrl.config.user_errors import CheckFailed, UserError
 
 __all__ = [

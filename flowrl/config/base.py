@@ -1,16 +1,60 @@
-"""The base class of all settings, and the field types that several of them share."""
+"""Base classes and types of settings: errors, names of functions, shared field types, and discriminated unions."""
 
+import difflib
+import importlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter
+from pydantic_core import core_schema
 
-from flowrl.config.imports import check_import_name
 from flowrl.config.user_errors import UserError
 
 
 class ConfigError(UserError):
     """A config file or a `key=value` override is invalid. The message names the file, the line and the fix."""
+
+
+# Names of functions.
+
+
+class ImportNameError(UserError):
+    """A `module:attribute` name is malformed, or its module or attribute cannot be imported."""
+
+
+def check_import_name(name: str) -> str:
+    """Returns `name` if it has the form `module:attribute`. Does not import the module."""
+    if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
+        raise ImportNameError(f"{name!r} must have the form module:name, like flowrl.rewards.final_number:score")
+    return name
+
+
+def import_attribute(name: str) -> Any:  # Any: the named object has any type
+    """Imports a module and returns the attribute that `name` (`module:attribute`) refers to.
+
+    Raises: ImportNameError if the import fails for any reason; its `__cause__` is the original exception.
+    """
+    module, _, attribute = check_import_name(name).partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except Exception as error:
+        cause = f"{type(error).__name__}: {error}"
+        raise ImportNameError(f"cannot import {name} ({cause}): correct the name or PYTHONPATH") from error
+
+
+def import_function(name: str) -> Any:  # Any: the signature is the caller's
+    """Imports the function that `name` (`module:function`) refers to. Raises ImportNameError."""
+    function = import_attribute(name)
+    if not callable(function):
+        raise ImportNameError(f"{name} is a {type(function).__name__}, but must be a function")
+    return function
+
+
+# Settings and field types.
 
 
 class Config(BaseModel):
@@ -39,3 +83,101 @@ TokenIds = Annotated[tuple[int, ...], Field(strict=False)]
 ImportName = Annotated[str, AfterValidator(check_import_name)]
 
 Device = Literal["auto", "cpu", "cuda"]
+
+
+# Discriminated unions: one class per loss, estimator, correction or schedule, selected by a name.
+
+CUSTOM = "module:function"
+"""Selects the member for user functions; settings name such a function as `module:function`."""
+
+Options = Annotated[
+    Mapping[str, bool | int | float | str | None], Field(description="Keyword arguments of the user function.")
+]
+
+
+class Member(Config):
+    """Base class of the members of a union. The field `KEY` is a `Literal` of names, or an `ImportName`."""
+
+    KEY: ClassVar[str] = "kind"
+    """Name of the field that selects the member."""
+
+    NOT_ARGUMENTS: ClassVar[frozenset[str]] = frozenset()
+    """Settings that are not keyword arguments of the selected function."""
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """Returns the values of the key that select this member."""
+        return get_args(cls.model_fields[cls.KEY].annotation) or (CUSTOM,)
+
+    def arguments(self) -> dict[str, Any]:
+        """Returns the keyword arguments for the selected function. Null settings keep the function's own default."""
+        settings = {name: value for name, value in self if name != self.KEY and name not in self.NOT_ARGUMENTS}
+        if CUSTOM in self.names():
+            return dict(settings["options"])
+        return {name: value for name, value in settings.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Annotates a union of `Member` classes as a tagged union, in which `module:function` is a valid tag."""
+
+    default: str | None = None
+    """Name used if the settings have none; None requires a name."""
+
+    allows_bare_name: bool = False
+    """True: accepts the name alone in place of a mapping of settings."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        members = members_of(source)
+        key = next(iter(members.values())).KEY
+
+        def normalize(value: object) -> object:
+            if self.allows_bare_name and isinstance(value, str):
+                return {key: value}
+            if self.default is not None and isinstance(value, Mapping) and key not in value:
+                return {key: self.default, **value}
+            return value
+
+        def select(value: object) -> object:
+            name = value.get(key) if isinstance(value, Mapping) else getattr(value, key, None)
+            return CUSTOM if isinstance(name, str) and ":" in name else name
+
+        choices = {name: handler.generate_schema(member) for name, member in members.items()}
+        return core_schema.no_info_before_validator_function(
+            normalize, core_schema.tagged_union_schema(choices, discriminator=select)
+        )
+
+
+def members_of(union: Any) -> dict[str, type[Member]]:  # Any: a union type
+    """Returns name -> member for a union such as `AnySchedule`."""
+    if hasattr(union, "__metadata__"):
+        union = get_args(union)[0]
+    return {name: member for member in get_args(union) for name in member.names()}
+
+
+def parse(union: Any, settings: object) -> Any:  # Any: a union type, and an instance of one of its members
+    """Validates `settings` and returns them as an instance of the class in `union` that they select."""
+    return TypeAdapter(union).validate_python(settings)
+
+
+def check_name(name: str, *, what: str, names: Sequence[str]) -> str:
+    """Returns `name` if it is one of `names` or `module:function`, else raises ValueError."""
+    if ":" in name:
+        return check_import_name(name)
+    if name not in names:
+        raise ValueError(unknown_name(what, name, names))
+    return name
+
+
+def unknown_name(what: str, name: object, names: Iterable[str]) -> str:
+    """Returns the error message for a name that is not one of `names`."""
+    near = difflib.get_close_matches(str(name), names, n=1)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    available = [*(known for known in names if known != CUSTOM), CUSTOM]
+    return f"unknown {what} {name!r}{hint}; available: {', '.join(available)}"
+
+
+AGGREGATIONS = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm")
+KL_ESTIMATORS = ("k1", "k2", "k3", "abs")
+KlKind = Annotated[str, AfterValidator(partial(check_name, what="KL estimator", names=KL_ESTIMATORS))]
+Aggregation = Annotated[str, AfterValidator(partial(check_name, what="aggregation", names=AGGREGATIONS))]

@@ -14,10 +14,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from flowrl.config.algorithm.policy_loss import AnyPolicyLoss
-from flowrl.config.base import Config, ConfigError
-from flowrl.config.imports import ImportNameError, import_attribute
+from flowrl.config.base import Config, ConfigError, ImportNameError, Member, import_attribute, members_of, unknown_name
 from flowrl.config.source import Key, Source, dotted, folder_hint, parse, read
-from flowrl.config.union import Member, members_of, unknown_name
 
 C = TypeVar("C", bound=Config)
 

@@ -5,9 +5,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from flowrl.config.algorithm.policy_loss import AnyPolicyLoss, PpoLoss
-from flowrl.config.base import Config, ImportName, TokenIds
+from flowrl.config.base import Aggregation, Config, ImportName, KlKind, TokenIds
 from flowrl.config.model import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig
-from flowrl.config.union import Aggregation, KlKind
 
 
 class TrainedConfig(Config):

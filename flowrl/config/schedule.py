@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import NonNegativeInt, PositiveInt, model_validator
 
-from flowrl.config.union import Member, OneOf
+from flowrl.config.base import Member, OneOf
 
 
 class ScheduleConfig(Member):

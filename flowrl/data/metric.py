@@ -1,8 +1,9 @@
 """Mergeable metrics: the merged value does not depend on how rows are distributed over ranks."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 
 class Metric(Protocol):
@@ -98,3 +99,14 @@ class MetricFuture(Protocol):
 
 Logged = MetricFuture | Mapping[str, Metric | float]
 """Metrics, or a future of metrics. Plain numbers with the same name are averaged."""
+
+
+def finite(value: Any) -> Any:  # Any: a nested JSON value
+    """Returns a copy of a nested value in which None replaces NaN and infinities."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [finite(item) for item in value]
+    return value

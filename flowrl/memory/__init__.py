@@ -1,7 +1,6 @@
 """Estimates the device memory of a plan before loading models, and rejects plans that exceed the available memory.
 
 Entry points: `memory_estimate.estimate_memory` (bytes per device, role and call), `memory_table.check_memory` and
-`render_memory`, `model_fit.check_model_fit` (model sizes against tp, sp and LoRA targets), and
-`process_memory.resident_mb` (memory of a running program).
+`render_memory`, and `model_fit.check_model_fit` (model sizes against tp, sp and LoRA targets).
 May import: `flowrl.config`, `flowrl.controller.placement`. Imports neither torch nor transformers.
 """

@@ -15,7 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from flowrl.checkpoints.run_folder import finite, replacing
+from flowrl.checkpoints.run_folder import replacing
+from flowrl.data.metric import finite
 
 SHOWN = {
     "reward": "reward {:.3f}",

@@ -9,6 +9,8 @@ from itertools import islice
 from types import TracebackType
 from typing import Any, Self
 
+import psutil
+
 from flowrl.checkpoints.checkpoints import Checkpoint, Checkpoints
 from flowrl.checkpoints.resume import find_checkpoint, input_checksums, is_resuming
 from flowrl.checkpoints.run_folder import RunFolder, folder_lock, remove_temporary_files, replacing, write_json
@@ -23,7 +25,6 @@ from flowrl.data.checksums import FileChecksum
 from flowrl.data.events import CallEvent
 from flowrl.data.metric import Logged, Mean, Metric, merge_metrics
 from flowrl.data.prompts import PromptStream
-from flowrl.memory.process_memory import resident_mb
 from flowrl.report.chrome_trace import Trace, TraceError, read_trace
 from flowrl.report.progress import LiveProgress, MetricsLog
 from flowrl.report.trace import IdleTracker
@@ -286,7 +287,7 @@ class Run:
         if step not in self._log.unresolved:
             return
         values = self._log.resolve(step)
-        self._peak_mb = max(self._peak_mb, resident_mb())
+        self._peak_mb = max(self._peak_mb, _resident_mb())
         values["memory_mb"] = self._peak_mb
         if self._evaluations.has_result_of(step):
             values |= self._evaluations.results[-1].metrics
@@ -368,7 +369,7 @@ class Run:
 
     def _summary(self) -> dict[str, Any]:
         signal = self._interruption.signal
-        self._peak_mb = max(self._peak_mb, resident_mb())
+        self._peak_mb = max(self._peak_mb, _resident_mb())
         run = {
             "steps_requested": self.config.steps,
             "interrupted_by": None if signal is None else signal.name,
@@ -527,3 +528,17 @@ class StepLog:
 def _as_metrics(logged: Logged) -> dict[str, Metric]:
     values = logged if isinstance(logged, Mapping) else logged.get()
     return {name: Mean(float(v), 1) if isinstance(v, int | float) else v for name, v in values.items()}
+
+
+def _resident_mb() -> float:
+    """Returns the memory of this process and its descendants in MB. Shared pages count once (PSS)."""
+    driver = psutil.Process()
+    total = 0
+    for process in (driver, *driver.children(recursive=True)):
+        try:
+            # Only Linux reports PSS, the proportional share of pages that several processes map.
+            info = process.memory_full_info()._asdict()
+            total += info.get("pss", info["rss"])
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return total / 1e6

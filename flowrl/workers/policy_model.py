@@ -14,8 +14,8 @@ from flowrl.algorithms import (
     token_entropy,
     token_logprobs,
 )
+from flowrl.engines.models.attention import Pack
 from flowrl.engines.models.loading import LanguageModel
-from flowrl.engines.models.packing import Pack
 from flowrl.engines.models.sequence_sharding import (
     SequenceShardable,
     gather_sequence,

@@ -32,7 +32,7 @@ from flowrl.config import (
     AnyPtx,
     AnyShaping,
 )
-from flowrl.config.union import CUSTOM, Aggregation, KlKind, Member, members_of
+from flowrl.config.base import CUSTOM, Aggregation, KlKind, Member, members_of
 from tests.algorithms.own_functions import half
 
 OWN_MODULE = "tests.algorithms.own_functions"

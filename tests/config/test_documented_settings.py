@@ -17,7 +17,7 @@ from flowrl.config import (
     AnyShaping,
     Config,
 )
-from flowrl.config.union import CUSTOM, Member, members_of
+from flowrl.config.base import CUSTOM, Member, members_of
 
 UNIONS = {
     "algorithm.estimator": AnyAdvantage,

@@ -10,8 +10,8 @@ import pytest
 
 from flowrl import Batch, Cluster, Placement
 from flowrl.config import AnyAdvantage, AnyPolicyLoss
+from flowrl.config.base import CUSTOM, members_of
 from flowrl.config.placement import SINGLE
-from flowrl.config.union import CUSTOM, members_of
 from flowrl.data.metric import merge_metrics
 from flowrl.run.advantages import Advantages
 from flowrl.run.datasets import read_prompts

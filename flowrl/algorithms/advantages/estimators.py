@@ -7,7 +7,7 @@ gradient. All functions raise ValueError for settings out of range, different sh
 import torch
 from torch import Tensor
 
-from flowrl.algorithms.masks import at_least_float32, masked_range, masked_rows, masked_tokens
+from flowrl.algorithms.masking import at_least_float32, masked_range, masked_rows, masked_tokens
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms.advantages.estimators import whiten
-from flowrl.algorithms.masks import at_least_float32, masked_rows, masked_tokens
+from flowrl.algorithms.masking import at_least_float32, masked_rows, masked_tokens
 
 
 def group_index(groups: Tensor) -> Tensor:

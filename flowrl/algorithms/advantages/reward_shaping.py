@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms.advantages.group_estimators import group_extremes, group_index
-from flowrl.algorithms.masks import at_least_float32
+from flowrl.algorithms.masking import at_least_float32
 
 
 @torch.no_grad()

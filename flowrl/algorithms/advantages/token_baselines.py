@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms.advantages.group_estimators import group_extremes, group_index, group_sums
-from flowrl.algorithms.masks import at_least_float32, masked_rows, masked_tokens
+from flowrl.algorithms.masking import at_least_float32, masked_rows, masked_tokens
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from flowrl.algorithms.masks import at_least_float32, last_masked, masked_rows, masked_tokens
+from flowrl.algorithms.masking import at_least_float32, last_masked, masked_rows, masked_tokens
 
 KlKind = Literal["k1", "k2", "k3", "abs"]
 

@@ -20,7 +20,7 @@ from flowrl.algorithms.losses.policy_losses import (
     policy_inputs,
     ratio_metrics,
 )
-from flowrl.algorithms.masks import masked_tokens
+from flowrl.algorithms.masking import masked_tokens
 
 CovarianceKl = Literal["abs", "k2", "k3"]
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms.kl.kl_estimates import MAX_LOG_RATIO, kl_estimate
-from flowrl.algorithms.masks import masked_tokens
+from flowrl.algorithms.masking import masked_tokens
 
 
 def policy_inputs(

@@ -17,7 +17,7 @@ from flowrl.algorithms.losses.policy_losses import (
     ratio_metrics,
     weighted_score,
 )
-from flowrl.algorithms.masks import row_mean
+from flowrl.algorithms.masking import row_mean
 
 
 def gspo_loss(

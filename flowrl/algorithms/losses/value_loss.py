@@ -6,7 +6,7 @@ Shape suffixes: B rows, T token positions.
 import torch
 from torch import Tensor
 
-from flowrl.algorithms.masks import masked_tokens
+from flowrl.algorithms.masking import masked_tokens
 
 
 def clipped_value_loss(

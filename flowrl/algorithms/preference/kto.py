@@ -6,7 +6,7 @@ Shape suffix: B rows.
 import torch
 from torch import Tensor
 
-from flowrl.algorithms.masks import at_least_float32
+from flowrl.algorithms.masking import at_least_float32
 
 
 def kto_loss(

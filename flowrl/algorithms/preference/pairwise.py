@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from flowrl.algorithms.masks import at_least_float32, masked_tokens
+from flowrl.algorithms.masking import at_least_float32, masked_tokens
 
 SequenceMode = Literal["sum", "mean"]
 DpoKind = Literal["sigmoid", "hinge", "ipo"]

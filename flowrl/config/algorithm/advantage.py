@@ -6,8 +6,7 @@ from pydantic import Field, NonNegativeFloat, model_validator
 
 from flowrl.config.algorithm.correction import CorrectionConfig, CorrectionSetting
 from flowrl.config.algorithm.shaping import AnyKlControl, AnyShaping, FixedKl
-from flowrl.config.base import ImportName
-from flowrl.config.union import KlKind, Member, OneOf, Options
+from flowrl.config.base import ImportName, KlKind, Member, OneOf, Options
 
 Columns = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 Weights = Annotated[tuple[float, ...], Field(strict=False, min_length=1)]

@@ -5,8 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, WrapValidator, model_validator
 
-from flowrl.config.base import ImportName
-from flowrl.config.union import Member, OneOf, Options, parse
+from flowrl.config.base import ImportName, Member, OneOf, Options, parse
 
 
 class CorrectionConfig(Member):

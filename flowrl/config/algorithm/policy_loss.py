@@ -4,8 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from flowrl.config.base import ImportName
-from flowrl.config.union import Member, OneOf, Options
+from flowrl.config.base import ImportName, Member, OneOf, Options
 
 ClipLow = Annotated[float, Field(ge=0, le=1)]
 CovFraction = Annotated[float, Field(ge=0, le=1, description="Fraction of a step's tokens that is selected.")]

@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from flowrl.config.base import ImportName
-from flowrl.config.union import Member, OneOf, Options
+from flowrl.config.base import ImportName, Member, OneOf, Options
 
 Beta = Annotated[PositiveFloat, Field(description="Strength of the KL regularization to the reference.")]
 

@@ -4,8 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from flowrl.config.base import ImportName
-from flowrl.config.union import Member, OneOf, Options
+from flowrl.config.base import ImportName, Member, OneOf, Options
 
 
 class ShapingConfig(Member):

@@ -19,8 +19,7 @@ from torch.distributed import ProcessGroup
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from flowrl.config import UserError
-from flowrl.engines.models.attention import attend, no_mask, pack_arguments
-from flowrl.engines.models.packing import Pack
+from flowrl.engines.models.attention import Pack, attend, no_mask, pack_arguments
 
 _ATTENTION = "flowrl_sequence_parallel"
 

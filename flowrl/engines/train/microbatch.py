@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from flowrl.data.batch.tensordicts import lengths, row_positions
-from flowrl.engines.models.packing import Pack, pack_rows
+from flowrl.engines.models.attention import Pack, pack_rows
 
 _PASS_COST = 1 / 16
 """Estimated fixed cost of a forward pass, as a fraction of the token budget."""

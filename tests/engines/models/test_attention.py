@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowrl.engines.models.attention import attend, packing_obstacle
-from flowrl.engines.models.packing import Pack, pack_rows
+from flowrl.engines.models.attention import Pack, attend, pack_rows, packing_obstacle
 from tests.engines.closeness import assert_norm_close
 from tests.engines.families import FAMILIES, build
 from tests.engines.tiny import convolving

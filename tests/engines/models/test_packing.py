@@ -2,7 +2,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrl.engines.models.packing import pack_rows
+from flowrl.engines.models.attention import pack_rows
 
 
 def test_rows_of_2_3_and_3_tokens_lie_end_to_end():

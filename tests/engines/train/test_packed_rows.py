@@ -9,9 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from flowrl.config import EngineConfig, OptimizerConfig
-from flowrl.engines.models.attention import ROWS
+from flowrl.engines.models.attention import ROWS, Pack, pack_rows
 from flowrl.engines.models.loading import CriticModel, RewardModel, hidden_width
-from flowrl.engines.models.packing import Pack, pack_rows
 from flowrl.engines.parallel.sharding import EngineError
 from flowrl.engines.train.engine import TrainEngine
 from flowrl.engines.train.microbatch import MicroBatch

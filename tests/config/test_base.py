@@ -23,7 +23,7 @@ from flowrl.config import (
     parse,
     to_yaml,
 )
-from flowrl.config.union import CUSTOM, members_of
+from flowrl.config.base import CUSTOM, members_of
 
 MODEL = {"model": {"path": "model"}, "optimizer": {"lr": 1e-4}}
 REQUIRED = {

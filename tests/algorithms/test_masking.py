@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flowrl.algorithms.masks import (
+from flowrl.algorithms.masking import (
     at_least_float32,
     last_masked,
     masked_mean,
