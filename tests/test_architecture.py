@@ -105,17 +105,17 @@ def wrong_way(path: Path) -> list[str]:
     ]
 
 
-def test_every_package_has_its_place_in_the_picture():
+def test_every_package_is_in_the_layer_diagram():
     packages = {f"flowrl.{path.parent.name}" for path in (ROOT / "flowrl").glob("*/__init__.py")}
     assert packages | {"recipes"} == set(LEVELS)
 
 
-def test_imports_go_down_only():
+def test_imports_point_to_lower_layers_only():
     assert [line for path in SOURCES for line in wrong_way(path)] == []
 
 
 @pytest.mark.parametrize("package", SUBPACKAGES)
-def test_subpackages_import_only_what_they_list(package: str):
+def test_subpackages_import_only_their_listed_dependencies(package: str):
     allowed = SUBPACKAGES[package]
     folder = ROOT / package.replace(".", "/")
     assert {path.parent.name for path in folder.glob("*/__init__.py")} == set(allowed)
@@ -130,7 +130,7 @@ def test_subpackages_import_only_what_they_list(package: str):
 
 
 @pytest.mark.parametrize("library", HOMES)
-def test_a_library_is_imported_in_its_home_alone(library: str):
+def test_a_library_is_imported_only_in_its_package(library: str):
     strays = [
         f"{name_of(path)}:{line}"
         for path in SOURCES
@@ -142,7 +142,7 @@ def test_a_library_is_imported_in_its_home_alone(library: str):
     assert strays == []
 
 
-def test_the_root_is_for_users_and_not_imported_from_within():
+def test_the_root_package_is_not_imported_by_the_library():
     """Names of `flowrl` itself load lazily from everywhere below: inside, that would be a circle."""
     inner = [
         path for path in SOURCES if name_of(path).startswith("flowrl/") and not name_of(path).startswith("flowrl/cli/")
@@ -156,7 +156,7 @@ def test_algorithms_do_not_import_config():
     assert [name_of(p) for p in files for _, module in imports(p) if package_of(module) == "flowrl.config"] == []
 
 
-def test_importing_flowrl_loads_neither_torch_nor_ray():
+def test_importing_flowrl_does_not_load_torch_or_ray():
     code = "import sys, flowrl, flowrl.cli; print([m for m in ('torch', 'ray', 'transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -193,7 +193,7 @@ def test_configs_are_read_by_attribute():
     assert {name_of(path) for path in SOURCES if list(config_lookups(path))} == set(CONFIG_LOOKUPS)
 
 
-def test_files_are_one_noun_long():
+def test_file_names_are_one_noun():
     long = {name_of(path) for path in [*SOURCES, *TESTS] if len(path.read_text().splitlines()) > MAX_LINES}
     assert long == set(LONG_FILES)
 
@@ -214,11 +214,11 @@ def test_functions_fit_a_screen():
     assert long == set(LONG_FUNCTIONS)
 
 
-def test_a_driver_is_read_in_one_go():
+def test_a_driver_loop_is_short():
     drivers = sorted((ROOT / "recipes").glob("*/train.py"))
     assert drivers and [name_of(path) for path in drivers if len(path.read_text().splitlines()) > MAX_DRIVER] == []
 
 
 @pytest.mark.parametrize("name", ["utils.py", "helpers.py", "common.py", "manager.py"])
-def test_no_file_is_named_after_nothing(name: str):
+def test_no_file_has_a_generic_name(name: str):
     assert [name_of(path) for path in [*SOURCES, *TESTS] if path.name == name] == []

@@ -51,7 +51,7 @@ def test_a_run_without_checkpoints_has_none(tmp_path: Path) -> None:
         checkpoints.read(4)
 
 
-def test_a_folder_without_a_manifest_does_not_exist_and_is_removed_by_the_next_save(tmp_path: Path) -> None:
+def test_a_folder_without_a_manifest_is_ignored_and_removed_by_the_next_save(tmp_path: Path) -> None:
     save(tmp_path, 1)
     left = Checkpoints(tmp_path).begin(2, ["actor"])
     (left / "manifest.json.tmp").write_text("half")
@@ -142,7 +142,7 @@ def test_the_newest_and_the_best_are_kept(scores: dict, last: int | None, best: 
     assert steps_to_keep(scores, last, best) == expected
 
 
-def test_pruning_removes_the_others(tmp_path: Path) -> None:
+def test_pruning_removes_all_other_checkpoints(tmp_path: Path) -> None:
     for step, value in ((1, 0.1), (2, 0.9), (3, 0.3), (4, 0.2)):
         save(tmp_path, step, accuracy(value))
     Checkpoints(tmp_path).prune(1, 1)
@@ -150,13 +150,13 @@ def test_pruning_removes_the_others(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000002", "step-000004"]
 
 
-def test_the_first_score_that_a_step_has_counts() -> None:
+def test_the_first_score_of_a_step_is_used() -> None:
     names = ("reward", "loss")
     assert Score.of({"loss": 1.0, "reward": 2.0, "accuracy": 3.0}, names) == Score("reward", 2.0)
     assert Score.of({"loss": 1.0}, names) == Score("loss", 1.0) and Score.of({"lr": 1.0}, names) is None
 
 
-def test_files_that_nobody_summed_are_read(tmp_path: Path) -> None:
+def test_files_without_a_known_checksum_are_read(tmp_path: Path) -> None:
     known = {"a": write_with_checksum(tmp_path / "a", b"1")}
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "b").write_bytes(b"2")

@@ -40,7 +40,7 @@ def state(folder: Path) -> dict[str, tuple[bytes, int]]:
     return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()}
 
 
-def test_a_second_run_is_refused_by_folder_process_and_host_and_changes_nothing(
+def test_a_second_run_is_rejected_with_folder_process_and_host_and_changes_nothing(
     other: subprocess.Popen, tmp_path: Path
 ) -> None:
     before = state(tmp_path / "run")
@@ -52,7 +52,7 @@ def test_a_second_run_is_refused_by_folder_process_and_host_and_changes_nothing(
     assert state(tmp_path / "run") == before
 
 
-def test_a_run_that_was_killed_keeps_nobody_out(other: subprocess.Popen, tmp_path: Path) -> None:
+def test_the_lock_of_a_killed_run_is_released(other: subprocess.Popen, tmp_path: Path) -> None:
     other.send_signal(signal.SIGKILL)
     other.wait()
     assert (tmp_path / "run" / LOCK).exists()
@@ -64,7 +64,7 @@ def test_a_run_that_was_killed_keeps_nobody_out(other: subprocess.Popen, tmp_pat
             check_not_locked(tmp_path / "run")
 
 
-def test_a_lock_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_released_lock_leaves_no_files(tmp_path: Path) -> None:
     with folder_lock(tmp_path / "runs" / "one"):
         pass
     assert not list(tmp_path.iterdir())
@@ -73,13 +73,13 @@ def test_a_lock_leaves_nothing_behind(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "runs" / "one").iterdir()] == ["config.yaml"]
 
 
-def test_a_folder_that_was_there_stays(tmp_path: Path) -> None:
+def test_an_existing_folder_is_kept(tmp_path: Path) -> None:
     with folder_lock(tmp_path):
         pass
     assert tmp_path.exists() and not list(tmp_path.iterdir())
 
 
-def test_of_many_that_come_and_go_one_at_a_time_is_in_the_folder(tmp_path: Path) -> None:
+def test_concurrent_processes_hold_the_lock_one_at_a_time(tmp_path: Path) -> None:
     """A lock ends with its file: whoever has opened that one before must not take it for the next."""
 
     def come_and_go(number: int) -> int:
@@ -96,7 +96,7 @@ def test_of_many_that_come_and_go_one_at_a_time_is_in_the_folder(tmp_path: Path)
     assert not list(tmp_path.rglob(LOCK))
 
 
-def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(RunFolderError, match="file"), folder_lock(folder):

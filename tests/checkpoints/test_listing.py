@@ -28,12 +28,12 @@ def test_every_checkpoint_is_a_row(tmp_path: Path) -> None:
     assert second[-1] == "corrupt: actor/a cannot be read (No such file or directory)"
 
 
-def test_a_corrupt_manifest_is_a_row_too(tmp_path: Path) -> None:
+def test_a_corrupt_manifest_is_listed_as_a_row(tmp_path: Path) -> None:
     (save(tmp_path, 1) / "manifest.json").write_text("{")
     assert shown(tmp_path)[0][-1].startswith("corrupt: manifest.json")
 
 
-def test_a_run_without_checkpoints_is_refused(tmp_path: Path) -> None:
+def test_a_run_without_checkpoints_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nowhere"):
         show_checkpoints(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"checkpoint\.every=N"):

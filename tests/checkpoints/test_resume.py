@@ -92,7 +92,7 @@ def test_changed_inputs_are_rejected(
         find_checkpoint(with_inputs)
 
 
-def test_a_fully_trained_model_is_no_input(with_inputs: SFTConfig) -> None:
+def test_a_fully_trained_model_is_not_an_input(with_inputs: SFTConfig) -> None:
     assert set(input_checksums(with_inputs.model_copy(update={"lora": None}))) == {"data.train"}
 
 
@@ -172,7 +172,7 @@ def test_the_config_of_another_recipe_is_rejected(run: Path) -> None:
     assert "SFTConfig" in error_of(config(run))
 
 
-def test_differences_are_found_in_groups_and_on_either_side() -> None:
+def test_config_differences_include_nested_and_missing_keys() -> None:
     old = {"a": 1, "b": {"c": 2, "d": 3}, "gone": 4}
     new = {"a": 1, "b": {"c": 5, "d": 3, "e": 6}}
     assert [key for key, _, _ in differences(old, new)] == ["b.c", "b.e", "gone"]

@@ -7,54 +7,54 @@ import yaml
 from flowrl.checkpoints.run_folder import RunFolder, RunFolderError, remove_temporary_files, replacing, write_json
 
 
-def test_a_new_folder_holds_the_resolved_config(tmp_path: Path) -> None:
+def test_a_new_folder_contains_the_resolved_config(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "runs" / "one", {"steps": 3, "data": {"train": "a.jsonl"}})
     assert yaml.safe_load(folder.config.read_text()) == {"steps": 3, "data": {"train": "a.jsonl"}}
     assert [file.name for file in folder.path.iterdir()] == ["config.yaml"]
 
 
-def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
+def test_an_empty_folder_is_accepted(tmp_path: Path) -> None:
     assert RunFolder.create(tmp_path, {}).config.exists()
 
 
-def test_the_folder_of_another_run_is_refused(tmp_path: Path) -> None:
+def test_the_folder_of_another_run_is_rejected(tmp_path: Path) -> None:
     RunFolder.create(tmp_path / "run", {"seed": 1})
     with pytest.raises(RunFolderError, match="another run"):
         RunFolder.create(tmp_path / "run", {"seed": 2})
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text()) == {"seed": 1}
 
 
-def test_a_folder_with_other_files_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_rejected_and_unchanged(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("")
     with pytest.raises(RunFolderError, match=r"thesis\.tex"):
         RunFolder.create(tmp_path, {})
     assert [file.name for file in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_folder_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
     with pytest.raises(RunFolderError, match="is a file"):
         RunFolder.create(tmp_path / "run", {})
 
 
-def test_a_folder_below_a_file_is_refused(tmp_path: Path) -> None:
+def test_a_folder_below_a_file_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunFolderError, match="file/run"):
         RunFolder.create(tmp_path / "file" / "run", {})
 
 
-def test_a_config_that_yaml_cannot_hold_makes_no_folder(tmp_path: Path) -> None:
+def test_a_config_that_yaml_cannot_represent_creates_no_folder(tmp_path: Path) -> None:
     with pytest.raises(yaml.YAMLError):
         RunFolder.create(tmp_path / "run", {"model": object()})
     assert not (tmp_path / "run").exists()
 
 
-def test_json_has_null_for_what_is_not_a_finite_number(tmp_path: Path) -> None:
+def test_json_has_null_for_non_finite_numbers(tmp_path: Path) -> None:
     write_json(tmp_path / "summary.json", {"a": float("nan"), "b": [1.5, float("inf")], "c": ("x", 2)})
     assert json.loads((tmp_path / "summary.json").read_text()) == {"a": None, "b": [1.5, None], "c": ["x", 2]}
 
 
-def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_else(tmp_path: Path) -> None:
+def test_a_failed_write_keeps_the_old_file_and_leaves_no_other(tmp_path: Path) -> None:
     write_json(tmp_path / "summary.json", {"seconds": 1})
     with pytest.raises(TypeError):
         write_json(tmp_path / "summary.json", {"seconds": object()})
@@ -65,7 +65,7 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_else(tmp_path: Pat
     assert json.loads((tmp_path / "summary.json").read_text()) == {"seconds": 1}
 
 
-def test_a_folder_is_replaced_whole(tmp_path: Path) -> None:
+def test_a_folder_is_replaced_atomically(tmp_path: Path) -> None:
     for name in ("old.txt", "new.txt"):
         with replacing(tmp_path / "model") as temporary:
             temporary.mkdir()
@@ -73,7 +73,7 @@ def test_a_folder_is_replaced_whole(tmp_path: Path) -> None:
     assert [str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*")] == ["model", "model/new.txt"]
 
 
-def test_what_a_worker_wrote_after_its_driver_gave_up_is_removed_and_nothing_else(tmp_path: Path) -> None:
+def test_partial_folders_of_an_aborted_save_are_removed_and_nothing_else(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), replacing(tmp_path / "model") as temporary:
         raise KeyboardInterrupt
     temporary.mkdir()

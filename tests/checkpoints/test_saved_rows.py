@@ -33,7 +33,7 @@ def saved(found: Batch, folder: Path, keys: Batch = KEYS) -> SavedRows:
     return SavedRows(folder / FILE, found.columns)
 
 
-def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
+def test_restored_rows_equal_the_saved_rows(tmp_path: Path) -> None:
     written = responses(truncated=torch.tensor([True, False, True]), wide=torch.arange(6).reshape(3, 2))
     read = saved(written, tmp_path).load(KEYS, None)
     assert set(read.columns) == set(written.columns)
@@ -46,30 +46,30 @@ def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
     assert read.lengths().tolist() == [3, 0, 1]
 
 
-def test_a_part_of_rows_of_many_is_written_alone(tmp_path: Path) -> None:
+def test_only_the_selected_rows_are_written(tmp_path: Path) -> None:
     read = saved(responses().rows([2, 0]), tmp_path, KEYS.rows([2, 0])).load(KEYS.rows([2, 0]), None)
     assert read.get("response") == ['"\n', "é"] and read.get("weight_version").tolist() == [4, -1, 3, 4]
 
 
-def test_the_file_has_tensors_alone(tmp_path: Path) -> None:
+def test_the_file_contains_only_tensors(tmp_path: Path) -> None:
     saved(responses(), tmp_path)
     assert load_file(tmp_path / FILE)["tokens/half"].dtype == torch.bfloat16
 
 
-def test_rows_of_other_prompts_are_not_taken_for_those(tmp_path: Path) -> None:
+def test_rows_of_other_prompts_are_rejected(tmp_path: Path) -> None:
     kept = saved(responses(), tmp_path)
     with pytest.raises(AssertionError, match="other prompts"):
         kept.load(KEYS.rows([1, 0, 2]), None)
 
 
 @pytest.mark.parametrize("values", [[{1, 2}] * 3, [(1, 2)] * 3, [{1: "a"}] * 3])
-def test_objects_that_would_not_come_back_as_they_were_are_refused(tmp_path: Path, values: list) -> None:
+def test_objects_that_cannot_be_restored_exactly_are_rejected(tmp_path: Path, values: list) -> None:
     with pytest.raises(UserError, match=r"\bmine\b"):
         saved(responses(mine=values), tmp_path)
     assert not (tmp_path / FILE).exists()
 
 
-def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="gone"):
         saved(responses(), tmp_path / "gone")
 

@@ -101,7 +101,7 @@ def lines(config: CountConfig) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_workers_of_ones_own_and_what_the_driver_holds_go_on(
+def test_custom_workers_and_driver_state_are_restored(
     config: Callable[..., CountConfig], tmp_path: Path, asynchronous: bool
 ) -> None:
     straight = config(output=tmp_path / "straight")
@@ -114,7 +114,7 @@ def test_workers_of_ones_own_and_what_the_driver_holds_go_on(
     assert [line["x"] for line in lines(config())] == [line["x"] for line in lines(straight)]
 
 
-def test_two_ranks_on_ray_save_and_go_on(config: Callable[..., CountConfig], ray_session: None) -> None:
+def test_two_ray_ranks_save_and_resume(config: Callable[..., CountConfig], ray_session: None) -> None:
     two = Placement(device="cpu", pools={"main": [2]}, roles={"actor": "main"})
     made = config(steps=4, backend="ray", placement=two, threads=1)
     train(made, 0.2)
@@ -125,14 +125,14 @@ def test_two_ranks_on_ray_save_and_go_on(config: Callable[..., CountConfig], ray
     assert (config().output / "model" / "count").read_text() == "7"
 
 
-def test_a_run_that_generates_nothing_goes_on_from_a_format_without_rows(config: Callable[..., CountConfig]) -> None:
+def test_a_run_without_rollouts_resumes_from_a_format_without_rows(config: Callable[..., CountConfig]) -> None:
     train(config(steps=2))
     manifest = config().output / "checkpoints" / "step-000002" / "manifest.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 1}))
     assert train(config()).seen == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_a_run_that_is_over_is_finished_again_without_a_step(config: Callable[..., CountConfig]) -> None:
+def test_a_finished_run_resumes_without_a_step(config: Callable[..., CountConfig]) -> None:
     train(config())
     before = lines(config())
     assert train(config()).seen == [1, 2, 3, 4, 5, 6, 7]

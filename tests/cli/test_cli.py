@@ -105,7 +105,7 @@ def test_the_end_of_a_run_is_explained_and_drawn(capsys: pytest.CaptureFixture[s
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_folder_without_a_trace_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_folder_without_a_trace_is_a_one_line_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert error_of(capsys, "trace", str(tmp_path)).startswith(f"error: {tmp_path}/trace.json")
 
 
@@ -120,7 +120,7 @@ def test_a_picture_that_cannot_be_written_is_one_line(capsys: pytest.CaptureFixt
     assert message.startswith("error: --png") and f"{run_folder}/none/a.png" in message and message.count("\n") == 1
 
 
-def test_the_command_starts_without_what_draws_tables_and_pictures() -> None:
+def test_the_command_starts_without_loading_rich_or_matplotlib() -> None:
     code = "import sys, flowrl.cli; print([m for m in ('rich', 'matplotlib', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -75,7 +75,7 @@ def test_the_recipe_key_leads_to_the_config_class(ppo: Path) -> None:
     assert recipe_class(ppo) is PPOConfig
 
 
-def test_a_file_of_another_recipe_is_refused(ppo: Path) -> None:
+def test_a_file_of_another_recipe_is_rejected(ppo: Path) -> None:
     with pytest.raises(ConfigError, match=r"ppo.yaml:1: .*python -m recipes.ppo.train"):
         load(ppo, [], GRPOConfig)
 
@@ -86,23 +86,23 @@ def test_a_missing_recipe_is_reported_with_its_line(ppo: Path, name: str) -> Non
         recipe_class(rewrite(ppo, "recipes.ppo.config:PPOConfig", name))
 
 
-def test_an_unknown_key_is_named_with_its_line_and_its_neighbour(ppo: Path) -> None:
+def test_an_unknown_key_is_named_with_its_line_and_the_closest_key(ppo: Path) -> None:
     message = error_of(rewrite(ppo, "minibatch_size", "minibatch_sise"))
     assert message.startswith("ppo.yaml:5: ") and "did you mean minibatch_size?" in message
 
 
-def test_a_key_in_the_wrong_group_is_found_where_it_belongs(ppo: Path) -> None:
+def test_a_key_in_the_wrong_group_names_the_right_groups(ppo: Path) -> None:
     message = error_of(ppo, "lr=1e-5")
     assert message.startswith("lr=1e-5: ") and "actor.optimizer.lr or critic.optimizer.lr" in message
 
 
-def test_a_key_like_no_other_is_answered_with_what_there_is(ppo: Path) -> None:
+def test_an_unknown_key_without_a_near_match_lists_the_available_keys(ppo: Path) -> None:
     assert error_of(ppo, "data.zzz=1") == (
         "data.zzz=1: unknown setting data.zzz; data accepts train, test, max_prompt_tokens, evaluation_rows, shuffle"
     )
 
 
-def test_a_wrong_type_is_named_with_key_line_value_and_what_it_must_be(ppo: Path) -> None:
+def test_a_wrong_type_is_named_with_key_line_value_and_expected_type(ppo: Path) -> None:
     assert (
         error_of(rewrite(ppo, "steps: 2", "steps: many")) == "ppo.yaml:3: steps is 'many', but must be a valid integer"
     )
@@ -113,16 +113,16 @@ def test_a_count_is_a_whole_positive_number(ppo: Path, value: str) -> None:
     assert error_of(ppo, f"steps={value}").startswith(f"steps={value}: steps is ")
 
 
-def test_a_missing_setting_is_explained(ppo: Path) -> None:
+def test_a_missing_setting_is_named(ppo: Path) -> None:
     assert error_of(rewrite(ppo, "steps: 2\n", "")) == "ppo.yaml: `steps` is required: number of training steps"
 
 
-def test_several_faults_are_counted_and_a_misspelling_comes_first(ppo: Path) -> None:
+def test_several_errors_are_counted_and_a_misspelling_comes_first(ppo: Path) -> None:
     message = error_of(rewrite(rewrite(ppo, "steps: 2\n", ""), "max_response_tokens", "max_response_tokns"))
     assert "rollout.max_response_tokns" in message and message.endswith("(and 2 more errors)")
 
 
-def test_text_where_a_group_belongs_is_refused(ppo: Path) -> None:
+def test_text_in_place_of_a_group_is_rejected(ppo: Path) -> None:
     assert error_of(ppo, "actor.model=tiny").endswith("actor.model is 'tiny', but must be a group of settings")
 
 
@@ -137,13 +137,13 @@ def test_text_where_a_group_belongs_is_refused(ppo: Path) -> None:
         ("a: !!int x\n", "bad.yaml: not valid YAML"),
     ],
 )
-def test_what_is_not_a_mapping_in_yaml_is_refused(tmp_path: Path, text: str, problem: str) -> None:
+def test_yaml_that_is_not_a_mapping_is_rejected(tmp_path: Path, text: str, problem: str) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text)
     assert error_of(path).startswith(problem)
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_missing_file_is_rejected(tmp_path: Path) -> None:
     assert error_of(tmp_path / "none.yaml") == "none.yaml: cannot be read, No such file or directory"
     (tmp_path / "one.yaml").write_text("steps: 1")
     (tmp_path / "another.yaml").write_text("steps: 2")
@@ -151,15 +151,15 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("override", ["steps", "=3", ".steps=3", "actor..model=x"])
-def test_what_is_not_an_override_is_refused(ppo: Path, override: str) -> None:
+def test_an_argument_that_is_not_an_override_is_rejected(ppo: Path, override: str) -> None:
     assert error_of(ppo, override) == f"{override!r} is not an override: write key=value, like actor.optimizer.lr=1e-5"
 
 
-def test_an_override_below_a_plain_value_is_refused(ppo: Path) -> None:
+def test_an_override_below_a_plain_value_is_rejected(ppo: Path) -> None:
     assert error_of(ppo, "steps.x=1") == "steps.x=1: steps is 2, but must be a group of settings"
 
 
-def test_an_override_below_null_makes_the_group(ppo: Path) -> None:
+def test_an_override_below_null_creates_the_group(ppo: Path) -> None:
     rewrite(ppo, "{max_response_tokens: 8}", "{max_response_tokens: 8, engine: vllm, vllm: null}")
     vllm = load(ppo, ["rollout.vllm.max_model_len=16"], PPOConfig).rollout.vllm
     assert vllm is not None and vllm.max_model_len == 16
@@ -171,12 +171,12 @@ def test_a_placement_may_be_a_file_beside_the_config(ppo: Path) -> None:
     assert config.placement == Placement(device="cpu", pools={"main": [2]}, roles={"actor": "main"})
 
 
-def test_a_fault_in_an_included_file_is_named_by_that_file_and_line(ppo: Path) -> None:
+def test_an_error_in_an_included_file_names_that_file_and_line(ppo: Path) -> None:
     (ppo.parent / "bad.yaml").write_text("roles: {actor: main}\npools:\n  main: 3\n")
     assert error_of(ppo, "placement=bad.yaml").startswith("bad.yaml:3: placement.pools.main: ")
 
 
-def test_an_included_file_that_is_not_there_is_refused(ppo: Path) -> None:
+def test_a_missing_included_file_is_rejected(ppo: Path) -> None:
     message = "placement is none.yaml, but there is no such file; the folder has ppo.yaml"
     assert error_of(ppo, "placement=none.yaml").endswith(message)
     assert error_of(ppo, "schedule=async").endswith("set schedule.kind=async")
@@ -221,11 +221,11 @@ def test_a_setting_of_a_bare_name_can_be_overridden(ppo: Path) -> None:
     assert loss == GspoLoss(kind="gspo", clip_high=0.01)
 
 
-def test_what_a_group_finds_wrong_of_a_setting_is_told_with_where_that_was_written(ppo: Path) -> None:
+def test_an_error_of_a_group_validator_names_the_line_of_the_setting(ppo: Path) -> None:
     assert error_of(ppo, "rollout.transfer.via=nccl").startswith("rollout.transfer.via=nccl: rollout: transfer.via is ")
     assert error_of(ppo, "batch_size=9", "samples_per_prompt=2").startswith("batch_size=9: batch_size is 9, ")
 
 
-def test_reading_a_config_loads_neither_torch_nor_ray() -> None:
+def test_reading_a_config_does_not_load_torch_or_ray() -> None:
     code = "import sys, recipes.ppo.config, flowrl.cli; sys.exit(bool({'torch', 'ray'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -141,13 +141,13 @@ def test_a_placement_reads_the_same_from_python_and_from_yaml_values() -> None:
 
 
 @pytest.mark.parametrize("pool", [2, "half", "1/0", "0/2", [True], [-1], [1.5], None, {}])
-def test_what_is_not_a_pool_is_refused(pool: object) -> None:
+def test_an_invalid_pool_is_rejected(pool: object) -> None:
     with pytest.raises(ValidationError, match="pool"):
         Placement.model_validate({"pools": {"main": pool}, "roles": {"actor": "main"}})
 
 
 @pytest.mark.parametrize("role", [None, 3, ["main"]])
-def test_what_is_not_a_role_is_refused(role: object) -> None:
+def test_an_invalid_role_is_rejected(role: object) -> None:
     with pytest.raises(ValidationError, match="role"):
         Placement.model_validate({"pools": {"main": [1]}, "roles": {"actor": role}})
 
@@ -162,6 +162,6 @@ def test_every_setting_is_explained() -> None:
     assert not [f"{c.__name__}.{n}" for c in shipped for n, field in c.model_fields.items() if not field.description]
 
 
-def test_a_placement_file_takes_fifteen_lines_at_most() -> None:
+def test_a_placement_file_has_at_most_fifteen_lines() -> None:
     files = list((Path(__file__).parents[2] / "placement").glob("*.yaml"))
     assert len(files) >= 4 and all(len(file.read_text().splitlines()) <= 15 for file in files)

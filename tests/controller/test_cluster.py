@@ -10,7 +10,7 @@ from tests.controller.faulty_workers import RaisingWorker
 from tests.controller.workers import Arithmetic
 
 
-def test_a_role_is_made_once(open_cluster: ClusterMaker):
+def test_a_role_is_created_once(open_cluster: ClusterMaker):
     cluster = open_cluster("inline", {"main": [1]}, {"actor": "main"})
     cluster.group("actor", RaisingWorker)
     with pytest.raises(ContractError, match="'actor'"):
@@ -23,7 +23,7 @@ def test_a_role_must_be_in_the_placement(open_cluster: ClusterMaker):
         cluster.group("critic", RaisingWorker)
 
 
-def test_a_placement_that_does_not_fit_starts_nothing(open_cluster: ClusterMaker):
+def test_a_placement_that_does_not_fit_starts_no_process(open_cluster: ClusterMaker):
     with pytest.raises(PlacementError, match=r"placement\.pools\.main"):
         open_cluster("ray", {"main": [3]}, {"actor": "main"}, devices=(2,))
 
@@ -40,7 +40,7 @@ def test_the_cluster_waits_for_every_call_in_flight(backend: BackendName, open_c
     assert future.done() and not cluster.calls.in_flight()
 
 
-def test_the_processes_of_a_closed_cluster_are_free_for_the_next(backend: BackendName, open_cluster: ClusterMaker):
+def test_a_closed_cluster_releases_its_processes(backend: BackendName, open_cluster: ClusterMaker):
     for _ in range(2):
         cluster = open_cluster(backend, {"main": [9]}, {"actor": "main"})
         cluster.close()

@@ -37,7 +37,7 @@ def fail(actor: WorkerGroup, fault: str = "kill") -> None:
         actor.gather(fault).get()
 
 
-def test_recoverable_processes_stay_and_others_start_again(cluster: Cluster):
+def test_recoverable_processes_are_retained_and_others_restart(cluster: Cluster):
     groups = make_groups(cluster)
     before = get_process_ids(groups)
     assert groups["maker"].add_item(5).get() == [[5]]
@@ -64,7 +64,7 @@ def test_a_role_with_other_arguments_is_constructed_again_in_its_process(cluster
     assert restarted["judge"].score(BATCH).get("score").tolist() == [20, 40]
 
 
-def test_a_recoverable_process_that_failed_starts_again(cluster: Cluster):
+def test_a_recoverable_process_that_failed_restarts(cluster: Cluster):
     groups = make_groups(cluster)
     before = get_process_ids(groups)
     fail(groups["actor"])
@@ -76,7 +76,7 @@ def test_a_recoverable_process_that_failed_starts_again(cluster: Cluster):
     assert restarted["judge"].score(BATCH).get("score").tolist() == [10, 20]
 
 
-def test_calls_of_processes_that_stay_are_awaited_and_dropped(cluster: Cluster):
+def test_calls_of_retained_processes_are_awaited_and_dropped(cluster: Cluster):
     groups = make_groups(cluster)
     get_process_ids(groups)
     called: list[bool] = []

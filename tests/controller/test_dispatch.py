@@ -27,7 +27,7 @@ def test_one_to_all_gives_the_same_arguments_to_every_rank(shared: Shared):
     assert shared.first.identify(4, scale=2) == [(0, 3, 8), (1, 3, 8), (2, 3, 8)]
 
 
-def test_one_to_all_hands_the_whole_batch_to_every_rank(shared: Shared, batch: Batch):
+def test_one_to_all_sends_the_full_batch_to_every_rank(shared: Shared, batch: Batch):
     assert shared.first.whole_sum(batch) == [21.0] * 3
 
 
@@ -35,7 +35,7 @@ def test_all_to_all_gives_every_rank_its_own_entry(shared: Shared):
     assert shared.first.own_entry(["a", "b", "c"]) == [(0, "a"), (1, "b"), (2, "c")]
 
 
-def test_all_to_all_takes_a_batch_per_rank(shared: Shared, batch: Batch):
+def test_all_to_all_accepts_a_batch_per_rank(shared: Shared, batch: Batch):
     assert shared.second.own_sum([batch.rows([0, 1]), table_of(10)]) == [1.0, 10.0]
 
 
@@ -51,7 +51,7 @@ def test_dp_compute_gives_every_data_parallel_rank_its_own_entry(shared: Shared)
     assert shared.first.share([1, 2, 3]) == [(0, 2), (1, 4), (2, 6)]
 
 
-def test_rows_are_split_and_come_back_in_order(shared: Shared, batch: Batch):
+def test_rows_are_split_and_returned_in_order(shared: Shared, batch: Batch):
     assert shared.first.scaled(batch).get("y").tolist() == [2 * x for x in range(7)]
 
 
@@ -60,7 +60,7 @@ def test_uneven_shards_differ_by_at_most_one(shared: Shared, batch: Batch):
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
-def test_ranks_without_rows_are_called_with_empty_tables(shared: Shared, batch: Batch, count: int):
+def test_ranks_without_rows_receive_empty_batches(shared: Shared, batch: Batch, count: int):
     few = batch.rows(slice(0, count))
     assert shared.first.scaled(few, shift=1).get("y").tolist() == [1, 3][:count]
     assert shared.first.next_tokens(few).get("next").tolist() == [1, 2, 3][: sum([1, 2][:count])]
@@ -132,7 +132,7 @@ def test_peers_of_a_data_parallel_rank_get_the_same_rows(mesh: Mesh, count: int)
 
 
 @given(st.lists(st.integers(0, 9), min_size=1), st.integers(1, 4))
-def test_the_order_puts_balanced_rows_back(weights: list[int], num_parts: int):
+def test_the_order_restores_balanced_rows(weights: list[int], num_parts: int):
     parts = split_by_weight(torch.tensor(weights).numpy(), num_parts)
     order = find_row_order(parts)
     stacked = [row for part in parts for row in part.tolist()]

@@ -69,7 +69,7 @@ def test_a_failure_that_was_not_read_is_raised_by_the_next_call(ray_session: Non
         group.add_one(1)
 
 
-def test_peers_that_would_wait_forever_are_ended(ray_session: None, open_cluster: ClusterMaker):
+def test_peers_blocked_on_a_failed_rank_are_ended(ray_session: None, open_cluster: ClusterMaker):
     group = open_cluster("ray", {"main": [2]}, {"actor": "main"}).group("actor", RaisingWorker)
     group.add_one(1).get()
     started = time.monotonic()

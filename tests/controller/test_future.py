@@ -21,7 +21,7 @@ def test_futures_chain_without_a_get(shared: Shared):
     assert shared.first.double(shared.second.double(shared.first.double(1))).get() == 8
 
 
-def test_a_list_of_futures_is_dealt_out(shared: Shared):
+def test_a_list_of_futures_is_scattered(shared: Shared):
     assert shared.second.own_entry([shared.first.double(1), shared.first.double(2)]) == [(0, 2), (1, 4)]
 
 
@@ -30,11 +30,11 @@ def test_metrics_are_passed_on_merged(shared: Shared, batch):
     assert seen[0]["x"]["rows"].result() == 7
 
 
-def test_reading_a_future_twice_gives_the_same(shared: Shared):
+def test_reading_a_future_twice_returns_the_same_value(shared: Shared):
     future = shared.first.double(5)
     assert future.get() == future.get() == 10
 
 
 @pytest.mark.parametrize("timeout_s", [None, 30.0])
-def test_a_deadline_in_the_future_changes_nothing(shared: Shared, timeout_s: float | None):
+def test_a_deadline_that_is_not_reached_changes_nothing(shared: Shared, timeout_s: float | None):
     assert shared.first.double(5).get(timeout_s) == 10

@@ -43,7 +43,7 @@ def test_a_method_may_take_any_other_names(shared: Shared):
     assert shared.second.options(1, role="a", others=2) == [{"x": 1, "role": "a", "others": 2}] * 2
 
 
-def test_submit_never_waits_and_a_blocking_call_does(shared: Shared):
+def test_submit_does_not_wait_and_a_blocking_call_does(shared: Shared):
     future = shared.first.identify.submit(2)
     assert future.get() == shared.first.identify(2)
 
@@ -67,14 +67,14 @@ def test_each_parameter_has_its_own_columns(shared: Shared):
 
 
 @pytest.mark.parametrize("made_by", ["driver", "worker"])
-def test_the_bytes_of_other_columns_stay_where_they_are(shared: Shared, made_by: str):
+def test_the_bytes_of_other_columns_are_not_sent(shared: Shared, made_by: str):
     """A thousand numbers are read of a batch of four million."""
     big = Batch.from_columns({"x": np.arange(1000), "y": np.zeros((1000, 1000), dtype=np.float32)})
     batch = big if made_by == "driver" else shared.first.echo(big)
     assert shared.second.received_bytes(batch) <= 8000 + 64
 
 
-def test_a_result_without_declared_columns_tells_them_when_it_is_there(shared: Shared, batch: Batch):
+def test_a_result_without_declared_columns_has_them_when_resolved(shared: Shared, batch: Batch):
     result = shared.first.echo(batch)
     assert result.columns == ("x", "text", "ids")
     assert result.get("text") == batch.get("text") and torch.equal(result.get("ids"), batch.get("ids"))
@@ -92,7 +92,7 @@ def test_the_rows_of_a_filter_are_known_when_it_is_done(shared: Shared, batch: B
     assert kept.lengths().tolist() == [1, 3, 5, 7]
 
 
-def test_what_a_filter_kept_goes_on_to_another_group(shared: Shared, batch: Batch):
+def test_filtered_rows_are_sent_to_another_group(shared: Shared, batch: Batch):
     assert shared.second.scaled(shared.first.keep_even(batch)).get("y").tolist() == [0, 10, 20, 30]
 
 
@@ -130,13 +130,13 @@ def test_batches_of_driver_and_workers_are_joined_and_sent(shared: Shared, batch
     assert shared.first.scaled(joined).get("y").tolist() == [*(2 * x for x in range(7)), 2]
 
 
-def test_large_rows_of_the_driver_arrive_too(shared: Shared):
+def test_large_rows_of_the_driver_are_sent(shared: Shared):
     x = np.arange(100_000)
     assert np.array_equal(shared.first.scaled(Batch.from_columns({"x": x})).get("y").numpy(), 2 * x)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32, torch.bool, torch.float64])
-def test_types_travel_as_they_are(shared: Shared, dtype: torch.dtype):
+def test_dtypes_are_preserved(shared: Shared, dtype: torch.dtype):
     values = torch.tensor([0, 1, 1], dtype=torch.float64)
     sent = Batch.from_columns({"x": values}).apply(cast, ("x",), ("z",), dtype=str(dtype).removeprefix("torch."))
     result = shared.second.echo(shared.first.echo(sent.select("z")))
@@ -147,14 +147,14 @@ def cast(table, dtype: str):
     return make_tensordict({"z": table["rows", "x"].to(getattr(torch, dtype))})
 
 
-def test_a_result_does_not_change_with_the_workers_memory(shared: Shared, batch: Batch):
+def test_a_result_does_not_alias_worker_memory(shared: Shared, batch: Batch):
     result = shared.first.remember(batch)
     shared.first.overwrite()
     assert result.get("buffer").tolist() == list(range(7))
     assert result.get("names") == [[x] for x in range(7)]
 
 
-def test_token_columns_of_different_lengths_are_refused_when_read(shared: Shared, batch: Batch):
+def test_token_columns_of_different_lengths_are_rejected_when_read(shared: Shared, batch: Batch):
     other = Batch.from_columns(tokens={"z": list(range(28))}, lengths=[7, 6, 5, 4, 3, 2, 1])
     with pytest.raises(ColumnError, match="ids and z"):
         batch.union(shared.first.echo(other)).tensordict("ids", "z")
@@ -184,7 +184,7 @@ def test_run_calls_a_function_with_every_worker(shared: Shared):
     assert shared.second.run(described, x=4, rank_zero=True) == (0, 5, 4, "", {})
 
 
-def test_run_takes_tables_and_futures(shared: Shared, batch: Batch):
+def test_run_accepts_batches_and_futures(shared: Shared, batch: Batch):
     def total(worker: Arithmetic, table: TensorDict, extra: int) -> int:
         return int(table["rows", "x"].sum()) + extra + worker.rank
 
@@ -199,7 +199,7 @@ def test_run_can_change_a_worker(shared: Shared):
     assert shared.second.run(lambda worker: worker.names) == [[[0]], [[1]]]
 
 
-def test_run_refuses_what_does_not_fit_the_function(shared: Shared):
+def test_run_rejects_arguments_that_do_not_fit_the_function(shared: Shared):
     with pytest.raises(ContractError, match=r"second\.run"):
         shared.second.run(lambda worker: None, 1)
     with pytest.raises(ContractError, match=r"second\.run"):

@@ -116,7 +116,7 @@ def values_of(batch: Batch) -> list[dict[str, Any]]:
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(count=st.one_of(st.just(0), st.integers(1, 12)), length=st.integers(2, 7), data=st.data())
-def test_any_chain_of_edits_and_calls_gives_the_oracles_rows(
+def test_any_chain_of_edits_and_calls_matches_the_oracle(
     groups: list[WorkerGroup], count: int, length: int, data: st.DataObject
 ) -> None:
     first = made(count)

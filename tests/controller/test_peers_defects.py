@@ -25,24 +25,24 @@ def test_lists_are_never_split_by_their_length(shared: Shared, entries: int):
     assert shared.first.options([1, 2, 3]) == [{"x": [1, 2, 3]}] * 3
 
 
-def test_rows_that_do_not_divide_come_back_as_many_without_waiting(shared: Shared):
+def test_rows_that_do_not_divide_evenly_are_counted_without_waiting(shared: Shared):
     batch = Batch.from_columns({"x": list(range(10))})
     result = shared.first.scaled.submit(batch)
     assert result.num_rows == 10
     assert result.get("y").tolist() == [2 * x for x in range(10)]
 
 
-def test_the_callers_batch_stays_as_it_is(shared: Shared):
+def test_the_batch_of_the_caller_is_not_modified(shared: Shared):
     batch = Batch.from_columns({"x": list(range(10))})
     shared.first.scaled(batch).get("y")
     assert batch.columns == ("x",) and batch.get("x").tolist() == list(range(10))
 
 
-def test_fewer_rows_than_ranks_are_no_special_case(shared: Shared):
+def test_fewer_rows_than_ranks_are_supported(shared: Shared):
     assert shared.first.scaled(Batch.from_columns({"x": [3]})).get("y").tolist() == [6]
 
 
-def test_a_rank_receives_its_rows_and_columns_alone(ray_session: None, open_cluster: ClusterMaker):
+def test_a_rank_receives_only_its_rows_and_columns(ray_session: None, open_cluster: ClusterMaker):
     cluster = open_cluster("ray", {"main": [2], "next": [2]}, {"maker": "main", "reader": "next"}, num_threads=1)
     maker, reader = cluster.group("maker", Arithmetic), cluster.group("reader", Arithmetic)
     batch = Batch.from_columns({"x": torch.arange(100_000), "z": torch.arange(100_000)})
@@ -55,7 +55,7 @@ def test_arguments_by_name_alone_are_enough(shared: Shared):
     assert shared.first.scaled(table=Batch.from_columns({"x": [1]}), shift=1).get("y").tolist() == [3]
 
 
-def test_uneven_nodes_are_counted_each_on_its_own():
+def test_devices_of_uneven_nodes_are_counted_per_node():
     placement = Placement(pools={"main": [1, 2]}, roles={"actor": "main"})
     role = plan(placement, Inventory((2, 2), "cuda")).roles["actor"]
     assert [(slot.node, role.local_rank(rank)) for rank, slot in enumerate(role.slots)] == [(0, 0), (1, 0), (1, 1)]
@@ -64,7 +64,7 @@ def test_uneven_nodes_are_counted_each_on_its_own():
         plan(placement, Inventory((1, 1), "cuda"))
 
 
-def test_roles_whose_names_contain_each_other_are_apart(backend: BackendName, open_cluster: ClusterMaker):
+def test_roles_whose_names_contain_each_other_are_distinguished(backend: BackendName, open_cluster: ClusterMaker):
     roles = ["actor", "actor_rollout", "rollout", "actor_rollout_ref"]
     cluster = open_cluster(backend, {"main": [1]}, dict.fromkeys(roles, "main"))
     groups = {role: cluster.group(role, Arithmetic, factor) for factor, role in enumerate(roles, start=1)}
@@ -72,7 +72,7 @@ def test_roles_whose_names_contain_each_other_are_apart(backend: BackendName, op
     assert groups["actor"].peer_factor("rollout") == [3]
 
 
-def test_whether_a_call_waits_is_the_callers_choice(shared: Shared):
+def test_the_caller_chooses_whether_a_call_blocks(shared: Shared):
     assert not isinstance(shared.first.identify(), type(shared.first.identify.submit()))
     assert shared.first.identify.submit().get() == shared.first.identify()
 
@@ -81,7 +81,7 @@ def test_methods_have_signatures(shared: Shared):
     assert list(inspect.signature(shared.first.scaled).parameters) == ["table", "shift"]
 
 
-def test_two_runs_on_one_cluster_do_not_meet(ray_session: None, open_cluster: ClusterMaker):
+def test_two_runs_on_one_cluster_are_isolated(ray_session: None, open_cluster: ClusterMaker):
     """Names are unique per run, and ports are chosen by binding them."""
     clusters = [open_cluster("ray", {"main": [1]}, {"actor": "main"}, num_threads=1) for _ in range(2)]
     first, second = (cluster.group("actor", Arithmetic, factor) for factor, cluster in enumerate(clusters, start=1))

@@ -17,7 +17,7 @@ def cluster(ray_session: None, open_cluster: ClusterMaker) -> Cluster:
     return open_cluster("ray", {"makers": [4]}, roles, num_threads=1)
 
 
-def test_a_call_of_a_replica_runs_on_its_rank_alone(cluster: Cluster):
+def test_a_call_of_a_replica_runs_only_on_its_rank(cluster: Cluster):
     group = cluster.group("maker", Replica)
     everyone = group.identify()
     assert group.replica(2).identify() == [everyone[2]] == [(2, 4, everyone[2][2])]
@@ -26,7 +26,7 @@ def test_a_call_of_a_replica_runs_on_its_rank_alone(cluster: Cluster):
     assert (last.role, last.rank, last.method) == ("maker", 2, "identify")
 
 
-def test_a_replica_takes_whole_batches_and_gives_them_back(cluster: Cluster):
+def test_a_replica_receives_and_returns_full_batches(cluster: Cluster):
     group = cluster.group("maker", Replica)
     group.replica(1).load(10)
     assert group.replica(1).shifted(BATCH).get("y").tolist() == [11, 12, 13]
@@ -40,7 +40,7 @@ def _doubled(table):
     return make_tensordict({"z": table["rows", "y"] * 2})
 
 
-def test_a_replica_of_several_ranks_is_all_of_them(cluster: Cluster):
+def test_a_replica_of_several_ranks_calls_all_of_them(cluster: Cluster):
     pairs = cluster.group("pairs", Replica)
     ranks = [rank for rank, _, _ in pairs.replica(1).identify()]
     assert (pairs.mesh.dp, ranks) == (2, [2, 3])
@@ -61,7 +61,7 @@ def test_there_is_one_view_of_each_replica(backend: BackendName, open_cluster: C
         group.replica(1)
 
 
-def test_ranks_that_may_need_each_other_are_not_called_one_by_one(open_cluster: ClusterMaker):
+def test_ranks_with_a_process_group_have_no_replica_view(open_cluster: ClusterMaker):
     group = open_cluster("inline", {"main": [2]}, {"actor": "main"}).group("actor", Arithmetic)
     with pytest.raises(ContractError, match="replicated"):
         group.replica(0)

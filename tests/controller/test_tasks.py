@@ -26,19 +26,19 @@ def total(table: TensorDict) -> int:
     return int(table["rows", "y"].sum())
 
 
-def test_a_function_sees_the_whole_batch_and_adds_its_columns(shared: Shared, batch: Batch):
+def test_a_function_receives_the_full_batch_and_adds_its_columns(shared: Shared, batch: Batch):
     result = batch.union(shared.first.scaled(batch)).apply(centred, ("y", "ids"), ("centred", "more"), scale=2)
     assert result.columns == ("x", "text", "ids", "y", "centred", "more")
     assert result.get("centred").tolist() == [-12, -8, -4, 0, 4, 8, 12]
     assert shared.second.echo(result).get("more").tolist() == list(range(1, 29))
 
 
-def test_a_function_may_drop_rows_beside_the_data(shared: Shared, batch: Batch):
+def test_a_function_on_the_task_worker_may_drop_rows(shared: Shared, batch: Batch):
     kept = batch.union(shared.first.scaled(batch)).apply(large, ("y",), ("y",), rows="unknown", least=8)
     assert shared.second.echo(kept).get("y").tolist() == [8, 10, 12]
 
 
-def test_a_future_is_a_setting_of_a_function(shared: Shared, batch: Batch):
+def test_a_future_can_be_an_argument_of_a_function(shared: Shared, batch: Batch):
     kept = shared.first.scaled(batch).apply(large, ("y",), ("y",), rows="unknown", least=shared.first.double(5))
     assert kept.get("y").tolist() == [10, 12]
 
@@ -48,7 +48,7 @@ def test_reduce_gives_a_future(shared: Shared, batch: Batch):
     assert isinstance(future, Future) and future.get() == 42
 
 
-def test_functions_run_in_a_process_that_no_role_occupies(shared: Shared, batch: Batch):
+def test_functions_run_in_the_task_worker(shared: Shared, batch: Batch):
     found = set(shared.first.scaled(batch).apply(process_of, ("y",), ("process",)).get("process").tolist())
     workers = set(shared.first.process_id() + shared.second.process_id())
     assert len(found) == 1 and (shared.backend == "inline" or not found & (workers | {os.getpid()}))

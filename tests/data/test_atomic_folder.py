@@ -7,7 +7,7 @@ from flowrl.data.atomic_folder import write_atomically
 from tests.errors import missing_facts
 
 
-def test_a_folder_has_its_name_once_it_is_whole(tmp_path: Path) -> None:
+def test_a_folder_gets_its_name_when_it_is_complete(tmp_path: Path) -> None:
     with write_atomically(tmp_path / "new") as partial:
         (partial / "file").write_text("x")
         assert not (tmp_path / "new").exists()
@@ -15,7 +15,7 @@ def test_a_folder_has_its_name_once_it_is_whole(tmp_path: Path) -> None:
     assert (tmp_path / "new/file").read_text() == "x"
 
 
-def test_of_one_that_cannot_be_written_nothing_is_left(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_no_files(tmp_path: Path) -> None:
     reason = r"No space left on device"
     with pytest.raises(UserError, match=reason) as caught, write_atomically(tmp_path / "new") as partial:
         (partial / "file").write_text("x")

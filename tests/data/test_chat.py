@@ -39,7 +39,7 @@ def test_a_prompt_ends_where_the_assistant_begins(tmp_path: Path) -> None:
     assert text(chat, chat.encode_prompt(ASKED)) == "<u>ab|<a>"
 
 
-def test_an_example_trains_what_the_assistant_says_and_its_end_token(tmp_path: Path) -> None:
+def test_an_example_trains_the_response_and_its_end_token(tmp_path: Path) -> None:
     chat = make(tmp_path)
     ids, mask = chat.encode_example(TWICE)
     assert text(chat, ids) == "<u>ab|<a>ba</s>|<u>a|<a>b</s>|"
@@ -61,7 +61,7 @@ def test_turns_after_the_last_answer_are_not_trained(tmp_path: Path) -> None:
     assert sum(mask) == 3
 
 
-def test_decoding_leaves_special_tokens_out(tmp_path: Path) -> None:
+def test_decoding_omits_special_tokens(tmp_path: Path) -> None:
     chat = make(tmp_path)
     ids, mask = chat.encode_example(ANSWERED)
     assert chat.decode([token for token, trained in zip(ids, mask, strict=True) if trained]) == "ba"
@@ -72,28 +72,28 @@ def test_end_and_padding_tokens_are_known(tmp_path: Path) -> None:
     assert (chat.pad_id, chat.eos_id, len(chat)) == (0, 1, 9)
 
 
-def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no tokenizer can be loaded from .*nowhere"):
         ChatTokenizer(tmp_path / "nowhere")
 
 
-def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_without_a_chat_template_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no chat template"):
         make(tmp_path, template=None)
 
 
-def test_a_tokenizer_without_an_end_token_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_without_an_end_token_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no end token"):
         make(tmp_path, eos=None)
 
 
-def test_a_template_that_never_ends_an_answer_is_refused_for_examples(tmp_path: Path) -> None:
+def test_a_template_without_an_end_of_turn_is_rejected_for_examples(tmp_path: Path) -> None:
     chat = make(tmp_path, template="{% for m in messages %}{{ m['content'] }}{% endfor %}")
     with rejects("template", tmp_path, "/s", error=DataError):
         chat.encode_example(ANSWERED)
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_for_two_answers(tmp_path: Path) -> None:
+def test_a_template_that_rewrites_earlier_turns_is_rejected_for_two_responses(tmp_path: Path) -> None:
     chat = make(tmp_path, template="{% for m in messages[-2:] %}{{ m['content'] }}{% endfor %}</s>")
     with rejects("template", tmp_path, "earlier", error=DataError):
         chat.encode_example(TWICE)

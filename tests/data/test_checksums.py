@@ -13,7 +13,7 @@ from flowrl.data.checksums import (
 )
 
 
-def test_a_file_is_summed_as_it_is_written_and_as_it_is_read(tmp_path: Path) -> None:
+def test_the_checksum_of_a_file_is_equal_when_written_and_when_read(tmp_path: Path) -> None:
     file = ChecksummedFile(tmp_path / "a")
     file.write(memoryview(b"123"))
     assert file.align(8) == 8
@@ -22,12 +22,12 @@ def test_a_file_is_summed_as_it_is_written_and_as_it_is_read(tmp_path: Path) -> 
     assert file.finish() == expected == checksum_of(tmp_path / "a")
 
 
-def test_the_sum_is_crc32() -> None:
+def test_the_checksum_is_crc32() -> None:
     """The check value of the polynomial that zlib, gzip and PNG use."""
     assert zlib.crc32(b"123456789") == 0xCBF43926
 
 
-def test_pieces_do_not_show_in_the_sum(tmp_path: Path) -> None:
+def test_the_checksum_does_not_depend_on_chunks(tmp_path: Path) -> None:
     data = bytes(range(256)) * (140 * 1024)
     assert (
         write_with_checksum(tmp_path / "a", data)
@@ -36,12 +36,12 @@ def test_pieces_do_not_show_in_the_sum(tmp_path: Path) -> None:
     )
 
 
-def test_json_and_an_empty_file_are_summed_too(tmp_path: Path) -> None:
+def test_json_and_empty_files_have_checksums(tmp_path: Path) -> None:
     assert write_json_with_checksum(tmp_path / "a", {"x": 1}) == FileChecksum(8, zlib.crc32(b'{"x": 1}'))
     assert write_with_checksum(tmp_path / "b", b"") == FileChecksum(0, 0)
     sync_folder(tmp_path)
 
 
-def test_a_file_that_cannot_be_made_raises(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_created_raises(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         write_with_checksum(tmp_path / "none" / "a", b"")

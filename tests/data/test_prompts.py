@@ -134,7 +134,7 @@ def test_rows_of_uneven_lines_have_the_same_columns(tokenizer: ChatTokenizer) ->
     assert [(row["answer"], row["data_source"]) for row in rows] == [("2", None), (None, "sums")]
 
 
-def test_every_epoch_has_every_prompt_once_and_draws_are_numbered(tokenizer: ChatTokenizer) -> None:
+def test_every_epoch_has_every_prompt_once_and_indices_are_consecutive(tokenizer: ChatTokenizer) -> None:
     rows = stream(tokenizer).take(15)
     assert set(Counter(prompts(rows)).values()) == {3}
     assert {len(set(prompts(rows[start : start + 5]))) for start in (0, 5, 10)} == {5}
@@ -151,12 +151,12 @@ def test_without_shuffling_the_order_is_that_of_the_file(tokenizer: ChatTokenize
     assert prompts(stream(tokenizer, 2, shuffle=False).take(3)) == ["0+1", "1+1", "0+1"]
 
 
-def test_the_size_of_a_draw_does_not_change_what_is_drawn(tokenizer: ChatTokenizer) -> None:
+def test_the_batch_size_does_not_change_the_order_of_prompts(tokenizer: ChatTokenizer) -> None:
     small, large = stream(tokenizer), stream(tokenizer)
     assert [row for size in (1, 6, 0, 4) for row in small.take(size)] == large.take(11)
 
 
-def test_rows_by_prompt_id_are_the_same_before_and_after_they_are_drawn(tokenizer: ChatTokenizer) -> None:
+def test_rows_by_prompt_id_are_equal_before_and_after_they_are_drawn(tokenizer: ChatTokenizer) -> None:
     drawn, again = stream(tokenizer), stream(tokenizer)
     taken = drawn.take(12)
     assert again.rows([11, 3, 7]) == [taken[11], taken[3], taken[7]] == drawn.rows([11, 3, 7])
@@ -182,7 +182,7 @@ def test_the_state_of_a_different_dataset_or_seed_is_rejected(tokenizer: ChatTok
         stream(tokenizer).restore(stream(tokenizer, seed=1).state())
 
 
-def test_evaluation_reads_the_file_in_order_and_draws_nothing(tokenizer: ChatTokenizer) -> None:
+def test_evaluation_reads_the_file_in_order_and_keeps_the_position(tokenizer: ChatTokenizer) -> None:
     test_set = stream(tokenizer, 3)
     assert prompts(test_set.evaluation_rows()) == ["0+1", "1+1", "2+1"]
     assert prompts(test_set.evaluation_rows(2)) == ["0+1", "1+1"]

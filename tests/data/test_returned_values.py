@@ -16,7 +16,7 @@ def told(sentence: str):
     return pytest.raises(UserError, match=re.escape(sentence))
 
 
-def test_what_fits_is_given_back():
+def test_a_valid_result_is_returned_unchanged():
     loss, metrics = loss_and_metrics((TOKENS, {"ratio": TOKENS}), MASK, "actor.loss my:loss")
     assert loss is TOKENS and metrics["ratio"] is TOKENS
     assert weights_or_mask((MASK, {}), MASK, "correction") is MASK
@@ -32,29 +32,29 @@ def test_what_fits_is_given_back():
         (None, "a NoneType"),
     ],
 )
-def test_a_loss_without_metrics_is_told_what_it_must_return(result: object, found: str):
+def test_a_loss_without_metrics_is_rejected(result: object, found: str):
     with told(f"actor.loss my:loss returned {found}, it must return (loss [B, T], a dictionary of metrics [B, T])"):
         loss_and_metrics(result, MASK, "actor.loss my:loss")
 
 
 @pytest.mark.parametrize("value", [TOKENS.sum(), TOKENS.sum(-1), TOKENS.T, 1.0])
-def test_a_loss_that_would_broadcast_is_refused(value: object):
+def test_a_loss_that_would_broadcast_is_rejected(value: object):
     with told("it must return a tensor [B, T], here [2, 3]: one value per token"):
         loss_and_metrics((value, {}), MASK, "actor.loss my:loss")
 
 
-def test_a_metric_is_named():
+def test_an_invalid_metric_is_named():
     with told("my:loss (metric ratio) returned a float, it must return a tensor [B, T]"):
         loss_and_metrics((TOKENS, {"ratio": 1.0}), MASK, "my:loss")
 
 
-def test_a_loss_without_a_gradient_trains_nothing():
+def test_a_loss_without_a_gradient_is_rejected():
     with told("my:loss returned a loss without a gradient: compute it from logprobs"):
         loss_and_metrics((TOKENS.detach(), {}), MASK, "my:loss")
 
 
 @pytest.mark.parametrize("bad", [-1.0, torch.nan])
-def test_a_weight_is_at_least_0(bad: float):
+def test_a_negative_weight_is_rejected(bad: float):
     weights = torch.ones((2, 3))
     weights[0, 1] = bad
     with told("my:weights returned weights that are negative or NaN"):

@@ -127,7 +127,7 @@ def lines(folder: Path) -> int:
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
 )
-def test_a_recipe_asked_to_end_leaves_whole_results(
+def test_an_interrupted_recipe_leaves_complete_results(
     number: signal.Signals, code: int, start_recipe: StartRecipe, tmp_path: Path
 ) -> None:
     program, out = start_recipe(), tmp_path / "out"
@@ -148,7 +148,7 @@ def test_a_recipe_asked_to_end_leaves_whole_results(
     assert program.printed().splitlines()[-1].endswith(f"after step {summary['steps']} of 100; results: {out}")
 
 
-def test_a_second_ctrl_c_ends_a_recipe_now(start_recipe: StartRecipe, tmp_path: Path) -> None:
+def test_a_second_ctrl_c_aborts_a_recipe(start_recipe: StartRecipe, tmp_path: Path) -> None:
     program = start_recipe("steps=3000")
     eventually(lambda: lines(tmp_path) >= 2, START_S)
     program.signal_all(signal.SIGINT)
@@ -169,7 +169,7 @@ def test_ctrl_c_while_a_recipe_starts_leaves_no_folder(start_recipe: StartRecipe
     assert not (tmp_path / "out").exists()
 
 
-def test_a_killed_recipe_leaves_whole_lines_and_no_process(start_recipe: StartRecipe, tmp_path: Path) -> None:
+def test_a_killed_recipe_leaves_complete_lines_and_no_process(start_recipe: StartRecipe, tmp_path: Path) -> None:
     program = start_recipe()
     eventually(lambda: lines(tmp_path) >= 2, START_S)
     program.process.kill()
@@ -210,7 +210,7 @@ def settled() -> tuple[float, list[str], int]:
     ("ending", "code"),
     [(None, 0), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGKILL, -9)],
 )
-def test_a_cluster_that_a_driver_joined_goes_on_with_all_that_it_had(
+def test_a_joined_cluster_keeps_its_state_after_the_driver_ends(
     ending: signal.Signals | None, code: int, ray_session: None, tmp_path: Path
 ) -> None:
     before = settled()

@@ -80,7 +80,7 @@ def test_ppo_trains_on_two_hosts(
 @pytest.mark.parametrize(
     ("ending", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGKILL, -9, marks=pytest.mark.slow)]
 )
-def test_all_nodes_end_with_it_and_the_token_is_on_no_command_line(
+def test_all_nodes_end_with_the_driver_and_no_command_line_contains_the_token(
     ending: signal.Signals, code: int, ssh: None, hostfile: Callable[..., Path]
 ) -> None:
     hosts = str(hostfile("127.0.0.2", "127.0.0.3"))
@@ -100,7 +100,7 @@ def test_all_nodes_end_with_it_and_the_token_is_on_no_command_line(
     assert found["arguments"][:2] == ["x=1", "--address"] and not found["token_is_seen"]
 
 
-def test_an_unreachable_host_is_one_line_and_ends_the_others(
+def test_an_unreachable_host_is_a_one_line_error_and_ends_the_others(
     ssh: None, hostfile: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = psutil.Process().children(recursive=True)
@@ -121,7 +121,7 @@ def test_an_unreachable_host_is_one_line_and_ends_the_others(
         (("a", "a"), "hosts:2: duplicate host a"),
     ],
 )
-def test_a_wrong_hostfile_is_one_line(
+def test_a_wrong_hostfile_is_a_one_line_error(
     lines: tuple[str, ...], location: str, hostfile: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(hostfile(*lines)), "true"]) == 2
@@ -129,7 +129,7 @@ def test_a_wrong_hostfile_is_one_line(
     assert location in printed and printed.count("\n") == 1
 
 
-def test_a_missing_hostfile_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_hostfile_is_a_one_line_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "none"), "true"]) == 2
     assert "/none " in capsys.readouterr().err
     assert main([str(tmp_path / "none")]) == 2

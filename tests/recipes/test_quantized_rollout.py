@@ -46,19 +46,19 @@ def compare(make: Callable[..., Any], train: Callable[[Any], Any], algorithm: di
         assert 1e-5 < line["rollout_gap"] < 0.1
 
 
-def test_ppo_is_the_same_beside_the_actor_and_apart_from_it(
+def test_ppo_is_identical_with_a_colocated_and_a_separate_rollout(
     ray_session: None, ppo_config: Callable[..., PPOConfig], tmp_path: Path
 ) -> None:
     compare(ppo_config, train_ppo, {"estimator": "gae", "lam": 0.95, "kl_coef": 0.05} | CORRECTION, tmp_path)
 
 
-def test_grpo_is_the_same_beside_the_actor_and_apart_from_it(
+def test_grpo_is_identical_with_a_colocated_and_a_separate_rollout(
     ray_session: None, grpo_config: Callable[..., GRPOConfig], tmp_path: Path
 ) -> None:
     compare(grpo_config, train_grpo, {"estimator": "grpo"} | CORRECTION, tmp_path)
 
 
-def test_a_run_that_goes_on_samples_from_the_weights_of_its_checkpoint(
+def test_a_resumed_run_samples_from_the_weights_of_its_checkpoint(
     grpo_config: Callable[..., GRPOConfig], tmp_path: Path
 ) -> None:
     settings = {

@@ -47,7 +47,7 @@ def test_the_run_folder_has_every_result(run: Path) -> None:
     assert calls >= {"generate", "score", "logprobs", "values", "update", "apply"}
 
 
-def test_transformers_loads_the_trained_model_and_it_answers(run: Path) -> None:
+def test_transformers_generates_with_the_trained_model(run: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(run / "model")
     tokenizer = AutoTokenizer.from_pretrained(run / "model")
     prompt = tokenizer.apply_chat_template(

@@ -25,12 +25,12 @@ def test_no_problem_is_in_two_sets() -> None:
     assert len(problems.held_out) >= 1_000
 
 
-def test_the_same_seed_deals_the_same_problems() -> None:
+def test_the_same_seed_generates_the_same_problems() -> None:
     assert deal(seed=1) == deal(seed=1)
     assert deal(seed=1) != deal(seed=2)
 
 
-def test_answers_are_right() -> None:
+def test_answers_are_correct() -> None:
     assert Problem(37, "+", 85).answer == "122"
     assert Problem(37, "-", 85).answer == "-48"
     assert Problem(37, "-", 85).prompt == "37-85"
@@ -40,15 +40,17 @@ def test_answers_are_right() -> None:
     ("response", "expected"),
     [("122", 1.0), ("123", 1 / 3), ("12", 1 / 3), ("1222", 0.375), ("", 0.0), ("221", 1 / 6)],
 )
-def test_the_reward_is_half_right_characters_and_half_all_of_them(response: str, expected: float) -> None:
+def test_the_reward_is_half_the_share_of_correct_characters_and_half_an_exact_match(
+    response: str, expected: float
+) -> None:
     assert score("37+85", response, "122", data_source="sums") == pytest.approx(expected)
 
 
-def test_the_evaluation_reward_asks_for_the_whole_answer() -> None:
+def test_the_evaluation_reward_requires_an_exact_match() -> None:
     assert [exact("37+85", response, "122") for response in ("122", "12", "1222")] == [1.0, 0.0, 0.0]
 
 
-def test_prepared_files_are_read_as_what_they_are(folder: Path) -> None:
+def test_prepared_files_are_read_as_prompts_and_examples(folder: Path) -> None:
     assert len(read_conversations(folder / "sft.jsonl", last="assistant")) == 2_000
     assert len(read_conversations(folder / "train.jsonl", last="user", needs=("answer",))) == 13_000
     held_out = read_conversations(folder / "test.jsonl", last="user", needs=("answer",))
@@ -63,7 +65,7 @@ def test_a_prompt_is_six_tokens_and_an_example_ends_with_the_end_token(folder: P
     assert tokenizer.decode(ids[6:]) == "-48"
 
 
-def test_a_stream_over_the_prepared_prompts_gives_rows(folder: Path) -> None:
+def test_a_stream_over_the_prepared_prompts_returns_rows(folder: Path) -> None:
     stream = PromptStream(
         read_conversations(folder / "train.jsonl"), ChatTokenizer(folder / "model"), seed=0, max_prompt_tokens=6
     )

@@ -35,7 +35,7 @@ def losing_config(ppo_config: Configs, output: Path, **changes: Any) -> PPOConfi
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["sync", pytest.param("one_step_off", marks=pytest.mark.slow)])
-def test_a_killed_trainer_rank_costs_the_steps_since_the_checkpoint_and_no_maker(
+def test_a_killed_trainer_rank_repeats_the_steps_since_the_checkpoint_and_restarts_no_replica(
     ray_session: None, ppo_config: Configs, tmp_path: Path, kind: str
 ) -> None:
     config = losing_config(ppo_config, tmp_path / "run", schedule={"kind": kind})
@@ -47,7 +47,7 @@ def test_a_killed_trainer_rank_costs_the_steps_since_the_checkpoint_and_no_maker
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_makers_that_never_stop_are_kept_and_what_they_had_finished_is_trained(
+def test_retained_streaming_replicas_keep_their_processes_and_completed_rollouts_are_trained(
     ray_session: None, ppo_config: Configs, tmp_path: Path
 ) -> None:
     config = losing_config(ppo_config, tmp_path / "run", schedule={"kind": "async", "max_staleness": 2})

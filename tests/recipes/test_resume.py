@@ -79,7 +79,7 @@ def straight_float64(task_folder: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_ppo_goes_on_to_the_last_bit(ppo_config: Configs, straight: PPOConfig, asynchronous: bool) -> None:
+def test_ppo_resumes_bitwise_identically(ppo_config: Configs, straight: PPOConfig, asynchronous: bool) -> None:
     checkpoint = {"every": 2, "asynchronous": asynchronous}
     train_ppo(ppo_config(steps=3, checkpoint=checkpoint))
     again = ppo_config(steps=5, checkpoint=checkpoint, resume="auto")
@@ -89,7 +89,7 @@ def test_ppo_goes_on_to_the_last_bit(ppo_config: Configs, straight: PPOConfig, a
     assert summary["steps"] == 5 and summary["seconds"] > metrics_of_clock(again)[-1]["elapsed_s"]
 
 
-def test_an_evaluation_at_the_end_alone_does_not_decide_which_checkpoint_is_best(ppo_config: Configs) -> None:
+def test_an_evaluation_only_at_the_end_does_not_rank_checkpoints(ppo_config: Configs) -> None:
     config = ppo_config(steps=3, checkpoint={"every": 1, "keep_last": 1, "keep_best": 1})
     train_ppo(config)
     rewards = {line["step"]: line["reward"] for line in metrics_of(config)[1:]}
@@ -105,7 +105,7 @@ def metrics_of_clock(config: PPOConfig) -> list[dict[str, float]]:
     return [{name: value for name, value in json.loads(line).items() if name in CLOCK} for line in lines]
 
 
-def test_a_run_that_crashed_goes_on_after_its_newest_checkpoint(
+def test_a_crashed_run_resumes_from_its_newest_checkpoint(
     ppo_config: Configs, straight: PPOConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     crashing.begin_again()
@@ -122,7 +122,7 @@ def test_a_run_that_crashed_goes_on_after_its_newest_checkpoint(
     assert elapsed == sorted(elapsed)
 
 
-def test_a_run_that_crashed_before_its_first_checkpoint_begins_again(
+def test_a_run_that_crashed_before_its_first_checkpoint_starts_over(
     ppo_config: Configs, straight: PPOConfig, tmp_path: Path
 ) -> None:
     config = ppo_config(steps=5, checkpoint=EVERY_2, resume="auto")
@@ -133,7 +133,7 @@ def test_a_run_that_crashed_before_its_first_checkpoint_begins_again(
     assert_the_same_run(config, straight)
 
 
-def test_ctrl_c_leaves_a_checkpoint_of_its_step(
+def test_ctrl_c_saves_a_checkpoint_of_its_step(
     ppo_config: Configs, straight: PPOConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     crashing.begin_again()
@@ -146,9 +146,7 @@ def test_ctrl_c_leaves_a_checkpoint_of_its_step(
     assert_the_same_run(config, straight)
 
 
-def test_a_driver_that_was_killed_goes_on_to_the_last_bit(
-    ppo_config: Configs, straight: PPOConfig, tmp_path: Path
-) -> None:
+def test_a_killed_driver_resumes_bitwise_identically(ppo_config: Configs, straight: PPOConfig, tmp_path: Path) -> None:
     config = ppo_config(recipe="recipes.ppo.config:PPOConfig", steps=5, checkpoint={"every": 1}, resume="auto")
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     command = [sys.executable, "-m", "recipes.ppo.train", str(tmp_path / "config.yaml")]
@@ -161,7 +159,7 @@ def test_a_driver_that_was_killed_goes_on_to_the_last_bit(
     assert_the_same_run(config, straight)
 
 
-def test_grpo_goes_on_to_the_last_bit(grpo_config: Callable[..., GRPOConfig], tmp_path: Path) -> None:
+def test_grpo_resumes_bitwise_identically(grpo_config: Callable[..., GRPOConfig], tmp_path: Path) -> None:
     straight = grpo_config(steps=4, output=tmp_path / "straight")
     train_grpo(straight)
     train_grpo(grpo_config(steps=2, checkpoint=EVERY_2))
@@ -174,7 +172,7 @@ def test_grpo_goes_on_to_the_last_bit(grpo_config: Callable[..., GRPOConfig], tm
     assert updates[0] == 2 * updates[1] == sum(e.method == "update" for e in read_trace(straight.output).events) > 0
 
 
-def test_adapters_go_on_to_the_last_bit_from_checkpoints_of_them_alone(
+def test_adapters_resume_bitwise_identically_from_adapter_checkpoints(
     ppo_config: Configs, task_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = ModelConfig(path=shutil.copytree(task_folder / "model", tmp_path / "model"))
@@ -207,7 +205,7 @@ def test_adapters_go_on_to_the_last_bit_from_checkpoints_of_them_alone(
 
 
 @pytest.mark.parametrize("adapted", [False, True])
-def test_what_a_cut_actor_saved_is_exported_as_the_run_left_it(
+def test_the_export_of_a_sharded_checkpoint_equals_the_final_model(
     ray_session: None, ppo_config: Configs, tmp_path: Path, adapted: bool
 ) -> None:
     config = ppo_config(steps=2, backend="ray", placement=TWO, checkpoint=EVERY_2)
@@ -222,7 +220,7 @@ def test_what_a_cut_actor_saved_is_exported_as_the_run_left_it(
     assert exported.keys() == model.keys() and all(torch.equal(exported[name], model[name]) for name in model)
 
 
-def test_an_adaptive_penalty_goes_on_to_the_last_bit(ppo_config: Configs, tmp_path: Path) -> None:
+def test_an_adaptive_penalty_resumes_bitwise_identically(ppo_config: Configs, tmp_path: Path) -> None:
     control = {"kind": "adaptive", "target": 0.001, "horizon": 200}
     algorithm = {"estimator": "gae", "kl_coef": 0.05, "kl_control": control, "shaping": [{"kind": "normalize_rewards"}]}
     straight = ppo_config(steps=4, output=tmp_path / "straight", algorithm=algorithm)
@@ -244,7 +242,7 @@ def cut(config: PPOConfig, engine: dict[str, Any], **sizes: int) -> PPOConfig:
     return with_float64_models(sharded)
 
 
-def test_a_cut_run_goes_on_whole_and_cut_in_another_way(
+def test_a_sharded_run_resumes_unsharded_and_with_another_sharding(
     ray_session: None, ppo_config: Configs, straight_float64: PPOConfig, tmp_path: Path
 ) -> None:
     begun = cut(ppo_config(steps=3, checkpoint=EVERY_2), {"strategy": "fsdp"})
@@ -258,7 +256,7 @@ def test_a_cut_run_goes_on_whole_and_cut_in_another_way(
             assert_same(without_accuracy(expected), without_accuracy(line))
 
 
-def test_sft_goes_on_with_the_examples_that_it_has_not_seen(task_folder: Path, tmp_path: Path) -> None:
+def test_sft_resumes_with_unseen_examples(task_folder: Path, tmp_path: Path) -> None:
     def config(output: str, **changes: Any) -> SFTConfig:
         model = {"path": task_folder / "model"}
         data = {"train": task_folder / "sft.jsonl", "max_prompt_tokens": 16}
@@ -272,7 +270,7 @@ def test_sft_goes_on_with_the_examples_that_it_has_not_seen(task_folder: Path, t
     assert all(torch.equal(trained(again)[name], weight) for name, weight in trained(straight).items())
 
 
-def test_two_ranks_go_on_to_the_last_bit_and_one_rank_up_to_summation_order(
+def test_two_ranks_resume_bitwise_identically_and_one_rank_up_to_summation_order(
     ray_session: None, ppo_config: Configs, straight_float64: PPOConfig, tmp_path: Path
 ) -> None:
     two = with_float64_models(ppo_config(steps=5, output=tmp_path / "two", backend="ray", placement=TWO))
@@ -291,7 +289,7 @@ def test_two_ranks_go_on_to_the_last_bit_and_one_rank_up_to_summation_order(
         assert_same(without_accuracy(expected), without_accuracy(line))
 
 
-def test_two_ranks_apart_from_their_rollout_go_on_where_one_rank_ended(
+def test_two_ranks_with_a_separate_rollout_resume_from_one_rank(
     ray_session: None, ppo_config: Configs, straight_float64: PPOConfig
 ) -> None:
     """The rollout is in another process than the actor, and samples from what the actor has loaded."""

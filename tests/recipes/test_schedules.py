@@ -48,7 +48,9 @@ def weights(config: GRPOConfig | PPOConfig) -> dict[str, torch.Tensor]:
     return load_file(config.output / "model" / "model.safetensors")
 
 
-def test_async_without_staleness_is_sync_bit_for_bit(ppo_config: Callable[..., PPOConfig], tmp_path: Path) -> None:
+def test_async_without_staleness_is_bitwise_identical_to_sync(
+    ppo_config: Callable[..., PPOConfig], tmp_path: Path
+) -> None:
     schedules = ({"kind": "sync"}, {"kind": "async", "max_staleness": 0})
     changes: dict[str, Any] = {"placement": Placement(**ALIKE), "evaluate_every": 2}
     runs = [ppo_config(output=tmp_path / schedule["kind"], schedule=schedule, **changes) for schedule in schedules]
@@ -90,7 +92,7 @@ def with_staleness_one(config: GRPOConfig) -> dict[str, torch.Tensor]:
     return load_file(config.output / "model.safetensors")
 
 
-def test_one_step_off_trains_on_responses_of_the_weights_before(grpo_config: GrpoConfigs, tmp_path: Path) -> None:
+def test_one_step_off_trains_on_responses_of_the_previous_weights(grpo_config: GrpoConfigs, tmp_path: Path) -> None:
     schedule = {"kind": "one_step_off"}
     config = grpo_config(steps=4, placement=Placement(**ALIKE), schedule=schedule)
     train_grpo(config)
@@ -130,19 +132,19 @@ def assert_one_step_off_goes_on(straight: AnyConfig, train: Callable[[AnyConfig]
     assert [line["staleness"] for line in metrics_of(again)[1:]] == [0, 1, 1, 1]
 
 
-def test_grpo_one_step_off_goes_on_to_the_last_bit(grpo_config: GrpoConfigs, tmp_path: Path) -> None:
+def test_grpo_one_step_off_resumes_bitwise_identically(grpo_config: GrpoConfigs, tmp_path: Path) -> None:
     straight = grpo_config(steps=4, checkpoint=EVERY_STEP | {"asynchronous": False}, **ONE_STEP_OFF)
     assert_one_step_off_goes_on(straight, train_grpo, tmp_path / "again")
 
 
-def test_ppo_one_step_off_goes_on_to_the_last_bit(ppo_config: Callable[..., PPOConfig], tmp_path: Path) -> None:
+def test_ppo_one_step_off_resumes_bitwise_identically(ppo_config: Callable[..., PPOConfig], tmp_path: Path) -> None:
     straight = ppo_config(steps=4, checkpoint=EVERY_STEP, **ONE_STEP_OFF)
     assert_one_step_off_goes_on(straight, train_ppo, tmp_path / "again")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_one_step_off_goes_on_to_the_last_bit_from_two_replicas_and_elsewhere(
+def test_one_step_off_resumes_bitwise_identically_from_two_replicas_and_under_another_placement(
     grpo_config: GrpoConfigs, ray_session: None, tmp_path: Path
 ) -> None:
     changes: dict[str, Any] = {"backend": "ray", "placement": detached(2), "checkpoint": EVERY_STEP}
@@ -154,7 +156,7 @@ def test_one_step_off_goes_on_to_the_last_bit_from_two_replicas_and_elsewhere(
         assert_same(without_accuracy(expected), without_accuracy(line))
 
 
-def test_one_step_off_goes_on_to_the_last_bit_after_ctrl_c(
+def test_one_step_off_resumes_bitwise_identically_after_ctrl_c(
     grpo_config: GrpoConfigs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reward = {"function": "tests.recipes.crashing:score", "evaluation": "recipes.quickstart.task:exact"}
@@ -170,7 +172,7 @@ def test_one_step_off_goes_on_to_the_last_bit_after_ctrl_c(
     assert_the_same_run(config, straight)
 
 
-def test_one_step_off_has_nothing_ahead_at_its_last_step(grpo_config: GrpoConfigs) -> None:
+def test_one_step_off_has_no_pending_rollouts_after_its_last_step(grpo_config: GrpoConfigs) -> None:
     changes: dict[str, Any] = {"checkpoint": {"every": 1}, "resume": "auto"}
     first = grpo_config(steps=1, **changes, **ONE_STEP_OFF)
     train_grpo(first)
@@ -206,7 +208,7 @@ def test_grpo_streams_inline(grpo_config: GrpoConfigs, loss: str) -> None:
     assert all(0 < line["correction/effective_samples"] <= 1 for line in lines)
 
 
-def test_async_goes_on_with_what_was_finished_and_trains_every_prompt_once(
+def test_async_resumes_with_complete_rollouts_and_trains_every_prompt_once(
     grpo_config: GrpoConfigs, tmp_path: Path
 ) -> None:
     schedule = {"kind": "async", "max_staleness": 3}
@@ -244,7 +246,7 @@ def trained_prompts(config: GRPOConfig) -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize("interrupt", [True, False])
-def test_grpo_streams_from_two_makers_to_two_trainers(
+def test_grpo_streams_from_two_replicas_to_two_trainers(
     grpo_config: GrpoConfigs, ray_session: None, interrupt: bool
 ) -> None:
     schedule = ASYNC | {"interrupt": interrupt}
@@ -280,7 +282,7 @@ def written(config: GRPOConfig, folder: Path) -> tuple[dict[int, set[int]], dict
 @pytest.mark.parametrize(
     ("feeds", "pairs"), [([[0], [1]], {(0, 0), (1, 1)}), ([[0], [0, 1]], {(0, 0), (1, 0), (1, 1)})]
 )
-def test_each_trainer_trains_on_what_its_own_makers_answered(
+def test_each_trainer_trains_on_rollouts_of_its_own_replicas(
     grpo_config: GrpoConfigs, ray_session: None, tmp_path: Path, feeds: list[list[int]], pairs: set[tuple[int, int]]
 ) -> None:
     placement = detached(2, 2, routes={"rollout": feeds})
@@ -292,7 +294,7 @@ def test_each_trainer_trains_on_what_its_own_makers_answered(
     assert set().union(*trained.values()) == set().union(*made.values()) == {0, 1}
 
 
-def test_a_killed_maker_loses_no_prompt(grpo_config: GrpoConfigs, ray_session: None) -> None:
+def test_a_killed_replica_loses_no_prompt(grpo_config: GrpoConfigs, ray_session: None) -> None:
     config = grpo_config(steps=8, backend="ray", placement=detached(2), schedule=ASYNC, samples_per_prompt=2)
     prompts, _ = read_prompts(config)
     trained: list[int] = []

@@ -74,7 +74,7 @@ def sync(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str]
     ("schedule", "placement", "engine"),
     [pytest.param(*run, marks=[pytest.mark.vllm, needs_vllm] if run[2] == "vllm" else []) for run in RUNS],
 )
-def test_a_schedule_learns_as_sync_does(
+def test_a_schedule_reaches_the_accuracy_of_sync(
     task: Path,
     sync: Callable[[str], tuple[float, float, int]],
     tmp_path: Path,

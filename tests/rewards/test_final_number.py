@@ -13,10 +13,10 @@ from flowrl.rewards.final_number import score
         ("none", "3", 0.0),
     ],
 )
-def test_the_last_number_counts(response: str, answer: str, expected: float) -> None:
+def test_the_last_number_is_scored(response: str, answer: str, expected: float) -> None:
     assert score("How many?", response, answer) == expected
 
 
-def test_an_answer_without_a_number_is_refused() -> None:
+def test_an_answer_without_a_number_is_rejected() -> None:
     with pytest.raises(ValueError, match="three"):
         score("How many?", "3", "three")

@@ -79,7 +79,7 @@ def test_gae_puts_the_score_last_and_the_kl_on_every_token() -> None:
     assert result.get("advantages").tolist() == [0, 0.75, 1.25, 0, 0, 2.0]
 
 
-def test_whitened_advantages_have_mean_zero_over_the_whole_batch() -> None:
+def test_whitened_advantages_have_mean_zero_over_the_batch() -> None:
     result = compute(batch(values=[0.0] * 6), GaeAdvantage(whiten=True))
     # Advantages 1, 1, 3: mean 5/3, unbiased variance 4/3.
     expected = [(1 - 5 / 3) / (4 / 3) ** 0.5] * 2 + [(3 - 5 / 3) / (4 / 3) ** 0.5]

@@ -145,7 +145,7 @@ def test_a_gap_is_an_error_with_its_causes(
         (["data.train=nowhere.jsonl"], "error: "),
     ],
 )
-def test_wrong_settings_are_one_sentence(
+def test_wrong_settings_are_a_one_line_error(
     recipe: Path, settings: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["doctor", "--rollout", str(recipe), *settings]) == 2

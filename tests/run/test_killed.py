@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="it forks")
-def test_a_run_that_is_killed_while_it_saves_loses_nothing_but_that_save(tmp_path: Path) -> None:
+def test_a_run_killed_while_saving_keeps_all_earlier_checkpoints(tmp_path: Path) -> None:
     code = "import sys; from tests.checkpoints.saving_loop import main; from pathlib import Path;"
     code += "sys.exit(main(Path(sys.argv[1]), 20))"
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], cwd=ROOT, capture_output=True, text=True)

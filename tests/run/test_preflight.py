@@ -53,7 +53,7 @@ def test_a_mesh_that_the_engine_can_run_is_planned() -> None:
     assert (planned.roles["actor"].mesh.dp, planned.roles["actor"].mesh.tp) == (2, 2)
 
 
-def test_what_cut_models_alone_have_may_be_set_where_auto_cuts_them() -> None:
+def test_settings_of_sharded_models_are_accepted_if_auto_shards() -> None:
     planned = plan_run(run_with(on(2, tp=2), reshard_after_forward=False, offload="parameters"))
     assert planned.roles["actor"].mesh.tp == 2
 
@@ -89,7 +89,7 @@ def test_what_cut_models_alone_have_may_be_set_where_auto_cuts_them() -> None:
         (on(4), {"strategy": "fsdp", "shard_ranks": 3}, r"engine\.shard_ranks is 3"),
     ],
 )
-def test_an_engine_that_its_ranks_cannot_run_is_refused(placement: Placement, engine: dict, sentence: str) -> None:
+def test_an_engine_that_its_ranks_cannot_run_is_rejected(placement: Placement, engine: dict, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         plan_run(run_with(placement, **engine))
 
@@ -110,7 +110,7 @@ def adapted(reference: str, sizes: dict[str, int], **engine: object) -> KlRun:
     return KlRun.model_validate(settings | {"reference": {"model": {"path": "m"}}})
 
 
-def test_an_adapter_may_be_cut_by_tensor_parallelism() -> None:
+def test_an_adapter_may_be_tensor_parallel() -> None:
     assert plan_run(adapted("main", {"tp": 2})).roles["actor"].mesh.tp == 2
 
 
@@ -134,7 +134,7 @@ def test_a_reference_may_share_an_adapted_model_or_have_its_own(reference: str) 
         ("main[1:]+other[1:]", {"tp": 2}, {}, r"placement\.roles\.reference .* 1 of the 2 devices of actor"),
     ],
 )
-def test_an_adapter_that_its_ranks_cannot_run_is_refused(
+def test_an_adapter_that_its_ranks_cannot_run_is_rejected(
     reference: str, sizes: dict[str, int], engine: dict, sentence: str
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
@@ -157,16 +157,16 @@ def top_run(placement: Placement, **engine: object) -> TopRun:
 
 
 @pytest.mark.parametrize("size", ["tp", "sp"])
-def test_an_engine_at_the_top_is_the_actors(size: str) -> None:
+def test_a_top_level_engine_is_the_engine_of_the_actor(size: str) -> None:
     assert plan_run(top_run(on(2, **{size: 2}))).roles["actor"].mesh.dp == 1
 
 
-def test_an_engine_at_the_top_that_its_ranks_cannot_run_is_refused_by_its_key() -> None:
+def test_a_top_level_engine_that_its_ranks_cannot_run_is_rejected_with_its_key() -> None:
     with pytest.raises(ConfigError, match=r"^engine\.shard_ranks is 3"):
         plan_run(top_run(on(4), strategy="fsdp", shard_ranks=3))
 
 
-def test_ranks_that_each_hold_all_they_need_take_no_parallel_size() -> None:
+def test_frozen_roles_reject_parallel_sizes() -> None:
     class RolloutRun(RunConfig):
         roles = ("rollout",)
 
@@ -194,13 +194,13 @@ def quantized_run(quantization: str, num_ranks: int = 1) -> RolloutRun:
     )
 
 
-def test_numbers_that_the_device_has_not_are_refused() -> None:
+def test_number_formats_that_the_device_does_not_support_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.quantization is int4, .* GPUs only, but placement\.device is cpu"):
         plan_run(quantized_run("int4"))
     assert plan_run(quantized_run("int8")).kind == "cpu"
 
 
-def test_a_rollout_that_is_to_be_cut_is_told_of_the_engine_that_can() -> None:
+def test_a_tensor_parallel_hf_rollout_is_rejected_naming_vllm() -> None:
     roles = {"actor": "main", "rollout": {"pool": "other", "tp": 2}}
     pools = {"main": [1], "other": [2]}
     placement = Placement.model_validate({"device": "cpu", "pools": pools, "roles": roles})
@@ -212,7 +212,7 @@ def test_a_rollout_that_is_to_be_cut_is_told_of_the_engine_that_can() -> None:
         plan_run(run)
 
 
-def test_where_int4_cannot_be_is_told_before_what_it_computes_in() -> None:
+def test_int4_on_the_wrong_device_is_rejected_before_its_compute_dtype() -> None:
     rollout = {"engine": "vllm", "max_response_tokens": 8, "quantization": "int4"}
     config = GRPOConfig.model_validate(grpo_settings(rollout=rollout))
     assert config.placement.device == "auto"
@@ -226,6 +226,6 @@ def test_where_int4_cannot_be_is_told_before_what_it_computes_in() -> None:
     importlib.util.find_spec("vllm") is None or importlib.util.find_spec("torchao") is not None,
     reason="with torchao they are not refused",
 )
-def test_integers_of_vllm_without_torchao_are_refused() -> None:
+def test_int8_in_vllm_without_torchao_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.quantization int8 needs torchao"):
         check_rollouts(quantized_run("int8"))

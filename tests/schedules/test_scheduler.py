@@ -402,7 +402,7 @@ def test_seconds_per_group_is_a_moving_average():
         assert tracker.seconds_per_group(0) == pytest.approx(mean_s)
 
 
-def test_a_replica_without_measurement_is_no_straggler():
+def test_a_replica_without_measurement_is_not_a_straggler():
     tracker = ThroughputTracker(2)
     tracker.start_group(0, 0)
     tracker.complete_group(0, 0)
@@ -413,7 +413,7 @@ def test_a_replica_without_measurement_is_no_straggler():
     assert tracker.seconds_per_group(0) == 45 and not tracker.is_straggler(0, [1], 0)
 
 
-def test_a_maker_is_straggler_where_the_others_had_to_wait_for_it():
+def test_a_replica_that_others_wait_for_is_a_straggler():
     tracker = tracker_of(10.0, 1.0, 1.0)
     assert tracker.is_straggler(0, [1, 2], 8)  # the others need 4 s
     assert not tracker.is_straggler(0, [1, 2], 24)
@@ -421,7 +421,7 @@ def test_a_maker_is_straggler_where_the_others_had_to_wait_for_it():
     assert not tracker.is_straggler(0, [], 0)
 
 
-def test_a_replica_up_to_twice_as_slow_is_no_straggler():
+def test_a_replica_up_to_twice_as_slow_is_not_a_straggler():
     assert not tracker_of(2.0, 1.0, 1.0).is_straggler(0, [1, 2], 0)
     assert tracker_of(2.1, 1.0, 1.0).is_straggler(0, [1, 2], 0)
 

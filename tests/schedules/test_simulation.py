@@ -68,7 +68,7 @@ def test_one_step_off_is_as_fast_as_the_slower_of_each_step(ratio: float, groups
 
 @pytest.mark.parametrize("groups", [EVEN, TAILS], ids=["even", "long-tailed"])
 @pytest.mark.parametrize("ratio", RATIOS)
-def test_sync_takes_the_sum_of_both(ratio: float, groups: list[float]):
+def test_sync_takes_the_sum_of_generation_and_training(ratio: float, groups: list[float]):
     train_s = ratio * sum(groups) / len(groups) * GROUPS / (REPLICAS * SLOTS)
     outcome = run(SYNC, groups, ratio)
     assert outcome.seconds == pytest.approx(sum(batch_seconds(groups)) + STEPS * train_s)

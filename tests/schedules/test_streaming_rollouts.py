@@ -330,7 +330,7 @@ def test_busy_replicas_do_not_wait_for_weights() -> None:
     assert run.source.weight_wait_s(40, (), 0, round(run.clock.now_s * 1e9)) == 0
 
 
-def test_a_lost_trainer_is_no_lost_replica() -> None:
+def test_a_lost_trainer_is_not_counted_as_a_lost_replica() -> None:
     run = SimulatedRun(config_of(max_staleness=1))
     run.weight_sync.lost = ProcessLost("actor", 0, 0, "weights", "it was killed")
     with pytest.raises(ProcessLost, match=r"actor\.weights"):
@@ -338,7 +338,7 @@ def test_a_lost_trainer_is_no_lost_replica() -> None:
     assert run.source.summary()["replicas_lost"] == 0 and run.messages == []
 
 
-def test_a_refused_prompt_is_dropped_reported_and_counted() -> None:
+def test_a_rejected_prompt_is_dropped_reported_and_counted() -> None:
     run = SimulatedRun(config_of(max_staleness=1, max_concurrent=3), refuses=lambda prompt: prompt % 10 in (3, 4))
     run.run()
     refused = {prompt for prompt in range(run.prompts.drawn) if prompt % 10 in (3, 4)}
@@ -349,7 +349,7 @@ def test_a_refused_prompt_is_dropped_reported_and_counted() -> None:
     assert len(run.messages) == MAX_REFUSAL_MESSAGES < len(refused)
 
 
-def test_a_run_ends_if_every_prompt_is_refused() -> None:
+def test_a_run_ends_if_every_prompt_is_rejected() -> None:
     run = SimulatedRun(config_of(max_staleness=1), refuses=lambda prompt: True)
     with pytest.raises(UserError, match="refused 100 prompts"):
         run.run()

@@ -45,7 +45,7 @@ def answers(rollout: WorkerGroup) -> list[list[float]]:
     return [found.get(name)[mask].tolist() for name in ("input_ids", "rollout_logprobs", "weight_version")]
 
 
-def is_quantised_from_actor(rollout: Rollout) -> bool:
+def is_quantized_from_actor(rollout: Rollout) -> bool:
     """Returns whether the weights are bitwise the quantization of the actor's current weights."""
     actor = rollout.peer("actor")
     assert isinstance(actor, Actor)
@@ -79,12 +79,12 @@ def test_colocated_and_separate_rollouts_are_identical(model: ModelConfig) -> No
 
 def check_updates(cluster: Cluster, model: ModelConfig, ranks: int, **settings: Any) -> None:
     actor, rollout = groups(cluster, model, **settings)
-    assert rollout.run(is_quantised_from_actor) == [True] * ranks
+    assert rollout.run(is_quantized_from_actor) == [True] * ranks
     for version in (1, 2):
         trained(actor)
-        assert rollout.run(is_quantised_from_actor) == [False] * ranks
+        assert rollout.run(is_quantized_from_actor) == [False] * ranks
         rollout.set_version(version)
-        assert rollout.run(is_quantised_from_actor) == [True] * ranks
+        assert rollout.run(is_quantized_from_actor) == [True] * ranks
         answers(rollout)
 
 

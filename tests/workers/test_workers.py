@@ -103,7 +103,7 @@ def test_an_update_raises_the_probability_of_tokens_with_positive_advantage(
     assert gain.mean() > 0
 
 
-def test_a_kl_loss_without_reference_logprobs_is_told(cluster: Cluster, model: ModelConfig) -> None:
+def test_a_kl_loss_without_reference_logprobs_is_rejected(cluster: Cluster, model: ModelConfig) -> None:
     actor = actor_of(cluster, model, kl_loss_coef=0.1)
     with pytest.raises(WorkerError, match="ref_logprobs"):
         actor.update(batch(old_logprobs=[0.0] * 12, advantages=[1.0] * 12))
@@ -121,7 +121,9 @@ class Waits(TorchFunctionMode):
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3", "abs", "tests.algorithms.own_functions:squared"])
 @pytest.mark.parametrize("junk", [float("nan"), -math.inf])
-def test_what_the_reference_says_of_masked_tokens_changes_no_update(model: ModelConfig, kind: str, junk: float) -> None:
+def test_reference_logprobs_of_masked_tokens_do_not_change_the_update(
+    model: ModelConfig, kind: str, junk: float
+) -> None:
     reference = [-1.0 if chosen else junk for chosen in MASK]
     found = []
     for values in (reference, [-1.0] * 12):
@@ -300,7 +302,7 @@ def broken(**columns: object) -> float:
     return float("nan")
 
 
-def test_a_reward_function_sees_the_datasets_own_columns(cluster: Cluster) -> None:
+def test_a_reward_function_receives_the_columns_of_the_dataset(cluster: Cluster) -> None:
     config = RewardConfig(function=f"{__name__}:weighted", evaluation=f"{__name__}:exact")
     reward = cluster.group("reward", reward_worker(config), config)
     assert reward.score(rows_with(weight=[0.25, 9.0])).get("scores").tolist() == [0.25, 0.0]

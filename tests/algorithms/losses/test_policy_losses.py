@@ -43,7 +43,7 @@ def test_the_loss_by_hand():
     assert_close(by_hand()[0], torch.tensor([[-1.3, -0.5, 2.0, 0.8, -3.3, 10.0]]))
 
 
-def test_the_gradient_of_hand_is_zero_where_a_clip_binds():
+def test_the_gradient_computed_by_hand_is_zero_where_a_clip_binds():
     assert_close(by_hand()[2], torch.tensor([[0.0, -0.5, 2.0, 0.0, -3.3, 10.0]]))
 
 

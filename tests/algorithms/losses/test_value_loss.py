@@ -27,7 +27,7 @@ def test_the_loss_by_hand():
     assert clip_fraction.tolist() == [[1, 0, 0, 1]]
 
 
-def test_the_gradient_of_hand_is_zero_where_the_clip_binds():
+def test_the_gradient_computed_by_hand_is_zero_where_the_clip_binds():
     values = torch.tensor([[1.0, 1.0, 0.1, -1.0]], requires_grad=True)
     returns = torch.tensor([[1.0, 0.0, 0.5, -2.0]])
     loss, _ = clipped_value_loss(values, torch.zeros(1, 4), returns, ONES, clip=0.2)

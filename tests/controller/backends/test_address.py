@@ -18,7 +18,7 @@ from flowrl.controller.errors import BackendError
 from tests.errors import missing_facts, rejects
 
 
-def test_a_driver_joins_a_cluster_by_its_address_and_leaves_it_running(ray_session: None) -> None:
+def test_a_driver_joins_a_cluster_by_its_address_and_does_not_stop_it(ray_session: None) -> None:
     address = ray.get_runtime_context().gcs_address
     command = [sys.executable, "-m", "tests.controller.joining_driver", address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -29,7 +29,7 @@ def test_a_driver_joins_a_cluster_by_its_address_and_leaves_it_running(ray_sessi
     assert ray.get(ray.put(1)) == 1
 
 
-def test_an_address_where_nothing_answers_is_refused() -> None:
+def test_an_unreachable_address_is_rejected() -> None:
     placement = Placement(device="cpu", pools={"main": [1]}, roles={"actor": "main"})
     with rejects("address", "127.0.0.1:1", error=BackendError):
         Cluster(placement, address="127.0.0.1:1")
@@ -75,7 +75,7 @@ def outsider(code: str, run: LocalRun, home: Path, **variables: str) -> "subproc
     [{}, {"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}],
     ids=["no token", "authentication off", "another token"],
 )
-def test_nobody_joins_a_local_run_without_its_token(
+def test_a_process_without_the_token_cannot_join_a_local_run(
     code: str, variables: dict[str, str], local_run: LocalRun, tmp_path: Path
 ) -> None:
     refused = outsider(code, local_run, tmp_path, **variables)
@@ -83,12 +83,14 @@ def test_nobody_joins_a_local_run_without_its_token(
     assert "AuthenticationError" in refused.stderr + refused.stdout
 
 
-def test_whoever_has_the_token_is_let_in(local_run: LocalRun, tmp_path: Path) -> None:
+def test_a_process_with_the_token_can_join(local_run: LocalRun, tmp_path: Path) -> None:
     let_in = outsider(ENTER, local_run, tmp_path, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=local_run.token)
     assert let_in.stdout == "inside\n", let_in.stderr[-2000:]
 
 
-def test_a_driver_without_the_token_is_told_what_to_set(local_run: LocalRun, tmp_path: Path) -> None:
+def test_the_error_of_a_driver_without_the_token_names_the_variables_to_set(
+    local_run: LocalRun, tmp_path: Path
+) -> None:
     refused = outsider(JOIN, local_run, tmp_path)
     assert refused.returncode != 0
     error = refused.stderr.splitlines()[-1]
@@ -100,7 +102,7 @@ def test_a_local_run_has_no_dashboard(local_run: LocalRun) -> None:
     assert local_run.found["dashboard"] == ""
 
 
-def test_our_own_sockets_listen_on_loopback_in_a_local_run(local_run: LocalRun) -> None:
+def test_flowrl_sockets_listen_on_loopback_in_a_local_run(local_run: LocalRun) -> None:
     """Ray's worker port is open before any process group is made; what comes with the group is ours."""
     before, after = (local_run.found[when] for when in ("before", "after"))
     assert local_run.found["total"] == [3, 3]

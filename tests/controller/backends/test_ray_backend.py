@@ -19,7 +19,7 @@ LOADED = Request(4, "judge", 0, 0, "load", {"offset": 7}, Contract(Dispatch.ONE_
 
 
 @pytest.mark.parametrize("first", ["the call", "the construction"])
-def test_a_new_process_makes_a_worker_once_whichever_comes_first(ray_session: None, tmp_path: Path, first: str) -> None:
+def test_a_new_process_constructs_its_worker_once(ray_session: None, tmp_path: Path, first: str) -> None:
     lines = tmp_path / "lines"
     made = Construction("judge", SlowRestart, (lines, 0.0), {}, Mesh(1, 1, 1, 1), 0, 0, 0, "cpu", 1)
     host: Any = ray.remote(_RayHost).options(num_cpus=0).remote("flowrl-test-ray-backend", True)

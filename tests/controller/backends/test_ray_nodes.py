@@ -109,7 +109,7 @@ PLANNED = {
 
 
 @pytest.mark.parametrize("case", PLANNED)
-def test_ranks_are_where_the_plan_says(case: str, layouts: dict[str, Any]) -> None:
+def test_ranks_run_on_the_planned_devices(case: str, layouts: dict[str, Any]) -> None:
     ids, pools = layouts["ids"], layouts["cases"][case]
     assert {pool: [tuple(row[:3]) for row in rows] for pool, rows in pools.items()} == PLANNED[case]
     assert [row[3] for rows in pools.values() for row in rows] == [
@@ -117,7 +117,7 @@ def test_ranks_are_where_the_plan_says(case: str, layouts: dict[str, Any]) -> No
     ]
 
 
-def test_nodes_are_numbered_from_the_drivers_own_by_address_and_id(layouts: dict[str, Any]) -> None:
+def test_nodes_are_numbered_from_the_driver_node_by_address_and_id(layouts: dict[str, Any]) -> None:
     ids = layouts["ids"]
     assert len(set(ids)) == 3
     assert ids == [layouts["own"], *sorted(ids[1:])]
@@ -141,7 +141,7 @@ def gpus(found: Callable[[str], Any]) -> dict[str, dict[str, list[tuple[int, lis
 
 
 @pytest.mark.parametrize(("case", "nodes"), [("one node", [0, 0]), ("two nodes", [0, 0, 1, 1, 1])])
-def test_processes_that_share_a_device_are_given_one_gpu(case: str, nodes: list[int], gpus: dict[str, Any]) -> None:
+def test_processes_that_share_a_device_reserve_one_gpu(case: str, nodes: list[int], gpus: dict[str, Any]) -> None:
     actor = gpus[case]["actor"]
     assert gpus[case]["rollout"] == actor
     assert [node for node, _ in actor] == nodes
@@ -154,7 +154,7 @@ def test_ranks_of_a_pool_that_only_some_roles_use_have_the_gpus_of_the_plan(gpus
     check_apart([*actor, rollout[1]])
 
 
-def test_a_leader_has_whole_gpus_beside_those_that_others_share(gpus: dict[str, Any]) -> None:
+def test_a_leader_reserves_full_gpus_next_to_shared_ones(gpus: dict[str, Any]) -> None:
     for case in ("led", "shared and led"):
         actor, rollout = gpus[case]["actor"], gpus[case]["rollout"]
         assert len(rollout) == 1 and len(rollout[0][1]) == 2
@@ -162,7 +162,7 @@ def test_a_leader_has_whole_gpus_beside_those_that_others_share(gpus: dict[str, 
     assert gpus["shared and led"]["reward"] == [gpus["shared and led"]["actor"][1]]
 
 
-def test_pools_of_their_own_have_gpus_of_their_own(gpus: dict[str, Any]) -> None:
+def test_separate_pools_have_separate_gpus(gpus: dict[str, Any]) -> None:
     check_apart([rank for ranks in gpus["nothing shared"].values() for rank in ranks])
 
 
@@ -172,7 +172,7 @@ def check_apart(ranks: list[tuple[int, list[str]]]) -> None:
     assert len({(node, given[0]) for node, given in ranks}) == len(ranks)
 
 
-def test_devices_that_the_cluster_does_not_have_are_refused(layouts: dict[str, Any]) -> None:
+def test_devices_that_the_cluster_does_not_have_are_rejected(layouts: dict[str, Any]) -> None:
     too_many, too_large, planned = layouts["refused"]
     assert too_many.startswith("devices is [2, 4, 4, 1], ")
     assert "2 on 127.0.0.2, 4 on 127.0.0.3, 4 on 127.0.0.3" in too_many
@@ -183,7 +183,7 @@ def test_devices_that_the_cluster_does_not_have_are_refused(layouts: dict[str, A
     assert "[2, 4]" in planned
 
 
-def test_a_pool_says_what_it_waits_for_and_leaves_nothing_reserved(found: Callable[[str], Any]) -> None:
+def test_a_waiting_pool_reports_missing_devices_and_releases_its_reservation(found: Callable[[str], Any]) -> None:
     waited = found("waiting")
     shortage = ("3", "CPU", "node", "1", "127.0.0.3", "2", "4")
     [notice] = waited["words"]
@@ -207,7 +207,7 @@ def test_a_node_that_dies_is_named(end: str, limit_s: float, several: Several) -
     assert told["seconds"] < limit_s and told["cost_ms"] < 100
 
 
-def test_a_run_is_told_that_the_node_of_a_rank_is_gone(several: Several) -> None:
+def test_a_lost_node_is_reported_to_the_run(several: Several) -> None:
     several.obey("add 1 127.0.0.4")
     with several.driver("bereft") as process:
         assert said(process) == "ready"
@@ -222,7 +222,7 @@ def test_a_run_is_told_that_the_node_of_a_rank_is_gone(several: Several) -> None
     assert found["seconds"] < 5
 
 
-def test_a_rank_on_another_node_is_asked_where_it_is(found: Callable[[str], Any]) -> None:
+def test_the_stack_of_a_rank_on_another_node_is_dumped(found: Callable[[str], Any]) -> None:
     node, rank, told_node, cause = found("overdue")
     assert (node, rank, told_node) == (1, 0, 1)
     assert cause.startswith("not done after its deadline of 2 s, in stay_briefly (")
@@ -233,6 +233,6 @@ def test_a_run_without_address_has_one_node() -> None:
         RayNodes(None).inventory("cpu", (2, 2))
 
 
-def test_an_interface_is_found_by_its_address() -> None:
+def test_get_interface_returns_the_interface_of_an_address() -> None:
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("203.0.113.1") is None

@@ -55,7 +55,7 @@ def run_steps(shared: Shared, steps: int) -> None:
         shared.cluster.wait_for_calls()
 
 
-def test_a_run_of_many_steps_holds_no_more_than_one_of_few(shared: Shared):
+def test_the_object_store_does_not_grow_with_the_number_of_steps(shared: Shared):
     only_ray(shared)
     run_steps(shared, 20)
     stored, resident = settled(store_bytes, 2 * MIB), psutil.Process().memory_full_info().uss

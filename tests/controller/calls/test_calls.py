@@ -26,7 +26,7 @@ def test_times_of_an_event_are_in_order(shared: Shared):
     assert event.submitted_ns <= event.started_ns <= event.ended_ns
 
 
-def test_constructors_are_calls_too(open_cluster: ClusterMaker):
+def test_constructors_are_recorded_as_calls(open_cluster: ClusterMaker):
     cluster = open_cluster("inline", {"main": [2]}, {"actor": "main"})
     cluster.group("actor", RaisingWorker)
     cluster.wait_for_calls()

@@ -127,7 +127,7 @@ def test_a_process_that_is_lost_again_and_again_ends_the_run(ray_session: None, 
         cluster.calls.wait_until(lambda: False)
 
 
-def test_what_a_method_raises_ends_the_set_as_ever(cluster: Cluster):
+def test_an_exception_of_a_method_fails_the_host_set(cluster: Cluster):
     maker = cluster.group("maker", Replica)
     with pytest.raises(WorkerError, check=lambda error: error.cause.startswith("KeyError")):
         maker.replica(0).commit("raise").get()
@@ -135,7 +135,7 @@ def test_what_a_method_raises_ends_the_set_as_ever(cluster: Cluster):
         maker.identify()
 
 
-def test_a_process_that_holds_what_nothing_brings_back_is_not_replaced(cluster: Cluster):
+def test_a_process_with_unrecoverable_state_is_not_replaced(cluster: Cluster):
     keeper = cluster.group("maker", StatefulReplica)
     with pytest.raises(ProcessLost) as caught:
         keeper.replica(0).commit("kill").get()

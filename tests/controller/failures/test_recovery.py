@@ -37,7 +37,7 @@ def test_a_pool_with_a_stateful_role_is_not_recoverable():
     assert recovery.get_plan(SLOT) is None
 
 
-def test_a_host_knows_what_it_lacks_and_where_its_state_is_behind_or_ahead():
+def test_a_host_reports_missing_stale_and_newer_states():
     host = Host()
     assert host.lacks([MADE])
     host.construct(MADE)
@@ -57,7 +57,7 @@ def load_chunk(number: int, chunk: int | None) -> Request:
     return Request(number, "judge", 0, 0, "load", arguments, contract, returns_batch=False)
 
 
-def test_a_state_in_chunks_is_kept_from_chunk_0_until_the_next_state():
+def test_the_replay_log_retains_a_chunked_state_until_the_next_state():
     recovery = Recovery()
     recovery.record_construction(SLOT, MADE)
     for number, chunk in ((1, None), (2, 1), (3, 2)):
@@ -70,7 +70,7 @@ def test_a_state_in_chunks_is_kept_from_chunk_0_until_the_next_state():
     assert second is not None and [request.call_id for request in second.requests] == [4]
 
 
-def test_earlier_states_undo_a_later_one_where_they_give_all_that_it_gave():
+def test_replayed_states_overwrite_a_later_state_that_they_cover():
     host = Host()
     host.construct(MADE)
     assert host.overwrites_state("judge", [])

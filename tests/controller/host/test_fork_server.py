@@ -62,7 +62,7 @@ def wait(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
         time.sleep(0.02)
 
 
-def test_a_forked_process_is_what_python_would_have_started(server: ForkServer, program: Path, tmp_path: Path) -> None:
+def test_a_forked_process_equals_one_started_by_python(server: ForkServer, program: Path, tmp_path: Path) -> None:
     environment = {"PATH": os.environ["PATH"], "OWN": "value\nof two lines"}
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -82,7 +82,7 @@ def test_the_server_has_one_thread_and_leaves_no_zombies(server: ForkServer, pro
     wait(lambda: not psutil.pid_exists(told["pid"]))
 
 
-def test_forked_processes_draw_numbers_of_their_own(server: ForkServer, program: Path, tmp_path: Path) -> None:
+def test_forked_processes_have_different_random_numbers(server: ForkServer, program: Path, tmp_path: Path) -> None:
     drawn = [start(server.py_executable, program, tmp_path / f"told{i}")[0]["drawn"] for i in range(2)]
     assert len(drawn[0]) == 2 and not set(drawn[0]) & set(drawn[1])
 
@@ -95,9 +95,7 @@ def test_without_a_server_the_process_is_started_by_python(program: Path, tmp_pa
     assert told["argv"] == [str(program), str(tmp_path / "told"), "two words"]
 
 
-def test_what_breaks_off_in_the_middle_of_an_order_disturbs_nobody(
-    server: ForkServer, program: Path, tmp_path: Path
-) -> None:
+def test_an_interrupted_start_request_does_not_affect_others(server: ForkServer, program: Path, tmp_path: Path) -> None:
     path = server.py_executable.split()[-1]
     for words in (b"", b"\0\0", b"\0\0\0\x09{", b"\0\0\0\x02{}"):
         with socket.socket(socket.AF_UNIX) as client:
@@ -128,9 +126,7 @@ def start_helper(worker: Any) -> int:
     return subprocess.Popen(["sleep", "600"]).pid
 
 
-def test_hosts_are_forked_and_so_is_what_takes_a_lost_one_s_place(
-    open_cluster: ClusterMaker, ray_session: None
-) -> None:
+def test_hosts_and_their_replacements_are_forked(open_cluster: ClusterMaker, ray_session: None) -> None:
     cluster = open_cluster("ray", {"main": [2]}, {"judge": "main"}, num_threads=1)
     judge = cluster.group("judge", Scorer, 1)
     judge.load(2)
@@ -142,7 +138,7 @@ def test_hosts_are_forked_and_so_is_what_takes_a_lost_one_s_place(
     assert found != lost and forked_by == server
 
 
-def test_what_a_host_has_started_ends_with_it(open_cluster: ClusterMaker, ray_session: None) -> None:
+def test_child_processes_of_a_host_end_with_it(open_cluster: ClusterMaker, ray_session: None) -> None:
     cluster = open_cluster("ray", {"main": [1]}, {"judge": "main"}, num_threads=1)
     judge = cluster.group("judge", Scorer, 1)
     (helper,), ((lost, _),) = judge.run(start_helper), judge.run(parentage)

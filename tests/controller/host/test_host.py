@@ -28,7 +28,7 @@ def test_a_broken_contract_is_named(open_cluster: ClusterMaker, method: str, mes
 
 
 @pytest.mark.parametrize("made_by", ["driver by value", "driver by reference"])
-def test_a_write_into_an_input_is_refused_in_another_process(
+def test_a_write_into_an_input_is_rejected_in_another_process(
     ray_session: None, open_cluster: ClusterMaker, made_by: str
 ):
     group = open_cluster("ray", {"main": [1]}, {"actor": "main"}).group("actor", Wrong)
@@ -44,7 +44,7 @@ def test_a_broken_contract_in_another_process_is_named(ray_session: None, open_c
         group.misnamed(batch())
 
 
-def test_token_columns_that_do_not_fit_are_the_users_to_mend(backend: BackendName, open_cluster: ClusterMaker):
+def test_token_columns_of_different_lengths_are_a_user_error(backend: BackendName, open_cluster: ClusterMaker):
     group = open_cluster(backend, {"main": [1]}, {"actor": "main"}).group("actor", Wrong)
     columns = Batch.from_columns(tokens={"ids": [1, 2, 3]}, lengths=[1, 2])
     columns["others"] = Batch.from_columns(tokens={"others": [1, 2, 3]}, lengths=[2, 1])

@@ -22,7 +22,7 @@ def test_meshes_that_overlap_sum_over_their_own_ranks(ray_session: None, open_cl
     assert totals == [(role, [x * t for t in expected[role]]) for x in (1, 2, 3) for role in ("pair", "all", "back")]
 
 
-def test_roles_of_one_process_know_each_other_whatever_their_ranks(backend: BackendName, open_cluster: ClusterMaker):
+def test_roles_of_one_process_reach_each_other_with_different_ranks(backend: BackendName, open_cluster: ClusterMaker):
     cluster = open_cluster(backend, POOLS, ROLES, num_threads=1)
     whole, back = cluster.group("all", Arithmetic, 2), cluster.group("back", Arithmetic, 3)
     assert whole.identify() == [(0, 3, 1), (1, 3, 1), (2, 3, 1)]
@@ -34,7 +34,7 @@ def test_roles_of_one_process_know_each_other_whatever_their_ranks(backend: Back
         assert back.process_id() == whole.process_id()[1:]
 
 
-def test_rows_go_from_a_part_of_a_pool_to_several_pools(backend: BackendName, open_cluster: ClusterMaker):
+def test_rows_are_sent_from_part_of_a_pool_to_several_pools(backend: BackendName, open_cluster: ClusterMaker):
     cluster = open_cluster(backend, POOLS, ROLES, num_threads=1)
     front, whole = cluster.group("front", Arithmetic, 3), cluster.group("all", Arithmetic, 2)
     batch = Batch.from_columns(BATCH)
@@ -42,7 +42,7 @@ def test_rows_go_from_a_part_of_a_pool_to_several_pools(backend: BackendName, op
     assert whole.scaled(batch).get("y").tolist() == [6, 12, 18, 24, 30]
 
 
-def test_pools_that_a_role_spans_fail_together_and_others_go_on(ray_session: None, open_cluster: ClusterMaker):
+def test_pools_that_a_role_spans_fail_together_and_others_continue(ray_session: None, open_cluster: ClusterMaker):
     cluster = open_cluster("ray", POOLS, ROLES)
     front, back, other = (cluster.group(role, RaisingWorker) for role in ("front", "back", "other"))
     with pytest.raises(WorkerError, match=r"back\.fail_on failed on rank 1 \(node 0\): KeyError"):

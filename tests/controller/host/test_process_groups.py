@@ -21,11 +21,11 @@ def test_two_roles_of_the_same_processes_do_not_mix(shared: Shared):
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])
-def test_ranks_without_rows_take_part(shared: Shared, count: int):
+def test_ranks_without_rows_join_collectives(shared: Shared, count: int):
     x = torch.arange(1, count + 1)
     shares = shared.sums["sum_a"].shares(Batch.from_columns({"x": x})).get("share")
     assert torch.allclose(shares, x.double() / x.sum(), rtol=1e-12)
 
 
-def test_an_inline_role_that_talks_has_one_rank(shared: Shared):
+def test_an_inline_role_with_a_process_group_has_one_rank(shared: Shared):
     assert shared.sums["sum_a"].world_size == (3 if shared.backend == "ray" else 1)

@@ -27,7 +27,7 @@ class Resident(Worker):
         self.moves.append(f"{self.context.role} works")
 
 
-def test_others_leave_before_a_role_comes_and_stay_away_until_their_turn(open_cluster: ClusterMaker) -> None:
+def test_other_roles_are_offloaded_before_a_role_is_loaded_until_their_next_call(open_cluster: ClusterMaker) -> None:
     moves: list[str] = []
     cluster = open_cluster("inline", {"main": [1]}, dict.fromkeys(("actor", "critic"), "main"))
     actor = cluster.group("actor", Resident, moves)
@@ -43,7 +43,7 @@ def test_others_leave_before_a_role_comes_and_stay_away_until_their_turn(open_cl
     ]
 
 
-def test_a_lender_stays_with_its_weights(open_cluster: ClusterMaker) -> None:
+def test_an_owner_keeps_shared_weights_on_the_device(open_cluster: ClusterMaker) -> None:
     moves: list[str] = []
     roles = ("actor", "critic", "rollout")
     cluster = open_cluster("inline", {"main": [1]}, dict.fromkeys(roles, "main"))
@@ -56,7 +56,7 @@ def test_a_lender_stays_with_its_weights(open_cluster: ClusterMaker) -> None:
     ]
 
 
-def test_a_role_that_could_not_come_is_asked_again() -> None:
+def test_a_failed_onload_is_retried() -> None:
     class Stuck(Worker):
         fails = True
 

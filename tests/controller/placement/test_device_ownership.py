@@ -29,7 +29,7 @@ def made(**yields: bool) -> DeviceOwnership:
     return ledger
 
 
-def test_who_is_called_has_the_device_until_another_is():
+def test_a_called_process_owns_the_device_until_another_is_called():
     ledger = made(host=True, leader=True)
     assert ledger.claim(HOST) == [LEADER]
     assert ledger.claim(HOST) == []
@@ -37,7 +37,7 @@ def test_who_is_called_has_the_device_until_another_is():
     assert ledger.claim(LEADER) == []
 
 
-def test_a_leader_of_several_devices_waits_for_the_processes_of_each():
+def test_a_leader_of_several_devices_waits_for_evictions_on_each():
     ledger = made(host=True, next=True, leader=True)
     ledger.claim(HOST)
     assert ledger.claim(NEXT) == [], "they have a device each"
@@ -46,7 +46,7 @@ def test_a_leader_of_several_devices_waits_for_the_processes_of_each():
     assert ledger.claim(HOST) == [], "the leader has left both"
 
 
-def test_who_cannot_leave_is_waited_for_all_the_same():
+def test_a_process_that_cannot_offload_is_awaited():
     """What it is doing takes memory beside what it holds."""
     ledger = made(host=False, leader=True)
     assert ledger.claim(HOST) == [LEADER]
@@ -54,19 +54,19 @@ def test_who_cannot_leave_is_waited_for_all_the_same():
     assert ledger.claim(HOST) == [LEADER]
 
 
-def test_where_nobody_can_leave_nobody_waits():
+def test_without_offload_no_process_waits():
     ledger = made(host=False, leader=False)
     assert [ledger.claim(slot) for slot in (HOST, LEADER, NEXT, LEADER, HOST)] == [[]] * 5
 
 
-def test_who_has_a_device_alone_is_not_in_the_ledger():
+def test_exclusive_devices_are_not_tracked():
     ledger = made(alone=True, leader=True)
     assert ledger.is_shared(HOST) and ledger.is_shared(LEADER) and ledger.is_shared(NEXT)
     assert not ledger.is_shared(ALONE) and not ledger.is_shared(ELSEWHERE)
     assert ledger.claim(ALONE) == []
 
 
-def test_it_knows_who_leaves_for_whom():
+def test_evictions_name_evicted_and_evicting_process():
     ledger = made(host=False, leader=True)
     assert ledger.is_evicted_by([LEADER], [HOST]) and ledger.is_evicted_by([ALONE, LEADER], [ALONE, NEXT])
     assert not ledger.is_evicted_by([HOST], [LEADER]) and not ledger.is_evicted_by([LEADER], [ALONE])
@@ -87,7 +87,9 @@ class Two:
         return self.diary.read_text().splitlines()
 
 
-def test_processes_take_turns_in_the_order_of_submission(open_cluster: ClusterMaker, backend, tmp_path: Path) -> None:
+def test_processes_own_the_device_in_the_order_of_submission(
+    open_cluster: ClusterMaker, backend, tmp_path: Path
+) -> None:
     two = Two(open_cluster, backend, tmp_path)
     for _ in range(2):
         answered = two.rollout.work.submit()
@@ -103,7 +105,7 @@ def test_processes_take_turns_in_the_order_of_submission(open_cluster: ClusterMa
     assert two.lines() == [*first, "rollout comes with cache", *a_step[1:]]
 
 
-def test_what_needs_no_memory_moves_nobody(open_cluster: ClusterMaker, backend, tmp_path: Path) -> None:
+def test_a_call_without_device_memory_evicts_nothing(open_cluster: ClusterMaker, backend, tmp_path: Path) -> None:
     two = Two(open_cluster, backend, tmp_path)
     two.actor.work()
     before = two.lines()
@@ -111,9 +113,7 @@ def test_what_needs_no_memory_moves_nobody(open_cluster: ClusterMaker, backend, 
     assert two.lines() == before
 
 
-def test_who_cannot_leave_stays_while_the_other_takes_its_turns(
-    open_cluster: ClusterMaker, backend, tmp_path: Path
-) -> None:
+def test_a_process_that_cannot_offload_stays_on_the_device(open_cluster: ClusterMaker, backend, tmp_path: Path) -> None:
     two = Two(open_cluster, backend, tmp_path, actor=False)
     assert two.rollout.is_evicted_by(two.actor) and not two.actor.is_evicted_by(two.rollout)
     for _ in range(2):
@@ -123,7 +123,7 @@ def test_who_cannot_leave_stays_while_the_other_takes_its_turns(
     assert two.lines() == ["actor starts", "rollout starts", *turn, *turn]
 
 
-def test_nobody_moves_where_nobody_yields(open_cluster: ClusterMaker, backend, tmp_path: Path) -> None:
+def test_without_offload_nothing_is_evicted(open_cluster: ClusterMaker, backend, tmp_path: Path) -> None:
     two = Two(open_cluster, backend, tmp_path, actor=False, rollout=False)
     assert not two.rollout.is_evicted_by(two.actor)
     two.rollout.work()
@@ -131,13 +131,13 @@ def test_nobody_moves_where_nobody_yields(open_cluster: ClusterMaker, backend, t
     assert sorted(two.lines()) == ["actor starts", "actor works", "rollout starts", "rollout works"]
 
 
-def test_a_process_that_cannot_leave_ends_what_waits_for_it(ray_session, open_cluster, tmp_path: Path) -> None:
+def test_a_failed_eviction_fails_the_waiting_call(ray_session, open_cluster, tmp_path: Path) -> None:
     two = Two(open_cluster, "ray", tmp_path, Stuck)
     with pytest.raises(FlowError, match=r"rollout.evict failed on rank 0 .*the host has no room"):
         two.actor.work.submit().get()
 
 
-def test_a_process_that_was_lost_comes_back_in_its_own_turn(ray_session, open_cluster, tmp_path: Path) -> None:
+def test_a_replaced_process_is_loaded_at_its_next_call(ray_session, open_cluster, tmp_path: Path) -> None:
     two = Two(open_cluster, "ray", tmp_path)
     two.rollout.load([1]).get()
     (process,) = two.rollout.work().get()

@@ -25,7 +25,7 @@ def test_nodes_without_gpus_have_cpu_slots() -> None:
 
 
 @pytest.mark.parametrize(("pool", "nodes"), [([2], {1}), ([8, 4], {1, 2}), ("1/2", {1, 2}), ([0, 1], {1})])
-def test_pools_pass_by_a_node_without_gpus(pool: list[int] | str, nodes: set[int]) -> None:
+def test_pools_skip_nodes_without_gpus(pool: list[int] | str, nodes: set[int]) -> None:
     placement = Placement(pools={"main": pool}, roles={"actor": "main"})
     planned = plan(placement, cluster_inventory("cuda", None, **NODES))
     assert {slot.node for slot in planned.slots("actor")} == nodes
@@ -35,21 +35,21 @@ def test_stated_devices_are_those_of_the_first_nodes() -> None:
     assert cluster_inventory("cuda", (0, 6), **NODES) == Inventory((0, 6), "cuda")
 
 
-def test_more_entries_than_nodes_are_refused() -> None:
+def test_more_entries_than_nodes_are_rejected() -> None:
     with rejects("devices", 4, 3, "cuda", "head", "a", "b", error=PlacementError) as caught:
         cluster_inventory("cuda", (0, 8, 4, 8), **NODES)
     assert str(caught.value).startswith("devices is [0, 8, 4, 8], ")
     assert "0 on head, 8 on a, 4 on b" in str(caught.value)
 
 
-def test_more_devices_than_a_node_has_are_refused() -> None:
+def test_more_devices_than_a_node_has_are_rejected() -> None:
     with rejects("devices", "node", 0, "head", "cuda", error=PlacementError) as caught:
         cluster_inventory("auto", (8, 4), **NODES)
     assert str(caught.value).startswith("devices is [8, 4], ")
     assert "0 on head, 8 on a, 4 on b" in str(caught.value)
 
 
-def test_the_memory_of_cpu_slots_is_the_machines_or_less() -> None:
+def test_the_memory_of_cpu_slots_is_at_most_that_of_the_machine() -> None:
     found = local_memory("cpu")
     assert found is not None and 0 < found <= psutil.virtual_memory().total
 
@@ -68,7 +68,7 @@ def test_the_memory_of_gpus_is_that_of_the_smallest(tmp_path: Path, monkeypatch:
     assert local_memory("cuda") == 40960 * 2**20
 
 
-def test_a_gpu_that_does_not_say_has_no_known_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_reported_memory_has_unknown_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     driver(tmp_path, r"[N/A]\n")
     assert local_memory("cuda") is None

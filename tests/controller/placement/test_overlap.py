@@ -40,7 +40,7 @@ def test_updates_and_evaluations_overlap_on_separate_pools(ray_session: None) ->
     assert min(busy.values()) > 0.75
 
 
-def test_roles_of_one_pool_take_turns(ray_session: None) -> None:
+def test_roles_of_one_pool_do_not_overlap(ray_session: None) -> None:
     events = step(COLOCATED)
     assert overlap_s(events, "values") <= 0
     assert overlap_s(events, "update") <= 0

@@ -51,7 +51,7 @@ def test_standalone_gives_every_role_a_device_of_its_own() -> None:
     assert [places(made, role) for role in PPOConfig.roles] == [[(0, 0)], [(0, 1)], [(0, 2)], [(1, 0)], [(1, 1)]]
 
 
-def test_a_role_that_the_recipe_does_not_drive_takes_no_device() -> None:
+def test_a_role_that_the_recipe_does_not_use_has_no_device() -> None:
     made = plan(shipped("standalone"), gpus(4), GRPOConfig.roles)
     assert "critic" not in made.roles and "critic" not in made.pools
 
@@ -71,7 +71,7 @@ def test_a_pool_goes_to_the_first_node_with_room() -> None:
     assert places(made, "critic") == [(1, 0), (1, 1)]
 
 
-def test_data_parallelism_takes_what_the_parallel_sizes_leave() -> None:
+def test_data_parallel_size_is_devices_divided_by_the_other_sizes() -> None:
     roles = {"actor": RolePlacement(pool="main", tp=2, pp=2)}
     assert plan(Placement(pools={"main": [8]}, roles=roles), gpus(8)).roles["actor"].mesh == Mesh(
         pp=2, dp=2, sp=1, tp=2
@@ -106,29 +106,29 @@ def test_impossible_placements_are_rejected_by_setting(pools: dict, roles: dict,
     assert str(caught.value).startswith(f"{facts[0]} ")
 
 
-def test_pools_that_overlap_are_refused() -> None:
+def test_overlapping_pools_are_rejected() -> None:
     placement = Placement(pools={"a": [2], "b": "all"}, roles={"actor": "a", "critic": "b"})
     with rejects("placement.pools.b", 4, 2, error=PlacementError):
         plan(placement, gpus(4))
 
 
-def test_without_a_gpu_a_cuda_placement_is_refused() -> None:
+def test_a_cuda_placement_without_a_gpu_is_rejected() -> None:
     with rejects("cuda", "placement.device", "cpu", error=PlacementError):
         plan(shipped("split"), gpus(0))
 
 
-def test_cpu_slots_that_nobody_stated_are_no_limit() -> None:
+def test_unstated_cpu_slots_are_not_limited() -> None:
     made = plan(shipped("standalone"), Inventory((2,), "cpu", bounded=False))
     assert places(made, "reward") == [(0, 4)]
 
 
-def test_a_share_of_an_odd_number_of_cores_is_rounded_down_but_never_to_nothing() -> None:
+def test_a_share_of_an_odd_number_of_cores_is_rounded_down_to_at_least_one() -> None:
     made = plan(shipped("split"), Inventory((1,), "cpu", bounded=False))
     assert places(made, "actor") + places(made, "critic") == [(0, 0), (0, 1)]
 
 
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=4), st.lists(st.integers(1, 4), min_size=1, max_size=4))
-def test_pools_are_disjoint_and_inside_the_inventory_or_refused(nodes: list[int], sizes: list[int]) -> None:
+def test_pools_are_disjoint_and_inside_the_inventory_or_rejected(nodes: list[int], sizes: list[int]) -> None:
     names = [f"pool{index}" for index in range(len(sizes))]
     placement = Placement(pools={n: [s] for n, s in zip(names, sizes, strict=True)}, roles={n: n for n in names})
     try:
@@ -153,16 +153,16 @@ def test_stated_devices_are_a_limit() -> None:
     assert local_inventory("cpu", [3]) == Inventory((3,), "cpu", bounded=True)
 
 
-def test_stated_cuda_devices_need_not_be_here() -> None:
+def test_stated_cuda_devices_need_not_exist_on_this_machine() -> None:
     assert local_inventory("cuda", [8, 8]) == Inventory((8, 8), "cuda")
 
 
-def test_cores_that_nobody_stated_are_no_limit() -> None:
+def test_unstated_cores_are_not_limited() -> None:
     found = local_inventory("cpu")
     assert found.nodes[0] >= 1 and not found.bounded
 
 
-def test_a_rendered_plan_says_when_devices_stay_idle() -> None:
+def test_a_rendered_plan_reports_idle_devices() -> None:
     one = Placement(device="cpu", pools={"main": [1]}, roles={"actor": "main"})
     assert render_plan(plan(one, Inventory((8,), "cpu"))).startswith("1 of 8 CPU devices;")
     assert render_plan(plan(one, Inventory((2,), "cpu", bounded=False))).startswith("1 CPU device;")
@@ -181,7 +181,7 @@ SHARED_POOLS = {"main": [4], "side": [2]}
         ("side + main[:1]", [("main", 0), ("side", 0), ("side", 1)]),
     ],
 )
-def test_a_role_takes_some_ranks_of_a_pool_or_several_pools(where: str, expected: list[tuple[str, int]]) -> None:
+def test_a_role_uses_some_ranks_of_a_pool_or_several_pools(where: str, expected: list[tuple[str, int]]) -> None:
     made = plan(Placement(pools=SHARED_POOLS, roles={"actor": where, "critic": "main", "reward": "side"}), gpus(8))
     assert [(slot.pool, slot.rank) for slot in made.slots("actor")] == expected
     assert made.roles["actor"].mesh.dp == len(expected)
@@ -225,7 +225,7 @@ def test_the_table_shows_the_ranks_of_the_role() -> None:
     assert render_plan(made).splitlines()[-1].split() == ["critic", "main[1:]", "dp2", ".", "0", "1"]
 
 
-def test_a_role_apart_has_its_own_processes_on_the_devices_of_its_pool() -> None:
+def test_a_dedicated_role_has_its_own_processes_on_the_devices_of_its_pool() -> None:
     made = plan(Placement(pools={"main": [2, 1]}, roles=dict.fromkeys(("actor", "rollout"), "main")), gpus(2, 1))
     assert [slot.num_devices for slot in made.slots("actor")] == [1, 1, 1]
     made = plan(
@@ -241,7 +241,7 @@ def test_a_role_apart_has_its_own_processes_on_the_devices_of_its_pool() -> None
     assert [hosts.name for hosts in made.host_sets()] == ["main", "main/rollout"]
 
 
-def test_alone_on_its_pool_a_role_apart_has_whole_devices() -> None:
+def test_a_dedicated_role_alone_on_its_pool_has_full_devices() -> None:
     placement = Placement(pools={"main": [2], "makers": [1]}, roles={"actor": "main", "rollout": "makers"})
     made = plan(placement, gpus(3), dedicated=["rollout"])
     assert [(slot.device, slot.num_devices) for slot in made.slots("rollout")] == [(2, 1)]
@@ -264,7 +264,7 @@ def test_one_process_leads_the_tensor_parallel_devices_of_a_replica() -> None:
         ({"main": [1], "makers": [1, 1]}, {"pool": "makers", "tp": 2}, ["placement.roles.rollout", "tp", 2, "nodes"]),
     ],
 )
-def test_devices_that_one_process_cannot_lead_are_refused(pools: dict, where: dict, facts: list) -> None:
+def test_devices_that_one_process_cannot_lead_are_rejected(pools: dict, where: dict, facts: list) -> None:
     with rejects(*facts, error=PlacementError):
         plan(
             Placement(pools=pools, roles={"actor": "main", "rollout": RolePlacement.model_validate(where)}),
@@ -273,13 +273,13 @@ def test_devices_that_one_process_cannot_lead_are_refused(pools: dict, where: di
         )
 
 
-def test_a_leader_of_a_device_that_others_use_is_refused_whichever_of_its_devices_it_is() -> None:
+def test_a_leader_of_any_shared_device_is_rejected() -> None:
     roles = {"actor": "main[1:2]", "rollout": RolePlacement(pool="main", tp=2)}
     with rejects("placement.roles.rollout", "tp", 2, "separate", error=PlacementError):
         plan(Placement(pools={"main": [2]}, roles=roles), gpus(2), dedicated=["rollout"])
 
 
-def test_devices_that_only_a_role_apart_uses_have_no_other_process() -> None:
+def test_devices_of_a_dedicated_role_have_no_other_process() -> None:
     roles = {"actor": "main[0:2]", "rollout": "main[1:3]", "reward": "makers"}
     made = plan(Placement(pools={"main": [3], "makers": [1]}, roles=roles), gpus(4), dedicated=["rollout", "reward"])
     running = {hosts.name: [(slot.device, slot.num_devices) for slot in hosts.slots] for hosts in made.host_sets()}

@@ -78,7 +78,7 @@ def test_edits_of_a_batch_match_edits_of_a_list_of_rows(count: int, edits: list[
 
 @given(st.integers(0, 12), st.integers(1, 5), st.integers(1, 3), st.integers(0, 5))
 @settings(deadline=None, max_examples=40)
-def test_minibatches_hold_every_row_once_per_epoch(count: int, size: int, epochs: int, seed: int):
+def test_minibatches_contain_every_row_once_per_epoch(count: int, size: int, epochs: int, seed: int):
     parts = list(batch_of(numbered(count)).minibatches(size, epochs=epochs, seed=seed))
     seen = [row["name"] for part in parts for row in rows_of(part)]
     assert sorted(seen) == sorted([f"r{i}" for i in range(count)] * epochs)
@@ -111,14 +111,14 @@ def test_sections_stay_with_the_rows_whatever_their_columns():
         assert max(first[:2]) < 12 <= min(first[2:])
 
 
-def test_minibatches_depend_on_seed_and_epoch_alone():
+def test_minibatches_depend_only_on_seed_and_epoch():
     first, again = (
         [part.get("x").tolist() for part in batch_of(numbered(20)).minibatches(20, epochs=2, seed=3)] for _ in range(2)
     )
     assert first == again and first[0] != first[1]
 
 
-def test_a_minibatch_of_no_rows_is_refused():
+def test_a_minibatch_of_no_rows_is_rejected():
     with pytest.raises(ValueError, match="0 rows"):
         next(batch_of(numbered(2)).minibatches(0))
 
@@ -131,12 +131,12 @@ def test_rows_given_as_dictionaries_become_arrays_and_objects():
     assert dtypes == {"a": torch.int64, "b": torch.float64, "c": torch.bool, "d": list, "e": list}
 
 
-def test_rows_with_different_keys_are_refused():
+def test_rows_with_different_keys_are_rejected():
     with pytest.raises(ColumnError, match=r"row 1 .* b, row 0 .* a"):
         Batch.from_rows([{"a": 1}, {"b": 1}])
 
 
-def test_columns_of_different_rows_are_refused():
+def test_columns_of_different_numbers_of_rows_are_rejected():
     with pytest.raises(ColumnError, match=r"\{'a': 2, 'b': 3\}"):
         Batch.from_columns({"a": [1, 2], "b": [1, 2, 3]})
 
@@ -166,7 +166,7 @@ def test_values_returned_by_get_are_copies():
     assert rows_of(batch) == numbered(2)
 
 
-def test_select_drop_and_rename_change_the_columns_alone():
+def test_select_drop_and_rename_change_only_columns():
     batch = batch_of(numbered(3))
     assert batch.select("name", "x").columns == ("name", "x")
     assert batch.drop("ids").columns == ("x", "name")
@@ -176,7 +176,7 @@ def test_select_drop_and_rename_change_the_columns_alone():
 @pytest.mark.parametrize(
     "edit", [lambda b: b["y"], lambda b: b.drop("y"), lambda b: b.rename({"y": "z"}), lambda b: b.get("y")]
 )
-def test_a_column_that_is_not_there_is_named_with_those_that_are(edit):
+def test_a_missing_column_is_named_with_the_available_ones(edit):
     with pytest.raises(ColumnError, match=r"'y'.* x, name, ids"):
         edit(batch_of(numbered(2)))
 
@@ -220,7 +220,7 @@ def test_storing_takes_a_batch_of_one_column():
         batch_of(numbered(2))["y"] = batch_of(numbered(2))
 
 
-def test_token_columns_whose_lengths_differ_are_refused_when_read_together():
+def test_token_columns_of_different_lengths_are_rejected_when_read_together():
     batch = Batch.from_columns(tokens={"a": [1, 2, 3]}, lengths=[1, 2])
     both = batch.union(Batch.from_columns(tokens={"b": [1, 2, 3]}, lengths=[2, 1]))
     with pytest.raises(ColumnError, match="token columns a and b"):
@@ -234,7 +234,7 @@ def test_an_order_names_every_row_once(order: list[int]):
 
 
 @pytest.mark.parametrize("positions", [[3], [-1]])
-def test_rows_outside_the_batch_are_refused(positions: list[int]):
+def test_rows_outside_the_batch_are_rejected(positions: list[int]):
     with pytest.raises(ColumnError, match="0 to 2"):
         batch_of(numbered(3)).rows(positions)
 
@@ -259,7 +259,7 @@ def test_a_batch_without_token_columns_has_no_lengths():
         Batch.from_columns({"x": [1]}).lengths()
 
 
-def test_a_function_adds_columns_beside_the_others():
+def test_a_function_adds_columns_to_the_batch():
     def double(table, factor):
         return make_tensordict({"y": table["rows", "x"] * factor}, {"next": table["tokens", "ids"] + 1}, lengths(table))
 
@@ -276,7 +276,7 @@ def test_a_function_may_drop_rows():
     assert rows_of(kept) == [row for row in numbered(4) if row["x"] % 2]
 
 
-def test_a_function_that_writes_another_column_is_refused():
+def test_a_function_that_writes_another_column_is_rejected():
     with pytest.raises(ColumnError, match=r"<lambda>.* z .* y"):
         batch_of(numbered(1)).apply(lambda table: make_tensordict({"z": table["rows", "x"]}), ("x",), ("y",))
 

@@ -48,16 +48,16 @@ def test_no_rows_at_all_can_be_taken():
     assert taken.num_rows == 0 and lists(taken) == {"x": [], "name": [], "ids": [], "lengths": []}
 
 
-def test_lengths_stay_behind_without_a_token_column():
+def test_lengths_are_dropped_without_a_token_column():
     assert payload_of(1, 2).take(None, {"x": "x"}).lengths is None
 
 
-def test_columns_are_renamed_on_the_way():
+def test_columns_are_renamed_when_read():
     taken = payload_of(2).take(None, {"a": "x", "b": "x", "tokens": "ids"})
     assert taken.columns == ("a", "b", "tokens")
 
 
-def test_a_missing_column_is_named_with_those_there():
+def test_a_missing_column_is_named_with_the_available_ones():
     with pytest.raises(ColumnError, match=r"'y'.* x, name, ids"):
         payload_of(1).take(None, {"y": "y"})
 
@@ -80,32 +80,32 @@ def test_rows_of_every_kind_of_column_are_stacked():
     assert lists(joined) == expected
 
 
-def test_an_empty_part_may_not_know_that_its_column_holds_objects():
+def test_an_empty_shard_takes_the_object_dtype_of_the_others():
     empty = Payload(0, {"name": np.zeros(0, dtype=np.float32)})
     assert stacked(empty, Payload(1, {"name": ["a"]}), empty).rows["name"] == ["a"]
 
 
-def test_stacked_rows_keep_the_mark_of_bfloat16_columns():
+def test_stacked_rows_keep_the_bfloat16_marker():
     part = Payload(1, {"x": np.array([7], dtype=np.int16)}, bfloat16=frozenset({"x"}))
     assert stacked(part, part).bfloat16 == {"x"}
 
 
-def test_numbers_beside_objects_become_objects():
+def test_numbers_stacked_with_objects_become_objects():
     assert stacked(Payload(1, {"x": np.array([1])}), Payload(1, {"x": ["a"]})).rows["x"] == [1, "a"]
 
 
-def test_the_wider_of_two_types_holds_both():
+def test_the_wider_of_two_dtypes_is_used():
     joined = stacked(Payload(1, {"x": np.array([1])}), Payload(1, {"x": np.array([0.5])})).rows["x"]
     assert (np.asarray(joined).dtype, list(joined)) == (np.float64, [1, 0.5])
 
 
-def test_a_column_is_of_one_shape():
+def test_a_column_has_one_shape():
     parts = [Payload(1, {"x": np.zeros((1, width))}) for width in (2, 3)]
     with pytest.raises(ColumnError, match=r"x.*\(2,\).*\(3,\)"):
         stacked(*parts)
 
 
-def test_a_column_is_of_one_kind():
+def test_a_column_has_one_kind():
     parts = [Payload(1, {"x": np.zeros(1)}), Payload(1, {}, {"x": np.zeros(2)}, np.array([2]))]
     with pytest.raises(ColumnError, match="'x'"):
         stacked(*parts)
@@ -116,7 +116,7 @@ SHARDS = st.lists(st.lists(st.integers(0, 4), max_size=5), min_size=1, max_size=
 
 @given(SHARDS, st.data(), st.integers(1, 300))
 @settings(deadline=None)
-def test_rows_of_shards_go_wherever_they_are_sent(shards: list[list[int]], data: st.DataObject, width: int):
+def test_rows_of_shards_are_written_to_their_targets(shards: list[list[int]], data: st.DataObject, width: int):
     """Short and long runs of rows and tokens, in and out of order."""
     shards = [[length * width for length in lengths] for lengths in shards]
     rows = [(s, i) for s, lengths in enumerate(shards) for i in range(len(lengths))]
@@ -140,29 +140,29 @@ def test_rows_of_shards_go_wherever_they_are_sent(shards: list[list[int]], data:
 
 
 @pytest.mark.parametrize("rows", [None, slice(1, 3), np.array([2, 0, 2])])
-def test_the_size_of_rows_is_known_before_they_are_taken(rows):
+def test_the_size_of_rows_is_known_before_they_are_read(rows):
     columns = {"a": "x", "name": "name", "ids": "ids"}
     whole = payload_of(1, 2, 3)
     assert whole.nbytes_of(rows, columns) == whole.take(rows, columns).nbytes
 
 
-def test_merge_refuses_columns_of_different_rows():
+def test_merge_rejects_columns_of_different_numbers_of_rows():
     with pytest.raises(ColumnError, match=r"x .* 2 rows.* y .* 3"):
         merge([Payload(2, {"x": np.arange(2)}), Payload(3, {"y": np.arange(3)})])
 
 
-def test_merge_refuses_token_columns_of_different_lengths():
+def test_merge_rejects_token_columns_of_different_lengths():
     other = Payload(2, {}, {"values": np.arange(3)}, np.array([2, 1]))
     with pytest.raises(ColumnError, match=r"ids and values"):
         merge([payload_of(1, 2), other])
 
 
-def test_merge_puts_columns_side_by_side():
+def test_merge_combines_columns():
     merged = merge([payload_of(1, 2).take(None, {"ids": "ids"}), Payload(2, {"y": np.arange(2)})])
     assert lists(merged) == {"y": [0, 1], "ids": [0, 1, 2], "lengths": [1, 2]}
 
 
-def test_a_copy_shares_nothing():
+def test_a_copy_shares_no_memory():
     whole = Payload(1, {"x": np.zeros(1), "names": [["a"]]}, {"ids": np.zeros(2)}, np.array([2]))
     copied = whole.copy()
     for array in (copied.rows["x"], copied.tokens["ids"], copied.lengths):
@@ -206,7 +206,7 @@ def test_long_runs_are_copied_to_their_targets():
 
 
 @pytest.mark.parametrize("width", [1, LONG_RUN_BYTES])
-def test_a_wider_type_takes_narrow_values(width: int):
+def test_narrow_values_are_copied_to_a_wider_dtype(width: int):
     out = np.zeros((2, width))
     Runs.of(np.array([1, 0]), np.array([0, 1])).copy(np.array([[1], [2]], dtype=np.int32).repeat(width, axis=1), out)
     assert out[:, 0].tolist() == out[:, -1].tolist() == [2, 1]

@@ -40,12 +40,12 @@ def test_objects_of_an_empty_batch_are_an_empty_list():
     assert objects(make_tensordict({"o": []}, num_rows=0), "o") == []
 
 
-def test_a_missing_object_column_is_named_with_those_there():
+def test_a_missing_object_column_is_named_with_the_available_ones():
     with pytest.raises(KeyError, match=r"'y'.* x, name, length"):
         objects(table_of(1), "y")
 
 
-def test_row_columns_of_different_sizes_are_refused():
+def test_row_columns_of_different_sizes_are_rejected():
     with pytest.raises(ValueError, match=r"y \(3\).* 2 rows"):
         make_tensordict({"x": torch.zeros(2), "y": torch.zeros(3)})
 
@@ -112,7 +112,7 @@ def test_token_columns_without_lengths_take_the_lengths_of_the_input():
     assert selected is not None and selected.tolist() == [2, 1]
 
 
-def test_token_columns_that_fit_no_lengths_are_refused():
+def test_token_columns_that_fit_no_lengths_are_rejected():
     batch = table_of(2, 1)
     del batch["rows"]["length"]
     with pytest.raises(ValueError, match=r"'ids'.* 3 .* 5"):

@@ -29,9 +29,7 @@ def assert_equal(found: dict, expected: dict) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_steps_after_a_load_are_bit_for_bit_those_of_a_run_that_never_stopped(
-    tmp_path: Path, asynchronous: bool
-) -> None:
+def test_steps_after_a_load_are_bitwise_identical_to_an_uninterrupted_run(tmp_path: Path, asynchronous: bool) -> None:
     straight, again = copied(None), copied(None)
     train(straight, range(3))
     save(straight, tmp_path, asynchronous=asynchronous)
@@ -42,7 +40,7 @@ def test_steps_after_a_load_are_bit_for_bit_those_of_a_run_that_never_stopped(
     assert_equal(whole(again.model), whole(straight.model))
 
 
-def test_an_asynchronous_save_holds_the_state_of_its_call(tmp_path: Path) -> None:
+def test_an_asynchronous_save_contains_the_state_at_its_call(tmp_path: Path) -> None:
     engine, again = copied(None), copied(None)
     train(engine, range(2))
     expected, checkpoints = whole(engine.model), EngineCheckpoints(engine)
@@ -53,7 +51,7 @@ def test_an_asynchronous_save_holds_the_state_of_its_call(tmp_path: Path) -> Non
     assert_equal(whole(again.model), expected)
 
 
-def test_a_second_asynchronous_save_takes_the_memory_of_the_first(tmp_path: Path) -> None:
+def test_a_second_asynchronous_save_reuses_the_memory_of_the_first(tmp_path: Path) -> None:
     engine, again = copied(None), copied(None)
     checkpoints = EngineCheckpoints(engine)
     for step in range(2):
@@ -67,7 +65,7 @@ def test_a_second_asynchronous_save_takes_the_memory_of_the_first(tmp_path: Path
     assert_equal(whole(again.model), whole(engine.model))
 
 
-def test_what_was_saved_before_the_first_step_has_no_moments(tmp_path: Path) -> None:
+def test_a_checkpoint_before_the_first_step_has_no_moments(tmp_path: Path) -> None:
     save(copied(None), tmp_path, asynchronous=False)
     straight, again = copied(None), copied(None)
     load(again, tmp_path)
@@ -76,7 +74,7 @@ def test_what_was_saved_before_the_first_step_has_no_moments(tmp_path: Path) -> 
     assert_equal(whole(again.model), whole(straight.model))
 
 
-def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
+def test_random_numbers_continue_after_a_load(tmp_path: Path) -> None:
     engine = copied(None)
     save(engine, tmp_path, asynchronous=False)
     expected = torch.rand(3)
@@ -85,7 +83,7 @@ def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_the_files_are_what_the_sums_say(tmp_path: Path) -> None:
+def test_the_files_match_their_checksums(tmp_path: Path) -> None:
     checkpoints = EngineCheckpoints(copied(None))
     checkpoints.save(tmp_path, extra_files={"model/config.json": b"{}"})
     saved = checkpoints.result()
@@ -120,7 +118,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict
 
 
 @pytest.mark.parametrize("how", STRATEGIES)
-def test_shards_go_on_from_what_one_process_saved(two_ranks: tuple[Path, list[dict]], how: str) -> None:
+def test_shards_resume_from_a_checkpoint_of_one_process(two_ranks: tuple[Path, list[dict]], how: str) -> None:
     straight = sharded(None)
     for _ in range(3):
         straight.step()
@@ -129,7 +127,7 @@ def test_shards_go_on_from_what_one_process_saved(two_ranks: tuple[Path, list[di
 
 
 @pytest.mark.parametrize("how", STRATEGIES)
-def test_one_process_goes_on_from_shards(two_ranks: tuple[Path, list[dict]], how: str) -> None:
+def test_one_process_resumes_from_shards(two_ranks: tuple[Path, list[dict]], how: str) -> None:
     straight, again = sharded(None), sharded(None)
     load(again, two_ranks[0] / f"two-{how}")
     assert again.num_steps == 3
@@ -139,7 +137,7 @@ def test_one_process_goes_on_from_shards(two_ranks: tuple[Path, list[dict]], how
     assert_norm_close(whole(again.model), whole(straight.model))
 
 
-def test_copies_go_on_from_one_process_and_one_process_from_copies(two_ranks: tuple[Path, list[dict]]) -> None:
+def test_ddp_replicas_and_one_process_resume_from_each_other(two_ranks: tuple[Path, list[dict]]) -> None:
     folder, results = two_ranks
     again = copied(None)
     load(again, folder / "two-copied")
@@ -148,14 +146,14 @@ def test_copies_go_on_from_one_process_and_one_process_from_copies(two_ranks: tu
         assert_equal(found["copied", "weights"], whole(again.model))
 
 
-def test_of_copies_rank_0_writes_all_and_of_shards_every_rank_its_own(two_ranks: tuple[Path, list[dict]]) -> None:
+def test_ddp_rank_0_writes_everything_and_fsdp_ranks_write_their_shards(two_ranks: tuple[Path, list[dict]]) -> None:
     first, second = two_ranks[1]
     assert first["copied", "files"] == ["index.json", "random-00000.json", "rank-00000.bin"]
     assert second["copied", "files"] == ["random-00001.json"]
     assert second["fsdp", "files"] == second["tp", "files"] == ["random-00001.json", "rank-00001.bin"]
 
 
-def test_a_rank_that_cannot_write_is_told_by_all(two_ranks: tuple[Path, list[dict]]) -> None:
+def test_a_write_error_of_one_rank_is_raised_by_all(two_ranks: tuple[Path, list[dict]]) -> None:
     assert [results["blocked"] for results in two_ranks[1]] == [two_ranks[1][1]["blocked"]] * 2
     assert "nowhere" in two_ranks[1][0]["blocked"]
 
@@ -168,13 +166,13 @@ def stored(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_another_size_is_refused_by_the_name_of_a_weight(stored: Path) -> None:
+def test_a_different_size_is_rejected_with_the_name_of_a_weight(stored: Path) -> None:
     other = TrainEngine(Bigram(VOCABULARY, 8), None, EngineConfig())
     with pytest.raises(CheckpointError, match=r"weight.*float32 \[32, 17\].*float32 \[32, 8\]"):
         load(other, stored)
 
 
-def test_another_model_is_refused_and_left_as_it_was(stored: Path) -> None:
+def test_a_different_model_is_rejected_and_unchanged(stored: Path) -> None:
     other = TrainEngine(qwen2(), None, EngineConfig())
     before = whole(other.model)
     with pytest.raises(CheckpointError, match=r"model\.model\.embed_tokens\.weight"):
@@ -199,13 +197,13 @@ def test_a_corrupt_folder_is_rejected(stored: Path, name: str, contents: bytes |
         load(copied(None), stored)
 
 
-def test_a_missing_file_of_tensors_is_told_by_name(stored: Path) -> None:
+def test_a_missing_tensor_file_is_named(stored: Path) -> None:
     (stored / "rank-00000.bin").unlink()
     with pytest.raises(CheckpointError, match=r"rank-00000\.bin"):
         load(copied(None), stored)
 
 
-def test_a_folder_that_is_not_there_is_told_when_it_is_waited_for(tmp_path: Path) -> None:
+def test_a_missing_folder_is_reported_by_wait(tmp_path: Path) -> None:
     checkpoints = EngineCheckpoints(copied(None))
     checkpoints.save(tmp_path / "none", asynchronous=True)
     with pytest.raises(CheckpointError, match=str(tmp_path / "none")):
@@ -214,7 +212,7 @@ def test_a_folder_that_is_not_there_is_told_when_it_is_waited_for(tmp_path: Path
     assert checkpoints.result() is not None
 
 
-def test_the_scale_of_float16_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_the_float16_loss_scale_is_restored(tmp_path: Path) -> None:
     engines = [
         TrainEngine(PolicyModel(qwen2()), OptimizerConfig(lr=1e-3), EngineConfig(compute_dtype="float16"))
         for _ in range(2)

@@ -36,7 +36,7 @@ def saved(model: PreTrainedModel, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "model", [qwen2, llama, lambda: qwen2(dtype=torch.bfloat16)], ids=["tied", "untied", "bfloat16"]
 )
-def test_an_exported_policy_gives_the_same_logits(model, tmp_path: Path) -> None:
+def test_an_exported_policy_has_the_same_logits(model, tmp_path: Path) -> None:
     export_policy(saved(model(), tmp_path), tmp_path / "out")
     loaded, expected = (
         AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="auto").eval() for name in ("out", "start")
@@ -68,7 +68,7 @@ def test_an_exported_adapter_is_merged_into_the_model_that_it_was_trained_on(tmp
         assert_norm_close(loaded(ids).logits, model(ids).logits)
 
 
-def test_an_adapter_of_another_model_or_of_none_is_refused(tmp_path: Path) -> None:
+def test_an_adapter_of_another_model_or_of_none_is_rejected(tmp_path: Path) -> None:
     _, folder = adapted(tmp_path, save(llama(), tmp_path / "other"))
     with pytest.raises(CheckpointError, match="other"):
         export_policy(folder, tmp_path / "out")
@@ -77,7 +77,7 @@ def test_an_adapter_of_another_model_or_of_none_is_refused(tmp_path: Path) -> No
         export_policy(folder, tmp_path / "out")
 
 
-def test_a_checkpoint_without_an_adapter_has_none_to_export_whatever_its_weights(tmp_path: Path) -> None:
+def test_a_checkpoint_without_an_adapter_exports_no_adapter(tmp_path: Path) -> None:
     folder = saved(qwen2(), tmp_path)
     (folder / INDEX).unlink()
     with pytest.raises(CheckpointError, match="adapter"):
@@ -100,7 +100,7 @@ def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_two_ranks_saved_is_exported_by_one_process(of_two_ranks: Path, tmp_path: Path, name: str) -> None:
+def test_one_process_exports_a_checkpoint_of_two_ranks(of_two_ranks: Path, tmp_path: Path, name: str) -> None:
     export_policy(of_two_ranks / name / "actor", tmp_path / "out")
     found, expected, start = (
         load_file(path / "model.safetensors")
@@ -112,7 +112,7 @@ def test_what_two_ranks_saved_is_exported_by_one_process(of_two_ranks: Path, tmp
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_critic_that_two_ranks_saved_goes_on_in_one_process(of_two_ranks: Path, name: str) -> None:
+def test_one_process_resumes_a_critic_saved_by_two_ranks(of_two_ranks: Path, name: str) -> None:
     critic = critic_engine(CASES[name], of_two_ranks, SINGLE_PROCESS)
     load(critic, of_two_ranks / name / "critic")
     assert critic.num_steps == 2
@@ -121,23 +121,23 @@ def test_the_critic_that_two_ranks_saved_goes_on_in_one_process(of_two_ranks: Pa
         assert_norm_close(values(critic), said)
 
 
-def test_a_critic_is_no_policy(of_two_ranks: Path, tmp_path: Path) -> None:
+def test_a_critic_is_not_exported_as_a_policy(of_two_ranks: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="critic"):
         export_policy(of_two_ranks / "fsdp" / "critic", tmp_path / "out")
 
 
-def test_a_folder_is_not_written_over(tmp_path: Path) -> None:
+def test_an_existing_folder_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(ModelError, match=str(tmp_path)):
         export_policy(saved(llama(), tmp_path), tmp_path / "out")
 
 
-def test_what_describes_no_language_model_is_refused(tmp_path: Path) -> None:
+def test_a_config_that_is_not_a_language_model_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=str(tmp_path)):
         export_policy(tmp_path, tmp_path / "out")
 
 
-def test_a_description_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_a_config_of_another_model_is_rejected(tmp_path: Path) -> None:
     folder = saved(llama(), tmp_path)
     (folder / DESCRIPTION / "config.json").write_bytes(describe_model(qwen2(), tmp_path / "start")["config.json"])
     with pytest.raises((ModelError, RuntimeError), match=r"do not match|size mismatch"):

@@ -46,14 +46,14 @@ def with_gradients(attended: Tensor, inputs: list[Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_tokens_of_a_pack_see_their_own_row(variant: str):
+def test_packed_tokens_attend_only_to_their_own_row(variant: str):
     options, inputs = VARIANTS[variant], states()
     found = with_gradients(attend(*inputs, pack=pack_rows(LENGTHS), **options), inputs)
     assert_norm_close(found, with_gradients(expected(*inputs, **options), inputs))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_padded_rows_say_the_same(variant: str):
+def test_padded_rows_have_the_same_results(variant: str):
     options, inputs, pack = VARIANTS[variant], states(), pack_rows(LENGTHS)
     mask_BL = torch.arange(17) < torch.tensor(LENGTHS)[:, None]
     padded = [
@@ -67,7 +67,7 @@ def test_padded_rows_say_the_same(variant: str):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_gpu_sees_what_a_cpu_sees(variant: str, dtype: torch.dtype):
+def test_attention_on_a_gpu_equals_attention_on_a_cpu(variant: str, dtype: torch.dtype):
     options, inputs = VARIANTS[variant], states(dtype, "cuda", width=64)
     pack: Pack = pack_rows(LENGTHS).to("cuda")
     found = with_gradients(attend(*inputs, pack=pack, **options), inputs)
@@ -77,9 +77,9 @@ def test_a_gpu_sees_what_a_cpu_sees(variant: str, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_nothing_keeps_the_documented_families_from_packs(name: str):
+def test_the_documented_families_support_packing(name: str):
     assert packing_obstacle(build(name)) is None
 
 
-def test_layers_that_let_tokens_meet_outside_of_attention_are_padded():
+def test_layers_that_mix_tokens_outside_of_attention_require_padding():
     assert packing_obstacle(convolving()) == "conv layers"

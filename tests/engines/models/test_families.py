@@ -75,7 +75,7 @@ def test_two_optimizer_steps_lower_the_loss(alone: dict[str, dict], name: str):
     assert second < first
 
 
-def test_a_saved_model_is_loaded_by_transformers_and_says_the_same(name: str, tmp_path: Path):
+def test_a_saved_model_has_the_same_logits_in_transformers(name: str, tmp_path: Path):
     policy = load_policy(ModelConfig(path=save(build(name), tmp_path / "start")))
     train(policy)
     save_model(policy, tmp_path / "start", tmp_path / "end")
@@ -95,7 +95,7 @@ def test_responses_have_the_trainers_log_probabilities(name: str):
         assert_norm_close(found, expected)
 
 
-def test_the_longest_row_that_a_rollout_takes_is_answered_and_a_longer_one_refused(name: str):
+def test_a_row_of_maximal_length_is_generated_and_a_longer_one_is_rejected(name: str):
     longest = FAMILIES[name].longest
     answers = generate(build(name), [[5] * (longest - 1)], max_response_tokens=1)
     assert answers.lengths.tolist() == [1]
@@ -120,7 +120,9 @@ def test_a_reward_model_starts_from_its_backbone(name: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", [*SHARED, "split norms"])
-def test_two_ranks_train_the_weights_of_one_or_refuse(on_two: list[dict], alone: dict[str, dict], name: str, kind: str):
+def test_two_ranks_train_the_weights_of_one_or_reject_the_model(
+    on_two: list[dict], alone: dict[str, dict], name: str, kind: str
+):
     for found in on_two:
         if (name, SAME.get(kind, kind)) in REFUSED:
             assert REFUSED[name, SAME.get(kind, kind)] in found[name, kind]
@@ -128,7 +130,7 @@ def test_two_ranks_train_the_weights_of_one_or_refuse(on_two: list[dict], alone:
             assert_norm_close(found[name, kind], alone[name])
 
 
-def test_tensor_parallel_ranks_train_the_adapter_of_one_or_refuse(on_two: list[dict], name: str):
+def test_tensor_parallel_ranks_train_the_adapter_of_one_or_reject_the_model(on_two: list[dict], name: str):
     expected = train(adapted(name))
     for found in on_two:
         for case in ("tp of an adapter", "split norms of an adapter"):
@@ -138,23 +140,23 @@ def test_tensor_parallel_ranks_train_the_adapter_of_one_or_refuse(on_two: list[d
                 assert_norm_close(found[name, case], expected)
 
 
-def test_the_documented_table_is_what_was_found(on_two: list[dict]):
+def test_the_documented_table_equals_the_measured_support(on_two: list[dict]):
     assert markdown(on_two[0]) in Path("docs/models.md").read_text()
 
 
-def test_a_cap_on_attention_is_not_left_out(tmp_path: Path):
+def test_an_attention_softcap_is_applied(tmp_path: Path):
     loaded, capped = load_policy(ModelConfig(path=save(build("Gemma 2"), tmp_path))), build("Gemma 2")
     uncapped = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
     assert torch.equal(policy_logits(loaded, IDS), policy_logits(capped, IDS))
     assert (policy_logits(loaded, IDS) - policy_logits(uncapped, IDS)).abs().max() > 0.01
 
 
-def test_kernels_that_leave_the_cap_out_are_refused():
+def test_kernels_without_softcap_are_rejected():
     with pytest.raises(EngineError, match=r"engine\.attention is sdpa.*Gemma2ForCausalLM"):
         train(build("Gemma 2"), attention="sdpa")
 
 
-def test_a_model_that_brings_its_own_code_is_refused(tmp_path: Path):
+def test_a_model_with_custom_code_is_rejected(tmp_path: Path):
     code = {"AutoModelForCausalLM": "modeling_baichuan.BaichuanForCausalLM"}
     settings = {"model_type": "baichuan", "auto_map": {"AutoConfig": "configuration_baichuan.BaichuanConfig"} | code}
     (tmp_path / "config.json").write_text(json.dumps(settings))

@@ -38,7 +38,7 @@ def linear(weight: list[list[float]], bias: list[float] | None = None) -> Int8Li
     return found
 
 
-def test_each_output_has_a_scale_that_brings_its_largest_weight_to_127() -> None:
+def test_each_output_channel_has_a_scale_that_maps_its_largest_weight_to_127() -> None:
     layer = linear([[2.54, -1.0], [0.127, 0.0635], [0.0, 0.0]])
     assert layer.scale[:2].tolist() == pytest.approx([0.02, 0.001])
     # 0.0635 / 0.001 is between 63 and 64.
@@ -46,7 +46,7 @@ def test_each_output_has_a_scale_that_brings_its_largest_weight_to_127() -> None
     assert layer.weight[1].tolist() in ([127, 63], [127, 64])
 
 
-def test_each_token_has_a_scale_of_its_own() -> None:
+def test_each_token_has_its_own_scale() -> None:
     layer = linear([[1.27, 0.5], [-0.3, 1.27]], bias=[10.0, -10.0])
     inputs = torch.tensor([[12.7, 1.04], [0.0127, -0.0006]])
     # Integers [127, 10] x 0.1 and [127, -6] x 0.0001 meet [127, 50] and [-30, 127], both x 0.01.
@@ -54,13 +54,13 @@ def test_each_token_has_a_scale_of_its_own() -> None:
     assert_norm_close(layer(inputs), torch.tensor(expected))
 
 
-def test_what_is_no_number_stays_none() -> None:
+def test_nan_stays_nan() -> None:
     found = linear([[1.0, 0.5]])(torch.tensor([[1.0, torch.nan], [torch.inf, 1.0], [1.0, 1.0]]))
     assert found.isfinite().flatten().tolist() == [False, False, True]
 
 
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), SHAPES)
-def test_a_product_is_that_of_integers(rows: int, inputs: int, outputs: int) -> None:
+def test_a_product_equals_the_integer_product(rows: int, inputs: int, outputs: int) -> None:
     generator = torch.Generator().manual_seed(0)
     left = torch.randint(-127, 128, (rows, inputs), dtype=torch.int8, generator=generator)
     right = torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8, generator=generator)
@@ -70,7 +70,7 @@ def test_a_product_is_that_of_integers(rows: int, inputs: int, outputs: int) -> 
     assert torch.equal(int8_product_by_blocks(left, right), expected)
 
 
-def test_a_cpu_that_adds_in_16_bits_gives_the_same_numbers() -> None:
+def test_a_cpu_with_16_bit_accumulation_has_the_same_results() -> None:
     code = (
         "import torch; from flowrl.engines.models.int8 import int8_product; left = torch.full((20, 3072), 127,"
         "dtype=torch.int8); print(set(int8_product(left, left[:9]).flatten().tolist()))"
@@ -84,14 +84,14 @@ def test_a_cpu_that_adds_in_16_bits_gives_the_same_numbers() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), SHAPES)
-def test_a_gpu_gives_the_same_product(rows: int, inputs: int, outputs: int) -> None:
+def test_a_gpu_has_the_same_product(rows: int, inputs: int, outputs: int) -> None:
     left = torch.full((rows, inputs), 127, dtype=torch.int8)
     right = torch.full((outputs, inputs), -127, dtype=torch.int8)
     assert torch.equal(int8_product(left.cuda(), right.cuda()).cpu(), int8_product(left, right))
 
 
 @pytest.mark.parametrize("name", families.FAMILIES)
-def test_layers_are_quantised_and_what_stands_around_them_is_not(name: str) -> None:
+def test_layers_are_quantized_and_other_modules_are_not(name: str) -> None:
     model = families.build(name)
     found = quantized(model)
     matrices = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and ".layers." in f".{n}"}
@@ -107,7 +107,7 @@ def test_layers_are_quantised_and_what_stands_around_them_is_not(name: str) -> N
     assert 0 < gap < 0.1
 
 
-def test_a_copy_has_memory_of_its_own_and_no_float_of_what_it_quantised() -> None:
+def test_a_quantized_copy_shares_no_memory_and_has_no_float_weights() -> None:
     model = tiny.qwen2()
     found = quantized(model)
     ends = sum(weight.nbytes for name, weight in model.named_parameters() if "_proj.weight" not in name)
@@ -120,7 +120,7 @@ def test_a_copy_has_memory_of_its_own_and_no_float_of_what_it_quantised() -> Non
     assert not own & {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
 
 
-def test_a_folder_is_quantised_as_the_model_in_it(tmp_path: Path) -> None:
+def test_a_loaded_folder_is_quantized_like_its_model(tmp_path: Path) -> None:
     model = tiny.qwen2(torch.bfloat16)
     tiny.save(model, tmp_path)
     source = load_policy(ModelConfig(path=tmp_path, dtype="bfloat16"), on_meta=True)
@@ -139,7 +139,7 @@ def test_a_row_is_bitwise_the_same_in_any_batch_and_on_any_number_of_threads() -
     assert rows_of(generate(rollout(model), prompt_ids)) == whole
 
 
-def test_it_says_what_it_would_without_cache_or_batch() -> None:
+def test_generation_equals_generation_without_cache_or_batch() -> None:
     model = quantized(tiny.qwen2())
     prompt_ids = prompts(6)
     for prompt, (ids, logprobs) in zip(prompt_ids, rows_of(generate(rollout(model), prompt_ids)), strict=True):

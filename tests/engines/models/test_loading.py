@@ -37,7 +37,7 @@ def config(folder: Path, dtype: Literal["float32", "bfloat16"] = "float32") -> M
 
 
 @pytest.mark.parametrize("build", [qwen2, llama])
-def test_a_policy_is_what_was_saved_in_evaluation_mode(build, tmp_path: Path):
+def test_a_loaded_policy_equals_the_saved_one_in_evaluation_mode(build, tmp_path: Path):
     model = build()
     loaded = load_policy(config(save(model, tmp_path)))
     assert not loaded.training
@@ -131,7 +131,7 @@ def test_a_reward_is_read_at_the_last_token_of_each_row(tmp_path: Path):
     assert_norm_close(model(IDS, torch.tensor([2, 4])), torch.cat(alone))
 
 
-def test_a_language_model_is_refused_as_a_reward_model(tmp_path: Path):
+def test_a_language_model_is_rejected_as_a_reward_model(tmp_path: Path):
     with pytest.raises(ModelError, match=r"score\.weight.*head: fresh"):
         load_reward_model(config(save(qwen2(), tmp_path)))
 
@@ -169,7 +169,7 @@ def test_transformers_loads_a_saved_policy_and_its_tokenizer(tmp_path: Path):
     assert load_file(tmp_path / "end" / "model.safetensors")
 
 
-def test_a_model_is_not_saved_over_another(tmp_path: Path):
+def test_a_saved_model_is_not_overwritten(tmp_path: Path):
     folder = save(qwen2(), tmp_path / "start")
     with pytest.raises(ModelError, match=str(folder)):
         save_model(qwen2(), folder, folder)

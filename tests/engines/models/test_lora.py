@@ -82,7 +82,7 @@ def test_an_adapter_changes_nothing_until_it_is_trained(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_matrix_of_the_layers_has_one_and_the_head_none(name: str) -> None:
+def test_every_matrix_of_the_layers_has_an_adapter_and_the_head_has_none(name: str) -> None:
     model = MODELS[name]()
     matrices = [n for n, p in model.named_parameters() if p.ndim == 2 and (".h." in n or ".layers." in n)]
     add_adapter(model, LORA)
@@ -90,7 +90,7 @@ def test_every_matrix_of_the_layers_has_one_and_the_head_none(name: str) -> None
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_three_steps_change_the_adapter_and_never_the_model(name: str) -> None:
+def test_three_steps_change_only_the_adapter(name: str) -> None:
     model = MODELS[name]()
     before = {n: p.detach().clone() for n, p in model.state_dict().items()}
     start = logits(model)
@@ -123,7 +123,7 @@ def test_a_merged_weight_is_the_weight_and_the_scaled_product() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_merged_twice_is_merged_once(name: str) -> None:
+def test_a_second_merge_changes_nothing(name: str) -> None:
     model = MODELS[name]()
     trained(model)
     plain, first = MODELS[name](), export_weights(model)
@@ -141,7 +141,7 @@ def test_weights_are_not_loaded_under_an_adapter() -> None:
         load_weights(model, export_weights(model))
 
 
-def test_a_copy_borrows_merged_weights_and_shares_the_others() -> None:
+def test_a_copy_has_merged_weights_and_shares_all_others() -> None:
     model = with_biases(qwen2())
     trained(model)
     copy = meta_copy(model)
@@ -182,7 +182,7 @@ def test_peft_loads_a_saved_adapter_onto_the_base_model(name: str, tmp_path: Pat
     assert theirs.keys() == adapter_state(policy).keys()
 
 
-def test_an_adapters_state_goes_into_another_model() -> None:
+def test_an_adapter_state_is_loaded_into_another_model() -> None:
     source, target = llama(), llama()
     trained(source)
     add_adapter(target, LORA)
@@ -191,7 +191,7 @@ def test_an_adapters_state_goes_into_another_model() -> None:
 
 
 @pytest.mark.parametrize("other", [LoraConfig(rank=2), LoraConfig(rank=4, targets=("q_proj",))])
-def test_an_adapters_state_is_not_loaded_into_another_kind_of_adapter(other: LoraConfig) -> None:
+def test_an_adapter_state_is_rejected_by_another_kind_of_adapter(other: LoraConfig) -> None:
     source, target = llama(), llama()
     trained(source)
     add_adapter(target, other)
@@ -201,7 +201,7 @@ def test_an_adapters_state_is_not_loaded_into_another_kind_of_adapter(other: Lor
     assert all(torch.equal(weight, before[name]) for name, weight in adapter_state(target).items())
 
 
-def test_an_adapter_is_not_saved_over_another(tmp_path: Path) -> None:
+def test_a_saved_adapter_is_not_overwritten(tmp_path: Path) -> None:
     model = llama()
     add_adapter(model, LORA)
     with pytest.raises(LoraError, match=str(tmp_path)):
@@ -209,7 +209,7 @@ def test_an_adapter_is_not_saved_over_another(tmp_path: Path) -> None:
     save_adapter(model, tmp_path, tmp_path, is_writer=False)  # as a rank does that comes when the first has written
 
 
-def test_an_adapter_starts_alike_in_every_process() -> None:
+def test_an_adapter_has_the_same_initial_weights_in_every_process() -> None:
     first, second = llama(), llama()
     add_adapter(first, LORA)
     torch.rand(3)
@@ -227,7 +227,7 @@ def test_only_the_adapter_is_trained_and_in_float32() -> None:
     assert sum(p.numel() for p in trained_ones.values()) == 2 * 4 * ((64 + 64) * 2 + (64 + 32) * 2 + (64 + 96) * 3)
 
 
-def test_named_layers_alone_get_one() -> None:
+def test_only_named_layers_get_an_adapter() -> None:
     model = llama()
     add_adapter(model, LoraConfig(rank=2, targets=("q_proj", "mlp.up_proj")))
     assert list(adapter_layers(model)) == [
@@ -236,12 +236,12 @@ def test_named_layers_alone_get_one() -> None:
 
 
 @pytest.mark.parametrize("target", ["query", "lm_head", "embed_tokens", "proj"])
-def test_a_target_that_is_no_inner_linear_layer_is_refused(target: str) -> None:
+def test_a_target_that_is_not_an_inner_linear_layer_is_rejected(target: str) -> None:
     with pytest.raises(LoraError, match=rf"lora\.targets has {target},.*up_proj, v_proj$"):
         add_adapter(llama(), LoraConfig(rank=2, targets=(target,)))
 
 
-def test_a_folder_with_an_adapter_alone_is_no_model(tmp_path: Path) -> None:
+def test_a_folder_with_only_an_adapter_is_rejected_as_a_model(tmp_path: Path) -> None:
     start = save(llama(), tmp_path / "start")
     policy = load_policy(ModelConfig(path=start))
     add_adapter(policy, LORA)

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from flowrl.engines.models.attention import pack_rows
 
 
-def test_rows_of_2_3_and_3_tokens_lie_end_to_end():
+def test_rows_of_2_3_and_3_tokens_are_concatenated():
     pack = pack_rows([2, 3, 3])
     assert pack.padded_index_T.tolist() == [0, 1, 3, 4, 5, 6, 7, 8]
     assert pack.positions_T.tolist() == [0, 1, 0, 1, 2, 0, 1, 2]
@@ -15,7 +15,7 @@ def test_rows_of_2_3_and_3_tokens_lie_end_to_end():
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8))
-def test_what_is_packed_comes_back_to_its_place(lengths: list[int]):
+def test_unpacking_restores_positions(lengths: list[int]):
     pack, longest = pack_rows(lengths), max(lengths)
     is_real_BL = torch.arange(longest) < torch.tensor(lengths)[:, None]
     rows_BL = torch.rand(is_real_BL.shape)
@@ -23,7 +23,7 @@ def test_what_is_packed_comes_back_to_its_place(lengths: list[int]):
     assert torch.equal(pack.unpack(pack.pack(rows_BL), rows_BL.shape), rows_BL.where(is_real_BL, 0))
 
 
-def test_a_row_that_fills_up_stands_by_itself_and_is_left_out():
+def test_padding_is_a_row_of_its_own_and_is_excluded():
     pack = pack_rows([2, 3]).with_filler_row(2)
     assert (pack.lengths, pack.positions_T.tolist()) == ((2, 3, 2), [0, 1, 0, 1, 2, 0, 1])
     assert pack.cu_seqlens.tolist() == [0, 2, 5, 7] and pack.cu_seqlens.dtype == torch.int32

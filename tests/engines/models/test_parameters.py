@@ -7,7 +7,7 @@ from tests.engines.tables import VOCABULARY, table
 from tests.engines.train.test_engine import OPTIMIZER
 
 
-def test_training_goes_on_after_weights_and_optimizer_were_away():
+def test_training_continues_after_weights_and_optimizer_were_offloaded():
     """On the CPU both places are one; tests/engines/train/test_precision.py has a GPU's."""
     engines = [TrainEngine(Bigram(VOCABULARY, 8), OPTIMIZER, EngineConfig()) for _ in range(2)]
     for seed in range(3):

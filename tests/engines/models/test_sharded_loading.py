@@ -58,7 +58,7 @@ def whole(folder: Path) -> dict:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mesh", MESHES)
-def test_models_read_in_parts_are_those_read_whole(results: list[dict], whole: dict, mesh: str, kind: str):
+def test_sharded_loading_equals_full_loading(results: list[dict], whole: dict, mesh: str, kind: str):
     said, weights = whole[kind]
     for rank in range(MESHES[mesh][0]):
         found_said, found_weights = results[rank][mesh, kind]
@@ -71,7 +71,7 @@ def test_models_read_in_parts_are_those_read_whole(results: list[dict], whole: d
 
 @pytest.mark.parametrize("auto", [AutoModel, AutoModelForCausalLM])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_buffers_that_no_file_has_are_made_again(name: str, auto: type, tmp_path: Path):
+def test_buffers_that_no_file_contains_are_recomputed(name: str, auto: type, tmp_path: Path):
     found = make_meta_model(auto, save(build(name), tmp_path), torch.float32)
     assert found is not None and all(parameter.is_meta for parameter in found.parameters())
     load_shards(found, torch.device("cpu"))
@@ -82,7 +82,7 @@ def test_buffers_that_no_file_has_are_made_again(name: str, auto: type, tmp_path
         assert all(torch.equal(tensors[name], wanted[name]) for name in wanted)
 
 
-def test_tied_weights_stay_one(folder: Path):
+def test_tied_weights_stay_tied_when_loaded_in_shards(folder: Path):
     model = load_policy(ModelConfig(path=folder / "tied"), on_meta=True)
     load_shards(model, torch.device("cpu"))
     assert model.get_parameter("lm_head.weight") is model.get_parameter("model.embed_tokens.weight")
@@ -97,7 +97,7 @@ def renamed(folder: Path, old: str, new: str) -> Path:
     return folder
 
 
-def test_a_missing_weight_is_refused_as_by_a_whole_load(tmp_path: Path):
+def test_a_missing_weight_is_rejected_like_by_full_loading(tmp_path: Path):
     broken = ModelConfig(path=renamed(tmp_path, "model.norm.weight", ""))
     messages = []
     for on_meta in (True, False):
@@ -107,14 +107,14 @@ def test_a_missing_weight_is_refused_as_by_a_whole_load(tmp_path: Path):
     assert messages[0] == messages[1]
 
 
-def test_a_truncated_file_is_refused(tmp_path: Path):
+def test_a_truncated_file_is_rejected(tmp_path: Path):
     path = save(llama(), tmp_path) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ModelError, match=str(tmp_path)):
         load_policy(ModelConfig(path=tmp_path), on_meta=True)
 
 
-def test_a_pickle_is_not_read(tmp_path: Path):
+def test_a_pickle_file_is_rejected(tmp_path: Path):
     path = save(llama(), tmp_path) / "model.safetensors"
     torch.save(load_file(path), tmp_path / "pytorch_model.bin")
     path.unlink()
@@ -122,7 +122,7 @@ def test_a_pickle_is_not_read(tmp_path: Path):
         load_policy(ModelConfig(path=tmp_path), on_meta=True)
 
 
-def test_files_that_only_transformers_understands_are_loaded_whole_and_told(
+def test_files_that_only_transformers_can_read_are_loaded_unsharded_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     """Mixtral's files have a weight per expert, its model one for all of them."""
@@ -136,7 +136,7 @@ def test_files_that_only_transformers_understands_are_loaded_whole_and_told(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell a process's peak since a moment")
 @pytest.mark.slow
-def test_a_rank_of_two_never_holds_the_whole_model(tmp_path: Path):
+def test_a_rank_of_two_never_holds_the_full_model(tmp_path: Path):
     model = qwen2(hidden_size=768, intermediate_size=3072, num_hidden_layers=11, vocab_size=2048)
     num_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())
     assert 9e7 < num_bytes / 4 < 12e7

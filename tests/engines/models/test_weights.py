@@ -19,7 +19,7 @@ def equal(a: torch.nn.Module, b: torch.nn.Module) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("tied", [True, False])
-def test_weights_survive_the_way_to_another_model_bit_for_bit(dtype: torch.dtype, tied: bool):
+def test_loaded_weights_are_bitwise_identical_to_the_exported_ones(dtype: torch.dtype, tied: bool):
     source, target = (qwen2(dtype, seed, tie_word_embeddings=tied) for seed in (0, 1))
     assert not equal(source, target)
     load_weights(target, export_weights(source))
@@ -34,12 +34,12 @@ def test_tied_weights_are_exported_once_and_stay_tied():
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_bfloat16_travels_as_int16_with_a_marked_name():
+def test_bfloat16_is_exported_as_int16_with_a_marked_name():
     weights = export_weights(qwen2(torch.bfloat16))
     assert all(name.endswith(BFLOAT16) and array.dtype == np.int16 for name, array in weights.items())
 
 
-def test_an_export_is_contiguous_and_does_not_follow_the_model():
+def test_an_export_is_contiguous_and_does_not_change_with_the_model():
     model = qwen2()
     weights = export_weights(model)
     before = weights["model.norm.weight"].copy()
@@ -49,7 +49,7 @@ def test_an_export_is_contiguous_and_does_not_follow_the_model():
     assert all(array.flags.c_contiguous for array in weights.values())
 
 
-def test_loading_keeps_the_parameters_that_an_optimizer_holds():
+def test_loading_keeps_the_parameter_objects_of_the_optimizer():
     model, weights = qwen2(seed=0), export_weights(qwen2(seed=1))
     parameters = list(model.parameters())
     load_weights(model, weights)
@@ -82,7 +82,7 @@ def test_mismatched_weights_are_rejected_before_any_is_written(change, named: st
     assert equal(model, qwen2(seed=0))
 
 
-def test_bfloat16_weights_are_refused_by_a_float32_model():
+def test_bfloat16_weights_are_rejected_by_a_float32_model():
     with pytest.raises(WeightsError):
         load_weights(qwen2(), export_weights(qwen2(torch.bfloat16)))
 
@@ -92,7 +92,7 @@ def num_bytes(model: torch.nn.Module, names: list[str], item: int) -> int:
 
 
 @pytest.mark.parametrize(("dtype", "item"), [(None, 4), (torch.bfloat16, 2)])
-def test_parts_hold_each_weight_once_in_order_within_the_bound(dtype: torch.dtype | None, item: int):
+def test_chunks_contain_each_weight_once_in_order_within_the_size_limit(dtype: torch.dtype | None, item: int):
     model = qwen2(tie_word_embeddings=True)
     largest = max(num_bytes(model, [name], item) for name in export_weights(model))
     bound = largest + 1000
@@ -106,20 +106,20 @@ def test_parts_hold_each_weight_once_in_order_within_the_bound(dtype: torch.dtyp
         assert size + num_bytes(model, following[:1], item) > bound
 
 
-def test_a_weight_above_the_bound_is_a_part_by_itself():
+def test_a_weight_above_the_size_limit_is_a_chunk_by_itself():
     model = qwen2(tie_word_embeddings=True)
     assert all(len(chunk) == 1 for chunk in weight_buckets(model, 1))
     assert len(weight_buckets(model, 1e12)) == 1
 
 
-def test_parts_of_an_export_are_the_whole():
+def test_chunks_of_an_export_add_up_to_the_full_export():
     model, other = qwen2(seed=0), qwen2(seed=1)
     for chunk in weight_buckets(model, 5000):
         load_weights(other, export_weights(model, chunk), strict=False)
     assert equal(model, other)
 
 
-def test_weights_are_cast_before_they_travel():
+def test_weights_are_cast_before_they_are_sent():
     model = qwen2()
     cast = to_tensors(export_weights(model, dtype=torch.bfloat16))
     assert set(cast) == set(export_weights(model))

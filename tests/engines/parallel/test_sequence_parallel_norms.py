@@ -16,7 +16,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
-def test_peers_keep_half_of_what_norms_and_residuals_keep(found: list[dict]):
+def test_sequence_parallel_peers_save_half_of_the_norm_and_residual_activations(found: list[dict]):
     """Of each of two norms in a layer, and of the last: its input and the normalised states, and a factor per token;
     of the last its output too, which the value head keeps. Outputs of the others are kept as whole rows."""
     norms = 2 * LAYERS + 1
@@ -25,7 +25,7 @@ def test_peers_keep_half_of_what_norms_and_residuals_keep(found: list[dict]):
         assert kept[False, False] - kept[True, False] == halved / 2
 
 
-def test_peers_keep_half_of_what_is_between_checkpointed_layers(found: list[dict]):
+def test_sequence_parallel_peers_save_half_of_the_checkpointed_activations(found: list[dict]):
     """Each layer's input and the last norm's, its normalised states, factors and output."""
     halved = 4 * TOKENS * (LAYERS * WIDTH + 3 * WIDTH + 1)
     for kept in found:

@@ -133,7 +133,7 @@ def test_ranks_generate_from_gathered_weights(results: list[dict], alone: dict, 
 
 
 @pytest.mark.parametrize("name", cases())
-def test_samples_of_weights_are_parts_of_what_is_exported(results: list[dict], name: str):
+def test_weight_samples_are_slices_of_the_exported_weights(results: list[dict], name: str):
     assert [results[rank][name]["unlike samples"] for rank in range(CASES[name].ranks)] == [[]] * CASES[name].ranks
 
 
@@ -164,18 +164,18 @@ def test_a_rank_holds_its_shard_of_the_weights(results: list[dict], alone: dict,
 
 
 @pytest.mark.parametrize("name", cases(lambda case: case.lora))
-def test_the_model_without_its_adapter_stays_as_it_was(results: list[dict], name: str):
+def test_the_base_model_is_unchanged(results: list[dict], name: str):
     for rank in range(CASES[name].ranks):
         assert torch.equal(results[rank][name]["reference"], results[rank][name]["logprobs"])
 
 
 @pytest.mark.parametrize("name", cases(lambda case: case.lora))
-def test_every_rank_has_the_whole_adapter_on_request(results: list[dict], alone: dict, name: str):
+def test_every_rank_can_gather_the_full_adapter(results: list[dict], alone: dict, name: str):
     for rank in range(CASES[name].ranks):
         assert_norm_close(results[rank][name]["adapter"], alone["adapter"])
 
 
-def test_an_adapter_beside_bfloat16_weights_is_trained_in_float32_on_ranks(results: list[dict]):
+def test_an_adapter_of_bfloat16_weights_is_trained_in_float32_on_ranks(results: list[dict]):
     expected = train_on_bfloat16(None)
     for rank in (0, 1):
         # Forward passes are bfloat16, so kernels of different shapes may round them differently.
@@ -184,7 +184,7 @@ def test_an_adapter_beside_bfloat16_weights_is_trained_in_float32_on_ranks(resul
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_fsdp_in_half_precision_takes_the_steps_of_one_process_in_it(results: list[dict], dtype: str):
+def test_fsdp_in_half_precision_equals_one_process_in_half_precision(results: list[dict], dtype: str):
     """Compares the first two steps only, because rounding errors accumulate."""
     expected, (first, second) = train_in_half(dtype, None), [results[rank][f"in {dtype}"] for rank in (0, 1)]
     assert first["norms"][:2] == pytest.approx(expected["norms"][:2], rel=0.01)
@@ -193,7 +193,7 @@ def test_fsdp_in_half_precision_takes_the_steps_of_one_process_in_it(results: li
         assert weight.dtype == torch.float32 and torch.equal(weight, second["weights"][name])
 
 
-def test_ranks_agree_on_the_scale_of_the_loss_in_float16_and_bfloat16_has_none(results: list[dict]):
+def test_ranks_agree_on_the_float16_loss_scale_and_bfloat16_has_none(results: list[dict]):
     """fsdp computes full layers in float16 and may overflow where a single process does not."""
     for rank in (0, 1):
         found = results[rank]["in float16"]

@@ -41,7 +41,7 @@ def test_a_failed_or_aborted_update_breaks_the_engine_until_a_complete_one():
         ("tags_to_wake", (["kv_cache"],)),
     ],
 )
-def test_nothing_ends_that_has_not_begun(method: str, arguments: tuple):
+def test_commit_and_abort_require_begin(method: str, arguments: tuple):
     with pytest.raises(RolloutError, match="serving"):
         getattr(ServingState(), method)(*arguments)
 

@@ -61,7 +61,7 @@ def test_denominators_count_trained_tokens_and_rows_that_have_one():
     assert with_tokens < 9 and set(seen) == {Denominators(int(mask.sum()), with_tokens)}
 
 
-def test_values_come_back_in_the_order_of_the_table():
+def test_values_are_returned_in_the_order_of_the_batch():
     rows = table(12)
     engine = bigram_engine(max_tokens=15)
     values = engine.evaluate(rows, lambda model, micro: micro.input_ids.double() + micro.index[:, None] / 100)
@@ -70,19 +70,19 @@ def test_values_come_back_in_the_order_of_the_table():
     assert engine.evaluate_rows(rows, lambda model, micro: micro.rows["prompt_id"]).tolist() == list(range(12))
 
 
-def test_evaluation_makes_no_gradients_and_keeps_the_weights():
+def test_evaluation_computes_no_gradients_and_keeps_the_weights():
     engine = bigram_engine(optimizer=None)
     assert not engine.evaluate(table(5), bigram_logprobs).requires_grad
     assert all(parameter.grad is None for parameter in engine.model.parameters())
 
 
-def test_an_empty_table_evaluates_to_nothing():
+def test_an_empty_batch_evaluates_to_empty_columns():
     empty = take_rows(table(3), torch.zeros(0, dtype=torch.int64))
     assert bigram_engine().evaluate(empty, bigram_logprobs).shape == (0,)
     assert bigram_engine().evaluate_rows(empty, bigram_logprobs).shape == (0,)
 
 
-def test_a_step_without_trained_tokens_changes_nothing_and_says_so():
+def test_a_step_without_trained_tokens_is_skipped_and_reported():
     engine, rows = bigram_engine(), table(4)
     rows["tokens", "response_mask"].zero_()
     before = [parameter.clone() for parameter in engine.model.parameters()]
@@ -92,7 +92,7 @@ def test_a_step_without_trained_tokens_changes_nothing_and_says_so():
     assert all(torch.equal(a, b) for a, b in zip(before, engine.model.parameters(), strict=True))
 
 
-def test_clipping_scales_the_gradient_but_reports_its_own_norm():
+def test_clipping_scales_the_gradient_and_reports_the_norm_before_clipping():
     free, clipped = bigram_engine(), bigram_engine(optimizer=OptimizerConfig(lr=1e-2, eps=1e3, max_grad_norm=1e-3))
     norms = [engine.update(table(5), bigram_loss)["grad_norm"] for engine in (free, clipped)]
     assert norms[0] == norms[1] and norms[0].result() > 1e-3
@@ -102,7 +102,7 @@ def test_clipping_scales_the_gradient_but_reports_its_own_norm():
     assert moved.norm().item() == pytest.approx(1e-2 / 1e3 * 1e-3, rel=1e-3)
 
 
-def test_a_gradient_that_is_not_finite_is_refused_before_the_step():
+def test_a_non_finite_gradient_is_rejected_before_the_step():
     engine = bigram_engine()
     before = [parameter.clone() for parameter in engine.model.parameters()]
     with pytest.raises(FloatingPointError, match="nan in optimizer step 0"):
@@ -110,7 +110,7 @@ def test_a_gradient_that_is_not_finite_is_refused_before_the_step():
     assert all(torch.equal(a, b) for a, b in zip(before, engine.model.parameters(), strict=True))
 
 
-def test_weight_decay_is_for_matrices():
+def test_weight_decay_applies_only_to_matrices():
     engine = bigram_engine(optimizer=OptimizerConfig(lr=0.1, weight_decay=0.5))
     start = Bigram(VOCABULARY, 8).double()
     engine.update(table(4), bigram_loss)
@@ -120,7 +120,7 @@ def test_weight_decay_is_for_matrices():
     assert torch.equal(model.unused.bias, start.unused.bias)
 
 
-def test_gradients_are_given_back_after_a_step():
+def test_gradients_are_freed_after_a_step():
     engine = bigram_engine()
     engine.update(table(4), bigram_loss)
     assert all(parameter.grad is None for parameter in engine.model.parameters())
@@ -138,7 +138,7 @@ def test_the_model_is_trained_in_place():
     ("schedule", "rates"),
     [("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]), ("linear", [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0])],
 )
-def test_the_rate_rises_over_the_warmup_and_then_follows_the_schedule(schedule, rates: list[float]):
+def test_the_learning_rate_rises_over_the_warmup_and_then_follows_the_schedule(schedule, rates: list[float]):
     config = OptimizerConfig(lr=1.0, warmup_steps=2, schedule=schedule, total_steps=6)
     assert [learning_rate(config, step) for step in range(7)] == pytest.approx(rates)
 
@@ -148,7 +148,7 @@ def test_a_cosine_schedule_is_at_half_in_the_middle_and_stays_at_zero():
     assert [learning_rate(config, step) for step in (0, 2, 4, 9)] == pytest.approx([1.0, 0.5, 0.0, 0.0])
 
 
-def test_the_rate_of_each_step_is_reported():
+def test_the_learning_rate_of_each_step_is_reported():
     engine = bigram_engine(optimizer=OptimizerConfig(lr=1.0, schedule="linear", total_steps=4))
     assert [engine.update(table(3), bigram_loss)["lr"].result() for _ in range(3)] == [1.0, 0.75, 0.5]
 
@@ -161,7 +161,7 @@ def test_the_factor_never_falls_below_one():
     assert LossScale(1.0).after(overflowed=True).factor == 1.0
 
 
-def test_two_thousand_good_steps_double_the_factor():
+def test_two_thousand_finite_steps_double_the_factor():
     scale = LossScale(8.0)
     for _ in range(1999):
         scale = scale.after(overflowed=False)

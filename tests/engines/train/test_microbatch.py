@@ -26,7 +26,7 @@ def test_packed_rows_share_a_micro_batch_up_to_the_sum_of_their_tokens():
     assert micros[0].pack.pack(micros[0].input_ids).tolist() == [[4, 7, 5, 6, 1, 2, 3]]
 
 
-def test_padded_rows_are_cut_where_their_length_jumps():
+def test_padded_rows_are_split_where_their_length_jumps():
     """Together 12 x 3 tokens, of which 16 real, cost more than a pass beside 10 x 1 and 2 x 3."""
     assert [micro.input_ids.shape for micro in microbatches(table_of(*[1] * 10, 3, 3), 36)] == [(10, 1), (2, 3)]
     assert [micro.input_ids.shape for micro in microbatches(table_of(*[1] * 10, 3, 3), 400)] == [(12, 3)]
@@ -41,16 +41,16 @@ def test_tokens_are_right_padded_with_their_columns():
     assert micro.lengths.tolist() == [1, 3]
 
 
-def test_object_columns_stay_behind():
+def test_object_columns_are_dropped():
     (micro,) = microbatches(table_of(3, 1), 100)
     assert set(micro.rows) == {"scores"} and set(micro.tokens) == {"response_mask"}
 
 
-def test_a_row_longer_than_the_budget_stands_alone():
+def test_a_row_longer_than_the_budget_is_a_micro_batch_by_itself():
     assert [micro.input_ids.shape for micro in microbatches(table_of(9, 9, 2), 4)] == [(1, 2), (1, 9), (1, 9)]
 
 
-def test_an_empty_table_gives_no_micro_batches():
+def test_an_empty_batch_has_no_micro_batches():
     assert microbatches(table_of(), 4) == []
 
 
@@ -80,11 +80,11 @@ def cheapest(ascending: list[int], max_tokens: int) -> float:
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=7), st.integers(1, 40))
-def test_no_other_cut_of_padded_rows_is_cheaper(row_lengths: list[int], max_tokens: int):
+def test_no_other_split_of_padded_rows_is_cheaper(row_lengths: list[int], max_tokens: int):
     found = sum(micro.input_ids.numel() + max_tokens / 16 for micro in microbatches(table_of(*row_lengths), max_tokens))
     assert abs(found - cheapest(sorted(row_lengths), max_tokens)) < 1e-9
 
 
-def test_moving_to_the_same_device_gives_the_same_object():
+def test_moving_to_the_same_device_returns_the_same_object():
     (micro,) = microbatches(table_of(2), 4)
     assert micro.to("cpu") is micro

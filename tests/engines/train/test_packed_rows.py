@@ -89,7 +89,7 @@ def test_packed_rows_have_the_scores_of_padded_ones(name: str):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_packed_rows_say_the_same_on_a_gpu_in_bfloat16(name: str):
+def test_packed_rows_equal_padded_ones_on_a_gpu_in_bfloat16(name: str):
     model = PolicyModel(with_row_attention(name)).to("cuda", torch.bfloat16)
     packed, padded = both(model, lambda ids, mask, lengths, pack: model(ids, mask, pack=pack)[0], "cuda")
     assert_norm_close(packed[0], padded[0], rtol=0.1)
@@ -116,12 +116,12 @@ def trained(**settings: object) -> dict[str, Tensor]:
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_packed_rows_train_what_padded_rows_do(settings: dict, rtol: float):
+def test_packed_rows_train_the_same_weights_as_padded_rows(settings: dict, rtol: float):
     packed, padded = (trained(packing=packing, **settings) for packing in ("always", "never"))
     assert_norm_close(packed, padded, rtol)
 
 
-def test_a_model_that_runs_no_packs_is_padded():
+def test_a_model_without_packing_support_is_padded():
     packs, engine = [], TrainEngine(PolicyModel(convolving()), None, EngineConfig())
 
     def forward(model: torch.nn.Module, micro: MicroBatch) -> Tensor:
@@ -132,7 +132,7 @@ def test_a_model_that_runs_no_packs_is_padded():
     assert packs and all(pack is None for pack in packs)
 
 
-def test_packs_that_were_asked_for_and_cannot_be_are_refused():
+def test_requested_packing_that_is_unsupported_is_rejected():
     always = EngineConfig(packing="always")
     with pytest.raises(EngineError, match=r"engine\.packing is always.*Lfm2ForCausalLM.*conv"):
         TrainEngine(PolicyModel(convolving()), None, always)

@@ -37,7 +37,7 @@ def test_half_precision_is_close_to_float32(dtype: str, rtol: float):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_steps_too_small_for_half_precision_add_up_in_the_masters(dtype: str):
+def test_steps_too_small_for_half_precision_accumulate_in_the_master_weights(dtype: str):
     """A weight of 0.1 is known to 5e-4 in bfloat16; ten steps of 1e-6 are lost there."""
     trained = engine(compute_dtype=dtype)
     before = weights(trained)
@@ -48,7 +48,7 @@ def test_steps_too_small_for_half_precision_add_up_in_the_masters(dtype: str):
         assert 0 < (new - old).abs().max() <= 1.1e-5
 
 
-def test_scaling_the_loss_leaves_the_step_as_it_is():
+def test_loss_scaling_does_not_change_the_step():
     plain, scaled = engine(compute_dtype="bfloat16"), engine(compute_dtype="float16")
     for trained in (plain, scaled):
         trained.update(table(9), policy_loss)
@@ -57,7 +57,7 @@ def test_scaling_the_loss_leaves_the_step_as_it_is():
     assert norms[1] == pytest.approx(norms[0], rel=0.02)
 
 
-def test_a_step_that_overflows_in_float16_is_left_out_and_the_next_is_taken():
+def test_a_float16_step_that_overflows_is_skipped_and_the_next_one_is_not():
     trained = engine(compute_dtype="float16")
     before = weights(trained)
 
@@ -73,7 +73,7 @@ def test_a_step_that_overflows_in_float16_is_left_out_and_the_next_is_taken():
     assert trained.num_steps == 1
 
 
-def test_layers_run_again_in_the_backward_pass_where_activations_are_dropped():
+def test_activation_checkpointing_recomputes_layers_in_the_backward_pass():
     counts = {}
     for settings in ({}, {"gradient_checkpointing": True}):
         trained = engine(max_tokens_per_microbatch=1000, **settings)
@@ -89,7 +89,7 @@ def test_layers_run_again_in_the_backward_pass_where_activations_are_dropped():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")  # torch's own
-def test_compiled_layers_train_the_same():
+def test_compiled_layers_train_the_same_weights():
     """Needs a C++ compiler on the CPU."""
     norms = []
     for compile_layers in (False, True):
@@ -98,17 +98,17 @@ def test_compiled_layers_train_the_same():
     assert norms[1] == pytest.approx(norms[0], rel=FLOAT32_RTOL)
 
 
-def test_float32_is_refused_for_weights_in_half_precision():
+def test_float32_is_rejected_for_half_precision_weights():
     with pytest.raises(EngineError, match=r"engine\.compute_dtype is float32"):
         TrainEngine(PolicyModel(qwen2(torch.bfloat16)), TINY_STEP, EngineConfig(compute_dtype="float32"))
 
 
-def test_compute_dtype_is_refused_for_float64_weights():
+def test_compute_dtype_is_rejected_for_float64_weights():
     with pytest.raises(EngineError, match=r"engine\.compute_dtype"):
         TrainEngine(PolicyModel(qwen2(torch.float64)), TINY_STEP, EngineConfig(compute_dtype="bfloat16"))
 
 
-def test_the_norm_of_gradients_in_half_precision_is_not_rounded_to_it():
+def test_the_norm_of_half_precision_gradients_is_not_rounded_to_half_precision():
     parameter = torch.nn.Parameter(torch.zeros(1001, dtype=torch.bfloat16))
     gradients = ReplicatedGradients([parameter], SINGLE_PROCESS)
     gradients.zero()
@@ -117,7 +117,7 @@ def test_the_norm_of_gradients_in_half_precision_is_not_rounded_to_it():
     assert gradients.norm() == pytest.approx(1001**0.5, rel=1e-6)
 
 
-def test_flash_attention_is_refused_where_it_cannot_run():
+def test_flash_attention_is_rejected_if_it_is_unavailable():
     with pytest.raises(EngineError, match=r"engine\.attention is flash_attention_2"):
         engine(attention="flash_attention_2")
 
@@ -125,7 +125,7 @@ def test_flash_attention_is_refused_where_it_cannot_run():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("offload", ["none", "optimizer", "idle"])
-def test_weights_and_optimizer_leave_the_device_and_come_back(offload: str):
+def test_weights_and_optimizer_are_offloaded_and_onloaded(offload: str):
     model = PolicyModel(qwen2())
     trained = TrainEngine(model, TINY_STEP, EngineConfig.model_validate({"offload": offload}), device="cuda:0")
     free = []
@@ -141,7 +141,7 @@ def test_weights_and_optimizer_leave_the_device_and_come_back(offload: str):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_lender_keeps_its_weights_on_the_device_and_no_more() -> None:
+def test_an_owner_of_shared_weights_offloads_only_its_optimizer() -> None:
     model = PolicyModel(qwen2())
     trained = TrainEngine(model, TINY_STEP, EngineConfig(offload="idle"), device="cuda:0")
     trained.update(table(9), policy_loss)

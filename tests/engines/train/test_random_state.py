@@ -11,7 +11,7 @@ def draw() -> tuple:
     return random.random(), random.gauss(), float(np.random.random()), np.random.normal(), torch.rand(2).tolist()
 
 
-def test_every_generator_goes_on_where_it_was() -> None:
+def test_every_generator_continues_from_its_restored_state() -> None:
     draw()
     state = json.loads(json.dumps(random_state()))
     expected = draw()

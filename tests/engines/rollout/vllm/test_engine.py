@@ -326,7 +326,7 @@ def test_a_process_killed_during_an_update_gets_all_chunks_again(pair: Pair) -> 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_its_memory_is_free_while_another_process_uses_its_gpu(ray_session: None, tmp_path: Path) -> None:
+def test_an_offloaded_engine_frees_its_memory_for_another_process(ray_session: None, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(ARCHITECTURES["LLaMA"]()).eval()
     tiny.save(model, tmp_path / "model")
