@@ -8,10 +8,10 @@ All functions compare the same sampled tokens under two policies, with the ratio
     rollout_logprobs: [B, T], log-probabilities reported by the rollout.
     mask: bool [B, T], true for tokens that count.
 
-Results are weights [B, T] that multiply the policy loss, or reduced masks, without gradient and 0 where the mask is
-false. Metrics are tensors [B, T] as in policy_losses.py; a metric of a row is repeated at its tokens. All functions
-raise ValueError for invalid settings, different shapes, or a mask that is not bool. Log-ratios are clamped to [-20, 20]
-before exponentiation, a deviation from the papers.
+Functions return either weights [B, T] that multiply the policy loss, or a mask with fewer tokens. Both carry no
+gradient and are 0 where the mask is false. Metrics are tensors [B, T] as in policy_losses.py; a metric of a row is
+repeated at its tokens. All functions raise ValueError for invalid settings, mismatched shapes, or a mask that is not
+bool. Log-ratios are clamped to [-20, 20] before exponentiation, which deviates from the papers.
 """
 
 import math
@@ -37,7 +37,8 @@ def importance_ratios(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, 
         sequence   prod_t rho_t                       unbiased for a row; its variance grows with the length
         geometric  (prod_t rho_t)^(1 / tokens)        biased; comparable between lengths
 
-    Args: see the module docstring. Returns [B, T] in at least float32; a row's ratio is repeated at its tokens.
+    The module docstring describes the arguments. The result is [B, T] in at least float32. A row's ratio is repeated at
+    its tokens.
 
     Geometric mean: Zheng et al. 2025 (GSPO), https://arxiv.org/abs/2507.18071, eq. (7).
     """
@@ -56,16 +57,16 @@ def truncated_weights(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns truncated importance ratios (TIS): ratios clipped to [min_weight, max_weight].
 
-    Args (others: see the module docstring):
+    Args (the module docstring describes the others):
         level: level of the ratio, see `importance_ratios`.
-        max_weight: > 0, at least min_weight; usually 2 for tokens. Infinity disables the upper bound.
-        min_weight: >= 0; 0 in the papers.
-    Returns: (weights [B, T], metrics); NaN ratios have the weight 0. Metrics:
+        max_weight: > 0 and at least min_weight, usually 2 at level "token". Infinity disables the upper bound.
+        min_weight: >= 0. The papers have no lower bound (0).
+    Returns: a tuple (weights [B, T], metrics). NaN ratios have weight 0. Metrics:
         ratio: ratio before clipping.
-        truncated_fraction_low, truncated_fraction_high: 1 where the bound binds.
+        truncated_fraction_low, truncated_fraction_high: 1 where the ratio is below or above the range.
 
-    Ionides 2008, https://doi.org/10.1198/106186008X320456; for engine mismatch: Yao et al. 2025,
-    https://fengyao.notion.site/off-policy-rl. Deviation: min_weight.
+    Ionides 2008, https://doi.org/10.1198/106186008X320456. For engine mismatch: Yao et al. 2025,
+    https://fengyao.notion.site/off-policy-rl.
     """
     _check_bounds(min_weight, max_weight)
     log_ratios_BT = _log_ratios(logprobs, rollout_logprobs, mask, level)
@@ -89,20 +90,21 @@ def masked_weights(
     max_weight: float,
     min_weight: float = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns masked importance ratios (MIS): ratios outside [min_weight, max_weight] become 0.
+    """Returns masked importance ratios (MIS): the weight is 0 where the ratio is outside [min_weight, max_weight].
 
-    Tokens of weight 0 still count in the denominator of the loss; `rejection_mask` can remove them from it.
+    Tokens of weight 0 still count in the denominator of the loss. `rejection_mask` can also remove tokens from the
+    denominator.
 
-    Args (others: see the module docstring):
+    Args (the module docstring describes the others):
         level: level of the ratio, see `importance_ratios`.
-        max_weight: > 0, at least min_weight.
+        max_weight: > 0 and at least min_weight.
         min_weight: >= 0.
-    Returns: (weights [B, T], metrics); NaN ratios have the weight 0. Metrics:
+    Returns: a tuple (weights [B, T], metrics). NaN ratios have weight 0. Metrics:
         ratio: ratio before masking.
         masked_fraction_low, masked_fraction_high: 1 where the ratio is below or above the range.
 
-    Tokens: Ling Team 2025 (IcePop), https://arxiv.org/abs/2510.18855, with the range 0.5 to 5. Rows: Liu et al. 2025,
-    https://richardli.xyz/rl-collapse.
+    Level "token": Ling Team 2025 (IcePop), https://arxiv.org/abs/2510.18855, with the range 0.5 to 5. Level "sequence":
+    Liu et al. 2025, https://richardli.xyz/rl-collapse.
     """
     _check_bounds(min_weight, max_weight)
     log_ratios_BT = _log_ratios(logprobs, rollout_logprobs, mask, level)
@@ -129,28 +131,29 @@ def rejection_mask(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns a mask without the tokens or rows whose estimated KL to the sampling policy is out of bounds.
 
-    With x_t the estimate of KL(rollout policy || policy) from token t:
+    x_t is the estimate of KL(rollout policy || policy) from token t:
 
         token          keeps a token if     low <= x_t <= high
         sequence_sum   keeps a row if       low <= sum of its x_t <= high
         sequence_mean  keeps a row if       low <= mean of its x_t <= high
         sequence_max   keeps a row if       each of its x_t is in [low, high]
 
-    Args (others: see the module docstring):
+    Args (the module docstring describes the others):
         kind: estimator, see `kl_estimate`. k1 = -log rho_t is signed: high rejects tokens that became less likely.
-        level: see above.
-        high: largest accepted x, in nats.
-        low: smallest accepted x; has an effect only for k1.
-    Returns: (mask [B, T] of the kept tokens, metrics). The denominator of the loss may use either this mask or the
-        original
-        mask; with the original mask, rejected tokens count as zero loss. Metrics:
-        divergence: x of the token or row.
+        level: one of the four rules above.
+        high: largest accepted value, in nats.
+        low: smallest accepted value, in nats. It has an effect only for k1, because other estimates are not negative.
+    Returns: a tuple (mask [B, T] of the kept tokens, metrics). Metrics:
+        divergence: estimate for the token or row.
         rejected_fraction: 1 for rejected tokens.
 
+    The denominator of the loss may use the returned mask or the original mask. With the original mask, rejected tokens
+    count as tokens of zero loss.
+
     sequence_mean with k1 bounds the geometric mean of the ratio to [exp(-high), exp(-low)]. sequence_max with k1
-    rejects rows with a ratio below exp(-high): Liu et al. 2025, https://richardli.xyz/rl-collapse. sequence_mean with
-    k1 and the mask `kept | mask & (advantages >= 0)` is the off-policy sequence masking of DeepSeek-V3.2,
-    https://arxiv.org/abs/2512.02556, section 3.1.
+    rejects rows with a ratio below exp(-high): Liu et al. 2025, https://richardli.xyz/rl-collapse. The off-policy
+    sequence masking of DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, section 3.1, is sequence_mean with k1 and the
+    mask `kept | mask & (advantages >= 0)`.
     """
     if level not in get_args(RejectionLevel):
         raise ValueError(f"level is {level!r}, but must be one of {', '.join(get_args(RejectionLevel))}")
@@ -176,9 +179,10 @@ def rejection_mask(
 
 @dataclass(frozen=True)
 class WeightSums:
-    """Sums over a micro-batch that merge to the mean weight and the effective sample size of the step.
+    """Sums over a micro-batch, from which the mean weight and the effective sample size of the step are computed.
 
-    `merge` and `result` implement the metric interface; the result is the effective sample size as a fraction.
+    `merge` and `result` implement the interface of mergeable metrics. The result is the effective sample size as a
+    fraction of the samples.
     """
 
     total: float
@@ -191,23 +195,30 @@ class WeightSums:
         )
 
     def mean(self) -> float:
-        """Returns the mean weight, for `normalized_weights`; NaN without samples."""
+        """Returns the mean weight, an argument of `normalized_weights`. It is NaN without samples."""
         return self.total / self.count if self.count else math.nan
 
     def effective_sample_size(self) -> float:
-        """Returns (sum w)^2 / sum w^2, the equivalent number of equally weighted samples; 0 if all weights are 0."""
+        """Returns (sum w)^2 / sum w^2, the number of equally weighted samples with the same variance. It is 0 if all
+        weights are 0.
+        """
         return self.total**2 / self.total_of_squares if self.total_of_squares else 0.0
 
     def result(self) -> float:
-        """Returns the effective sample size divided by the number of samples, in [0, 1]; NaN without samples."""
+        """Returns the effective sample size divided by the number of samples, in [0, 1]. It is NaN without samples."""
         return self.effective_sample_size() / self.count if self.count else math.nan
 
 
 @torch.no_grad()
 def weight_sums(weights: Tensor, mask: Tensor, *, level: RatioLevel) -> WeightSums:
-    """Returns sums over samples. At level "token", a sample is a token; otherwise it is a row with a true position.
+    """Returns the sums of weights and squared weights over samples.
 
-    Args: weights [B, T] from `truncated_weights` or `masked_weights`; mask bool [B, T]; level of these weights.
+    A sample is a token at level "token". At other levels, a sample is a row whose mask has a true position.
+
+    Args:
+        weights: [B, T], from `truncated_weights` or `masked_weights`.
+        mask: bool [B, T].
+        level: level of these weights.
 
     Effective sample size: Kong 1992, as in Liu 2001, Monte Carlo Strategies in Scientific Computing.
     """
@@ -221,12 +232,12 @@ def weight_sums(weights: Tensor, mask: Tensor, *, level: RatioLevel) -> WeightSu
 
 @torch.no_grad()
 def normalized_weights(weights: Tensor, mask: Tensor, *, mean: float) -> Tensor:
-    """Divides weights by their mean over the step, so that the gradient keeps its scale.
+    """Divides weights by their mean over the step, so that the weights do not change the scale of the gradient.
 
     Args:
         weights: [B, T].
         mask: bool [B, T].
-        mean: >= 0, `WeightSums.mean` over the whole step. 0 leaves the weights (all 0) unchanged.
+        mean: >= 0, `WeightSums.mean` over the whole step. If it is 0, all weights are 0 and stay 0.
     Returns: [B, T] in at least float32, 0 where the mask is false, without gradient.
 
     Self-normalized importance sampling for language models: Liu et al. 2025, https://richardli.xyz/rl-collapse.
@@ -238,7 +249,7 @@ def normalized_weights(weights: Tensor, mask: Tensor, *, mean: float) -> Tensor:
 
 
 def _log_ratios(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, level: RatioLevel) -> Tensor:
-    """Returns the unclamped log-ratios."""
+    """Returns the unclamped log-ratios at `level`, [B, T]."""
     _check_level(level)
     logprobs_BT, rollout_logprobs_BT = masked_tokens(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
     log_ratios_BT = logprobs_BT - rollout_logprobs_BT
@@ -250,14 +261,14 @@ def _ratios(log_ratios_BT: Tensor, mask: Tensor) -> Tensor:
 
 
 def _row_sums(values_BT: Tensor, mask: Tensor, *, mean: bool) -> Tensor:
-    """Returns the sum or mean of each row, expanded to all its positions."""
+    """Returns the sum or mean of each row over the true positions of the mask, repeated at all positions."""
     doubles_BT = values_BT.double()
     sums_B1 = row_mean(doubles_BT, mask) if mean else doubles_BT.sum(-1, keepdim=True)
     return sums_B1.to(values_BT.dtype).expand_as(values_BT)
 
 
 def _outside(log_ratios_BT: Tensor, mask: Tensor, min_weight: float, max_weight: float) -> tuple[Tensor, Tensor]:
-    """Returns masks of ratios below and above the bounds, compared as unclamped logarithms."""
+    """Returns two masks: ratios below min_weight and ratios above max_weight. Compares unclamped logarithms."""
     log_low = math.log(min_weight) if min_weight else -math.inf
     log_high = math.log(max_weight) if max_weight < math.inf else math.inf
     return mask & (log_ratios_BT < log_low), mask & (log_ratios_BT > log_high)
@@ -278,7 +289,7 @@ def _check_bounds(min_weight: float, max_weight: float) -> None:
 
 @dataclass(frozen=True)
 class Correlation:
-    """Pearson correlation of pairs (x, y) from mergeable sufficient statistics."""
+    """Pearson correlation of pairs (x, y), computed from sums that can be merged."""
 
     count: float
     mean_x: float
@@ -289,7 +300,7 @@ class Correlation:
     products: float
 
     def merge(self, other: "Correlation") -> "Correlation":
-        """Merges the statistics of two disjoint sets.
+        """Returns the statistics of the union of two disjoint sets of pairs.
 
         Chan et al. 1983, https://doi.org/10.1080/00031305.1983.10483115, extended to products.
         """
@@ -308,21 +319,21 @@ class Correlation:
         )
 
     def result(self) -> float:
-        """Returns the correlation in [-1, 1]; NaN for fewer than two pairs or a constant x or y."""
+        """Returns the correlation in [-1, 1]. It is NaN for fewer than two pairs, or if x or y is constant."""
         if self.squares_x <= self._rounding(self.mean_x) or self.squares_y <= self._rounding(self.mean_y):
             return math.nan
         return min(max(self.products / math.sqrt(self.squares_x * self.squares_y), -1.0), 1.0)
 
     def _rounding(self, mean: float) -> float:
-        """Returns the largest sum of squares that rounding causes for a constant in float64."""
+        """Returns the largest sum of squares that float64 rounding can cause if all values are equal."""
         return self.count * (1e-14 * mean) ** 2
 
 
 @torch.no_grad()
 def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> dict[str, Mean | Max | Correlation]:
-    """Returns metrics of the mismatch between the trainer's and the rollout's probabilities of sampled tokens.
+    """Returns metrics of the mismatch between the trainer's and the rollout's probabilities of the sampled tokens.
 
-    With l = logprobs, m = rollout_logprobs, d = l - m per token, and sums and means over a row's tokens:
+    Per token, l = logprobs, m = rollout_logprobs and d = l - m. "sum" and "mean" are over the tokens of a row:
 
         logprob_gap_mean, logprob_gap_max   |d| over tokens
         prob_gap_mean, prob_gap_max         |exp(l) - exp(m)| over tokens
@@ -333,12 +344,12 @@ def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -
         chi_square_token                    exp(d)^2 - 1 over tokens
         chi_square_sequence                 exp(sum d)^2 - 1 over rows
 
-    Args: see the module docstring. All tokens of a row must be in the same micro-batch.
-    Returns: mergeable metrics by name, from float64 sums. Without a true position, means and correlation are NaN, and
+    The module docstring describes the arguments. All tokens of a row must be in the same micro-batch.
+    Returns: mergeable metrics by name, computed in float64. If the mask is empty, means and correlation are NaN, and
         maxima are 0.
 
     Yao et al. 2025, https://fengyao.notion.site/off-policy-rl, and Liu et al. 2025, https://richardli.xyz/rl-collapse.
-    The chi-square metrics are underestimated if the policies differ much, because few samples dominate them.
+    If the policies differ much, few samples dominate the chi-square metrics, which are then too low.
     """
     logprobs_BT, rollout_logprobs_BT = masked_tokens(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
     logprobs_BT, rollout_logprobs_BT = logprobs_BT.double(), rollout_logprobs_BT.double()
@@ -388,7 +399,7 @@ def _gaps(per_token: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _moments(x_N: Tensor, y_N: Tensor) -> tuple[Tensor, ...]:
-    """Returns the fields of `Correlation` after `count`."""
+    """Returns means, sums of squares and the sum of products of x and y, for `Correlation`."""
     num_pairs = max(1, x_N.numel())
     mean_x, mean_y = x_N.sum() / num_pairs, y_N.sum() / num_pairs
     gaps_x_N, gaps_y_N = x_N - mean_x, y_N - mean_y

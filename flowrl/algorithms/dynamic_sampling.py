@@ -1,4 +1,4 @@
-"""Dynamic sampling (DAPO): keeps groups whose scores differ, and draws batches until there are enough of them.
+"""Dynamic sampling (DAPO): keeps groups whose scores differ, and draws batches until enough such groups exist.
 
 Shape suffix: B is the number of rows.
 """
@@ -14,19 +14,21 @@ from torch import Tensor
 from flowrl.algorithms.advantages.group_estimators import group_extremes, group_index
 
 T = TypeVar("T")
-"""Type of a batch. Its contents are not accessed."""
+"""Type of a batch. This module does not access its contents."""
 
 
 @torch.no_grad()
 def informative_groups(scores: Tensor, groups: Tensor) -> Tensor:
     """Returns a mask bool [B] of the rows in groups whose scores are not all equal. Other groups have zero advantages.
 
-    Args: scores [B] and integer group ids [B]; groups may be interleaved and differ in size.
-    Returns: False for groups of one row and groups with a NaN.
-    Raises: ValueError for different shapes or group ids that are not integers.
+    Args:
+        scores: [B].
+        groups: integer [B], group ids. Groups may be interleaved and differ in size.
+    Returns: bool [B]. It is False for groups of one row and groups with a NaN.
+    Raises: ValueError for mismatched shapes, or group ids that are not integers.
 
     Yu et al. 2025 (DAPO), https://arxiv.org/abs/2503.14476, eq. (11): 0 < number of correct responses < group size.
-    Deviation: scores are arbitrary numbers, of which at least two must differ.
+    Deviation: scores may be any numbers, and at least two scores of a group must differ.
     """
     group_of_B = group_index(groups)
     if scores.shape != groups.shape:
@@ -37,17 +39,19 @@ def informative_groups(scores: Tensor, groups: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class FullBatch(Generic[T]):
-    """A batch of the required number of groups, as rows of one or more source batches.
+    """A batch with the required number of groups, given as rows of one or more source batches.
 
-    `parts` contains source batches with int64 row indices. Concatenate them in this order, for instance
+    `parts` contains pairs of a source batch and int64 row indices. Concatenate them in this order, for instance
     `Batch.concat([batch.rows(rows.numpy()) for batch, rows in full.parts])`.
     """
 
     parts: tuple[tuple[T, Tensor], ...]
     groups: Tensor
-    """int64 [B], new group ids starting at 0, because ids of different source batches may collide."""
+    """int64 [B], new group ids starting at 0. New ids are required because ids of different source batches may
+    collide.
+    """
     num_rounds: int
-    """Number of source batches drawn; 0 if leftover groups sufficed."""
+    """Number of source batches drawn. It is 0 if groups left over from the previous batch sufficed."""
     num_drawn: int
     """Number of groups in the drawn batches."""
     num_informative: int
@@ -59,19 +63,19 @@ def full_batches(
 ) -> Iterator[FullBatch[T]]:
     """Yields batches of exactly `num_groups` informative groups, drawing scored batches from the source as needed.
 
-    The source is advanced only while a batch is incomplete. Groups are not split. Surplus groups start the next batch,
-    in order; their responses are then at least one policy version old.
+    The iterator draws from the source only while a batch is incomplete. Groups are not split. Surplus groups are the
+    first groups of the next batch. Their responses are then at least one weight version old.
 
     Args:
-        source: yields (batch, scores [B], groups [B]); group ids are local to a batch.
+        source: yields (batch, scores [B], groups [B]). Group ids are unique only within a batch.
         num_groups: > 0, number of groups per batch.
         max_rounds: > 0, maximum number of source batches per yielded batch.
-    Returns: an iterator. It ends with the source; an incomplete last batch is dropped.
-    Raises: ValueError immediately if num_groups or max_rounds is not positive, and from the iterator if a batch is
+    Returns: an iterator, which ends when the source ends. An incomplete last batch is dropped.
+    Raises: ValueError if num_groups or max_rounds is not positive. The iterator raises ValueError if a batch is
         incomplete after max_rounds.
 
-    Yu et al. 2025 (DAPO), https://arxiv.org/abs/2503.14476, section 3.2. Deviation: surplus groups are kept; the
-    published code drops them.
+    Yu et al. 2025 (DAPO), https://arxiv.org/abs/2503.14476, section 3.2. Deviation: the published code drops surplus
+    groups.
     """
     for name, value in (("num_groups", num_groups), ("max_rounds", max_rounds)):
         if value <= 0:
@@ -101,7 +105,7 @@ def _fill(source: Iterable[tuple[T, Tensor, Tensor]], num_groups: int, max_round
 
 
 def _informative_rows(scores: Tensor, groups: Tensor) -> list[Tensor]:
-    """Returns the row indices of each informative group; groups are ordered by their first row."""
+    """Returns the row indices of each informative group, ordered by the first row of the groups."""
     rows = informative_groups(scores, groups).nonzero()[:, 0].cpu()
     group_of = group_index(groups.cpu()[rows])
     counts = torch.bincount(group_of)
@@ -110,7 +114,7 @@ def _informative_rows(scores: Tensor, groups: Tensor) -> list[Tensor]:
 
 
 def _join(selected: list[tuple[T, Tensor]], num_rounds: int, num_drawn: int, num_informative: int) -> FullBatch[T]:
-    """Joins groups to a batch. Consecutive groups of the same source batch become one part."""
+    """Joins groups into a batch. Consecutive groups of the same source batch become one part."""
     parts: list[tuple[T, list[Tensor]]] = []
     for batch, rows in selected:
         if not parts or parts[-1][0] is not batch:

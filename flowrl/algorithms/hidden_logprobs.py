@@ -1,10 +1,10 @@
 """Computes log-probabilities and entropies from hidden states and the LM head without materializing all logits.
 
-Shape suffixes: B rows, T token positions, H hidden size, V vocabulary, N unmasked positions; n and v are the rows and
+Shape suffixes: B rows, T token positions, H hidden size, V vocabulary, N unmasked positions. n and v are the rows and
 columns of one tile of the logits.
 
-The logits [N, V] are computed tile by tile and reduced; the backward pass recomputes them. Memory holds the hidden
-states, the weight, their gradients, and one tile. The cost is one additional matrix product (four instead of three).
+The logits [N, V] are computed and reduced tile by tile. The backward pass computes them again. Memory holds the hidden
+states, the weight, their gradients, and one tile. Recomputation increases the cost from three to four matrix products.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,14 +18,16 @@ from flowrl.algorithms.logprobs import Context
 from flowrl.algorithms.masking import masked_tokens
 
 _TILE_SIDES = {"cpu": (4096, 2048)}
-"""Rows and columns of a tile by device type: 32 MiB in float32. Smaller tiles fit CPU caches better, but synchronize
-threads more often."""
+"""Rows and columns of a tile by device type. The CPU tile has 32 MiB in float32. Smaller tiles would fit CPU caches
+better, but would synchronize threads more often."""
 
 _OTHER_TILE_SIDES = (4096, 8192)
 """Rows and columns of a tile on accelerators: 128 MiB in float32."""
 
 _LOWEST_LOGPROB = -1e4
-"""Finite stand-in for -inf: its exp is exactly 0 in float32 and float64, and 0 times it is 0 instead of NaN."""
+"""Finite replacement for -inf. Its exp is exactly 0 in float32 and float64, and 0 times this value is 0 instead of
+NaN.
+"""
 
 
 def logprobs_from_hidden(
@@ -40,25 +42,25 @@ def logprobs_from_hidden(
 ) -> Tensor:
     """Returns the log-probability of each token given the preceding tokens, from hidden states and the LM head.
 
-        logits = hidden weight^T + bias;      with a softcap:  logits = softcap tanh(logits / softcap)
+        logits = hidden weight^T + bias      with a softcap:  logits = softcap tanh(logits / softcap)
 
     Args:
         hidden: [B, T, H], input of the LM head (after the last norm), of any float dtype.
         weight: [V, H], full (unsharded) weight of the head, of the same dtype.
-        tokens: int64 [B, T], in [0, V) where the mask is true, input of the model.
+        tokens: int64 [B, T], input of the model, in [0, V) where the mask is true.
         mask: bool [B, T], tokens to compute.
         bias: [V] of the same dtype, or None. -inf excludes a token (without a softcap).
-        temperature: > 0, of the rollout.
+        temperature: > 0, sampling temperature of the rollout.
         softcap: > 0, bound of the logits before the temperature (30 for Gemma 2). None disables it.
-    Returns: [B, T] in at least float32, differentiable (once) in hidden, weight and bias; column t is
-        log softmax(logits[:, t - 1] / temperature)[tokens[:, t]] where the mask is true, NaN for invalid token ids.
-        Column 0 and masked columns are 0. Gradients accumulate in float32 or float64. torch.autocast applies as in the
-        model's head.
-    Raises: ValueError for different shapes or dtypes, a temperature or softcap <= 0, or a mask that is not bool.
+    Returns: [B, T] in at least float32. Where the mask is true, column t is `log_softmax(logits[:, t - 1] /
+        temperature)[tokens[:, t]]`. It is NaN for an invalid token id. Column 0 and masked columns are 0.
+    Raises: ValueError for mismatched shapes or dtypes, a temperature or softcap <= 0, or a mask that is not bool.
 
-    Softcap: Gemma Team 2024, https://arxiv.org/abs/2408.00118. Tiles recomputed in the backward pass: Wijmans et al.
-    2024, https://arxiv.org/abs/2411.09009. Deviation: tiles with small probabilities are not skipped; gradients are
-    exact.
+    The result is differentiable once in hidden, weight and bias. Gradients accumulate in float32 or float64.
+    torch.autocast applies as in the model's head.
+
+    Softcap: Gemma Team 2024, https://arxiv.org/abs/2408.00118. Recomputed tiles: Wijmans et al. 2024,
+    https://arxiv.org/abs/2411.09009. Deviation: tiles with small probabilities are not skipped, so gradients are exact.
     """
     hidden, weight, bias = _autocast(hidden, weight, bias)
     head = _checked_head(hidden, weight, tokens, mask, bias, temperature, softcap)
@@ -77,10 +79,10 @@ def logprobs_and_entropy_from_hidden(
 ) -> tuple[Tensor, Tensor]:
     """Returns `logprobs_from_hidden` and the entropy of each token's distribution, from the same logits.
 
-    Arguments and errors: see `logprobs_from_hidden`.
-    Returns: (logprobs [B, T], entropy [B, T] in nats), differentiable (once), 0 where the mask is false and in column
-        0. A
-        detached entropy adds no cost to the backward pass.
+    Arguments and errors are those of `logprobs_from_hidden`.
+
+    Returns: a tuple (logprobs [B, T], entropy [B, T] in nats), differentiable once. Both are 0 in column 0 and where
+    the mask is false. A detached entropy adds no cost to the backward pass.
     """
     hidden, weight, bias = _autocast(hidden, weight, bias)
     head = _checked_head(hidden, weight, tokens, mask, bias, temperature, softcap)
@@ -89,7 +91,7 @@ def logprobs_and_entropy_from_hidden(
 
 @dataclass(frozen=True)
 class _Head:
-    """The LM head with temperature and softcap."""
+    """The LM head, with its temperature and softcap."""
 
     weight_VH: Tensor
     bias_V: Tensor | None
@@ -97,7 +99,9 @@ class _Head:
     softcap: float | None
 
     def logits(self, hidden_nH: Tensor, columns: slice) -> Tensor:
-        """Returns logits [n, v] in at least float32, as new memory. The matrix product uses the dtype of the model."""
+        """Returns the logits of a tile, [n, v], as a new tensor in at least float32. The matrix product uses the dtype
+        of the model.
+        """
         bias_v = None if self.bias_V is None else self.bias_V[columns]
         logits_nv = torch.nn.functional.linear(hidden_nH, self.weight_VH[columns], bias_v)
         logits_nv = logits_nv.to(torch.promote_types(logits_nv.dtype, torch.float32))
@@ -106,14 +110,16 @@ class _Head:
         return logits_nv if self.temperature == 1 else logits_nv.div_(self.temperature)
 
     def softcap_slope(self, logits_nv: Tensor) -> Tensor | None:
-        """Returns the derivative [n, v] of capped with respect to uncapped logits; None without a softcap."""
+        """Returns the derivative [n, v] of the capped logits with respect to the uncapped logits. Returns None without
+        a softcap.
+        """
         if self.softcap is None:
             return None
         return (logits_nv * (self.temperature / self.softcap)).square_().neg_().add_(1)
 
 
 _Gradients = tuple[Tensor | None, ...]
-"""Gradients of the arguments of the forward pass."""
+"""Gradients with respect to the arguments of the forward pass."""
 
 
 class _HiddenLogprobs(torch.autograd.Function):
@@ -187,7 +193,7 @@ def _gradients(
 
 
 def _reduce(head: _Head, hidden_NH: Tensor, tokens_N: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (logsumexp, logit of the token, entropy), each [N]. The entropy is 0 unless requested."""
+    """Returns (logsumexp, logit of the token, entropy), each [N]. Without `with_entropy`, the entropy is 0."""
     dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
     logsumexp_N = hidden_NH.new_full(tokens_N.shape, -torch.inf, dtype=dtype)
     # Ids outside the vocabulary keep NaN. Checking ids would synchronize with the device.
@@ -224,9 +230,10 @@ def _tile_gradient(
     grad_n: Tensor,
     entropies: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """Returns the gradient [n, v] of the raw logits, before softcap and temperature. `entropies` is (H, gradient of H).
+    """Returns the gradient [n, v] of the raw logits, before softcap and temperature. `entropies` is a pair (H, gradient
+    of H).
 
-    With log p(v) = z_v - logsumexp(z): d log p(v) / d z_u = [u = v] - p_u;  d H / d z_u = -p_u (log p_u + H).
+        d log p(v) / d z_u = [u = v] - p_u    d H / d z_u = -p_u (log p_u + H)    log p(v) = z_v - logsumexp(z)
     """
     logits_nv = head.logits(hidden_nH, columns)
     slope_nv = head.softcap_slope(logits_nv)
@@ -245,14 +252,16 @@ def _tile_gradient(
 
 
 def _tile_index(tokens_n: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Returns (column index in the tile, clamped to be valid; whether the token is in the tile), each [n, 1]."""
+    """Returns each token's column in the tile, and whether the tile contains the token, each [n, 1]. Clamps the column
+    to the tile.
+    """
     index_n1 = (tokens_n - columns.start)[:, None]
     last = columns.stop - columns.start - 1
     return index_n1.clamp(0, last), (index_n1 >= 0) & (index_n1 <= last)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Adds left @ right to total, which may have higher precision than the factors."""
+    """Adds left @ right to `total`, which may have a higher precision than `left` and `right`."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     else:
@@ -268,7 +277,7 @@ def _sides(tensor: Tensor) -> tuple[int, int]:
 
 
 def _apply(hidden: Tensor, tokens: Tensor, mask: Tensor, head: _Head, *, with_entropy: bool) -> tuple[Tensor, Tensor]:
-    """Returns both results [B, T], computed only where the mask is true."""
+    """Returns log-probabilities and entropies [B, T], computed only where the mask is true."""
     is_computed_BT = mask.clone()
     is_computed_BT[:, :1] = False  # the first token has no preceding logits
     hidden_NH, tokens_N = hidden[:, :-1][is_computed_BT[:, 1:]], tokens[is_computed_BT]
@@ -280,7 +289,7 @@ def _apply(hidden: Tensor, tokens: Tensor, mask: Tensor, head: _Head, *, with_en
 
 
 def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Casts the three tensors to the dtype of torch.autocast if it is enabled. float64 is kept, as autocast does."""
+    """Casts the three tensors to the dtype of torch.autocast if it is enabled. float64 tensors keep their dtype."""
     device = hidden.device.type
     if not torch.is_autocast_enabled(device):
         return hidden, weight, bias

@@ -1,9 +1,9 @@
 """Computes log-probabilities and entropies of tokens from logits.
 
-Shape suffixes: B rows, T token positions, V vocabulary; lower case for a chunk.
+Shape suffixes: B rows, T token positions, V vocabulary. Lower case denotes a chunk.
 
-Column t of a result is the value of token t, which the logits at t - 1 predict; column 0 is 0. Computation is in
-float32 (float64 is kept) on chunks of positions, so that no additional [B, T, V] tensor except the gradient exists.
+Column t of a result belongs to token t, which the logits at t - 1 predict. Column 0 is 0. Chunks of positions are
+computed in float32; float64 inputs stay float64. Apart from the gradient, no additional tensor [B, T, V] is allocated.
 `logprobs_from_hidden` also avoids the logits.
 """
 
@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 Slices = tuple[slice, slice]
-"""A slice of rows and a slice of positions."""
+"""A slice of the rows and a slice of the positions."""
 
 
 class Context(Protocol):
-    """Type of the autograd context, which torch does not declare."""
+    """Autograd context of a function. torch does not declare a type for it."""
 
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
@@ -32,15 +32,17 @@ class Context(Protocol):
 
 
 _CHUNK_ELEMENTS = 2**24
-"""Maximum logits per chunk: 64 MiB in float32; a single position may exceed it."""
+"""Maximum number of logits per chunk (64 MiB in float32). A chunk has at least one position, even if it exceeds
+this.
+"""
 
 
 def chunks(shape: torch.Size, elements: int) -> Iterator[tuple[Slices, Slices]]:
-    """Yields (slices of the logits, slices of the tokens that they predict), covering every prediction once.
+    """Yields (slices of the logits, slices of the tokens that they predict). The chunks cover every prediction once.
 
     Args:
         shape: [B, T, V], of the logits. The last position predicts no token.
-        elements: > 0, approximate number of logits per chunk; a single position may exceed it.
+        elements: > 0, approximate number of logits per chunk. A chunk has at least one position.
     """
     num_rows, num_positions, vocabulary = shape
     positions_at_once = max(1, min(num_positions, elements // max(1, vocabulary)))
@@ -57,11 +59,11 @@ def token_logprobs(logits: Tensor, tokens: Tensor, *, temperature: float = 1.0) 
 
     Args:
         logits: [B, T, V], output of the model at each position, of any float dtype.
-        tokens: int64 [B, T], in [0, V), input of the model. Padding must be a valid id.
-        temperature: > 0, of the rollout.
+        tokens: int64 [B, T], input of the model, in [0, V). Padding must be a valid id.
+        temperature: > 0, sampling temperature of the rollout.
     Returns: [B, T] in at least float32, differentiable (once) in the logits; column t is
         log softmax(logits[:, t - 1] / temperature)[tokens[:, t]], column 0 is 0.
-    Raises: ValueError for different shapes or a temperature <= 0.
+    Raises: ValueError for mismatched shapes or a temperature <= 0.
     """
     _check(logits, temperature)
     if tokens.shape != logits.shape[:2]:
@@ -74,7 +76,7 @@ def token_entropy(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
 
     Args:
         logits: [B, T, V], output of the model at each position, of any float dtype; -inf excludes a token.
-        temperature: > 0, of the rollout.
+        temperature: > 0, sampling temperature of the rollout.
     Returns: [B, T] in at least float32, differentiable (once) in the logits; column t is the entropy of
         softmax(logits[:, t - 1] / temperature), column 0 is 0.
     Raises: ValueError for a shape other than [B, T, V] or a temperature <= 0.
@@ -97,7 +99,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, grad_BT: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Uses d logp(v) / d z_u = [u = v] - p_u."""
+        """Returns the gradient of the logits: d logp(v) / d z_u = [u = v] - p_u."""
         logits_BTV, tokens_BT = ctx.saved_tensors
         grad_logits_BTV = torch.zeros_like(logits_BTV)
         for positions, predicted, scaled_btV in _scaled_chunks(logits_BTV, ctx.temperature):
@@ -121,7 +123,7 @@ class _TokenEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, grad_BT: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Uses d H / d z_u = -p_u (log p_u + H)."""
+        """Returns the gradient of the logits: d H / d z_u = -p_u (log p_u + H)."""
         logits_BTV, entropy_BT = ctx.saved_tensors
         grad_logits_BTV = torch.zeros_like(logits_BTV)
         for positions, predicted, scaled_btV in _scaled_chunks(logits_BTV, ctx.temperature):
@@ -133,7 +135,7 @@ class _TokenEntropy(torch.autograd.Function):
 
 
 def _scaled_chunks(logits_BTV: Tensor, temperature: float) -> Iterator[tuple[Slices, Slices, Tensor]]:
-    """Yields (slices of logits, slices of the predicted tokens, logits [b, t, V] divided by the temperature)."""
+    """Yields (slices of the logits, slices of the predicted tokens, logits [b, t, V] divided by the temperature)."""
     for positions, predicted in chunks(logits_BTV.shape, _CHUNK_ELEMENTS):
         logits_btV = logits_BTV[positions].to(_result_dtype(logits_BTV))
         yield positions, predicted, logits_btV if temperature == 1 else logits_btV / temperature

@@ -2,8 +2,8 @@
 
 Shape suffixes: B rows, T token positions of right- or left-padded rows.
 
-In all functions of this package, masked positions affect neither values nor gradients, even if they are NaN or
-infinite. Inputs are therefore zeroed there before any arithmetic, because zero times NaN is NaN.
+In all functions of `flowrl.algorithms`, masked positions affect neither values nor gradients, even if they are NaN or
+infinite. Inputs are therefore set to 0 at masked positions before any arithmetic, because zero times NaN is NaN.
 """
 
 from typing import Literal, get_args
@@ -13,19 +13,19 @@ from torch import Tensor
 
 
 def at_least_float32(values: Tensor) -> Tensor:
-    """Promotes half precision and integers to float32; float64 is kept."""
+    """Converts half precision and integers to float32. float64 tensors keep their dtype."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def masked_tokens(mask: Tensor, **tokens: Tensor) -> list[Tensor]:
-    """Checks the shapes of token tensors, promotes them to at least float32, and zeroes masked positions.
+    """Checks the shapes of token tensors, converts them to at least float32, and zeroes masked positions.
 
     Args:
         mask: bool [B, T], true for positions that count.
-        tokens: tensors [B, T] of any real dtype; the keyword is the name used in errors.
+        tokens: tensors [B, T] of any real dtype, each with its name in error messages as keyword.
     Returns: the tensors in the same order.
-    Raises: ValueError if the mask is not bool, or a shape differs. Broadcasting [B, 1] to [B, T] is rejected, because
-        it is usually a mistake.
+    Raises: ValueError if the mask is not bool, or a shape differs. A tensor [B, 1] is not broadcast to [B, T], because
+        this is usually a mistake.
     """
     if mask.dtype != torch.bool:
         raise ValueError(f"mask is {mask.dtype}, but must be torch.bool: pass `mask.bool()`")
@@ -38,7 +38,7 @@ def masked_tokens(mask: Tensor, **tokens: Tensor) -> list[Tensor]:
 
 
 def masked_rows(mask: Tensor, **rows: Tensor) -> list[Tensor]:
-    """Returns the row tensors in the same order. Raises ValueError unless each is [B], for a mask [B, T]."""
+    """Returns the row tensors in the same order. Raises ValueError unless each has shape [B], for a mask [B, T]."""
     for name, values in rows.items():
         if values.shape != mask.shape[:1]:
             raise ValueError(
@@ -49,24 +49,26 @@ def masked_rows(mask: Tensor, **rows: Tensor) -> list[Tensor]:
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Returns the mean of values [B, T] over the true positions of the mask, a scalar; 0 if there are none.
+    """Returns the mean of values [B, T] over the true positions of the mask, a scalar. It is 0 if the mask is empty.
 
-    Raises ValueError for different shapes or a mask that is not bool.
+    Raises ValueError for mismatched shapes or a mask that is not bool.
     """
     (values,) = masked_tokens(mask, values=values)
     return values.sum() / mask.sum().clamp(min=1)
 
 
 def row_mean(values_BT: Tensor, mask: Tensor) -> Tensor:
-    """Returns the mean [B, 1] over each row's true positions, 0 for empty rows. Masked values must already be 0."""
+    """Returns the mean [B, 1] over each row's true positions, 0 for empty rows. The values must be 0 where the mask is
+    false.
+    """
     return values_BT.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
 def masked_range(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the minimum and maximum of values [B, T] over the true positions of the mask, without gradient.
 
-    Returns (inf, -inf) for an empty mask, so that results of micro-batches merge by min and max. Raises ValueError for
-    different shapes or a mask that is not bool.
+    For an empty mask, the result is (inf, -inf). Results of micro-batches can therefore be merged with min and max.
+    Raises ValueError for mismatched shapes or a mask that is not bool.
     """
     (values,) = masked_tokens(mask, values=values.detach())
     if values.numel() == 0:
@@ -75,7 +77,9 @@ def masked_range(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def last_masked(mask: Tensor) -> Tensor:
-    """Returns a bool mask [B, T] of the last true position of each row; empty rows have none."""
+    """Returns a bool mask [B, T] of the last true position of each row. Empty rows have no true position in the
+    result.
+    """
     num_true_from_here = mask.flip(-1).cumsum(-1).flip(-1)
     return mask & (num_true_from_here == 1)
 
@@ -94,7 +98,7 @@ def aggregate(
     denominator: Tensor | float,
     scale: float | None = None,
 ) -> Tensor:
-    """Returns this micro-batch's share of the step's loss, a scalar.
+    """Returns this micro-batch's term of the step's loss, a scalar.
 
         token_mean                sum over tokens / denominator (tokens)
         seq_mean_token_sum        sum over tokens / denominator (rows)
@@ -104,11 +108,11 @@ def aggregate(
     Args:
         loss: [B, T], per token.
         mask: bool [B, T], true for tokens that count. All tokens of a row must be in the same micro-batch.
-        mode: see above.
+        mode: one of the four formulas above.
         denominator: sum of `aggregation_count` over the whole step, a number or a scalar tensor. 0 gives loss 0.
-        scale: > 0, maximum response length in tokens; required for seq_mean_token_sum_norm, invalid otherwise.
+        scale: > 0, maximum response length in tokens. Required for seq_mean_token_sum_norm, rejected for other modes.
     Returns: a scalar, differentiable in the loss. Rows without a true position contribute 0.
-    Raises: ValueError for invalid settings, different shapes, or a mask that is not bool.
+    Raises: ValueError for invalid settings, mismatched shapes, or a mask that is not bool.
 
     token_mean: Yu et al. 2025 (DAPO), https://arxiv.org/abs/2503.14476, section 3.3. seq_mean_token_mean: Shao et al.
     2024 (GRPO), https://arxiv.org/abs/2402.03300, eq. (3). seq_mean_token_sum_norm: Liu et al. 2025 (Dr. GRPO),
@@ -126,10 +130,11 @@ def aggregate(
 
 
 def aggregation_count(mask: Tensor, *, mode: AggregationMode) -> Tensor:
-    """Returns this micro-batch's contribution to the step's denominator, an int64 scalar.
+    """Returns this micro-batch's term of the step's denominator, an int64 scalar.
 
-    It is the number of true positions for token_mean. Other modes count the rows that have a true position, which
-    excludes filtered and padding rows. Raises ValueError for an unknown mode or a mask that is not bool.
+    For token_mean, it is the number of positions where the mask is true. For other modes, it is the number of rows that
+    have such a position, which excludes filtered rows and padding. Raises ValueError for an unknown mode or a mask that
+    is not bool.
     """
     _check_mode(mode)
     masked_tokens(mask)

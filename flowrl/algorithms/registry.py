@@ -1,11 +1,11 @@
 """Registries of algorithm functions, one per kind, from which settings select a function by name.
 
-A name is either a key of a registry or `module:function` for a user function. The modules of the included functions
-are imported on first use. `@policy_losses.register("my_loss")` registers a user function. The process that ran the
+A name is either a key of a registry or `module:function` for a user function. The modules of the included functions are
+imported on first use. `@policy_losses.register("my_loss")` registers a user function. The process that ran the
 decorator accepts the name `my_loss`, and every process accepts `module:my_loss`.
 
 The parameters of an algorithm function before `*` are its inputs. Keyword-only parameters are its settings, unless the
-registry declares them as inputs. All parameters are passed by name.
+registry declares them as inputs. Callers pass all parameters by name.
 """
 
 import functools
@@ -18,11 +18,11 @@ from flowrl.config.base import ImportNameError, import_attribute, import_functio
 F = TypeVar("F", bound=Callable[..., Any])
 
 Target = str | tuple[str, Mapping[str, Any]]
-"""`module:function` below flowrl.algorithms, optionally with settings that the name binds."""
+"""`module:function` relative to flowrl.algorithms, optionally with keyword arguments that are bound to the function."""
 
 
 class RegistryError(ValueError):
-    """A name does not refer to a function, or the signature of a function does not match its kind."""
+    """Raised for a name that does not refer to a function, or a function whose signature does not match its kind."""
 
 
 class Registry:
@@ -55,7 +55,7 @@ class Registry:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names: included functions, then registered ones."""
+        """Returns all names: first the included functions, then the registered functions."""
         return (*self._targets, *self._registered)
 
     def register(self, name: str) -> Callable[[F], F]:
@@ -97,7 +97,7 @@ class Registry:
         return functools.partial(function, **settings) if settings else function
 
     def check(self, name: str, settings: Mapping[str, Any] | None = None) -> None:
-        """Checks that the function exists, accepts `settings`, and requires no others. Raises RegistryError."""
+        """Raises RegistryError unless the function exists, accepts `settings`, and has no other required setting."""
         parameters, settings = self.settings(self.load(name)), settings or {}
         for setting in settings:
             if setting not in parameters:
@@ -108,7 +108,7 @@ class Registry:
                 raise RegistryError(f"{self.kind} {name} requires the setting {setting}")
 
     def inputs(self, function: Callable[..., Any]) -> tuple[str, ...]:
-        """Returns the names of the inputs of a function."""
+        """Returns the names of a function's inputs, in the order of its parameters."""
         return tuple(name for name, parameter in _parameters(function) if self._is_input(name, parameter))
 
     def settings(self, function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -152,7 +152,7 @@ def _is_function(value: object) -> bool:
 
 
 def _parameters(function: Callable[..., Any]) -> list[tuple[str, inspect.Parameter]]:
-    """Returns the parameters of a function without those that a partial binds."""
+    """Returns the parameters of a function, without parameters that functools.partial binds."""
     bound = function.keywords if isinstance(function, functools.partial) else {}
     return [(name, p) for name, p in inspect.signature(function).parameters.items() if name not in bound]
 
@@ -219,7 +219,9 @@ aggregation_modes = Registry(
     required=("loss", "mask"),
     required_keywords=("denominator",),
 )
-"""Aggregations: (loss, mask, *, denominator) -> scalar. The denominator counts tokens for token_mean, else rows."""
+"""Aggregations: (loss, mask, *, denominator) -> scalar. The denominator counts tokens for token_mean, and rows
+otherwise.
+"""
 
 rollout_corrections = Registry(
     "rollout correction",
@@ -277,7 +279,9 @@ reward_shaping = Registry(
     required=("rewards",),
     optional=("lengths", "scores", "groups", "moments"),
 )
-"""Reward shapings: (rewards [B] of the previous shaping) -> rewards [B]. The input `scores` is the original score."""
+"""Reward shapings: (rewards [B] after the previous shaping) -> rewards [B]. The input `scores` is the original
+score.
+"""
 
 REGISTRIES = (
     advantage_estimators,

@@ -1,5 +1,4 @@
-"""Advantage estimators and reward shaping: scores, values and groups to per-token advantages.
+"""Advantage estimators and reward shaping. Estimators turn scores, values and groups into per-token advantages.
 
-Entry points are exported by `flowrl.algorithms`. Modules take tensors and numbers; they import only
-`flowrl.algorithms`.
+`flowrl.algorithms` exports the entry points. Modules take tensors and numbers, and import only `flowrl.algorithms`.
 """

@@ -1,7 +1,7 @@
 """Advantage estimators without groups (GAE, REINFORCE++, ReMax), and whitening.
 
-Shape suffixes: B rows, T token positions. Results are in at least float32, 0 where the mask is false, and carry no
-gradient. All functions raise ValueError for settings out of range, different shapes, or a mask that is not bool.
+Shape suffixes: B rows, T token positions. Results have at least float32, are 0 where the mask is false, and carry no
+gradient. All functions raise ValueError for settings out of range, mismatched shapes, or a mask that is not bool.
 """
 
 import torch
@@ -14,7 +14,7 @@ from flowrl.algorithms.masking import at_least_float32, masked_range, masked_row
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Returns generalized advantage estimates (GAE) over the tokens of each row.
 
-    With s(t) the next position of the row at which the mask is true:
+    s(t) is the next position of the row at which the mask is true:
 
         delta_t = r_t + gamma * V_s(t) - V_t        A_t = delta_t + gamma * lam * A_s(t)        R_t = A_t + V_t
 
@@ -26,10 +26,11 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
         mask: bool [B, T], true for tokens that the policy sampled. Other tokens (tool outputs) are not time steps.
         gamma: discount per sampled token, in [0, 1].
         lam: in [0, 1]; 0 gives one-step TD errors, 1 gives Monte Carlo returns minus values.
-    Returns: (advantages [B, T], returns [B, T]).
+    Returns: a tuple (advantages [B, T], returns [B, T]).
 
-    Schulman et al. 2015, https://arxiv.org/abs/1506.02438, eq. (16); the finite form is eq. (11) and (12) of
-    https://arxiv.org/abs/1707.06347. Deviation: masked tokens inside a row are not time steps.
+    Schulman et al. 2015, https://arxiv.org/abs/1506.02438, eq. (16). The finite form is eq. (11) and (12) of
+    https://arxiv.org/abs/1707.06347. Deviation from the paper: tokens inside a row that are masked out are not time
+    steps.
     """
     for name, value in (("gamma", gamma), ("lam", lam)):
         if not 0 <= value <= 1:
@@ -54,16 +55,16 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
 def reinforce_plus_plus(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0, eps: float = 1e-8) -> Tensor:
     """Returns REINFORCE++ advantages: discounted future rewards, whitened over all tokens of the batch.
 
-        A_t = whiten(G_t)      G_t = r_t + gamma * G_s(t), s(t) the next position of the row at which the mask is true
+        A_t = whiten(G_t)      G_t = r_t + gamma * G_s(t)      s(t): next position of the row where the mask is true
 
     Args:
-        rewards: [B, T], reward for token t, of the whole batch; in the paper with the penalty of `kl_shaped_rewards`.
+        rewards: [B, T], reward for token t, of the whole batch. The paper includes the penalty of `kl_shaped_rewards`.
         mask: bool [B, T], as in `gae`.
         gamma: discount per sampled token, in [0, 1] (paper: 1).
-        eps: added to the variance, see `whiten`.
-    Returns: [B, T]; 0 if all G are equal.
+        eps: small number that `whiten` adds to the variance.
+    Returns: [B, T]. All advantages are 0 if all G are equal.
 
-    Hu et al. 2025, https://arxiv.org/abs/2501.03262. Deviation: the discount, as in the published code.
+    Hu et al. 2025, https://arxiv.org/abs/2501.03262. The discount is from the published code; the paper has none.
     """
     # With values of 0 and lam 1, returns are discounted sums of future rewards.
     returns_BT, _ = gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma, lam=1.0)
@@ -75,12 +76,12 @@ def remax(scores: Tensor, greedy_scores: Tensor, mask: Tensor) -> Tensor:
     """Returns ReMax advantages: the score minus the score of the greedy response, at every token.
 
     Args:
-        scores: [B], one score per row; includes a KL penalty if there is one.
-        greedy_scores: [B], score of the greedy response of the same policy to the prompt of the row.
+        scores: [B], one score per row, after the KL penalty if the run uses one.
+        greedy_scores: [B], score of the same policy's greedy response to the row's prompt.
         mask: bool [B, T], tokens that receive the advantage.
-    Returns: [B, T]. One sample per prompt suffices.
+    Returns: [B, T]. One sampled response per prompt is enough.
 
-    Li et al. 2023, https://arxiv.org/abs/2310.10505. Deviation: none for one score per response.
+    Li et al. 2023, https://arxiv.org/abs/2310.10505.
     """
     masked_tokens(mask)
     scores_B, greedy_scores_B = masked_rows(mask, scores=scores, greedy_scores=greedy_scores)
@@ -90,18 +91,19 @@ def remax(scores: Tensor, greedy_scores: Tensor, mask: Tensor) -> Tensor:
 
 @torch.no_grad()
 def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
-    """Normalizes values to mean 0 and variance 1 over all true positions of the mask.
+    """Normalizes values to mean 0 and variance 1 over all positions where the mask is true.
 
-        y = (x - mean) / sqrt(var + eps) (+ mean)
+        y = (x - mean) / sqrt(var + eps)              with shift_mean
+        y = (x - mean) / sqrt(var + eps) + mean       without
 
     Args:
-        values: [B, T], of the whole batch, because statistics of micro-batches would depend on the split.
+        values: [B, T], of the whole batch. Statistics of micro-batches would depend on the split.
         mask: bool [B, T].
-        shift_mean: False keeps the mean, so that whitened rewards keep their sign.
+        shift_mean: False adds the mean again, so that whitened rewards keep their sign.
         eps: added to the unbiased variance, in squared units of the values.
-    Returns: [B, T]. If all values are equal, or the mask has one position, the result is 0 (or the mean).
+    Returns: [B, T]. If all values are equal, or the mask has one true position, the result is 0 (or the mean).
 
-    Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, published code. Statistics are in float64.
+    Statistics are in float64. Source: published code of Ziegler et al. 2019, https://arxiv.org/abs/1909.08593.
     """
     (values_BT,) = masked_tokens(mask, values=values)
     num_values = mask.sum()

@@ -1,17 +1,20 @@
 """Group statistics, and advantage estimators that compare the samples of one prompt.
 
-Shape suffixes: B rows, T token positions, K rewards, G groups, ... further dimensions, processed independently.
+Shape suffixes: B rows, T token positions, K rewards, G groups. "..." stands for further dimensions, which are processed
+independently.
 
 All estimators have the arguments
 
-    scores: [B], one score per row, of the whole batch. A group must not be divided over calls.
+    scores: [B], one score per row, of the whole batch. All rows of a group must be in the same call.
     groups: integer [B], group ids. Groups may be interleaved and differ in size.
     mask: bool [B, T], tokens that receive the advantage. Rows without true positions still count in their group.
 
-and return advantages [B, T] in at least float32, 0 where the mask is false, without gradient. They raise ValueError for
-settings out of range, different shapes, a mask that is not bool, or group ids that are not integers. Statistics are in
-float64. A group of equal scores gives 0, and so does a group of one (a deviation: other implementations give the raw
-score or NaN). A non-finite score makes the advantages of its group NaN and does not affect other groups.
+All estimators return advantages [B, T] in at least float32, which are 0 where the mask is false and carry no gradient.
+They raise ValueError for settings out of range, mismatched shapes, a mask that is not bool, or group ids that are not
+integers. Statistics are in float64.
+
+A group of equal scores has advantage 0. A group of one row also has advantage 0; other implementations return the raw
+score or NaN. A non-finite score makes the advantages of its group NaN and does not affect other groups.
 """
 
 from collections.abc import Sequence
@@ -24,7 +27,7 @@ from flowrl.algorithms.masking import at_least_float32, masked_rows, masked_toke
 
 
 def group_index(groups: Tensor) -> Tensor:
-    """Maps group ids to indices 0 to G - 1, int64 [B], in the order of the ids.
+    """Returns the group index of each row, int64 [B]. Indices are 0 to G - 1 in ascending order of the group ids.
 
     Raises ValueError unless `groups` is an integer tensor [B].
     """
@@ -56,15 +59,15 @@ def group_extremes(values: Tensor, group_of: Tensor, num_groups: int | None = No
 
 
 def group_sizes(group_of: Tensor) -> Tensor:
-    """Returns for each row the size of its group, float64 [B]."""
+    """Returns the size of each row's group, float64 [B]."""
     return group_sums(torch.ones_like(group_of, dtype=torch.float64), group_of)
 
 
 def group_deviations(values: Tensor, group_of: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns for each row the deviation from its group's mean, and the group's unbiased variance.
+    """Returns each row's deviation from its group's mean, and the unbiased variance of each row's group.
 
-    Args as in `group_sums`, with float64 values. Both results are exactly 0 for groups of equal values or of one
-    row.
+    The arguments are those of `group_sums`, with float64 values. Both results are exactly 0 for groups of equal values
+    and for groups of one row.
     """
     # Subtracting the minimum makes equal values exactly 0, regardless of rounding of the mean.
     above_low = values - group_extremes(values, group_of)[0]
@@ -82,16 +85,16 @@ def _table_shape(values: Tensor, num_groups: int | None) -> tuple[int, ...]:
 def grpo(scores: Tensor, groups: Tensor, mask: Tensor, *, normalize_std: bool, eps: float = 1e-4) -> Tensor:
     """Returns GRPO advantages: the score minus the group mean, optionally divided by the standard deviation.
 
-        A_i = (r_i - mean(r)) / (std(r) + eps)      over the rows of the group of row i
+        A_i = (r_i - mean(r)) / (std(r) + eps)      mean and std over the group of row i
 
-    Args (others: see the module docstring):
-        normalize_std: True divides by the standard deviation of the group (GRPO); False does not (Dr. GRPO).
-        eps: >= 0, in units of the score. It suppresses numerical noise: a spread of 1e-7 gives advantages of 1e-3.
+    Args (the module docstring describes the others):
+        normalize_std: True divides by the standard deviation of the group (GRPO). False does not divide (Dr. GRPO).
+        eps: >= 0, in units of the score. Suppresses numerical noise: a spread of 1e-7 gives advantages near 1e-3.
     Returns: [B, T].
 
-    Shao et al. 2024, https://arxiv.org/abs/2402.03300, section 4.1.2 (outcome supervision); without the standard
-    deviation: Liu et al. 2025, https://arxiv.org/abs/2503.20783, section 3.2. The standard deviation is unbiased (n -
-    1), as in most implementations; the paper does not specify it.
+    GRPO: Shao et al. 2024, https://arxiv.org/abs/2402.03300, section 4.1.2 (outcome supervision). Dr. GRPO: Liu et al.
+    2025, https://arxiv.org/abs/2503.20783, section 3.2. The standard deviation is unbiased (n - 1), as in most
+    implementations. The paper does not specify this.
     """
     scores_B, group_of_B = _scores_and_groups(scores, groups, mask)
     deviations_B, variances_B = group_deviations(scores_B, group_of_B)
@@ -102,11 +105,11 @@ def grpo(scores: Tensor, groups: Tensor, mask: Tensor, *, normalize_std: bool, e
 def rloo(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
     """Returns leave-one-out advantages: the score minus the mean of the group's other scores.
 
-        A_i = r_i - sum of r_j, j != i / (n - 1)  =  (r_i - mean(r)) n / (n - 1)      over the n rows of the group
+        A_i = r_i - (sum of r_j for j != i) / (n - 1) = (r_i - mean(r)) n / (n - 1)      over the n rows of the group
 
-    Args: see the module docstring. A KL penalty of the sequence belongs in the scores.
+    The module docstring describes the arguments. If the run uses a KL penalty, the scores must include it.
 
-    Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free!"; for language models Ahmadian et al. 2024,
+    Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free!". For language models: Ahmadian et al. 2024,
     https://arxiv.org/abs/2402.14740, the RLOO estimator.
     """
     scores_B, group_of_B = _scores_and_groups(scores, groups, mask)
@@ -119,14 +122,15 @@ def rloo(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
 def reinforce_plus_plus_baseline(scores: Tensor, groups: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
     """Returns REINFORCE++ advantages with a group baseline: score minus group mean, whitened over all tokens.
 
-        A = whiten(r_i - mean(r))      mean over the rows of the group, whitening over the true positions of the mask
+        A = whiten(r_i - mean(r))      mean over the group, whitening over all tokens where the mask is true
 
-    Args (others: see the module docstring):
-        eps: added to the variance, see `whiten`.
-    Returns: [B, T]. Groups of equal scores enter the whitening with 0, so their advantages may differ from 0.
+    Args (the module docstring describes the others):
+        eps: small number that `whiten` adds to the variance.
+    Returns: [B, T]. A group of equal scores contributes 0 to the whitening, but its advantage may differ from 0
+        afterwards.
 
-    Hu et al. 2025, https://arxiv.org/abs/2501.03262, REINFORCE++ with baseline. Deviation: whitening weights rows by
-    their number of tokens, as in the published code; the paper specifies only the batch.
+    Hu et al. 2025, https://arxiv.org/abs/2501.03262, REINFORCE++ with baseline. Whitening weights each row by its
+    number of tokens, as in the published code. The paper does not specify the weights.
     """
     scores_B, group_of_B = _scores_and_groups(scores, groups, mask)
     deviations_B, _ = group_deviations(scores_B, group_of_B)
@@ -137,14 +141,14 @@ def reinforce_plus_plus_baseline(scores: Tensor, groups: Tensor, mask: Tensor, *
 
 @torch.no_grad()
 def opo(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
-    """Returns OPO advantages: the score minus the length-weighted group mean, a variance-minimizing baseline.
+    """Returns OPO advantages: the score minus the length-weighted group mean, which minimizes the variance.
 
-        A_i = r_i - sum_j(l_j r_j) / sum_j(l_j)      over the group; l_j the number of true positions of row j
+        A_i = r_i - sum_j(l_j r_j) / sum_j(l_j)      over the rows j of the group; l_j is the length of row j
 
-    Args: see the module docstring. Rows without true positions have no weight.
+    The length of a row is the number of positions where its mask is true. The module docstring describes the arguments.
 
-    Hao et al. 2025, https://arxiv.org/abs/2505.23585, optimal baseline for token gradients that are approximately
-    orthogonal and of equal norm. Deviation: the length excludes tokens that the policy did not sample.
+    Hao et al. 2025, https://arxiv.org/abs/2505.23585. The baseline is optimal if token gradients are orthogonal and
+    have equal norms. Deviation from the paper: the length excludes tokens that the policy did not sample.
     """
     scores_B, group_of_B = _scores_and_groups(scores, groups, mask)
     above_low_B = scores_B - group_extremes(scores_B, group_of_B)[0]
@@ -155,17 +159,19 @@ def opo(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
 
 @torch.no_grad()
 def gpg(scores: Tensor, groups: Tensor, mask: Tensor, *, normalize_std: bool = False, eps: float = 1e-4) -> Tensor:
-    """Returns GPG advantages: score minus group mean, rescaled to compensate for groups without differences.
+    """Returns GPG advantages: score minus group mean, scaled up to compensate for groups with equal scores.
 
-        A_i = alpha (r_i - mean(r)) / F      alpha = B / (B - M), M the rows in groups whose scores are all equal
+        A_i = alpha (r_i - mean(r)) / F      alpha = B / (B - M)
 
-    Args (others: see the module docstring):
-        normalize_std: True sets F to the unbiased standard deviation of the group plus eps; False sets F = 1 (paper).
+    B is the number of rows. M is the number of rows in groups whose scores are all equal, including groups of one row.
+
+    Args (the module docstring describes the others):
+        normalize_std: True sets F to the unbiased standard deviation of the group plus eps. False sets F to 1 (paper).
         eps: >= 0, in units of the score.
     Returns: [B, T].
 
-    Chu et al. 2025, https://arxiv.org/abs/2504.02546. Deviations: B and M count rows instead of groups, which is the
-    same for groups of equal size. M includes groups of one row. `full_batches` implements the paper's batch refill.
+    Chu et al. 2025, https://arxiv.org/abs/2504.02546. Deviation from the paper: B and M count rows instead of groups.
+    Both counts give the same alpha for groups of equal size. `full_batches` implements the paper's batch refill.
     """
     scores_B, group_of_B = _scores_and_groups(scores, groups, mask)
     deviations_B, variances_B = group_deviations(scores_B, group_of_B)
@@ -178,21 +184,25 @@ def gpg(scores: Tensor, groups: Tensor, mask: Tensor, *, normalize_std: bool = F
 
 @torch.no_grad()
 def pass_at_k(scores: Tensor, groups: Tensor, mask: Tensor, *, k: int | None = None) -> Tensor:
-    """Returns advantages for the gradient of E[max of k scores], which is pass@k for scores of 0 and 1.
+    """Returns advantages whose policy gradient maximizes E[max of k scores]. For scores of 0 and 1, this is pass@k.
 
         A_i = sum over sets S of k rows of the group that include i of (max(S) - max(S without i)) / (n choose k)
 
-    In closed form, with the scores sorted and g_l the gap between rows l - 1 and l (from 0):
-    A_i = sum over l <= i of g_l (l choose k - 1) / (n choose k). For k = n only a unique best row has an advantage.
+    In closed form, sort the n scores of the group (indices from 0). g_l is score l minus score l - 1, and g_0 is 0:
 
-    Args (others: see the module docstring):
-        k: 2 or more; None uses the size of each row's group.
-    Returns: [B, T]; 0 for groups of fewer than k rows. The sum of A_i grad(log p) over a group is unbiased, so
-        aggregate
-        with a sum over rows or scale by the group size.
+        A_i = sum over l <= i of g_l (l choose k - 1) / (n choose k)
 
-    Tang et al. 2025, https://arxiv.org/abs/2503.19595, for k = n; Walder and Karkhanis 2025,
-    https://arxiv.org/abs/2505.15201, for k < n with a leave-one-out baseline over sets of k - 1.
+    For k = n, only a unique best row has an advantage.
+
+    Args (the module docstring describes the others):
+        k: 2 or more. None uses the size of each row's group.
+    Returns: [B, T]. The advantages are 0 for groups of fewer than k rows.
+
+    The sum of A_i grad(log p) over a group is unbiased. Therefore aggregate with a sum over rows, or scale by the group
+    size.
+
+    k = n: Tang et al. 2025, https://arxiv.org/abs/2503.19595. k < n: Walder and Karkhanis 2025,
+    https://arxiv.org/abs/2505.15201, with a leave-one-out baseline over sets of k - 1.
     """
     if k is not None and k < 2:
         raise ValueError(f"k is {k}, but must be 2 or more, or None for the group size; use rloo for one sample")
@@ -227,17 +237,17 @@ def gdpo(
 ) -> Tensor:
     """Returns GDPO advantages: rewards normalized per group, summed, and normalized over the batch.
 
-        a_ik = (r_ik - mean(r_k)) / (std(r_k) + eps)      over the rows of the group of row i, for each reward k
-        s_i = sum_k w_k a_ik        A_i = (s_i - mean(s)) / (std(s) + eps)      over all rows of the batch
+        a_ik = (r_ik - mean(r_k)) / (std(r_k) + eps)      mean and std over the group of row i, for each reward k
+        s_i = sum_k w_k a_ik        A_i = (s_i - mean(s)) / (std(s) + eps)      mean and std over all rows of the batch
 
-    Args (others: see the module docstring):
-        scores: [B, K], a column per reward, K >= 1.
-        weights: K weights of the normalized rewards; default 1 each.
+    Args (the module docstring describes the others):
+        scores: [B, K], one column per reward, K >= 1.
+        weights: K weights of the normalized rewards. By default, all weights are 1.
         eps: >= 0, added to the standard deviations.
-    Returns: [B, T]. A reward that is constant within a group contributes 0 there.
+    Returns: [B, T]. A reward that is constant within a group contributes 0 to the group's advantages.
 
-    Liu et al. 2026, https://arxiv.org/abs/2601.05242. Standard deviations are unbiased and over rows; the paper does
-    not specify either.
+    Liu et al. 2026, https://arxiv.org/abs/2601.05242. Standard deviations are unbiased and computed over rows. The
+    paper does not specify this.
     """
     if scores.dim() != 2 or scores.shape[1] == 0:
         raise ValueError(f"scores has shape {list(scores.shape)}, but must be [B, K]: a column per reward")
@@ -256,7 +266,7 @@ def gdpo(
 
 
 def _scores_and_groups(scores: Tensor, groups: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the checked scores (float64 [B]) and the group index of each row (int64 [B])."""
+    """Checks the scores and group ids. Returns the scores (float64 [B]) and the group index of each row (int64 [B])."""
     masked_tokens(mask)
     scores_B, groups_B = masked_rows(mask, scores=scores, groups=groups)
     group_of_B = group_index(groups_B)
@@ -264,12 +274,12 @@ def _scores_and_groups(scores: Tensor, groups: Tensor, mask: Tensor) -> tuple[Te
 
 
 def _mask_non_finite(scores: Tensor, group_of_B: Tensor) -> Tensor:
-    """Returns the scores, with NaN for all rows of a group that has a non-finite score."""
+    """Returns the scores, where a non-finite score sets all scores of its group to NaN."""
     return scores.where(group_sums((~scores.isfinite()).long(), group_of_B) == 0, torch.nan)
 
 
 def _scale(variances: Tensor, eps: float) -> Tensor:
-    """Returns the standard deviation plus eps, always above 0."""
+    """Returns sqrt(variance) + eps, which is always above 0."""
     if not eps >= 0:
         raise ValueError(f"eps is {eps}, but must be 0 or more, in units of the score")
     return (variances.sqrt() + eps).clamp(min=torch.finfo(variances.dtype).tiny)

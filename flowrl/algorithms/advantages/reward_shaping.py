@@ -1,7 +1,7 @@
 """Reward shaping: length penalties, clipping and running normalization, applied before advantage estimation.
 
-Shape suffix: B rows. Results are in at least float32 and carry no gradient. All functions raise ValueError for settings
-out of range or different shapes.
+Shape suffix: B rows. Results have at least float32 and carry no gradient. All functions raise ValueError for settings
+out of range or mismatched shapes.
 """
 
 import math
@@ -16,15 +16,15 @@ from flowrl.algorithms.masking import at_least_float32
 
 @torch.no_grad()
 def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int) -> Tensor:
-    """Returns DAPO's soft penalty for responses close to the length limit, to be added to the score.
+    """Returns DAPO's soft penalty for responses close to the length limit. Add it to the score.
 
-        P = 0                                    l <= max_length - buffer
-        P = (max_length - buffer - l) / buffer   up to max_length
-        P = -1                                   beyond
+        P = 0                                    where l <= max_length - buffer
+        P = (max_length - buffer - l) / buffer   where max_length - buffer < l <= max_length
+        P = -1                                   where l > max_length
 
     Args:
-        lengths: [B], response lengths in tokens.
-        max_length: > 0, length in tokens from which the penalty is -1; includes responses truncated at this length.
+        lengths: [B], response lengths l in tokens.
+        max_length: > 0, in tokens. The penalty is -1 from this length on, which includes truncated responses.
         buffer: in [1, max_length], number of tokens over which the penalty grows (paper: 4,096 of 20,480).
     Returns: [B] in [-1, 0], float32.
 
@@ -42,17 +42,17 @@ def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int) -> Tensor
 
 @torch.no_grad()
 def length_penalty(lengths: Tensor, correct: Tensor, groups: Tensor) -> Tensor:
-    """Returns the length reward of Kimi k1.5: within a group, short correct responses gain and long ones lose.
+    """Returns the length reward of Kimi k1.5: within a group, short correct responses gain and long responses lose.
 
-        x_i = 1/2 - (l_i - min(l)) / (max(l) - min(l))      over the rows of the group of row i
+        x_i = 1/2 - (l_i - min(l)) / (max(l) - min(l))      min and max over the group of row i
         P_i = x_i if the response is correct, else min(0, x_i)
 
     Args:
-        lengths: [B], response lengths in tokens.
-        correct: bool [B].
+        lengths: [B], response lengths l in tokens.
+        correct: bool [B], whether the response is correct.
         groups: integer [B], group ids.
-    Returns: [B] in [-1/2, 1/2], float32, to be added to the score with a weight; 0 for a group of equal lengths or of
-        one.
+    Returns: [B] in [-1/2, 1/2], float32. Add it to the score with a weight. It is 0 for a group of equal lengths and
+        for a group of one row.
 
     Kimi Team 2025, https://arxiv.org/abs/2501.12599, section on the length penalty.
     """
@@ -75,7 +75,10 @@ def with_overlong_penalty(
 ) -> Tensor:
     """Adds coef times `overlong_penalty` (DAPO) to the rewards.
 
-    Args: rewards [B]; coef, the full penalty in units of the reward (paper: 1); others as in `overlong_penalty`.
+    Args:
+        rewards: [B].
+        lengths, max_length, buffer: see `overlong_penalty`.
+        coef: the full penalty, in units of the reward (paper: 1).
     Returns: [B].
     """
     _check_same(rewards, lengths=lengths)
@@ -91,9 +94,9 @@ def with_length_penalty(
     Args:
         rewards: [B].
         lengths, groups: see `length_penalty`.
-        scores: [B], scores of the task before any shaping.
-        correct_from: a response is correct if its score is at least this value; NaN is not correct.
-        coef: weight of the penalty, in units of the reward; the report increases it from 0 during training.
+        scores: [B], task scores before any shaping.
+        correct_from: smallest score of a correct response. A NaN score is not correct.
+        coef: weight of the penalty, in units of the reward. The paper increases it from 0 during training.
     Returns: [B].
     """
     _check_same(rewards, lengths=lengths, scores=scores)
@@ -104,7 +107,7 @@ def with_length_penalty(
 def clip_rewards(rewards: Tensor, *, low: float = -math.inf, high: float = math.inf) -> Tensor:
     """Clips rewards of any shape to [low, high], where low < high. NaN stays NaN.
 
-    Reward clipping of the published PPO code: Engstrom et al. 2020, https://arxiv.org/abs/2005.12729.
+    Engstrom et al. 2020, https://arxiv.org/abs/2005.12729, describe reward clipping in published PPO code.
     """
     if not low < high:
         raise ValueError(f"low is {low} and high is {high}: low must be below high")
@@ -121,15 +124,15 @@ class RewardMoments:
 
     @property
     def std(self) -> float:
-        """Returns the unbiased standard deviation; 0 for fewer than two rewards."""
+        """Returns the unbiased standard deviation. It is 0 for fewer than two rewards."""
         return math.sqrt(self.sum_of_squares / max(self.count - 1, 1))
 
 
 @torch.no_grad()
 def update_moments(moments: RewardMoments, rewards: Tensor) -> RewardMoments:
-    """Returns the moments updated with a batch of rewards [B] before normalization (parallel Welford update).
+    """Returns the moments updated with a batch of unnormalized rewards [B] (parallel Welford update).
 
-    Synchronizes with the device. Raises ValueError if the rewards are not [B] or not finite.
+    Synchronizes with the device. Raises ValueError if the rewards do not have shape [B] or are not finite.
 
     Chan, Golub and LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample variances".
     """
@@ -153,17 +156,18 @@ def update_moments(moments: RewardMoments, rewards: Tensor) -> RewardMoments:
 def normalize_rewards(rewards: Tensor, moments: RewardMoments, *, shift_mean: bool, eps: float = 1e-8) -> Tensor:
     """Divides rewards by the running standard deviation of all rewards so far.
 
-        y = r / std      or with shift_mean      y = (r - mean) / std
+        y = r / std                 without shift_mean
+        y = (r - mean) / std        with shift_mean
 
     Args:
         rewards: any shape.
-        moments: moments of previous rewards, with or without these.
-        shift_mean: False keeps the sign of the rewards.
-        eps: standard deviations up to eps count as 0.
+        moments: moments of all rewards so far. They may include the rewards of this call.
+        shift_mean: True also subtracts the running mean. False keeps the sign of the rewards.
+        eps: a standard deviation up to eps counts as 0.
     Returns: the same shape. Rewards are not scaled while the standard deviation is 0.
 
-    Reward scaling of PPO code: Engstrom et al. 2020, https://arxiv.org/abs/2005.12729. Deviations: the moments are of
-    rewards instead of discounted returns; eps is a threshold instead of a summand.
+    Engstrom et al. 2020, https://arxiv.org/abs/2005.12729, describe reward scaling in published PPO code. Deviations
+    from it: the moments are of rewards instead of discounted returns, and eps is a threshold instead of a summand.
     """
     shifted = at_least_float32(rewards) - (moments.mean if shift_mean else 0)
     return shifted / moments.std if moments.std > eps else shifted

@@ -20,26 +20,27 @@ def optimal_token_baseline(
     *,
     importance_weights: Tensor | None = None,
 ) -> Tensor:
-    """Returns future rewards minus their group mean at the same token position, weighted by gradient energy.
+    """Returns future rewards minus a baseline: their group mean at the same step, weighted by gradient norms.
 
         A_it = G_it - sum_j(W_jt G_jt) / sum_j(W_jt)      over the rows j of the group that have a step t
         G_it = r_it + r_i,t+1 + ...        W_it = sum over s <= t of v_is^2 (1 - 2 p_is + q_is)
 
-    p is the probability of the sampled token and q the sum of the squared probabilities of all tokens. The bracket is
-    the squared norm of the gradient of log p with respect to the logits. Steps count true positions of the mask.
+    p is the probability of the sampled token, and q is the sum of the squared probabilities of all tokens. 1 - 2 p + q
+    is the squared norm of the gradient of log p with respect to the logits. The steps of a row are the positions where
+    its mask is true.
 
     Args:
-        rewards: [B, T], reward for token t, of the whole batch. A group must not be divided over calls.
+        rewards: [B, T], reward for token t, of the whole batch. All rows of a group must be in the same call.
         groups: integer [B], group ids. Groups may be interleaved and differ in size.
         logprobs: [B, T], of the sampled tokens under the policy before the updates of this batch.
-        sum_squared_probs: [B, T], q, in (0, 1], under the same policy and temperature.
+        sum_squared_probs: [B, T], q in (0, 1], under the same policy and temperature.
         mask: bool [B, T], true for tokens that the policy sampled.
-        importance_weights: [B, T], v, the weights of the tokens in the loss (see corrections.py); default 1.
-    Returns: [B, T]; 0 for steps that only one row of the group has. The mean is unweighted where all W are 0.
-    Raises: ValueError for different shapes, a mask that is not bool, or group ids that are not integers.
+        importance_weights: [B, T], v, weights of the tokens in the loss (see corrections.py). By default, all are 1.
+    Returns: [B, T]. It is 0 at steps that only one row of the group has. The mean is unweighted where all W are 0.
+    Raises: ValueError for mismatched shapes, a mask that is not bool, or group ids that are not integers.
 
-    Li et al. 2026, https://arxiv.org/abs/2602.07078, optimal token baseline with the logit-gradient proxy. Deviations:
-    float64 statistics without an epsilon; steps of a single row give 0, where published code gives the reward or noise.
+    Li et al. 2026, https://arxiv.org/abs/2602.07078, optimal token baseline with the logit-gradient proxy. Deviations
+    from the published code: statistics are in float64 without an epsilon, and a step of a single row gives 0.
     """
     weights = torch.ones_like(logprobs) if importance_weights is None else importance_weights
     rewards_BT, logprobs_BT, squares_BT, weights_BT = (

@@ -1,8 +1,9 @@
 """Computes the exact KL divergence over the vocabulary from the logits of two models.
 
-Shape suffixes: B rows, T token positions, V vocabulary; lower case for a chunk.
+Shape suffixes: B rows, T token positions, V vocabulary. Lower case denotes a chunk.
 
-Computation is in float32 (float64 is kept) on chunks of positions. Only the logits and their gradients have [B, T, V].
+Chunks of positions are computed in float32; float64 inputs stay float64. Only the logits and their gradients have the
+full shape [B, T, V].
 """
 
 import torch
@@ -12,7 +13,9 @@ from torch.autograd.function import once_differentiable
 from flowrl.algorithms.logprobs import Context, chunks
 
 _CHUNK_ELEMENTS = 2**22
-"""Maximum logits per chunk: 16 MiB in float32; a single position may exceed it."""
+"""Maximum number of logits per chunk (16 MiB in float32). A chunk has at least one position, even if it exceeds
+this.
+"""
 
 
 def exact_kl(logits: Tensor, ref_logits: Tensor, *, temperature: float = 1.0) -> Tensor:
@@ -22,15 +25,16 @@ def exact_kl(logits: Tensor, ref_logits: Tensor, *, temperature: float = 1.0) ->
 
     Args:
         logits: [B, T, V], output of the policy at each position, of any float dtype; -inf excludes a token.
-        ref_logits: [B, T, V], output of the reference. Swap both for KL(reference || policy).
-        temperature: > 0, of the rollout.
-    Returns: [B, T] in at least float32, differentiable (once) in both logits. Column t is computed from the logits at
-        t - 1; column 0 is 0. The result is infinite if the reference excludes a token that the policy does not. An
-        incoming gradient of 0 gives 0 even for non-finite logits, so mask the result before reducing it.
-    Raises: ValueError for shapes other than [B, T, V], different shapes, or a temperature <= 0.
+        ref_logits: [B, T, V], output of the reference. Swap the two arguments for KL(reference || policy).
+        temperature: > 0, sampling temperature of the rollout.
+    Returns: [B, T] in at least float32, differentiable once in both logits. Column t belongs to token t, which the
+        logits at t - 1 predict. Column 0 is 0. The result is infinite if the reference excludes a token that the policy
+        does not exclude. Mask the result before reducing it: positions with an incoming gradient of 0 then have
+        gradient 0, even for non-finite logits.
+    Raises: ValueError for shapes that differ or are not [B, T, V], or a temperature <= 0.
 
     Kullback and Leibler 1951, section 2, https://doi.org/10.1214/aoms/1177729694. The sum over a row is an unbiased
-    estimate of the KL of sequences, with less variance than estimates from sampled tokens. Deviation: as a loss, its
+    estimate of the KL of sequences. Its variance is lower than that of estimates from sampled tokens. As a loss, its
     gradient ignores the effect of earlier tokens on later states.
     """
     if logits.dim() != 3 or logits.shape != ref_logits.shape:
@@ -58,7 +62,9 @@ class _ExactKl(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, grad_BT: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Uses d KL / d z_u = p_u (log p_u - log q_u - KL) for the policy and q_u - p_u for the reference."""
+        """Returns the gradients: p_u (log p_u - log q_u - KL) for the policy's logits, and q_u - p_u for the
+        reference's logits.
+        """
         logits_BTV, ref_logits_BTV, kl_BT = ctx.saved_tensors
         needs_grad, ref_needs_grad, _ = ctx.needs_input_grad
         grad_logits_BTV = torch.zeros_like(logits_BTV) if needs_grad else None
@@ -81,7 +87,7 @@ class _ExactKl(torch.autograd.Function):
 def _probs_and_gaps(
     logits_btV: Tensor, ref_logits_btV: Tensor, dtype: torch.dtype, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns p, and log p - log q where p > 0, else 0."""
+    """Returns p and log p - log q, the latter set to 0 where p = 0."""
     logprobs_btV = logits_btV.to(dtype).div(temperature).log_softmax(-1)
     probs_btV = logprobs_btV.exp()
     gaps_btV = logprobs_btV.sub_(ref_logits_btV.to(dtype).div(temperature).log_softmax(-1))

@@ -1,7 +1,8 @@
-"""Controllers of the KL penalty coefficient: frozen dataclasses with a pure update.
+"""Controllers of the KL penalty coefficient. Each controller is a frozen dataclass; its `update` returns a new
+controller.
 
-All fields are plain numbers. A checkpoint stores `dataclasses.asdict(control)`; `AdaptiveKlControl(**state)` restores
-it. Only `coef` changes during a run.
+All fields are plain numbers. A checkpoint stores `dataclasses.asdict(control)`, and `AdaptiveKlControl(**state)`
+restores it. Only `coef` changes during a run.
 """
 
 import math
@@ -9,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 MAX_RELATIVE_ERROR = 0.2
-"""Bound on the relative error of one update."""
+"""Bound on the relative error (kl / target - 1) in one update."""
 
 
 @dataclass(frozen=True)
 class FixedKlControl:
-    """Keeps the coefficient constant: coef >= 0, in score units per nat. Raises ValueError otherwise."""
+    """Keeps the coefficient constant. `coef` is in score units per nat. Raises ValueError if it is negative."""
 
     coef: float
 
@@ -22,7 +23,7 @@ class FixedKlControl:
         _check_coef(self.coef)
 
     def update(self, kl: float, num_rows: int) -> "FixedKlControl":
-        """Returns the same controller."""
+        """Returns this controller unchanged."""
         return self
 
 
@@ -35,12 +36,12 @@ class AdaptiveKlControl:
 
     Args:
         coef: > 0, initial coefficient in score units per nat.
-        target: > 0, in nats: a sum over the tokens of a row (paper) or a token mean, as for the measured KL.
-        horizon: > 0, number of rows over which a clipped error changes the coefficient by 20 %. 10000 is usual.
+        target: > 0, target KL in nats, per row (paper) or per token, whichever `update` receives.
+        horizon: > 0, usually 10000. Number of rows in which a clipped error changes the coefficient by 20 %.
     Raises: ValueError for a setting out of range.
 
-    Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, section 2.2, with the factor 1 + K error and K = 0.1.
-    Deviation: K is num_rows / horizon, as in the published code, so that the speed does not depend on the batch size.
+    Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, section 2.2, with the factor 1 + K error and K = 0.1. Here K
+    is num_rows / horizon, as in the published code. The change per row therefore does not depend on the batch size.
     """
 
     coef: float
@@ -60,7 +61,7 @@ class AdaptiveKlControl:
 
         Args:
             kl: mean KL of the rows of this step, in nats.
-            num_rows: number of these rows, >= 0.
+            num_rows: number of rows of this step, >= 0.
         Raises: ValueError if kl is NaN, or num_rows is negative or so large that the coefficient could become 0.
         """
         if math.isnan(kl):

@@ -1,4 +1,4 @@
-"""Estimates the KL divergence from sampled tokens: per token, as a reward penalty, and as a loss.
+"""Estimates of the KL divergence from sampled tokens: per token, as a reward penalty, and as a loss.
 
 Shape suffixes: B rows, T token positions.
 """
@@ -15,7 +15,7 @@ from flowrl.algorithms.masking import at_least_float32, last_masked, masked_rows
 KlKind = Literal["k1", "k2", "k3", "abs"]
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to this before exponentiation: exp(20) = 5e8 is finite in float32."""
+"""Bound of log-ratios before exponentiation. exp(20) = 5e8 is finite in float32."""
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, kind: KlKind, gradient: KlKind | None = None) -> Tensor:
@@ -28,21 +28,19 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, kind: KlKind, gradien
         k3   exp(d) - 1 - d     unbiased; never negative; d is clamped to at most 20
         abs  |d|                not a divergence; easy to interpret
 
-    As a loss, the gradient of k2 is that of KL(policy || reference), the gradient of k3 is that of KL(reference ||
-    policy), and the gradient of k1 has the expectation 0. As a reward penalty, which is not differentiated, k1 is
-    exact.
+    Used as a loss, k2 has the gradient of KL(policy || reference), and k3 has the gradient of KL(reference || policy).
+    The gradient of k1 has the expectation 0. A reward penalty is not differentiated; there, k1 is unbiased.
 
     Args:
         logprobs: any shape, of the sampled tokens under the policy.
         ref_logprobs: the same shape, under the reference.
-        kind: estimator of the value, see above.
-        gradient: estimator of the gradient (straight-through), by default `kind`. kind="k3" or "k1" with gradient="k2"
-            has
-            an unbiased value and an unbiased gradient.
-    Returns: the same shape, in at least float32, differentiable in both.
-    Raises: ValueError for different shapes or an unknown kind or gradient.
+        kind: estimator of the value, one of the four above.
+        gradient: estimator of the gradient (straight-through), by default `kind`. With gradient="k2", k1 and k3 have an
+            unbiased value and an unbiased gradient.
+    Returns: the same shape, in at least float32, differentiable in both arguments.
+    Raises: ValueError for mismatched shapes, or an unknown kind or gradient.
 
-    Schulman 2020, http://joschu.net/blog/kl-approx.html; k3 is eq. (4) of https://arxiv.org/abs/2402.03300. Gradients:
+    Schulman 2020, http://joschu.net/blog/kl-approx.html. k3 is eq. (4) of https://arxiv.org/abs/2402.03300. Gradients:
     Tang and Munos 2025, https://arxiv.org/abs/2506.09477.
     """
     if logprobs.shape != ref_logprobs.shape:
@@ -66,7 +64,7 @@ def kl_loss(
     gradient: KlKind | None = None,
     old_logprobs: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the KL to the reference as a loss per token, without reduction and coefficient.
+    """Returns the KL to the reference as a loss per token, before reduction and without a coefficient.
 
         L = kl                                               without old_logprobs
         L = w kl,  w = exp(logprobs - old_logprobs)          with old_logprobs
@@ -77,18 +75,16 @@ def kl_loss(
         mask: bool [B, T], true for tokens that count.
         kind: estimator of the value, see `kl_estimate`, or a function (logprobs, ref_logprobs) -> [B, T].
         gradient: estimator of the gradient, see `kl_estimate`. k2 is unbiased if the trained policy sampled the tokens.
-        old_logprobs: [B, T], under the policy that sampled. The gradient also flows through w, so that with k1 and k3
-            value
-            and gradient are unbiased for tokens of an older policy.
-    Returns: (loss [B, T], metrics), 0 where the mask is false; the metric kl is the estimate without w.
-    Raises: ValueError if gradient and old_logprobs are both set, for an unknown kind, different shapes, or a mask that
-        is
-        not bool.
+        old_logprobs: [B, T], under the policy that sampled the tokens. The gradient also passes through w. With k1 and
+            k3, value and gradient are therefore unbiased even if an older policy sampled the tokens.
+    Returns: a tuple (loss [B, T], metrics), 0 where the mask is false. The metric kl is the estimate without w.
+    Raises: ValueError if gradient and old_logprobs are both set, for an unknown kind, mismatched shapes, or a mask that
+        is not bool.
 
     As a loss: Shao et al. 2024 (GRPO), https://arxiv.org/abs/2402.03300, eq. (3) and (4). With w: DeepSeek-V3.2,
-    https://arxiv.org/abs/2512.02556, section 3.1. Expectations are over a token given its prefix. Unlike a reward
-    penalty, the loss ignores the effect of a token on later ones (Tang and Munos 2025,
-    https://arxiv.org/abs/2506.09477). Deviation: the log-ratio of w is clamped to [-20, 20].
+    https://arxiv.org/abs/2512.02556, section 3.1; here, the log-ratio of w is clamped to [-20, 20]. Expectations are
+    over a token given its prefix. Unlike a reward penalty, the loss ignores the effect of a token on later tokens (Tang
+    and Munos 2025, https://arxiv.org/abs/2506.09477).
     """
     if gradient is not None and old_logprobs is not None:
         raise ValueError(
@@ -118,7 +114,8 @@ def kl_shaped_rewards(
     coef: float,
     kind: KlKind | Callable[..., Tensor],
 ) -> Tensor:
-    """Returns token rewards: minus the KL penalty on every response token, plus the score on the last.
+    """Returns rewards per token: minus the KL penalty at every response token, plus the score at the last response
+    token.
 
         r_t = -coef * KL_t + [t is the last true position of the row] * score
 
@@ -128,9 +125,9 @@ def kl_shaped_rewards(
         ref_logprobs: [B, T], under the reference.
         mask: bool [B, T], true for tokens that the policy sampled.
         coef: weight of the penalty, >= 0, in score units per nat.
-        kind: estimator, see `kl_estimate`, or a function (logprobs, ref_logprobs) -> [B, T].
+        kind: estimator of `kl_estimate`, or a function (logprobs, ref_logprobs) -> [B, T].
     Returns: [B, T], 0 where the mask is false, without gradient. The score of a row without true positions is dropped.
-    Raises: ValueError for a negative coef, an unknown kind, different shapes, or a mask that is not bool.
+    Raises: ValueError for a negative coef, an unknown kind, mismatched shapes, or a mask that is not bool.
 
     Ziegler et al. 2019, https://arxiv.org/abs/1909.08593 (penalty per row); Ouyang et al. 2022,
     https://arxiv.org/abs/2203.02155 (penalty per token).

@@ -1,9 +1,9 @@
 """Clip-Cov and KL-Cov: policy losses that restrain the few tokens that reduce the entropy most.
 
-Shape suffixes, arguments, results and errors: see the module docstring of policy_losses.py.
+The module docstring of policy_losses.py describes shape suffixes, arguments, results and errors.
 
-Tokens are selected by rank over the whole batch, so before it is split into micro-batches: call `token_covariances`,
-then `select_clip_cov` or `select_kl_cov`. The resulting bool column is passed to the loss.
+Tokens are ranked over the whole batch. Therefore call `token_covariances` and then `select_clip_cov` or `select_kl_cov`
+before the batch is split into micro-batches. Pass the resulting bool column to the loss.
 """
 
 import math
@@ -29,14 +29,16 @@ CovarianceKl = Literal["abs", "k2", "k3"]
 def token_covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     """Returns each token's contribution to the covariance of log-probability and advantage over the batch.
 
-        cov = (logprobs - mean(logprobs)) (A - mean(A)),        means over all true positions, in float64
+        cov = (logprobs - mean(logprobs)) (A - mean(A))        means over all unmasked tokens, in float64
 
-    The mean of the result is the rate at which a policy-gradient step lowers the entropy.
+    A policy-gradient step lowers the entropy in proportion to the mean of the result.
 
-    Args: logprobs [B, T] under the policy before the updates, advantages [B, T] and mask bool [B, T], of the whole
-        batch.
+    Args:
+        logprobs: [B, T], under the policy before the updates, of the whole batch.
+        advantages: [B, T].
+        mask: bool [B, T], true for tokens that count.
     Returns: [B, T], 0 where the mask is false, without gradient.
-    Raises: ValueError for different shapes or a mask that is not bool.
+    Raises: ValueError for mismatched shapes or a mask that is not bool.
 
     Cui et al. 2025, https://arxiv.org/abs/2505.22617, eq. (10). Deviation: the paper uses the current policy and the
     tokens of each update.
@@ -51,19 +53,21 @@ def token_covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Ten
 def select_clip_cov(
     covariances: Tensor, mask: Tensor, *, fraction: float, low: float, high: float, seed: int
 ) -> Tensor:
-    """Returns a mask of the tokens that Clip-Cov excludes, sampled uniformly among covariances in [low, high].
+    """Returns a mask of the tokens that Clip-Cov excludes: a uniform sample of the tokens with a covariance in [low,
+    high].
 
     Args:
         covariances: [B, T], from `token_covariances` on the whole batch.
         mask: bool [B, T], true for tokens that count.
-        fraction: in [0, 1], share of all true positions to select, rounded down (paper: 2e-4).
+        fraction: in [0, 1], fraction of all unmasked tokens to select, rounded down (paper: 2e-4).
         low, high: range of covariances, in nats times the unit of the advantage (paper: 1 and 5).
         seed: random seed. Results are reproducible for equal batches on the same type of device.
-    Returns: bool [B, T], at most `fraction` of the true positions. Permuting the rows changes the sample.
-    Raises: ValueError for a fraction or range that is invalid, different shapes, or a mask that is not bool.
+    Returns: bool [B, T], true for at most `fraction` of the unmasked tokens. Permuting the rows changes the sample.
+    Raises: ValueError for an invalid fraction or range, mismatched shapes, or a mask that is not bool.
 
-    Cui et al. 2025, https://arxiv.org/abs/2505.22617, eq. (11). Deviation: the authors' code selects at least one token
-    and skips tokens that the ratio clip already excludes; here the selection precedes the first update.
+    Cui et al. 2025, https://arxiv.org/abs/2505.22617, eq. (11). Deviation: the authors' code selects at least one
+    token, and skips tokens that the ratio clip already excludes. Here tokens are selected before the first update, when
+    no ratio is clipped.
     """
     if not low <= high:
         raise ValueError(f"low is {low} and high is {high} but low must not exceed high")
@@ -77,14 +81,14 @@ def select_clip_cov(
 
 @torch.no_grad()
 def select_kl_cov(covariances: Tensor, mask: Tensor, *, fraction: float) -> Tensor:
-    """Returns a mask of the tokens that KL-Cov penalizes: the largest covariances.
+    """Returns a mask of the tokens that KL-Cov penalizes: the tokens with the largest covariances.
 
     Args:
         covariances: [B, T], from `token_covariances` on the whole batch.
         mask: bool [B, T], true for tokens that count.
-        fraction: in [0, 1], share of all true positions to select, rounded down (paper: 2e-4 to 2e-3).
+        fraction: in [0, 1], fraction of all unmasked tokens to select, rounded down (paper: 2e-4 to 2e-3).
     Returns: bool [B, T]. Among equal covariances, earlier rows and tokens are selected first.
-    Raises: ValueError for a fraction outside [0, 1], different shapes, or a mask that is not bool.
+    Raises: ValueError for a fraction outside [0, 1], mismatched shapes, or a mask that is not bool.
 
     Cui et al. 2025, https://arxiv.org/abs/2505.22617, eq. (13). Deviation: the authors' code selects at least one
     token.
@@ -104,14 +108,15 @@ def clip_cov_loss(
     clip_low: float,
     clip_high: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the Clip-Cov loss: the clipped PPO loss, and 0 for the selected tokens.
+    """Returns the Clip-Cov loss: 0 for the selected tokens, and the clipped PPO loss for all others.
 
-    Args (others: see `clipped_policy_loss`):
+    Args (`clipped_policy_loss` describes the others):
         selected: bool [B, T], from `select_clip_cov`. Ignored where the mask is false.
-    Returns: (loss [B, T], metrics). Clip fractions exclude selected tokens. Additional metric: selected_fraction.
+    Returns: a tuple (loss [B, T], metrics). Clip fractions exclude selected tokens. Additional metric:
+        selected_fraction.
 
-    Cui et al. 2025, https://arxiv.org/abs/2505.22617, eq. (12). Deviation: as in the authors' code, the ratio is also
-    clipped, unlike in the formula (clip_low 1 and a large clip_high disable this clip).
+    Cui et al. 2025, https://arxiv.org/abs/2505.22617, eq. (12). As in the authors' code, the ratio is also clipped; the
+    paper's formula has no ratio clip. clip_low 1 and a large clip_high disable this clip.
     """
     check_clips(clip_low, clip_high)
     selected_BT = _checked_selection(selected, mask)
@@ -137,13 +142,12 @@ def kl_cov_loss(
 
         L = -A w + [selected] kl_coef KL(old policy || policy),        w = exp(logprobs - old_logprobs)
 
-    Args (tensors: see the module docstring of policy_losses.py):
+    Args (the module docstring of policy_losses.py describes the others):
         selected: bool [B, T], from `select_kl_cov`. Ignored where the mask is false.
         kl_coef: >= 0, in units of the advantage per nat (paper: 1).
-        kl_kind: estimator, see `kl_estimate`: "abs" as in the authors' code, "k3" as in the formula of the paper.
-    Returns: (loss [B, T], metrics), without clip fractions. Additional metrics: selected_fraction; kl_penalty, the
-        estimate
-        without kl_coef, 0 for other tokens.
+        kl_kind: estimator of `kl_estimate`. The authors' code uses "abs", the formula of the paper is "k3".
+    Returns: a tuple (loss [B, T], metrics). There are no clip fractions. Additional metrics: selected_fraction, and
+        kl_penalty, the KL estimate without kl_coef at selected tokens.
 
     Cui et al. 2025, https://arxiv.org/abs/2505.22617, eq. (14).
     """
@@ -168,7 +172,7 @@ def _num_selected(mask: Tensor, fraction: float) -> int:
 
 
 def _selection(mask: Tensor, positions_N: Tensor) -> Tensor:
-    """Returns a bool mask [B, T] that is true at these flat positions."""
+    """Returns a bool mask [B, T] that is true at the given positions of the flattened mask."""
     flat = torch.zeros_like(mask).flatten()
     flat[positions_N] = True
     return flat.view_as(mask)

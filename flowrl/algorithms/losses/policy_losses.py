@@ -9,16 +9,16 @@ All policy losses have the signature `(logprobs, old_logprobs, advantages, mask,
     advantages: [B, T]. Receives no gradient.
     mask: bool [B, T], true for tokens that count.
 
-They return `(loss [B, T], metrics)` and raise ValueError for invalid settings, different shapes, or a mask that is not
-bool. Metrics are tensors [B, T] without gradient, 0 where the mask is false. Their sum divided by the number of true
-positions is the mean of the step, for any split into micro-batches. Every loss reports `ratio` and `approx_kl`, the k3
-estimate of KL(old policy || policy). Losses that clip also report
+They return `(loss [B, T], metrics)` and raise ValueError for invalid settings, mismatched shapes, or a mask that is not
+bool. All log-ratios are clamped to [-20, 20] before exponentiation, which deviates from the papers.
+
+Metrics are tensors [B, T] without gradient, 0 where the mask is false. To get the mean of a step, sum a metric over all
+micro-batches and divide by the number of unmasked tokens. Every loss reports `ratio`, and `approx_kl`, the k3 estimate
+of KL(old policy || policy). Losses that clip also report
 
     clip_fraction        1 where a clip removes the gradient of a token or changes its weight
-    clip_fraction_low    1 where this is the lower clip
-    clip_fraction_high   1 where this is the upper clip
-
-All log-ratios are clamped to [-20, 20] before exponentiation, a deviation from the papers.
+    clip_fraction_low    1 where the lower clip does so
+    clip_fraction_high   1 where the upper clip does so
 """
 
 import torch
@@ -31,7 +31,9 @@ from flowrl.algorithms.masking import masked_tokens
 def policy_inputs(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Checks and zeroes the three tensors [B, T] with `masked_tokens`; only the first keeps its gradient."""
+    """Checks the three tensors [B, T] and zeroes masked positions with `masked_tokens`. Only `logprobs` keeps its
+    gradient.
+    """
     logprobs_BT, old_logprobs_BT, advantages_BT = masked_tokens(
         mask, logprobs=logprobs, old_logprobs=old_logprobs.detach(), advantages=advantages.detach()
     )
@@ -44,7 +46,9 @@ def bounded_ratio(log_ratios: Tensor) -> Tensor:
 
 
 def weighted_score(weights: Tensor, logprobs: Tensor) -> Tensor:
-    """Returns `weights` in value, with the gradient weights * grad(logprobs). The weights receive no gradient."""
+    """Returns a tensor with the value `weights` and the gradient weights * grad(logprobs). The weights receive no
+    gradient.
+    """
     # exp(x - stop_gradient(x)) has the value 1 and the derivative of x.
     return weights.detach() * (logprobs - logprobs.detach()).exp()
 
@@ -61,7 +65,7 @@ def clipped_surrogate(
 
 
 def clip_metrics(low_binds_BT: Tensor, high_binds_BT: Tensor, *, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Returns the clip fractions: below, above, and either."""
+    """Returns the clip fractions: lower clip, upper clip, and either clip."""
     return {
         "clip_fraction": (low_binds_BT | high_binds_BT).to(dtype),
         "clip_fraction_low": low_binds_BT.to(dtype),
@@ -70,7 +74,9 @@ def clip_metrics(low_binds_BT: Tensor, high_binds_BT: Tensor, *, dtype: torch.dt
 
 
 def ratio_metrics(ratio_BT: Tensor, logprobs_BT: Tensor, old_logprobs_BT: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Returns the ratio and the k3 estimate of KL(old policy || policy), masked and without gradient."""
+    """Returns the metrics `ratio` and `approx_kl`, the k3 estimate of KL(old policy || policy), masked and without
+    gradient.
+    """
     return {
         "ratio": ratio_BT.detach().masked_fill(~mask, 0),
         "approx_kl": kl_estimate(old_logprobs_BT.detach(), logprobs_BT.detach(), kind="k3"),
@@ -101,16 +107,16 @@ def clipped_policy_loss(
 
     With w = exp(logprobs - old_logprobs):
 
-        L = max(-A w, -A clip(w, 1 - clip_low, 1 + clip_high));       where A < 0:  L = min(L, -A dual_clip)
+        L = max(-A w, -A clip(w, 1 - clip_low, 1 + clip_high))       where A < 0:  L = min(L, -A dual_clip)
 
-    Args (tensors: see the module docstring):
-        clip_low: in [0, 1], lower clip of the ratio; binds for A < 0.
-        clip_high: >= 0, upper clip of the ratio; binds for A > 0.
-        dual_clip: > 1 (usually 3), ratio above which the loss of a token with A < 0 is constant. None disables it.
-    Returns: (loss [B, T], metrics), with the additional metric dual_clip_fraction, 1 where the dual clip binds.
+    Args (the module docstring describes the tensors):
+        clip_low: in [0, 1], lower clip of the ratio. Has an effect where A < 0.
+        clip_high: >= 0, upper clip of the ratio. Has an effect where A > 0.
+        dual_clip: > 1 (usually 3). Where A < 0, the loss is constant for ratios above dual_clip. None disables it.
+    Returns: a tuple (loss [B, T], metrics). Additional metric: dual_clip_fraction, 1 where dual_clip limits the loss.
 
-    Schulman et al. 2017, https://arxiv.org/abs/1707.06347, eq. (7); separate clips: Yu et al. 2025 (DAPO),
-    https://arxiv.org/abs/2503.14476, section 3.1; dual clip: Ye et al. 2020, https://arxiv.org/abs/1912.09729.
+    Schulman et al. 2017, https://arxiv.org/abs/1707.06347, eq. (7). Separate clips: Yu et al. 2025 (DAPO),
+    https://arxiv.org/abs/2503.14476, section 3.1. Dual clip: Ye et al. 2020, https://arxiv.org/abs/1912.09729.
     """
     check_clips(clip_low, clip_high, dual_clip)
     logprobs_BT, old_logprobs_BT, advantages_BT = policy_inputs(logprobs, old_logprobs, advantages, mask)
@@ -137,25 +143,25 @@ def decoupled_policy_loss(
     dual_clip: float | None = None,
     max_weight: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the decoupled PPO loss: clipped around a proximal policy, weighted for an older behavior policy.
+    """Returns the decoupled PPO loss: clipped around a proximal policy, and weighted for an older behavior policy.
 
     With c = exp(old_logprobs - behavior_logprobs) and L_clip the result of `clipped_policy_loss`:
 
         L = c L_clip        where c > max_weight:  L = 0
 
-    The clip limits the distance to the proximal policy (`old_logprobs`). The weight corrects for stale rollouts.
+    The clip limits the distance to the proximal policy (`old_logprobs`). The weight c corrects for stale rollouts.
 
-    Args (others: see `clipped_policy_loss`):
+    Args (`clipped_policy_loss` describes the others):
         behavior_logprobs: [B, T], log-probabilities that the rollout reported. Receives no gradient.
-        max_weight: > 0 (usually 5), excludes tokens with a larger c; they still count in the denominator. None: no
-            limit.
-    Returns: (loss [B, T], metrics), with the metrics of `clipped_policy_loss` and
+        max_weight: > 0 (usually 5). Tokens with a larger c are excluded, but still count in the denominator. None
+            disables the limit.
+    Returns: a tuple (loss [B, T], metrics). Metrics in addition to those of `clipped_policy_loss`:
         behavior_weight: c, 0 for excluded tokens.
         weight_cap_fraction: 1 for excluded tokens.
         behavior_kl: k3 estimate of KL(behavior policy || proximal policy), a measure of staleness.
 
-    Hilton et al. 2021, https://arxiv.org/abs/2110.00641, section 2; for language models: Fu et al. 2025 (AReaL),
-    https://arxiv.org/abs/2505.24298, section 5.2. Deviation: max_weight is from the code of AReaL, not from the papers.
+    Hilton et al. 2021, https://arxiv.org/abs/2110.00641, section 2. For language models: Fu et al. 2025 (AReaL),
+    https://arxiv.org/abs/2505.24298, section 5.2. max_weight is from the code of AReaL, not from the papers.
     """
     if max_weight is not None and not max_weight > 0:
         raise ValueError(f"max_weight is {max_weight}, but must be above 0 (5 is usual), or None to keep every token")
@@ -187,16 +193,16 @@ def sapo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the SAPO loss: a soft gate reduces the gradient smoothly as the ratio leaves 1.
 
-    With w = exp(logprobs - old_logprobs), tau = temperature_positive where A > 0 and temperature_negative elsewhere:
+    w is exp(logprobs - old_logprobs). tau is temperature_positive where A > 0, and temperature_negative elsewhere:
 
         L = -A (4 / tau) sigmoid(tau (w - 1)),        so that dL/dw = -A 4 p (1 - p) with p = sigmoid(tau (w - 1))
 
     The gate 4 p (1 - p) is 1 at w = 1. Aggregate with seq_mean_token_mean for the objective of the paper.
 
-    Args (tensors: see the module docstring):
+    Args (the module docstring describes the tensors):
         temperature_positive: > 0, steepness of the gate where A > 0 (paper: 1).
         temperature_negative: > 0, steepness of the gate elsewhere (paper: 1.05).
-    Returns: (loss [B, T], metrics), with the additional metric gate, in [0, 1]; there are no clip fractions.
+    Returns: a tuple (loss [B, T], metrics). Additional metric: gate, in [0, 1]. There are no clip fractions.
 
     Gao et al. 2025, https://arxiv.org/abs/2511.20347, eq. (5) and (6).
     """

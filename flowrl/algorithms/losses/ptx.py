@@ -14,9 +14,10 @@ def ptx_loss(policy_loss: Tensor, lm_loss: Tensor, *, coef: float, form: PtxForm
         mix   (1 - coef) policy_loss + coef lm_loss
 
     Args:
-        policy_loss, lm_loss: scalars from `aggregate`, each over its own tokens.
-        coef: weight of lm_loss; >= 0 for add (paper: 27.8, with losses summed over other counts), in [0, 1] for mix.
-        form: see above.
+        policy_loss, lm_loss: scalars from `aggregate`, each with its own tokens and denominator.
+        coef: weight of lm_loss. It is >= 0 for add, and in [0, 1] for mix. The 27.8 of the paper assumes other
+            denominators.
+        form: one of the two formulas above.
     Returns: a scalar, differentiable in both losses.
     Raises: ValueError for an unknown form, a coef out of range, or losses that are not scalars.
 
@@ -30,7 +31,8 @@ def ptx_loss(policy_loss: Tensor, lm_loss: Tensor, *, coef: float, form: PtxForm
 
 
 def ptx_weights(*, coef: float, form: PtxForm) -> tuple[float, float]:
-    """Returns the weights (policy loss, language-modeling loss) of `ptx_loss`, for separate backward passes.
+    """Returns (weight of the policy loss, weight of the language-modeling loss) of `ptx_loss`, for separate backward
+    passes.
 
     Raises ValueError for an unknown form or a coef out of range.
     """

@@ -1,7 +1,7 @@
 """Policy losses whose gradient is a constant weight times grad(log pi): REINFORCE, GPG, CISPO and DPPO.
 
-Arguments, results and errors: see the module docstring of policy_losses.py. The weight carries no gradient, so finite
-differences of these losses do not match their gradients.
+The module docstring of policy_losses.py describes arguments, results and errors. The weight carries no gradient. Finite
+differences of these losses therefore do not match their gradients.
 """
 
 from typing import Literal, get_args
@@ -28,9 +28,8 @@ def reinforce_loss(
 
         L = -A logprobs
 
-    There is no off-policy correction and no trust region. `old_logprobs` is used only for the metrics.
-
-    Args, returns, raises: see the module docstring of policy_losses.py.
+    The loss has no off-policy correction and no trust region. It uses `old_logprobs` only for the metrics. The module
+    docstring of policy_losses.py describes arguments, results and errors.
 
     Williams 1992, https://doi.org/10.1007/BF00992696.
     """
@@ -44,7 +43,8 @@ def gpg_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the GPG loss, which equals REINFORCE. The estimator `gpg` computes the advantages of GPG.
 
-    Aggregate with token_mean for the objective of the paper. Args, returns, raises: see `reinforce_loss`.
+    The objective of the paper requires aggregation with token_mean. `reinforce_loss` describes arguments, results and
+    errors.
 
     Chu et al. 2025, https://arxiv.org/abs/2504.02546.
     """
@@ -58,12 +58,12 @@ def cispo_loss(
 
         L = -stop_gradient(clip(w, 1 - clip_low, 1 + clip_high)) A logprobs,        w = exp(logprobs - old_logprobs)
 
-    Aggregate with token_mean for the objective of the paper.
+    The objective of the paper requires aggregation with token_mean.
 
-    Args (tensors: see the module docstring of policy_losses.py):
-        clip_low: in [0, 1]; 1 disables the lower clip, as in the experiments of the paper.
+    Args (the module docstring of policy_losses.py describes the tensors):
+        clip_low: in [0, 1]. 1 disables the lower clip, as in the experiments of the paper.
         clip_high: >= 0, much larger than in PPO. The paper gives no value; https://arxiv.org/abs/2510.13786 uses 4.
-    Returns: (loss [B, T], metrics). Clip fractions are 1 where the weight is clipped, for either sign of the advantage.
+    Returns: a tuple (loss [B, T], metrics). Clip fractions are 1 where the weight is clipped, for any advantage.
 
     MiniMax 2025, https://arxiv.org/abs/2506.13585, eq. (4) and (5).
     """
@@ -87,30 +87,30 @@ def dppo_loss(
     delta_high: float,
     max_ratio: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the DPPO loss: a trust region on the divergence of the two policies per token, not on the ratio.
+    """Returns the DPPO loss: REINFORCE with a trust region on the divergence per token, not on the ratio.
 
-        L = -M A min(w, max_ratio),        gradient -M A min(w, max_ratio) grad(log pi),        w = p / q
-        M = 0 where A > 0, w > 1, D > delta_high, and where A < 0, w < 1, D > delta_low; else 1
+        L = -M A min(w, max_ratio)        gradient: -M A min(w, max_ratio) grad(log pi)        w = p / q
+        M = 0 where (A > 0, w > 1, D > delta_high) or (A < 0, w < 1, D > delta_low), else M = 1
 
     p and q are the probabilities of the token under the policy and the old policy. D is the divergence of the binary
-    distribution "this token or any other", a lower bound of the divergence over the vocabulary:
+    distribution "this token or any other". It is a lower bound of the divergence over the vocabulary:
 
         tv   |p - q|                                       in [0, 1]
         kl   q log(q / p) + (1 - q) log((1 - q) / (1 - p))   in nats
 
-    Compared to a ratio clip, rare tokens may change by a larger factor, and frequent tokens only by a smaller one.
+    Compared to a ratio clip, rare tokens may change by a larger factor, and frequent tokens by a smaller factor.
 
-    Args (tensors: see the module docstring of policy_losses.py):
-        divergence: D, see above.
+    Args (the module docstring of policy_losses.py describes the tensors):
+        divergence: formula of D, one of the two above.
         delta_low, delta_high: >= 0, bounds of D (paper: 0.05 for kl, 0.15 or 0.2 for tv).
-        max_ratio: > 0, cap of the weight; capped tokens keep their gradient (paper: 5 in large runs). None disables it.
-    Returns: (loss [B, T], metrics). Clip fractions are 1 where M is 0. Additional metrics:
-        max_ratio_fraction: 1 where max_ratio binds and M is 1.
+        max_ratio: > 0, cap of the weight (paper: 5 in large runs). Capped tokens keep their gradient. None disables it.
+    Returns: a tuple (loss [B, T], metrics). Clip fractions are 1 where M is 0. Additional metrics:
+        max_ratio_fraction: 1 where w > max_ratio and M is 1.
         divergence: D.
 
     Qi et al. 2026, https://arxiv.org/abs/2602.04879, eq. (12) to (14). Deviations: the recipes pass old
-    log-probabilities that the trainer recomputes; the paper uses those of the rollout. Positive log-probabilities
-    (rounding) count as 0. 1 - p is at least the resolution of the dtype.
+    log-probabilities that the trainer recomputes; the paper uses log-probabilities from the rollout. Log-probabilities
+    above 0, which rounding may cause, count as 0. 1 - p is at least the resolution of the dtype.
     """
     _check_trust_region(divergence, delta_low, delta_high, max_ratio)
     logprobs_BT, old_logprobs_BT, advantages_BT = policy_inputs(logprobs, old_logprobs, advantages, mask)
@@ -130,7 +130,9 @@ def dppo_loss(
 
 
 def _binary_divergence(logprobs_BT: Tensor, old_logprobs_BT: Tensor, divergence: Divergence) -> Tensor:
-    """Returns the binary divergence (this token or any other) between the old and new policy, at least 0."""
+    """Returns the divergence of the binary distribution "this token or any other" between old and new policy, at least
+    0.
+    """
     logprobs_BT, old_logprobs_BT = logprobs_BT.clamp(max=0), old_logprobs_BT.clamp(max=0)
     if divergence == "tv":
         return (logprobs_BT.exp() - old_logprobs_BT.exp()).abs()

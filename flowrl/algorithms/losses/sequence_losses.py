@@ -1,8 +1,9 @@
 """Policy losses on one ratio per sequence: GSPO, GSPO-token and GMPO.
 
-Arguments, results and errors: see the module docstring of policy_losses.py. All tokens of a row must be in the same
-micro-batch. Each token of a row carries the value of the sequence, so aggregation with seq_mean_token_mean gives the
-objectives of the papers. The papers use one advantage per row; advantages that differ within a row apply per token.
+The module docstring of policy_losses.py describes arguments, results and errors. All tokens of a row must be in the
+same micro-batch. Each token of a row carries the value of the sequence. Aggregation with seq_mean_token_mean therefore
+gives the objectives of the papers. The papers use one advantage per row, but advantages may differ between the tokens
+of a row.
 """
 
 import torch
@@ -28,9 +29,9 @@ def gspo_loss(
         s_i = exp(mean over the tokens of row i of (logprobs - old_logprobs))
         L_it = max(-A_it s_i, -A_it clip(s_i, 1 - clip_low, 1 + clip_high))
 
-    Args (tensors: see the module docstring of policy_losses.py):
-        clip_low, clip_high: as in `clipped_policy_loss`, but for s_i and therefore smaller (paper: 3e-4 and 4e-4).
-    Returns: (loss [B, T], metrics); ratio is s_i at each token, approx_kl is per token.
+    Args (the module docstring of policy_losses.py describes the tensors):
+        clip_low, clip_high: clips of s_i, much smaller than clips of token ratios (paper: 3e-4 and 4e-4).
+    Returns: a tuple (loss [B, T], metrics). The metric ratio is s_i at each token; approx_kl is per token.
 
     Zheng et al. 2025, https://arxiv.org/abs/2507.18071, eq. (5) and (7).
     """
@@ -44,16 +45,16 @@ def gspo_loss(
 def gspo_token_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the GSPO-token loss: the row's ratio in value, separate gradients per token.
+    """Returns the GSPO-token loss, which uses the ratio of the row but has a separate gradient for each token.
 
-        s_it = stop_gradient(s_i) pi_it / stop_gradient(pi_it),        s_i as in `gspo_loss`
+        s_it = stop_gradient(s_i) pi_it / stop_gradient(pi_it)        s_i as in `gspo_loss`
         L_it = max(-A_it s_it, -A_it clip(s_it, 1 - clip_low, 1 + clip_high))
 
     With one advantage per row, value and gradient of the aggregated loss (seq_mean_token_mean) equal those of GSPO.
-    Args, returns, raises: see `gspo_loss`.
+    `gspo_loss` describes arguments, results and errors.
 
-    Zheng et al. 2025, https://arxiv.org/abs/2507.18071, eq. (13) and (14). Deviation: the clamp of log s_i changes only
-    the value; tokens beyond it keep their gradient.
+    Zheng et al. 2025, https://arxiv.org/abs/2507.18071, eq. (13) and (14). Deviation: log s_i is clamped to [-20, 20],
+    which changes only the value, not the gradient.
     """
     check_clips(clip_low, clip_high)
     logprobs_BT, old_logprobs_BT, advantages_BT = policy_inputs(logprobs, old_logprobs, advantages, mask)
@@ -68,18 +69,20 @@ def gmpo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the GMPO loss: the geometric mean of a row's clipped token ratios.
 
-    With l_it = logprobs - old_logprobs, clipped to <= clip_high where A_it > 0 and to >= -clip_low where A_it < 0:
+    l_it is logprobs - old_logprobs, clipped to at most clip_high where A_it > 0 and to at least -clip_low where A_it <
+    0:
 
         L_it = -A_it exp(mean over the tokens of row i of the clipped l)
 
     A clipped token contributes its bound to the mean and has no gradient. Tokens with A = 0 are not clipped.
 
-    Args (tensors: see the module docstring of policy_losses.py):
-        clip_low, clip_high: >= 0, in nats, bounds of the log-ratio, not of the ratio (paper: 0.4 and 0.4).
-    Returns: (loss [B, T], metrics); ratio is the geometric mean at each token, other metrics are per token.
+    Args (the module docstring of policy_losses.py describes the tensors):
+        clip_low, clip_high: >= 0, in nats. They bound the log-ratio, not the ratio (paper: 0.4 and 0.4).
+    Returns: a tuple (loss [B, T], metrics). The metric ratio is the geometric mean at each token; other metrics are per
+        token.
 
-    Zhao et al. 2025, https://arxiv.org/abs/2507.20673. Deviation: as in the authors' code, the ratio is clipped. The
-    paper clips the ratio to the power of sgn(A), which is the same for equal clips.
+    Zhao et al. 2025, https://arxiv.org/abs/2507.20673. As in the authors' code, the ratio is clipped. The paper clips
+    ratio^sgn(A), which is the same if both clips are equal.
     """
     for name, value in (("clip_low", clip_low), ("clip_high", clip_high)):
         if not value >= 0:

@@ -18,14 +18,15 @@ def clipped_value_loss(
 
     Args:
         values: [B, T], from the trained critic. Receives the gradient.
-        old_values: [B, T], before the updates of this batch. Receives no gradient.
+        old_values: [B, T], from the critic before the updates of this batch. Receives no gradient.
         returns: [B, T], targets. Receives no gradient.
         mask: bool [B, T], true for tokens that count.
         clip: > 0, in units of the value. None disables clipping.
-    Returns: (loss [B, T], clip_fraction [B, T]), 0 where the mask is false. The fraction is 1 where the clip binds.
-    Raises: ValueError for an invalid clip, different shapes, or a mask that is not bool.
+    Returns: a tuple (loss [B, T], clip_fraction [B, T]), 0 where the mask is false. clip_fraction is 1 where the
+        clipped error exceeds the unclipped error.
+    Raises: ValueError for an invalid clip, mismatched shapes, or a mask that is not bool.
 
-    Value clipping of the published PPO code: Engstrom et al. 2020, https://arxiv.org/abs/2005.12729.
+    Engstrom et al. 2020, https://arxiv.org/abs/2005.12729, describe value clipping in published PPO code.
     """
     if clip is not None and not clip > 0:
         raise ValueError(f"clip is {clip}, but must be above 0, or None to disable clipping")
@@ -45,10 +46,13 @@ def clipped_value_loss(
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     """Returns the fraction of the variance of the returns that the values explain: 1 - var(R - V) / var(R).
 
-    Args: values and returns [B, T] and mask bool [B, T], of the whole batch (results of parts cannot be averaged).
-    Returns: a scalar in (-inf, 1]: 1 for perfect values, 0 for a constant, negative if worse than a constant. 0 if the
-        returns are constant or the mask is empty.
-    Raises: ValueError for different shapes or a mask that is not bool.
+    Args:
+        values: [B, T], of the whole batch. The results of several micro-batches cannot be averaged.
+        returns: [B, T].
+        mask: bool [B, T], true for tokens that count.
+    Returns: a scalar in (-inf, 1]. It is 1 for perfect values, 0 for a constant, and negative if worse than a constant.
+        It is 0 if the returns are constant or the mask is empty.
+    Raises: ValueError for mismatched shapes or a mask that is not bool.
     """
     values_BT, returns_BT = masked_tokens(mask, values=values, returns=returns)
     returns_N = returns_BT[mask].double()

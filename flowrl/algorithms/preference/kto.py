@@ -19,27 +19,27 @@ def kto_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the KTO loss per response: weight * (1 - sigmoid(gain over the reference point)).
+    """Returns the KTO loss per response.
 
-    With r = logprobs - ref_logprobs and z = reference_kl:
+    r is logprobs - ref_logprobs, and z is reference_kl:
 
         desirable    L = desirable_weight   (1 - sigmoid(beta (r - z)))
         undesirable  L = undesirable_weight (1 - sigmoid(beta (z - r)))
 
     Args:
-        logprobs: [B], of responses under the policy: sums over their tokens.
-        ref_logprobs: [B], under the reference. Receives no gradient.
+        logprobs: [B], log-probabilities of the responses under the policy, summed over tokens.
+        ref_logprobs: [B], the same under the reference. Receives no gradient.
         desirable: bool [B].
         reference_kl: >= 0, scalar, from `kto_reference_kl` over the whole batch. Receives no gradient.
         beta: > 0 (usually 0.1).
         desirable_weight, undesirable_weight: > 0. The paper balances n desirable and m undesirable responses with
             (desirable_weight n) / (undesirable_weight m) of 1 or slightly more.
-    Returns: (loss [B], metrics [B] without gradient). The loss of a step is the mean over its rows. Metrics:
-        accuracy: 1 where the reward is above (desirable) or below (undesirable) the reference point.
+    Returns: a tuple (loss [B], metrics [B] without gradient). The loss of a step is the mean over its rows. Metrics:
+        accuracy: 1 where the reward is above beta z (desirable) or below it (undesirable).
         reward: beta r.
-        chosen_reward, rejected_reward: beta r of desirable and of undesirable responses, 0 for the others.
-        is_chosen: 1 for desirable responses; sum(chosen_reward) / sum(is_chosen) is the mean chosen reward.
-    Raises: ValueError for different shapes, `desirable` not bool, beta or a weight <= 0, or an invalid reference_kl.
+        chosen_reward: beta r of desirable responses, 0 for undesirable responses. rejected_reward: the reverse.
+        is_chosen: 1 for desirable responses. sum(chosen_reward) / sum(is_chosen) is the mean chosen reward.
+    Raises: ValueError for mismatched shapes, `desirable` not bool, beta or a weight <= 0, or an invalid reference_kl.
 
     Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306, section 4.
     """
@@ -71,14 +71,14 @@ def kto_reference_kl(mismatched_logprobs: Tensor, mismatched_ref_logprobs: Tenso
         z = max(0, mean(mismatched_logprobs - mismatched_ref_logprobs))
 
     Args:
-        mismatched_logprobs: [B], log-probability under the policy of the response of row i + 1 (row 0 for the last row)
-            given the prompt of row i. Requires at least two rows for a mismatch.
-        mismatched_ref_logprobs: [B], under the reference.
-    Returns: a scalar >= 0, in at least float32, without gradient; 0 for an empty batch.
-    Raises: ValueError for different shapes.
+        mismatched_logprobs: [B] with B >= 2. Entry i is the policy's log-probability of the response of row (i + 1) mod
+            B, given the prompt of row i.
+        mismatched_ref_logprobs: [B], the same under the reference.
+    Returns: a scalar >= 0, in at least float32, without gradient. It is 0 for an empty batch.
+    Raises: ValueError for mismatched shapes.
 
-    Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306, section 4. Deviation: pass the rows of the whole step,
-    from all ranks; the paper uses each micro-batch, so its loss depends on the split.
+    Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306, section 4. Pass the rows of the whole step, from all
+    ranks. The paper computes z per micro-batch, so its loss depends on the split.
     """
     if mismatched_logprobs.dim() != 1 or mismatched_logprobs.shape != mismatched_ref_logprobs.shape:
         shapes = f"{list(mismatched_logprobs.shape)} and {list(mismatched_ref_logprobs.shape)}"

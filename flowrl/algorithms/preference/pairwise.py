@@ -1,10 +1,10 @@
-"""Losses on pairs of a chosen and a rejected response: reward models, DPO, SimPO and ORPO. One loss per pair.
+"""Losses on pairs of a chosen and a rejected response: reward models, DPO, SimPO and ORPO.
 
 Shape suffixes: P pairs, B rows, T token positions.
 
 All losses take scores or log-probabilities [P] of responses (see `sequence_logprobs`) and return (loss [P], metrics [P]
-without gradient). The loss of a step is the mean over its pairs. All raise ValueError for settings out of range or
-different shapes. Metrics of all losses:
+without gradient). The loss of a step is the mean over its pairs. All losses raise ValueError for settings out of range
+or mismatched shapes. Metrics of all losses:
 
     accuracy                          1 where the chosen reward is above the rejected reward
     chosen_reward, rejected_reward    implicit rewards, defined by each loss
@@ -30,11 +30,11 @@ def sequence_logprobs(logprobs: Tensor, mask: Tensor, *, mode: SequenceMode) -> 
     """Returns the log-probability of each response, as a sum or mean over its tokens.
 
     Args:
-        logprobs: [B, T], of the tokens.
+        logprobs: [B, T], log-probabilities of the tokens.
         mask: bool [B, T], true for response tokens.
         mode: sum for DPO and KTO, mean for SimPO and ORPO.
-    Returns: [B] in at least float32, differentiable. Rows without a true position give 0.
-    Raises: ValueError for an unknown mode, different shapes or a mask that is not bool.
+    Returns: [B] in at least float32, differentiable. Rows without response tokens give 0.
+    Raises: ValueError for an unknown mode, mismatched shapes or a mask that is not bool.
     """
     if mode not in get_args(SequenceMode):
         raise ValueError(f"mode is {mode!r}, but must be one of {', '.join(get_args(SequenceMode))}")
@@ -50,15 +50,15 @@ def pairwise_reward_loss(
 
         L = -log sigmoid(chosen - rejected - margin) = log(1 + exp(rejected - chosen + margin))
 
-    Both forms are equal; `log_sig` and `log_exp` are aliases.
+    Both forms are equal. The registered names `log_sig` and `log_exp` select this function.
 
     Args:
-        chosen_scores, rejected_scores: [P], the implicit rewards.
-        margin: [P] or a number, >= 0, larger for clearer preferences. Receives no gradient.
+        chosen_scores, rejected_scores: [P], scores of the reward model; the metrics report them as rewards.
+        margin: [P] or a number, >= 0. Use larger margins for clearer preferences. Receives no gradient.
 
     log_sig: Ouyang et al. 2022, https://arxiv.org/abs/2203.02155, eq. (1). log_exp: Askell et al. 2021,
-    https://arxiv.org/abs/2112.00861. Margin: Touvron et al. 2023, https://arxiv.org/abs/2307.09288, eq. (2).
-    Deviation: eq. (1) of the first averages over the pairs of one prompt; here all pairs have the same weight.
+    https://arxiv.org/abs/2112.00861. Margin: Touvron et al. 2023, https://arxiv.org/abs/2307.09288, eq. (2). Deviation:
+    eq. (1) of Ouyang et al. averages over the pairs of one prompt; here all pairs have the same weight.
     """
     if isinstance(margin, Tensor):
         margin_P = _pairs(chosen_scores=chosen_scores, margin=margin)[1].detach()
@@ -84,7 +84,7 @@ def dpo_loss(
     kind: DpoKind = "sigmoid",
     label_smoothing: float = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the DPO loss, or its variants with a different link function: hinge and IPO.
+    """Returns the DPO loss, or one of its variants with a different link function: hinge or IPO.
 
     With h = (chosen - ref_chosen) - (rejected - ref_rejected) and s = label_smoothing:
 
@@ -93,16 +93,16 @@ def dpo_loss(
         ipo      (h - 1 / (2 beta))^2
 
     Args:
-        chosen_logprobs, rejected_logprobs: [P], sums over the response tokens under the policy; for ipo also means.
-        ref_chosen_logprobs, ref_rejected_logprobs: [P], under the reference. Receive no gradient.
-        beta: > 0, strength of the regularization toward the reference (usually 0.1); tau in the paper of ipo.
-        kind: see above.
-        label_smoothing: in [0, 0.5), probability of a flipped label; only for sigmoid.
-    Returns: (loss [P], metrics); the implicit reward is beta (logprob - ref_logprob).
+        chosen_logprobs, rejected_logprobs: [P], sums over the response tokens under the policy. ipo also accepts means.
+        ref_chosen_logprobs, ref_rejected_logprobs: [P], the same under the reference. They receive no gradient.
+        beta: > 0, strength of the regularization toward the reference (usually 0.1). The paper on ipo calls it tau.
+        kind: one of the three formulas above.
+        label_smoothing: in [0, 0.5), probability of a flipped label. Only for sigmoid.
+    Returns: a tuple (loss [P], metrics). The implicit reward is beta (logprob - ref_logprob).
 
     Rafailov et al. 2023, https://arxiv.org/abs/2305.18290, eq. (7). label_smoothing is conservative DPO: Mitchell 2023,
-    https://ericmitchell.ai/cdpo.pdf. hinge: Zhao et al. 2023, https://arxiv.org/abs/2305.10425, with DPO's reward as
-    in the hinge-norm loss of Liu et al. 2023, https://arxiv.org/abs/2309.06657. ipo: Azar et al. 2023,
+    https://ericmitchell.ai/cdpo.pdf. hinge: Zhao et al. 2023, https://arxiv.org/abs/2305.10425, with DPO's reward as in
+    the hinge-norm loss of Liu et al. 2023, https://arxiv.org/abs/2309.06657. ipo: Azar et al. 2023,
     https://arxiv.org/abs/2310.12036, eq. (17).
     """
     _check_dpo(beta, kind, label_smoothing)
@@ -127,15 +127,15 @@ def dpo_loss(
 def simpo_loss(
     chosen_logprobs: Tensor, rejected_logprobs: Tensor, *, beta: float, margin: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the SimPO loss: mean log-probabilities, a target margin, no reference.
+    """Returns the SimPO loss, which compares mean log-probabilities with a target margin and needs no reference.
 
         L = -log sigmoid(beta chosen - beta rejected - margin)
 
     Args:
         chosen_logprobs, rejected_logprobs: [P], means over the tokens of each response.
         beta: > 0, scale of the reward (usually 2 to 10).
-        margin: >= 0, target difference of the rewards; gamma in the paper. Does not affect the accuracy.
-    Returns: (loss [P], metrics); the implicit reward is beta logprob.
+        margin: >= 0, target difference of the rewards (gamma in the paper). Does not affect the metric accuracy.
+    Returns: a tuple (loss [P], metrics). The implicit reward is beta logprob.
 
     Meng et al. 2024, https://arxiv.org/abs/2405.14734, eq. (6).
     """
@@ -148,20 +148,20 @@ def simpo_loss(
 
 
 def orpo_loss(chosen_logprobs: Tensor, rejected_logprobs: Tensor, *, coef: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the ORPO loss: supervised loss on the chosen response plus an odds-ratio term; no reference.
+    """Returns the ORPO loss: a supervised loss on the chosen response plus an odds-ratio term. It needs no reference.
 
-        L = -log P(chosen) - coef log sigmoid(log odds(chosen) - log odds(rejected));    odds(y) = P(y) / (1 - P(y))
+        L = -log P(chosen) - coef log sigmoid(log odds(chosen) - log odds(rejected))    odds(y) = P(y) / (1 - P(y))
 
     Args:
         chosen_logprobs, rejected_logprobs: [P], log P: means over the tokens of each response, at most 0.
-        coef: >= 0, weight of the odds-ratio term; lambda in the paper (usually 0.1).
-    Returns: (loss [P], metrics); the implicit reward is log odds. Additional metrics:
+        coef: >= 0, weight of the odds-ratio term (lambda in the paper, usually 0.1).
+    Returns: a tuple (loss [P], metrics). The implicit reward is the log odds. Additional metrics:
         sft_loss: -log P(chosen).
-        odds_ratio_loss: -log sigmoid(...), without coef.
+        odds_ratio_loss: the odds-ratio term without coef.
 
     Hong et al. 2024, https://arxiv.org/abs/2403.07691, eq. (3) to (7). Deviations: the supervised term excludes the
-    prompt, unlike the authors' code; all pairs have the same weight; log P is clamped to at most -1e-6 in the odds,
-    without gradient above it. Other implementations report coef log P as the reward, which has the same order.
+    prompt, unlike in the authors' code. All pairs have the same weight. In the odds, log P is clamped to at most -1e-6,
+    without gradient above this bound. Other implementations report coef log P as the reward, which has the same order.
     """
     if not coef >= 0:
         raise ValueError(f"coef is {coef}, but must be 0 or more")

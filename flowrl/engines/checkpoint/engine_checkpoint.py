@@ -1,7 +1,7 @@
 """Saves and restores an engine: weights, optimizer, counters and random number generators.
 
-Tensors are stored under parameter names. torch's distributed checkpoint plans the reads and writes: rank 0 writes
-replicated tensors, and each rank writes its shards. Any number of ranks can load a checkpoint with any strategy.
+Tensors are stored under parameter names. torch's distributed checkpoint plans the reads and writes. Rank 0 writes
+replicated tensors, and each rank writes its shards. Any number of ranks can load a checkpoint, with any strategy.
 
 All collectives run in `save` and `result`, on the caller's thread and in the role's process group. A background thread
 only writes files. torch's `async_save` is not used, because it runs collectives on a second thread during training.
@@ -53,7 +53,7 @@ from flowrl.engines.models.parameters import unique_parameters
 from flowrl.engines.train.random_state import random_state, restore_random_state
 
 MODEL, OPTIMIZER = "model.", "optimizer."
-"""Prefixes of tensor names in a checkpoint."""
+"""Prefixes of the names of weights and of optimizer tensors in a checkpoint."""
 
 
 class CheckpointedEngine(Protocol):
@@ -69,17 +69,17 @@ class CheckpointedEngine(Protocol):
     def group(self) -> ProcessGroup | None: ...
 
     def snapshot(self) -> dict[str, float]:
-        """Returns all state except tensors, such as the number of optimizer steps."""
+        """Returns all state that is not a tensor, such as the number of optimizer steps."""
         ...
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Restores the result of `snapshot`."""
+        """Restores the state that `snapshot` returned."""
         ...
 
 
 @dataclass
 class _Save:
-    """One save of a rank, from the snapshot until all ranks have written their files."""
+    """One save on one rank, from the snapshot until all ranks have written their files."""
 
     folder: Path
     rank: int
@@ -95,7 +95,9 @@ class _Save:
     thread: threading.Thread | None = None
 
     def write(self) -> None:
-        """Writes the files of this rank. Stores an error message for `EngineCheckpoints.result` instead of raising."""
+        """Writes the files of this rank. If writing fails, stores the error message for `EngineCheckpoints.result` and
+        returns.
+        """
         try:
             self._write()
         except OSError as error:
@@ -122,21 +124,21 @@ class _Save:
 
 
 class EngineCheckpoints:
-    """Saves an engine, one save at a time. All methods are collective over the ranks of the engine."""
+    """Saves an engine. Only one save runs at a time. All ranks of the engine must call each method together."""
 
     def __init__(self, engine: CheckpointedEngine) -> None:
         self._engine = engine
         self._pending_save: _Save | None = None
         self._buffers: list[Tensor] = []
-        """Host memory of the last asynchronous save, reused by the next save."""
+        """Host memory of the last asynchronous save, which the next save reuses."""
 
     def save(self, folder: Path, *, asynchronous: bool = False, extra_files: Mapping[str, bytes] | None = None) -> None:
-        """Starts a save, which `result` completes.
+        """Starts a save. `result` completes the save.
 
         Args:
             folder: an existing empty folder, visible to all ranks.
-            asynchronous: copy the state to host memory and write the files in a background thread.
-            extra_files: path below the folder -> contents of additional files, which rank 0 writes.
+            asynchronous: copies the state to host memory and writes the files in a background thread.
+            extra_files: additional files that rank 0 writes, as path below the folder -> contents.
         """
         assert self._pending_save is None, "the previous save is unfinished: call result() first"
         engine, rank = self._engine, _rank(self._engine.group)
@@ -166,7 +168,7 @@ class EngineCheckpoints:
         """Completes the save once all ranks have written their files.
 
         Args:
-            wait: block until all ranks have written. Otherwise returns None while a rank is still writing.
+            wait: True blocks until all ranks have written. False returns None if a rank is still writing.
         Returns: checksums of the files that this rank wrote.
         Raises CheckpointError on all ranks if any rank could not write its files.
         """
@@ -193,7 +195,9 @@ class EngineCheckpoints:
         return Saved(save.checksums, _architecture(self._engine.model))
 
     def _copy_to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copies the tensors to reused host buffers, because a copy to new memory is several times slower."""
+        """Copies tensors to host buffers that are reused between saves. A copy to new memory would be several times
+        slower.
+        """
         layouts = [(tensor.shape, tensor.dtype) for tensor in tensors]
         if layouts != [(buffer.shape, buffer.dtype) for buffer in self._buffers]:
             self._buffers = [torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda) for t in tensors]
@@ -209,10 +213,10 @@ class EngineCheckpoints:
 
 
 def load(engine: CheckpointedEngine, folder: Path) -> None:
-    """Restores an engine from a folder that any number of ranks wrote. Collective over the ranks of the engine.
+    """Restores an engine from a folder that any number of ranks wrote. All ranks of the engine must call this together.
 
-    Raises CheckpointError if the folder has no checkpoint or belongs to a different model. The engine is then
-    unchanged.
+    Raises CheckpointError if the folder has no checkpoint, or a checkpoint of a different model. In that case, the
+    engine is unchanged.
     """
     index = read_index(folder)
     has_optimizer = any(name.startswith(OPTIMIZER) for name in index.tensors)
@@ -238,7 +242,9 @@ def random_state_file(rank: int) -> str:
 
 
 def _state(engine: CheckpointedEngine, *, with_optimizer: bool) -> dict[str, Any]:
-    """Returns the trained weights and optimizer tensors by name. A tied weight appears only under its first name."""
+    """Returns the trained weights and optimizer tensors by name. A tied weight appears only under the first of its
+    names.
+    """
     tied = {name for names, _ in unique_parameters(engine.model) for name in names[1:]}
     weights = get_model_state_dict(engine.model, options=StateDictOptions(ignore_frozen_params=True))
     state = {MODEL + name: weight for name, weight in weights.items() if name not in tied}
@@ -251,7 +257,9 @@ def _state(engine: CheckpointedEngine, *, with_optimizer: bool) -> dict[str, Any
 
 
 def _set_state(engine: CheckpointedEngine, state: Mapping[str, Any]) -> None:
-    """Copies the tensors back into the engine, because some strategies return copies as state dictionaries."""
+    """Copies the tensors of a state dictionary into the engine. Required because some strategies return copies as state
+    dictionaries.
+    """
     weights = {name.removeprefix(MODEL): value for name, value in state.items() if name.startswith(MODEL)}
     # Not strict, because frozen weights and the other names of tied weights are missing.
     set_model_state_dict(engine.model, weights, options=StateDictOptions(strict=False))
@@ -264,7 +272,7 @@ def _set_state(engine: CheckpointedEngine, state: Mapping[str, Any]) -> None:
 
 
 def _plan_save(state: dict[str, Any], group: ProcessGroup | None) -> tuple[DefaultSavePlanner, SavePlan, Metadata]:
-    """Returns torch's planner, the plan of this rank, and the metadata of all ranks."""
+    """Returns torch's save planner, the plan of this rank, and the metadata of all ranks."""
     planner = DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
     planner.set_up_planner(state, is_coordinator=_rank(group) == 0)
     # Every rank computes the same global plan from all local plans, which saves a broadcast.

@@ -18,30 +18,33 @@ from flowrl.engines.models.loading import build_model, load_policy, save_model
 from flowrl.engines.models.lora import add_adapter, save_adapter
 
 DESCRIPTION = "model"
-"""Subfolder of an actor's checkpoint with the model configuration and the tokenizer."""
+"""Subfolder of an actor's checkpoint that contains the model configuration and the tokenizer."""
 
 _ADAPTER = "adapter.json"
-"""File in the `DESCRIPTION` folder of a LoRA run, with the adapter's settings and the base model."""
+"""File in the `DESCRIPTION` folder of a LoRA run. It contains the adapter's settings and the path of the base model."""
 
 _POLICY = MODEL + "language_model."
 """Prefix of the policy's weights in an actor's checkpoint."""
 
 
 def describe_adapter(model: ModelConfig, lora: LoraConfig) -> dict[str, bytes]:
-    """Returns {file name: contents} of the file that describes an adapter in a checkpoint."""
+    """Returns {file name: contents} for the file that describes an adapter in a checkpoint."""
     path = model.path.resolve() if model.path.exists() else model.path
     settings = {"model": model.model_dump(mode="json") | {"path": str(path)}, "lora": lora.model_dump(mode="json")}
     return {_ADAPTER: json.dumps(settings).encode()}
 
 
 def export_policy(checkpoint: Path, output: Path) -> None:
-    """Exports the policy of an actor's checkpoint to a folder that transformers loads. Merges an adapter.
+    """Exports the policy of an actor's checkpoint to a folder that transformers can load. Merges an adapter into the
+    weights.
 
     Args:
         checkpoint: folder written by `Actor.save_checkpoint`.
-        output: a new folder, which appears atomically.
-    Raises CheckpointError if the checkpoint has no policy or does not match the base model, ModelError if `output`
-    exists or the base model cannot be loaded, and UserError if `output` cannot be written.
+        output: a new folder, which is created atomically.
+    Raises:
+        CheckpointError: the checkpoint has no policy, or does not match the base model.
+        ModelError: `output` exists, or the base model cannot be loaded.
+        UserError: `output` cannot be written.
     """
     description, weights = _description_folder(checkpoint), _policy_weights(checkpoint)
     is_adapter = adapter_base(checkpoint) is not None
@@ -52,8 +55,8 @@ def export_policy(checkpoint: Path, output: Path) -> None:
 def export_adapter(checkpoint: Path, output: Path) -> None:
     """Exports the adapter of an actor's checkpoint to a folder that peft loads onto the base model.
 
-    Arguments and errors as for `export_policy`. Also raises CheckpointError if the checkpoint has no adapter, and
-    LoraError if `output` exists.
+    The arguments and errors are those of `export_policy`. Also raises CheckpointError if the checkpoint has no adapter,
+    and LoraError if `output` exists.
     """
     description, base = _description_folder(checkpoint), adapter_base(checkpoint)
     if base is None:
@@ -65,7 +68,7 @@ def export_adapter(checkpoint: Path, output: Path) -> None:
 
 
 def adapter_base(checkpoint: Path) -> Path | None:
-    """Returns the path of the base model, or None for a checkpoint without an adapter."""
+    """Returns the path of the base model. Returns None if the checkpoint has no adapter."""
     file = checkpoint / DESCRIPTION / _ADAPTER
     return ModelConfig.model_validate(json.loads(file.read_text())["model"]).path if file.is_file() else None
 

@@ -1,10 +1,10 @@
 """The storage format of checkpoints: one file of raw tensors per rank, and one JSON index.
 
-torch's distributed checkpoint plans which rank reads and writes which chunk of each tensor. torch's own storage format
-is not used, because it contains pickles, which can run code when loaded.
+torch's distributed checkpoint assigns the chunks of each tensor to ranks for reading and writing. torch's own storage
+format is not used, because it contains pickles. Loading a pickle can run code.
 
 The index is `{"format", "position", "tensors": {name: {"dtype", "size", "chunks": [{"offsets", "sizes", "file",
-"start"}]}}}`. `position` is the engine's `snapshot`. `start` is the byte offset of the chunk in the file.
+"start"}]}}}`. `position` is the result of the engine's `snapshot`. `start` is the byte offset of the chunk in the file.
 """
 
 import json
@@ -48,7 +48,7 @@ class ShardLocation(NamedTuple):
 
 
 ShardLocations = Mapping[tuple[str, tuple[int, ...]], ShardLocation]
-"""(tensor name, offsets of the chunk in the tensor) -> location of the chunk."""
+"""Maps (tensor name, offsets of the chunk in the tensor) to the location of the chunk."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,9 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 class ShardReader(StorageReader):
-    """Storage reader for `torch.distributed.checkpoint.load`. Memory-maps files, so each rank reads only its chunks."""
+    """Storage reader for `torch.distributed.checkpoint.load`. It memory-maps files, so that each rank reads only its
+    chunks.
+    """
 
     def __init__(self, folder: Path, index: Index) -> None:
         self._folder, self._metadata = folder, index.metadata()
@@ -163,7 +165,9 @@ class ShardReader(StorageReader):
 
 
 def read_into(state: dict[str, Any], folder: Path, index: Index, group: ProcessGroup | None) -> None:
-    """Loads tensors in place by name. Collective. Raises CheckpointError if a file is missing or too short."""
+    """Loads tensors in place by name. All ranks must call this together. Raises CheckpointError if a file is missing or
+    too short.
+    """
     with warnings.catch_warnings():
         # torch warns about a missing process group, which a single process does not need.
         warnings.simplefilter("ignore", UserWarning)

@@ -1,8 +1,8 @@
-"""Packed rows, and causal attention over padded or packed rows, registered as a transformers attention implementation.
+"""Causal attention over padded or packed rows, registered as a transformers attention implementation.
 
 Sequence packing concatenates the rows of a micro-batch into one row without padding. Packed rows never attend to each
-other. In half precision on a GPU, torch's variable-length attention kernel processes all rows in one call. Otherwise
-each group of adjacent rows with equal length takes one call.
+other. In half precision on a GPU, one call of torch's variable-length attention kernel processes all rows. Otherwise,
+adjacent rows of equal length are processed together, with one call per group.
 
 Shape suffixes: B rows, H heads, L tokens of the longest row, T tokens of a packed row, E head size.
 """
@@ -23,27 +23,29 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from flowrl.data.batch.tensordicts import row_positions
 
 ROWS = "flowrl_rows"
-"""Name under which transformers knows this attention implementation."""
+"""Name of this attention implementation in transformers."""
 
 FLASH = "flash_attention_2"
 
 _GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else None
-"""Argument of torch's kernel that enables grouped-query attention; None if torch does not support the argument."""
+"""Argument of torch's kernel that enables grouped-query attention. It is None if this torch version lacks the
+argument.
+"""
 
 
 # Not frozen: torch.compile traces into frozen dataclasses and would recompile each layer for every micro-batch.
 @dataclass(eq=False)
 class Pack:
-    """Index mapping between padded rows [B, L] and one packed row [1, T] with the rows in the same order."""
+    """Index mapping between padded rows [B, L] and one packed row [1, T]. Both have the rows in the same order."""
 
     lengths: tuple[int, ...]
-    """Number of tokens of each row, at least 1."""
+    """Number of tokens of each row. Every row has at least 1 token."""
     padded_index_T: Tensor
-    """Index of each token in the flattened padded rows, int64 [T]."""
+    """int64 [T], index of each token in the flattened padded rows."""
     positions_T: Tensor
-    """Position of each token in its row, int64 [T], starting at 0."""
+    """int64 [T], position of each token in its row, starting at 0."""
     cu_seqlens: Tensor
-    """Cumulative row lengths as in flash-attn, int32 [B + 1], starting at 0."""
+    """int32 [B + 1], cumulative row lengths as in flash-attn, starting at 0."""
 
     # Cached, because every layer reads these properties.
     @cached_property
@@ -52,7 +54,7 @@ class Pack:
 
     @cached_property
     def equal_length_runs(self) -> list[tuple[int, int]]:
-        """Groups of adjacent rows with equal length, as pairs (number of rows, tokens per row)."""
+        """Returns groups of adjacent rows with equal length, as pairs (number of rows, tokens per row)."""
         return [(len(list(same)), length) for length, same in groupby(self.lengths)]
 
     def to(self, device: torch.device | str) -> "Pack":
@@ -61,7 +63,7 @@ class Pack:
         return replace(self, padded_index_T=padded_index_T, positions_T=positions_T, cu_seqlens=cu_seqlens)
 
     def with_filler_row(self, num_tokens: int) -> "Pack":
-        """Returns the layout with one additional row of filler tokens at the end, which `unpack` drops."""
+        """Returns the layout with an additional row of filler tokens at the end. `unpack` drops the additional row."""
         if not num_tokens:
             return self
         return replace(
@@ -72,17 +74,19 @@ class Pack:
         )
 
     def pack(self, rows_BL: Tensor) -> Tensor:
-        """Converts padded rows to one packed row [1, T]."""
+        """Converts padded rows [B, L] to one packed row [1, T]."""
         return rows_BL.flatten()[self.padded_index_T][None]
 
     def unpack(self, values_1T: Tensor, shape: torch.Size) -> Tensor:
-        """Converts a packed row to padded rows of `shape` [B, L], with 0 at padding."""
+        """Converts a packed row to padded rows of `shape` [B, L]. Padding is 0."""
         empty = values_1T.new_zeros(shape.numel())
         return empty.index_copy(0, self.padded_index_T, values_1T.squeeze(0)).view(shape)
 
 
 def pack_rows(lengths: Iterable[int]) -> Pack:
-    """Returns the packed layout of rows with these lengths, on the CPU. Padded rows are as wide as the longest row."""
+    """Returns the packed layout of rows with these lengths, on the CPU. The padded rows have the length of the longest
+    row.
+    """
     lengths_B = torch.tensor(list(lengths), dtype=torch.int64)
     mask_BL = row_positions(lengths_B)
     cu_seqlens = torch.nn.functional.pad(lengths_B.cumsum(0), (1, 0)).to(torch.int32)
@@ -91,9 +95,9 @@ def pack_rows(lengths: Iterable[int]) -> Pack:
 
 
 def packing_obstacle(model: PreTrainedModel) -> str | None:
-    """Returns the feature that prevents a model from running packed rows, or None if the model supports packing.
+    """Returns the feature of a model that prevents packed rows. Returns None if the model supports packing.
 
-    Packing requires that tokens interact only in attention and that attention goes through `AttentionInterface`.
+    Packing requires that tokens interact only in attention, and that attention goes through `AttentionInterface`.
     """
     settings = model.config.get_text_config().to_dict()
     other = sorted(set(settings.get("layer_types") or ()) - {"full_attention", "sliding_attention"})
@@ -130,16 +134,16 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Computes causal attention of padded rows, or within each row of a packed row.
+    """Computes causal attention over padded rows, or within each row of a packed row.
 
     Args:
         query: [B, H, L, E], or [1, H, T, E] for a packed row.
-        key: same shape as `query`, with a number of heads that divides H.
-        value: same shape as `key`; the head size may differ.
-        pack: layout of the packed row; None for padded rows.
-        scaling: factor of the attention logits; None means 1 / sqrt(E).
-        window: number of tokens in the sliding window; None disables the window.
-        softcap: bound c in c tanh(x / c), which replaces attention logits x; None disables the softcap.
+        key: same shape as `query`, except for the number of heads, which divides H.
+        value: same shape as `key`, except for the head size, which may differ.
+        pack: layout of the packed row. None for padded rows.
+        scaling: factor of the attention logits. None means 1 / sqrt(E).
+        window: number of tokens in the sliding window. None disables the window.
+        softcap: bound c of the attention logits x, which become c tanh(x / c). None disables the softcap.
     Returns: [B, L, H, E], or [1, T, H, E] for a packed row.
     """
     if pack is None:
@@ -239,13 +243,13 @@ def _attend_rows(
 def capped_attention(
     query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, softcap: float
 ) -> Tensor:
-    """Computes attention with softcapped logits, softcap tanh(x / softcap).
+    """Computes attention with softcapped logits: a logit x becomes softcap tanh(x / softcap).
 
     Args:
         query: [B, H x G, L, E], already scaled. G queries share a key-value head.
         key: [B, H, C, E].
         value: [B, H, C, E].
-        attention_mask: additive mask [B, 1, L, C]; None means a causal mask.
+        attention_mask: additive mask [B, 1, L, C]. None means a causal mask.
         softcap: bound of the logits.
     Returns: [B, L, H x G, E].
     """
@@ -294,7 +298,7 @@ def _attention(
 
 
 def no_mask(**_: Any) -> None:
-    """Returns None, because causal attention needs no mask. transformers requires a mask function."""
+    """Returns None, because causal attention needs no mask. transformers requires a function that creates masks."""
     return
 
 

@@ -2,9 +2,11 @@
 
 Shape suffixes: B tokens of a call, K inputs, N outputs.
 
-Weights are quantized per output channel and inputs per token, so the result of a row does not depend on other rows.
-Integer sums are exact in any order. Only linear layers inside the decoder layers are quantized, because embeddings and
-norms take little time, and quantization errors of the head would directly change the logits.
+Weights are quantized per output channel, and inputs per token. The result of a row therefore does not depend on other
+rows. Integer sums are exact in any order.
+
+Only linear layers inside the decoder layers are quantized. Embeddings and norms take little time. Quantization errors
+of the head would directly change the logits.
 """
 
 from copy import deepcopy
@@ -19,13 +21,13 @@ from flowrl.engines.models.parameters import set_parameter, unique_parameters
 
 _LARGEST = 127
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-"""Quantization scale of an all-zero row."""
+"""Quantization scale of a row in which all values are zero."""
 
 _MAX_ROWS = 4096
-"""Number of tokens per block, which bounds the memory of int32 and float32 intermediate results."""
+"""Number of tokens per block. It bounds the memory of int32 and float32 intermediate results."""
 
 _EXACT_INPUTS = 1024
-"""Number of int8 products whose sum float32 represents exactly."""
+"""Number of int8 products whose sum is exact in float32."""
 
 
 class Int8Linear(nn.Module):
@@ -37,7 +39,7 @@ class Int8Linear(nn.Module):
     """Scale of each output channel, float32 [N]."""
 
     def __init__(self, layer: nn.Linear | Conv1D, device: torch.device) -> None:
-        """Creates a replacement for `layer` with the same bias. `load_weight` sets the weight."""
+        """Creates a replacement for `layer` with the same bias and without a weight. `load_weight` sets the weight."""
         super().__init__()
         self.is_transposed = isinstance(layer, Conv1D)
         self.original = torch.empty_like(layer.weight, device="meta", requires_grad=False)
@@ -49,7 +51,7 @@ class Int8Linear(nn.Module):
 
     @torch.no_grad()
     def load_weight(self, weight: Tensor) -> None:
-        """Quantizes a weight to the integers -127 to 127, scaled by the largest magnitude of each output channel."""
+        """Quantizes a weight to integers from -127 to 127. The largest magnitude of each output channel becomes 127."""
         weight_NK = weight.detach().to(self.weight.device, torch.float32)
         weight_NK = weight_NK.T if self.is_transposed else weight_NK
         scale_N1 = _scales(weight_NK)
@@ -70,7 +72,10 @@ class Int8Linear(nn.Module):
 
 
 def quantized_copy(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """Copies a model, with 8-bit linear layers except the head. `write_weights` must set the copy's weights."""
+    """Copies a model and replaces all linear layers except the head by 8-bit layers.
+
+    The weights of the copy are uninitialized until `write_weights` sets them.
+    """
     weights = {id(w): nn.Parameter(torch.empty_like(w, device="meta"), requires_grad=False) for w in model.parameters()}
     buffers = {id(buffer): buffer.to(device, copy=True) for buffer in model.buffers()}
     quantized = deepcopy(model, {**weights, **buffers})
@@ -91,7 +96,7 @@ def int8_layers(model: nn.Module) -> dict[str, Int8Linear]:
 
 
 def int8_product(left_BK: Tensor, right_NK: Tensor) -> Tensor:
-    """Returns the exact product left x right^T of int8 matrices, int32 [B, N]."""
+    """Returns the exact product left right^T of two int8 matrices, int32 [B, N]."""
     if left_BK.is_cuda and not (right_NK.shape[0] % 8 or right_NK.shape[1] % 8):
         # cuBLAS requires more than 16 rows.
         padded_BK = nn.functional.pad(left_BK, (0, 0, 0, max(0, 17 - len(left_BK))))
@@ -102,7 +107,9 @@ def int8_product(left_BK: Tensor, right_NK: Tensor) -> Tensor:
 
 
 def int8_product_by_blocks(left_BK: Tensor, right_NK: Tensor) -> Tensor:
-    """Slower variant of `int8_product` that sums float32 products of blocks small enough to be exact."""
+    """Slower variant of `int8_product`. It sums float32 products over blocks of inputs that are small enough to be
+    exact.
+    """
     blocks = zip(left_BK.split(_EXACT_INPUTS, 1), right_NK.split(_EXACT_INPUTS, 1), strict=True)
     first, *others = ((left.float() @ right.float().t()).to(torch.int32) for left, right in blocks)
     return sum(others, start=first)
@@ -110,11 +117,11 @@ def int8_product_by_blocks(left_BK: Tensor, right_NK: Tensor) -> Tensor:
 
 @cache
 def _cpu_is_exact() -> bool:
-    """Returns whether this CPU sums int8 products in 32 bits. Without VNNI, oneDNN uses 16 bits and overflows."""
+    """Returns whether this CPU sums int8 products in 32 bits. Without VNNI, oneDNN sums in 16 bits, which overflow."""
     largest = torch.full((32, 64), _LARGEST, dtype=torch.int8)
     return bool((torch.ops.aten._int_mm(largest, largest.t()) == 64 * _LARGEST**2).all())
 
 
 def _scales(rows: Tensor) -> Tensor:
-    """Returns the scale of each row, [..., 1], which maps the largest magnitude to 127."""
+    """Returns the scale of each row, [..., 1]. A value of 127 in int8 stands for the largest magnitude of the row."""
     return rows.abs().amax(-1, keepdim=True).div_(_LARGEST).clamp_min_(_SMALLEST_SCALE)

@@ -2,8 +2,8 @@
 
 Shape suffixes: B rows, L tokens of the longest row, l tokens of a sequence shard, D hidden size.
 
-Inputs are right-padded. Causal attention keeps real tokens from attending to padding, so models run without an
-attention mask. Code in a model folder is never run, and only safetensors are read.
+Inputs are right-padded. With causal attention, real tokens never attend to padding, so models run without an attention
+mask. Code in a model folder is never executed. Weights are read only from safetensors files.
 """
 
 import logging
@@ -49,7 +49,7 @@ _SCORE = "score"
 _logger = logging.getLogger(__name__)
 
 LanguageModel = PreTrainedModel
-"""A transformers model with a head that returns logits."""
+"""A transformers model whose head returns logits."""
 
 
 class ModelError(UserError):
@@ -61,8 +61,8 @@ def load_policy(config: ModelConfig, *, on_meta: bool = False) -> PreTrainedMode
 
     Args:
         config: path, dtype and dropout of the model.
-        on_meta: leave the weights on the meta device. `TrainEngine` then reads only the shards of each rank.
-    Raises ModelError if the folder has no such model, weights are missing, or the model has dropout.
+        on_meta: leaves the weights on the meta device. `TrainEngine` then reads only this rank's shards.
+    Raises ModelError if the folder has no causal language model, if weights are missing, or if the model has dropout.
     """
     return _load(AutoModelForCausalLM, config, "a causal language model", on_meta)
 
@@ -71,7 +71,7 @@ class CriticModel(SequenceShardable):
     """Backbone of a causal language model with a linear value head."""
 
     def __init__(self, backbone: PreTrainedModel, *, head: Literal["zero", "fresh"] = "zero", seed: int = 0) -> None:
-        """Creates a value head with zero weights, or with weights drawn from N(0, 1 / (width + 1)) by `seed`."""
+        """Creates a value head with zero weights, or with random weights from N(0, 1 / (width + 1))."""
         super().__init__()
         self.backbone = backbone
         self.value_head = nn.Linear(hidden_width(backbone), 1, dtype=backbone.dtype)
@@ -81,19 +81,19 @@ class CriticModel(SequenceShardable):
             _draw_head(self.value_head, seed)
 
     def forward(self, input_ids_BL: Tensor, pack: Pack | None = None) -> Tensor:
-        """Returns the value [B, L] of the state before each token; 0 at position 0."""
+        """Returns the value [B, L] of the state before each token. The value at position 0 is 0."""
         values_BL = _apply_head(self.backbone, self.value_head, input_ids_BL, self.sequence_sharding, pack)
         return nn.functional.pad(values_BL[:, :-1], (1, 0))
 
 
 def hidden_width(backbone: PreTrainedModel) -> int:
-    """Returns the width of a backbone's last hidden states, which differs from `hidden_size` for some OPT models."""
+    """Returns the width of a backbone's last hidden states. For some OPT models, it differs from `hidden_size`."""
     settings = backbone.config.get_text_config().to_dict()
     return settings.get("word_embed_proj_dim") or backbone.config.get_text_config().hidden_size
 
 
 def _draw_head(head: nn.Linear, seed: int) -> None:
-    """Draws weights of variance 1 / (width + 1), identical on every rank (arXiv 2009.01325, appendix B.1)."""
+    """Draws head weights with variance 1 / (width + 1), identical on every rank (arXiv 2009.01325, appendix B.1)."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(head.weight.shape, generator=generator) * (head.in_features + 1) ** -0.5
     with torch.no_grad():
@@ -107,10 +107,11 @@ def load_critic(
 
     Args:
         config: path, dtype and dropout of the model.
-        head: initialization of the value head. A value head saved by `save_model` takes precedence.
+        head: initialization of the value head if the folder has none. A value head that `save_model` wrote is loaded
+            instead.
         seed: seed of a fresh head.
-        on_meta: as for `load_policy`.
-    Raises ModelError under the same conditions as `load_policy`.
+        on_meta: see `load_policy`.
+    Raises the errors of `load_policy`.
     """
     critic = CriticModel(_load(AutoModel, config, "a language model", on_meta), head=head, seed=seed)
     saved = config.path / _VALUE_HEAD
@@ -120,7 +121,7 @@ def load_critic(
 
 
 class RewardModel(SequenceShardable):
-    """A sequence-classification model with one label, which scores each row at the last token."""
+    """A sequence-classification model with one label. It scores each row at its last token."""
 
     def __init__(self, model: PreTrainedModel, head: nn.Linear) -> None:
         super().__init__()
@@ -128,7 +129,7 @@ class RewardModel(SequenceShardable):
         self._head_name = next(name for name, module in model.named_modules() if module is head)
 
     def forward(self, input_ids_BL: Tensor, lengths_B: Tensor, pack: Pack | None = None) -> Tensor:
-        """Returns one score per row, [B] in at least float32."""
+        """Returns one score per row, [B], in at least float32."""
         head = self.model.get_submodule(self._head_name)
         assert isinstance(head, nn.Linear)
         scores_BL = _apply_head(self.model.base_model, head, input_ids_BL, self.sequence_sharding, pack)
@@ -139,7 +140,7 @@ class RewardModel(SequenceShardable):
 def _apply_head(
     backbone: nn.Module, head: nn.Linear, input_ids_BL: Tensor, sharding: SequenceSharding | None, pack: Pack | None
 ) -> Tensor:
-    """Returns the output of a one-dimensional head at each token, [B, L] in at least float32."""
+    """Returns the output of a head with one output at each token, [B, L] in at least float32."""
     ids_BL = input_ids_BL if pack is None else pack.pack(input_ids_BL)
     hidden_BlD = run_backbone(backbone, ids_BL, sharding, pack)
     outputs_Bl = at_least_float32(run_head(head, hidden_BlD, sharding).squeeze(-1))
@@ -157,11 +158,11 @@ def load_reward_model(
     """Loads a sequence-classification model with one label, in evaluation mode.
 
     Args:
-        config: path, dtype and dropout of the model. With a fresh head, any causal language model is allowed.
-        head: "from_model" loads the head of the model; "fresh" draws weights from N(0, 1 / (width + 1)), without bias.
+        config: path, dtype and dropout of the model. A fresh head also allows any causal language model.
+        head: "from_model" loads the model's head. "fresh" draws head weights from N(0, 1 / (width + 1)), without bias.
         seed: seed of a fresh head.
-        on_meta: as for `load_policy`.
-    Raises ModelError under the same conditions as `load_policy`.
+        on_meta: see `load_policy`.
+    Raises the errors of `load_policy`.
     """
     model = _load(
         AutoModelForSequenceClassification,
@@ -182,10 +183,11 @@ def load_reward_model(
 def save_model(
     model: PreTrainedModel | CriticModel | RewardModel, tokenizer_path: Path, folder: Path, *, is_writer: bool = True
 ) -> None:
-    """Saves a model and its tokenizer to a folder that transformers loads. The folder appears atomically.
+    """Saves a model and its tokenizer to a folder that transformers can load. The folder is created atomically.
 
-    Adapters are merged into the saved weights; the model stays unchanged. All ranks of a sharded model must call this
-    together, but only the rank with `is_writer` writes.
+    Adapters are merged into the saved weights, but not in `model`. All ranks of a sharded model must call this
+    together. Only the rank with `is_writer` writes files.
+
     Raises ModelError if the folder already exists, and UserError if the folder cannot be written.
     """
     if is_writer and folder.exists():  # other ranks may arrive after the writer has finished
@@ -210,7 +212,7 @@ def save_model(
 
 
 def describe_model(model: PreTrainedModel, tokenizer_path: Path) -> dict[str, bytes]:
-    """Returns name -> contents of the files that `save_pretrained` writes, except the weights."""
+    """Returns the files that `save_pretrained` writes, except the weights, as name -> contents."""
     with TemporaryDirectory() as name, _quiet():
         model.config.save_pretrained(name)
         if model.generation_config is not None:
@@ -220,7 +222,8 @@ def describe_model(model: PreTrainedModel, tokenizer_path: Path) -> dict[str, by
 
 
 def build_model(description: Path, weights: Mapping[str, Tensor]) -> PreTrainedModel:
-    """Builds a causal language model from the files of `describe_model` and full weights, which are not copied.
+    """Builds a causal language model from the files of `describe_model` and from full weights. Does not copy the
+    weights.
 
     Raises ModelError if the weights do not match the model.
     """
@@ -250,7 +253,7 @@ def _load(
     fresh: frozenset[str] = frozenset(),
     **settings: Any,  # Any: of a configuration
 ) -> PreTrainedModel:
-    """Loads a model of class `auto`. Weights named in `fresh` may be missing in the files."""
+    """Loads a model of the transformers class `auto`. Weights named in `fresh` may be missing in the files."""
     if (config.path / "adapter_config.json").is_file():
         raise ModelError(f"{config.path} is an adapter, not {kind}: merge it into its model first")
     if config.dropout is not None:
@@ -332,7 +335,7 @@ def has_attention_softcap(model: PreTrainedModel) -> bool:
 
 
 def _dropout_settings(config: PreTrainedConfig) -> dict[str, float]:
-    """Returns the nonzero dropout probabilities in a model configuration by name."""
+    """Returns the nonzero dropout probabilities in a model configuration, by name."""
     return {
         name: value
         for name, value in config.get_text_config().to_dict().items()
@@ -355,7 +358,9 @@ def _check_dropout(config: PreTrainedConfig, path: Path) -> None:
 
 
 def _check_logit_scale(config: PreTrainedConfig, path: Path) -> None:
-    """Raises ModelError if the model scales its logits. Log-probabilities use only hidden states and head weights."""
+    """Raises ModelError if the model scales its logits. The scale would be lost, because log-probabilities are computed
+    from hidden states and head weights.
+    """
     settings = config.get_text_config().to_dict()
     for name in ("logit_scale", "logits_scaling"):
         if settings.get(name, 1.0) not in (None, 1.0):

@@ -1,8 +1,10 @@
 """LoRA adapters: small trained matrices in the linear layers of a frozen model.
 
-Hu et al. 2021, https://arxiv.org/abs/2106.09685: a layer with weight W returns W x + alpha / rank B A x. B is
-initialized to zero. peft adds A and B to the layers in place. `model_weights` returns the merged weights
-W + alpha / rank B A under the names of the model without an adapter.
+A layer with weight W and an adapter (A, B) returns W x + alpha / rank B A x. B is initialized to zero. peft adds A and
+B to the layers in place. `model_weights` returns the merged weights W + alpha / rank B A. Their names are the names in
+the model without an adapter.
+
+Hu et al. 2021, https://arxiv.org/abs/2106.09685.
 """
 
 import json
@@ -26,7 +28,7 @@ from flowrl.data.atomic_folder import write_atomically
 from flowrl.engines.models.parameters import to_full_tensor
 
 _ADAPTER = "default"
-"""Name of the only adapter of a model in peft."""
+"""peft's name of the adapter. A model has only one adapter."""
 
 _BASE = ".base_layer"
 """Suffix that peft adds to the name of an adapted layer."""
@@ -40,7 +42,8 @@ class LoraError(UserError):
 
 
 def add_adapter(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Adds an adapter to a model in place and freezes all other weights. The model's outputs do not change yet.
+    """Adds an adapter to a model in place and freezes all other weights. A new adapter does not change the model's
+    outputs.
 
     The adapter weights have at least float32 and are identical in every process.
 
@@ -74,8 +77,9 @@ def adapter_layers(model: nn.Module) -> dict[str, LoraLinear]:
 def tp_sharded_layers(model: nn.Module, path: str, *, by_outputs: bool) -> list[str]:
     """Returns the names of the linear layers that tensor parallelism shards for the layer at `path`.
 
-    For an adapted layer, the layer and one adapter matrix are sharded: B if `by_outputs` (column-wise), otherwise A
-    (row-wise). The other adapter matrix is replicated.
+    Without an adapter, this is the layer itself. With an adapter, it is the base layer and one of the adapter's
+    matrices: B if `by_outputs` (column-wise sharding), otherwise A (row-wise sharding). The second matrix is
+    replicated.
     """
     if path not in adapter_layers(model):
         return [path]
@@ -83,13 +87,15 @@ def tp_sharded_layers(model: nn.Module, path: str, *, by_outputs: bool) -> list[
 
 
 def tp_replicated_layers(model: nn.Module, path: str, *, by_outputs: bool) -> list[str]:
-    """Returns the name of the adapter matrix that tensor parallelism replicates; empty without an adapter."""
+    """Returns the name of the adapter matrix that tensor parallelism replicates. The result is empty without an
+    adapter.
+    """
     return [f"{path}.lora_{'A' if by_outputs else 'B'}.{_ADAPTER}"] if path in adapter_layers(model) else []
 
 
 @contextmanager
 def adapter_disabled(model: nn.Module) -> Iterator[None]:
-    """Disables the adapter in the block, so that forward passes use the base model. Not for training."""
+    """Disables the adapter inside the `with` block, so that forward passes use the base model. Not for training."""
     layers = adapter_layers(model).values()
     # peft's own switch also freezes the adapter, and FSDP records in the first forward pass which weights are trained.
     for layer in layers:
@@ -103,15 +109,17 @@ def adapter_disabled(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ModelWeight:
-    """Weight of a model together with the adapter, if any."""
+    """A weight of a model, together with its adapter if the weight has an adapter."""
 
     stored: Tensor
-    """Weight of the model, or a DTensor with this rank's shard."""
+    """Weight without the adapter. It is a DTensor with this rank's shard if the model is sharded."""
     adapter: LoraLinear | None
-    """Adapted layer; None if the weight has no adapter."""
+    """Layer with the adapter. None if the weight has no adapter."""
 
     def gather(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns the full merged weight, cast to `dtype` if set. Collective if the model is sharded."""
+        """Returns the full merged weight, cast to `dtype` if set. All ranks of a sharded model must call this
+        together.
+        """
         if self.adapter is None:
             return to_full_tensor(self.stored if dtype is None else self.stored.to(dtype))
         stored = to_full_tensor(self.stored)
@@ -122,7 +130,9 @@ class ModelWeight:
 
 
 def model_weights(model: nn.Module) -> dict[str, ModelWeight]:
-    """Returns all weights by their names in the model without an adapter. Tied weights appear under each name."""
+    """Returns all weights, by their names in the model without an adapter. Tied weights appear under each of their
+    names.
+    """
     layers = adapter_layers(model)
     weights = {}
     for name, weight in model.state_dict(keep_vars=True).items():
@@ -136,14 +146,16 @@ def model_weights(model: nn.Module) -> dict[str, ModelWeight]:
 
 
 def adapter_state(model: nn.Module) -> dict[str, Tensor]:
-    """Returns a full copy of the adapter weights on the CPU, by name in peft's files. Collective if sharded."""
+    """Returns a full copy of the adapter weights on the CPU, by their names in peft's files. All ranks of a sharded
+    model must call this together.
+    """
     return {name: to_full_tensor(matrix).cpu().clone() for name, matrix in _peft_weights(model).items()}
 
 
 def load_adapter_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Copies the result of `adapter_state` into a model's adapter, which may be sharded differently.
+    """Copies the result of `adapter_state` into a model's adapter. The model may be sharded differently.
 
-    Raises LoraError if a name is missing or unknown, or a shape differs. The model is then unchanged.
+    Raises LoraError if a name is missing or unknown, or if a shape differs. In that case, the model is unchanged.
     """
     targets = _peft_weights(model)
     mismatched = list(targets.keys() ^ state.keys())
@@ -164,10 +176,10 @@ def load_adapter_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def save_adapter(model: PreTrainedModel, base: Path, folder: Path, *, is_writer: bool = True) -> None:
-    """Saves the adapter to a folder that peft loads onto the model in `base`. The folder appears atomically.
+    """Saves the adapter to a folder that peft loads onto the model at `base`. The folder is created atomically.
 
-    All ranks of a sharded model must call this together. Only the rank with `is_writer` writes.
-    Raises LoraError if the folder already exists.
+    All ranks of a sharded model must call this together. Only the rank with `is_writer` writes files. Raises LoraError
+    if the folder already exists.
     """
     if is_writer and folder.exists():  # other ranks may arrive after the writer has finished
         raise LoraError(f"{folder} already exists and would be overwritten: choose a new folder")
@@ -196,7 +208,9 @@ def _peft_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _target_layers(model: PreTrainedModel, config: LoraConfig) -> Mapping[str, nn.Module]:
-    """Returns the layers to adapt by name, except the output head, whose weight log-probabilities use directly."""
+    """Returns the layers to adapt, by name. Excludes the output head, because log-probabilities are computed directly
+    from its weight.
+    """
     head = model.get_output_embeddings()
     linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head}
     if config.targets == "all_linear":

@@ -1,4 +1,4 @@
-"""Parameters and optimizer state: tied names, device moves, and full tensors of sharded weights."""
+"""Parameters and optimizer state: names of tied weights, device moves, and full tensors of sharded weights."""
 
 import logging
 
@@ -17,7 +17,9 @@ def move_model(model: nn.Module, device: torch.device) -> None:
 
 
 def unique_parameters(model: nn.Module) -> list[tuple[list[str], nn.Parameter]]:
-    """Returns every parameter once, with all of its names (several if tied), in the order of the layers."""
+    """Returns every parameter once, with the list of its names, in the order of the layers. A tied weight has several
+    names.
+    """
     unique: dict[int, tuple[list[str], nn.Parameter]] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
         unique.setdefault(id(weight), ([], weight))[0].append(name)
@@ -30,12 +32,12 @@ def set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 
 def to_full_tensor(weight: Tensor) -> Tensor:
-    """Returns the full tensor of a weight. Collective if the weight is sharded."""
+    """Returns the full tensor of a weight. All ranks of a sharded model must call this together."""
     return weight.full_tensor().detach() if isinstance(weight, DTensor) else weight.detach()
 
 
 def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Moves Adam's moments to a device. Step counts are not moved."""
+    """Moves Adam's moments to a device. Adam's step counts are not moved."""
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, Tensor) and value.ndim:

@@ -1,8 +1,8 @@
 """Sequence parallelism (Ulysses): each rank computes a sequence shard of every row.
 
-Jacobs et al. 2023, https://arxiv.org/abs/2309.14509. Outside attention, layers process each token separately, so each
-rank computes only its own shard. Before attention, an all-to-all exchanges sequence shards for attention heads. After
-attention, a second all-to-all reverses the exchange.
+Outside attention, layers process each token separately, so each rank computes only its own shard. Before attention, an
+all-to-all gives each rank full rows for some of the heads. After attention, a second all-to-all restores the sequence
+shards. Jacobs et al. 2023, https://arxiv.org/abs/2309.14509.
 
 Shape suffixes: B rows, L tokens of the longest row, l tokens of a sequence shard, D hidden size, H heads, h heads of a
 rank, E head size.
@@ -24,7 +24,9 @@ from flowrl.engines.models.attention import Pack, attend, no_mask, pack_argument
 _ATTENTION = "flowrl_sequence_parallel"
 
 _groups: WeakKeyDictionary[nn.Module, ProcessGroup] = WeakKeyDictionary()
-"""Sequence-parallel group of each layer. Deep copies of a model would copy the group if it were a layer attribute."""
+"""Sequence-parallel group of each layer. It is not an attribute of the layer, because deep copies of a model cannot
+copy process groups.
+"""
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,8 @@ class SequenceSharding:
     group: ProcessGroup
     """All ranks that share a row."""
     tp_group: ProcessGroup | None
-    """Adjacent tensor-parallel ranks of the group, which all-gather sequence shards before each layer's matrices.
-    None if ranks exchange data only in attention."""
+    """Tensor-parallel ranks of the group, which are adjacent. They all-gather their sequence shards before each layer's
+    matrices. None if ranks exchange data only in attention."""
 
     def shard_length(self, rows_BL: Tensor) -> int:
         """Returns the number of tokens in each sequence shard of these rows."""
@@ -43,10 +45,10 @@ class SequenceSharding:
 
 
 class SequenceShardable(nn.Module):
-    """A model that supports sequence shards, because it calls its backbone through `run_backbone`."""
+    """Protocol of models that support sequence shards. Such a model calls its backbone through `run_backbone`."""
 
     sequence_sharding: SequenceSharding | None = None
-    """Ranks that share each row; None if no ranks share rows."""
+    """Ranks that share each row. None if each rank has full rows."""
 
 
 class SequenceError(UserError):
@@ -54,7 +56,7 @@ class SequenceError(UserError):
 
 
 def enable_ulysses_attention(model: PreTrainedModel, group: ProcessGroup) -> None:
-    """Replaces a model's attention on all ranks. Raises SequenceError for unsupported attention."""
+    """Replaces a model's attention by sequence-parallel attention. Raises SequenceError for unsupported attention."""
     settings = model.config.get_text_config()
     name, sp, heads = type(model).__name__, group.size(), settings.num_attention_heads
     kv_heads = getattr(settings, "num_key_value_heads", None) or heads
@@ -71,7 +73,7 @@ def enable_ulysses_attention(model: PreTrainedModel, group: ProcessGroup) -> Non
 
 
 def _unsupported_attention(settings: dict[str, Any]) -> list[str]:  # Any: as transformers' configs are
-    """Returns all attention features of a model other than full causal attention."""
+    """Returns all attention features of a model that differ from full causal attention."""
     layer_types = settings.get("layer_types") or []
     features = sorted(f"{kind} layers" for kind in set(layer_types) - {"full_attention"})
     window = settings.get("sliding_window")
@@ -85,15 +87,16 @@ def _unsupported_attention(settings: dict[str, Any]) -> list[str]:  # Any: as tr
 def run_backbone(
     backbone: nn.Module, input_ids_BL: Tensor, sharding: SequenceSharding | None, pack: Pack | None = None
 ) -> Tensor:
-    """Returns the hidden states of this rank's sequence shard [B, l, D], or of full rows without sharding.
+    """Returns the hidden states of this rank's sequence shard [B, l, D]. Without sharding, returns those of full rows
+    [B, L, D].
 
-    Rows are right-padded to a multiple of the group size. Causal attention keeps real tokens from attending to padding.
+    Rows are right-padded to a multiple of the group size. With causal attention, real tokens never attend to padding.
 
     Args:
         backbone: model without its head.
-        input_ids_BL: right-padded token ids, int64 [B, L]; with a pack, the packed row [1, T].
-        sharding: ranks that share each row.
-        pack: layout of the packed row.
+        input_ids_BL: right-padded token ids, int64 [B, L]. With a pack, the packed row [1, T].
+        sharding: ranks that share each row. None if each rank has full rows.
+        pack: layout of the packed row. None for padded rows.
     """
     num_filler = 0 if sharding is None else -input_ids_BL.shape[1] % sharding.group.size()
     arguments: dict[str, Any] = {}  # Any: each attention has its own arguments
@@ -127,7 +130,7 @@ def run_head(head: nn.Linear, hidden_BlD: Tensor, sharding: SequenceSharding | N
 
 
 def head_weights(head: nn.Linear, sharding: SequenceSharding | None) -> tuple[Tensor, Tensor | None]:
-    """Returns weight and bias of a replicated head, whose gradients are all-reduced over tensor-parallel ranks."""
+    """Returns weight and bias of a replicated head. Their gradients are all-reduced over the tensor-parallel ranks."""
     if sharding is None or sharding.tp_group is None:
         return head.weight, head.bias
     weight, bias = (
@@ -138,16 +141,16 @@ def head_weights(head: nn.Linear, sharding: SequenceSharding | None) -> tuple[Te
 
 
 def local_targets(values_BL: Tensor, sharding: SequenceSharding) -> Tensor:
-    """Returns this rank's sequence shard plus the next token, [B, l + 1], with 0 beyond the end of the row."""
+    """Returns this rank's sequence shard plus the next token, [B, l + 1]. Positions beyond the end of the row are 0."""
     length, rank = sharding.shard_length(values_BL), sharding.group.rank()
     padded_BL = nn.functional.pad(values_BL, (0, length * sharding.group.size() + 1 - values_BL.shape[1]))
     return padded_BL[:, rank * length : (rank + 1) * length + 1]
 
 
 def gather_sequence(values_Bl: Tensor, length: int, sharding: SequenceSharding | None) -> Tensor:
-    """Concatenates the sequence shards of all ranks, [B, length].
+    """Concatenates the sequence shards of all ranks to [B, length].
 
-    The backward pass returns each shard's gradient to its rank, so all ranks must compute the same loss.
+    The backward pass keeps only the gradient of this rank's shard. All ranks must therefore compute the same loss.
     """
     if sharding is None:
         return values_Bl[:, :length]
@@ -159,7 +162,7 @@ class _Context(Protocol):
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all over the first dimension: sends slice i to rank i. The backward pass is the same all-to-all."""
+    """All-to-all over the first dimension: slice i is sent to rank i. The backward pass is the same all-to-all."""
 
     @staticmethod
     def forward(ctx: _Context, slices: Tensor, group: ProcessGroup) -> Tensor:
@@ -172,7 +175,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _GatherShards(torch.autograd.Function):
-    """All-gathers full rows from sequence shards. The backward pass selects this rank's shard of the gradient."""
+    """All-gathers sequence shards to full rows. The backward pass selects this rank's shard of the gradient."""
 
     @staticmethod
     def forward(ctx: _Context, values_Bl: Tensor, group: ProcessGroup) -> Tensor:
@@ -185,7 +188,7 @@ class _GatherShards(torch.autograd.Function):
 
 
 class _TakeShard(torch.autograd.Function):
-    """Selects this rank's sequence shard of rows that all ranks have. The backward pass all-gathers the gradient."""
+    """Selects this rank's sequence shard of rows that every rank has. The backward pass all-gathers the gradient."""
 
     @staticmethod
     def forward(ctx: _Context, values_BL: Tensor, group: ProcessGroup) -> Tensor:
@@ -199,7 +202,7 @@ class _TakeShard(torch.autograd.Function):
 
 
 class _ReduceGradient(torch.autograd.Function):
-    """Returns a replicated weight unchanged. The backward pass all-reduces the gradient of the weight."""
+    """Returns a replicated weight unchanged. The backward pass all-reduces its gradient."""
 
     @staticmethod
     def forward(ctx: _Context, weight: Tensor, group: ProcessGroup) -> Tensor:
@@ -231,13 +234,13 @@ def _all_to_all(slices: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _shard_heads(states_BHlE: Tensor, group: ProcessGroup) -> Tensor:
-    """Exchanges sequence shards of all heads [B, H, l, E] for full rows of this rank's heads [B, h, L, E]."""
+    """Converts a sequence shard with all heads [B, H, l, E] to full rows with this rank's heads [B, h, L, E]."""
     slices = states_BHlE.unflatten(1, (group.size(), -1)).movedim(1, 0)
     return _Exchange.apply(slices, group).movedim(0, 2).flatten(2, 3)
 
 
 def _shard_sequence(states_BhLE: Tensor, group: ProcessGroup) -> Tensor:
-    """Exchanges full rows of this rank's heads [B, h, L, E] for sequence shards of all heads [B, H, l, E]."""
+    """Converts full rows with this rank's heads [B, h, L, E] to a sequence shard with all heads [B, H, l, E]."""
     slices = states_BhLE.unflatten(2, (group.size(), -1)).movedim(2, 0)
     return _Exchange.apply(slices, group).movedim(0, 1).flatten(1, 2)
 
@@ -252,7 +255,9 @@ def _ulysses_attention(
     pack: Pack | None = None,
     **_: Any,  # Any: transformers passes further arguments to every attention
 ) -> tuple[Tensor, None]:
-    """Computes causal attention of [B, H, l, E], returns [B, l, H, E]; has the signature of `AttentionInterface`."""
+    """Computes causal attention of inputs [B, H, l, E] and returns [B, l, H, E]. Has the signature of
+    `AttentionInterface`.
+    """
     group = _groups[module]
     # With fewer key-value heads than ranks, several ranks hold the same head.
     repeats = max(1, group.size() // key.shape[1])

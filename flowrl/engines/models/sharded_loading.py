@@ -1,6 +1,6 @@
 """Loads sharded models without a full copy on any rank.
 
-A model is created on the meta device, where weights take no memory, and then sharded. Each rank allocates only its
+A model is created on the meta device, where weights take no memory, and is then sharded. Each rank allocates only its
 shards and reads them from the safetensors files.
 """
 
@@ -36,7 +36,7 @@ class _FileEntry:
 
 
 _pending: WeakKeyDictionary[nn.Module, Mapping[str, _FileEntry]] = WeakKeyDictionary()
-"""For each model on the meta device: weight name (without adapter suffixes) -> file entry."""
+"""For each model on the meta device, maps weight names (without adapter suffixes) to file entries."""
 
 
 def make_meta_model(
@@ -52,10 +52,10 @@ def make_meta_model(
         auto: one of transformers' Auto classes.
         path: a folder with safetensors, or a Hub name.
         dtype: dtype of the weights.
-        fresh: names of weights that are missing in the files. These weights are initialized to zero.
+        fresh: names of weights that are set to zero instead of read from the files.
         settings: overrides of the model configuration.
-    Returns: None if a weight is missing in the files or has a different name or shape.
-    Raises OSError, ValueError or SafetensorError if there is no such model, or if its files are corrupt.
+    Returns: the model, or None if another weight is missing in the files or has a different shape.
+    Raises OSError, ValueError or SafetensorError if the model does not exist or its files are corrupt.
     """
     local = path.is_dir()
     entries = _file_entries(path, local)
@@ -88,7 +88,7 @@ def move_loaded(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def load_shards(model: nn.Module, device: torch.device) -> None:
-    """Replaces weights that are on the meta device by this rank's shards, read from the files."""
+    """Replaces weights on the meta device by this rank's shards, which it reads from the files."""
     if not any(parameter.is_meta for parameter in model.parameters()):
         return
     tied_names = [names for names, weight in unique_parameters(model) if weight.is_meta]
@@ -105,7 +105,7 @@ def load_shards(model: nn.Module, device: torch.device) -> None:
 
 
 def stream_full_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields the full weights of a model loaded with `on_meta`, one at a time. The model is not changed."""
+    """Yields the full weights of a model that was loaded with `on_meta`, one at a time. The model is not changed."""
     entries = _pending.get(model)
     for names, weight in unique_parameters(model):
         if entries is None:
@@ -141,14 +141,14 @@ def _file_entries(path: Path, local: bool) -> dict[str, _FileEntry]:
 
 
 def _file_names(model: PreTrainedModel, names: list[str]) -> Iterator[str]:
-    """Yields the names that a weight may have in a file: with and without the backbone prefix."""
+    """Yields the possible names of a weight in a file: with and without the backbone prefix."""
     prefix = f"{model.base_model_prefix}."
     for name in names:
         yield from (name, name.removeprefix(prefix), prefix + name)
 
 
 def _initialize_buffers(model: PreTrainedModel) -> None:
-    """Computes buffers that are not saved, such as rotary frequencies, by transformers' own initialization."""
+    """Computes buffers that are not saved, such as rotary frequencies, with transformers' own initialization."""
     owners = {name.rpartition(".")[0] for name, buffer in model.named_buffers() if buffer.is_meta}
     for owner in map(model.get_submodule, sorted(owners)):
         for leaf, buffer in owner.named_buffers(recurse=False):

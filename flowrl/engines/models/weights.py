@@ -1,8 +1,8 @@
-"""Exports a model's weights as NumPy arrays for other processes, and loads them into a model.
+"""Exports a model's weights as NumPy arrays for other processes, and loads such arrays into a model.
 
-Names are the model's parameter and buffer names. Tied weights are exported once, under their first name. NumPy has no
-bfloat16, so a bfloat16 weight becomes an int16 view whose name ends in `BFLOAT16`. An 8-bit layer receives its original
-weight and quantizes it.
+Names are the model's parameter and buffer names. A tied weight is exported once, under the first of its names. NumPy
+has no bfloat16. A bfloat16 weight is therefore exported as an int16 view whose name ends in `BFLOAT16`. An 8-bit layer
+receives the weight in its original dtype and quantizes it.
 """
 
 import copy
@@ -21,7 +21,7 @@ from flowrl.engines.models.lora import ModelWeight, adapter_layers, model_weight
 from flowrl.engines.models.parameters import set_parameter
 
 BFLOAT16 = "|bfloat16"
-"""Suffix of the name of an array that holds bfloat16 bits as int16."""
+"""Suffix of the name of an int16 array that contains the bits of a bfloat16 weight."""
 
 
 class WeightsError(ValueError):
@@ -29,7 +29,9 @@ class WeightsError(ValueError):
 
 
 def weight_buckets(model: nn.Module, max_bytes: float, dtype: torch.dtype | None = None) -> list[list[str]]:
-    """Groups all weight names into buckets of at most `max_bytes`. A larger weight gets a separate bucket."""
+    """Groups all weight names into buckets of at most `max_bytes`. A weight larger than `max_bytes` gets its own
+    bucket.
+    """
     buckets: list[list[str]] = [[]]
     size = 0
     for name, weight in _unique_weights(model).items():
@@ -45,7 +47,7 @@ def weight_buckets(model: nn.Module, max_bytes: float, dtype: torch.dtype | None
 def weight_shapes(
     model: nn.Module, names: Sequence[str], dtype: torch.dtype | None = None
 ) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-    """Returns name, dtype and shape of each weight that `full_weights` would yield, without communication."""
+    """Returns name, dtype and shape of each weight that `full_weights` would yield. Does not communicate."""
     weights = _unique_weights(model)
     return [(name, _export_dtype(weights[name], dtype), tuple(weights[name].stored.shape)) for name in names]
 
@@ -59,8 +61,8 @@ def full_weights(
 
     Args:
         model: sharded or unsharded model.
-        names: weights to yield; None means all.
-        dtype: dtype to which floating-point weights are cast; None keeps their dtype.
+        names: names of the weights to yield. None means all weights.
+        dtype: dtype to which floating-point weights are cast. None keeps their dtype.
     """
     weights = _unique_weights(model)
     for name in weights if names is None else names:
@@ -78,9 +80,9 @@ def export_weights(
     """Returns full weights as contiguous arrays on the CPU. All ranks of a sharded model must call this together.
 
     Args:
-        model, names, dtype: as for `full_weights`.
-        is_receiver: whether this rank gets the result. Other ranks only take part in the all-gathers.
-        snapshot: copy all weights. Otherwise unsharded weights on the CPU share the model's memory.
+        model, names, dtype: see `full_weights`.
+        is_receiver: True returns the result on this rank. False only takes part in the all-gathers.
+        snapshot: True copies all weights. False lets unsharded weights on the CPU share the model's memory.
     """
     arrays = {}
     for name, weight in full_weights(model, names, dtype):
@@ -97,7 +99,7 @@ def _export_dtype(weight: ModelWeight, dtype: torch.dtype | None) -> torch.dtype
 
 
 def meta_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Returns a copy of a model without weights, for `gathered_weights`. The copy shares the model's buffers."""
+    """Returns a copy of a model without weights, for `gathered_weights`. The copy shares the buffers of the model."""
     config = copy.deepcopy(model.config)
     config._attn_implementation = "sdpa"
     with torch.device("meta"):
@@ -109,9 +111,9 @@ def meta_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 @contextmanager
 def gathered_weights(meta_model: nn.Module, owner: nn.Module) -> Iterator[None]:
-    """Sets the parameters of a `meta_copy` to the full, merged weights of `owner` in the block.
+    """Inside the `with` block, sets the parameters of a `meta_copy` to the full, merged weights of `owner`.
 
-    Unsharded weights are not copied. All ranks of a sharded model must enter the block together; there are no
+    Unsharded weights are not copied. All ranks of a sharded model must enter the block together. There are no
     collectives inside the block. Peak memory is the full copy plus one weight.
     """
     _share_buffers(meta_model, owner)  # again, since moving the owner to another device replaces its buffers
@@ -136,7 +138,7 @@ def _share_buffers(meta_model: nn.Module, owner: nn.Module) -> None:
 
 
 def to_tensors(weights: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-    """Converts exported arrays to tensors under the model's names. The tensors share the arrays' memory."""
+    """Converts exported arrays to tensors under the model's names. The tensors share the memory of the arrays."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         tensors = {name: torch.from_numpy(array) for name, array in weights.items()}
@@ -147,7 +149,7 @@ def to_tensors(weights: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
 
 
 class WeightTargets:
-    """The weights of a model by export name, collected once for all buckets of an update."""
+    """The weights of a model by export name. They are collected once and used for all buckets of an update."""
 
     def __init__(self, model: nn.Module) -> None:
         """Raises WeightsError for a model with an adapter, because exported weights are merged."""
@@ -164,12 +166,13 @@ class WeightTargets:
         return self._stored.keys()
 
     def write(self, weights: Mapping[str, np.ndarray], *, strict: bool = False) -> None:
-        """Copies exported weights into the model, bitwise.
+        """Copies exported weights into the model without conversion.
 
         Args:
-            weights: arrays by export name; may be read-only.
-            strict: raise if a weight of the model is missing.
-        Raises WeightsError if a name is missing or unknown, or a shape or dtype differs. The model is then unchanged.
+            weights: arrays by export name. They may be read-only.
+            strict: True requires all weights of the model.
+        Raises WeightsError if a name is missing or unknown, or if a shape or dtype differs. In that case, the model is
+            unchanged.
         """
         targets = self._stored if strict else {name: self._stored[name] for name in weights if name in self._stored}
         _check(targets, weights)
@@ -182,7 +185,7 @@ class WeightTargets:
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, np.ndarray], *, strict: bool = True) -> None:
-    """Copies exported weights into a model. Arguments and errors as for `WeightTargets.write`."""
+    """Copies exported weights into a model. The arguments and errors are those of `WeightTargets.write`."""
     WeightTargets(model).write(weights, strict=strict)
 
 
@@ -206,7 +209,9 @@ def _quantize(model: nn.Module, name: str, weight: Tensor) -> None:
 
 
 def _unique_weights(model: nn.Module) -> dict[str, ModelWeight]:
-    """Returns each weight once, under the first of its names. A meta tensor represents the weight of an 8-bit layer."""
+    """Returns each weight once, under the first of its names. For an 8-bit layer, the value is a meta tensor with the
+    original shape and dtype.
+    """
     named: dict[str, ModelWeight] = {}
     seen: set[int] = set()
     quantized = int8_layers(model)

@@ -15,11 +15,11 @@ class Gradients(Protocol):
     """Gradient operations of an optimizer step, for replicated or sharded gradients."""
 
     def zero(self) -> None:
-        """Resets the gradients before the backward passes."""
+        """Sets the gradients to zero before the backward passes."""
         ...
 
     def sum(self) -> None:
-        """Completes the sum of the gradients over all ranks, after the backward passes."""
+        """Completes the sum of the gradients over all ranks after the backward passes."""
         ...
 
     def norm(self) -> float:
@@ -32,7 +32,9 @@ class Gradients(Protocol):
 
 
 class ReplicatedGradients:
-    """Full gradients on every rank, as views of one buffer per dtype, which `sum` all-reduces without a copy."""
+    """Full gradients on every rank. They are views of one buffer per dtype, so that `sum` needs no copy for its
+    all-reduce.
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter], mesh: RankMesh) -> None:
         self._parameters, self._mesh = parameters, mesh
@@ -106,7 +108,7 @@ class ShardedGradients:
 
 
 def _norm(buffer: Tensor) -> float:
-    """Returns the L2 norm, computed in at least float32, because half precision has only three digits."""
+    """Returns the L2 norm, computed in at least float32. Half precision has only about three significant digits."""
     return torch.linalg.vector_norm(buffer, dtype=torch.promote_types(buffer.dtype, torch.float32)).item()
 
 

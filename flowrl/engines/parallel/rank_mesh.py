@@ -1,8 +1,8 @@
 """The process groups of a role.
 
 In the rank order, the tensor-parallel index varies fastest, then the sequence-parallel index, then the data-parallel
-index. FSDP2 shards a model over `shard` consecutive data- and sequence-parallel ranks and replicates it `replicate`
-times. Tensor parallelism shards each layer further over `tp` ranks.
+index. FSDP2 shards a model over `shard` consecutive data- and sequence-parallel ranks, and replicates it `replicate`
+times. Tensor parallelism additionally shards each layer over `tp` ranks.
 """
 
 from collections.abc import Sequence
@@ -17,21 +17,23 @@ from torch.distributed.distributed_c10d import _world
 
 @dataclass(frozen=True)
 class RankMesh:
-    """The process groups that a rank belongs to, created by the function `rank_mesh`."""
+    """The process groups of one rank. The function `rank_mesh` creates them."""
 
     all_ranks: ProcessGroup | None
-    """All ranks of the model; None for a single process."""
+    """All ranks of the model. None for a single process."""
     data: ProcessGroup | None
-    """Ranks over which gradients are summed, because each has different rows or a different sequence shard."""
+    """Ranks over which gradients are summed. Each of these ranks has different rows or a different sequence shard."""
     sequence: ProcessGroup | None
-    """Sequence-parallel ranks; None without sequence parallelism."""
+    """Sequence-parallel ranks. None without sequence parallelism."""
     same_rows: ProcessGroup | None
-    """Ranks with the same rows, which differ only in tensor- or sequence-parallel index."""
+    """Ranks with the same rows. Their data-parallel index is equal. None for a single process."""
     devices: DeviceMesh | None
     """Device mesh with the dimensions `replicate`, `shard` and `tp`."""
     tp: int
     is_row_leader: bool
-    """Whether this rank counts the rows of `same_rows`. True at tensor- and sequence-parallel index 0."""
+    """Whether this rank reports the row count for all ranks of `same_rows`. True if its tensor- and sequence-parallel
+    index is 0.
+    """
 
     def sum(self, values: Tensor) -> Tensor:
         """Sums the values elementwise over all ranks, in place."""
@@ -40,7 +42,7 @@ class RankMesh:
         return values
 
     def gather(self, values: Tensor) -> Tensor:
-        """Returns the values of every rank, [ranks, ...]."""
+        """Returns the values of every rank, [num_ranks, ...]."""
         if self.all_ranks is None:
             return values[None]
         gathered = [torch.empty_like(values) for _ in range(self.all_ranks.size())]
@@ -57,15 +59,15 @@ SINGLE_PROCESS = RankMesh(
 def rank_mesh(
     group: ProcessGroup | None, *, device: torch.device | str, tp: int = 1, sp: int = 1, shard_ranks: int | None = None
 ) -> RankMesh:
-    """Creates the process groups of a role. Collective over `group`.
+    """Creates the process groups of a role. All ranks of `group` must call this together.
 
     Args:
-        group: ranks of the role; None for a single process.
+        group: ranks of the role. None for a single process.
         device: device of the model.
         tp: number of tensor-parallel ranks.
         sp: number of sequence-parallel ranks.
-        shard_ranks: number of data-parallel ranks that each replica of the model is sharded over; None means all.
-    Raises ValueError if the number of ranks is not divisible by these sizes.
+        shard_ranks: number of data-parallel ranks over which one copy of the model is sharded. None means all.
+    Raises ValueError if tp, sp and shard_ranks do not divide the number of ranks.
     """
     if group is None or group.size() == 1:
         return SINGLE_PROCESS
@@ -103,7 +105,9 @@ def rank_mesh(
 
 
 def _align_group_counts(group: ProcessGroup, device: torch.device | str) -> None:
-    """Creates dummy groups until all ranks have equally many. torch derives group names from the count."""
+    """Creates dummy groups until all ranks have created the same number of groups. torch derives group names from this
+    number.
+    """
     own = torch.tensor([len(_world.pg_names)], device=device)
     most = own.clone()
     distributed.all_reduce(most, distributed.ReduceOp.MAX, group=group)

@@ -1,8 +1,7 @@
 """Sequence-parallel norms and residuals for tensor parallelism (Megatron).
 
-Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198: outside attention and MLP, each tensor-parallel rank
-processes only its sequence shard. The inputs of attention and MLP are all-gathered, and their outputs are
-reduce-scattered.
+Outside attention and MLP, each tensor-parallel rank processes only its sequence shard. The inputs of attention and MLP
+are all-gathered, and their outputs are reduce-scattered. Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198.
 
 Shape suffixes: B rows, L tokens of the longest row, l tokens of a sequence shard, D hidden size.
 """
@@ -20,23 +19,23 @@ from flowrl.config import UserError
 from flowrl.engines.models.attention import packing_obstacle
 
 SEQUENCE = Shard(1)
-"""Placement of hidden states [B, L, D] that are sharded by sequence."""
+"""DTensor placement of hidden states [B, L, D] that are sharded by sequence."""
 
 
 class NormsError(UserError):
-    """Raised if a model has layers other than norms, attention and MLP, so that norms cannot be sharded by sequence."""
+    """Raised if norms cannot be sharded by sequence, because a model has layers other than norms, attention and MLP."""
 
 
 def shard_norms(model: PreTrainedModel, tp_mesh: DeviceMesh, rowwise: Collection[str]) -> None:
-    """Shards the hidden states between a model's layers by sequence, [B, l, D] per rank.
+    """Shards the hidden states between a model's layers by sequence. Each rank then has [B, l, D].
 
     Norm weights are replicated, and their gradients are summed over the ranks.
 
     Args:
-        model: model whose matrices the tensor-parallel plan has already sharded; changed in place.
+        model: model whose matrices are already sharded by the tensor-parallel plan. It is changed in place.
         tp_mesh: the tensor-parallel ranks.
-        rowwise: names of the last matrices of attention and MLP, whose outputs are already sharded by sequence.
-    Raises NormsError if the model has a module that may combine tokens.
+        rowwise: names of the last matrices of attention and MLP. Their outputs are already sharded by sequence.
+    Raises NormsError if a module other than attention and MLP may combine tokens.
     """
     obstacle = packing_obstacle(model)
     if obstacle is not None:
@@ -52,7 +51,7 @@ def shard_adapter(matrix: nn.Module, tp_mesh: DeviceMesh, *, by_outputs: bool) -
     """Prepares the replicated matrix of an adapter for hidden states that are sharded by sequence.
 
     Args:
-        matrix: A of a column-wise sharded layer, or B of a row-wise sharded layer.
+        matrix: the replicated matrix, which is A for a column-wise sharded layer and B for a row-wise sharded layer.
         tp_mesh: the tensor-parallel ranks.
         by_outputs: whether the layer is sharded column-wise.
     """
@@ -102,7 +101,8 @@ def _norms_error(model: PreTrainedModel, reason: str) -> NormsError:
 def _gather_inputs(module: nn.Module, tp_mesh: DeviceMesh) -> None:
     """All-gathers the hidden states that enter a module.
 
-    The gathered states are replicated DTensors, so that one reduce-scatter handles the gradients of all matrices.
+    The gathered states are replicated DTensors. A single reduce-scatter therefore handles the gradients of all
+    matrices.
     """
 
     def gather(states_BlD: Tensor) -> Tensor:

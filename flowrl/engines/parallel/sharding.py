@@ -1,7 +1,7 @@
 """Shards a model over ranks with torch's tensor parallelism and FSDP2, and selects its attention implementation.
 
-Tensor parallelism follows transformers' plan of the model. FSDP2 (`fully_shard`) wraps each layer and the model.
-Gradients are summed over ranks instead of averaged, which is FSDP2's default.
+Tensor parallelism follows the plan that transformers defines for the model. FSDP2 (`fully_shard`) wraps each layer and
+the model. Gradients are summed over ranks. FSDP2 would average them by default.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -38,7 +38,7 @@ _STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     # A norm per head [B, L, H, E]: weights are replicated and heads are sharded.
     "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
 }
-"""transformers' name of a parallel style -> torch's class."""
+"""Maps transformers' name of a parallel style to torch's class."""
 
 _SEQUENCE_STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     **_STYLES,
@@ -53,10 +53,10 @@ class EngineError(UserError):
 
 
 def shard_model(model: nn.Module, mesh: RankMesh, config: EngineConfig, compute_dtype: torch.dtype | None) -> None:
-    """Shards a model, which is identical on every rank, over the ranks of a mesh, in place.
+    """Shards a model over the ranks of a mesh, in place. Before the call, the model must be identical on every rank.
 
-    Activations and gathered weights have `compute_dtype`, or the dtype of the weights if None.
-    Raises EngineError if the model has no tensor-parallel plan, or if tp does not divide a size.
+    Activations and gathered weights have `compute_dtype`. If it is None, they have the dtype of the weights. Raises
+    EngineError if the model has no tensor-parallel plan, or if tp does not divide a size of the model.
     """
     assert mesh.devices is not None, "a single process does not shard"
     if mesh.tp > 1:
@@ -81,7 +81,9 @@ def shard_model(model: nn.Module, mesh: RankMesh, config: EngineConfig, compute_
 
 
 def make_sequence_sharding(config: EngineConfig, mesh: RankMesh) -> SequenceSharding | None:
-    """Returns the ranks that share each row, or None. Raises EngineError for sharded norms without tp."""
+    """Returns the ranks that share each row, or None. Raises EngineError if sequence_parallel_norms is set without
+    tp.
+    """
     if config.sequence_parallel_norms and mesh.tp == 1:
         raise EngineError(
             "engine.sequence_parallel_norms needs tensor parallelism, but this role has tp 1: set it to false, or set "
@@ -94,9 +96,10 @@ def make_sequence_sharding(config: EngineConfig, mesh: RankMesh) -> SequenceShar
 
 
 def check_weight_dtype(model: nn.Module, compute_dtype: torch.dtype | None) -> None:
-    """Raises `EngineError` if autocast does not support `compute_dtype` for the dtype of the weights.
+    """Raises EngineError if autocast does not support `compute_dtype` for the dtype of the weights.
 
-    Autocast casts neither half precision to float32 nor float64 to anything.
+    Autocast casts float32 weights to half precision. It does not cast half-precision weights to float32, and never
+    casts float64 weights.
     """
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if compute_dtype is not None and torch.float64 in dtypes:
@@ -112,7 +115,7 @@ def check_weight_dtype(model: nn.Module, compute_dtype: torch.dtype | None) -> N
 
 
 def reshard_weights(model: nn.Module) -> None:
-    """Frees the full weights that FSDP2 keeps after a forward pass without a backward pass."""
+    """Frees full weights. FSDP2 keeps them after a forward pass without a backward pass."""
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()
@@ -128,7 +131,7 @@ def choose_attention(
         config: engine settings with the requested attention.
         device: device of the model.
         dtype: dtype of queries, keys and values.
-        without_masks: use flowrl's attention, which needs no attention masks, unless flash-attn is selected.
+        without_masks: True uses flowrl's attention, which needs no attention masks, unless flash-attn is selected.
     Raises EngineError if the requested attention does not support the device, the dtype or the model.
     """
     requested = config.attention
@@ -150,7 +153,9 @@ def choose_attention(
 
 
 def can_pack_rows(model: nn.Module, config: EngineConfig) -> bool:
-    """Returns whether an engine packs rows. Raises EngineError if `packing: always` is not supported."""
+    """Returns whether an engine packs rows. Raises EngineError for `packing: always` if the model does not support
+    packing.
+    """
     if config.packing == "never":
         return False
     obstacles = [
@@ -166,7 +171,7 @@ def can_pack_rows(model: nn.Module, config: EngineConfig) -> bool:
 
 
 def language_models(model: nn.Module) -> Iterator[PreTrainedModel]:
-    """Yields the outermost transformers models in a module."""
+    """Yields the outermost transformers models in a module. Models nested in them are not yielded."""
     if isinstance(model, PreTrainedModel):
         yield model
     else:
@@ -175,7 +180,7 @@ def language_models(model: nn.Module) -> Iterator[PreTrainedModel]:
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
-    """Returns the decoder layers of all language models in a module, in definition order."""
+    """Returns the decoder layers of all language models in a module, in the order of their definition."""
     blocks = []
     for language_model in language_models(model):
         names = set(language_model._no_split_modules or ())
@@ -184,7 +189,9 @@ def layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _apply_tensor_parallelism(model: PreTrainedModel, mesh: RankMesh, *, shards_norms: bool) -> None:
-    """Shards the matrices in transformers' plan, and the norms by sequence if requested. Replicates other modules."""
+    """Shards the matrices in transformers' tensor-parallel plan, and with `shards_norms` also the norms. Replicates
+    other modules.
+    """
     name = type(model).__name__
     # Tensor parallelism replicates embeddings and heads; FSDP2 shards them over the other ranks.
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -220,7 +227,7 @@ def _apply_tensor_parallelism(model: PreTrainedModel, mesh: RankMesh, *, shards_
 
 
 def _matching_modules(pattern: str, model: nn.Module) -> list[str]:
-    """Returns the names of the modules that match a plan's pattern. `*` matches one component of a name."""
+    """Returns the names of the modules that match a pattern of the plan. `*` matches one component of a name."""
     parts = pattern.split(".")
     paths = [path.split(".") for path, _ in model.named_modules()]
     return [".".join(p) for p in paths if len(p) == len(parts) and all(map(fnmatchcase, p, parts))]

@@ -21,7 +21,7 @@ class RolloutError(UserError):
 
 
 class PromptError(RolloutError):
-    """Raised if a prompt is empty or too long. The message is "prompt ROW REASON"."""
+    """Raised if a prompt is empty or too long. The message has the form "prompt ROW REASON"."""
 
     def __init__(self, row: int, reason: str) -> None:
         super().__init__(row, reason)
@@ -39,7 +39,7 @@ class Request:
     """A prompt for which the engine generates one response."""
 
     request_id: str
-    """Id that no other unfinished request has."""
+    """Request id, which is unique among all unfinished requests."""
     token_ids: Sequence[int]
     key: int
     """Random-number key of the request, from `sampling.row_keys`."""
@@ -48,15 +48,15 @@ class Request:
 
 @dataclass
 class Response:
-    """Response to a request. The response is partial until the request has finished."""
+    """Response to a request. It is partial until the request has finished."""
 
     request_id: str
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    """Weight version that sampled each token."""
+    """Weight version that sampled each token, one per token."""
     truncated: bool = False
-    """Whether the response ended at the length limit instead of at a stop token."""
+    """True if the response ended at the length limit. False if it ended at a stop token."""
 
 
 @dataclass(frozen=True)
@@ -64,25 +64,27 @@ class Responses:
     """Responses to a batch of prompts, as CPU tensors in the order of the prompts."""
 
     tokens: Tensor
-    """Concatenated tokens of all responses, stop tokens included, int64 [T]."""
+    """int64 [T], concatenated tokens of all responses, including stop tokens."""
     logprobs: Tensor
-    """Log-probability of each token under the distribution that sampled the token, float32 [T]."""
+    """float32 [T], log-probability of each token under the distribution from which the token was sampled."""
     lengths: Tensor
-    """Number of tokens of each response, int64 [N], at least 1."""
+    """int64 [N], number of tokens of each response, at least 1."""
     truncated: Tensor
-    """Whether each response ended at the length limit instead of at a stop token, bool [N]."""
+    """bool [N], true if the response ended at the length limit, false if it ended at a stop token."""
     versions: Tensor
-    """Weight version that sampled each token, int32 [T]."""
+    """int32 [T], weight version that sampled each token."""
 
     def token_lists(self) -> list[list[int]]:
-        """Returns the tokens of each response as a list."""
+        """Returns one list of tokens per response."""
         return [row.tolist() for row in self.tokens.split(self.lengths.tolist())] if len(self.lengths) else []
 
 
 def make_requests(
     prompt_ids: Sequence[Sequence[int]], prompt_id: Tensor, sample: Tensor, *, seed: int, greedy: bool = False
 ) -> list[Request]:
-    """Returns requests `generate-0`, `generate-1`, ... for a batch of prompts. Arguments as for `generate`."""
+    """Returns requests with the ids `generate-0`, `generate-1`, ... for a batch of prompts. The arguments are those of
+    `generate`.
+    """
     keys = row_keys(seed, prompt_id.cpu(), sample.cpu()).tolist()
     rows = enumerate(zip(prompt_ids, keys, strict=True))
     return [Request(f"generate-{row}", ids, key, greedy) for row, (ids, key) in rows]
@@ -109,7 +111,7 @@ def check_request_ids(new: Iterable[str], running: Iterable[str]) -> None:
 
 
 def check_prompts(prompt_ids: Sequence[Sequence[int]], max_response_tokens: int, max_length: int) -> None:
-    """Raises PromptError if a prompt is empty, or if prompt and response together can exceed `max_length`."""
+    """Raises PromptError if a prompt is empty, or if prompt and response together can exceed `max_length` tokens."""
     for row, prompt in enumerate(prompt_ids):
         if not len(prompt):
             raise PromptError(row, "has no tokens: a prompt needs at least one")
@@ -137,14 +139,14 @@ TAGS = WEIGHTS | {"kv_cache"}
 
 
 class EngineState(enum.Enum):
-    """State of a rollout engine, which never generates and loads weights at the same time."""
+    """State of a rollout engine. An engine never generates and loads weights at the same time."""
 
     SERVING = "serving"
     UPDATING = "updating"
     ASLEEP = "asleep"
-    """Memory that the requested operation needs is offloaded."""
+    """The memory for the requested operation is offloaded."""
     BROKEN = "broken"
-    """An update failed midway, so the engine mixes weights of two versions until a complete update."""
+    """A weight update failed midway. The engine has weights of two versions until an update completes."""
 
 
 _FIX = {
@@ -156,21 +158,21 @@ _FIX = {
 
 
 class ServingState:
-    """State machine of a rollout engine: weight version, running update and offloaded memory."""
+    """State machine of a rollout engine. It tracks the weight version, the running update and the offloaded memory."""
 
     def __init__(self) -> None:
         self.version = 0
         self.asleep: frozenset[str] = frozenset()
         """Subset of `TAGS` that is offloaded."""
         self._state_awake = EngineState.SERVING
-        """State of the engine when no memory is offloaded."""
+        """State of the engine while no memory is offloaded."""
         self._next_version = 0
         self._missing: set[str] = set()
         """Names of weights that the running update has not received yet."""
 
     @property
     def state(self) -> EngineState:
-        """Current state of the engine. Offloading only the KV cache does not interrupt an update."""
+        """Current state of the engine. An update continues while only the KV cache is offloaded."""
         return self._state_for(TAGS if self._state_awake is EngineState.SERVING else WEIGHTS)
 
     def require(self, state: EngineState, operation: str, tags: Collection[str] = TAGS) -> None:
@@ -190,7 +192,9 @@ class ServingState:
         self.require(EngineState.BROKEN if is_broken else EngineState.SERVING, "begin an update", WEIGHTS)
 
     def begin(self, version: int, names: Collection[str]) -> None:
-        """Begins an update to `version` that must receive all weights in `names`. Raises like `check_begin`."""
+        """Begins an update to `version`, which must receive all weights in `names`. Raises the errors of
+        `check_begin`.
+        """
         self.check_begin()
         self._next_version = version
         self._missing = set(names)
@@ -218,13 +222,13 @@ class ServingState:
         self._state_awake = EngineState.SERVING
 
     def abort(self) -> None:
-        """Abandons the running update and marks the engine broken."""
+        """Abandons the running update and sets the state to BROKEN."""
         self.require_update("abort an update")
         self._state_awake = EngineState.BROKEN
 
     @contextmanager
     def mark_failed_on_error(self) -> Iterator[None]:
-        """Marks the engine broken if the block raises."""
+        """Sets the state to BROKEN if the `with` block raises an exception."""
         try:
             yield
         except BaseException:

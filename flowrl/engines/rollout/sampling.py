@@ -2,8 +2,8 @@
 
 Shape suffixes: B rows, V vocabulary.
 
-Each random number is a hash of (seed, prompt, sample, position). A row therefore gets the same random numbers on any
-rank and in any batch.
+Each random number is a hash of (seed, prompt id, sample index, token position). A row therefore gets the same random
+numbers on any rank and in any batch.
 """
 
 import math
@@ -19,9 +19,9 @@ def row_keys(seed: int, prompt_id_B: Tensor, sample_B: Tensor) -> Tensor:
     """Returns the random-number key of each row, int64 [B].
 
     Args:
-        seed: any integer; only the low 64 bits are used.
-        prompt_id_B: id of each row's prompt, int64 [B].
-        sample_B: index of each row among the samples of the same prompt, int64 [B].
+        seed: any integer. Only its low 64 bits are used.
+        prompt_id_B: int64 [B], id of each row's prompt.
+        sample_B: int64 [B], index of each row among the samples of its prompt.
     """
     seed_B = torch.full_like(prompt_id_B, _signed(seed))
     return _mix(_mix(_mix(seed_B) ^ prompt_id_B) ^ sample_B)
@@ -32,7 +32,7 @@ def uniforms(keys_B: Tensor, positions_B: Tensor) -> Tensor:
 
     Args:
         keys_B: int64 [B], from `row_keys`.
-        positions_B: position of the token to sample, counted from the start of the prompt, int64 [B].
+        positions_B: int64 [B], position of the token to sample, counted from the start of the prompt.
     """
     bits_B = _mix(keys_B + positions_B * _GOLDEN)
     return _shift_right(bits_B, 11).double() * 2.0**-53
@@ -50,12 +50,12 @@ def sample_tokens(
 
     Args:
         logits_BV: [B, V] of any float dtype.
-        uniforms_B: float64 [B] in [0, 1); ignored at temperature 0.
-        temperature: divides the logits, >= 0; 0 selects the most likely token.
-        top_k: number of most likely tokens to keep, plus ties; 0 keeps all tokens.
-        top_p: keeps the most likely tokens up to this total probability, in (0, 1]. Ties are ordered by token id.
-    Returns: (tokens, logprobs). Tokens are int64 [B]. Log-probabilities are float32 or float64 [B], under the
-        renormalized distribution after temperature, top-k and top-p; at temperature 0, under the unscaled logits.
+        uniforms_B: float64 [B] in [0, 1). Ignored at temperature 0.
+        temperature: >= 0, divisor of the logits. 0 selects the most likely token.
+        top_k: number of most likely tokens to keep, plus ties. 0 keeps all tokens.
+        top_p: in (0, 1], total probability of the most likely tokens to keep. Ties are ordered by token id.
+    Returns: a tuple (tokens int64 [B], logprobs float32 or float64 [B]). Log-probabilities refer to the renormalized
+        distribution after temperature, top-k and top-p. At temperature 0, they refer to the unscaled logits.
     """
     rows = max(1, _CHUNK_ELEMENTS // logits_BV.shape[1])
     if temperature == 0:
@@ -116,7 +116,7 @@ def _signed(bits: int) -> int:
 
 
 def _shift_right(bits: Tensor, count: int) -> Tensor:
-    """Shifts int64 values logically, since torch's right shift is arithmetic."""
+    """Shifts int64 values right logically. torch's own right shift is arithmetic."""
     return (bits >> count) & (2 ** (64 - count) - 1)
 
 

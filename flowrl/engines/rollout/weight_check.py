@@ -1,7 +1,7 @@
-"""Compares sampled weights of a rollout with the actor's weights, bit for bit.
+"""Compares sampled weights of a rollout with the actor's weights bit by bit.
 
-A linear layer maps a unit vector to a column of its matrix, and a zero vector to its bias. The two outputs are exact,
-because adding zeros does not round. The check therefore works for fused, repacked and sharded weights.
+A linear layer maps a unit vector to one column of its matrix plus the bias, and a zero vector to its bias. Both outputs
+are exact, because adding zeros does not round. The check therefore works for fused, repacked and sharded weights.
 
 Shape suffixes: J sampled inputs of a layer, N outputs of the layer.
 """
@@ -23,40 +23,41 @@ from flowrl.config import CheckFailed
 from flowrl.engines.models.lora import ModelWeight, model_weights
 
 INPUTS = 4
-"""Number of matrix columns that are sampled per version."""
+"""Number of matrix columns that are sampled per weight version."""
 
 QUANTIZED_TOLERANCE = 0.3
-"""Accepted norm of the error of a quantized column, relative to the norm of the column.
+"""Largest accepted error of a quantized column: norm of the error divided by the norm of the column.
 
-The error is about 0.1 for int4 in groups of 128 and 1.4 for a swapped matrix. Stale weights are not detected."""
+The error is about 0.1 for int4 in groups of 128, and 1.4 for a swapped matrix. Quantized weights of an old version have
+a small error and are not detected."""
 
 Kind = Literal["matrix", "table", "plain"]
 
 
 @dataclass(frozen=True)
 class WeightSample:
-    """Sampled columns of one weight of the actor."""
+    """Sampled columns of one of the actor's weights."""
 
     name: str
     """Parameter name in `save_pretrained` format."""
     kind: Kind
-    """`matrix` for a linear layer, `table` for an embedding, `plain` for other weights such as norms and biases."""
+    """`matrix` for a linear layer, `table` for an embedding, and `plain` for other weights such as norms and biases."""
     inputs: tuple[int, ...]
-    """Indices of the sampled columns of a matrix or embedding, or of the sampled rows of another weight."""
+    """Indices of the sampled columns of a matrix or embedding. For other weights, indices of the sampled rows."""
     bits: np.ndarray
-    """Sampled values [J, N], or a complete vector; bfloat16 is stored as int16."""
+    """Sampled values [J, N], or a complete vector. bfloat16 values are stored as int16."""
     is_bfloat16: bool
 
     @property
     def values(self) -> Tensor:
-        """Writable copy of the sampled values."""
+        """Returns a writable copy of the sampled values."""
         tensor = torch.tensor(self.bits)
         return tensor.view(torch.bfloat16) if self.is_bfloat16 else tensor
 
 
 @dataclass(frozen=True)
 class WeightSamples:
-    """Samples of the actor's weights of one version."""
+    """Samples of the actor's weights of one weight version."""
 
     version: int
     samples: tuple[WeightSample, ...]
@@ -64,7 +65,7 @@ class WeightSamples:
 
 @dataclass(frozen=True)
 class Difference:
-    """A weight that differs from the actor's weight."""
+    """A weight of the rollout that differs from the actor's weight."""
 
     name: str
     largest: float
@@ -73,7 +74,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Compared:
-    """Result of comparing an engine's weights with the actor's."""
+    """Result of comparing an engine's weights with the actor's weights."""
 
     count: int = 0
     """Number of compared weights."""
@@ -83,7 +84,7 @@ class Compared:
 
     @staticmethod
     def of(results: Iterable[tuple[str, Difference | bool]]) -> "Compared":
-        """Merges (weight name, result) pairs. A result is True (equal), False (unreadable) or a `Difference`."""
+        """Merges pairs (weight name, result). A result is True (equal), False (unreadable) or a `Difference`."""
         pairs = list(results)
         wrong = tuple(result for _, result in pairs if isinstance(result, Difference))
         unreached = tuple(name for name, result in pairs if result is False)
@@ -94,7 +95,9 @@ class Compared:
 
 
 def chosen_names(names: Sequence[str], version: int) -> list[str]:
-    """Selects one weight of each kind, for example one query matrix. Successive versions cycle through the layers."""
+    """Selects one weight of each kind, for example one of the query matrices. Successive versions cycle through the
+    layers.
+    """
     kinds: dict[str, list[str]] = {}
     for name in names:
         kinds.setdefault(re.sub(r"\.\d+\.", ".#.", name), []).append(name)
@@ -120,10 +123,10 @@ def weight_samples(
 
     Args:
         model: the actor's model.
-        version: weight version, which selects the layers and columns.
-        chunk, num_chunks: if `num_chunks` is set, samples all columns of the weights chunk, chunk + num_chunks, ...
-        dtype: dtype to which floating-point weights are cast; None keeps their dtype.
-        wanted: whether this rank needs the result. Other ranks only take part in the all-gathers.
+        version: weight version. It selects the layers and columns.
+        chunk, num_chunks: with `num_chunks`, samples all columns of every `num_chunks`-th weight, starting at `chunk`.
+        dtype: dtype to which floating-point weights are cast. None keeps their dtype.
+        wanted: True returns the result on this rank. False only takes part in the all-gathers.
     """
     weights = model_weights(model)
     names = list(weights) if num_chunks is None else list(weights)[chunk::num_chunks]
@@ -144,7 +147,7 @@ def weight_samples(
 
 
 def _kind(model: nn.Module, name: str, weight: Tensor) -> tuple[Kind, int | None]:
-    """Returns the kind of a weight and the dimension of its inputs (None for a vector)."""
+    """Returns the kind of a weight, and the dimension of its inputs. The dimension is None for a vector."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     module = module.base_layer if isinstance(module, LoraLinear) else module
@@ -156,7 +159,7 @@ def _kind(model: nn.Module, name: str, weight: Tensor) -> tuple[Kind, int | None
 
 
 def _columns(weight: ModelWeight, dim: int | None, inputs: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-    """Returns sampled columns [J, N], or a complete vector."""
+    """Returns the sampled columns [J, N] of a matrix, or a complete vector."""
     dtype = dtype if weight.stored.is_floating_point() else None
     if dim is None:
         return weight.gather(dtype).contiguous()
@@ -184,7 +187,7 @@ def _by_rows(weight: DTensor) -> bool:
 def compare(name: str, actual: Tensor, expected: Tensor, *, tolerance: float = 0.0) -> Difference | bool:
     """Returns True if a weight equals the expected weight, otherwise the difference. NaN equals NaN.
 
-    `tolerance` is the accepted norm of the error relative to the norm of `expected`; 0 requires equality.
+    `tolerance` is the accepted norm of the error, relative to the norm of `expected`. 0 requires equality.
     """
     expected = expected.to(actual.device, actual.dtype)
     if actual.shape != expected.shape:
@@ -200,7 +203,9 @@ def compare(name: str, actual: Tensor, expected: Tensor, *, tolerance: float = 0
 
 @torch.no_grad()
 def compare_model(model: PreTrainedModel, samples: WeightSamples) -> Compared:
-    """Compares a transformers model with samples of the actor's weights. Quantized weights have a tolerance."""
+    """Compares a transformers model with samples of the actor's weights. Quantized weights may differ by
+    `QUANTIZED_TOLERANCE`.
+    """
     weights = model_weights(model)
 
     def result(sample: WeightSample) -> Difference | bool:
@@ -217,7 +222,7 @@ def compare_model(model: PreTrainedModel, samples: WeightSamples) -> Compared:
 
 
 def _quantized_columns(model: PreTrainedModel, sample: WeightSample) -> Tensor:
-    """Returns columns [J, N] of the matrix by which a quantized layer multiplies."""
+    """Returns the sampled columns [J, N] of a quantized layer's matrix, in dequantized form."""
     layer = model.get_submodule(sample.name.rpartition(".")[0])
     width = layer.get_buffer("weight").shape[1]
     index = torch.tensor(sample.inputs, device=layer.get_buffer("weight").device)
@@ -226,7 +231,7 @@ def _quantized_columns(model: PreTrainedModel, sample: WeightSample) -> Tensor:
 
 
 def merge_compared(ranks: Sequence[Compared]) -> Compared:
-    """Merges the results of ranks that each hold a shard of the weights."""
+    """Merges the results of several ranks, each of which has a shard of the weights."""
     wrong: dict[str, Difference] = {}
     for difference in (difference for rank in ranks for difference in rank.wrong):
         known = wrong.get(difference.name)

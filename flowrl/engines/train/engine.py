@@ -3,9 +3,10 @@
 Shape suffixes: B rows, L tokens of the longest row of a micro-batch, T tokens of the batch.
 
 The loss of an optimizer step is a sum over the rows of all ranks and micro-batches. Its denominators (tokens, rows) are
-counted over all ranks before the first backward pass, so the gradient does not depend on how rows are split. Every rank
-takes part in the same collectives, even without rows. For a sharded model, ranks with fewer micro-batches therefore run
-dummy micro-batches.
+counted over all ranks before the first backward pass. The gradient therefore does not depend on how rows are split.
+
+Every rank takes part in the same collectives, even if it has no rows. In a sharded model, ranks with fewer
+micro-batches therefore run dummy micro-batches.
 """
 
 import math
@@ -47,12 +48,14 @@ _GROWTH, _GROWTH_STEPS, _BACKOFF = 2.0, 2000, 0.5
 class LossScale:
     """Dynamic loss scale of float16, which keeps small gradients from underflowing to 0.
 
-    Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740, section 3.2. As in torch and Apex, the scale doubles
-    after 2,000 steps without an overflow. After an overflow, the step is skipped and the scale halves.
+    As in torch and Apex, the scale doubles after 2,000 steps without an overflow. After an overflow, the step is
+    skipped and the scale halves. Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740, section 3.2.
     """
 
     factor: float = 2.0**16
-    """Factor that multiplies the loss before the backward pass and divides the gradients afterwards."""
+    """Loss scale. The loss is multiplied by it before the backward pass, and the gradients are divided by it
+    afterwards.
+    """
     good_steps: int = 0
     """Number of steps without an overflow since the last change of the scale."""
 
@@ -69,22 +72,22 @@ class Denominators:
     """Denominators of the loss of one optimizer step, counted over all ranks and micro-batches."""
 
     tokens: int
-    """Number of trained tokens."""
+    """Number of tokens that contribute to the loss."""
     rows: int
-    """Number of rows with at least one trained token."""
+    """Number of rows with at least one token that contributes to the loss."""
 
 
 Forward = Callable[[nn.Module, MicroBatch], Tensor]
-"""Function that returns one value per token [B, L] or per row [B] of a micro-batch."""
+"""Type of a function that returns one value per token [B, L], or per row [B], of a micro-batch."""
 
 Loss = Callable[[nn.Module, MicroBatch, Denominators], tuple[Tensor, Mapping[str, Metric]]]
-"""Function that returns metrics and a micro-batch's contribution to the loss of the step, a scalar."""
+"""Type of a function that returns a micro-batch's term of the step's loss (a scalar), and metrics."""
 
 
 class TrainEngine:
-    """Runs forward passes of a model over batches and, with an optimizer, trains the model.
+    """Runs forward passes of a model over batches. With an optimizer, also trains the model.
 
-    The model stays in evaluation mode, because dropout would make the trained policy differ from the sampling policy.
+    The model stays in evaluation mode. Dropout would make the trained policy differ from the sampling policy.
     """
 
     def __init__(
@@ -96,13 +99,12 @@ class TrainEngine:
         mesh: RankMesh = SINGLE_PROCESS,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Moves the model to the device and shards it according to the strategy.
+        """Moves the model to the device and shards it as `engine.strategy` requires.
 
         Args:
-            model: model with the same weights on every rank, trained in place. If the engine shards the model, the
-                weights
-                may be on the meta device (`load_policy(..., on_meta=True)`).
-            optimizer: settings of AdamW; None for a model that is not trained.
+            model: model with the same weights on every rank. It is trained in place. If the engine shards the model,
+                its weights may be on the meta device (`load_policy(..., on_meta=True)`).
+            optimizer: settings of AdamW. None for a model that is not trained.
             engine: strategy, precision and token budget.
             mesh: process groups of the role.
             device: `cpu` or `cuda:N`.
@@ -157,14 +159,14 @@ class TrainEngine:
         return self.mesh.all_ranks
 
     def snapshot(self) -> dict[str, float]:
-        """Returns the step count and the loss scale."""
+        """Returns the number of optimizer steps and the loss scale."""
         state = {"num_steps": float(self._num_steps)}
         if self.loss_scale is not None:
             state |= {"scale_factor": self.loss_scale.factor, "scale_good_steps": float(self.loss_scale.good_steps)}
         return state
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Restores the result of `snapshot`. Does not restore the model and the optimizer."""
+        """Restores the state that `snapshot` returned. Does not restore the model and the optimizer."""
         self._num_steps = int(state["num_steps"])
         if self.loss_scale is not None and "scale_factor" in state:
             self.loss_scale = LossScale(state["scale_factor"], int(state["scale_good_steps"]))
@@ -174,8 +176,8 @@ class TrainEngine:
 
         Args:
             batch: rows of this rank, possibly none.
-            forward: returns [B, L]; values at padding are ignored.
-        Returns: [T] in the order of the batch, on the CPU.
+            forward: returns values [B, L] of a micro-batch. Values at padding are ignored.
+        Returns: [T] in the order of the batch's tokens, on the CPU.
         """
         lengths_B = lengths(batch)
         starts_B = torch.cumsum(lengths_B, 0) - lengths_B
@@ -187,7 +189,7 @@ class TrainEngine:
         return results_T
 
     def evaluate_rows(self, batch: TensorDictBase, forward: Forward) -> Tensor:
-        """Computes one value per row of a batch, without gradients. `forward` returns [B]."""
+        """Computes one value per row of a batch, without gradients. `forward` returns [B] for a micro-batch."""
         results_B = torch.zeros(num_rows(batch))
         for micro, values_B in self._forward(batch, forward):
             results_B = results_B.to(values_B.dtype)
@@ -199,13 +201,12 @@ class TrainEngine:
 
         Args:
             batch: rows of this rank for the step, possibly none.
-            loss: returns the contribution of a micro-batch, divided by the denominators of the step.
+            loss: returns a micro-batch's term of the loss, already divided by the denominators of the step.
             mask_column: name of a bool token column that is true for trained tokens.
         Returns: metrics of `loss`, merged over micro-batches, plus `grad_norm` (before clipping), `lr`,
-            `skipped_update` and,
-            in float16, `loss_scale`. `skipped_update` is 1, and `grad_norm` and `lr` are absent, if no rank has a
-            trained token or float16 overflowed.
-        Raises FloatingPointError if the gradient is not finite. The weights are then unchanged.
+            `skipped_update` and, in float16, `loss_scale`. If no rank has a trained token, or if float16 overflowed,
+            `skipped_update` is 1, and `grad_norm` and `lr` are absent.
+        Raises FloatingPointError if the gradient is not finite. In that case, the weights are unchanged.
         """
         assert self._config is not None and self._optimizer is not None, "an update needs an optimizer"
         micros = microbatches(batch, self._max_tokens, packed=self._is_packing)
@@ -227,11 +228,13 @@ class TrainEngine:
 
     @property
     def offloads_when_idle(self) -> bool:
-        """Whether the engine offloads to the CPU while other roles use its device."""
+        """Whether the engine moves its state to the CPU while other roles use its device."""
         return self._engine.offload == "idle"
 
     def offload(self, *, keep_weights: bool = False) -> None:
-        """Moves optimizer state to the CPU until the next step and, unless `keep_weights`, weights until `onload`."""
+        """Moves optimizer state to the CPU until the next optimizer step, and weights until `onload`. `keep_weights`
+        leaves the weights on the device.
+        """
         if self._optimizer is not None:
             move_optimizer(self._optimizer, torch.device("cpu"))
         if not keep_weights:
@@ -266,14 +269,18 @@ class TrainEngine:
         return torch.tensor(values, device=self.device)
 
     def _with_dummies(self, micros: list[MicroBatch], batch: TensorDictBase, num_passes: int) -> Iterator[MicroBatch]:
-        """Yields the micro-batches. Ranks of a sharded model then run dummies, so that all ranks run `num_passes`."""
+        """Yields the micro-batches, and then dummy micro-batches for a sharded model, so that all ranks run
+        `num_passes` passes.
+        """
         yield from micros
         if self.is_sharded:
             yield from [empty_microbatch(batch, packed=self._is_packing)] * (num_passes - len(micros))
 
     @contextmanager
     def _training(self) -> Iterator[None]:
-        """Enables training mode if the engine checkpoints gradients, which transformers ignores in evaluation mode."""
+        """Enables training mode if gradient checkpointing is on. transformers ignores gradient checkpointing in
+        evaluation mode.
+        """
         if self._engine.gradient_checkpointing:
             self.model.train()
         try:
@@ -282,12 +289,12 @@ class TrainEngine:
             self.model.eval()
 
     def _autocast(self) -> torch.autocast:
-        """Returns an autocast context, which is disabled for a sharded model because FSDP2 casts its weights."""
+        """Returns an autocast context. It is disabled for a sharded model, because FSDP2 casts the weights."""
         enabled = self._compute_dtype not in (None, torch.float32) and not self.is_sharded
         return torch.autocast(self.device.type, self._compute_dtype, enabled=enabled)
 
     def _step(self, factor: float) -> dict[str, Metric]:
-        """Unscales and clips the gradient, then takes the optimizer step."""
+        """Unscales and clips the gradient, and takes the optimizer step."""
         assert self._config is not None and self._optimizer is not None
         norm = self._gradients.norm() / factor
         metrics: dict[str, Metric] = {} if self.loss_scale is None else {"loss_scale": Max(factor)}
@@ -333,9 +340,9 @@ def is_sharded(config: EngineConfig, mesh: RankMesh) -> bool:
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:
-    """Returns the learning rate of the optimizer step with index `step` (from 0).
+    """Returns the learning rate of optimizer step `step`, counted from 0.
 
-    The learning rate rises linearly to `lr` over `warmup_steps`. Afterwards the rate is constant, or decays to 0 at
+    The learning rate rises linearly to `lr` over `warmup_steps`. Afterwards it is constant, or decays to 0 at
     `total_steps`, linearly or along a half cosine.
     """
     if step < config.warmup_steps:

@@ -1,9 +1,10 @@
-"""Splits a batch into micro-batches: rows of similar length for one forward pass, padded and optionally packed.
+"""Splits a batch into micro-batches. The rows of a micro-batch have similar lengths and are padded or packed for one
+forward pass.
 
 Shape suffixes: B rows, L tokens of the longest row of the micro-batch, T tokens of the batch.
 
-Rows are right-padded, so causal attention needs no mask. The model runs a packed micro-batch without padding, but the
-loss always gets padded rows.
+Rows are right-padded, so causal attention needs no mask. The model processes a packed micro-batch without padding, but
+the loss function always receives padded rows.
 """
 
 from dataclasses import dataclass, replace
@@ -24,21 +25,21 @@ class MicroBatch:
     """Rows of a batch, padded for one forward pass."""
 
     input_ids: Tensor
-    """Token ids, int64 [B, L], 0 at padding."""
+    """int64 [B, L], token ids. 0 at padding."""
     mask: Tensor
-    """Token mask, bool [B, L], true at real tokens."""
+    """bool [B, L], true at real tokens, false at padding."""
     tokens: dict[str, Tensor]
-    """All other token columns by name, each [B, L, ...], 0 at padding."""
+    """All other token columns by name, each [B, L, ...]. 0 at padding."""
     rows: dict[str, Tensor]
-    """All row columns that are tensors, by name, each [B, ...]."""
+    """All row columns that are tensors, by name. Each has shape [B, ...]."""
     index: Tensor
-    """Index of each row in the batch, int64 [B]."""
+    """int64 [B], index of each row in the batch."""
     pack: Pack | None = None
-    """Packed layout of the rows; None if the model runs padded rows."""
+    """Packed layout of the rows. None if the model processes padded rows."""
 
     @property
     def lengths(self) -> Tensor:
-        """Number of tokens per row, int64 [B]."""
+        """Returns the number of tokens per row, int64 [B]."""
         return self.mask.sum(-1)
 
     def to(self, device: torch.device | str) -> "MicroBatch":
@@ -56,16 +57,16 @@ class MicroBatch:
 
 
 def microbatches(batch: TensorDictBase, max_tokens: int, *, packed: bool = False) -> list[MicroBatch]:
-    """Splits a batch into micro-batches that together contain every row once.
+    """Splits a batch into micro-batches. Every row is in exactly one micro-batch.
 
-    Rows are sorted by length (stable) and split into consecutive groups. Packed groups are filled greedily. Padded
-    groups minimize the number of padded tokens plus a fixed cost per micro-batch. A row longer than `max_tokens` gets a
-    separate micro-batch.
+    Rows are sorted by length (stable) and split into consecutive groups. Packed rows are grouped greedily. For padded
+    rows, the groups minimize the number of padded tokens plus a fixed cost per micro-batch. A row longer than
+    `max_tokens` gets its own micro-batch.
 
     Args:
         batch: rows of at least one token, with a token column `input_ids`.
-        max_tokens: token budget of a micro-batch, >= 1. Padding counts unless the rows are packed.
-        packed: whether the model runs packed rows.
+        max_tokens: >= 1, token budget of a micro-batch. Padding counts unless the rows are packed.
+        packed: whether the model processes packed rows.
     """
     lengths_B = lengths(batch)
     sorted_lengths_B, order_B = torch.sort(lengths_B, stable=True)
@@ -78,7 +79,7 @@ def microbatches(batch: TensorDictBase, max_tokens: int, *, packed: bool = False
 
 
 def empty_microbatch(batch: TensorDictBase, *, packed: bool = False) -> MicroBatch:
-    """Returns a dummy micro-batch with one fully masked row, which contributes no gradient."""
+    """Returns a dummy micro-batch with one fully masked row. It contributes no gradient."""
     tokens = {name: column.new_zeros((1, 2, *column.shape[1:])) for name, column in batch["tokens"].items()}
     rows = {n: c.new_zeros((1, *c.shape[1:])) for n, c in batch["rows"].items() if isinstance(c, Tensor)}
     rows.pop("length", None)
@@ -99,7 +100,7 @@ def _packed_sizes(ascending: list[int], max_tokens: int) -> list[int]:
 
 
 def _padded_sizes(ascending: list[int], max_tokens: int) -> list[int]:
-    """Returns the group sizes with the lowest cost, by dynamic programming over prefixes."""
+    """Returns the group sizes with the lowest total cost, by dynamic programming over prefixes."""
     costs_B = torch.zeros(len(ascending) + 1, dtype=torch.float64)
     starts = [0] * (len(ascending) + 1)
     for end, length in enumerate(ascending, 1):

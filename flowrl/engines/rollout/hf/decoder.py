@@ -2,12 +2,13 @@
 
 Shape suffixes: R slots of the cache, N rows of a call, U distinct rows of a prefill, L tokens, V vocabulary.
 
-A response depends only on the weights, the prompt and the request's key, not on the other rows of the batch. On the CPU
-in float32, responses were bitwise identical for all tested sizes (layer widths that are multiples of 32). With other
-widths, log-probabilities can differ in the last bit.
+A response depends only on the weights, the prompt and the request's key. It does not depend on the other rows of the
+batch. In tests on the CPU in float32, responses were bitwise identical for layer widths that are multiples of 32. With
+other widths, log-probabilities can differ in the last bit.
 
-A prefill runs all tokens of a prompt except the last. The last token runs in the next decode step, so that one code
-path samples every token. The slot of a finished row is reused, because removing a slot copies the whole cache.
+A prefill processes all tokens of a prompt except the last. The next decode step processes the last token, so that the
+same code samples every token. A new row reuses the slot of a finished row, because removing a slot would copy the
+complete cache.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -23,54 +24,58 @@ from flowrl.engines.rollout.hf.kv_cache import SlotCache, round_up
 from flowrl.engines.rollout.sampling import sample_tokens, uniforms
 
 _MIN_ROWS = 16
-"""Minimum number of slots. With about 12 rows or fewer, CPU matrix products use a different summation order."""
+"""Minimum number of slots. With about 12 rows or fewer, matrix products on the CPU use a different summation order."""
 
 _PROMPT_MULTIPLE = 16
-"""Prefill lengths are padded to a multiple of this number, which keeps the summation order of matrix products."""
+"""Prefill lengths are padded to a multiple of this number. The summation order of matrix products then stays the
+same.
+"""
 
 _PREFILL_TOKENS = 16384
-"""Maximum number of tokens of one prefill pass, padding included."""
+"""Maximum number of tokens of one prefill pass, including padding."""
 
 _SHRINK_SHARE = 0.75
-"""Fraction of used slots at or below which the cache shrinks."""
+"""The cache shrinks if at most this fraction of its slots is in use."""
 
 History = tuple[int, ...]
-"""Tokens of a row: the prompt, then the response so far."""
+"""Tokens of a row: first the prompt, then the response so far."""
 
 
 @dataclass
 class Row:
-    """A request and its response."""
+    """A request and its partial response."""
 
     request: Request
     response: Response
-    """Partial response. New tokens are appended only when the decoder removes the row."""
+    """Partial response. It is updated only when the decoder removes the row."""
 
     @property
     def history(self) -> History:
-        """Tokens of the prompt and of the partial response."""
+        """Returns the tokens of the prompt followed by the tokens of the partial response."""
         return (*self.request.token_ids, *self.response.token_ids)
 
 
 @dataclass
 class _Slots:
-    """Decode state of each cache slot. The results of free slots are discarded."""
+    """Decode state of each cache slot. Decode steps also compute free slots, and their results are discarded."""
 
     is_used: Tensor
-    """Whether a row occupies the slot, bool [R]."""
+    """bool [R], whether a row occupies the slot."""
     key: Tensor
-    """Random-number key of the row, int64 [R], from `sampling.row_keys`."""
+    """int64 [R], random-number key of the row, from `sampling.row_keys`."""
     next_token: Tensor
-    """Input token of the next decode step, int64 [R]."""
+    """int64 [R], input token of the next decode step."""
     position: Tensor
-    """Position of the input token in the row, int64 [R]; 0 in a free slot."""
+    """int64 [R], position of the input token in the row. It is 0 in a free slot."""
     count: Tensor
-    """Number of response tokens so far, int64 [R]; 0 in a free slot."""
+    """int64 [R], number of response tokens so far. It is 0 in a free slot."""
     tokens: Tensor
-    """Response tokens after P padding values of -1, int64 [R, P + max_response_tokens]. P is the longest stop sequence
-    minus 1."""
+    """int64 [R, P + max_response_tokens], P padding values of -1 and then the response tokens. P is the length of the
+    longest stop sequence minus 1."""
     logprobs: Tensor
-    """Log-probabilities of the response tokens sampled since the row joined, float32 [R, max_response_tokens]."""
+    """float32 [R, max_response_tokens], log-probabilities of the response tokens that were sampled since the row
+    joined.
+    """
 
     @staticmethod
     def free(num_slots: int, padding: int, limit: int, device: torch.device) -> "_Slots":
@@ -98,7 +103,7 @@ class _Slots:
 
 
 class Decoder:
-    """Decodes rows that share one KV cache."""
+    """Decodes a batch of rows with a common KV cache."""
 
     def __init__(
         self,
@@ -108,7 +113,7 @@ class Decoder:
         max_length: int,
         device: torch.device,
     ) -> None:
-        """Stores the settings and allocates nothing.
+        """Stores the settings. The first call of `join` allocates the cache.
 
         Args:
             model: result of `with_slot_attention`.
@@ -131,7 +136,7 @@ class Decoder:
         self.num_rows = 0
         self._num_greedy = 0
         self._longest = 0
-        """Number of tokens of the longest row, including the input token of the next step."""
+        """Number of tokens of the longest row, including the input token of the next decode step."""
 
     # Join.
 
@@ -151,7 +156,7 @@ class Decoder:
         self._start(rows, histories, slots)
 
     def _allocate(self, count: int, longest: int) -> list[int]:
-        """Returns `count` free slots for rows of up to `longest` tokens. Grows the cache if needed."""
+        """Returns `count` free slots for rows of up to `longest` tokens. Grows the cache if necessary."""
         free = [slot for slot, row in enumerate(self._rows) if row is None]
         missing = max(count - len(free), _MIN_ROWS - len(self._rows), 0)
         if self._cache is None:
@@ -165,7 +170,7 @@ class Decoder:
         return free[:count]
 
     def _prefill(self, cache: SlotCache, slots: Mapping[History, int]) -> None:
-        """Fills the cache slot of each history with the keys and values of all tokens except the last."""
+        """Computes keys and values of all tokens except the last of each history, and stores them in its cache slot."""
         for chunk in self._prefill_chunks(sorted(slots, key=len)):
             width = self._prefill_width(chunk[-1])
             if width == 0:
@@ -178,7 +183,7 @@ class Decoder:
             self._model.base_model(input_ids=ids_UL.to(self._device), past_key_values=cache, use_cache=True)
 
     def _prefill_chunks(self, histories: Sequence[History]) -> Iterator[list[History]]:
-        """Splits histories, sorted by length, into forward passes of at most `_PREFILL_TOKENS` tokens."""
+        """Sorts histories by length and splits them into forward passes of at most `_PREFILL_TOKENS` tokens."""
         chunk: list[History] = []
         for history in histories:
             if chunk and (len(chunk) + 1) * self._prefill_width(history) > _PREFILL_TOKENS:
@@ -211,7 +216,9 @@ class Decoder:
     # Decode.
 
     def step(self, version: int) -> list[Row]:
-        """Decodes one token of every row with weights of `version`. Removes and returns the finished rows."""
+        """Decodes one token of every row with the weights of `version`. Removes the finished rows from the batch and
+        returns them.
+        """
         slots, cache = self._slots, self._cache
         assert cache is not None, "no row has joined"
         tokens_R, logprobs_R = self._sample(self._forward(cache))
@@ -261,7 +268,7 @@ class Decoder:
         return torch.where(is_greedy_R, greedy[0], sampled[0]), torch.where(is_greedy_R, greedy[1], sampled[1])
 
     def _ends_response(self, tokens_R: Tensor, row_numbers: Tensor) -> Tensor:
-        """Returns whether each sampled token is an end token or completes a stop sequence, bool [R]."""
+        """Returns a bool tensor [R]: true if the sampled token is an end token or completes a stop sequence."""
         ends_R = torch.isin(tokens_R, self._end_ids)
         for stop in self._stops:
             last_RL = self._padding + self._slots.count[:, None] + torch.arange(1 - len(stop), 1, device=self._device)
@@ -277,12 +284,14 @@ class Decoder:
             self._remove(torch.tensor(slots, device=self._device), 0)
 
     def remove_all(self, version: int) -> list[Row]:
-        """Removes and returns all rows, which can join again. `version` is the current weight version."""
+        """Removes all rows from the batch and returns them. They can join again. `version` is the current weight
+        version.
+        """
         slots = [slot for slot, row in enumerate(self._rows) if row is not None]
         return self._remove(torch.tensor(slots, device=self._device), version) if slots else []
 
     def _remove(self, index_N: Tensor, version: int) -> list[Row]:
-        """Frees slots and returns their rows with all sampled tokens."""
+        """Frees slots and returns their rows, each with all tokens sampled so far."""
         slots = self._slots
         counts = slots.count[index_N].tolist()
         tokens = slots.tokens[index_N, self._padding : self._padding + max(counts)].tolist()

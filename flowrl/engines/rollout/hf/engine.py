@@ -1,4 +1,4 @@
-"""Rollout engine on transformers, for batches (`generate`) or a stream of requests (`add`, `poll`)."""
+"""Rollout engine on transformers. It generates for batches (`generate`) or for a stream of requests (`add`, `poll`)."""
 
 import time
 from collections import deque
@@ -29,14 +29,16 @@ from flowrl.engines.rollout.hf.kv_cache import with_slot_attention
 from flowrl.engines.rollout.weight_check import Compared, WeightSamples, compare_model
 
 _JOIN_SHARE = 8
-"""Waiting rows join once 1/8 of the slots is free, because a prefill costs about half a decode step."""
+"""Waiting rows join once 1/8 of the slots is free. Waiting saves prefills, each of which costs about half a decode
+step.
+"""
 
 
 class HfRollout:
-    """Generates responses with a transformers model, which may be the model that an actor trains.
+    """Generates responses with a transformers model. An actor may train the same model.
 
-    The engine neither copies nor modifies the weights. During streaming, weights may change only through
-    `begin_update`.
+    The engine neither copies nor modifies the weights, except in an update. While added requests are unfinished,
+    weights may change only through `begin_update`.
     """
 
     def __init__(
@@ -48,14 +50,14 @@ class HfRollout:
     ) -> None:
         """Moves the model to the device, unless its weights are on the meta device.
 
-        Responses end at the end-of-sequence tokens of the tokenizer and of the model's generation config.
-        Raises RolloutError if the model has layers without a KV cache.
+        Responses end at the end-of-sequence tokens of the tokenizer and of the model's generation config. Raises
+        RolloutError if the model has layers without a KV cache.
         """
         if not any(parameter.is_meta for parameter in model.parameters()):
             model.to(device)  # pyright: ignore[reportArgumentType] (transformers narrows `to`)
         model.eval()
         self.model = with_slot_attention(model)
-        """Copy of the model's modules that shares all parameters with the original."""
+        """Copy of the model's module tree, which shares all parameters with the original model."""
         self._serving = ServingState()
         self._config = config
         self._device = torch.device(device)
@@ -78,17 +80,19 @@ class HfRollout:
         return self._serving.state
 
     def begin_update(self, version: int) -> None:
-        """Begins an update to `version` and pauses requests. Raises RolloutError during another update."""
+        """Begins an update to `version` and pauses all requests. Raises RolloutError if an update is already
+        running.
+        """
         self._serving.check_begin()
         self._batch.pause(self.version)
         self._targets = WeightTargets(self.model)
         self._serving.begin(version, self._targets.names)
 
     def receive(self, weights: Mapping[str, np.ndarray]) -> None:
-        """Writes some of the weights, in the format of `export_weights`.
+        """Writes some of the weights. The format is that of `export_weights`.
 
-        Raises RolloutError if no update is running, and WeightsError if the weights do not match the model. After a
-        WeightsError, the engine is broken until a complete update.
+        Raises RolloutError if no update is running. Raises WeightsError if the weights do not match the model; the
+        engine is then broken until an update completes.
         """
         self._serving.require(EngineState.UPDATING, "receive weights")
         with self._serving.mark_failed_on_error():
@@ -96,14 +100,14 @@ class HfRollout:
         self._serving.mark_received(weights.keys())
 
     def commit(self) -> None:
-        """Completes the update. Raises RolloutError if weights are missing."""
+        """Completes the running update. Raises RolloutError if weights are missing."""
         self._serving.require(EngineState.UPDATING, "commit weights")
         with self._serving.mark_failed_on_error():
             self._serving.check_complete()
         self._serving.commit()
 
     def abort_update(self) -> None:
-        """Abandons the running update. The engine is broken until a complete update."""
+        """Abandons the running update. The engine is broken until an update completes."""
         self._serving.abort()
 
     def compare_weights(self, samples: WeightSamples) -> Compared:
@@ -115,7 +119,7 @@ class HfRollout:
 
     @property
     def num_running(self) -> int:
-        """Number of added requests whose responses `poll` has not returned yet."""
+        """Number of added requests whose responses `poll` has not yet returned."""
         return self._batch.num_running
 
     @torch.no_grad()
@@ -128,14 +132,14 @@ class HfRollout:
         seed: int,
         greedy: bool = False,
     ) -> Responses:
-        """Returns one response per prompt. Requests of `add` pause during the call and keep their KV cache.
+        """Returns one response per prompt. Requests from `add` pause during the call and keep their KV cache.
 
         Args:
             prompt_ids: token ids of N non-empty prompts. A prompt with several samples is repeated.
             prompt_id: id of each prompt, int64 [N].
             sample: index of each row among the samples of its prompt, int64 [N].
-            seed: random seed. Equal (seed, prompt_id, sample) give equal random numbers.
-            greedy: select the most likely tokens and ignore temperature, top-k and top-p.
+            seed: random seed. Rows with equal (seed, prompt_id, sample) get equal random numbers.
+            greedy: True selects the most likely tokens and ignores temperature, top-k and top-p.
         Raises PromptError if a prompt is empty or too long, and RolloutError if an update is running or has failed.
         """
         self._serving.require(EngineState.SERVING, "generate")
@@ -150,10 +154,10 @@ class HfRollout:
         return stack_responses([responses[request.request_id] for request in requests])
 
     def add(self, requests: Iterable[Request]) -> None:
-        """Queues requests, of which `poll` decodes up to `max_num_seqs` at a time, in FIFO order.
+        """Queues requests. `poll` decodes up to `max_num_seqs` requests at a time, in FIFO order.
 
-        The response is bitwise identical to that of `generate` for the same prompt and key.
-        Raises RolloutError if a request id is in use or a prompt is too long.
+        For the same prompt and key, the response is bitwise identical to that of `generate`. Raises RolloutError if a
+        request id is in use or a prompt is too long.
         """
         self._serving.require(EngineState.SERVING, "add requests")
         requests = list(requests)
@@ -162,12 +166,12 @@ class HfRollout:
 
     @torch.no_grad()
     def poll(self, timeout_s: float | None = None) -> list[Response]:
-        """Decodes until a response has finished or the timeout expires; returns the finished responses."""
+        """Decodes until a response has finished or the timeout has expired. Returns all finished responses."""
         self._serving.require(EngineState.SERVING, "generate")
         return self._batch.poll(self.version, timeout_s)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Drops requests. Ignores unknown ids."""
+        """Drops the requests with these ids. Ignores unknown ids."""
         self._batch.abort(request_ids)
 
     def _new_batch(self) -> "ContinuousBatch":
@@ -176,12 +180,12 @@ class HfRollout:
 
 
 class ContinuousBatch:
-    """Continuous batching: up to `max_num_seqs` requests decode together, and other requests wait in a queue."""
+    """Continuous batching: up to `max_num_seqs` requests decode together, and all other requests wait in a queue."""
 
     def __init__(self, decoder: Decoder, max_num_seqs: int) -> None:
         self._decoder, self._max_num_seqs = decoder, max_num_seqs
         self._request_ids: dict[str, None] = {}
-        """Ids of the unfinished requests, in the order added."""
+        """Ids of the unfinished requests, in the order in which they were added."""
         self._waiting: deque[Row] = deque()
 
     @property
@@ -194,7 +198,7 @@ class ContinuousBatch:
         self._waiting.extend(Row(request, Response(request.request_id)) for request in requests)
 
     def poll(self, version: int, timeout_s: float | None = None) -> list[Response]:
-        """Decodes until a response has finished or the timeout expires; returns the finished responses."""
+        """Decodes until a response has finished or the timeout has expired. Returns all finished responses."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         finished: list[Response] = []
         while self._request_ids and not finished:
@@ -214,7 +218,7 @@ class ContinuousBatch:
         self._waiting = deque(row for row in self._waiting if row.request.request_id not in dropped)
 
     def pause(self, version: int) -> None:
-        """Moves all decoding rows back to the front of the queue, before the weights of `version` change.
+        """Moves all decoding rows to the front of the queue. Called before the weights of `version` change.
 
         The rows keep their tokens. When they join again, a prefill recomputes their keys and values.
         """
@@ -230,7 +234,7 @@ class ContinuousBatch:
 
 
 def _max_length(settings: PreTrainedConfig) -> int:
-    """Returns the maximum sequence length: the smaller of position limit and sliding window."""
+    """Returns the maximum sequence length, which is the smaller of position limit and sliding window."""
     layer_types = getattr(settings, "layer_types", None) or []
     without_cache = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
     if without_cache:

@@ -2,9 +2,9 @@
 
 Shape suffixes: B rows, H key-value heads, G queries per key-value head, C positions, L tokens, D head dimension.
 
-The cache stores the token at position p of a row at index p, and attention masks all later indices. Rows of different
-lengths therefore decode together with the same summation order in any batch. The attended length is a multiple of 32,
-because vectorized code sums a remainder in a different order.
+The cache stores the token at position p of a row at index p. Attention masks all later indices. Rows of different
+lengths can therefore decode together, with the same summation order in any batch. The attended length is a multiple of
+32, because vectorized code sums a remainder in a different order.
 
 Decode steps do not use torch's attention kernel, whose summation order on the CPU depends on memory addresses.
 """
@@ -29,7 +29,7 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def with_slot_attention(model: PreTrainedModel) -> PreTrainedModel:
-    """Returns a copy of the model's modules that attends over a `SlotCache` and shares all parameters and buffers."""
+    """Copies the module tree of a model. The copy attends over a `SlotCache` and shares all parameters and buffers."""
     AttentionInterface.register(_ATTENTION, _slot_attention)
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     copy = deepcopy(model, shared)
@@ -48,9 +48,9 @@ def _slot_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Computes attention of queries [B, H x G, L, D] over keys and values [B, H, C, D]; returns [B, L, H x G, D].
+    """Computes attention of queries [B, H x G, L, D] over keys and values [B, H, C, D]. Returns [B, L, H x G, D].
 
-    Without a mask the call is a causal prefill. With an additive mask [B, 1, 1, C] the call is a decode step.
+    A call without a mask is a causal prefill. A call with an additive mask [B, 1, 1, C] is a decode step.
     """
     if attention_mask is None:
         return attend(query, key, value, pack=None, scaling=scaling, softcap=softcap), None
@@ -72,14 +72,14 @@ class _SlotLayer(CacheLayerMixin):
         self.keys = self.values = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocates zeros, because attention multiplies masked positions by 0 and needs finite values there."""
+        """Allocates zeros. Attention multiplies masked positions by 0 and therefore needs finite values there."""
         shape = (self._cache.num_rows, key_states.shape[1], self._cache.capacity)
         self.keys = key_states.new_zeros((*shape, key_states.shape[-1]))
         self.values = value_states.new_zeros((*shape, value_states.shape[-1]))
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Stores the keys and values of the new tokens; returns all keys and values that the tokens attend to."""
+        """Stores the keys and values of the new tokens. Returns all keys and values to which the tokens attend."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
@@ -94,7 +94,7 @@ class _SlotLayer(CacheLayerMixin):
         return self.keys[:, :, : cache.width], self.values[:, :, : cache.width]
 
     def select(self, rows: Tensor, capacity: int) -> None:
-        """Keeps the rows with these indices (repeats allowed) and extends the capacity if needed."""
+        """Keeps the rows with these indices, which may repeat. Extends the row length to `capacity` if needed."""
         if self.keys is not None and self.values is not None:
             self.keys = _select(self.keys, rows, capacity)
             self.values = _select(self.values, rows, capacity)
@@ -105,15 +105,17 @@ class _SlotLayer(CacheLayerMixin):
             self.values[targets, :, :num_slots] = self.values[sources, :, :num_slots]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Returns (number of keys, index of the first key) of a prefill. Decode steps pass an explicit mask instead."""
+        """Returns (number of keys, index of the first key) for a prefill. Decode steps pass an explicit mask
+        instead.
+        """
         return query_length, 0
 
     def get_seq_length(self) -> int:
-        """Returns the start position of a prefill. Decode steps pass explicit positions instead."""
+        """Returns the first position of a prefill. Decode steps pass explicit positions instead."""
         return 0
 
     def get_max_length(self) -> int:
-        """Returns -1, because the cache grows without limit."""
+        """Returns -1, which means that the cache has no maximum length."""
         return -1
 
 
@@ -126,7 +128,7 @@ def _select(slots_BHCD: Tensor, rows: Tensor, capacity: int) -> Tensor:
 
 
 class SlotCache(Cache):
-    """KV cache (`past_key_values`) of prefills and decode steps."""
+    """KV cache (`past_key_values` of transformers) for prefills and decode steps."""
 
     def __init__(self, num_layers: int, num_rows: int, num_slots: int, device: torch.device | str) -> None:
         """Creates a cache for `num_rows` rows of `num_slots` tokens. The cache grows if a row becomes longer."""
@@ -139,11 +141,13 @@ class SlotCache(Cache):
         self.row_numbers = torch.arange(num_rows, device=device)
 
     def begin_prefill(self, rows: Tensor) -> None:
-        """Prepares a prefill of right-padded tokens into the rows with these indices."""
+        """Prepares a prefill of right-padded tokens. `rows` are the indices of the rows that receive the keys and
+        values.
+        """
         self.prefilled = rows
 
     def begin_step(self, positions: Tensor, longest: int) -> None:
-        """Prepares a decode step with one token per row, at `positions` [B]. `longest` bounds the row length."""
+        """Prepares a decode step with one token per row, at `positions` [B]. No row may exceed `longest` tokens."""
         self.prefilled = None
         self.positions = positions
         self.width = round_up(longest, SLOT_MULTIPLE)
@@ -152,27 +156,31 @@ class SlotCache(Cache):
             self.select(self.row_numbers, 2 * self.width)
 
     def mask(self, dtype: torch.dtype) -> Tensor:
-        """Returns the additive mask [B, 1, 1, C] of a decode step: 0 at the row's tokens, -inf at later positions."""
+        """Returns the additive mask [B, 1, 1, C] of a decode step. It is 0 at tokens of the row and -inf at later
+        positions.
+        """
         slots_C = torch.arange(self.width, device=self.positions.device)
         unseen_BC = slots_C > self.positions[:, None]
         mask_BC = torch.zeros(unseen_BC.shape, dtype=dtype, device=unseen_BC.device)
         return mask_BC.masked_fill_(unseen_BC, -math.inf)[:, None, None]
 
     def grow(self, num_rows: int, num_slots: int) -> None:
-        """Grows the cache to at least this size. The content of new rows is undefined."""
+        """Grows the cache to at least `num_rows` rows of `num_slots` tokens. The contents of new rows are undefined."""
         capacity = round_up(num_slots, SLOT_MULTIPLE)
         if num_rows > self.num_rows or capacity > self.capacity:
             missing = max(0, num_rows - self.num_rows)
             self.select(nn.functional.pad(self.row_numbers, (0, missing)), capacity)
 
     def copy(self, sources: Tensor, targets: Tensor, num_slots: int) -> None:
-        """Copies the first `num_slots` positions of source rows to target rows. No row may be both."""
+        """Copies the first `num_slots` positions of source rows to target rows. A row must not be both source and
+        target.
+        """
         for layer in self.layers:
             assert isinstance(layer, _SlotLayer)
             layer.copy(sources, targets, num_slots)
 
     def select(self, rows: Tensor, capacity: int | None = None) -> None:
-        """Keeps the rows with these indices (repeats allowed) and extends the row length to `capacity`."""
+        """Keeps the rows with these indices, which may repeat. Extends the row length to `capacity` if set."""
         self.capacity = max(self.capacity, capacity or 0)
         for layer in self.layers:
             assert isinstance(layer, _SlotLayer)

@@ -1,10 +1,11 @@
-"""Rollout engine on vLLM, whose engine core runs in the caller's process.
+"""Rollout engine on vLLM. vLLM's engine core runs in the caller's process.
 
-vLLM computes only in `poll` and `generate`, so generation and weight updates never overlap and need no locks. vLLM
-changes torch.distributed and the environment variables of its process, so the process must be dedicated to the rollout.
+vLLM computes only in `poll` and `generate`. Generation and weight updates therefore never overlap and need no locks.
+vLLM changes torch.distributed and the environment variables of its process, so the process must be dedicated to the
+rollout.
 
-As in `HfRollout`, log-probabilities are under the renormalized distribution after temperature, top-k and top-p. Greedy
-log-probabilities are under the unscaled logits.
+As in `HfRollout`, log-probabilities refer to the renormalized distribution after temperature, top-k and top-p. Greedy
+log-probabilities refer to the unscaled logits.
 """
 
 import os
@@ -67,7 +68,7 @@ from flowrl.engines.rollout.vllm.vllm_check import Compared, WeightSamples, comp
 from flowrl.engines.rollout.vllm.worker_extension import TRANSFER, SharedTensors, WorkerExtension  # noqa: E402
 
 _STEP_TOKENS = 8192
-"""Maximum number of tokens per engine step, mostly prefill. More tokens need more memory."""
+"""Maximum number of tokens per engine step, most of which are prefill tokens. A larger number needs more memory."""
 
 
 class VllmRollout:
@@ -88,25 +89,27 @@ class VllmRollout:
             model: path and dtype of the model.
             tokenizer: tokenizer of the model.
             config: sampling and engine settings.
-            tp: tensor-parallel size. The engine uses `tp` devices of the node, and this process is the leader.
-            can_sleep: whether `sleep` frees GPU memory.
+            tp: tensor-parallel size. The engine uses `tp` devices of this process's node.
+            can_sleep: True enables `sleep`, which frees GPU memory.
         Raises ModelError if the model cannot be loaded.
         """
         self._config = config
         self._serving = ServingState()
         empty = load_policy(model, on_meta=True)
         self._tied = {names[0]: names[1:] for names, _ in unique_parameters(empty)}
-        """Weight name -> its tied names. vLLM receives a tied weight under each name."""
+        """Maps a weight name to its tied names. vLLM receives a tied weight under each of its names."""
         ends = eos_ids(tokenizer, empty.generation_config)
         self._end_ids = sorted({*ends, *(stop[0] for stop in config.stop_ids if len(stop) == 1)})
         self._stop_sequences: dict[int, list[list[int]]] = {}
-        """Last token -> stop sequences of several tokens, which vLLM does not support."""
+        """Maps the last token of a stop sequence to all stop sequences that end with it. Contains only sequences of
+        several tokens, which vLLM does not support.
+        """
         for stop in config.stop_ids:
             if len(stop) > 1:
                 self._stop_sequences.setdefault(stop[-1], []).append(list(stop))
         self._running: dict[str, Response] = {}
         self._finished: dict[str, Response] = {}
-        """Finished responses that `poll` has not returned yet."""
+        """Finished responses that `poll` has not yet returned."""
         self._tp = tp
         self._engine = start_engine(_engine_args(model, config, tp, can_sleep))
         call_workers(self._engine, "init_weight_transfer_engine", {})
@@ -149,7 +152,7 @@ class VllmRollout:
         seed: int,
         greedy: bool = False,
     ) -> Responses:
-        """Returns one response per prompt, like `HfRollout.generate`. Requests of `add` continue meanwhile."""
+        """Returns one response per prompt, like `HfRollout.generate`. Requests from `add` continue during the call."""
         requests = make_requests(prompt_ids, prompt_id, sample, seed=seed, greedy=greedy)
         self.add(requests)
         request_ids = [request.request_id for request in requests]
@@ -169,7 +172,7 @@ class VllmRollout:
             self._running[request.request_id] = Response(request.request_id)
 
     def poll(self, timeout_s: float | None = None) -> list[Response]:
-        """Generates until a response has finished or the timeout expires; returns the finished responses."""
+        """Generates until a response has finished or the timeout has expired. Returns all finished responses."""
         self._serving.require(EngineState.SERVING, "generate")
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while self._running and not self._finished:
@@ -187,14 +190,16 @@ class VllmRollout:
                 self._finished[response.request_id] = response
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Drops requests, finished or not. Ignores unknown ids."""
+        """Drops the requests with these ids, even if they have finished. Ignores unknown ids."""
         request_ids = set(request_ids)
         self._engine.abort_request([i for i in request_ids if self._running.pop(i, None) is not None])
         for request_id in request_ids:
             self._finished.pop(request_id, None)
 
     def _process_output(self, output: RequestOutput) -> Response | None:
-        """Appends a vLLM output to the response of the request. Returns finished responses only."""
+        """Appends a vLLM output to the response of its request. Returns the response if it has finished, otherwise
+        None.
+        """
         response = self._running.get(output.request_id)
         if response is None:
             return None
@@ -247,11 +252,15 @@ class VllmRollout:
         self._serving.begin(version, self._tied)
 
     def join_transfer_group(self, group: Mapping[str, Any], first_rank: int) -> None:  # Any: of `TransferGroup`
-        """Joins an NCCL transfer group with all workers of the replica, with consecutive ranks from `first_rank`."""
+        """Joins an NCCL transfer group with all workers of the replica. Their ranks are consecutive, starting at
+        `first_rank`.
+        """
         call_workers(self._engine, "join_transfer_group", TransferGroup(**group), first_rank)
 
     def receive(self, weights: Mapping[str, Tensor] | IpcChunk | WeightMetadata) -> None:
-        """Loads some of the weights: tensors named as in `save_pretrained`, an IPC chunk, or an NCCL broadcast."""
+        """Loads some of the weights. They arrive as tensors named as in `save_pretrained`, as an IPC chunk, or by NCCL
+        broadcast.
+        """
         self._serving.require_update("receive weights")
         if isinstance(weights, IpcChunk | WeightMetadata):
             with self._end_update_on_error():
@@ -265,7 +274,9 @@ class VllmRollout:
         self._serving.mark_received(weights)
 
     def commit(self) -> None:
-        """Completes the update and discards all cached keys and values. Raises RolloutError if weights are missing."""
+        """Completes the running update and discards all cached keys and values. Raises RolloutError if weights are
+        missing.
+        """
         self._serving.require_update("commit weights")
         with self._end_update_on_error():
             # vLLM itself would keep the old values of missing weights.
@@ -278,7 +289,7 @@ class VllmRollout:
         self._engine.set_weight_version(str(self.version))
 
     def abort_update(self) -> None:
-        """Abandons the running update. The engine is broken until a complete update."""
+        """Abandons the running update. The engine is broken until an update completes."""
         self._serving.abort()
         call_workers(self._engine, "end_update")
 
@@ -298,10 +309,10 @@ class VllmRollout:
     # Memory.
 
     def sleep(self) -> None:
-        """Frees device memory: offloads weights to the CPU and drops the KV cache (vLLM's sleep level 1).
+        """Frees device memory: offloads the weights to host memory and drops the KV cache (vLLM's sleep level 1).
 
-        Sleep is allowed during an update and after a failed update. Level 2 is not used, because it would drop the
-        weights without a way to restore them. Raises RolloutError if requests are running.
+        vLLM's level 2 is not used, because it would drop the weights without a way to restore them. An engine may also
+        sleep during an update and after a failed update. Raises RolloutError if requests are running.
         """
         self._serving.check_sleep()
         if self._running:
@@ -310,7 +321,9 @@ class VllmRollout:
         self._serving.asleep = TAGS
 
     def wake(self, tags: Collection[str] = TAGS) -> None:
-        """Restores the memory named by `tags`, by default all memory. An update needs only the weights."""
+        """Restores the memory named by `tags`, by default all memory. A weight update needs only the tag of the
+        weights.
+        """
         waking = self._serving.tags_to_wake(tags)
         self._engine.wake_up(tags=sorted(waking))
         self._serving.asleep -= waking

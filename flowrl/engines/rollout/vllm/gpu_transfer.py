@@ -1,4 +1,6 @@
-"""GPU transports of weights to vLLM: CUDA IPC within a GPU, NCCL between GPUs. Not tested on GPUs."""
+"""GPU transports of weights to vLLM: CUDA IPC within a GPU, and NCCL between GPUs. They have not been tested on
+GPUs.
+"""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,7 +29,7 @@ from flowrl.data.dtypes import dtype_name, torch_dtype
 
 @dataclass(frozen=True)
 class WeightMetadata:
-    """Names, dtypes and shapes of the weights of a chunk, in the order of transfer."""
+    """Names, dtypes and shapes of the weights in a chunk, in the order in which they are sent."""
 
     names: tuple[str, ...]
     dtype_names: tuple[str, ...]
@@ -44,19 +46,19 @@ class WeightMetadata:
         return sum(torch_dtype(name).itemsize * torch.Size(shape).numel() for name, shape in sizes)
 
     def lists(self) -> tuple[list[str], list[str], list[list[int]]]:
-        """Returns the fields as lists, which vLLM's update infos require."""
+        """Returns the fields as lists, as vLLM's weight update requires."""
         return list(self.names), list(self.dtype_names), [list(shape) for shape in self.shapes]
 
 
 @dataclass(frozen=True)
 class IpcChunk:
-    """A chunk in GPU memory that other processes on the same GPU open by a CUDA IPC handle."""
+    """A chunk of weights in GPU memory. Other processes on the same GPU open it with a CUDA IPC handle."""
 
     metadata: WeightMetadata
     tensor_sizes: tuple[int, ...]
     """Size of each weight in bytes."""
     handles: Mapping[str, tuple]
-    """GPU UUID -> IPC handle of the buffer on that GPU."""
+    """Maps a GPU's UUID to the IPC handle of the buffer on that GPU."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -64,7 +66,7 @@ class IpcChunk:
 
     @classmethod
     def merged(cls, chunks: Sequence["IpcChunk"]) -> "IpcChunk":
-        """Merges the chunks of all ranks into one chunk with the IPC handles of all ranks."""
+        """Merges the chunks of all ranks into one chunk that contains the IPC handles of all ranks."""
         handles = itertools.chain.from_iterable(chunk.handles.items() for chunk in chunks)
         return cls(chunks[0].metadata, chunks[0].tensor_sizes, dict(handles))
 
@@ -76,13 +78,17 @@ class IpcChunk:
 
 
 class IpcSender:
-    """Actor side of CUDA IPC on one GPU. Holds one chunk until the next `share` or `release`."""
+    """Sender of CUDA IPC in an actor process, for one GPU. Keeps one chunk in memory until the next `share` or
+    `release`.
+    """
 
     def __init__(self) -> None:
         self._held: Iterator[Any] | None = None
 
     def share(self, weights: Iterable[tuple[str, Tensor]], num_bytes: int) -> IpcChunk:
-        """Copies weights into a shared buffer of `num_bytes`, which the receiver must read before the next call."""
+        """Copies weights into a shared buffer of `num_bytes`. The receiver must read the buffer before the next
+        call.
+        """
         self.release()
         uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
         producer = packed_ipc_producer(iter(weights), uuid, itemgetter(1), buffer_size_bytes=num_bytes)
@@ -99,7 +105,7 @@ class IpcSender:
 
 @dataclass(frozen=True)
 class TransferGroup:
-    """Rendezvous of the NCCL group that joins the actor's first rank with every device of every rollout replica."""
+    """Rendezvous of the NCCL group. Its members are the actor's rank 0 and every device of every rollout replica."""
 
     host: str
     port: int
@@ -109,7 +115,9 @@ class TransferGroup:
     """Size of the packed broadcast buffer in bytes."""
 
     def init_info(self, first_rank: int) -> NCCLWeightTransferInitInfo:
-        """Returns vLLM's init info. `first_rank` is the group rank of the replica's first worker."""
+        """Returns the settings with which vLLM joins the group. `first_rank` is the group rank of the replica's first
+        worker.
+        """
         return NCCLWeightTransferInitInfo(
             master_address=self.host,
             master_port=self.port,
@@ -121,7 +129,7 @@ class TransferGroup:
 
 
 class NcclSender:
-    """Actor side of the NCCL broadcast, on the actor's first rank."""
+    """Sender of the NCCL broadcast, on the actor's rank 0."""
 
     def __init__(self, group: TransferGroup) -> None:
         self._buffer_bytes = group.buffer_bytes
@@ -138,7 +146,7 @@ class NcclSender:
 
 
 class _TiedModel:
-    """Wraps a vLLM model so that `load_weights` loads a tied weight under each of its names."""
+    """Wraps a vLLM model, so that `load_weights` loads a tied weight under each of its names."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -150,7 +158,7 @@ class _TiedModel:
 
 
 class GpuReceivers:
-    """Receiver side of both GPU transports in one vLLM worker. `make` creates vLLM's receiver for a model."""
+    """Receiver of both GPU transports in one vLLM worker. `make` creates vLLM's receiver for a model."""
 
     def __init__(self, make: Callable[[type[WeightTransferEngine], Any], Any], model: Any) -> None:
         self._make, self._model = make, _TiedModel(model)
@@ -162,7 +170,9 @@ class GpuReceivers:
         self._nccl.init_transfer_engine(group.init_info(first_rank))
 
     def receive(self, chunk: IpcChunk | WeightMetadata, tied: Mapping[str, Sequence[str]]) -> None:
-        """Loads an IPC chunk, or receives the broadcast that the metadata describes. `tied` maps names to aliases."""
+        """Loads an IPC chunk, or receives the broadcast that the metadata describes. `tied` maps a weight name to its
+        tied names.
+        """
         self._model.tied = tied
         if isinstance(chunk, WeightMetadata):
             self._nccl.receive_weights(NCCLWeightTransferUpdateInfo(*chunk.lists()))

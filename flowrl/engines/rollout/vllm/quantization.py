@@ -1,7 +1,8 @@
 """vLLM options that quantize weights whenever they are loaded.
 
-fp8 is built into vLLM: one scale per weight output and one per input token. int8 and int4 are weight-only and use
-torchao: one scale per output (int8) or per group of 128 inputs (int4). Head, embeddings and norms are not quantized.
+vLLM implements fp8 itself, with one scale per weight output and one per input token. int8 and int4 quantize only the
+weights, with torchao: one scale per output (int8) or per group of 128 inputs (int4). Head, embeddings and norms are not
+quantized.
 """
 
 import json
@@ -13,13 +14,13 @@ from flowrl.engines.rollout.base import RolloutError
 
 _FP8 = "fp8_per_channel"
 _CAPABILITY = {"fp8": (8, 9), "int8": (7, 5), "int4": (8, 0)}
-"""Minimum CUDA compute capability."""
+"""Minimum CUDA compute capability for each quantization."""
 
 _INT4_GROUP = 128
 
 
 def quantization_options(quantization: str | None) -> dict[str, Any]:  # Any: fields of vLLM's EngineArgs
-    """Returns `EngineArgs` options for a quantization. Raises RolloutError if the device lacks support."""
+    """Returns `EngineArgs` options for a quantization. Raises RolloutError if the device does not support it."""
     if quantization is None:
         return {}
     _check_device(quantization)

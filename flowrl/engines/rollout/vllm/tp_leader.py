@@ -1,4 +1,6 @@
-"""Tensor-parallel leader of a vLLM replica: starts and calls the worker processes, and exits if one of them exits."""
+"""Leader process of a vLLM replica with tensor parallelism. It starts and calls the worker processes, and exits if a
+worker process exits.
+"""
 
 import os
 import re
@@ -21,17 +23,17 @@ from flowrl.engines.rollout.base import RolloutError
 
 _THREADS = "OMP_NUM_THREADS"
 _PREFIX = re.compile(r"^(?:\([^)]*\) )?(?:[A-Z]+ [\d-]+ [\d:]+ \[[^\]]*\] ?)?")
-"""vLLM's log prefix: process, and source location."""
+"""Prefix of vLLM's log lines: process and source location."""
 _ERROR = re.compile(r"[\w.]*(?:Error|Exception)(: .+)?$")
 _WORKER_FAILED = "initialization failed due to an exception in a background process"
-"""vLLM's error message if a worker process fails to start."""
+"""Error message of vLLM if a worker process fails to start."""
 
 _LAST_LINES = 40
 _SEGMENTS = Path("/dev/shm")
 
 
 def start_engine(args: EngineArgs) -> LLMEngine:
-    """Starts vLLM with the engine core in this process. With tp > 1, each device gets a worker process.
+    """Starts vLLM with the engine core in this process. With tp > 1, each device has a worker process.
 
     Raises RolloutError with the worker's last error if a worker process fails to start.
     """
@@ -57,7 +59,7 @@ def start_engine(args: EngineArgs) -> LLMEngine:
 
 
 def _unlink_shared_memory(process_ids: list[int]) -> None:
-    """Unlinks the /dev/shm segments of these processes, so that the kernel frees the memory with the last process.
+    """Unlinks the /dev/shm segments of these processes. The kernel then frees the memory when the last process exits.
 
     Without this, segments leak when Ray kills a process. Segments are matched by inode, because the mapped name of a
     semaphore differs from its file name.
@@ -81,7 +83,9 @@ def _read(output: IO[bytes]) -> str:
 
 
 def call_workers(engine: LLMEngine, method: str, *args: Any) -> None:  # Any: the method's own
-    """Calls a method of vLLM's worker on every device. Raises RuntimeError with the first worker's error."""
+    """Calls a method of vLLM's worker on every device. If workers raise, raises RuntimeError with the first worker's
+    error.
+    """
     for rank, failure in enumerate(engine.collective_rpc("attempt", args=(method, *args))):
         if failure is not None:
             cause, trace = failure
@@ -91,7 +95,7 @@ def call_workers(engine: LLMEngine, method: str, *args: Any) -> None:  # Any: th
 
 
 def _last_error(text: str) -> str:
-    """Returns the last error line in the workers' output, excluding vLLM's own summary."""
+    """Returns the last error line in the workers' output, ignoring vLLM's own summary."""
     lines = [_PREFIX.sub("", line).strip() for line in text.splitlines()]
     lines = [line for line in lines if line and set(line) - set("^~ ") and _WORKER_FAILED not in line]
     for before, line in reversed([*pairwise(["", *lines])]):
@@ -103,7 +107,9 @@ def _last_error(text: str) -> str:
 
 @contextmanager
 def _threads_for(num_processes: int) -> Iterator[None]:
-    """Divides this process's threads among the worker processes. The leader itself does not compute."""
+    """Divides this process's threads evenly among the worker processes. The leader needs none, because it does not
+    compute.
+    """
     before = os.environ.get(_THREADS)
     os.environ[_THREADS] = str(max(1, torch.get_num_threads() // num_processes))
     try:
@@ -116,7 +122,9 @@ def _threads_for(num_processes: int) -> Iterator[None]:
 
 @contextmanager
 def _redirect_output(file: int) -> Iterator[None]:
-    """Redirects stdout and stderr to a file. Processes started in the block stay redirected after the block."""
+    """Redirects stdout and stderr to a file inside the `with` block. Processes that are started in the block stay
+    redirected.
+    """
     streams = {1: sys.stdout, 2: sys.stderr}
     own = {number: os.dup(number) for number in streams}
     try:
@@ -132,9 +140,9 @@ def _redirect_output(file: int) -> Iterator[None]:
 
 
 def _exit_with_workers(processes: list[BaseProcess], output: IO[bytes]) -> None:
-    """Starts a watchdog thread that ends all processes of the replica if a worker process exits.
+    """Starts a watchdog thread. If a worker process exits, the thread ends all processes of the replica.
 
-    The watchdog prints the workers' last output. The controller then restarts the complete replica.
+    The watchdog prints the workers' last output. The controller then replaces the complete replica.
     """
 
     def watch() -> None:

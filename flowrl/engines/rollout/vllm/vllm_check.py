@@ -1,6 +1,6 @@
-"""Compares vLLM's weights with the actor's by running vLLM's layers on unit vectors (see weight_check.py).
+"""Compares vLLM's weights with the actor's weights by running vLLM's layers on unit vectors (see weight_check.py).
 
-Shape suffixes: J sampled inputs of a layer, N outputs on this process.
+Shape suffixes: J sampled inputs of a layer, N outputs of the layer on this rank.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,16 +30,16 @@ from flowrl.engines.rollout.weight_check import (
 )
 
 _UNITS = 256
-"""Number of unit vectors per layer call."""
+"""Number of unit vectors per call of a layer."""
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """A vLLM layer that holds a weight."""
+    """A vLLM layer that contains a weight."""
 
     module: nn.Module
     fused_index: int | None
-    """Index of the weight among the matrices fused into the layer; None if the layer has one matrix."""
+    """Index of the weight among the matrices that are fused into the layer. None if the layer has one matrix."""
 
     @property
     def tolerance(self) -> float:
@@ -54,7 +54,7 @@ def compare_weights(engine: LLMEngine, samples: WeightSamples) -> Compared:
 
 
 def _compare_served(wrapped: Any, samples: WeightSamples) -> Compared:  # Any: vLLM's worker
-    """Compares this worker's weights, or its shards, with samples of the actor's weights."""
+    """Compares the weights of this worker (or its shards) with samples of the actor's weights."""
     runner = wrapped.worker.model_runner
     modules = dict(runner.model.named_modules(remove_duplicate=False))
     packed: Mapping[str, Sequence[str]] = getattr(runner.model, "packed_modules_mapping", {})
@@ -108,7 +108,7 @@ def _actual_and_expected(
 def _vocabulary(
     module: Any, sample: WeightSample, dtype: torch.dtype
 ) -> Iterator[tuple[Tensor, Tensor]]:  # Any: vLLM's VocabParallelEmbedding
-    """Yields actual and expected values of this rank's vocabulary shard of an embedding or output head."""
+    """Yields actual and expected values of an embedding or output head, for this rank's vocabulary shard."""
     own = slice(module.shard_indices.org_vocab_start_index, module.shard_indices.org_vocab_end_index)
     count = own.stop - own.start
     if sample.kind == "matrix":
@@ -136,7 +136,7 @@ def _matrix(layer: _Layer, sample: WeightSample, dtype: torch.dtype) -> Iterator
 def _units(
     width: int, columns: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[Tensor, slice]]:
-    """Yields batches of unit vectors, each with the slice of `columns` that the batch covers."""
+    """Yields batches of unit vectors for `columns`. Each batch comes with the slice of `columns` that it covers."""
     for start in range(0, len(columns), _UNITS):
         index = torch.tensor(columns[start : start + _UNITS], device=device)
         yield nn.functional.one_hot(index, width).to(dtype), slice(start, start + len(index))
@@ -153,7 +153,7 @@ def _run_kernel(module: Any, inputs_JD: Tensor, bias: Tensor | None) -> Tensor: 
 
 
 def _outputs(layer: _Layer, actual_JN: Tensor, values_JN: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields actual and expected outputs of this rank, for each matrix of a fused layer."""
+    """Yields actual and expected outputs on this rank for each matrix of a fused layer."""
     module: Any = layer.module  # vLLM's layers, some of which do not declare these attributes
     start = expected_start = 0
     for index, size in enumerate(module.output_partition_sizes):

@@ -1,6 +1,6 @@
 """Weight loading and error reporting in vLLM's worker processes.
 
-With one device, vLLM's worker runs in the leader process. With several devices, each device has a worker process.
+With one device, vLLM's worker runs in the leader process. With several devices, each device has its own worker process.
 """
 
 import ctypes
@@ -29,28 +29,28 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from flowrl.engines.rollout.vllm.gpu_transfer import GpuReceivers, IpcChunk, TransferGroup, WeightMetadata
 
 TRANSFER = "flowrl_tensors"
-"""Name under which `TensorTransfer` is registered with vLLM."""
+"""Name of `TensorTransfer` in vLLM's registry."""
 
 _ALIGNMENT = 64
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""Option numbers of `mallopt`."""
+"""Option numbers of glibc's `mallopt`."""
 
 
 @dataclass(frozen=True)
 class SharedTensors:
-    """Tensors in anonymous shared memory, which other processes of this machine map without a copy."""
+    """Tensors in anonymous shared memory. Other processes on this machine map them without a copy."""
 
     owner: int
     """Process id of the process that created the memory."""
     file: int
     """File descriptor of the memory in the owner process."""
     layout: Mapping[str, tuple[int, torch.dtype, tuple[int, ...]]]
-    """Name -> (offset in bytes, dtype, shape)."""
+    """Maps a name to (offset in bytes, dtype, shape)."""
 
     @classmethod
     @contextmanager
     def of(cls, tensors: Mapping[str, Tensor]) -> Iterator["SharedTensors"]:
-        """Copies tensors to shared memory (tied tensors once), which other processes can map inside the block."""
+        """Copies tensors to shared memory, tied tensors once. Other processes can map them inside the `with` block."""
         layout, size, unique = {}, 0, dict[int, tuple[int, Tensor]]()
         for name, tensor in tensors.items():
             if id(tensor) not in unique:
@@ -67,7 +67,7 @@ class SharedTensors:
             os.close(file)
 
     def map(self) -> dict[str, Tensor]:
-        """Returns the tensors without a copy. Writes are private to the calling process (copy-on-write)."""
+        """Returns the tensors without a copy. Writes are visible only in the calling process (copy-on-write)."""
         with open(f"/proc/{self.owner}/fd/{self.file}", "rb") as file:
             memory = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
         tensors = {}
@@ -78,7 +78,7 @@ class SharedTensors:
 
 
 def _write(file: int, offset: int, tensor: Tensor) -> None:
-    """Writes a tensor with pwrite, which is twice as fast as copying to mapped memory."""
+    """Writes a tensor with pwrite. This is twice as fast as copying it to mapped memory."""
     remaining = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     while remaining:
         written = os.pwrite(file, remaining, offset)
@@ -87,20 +87,20 @@ def _write(file: int, offset: int, tensor: Tensor) -> None:
 
 @dataclass
 class NoInit(WeightTransferInitInfo):
-    """Empty init info, because tensors in host memory need no connection."""
+    """Empty initialization message for vLLM. Tensors in host memory need no connection."""
 
 
 @dataclass
 class Tensors(WeightTransferUpdateInfo):
-    """Update info: the weights of one chunk, or a description of a GPU transfer."""
+    """Update message for vLLM: the weights of one chunk, or a description of a GPU transfer."""
 
     weights: Mapping[str, Tensor] | SharedTensors | IpcChunk | WeightMetadata
     tied: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Weight name -> its tied names. Used only by GPU transfers."""
+    """Maps a weight name to its tied names. Only GPU transfers use it."""
 
 
 class TensorTransfer(WeightTransferEngine[NoInit, Tensors]):
-    """vLLM weight transfer engine for tensors in host memory. Delegates GPU transfers to vLLM's own engines."""
+    """vLLM weight transfer engine for tensors in host memory. It delegates GPU transfers to vLLM's own engines."""
 
     init_info_cls = NoInit
     update_info_cls = Tensors
@@ -136,7 +136,7 @@ WeightTransferEngineFactory.register_engine(TRANSFER, TensorTransfer)
 
 
 def keep_freed_memory() -> None:
-    """Configures glibc to reuse freed memory, which makes updates on the CPU 25 % faster."""
+    """Configures glibc to reuse freed memory. This makes weight updates on the CPU 25 % faster."""
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
         set_option(_MMAP_THRESHOLD, 32 * 2**20)  # glibc's maximum
@@ -150,9 +150,10 @@ class WorkerExtension:
     _weight_update_active: bool
 
     def attempt(self, method: str, *args: Any) -> tuple[str, str] | None:  # Any: the method's own
-        """Calls a method of the worker. Returns the error and traceback instead of raising.
+        """Calls a method of the worker. If the method raises, returns the error and its traceback.
 
-        If several workers raise, vLLM reads only the first error and mistakes the others for results of the next call.
+        If several workers raised, vLLM would read only the first error. It would mistake the other errors for results
+        of the next call.
         """
         try:
             getattr(self, method)(*args)
@@ -164,7 +165,9 @@ class WorkerExtension:
         self.weight_transfer_engine.receivers.join(group, first_rank)
 
     def end_update(self) -> None:
-        """Ends a failed update, so that another update can begin. Layers that received nothing keep their weights."""
+        """Ends a failed update, so that another update can begin. Layers that received no weights keep their old
+        weights.
+        """
         self._weight_update_active = False
         engine = self.weight_transfer_engine
         for layer in engine.model.modules():
@@ -175,7 +178,7 @@ class WorkerExtension:
         finalize_layerwise_reload(engine.model, engine.model_config)
 
     def exit_with_leader(self) -> None:
-        """Starts a watchdog thread that ends this process when the leader exits, even during a collective."""
+        """Starts a watchdog thread, which ends this process when the leader exits, even during a collective."""
         leader = parent_process()
         assert leader is not None, "a worker in the leader's process needs no watchdog"
 
