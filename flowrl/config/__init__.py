@@ -1,8 +1,10 @@
 """All settings, as frozen pydantic models, and the YAML reader (`load`).
 
 Recipe configs derive from `RunConfig` or `OnPolicyConfig`. Every setting is a typed field with a docstring. Losses,
-estimators, corrections, shapings and schedules are discriminated unions (`Any...`) of one class per choice.
-Imports: pydantic and PyYAML only, neither torch nor ray, and no other package of flowrl.
+estimators, corrections, shapings and schedules are discriminated unions with one class per choice. The names of the
+unions begin with `Any`.
+
+Imports only pydantic and PyYAML: neither torch, nor Ray, nor another package of flowrl.
 """
 
 from flowrl.config.algorithm.advantage import AdvantageConfig, AnyAdvantage

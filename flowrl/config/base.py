@@ -16,27 +16,29 @@ from flowrl.config.user_errors import UserError
 
 
 class ConfigError(UserError):
-    """A config file or a `key=value` override is invalid. The message names the file, the line and the fix."""
+    """Raised for an invalid config file or `key=value` override. The message names the file, the line and the fix."""
 
 
 # Names of functions.
 
 
 class ImportNameError(UserError):
-    """A `module:attribute` name is malformed, or its module or attribute cannot be imported."""
+    """Raised for a malformed name, or if the module or its attribute cannot be imported."""
 
 
 def check_import_name(name: str) -> str:
-    """Returns `name` if it has the form `module:attribute`. Does not import the module."""
+    """Returns `name` if it has the form `module:attribute`, otherwise raises ImportNameError. Does not import the
+    module.
+    """
     if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
         raise ImportNameError(f"{name!r} must have the form module:name, like flowrl.rewards.final_number:score")
     return name
 
 
 def import_attribute(name: str) -> Any:  # Any: the named object has any type
-    """Imports a module and returns the attribute that `name` (`module:attribute`) refers to.
+    """Imports the module in `name`, which has the form `module:attribute`, and returns the attribute.
 
-    Raises: ImportNameError if the import fails for any reason; its `__cause__` is the original exception.
+    Raises: ImportNameError if the import fails for any reason. Its `__cause__` is the original exception.
     """
     module, _, attribute = check_import_name(name).partition(":")
     try:
@@ -58,7 +60,7 @@ def import_function(name: str) -> Any:  # Any: the signature is the caller's
 
 
 class Config(BaseModel):
-    """A frozen group of settings. The docstring of each field states its unit and its effect."""
+    """A frozen group of settings. Each field has a docstring with its unit and effect."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -71,7 +73,7 @@ class Config(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        """Copies the docstring of a field to a subclass that redefines the field without one."""
+        """Copies the docstring of a field to a subclass that redefines the field without a docstring."""
         inherited = getattr(cls.__mro__[1], "model_fields", {})
         for name in cls.model_fields.keys() & inherited.keys():
             cls.model_fields[name].description = cls.model_fields[name].description or inherited[name].description
@@ -88,7 +90,7 @@ Device = Literal["auto", "cpu", "cuda"]
 # Discriminated unions: one class per loss, estimator, correction or schedule, selected by a name.
 
 CUSTOM = "module:function"
-"""Selects the member for user functions; settings name such a function as `module:function`."""
+"""Tag of the union member for user functions. Settings name such a function as `module:function`."""
 
 Options = Annotated[
     Mapping[str, bool | int | float | str | None], Field(description="Keyword arguments of the user function.")
@@ -96,21 +98,21 @@ Options = Annotated[
 
 
 class Member(Config):
-    """Base class of the members of a union. The field `KEY` is a `Literal` of names, or an `ImportName`."""
+    """Base class of the members of a union. The field named by `KEY` is a `Literal` of names, or an `ImportName`."""
 
     KEY: ClassVar[str] = "kind"
     """Name of the field that selects the member."""
 
     NOT_ARGUMENTS: ClassVar[frozenset[str]] = frozenset()
-    """Settings that are not keyword arguments of the selected function."""
+    """Settings that are not passed to the selected function as keyword arguments."""
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """Returns the values of the key that select this member."""
+        """Returns the values of the field `KEY` that select this member."""
         return get_args(cls.model_fields[cls.KEY].annotation) or (CUSTOM,)
 
     def arguments(self) -> dict[str, Any]:
-        """Returns the keyword arguments for the selected function. Null settings keep the function's own default."""
+        """Returns the keyword arguments for the selected function. Settings that are null are omitted."""
         settings = {name: value for name, value in self if name != self.KEY and name not in self.NOT_ARGUMENTS}
         if CUSTOM in self.names():
             return dict(settings["options"])
@@ -119,13 +121,13 @@ class Member(Config):
 
 @dataclass(frozen=True)
 class OneOf:
-    """Annotates a union of `Member` classes as a tagged union, in which `module:function` is a valid tag."""
+    """Annotation that makes a union of `Member` classes a tagged union, in which `module:function` is a valid tag."""
 
     default: str | None = None
-    """Name used if the settings have none; None requires a name."""
+    """Name that is used if the settings have none. None requires a name."""
 
     allows_bare_name: bool = False
-    """True: accepts the name alone in place of a mapping of settings."""
+    """True: accepts the bare name instead of a mapping of settings."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         members = members_of(source)
@@ -149,19 +151,19 @@ class OneOf:
 
 
 def members_of(union: Any) -> dict[str, type[Member]]:  # Any: a union type
-    """Returns name -> member for a union such as `AnySchedule`."""
+    """Returns name -> member class for a union such as `AnySchedule`."""
     if hasattr(union, "__metadata__"):
         union = get_args(union)[0]
     return {name: member for member in get_args(union) for name in member.names()}
 
 
 def parse(union: Any, settings: object) -> Any:  # Any: a union type, and an instance of one of its members
-    """Validates `settings` and returns them as an instance of the class in `union` that they select."""
+    """Validates `settings` and returns them as an instance of the union's member class that they select."""
     return TypeAdapter(union).validate_python(settings)
 
 
 def check_name(name: str, *, what: str, names: Sequence[str]) -> str:
-    """Returns `name` if it is one of `names` or `module:function`, else raises ValueError."""
+    """Returns `name` if it is in `names` or has the form `module:function`. Otherwise raises ValueError."""
     if ":" in name:
         return check_import_name(name)
     if name not in names:

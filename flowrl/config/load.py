@@ -34,14 +34,14 @@ RENAMED_KEYS = {
         if name not in ("kind", "options")
     },
 }
-"""Removed key -> new key. A removed key is an error that names the new key."""
+"""Maps a removed key to its new key. The error for a removed key names the new key."""
 
 
 def load(path: str | Path, overrides: Sequence[str], cls: type[C]) -> C:
-    """Returns the config in the file `path`, after applying each `dotted.key=value` override. Raises ConfigError.
+    """Returns the config in the file `path`, after applying each override `dotted.key=value`. Raises ConfigError.
 
-    A group of settings, such as `placement`, may be the path of a YAML file, relative to the working directory or to
-    the folder of `path`.
+    A group of settings, such as `placement`, may be the path of another YAML file. The path is relative to the working
+    directory or to the folder of `path`.
     """
     source = _include(read(Path(path)), cls, Path(path).parent)
     for override in overrides:
@@ -55,7 +55,7 @@ def load(path: str | Path, overrides: Sequence[str], cls: type[C]) -> C:
 
 
 def recipe_class(path: str | Path) -> type[Config]:
-    """Returns the config class that the file `path` names with its key `recipe`. Raises ConfigError."""
+    """Returns the config class that the key `recipe` of the file `path` names. Raises ConfigError."""
     source = read(Path(path))
     name = source.values.get("recipe")
     where = source.origin(("recipe",))
@@ -75,7 +75,7 @@ def recipe_class(path: str | Path) -> type[Config]:
 
 
 def to_yaml(config: Config) -> str:
-    """Returns all settings of `config`, defaults included, as YAML that `load` reads back to an equal config."""
+    """Returns all settings of `config` as YAML, including defaults. `load` reads the YAML back to an equal config."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
@@ -89,7 +89,7 @@ def _apply(source: Source, override: str, cls: type[Config]) -> Source:
 
 
 def _expand_bare_names(source: Source, key: Key, cls: type[Config]) -> Source:
-    """Replaces a bare name above `key`, such as `loss: gspo`, by a mapping, so that `key` can be set in it."""
+    """Replaces a bare name above `key`, such as `loss: gspo`, by a mapping. Then `key` can be set in the mapping."""
     for depth in range(1, len(key)):
         value: Any = source.values
         for name in key[:depth]:
@@ -102,7 +102,7 @@ def _expand_bare_names(source: Source, key: Key, cls: type[Config]) -> Source:
 
 
 def _include(source: Source, cls: type[Config], folder: Path) -> Source:
-    """Replaces each path that stands for a group of settings by the contents of that file."""
+    """Replaces each path of a YAML file, given in place of a group of settings, by the contents of the file."""
     for name, field in cls.model_fields.items():
         value, classes = source.values.get(name), _classes(field.annotation)
         if not isinstance(value, str) or not classes:
@@ -118,7 +118,9 @@ def _include(source: Source, cls: type[Config], folder: Path) -> Source:
 
 
 def _no_file(name: str, value: str, path: Path, members: Sequence[type[Member]]) -> str:
-    """Returns the message for text that is not a path. It may be a bare name, such as `schedule: async`."""
+    """Returns the error message for a text that is not the path of a file. The text may be a bare name, as in
+    `schedule: async`.
+    """
     missing = f"{name} is {value}, but there is no such file"
     if not members or "/" in value or path.suffix in (".yaml", ".yml"):
         return missing + folder_hint(path)
@@ -127,7 +129,7 @@ def _no_file(name: str, value: str, path: Path, members: Sequence[type[Member]])
 
 
 def _set_recipe(source: Source, cls: type[Config]) -> Source:
-    """Sets `recipe` to `cls`. Raises ConfigError if the file belongs to a different recipe."""
+    """Sets `recipe` to `cls`. Raises ConfigError if the file names a different recipe."""
     name = f"{cls.__module__}:{cls.__qualname__}"
     stated = source.values.get("recipe")
     if stated not in (None, name):
@@ -187,7 +189,7 @@ def _problem(error: ErrorDetails, key: Key, cls: type[Config]) -> str:
 
 
 def _unknown_key(loc: Key, key: Key, cls: type[Config]) -> str:
-    """Returns the message for a key that does not exist at its location, with the most likely fix."""
+    """Returns the error message for an unknown key, with the most likely fix."""
     name, word, group = dotted(key), str(key[-1]), dotted(key[:-1])
     if name in RENAMED_KEYS and RENAMED_KEYS[name] in _setting_paths(cls):
         return f"{name} was renamed: set {RENAMED_KEYS[name]}"
@@ -229,7 +231,9 @@ def _names(members: Sequence[type[Member]]) -> list[str]:
 
 
 def _walk(loc: Key, cls: type[Config]) -> tuple[Key, tuple[type[Config], ...]]:
-    """Returns a pydantic error location without union tags, and the config classes at its end (all of a union)."""
+    """Returns a pydantic error location without union tags, and the config classes at its end. A union has several
+    classes.
+    """
     key: list[str | int] = []
     classes: tuple[type[Config], ...] = (cls,)
     for part in loc:
@@ -244,7 +248,9 @@ def _walk(loc: Key, cls: type[Config]) -> tuple[Key, tuple[type[Config], ...]]:
 
 
 def _classes(annotation: Any) -> tuple[type[Config], ...]:
-    """Returns the config classes in a field's type, also inside `X | None`, `Mapping[str, X]` and `Annotated`."""
+    """Returns the config classes in a field's type, including those inside `X | None`, `Mapping[str, X]` and
+    `Annotated`.
+    """
     if isinstance(annotation, type) and issubclass(annotation, Config):
         return (annotation,)
     return tuple(cls for part in get_args(annotation) for cls in _classes(part))

@@ -15,21 +15,22 @@ class ModelConfig(Config):
     """Local directory written by `save_pretrained`, or a Hub name."""
 
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Dtype of the weights in memory. bfloat16 halves the memory, but rounds small updates away. float64 is for
-    numeric comparisons on the CPU: summation order then changes no metric visibly. vLLM does not support it."""
+    """Dtype of the weights in memory. bfloat16 halves the memory, but rounds small updates to zero. float64 is for
+    numeric comparisons on the CPU, where it makes differences in summation order negligible. vLLM does not support
+    float64."""
 
     dropout: Literal[0] | None = None
-    """0 disables the dropout of models that are published with it (GPT-2, OPT); null rejects such a model."""
+    """0 disables the dropout in the model's config, which GPT-2 and OPT have. Null rejects a model with dropout."""
 
 
 class LoraConfig(Config):
-    """A LoRA adapter: two low-rank matrices per target layer are trained in place of its weights."""
+    """LoRA adapter: two low-rank matrices per target layer are trained, and the layer's own weights are frozen."""
 
     rank: PositiveInt
     """Rank of the adapter; usually 8 to 64."""
 
     alpha: PositiveFloat = 32.0
-    """Scale: the product of the matrices is multiplied by alpha / rank."""
+    """Scale. The product of the matrices is multiplied by alpha / rank."""
 
     targets: Literal["all_linear"] | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = "all_linear"
     """Target layers: all linear layers except the head, or a list of names such as [q_proj, v_proj]."""
@@ -51,7 +52,7 @@ class LoraConfig(Config):
 
 
 class OptimizerConfig(Config):
-    """AdamW, its learning rate over time, and gradient clipping."""
+    """AdamW, its learning rate schedule, and gradient clipping."""
 
     lr: PositiveFloat
     """Peak learning rate."""
@@ -63,19 +64,19 @@ class OptimizerConfig(Config):
     """Adam epsilon, added to the denominator for numerical stability."""
 
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay, multiplied by the learning rate."""
+    """Decoupled weight decay. It is multiplied by the learning rate."""
 
     warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer steps of linear warmup from 0 to `lr`."""
+    """Number of optimizer steps of linear warmup from 0 to `lr`."""
 
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate schedule after the warmup: constant, or decay to 0 at `total_steps`."""
 
     total_steps: PositiveInt | None = None
-    """Optimizer step at which a linear or cosine schedule reaches 0. Unused by a constant schedule."""
+    """Optimizer step at which a linear or cosine schedule reaches 0. A constant schedule ignores it."""
 
     max_grad_norm: PositiveFloat | None = 1.0
-    """Maximum global gradient norm (clipping); null disables clipping."""
+    """Maximum L2 norm of the gradient over all weights; null disables gradient clipping."""
 
     @model_validator(mode="after")
     def _check(self) -> "OptimizerConfig":
@@ -89,30 +90,33 @@ class OptimizerConfig(Config):
 
 
 class EngineConfig(Config):
-    """Execution of a model: parallelism, memory and kernels. Apart from rounding, it does not change results."""
+    """Execution of a model: parallelism, memory and kernels. These settings change results only by rounding."""
 
     strategy: Literal["auto", "single", "ddp", "fsdp"] = "auto"
-    """`single`: one process; `ddp`: one replica per rank; `fsdp`: weights, gradients and optimizer state are sharded
-    over the ranks; `auto`: depends on the number of ranks, and is fsdp if the placement has tp."""
+    """Data parallelism. `single`: one process. `ddp`: one replica per rank. `fsdp`: weights, gradients and optimizer
+    state are sharded over the ranks. `auto`: fsdp if the placement has tp, otherwise single or ddp, by the number of
+    ranks."""
 
     shard_ranks: PositiveInt | None = None
-    """Number of ranks that share one sharded copy (HSDP), such as those of a node; null is all. For fsdp."""
+    """Number of ranks that share one sharded copy (HSDP), such as the ranks of a node; null uses all ranks. Only for
+    fsdp.
+    """
 
     reshard_after_forward: bool = True
-    """fsdp: reshard weights after the forward pass; false uses more memory and less communication."""
+    """Reshard weights after the forward pass. False needs more memory and less communication. Only for fsdp."""
 
     offload: Literal["none", "optimizer", "parameters", "idle"] = "none"
-    """CPU offload on GPUs: `optimizer`: optimizer state between steps; `parameters`: weights and optimizer state except
-    the running layer (fsdp); `idle`: everything while another role uses the device."""
+    """CPU offload on GPUs. `optimizer`: optimizer state between steps. `parameters`: weights and optimizer state except
+    for the running layer (fsdp). `idle`: all state while another role uses the device."""
 
     compute_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Dtype of matrix products; null is the dtype of the weights. float16 uses loss scaling."""
+    """Dtype of matrix products; null uses the dtype of the weights. float16 uses loss scaling."""
 
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    """Recompute activations in the backward pass. This needs less memory and about a third more time."""
 
     sequence_parallel_norms: bool = False
-    """With tp: shard norms, residuals and the head over the sequence. Saves memory for long sequences."""
+    """With tp: shard norms, residuals and the head over the sequence. This saves memory for long sequences."""
 
     attention: Literal["auto", "sdpa", "flash_attention_2"] = "auto"
     """Attention kernels: torch SDPA, or flash-attn on GPUs in half precision. `auto` uses flash-attn if possible."""
@@ -121,10 +125,12 @@ class EngineConfig(Config):
     """Compile each layer with torch.compile. The first steps are slower."""
 
     packing: Literal["auto", "always", "never"] = "auto"
-    """Sequence packing; without it, sequences of similar length are padded. `auto` packs if the model supports it."""
+    """Sequence packing. `auto` packs if the model supports it. Without packing, sequences of similar length are
+    padded.
+    """
 
     max_tokens_per_microbatch: PositiveInt = 16384
-    """Maximum tokens per rank and forward pass, with padding; a longer sequence forms its own micro-batch."""
+    """Maximum tokens per rank and forward pass, including padding. A longer sequence forms its own micro-batch."""
 
     def sharding_settings(self) -> dict[str, Any]:
         """Returns the settings that have an effect only on sharded models, by name."""
@@ -146,5 +152,7 @@ class EngineConfig(Config):
 
 
 def shards_model(engine: EngineConfig, num_ranks: int, tp: int) -> bool:
-    """Whether the model is sharded over the `num_ranks` processes of its role, tensor-parallel ranks included."""
+    """Returns whether the model is sharded over the `num_ranks` ranks of its role. `num_ranks` includes tensor-parallel
+    ranks.
+    """
     return num_ranks > 1 and (engine.strategy == "fsdp" or tp > 1)

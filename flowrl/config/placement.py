@@ -14,7 +14,7 @@ _PART = re.compile(r"(?P<name>[^\[\]+:]+)(?:\[(?P<start>\d*):(?P<stop>\d*)\])?")
 
 
 class PoolPart(NamedTuple):
-    """Ranks `start` to `stop` (exclusive; None is the end) of a pool."""
+    """Part of a pool: the ranks from `start` up to, but not including, `stop`. None stands for the end of the pool."""
 
     pool: str
     start: int
@@ -22,7 +22,9 @@ class PoolPart(NamedTuple):
 
 
 def pool_parts(text: str) -> tuple[PoolPart, ...]:
-    """Parses the `pool` of a role, such as `main`, `main[0:2]` or `policy+judges`. Raises ValueError."""
+    """Parses the `pool` of a role, such as `main`, `main[0:2]` or `policy+judges`. Raises ValueError for an invalid
+    text.
+    """
     matches = [_PART.fullmatch(part.strip()) for part in text.split("+")]
     if not all(matches):
         raise ValueError(f"{text!r} is not a pool: use a name, a range of ranks like main[0:2], or several like a+b")
@@ -41,21 +43,23 @@ class RolePlacement(Config):
     """A role's pool and its parallel sizes. The data-parallel size is the number of ranks divided by tp, sp and pp."""
 
     pool: Annotated[str, AfterValidator(_checked_pool)]
-    """Pool of the role, with one rank per device: a name, a range of ranks (`main[0:2]`), or several pools (`a+b`)."""
+    """Pool of the role: a name, a range of ranks (`main[0:2]`), or several pools (`a+b`). The role has one rank per
+    device.
+    """
 
     @property
     def parts(self) -> tuple[PoolPart, ...]:
-        """The pools of the role, with ranges of ranks."""
+        """Pools of the role, each with its range of ranks."""
         return pool_parts(self.pool)
 
     tp: PositiveInt = 1
-    """Tensor-parallel size: ranks that share each layer's weights."""
+    """Tensor-parallel size: number of ranks over which each layer's weights are sharded."""
 
     sp: PositiveInt = 1
-    """Sequence-parallel size: ranks that share each sequence."""
+    """Sequence-parallel size: number of ranks over which each sequence is sharded."""
 
     pp: PositiveInt = 1
-    """Pipeline-parallel size: ranks that share the stack of layers."""
+    """Pipeline-parallel size: number of ranks over which the layers are distributed."""
 
 
 def _read_role(value: object) -> RolePlacement:
@@ -83,20 +87,26 @@ class Placement(Config):
     """Pools and roles. `flowrl.controller.placement.plan.plan` checks whether they fit the machine."""
 
     device: Device = "auto"
-    """Device type: `cuda` assigns one GPU per rank, `cpu` one process. `auto` is cuda if the machine has GPUs."""
+    """Device type. `cuda` assigns one GPU to each rank, and `cpu` one process. `auto` is cuda if the machine has
+    GPUs.
+    """
 
     pools: Mapping[str, Annotated[Sequence[int] | str, PlainValidator(_read_pool)]]
-    """Devices of each pool: a count per node (`[8, 8]`), a share per node (`1/2`), or `all`. Pools are disjoint."""
+    """Devices of each pool: a count per node (`[8, 8]`), a fraction of each node (`1/2`), or `all`. Pools do not
+    overlap.
+    """
 
     roles: Mapping[str, Annotated[str | RolePlacement, BeforeValidator(_read_role)]]
-    """Pool of each role: a name, or a mapping with parallel sizes. Roles in one pool are colocated."""
+    """Pool of each role: a name, or a mapping with parallel sizes. Roles in the same pool are colocated."""
 
     routes: Mapping[str, Annotated[tuple[Ranks, ...], Field(strict=False)]] | None = None
-    """Fixed routes for schedule async. `{rollout: [[0], [0, 1]]}` lists for each rollout replica the data-parallel
-    actor ranks that it generates for. Null: every replica generates for all ranks."""
+    """Fixed routes from rollout replicas to actor ranks, for schedule async. `{rollout: [[0], [0, 1]]}` lists, for each
+    replica, the data-parallel actor ranks that it generates for. Null: every replica generates for all ranks."""
 
     memory_gb: PositiveFloat | None = None
-    """Memory per device in 10^9 bytes for the memory check; null measures this machine. CPU slots share its memory."""
+    """Memory per device in GB (10^9 bytes), for the memory check; null measures this machine. CPU slots share this
+    memory.
+    """
 
     def role(self, name: str) -> RolePlacement:
         """Returns the placement of role `name`, which must be in `roles`."""

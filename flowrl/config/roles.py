@@ -1,4 +1,4 @@
-"""Settings of each role: its model, its engine and how it processes a batch."""
+"""Settings of each role: its model, its engine, and its processing of a batch."""
 
 from typing import Annotated, Any, Literal
 
@@ -13,13 +13,13 @@ class TrainedConfig(Config):
     """Base class of the roles that are trained."""
 
     model: ModelConfig
-    """Initial weights."""
+    """Model with the initial weights."""
 
     optimizer: OptimizerConfig
     """Optimizer settings."""
 
     lora: LoraConfig | None = None
-    """Trains an adapter, and the value head of a critic, only; null trains all weights."""
+    """Adapter settings. Only the adapter and the value head of a critic are then trained; null trains all weights."""
 
     engine: EngineConfig = EngineConfig()
     """Engine settings."""
@@ -29,7 +29,7 @@ class ActorConfig(TrainedConfig):
     """The policy that is trained, and its loss."""
 
     loss: AnyPolicyLoss = PpoLoss()
-    """Policy loss: a name, or a mapping of its kind and its settings."""
+    """Policy loss: a name, or a mapping with its kind and its settings."""
 
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus in the loss."""
@@ -38,16 +38,18 @@ class ActorConfig(TrainedConfig):
     """Weight of the KL to the reference in the loss; 0 omits the term."""
 
     kl_loss_kind: KlKind = "k3"
-    """Estimator of the KL in the loss; `module:function` is a user function."""
+    """Estimator of the KL in the loss: a name, or `module:function` for a user function."""
 
     kl_loss_gradient: Literal["k1", "k2", "k3", "abs"] | None = None
-    """Straight-through estimator that gives the gradient of the KL in the loss; null uses kl_loss_kind."""
+    """Estimator of the gradient of the KL in the loss (straight-through); null uses kl_loss_kind."""
 
     aggregation: Aggregation = "token_mean"
-    """Reduction of per-token losses to one number: over tokens, or over sequences of token sums or means."""
+    """Reduction of per-token losses to one number: a mean over tokens, or a mean over sequences of token sums or
+    means.
+    """
 
     aggregation_scale: PositiveFloat | None = None
-    """Number of tokens by which `seq_mean_token_sum_norm` divides a sequence's sum, usually max_response_tokens."""
+    """Divisor of each sequence's sum in `seq_mean_token_sum_norm`, usually max_response_tokens."""
 
     @model_validator(mode="after")
     def _check(self) -> "ActorConfig":
@@ -65,17 +67,21 @@ class CriticConfig(TrainedConfig):
     """The value model that is trained: a causal language model, or a saved critic with its value head."""
 
     head: Literal["zero", "fresh"] = "zero"
-    """Initialization of a value head that the model lacks: zeros, or random from N(0, 1 / (hidden size + 1))."""
+    """Initialization of the value head if the model has none: zeros, or random from N(0, 1 / (hidden size + 1))."""
 
     head_seed: NonNegativeInt = 0
     """Seed of a random head."""
 
     value_clip: PositiveFloat | None = 0.2
-    """Largest change of a value that still gets a gradient (PPO value clipping); null is off."""
+    """Range of value clipping in PPO: a value that moves further from its old value gets no gradient. Null disables
+    clipping.
+    """
 
 
 class ReferenceConfig(Config):
-    """The frozen reference policy for the KL. A colocated LoRA actor of the same model replaces it, without adapter."""
+    """The frozen reference policy for the KL. A colocated LoRA actor with the same model, its adapter disabled,
+    replaces it.
+    """
 
     model: ModelConfig
     """Weights of the reference, usually the actor's initial weights."""
@@ -88,17 +94,19 @@ class RewardConfig(Config):
     """The reward: a Python function, or a model with a scalar head."""
 
     function: ImportName | None = None
-    """`module:function` that receives prompt, response, answer and the row's other columns, and returns a float."""
+    """User function `module:function`. It receives prompt, response, answer and the row's other columns, and returns a
+    float.
+    """
 
     evaluation: ImportName | None = None
-    """`module:function` that scores responses in evaluations; null uses the training reward."""
+    """User function `module:function` that scores responses in evaluations; null uses the training reward."""
 
     model: ModelConfig | None = None
-    """Sequence-classification model with one label."""
+    """Sequence-classification model with one label. Null uses the function."""
 
     head: Literal["from_model", "fresh"] = "from_model"
     """`from_model` requires a trained head. `fresh` adds a random head from N(0, 1 / (hidden size + 1)) to any causal
-    language model; its scores are meaningless and only serve to test a program."""
+    language model. The scores of a fresh head are meaningless; they serve only to test a program."""
 
     head_seed: NonNegativeInt = 0
     """Seed of a random head."""
@@ -120,80 +128,87 @@ class TransferConfig(Config):
     """Weight sync from the actor to a rollout in other processes."""
 
     via: Literal["auto", "object_store", "cuda_ipc", "nccl"] = "auto"
-    """Transport. `auto`: cuda_ipc for vllm on the actor's GPUs, nccl for vllm on other GPUs, otherwise object_store."""
+    """Transport of the weights. With vllm, `auto` selects cuda_ipc on the actor's GPUs and nccl on other GPUs.
+    Otherwise, `auto` selects object_store.
+    """
 
     chunk_mb: PositiveFloat = 500.0
-    """Size of a bucket of weights in MB (10^6 bytes); a larger weight forms its own bucket. Between GPUs, each side
-    needs about this much extra memory. The object store holds all buckets of the latest version."""
+    """Size of a bucket of weights in MB (10^6 bytes). A larger weight forms its own bucket. Between GPUs, sender and
+    receiver each need about this much extra memory. The object store holds all buckets of the latest version."""
 
 
 class VllmConfig(Config):
-    """Settings of the vLLM engine. They change time and memory only."""
+    """Settings of the vLLM engine. They change only time and memory."""
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Dtype of weights and activations; null is the model's. Weights are cast before they are sent."""
+    """Dtype of weights and activations; null uses the model's dtype. Weights are cast before they are sent."""
 
     kv_cache_gb: PositiveFloat = 1.0
-    """Memory of the KV cache on each device of a replica, in GB (10^9 bytes). Sequences that do not fit wait."""
+    """Memory of the KV cache on each device of a replica, in GB (10^9 bytes). Sequences that do not fit wait in a
+    queue.
+    """
 
     max_model_len: PositiveInt | None = None
-    """Longest sequence (prompt plus response); null is the smaller of the model's limit and the KV cache's capacity."""
+    """Longest sequence (prompt plus response). Null is the minimum of the model's limit and the KV cache's capacity."""
 
     prefix_caching: bool = True
     """Reuse the KV cache of shared prompt prefixes."""
 
     graphs: bool = True
-    """Use CUDA graphs and compilation on GPUs: slower start, faster decode."""
+    """Use CUDA graphs and compilation on GPUs. The start is slower and decoding is faster."""
 
     sleep: bool | None = None
     """Free the devices while other roles use them: offload weights to host memory and drop the KV cache. Null is true
-    on GPUs and false on CPUs. Schedule async cannot sleep; false lets other roles share the devices anyway."""
+    on GPUs and false on CPUs. With schedule async, a rollout cannot sleep. False lets other roles use the devices
+    anyway."""
 
 
 class RolloutConfig(Config):
     """Generation of responses with the actor's weights."""
 
     engine: Literal["hf", "vllm"] = "hf"
-    """`hf`: transformers, in the actor's processes if colocated. `vllm`: dedicated processes, extra `vllm`."""
+    """`hf`: transformers; runs in the actor's processes if colocated. `vllm`: runs in dedicated processes and requires
+    the extra `vllm`.
+    """
 
     vllm: VllmConfig | None = None
     """Settings of the vLLM engine."""
 
     quantization: Literal["int8", "int4", "fp8"] | None = None
-    """Quantization of the linear layers at each weight sync; null is none. It saves memory and time, but changes the
-    policy, so it requires `algorithm.correction`. `hf` supports int8; for `vllm` see docs/rollout.md."""
+    """Quantization of the linear layers at each weight sync; null disables it. It saves memory and time, but changes
+    the policy. It therefore requires `algorithm.correction`. `hf` supports int8. For `vllm`, see docs/rollout.md."""
 
     transfer: TransferConfig = TransferConfig()
     """Weight sync settings."""
 
     max_response_tokens: PositiveInt
-    """Maximum response length including the stop token; a longer response is truncated and marked `truncated`."""
+    """Maximum response length including the stop token. A longer response is truncated and marked `truncated`."""
 
     temperature: PositiveFloat = 1.0
     """Sampling temperature, also used for training log-probabilities. Evaluation is always greedy."""
 
     top_k: NonNegativeInt = 0
-    """Sample from this many most likely tokens; 0 is all."""
+    """Number of most likely tokens from which to sample; 0 uses all tokens."""
 
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Sample from the most likely tokens with this total probability; 1 is all."""
+    """Total probability of the most likely tokens from which to sample; 1 uses all tokens."""
 
     stop_ids: Annotated[tuple[TokenIds, ...], Field(strict=False)] = ()
-    """Token sequences that end a response, in addition to the EOS token. They remain in the response."""
+    """Token sequences that end a response, in addition to the EOS token. They remain part of the response."""
 
     max_num_seqs: PositiveInt = 256
-    """Maximum number of sequences that one rank decodes concurrently; values below 16 use the memory of 16."""
+    """Maximum number of sequences that one rank decodes concurrently. Values below 16 need the memory of 16."""
 
     check_weights: Literal["sampled", "complete", "off"] = "sampled"
-    """Comparison of the served weights with the actor's after each weight sync. `sampled` compares a few columns of
-    some weights. `complete` compares all and takes several times as long as the transfer."""
+    """Comparison of the rollout's weights with the actor's weights after each weight sync. `sampled` compares a few
+    columns of some weights. `complete` compares all weights and takes several times as long as the transfer."""
 
     check: Literal["warn", "strict", "off"] = "warn"
-    """Reaction to a `rollout_gap` above gap_warning: log a warning with likely causes, stop the run, or ignore it."""
+    """Reaction to a `rollout_gap` above gap_warning: log a warning with likely causes, stop the run, or do nothing."""
 
     gap_warning: PositiveFloat | None = None
-    """Threshold of the mean log-probability gap between rollout and trainer, in nats per token. Null is 0.001 for
-    float32, 0.05 for 16 bits and 0.1 for quantized weights."""
+    """Threshold of the mean gap between rollout and trainer log-probabilities, in nats per token. Null is 0.001 for
+    float32, 0.05 for 16-bit weights and 0.1 for quantized weights."""
 
     @model_validator(mode="after")
     def _check(self) -> "RolloutConfig":
@@ -216,7 +231,7 @@ class RolloutConfig(Config):
         return self
 
     def can_sleep(self, *, on_gpus: bool) -> bool:
-        """Whether the rollout frees its devices while other roles use them. Engine hf never does."""
+        """Returns whether the rollout frees its devices while other roles use them. The engine hf never does."""
         if self.engine != "vllm":
             return False
         sleep = None if self.vllm is None else self.vllm.sleep
@@ -224,12 +239,12 @@ class RolloutConfig(Config):
 
     @property
     def sent_dtype(self) -> str | None:
-        """Dtype to which weights are cast before they are sent; None keeps theirs."""
+        """Dtype to which weights are cast before they are sent. None keeps their dtype."""
         return None if self.vllm is None else self.vllm.dtype
 
 
 def int4_on_cpu(role: str) -> str:
-    """Returns the error message for an int4 rollout on CPU slots."""
+    """Returns the error message for an int4 rollout on CPUs."""
     return (
         f"{role}.quantization is int4, which vLLM supports on GPUs only, but placement.device is cpu: set "
         f"{role}.quantization: int8"
@@ -237,9 +252,9 @@ def int4_on_cpu(role: str) -> str:
 
 
 def models_of(config: Config) -> dict[str, tuple[str, ActorConfig | CriticConfig | ReferenceConfig | RewardConfig]]:
-    """Returns role -> (prefix of its keys, its settings) for the roles of a run that can have a model.
+    """Returns the settings of all roles that can have a model, as role -> (prefix of the keys, settings).
 
-    Top-level `model`, `optimizer`, `engine` and `lora`, as in SFT, are the settings of the actor.
+    In SFT, the top-level keys `model`, `optimizer`, `engine` and `lora` are the settings of the actor.
     """
     kinds = ActorConfig | CriticConfig | ReferenceConfig | RewardConfig
     models: dict[str, tuple[str, Any]] = {name: (f"{name}.", role) for name, role in config if isinstance(role, kinds)}

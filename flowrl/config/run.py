@@ -23,13 +23,15 @@ class DataConfig(Config):
     """Evaluation file; null disables evaluation."""
 
     max_prompt_tokens: PositiveInt
-    """Longest allowed prompt. A longer one is an error, with file and line, before the run starts."""
+    """Maximum number of tokens of a prompt. A longer prompt raises an error with file and line before the run
+    starts.
+    """
 
     evaluation_rows: PositiveInt | None = None
-    """Number of rows per evaluation, from the start of the file; null is all."""
+    """Number of rows per evaluation, from the start of the file; null uses all rows."""
 
     shuffle: bool = True
-    """Shuffle the training rows on every pass with the run's seed; false keeps the order of the file."""
+    """Shuffle the training rows in every epoch, with the run's seed. False keeps the order of the file."""
 
     @model_validator(mode="after")
     def _check(self) -> "DataConfig":
@@ -39,19 +41,25 @@ class DataConfig(Config):
 
 
 class CheckpointConfig(Config):
-    """Checkpoints in `checkpoints/` of the output folder; `resume: auto` continues from the latest."""
+    """Checkpoints in the folder `checkpoints/` of the output folder. `resume: auto` continues from the latest
+    checkpoint.
+    """
 
     every: NonNegativeInt = 0
-    """Steps between checkpoints. The last step and an interrupted step are saved too. 0 saves none."""
+    """Number of steps between checkpoints; 0 saves none. The last step and an interrupted step are also saved."""
 
     keep_last: PositiveInt | None = 2
     """Number of latest checkpoints to keep; null keeps all."""
 
     keep_best: NonNegativeInt = 0
-    """Best checkpoints to keep too: by evaluation accuracy if evaluate_every is set, else by reward, else by loss."""
+    """Number of best checkpoints to keep in addition. They are ranked by evaluation accuracy if evaluate_every is set,
+    otherwise by reward, otherwise by loss.
+    """
 
     asynchronous: bool = True
-    """Write in the background from a copy in host memory; false blocks the step until the files are written."""
+    """Write checkpoints in the background from a copy in host memory. False blocks the step until the files are
+    written.
+    """
 
     @model_validator(mode="after")
     def _check(self) -> "CheckpointConfig":
@@ -71,23 +79,25 @@ class ReportConfig(Config):
 
 
 class RunConfig(Config):
-    """Base class of recipe configs. A recipe adds its roles, its algorithm and its batch sizes in sequences."""
+    """Base class of recipe configs. A recipe adds its roles, its algorithm and its batch sizes (in sequences)."""
 
     roles: ClassVar[tuple[str, ...]] = ()
-    """Roles of the recipe. The placement must assign each of them to a pool."""
+    """Roles of the recipe. The placement must assign each role to a pool."""
 
     def dedicated_roles(self) -> tuple[str, ...]:
         """Returns the roles that require dedicated processes."""
         return tuple(name for name, value in self if isinstance(value, RolloutConfig) and value.engine == "vllm")
 
     recipe: ImportName | None = None
-    """`module:Class` of the config class for this file. The `flowrl` commands require it."""
+    """Config class of this file, as `module:Class`. The `flowrl` commands require it."""
 
     output: FilePath
-    """Output folder. A folder with a different run is an error."""
+    """Output folder. A folder that contains a different run is rejected."""
 
     resume: Literal["never", "auto"] = "never"
-    """`auto`: resume from the latest checkpoint in output, if any. `never`: an output folder with a run is an error."""
+    """`auto`: resume from the latest checkpoint in output, if there is one. `never`: reject an output folder with a
+    run.
+    """
 
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoint settings."""
@@ -96,34 +106,38 @@ class RunConfig(Config):
     """Optional outputs: plots and TensorBoard events."""
 
     restarts: NonNegativeInt = 3
-    """Maximum number of restarts from the latest checkpoint after failures; without checkpoints there are none."""
+    """Maximum number of restarts from the latest checkpoint after failures. Without checkpoints, a run is not
+    restarted.
+    """
 
     seed: NonNegativeInt = 0
-    """Seed of the data order and of every sampled token."""
+    """Seed of the data order and of all sampled tokens."""
 
     backend: Literal["ray", "inline"] = "ray"
-    """`ray`: one process per device. `inline`: everything in the driver process, for debugging."""
+    """`ray`: one process per device. `inline`: all roles in the driver process, for debugging."""
 
     address: str | None = None
-    """Ray cluster to join (`auto`, or host:port); null starts a local one for the duration of the run."""
+    """Ray cluster to join (`auto`, or host:port); null starts a local cluster for the duration of the run."""
 
     placement: Placement = SINGLE
     """Placement of the roles: a mapping, or the path of a file such as placement/split.yaml."""
 
     devices: Annotated[tuple[NonNegativeInt, ...], Field(strict=False, min_length=1)] | None = None
-    """Number of devices to use on each node, for example [8, 8]; null uses all devices of the machine."""
+    """Number of devices to use on each node, such as [8, 8]; null uses all devices of the machine."""
 
     threads: PositiveInt | None = None
-    """Number of torch CPU threads per process; null divides the cores evenly."""
+    """Number of torch CPU threads per process; null divides the cores evenly among the processes."""
 
     call_timeout_s: PositiveFloat | None = 1800.0
-    """Timeout of one worker call in seconds, after which its process counts as stuck; null is no limit."""
+    """Timeout of one worker call in seconds. After the timeout, its process counts as stuck. Null disables the
+    timeout.
+    """
 
     steps: PositiveInt
     """Number of training steps."""
 
     evaluate_every: NonNegativeInt = 0
-    """Steps between evaluations; 0 evaluates only before the first and after the last step."""
+    """Number of steps between evaluations; 0 evaluates only before the first step and after the last step."""
 
     @model_validator(mode="after")
     def _check_run(self) -> "RunConfig":
@@ -139,12 +153,12 @@ class RunConfig(Config):
 
     @property
     def compared_by(self) -> tuple[str, ...]:
-        """Metrics that rank checkpoints for `checkpoint.keep_best`; the first one that exists is used."""
+        """Metrics that rank checkpoints for `checkpoint.keep_best`. The first metric that exists is used."""
         return ("reward", "loss")
 
 
 class OnPolicyConfig(RunConfig):
-    """Settings of recipes that generate rollouts, score them, and then run a few updates per step."""
+    """Settings of recipes that generate rollouts, score them, and then take a few optimizer steps per training step."""
 
     roles: ClassVar[tuple[str, ...]] = ("actor", "rollout", "reference", "reward")
 
@@ -183,7 +197,9 @@ class OnPolicyConfig(RunConfig):
 
     @property
     def compared_by(self) -> tuple[str, ...]:
-        """Metrics that rank checkpoints for `checkpoint.keep_best`: accuracy only if it is measured periodically."""
+        """Metrics that rank checkpoints for `checkpoint.keep_best`. They include the accuracy only if it is evaluated
+        periodically.
+        """
         return ("accuracy",) if self.evaluate_every else super().compared_by
 
     @property
@@ -209,7 +225,7 @@ class OnPolicyConfig(RunConfig):
     @field_validator("algorithm")
     @classmethod
     def _resolve_correction(cls, algorithm: AnyAdvantage, info: ValidationInfo) -> AnyAdvantage:
-        """Replaces `correction: auto` by the correction that applies, so that config.yaml records it."""
+        """Replaces `correction: auto` by the actual correction, so that config.yaml records it."""
         actor, rollout, schedule = (info.data.get(name) for name in ("actor", "rollout", "schedule"))
         if algorithm.correction != "auto" or actor is None or rollout is None or schedule is None:
             return algorithm  # A missing group has an error of its own.
@@ -246,7 +262,7 @@ class OnPolicyConfig(RunConfig):
         return self
 
     def check_served_dtype(self) -> None:
-        """Raises ConfigError if the weights are not in the dtype that quantized matrix products require."""
+        """Raises ConfigError if the weights do not have the dtype that the quantized matrix products require."""
         dtype = self.rollout.sent_dtype or self.actor.model.dtype
         if self.rollout.quantization in ("int4", "fp8") and dtype != "bfloat16":
             raise ConfigError(

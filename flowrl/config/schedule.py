@@ -1,7 +1,7 @@
-"""Rollout schedules: whether generation waits for training.
+"""Rollout schedules: whether and how generation overlaps with training.
 
-The staleness of a token is the number of policy updates between the weights that sampled it and the weights that are
-trained on it.
+The staleness of a token is a number of policy updates: the updates between the weights that sampled the token and the
+weights that are trained on it.
 """
 
 from typing import Annotated, Literal
@@ -24,7 +24,7 @@ class ScheduleConfig(Member):
 
     @property
     def is_streaming(self) -> bool:
-        """Whether replicas receive prompts one by one instead of one batch per step."""
+        """True if replicas receive prompts one by one, false if they receive one batch per step."""
         return False
 
 
@@ -35,7 +35,7 @@ class SyncSchedule(ScheduleConfig):
 
 
 class OneStepOffSchedule(ScheduleConfig):
-    """Generates the responses of the next step while training on those of the current step. Staleness 1."""
+    """Generates the responses of the next step while training on the responses of the current step. Staleness 1."""
 
     kind: Literal["one_step_off"] = "one_step_off"
 
@@ -45,21 +45,23 @@ class OneStepOffSchedule(ScheduleConfig):
 
 
 class AsyncSchedule(ScheduleConfig):
-    """Generates continuously on rollout replicas that have devices of their own."""
+    """Generates continuously on rollout replicas that have their own devices."""
 
     kind: Literal["async"] = "async"
     max_staleness: NonNegativeInt = 1
-    """Largest staleness of a response when it is trained on; 0 behaves like `sync`."""
+    """Largest staleness of a response at the time of training; 0 behaves like `sync`."""
 
     max_concurrent: PositiveInt | None = None
-    """Prompts in flight over all replicas; null uses as many as max_staleness and the replicas allow."""
+    """Maximum number of prompts in flight over all replicas; null derives it from max_staleness and the number of
+    replicas.
+    """
 
     overprovision: NonNegativeInt = 0
-    """Prompts in flight beyond the need of a step, so that a step does not wait for stragglers. Responses that become
-    too old are dropped and counted; long responses are dropped more often. At most the prompts of one step."""
+    """Additional prompts in flight, so that a step does not wait for stragglers. At most the prompts of one step.
+    Responses that exceed max_staleness are dropped and counted. Long responses are dropped more often."""
 
     interrupt: bool = True
-    """True: a replica loads new weights between two tokens. False: it finishes its responses first."""
+    """True: a replica loads new weights between two tokens of a response. False: it finishes its responses first."""
 
     @model_validator(mode="after")
     def _check_overprovision(self) -> "AsyncSchedule":

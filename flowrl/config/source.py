@@ -13,7 +13,7 @@ Key = tuple[str | int, ...]
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads 1e-4 as a number, although PyYAML requires a dot, and 2026-01-31 as text instead of a date."""
+    """YAML loader that reads 1e-4 as a number and 2026-01-31 as text, unlike PyYAML."""
 
     yaml_implicit_resolvers: ClassVar = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
@@ -28,19 +28,19 @@ _Loader.add_implicit_resolver(
 
 @dataclass(frozen=True)
 class Source:
-    """Settings as plain values, and the location of each key: `file:line`, or the override itself."""
+    """Settings as plain values, and the location of each key. A location is `file:line`, or the override itself."""
 
     values: dict[str, Any]
     origins: dict[Key, str]
 
     def origin(self, key: Key) -> str:
-        """Returns the location of `key`, or of the nearest enclosing mapping that has one."""
+        """Returns the location of `key`. If it has none, returns the location of the nearest enclosing mapping."""
         while key and key not in self.origins:
             key = key[:-1]
         return self.origins[key]
 
     def set(self, key: Key, value: Any, origins: dict[Key, str]) -> "Source":
-        """Returns a copy in which `key` is `value`. Creates missing or null parent mappings.
+        """Returns a copy in which `key` has `value`. Creates parent mappings that are missing or null.
 
         The keys of `origins` are relative to `key`.
         """
@@ -58,7 +58,7 @@ class Source:
 
 
 def parse(text: str, where: str, *, numbered: bool) -> tuple[Any, dict[Key, str]]:
-    """Parses YAML and returns the value and the location of each key. Raises ConfigError."""
+    """Parses YAML. Returns the value and the location of each key. Raises ConfigError."""
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
@@ -91,7 +91,7 @@ def read(path: Path) -> Source:
 
 
 def folder_hint(path: Path) -> str:
-    """Returns a hint that lists the YAML files in the folder of a missing file."""
+    """Returns a hint that lists the YAML files in the folder of `path`, for a file that is missing."""
     names = [] if path.exists() else sorted(file.name for file in path.parent.glob("*.yaml"))
     return f"; the folder has {', '.join(names)}" if names else ""
 
@@ -119,5 +119,5 @@ def _name(node: yaml.Node, where: str) -> str:
 
 
 def dotted(key: Key) -> str:
-    """Returns `key` in the form of an override, like actor.optimizer.lr."""
+    """Returns `key` in the form of an override, such as actor.optimizer.lr."""
     return ".".join(map(str, key))

@@ -1,4 +1,4 @@
-"""Atomic creation of folders: write to a temporary folder, then rename."""
+"""Atomic creation of folders: write to a temporary folder, then rename it."""
 
 import shutil
 from collections.abc import Iterator
@@ -12,9 +12,9 @@ from flowrl.config import UserError
 
 @contextmanager
 def write_atomically(folder: Path) -> Iterator[Path]:
-    """Yields a temporary folder, and renames it to `folder` at the end of the block.
+    """Yields a temporary folder, and renames it to `folder` at the end of the `with` block.
 
-    Deletes the temporary folder if the block fails. Raises `UserError` if the folder cannot be written.
+    Deletes the temporary folder if the block raises. Raises `UserError` if the folder cannot be written.
     """
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)

@@ -13,7 +13,7 @@ Speaker = Literal["system", "user", "assistant"]
 
 
 class DataError(UserError):
-    """A dataset or a tokenizer is unusable for the run."""
+    """Raised if a dataset or a tokenizer cannot be used for the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +23,10 @@ class Message:
 
 
 class ChatTokenizer:
-    """A tokenizer with a chat template. A prompt has the same tokens in training and in generation."""
+    """A tokenizer with a chat template. It produces the same tokens for a prompt in training and in generation."""
 
     def __init__(self, path: Path | str) -> None:
-        """Loads a tokenizer from a folder written by `save_pretrained`. Runs no code from the folder.
+        """Loads a tokenizer from a folder written by `save_pretrained`. Does not execute code in the folder.
 
         Raises:
             DataError: the tokenizer, its chat template or its end token is missing.
@@ -49,14 +49,14 @@ class ChatTokenizer:
 
     @property
     def pad_id(self) -> int:
-        """Id of the padding token (default: the end token)."""
+        """Id of the padding token. By default, it is the id of the end token."""
         return self.eos_id if self._tokenizer.pad_token_id is None else int(self._tokenizer.pad_token_id)
 
     def __len__(self) -> int:
         return len(self._tokenizer)
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Returns the token ids of a conversation, including the generation prompt of the assistant."""
+        """Returns the token ids of a conversation, including the template's generation prompt for the assistant."""
         return self._encode(self._render(messages, generate=True))
 
     def encode_example(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
@@ -97,7 +97,8 @@ class ChatTokenizer:
         return text
 
     def max_positions(self) -> int | None:
-        """Returns the maximum sequence length in the model config of the tokenizer's folder; None if it has none.
+        """Returns the maximum sequence length in the model config of the tokenizer's folder. Returns None if the config
+        has none.
 
         Raises `DataError` if the folder has no model config.
         """

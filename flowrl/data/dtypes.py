@@ -6,7 +6,7 @@ if TYPE_CHECKING:
     import torch
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes per element of the supported dtypes of models."""
+"""Bytes per element of the dtypes that models support."""
 
 
 def torch_dtype(name: str) -> "torch.dtype":

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CallEvent:
-    """Timing of one call of a worker method on one rank. Times are nanoseconds since the epoch."""
+    """Timing of one call of a worker method on one rank. Times are in nanoseconds since the epoch."""
 
     number: int
-    """Id of the call, in the order of submission. Every rank of a call has its own id."""
+    """Id of the call, in submission order. If several ranks execute a call, each rank has its own id."""
 
     inputs: tuple[int, ...]
-    """Ids of the calls whose results this call reads."""
+    """Ids of the calls whose results are inputs of this call."""
 
     role: str
     rank: int
@@ -43,7 +43,7 @@ class CallEvent:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """Values of named counters at one time."""
+    """Values of named counters at one point in time."""
 
     at_ns: int
     """Time in nanoseconds since the epoch."""

@@ -1,4 +1,4 @@
-"""Mergeable metrics: the merged value does not depend on how rows are distributed over ranks."""
+"""Mergeable metrics. The merged value does not depend on the distribution of rows over ranks."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -72,9 +72,9 @@ class Min:
 
 
 def merge_metrics(reports: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Merges the metrics of several ranks or calls by name. A report may lack some metrics.
+    """Merges the metrics of several ranks or calls by name. A metric may be missing in some of the reports.
 
-    Raises `ValueError` if metrics of one name have different classes.
+    Raises `ValueError` if metrics with the same name have different classes.
     """
     merged: dict[str, Metric] = {}
     for report in reports:

@@ -12,15 +12,15 @@ from flowrl.data.batch.fields import FIELDS
 from flowrl.data.chat import ChatTokenizer, DataError, Message, Speaker
 
 ROLE_NAMES: dict[str, Speaker] = {"human": "user", "user": "user", "assistant": "assistant", "system": "system"}
-"""Value of `from` (or `role`) in a dataset -> chat role."""
+"""Maps the value of `from` (or `role`) in a dataset to the chat role."""
 
 RESERVED_COLUMNS = frozenset({*FIELDS, "length"} - {"answer", "data_source"})
-"""Names of columns that flowrl writes. A dataset must not contain them."""
+"""Names of columns that flowrl writes. A dataset must not contain these names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """One line of a dataset: messages, and all other keys as columns."""
+    """One line of a dataset: its messages, and all other keys as columns."""
 
     messages: tuple[Message, ...]
     columns: Mapping[str, Any] = field(default_factory=dict)
@@ -38,9 +38,9 @@ def read_conversations(
     """Reads a file with one JSON object per line: `{"messages": [{"from": "human", "content": ...}], "answer": ...}`.
 
     Args:
-        path: the file. `from` is human, assistant or system (`role` and `user` also work). All keys except `messages`
-            become columns.
-        last: required role of the last message; None allows any role.
+        path: the file. `from` is human, assistant or system; the names `role` and `user` also work. All keys except
+            `messages` become columns.
+        last: required role of the last message. None allows any role.
         needs: required columns, such as `answer`.
     Raises:
         DataError: the file is missing or empty, or a line is malformed.
@@ -99,7 +99,7 @@ def _check_last_role(conversation: Conversation, last: Literal["user", "assistan
 
 
 class PromptStream:
-    """An endless stream of tokenized prompts, shuffled anew in every epoch."""
+    """An endless stream of tokenized prompts. Every epoch has a new random order."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class PromptStream:
             tokenizer: tokenizer of the policy.
             seed: seed of the random order of every epoch.
             max_prompt_tokens: maximum number of tokens of a prompt.
-            shuffle: use a new random order in every epoch; False keeps the order of the dataset.
+            shuffle: True uses a new random order in every epoch. False keeps the order of the dataset.
         Raises:
             DataError: the dataset is empty, a conversation ends with the assistant, or a prompt is too long.
         """
@@ -147,9 +147,9 @@ class PromptStream:
         return len(self._conversations)
 
     def take(self, num_prompts: int) -> list[dict[str, Any]]:
-        """Returns the rows of the next prompts and advances the stream.
+        """Returns the rows of the next `num_prompts` prompts and advances the stream.
 
-        The columns of a row are `prompt`, `conversation`, `prompt_ids`, `answer`, `prompt_id`, `group` (docs/batch.md)
+        A row has the columns `prompt`, `conversation`, `prompt_ids`, `answer`, `prompt_id` and `group` (docs/batch.md),
         and the other columns of the dataset.
         """
         first = self._num_drawn
@@ -157,19 +157,21 @@ class PromptStream:
         return self.rows(range(first, self._num_drawn))
 
     def rows(self, prompt_ids: Iterable[int]) -> list[dict[str, Any]]:
-        """Returns the rows with these prompt ids without advancing the stream."""
+        """Returns the rows with these prompt ids. Does not advance the stream."""
         return [self._row(self._index(prompt_id), prompt_id) for prompt_id in prompt_ids]
 
     def location(self, prompt_id: int) -> str:
         return self._conversations[self._index(prompt_id)].location
 
     def evaluation_rows(self, num_rows: int | None = None) -> list[dict[str, Any]]:
-        """Returns the first `num_rows` prompts (default: all) in the order of the file. Prompt ids start at 0."""
+        """Returns the first `num_rows` prompts in the order of the file, by default all prompts. Prompt ids start at
+        0.
+        """
         count = len(self) if num_rows is None else min(num_rows, len(self))
         return [self._row(index, index) for index in range(count)]
 
     def state(self) -> dict[str, int]:
-        """Returns the position in the stream for `restore`. The state does not contain the dataset."""
+        """Returns the position in the stream, for `restore`. The state does not contain the dataset."""
         return {"drawn": self._num_drawn, "seed": self._seed, "num_prompts": len(self)}
 
     def restore(self, state: Mapping[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""Checks of values that user-defined functions return. `what` is the name of the function in error messages."""
+"""Checks of values that user functions return. `what` is the name of the function in error messages."""
 
 from collections.abc import Mapping
 
@@ -19,7 +19,9 @@ def per_token(value: object, mask_BT: Tensor, what: str) -> Tensor:
 
 
 def loss_and_metrics(result: object, mask_BT: Tensor, what: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns a loss per token and its metrics. Raises `UserError` for a wrong shape or type or a missing gradient."""
+    """Returns a loss per token and its metrics. Raises `UserError` for a wrong shape or type, or if the loss has no
+    gradient.
+    """
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
         raise UserError(
             f"{what} returned {described(result)}, it must return (loss [B, T], a dictionary of metrics [B, T]); the "

@@ -6,7 +6,8 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def score(prompt: str, response: str, answer: str, **columns: object) -> float:
-    """Returns 1 if the last numbers in `response` and `answer` are equal, else 0. Ignores commas within numbers.
+    """Returns 1 if the last number in `response` equals the last number in `answer`, otherwise 0. Ignores commas in
+    numbers.
 
     Raises `ValueError` if `answer` contains no number.
     """

@@ -1,8 +1,7 @@
 """Worker classes of the roles. Each class wraps an engine and declares the columns that its methods read and write.
 
-Entry points: `Actor`, `Critic`, `Reference`, `Reward`, `RewardModel` and `Rollout`. `reward_worker` selects between the
-two reward classes.
-May import: config, data, controller, engines, algorithms.
+Entry points: `Actor`, `Critic`, `Reference`, `Reward`, `RewardModel` and `Rollout`. `reward_worker` returns one of the
+two reward classes. May import: config, data, controller, engines, algorithms.
 """
 
 from flowrl.workers.actor import Actor

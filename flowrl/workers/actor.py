@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 class Actor(TrainedWorker):
     """Worker that trains a causal language model.
 
-    Methods with `chunk_mb` and `dtype` split the weights into chunks of at most `chunk_mb` MB (10^6 bytes) and cast
-    floating-point weights to `dtype`; None keeps their dtype.
+    Methods with `chunk_mb` and `dtype` split the weights into chunks of at most `chunk_mb` MB (10^6 bytes). They cast
+    floating-point weights to `dtype`; None keeps the dtype.
 
     Args:
         config: model, optimizer and loss.
@@ -82,10 +82,10 @@ class Actor(TrainedWorker):
         ),
     )
     def update(self, batch: TensorDict) -> dict[str, Metric]:
-        """Takes one optimizer step on the policy loss, entropy bonus and KL loss; returns metrics.
+        """Takes one optimizer step on the policy loss, entropy bonus and KL loss. Returns metrics.
 
-        A rollout correction adds the columns `loss_weights`, which multiply the policy loss, and `loss_mask`, which
-        replaces the response mask.
+        A rollout correction adds two optional columns. `loss_weights` multiplies the policy loss. `loss_mask` replaces
+        the response mask.
         """
         self._check_columns(batch)
         columns = batch["tokens"].keys()
@@ -101,7 +101,7 @@ class Actor(TrainedWorker):
 
     @register(Dispatch.DP_COMPUTE_METRIC, blocking=False, reads=("input_ids", "response_mask"))
     def update_sft(self, batch: TensorDict) -> dict[str, Metric]:
-        """Takes one optimizer step on the mean cross-entropy of the response tokens; returns metrics."""
+        """Takes one optimizer step on the mean cross-entropy of the response tokens. Returns metrics."""
         return self.engine.update(batch, _sft_loss)
 
     @register(Dispatch.ALL_TO_ONE)
@@ -110,16 +110,18 @@ class Actor(TrainedWorker):
         save_model(self.model, self.config.model.path, folder, is_writer=self.rank == 0)
 
     def can_share_weights(self, other: Worker) -> bool:
-        """Returns whether `other` may use this model's weights. A sharded model needs aligned ranks."""
+        """Returns whether the worker `other` can use this model's weights. For a sharded model, the ranks of both roles
+        must be aligned.
+        """
         return not self.engine.is_sharded or other.context.role in self.context.aligned_roles
 
     @property
     def has_gathered_weights(self) -> bool:
-        """Whether each call must first gather the weights from shards, or merge an adapter into the weights."""
+        """Whether each call of the rollout must first gather sharded weights, or merge an adapter into the weights."""
         return self.engine.is_sharded or self.config.lora is not None
 
     def can_replace_reference(self, model: ModelConfig, reference: Worker) -> bool:
-        """Returns whether this model with its adapter disabled can replace a reference worker in this process."""
+        """Returns whether this model, with its adapter disabled, can replace a reference worker in this process."""
         is_collective = self.engine.is_sharded or self.engine.mesh.sequence is not None
         return (
             self.config.lora is not None
@@ -132,7 +134,9 @@ class Actor(TrainedWorker):
         )
 
     def description(self) -> dict[str, bytes]:
-        """Returns the model's configuration and tokenizer files (name -> contents), which `flowrl export` needs."""
+        """Returns the model's configuration and tokenizer files, as name -> contents. `flowrl export` needs these
+        files.
+        """
         if not self._described and self.rank == 0:
             files = describe_model(self.model, self.config.model.path)
             if self.config.lora is not None:
@@ -144,14 +148,14 @@ class Actor(TrainedWorker):
 
     @register(Dispatch.RANK_ZERO, blocking=False, memory=())
     def num_chunks(self, chunk_mb: float, dtype: str | None = None) -> int:
-        """Returns the number of chunks of a weight update."""
+        """Returns the number of chunks of one weight sync."""
         return len(self._chunks(chunk_mb, dtype))
 
     @register(Dispatch.ALL_TO_ONE, blocking=False)
     def weights(
         self, chunk: int = 0, chunk_mb: float | None = None, dtype: str | None = None
     ) -> dict[str, Any]:  # Any: NumPy arrays, see engines/models/weights.py
-        """Returns a chunk of the current weights on rank 0. Returns all weights if `chunk_mb` is None."""
+        """Returns a chunk of the current weights on rank 0. If `chunk_mb` is None, returns all weights."""
         names = None if chunk_mb is None else self._chunks(chunk_mb, dtype)[chunk]
         # No snapshot, because the controller copies the result of a call.
         return export_weights(self.model, names, dtype=_dtype(dtype), is_receiver=self.rank == 0, snapshot=False)
@@ -160,9 +164,9 @@ class Actor(TrainedWorker):
     def weight_samples(
         self, version: int, chunk: int = 0, num_chunks: int | None = None, dtype: str | None = None
     ) -> WeightSamples:
-        """Returns samples of the actor's weights, which the rollout compares with its weights of `version`.
+        """Returns samples of the actor's weights. The rollout compares them with its weights of `version`.
 
-        With `num_chunks`, returns all columns of the weights `chunk`, `chunk + num_chunks`, ... instead.
+        With `num_chunks`, returns all columns of every `num_chunks`-th weight instead, starting at weight `chunk`.
         """
         return weight_samples(
             self.model, version, chunk=chunk, num_chunks=num_chunks, dtype=_dtype(dtype), wanted=self.rank == 0
@@ -170,16 +174,18 @@ class Actor(TrainedWorker):
 
     @register(Dispatch.RANK_ZERO, blocking=False, memory=())
     def describe_weights(self, chunk: int, chunk_mb: float, dtype: str | None = None) -> "WeightMetadata":
-        """Returns names, dtypes and shapes of the weights in a chunk, which the receivers of a broadcast need."""
+        """Returns names, dtypes and shapes of the weights in a chunk. The receivers of a broadcast need this
+        metadata.
+        """
         from flowrl.engines.rollout.vllm.gpu_transfer import WeightMetadata  # noqa: PLC0415 (vLLM is optional)
 
         return WeightMetadata.of(weight_shapes(self.model, self._chunks(chunk_mb, dtype)[chunk], _dtype(dtype)))
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, memory=())
     def share_weights(self, chunk: int, chunk_mb: float, dtype: str | None = None, after: object = None) -> "IpcChunk":
-        """Copies a chunk into this GPU's IPC buffer and returns the IPC handle. The chunk is valid until the next call.
+        """Copies a chunk into this GPU's IPC buffer and returns the IPC handle. The next call overwrites the chunk.
 
-        `after` is a future that delays the call until the rollout has read the previous chunk.
+        `after` is a future that delays this call until the rollout has read the previous chunk.
         """
         metadata = self.describe_weights(chunk, chunk_mb, dtype)
         return self._ipc.share(full_weights(self.model, metadata.names, _dtype(dtype)), metadata.num_bytes)
@@ -196,14 +202,14 @@ class Actor(TrainedWorker):
 
     @register(Dispatch.RANK_ZERO, blocking=False, memory=())
     def join_transfer_group(self, group: Mapping[str, Any]) -> None:  # Any: the fields of `TransferGroup`
-        """Joins the NCCL transfer group; blocks until all ranks have joined."""
+        """Joins the NCCL transfer group. Blocks until all ranks have joined."""
         from flowrl.engines.rollout.vllm.gpu_transfer import NcclSender, TransferGroup  # noqa: PLC0415 (as above)
 
         self._nccl: NcclSender = NcclSender(TransferGroup(**group))
 
     @register(Dispatch.ALL_TO_ONE, blocking=False)
     def broadcast_weights(self, chunk: int, chunk_mb: float, dtype: str | None = None) -> None:
-        """Broadcasts a chunk from rank 0 to the transfer group. The other ranks only take part in the all-gathers."""
+        """Broadcasts a chunk from rank 0 to the transfer group. All other ranks only take part in the all-gathers."""
         weights = full_weights(self.model, self._chunks(chunk_mb, dtype)[chunk], _dtype(dtype))
         if self.rank == 0:
             self._nccl.send(weights)
@@ -274,7 +280,7 @@ class Actor(TrainedWorker):
     def _token_loss(
         self, logprobs_BL: torch.Tensor, micro: MicroBatch, mask_BL: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Returns the configured policy loss per token `[B, L]`, and its metrics."""
+        """Returns the policy loss per token `[B, L]` and its metrics."""
         columns = {"logprobs": logprobs_BL, "mask": mask_BL} | {
             name: micro.tokens[name] for name in policy_losses.inputs(self._loss) if name not in ("logprobs", "mask")
         }
@@ -292,7 +298,7 @@ def _sft_loss(
 
 
 def token_means(values: dict[str, torch.Tensor], mask_BL: torch.Tensor) -> dict[str, Metric]:
-    """Returns the masked mean of each `[B, L]` value, and the minimum and maximum of `ratio`, as metrics."""
+    """Returns metrics: the masked mean of each value `[B, L]`, and the minimum and maximum of `ratio`."""
     sums = [value.detach().masked_fill(~mask_BL, 0).sum(dtype=torch.float64) for value in values.values()]
     extremes = masked_range(values["ratio"], mask_BL) if "ratio" in values else ()
     # One device synchronization for all metrics.

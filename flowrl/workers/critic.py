@@ -38,12 +38,12 @@ class Critic(TrainedWorker):
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("input_ids",), writes=("values",))
     def values(self, batch: TensorDict) -> TensorDict:
-        """Returns the value `[T]` of the state before each token; 0 at position 0."""
+        """Returns the value `[T]` of the state before each token. The value at position 0 is 0."""
         return make_tensordict(tokens={"values": self.engine.evaluate(batch, _values)}, lengths=lengths(batch))
 
     @register(Dispatch.DP_COMPUTE_METRIC, blocking=False, reads=("input_ids", "response_mask", "values", "returns"))
     def update(self, batch: TensorDict) -> dict[str, Metric]:
-        """Takes one optimizer step on the clipped value loss; returns metrics."""
+        """Takes one optimizer step on the clipped value loss. Returns metrics."""
         metrics = self.engine.update(batch, self._value_loss)
         return {f"{self.context.role}/{name}": metric for name, metric in metrics.items()}
 

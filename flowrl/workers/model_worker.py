@@ -1,4 +1,6 @@
-"""Base classes of workers with a model: device mesh, offload of idle models, and checkpoints of trained models."""
+"""Base classes of workers with a model. They provide the process groups, the offload of idle models, and
+checkpoints.
+"""
 
 from functools import cached_property
 from pathlib import Path
@@ -27,12 +29,14 @@ def build_rank_mesh(worker: Worker, engine: EngineConfig) -> RankMesh:
 
 
 def has_collective_forward(mesh: Mesh, engine: EngineConfig) -> bool:
-    """Returns whether a forward pass needs several ranks, due to sharded weights or sequence parallelism."""
+    """Returns whether several ranks must run a forward pass together, because of sharded weights or sequence
+    parallelism.
+    """
     return mesh.sp > 1 or shards_model(engine, mesh.size, mesh.tp)
 
 
 class ModelWorker(Worker):
-    """Worker with a `TrainEngine`, which the constructor must store as `engine`."""
+    """Worker with a `TrainEngine`. The constructor of the subclass must store it as `engine`."""
 
     engine: TrainEngine
 
@@ -56,12 +60,12 @@ class TrainedWorker(ModelWorker):
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def save_checkpoint(self, folder: Path, asynchronous: bool = False) -> None:
-        """Writes the training state to an empty folder. `asynchronous` writes in a background thread."""
+        """Writes the training state to an empty folder. With `asynchronous`, a background thread writes the files."""
         self._checkpoints.save(folder, asynchronous=asynchronous, extra_files=self.description())
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, memory=())
     def checkpoint_saved(self, wait: bool = True) -> Saved | None:
-        """Returns the files that this rank wrote; None if not `wait` and a rank is still writing."""
+        """Returns the files that this rank wrote. Without `wait`, returns None while a rank is still writing."""
         return self._checkpoints.result(wait=wait)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
@@ -70,7 +74,7 @@ class TrainedWorker(ModelWorker):
         load(self.engine, folder)
 
     def description(self) -> dict[str, bytes]:
-        """Returns additional checkpoint files: name -> contents."""
+        """Returns additional checkpoint files, as name -> contents."""
         return {}
 
     @cached_property

@@ -27,16 +27,16 @@ from flowrl.engines.models.sequence_sharding import (
 from flowrl.engines.train.microbatch import MicroBatch
 
 _TILED_FROM = 8192
-"""Vocabulary size from which logits are computed in tiles. For smaller vocabularies one pass is faster."""
+"""Vocabulary size from which logits are computed in tiles. For smaller vocabularies, a single pass is faster."""
 
 
 def policy_logprobs(model: nn.Module, micro: MicroBatch, *, temperature: float) -> Tensor:
-    """Returns the log-probability [B, L] of each token given the previous tokens; 0 at position 0."""
+    """Returns the log-probability [B, L] of each token given the previous tokens. It is 0 at position 0."""
     return model(micro.input_ids, micro.mask, temperature, pack=micro.pack)[0]
 
 
 class PolicyModel(SequenceShardable):
-    """Wraps a language model without changing it, so that a rollout can share the language model."""
+    """Wraps a language model without changing it. A rollout can therefore share the language model."""
 
     def __init__(self, language_model: LanguageModel) -> None:
         super().__init__()
@@ -56,9 +56,9 @@ class PolicyModel(SequenceShardable):
             input_ids_BL: right-padded token ids, int64 [B, L].
             mask_BL: tokens to compute, bool [B, L]. Results at other tokens are undefined.
             temperature: sampling temperature of the rollout, > 0.
-            entropy: "none" returns zeros, "value" returns a detached entropy, "gradient" a differentiable entropy.
-            pack: packed layout of the rows; None runs them padded.
-        Returns: (logprobs, entropy), each [B, L] in at least float32, 0 at position 0.
+            entropy: "none" returns zeros, "value" a detached entropy, and "gradient" a differentiable entropy.
+            pack: packed layout of the rows. None for padded rows.
+        Returns: a tuple (logprobs, entropy), each [B, L] in at least float32 and 0 at position 0.
         """
         if pack is None:
             return self._run_rows(input_ids_BL, mask_BL, temperature, entropy, None)

@@ -1,4 +1,4 @@
-"""Worker of the frozen reference policy, from which the KL divergence is measured."""
+"""Worker of the frozen reference policy, to which the KL divergence is measured."""
 
 from functools import partial
 from typing import Any
@@ -22,8 +22,8 @@ from flowrl.workers.policy_model import PolicyModel, policy_logprobs
 class Reference(ModelWorker):
     """Worker that computes log-probabilities with a frozen causal language model.
 
-    If an actor in the same process trains a LoRA adapter on the same model, the reference has no weights. The reference
-    then runs the actor's engine with the adapter disabled.
+    If an actor in the same process trains a LoRA adapter on the same model, the reference loads no weights. It then
+    runs the actor's engine with the adapter disabled.
 
     Args:
         config: model and engine.
@@ -49,7 +49,7 @@ class Reference(ModelWorker):
         )
 
     def _find_base_actor(self, model: ModelConfig) -> Actor | None:
-        """Returns the actor of this process if its base model is `model` on all ranks of the role, otherwise None."""
+        """Returns this process's actor if its base model is `model` on all ranks of the role, otherwise None."""
         peer = self.peer("actor")
         actor = peer if isinstance(peer, Actor) and peer.can_replace_reference(model, self) else None
         group = self.context.process_group
@@ -69,7 +69,9 @@ class Reference(ModelWorker):
 
     @classmethod
     def select_class(cls, mesh: Mesh, config: ReferenceConfig, **_: Any) -> type[Worker]:  # Any: the constructor's
-        """Returns the collective class if a forward pass needs several ranks, which cannot be restarted separately."""
+        """Returns the subclass with `collective = True` if several ranks must run a forward pass together. Such ranks
+        cannot be restarted separately.
+        """
         return _CollectiveReference if has_collective_forward(mesh, config.engine) else cls
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("input_ids",), writes=("logprobs",))

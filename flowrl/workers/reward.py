@@ -22,15 +22,17 @@ from flowrl.workers.model_worker import ModelWorker, build_rank_mesh, has_collec
 RewardFunction = Callable[..., float]
 
 _FUNCTION_COLUMNS = ("prompt", "response", "answer?", "data_source?", "conversation?", "*")
-"""Columns that a reward function receives; `*` stands for the other columns of the dataset."""
+"""Columns that a reward function receives. `?` marks an optional column, and `*` stands for all other dataset
+columns.
+"""
 
 
 class RewardError(UserError):
-    """Raised if a reward function cannot be loaded, raises, or returns something other than a finite number."""
+    """Raised if a reward function cannot be loaded, raises an exception, or does not return a finite number."""
 
 
 def load_reward_function(name: str) -> RewardFunction:
-    """Imports the function `module:function`. Raises RewardError if import or signature are invalid."""
+    """Imports the function `module:function`. Raises RewardError if the import fails or the signature is invalid."""
     try:
         function: RewardFunction = import_function(name)  # its result is checked at every call
     except ImportNameError as error:
@@ -46,10 +48,10 @@ def load_reward_function(name: str) -> RewardFunction:
 
 
 def score_rows(batch: TensorDict, function: RewardFunction, name: str) -> TensorDict:
-    """Calls a reward function once per row with the row's columns as keyword arguments; returns the column `scores`.
+    """Calls a reward function once per row, with the row's columns as keyword arguments. Returns the column `scores`.
 
-    The columns `conversation` and `data_source` are passed only if the function accepts them.
-    Raises RewardError if the function raises or returns something other than a finite number.
+    The columns `conversation` and `data_source` are passed only if the function accepts them. Raises RewardError if the
+    function raises an exception or does not return a finite number.
     """
     parameters = inspect.signature(function).parameters.values()
     accepts_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
@@ -89,7 +91,7 @@ class Reward(Worker):
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=_FUNCTION_COLUMNS, writes=("scores",))
     def score(self, batch: TensorDict, evaluation: bool = False) -> TensorDict:
-        """Returns one score per row `[B]`. `evaluation` selects the evaluation function."""
+        """Returns one score per row, `[B]`. `evaluation` selects the evaluation function."""
         name = self.evaluation_name if evaluation else self.name
         return score_rows(batch, self._functions[name], name)
 
@@ -111,12 +113,14 @@ class RewardModel(ModelWorker):
 
     @classmethod
     def select_class(cls, mesh: Mesh, config: RewardConfig) -> type[Worker]:
-        """Returns the collective class if a forward pass needs several ranks, which cannot be restarted separately."""
+        """Returns the subclass with `collective = True` if several ranks must run a forward pass together. Such ranks
+        cannot be restarted separately.
+        """
         return _CollectiveRewardModel if has_collective_forward(mesh, config.engine) else cls
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("input_ids", *_FUNCTION_COLUMNS), writes=("scores",))
     def score(self, batch: TensorDict, evaluation: bool = False) -> TensorDict:
-        """Returns one score per row `[B]`. `evaluation` selects the evaluation function if one is configured."""
+        """Returns one score per row, `[B]`. `evaluation` selects the evaluation function, if the settings name one."""
         if evaluation and self._evaluation is not None:
             return score_rows(batch, self._evaluation, self._evaluation_name)
         scores_B = self.engine.evaluate_rows(batch, _scores)

@@ -1,4 +1,4 @@
-"""Rollout worker: generates responses with the actor's weights, for batches or for a stream of prompt groups."""
+"""Rollout worker, which generates responses with the actor's weights, for batches or for a stream of prompt groups."""
 
 import time
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -42,7 +42,8 @@ RESPONSE_COLUMNS = ("input_ids", "response_mask", "rollout_logprobs", "weight_ve
 class Rollout(Worker):
     """Worker that generates responses.
 
-    In the actor's process, the rollout shares the actor's weights or has a quantized copy of the weights.
+    In the actor's process, the rollout shares the actor's weights or has a quantized copy of them. In a separate
+    process, it has its own weights.
 
     Args:
         config: engine and sampling settings.
@@ -68,7 +69,9 @@ class Rollout(Worker):
         self.engine = HfRollout(self.model, self.tokenizer.tokenizer, config, torch.device(self.device))
 
     def _build_model(self, config: ModelConfig) -> LanguageModel:
-        """Returns the actor's model, an empty copy for the actor's gathered weights, or a separately loaded model."""
+        """Returns the rollout's model: the actor's model, an empty copy that receives gathered weights, or a separately
+        loaded model.
+        """
         if self._is_quantized:
             source = load_policy(config, on_meta=True)
             copy = quantized_copy(source, torch.device(self.device))
@@ -85,7 +88,7 @@ class Rollout(Worker):
         writes=RESPONSE_COLUMNS,
     )
     def generate(self, batch: TensorDict, greedy: bool = False) -> TensorDict:
-        """Returns one sampled or greedy response per prompt."""
+        """Returns one response per prompt. Responses are greedy with `greedy`, otherwise sampled."""
         prompts = objects(batch, "prompt_ids")
         with self._gathered_weights():
             responses = self.engine.generate(
@@ -99,8 +102,9 @@ class Rollout(Worker):
     def add(self, batch: TensorDict, samples: int) -> dict[int, str | None]:
         """Queues prompt groups of `samples` rows for `poll`.
 
-        Returns: `prompt_id` -> reason why the engine rejected the prompt, or None if the prompt was queued.
-        Raises RolloutError if the rollout shares the actor's weights, which training changes during generation.
+        Returns: for each `prompt_id`, None if the prompt was queued, otherwise the reason for which the engine rejected
+        it. Raises RolloutError if the rollout shares the actor's weights, because training would change them during
+        generation.
         """
         if self._actor is not None:
             raise RolloutError(
@@ -115,7 +119,9 @@ class Rollout(Worker):
         return rejections
 
     def _queue(self, requests: Sequence[Request]) -> str | None:
-        """Adds all requests of a prompt to the engine. Returns the reason if the engine rejects the prompt."""
+        """Adds all requests of a prompt to the engine. If the engine rejects the prompt, returns the reason, otherwise
+        None.
+        """
         try:
             self.engine.add(requests)
         except PromptError as error:
@@ -130,10 +136,11 @@ class Rollout(Worker):
         resend=False,
     )
     def poll(self, slice_s: float) -> TensorDict:
-        """Generates for up to `slice_s` seconds and returns the rows of all complete groups, in the order added.
+        """Generates for up to `slice_s` seconds. Returns the rows of all complete groups, in the order in which they
+        were added.
 
-        Returns early if a group is complete and no request waits for a slot, so that the driver can add requests.
-        Returns immediately if there is nothing to generate or a weight update is running.
+        Returns before the time is over if a group is complete and no request waits for a slot. The driver can then add
+        requests. Returns immediately if no request is unfinished, or if a weight update is running.
         """
         deadline = time.monotonic() + slice_s
         if self.engine.state is not EngineState.UPDATING:
@@ -147,7 +154,7 @@ class Rollout(Worker):
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, resend=False)
     def abort(self, prompt_ids: Sequence[int]) -> None:
-        """Drops the groups of these prompts, complete or not. Ignores unknown prompts."""
+        """Drops the groups of these prompts, even if they are complete. Ignores unknown prompts."""
         self.engine.abort(self._groups.drop(prompt_ids))
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
@@ -173,7 +180,9 @@ class Rollout(Worker):
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def set_version(self, version: int) -> None:
-        """Sets the weight version after a local update of the actor. A quantized rollout copies the weights."""
+        """Sets the weight version after the actor in this process was updated. A quantized rollout also copies the
+        weights.
+        """
         assert self._actor is not None, "weights of another process arrive through load_weights"
         if self._is_quantized:
             write_weights(self.model, full_weights(self._actor.model))
@@ -181,7 +190,8 @@ class Rollout(Worker):
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, replay="chunk", memory=("weights",))
     def load_weights(self, weights: Mapping[str, np.ndarray], version: int, chunk: int = 0, of: int = 1) -> None:
-        """Loads chunk `chunk` of the `of` chunks of a weight update. With shared weights, sets only the version.
+        """Loads chunk number `chunk` of a weight update that has `of` chunks. With shared weights, sets only the
+        version.
 
         The engine does not generate until the last chunk is loaded. Chunk 0 restarts an unfinished update, because a
         recovered process receives all chunks again.
@@ -202,9 +212,9 @@ class Rollout(Worker):
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, memory=("weights",))
     def check_weights(self, samples: WeightSamples) -> Compared:
-        """Compares the engine's weights with the actor's samples. Raises CheckFailed for differences.
+        """Compares the engine's weights with samples of the actor's weights. Raises CheckFailed if they differ.
 
-        A recovered process skips the check if its replayed weights are newer than the samples.
+        A recovered process skips the check if its weights are newer than the samples.
         """
         is_newer = self.engine.state is EngineState.UPDATING or self.engine.version > samples.version
         if self.shares_weights or (is_newer and self.context.replaced):
@@ -220,7 +230,7 @@ class Rollout(Worker):
 
 
 class _VllmRolloutWorker(Rollout):
-    """Rollout with vLLM in a dedicated process, which receives weights from the actor's processes."""
+    """Rollout with vLLM in a dedicated process. It receives weights from the actor's processes."""
 
     def __init__(self, config: RolloutConfig, model: ModelConfig, *, seed: int) -> None:
         from flowrl.engines.rollout.vllm.engine import VllmRollout  # noqa: PLC0415 (optional; takes over the process)
@@ -257,19 +267,19 @@ class _VllmRolloutWorker(Rollout):
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, replay="chunk", memory=("weights",))
     def load_ipc(self, shared: "Sequence[IpcChunk]", version: int, chunk: int, of: int) -> None:
-        """Loads a chunk from the IPC buffers of the actor's ranks, like `load_weights`."""
+        """Loads a chunk from the IPC buffers of the actor's ranks. The arguments are those of `load_weights`."""
         self._check_not_replayed()
         self._load_chunk(shared[0].merged(shared), version, chunk, of)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, replay=True, memory=())
     def join_transfer_group(self, group: Mapping[str, Any]) -> None:  # Any: the fields of `TransferGroup`
-        """Joins the NCCL transfer group with all devices of this replica; blocks until all ranks have joined."""
+        """Joins the NCCL transfer group with all devices of this replica. Blocks until all ranks have joined."""
         self._check_not_replayed()
         self.engine.join_transfer_group(group, 1 + self.rank * self.context.num_tp_devices)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, replay="chunk", memory=("weights",))
     def load_broadcast(self, metadata: "WeightMetadata", version: int, chunk: int, of: int) -> None:
-        """Loads a chunk that the actor broadcasts concurrently, like `load_weights`."""
+        """Loads a chunk that the actor broadcasts at the same time. The arguments are those of `load_weights`."""
         self._check_not_replayed()
         self._load_chunk(metadata, version, chunk, of)
 
@@ -283,11 +293,11 @@ class _VllmRolloutWorker(Rollout):
 
 @dataclass
 class _PromptGroup:
-    """Samples and responses of one prompt."""
+    """Requests and responses of one prompt."""
 
     prompt: Sequence[int]
     samples: dict[str, int] = field(default_factory=dict)
-    """Request id -> index of the sample."""
+    """Maps a request id to the index of its sample."""
     responses: dict[str, Response] = field(default_factory=dict)
 
     @property
@@ -296,20 +306,20 @@ class _PromptGroup:
 
 
 class PromptGroups:
-    """Buffer of a streaming rollout that collects responses by prompt until all samples of the prompt have finished."""
+    """Buffer of a streaming rollout. It collects responses by prompt until all samples of the prompt have finished."""
 
     def __init__(self) -> None:
         self._groups: dict[int, _PromptGroup] = {}
-        """prompt_id -> group."""
+        """Maps a prompt_id to its group."""
         self._prompt_id: dict[str, int] = {}
-        """Request id -> prompt_id."""
+        """Maps a request id to its prompt_id."""
 
     @property
     def has_complete(self) -> bool:
         return any(group.is_complete for group in self._groups.values())
 
     def make_requests(self, batch: TensorDict, samples: int, seed: int) -> list[tuple[int, list[Request]]]:
-        """Creates requests by prompt. Raises ValueError unless each prompt has `samples` rows."""
+        """Creates requests, grouped by prompt. Raises ValueError unless each prompt has `samples` rows."""
         prompt_id_B, sample_B = batch["rows", "prompt_id"], batch["rows", "sample"]
         unique_U, counts_U = prompt_id_B.unique(return_counts=True)
         for prompt_id, count in zip(unique_U.tolist(), counts_U.tolist(), strict=True):
@@ -324,7 +334,7 @@ class PromptGroups:
         return list(requests.items())
 
     def add(self, batch: TensorDict, prompt_ids: Container[int]) -> None:
-        """Adds the groups of the prompts that are in `prompt_ids`."""
+        """Adds the groups of those prompts in `batch` whose ids are in `prompt_ids`."""
         for prompt, (prompt_id, sample) in zip(objects(batch, "prompt_ids"), _row_ids(batch), strict=True):
             if prompt_id in prompt_ids:
                 request_id = f"{prompt_id}-{sample}"
@@ -336,7 +346,7 @@ class PromptGroups:
             self._groups[self._prompt_id[response.request_id]].responses[response.request_id] = response
 
     def pop_complete(self, tokenizer: ChatTokenizer) -> TensorDict:
-        """Removes all complete groups and returns their rows in the order added."""
+        """Removes all complete groups and returns their rows, in the order in which the groups were added."""
         complete = {prompt_id: group for prompt_id, group in self._groups.items() if group.is_complete}
         self._remove(complete)
         rows = [(prompt_id, group, name) for prompt_id, group in complete.items() for name in group.samples]
@@ -349,7 +359,7 @@ class PromptGroups:
         )
 
     def drop(self, prompt_ids: Iterable[int] | None = None) -> list[str]:
-        """Removes the groups of these prompts (None means all groups) and returns their request ids."""
+        """Removes the groups of these prompts (None: all groups) and returns their request ids."""
         dropped = list(self._groups) if prompt_ids is None else [i for i in set(prompt_ids) if i in self._groups]
         request_ids = [request_id for prompt_id in dropped for request_id in self._groups[prompt_id].samples]
         self._remove(dropped)

@@ -1,4 +1,4 @@
-"""Waits until a Ray cluster has a number of nodes. Arguments: `ADDRESS NUM_NODES`."""
+"""Waits until a Ray cluster has a given number of nodes. Arguments: `ADDRESS NUM_NODES`."""
 
 import sys
 import time

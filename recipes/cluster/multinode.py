@@ -44,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_hosts(path: Path) -> list[str]:
-    """Returns the ssh hosts in a file, one per line, with # comments. Raises UserError if the file is invalid."""
+    """Returns the ssh hosts in a file with one host per line. `#` starts a comment. Raises UserError if the file is
+    invalid.
+    """
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -80,7 +82,7 @@ class _Host:
 
 
 class Hosts:
-    """Ray nodes on all hosts, from `start` until the end of the `with` block."""
+    """Ray nodes on all hosts. They run from `start` until the end of the `with` block."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
@@ -94,7 +96,7 @@ class Hosts:
         # Workers get the driver's niceness. With Ray's default of 15, other programs would starve them.
         self._node_environment = token | forwarded | {"RAY_worker_niceness": str(os.nice(0))}
         self.environment = os.environ | token
-        """Environment of programs that join the cluster."""
+        """Environment variables for programs that join the cluster."""
 
     def start(self) -> str:
         """Starts all nodes and returns the address of the cluster. Raises UserError if a node cannot start."""
@@ -160,7 +162,7 @@ class Hosts:
             raise UserError(waited.stderr.strip().rpartition("\n")[2].removeprefix("error: "))
 
     def report_ended(self) -> None:
-        """Prints a line for every node that has ended since the last call."""
+        """Prints a line for every node that has ended since the previous call."""
         for host in self._hosts:
             if host.connection.poll() is not None and host.name not in self._ended:
                 self._ended.add(host.name)
@@ -214,7 +216,7 @@ def run(command: Sequence[str], hosts: Hosts) -> int:
 
 
 def _check_is_local(address: str, name: str) -> None:
-    """Raises UserError if the first host is not this machine, because a driver needs a local Ray node."""
+    """Raises UserError if the first host is not this machine. A driver needs a Ray node on its own machine."""
     ip = address.rpartition(":")[0]
     try:
         socket.create_server((ip, 0)).close()

@@ -1,6 +1,6 @@
-"""Starts a Ray node on this host, and stops it when standard input ends, because the ssh connection has ended.
+"""Starts a Ray node on this host, and stops it when standard input ends. Standard input ends with the ssh connection.
 
-The first line of standard input is JSON with variables for Ray's environment, so no command line contains the token.
+The first line of standard input is JSON with environment variables for Ray. The token is therefore in no command line.
 """
 
 import argparse
@@ -19,7 +19,7 @@ _END_TIMEOUT_S = 10
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0 when standard input ends, or 1 if Ray ends first. The logs of Ray are then kept."""
+    """Returns 0 when standard input ends. If Ray ends first, returns 1 and keeps Ray's logs."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--folder", type=Path, required=True, help="folder of Ray's session")
     parser.add_argument("--ip", help="address of this host; default: Ray's choice")
@@ -60,7 +60,7 @@ def _run_node(command: Sequence[str], environment: Mapping[str, str], folder: Pa
 
 
 def _end(ray: "subprocess.Popen[bytes]") -> None:
-    """Terminates `ray start`, which stops its processes, and kills the process group after a timeout."""
+    """Terminates `ray start`, which then stops its processes. After a timeout, kills the process group."""
     ray.terminate()
     with suppress(subprocess.TimeoutExpired):
         ray.wait(_END_TIMEOUT_S)

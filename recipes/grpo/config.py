@@ -7,7 +7,7 @@ from flowrl.config.algorithm.advantage import PassAtKAdvantage
 
 
 class GRPOConfig(OnPolicyConfig):
-    """Settings of GRPO, which is PPO without a critic. The estimator compares the responses to one prompt.
+    """Settings of GRPO, which is PPO without a critic. The estimator compares the responses to the same prompt.
 
     Accepts every estimator that needs no critic.
     """

@@ -1,4 +1,4 @@
-"""GRPO, which is PPO without a critic. The advantage of a response is relative to the responses to the same prompt.
+"""GRPO, which is PPO without a critic. A response's advantage is relative to the other responses to the same prompt.
 
 Shao et al. (2024), https://arxiv.org/abs/2402.03300. Usage: `python -m recipes.grpo.train CONFIG [key=value ...]`
 """

@@ -1,8 +1,8 @@
 """PPO with a critic and a KL penalty to the reference policy.
 
 Schulman et al. (2017), https://arxiv.org/abs/1707.06347, as applied to language models by Ouyang et al. (2022),
-https://arxiv.org/abs/2203.02155. A response has one reward on its last token, and every token has a KL penalty.
-Usage: `python -m recipes.ppo.train CONFIG [key=value ...]`
+https://arxiv.org/abs/2203.02155. The last token of a response receives the score, and every token receives a KL
+penalty. Usage: `python -m recipes.ppo.train CONFIG [key=value ...]`
 """
 
 import sys

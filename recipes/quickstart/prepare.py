@@ -22,7 +22,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
     "{{ eos_token if message['role'] == 'assistant' else '=' }}{% endfor %}"
 )
-"""Renders a question as `37+58=` and an answer as `95<eos>`, with at most ten tokens in total."""
+"""Renders a question as `37+58=` and an answer as `95<eos>`, with at most ten tokens together."""
 
 MANIFEST = "prepared.json"
 
@@ -32,7 +32,8 @@ class PrepareError(UserError):
 
 
 def prepare(output: Path, seed: int) -> bool:
-    """Creates the folder `output` atomically and returns True, or returns False if it has the data of the same seed.
+    """Creates the folder `output` atomically and returns True. If the folder already has the data of the same seed,
+    returns False.
 
     Writes `sft.jsonl` (conversations with answers), `train.jsonl` and `test.jsonl` (prompts with an `answer` column),
     and `model/` (weights, config, tokenizer). Raises PrepareError if `output` contains other files.
@@ -78,7 +79,7 @@ def _prompt(problem: Problem) -> dict:
 
 
 def save_tokenizer(folder: Path) -> None:
-    """Saves a tokenizer with one token per character, end and padding tokens, and a chat template.
+    """Saves a tokenizer with one token per character, an end token, a padding token, and a chat template.
 
     The tokenizer is a Qwen2 tokenizer without merges, because transformers loads no other class for a Qwen2 model.
     """

@@ -1,6 +1,6 @@
 """Two-digit addition and subtraction: three disjoint sets of problems, and the reward functions.
 
-The seed splits all 16,200 problems into examples, prompts and held-out problems.
+The seed determines the split of all 16,200 problems into examples, prompts and held-out problems.
 """
 
 import random
@@ -49,12 +49,14 @@ def deal(seed: int) -> Problems:
 
 
 def score(prompt: str, response: str, answer: str, **columns: Any) -> float:
-    """Returns the reward in [0, 1]: half the fraction of correct characters, plus half for a correct answer."""
+    """Returns the training reward in [0, 1]: half the fraction of correct characters, plus half for a correct
+    answer.
+    """
     longest = max(len(response), len(answer))
     num_correct = sum(a == b for a, b in zip(response, answer, strict=False))
     return 0.5 * num_correct / longest + 0.5 * exact(prompt, response, answer, **columns)
 
 
 def exact(prompt: str, response: str, answer: str, **columns: Any) -> float:
-    """Returns the evaluation reward: 1.0 for the correct answer, else 0.0."""
+    """Returns the evaluation reward: 1.0 for the correct answer, otherwise 0.0."""
     return float(response == answer)

@@ -31,7 +31,7 @@ class SFTConfig(RunConfig):
     """Number of sequences per optimizer step, over all ranks."""
 
     epochs: PositiveInt | None = None
-    """Maximum number of passes over the training file. With null, the run ends after `steps`."""
+    """Maximum number of passes over the training file. If null, the run ends after `steps`."""
 
     @model_validator(mode="after")
     def _check_evaluation(self) -> "SFTConfig":
@@ -41,5 +41,7 @@ class SFTConfig(RunConfig):
 
     @property
     def compared_by(self) -> tuple[str, ...]:
-        """Metric that ranks checkpoints: the validation loss if it is evaluated regularly, else the training loss."""
+        """Metric that ranks checkpoints: the validation loss if it is evaluated periodically, otherwise the training
+        loss.
+        """
         return ("validation_loss",) if self.evaluate_every else ("loss",)

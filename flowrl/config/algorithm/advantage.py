@@ -1,4 +1,4 @@
-"""Advantage estimators: one class per estimator, with the settings that it uses."""
+"""Advantage estimators: one class per estimator, with its settings."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -14,35 +14,38 @@ Discount = Annotated[float, Field(ge=0, le=1, description="Discount per token.")
 
 
 class AdvantageConfig(Member):
-    """Base class of the advantage estimators, with the settings that all of them share."""
+    """Base class of the advantage estimators, with their common settings."""
 
     KEY = "estimator"
     NOT_ARGUMENTS = frozenset({"correction", "shaping", "whiten", "kl_coef", "kl_kind", "kl_control"})
 
     IS_GROUPED: ClassVar[bool] = False
-    """True if the estimator compares the samples of one prompt and so needs at least two."""
+    """True if the estimator compares the samples of one prompt. Such an estimator requires at least two samples per
+    prompt.
+    """
 
     EXTRA_COLUMN: ClassVar[str | None] = None
-    """Column that the estimator reads and that no included recipe computes."""
+    """Column that the estimator reads, but that no included recipe computes."""
 
     estimator: str
     """Name of the estimator; docs/algorithms.md lists all."""
 
     correction: CorrectionSetting = "auto"
-    """Correction for off-policy rollouts; null applies none. `auto` is `truncated` if `schedule`, `rollout.engine` or
-    `rollout.quantization` causes a difference, else null. It is null for `decoupled_ppo`, which has the weight."""
+    """Correction for off-policy rollouts; null disables it. `auto` is `truncated` if `schedule`, `rollout.engine` or
+    `rollout.quantization` makes rollouts off-policy, otherwise null. With the loss `decoupled_ppo`, `auto` is null,
+    because the loss has its own importance weight."""
 
     shaping: Annotated[tuple[AnyShaping, ...], Field(strict=False)] = ()
-    """Reward shapings, applied to the scores in this order. The column `scores` keeps the original values."""
+    """Reward shapings, applied to the scores in this order. The column `scores` keeps the original scores."""
 
     @property
     def applied_correction(self) -> CorrectionConfig | None:
-        """The correction, or None. A run's config resolves `auto` before this is read."""
+        """Correction of the run, or None. The config of a run has already replaced `auto`."""
         return self.correction if isinstance(self.correction, CorrectionConfig) else None
 
     @property
     def kl_penalty(self) -> "PenalizedAdvantageConfig | None":
-        """These settings if a KL penalty is subtracted from the rewards, else None."""
+        """These settings if the estimator subtracts a KL penalty from the rewards, otherwise None."""
         return None
 
 
@@ -50,11 +53,11 @@ class PenalizedAdvantageConfig(AdvantageConfig):
     """Base class of the estimators that can subtract a KL penalty from the rewards."""
 
     kl_coef: NonNegativeFloat = 0.0
-    """Coefficient of the KL to the reference that is subtracted from token rewards, in reward units per nat.
-    Estimators that read one score per sequence subtract the sum over its tokens."""
+    """Coefficient of the KL penalty, in reward units per nat. The KL to the reference is subtracted from token rewards.
+    Estimators with one score per sequence subtract the sum over the tokens of the sequence."""
 
     kl_kind: KlKind = "k1"
-    """KL estimator; `module:function` is a user function."""
+    """KL estimator: a name, or `module:function` for a user function."""
 
     kl_control: AnyKlControl = FixedKl()
     """Controller that adjusts kl_coef from step to step."""
@@ -79,7 +82,7 @@ class GaeAdvantage(PenalizedAdvantageConfig):
     gamma: Discount = 1.0
 
     lam: float = Field(default=1.0, ge=0, le=1)
-    """GAE lambda: 0 uses the critic's next value, 1 the full return."""
+    """GAE lambda. 0 gives one-step TD errors; 1 gives the full return minus the value."""
 
     whiten: bool = False
     """Normalize the advantages of a step to mean 0 and variance 1 over its tokens."""
@@ -91,7 +94,7 @@ class GrpoAdvantage(AdvantageConfig):
     IS_GROUPED = True
     estimator: Literal["grpo"] = "grpo"
     normalize_std: bool = True
-    """Divide by the standard deviation of the group's scores; false is Dr. GRPO."""
+    """Divide by the standard deviation of the group's scores. False gives Dr. GRPO."""
 
 
 class RlooAdvantage(PenalizedAdvantageConfig):
@@ -109,7 +112,7 @@ class ReinforcePlusPlusAdvantage(PenalizedAdvantageConfig):
 
 
 class GroupAdvantage(AdvantageConfig):
-    """REINFORCE++ with a group baseline, or OPO. Neither has settings."""
+    """REINFORCE++ with a group baseline, or OPO. Neither of them has settings."""
 
     IS_GROUPED = True
     estimator: Literal["reinforce_plus_plus_baseline", "opo"]
@@ -130,7 +133,7 @@ class RemaxAdvantage(PenalizedAdvantageConfig):
 
 
 class GpgAdvantage(AdvantageConfig):
-    """GPG: group-relative advantages, rescaled by the share of informative groups."""
+    """GPG: group-relative advantages, rescaled by the fraction of groups with different scores."""
 
     IS_GROUPED = True
     estimator: Literal["gpg"] = "gpg"
@@ -139,12 +142,12 @@ class GpgAdvantage(AdvantageConfig):
 
 
 class PassAtKAdvantage(AdvantageConfig):
-    """Advantages for pass@k: the reward of a set of k samples is its best score."""
+    """Advantages for pass@k. The reward of a set of k samples is the best score in the set."""
 
     IS_GROUPED = True
     estimator: Literal["pass_at_k"] = "pass_at_k"
     k: int | None = Field(default=None, ge=2)
-    """Samples per set; null is the group size."""
+    """Samples per set; null uses the group size."""
 
 
 class GdpoAdvantage(AdvantageConfig):
@@ -153,10 +156,10 @@ class GdpoAdvantage(AdvantageConfig):
     IS_GROUPED = True
     estimator: Literal["gdpo"] = "gdpo"
     reward_columns: Columns = ("scores",)
-    """Columns with one reward per sequence each."""
+    """Columns with rewards. Each column has one reward per sequence."""
 
     reward_weights: Weights | None = None
-    """Weight of each reward after normalization; null is 1 for all."""
+    """Weight of each reward after normalization; null weights all rewards by 1."""
 
     @model_validator(mode="after")
     def _check_columns(self) -> "GdpoAdvantage":
@@ -176,7 +179,9 @@ class GdpoAdvantage(AdvantageConfig):
 
 
 class TokenBaselineAdvantage(PenalizedAdvantageConfig):
-    """Optimal token baseline: subtracts a baseline per token position that minimizes the gradient variance."""
+    """Optimal token baseline: subtracts a separate baseline at each token position, which minimizes the gradient
+    variance.
+    """
 
     IS_GROUPED = True
     EXTRA_COLUMN = "sum_squared_probs"
@@ -185,7 +190,7 @@ class TokenBaselineAdvantage(PenalizedAdvantageConfig):
 
 
 class CustomAdvantage(PenalizedAdvantageConfig):
-    """A user function that returns advantages, or advantages and returns."""
+    """User function that returns advantages, or advantages and returns."""
 
     estimator: ImportName
     options: Options = Field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Corrections of off-policy rollouts, by the ratio of the trainer's to the rollout's token probabilities."""
+"""Corrections of off-policy rollouts. They use the ratio of the trainer's to the rollout's token probabilities."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -9,22 +9,24 @@ from flowrl.config.base import ImportName, Member, OneOf, Options, parse
 
 
 class CorrectionConfig(Member):
-    """Base class of the corrections. They compare `old_logprobs` (trainer) with `rollout_logprobs` (rollout)."""
+    """Base class of the corrections, which compare the columns `old_logprobs` (trainer) and `rollout_logprobs`
+    (rollout).
+    """
 
     kind: str
     """Name of the correction."""
 
 
 class WeightCorrection(CorrectionConfig):
-    """Multiplies each token's policy loss by an importance ratio, bounded to [min_weight, max_weight]."""
+    """Multiplies each token's policy loss by an importance ratio, which is limited to [min_weight, max_weight]."""
 
     NOT_ARGUMENTS = frozenset({"normalize"})
 
     kind: Literal["truncated", "masked"]
-    """`truncated` clips ratios outside the bounds; `masked` sets them to 0."""
+    """`truncated` clips ratios outside the limits; `masked` sets them to 0."""
 
     level: Literal["token", "sequence", "geometric"] = "token"
-    """Ratio of each token, of its sequence (product), or the geometric mean over its sequence."""
+    """Level of the ratio: of each token, of its sequence (product), or the geometric mean over its sequence."""
 
     max_weight: PositiveFloat = 2.0
     """Upper bound of the ratio."""
@@ -33,7 +35,7 @@ class WeightCorrection(CorrectionConfig):
     """Lower bound of the ratio."""
 
     normalize: bool = False
-    """Divide the weights by their mean over the step, so that the gradient keeps its scale."""
+    """Divide the weights by their mean over the step, so that the weights do not change the scale of the gradient."""
 
     @model_validator(mode="after")
     def _check_bounds(self) -> "WeightCorrection":
@@ -43,21 +45,21 @@ class WeightCorrection(CorrectionConfig):
 
 
 class RejectionCorrection(CorrectionConfig):
-    """Excludes tokens or sequences from the loss if an estimate of KL(rollout || policy) is out of bounds."""
+    """Excludes tokens or sequences from the loss if their estimate of KL(rollout || policy) is outside [low, high]."""
 
     kind: Literal["rejection"] = "rejection"
 
     rejection_level: Literal["token", "sequence_sum", "sequence_mean", "sequence_max"] = "sequence_mean"
-    """Quantity that must be in bounds: each token's estimate, or the sum, mean or maximum over a sequence."""
+    """Quantity that must be within [low, high]: each token's estimate, or the sum, mean or maximum over a sequence."""
 
     kl_kind: Literal["k1", "k2", "k3", "abs"] = "k1"
-    """KL estimator whose value is bounded."""
+    """KL estimator."""
 
     high: float
     """Upper bound of the estimate, in nats."""
 
     low: float | None = None
-    """Lower bound of the estimate in nats, for k1 only; null is no bound."""
+    """Lower bound of the estimate, in nats, only for k1; null disables it."""
 
     @model_validator(mode="after")
     def _check_bounds(self) -> "RejectionCorrection":
@@ -73,7 +75,7 @@ class RejectionCorrection(CorrectionConfig):
 
 
 class CustomCorrection(CorrectionConfig):
-    """A user function that returns weights or a mask."""
+    """User function that returns weights or a mask."""
 
     kind: ImportName
     options: Options = Field(default_factory=dict)
@@ -92,4 +94,4 @@ def _read_correction(value: object, _: object) -> AnyCorrection | Literal["auto"
 
 
 CorrectionSetting = Annotated[AnyCorrection | Literal["auto"] | None, WrapValidator(_read_correction)]
-"""A correction, none (null), or `auto`."""
+"""A correction, null for no correction, or `auto`."""

@@ -1,4 +1,4 @@
-"""Policy losses: one class per loss, with the settings that it uses. docs/algorithms.md has their formulas."""
+"""Policy losses: one class per loss, with its settings. docs/algorithms.md has the formulas."""
 
 from typing import Annotated, Any, Literal
 
@@ -45,22 +45,26 @@ class DecoupledPpoLoss(ClippedLoss):
     dual_clip: DualClip = None
 
     max_weight: PositiveFloat | None = None
-    """Excludes tokens whose proximal to behavior ratio is larger; null keeps all."""
+    """Largest ratio of the proximal to the behavior policy; tokens with a larger ratio are excluded. Null keeps all
+    tokens.
+    """
 
 
 class SapoLoss(PolicyLossConfig):
-    """SAPO: a soft sigmoid gate in place of clipping."""
+    """SAPO: a smooth sigmoid gate instead of clipping."""
 
     kind: Literal["sapo"] = "sapo"
     temperature_positive: PositiveFloat = 1.0
-    """Steepness of the gate for tokens with positive advantage."""
+    """Steepness of the gate for tokens with a positive advantage."""
 
     temperature_negative: PositiveFloat = 1.05
-    """Steepness of the gate for the other tokens."""
+    """Steepness of the gate for all other tokens."""
 
 
 class GspoLoss(PolicyLossConfig):
-    """GSPO: clips the mean probability ratio of a sequence. `gspo_token` keeps separate gradients per token."""
+    """GSPO: clips the geometric mean of a sequence's token ratios. `gspo_token` has a separate gradient for each
+    token.
+    """
 
     kind: Literal["gspo", "gspo_token"]
     clip_low: ClipLow = 3e-4
@@ -75,44 +79,44 @@ class GmpoLoss(PolicyLossConfig):
 
     kind: Literal["gmpo"] = "gmpo"
     clip_low: ClipLow = 0.4
-    """Lower bound of a token's log-ratio is -clip_low."""
+    """A token's log-ratio is clipped to at least -clip_low if its advantage is negative."""
 
     clip_high: NonNegativeFloat = 0.4
-    """Upper bound of a token's log-ratio."""
+    """A token's log-ratio is clipped to at most clip_high if its advantage is positive."""
 
 
 class UnclippedLoss(PolicyLossConfig):
-    """REINFORCE and GPG: policy gradients without a ratio."""
+    """REINFORCE and GPG: policy gradients without a probability ratio."""
 
     kind: Literal["reinforce", "gpg"]
 
 
 class CispoLoss(PolicyLossConfig):
-    """CISPO: REINFORCE with a clipped importance weight that gets no gradient."""
+    """CISPO: REINFORCE with a clipped importance weight, which receives no gradient."""
 
     kind: Literal["cispo"] = "cispo"
     clip_low: ClipLow = 1.0
-    """Smallest weight is 1 - clip_low; 1 is no bound."""
+    """The weight is at least 1 - clip_low; 1 disables the lower bound."""
 
     clip_high: NonNegativeFloat = 4.0
-    """Largest weight is 1 + clip_high; the default is that of ScaleRL, arXiv 2510.13786."""
+    """The weight is at most 1 + clip_high. The default is from ScaleRL, arXiv 2510.13786."""
 
 
 class DppoLoss(PolicyLossConfig):
-    """Base class of DPPO, which masks tokens that moved too far from the old policy."""
+    """Base class of DPPO, which masks tokens whose probability differs too much from the old policy's."""
 
     delta_low: NonNegativeFloat
-    """Distance above which a token with negative advantage gets no gradient to fall further."""
+    """Divergence above which a token with a negative advantage gets no gradient that lowers its probability further."""
 
     delta_high: NonNegativeFloat
-    """Distance above which a token with positive advantage gets no gradient to rise further."""
+    """Divergence above which a token with a positive advantage gets no gradient that raises its probability further."""
 
     max_ratio: PositiveFloat | None = None
-    """Upper bound of a token's weight; null is none."""
+    """Upper bound of a token's weight; null disables it."""
 
 
 class DppoTvLoss(DppoLoss):
-    """DPPO with the total variation distance: the difference of probabilities."""
+    """DPPO with the total variation distance: the absolute difference of the probabilities."""
 
     kind: Literal["dppo_tv"] = "dppo_tv"
     delta_low: NonNegativeFloat = 0.15
@@ -128,7 +132,9 @@ class DppoKlLoss(DppoLoss):
 
 
 class ClipCovLoss(ClippedLoss):
-    """Clip-Cov: PPO without gradients for a random fraction of the tokens with high covariance."""
+    """Clip-Cov: PPO without gradients for a random fraction of the tokens whose covariance is in [cov_low,
+    cov_high].
+    """
 
     NOT_ARGUMENTS = frozenset({"cov_fraction", "cov_low", "cov_high"})
 
@@ -149,23 +155,23 @@ class ClipCovLoss(ClippedLoss):
 
 
 class KlCovLoss(PolicyLossConfig):
-    """KL-Cov: adds a KL penalty to the fraction of the tokens with the highest covariance."""
+    """KL-Cov: adds a KL penalty for the fraction of tokens with the highest covariance."""
 
     kind: Literal["kl_cov"] = "kl_cov"
     cov_fraction: CovFraction = 2e-4
 
     cov_kl_coef: NonNegativeFloat = 1.0
-    """Weight of the KL to the old policy on selected tokens, in units of the advantage per nat."""
+    """Weight of the KL to the old policy at selected tokens, in units of the advantage per nat."""
 
     cov_kl_kind: Literal["abs", "k2", "k3"] = "abs"
-    """KL estimator."""
+    """KL estimator for the selected tokens."""
 
     def arguments(self) -> dict[str, Any]:
         return {"kl_coef": self.cov_kl_coef, "kl_kind": self.cov_kl_kind}
 
 
 class CustomLoss(PolicyLossConfig):
-    """A user function that returns a loss per token and metrics."""
+    """User function that returns a loss per token, and metrics."""
 
     kind: ImportName
     options: Options = Field(default_factory=dict)

@@ -1,6 +1,7 @@
-"""Losses on preferences, and the mix of a policy loss with a pretraining loss (PTX).
+"""Preference losses, and combinations of a policy loss with a language-modeling loss on pretraining text (PTX).
 
-No included recipe uses them. A recipe calls the function of `flowrl/algorithms/registry.py` with `arguments()`.
+No included recipe uses these settings. A recipe loads a function from `flowrl/algorithms/registry.py` and passes it
+`arguments()`.
 """
 
 from typing import Annotated, Literal
@@ -13,7 +14,9 @@ Beta = Annotated[PositiveFloat, Field(description="Strength of the KL regulariza
 
 
 class PreferenceConfig(Member):
-    """Base class of preference losses: `preference_losses.load(config.loss)(**columns, **config.arguments())`."""
+    """Base class of preference losses. Usage: `preference_losses.load(config.loss)(**columns,
+    **config.arguments())`.
+    """
 
     KEY = "loss"
 
@@ -22,7 +25,7 @@ class PreferenceConfig(Member):
 
 
 class RewardModelLoss(PreferenceConfig):
-    """Pairwise loss of reward models; `log_sig` and `log_exp` are two forms of the same function."""
+    """Pairwise loss of reward models. `log_sig` and `log_exp` are two forms of the same function."""
 
     loss: Literal["log_sig", "log_exp"]
     margin: NonNegativeFloat = 0.0
@@ -79,7 +82,7 @@ class KtoLoss(PreferenceConfig):
 
 
 class CustomPreferenceLoss(PreferenceConfig):
-    """A user function that returns a loss per pair and metrics."""
+    """User function that returns a loss per pair, and metrics."""
 
     loss: ImportName
     options: Options = Field(default_factory=dict)
@@ -91,7 +94,7 @@ AnyPreference = Annotated[
 
 
 class PtxConfig(Member):
-    """Base class of PTX forms: `ptx_forms.load(config.form)(policy_loss, lm_loss, **config.arguments())`."""
+    """Base class of PTX forms. Usage: `ptx_forms.load(config.form)(policy_loss, lm_loss, **config.arguments())`."""
 
     KEY = "form"
 
@@ -100,23 +103,23 @@ class PtxConfig(Member):
 
 
 class AddPtx(PtxConfig):
-    """policy loss + coef * text loss."""
+    """Computes policy_loss + coef * lm_loss."""
 
     form: Literal["add"] = "add"
     coef: NonNegativeFloat
-    """Weight of the text loss."""
+    """Weight of the language-modeling loss."""
 
 
 class MixPtx(PtxConfig):
-    """(1 - coef) * policy loss + coef * text loss."""
+    """Computes (1 - coef) * policy_loss + coef * lm_loss."""
 
     form: Literal["mix"] = "mix"
     coef: float = Field(ge=0, le=1)
-    """Weight of the text loss, in [0, 1]."""
+    """Weight of the language-modeling loss, in [0, 1]."""
 
 
 class CustomPtx(PtxConfig):
-    """A user function of both losses."""
+    """User function of the policy loss and the language-modeling loss."""
 
     form: ImportName
     options: Options = Field(default_factory=dict)

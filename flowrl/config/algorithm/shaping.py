@@ -19,10 +19,10 @@ class OverlongPenalty(ShapingConfig):
 
     kind: Literal["overlong_penalty"] = "overlong_penalty"
     max_length: PositiveInt
-    """Response tokens from which the full penalty applies."""
+    """Response length in tokens from which the full penalty applies."""
 
     buffer: PositiveInt
-    """Tokens below max_length over which the penalty grows linearly from 0."""
+    """Number of tokens before max_length over which the penalty grows linearly from 0."""
 
     coef: NonNegativeFloat = 1.0
     """Full penalty, in units of the score."""
@@ -35,14 +35,14 @@ class OverlongPenalty(ShapingConfig):
 
 
 class LengthPenalty(ShapingConfig):
-    """Subtracts a penalty that grows with the length of a response relative to its group."""
+    """Adds a length reward within each group: short correct responses gain and long responses lose (Kimi k1.5)."""
 
     kind: Literal["length_penalty"] = "length_penalty"
     correct_from: float
-    """Score from which a response counts as correct."""
+    """Smallest score of a correct response."""
 
     coef: NonNegativeFloat
-    """Weight of the penalty, in units of the score."""
+    """Weight of the length reward, in units of the score."""
 
 
 class ClipRewards(ShapingConfig):
@@ -50,10 +50,10 @@ class ClipRewards(ShapingConfig):
 
     kind: Literal["clip_rewards"] = "clip_rewards"
     low: float | None = None
-    """Smallest score; null is no bound."""
+    """Lower bound of the scores; null disables it."""
 
     high: float | None = None
-    """Largest score; null is no bound."""
+    """Upper bound of the scores; null disables it."""
 
     @model_validator(mode="after")
     def _check_bounds(self) -> "ClipRewards":
@@ -65,15 +65,15 @@ class ClipRewards(ShapingConfig):
 
 
 class NormalizeRewards(ShapingConfig):
-    """Divides scores by the running standard deviation over all steps."""
+    """Divides scores by their running standard deviation over all steps."""
 
     kind: Literal["normalize_rewards"] = "normalize_rewards"
     shift_mean: bool = False
-    """Subtract the running mean first."""
+    """Also subtract the running mean."""
 
 
 class CustomShaping(ShapingConfig):
-    """A user function that returns new scores."""
+    """User function that returns new scores."""
 
     kind: ImportName
     options: Options = Field(default_factory=dict)
@@ -100,14 +100,14 @@ class AdaptiveKl(KlControlConfig):
 
     kind: Literal["adaptive"] = "adaptive"
     target: PositiveFloat
-    """Target KL, in nats per response token, as estimated by kl_kind."""
+    """Target KL in nats per response token, estimated with kl_kind."""
 
     horizon: PositiveFloat = 10_000.0
-    """Number of sequences over which a KL far from the target changes the coefficient by 20 %."""
+    """Number of sequences in which a KL far from the target changes the coefficient by 20 %."""
 
 
 class CustomKl(KlControlConfig):
-    """A user class with `coef` and `update(kl, num_rows)`."""
+    """User class with the attribute `coef` and the method `update(kl, num_rows)`."""
 
     kind: ImportName
     options: Options = Field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Batch: rows x named columns by reference. The driver edits row indices without fetching values."""
+"""Batch: a table of rows and named columns, held by reference. The driver edits row indices without fetching values."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class TaskRunner(Protocol):
-    """Runs pure functions of batches, on the task worker or locally."""
+    """Runs pure functions on batches, on the task worker or locally."""
 
     def apply(self, fn: Callable, batch: "Batch", writes: tuple[str, ...], rows: str, kwargs: dict) -> "Batch":
         """Runs `fn(tensordict, **kwargs)` and returns the columns `writes`."""
@@ -37,7 +37,7 @@ class TaskRunner(Protocol):
 
 
 class Batch:
-    """Rows x named columns by reference. Only `get`, `tensordict` and `payload` fetch values to this process."""
+    """A table of rows and named columns, held by reference. Only `get`, `tensordict` and `payload` fetch values."""
 
     def __init__(
         self, columns: Mapping[str, Column], num_rows: int | None = None, tasks: TaskRunner | None = None
@@ -67,7 +67,7 @@ class Batch:
         lengths: Sequence[int] | np.ndarray | None = None,
         num_rows: int | None = None,
     ) -> "Batch":
-        """Creates a batch of row columns and flat token columns. `lengths` is the number of tokens of each row."""
+        """Creates a batch from row columns and flat token columns. `lengths` is the number of tokens of each row."""
         arrays = {name: _row_column(values) for name, values in (rows or {}).items()}
         flat = {name: np.asarray(values).copy(order="C") for name, values in (tokens or {}).items()}
         sizes = {name: len(values) for name, values in arrays.items()} | (
@@ -94,7 +94,7 @@ class Batch:
     def of_block(
         block: Block, columns: Iterable[str], index: np.ndarray | None = None, tasks: TaskRunner | None = None
     ) -> "Batch":
-        """Creates a batch from columns of a block. `index` selects rows of the block; None selects all."""
+        """Creates a batch from columns of a block. `index` selects rows of the block. None selects all rows."""
         known = all(shard.num_rows is not None for shard in block.shards)
         num_rows = len(index) if index is not None else block.num_rows if known else None
         return Batch({name: Column(block, index, name) for name in columns}, num_rows, tasks)
@@ -107,7 +107,9 @@ class Batch:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows. If the method that returned the batch declares `rows="unknown"`, waits for its result."""
+        """Number of rows. Waits for the result of the method that returned the batch if the method declares
+        `rows="unknown"`.
+        """
         if self._num_rows is None and not self._columns:
             return 0
         if self._num_rows is None:
@@ -127,11 +129,11 @@ class Batch:
 
     @property
     def tasks(self) -> TaskRunner | None:
-        """Runs the functions of `apply` and `reduce`; None runs them in this process."""
+        """Object that runs the functions of `apply` and `reduce`. None runs them in this process."""
         return self._tasks
 
     def column(self, name: str) -> Column:
-        """Returns the block and index of a column. Raises `ColumnError` if the column is missing."""
+        """Returns the block and the row index of a column. Raises `ColumnError` if the column is missing."""
         if name not in self._columns:
             raise ColumnError(f"the batch has no column {name!r}; it has {', '.join(self.columns) or 'none'}")
         return self._columns[name]
@@ -145,7 +147,7 @@ class Batch:
         return self.select(name)
 
     def __setitem__(self, name: str, value: "Batch") -> None:
-        """Stores the only column of `value` under this name."""
+        """Stores the single column of `value` under this name."""
         if not isinstance(value, Batch) or len(value.columns) != 1:
             actual = ", ".join(value.columns) if isinstance(value, Batch) else type(value).__name__
             raise ColumnError(f"batch[{name!r}] takes a batch of one column, not {actual}; use union for several")
@@ -181,7 +183,9 @@ class Batch:
         return Batch(columns, num_rows, self._tasks).with_sections(self._sections)
 
     def _check_rows(self, other: "Batch", what: str) -> int | None:
-        """Returns the common number of rows, or None if unknown. Raises `ColumnError` on a mismatch."""
+        """Returns the number of rows of both batches, or None if unknown. Raises `ColumnError` if the numbers
+        differ.
+        """
         if not self._columns:
             return other._num_rows
         known = self._num_rows is not None and other._num_rows is not None
@@ -192,7 +196,7 @@ class Batch:
         return other._num_rows if self._num_rows is None else self._num_rows
 
     def rows(self, rows: slice | Sequence[int] | np.ndarray) -> "Batch":
-        """Returns the rows that a slice, positions or a boolean mask select."""
+        """Returns the rows selected by a slice, by positions or by a boolean mask."""
         if isinstance(rows, slice):
             positions = np.arange(*rows.indices(self.num_rows))
         else:
@@ -221,14 +225,14 @@ class Batch:
         return Batch(columns, len(positions), self._tasks)
 
     def reorder(self, order: Sequence[int] | np.ndarray) -> "Batch":
-        """Returns the rows in the order of a permutation of all positions."""
+        """Returns the rows in a new order. `order` is a permutation of all row positions."""
         positions = np.asarray(order, dtype=np.int64)
         if not _is_permutation(positions, self.num_rows):
             raise ColumnError(f"order must be a permutation of 0 to {self.num_rows - 1}; use rows() to select rows")
         return self._take(positions)
 
     def repeat(self, times: int, *, interleave: bool = True) -> "Batch":
-        """Repeats the rows: 0 0 1 1 with `interleave`, otherwise 0 1 0 1."""
+        """Repeats the rows. For rows 0 and 1, the order is 0 0 1 1 with `interleave`, and 0 1 0 1 without."""
         positions = np.arange(self.num_rows)
         return self._take(np.repeat(positions, times) if interleave else np.tile(positions, times))
 
@@ -248,7 +252,7 @@ class Batch:
     def minibatches(self, rows: int, *, epochs: int = 1, seed: int | Sequence[int] = 0) -> Iterator["Batch"]:
         """Yields mini-batches of `rows` rows. Each epoch contains every row once, in a new random order.
 
-        The order depends only on `seed` and the epoch. The last mini-batch of an epoch may be smaller.
+        The order depends only on `seed` and the epoch. The last mini-batch of an epoch may have fewer rows.
         """
         if rows < 1:
             raise ValueError(f"a minibatch has {rows} rows; use at least 1")
@@ -259,10 +263,10 @@ class Batch:
                 yield self._take(order[start : start + rows])
 
     def with_sections(self, count: int) -> "Batch":
-        """Marks `count` equal consecutive sections of rows, one per data-parallel rank, for `minibatches`.
+        """Divides the rows into `count` equal consecutive sections, one per data-parallel rank, for `minibatches`.
 
-        Each mini-batch then has the same number of rows from each section, so that a row stays on its rank. Row
-        selection and reordering remove the mark.
+        Each mini-batch then has the same number of rows from each section, so that a row stays on the same rank. A
+        batch with selected or reordered rows has no sections.
         """
         result = Batch(self._columns, self._num_rows, self._tasks)
         result._sections = count
@@ -271,11 +275,11 @@ class Batch:
     # Values.
 
     def payload(self, *names: str) -> Payload:
-        """Waits for these columns (default: all) and returns their values as NumPy arrays."""
+        """Waits for these columns (by default, all columns) and returns their values as NumPy arrays."""
         return assemble(self, names or self.columns, (0, self.num_rows))
 
     def tensordict(self, *names: str) -> "TensorDict":
-        """Waits for these columns (default: all) and returns their values as a TensorDict."""
+        """Waits for these columns (by default, all columns) and returns their values as a TensorDict."""
         from flowrl.data.batch.tensordicts import to_tensordict  # noqa: PLC0415 (a driver that reads no values needs no torch)
 
         return to_tensordict(self.payload(*names), copy=True)
@@ -283,7 +287,8 @@ class Batch:
     def get(self, name: str) -> Any:  # Any: a tensor or a list, as the column's kind says
         """Waits for a column and returns a tensor `[B, ...]` or `[T, ...]`, or a list of B objects.
 
-        The column `length` contains the tokens per row `[B]`. Raises the error of a failed call.
+        The column `length` is the number of tokens per row `[B]`. If the call that computes the column failed, raises
+        its error.
         """
         if name == "length" and name not in self._columns:
             import torch  # noqa: PLC0415 (see tensordict)
@@ -311,10 +316,10 @@ class Batch:
     def apply(
         self, fn: Callable, reads: Sequence[str], writes: Sequence[str], *, rows: str = "same", **kwargs: Any
     ) -> "Batch":
-        """Runs `fn(tensordict, **kwargs) -> tensordict` on all rows, on the task worker. Does not wait.
+        """Runs `fn(tensordict, **kwargs) -> tensordict` on all rows, on the task worker. Does not wait for the result.
 
         Returns this batch with the additional columns `writes`. With `rows="unknown"`, the function may add or remove
-        rows, and the result has only the columns `writes`.
+        rows, and the returned batch has only the columns `writes`.
         """
         read = self.select(*reads)
         result = (self._tasks or LocalTasks()).apply(fn, read, tuple(writes), rows, kwargs)
@@ -370,7 +375,7 @@ def _is_permutation(positions: np.ndarray, num_rows: int) -> bool:
 
 
 def _row_column(values: Any) -> np.ndarray | list:
-    """Returns a 64-bit array if all values are numbers of one type, otherwise a list of objects.
+    """Returns a 64-bit array if all values are numbers of the same type, otherwise a list of objects.
 
     Mixed types are not promoted, because the dtype of a value must not depend on other rows.
     """
@@ -384,9 +389,9 @@ def _row_column(values: Any) -> np.ndarray | list:
 
 
 def _shuffle(generator: np.random.Generator, num_rows: int, rows: int, sections: int) -> np.ndarray:
-    """Returns a random order of all rows in which each mini-batch of `rows` rows has equal parts of each section.
+    """Returns a random order of all rows. Each mini-batch of `rows` rows has the same number of rows from each section.
 
-    Raises `UserError` if the number of sections does not divide the sizes.
+    Raises `UserError` if the number of sections does not divide `num_rows` and `rows`.
     """
     if sections == 1:
         return generator.permutation(num_rows)

@@ -1,4 +1,4 @@
-"""Blocks: references to the columns that one call computed, in shards of rows, and plans to read rows of them."""
+"""Blocks: references to the columns that one call computed, in shards of rows, and plans to read rows from blocks."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,11 +15,11 @@ Rows = tuple[int, int] | np.ndarray
 
 
 class Ref(Protocol):
-    """Reference to a value in this process or in the object store, possibly not computed yet."""
+    """Reference to a value in this process or in the object store. The value may not be computed yet."""
 
     @property
     def carrier(self) -> "Ref":
-        """The backend's reference, which is sent to worker processes instead of this object."""
+        """Returns the backend's reference, which is sent to worker processes instead of this object."""
         ...
 
     def get(self) -> Any:  # Any: a payload, a description or a method's own result
@@ -27,7 +27,7 @@ class Ref(Protocol):
         ...
 
     def get_with(self, others: "Sequence[Ref]") -> list[Any]:
-        """Waits for this and other references of the same type, and returns their values."""
+        """Waits for this reference and for other references of the same type. Returns their values."""
         ...
 
     def done(self) -> bool:
@@ -54,7 +54,7 @@ class LocalRef:
 
 
 def read_together(refs: Sequence[Ref]) -> list[Any]:  # Any: see Ref
-    """Returns the values of references, with one fetch per type of reference."""
+    """Returns the values of references. Fetches all references of the same type together."""
     values: dict[int, Any] = {}
     by_type: dict[type, list[Ref]] = {}
     for ref in refs:
@@ -66,11 +66,11 @@ def read_together(refs: Sequence[Ref]) -> list[Any]:  # Any: see Ref
 
 @dataclass(frozen=True)
 class Description:
-    """Metadata of a payload (stored rows), which the driver fetches without the values."""
+    """Metadata of a payload (the stored rows). The driver fetches it without the values."""
 
     num_rows: int
     columns: Mapping[str, str]
-    """Column -> kind: "row", "object" or "token"."""
+    """Maps a column to its kind: "row", "object" or "token"."""
     lengths: np.ndarray | None = None
 
     @staticmethod
@@ -81,24 +81,24 @@ class Description:
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """The rows of a result that one rank computed: references to the values and to their metadata."""
+    """The rows of a result that one rank computed. A shard contains references to the values and to their metadata."""
 
     payload: Ref
     description: Ref
     num_rows: int | None
-    """Number of rows; None if only the description contains it."""
+    """Number of rows. None if it is known only from the metadata."""
     names: Mapping[str, str] | None = None
-    """Column name in the block -> column name in the payload; None if the names are equal."""
+    """Maps a column name in the block to its name in the payload. None if all names are equal."""
 
     def source(self, name: str) -> str:
         return name if self.names is None else self.names[name]
 
     def sources(self, columns: dict[str, str]) -> dict[str, str]:
-        """Replaces the values of `columns`, which are names in the block, by names in the payload."""
+        """Replaces the values of `columns`, which are column names in the block, by column names in the payload."""
         return columns if self.names is None else {name: self.names[column] for name, column in columns.items()}
 
     def renamed(self, names: Mapping[str, str]) -> "Shard":
-        """Returns a shard with renamed columns. `names` maps new to current names."""
+        """Returns a shard with renamed columns. `names` maps new names to current names."""
         return replace(self, names={name: self.source(source) for name, source in names.items()})
 
 
@@ -110,13 +110,13 @@ class Block:
 
     @cached_property
     def sizes(self) -> np.ndarray:
-        """Number of rows per shard. Waits for the descriptions of shards with unknown numbers of rows."""
+        """Number of rows per shard. Waits for the metadata of shards whose number of rows is unknown."""
         known = (s.description.get().num_rows if s.num_rows is None else s.num_rows for s in self.shards)
         return np.fromiter(known, dtype=np.int64, count=len(self.shards))
 
     @cached_property
     def layout(self) -> bytes:
-        """Key that is equal for blocks with the same shard sizes."""
+        """Key of the shard sizes. Blocks with the same shard sizes have equal keys."""
         return self.sizes.tobytes()
 
     @property
@@ -125,7 +125,7 @@ class Block:
 
     @cached_property
     def remote_descriptions(self) -> tuple[list[Ref], list[Ref]]:
-        """Descriptions of the shards in other processes, and the references to send for them."""
+        """Metadata of the shards in other processes, and the references to send for it."""
         remote = [s.description for s in self.shards if not isinstance(s.description, LocalRef)]
         return remote, [description.carrier for description in remote]
 
@@ -137,21 +137,23 @@ class Block:
         return [s.payload for s in self.shards], [s.payload.carrier for s in self.shards]
 
     def kind(self, name: str) -> str | None:
-        """Waits for the first shard and returns the kind of a column ("row", "object" or "token"); None if missing."""
+        """Waits for the first shard and returns the kind of a column ("row", "object" or "token"). Returns None if the
+        column is missing.
+        """
         return self.shards[0].description.get().columns.get(self.shards[0].source(name))
 
     def done(self) -> bool:
         return all(shard.description.done() for shard in self.shards)
 
     def lengths(self) -> np.ndarray | None:
-        """Waits for all shards and returns the number of tokens per row; None without token columns."""
+        """Waits for all shards and returns the number of tokens per row. Returns None without token columns."""
         lengths = [shard.description.get().lengths for shard in self.shards]
         present = [part for part in lengths if part is not None]
         return np.concatenate(present) if present else None
 
 
 class Column(NamedTuple):
-    """A column of a batch. `index` maps rows of the batch to rows of the block; None means identity."""
+    """A column of a batch. `index` maps rows of the batch to rows of the block. None means that they are equal."""
 
     block: Block
     index: np.ndarray | None
@@ -174,23 +176,23 @@ class Piece:
 
 @dataclass(frozen=True)
 class GatherPlan:
-    """Rows to read from each shard to obtain some rows of a block."""
+    """Rows to read from each shard of a block."""
 
     num_rows: int
     pieces: tuple[Piece, ...]
 
 
 def split_evenly(num_rows: int, num_parts: int) -> list[tuple[int, int]]:
-    """Splits rows into contiguous ranges whose sizes differ by at most 1, larger ranges first."""
+    """Splits rows into contiguous ranges whose sizes differ by at most 1. Larger ranges come first."""
     size, larger = divmod(num_rows, num_parts)
     ends = np.cumsum([size + (part < larger) for part in range(num_parts)])
     return [(int(end) - size - (part < larger), int(end)) for part, end in enumerate(ends)]
 
 
 def split_by_weight(weights_N: np.ndarray, num_parts: int) -> list[np.ndarray]:
-    """Splits rows into parts with similar sums of weights. Rows of a part are in ascending order.
+    """Splits rows into parts with similar sums of weights. Each part has its rows in ascending order.
 
-    Uses the rule longest processing time first (Graham 1969, Bounds on Multiprocessing Timing Anomalies).
+    The algorithm is longest processing time first (Graham 1969, Bounds on Multiprocessing Timing Anomalies).
     """
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     loads = np.zeros(num_parts)
@@ -202,7 +204,9 @@ def split_by_weight(weights_N: np.ndarray, num_parts: int) -> list[np.ndarray]:
 
 
 def block_rows(index: np.ndarray | None, rows: Rows) -> Rows:
-    """Maps rows of a batch to rows of a block with `index`. Returns a range if the block rows are consecutive."""
+    """Maps rows of a batch to rows of a block with `index`. Returns a range if the rows of the block are
+    consecutive.
+    """
     if index is None:
         return rows
     mapped = index[rows[0] : rows[1]] if isinstance(rows, tuple) else index[rows]
@@ -232,7 +236,7 @@ def gather(sizes: Sequence[int] | np.ndarray, rows: Rows) -> GatherPlan:
 
 
 def _selections(positions: np.ndarray, bounds: Sequence[int]) -> list[slice | np.ndarray]:
-    """Splits positions at `bounds`. Returns a slice for each part with consecutive positions."""
+    """Splits positions at the indices `bounds`. A part with consecutive positions is returned as a slice."""
     jumps = [0, *(positions[1:] - positions[:-1] != 1).cumsum().tolist()]
     firsts = positions[bounds[:-1]].tolist()
     return [
@@ -264,7 +268,7 @@ def _empty_plan() -> GatherPlan:
 
 
 def gathers(columns: Mapping[str, Column], rows: Rows) -> Iterator[tuple[Block, dict[str, str], GatherPlan]]:
-    """Yields `(block, {name: name in the block}, plan)` for each block, to read `rows` of these columns.
+    """Yields the plans to read `rows` of some columns, as `(block, {name: name in the block}, plan)` for each block.
 
     Blocks with the same index and the same shard sizes share a plan.
     """
@@ -281,7 +285,9 @@ def gathers(columns: Mapping[str, Column], rows: Rows) -> Iterator[tuple[Block, 
 
 
 def concat_columns(names: Sequence[str], parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
-    """Concatenates columns of several batches by rows. Columns with common blocks and indices still share them."""
+    """Concatenates the rows of columns of several batches. Columns that share blocks and indices still share them
+    afterwards.
+    """
     groups: dict[tuple, list[str]] = {}
     for name in names:
         key = tuple((id(part[name].block), _index_id(part[name].index)) for part in parts)

@@ -1,4 +1,4 @@
-"""The standard columns, which flowrl reads or writes. docs/batch.md contains the same table."""
+"""The standard columns that flowrl reads or writes. docs/batch.md contains the same table."""
 
 from typing import NamedTuple
 

@@ -1,7 +1,7 @@
-"""Payload: the stored values of rows, as NumPy arrays and lists. Processes on one node read arrays without copies.
+"""Payload: the stored values of rows, as NumPy arrays and lists. Processes on the same node read arrays without copies.
 
 A payload has row columns `[B, ...]` and flat token columns `[T, ...]`. `lengths` `[B]` is the number of tokens per row.
-NumPy has no bfloat16, so bfloat16 columns are stored as int16 and listed in `bfloat16`.
+NumPy has no bfloat16. Columns of dtype bfloat16 are therefore stored as int16, and `bfloat16` lists their names.
 """
 
 import copy
@@ -19,19 +19,19 @@ OBJECT_BYTES = 64
 """Assumed size of a Python object in bytes."""
 
 LONG_RUN_BYTES = 512
-"""Average size in bytes above which runs are copied with slices. Shorter runs are copied with index arrays."""
+"""Average size in bytes above which runs of rows are copied with slices. Shorter runs are copied with index arrays."""
 
 RowSelection = slice | np.ndarray | None
 """Rows of a payload; None means all rows."""
 
 
 class ColumnError(UserError):
-    """A column is missing, or columns of one batch have different rows."""
+    """Raised if a column is missing, or if columns of one batch have different numbers of rows."""
 
 
 @dataclass(frozen=True)
 class Payload:
-    """The values of rows x named columns. Must not be modified."""
+    """The values of a table of rows and named columns. A payload must not be modified."""
 
     num_rows: int
     rows: dict[str, np.ndarray | list] = field(default_factory=dict)
@@ -62,7 +62,9 @@ class Payload:
         return replace(self, rows=rows)
 
     def take(self, rows: RowSelection, columns: Mapping[str, str]) -> "Payload":
-        """Returns rows of some columns: views for a slice, copies for an array. `columns` maps new to current names."""
+        """Returns rows of some columns: views for a slice, copies for an array. `columns` maps new names to current
+        names.
+        """
         if isinstance(rows, np.ndarray):
             return collect(len(rows), [Source(self, columns, rows)])
         row_names, token_names = self.kinds(columns)
@@ -100,13 +102,15 @@ class Payload:
         return row_names, {name: source for name, source in columns.items() if source not in self.rows}
 
     def bfloat16_names(self, columns: Mapping[str, str]) -> frozenset[str]:
-        """Returns the new names of the bfloat16 columns among `columns`, which maps new to current names."""
+        """Returns the new names of all bfloat16 columns in `columns`, which maps new names to current names."""
         return frozenset(name for name, source in columns.items() if source in self.bfloat16)
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Consecutive rows or tokens to copy: `counts[i]` elements from index `sources[i]` to index `targets[i]`."""
+    """Runs of consecutive rows or tokens to copy. Run i copies `counts[i]` elements from index `sources[i]` to
+    `targets[i]`.
+    """
 
     sources: np.ndarray
     targets: np.ndarray
@@ -118,7 +122,7 @@ class Runs:
 
     @staticmethod
     def of(sources: np.ndarray, targets: np.ndarray) -> "Runs":
-        """Returns the runs that copy each element `sources[i]` to `targets[i]`. Merges consecutive elements."""
+        """Returns runs that copy element `sources[i]` to `targets[i]` for all i. Merges consecutive elements."""
         if not len(sources):
             return Runs(sources, targets, np.zeros(0, dtype=np.int64))
         breaks = np.flatnonzero((np.diff(sources) != 1) | (np.diff(targets) != 1)) + 1
@@ -126,7 +130,7 @@ class Runs:
         return Runs(sources[starts], targets[starts], np.diff(starts, append=len(sources)))
 
     def of_tokens(self, source_offsets: np.ndarray, target_offsets: np.ndarray) -> "Runs":
-        """Converts runs of rows to runs of tokens with the token offsets of source and target rows."""
+        """Converts runs of rows to runs of tokens, given the token offsets of source and target rows."""
         starts = source_offsets[self.sources]
         counts = source_offsets[self.sources + self.counts] - starts
         return Runs(starts, target_offsets[self.targets], counts)
@@ -169,7 +173,7 @@ def bytes_each(column: np.ndarray) -> int:
 
 
 def offsets(lengths: np.ndarray) -> np.ndarray:
-    """Returns the index of the first token of each row, followed by the number of tokens: `[B + 1]`."""
+    """Returns the index of the first token of each row, followed by the total number of tokens: `[B + 1]`."""
     return np.concatenate([[0], np.cumsum(lengths)])
 
 
@@ -184,7 +188,7 @@ class Source:
 
     payload: Payload
     columns: Mapping[str, str]
-    """Column name in the new payload -> column name in this payload."""
+    """Maps a column name in the new payload to its name in this payload."""
     rows: RowSelection = None
     targets: RowSelection = None
     """Row positions in the new payload; None means all rows."""
@@ -217,7 +221,7 @@ class Source:
 
 
 def collect(num_rows: int, sources: Sequence[Source]) -> Payload:
-    """Returns one payload with rows of several payloads. Returns views for a single source with consecutive rows.
+    """Returns a new payload with rows of several payloads. If there is one source with consecutive rows, returns views.
 
     Raises `ColumnError` if the sources have different kinds, types or shapes of a column.
     """
@@ -253,7 +257,9 @@ def _common_bfloat16(sources: Sequence[Source]) -> frozenset[str]:
 
 
 def _assemble_column(name: str, size: int, columns: Sequence, runs: Sequence[Runs]) -> Any:  # Any: an array or a list
-    """Copies runs of several columns to a new column: an array, or a list if a source is a list."""
+    """Copies runs of several columns to a new column. The result is a list if a source is a list, otherwise an
+    array.
+    """
     if not all(isinstance(column, np.ndarray) for column in columns):
         values = [None] * size
         for column, run in zip(columns, runs, strict=True):

@@ -1,4 +1,6 @@
-"""Batches in workers: a TensorDict with `rows` `[B]` and flat `tokens` `[T]`. `rows["length"]` is tokens per row."""
+"""Batches in workers: a TensorDict with `rows` `[B]` and flat `tokens` `[T]`. `rows["length"]` is the number of tokens
+per row.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -20,8 +22,8 @@ def make_tensordict(
     Args:
         rows: row columns, each a tensor `[B, ...]` or a sequence of B objects.
         tokens: flat token columns, each `[T, ...]`.
-        lengths: int64 `[B]`, number of tokens per row. Required with token columns.
-        num_rows: B. Required without row columns and lengths.
+        lengths: int64 `[B]`, number of tokens per row. Required if there are token columns.
+        num_rows: B. Required if there are neither row columns nor lengths.
     Raises:
         ValueError: row columns have different numbers of rows, or token columns do not match `lengths`.
     """
@@ -56,7 +58,7 @@ def num_rows(batch: TensorDictBase) -> int:
 
 
 def lengths(batch: TensorDictBase) -> torch.Tensor:
-    """Returns the number of tokens per row, int64 `[B]`. Requires a token column."""
+    """Returns the number of tokens per row, int64 `[B]`. Requires at least one token column."""
     return batch["rows", "length"]
 
 
@@ -69,13 +71,13 @@ def objects(batch: TensorDictBase, name: str) -> list:
 
 
 def row_positions(lengths_B: torch.Tensor) -> torch.Tensor:
-    """Returns the mask of tokens in padded rows: bool `[B, L]`, where L is the length of the longest row."""
+    """Returns the mask of tokens in padded rows, bool `[B, L]`. L is the length of the longest row."""
     longest = int(lengths_B.max()) if len(lengths_B) else 0
     return torch.arange(longest, device=lengths_B.device)[None] < lengths_B[:, None]
 
 
 def pad_tokens(values_T: torch.Tensor, lengths_B: torch.Tensor, padding: float = 0) -> torch.Tensor:
-    """Converts flat tokens `[T, ...]` to rows `[B, L, ...]`, padded on the right."""
+    """Converts flat tokens `[T, ...]` to right-padded rows `[B, L, ...]`."""
     present_BL = row_positions(lengths_B)
     padded = values_T.new_full((*present_BL.shape, *values_T.shape[1:]), padding)
     padded[present_BL] = values_T
@@ -88,7 +90,7 @@ def unpad_tokens(values_BL: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tens
 
 
 def take_rows(batch: TensorDictBase, index_N: torch.Tensor) -> TensorDict:
-    """Returns the rows `index_N` and their tokens, in this order."""
+    """Returns the rows with the indices `index_N` and their tokens, in this order."""
     selected = {name: batch["rows"].get(name)[index_N] for name in batch["rows"].keys()}  # noqa: SIM118 (a TensorDict)
     rows = TensorDict(selected, batch_size=[len(index_N)])
     if not len(batch["tokens"].keys()):
@@ -102,7 +104,9 @@ def take_rows(batch: TensorDictBase, index_N: torch.Tensor) -> TensorDict:
 
 
 def to_tensordict(payload: Payload, *, copy: bool = False) -> TensorDict:
-    """Converts a payload to a TensorDict. Without `copy`, the tensors share its memory and must not be modified."""
+    """Converts a payload to a TensorDict. Without `copy`, the tensors share the payload's memory and must not be
+    modified.
+    """
 
     def tensor(name: str, column: np.ndarray) -> torch.Tensor:
         values = torch.from_numpy(column.copy() if copy else column)
@@ -119,7 +123,7 @@ def from_tensordict(batch: TensorDictBase, input_lengths: np.ndarray | None = No
 
     Args:
         batch: TensorDict with row and token columns.
-        input_lengths: tokens per row of the method's input, used if the TensorDict has no `length`.
+        input_lengths: number of tokens per row of the method's input. Used if the TensorDict has no `length`.
     Raises:
         ValueError: token columns have no lengths, or the sum of the lengths is not the number of tokens.
     """
