@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.multiprocessing.spawn import spawn
 
 from flowrl.config import EngineConfig, OptimizerConfig
 from flowrl.data.checksums import CheckpointError, checksum_of
@@ -16,6 +15,7 @@ from tests.engines.closeness import assert_norm_close
 from tests.engines.losses import Bigram, bigram_loss
 from tests.engines.tables import VOCABULARY, table
 from tests.engines.tiny import qwen2
+from tests.processes import run_ranks
 
 
 def train(engine: TrainEngine, steps: range) -> None:
@@ -113,7 +113,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict
     train(copy, range(2))
     save(one, folder / "one-sharded", asynchronous=False)
     save(copy, folder / "one-copied", asynchronous=False)
-    spawn(main, (folder,), nprocs=2)
+    run_ranks(main, (folder,), 2)
     return folder, [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 

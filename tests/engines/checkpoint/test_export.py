@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.multiprocessing.spawn import spawn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from flowrl.config import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, UserError
@@ -21,6 +20,7 @@ from flowrl.workers.policy_model import PolicyModel
 from tests.engines.closeness import assert_norm_close
 from tests.engines.export_ranks import CASES, START, critic_engine, main, values
 from tests.engines.tiny import llama, qwen2, save
+from tests.processes import run_ranks
 
 
 def saved(model: PreTrainedModel, tmp_path: Path) -> Path:
@@ -95,7 +95,7 @@ def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two real processes saved, a folder per case with `actor`, `critic` and the whole `policy`."""
     folder = tmp_path_factory.mktemp("ranks")
     save(qwen2(), folder / START)
-    spawn(main, (folder,), nprocs=2)
+    run_ranks(main, (folder,), 2)
     return folder
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.multiprocessing.spawn import spawn
 from transformers import AutoModelForCausalLM
 
 from flowrl.config import ModelConfig, RolloutConfig
@@ -24,6 +23,7 @@ from tests.engines.families import FAMILIES, SHARED, adapted, build, main, markd
 from tests.engines.losses import logprobs, policy_logits
 from tests.engines.tables import VOCABULARY
 from tests.engines.tiny import save, tokenizer
+from tests.processes import run_ranks
 
 IDS = torch.randint(2, VOCABULARY, (3, 50), generator=torch.Generator().manual_seed(0))
 """Rows that are longer than every sliding window."""
@@ -44,7 +44,7 @@ SAME = {"split norms": "tp"}
 def on_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """Runs two processes; returns one mapping from (family, kind) to results per process."""
     folder: Path = tmp_path_factory.mktemp("families")
-    spawn(main, (folder,), nprocs=2)
+    run_ranks(main, (folder,), 2)
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 

@@ -19,6 +19,7 @@ from tests.engines.loading import IDS, MESHES, expected, main, measure
 from tests.engines.losses import policy_logits
 from tests.engines.tiny import SIZES, llama, qwen2, save
 from tests.errors import missing_facts
+from tests.processes import run_ranks
 
 KINDS = (
     "tied policy",
@@ -47,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(folder: Path) -> list[dict]:
     """What four real processes ended with."""
-    spawn(main, (folder,), nprocs=4)
+    run_ranks(main, (folder,), 4)
     return [torch.load(folder / f"{rank}.pt") for rank in range(4)]
 
 

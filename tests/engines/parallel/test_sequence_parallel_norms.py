@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.multiprocessing.spawn import spawn
 
 from tests.engines.split_ranks import TOKENS, main
+from tests.processes import run_ranks
 
 WIDTH, LAYERS = 32, 2
 
@@ -12,7 +12,7 @@ WIDTH, LAYERS = 32, 2
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     folder: Path = tmp_path_factory.mktemp("split")
-    spawn(main, (folder,), nprocs=2)
+    run_ranks(main, (folder,), 2)
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 

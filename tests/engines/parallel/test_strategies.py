@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.multiprocessing.spawn import spawn
 
 from flowrl.config import EngineConfig
 from flowrl.data.batch.tensordicts import lengths
@@ -26,6 +25,7 @@ from tests.engines.strategies import (
     train_on_bfloat16,
 )
 from tests.engines.tables import table
+from tests.processes import run_ranks
 
 
 def cases(holds: Callable[[Case], object] = lambda case: True) -> list[Any]:
@@ -53,7 +53,7 @@ def results(folder: Path, request: pytest.FixtureRequest) -> list[dict]:
     """Runs the requested cases in four processes; returns one mapping from case to results per process."""
     tests = [item for item in request.session.items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
     names = {test.callspec.params["name"] for test in tests if "name" in test.callspec.params}
-    spawn(main, (folder, names), nprocs=4)
+    run_ranks(main, (folder, names), 4)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(4)]
 
 

@@ -2,17 +2,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.multiprocessing.spawn import spawn
 
 from tests.engines.closeness import assert_norm_close
 from tests.engines.ranks import NUM_STEPS, SPLITS, main, train
+from tests.processes import run_ranks
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """What three real processes ended with, each a map from (split, dtype)."""
     folder: Path = tmp_path_factory.mktemp("ranks")
-    spawn(main, (folder,), nprocs=3)
+    run_ranks(main, (folder,), 3)
     return [torch.load(folder / f"{rank}.pt") for rank in range(3)]
 
 
