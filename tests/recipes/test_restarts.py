@@ -67,6 +67,6 @@ def losing_a_trainer(config: PPOConfig, tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=700)
     assert done.returncode == 0, done.stdout + done.stderr
     told = " ".join(done.stdout.split())
-    assert re.search(r"failed on rank 1 \(node 0\): its process has ended", told), told
+    assert re.search(r"failed on rank 1 \(node 0\): ", told), told
     assert re.search(r"restart 1 of 3: resuming from step [23]; retaining the processes of .*rollout", told), told
     assert len(list(tmp_path.glob("lost-*"))) == 1 and len(list(tmp_path.glob("maker-*"))) == 1
