@@ -51,6 +51,7 @@ def test_recoverable_processes_are_retained_and_others_restart(cluster: Cluster)
     assert restarted["actor"].gather("nothing").get() == [2.0, 2.0]
 
 
+@pytest.mark.slow
 def test_a_role_with_other_arguments_is_constructed_again_in_its_process(cluster: Cluster):
     groups = make_groups(cluster)
     before = get_process_ids(groups)
@@ -64,6 +65,7 @@ def test_a_role_with_other_arguments_is_constructed_again_in_its_process(cluster
     assert restarted["judge"].score(BATCH).get("score").tolist() == [20, 40]
 
 
+@pytest.mark.slow
 def test_a_recoverable_process_that_failed_restarts(cluster: Cluster):
     groups = make_groups(cluster)
     before = get_process_ids(groups)
@@ -92,6 +94,7 @@ def test_calls_of_retained_processes_are_awaited_and_dropped(cluster: Cluster):
     assert len(called) == count and all(event.role != "actor" for event in cluster.calls.events)
 
 
+@pytest.mark.slow
 def test_a_state_that_failed_before_a_restart_is_not_required_after_it(cluster: Cluster):
     groups = make_groups(cluster)
     before = get_process_ids(groups)
@@ -109,6 +112,7 @@ def test_a_state_that_failed_before_a_restart_is_not_required_after_it(cluster: 
     ]
 
 
+@pytest.mark.slow
 def test_a_cluster_restarts_more_than_once(cluster: Cluster):
     groups = make_groups(cluster)
     before = get_process_ids(groups)

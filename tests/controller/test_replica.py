@@ -40,6 +40,7 @@ def _doubled(table):
     return make_tensordict({"z": table["rows", "y"] * 2})
 
 
+@pytest.mark.slow
 def test_a_replica_of_several_ranks_calls_all_of_them(cluster: Cluster):
     pairs = cluster.group("pairs", Replica)
     ranks = [rank for rank, _, _ in pairs.replica(1).identify()]

@@ -148,6 +148,7 @@ def test_an_interrupted_recipe_leaves_complete_results(
     assert program.printed().splitlines()[-1].endswith(f"after step {summary['steps']} of 100; results: {out}")
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_aborts_a_recipe(start_recipe: StartRecipe, tmp_path: Path) -> None:
     program = start_recipe("steps=3000")
     eventually(lambda: lines(tmp_path) >= 2, START_S)
@@ -161,6 +162,7 @@ def test_a_second_ctrl_c_aborts_a_recipe(start_recipe: StartRecipe, tmp_path: Pa
     assert json.loads((out / "trace.json").read_text())["traceEvents"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_a_recipe_starts_leaves_no_folder(start_recipe: StartRecipe, tmp_path: Path) -> None:
     program = start_recipe()
     eventually(lambda: any("RayHost" in process.name() for process in program.running()), START_S)
@@ -169,6 +171,7 @@ def test_ctrl_c_while_a_recipe_starts_leaves_no_folder(start_recipe: StartRecipe
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_killed_recipe_leaves_complete_lines_and_no_process(start_recipe: StartRecipe, tmp_path: Path) -> None:
     program = start_recipe()
     eventually(lambda: lines(tmp_path) >= 2, START_S)

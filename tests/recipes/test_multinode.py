@@ -51,6 +51,7 @@ def hostfile(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
+@pytest.mark.slow
 def test_ppo_trains_on_two_hosts(
     ssh: None, hostfile: Callable[..., Path], ppo_config: Callable[..., PPOConfig], tmp_path: Path
 ) -> None:
@@ -77,6 +78,7 @@ def test_ppo_trains_on_two_hosts(
     assert {event["node"] for event in updates} == {0, 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ending", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGKILL, -9, marks=pytest.mark.slow)]
 )

@@ -107,6 +107,7 @@ def test_ppo_gives_the_same_metrics_under_every_placement(
         assert_same(expected, actual)
 
 
+@pytest.mark.slow
 def test_ppo_in_float32_gives_the_same_metrics_on_two_ranks(
     ray_session: None, ppo_config: Callable[..., PPOConfig], tmp_path: Path
 ) -> None:
@@ -284,6 +285,7 @@ def sampled(folder: Path, num_ranks: int, backend: Literal["ray", "inline"], ord
         return answered.get("input_ids").tolist()
 
 
+@pytest.mark.slow
 def test_sampled_tokens_depend_on_neither_ranks_nor_order(ray_session: None, task_folder: Path) -> None:
     expected = sampled(task_folder, 1, "inline", list(range(8)))
     assert sampled(task_folder, 3, "ray", [5, 2, 7, 0, 1, 6, 3, 4]) == expected

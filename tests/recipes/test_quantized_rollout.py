@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from flowrl import Placement
 from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train as train_grpo
@@ -52,12 +54,14 @@ def test_ppo_is_identical_with_a_colocated_and_a_separate_rollout(
     compare(ppo_config, train_ppo, {"estimator": "gae", "lam": 0.95, "kl_coef": 0.05} | CORRECTION, tmp_path)
 
 
+@pytest.mark.slow
 def test_grpo_is_identical_with_a_colocated_and_a_separate_rollout(
     ray_session: None, grpo_config: Callable[..., GRPOConfig], tmp_path: Path
 ) -> None:
     compare(grpo_config, train_grpo, {"estimator": "grpo"} | CORRECTION, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_samples_from_the_weights_of_its_checkpoint(
     grpo_config: Callable[..., GRPOConfig], tmp_path: Path
 ) -> None:

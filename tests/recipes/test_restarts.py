@@ -33,6 +33,7 @@ def losing_config(ppo_config: Configs, output: Path, **changes: Any) -> PPOConfi
     return ppo_config(**settings, actor=actor, reward=reward, output=output, checkpoint={"every": 1}, **changes)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["sync", pytest.param("one_step_off", marks=pytest.mark.slow)])
 def test_a_killed_trainer_rank_repeats_the_steps_since_the_checkpoint_and_restarts_no_replica(

@@ -146,6 +146,7 @@ def test_ctrl_c_saves_a_checkpoint_of_its_step(
     assert_the_same_run(config, straight)
 
 
+@pytest.mark.slow
 def test_a_killed_driver_resumes_bitwise_identically(ppo_config: Configs, straight: PPOConfig, tmp_path: Path) -> None:
     config = ppo_config(recipe="recipes.ppo.config:PPOConfig", steps=5, checkpoint={"every": 1}, resume="auto")
     (tmp_path / "config.yaml").write_text(to_yaml(config))
@@ -172,6 +173,7 @@ def test_grpo_resumes_bitwise_identically(grpo_config: Callable[..., GRPOConfig]
     assert updates[0] == 2 * updates[1] == sum(e.method == "update" for e in read_trace(straight.output).events) > 0
 
 
+@pytest.mark.slow
 def test_adapters_resume_bitwise_identically_from_adapter_checkpoints(
     ppo_config: Configs, task_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -220,6 +222,7 @@ def test_the_export_of_a_sharded_checkpoint_equals_the_final_model(
     assert exported.keys() == model.keys() and all(torch.equal(exported[name], model[name]) for name in model)
 
 
+@pytest.mark.slow
 def test_an_adaptive_penalty_resumes_bitwise_identically(ppo_config: Configs, tmp_path: Path) -> None:
     control = {"kind": "adaptive", "target": 0.001, "horizon": 200}
     algorithm = {"estimator": "gae", "kl_coef": 0.05, "kl_control": control, "shaping": [{"kind": "normalize_rewards"}]}
@@ -242,6 +245,7 @@ def cut(config: PPOConfig, engine: dict[str, Any], **sizes: int) -> PPOConfig:
     return with_float64_models(sharded)
 
 
+@pytest.mark.slow
 def test_a_sharded_run_resumes_unsharded_and_with_another_sharding(
     ray_session: None, ppo_config: Configs, straight_float64: PPOConfig, tmp_path: Path
 ) -> None:
@@ -270,6 +274,7 @@ def test_sft_resumes_with_unseen_examples(task_folder: Path, tmp_path: Path) -> 
     assert all(torch.equal(trained(again)[name], weight) for name, weight in trained(straight).items())
 
 
+@pytest.mark.slow
 def test_two_ranks_resume_bitwise_identically_and_one_rank_up_to_summation_order(
     ray_session: None, ppo_config: Configs, straight_float64: PPOConfig, tmp_path: Path
 ) -> None:

@@ -137,6 +137,7 @@ def test_grpo_one_step_off_resumes_bitwise_identically(grpo_config: GrpoConfigs,
     assert_one_step_off_goes_on(straight, train_grpo, tmp_path / "again")
 
 
+@pytest.mark.slow
 def test_ppo_one_step_off_resumes_bitwise_identically(ppo_config: Callable[..., PPOConfig], tmp_path: Path) -> None:
     straight = ppo_config(steps=4, checkpoint=EVERY_STEP, **ONE_STEP_OFF)
     assert_one_step_off_goes_on(straight, train_ppo, tmp_path / "again")
@@ -156,6 +157,7 @@ def test_one_step_off_resumes_bitwise_identically_from_two_replicas_and_under_an
         assert_same(without_accuracy(expected), without_accuracy(line))
 
 
+@pytest.mark.slow
 def test_one_step_off_resumes_bitwise_identically_after_ctrl_c(
     grpo_config: GrpoConfigs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,6 +281,7 @@ def written(config: GRPOConfig, folder: Path) -> tuple[dict[int, set[int]], dict
     return ranks_of(made), ranks_of(trained)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("feeds", "pairs"), [([[0], [1]], {(0, 0), (1, 1)}), ([[0], [0, 1]], {(0, 0), (1, 0), (1, 1)})]
 )
@@ -294,6 +297,7 @@ def test_each_trainer_trains_on_rollouts_of_its_own_replicas(
     assert set().union(*trained.values()) == set().union(*made.values()) == {0, 1}
 
 
+@pytest.mark.slow
 def test_a_killed_replica_loses_no_prompt(grpo_config: GrpoConfigs, ray_session: None) -> None:
     config = grpo_config(steps=8, backend="ray", placement=detached(2), schedule=ASYNC, samples_per_prompt=2)
     prompts, _ = read_prompts(config)

@@ -54,6 +54,7 @@ SLEEPING = {**VLLM, "vllm": {"sleep": True}}
 """Rollout settings with sleep mode. On the CPU no memory moves, but an engine that is asleep still rejects requests."""
 
 
+@pytest.mark.slow
 def test_grpo_colocated_metrics_depend_on_neither_offload_nor_a_killed_rollout(
     ray_session: None, grpo_config: Callable[..., GRPOConfig], tmp_path: Path
 ) -> None:

@@ -100,6 +100,7 @@ def test_a_signal_ends_the_doctor(recipe: Path) -> None:
     assert errors.splitlines()[-1] == "ended by SIGTERM before the comparison was complete"
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra vllm")
 def test_vllm_passes(recipe: Path) -> None:

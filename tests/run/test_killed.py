@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="it forks")
 def test_a_run_killed_while_saving_keeps_all_earlier_checkpoints(tmp_path: Path) -> None:
     code = "import sys; from tests.checkpoints.saving_loop import main; from pathlib import Path;"

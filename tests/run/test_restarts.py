@@ -79,6 +79,7 @@ def test_a_restart_retains_the_other_processes(config: RunConfig):
     assert is_closed(program.clusters[0])
 
 
+@pytest.mark.slow
 def test_no_restart_after_the_maximal_number(config: RunConfig):
     program = Program(lose)
     with pytest.raises(ProcessLost) as lost:

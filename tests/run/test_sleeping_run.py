@@ -51,6 +51,7 @@ def test_prompts_are_trained_in_order_and_no_token_is_too_old(
     assert bool(read_trace(config.output).counts) == config.schedule.is_streaming
 
 
+@pytest.mark.slow
 def test_a_killed_replica_is_replaced_and_its_prompts_are_redistributed(
     task: Path, tmp_path: Path, ray_session: None
 ) -> None:
@@ -75,6 +76,7 @@ def test_a_killed_replica_is_replaced_and_its_prompts_are_redistributed(
     assert summary["replicas_lost"] >= 1 and summary["groups"]["trained"] == 96
 
 
+@pytest.mark.slow
 def test_a_killed_trainer_restarts_no_replica_and_every_prompt_is_trained_in_its_step(
     task: Path, tmp_path: Path, ray_session: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -170,6 +170,7 @@ def process_id(worker: Rollout) -> int:
     return os.getpid()
 
 
+@pytest.mark.slow
 def test_groups_of_a_lost_replica_can_be_added_again(model: ModelConfig, ray_session: None) -> None:
     placement = Placement(device="cpu", pools={"b": [2]}, roles={"rollout": "b"})
     with Cluster(placement, num_threads=1) as cluster:

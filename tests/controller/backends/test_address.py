@@ -18,6 +18,7 @@ from flowrl.controller.errors import BackendError
 from tests.errors import missing_facts, rejects
 
 
+@pytest.mark.slow
 def test_a_driver_joins_a_cluster_by_its_address_and_does_not_stop_it(ray_session: None) -> None:
     address = ray.get_runtime_context().gcs_address
     command = [sys.executable, "-m", "tests.controller.joining_driver", address]

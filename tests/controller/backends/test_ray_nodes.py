@@ -123,6 +123,7 @@ def test_nodes_are_numbered_from_the_driver_node_by_address_and_id(layouts: dict
     assert ids == [layouts["own"], *sorted(ids[1:])]
 
 
+@pytest.mark.slow
 def test_a_process_group_forms_across_nodes(found: Callable[[str], Any]) -> None:
     assert found("sums") == [60, 60, 60]  # (1 + 2 + 3) * 10
 
@@ -140,6 +141,7 @@ def gpus(found: Callable[[str], Any]) -> dict[str, dict[str, list[tuple[int, lis
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "nodes"), [("one node", [0, 0]), ("two nodes", [0, 0, 1, 1, 1])])
 def test_processes_that_share_a_device_reserve_one_gpu(case: str, nodes: list[int], gpus: dict[str, Any]) -> None:
     actor = gpus[case]["actor"]
@@ -148,12 +150,14 @@ def test_processes_that_share_a_device_reserve_one_gpu(case: str, nodes: list[in
     check_apart(actor)
 
 
+@pytest.mark.slow
 def test_ranks_of_a_pool_that_only_some_roles_use_have_the_gpus_of_the_plan(gpus: dict[str, Any]) -> None:
     actor, rollout = gpus["a part of a pool"]["actor"], gpus["a part of a pool"]["rollout"]
     assert rollout[0] == actor[1]
     check_apart([*actor, rollout[1]])
 
 
+@pytest.mark.slow
 def test_a_leader_reserves_full_gpus_next_to_shared_ones(gpus: dict[str, Any]) -> None:
     for case in ("led", "shared and led"):
         actor, rollout = gpus[case]["actor"], gpus[case]["rollout"]
@@ -162,6 +166,7 @@ def test_a_leader_reserves_full_gpus_next_to_shared_ones(gpus: dict[str, Any]) -
     assert gpus["shared and led"]["reward"] == [gpus["shared and led"]["actor"][1]]
 
 
+@pytest.mark.slow
 def test_separate_pools_have_separate_gpus(gpus: dict[str, Any]) -> None:
     check_apart([rank for ranks in gpus["nothing shared"].values() for rank in ranks])
 
@@ -191,6 +196,7 @@ def test_a_waiting_pool_reports_missing_devices_and_releases_its_reservation(fou
     assert not missing_facts(waited["error"], "placement.pools.second", "6", *shortage)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("end", "limit_s"), [("kill", 1), ("freeze", 15)])
 def test_a_node_that_dies_is_named(end: str, limit_s: float, several: Several) -> None:
     several.obey("add 1 127.0.0.4")
@@ -207,6 +213,7 @@ def test_a_node_that_dies_is_named(end: str, limit_s: float, several: Several) -
     assert told["seconds"] < limit_s and told["cost_ms"] < 100
 
 
+@pytest.mark.slow
 def test_a_lost_node_is_reported_to_the_run(several: Several) -> None:
     several.obey("add 1 127.0.0.4")
     with several.driver("bereft") as process:
@@ -222,6 +229,7 @@ def test_a_lost_node_is_reported_to_the_run(several: Several) -> None:
     assert found["seconds"] < 5
 
 
+@pytest.mark.slow
 def test_the_stack_of_a_rank_on_another_node_is_dumped(found: Callable[[str], Any]) -> None:
     node, rank, told_node, cause = found("overdue")
     assert (node, rank, told_node) == (1, 0, 1)

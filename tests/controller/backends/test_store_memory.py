@@ -55,6 +55,7 @@ def run_steps(shared: Shared, steps: int) -> None:
         shared.cluster.wait_for_calls()
 
 
+@pytest.mark.slow
 def test_the_object_store_does_not_grow_with_the_number_of_steps(shared: Shared):
     only_ray(shared)
     run_steps(shared, 20)

@@ -47,6 +47,7 @@ def test_the_caller_gets_process_lost_and_the_run_continues(cluster: Cluster):
     cluster.wait_for_calls()
 
 
+@pytest.mark.slow
 def test_calls_of_a_process_that_restarts_fail_or_run_on_the_new_one(cluster: Cluster):
     group = cluster.group("maker", Replica)
     group.load(10).get()
@@ -93,6 +94,7 @@ def test_a_lost_call_whose_result_is_not_read_is_ignored(cluster: Cluster):
     assert maker.add_item(1).get() == [[1]]
 
 
+@pytest.mark.slow
 def test_a_call_on_a_lost_result_raises_process_lost_and_its_process_continues(cluster: Cluster):
     maker, reader = cluster.group("maker", Replica), cluster.group("reader", Doubling)
     double = reader.double(maker.replica(0).score(BATCH, "kill"))
@@ -103,6 +105,7 @@ def test_a_call_on_a_lost_result_raises_process_lost_and_its_process_continues(c
     assert reader.double(maker.score(BATCH, "nothing")).get("double").tolist() == [2, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["spin", "spin_in_c"])
 def test_a_call_past_its_deadline_raises_process_lost_with_its_stack(cluster: Cluster, fault: str):
     maker = cluster.group("maker", Replica).replica(1)
@@ -114,6 +117,7 @@ def test_a_call_past_its_deadline_raises_process_lost_with_its_stack(cluster: Cl
     assert maker.shifted(BATCH).get("y").tolist() == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_process_that_is_lost_again_and_again_ends_the_run(ray_session: None, open_cluster: ClusterMaker):
     cluster = open_cluster("ray", {"makers": [1]}, {"maker": "makers"}, num_threads=1, restarts=1)
     maker = cluster.group("maker", Replica)

@@ -135,6 +135,7 @@ def test_every_later_call_and_every_colocated_role_raise_the_first_failure(pair:
     finished.get()
 
 
+@pytest.mark.slow
 def test_a_driver_that_waits_late_gets_the_first_cause(pair: Cluster):
     group = pair.group("first", Faulty)
     group.process_id()
@@ -164,6 +165,7 @@ def test_every_host_set_raises_its_own_failure(ray_session: None, open_cluster: 
         assert (caught.value.role, caught.value.method) == (role, "fail_on")
 
 
+@pytest.mark.slow
 def test_a_pool_that_fails_while_a_call_waits_for_its_lengths(ray_session: None, open_cluster: ClusterMaker):
     """The driver waits for the number of rows; the processes of the called group end meanwhile."""
     roles = {"first": "a", "busy": "a", "second": "b"}
@@ -226,6 +228,7 @@ def test_a_stateless_process_lost_in_a_call_is_replaced(recoverable: Recoverable
     assert any(DeadlineError.__name__ in m or "deadline" in m for m in recoverable.messages) == (fault != "kill")
 
 
+@pytest.mark.slow
 def test_a_stateless_process_lost_between_calls_is_replaced(recoverable: Recoverable):
     for process_id in recoverable.scorer.process_id():
         os.kill(process_id, signal.SIGKILL)
@@ -267,11 +270,13 @@ def scorers(ray_session: None, open_cluster: ClusterMaker) -> tuple[Cluster, lis
 BATCH = Batch.from_columns({"x": [1, 2]})
 
 
+@pytest.mark.slow
 def test_a_stateless_process_lost_in_its_constructor_is_replaced(scorers: tuple[Cluster, list[str]], tmp_path: Path):
     scorer = scorers[0].group("scorer", Scorer, 10, "kill", tmp_path / "once")
     assert scorer.score(BATCH).get("score").tolist() == [10, 20]
 
 
+@pytest.mark.slow
 def test_a_lost_process_is_reported_when_it_is_lost(scorers: tuple[Cluster, list[str]], tmp_path: Path) -> None:
     """Not only when the replacement, which takes 10 s to start, has taken over."""
     cluster, messages = scorers
@@ -299,6 +304,7 @@ def test_an_exception_in_a_stateless_worker_is_raised_and_not_retried(scorers: t
     assert caught.value.cause.startswith("KeyError")
 
 
+@pytest.mark.slow
 def test_a_process_that_is_lost_after_every_restart_fails_its_host_set(scorers: tuple[Cluster, list[str]]):
     scorer = scorers[0].group("scorer", Scorer, 1)
     with pytest.raises(ProcessLost) as caught:
@@ -306,6 +312,7 @@ def test_a_process_that_is_lost_after_every_restart_fails_its_host_set(scorers: 
     assert (caught.value.role, caught.value.method) == ("scorer", "score")
 
 
+@pytest.mark.slow
 def test_a_call_that_hangs_after_every_restart_raises_its_deadline(scorers: tuple[Cluster, list[str]]):
     cluster, messages = scorers
     scorer = cluster.group("scorer", Scorer, 1)
@@ -316,6 +323,7 @@ def test_a_call_that_hangs_after_every_restart_raises_its_deadline(scorers: tupl
     assert len([message for message in messages if message.startswith("scorer.score")]) == 2
 
 
+@pytest.mark.slow
 def test_a_replacement_has_the_time_limit_of_a_constructor_and_makes_its_worker_once(
     scorers: tuple[Cluster, list[str]], tmp_path: Path
 ):
@@ -329,6 +337,7 @@ def test_a_replacement_has_the_time_limit_of_a_constructor_and_makes_its_worker_
     assert [message for message in messages if "deadline" in message] == []
 
 
+@pytest.mark.slow
 def test_a_replacement_that_cannot_make_its_worker_fails_the_host_set(
     scorers: tuple[Cluster, list[str]], tmp_path: Path
 ):

@@ -5,8 +5,10 @@ import subprocess
 import sys
 
 import psutil
+import pytest
 
 
+@pytest.mark.slow
 def test_the_error_of_a_process_without_memory_names_the_cause():
     memory = psutil.virtual_memory()
     limit = (memory.total - memory.available + 2**31) / memory.total

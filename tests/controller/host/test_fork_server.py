@@ -104,6 +104,7 @@ def test_an_interrupted_start_request_does_not_affect_others(server: ForkServer,
     assert start(server.py_executable, program, tmp_path / "told")[1] == "said\n"
 
 
+@pytest.mark.slow
 def test_the_server_ends_with_a_driver_that_is_killed(tmp_path: Path) -> None:
     told = "print(psutil.Process().children()[0].pid, flush=True)"
     code = (
@@ -126,6 +127,7 @@ def start_helper(worker: Any) -> int:
     return subprocess.Popen(["sleep", "600"]).pid
 
 
+@pytest.mark.slow
 def test_hosts_and_their_replacements_are_forked(open_cluster: ClusterMaker, ray_session: None) -> None:
     cluster = open_cluster("ray", {"main": [2]}, {"judge": "main"}, num_threads=1)
     judge = cluster.group("judge", Scorer, 1)

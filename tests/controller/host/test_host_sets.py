@@ -42,6 +42,7 @@ def test_rows_are_sent_from_part_of_a_pool_to_several_pools(backend: BackendName
     assert whole.scaled(batch).get("y").tolist() == [6, 12, 18, 24, 30]
 
 
+@pytest.mark.slow
 def test_pools_that_a_role_spans_fail_together_and_others_continue(ray_session: None, open_cluster: ClusterMaker):
     cluster = open_cluster("ray", POOLS, ROLES)
     front, back, other = (cluster.group(role, RaisingWorker) for role in ("front", "back", "other"))

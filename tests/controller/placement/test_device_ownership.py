@@ -137,6 +137,7 @@ def test_a_failed_eviction_fails_the_waiting_call(ray_session, open_cluster, tmp
         two.actor.work.submit().get()
 
 
+@pytest.mark.slow
 def test_a_replaced_process_is_loaded_at_its_next_call(ray_session, open_cluster, tmp_path: Path) -> None:
     two = Two(open_cluster, "ray", tmp_path)
     two.rollout.load([1]).get()

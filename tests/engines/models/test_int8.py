@@ -70,6 +70,7 @@ def test_a_product_equals_the_integer_product(rows: int, inputs: int, outputs: i
     assert torch.equal(int8_product_by_blocks(left, right), expected)
 
 
+@pytest.mark.slow
 def test_a_cpu_with_16_bit_accumulation_has_the_same_results() -> None:
     code = (
         "import torch; from flowrl.engines.models.int8 import int8_product; left = torch.full((20, 3072), 127,"

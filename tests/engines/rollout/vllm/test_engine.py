@@ -262,6 +262,7 @@ def test_a_broken_engine_is_still_broken_after_sleep(pair: Pair) -> None:
     assert pair.relative_error(PROMPTS, pair.generate(PROMPTS)) < FLOAT32_RTOL
 
 
+@pytest.mark.slow
 def test_200_updates_do_not_leak_memory(pair: Pair) -> None:
     weights = export_weights(pair.model)
     (sizes,) = pair.group.run(vllm_checks.updates, weights, 200)
@@ -286,6 +287,7 @@ def kill(pair: Pair) -> None:
     os.kill(process_id, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_process_killed_during_generation_is_recovered_with_the_same_responses(pair: Pair) -> None:
     pair.sync(40)
     batch = batch_of(400)
@@ -306,6 +308,7 @@ def test_a_process_killed_during_generation_is_recovered_with_the_same_responses
     assert pair.told[0].startswith("rollout on rank 0 (node 0) lost its process in generate"), pair.told
 
 
+@pytest.mark.slow
 def test_a_process_killed_during_an_update_gets_all_chunks_again(pair: Pair) -> None:
     pair.sync(41)
     old = pair.version

@@ -133,6 +133,7 @@ def test_updates_do_not_leak_memory_in_any_process(led: Pair) -> None:
     led.send()
 
 
+@pytest.mark.slow
 def test_a_dead_worker_process_restarts_the_replica(led: Pair) -> None:
     leader = leader_of(led)
     old = [leader, *started_by(leader)]
@@ -153,6 +154,7 @@ def test_the_error_of_a_worker_that_cannot_start_is_reported(ray_session: None, 
             group.run(vllm_checks.state)
 
 
+@pytest.mark.slow
 def test_no_worker_outlives_a_killed_leader(led: Pair) -> None:
     leader = leader_of(led)
     old = started_by(leader)
