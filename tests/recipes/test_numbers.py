@@ -142,7 +142,7 @@ STRATEGIES = {
 """Engine of the three models, and where roles run instead of on both ranks."""
 
 
-@pytest.mark.parametrize("name", named(STRATEGIES, "fsdp", "fsdp, the rollout on a part of the ranks"))
+@pytest.mark.parametrize("name", named(STRATEGIES, *(name for name in STRATEGIES if "fsdp" in name)))
 def test_ppo_gives_the_same_metrics_under_every_strategy(
     name: str, ray_session: None, ppo_config: Callable[..., PPOConfig], tmp_path: Path, inline_metrics: dict
 ) -> None:
@@ -188,7 +188,7 @@ def with_adapters(config: PPOConfig, engines: dict[str, dict[str, str]]) -> PPOC
 
 
 @pytest.mark.parametrize(
-    "name", named(ADAPTED, "colocated on 2", "fsdp", "a reference in parts, some of them beside the actor")
+    "name", named(ADAPTED, *(name for name in ADAPTED if name != "the rollout and the reference elsewhere"))
 )
 def test_ppo_with_adapters_gives_the_same_metrics_under_every_placement(
     name: str, ray_session: None, ppo_config: Callable[..., PPOConfig], tmp_path: Path, inline_metrics: dict
@@ -235,7 +235,7 @@ SFT = {
 """Settings, and sizes of the actor on two ranks."""
 
 
-@pytest.mark.parametrize("name", named(SFT, "sp", "an adapter under fsdp"))
+@pytest.mark.parametrize("name", named(SFT, "tp", "sp", "an adapter under fsdp"))
 def test_sft_gives_the_same_metrics_under_every_strategy(
     name: str, ray_session: None, task_folder: Path, tmp_path: Path
 ) -> None:

@@ -206,7 +206,7 @@ def test_adapters_resume_bitwise_identically_from_adapter_checkpoints(
         shutil.rmtree(own.path, ignore_errors=True)
 
 
-@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("adapted", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_export_of_a_sharded_checkpoint_equals_the_final_model(
     ray_session: None, ppo_config: Configs, tmp_path: Path, adapted: bool
 ) -> None:

@@ -101,10 +101,8 @@ def test_correct_weights_pass_before_and_after_updates(served: Served) -> None:
         served.send()
 
 
-@pytest.mark.parametrize(
-    "architecture",
-    [pytest.param(name, marks=() if "bfloat16" in name else pytest.mark.slow) for name in ARCHITECTURES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_correct_weights_pass_and_swapped_ones_are_named(ray_session: None, tmp_path: Path, architecture: str) -> None:
     dtype = "bfloat16" if "bfloat16" in architecture else "float32"
     with serving(tmp_path / "model", ARCHITECTURES[architecture](), dtype) as other:
