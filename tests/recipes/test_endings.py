@@ -211,7 +211,11 @@ def settled() -> tuple[float, list[str], int]:
 
 @pytest.mark.parametrize(
     ("ending", "code"),
-    [(None, 0), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGKILL, -9)],
+    [
+        (None, 0),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, -9, marks=pytest.mark.slow),
+    ],
 )
 def test_a_joined_cluster_keeps_its_state_after_the_driver_ends(
     ending: signal.Signals | None, code: int, ray_session: None, tmp_path: Path

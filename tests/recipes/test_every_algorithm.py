@@ -171,7 +171,9 @@ def test_metrics_do_not_depend_on_micro_batches(
     assert_same(train_step(one_pass, rollouts), train_step(split, rollouts))
 
 
-@pytest.mark.parametrize("name", ["loss clip_cov that selects", "own", "shaping"])
+@pytest.mark.parametrize(
+    "name", ["own", *(pytest.param(name, marks=pytest.mark.slow) for name in ("loss clip_cov that selects", "shaping"))]
+)
 def test_metrics_do_not_depend_on_ranks(
     name: str, ray_session: None, grpo_config: Callable[..., GRPOConfig], tmp_path: Path
 ) -> None:

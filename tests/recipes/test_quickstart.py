@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 # The short form that recipes/quickstart/ppo.yaml names.
-SHORT = ("steps=40", "actor.optimizer.total_steps=80", "critic.optimizer.total_steps=80")
+SHORT = ("steps=20", "actor.optimizer.total_steps=40", "critic.optimizer.total_steps=40")
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_the_run_folder_has_every_result(run: Path) -> None:
     assert files >= pictures | {"config.yaml", "metrics.jsonl", "summary.json", "trace.json", "tensorboard", "model"}
     assert all((run / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(41))
+    assert [line["step"] for line in lines] == list(range(21))
     calls = {event["name"] for event in json.loads((run / "trace.json").read_text())["traceEvents"]}
     assert calls >= {"generate", "score", "logprobs", "values", "update", "apply"}
 

@@ -160,6 +160,7 @@ def test_a_killed_driver_resumes_bitwise_identically(ppo_config: Configs, straig
     assert_the_same_run(config, straight)
 
 
+@pytest.mark.slow
 def test_grpo_resumes_bitwise_identically(grpo_config: Callable[..., GRPOConfig], tmp_path: Path) -> None:
     straight = grpo_config(steps=4, output=tmp_path / "straight")
     train_grpo(straight)

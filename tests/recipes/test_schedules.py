@@ -247,7 +247,7 @@ def trained_prompts(config: GRPOConfig) -> dict[int, list[int]]:
     return found
 
 
-@pytest.mark.parametrize("interrupt", [True, False])
+@pytest.mark.parametrize("interrupt", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_grpo_streams_from_two_replicas_to_two_trainers(
     grpo_config: GrpoConfigs, ray_session: None, interrupt: bool
 ) -> None:
@@ -322,6 +322,7 @@ def process_id(worker: Any) -> int:
     return os.getpid()
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra vllm")
 def test_grpo_streams_from_vllm(grpo_config: GrpoConfigs, ray_session: None) -> None:

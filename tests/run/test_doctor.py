@@ -89,6 +89,7 @@ def test_a_rollout_in_another_process_passes(recipe: Path) -> None:
     assert not (recipe.parent / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_signal_ends_the_doctor(recipe: Path) -> None:
     command = [sys.executable, "-m", "flowrl.cli", "doctor", "--rollout", str(recipe)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:

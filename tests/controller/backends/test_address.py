@@ -73,7 +73,11 @@ def outsider(code: str, run: LocalRun, home: Path, **variables: str) -> "subproc
 @pytest.mark.parametrize("code", [ENTER, NODE], ids=["a driver", "a node"])
 @pytest.mark.parametrize(
     "variables",
-    [{}, {"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}],
+    [
+        {},
+        pytest.param({"RAY_AUTH_MODE": "disabled"}, marks=pytest.mark.slow),
+        {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64},
+    ],
     ids=["no token", "authentication off", "another token"],
 )
 def test_a_process_without_the_token_cannot_join_a_local_run(
