@@ -179,7 +179,7 @@ class PromptStream:
         for name, current in (("seed", self._seed), ("num_prompts", len(self))):
             if state[name] != current:
                 raise DataError(
-                    f"the saved prompt stream has {name} {state[name]}, this run has {current}; resume with the same"
+                    f"the saved prompt stream has {name} {state[name]}, but this run has {current}; restore the value"
                 )
         self._num_drawn = state["drawn"]
 

@@ -221,8 +221,8 @@ class Rollout(Worker):
             return Compared()
         if self.engine.version != samples.version:
             raise CheckFailed(
-                f"the rollout serves weight version {self.engine.version}, but the actor's is {samples.version}: the "
-                f"update has not arrived"
+                f"the rollout serves weight version {self.engine.version}, but the actor has version "
+                f"{samples.version}: the update has not arrived"
             )
         compared = self.engine.compare_weights(samples)
         check_compared(compared, samples.version)

@@ -43,7 +43,7 @@ def prepare(output: Path, seed: int) -> bool:
         return False
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise PrepareError(
-            f"{output} has other files in it than the data of seed {seed}: choose another folder, or remove it"
+            f"{output} contains files other than the data of seed {seed}: choose another folder, or delete this folder"
         )
     output.parent.mkdir(parents=True, exist_ok=True)
     with replacing(output) as folder:

@@ -64,7 +64,9 @@ class RejectionCorrection(CorrectionConfig):
     @model_validator(mode="after")
     def _check_bounds(self) -> "RejectionCorrection":
         if self.low is not None and self.kl_kind != "k1":
-            raise ValueError(f"low applies to k1 only, {self.kl_kind} is never negative: remove it, or set kl_kind: k1")
+            raise ValueError(
+                f"low applies only to k1, because {self.kl_kind} is never negative: remove low, or set kl_kind: k1"
+            )
         if self.low is not None and self.low > self.high:
             raise ValueError(f"low is {self.low:g}, above high, {self.high:g}: swap them")
         return self

@@ -204,7 +204,7 @@ class Batch:
             if positions.dtype == bool:
                 if len(positions) != self.num_rows:
                     raise ColumnError(
-                        f"a mask of {len(positions)} rows cannot select from {self.num_rows} rows; give one per row"
+                        f"a mask of {len(positions)} rows cannot select from {self.num_rows} rows; use a value per row"
                     )
                 positions = np.flatnonzero(positions)
             positions = positions.astype(np.int64)
@@ -341,7 +341,9 @@ class LocalTasks:
         payload = batch.payload()
         result = from_tensordict(fn(batch.tensordict(), **_resolve_refs(kwargs)), payload.lengths)
         if set(result.columns) != set(writes):
-            raise ColumnError(f"{fn.__name__} wrote {', '.join(result.columns)} where {', '.join(writes)} is declared")
+            raise ColumnError(
+                f"{fn.__name__} returned {', '.join(result.columns)}, but {', '.join(writes)} is declared"
+            )
         return Batch.of_payload(result)
 
     def reduce(self, fn: Callable, batch: Batch, kwargs: dict) -> LocalRef:

@@ -154,7 +154,7 @@ class WeightTargets:
     def __init__(self, model: nn.Module) -> None:
         """Raises WeightsError for a model with an adapter, because exported weights are merged."""
         if adapter_layers(model):
-            raise WeightsError("merged weights cannot be loaded into a model with an adapter: use one without")
+            raise WeightsError("merged weights do not fit a model with an adapter: use a model without adapter")
         self._model = model
         self._stored = {
             name + BFLOAT16 if weight.stored.dtype == torch.bfloat16 else name: weight.stored

@@ -247,5 +247,5 @@ class ServingState:
         sleeping = self.asleep.intersection(tags)
         if not sleeping:
             names = " and ".join(sorted(tags))
-            raise RolloutError(f"the rollout engine is {self.state.value}: {names} cannot wake up, it is not asleep")
+            raise RolloutError(f"the rollout engine is {self.state.value}: {names} cannot wake up without being asleep")
         return sleeping
