@@ -31,8 +31,8 @@ ensure_environment() {
     echo "$checksum" >"$stamp-"
 }
 
-# ensure_vllm: installs vLLM into the environment of `ensure_environment`. With an NVIDIA driver, it installs the release,
-# otherwise a CPU build.
+# ensure_vllm: installs vLLM into the environment of `ensure_environment`. With an NVIDIA driver, it installs the
+# release, otherwise a CPU build.
 ensure_vllm() {
     local stamp
     stamp=$(python -c 'import sys; print(sys.prefix)')/.flowrl-installed-vllm
