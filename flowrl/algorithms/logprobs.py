@@ -61,8 +61,8 @@ def token_logprobs(logits: Tensor, tokens: Tensor, *, temperature: float = 1.0) 
         logits: [B, T, V], output of the model at each position, of any float dtype.
         tokens: int64 [B, T], input of the model, in [0, V). Padding must be a valid id.
         temperature: > 0, sampling temperature of the rollout.
-    Returns: [B, T] in at least float32, differentiable (once) in the logits; column t is
-        log softmax(logits[:, t - 1] / temperature)[tokens[:, t]], column 0 is 0.
+    Returns: [B, T] in at least float32, differentiable once in the logits. Column t is
+        `log_softmax(logits[:, t - 1] / temperature)[tokens[:, t]]`. Column 0 is 0.
     Raises: ValueError for mismatched shapes or a temperature <= 0.
     """
     _check(logits, temperature)
@@ -77,8 +77,8 @@ def token_entropy(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
     Args:
         logits: [B, T, V], output of the model at each position, of any float dtype; -inf excludes a token.
         temperature: > 0, sampling temperature of the rollout.
-    Returns: [B, T] in at least float32, differentiable (once) in the logits; column t is the entropy of
-        softmax(logits[:, t - 1] / temperature), column 0 is 0.
+    Returns: [B, T] in at least float32, differentiable once in the logits. Column t is the entropy of
+        `softmax(logits[:, t - 1] / temperature)`. Column 0 is 0.
     Raises: ValueError for a shape other than [B, T, V] or a temperature <= 0.
     """
     _check(logits, temperature)

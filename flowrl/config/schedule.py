@@ -1,7 +1,7 @@
 """Rollout schedules: whether and how generation overlaps with training.
 
-The staleness of a token is a number of policy updates: the updates between the weights that sampled the token and the
-weights that are trained on it.
+The staleness of a token is the number of policy updates between two versions of the weights: the version that sampled
+the token, and the version that is trained on it.
 """
 
 from typing import Annotated, Literal

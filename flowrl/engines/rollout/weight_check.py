@@ -1,7 +1,8 @@
 """Compares sampled weights of a rollout with the actor's weights bit by bit.
 
-A linear layer maps a unit vector to one column of its matrix plus the bias, and a zero vector to its bias. Both outputs
-are exact, because adding zeros does not round. The check therefore works for fused, repacked and sharded weights.
+Without its bias, a linear layer maps a unit vector to one column of its matrix. With its bias, it maps a zero vector to
+the bias. Both outputs are exact, because adding zeros does not round. The check uses only outputs of layers and
+therefore works for fused, repacked and sharded weights.
 
 Shape suffixes: J sampled inputs of a layer, N outputs of the layer.
 """
