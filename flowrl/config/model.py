@@ -15,8 +15,8 @@ class ModelConfig(Config):
     """Local directory written by `save_pretrained`, or a Hub name."""
 
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Dtype of the weights in memory. bfloat16 halves the memory, but rounds small updates to zero. float64 is for numeric
-    comparisons on the CPU. Results then hardly depend on the summation order. vLLM does not support float64.
+    """Dtype of the weights in memory. bfloat16 halves the memory, but rounds small updates to zero. float64 is for
+    numeric comparisons on the CPU. Results then hardly depend on the summation order. vLLM does not support float64.
     """
 
     dropout: Literal[0] | None = None
