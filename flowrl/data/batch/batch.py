@@ -342,7 +342,7 @@ class LocalTasks:
         result = from_tensordict(fn(batch.tensordict(), **_resolve_refs(kwargs)), payload.lengths)
         if set(result.columns) != set(writes):
             raise ColumnError(
-                f"{fn.__name__} returned {', '.join(result.columns)}, but {', '.join(writes)} is declared"
+                f"{fn.__name__} returned {', '.join(result.columns)} instead of the declared {', '.join(writes)}"
             )
         return Batch.of_payload(result)
 
