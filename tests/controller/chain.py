@@ -1,4 +1,4 @@
-"""The workers that the oracle is compared with. Importable, so that Ray's processes find them."""
+"""Workers that are compared with the oracle. Importable by Ray's processes."""
 
 import torch
 from tensordict import TensorDict

@@ -1,4 +1,4 @@
-"""A driver with a Ray of its own: prints where it listens as a line of JSON, and stays until its input ends."""
+"""A driver with its own Ray: prints its listening addresses as a line of JSON, and runs until its input ends."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ from tests.controller.workers import Summing
 
 
 class Listening(Summing):
-    """Says which addresses its process listens on."""
+    """Reports the addresses on which its process listens."""
 
     @register(Dispatch.ONE_TO_ALL)
     def listens_on(self) -> list[tuple[str, int]]:
@@ -21,7 +21,7 @@ class Listening(Summing):
 
 
 class Alone(Listening):
-    """Made before any process group is."""
+    """Constructed before any process group exists."""
 
     collective = False
 

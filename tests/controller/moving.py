@@ -1,4 +1,4 @@
-"""Workers that write down when they move, in the order in which all processes do. Importable, for Ray's processes."""
+"""Workers that log offloads, onloads and calls of all processes in order. Importable by Ray's processes."""
 
 import os
 import time
@@ -10,65 +10,65 @@ PARTS = frozenset({"weights", "cache"})
 
 
 class Moving(Worker):
-    """Refuses to work with parts that are away, and to move what has moved already.
+    """Asserts that a call finds its weights and cache on the device.
 
     Args:
         diary: a file to which every process appends.
-        yields: whether it can leave its device.
+        can_offload: whether the worker can be offloaded.
     """
 
     stateless = True
 
-    def __init__(self, diary: Path, yields: bool = True) -> None:
-        self.diary, self.away = diary, frozenset()
-        self.write("starts")
+    def __init__(self, diary: Path, can_offload: bool = True) -> None:
+        self.diary, self.offloaded = diary, frozenset()
+        self.write("start")
 
     @classmethod
-    def can_offload_device(cls, device: str, diary: Path, yields: bool = True) -> bool:
-        return yields
+    def can_offload_device(cls, device: str, diary: Path, can_offload: bool = True) -> bool:
+        return can_offload
 
     def write(self, text: str) -> None:
         with self.diary.open("a") as file:
             file.write(f"{self.context.role} {text}\n")
 
     def offload(self, *, keep_weights: bool) -> None:
-        if self.context.can_offload and self.away != PARTS:
-            self.away = PARTS
-            self.write("leaves")
+        if self.context.can_offload and self.offloaded != PARTS:
+            self.offloaded = PARTS
+            self.write("offload")
 
     def onload(self) -> None:
         self.onload_parts(tuple(PARTS))
 
     def onload_parts(self, parts: tuple[str, ...]) -> None:
-        if coming := self.away & set(parts):
-            self.away -= coming
-            self.write("comes with " + " and ".join(sorted(coming, reverse=True)))
+        if onloaded := self.offloaded & set(parts):
+            self.offloaded -= onloaded
+            self.write("onload " + " and ".join(sorted(onloaded, reverse=True)))
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def work(self, after: list[int] | None = None, seconds: float = 0.0) -> int:
-        assert not self.away, f"{sorted(self.away)} are away"
+        assert not self.offloaded, f"{sorted(self.offloaded)} are offloaded"
         time.sleep(seconds)
-        self.write("works")
+        self.write("work")
         return os.getpid()
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, replay=True, memory=("weights",))
     def load(self, version: list[int]) -> None:
-        assert "weights" not in self.away, "the weights are away"
-        self.write("loads")
+        assert "weights" not in self.offloaded, "the weights are offloaded"
+        self.write("load")
 
     @register(Dispatch.ONE_TO_ALL, memory=())
     def look(self) -> list[str]:
-        return sorted(self.away)
+        return sorted(self.offloaded)
 
 
 class Training(Moving):
-    """Holds what nothing brings back."""
+    """Has state that cannot be restored."""
 
     stateless = False
 
 
 class Stuck(Moving):
-    """Cannot leave."""
+    """Its offload fails."""
 
     def offload(self, *, keep_weights: bool) -> None:
-        raise MemoryError("the host has no room for what leaves the device")
+        raise MemoryError("not enough host memory")

@@ -1,4 +1,4 @@
-"""The oracle: a batch as a list of rows, an edit as a loop over it, a call as a function of each row.
+"""The oracle: a batch is a list of rows, an edit is a loop over rows, and a call is a function of each row.
 
 It knows nothing of shards, references, indices or ranks. Whatever chain of edits and calls is made on it and on the
 real thing, the same rows have to come out in the same order.
@@ -14,7 +14,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Rows:
-    """What `Batch` is: here, the rows themselves."""
+    """The `Batch` of the oracle: a list of rows."""
 
     rows: tuple[Row, ...]
 
@@ -40,7 +40,7 @@ class Rows:
         return Rows(tuple(mine | theirs for mine, theirs in zip(self.rows, other.rows, strict=True)))
 
     def call(self, method: Callable[[Row], list[Row]]) -> "Rows":
-        """A call: every row gives its results, in order."""
+        """Applies a function to each row, and returns all results in order."""
         return Rows(tuple(result for row in self.rows for result in method(row)))
 
 

@@ -1,4 +1,4 @@
-"""Drivers that join the Ray cluster at the address they are given, and print what they find there as a line of JSON."""
+"""Drivers that join the Ray cluster at an address and print their results as a line of JSON."""
 
 import json
 import os
@@ -18,7 +18,7 @@ Row = tuple[int, int, int, str]
 
 
 class Placed(Worker):
-    """Says where it is: rank, local rank, planned node, and the id of the Ray node that it truly runs on."""
+    """Reports rank, local rank, planned node, and the id of its actual Ray node."""
 
     @register(Dispatch.ONE_TO_ALL)
     def where(self) -> Row:
@@ -26,9 +26,9 @@ class Placed(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def devices(self) -> tuple[int, list[str], str, str]:
-        """Its node, the GPUs that Ray has given it and those that CUDA would see, and its own name for the first."""
-        given = [str(index) for index in ray.get_gpu_ids()]
-        return self.context.node, given, os.environ["CUDA_VISIBLE_DEVICES"], self.context.device
+        """Returns its node, its GPUs according to Ray and to CUDA, and its own name for the first."""
+        indices = [str(index) for index in ray.get_gpu_ids()]
+        return self.context.node, indices, os.environ["CUDA_VISIBLE_DEVICES"], self.context.device
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def stay(self, seconds: float) -> None:
@@ -42,14 +42,14 @@ class Placed(Worker):
 def layout(
     address: str, pools: dict[str, Sequence[int] | str], devices: tuple[int, ...] | None = None
 ) -> dict[str, list[Row]]:
-    """Pool -> its workers, in the order of their ranks."""
+    """Returns the workers of each pool in the order of their ranks."""
     placement = Placement(device="cpu", pools=pools, roles={pool: pool for pool in pools})
     with Cluster(placement, address=address, devices=devices, num_threads=1) as cluster:
         return {pool: cluster.group(pool, Placed).where() for pool in pools}
 
 
 def layouts(address: str) -> object:
-    """Every placement of the test beside the nodes' ids in the order in which plans number them."""
+    """Returns all layouts of the test, and the node ids in the order of the plan."""
     ray.init(address=address, log_to_driver=False)
     ids = [node.id for node in RayNodes(address)._nodes]
     own = ray.get_runtime_context().get_node_id()
@@ -60,12 +60,12 @@ def layouts(address: str) -> object:
         "stated": layout(address, {"main": "all"}, devices=(0, 1, 2)),
     }
     stated = {(2, 4, 4, 1): [1], (2, 5): [1], (2, 4): [3, 4]}
-    refused = [refusal(address, pool, devices) for devices, pool in stated.items()]
-    return {"ids": ids, "own": own, "cases": cases, "refused": refused}
+    rejections = [rejection(address, pool, devices) for devices, pool in stated.items()]
+    return {"ids": ids, "own": own, "cases": cases, "rejected": rejections}
 
 
 def sums(address: str) -> object:
-    """What three ranks on two nodes add up to in their process group."""
+    """Returns the all-reduced sum of three ranks on two nodes."""
     from tests.controller.workers import Summing  # noqa: PLC0415 (the other drivers do without torch)
 
     placement = Placement(device="cpu", pools={"main": [1, 2]}, roles={"sum": "main"})
@@ -88,26 +88,26 @@ GPU_PLACEMENTS: dict[str, dict[str, Any]] = {
 
 
 def gpus(address: str) -> object:
-    """Placement -> role -> node and GPUs of each of its ranks."""
-    found = {}
+    """Returns, per placement and role, node and GPUs of each rank."""
+    results = {}
     for case, placed in GPU_PLACEMENTS.items():
-        placement, apart = Placement(device="cuda", **placed), ("rollout", "reward")
-        with Cluster(placement, address=address, num_threads=1, dedicated=apart) as cluster:
+        placement, dedicated = Placement(device="cuda", **placed), ("rollout", "reward")
+        with Cluster(placement, address=address, num_threads=1, dedicated=dedicated) as cluster:
             groups = {role: cluster.group(role, Placed) for role in placement.roles}
-            found[case] = {role: group.devices() for role, group in groups.items()}
-    return found
+            results[case] = {role: group.devices() for role, group in groups.items()}
+    return results
 
 
-def refusal(address: str, pool: list[int], devices: tuple[int, ...]) -> str:
+def rejection(address: str, pool: list[int], devices: tuple[int, ...]) -> str:
     try:
         layout(address, {"main": pool}, devices)
     except PlacementError as error:
         return str(error)
-    raise AssertionError(f"{pool} of {devices} was not refused")
+    raise AssertionError(f"{pool} of {devices} was not rejected")
 
 
 def waiting(address: str) -> object:
-    """What a pool says whose devices another pool has, the refusal, and the devices that are free in the end."""
+    """Returns messages and error of a pool whose devices are in use, and the devices that are free afterwards."""
     words: list[str] = []
     nodes = RayNodes(address, notify=words.append, wait_limit_s=6)
     before = free_cpus()
@@ -118,13 +118,13 @@ def waiting(address: str) -> object:
         nodes.release("first")
         until(lambda: free_cpus() == before)
         return {"words": words, "error": str(error)}
-    raise AssertionError("devices were given twice")
+    raise AssertionError("devices were assigned twice")
 
 
 def pool_of(name: str, *counts: int) -> PoolPlan:
-    """A pool of so many devices on each node."""
-    places = [(node, index) for node, count in enumerate(counts) for index in range(count)]
-    return PoolPlan(name, tuple(Slot(name, rank, node, index, index) for rank, (node, index) in enumerate(places)))
+    """Returns the plan of a pool with a number of devices per node."""
+    devices = [(node, index) for node, count in enumerate(counts) for index in range(count)]
+    return PoolPlan(name, tuple(Slot(name, rank, node, index, index) for rank, (node, index) in enumerate(devices)))
 
 
 def free_cpus() -> float:
@@ -132,7 +132,7 @@ def free_cpus() -> float:
 
 
 def until(claim: Callable[[], bool]) -> float:
-    """Waits until it holds; returns the seconds that took."""
+    """Waits until the condition is true; returns the duration in seconds."""
     started = time.monotonic()
     while not claim():
         assert time.monotonic() - started < 30
@@ -140,10 +140,10 @@ def until(claim: Callable[[], bool]) -> float:
     return time.monotonic() - started
 
 
-def dying(address: str) -> object:
+def node_loss(address: str) -> object:
     """What is lost before and after the last node, which a pool is on, ends; what a question costs.
 
-    It says `ready` when the node may be ended, and is told on its input when it has been.
+    Prints `ready` when the node may be ended, and reads a line when it has been.
     """
     nodes = RayNodes(address)
     last = len(nodes._nodes) - 1
@@ -160,11 +160,8 @@ def dying(address: str) -> object:
     return {"before": before, "lost": lost, "after": nodes.lost(), "seconds": seconds, "cost_ms": cost_ms}
 
 
-def bereft(address: str) -> object:
-    """What a run is told whose rank 1 was on the node that ends while its call is running, and how soon.
-
-    Says `ready`, and is told, as `dying`.
-    """
+def rank_loss(address: str) -> object:
+    """Returns the error of a call whose rank 1 was on the ended node, and its delay. Prints like `node_loss`."""
     placement = Placement(device="cpu", pools={"main": [1, 1]}, roles={"actor": "main"})
     last = len(RayNodes(address)._nodes) - 1
     with Cluster(placement, address=address, devices=(1, *[0] * (last - 1), 1), num_threads=1) as cluster:
@@ -178,13 +175,13 @@ def bereft(address: str) -> object:
         try:
             waiting.get()
         except WorkerError as error:
-            told = [error.role, error.rank, error.node, error.method, error.cause]
-            return {"told": told, "seconds": time.monotonic() - started}
-    raise AssertionError("a call outlived its node")
+            report = [error.role, error.rank, error.node, error.method, error.cause]
+            return {"error": report, "seconds": time.monotonic() - started}
+    raise AssertionError("the call did not fail with its node")
 
 
-def overdue(address: str) -> object:
-    """What a run is told of a rank on another node that is past its deadline."""
+def deadline(address: str) -> object:
+    """Returns the error of a call on another node that exceeds its deadline."""
     placement = Placement(device="cpu", pools={"main": [1]}, roles={"actor": "main"})
     with Cluster(placement, address=address, devices=(0, 1), num_threads=1) as cluster:
         group = cluster.group("actor", Placed)
@@ -193,10 +190,10 @@ def overdue(address: str) -> object:
             group.stay_briefly(600.0).get()
         except WorkerError as error:
             return [node, error.rank, error.node, error.cause]
-    raise AssertionError("a call outlived its deadline")
+    raise AssertionError("the call did not fail at its deadline")
 
 
-DRIVERS = {driver.__name__: driver for driver in (layouts, sums, gpus, waiting, dying, bereft, overdue)}
+DRIVERS = {driver.__name__: driver for driver in (layouts, sums, gpus, waiting, node_loss, rank_loss, deadline)}
 
 if __name__ == "__main__":
     sys.stdout.write(f"result {json.dumps(DRIVERS[sys.argv[1]](sys.argv[2]))}\n")

@@ -1,6 +1,6 @@
 """A Ray cluster of several nodes on this machine, as a program: each node has an address of the loopback network.
 
-Prints the cluster's address, then obeys a line at a time, each answered with a line: `add CPUS ADDRESS`; `kill` ends
+Prints the cluster's address, then executes one command per line and prints a line: `add CPUS ADDRESS`; `kill` ends
 the node that was added last; `freeze` stops it without a word, as a machine that lost its power does. It ends its nodes
 when its input ends.
 """
@@ -21,7 +21,7 @@ GPUS = 4
 def main() -> None:
     cluster = Cluster()
     added = [add(cluster, cpus, address) for cpus, address in NODES]
-    say(cluster.address)
+    write_line(cluster.address)
     for line in sys.stdin:
         words = line.split()
         if words[0] == "add":
@@ -30,7 +30,7 @@ def main() -> None:
             os.kill(added[-1].all_processes["raylet"][0].process.pid, signal.SIGSTOP)
         else:
             cluster.remove_node(added.pop(), allow_graceful=False)
-        say("done")
+        write_line("done")
     cluster.shutdown()
 
 
@@ -45,7 +45,7 @@ def add(cluster: Cluster, cpus: int, address: str) -> Node:
     )
 
 
-def say(line: object) -> None:
+def write_line(line: object) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 

@@ -28,7 +28,7 @@ def test_one_to_all_gives_the_same_arguments_to_every_rank(shared: Shared):
 
 
 def test_one_to_all_sends_the_full_batch_to_every_rank(shared: Shared, batch: Batch):
-    assert shared.first.whole_sum(batch) == [21.0] * 3
+    assert shared.first.full_sum(batch) == [21.0] * 3
 
 
 def test_all_to_all_gives_every_rank_its_own_entry(shared: Shared):

@@ -10,7 +10,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.mark.parametrize("page", ["controller.md", "failures.md"])
-def test_the_program_of_a_page_prints_what_its_comment_says(
+def test_the_program_of_a_page_prints_the_documented_output(
     page: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     (program,) = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)

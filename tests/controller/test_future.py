@@ -36,5 +36,5 @@ def test_reading_a_future_twice_returns_the_same_value(shared: Shared):
 
 
 @pytest.mark.parametrize("timeout_s", [None, 30.0])
-def test_a_deadline_that_is_not_reached_changes_nothing(shared: Shared, timeout_s: float | None):
+def test_a_timeout_that_is_not_reached_changes_nothing(shared: Shared, timeout_s: float | None):
     assert shared.first.double(5).get(timeout_s) == 10

@@ -34,14 +34,14 @@ def groups(backend: BackendName) -> Iterator[list[WorkerGroup]]:
 
 @dataclass
 class Pair:
-    """The real thing, and what it has to be."""
+    """A batch and the rows of the oracle."""
 
     batch: Batch
     rows: Rows
 
 
-def made(count: int) -> Pair:
-    """Rows that all differ, so that no two can be exchanged unseen; some have no tokens."""
+def make_pair(count: int) -> Pair:
+    """Returns distinct rows, so that an exchange is detected; some rows have no tokens."""
     rows = [(x, [(3 * x + k) % 10 for k in range(x % 4)], f"n{x}") for x in range(count)]
     expected = Rows(tuple({"x": x, "ids": ids, "name": name} for x, ids, name in rows))
     batch = Batch.from_columns(
@@ -53,7 +53,7 @@ def made(count: int) -> Pair:
 
 
 def edited(pair: Pair, data: st.DataObject, groups: list[WorkerGroup]) -> Pair:
-    """One random edit or call on both."""
+    """Applies one random edit or call to both."""
     kind = data.draw(st.sampled_from(EDITS))
     count = len(pair.rows.rows)
     if kind == "call":
@@ -61,7 +61,7 @@ def edited(pair: Pair, data: st.DataObject, groups: list[WorkerGroup]) -> Pair:
     if kind == "store":
         return stored(pair, data.draw(st.sampled_from(groups)))
     if kind == "rename":
-        # There and back: what a column is called in a batch is not what its block calls it.
+        # Renaming twice separates the name in the batch from the name in the block.
         swap = {"ids": "other"}
         moved = Pair(pair.batch.rename(swap), pair.rows.rename(swap))
         return Pair(moved.batch.rename({"other": "ids"}), moved.rows.rename({"other": "ids"}))
@@ -77,8 +77,8 @@ def edited(pair: Pair, data: st.DataObject, groups: list[WorkerGroup]) -> Pair:
         first = next(pair.batch.minibatches(size, seed=seed), pair.batch.rows([]))
         return Pair(first, pair.rows.take(order.tolist()))
     if kind == "concat":
-        cut = data.draw(st.integers(0, count))
-        parts = [list(range(cut, count)), list(range(count)), list(range(cut))]
+        split_at = data.draw(st.integers(0, count))
+        parts = [list(range(split_at, count)), list(range(count)), list(range(split_at))]
         return Pair(
             Batch.concat([pair.batch.rows(part) for part in parts]), concat([pair.rows.take(part) for part in parts])
         )
@@ -96,7 +96,7 @@ def called(pair: Pair, data: st.DataObject, groups: list[WorkerGroup]) -> Pair:
 
 
 def stored(pair: Pair, group: WorkerGroup) -> Pair:
-    """Behind the rows come the same with other tokens, a column whose block calls it otherwise."""
+    """Appends the rows with other tokens, in a column that has another name in its block."""
     batch, rows = pair.batch.select(*pair.batch.columns), pair.rows
     batch["ids"] = group.shift(pair.batch)
     rows = rows.union(rows.call(METHODS["shift"]).rename({"next": "ids"}))
@@ -104,7 +104,7 @@ def stored(pair: Pair, group: WorkerGroup) -> Pair:
 
 
 def values_of(batch: Batch) -> list[dict[str, Any]]:
-    """The batch as the oracle's rows: token columns cut by the lengths."""
+    """Returns the batch as rows of the oracle."""
     columns: dict[str, list] = {}
     for name in batch.columns:
         values = batch.get(name)
@@ -119,11 +119,11 @@ def values_of(batch: Batch) -> list[dict[str, Any]]:
 def test_any_chain_of_edits_and_calls_matches_the_oracle(
     groups: list[WorkerGroup], count: int, length: int, data: st.DataObject
 ) -> None:
-    first = made(count)
+    first = make_pair(count)
     pair = first
     for _ in range(length):
         pair = edited(pair, data, groups)
     assert values_of(pair.batch) == list(pair.rows.rows)
     assert len(pair.batch) == len(pair.rows.rows)
-    # What went in is as it was.
-    assert values_of(first.batch) == list(made(count).rows.rows)
+    # The input is unchanged.
+    assert values_of(first.batch) == list(make_pair(count).rows.rows)

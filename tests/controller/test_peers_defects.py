@@ -43,14 +43,14 @@ def test_fewer_rows_than_ranks_are_supported(shared: Shared):
 
 
 def test_a_rank_receives_only_its_rows_and_columns(ray_session: None, open_cluster: ClusterMaker):
-    cluster = open_cluster("ray", {"main": [2], "next": [2]}, {"maker": "main", "reader": "next"}, num_threads=1)
-    maker, reader = cluster.group("maker", Arithmetic), cluster.group("reader", Arithmetic)
+    cluster = open_cluster("ray", {"main": [2], "next": [2]}, {"writer": "main", "reader": "next"}, num_threads=1)
+    writer, reader = cluster.group("writer", Arithmetic), cluster.group("reader", Arithmetic)
     batch = Batch.from_columns({"x": torch.arange(100_000), "z": torch.arange(100_000)})
-    made = maker.scaled(batch).rename({"y": "x"})
-    assert reader.received_bytes(made.union(batch.select("z"))) == 8 * 100_000
+    scaled = writer.scaled(batch).rename({"y": "x"})
+    assert reader.received_bytes(scaled.union(batch.select("z"))) == 8 * 100_000
 
 
-def test_arguments_by_name_alone_are_enough(shared: Shared):
+def test_all_arguments_can_be_passed_by_name(shared: Shared):
     assert shared.first.share(x=[1, 2, 3]) == [(0, 2), (1, 4), (2, 6)]
     assert shared.first.scaled(table=Batch.from_columns({"x": [1]}), shift=1).get("y").tolist() == [3]
 

@@ -13,21 +13,21 @@ BATCH = Batch.from_columns({"x": [1, 2, 3]})
 
 @pytest.fixture
 def cluster(ray_session: None, open_cluster: ClusterMaker) -> Cluster:
-    roles = {"maker": "makers", "pairs": {"pool": "makers", "tp": 2}}
+    roles = {"rollout": "makers", "pairs": {"pool": "makers", "tp": 2}}
     return open_cluster("ray", {"makers": [4]}, roles, num_threads=1)
 
 
 def test_a_call_of_a_replica_runs_only_on_its_rank(cluster: Cluster):
-    group = cluster.group("maker", Replica)
+    group = cluster.group("rollout", Replica)
     everyone = group.identify()
     assert group.replica(2).identify() == [everyone[2]] == [(2, 4, everyone[2][2])]
     cluster.wait_for_calls()
     last = cluster.calls.events[-1]
-    assert (last.role, last.rank, last.method) == ("maker", 2, "identify")
+    assert (last.role, last.rank, last.method) == ("rollout", 2, "identify")
 
 
 def test_a_replica_receives_and_returns_full_batches(cluster: Cluster):
-    group = cluster.group("maker", Replica)
+    group = cluster.group("rollout", Replica)
     group.replica(1).load(10)
     assert group.replica(1).shifted(BATCH).get("y").tolist() == [11, 12, 13]
     assert group.replica(0).shifted(BATCH).get("y").tolist() == [1, 2, 3]
@@ -49,20 +49,20 @@ def test_a_replica_of_several_ranks_calls_all_of_them(cluster: Cluster):
 
 
 def test_an_error_names_the_rank_of_the_role(cluster: Cluster):
-    group = cluster.group("maker", Replica)
+    group = cluster.group("rollout", Replica)
     with pytest.raises(WorkerError, check=lambda error: (error.method, error.rank) == ("commit", 3)):
         group.replica(3).commit("raise").get()
 
 
 def test_there_is_one_view_of_each_replica(backend: BackendName, open_cluster: ClusterMaker):
-    group = open_cluster(backend, {"makers": [1]}, {"maker": "makers"}).group("maker", Replica)
+    group = open_cluster(backend, {"makers": [1]}, {"rollout": "makers"}).group("rollout", Replica)
     assert group.replica(0) is group.replica(0)
     assert group.replica(0).add_item(3).get() == [[3]]
     with pytest.raises(ContractError, match="replica 1"):
         group.replica(1)
 
 
-def test_ranks_with_a_process_group_have_no_replica_view(open_cluster: ClusterMaker):
+def test_only_replicated_workers_have_replica_views(open_cluster: ClusterMaker):
     group = open_cluster("inline", {"main": [2]}, {"actor": "main"}).group("actor", Arithmetic)
     with pytest.raises(ContractError, match="replicated"):
         group.replica(0)

@@ -9,7 +9,7 @@ from tests.controller.conftest import Shared
 
 
 def centred(table: TensorDict, scale: int = 1) -> TensorDict:
-    """Needs the whole batch."""
+    """Centers a column over the full batch."""
     y = table["rows", "y"].double()
     return make_tensordict({"centred": (y - y.mean()) * scale}, {"more": table["tokens", "ids"] + 1}, lengths(table))
 
@@ -34,13 +34,13 @@ def test_a_function_receives_the_full_batch_and_adds_its_columns(shared: Shared,
 
 
 def test_a_function_on_the_task_worker_may_drop_rows(shared: Shared, batch: Batch):
-    kept = batch.union(shared.first.scaled(batch)).apply(large, ("y",), ("y",), rows="unknown", least=8)
-    assert shared.second.echo(kept).get("y").tolist() == [8, 10, 12]
+    filtered = batch.union(shared.first.scaled(batch)).apply(large, ("y",), ("y",), rows="unknown", least=8)
+    assert shared.second.echo(filtered).get("y").tolist() == [8, 10, 12]
 
 
 def test_a_future_can_be_an_argument_of_a_function(shared: Shared, batch: Batch):
-    kept = shared.first.scaled(batch).apply(large, ("y",), ("y",), rows="unknown", least=shared.first.double(5))
-    assert kept.get("y").tolist() == [10, 12]
+    filtered = shared.first.scaled(batch).apply(large, ("y",), ("y",), rows="unknown", least=shared.first.double(5))
+    assert filtered.get("y").tolist() == [10, 12]
 
 
 def test_reduce_gives_a_future(shared: Shared, batch: Batch):
@@ -49,6 +49,6 @@ def test_reduce_gives_a_future(shared: Shared, batch: Batch):
 
 
 def test_functions_run_in_the_task_worker(shared: Shared, batch: Batch):
-    found = set(shared.first.scaled(batch).apply(process_of, ("y",), ("process",)).get("process").tolist())
+    processes = set(shared.first.scaled(batch).apply(process_of, ("y",), ("process",)).get("process").tolist())
     workers = set(shared.first.process_id() + shared.second.process_id())
-    assert len(found) == 1 and (shared.backend == "inline" or not found & (workers | {os.getpid()}))
+    assert len(processes) == 1 and (shared.backend == "inline" or not processes & (workers | {os.getpid()}))

@@ -1,4 +1,4 @@
-"""Workers that only do arithmetic on tables. Importable, so that Ray's processes find them."""
+"""Workers that compute on batches. Importable by Ray's processes."""
 
 import os
 from typing import Any
@@ -39,7 +39,7 @@ class Arithmetic(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def peer_factor(self, role: str) -> int | None:
-        """Read from the worker of another role in this process."""
+        """Returns the factor of a worker of another role in this process."""
         peer = self.peer(role)
         return peer.factor if isinstance(peer, Arithmetic) else None
 
@@ -60,7 +60,7 @@ class Arithmetic(Worker):
         return float(table["rows", "x"].sum())
 
     @register(Dispatch.ONE_TO_ALL)
-    def whole_sum(self, table: TensorDict) -> float:
+    def full_sum(self, table: TensorDict) -> float:
         return float(table["rows", "x"].sum())
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("x",), writes=("y",))
@@ -82,7 +82,7 @@ class Arithmetic(Worker):
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def echo(self, table: TensorDict) -> TensorDict:
-        """Declares no columns: the driver learns them from the result."""
+        """Declares no columns, so the driver reads them from the result."""
         return table
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("text",), writes=("loud", "letters"))
@@ -103,7 +103,7 @@ class Arithmetic(Worker):
 
     @register(Dispatch.COLLECT, blocking=False, writes=("y", "name"), rows="unknown")
     def own_rows(self, times: int) -> TensorDict:
-        """As many rows as its rank times a number."""
+        """Returns a multiple of its rank as number of rows."""
         count = self.rank * times
         return make_tensordict({"y": torch.full((count,), self.rank * self.factor), "name": ["row"] * count})
 
@@ -119,11 +119,11 @@ class Arithmetic(Worker):
         return make_tensordict({"count": torch.full((num_rows(table),), seen)})
 
     @register(Dispatch.RANK_ZERO, reads=("x", "maybe?", "*"))
-    def seen_columns(self, table: TensorDict) -> list[str]:
+    def received_columns(self, table: TensorDict) -> list[str]:
         return sorted(map(str, [*table["rows"].keys(), *table["tokens"].keys()]))
 
     @register(Dispatch.RANK_ZERO, reads={"left": ("x",), "right": ("z",)})
-    def seen_of_two(self, left: TensorDict, right: TensorDict) -> tuple[list[str], list[str]]:
+    def columns_of_two(self, left: TensorDict, right: TensorDict) -> tuple[list[str], list[str]]:
         return list(map(str, left["rows"].keys())), list(map(str, right["rows"].keys()))
 
     @register(Dispatch.RANK_ZERO, reads=("x",))
@@ -149,7 +149,7 @@ class Arithmetic(Worker):
 
 
 class Wrong(Worker):
-    """Methods that break what they declare."""
+    """Methods that violate their contracts."""
 
     @register(Dispatch.DP_COMPUTE_PROTO, reads=("x",), writes=("y",))
     def misnamed(self, table: TensorDict) -> TensorDict:
@@ -177,7 +177,7 @@ class Wrong(Worker):
 
 
 class Summing(Worker):
-    """Ranks that talk to each other."""
+    """Ranks with a process group."""
 
     collective = True
 
@@ -186,7 +186,7 @@ class Summing(Worker):
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def total(self, x: int) -> int:
-        """The sum over ranks of (rank + 1) * x * factor."""
+        """Returns the sum over ranks of (rank + 1) * x * factor."""
         value = torch.tensor([(self.rank + 1) * x * self.factor])
         if self.context.process_group is not None:
             distributed.all_reduce(value, group=self.context.process_group)
@@ -194,7 +194,7 @@ class Summing(Worker):
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("x",), writes=("share",))
     def shares(self, table: TensorDict) -> TensorDict:
-        """Every row over the sum of all ranks' rows, those of ranks without rows included."""
+        """Divides every row by the sum over all ranks, including ranks without rows."""
         x = table["rows", "x"].double()
         total = x.sum()
         if self.context.process_group is not None:

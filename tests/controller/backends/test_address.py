@@ -1,4 +1,4 @@
-"""Who may join a Ray cluster, and where processes listen: one that somebody else started, and a run's own."""
+"""Access to an existing Ray cluster and to the Ray of a local run, and the addresses where processes listen."""
 
 import json
 import os
@@ -24,8 +24,8 @@ def test_a_driver_joins_a_cluster_by_its_address_and_does_not_stop_it(ray_sessio
     command = [sys.executable, "-m", "tests.controller.joining_driver", address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    refused, weights = done.stdout.splitlines()
-    assert not missing_facts(refused, "placement.pools.main", 2)
+    process, weights = done.stdout.splitlines()
+    assert not missing_facts(process, "placement.pools.main", 2)
     assert weights == "[7, 11, 9]"
     assert ray.get(ray.put(1)) == 1
 
@@ -41,7 +41,7 @@ class LocalRun:
     """The run of local_run.py, the token of its Ray, and what it prints."""
 
     token: str
-    found: dict[str, Any]
+    facts: dict[str, Any]
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +64,9 @@ NODE = "from ray.scripts.scripts import main; import sys; sys.argv[1:] = ['start
 
 
 def outsider(code: str, run: LocalRun, home: Path, **variables: str) -> "subprocess.CompletedProcess[str]":
-    """A process on this machine that knows the address and what `variables` say."""
+    """Runs a process that knows the address and has the environment `variables`."""
     environment = {"HOME": str(home), "PATH": os.environ["PATH"], "RAY_NUM_REDIS_GET_RETRIES": "1"} | variables
-    command = [sys.executable, "-c", code, run.found["address"]]
+    command = [sys.executable, "-c", code, run.facts["address"]]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
 
 
@@ -83,9 +83,9 @@ def outsider(code: str, run: LocalRun, home: Path, **variables: str) -> "subproc
 def test_a_process_without_the_token_cannot_join_a_local_run(
     code: str, variables: dict[str, str], local_run: LocalRun, tmp_path: Path
 ) -> None:
-    refused = outsider(code, local_run, tmp_path, **variables)
-    assert refused.returncode != 0
-    assert "AuthenticationError" in refused.stderr + refused.stdout
+    process = outsider(code, local_run, tmp_path, **variables)
+    assert process.returncode != 0
+    assert "AuthenticationError" in process.stderr + process.stdout
 
 
 def test_a_process_with_the_token_can_join(local_run: LocalRun, tmp_path: Path) -> None:
@@ -96,21 +96,21 @@ def test_a_process_with_the_token_can_join(local_run: LocalRun, tmp_path: Path) 
 def test_the_error_of_a_driver_without_the_token_names_the_variables_to_set(
     local_run: LocalRun, tmp_path: Path
 ) -> None:
-    refused = outsider(JOIN, local_run, tmp_path)
-    assert refused.returncode != 0
-    error = refused.stderr.splitlines()[-1]
+    process = outsider(JOIN, local_run, tmp_path)
+    assert process.returncode != 0
+    error = process.stderr.splitlines()[-1]
     assert "BackendError: " in error
-    assert not missing_facts(error, local_run.found["address"], "RAY_AUTH_MODE", "token", "RAY_AUTH_TOKEN_PATH")
+    assert not missing_facts(error, local_run.facts["address"], "RAY_AUTH_MODE", "token", "RAY_AUTH_TOKEN_PATH")
 
 
 def test_a_local_run_has_no_dashboard(local_run: LocalRun) -> None:
-    assert local_run.found["dashboard"] == ""
+    assert local_run.facts["dashboard"] == ""
 
 
 def test_flowrl_sockets_listen_on_loopback_in_a_local_run(local_run: LocalRun) -> None:
-    """Ray's worker port is open before any process group is made; what comes with the group is ours."""
-    before, after = (local_run.found[when] for when in ("before", "after"))
-    assert local_run.found["total"] == [3, 3]
+    """Ports that open with the process group belong to flowrl; those open before belong to Ray."""
+    before, after = (local_run.facts[when] for when in ("before", "after"))
+    assert local_run.facts["total"] == [3, 3]
     ours = [[ip for ip, port in now if [ip, port] not in was] for was, now in zip(before, after, strict=True)]
     # The store of the first rank, and on each rank a listener of gloo for the pool and one for the role.
     assert [len(addresses) for addresses in ours] == [3, 2]

@@ -1,4 +1,4 @@
-"""What a host of the Ray backend does with calls that Ray makes again after its process was lost, in any order."""
+"""A host of the Ray backend handles retried calls after a loss of its process, in any order."""
 
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,15 @@ LOADED = Request(4, "judge", 0, 0, "load", {"offset": 7}, Contract(Dispatch.ONE_
 @pytest.mark.parametrize("first", ["the call", "the construction"])
 def test_a_new_process_constructs_its_worker_once(ray_session: None, tmp_path: Path, first: str) -> None:
     lines = tmp_path / "lines"
-    made = Construction("judge", SlowRestart, (lines, 0.0), {}, Mesh(1, 1, 1, 1), 0, 0, 0, "cpu", 1)
+    construction = Construction("judge", SlowRestart, (lines, 0.0), {}, Mesh(1, 1, 1, 1), 0, 0, 0, "cpu", 1)
     host: Any = ray.remote(_RayHost).options(num_cpus=0).remote("flowrl-test-ray-backend", True)
-    called = encode((SCORED, RecoveryPlan((made,), ((LOADED, ()),))))
+    called = encode((SCORED, RecoveryPlan((construction,), ((LOADED, ()),))))
     answer, construct = host.call_encoded.options(num_returns=2), host.construct.options(num_returns=2)
     if first == "the call":
-        ids = [answer.remote(called)[0], construct.remote(made)[0], answer.remote(called)[0]]
+        ids = [answer.remote(called)[0], construct.remote(construction)[0], answer.remote(called)[0]]
     else:
-        ids = [construct.remote(made)[0], answer.remote(called)[0], answer.remote(called)[0]]
-    found = ray.get(ids)
-    assert found.count(None) == 1
+        ids = [construct.remote(construction)[0], answer.remote(called)[0], answer.remote(called)[0]]
+    responses = ray.get(ids)
+    assert responses.count(None) == 1
     assert lines.read_text() == "constructed\n"
     ray.kill(host)

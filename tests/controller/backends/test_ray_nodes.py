@@ -35,16 +35,16 @@ class Several:
             os.environ | token | HEALTH | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
         )
         self._process = self.start("-m", "tests.controller.several_raylets")
-        self.address = said(self._process)
+        self.address = read_line(self._process)
 
     def start(self, *arguments: str) -> "subprocess.Popen[str]":
         pipe = subprocess.PIPE
         command = [sys.executable, *arguments]
         return subprocess.Popen(command, env=self.environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
-    def obey(self, command: str) -> None:
-        tell(self._process, command)
-        assert said(self._process) == "done"
+    def execute(self, command: str) -> None:
+        write_line(self._process, command)
+        assert read_line(self._process) == "done"
 
     def driver(self, name: str) -> "subprocess.Popen[str]":
         return self.start("-m", "tests.controller.placement_driver", name, self.address)
@@ -53,13 +53,13 @@ class Several:
         self._process.communicate(timeout=60)
 
 
-def tell(process: "subprocess.Popen[str]", line: str) -> None:
+def write_line(process: "subprocess.Popen[str]", line: str) -> None:
     stream: IO[str] = process.stdin  # pyright: ignore[reportAssignmentType] (a pipe)
     stream.write(f"{line}\n")
     stream.flush()
 
 
-def said(process: "subprocess.Popen[str]") -> str:
+def read_line(process: "subprocess.Popen[str]") -> str:
     stream: IO[str] = process.stdout  # pyright: ignore[reportAssignmentType] (a pipe)
     line = stream.readline().strip()
     assert line, process.communicate()[1][-3000:]
@@ -67,7 +67,7 @@ def said(process: "subprocess.Popen[str]") -> str:
 
 
 def result_in(out: str) -> Any:
-    """What a driver of placed.py found; Ray prints of its own beside it."""
+    """Returns the result that a driver of placement_driver.py prints, without the output of Ray."""
     return json.loads(next(line for line in out.splitlines() if line.startswith("result ")).removeprefix("result "))
 
 
@@ -78,8 +78,8 @@ def several() -> Iterator[Several]:
 
 
 @pytest.fixture(scope="module")
-def found(several: Several) -> Callable[[str], Any]:
-    """What a driver of placed.py prints."""
+def run_driver(several: Several) -> Callable[[str], Any]:
+    """Returns a function that runs a driver of placement_driver.py and returns its result."""
 
     def run(name: str) -> Any:
         with several.driver(name) as process:
@@ -91,8 +91,8 @@ def found(several: Several) -> Callable[[str], Any]:
 
 
 @pytest.fixture(scope="module")
-def layouts(found: Callable[[str], Any]) -> dict[str, Any]:
-    return found("layouts")
+def layouts(run_driver: Callable[[str], Any]) -> dict[str, Any]:
+    return run_driver("layouts")
 
 
 PLANNED = {
@@ -124,17 +124,17 @@ def test_nodes_are_numbered_from_the_driver_node_by_address_and_id(layouts: dict
 
 
 @pytest.mark.slow
-def test_a_process_group_forms_across_nodes(found: Callable[[str], Any]) -> None:
-    assert found("sums") == [60, 60, 60]  # (1 + 2 + 3) * 10
+def test_a_process_group_forms_across_nodes(run_driver: Callable[[str], Any]) -> None:
+    assert run_driver("sums") == [60, 60, 60]  # (1 + 2 + 3) * 10
 
 
 @pytest.fixture(scope="module")
-def gpus(found: Callable[[str], Any]) -> dict[str, dict[str, list[tuple[int, list[str]]]]]:
-    """Placement -> role -> node and GPUs of each of its ranks."""
-    cases = found("gpus")
+def gpus(run_driver: Callable[[str], Any]) -> dict[str, dict[str, list[tuple[int, list[str]]]]]:
+    """Returns, per placement and role, node and GPUs of each rank."""
+    cases = run_driver("gpus")
     ranks = [rank for roles in cases.values() for ranks in roles.values() for rank in ranks]
-    for _, given, visible, device in ranks:
-        assert (",".join(given), "cuda:0") == (visible, device)
+    for _, indices, visible, device in ranks:
+        assert (",".join(indices), "cuda:0") == (visible, device)
     return {
         case: {role: [(rank[0], rank[1]) for rank in ranks] for role, ranks in roles.items()}
         for case, roles in cases.items()
@@ -172,13 +172,13 @@ def test_separate_pools_have_separate_gpus(gpus: dict[str, Any]) -> None:
 
 
 def check_apart(ranks: list[tuple[int, list[str]]]) -> None:
-    """Each has one GPU that none of the others has."""
-    assert all(len(given) == 1 for _, given in ranks)
-    assert len({(node, given[0]) for node, given in ranks}) == len(ranks)
+    """Asserts that each rank has one GPU of its own."""
+    assert all(len(indices) == 1 for _, indices in ranks)
+    assert len({(node, indices[0]) for node, indices in ranks}) == len(ranks)
 
 
 def test_devices_that_the_cluster_does_not_have_are_rejected(layouts: dict[str, Any]) -> None:
-    too_many, too_large, planned = layouts["refused"]
+    too_many, too_large, planned = layouts["rejected"]
     assert too_many.startswith("devices is [2, 4, 4, 1], ")
     assert "2 on 127.0.0.2, 4 on 127.0.0.3, 4 on 127.0.0.3" in too_many
     assert not missing_facts(too_many, 4, 3, "cpu")
@@ -188,8 +188,8 @@ def test_devices_that_the_cluster_does_not_have_are_rejected(layouts: dict[str, 
     assert "[2, 4]" in planned
 
 
-def test_a_waiting_pool_reports_missing_devices_and_releases_its_reservation(found: Callable[[str], Any]) -> None:
-    waited = found("waiting")
+def test_a_waiting_pool_reports_missing_devices_and_releases_its_reservation(run_driver: Callable[[str], Any]) -> None:
+    waited = run_driver("waiting")
     shortage = ("3", "CPU", "node", "1", "127.0.0.3", "2", "4")
     [notice] = waited["words"]
     assert not missing_facts(notice, "second", *shortage, "1")
@@ -199,41 +199,41 @@ def test_a_waiting_pool_reports_missing_devices_and_releases_its_reservation(fou
 @pytest.mark.slow
 @pytest.mark.parametrize(("end", "limit_s"), [("kill", 1), ("freeze", 15)])
 def test_a_node_that_dies_is_named(end: str, limit_s: float, several: Several) -> None:
-    several.obey("add 1 127.0.0.4")
-    with several.driver("dying") as process:
-        assert said(process) == "ready"
-        several.obey(end)
-        tell(process, "done")
+    several.execute("add 1 127.0.0.4")
+    with several.driver("node_loss") as process:
+        assert read_line(process) == "ready"
+        several.execute(end)
+        write_line(process, "done")
         out, errors = process.communicate(timeout=60)
     if end == "freeze":
-        several.obey("kill")
+        several.execute("kill")
     assert process.returncode == 0, errors[-3000:]
-    told = result_in(out)
-    assert (told["before"], told["lost"], told["after"]) == ({}, {"3": "127.0.0.4"}, {})
-    assert told["seconds"] < limit_s and told["cost_ms"] < 100
+    report = result_in(out)
+    assert (report["before"], report["lost"], report["after"]) == ({}, {"3": "127.0.0.4"}, {})
+    assert report["seconds"] < limit_s and report["cost_ms"] < 100
 
 
 @pytest.mark.slow
 def test_a_lost_node_is_reported_to_the_run(several: Several) -> None:
-    several.obey("add 1 127.0.0.4")
-    with several.driver("bereft") as process:
-        assert said(process) == "ready"
-        several.obey("kill")
-        tell(process, "done")
+    several.execute("add 1 127.0.0.4")
+    with several.driver("rank_loss") as process:
+        assert read_line(process) == "ready"
+        several.execute("kill")
+        write_line(process, "done")
         out, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors[-3000:]
-    found = result_in(out)
-    *place, cause = found["told"]
-    assert place == ["actor", 1, 3, "stay"]
-    assert cause.startswith("its node") and cause.endswith("is gone")
-    assert found["seconds"] < 5
+    report = result_in(out)
+    *location, cause = report["error"]
+    assert location == ["actor", 1, 3, "stay"]
+    assert cause.startswith("its node (")
+    assert report["seconds"] < 5
 
 
 @pytest.mark.slow
-def test_the_stack_of_a_rank_on_another_node_is_dumped(found: Callable[[str], Any]) -> None:
-    node, rank, told_node, cause = found("overdue")
-    assert (node, rank, told_node) == (1, 0, 1)
-    assert cause.startswith("not done after its deadline of 2 s, in stay_briefly (")
+def test_the_stack_of_a_rank_on_another_node_is_dumped(run_driver: Callable[[str], Any]) -> None:
+    node, rank, reported_node, cause = run_driver("deadline")
+    assert (node, rank, reported_node) == (1, 0, 1)
+    assert not missing_facts(cause, 2, "stay_briefly")
 
 
 def test_a_run_without_address_has_one_node() -> None:

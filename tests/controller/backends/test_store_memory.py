@@ -1,4 +1,4 @@
-"""What a long run holds: nothing of the steps that are over, and of a buffer's batches the rows that it keeps."""
+"""A long run frees the objects of completed steps, and retains only selected rows of older batches."""
 
 import time
 from collections.abc import Callable
@@ -7,7 +7,7 @@ import numpy as np
 import psutil
 import pytest
 import ray
-from ray._private.internal_api import node_stats  # Ray 2.60 tells the bytes in its store nowhere else
+from ray._private.internal_api import node_stats  # Ray 2.60 has no public API for the bytes in its store
 
 from flowrl import Batch
 from tests.controller.conftest import Shared
@@ -18,14 +18,14 @@ WIDTH = 1024
 
 
 def store_bytes() -> int:
-    """What the object store of this machine holds."""
+    """Returns the bytes in the object store of this machine."""
     node = ray.nodes()[0]
     stats = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False)
     return stats.store_stats.object_store_bytes_used
 
 
-def settled(measure: Callable[[], int], at_most: int) -> int:
-    """Waits for what is being freed: references end in other processes, and a little later."""
+def wait_for_at_most(measure: Callable[[], int], at_most: int) -> int:
+    """Waits until a measure is small enough, because other processes release references asynchronously."""
     for _ in range(100):
         if measure() <= at_most:
             break
@@ -39,14 +39,14 @@ def only_ray(shared: Shared) -> None:
 
 
 def wide_rows(count: int, first: int = 0) -> Batch:
-    """Rows numbered from `first` on, each with 4 KiB that say which row it is."""
+    """Returns rows numbered from `first`, each with 4 KiB of its number."""
     x = np.arange(first, first + count)
     wide = np.broadcast_to(x[:, None], (count, WIDTH)).astype(np.float32)
     return Batch.from_columns({"x": x, "wide": wide, "text": [f"t{i}" for i in x]}, {"ids": x.repeat(2)}, [2] * count)
 
 
 def run_steps(shared: Shared, steps: int) -> None:
-    """Each step 4 MiB pass from one group to another, and a third result stays in the batch."""
+    """Runs steps that each send 4 MiB between groups and retain a third result in the batch."""
     for step in range(steps):
         batch = shared.first.echo(wide_rows(1000, first=step))
         batch["y"] = shared.second.echo(batch)["wide"]
@@ -59,7 +59,7 @@ def run_steps(shared: Shared, steps: int) -> None:
 def test_the_object_store_does_not_grow_with_the_number_of_steps(shared: Shared):
     only_ray(shared)
     run_steps(shared, 20)
-    stored, resident = settled(store_bytes, 2 * MIB), psutil.Process().memory_full_info().uss
+    stored, resident = wait_for_at_most(store_bytes, 2 * MIB), psutil.Process().memory_full_info().uss
     run_steps(shared, 200)
-    assert settled(store_bytes, stored + 1 * MIB) <= stored + 1 * MIB
+    assert wait_for_at_most(store_bytes, stored + 1 * MIB) <= stored + 1 * MIB
     assert psutil.Process().memory_full_info().uss - resident < 8 * MIB

@@ -14,18 +14,18 @@ def record(number: int, rank: int, timeout_s: float | None = 10.0, inputs: tuple
     return CallRecord(number, LocalRef(REPORT), "actor", rank, "update", slot, "cpu:0", 0, timeout_s, inputs)
 
 
-def late(deadlines: Deadlines, now_s: float) -> list[int]:
-    return [found.call_id for found in deadlines.find_overdue(now_s)]
+def overdue_ids(deadlines: Deadlines, now_s: float) -> list[int]:
+    return [call.call_id for call in deadlines.find_overdue(now_s)]
 
 
 def test_a_call_is_late_after_its_own_seconds():
     deadlines = Deadlines()
-    for made in (record(1, 0, 10.0), record(2, 1, 20.0), record(3, 2, None)):
-        deadlines.add(made)
-    assert late(deadlines, 100.0) == []
-    assert late(deadlines, 110.0) == []
-    assert late(deadlines, 110.5) == [1]
-    assert late(deadlines, 10_000.0) == [1, 2]
+    for new_record in (record(1, 0, 10.0), record(2, 1, 20.0), record(3, 2, None)):
+        deadlines.add(new_record)
+    assert overdue_ids(deadlines, 100.0) == []
+    assert overdue_ids(deadlines, 110.0) == []
+    assert overdue_ids(deadlines, 110.5) == [1]
+    assert overdue_ids(deadlines, 10_000.0) == [1, 2]
 
 
 def test_the_time_behind_an_earlier_call_of_the_process_does_not_count():
@@ -33,13 +33,13 @@ def test_the_time_behind_an_earlier_call_of_the_process_does_not_count():
     first, second = record(1, 0), record(2, 0)
     deadlines.add(first)
     deadlines.add(second)
-    assert late(deadlines, 0.0) == []
-    assert late(deadlines, 9.0) == []
+    assert overdue_ids(deadlines, 0.0) == []
+    assert overdue_ids(deadlines, 9.0) == []
     first.report = REPORT
     assert deadlines.get_current("main", 0) is second
-    assert late(deadlines, 15.0) == []
-    assert late(deadlines, 24.0) == []
-    assert late(deadlines, 25.5) == [2]
+    assert overdue_ids(deadlines, 15.0) == []
+    assert overdue_ids(deadlines, 24.0) == []
+    assert overdue_ids(deadlines, 25.5) == [2]
 
 
 def test_the_time_until_its_inputs_are_there_does_not_count():
@@ -47,17 +47,17 @@ def test_the_time_until_its_inputs_are_there_does_not_count():
     source = record(1, 0, None)
     deadlines.add(source)
     deadlines.add(record(2, 1, inputs=(source,)))
-    assert late(deadlines, 0.0) == late(deadlines, 50.0) == []
+    assert overdue_ids(deadlines, 0.0) == overdue_ids(deadlines, 50.0) == []
     source.report = REPORT
-    assert late(deadlines, 51.0) == []
-    assert late(deadlines, 61.5) == [2]
+    assert overdue_ids(deadlines, 51.0) == []
+    assert overdue_ids(deadlines, 61.5) == [2]
 
 
 def test_a_call_that_is_done_is_not_late():
     deadlines = Deadlines()
     done = record(1, 0)
     deadlines.add(done)
-    assert late(deadlines, 0.0) == []
+    assert overdue_ids(deadlines, 0.0) == []
     done.report = REPORT
-    assert late(deadlines, 100.0) == []
+    assert overdue_ids(deadlines, 100.0) == []
     assert deadlines.get_current("main", 0) is None

@@ -139,10 +139,10 @@ def test_every_later_call_and_every_colocated_role_raise_the_first_failure(pair:
 def test_a_driver_that_waits_late_gets_the_first_cause(pair: Cluster):
     group = pair.group("first", Faulty)
     group.process_id()
-    late = group.gather("raise")
+    overdue_ids = group.gather("raise")
     time.sleep(3)
     with pytest.raises(WorkerError) as caught:
-        late.get()
+        overdue_ids.get()
     assert caught.value.rank == 1 and not caught.value.symptom and caught.value.cause.startswith("KeyError")
 
 
@@ -278,7 +278,7 @@ def test_a_stateless_process_lost_in_its_constructor_is_replaced(scorers: tuple[
 
 @pytest.mark.slow
 def test_a_lost_process_is_reported_when_it_is_lost(scorers: tuple[Cluster, list[str]], tmp_path: Path) -> None:
-    """Not only when the replacement, which takes 10 s to start, has taken over."""
+    """The report does not wait for the replacement, which takes 10 s to start."""
     cluster, messages = scorers
     scorer = cluster.group("scorer", SlowRestart, tmp_path / "lines", 10.0)
     scorer.load(7).get()

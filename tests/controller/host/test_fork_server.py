@@ -1,4 +1,4 @@
-"""Processes that are forked are what Python would have started, and outlive neither driver nor server wrongly."""
+"""Forked processes equal processes started by Python, and end with their driver or server."""
 
 import json
 import os
@@ -19,15 +19,15 @@ from flowrl.controller.host.fork_server import PRELOADED, ForkServer
 from tests.conftest import ClusterMaker
 from tests.controller.faulty_workers import Scorer
 
-TOLD = """
+REPORT_PROGRAM = """
 import json, os, random, sys
 drawn = [random.random()] + [module.random.random() for name, module in sys.modules.items() if name == "numpy"]
-told = {"pid": os.getpid(), "parent": os.getppid(), "argv": sys.argv, "cwd": os.getcwd(), "env": dict(os.environ),
+facts = {"pid": os.getpid(), "parent": os.getppid(), "argv": sys.argv, "cwd": os.getcwd(), "env": dict(os.environ),
         "name": __name__, "path": sys.path[0], "modules": sorted(sys.modules),
         "drawn": drawn, "threads": len(os.listdir("/proc/self/task"))}
-open(sys.argv[1], "w").write(json.dumps(told))
-print("said")
-print("complained", file=sys.stderr)
+open(sys.argv[1], "w").write(json.dumps(facts))
+print("output")
+print("errors", file=sys.stderr)
 sys.exit(3)
 """
 
@@ -42,12 +42,12 @@ def server() -> Iterator[ForkServer]:
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
     file = tmp_path / "program.py"
-    file.write_text(TOLD)
+    file.write_text(REPORT_PROGRAM)
     return file
 
 
 def start(py_executable: str, program: Path, result: Path, **settings: Any) -> tuple[dict[str, Any], str, str]:
-    """What the program tells of its process, and what it printed."""
+    """Returns the facts that the program writes about its process, its output and its errors."""
     command = ["bash", "-c", f"exec {py_executable} {program} {result} 'two words'"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, **settings)
     wait(result.exists)
@@ -66,50 +66,48 @@ def test_a_forked_process_equals_one_started_by_python(server: ForkServer, progr
     environment = {"PATH": os.environ["PATH"], "OWN": "value\nof two lines"}
     folder = tmp_path / "folder"
     folder.mkdir()
-    told, said, complained = start(server.py_executable, program, tmp_path / "told", env=environment, cwd=folder)
-    assert told["argv"] == [str(program), str(tmp_path / "told"), "two words"]
-    assert told["cwd"] == str(folder) and told["name"] == "__main__" and told["path"] == str(program.parent)
-    assert told["env"].items() >= environment.items() and "HOME" not in told["env"]
-    assert said == "said\n" and complained == "complained\n"
-    parent = psutil.Process(told["parent"])
+    facts, output, errors = start(server.py_executable, program, tmp_path / "facts", env=environment, cwd=folder)
+    assert facts["argv"] == [str(program), str(tmp_path / "facts"), "two words"]
+    assert facts["cwd"] == str(folder) and facts["name"] == "__main__" and facts["path"] == str(program.parent)
+    assert facts["env"].items() >= environment.items() and "HOME" not in facts["env"]
+    assert output == "output\n" and errors == "errors\n"
+    parent = psutil.Process(facts["parent"])
     assert parent.ppid() == os.getpid()
-    assert {"torch", *PRELOADED} <= set(told["modules"]) and "ray" not in told["modules"]
+    assert {"torch", *PRELOADED} <= set(facts["modules"]) and "ray" not in facts["modules"]
 
 
 def test_the_server_has_one_thread_and_leaves_no_zombies(server: ForkServer, program: Path, tmp_path: Path) -> None:
-    told, _, _ = start(server.py_executable, program, tmp_path / "told")
-    assert told["threads"] == 1
-    wait(lambda: not psutil.pid_exists(told["pid"]))
+    facts, _, _ = start(server.py_executable, program, tmp_path / "facts")
+    assert facts["threads"] == 1
+    wait(lambda: not psutil.pid_exists(facts["pid"]))
 
 
 def test_forked_processes_have_different_random_numbers(server: ForkServer, program: Path, tmp_path: Path) -> None:
-    drawn = [start(server.py_executable, program, tmp_path / f"told{i}")[0]["drawn"] for i in range(2)]
+    drawn = [start(server.py_executable, program, tmp_path / f"facts{i}")[0]["drawn"] for i in range(2)]
     assert len(drawn[0]) == 2 and not set(drawn[0]) & set(drawn[1])
 
 
 def test_without_a_server_the_process_is_started_by_python(program: Path, tmp_path: Path) -> None:
     server = ForkServer()
     server.end()
-    told, said, _ = start(server.py_executable, program, tmp_path / "told")
-    assert said == "said\n" and "torch" not in told["modules"]
-    assert told["argv"] == [str(program), str(tmp_path / "told"), "two words"]
+    facts, output, _ = start(server.py_executable, program, tmp_path / "facts")
+    assert output == "output\n" and "torch" not in facts["modules"]
+    assert facts["argv"] == [str(program), str(tmp_path / "facts"), "two words"]
 
 
-def test_an_interrupted_start_request_does_not_affect_others(server: ForkServer, program: Path, tmp_path: Path) -> None:
+def test_an_invalid_start_request_does_not_affect_others(server: ForkServer, program: Path, tmp_path: Path) -> None:
     path = server.py_executable.split()[-1]
     for words in (b"", b"\0\0", b"\0\0\0\x09{", b"\0\0\0\x02{}"):
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(path)
             client.sendall(words)
-    assert start(server.py_executable, program, tmp_path / "told")[1] == "said\n"
+    assert start(server.py_executable, program, tmp_path / "facts")[1] == "output\n"
 
 
 @pytest.mark.slow
 def test_the_server_ends_with_a_driver_that_is_killed(tmp_path: Path) -> None:
-    told = "print(psutil.Process().children()[0].pid, flush=True)"
-    code = (
-        f"import psutil; from flowrl.controller.host.fork_server import ForkServer; s = ForkServer(); {told}; input()"
-    )
+    print_child = "print(psutil.Process().children()[0].pid, flush=True)"
+    code = f"import psutil; from {ForkServer.__module__} import ForkServer; s = ForkServer(); {print_child}; input()"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as driver:
@@ -119,7 +117,7 @@ def test_the_server_ends_with_a_driver_that_is_killed(tmp_path: Path) -> None:
     wait(lambda: not process.is_running())
 
 
-def parentage(worker: Any) -> tuple[int, int]:
+def parent_processes(worker: Any) -> tuple[int, int]:
     return os.getpid(), os.getppid()
 
 
@@ -132,17 +130,17 @@ def test_hosts_and_their_replacements_are_forked(open_cluster: ClusterMaker, ray
     cluster = open_cluster("ray", {"main": [2]}, {"judge": "main"}, num_threads=1)
     judge = cluster.group("judge", Scorer, 1)
     judge.load(2)
-    (lost, server), (_, other) = judge.run(parentage)
+    (lost, server), (_, other) = judge.run(parent_processes)
     assert server == other and psutil.Process(server).ppid() == os.getpid()
     os.kill(lost, signal.SIGKILL)
     assert judge.score(Batch.from_columns({"x": [1, 2]})).get("score").tolist() == [3, 4]
-    (found, forked_by), _ = judge.run(parentage)
-    assert found != lost and forked_by == server
+    (process_id, forked_by), _ = judge.run(parent_processes)
+    assert process_id != lost and forked_by == server
 
 
 def test_child_processes_of_a_host_end_with_it(open_cluster: ClusterMaker, ray_session: None) -> None:
     cluster = open_cluster("ray", {"main": [1]}, {"judge": "main"}, num_threads=1)
     judge = cluster.group("judge", Scorer, 1)
-    (helper,), ((lost, _),) = judge.run(start_helper), judge.run(parentage)
+    (helper,), ((lost, _),) = judge.run(start_helper), judge.run(parent_processes)
     os.kill(lost, signal.SIGKILL)
     wait(lambda: not psutil.pid_exists(helper))

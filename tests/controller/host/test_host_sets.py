@@ -24,30 +24,30 @@ def test_meshes_that_overlap_sum_over_their_own_ranks(ray_session: None, open_cl
 
 def test_roles_of_one_process_reach_each_other_with_different_ranks(backend: BackendName, open_cluster: ClusterMaker):
     cluster = open_cluster(backend, POOLS, ROLES, num_threads=1)
-    whole, back = cluster.group("all", Arithmetic, 2), cluster.group("back", Arithmetic, 3)
-    assert whole.identify() == [(0, 3, 1), (1, 3, 1), (2, 3, 1)]
+    everywhere, back = cluster.group("all", Arithmetic, 2), cluster.group("back", Arithmetic, 3)
+    assert everywhere.identify() == [(0, 3, 1), (1, 3, 1), (2, 3, 1)]
     assert back.identify() == [(0, 2, 1), (1, 2, 1)]
     assert back.peer_factor("all") == [2, 2]
-    assert whole.peer_factor("back") == [None, 3, 3]
-    assert back.is_colocated_in(whole) and not whole.is_colocated_in(back)
+    assert everywhere.peer_factor("back") == [None, 3, 3]
+    assert back.is_colocated_in(everywhere) and not everywhere.is_colocated_in(back)
     if backend == "ray":
-        assert back.process_id() == whole.process_id()[1:]
+        assert back.process_id() == everywhere.process_id()[1:]
 
 
 def test_rows_are_sent_from_part_of_a_pool_to_several_pools(backend: BackendName, open_cluster: ClusterMaker):
     cluster = open_cluster(backend, POOLS, ROLES, num_threads=1)
-    front, whole = cluster.group("front", Arithmetic, 3), cluster.group("all", Arithmetic, 2)
+    front, everywhere = cluster.group("front", Arithmetic, 3), cluster.group("all", Arithmetic, 2)
     batch = Batch.from_columns(BATCH)
     batch["x"] = front.scaled(batch)
-    assert whole.scaled(batch).get("y").tolist() == [6, 12, 18, 24, 30]
+    assert everywhere.scaled(batch).get("y").tolist() == [6, 12, 18, 24, 30]
 
 
 @pytest.mark.slow
 def test_pools_that_a_role_spans_fail_together_and_others_continue(ray_session: None, open_cluster: ClusterMaker):
     cluster = open_cluster("ray", POOLS, ROLES)
     front, back, other = (cluster.group(role, RaisingWorker) for role in ("front", "back", "other"))
-    with pytest.raises(WorkerError, match=r"back\.fail_on failed on rank 1 \(node 0\): KeyError"):
+    with pytest.raises(WorkerError, match=r"back\.fail_on .*rank 1 .*node 0\b.*KeyError"):
         back.fail_on(1).get()
-    with pytest.raises(WorkerError, match=r"back\.fail_on failed on rank 1"):
+    with pytest.raises(WorkerError, match=r"back\.fail_on .*rank 1\b"):
         front.add_one(1)
     assert other.add_one(1).get() == [2]

@@ -1,4 +1,4 @@
-"""Ranks that talk to each other. Inline they are one rank, whose numbers are those of all."""
+"""Ranks with a process group. Inline, one rank has the results of all."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Who has the device: roles of one process make room for each other."""
+"""Roles of one process offload each other, so that one of them is on the device."""
 
 from flowrl.controller.host.resident_worker import ResidentWorker
 from flowrl.controller.worker import Dispatch, Worker, register
@@ -6,25 +6,24 @@ from tests.conftest import ClusterMaker
 
 
 class Resident(Worker):
-    """Writes down when it moves, into a list that the roles share."""
+    """Appends its offloads, onloads and calls to a list that the roles share."""
 
-    def __init__(self, moves: list[str], borrows_from: str | None = None) -> None:
-        self.moves, self.borrows_from = moves, borrows_from
+    def __init__(self, moves: list[str], shares_weights_of: str | None = None) -> None:
+        self.moves, self.shares_weights_of = moves, shares_weights_of
 
     @property
     def weight_owners(self) -> tuple[Worker, ...]:
-        lender = None if self.borrows_from is None else self.peer(self.borrows_from)
-        return () if lender is None else (lender,)
+        return () if self.shares_weights_of is None else (self.peer(self.shares_weights_of),)
 
     def offload(self, *, keep_weights: bool) -> None:
-        self.moves.append(f"{self.context.role} {'keeps its weights' if keep_weights else 'leaves'}")
+        self.moves.append(f"{self.context.role} {'offload except weights' if keep_weights else 'offload'}")
 
     def onload(self) -> None:
-        self.moves.append(f"{self.context.role} comes")
+        self.moves.append(f"{self.context.role} onload")
 
     @register(Dispatch.ONE_TO_ALL)
     def work(self) -> None:
-        self.moves.append(f"{self.context.role} works")
+        self.moves.append(f"{self.context.role} work")
 
 
 def test_other_roles_are_offloaded_before_a_role_is_loaded_until_their_next_call(open_cluster: ClusterMaker) -> None:
@@ -32,14 +31,14 @@ def test_other_roles_are_offloaded_before_a_role_is_loaded_until_their_next_call
     cluster = open_cluster("inline", {"main": [1]}, dict.fromkeys(("actor", "critic"), "main"))
     actor = cluster.group("actor", Resident, moves)
     critic = cluster.group("critic", Resident, moves)
-    assert moves == ["actor leaves"], "a role that is made needs room, too"
+    assert moves == ["actor offload"], "a constructor needs the device, too"
     moves.clear()
     for group in (actor, actor, critic, actor):
         group.work()
     assert moves == [
-        *("critic leaves", "actor comes", "actor works", "actor works"),
-        *("actor leaves", "critic comes", "critic works"),
-        *("critic leaves", "actor comes", "actor works"),
+        *("critic offload", "actor onload", "actor work", "actor work"),
+        *("actor offload", "critic onload", "critic work"),
+        *("critic offload", "actor onload", "actor work"),
     ]
 
 
@@ -51,8 +50,8 @@ def test_an_owner_keeps_shared_weights_on_the_device(open_cluster: ClusterMaker)
     moves.clear()
     groups["rollout"].work()
     assert moves == [
-        *("actor keeps its weights", "critic leaves"),
-        *("actor comes", "rollout comes", "rollout works"),
+        *("actor offload except weights", "critic offload"),
+        *("actor onload", "rollout onload", "rollout work"),
     ]
 
 
@@ -65,12 +64,12 @@ def test_a_failed_onload_is_retried() -> None:
                 raise MemoryError("no room")
 
     worker = Stuck()
-    turns = ResidentWorker({"actor": worker})
+    resident = ResidentWorker({"actor": worker})
     for _ in range(2):
         try:
-            turns.activate("actor")
+            resident.activate("actor")
         except MemoryError:
             continue
-        raise AssertionError("the second call must ask again")
+        raise AssertionError("the second call must retry")
     worker.fails = False
-    turns.activate("actor")
+    resident.activate("actor")

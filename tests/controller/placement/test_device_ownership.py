@@ -1,4 +1,4 @@
-"""Processes of one device make room for each other, in the order of submission."""
+"""Processes that share a device evict each other in the order of submission."""
 
 import os
 import signal
@@ -20,17 +20,17 @@ ALONE = Slot("other", 0, 0, 0, device=2)
 ELSEWHERE = Slot("far", 0, 1, 0, device=0)
 
 
-def made(**yields: bool) -> DeviceOwnership:
-    """A ledger of all slots, in which workers were made that yield or not."""
+def ownership_of(**can_offload: bool) -> DeviceOwnership:
+    """Returns the ownership of all slots; `can_offload` has a value per worker."""
     ledger = DeviceOwnership([HOST, LEADER, NEXT, ALONE, ELSEWHERE])
     slots = {"host": HOST, "leader": LEADER, "next": NEXT, "alone": ALONE}
-    for name, does in yields.items():
-        ledger.claim_for_worker(slots[name], does)
+    for name, value in can_offload.items():
+        ledger.claim_for_worker(slots[name], value)
     return ledger
 
 
 def test_a_called_process_owns_the_device_until_another_is_called():
-    ledger = made(host=True, leader=True)
+    ledger = ownership_of(host=True, leader=True)
     assert ledger.claim(HOST) == [LEADER]
     assert ledger.claim(HOST) == []
     assert ledger.claim(LEADER) == [HOST]
@@ -38,49 +38,49 @@ def test_a_called_process_owns_the_device_until_another_is_called():
 
 
 def test_a_leader_of_several_devices_waits_for_evictions_on_each():
-    ledger = made(host=True, next=True, leader=True)
+    ledger = ownership_of(host=True, next=True, leader=True)
     ledger.claim(HOST)
-    assert ledger.claim(NEXT) == [], "they have a device each"
+    assert ledger.claim(NEXT) == [], "each has its own device"
     assert ledger.claim(LEADER) == [HOST, NEXT]
     assert ledger.claim(NEXT) == [LEADER]
-    assert ledger.claim(HOST) == [], "the leader has left both"
+    assert ledger.claim(HOST) == [], "the leader has been evicted from both"
 
 
 def test_a_process_that_cannot_offload_is_awaited():
-    """What it is doing takes memory beside what it holds."""
-    ledger = made(host=False, leader=True)
+    """Its running call uses device memory."""
+    ledger = ownership_of(host=False, leader=True)
     assert ledger.claim(HOST) == [LEADER]
     assert ledger.claim(LEADER) == [HOST]
     assert ledger.claim(HOST) == [LEADER]
 
 
 def test_without_offload_no_process_waits():
-    ledger = made(host=False, leader=False)
+    ledger = ownership_of(host=False, leader=False)
     assert [ledger.claim(slot) for slot in (HOST, LEADER, NEXT, LEADER, HOST)] == [[]] * 5
 
 
 def test_exclusive_devices_are_not_tracked():
-    ledger = made(alone=True, leader=True)
+    ledger = ownership_of(alone=True, leader=True)
     assert ledger.is_shared(HOST) and ledger.is_shared(LEADER) and ledger.is_shared(NEXT)
     assert not ledger.is_shared(ALONE) and not ledger.is_shared(ELSEWHERE)
     assert ledger.claim(ALONE) == []
 
 
 def test_evictions_name_evicted_and_evicting_process():
-    ledger = made(host=False, leader=True)
+    ledger = ownership_of(host=False, leader=True)
     assert ledger.is_evicted_by([LEADER], [HOST]) and ledger.is_evicted_by([ALONE, LEADER], [ALONE, NEXT])
     assert not ledger.is_evicted_by([HOST], [LEADER]) and not ledger.is_evicted_by([LEADER], [ALONE])
 
 
 class Two:
-    """A role that trains, and one in a process of its own on the same device."""
+    """An actor, and a rollout in a dedicated process on the same device."""
 
-    def __init__(self, open_cluster: ClusterMaker, backend: str, folder: Path, cls=Moving, **yields: bool) -> None:
+    def __init__(self, open_cluster: ClusterMaker, backend: str, folder: Path, cls=Moving, **can_offload: bool) -> None:
         self.diary = folder / "diary"
         roles = dict.fromkeys(("actor", "rollout"), "main")
         self.cluster: Cluster = open_cluster(backend, {"main": [1]}, roles, dedicated=("rollout",))
-        self.actor = self.cluster.group("actor", Training, self.diary, yields.get("actor", True))
-        self.rollout = self.cluster.group("rollout", cls, self.diary, yields.get("rollout", True))
+        self.actor = self.cluster.group("actor", Training, self.diary, can_offload.get("actor", True))
+        self.rollout = self.cluster.group("rollout", cls, self.diary, can_offload.get("rollout", True))
 
     def lines(self) -> list[str]:
         self.cluster.wait_for_calls()
@@ -92,17 +92,17 @@ def test_processes_own_the_device_in_the_order_of_submission(
 ) -> None:
     two = Two(open_cluster, backend, tmp_path)
     for _ in range(2):
-        answered = two.rollout.work.submit()
-        weights = two.actor.work.submit(answered, seconds=0.2)
+        responses = two.rollout.work.submit()
+        weights = two.actor.work.submit(responses, seconds=0.2)
         two.actor.work.submit(weights)
         two.rollout.load.submit(weights)
-    a_step = [
-        *("rollout comes with weights and cache", "rollout works", "rollout leaves"),
-        *("actor comes with weights and cache", "actor works", "actor works", "actor leaves"),
-        *("rollout comes with weights", "rollout loads"),
+    one_step = [
+        *("rollout onload weights and cache", "rollout work", "rollout offload"),
+        *("actor onload weights and cache", "actor work", "actor work", "actor offload"),
+        *("rollout onload weights", "rollout load"),
     ]
-    first = ["actor starts", "actor leaves", "rollout starts", *a_step[1:]]
-    assert two.lines() == [*first, "rollout comes with cache", *a_step[1:]]
+    first = ["actor start", "actor offload", "rollout start", *one_step[1:]]
+    assert two.lines() == [*first, "rollout onload cache", *one_step[1:]]
 
 
 def test_a_call_without_device_memory_evicts_nothing(open_cluster: ClusterMaker, backend, tmp_path: Path) -> None:
@@ -119,8 +119,8 @@ def test_a_process_that_cannot_offload_stays_on_the_device(open_cluster: Cluster
     for _ in range(2):
         two.actor.work.submit(seconds=0.2)
         two.rollout.work.submit()
-    turn = ["rollout leaves", "actor works", "rollout comes with weights and cache", "rollout works"]
-    assert two.lines() == ["actor starts", "rollout starts", *turn, *turn]
+    one_turn = ["rollout offload", "actor work", "rollout onload weights and cache", "rollout work"]
+    assert two.lines() == ["actor start", "rollout start", *one_turn, *one_turn]
 
 
 def test_without_offload_nothing_is_evicted(open_cluster: ClusterMaker, backend, tmp_path: Path) -> None:
@@ -128,12 +128,12 @@ def test_without_offload_nothing_is_evicted(open_cluster: ClusterMaker, backend,
     assert not two.rollout.is_evicted_by(two.actor)
     two.rollout.work()
     two.actor.work()
-    assert sorted(two.lines()) == ["actor starts", "actor works", "rollout starts", "rollout works"]
+    assert sorted(two.lines()) == ["actor start", "actor work", "rollout start", "rollout work"]
 
 
 def test_a_failed_eviction_fails_the_waiting_call(ray_session, open_cluster, tmp_path: Path) -> None:
     two = Two(open_cluster, "ray", tmp_path, Stuck)
-    with pytest.raises(FlowError, match=r"rollout.evict failed on rank 0 .*the host has no room"):
+    with pytest.raises(FlowError, match=r"rollout\.evict .*rank 0\b.*MemoryError"):
         two.actor.work.submit().get()
 
 
@@ -147,11 +147,11 @@ def test_a_replaced_process_is_loaded_at_its_next_call(ray_session, open_cluster
     os.kill(process, signal.SIGKILL)
     two.actor.work().get()
     (process,) = two.rollout.work().get()
-    again = ["rollout starts", "rollout loads", "rollout works"]
-    assert two.lines()[before:] == ["actor works", "actor leaves", *again]
+    recovery = ["rollout start", "rollout load", "rollout work"]
+    assert two.lines()[before:] == ["actor work", "actor offload", *recovery]
     os.kill(process, signal.SIGKILL)
     two.actor.work().get()
-    came = ["actor comes with weights and cache", "actor works"]
-    assert two.lines()[before + 5 :] == came, "a process without workers has nothing to leave with"
+    expected = ["actor onload weights and cache", "actor work"]
+    assert two.lines()[before + 5 :] == expected, "a process without workers is not offloaded"
     two.rollout.work().get()
-    assert two.lines()[before + 7 :] == ["actor leaves", *again]
+    assert two.lines()[before + 7 :] == ["actor offload", *recovery]

@@ -1,4 +1,4 @@
-"""What one program overlaps under two placements: it follows from the columns that calls read and from the pools."""
+"""Overlap of calls under two placements, which follows from the columns that they read and from the pools."""
 
 from flowrl import Batch, Cluster, Placement
 from flowrl.data.events import CallEvent
@@ -10,7 +10,7 @@ SPLIT = Placement(device="cpu", pools={"policy": [1], "judges": [1]}, roles={"ac
 
 
 def step(placement: Placement) -> list[CallEvent]:
-    """The calls of a PPO step's shape: two evaluations that need only the prompts, then two updates."""
+    """Runs calls like those of a PPO step: two evaluations that need only the prompts, then two updates."""
     with Cluster(placement, num_threads=1) as cluster:
         actor, critic = cluster.group("actor", Sleeping), cluster.group("critic", Sleeping)
         cluster.wait_for_calls()
@@ -24,7 +24,7 @@ def step(placement: Placement) -> list[CallEvent]:
 
 
 def overlap_s(events: list[CallEvent], method: str) -> float:
-    """How long actor and critic were in the method at the same time, on their first ranks."""
+    """Returns the seconds in which the first ranks of actor and critic ran the method concurrently."""
     actor, critic = (
         next(e for e in events if (e.role, e.method, e.rank) == (r, method, 0)) for r in ("actor", "critic")
     )

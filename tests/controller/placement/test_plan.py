@@ -1,4 +1,4 @@
-"""Every rank gets a device of its own, or one sentence says why not."""
+"""Every rank gets its own device, or the placement is rejected with an error."""
 
 from pathlib import Path
 
@@ -21,9 +21,9 @@ def gpus(*nodes: int) -> Inventory:
     return Inventory(nodes, "cuda")
 
 
-def places(made: Plan, role: str) -> list[tuple[int, int]]:
-    """(node, device) of each rank of `role`."""
-    return [(slot.node, slot.device) for slot in made.slots(role)]
+def devices_of(planned: Plan, role: str) -> list[tuple[int, int]]:
+    """Returns (node, device) of each rank of `role`."""
+    return [(slot.node, slot.device) for slot in planned.slots(role)]
 
 
 def shipped(name: str) -> Placement:
@@ -31,34 +31,34 @@ def shipped(name: str) -> Placement:
 
 
 def test_single_puts_every_role_on_one_device() -> None:
-    made = plan(shipped("single"), gpus(8), PPOConfig.roles)
-    assert {role: places(made, role) for role in made.roles} == {role: [(0, 0)] for role in PPOConfig.roles}
+    planned = plan(shipped("single"), gpus(8), PPOConfig.roles)
+    assert {role: devices_of(planned, role) for role in planned.roles} == {role: [(0, 0)] for role in PPOConfig.roles}
 
 
 def test_colocated_puts_every_role_on_every_device() -> None:
-    made = plan(shipped("colocated"), gpus(2, 1), PPOConfig.roles)
-    assert places(made, "actor") == places(made, "critic") == [(0, 0), (0, 1), (1, 0)]
+    planned = plan(shipped("colocated"), gpus(2, 1), PPOConfig.roles)
+    assert devices_of(planned, "actor") == devices_of(planned, "critic") == [(0, 0), (0, 1), (1, 0)]
 
 
 def test_split_halves_every_node() -> None:
-    made = plan(shipped("split"), gpus(4, 2), PPOConfig.roles)
-    assert places(made, "actor") == places(made, "rollout") == [(0, 0), (0, 1), (1, 0)]
-    assert places(made, "critic") == places(made, "reward") == [(0, 2), (0, 3), (1, 1)]
+    planned = plan(shipped("split"), gpus(4, 2), PPOConfig.roles)
+    assert devices_of(planned, "actor") == devices_of(planned, "rollout") == [(0, 0), (0, 1), (1, 0)]
+    assert devices_of(planned, "critic") == devices_of(planned, "reward") == [(0, 2), (0, 3), (1, 1)]
 
 
-def test_standalone_gives_every_role_a_device_of_its_own() -> None:
-    made = plan(shipped("standalone"), gpus(3, 2), PPOConfig.roles)
-    assert [places(made, role) for role in PPOConfig.roles] == [[(0, 0)], [(0, 1)], [(0, 2)], [(1, 0)], [(1, 1)]]
+def test_standalone_gives_every_role_its_own_device() -> None:
+    planned = plan(shipped("standalone"), gpus(3, 2), PPOConfig.roles)
+    assert [devices_of(planned, role) for role in PPOConfig.roles] == [[(0, 0)], [(0, 1)], [(0, 2)], [(1, 0)], [(1, 1)]]
 
 
 def test_a_role_that_the_recipe_does_not_use_has_no_device() -> None:
-    made = plan(shipped("standalone"), gpus(4), GRPOConfig.roles)
-    assert "critic" not in made.roles and "critic" not in made.pools
+    planned = plan(shipped("standalone"), gpus(4), GRPOConfig.roles)
+    assert "critic" not in planned.roles and "critic" not in planned.pools
 
 
 def test_counts_per_node_are_ranked_node_by_node() -> None:
-    made = plan(Placement(pools={"main": [2, 2]}, roles={"actor": "main"}), gpus(2, 2))
-    assert [(slot.rank, slot.node, slot.local_rank, slot.device) for slot in made.slots("actor")] == [
+    planned = plan(Placement(pools={"main": [2, 2]}, roles={"actor": "main"}), gpus(2, 2))
+    assert [(slot.rank, slot.node, slot.local_rank, slot.device) for slot in planned.slots("actor")] == [
         (0, 0, 0, 0),
         (1, 0, 1, 1),
         (2, 1, 0, 0),
@@ -67,8 +67,8 @@ def test_counts_per_node_are_ranked_node_by_node() -> None:
 
 
 def test_a_pool_goes_to_the_first_node_with_room() -> None:
-    made = plan(Placement(pools={"a": [3], "b": [2]}, roles={"actor": "a", "critic": "b"}), gpus(4, 4))
-    assert places(made, "critic") == [(1, 0), (1, 1)]
+    planned = plan(Placement(pools={"a": [3], "b": [2]}, roles={"actor": "a", "critic": "b"}), gpus(4, 4))
+    assert devices_of(planned, "critic") == [(1, 0), (1, 1)]
 
 
 def test_data_parallel_size_is_devices_divided_by_the_other_sizes() -> None:
@@ -118,13 +118,13 @@ def test_a_cuda_placement_without_a_gpu_is_rejected() -> None:
 
 
 def test_unstated_cpu_slots_are_not_limited() -> None:
-    made = plan(shipped("standalone"), Inventory((2,), "cpu", bounded=False))
-    assert places(made, "reward") == [(0, 4)]
+    planned = plan(shipped("standalone"), Inventory((2,), "cpu", bounded=False))
+    assert devices_of(planned, "reward") == [(0, 4)]
 
 
 def test_a_share_of_an_odd_number_of_cores_is_rounded_down_to_at_least_one() -> None:
-    made = plan(shipped("split"), Inventory((1,), "cpu", bounded=False))
-    assert places(made, "actor") + places(made, "critic") == [(0, 0), (0, 1)]
+    planned = plan(shipped("split"), Inventory((1,), "cpu", bounded=False))
+    assert devices_of(planned, "actor") + devices_of(planned, "critic") == [(0, 0), (0, 1)]
 
 
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=4), st.lists(st.integers(1, 4), min_size=1, max_size=4))
@@ -132,14 +132,14 @@ def test_pools_are_disjoint_and_inside_the_inventory_or_rejected(nodes: list[int
     names = [f"pool{index}" for index in range(len(sizes))]
     placement = Placement(pools={n: [s] for n, s in zip(names, sizes, strict=True)}, roles={n: n for n in names})
     try:
-        made = plan(placement, gpus(*nodes))
+        planned = plan(placement, gpus(*nodes))
     except PlacementError:
-        # Refused only when no node has room: each then has fewer than 4 free devices.
+        # Rejected only if every node has fewer than 4 free devices.
         assert max(sizes) > max(nodes) or sum(sizes) > sum(nodes) - 3 * len(nodes)
         return
-    taken = [place for name in names for place in places(made, name)]
-    assert len(set(taken)) == len(taken) == sum(sizes)
-    assert all(device < nodes[node] for node, device in taken)
+    devices = [device for name in names for device in devices_of(planned, name)]
+    assert len(set(devices)) == len(devices) == sum(sizes)
+    assert all(device < nodes[node] for node, device in devices)
 
 
 def test_the_table_has_a_row_per_role_and_a_column_per_device() -> None:
@@ -158,8 +158,8 @@ def test_stated_cuda_devices_need_not_exist_on_this_machine() -> None:
 
 
 def test_unstated_cores_are_not_limited() -> None:
-    found = local_inventory("cpu")
-    assert found.nodes[0] >= 1 and not found.bounded
+    inventory = local_inventory("cpu")
+    assert inventory.nodes[0] >= 1 and not inventory.bounded
 
 
 def test_a_rendered_plan_reports_idle_devices() -> None:
@@ -182,9 +182,9 @@ SHARED_POOLS = {"main": [4], "side": [2]}
     ],
 )
 def test_a_role_uses_some_ranks_of_a_pool_or_several_pools(where: str, expected: list[tuple[str, int]]) -> None:
-    made = plan(Placement(pools=SHARED_POOLS, roles={"actor": where, "critic": "main", "reward": "side"}), gpus(8))
-    assert [(slot.pool, slot.rank) for slot in made.slots("actor")] == expected
-    assert made.roles["actor"].mesh.dp == len(expected)
+    planned = plan(Placement(pools=SHARED_POOLS, roles={"actor": where, "critic": "main", "reward": "side"}), gpus(8))
+    assert [(slot.pool, slot.rank) for slot in planned.slots("actor")] == expected
+    assert planned.roles["actor"].mesh.dp == len(expected)
 
 
 @pytest.mark.parametrize(
@@ -204,14 +204,14 @@ def test_missing_ranks_are_rejected(ranks: str, facts: list) -> None:
 
 def test_pools_that_a_role_spans_are_one_host_set() -> None:
     roles = {"actor": "a+b", "critic": "b[1:2]", "reward": "c"}
-    made = plan(Placement(pools={"a": [1], "b": [2], "c": [1]}, roles=roles), gpus(4))
-    sets = {hosts.name: [(slot.pool, slot.rank) for slot in hosts.slots] for hosts in made.host_sets()}
+    planned = plan(Placement(pools={"a": [1], "b": [2], "c": [1]}, roles=roles), gpus(4))
+    sets = {hosts.name: [(slot.pool, slot.rank) for slot in hosts.slots] for hosts in planned.host_sets()}
     assert sets == {"a+b": [("a", 0), ("b", 0), ("b", 1)], "c": [("c", 0)]}
 
 
 def test_local_ranks_count_on_each_node() -> None:
-    made = plan(Placement(pools={"main": [2, 1, 3]}, roles={"actor": "main[1:5]", "critic": "main"}), gpus(2, 1, 3))
-    role = made.roles["actor"]
+    planned = plan(Placement(pools={"main": [2, 1, 3]}, roles={"actor": "main[1:5]", "critic": "main"}), gpus(2, 1, 3))
+    role = planned.roles["actor"]
     assert [(slot.node, role.local_rank(rank)) for rank, slot in enumerate(role.slots)] == [
         (0, 0),
         (1, 0),
@@ -221,40 +221,40 @@ def test_local_ranks_count_on_each_node() -> None:
 
 
 def test_the_table_shows_the_ranks_of_the_role() -> None:
-    made = plan(Placement(pools={"main": [3]}, roles={"actor": "main", "critic": "main[1:]"}), gpus(3))
-    assert render_plan(made).splitlines()[-1].split() == ["critic", "main[1:]", "dp2", ".", "0", "1"]
+    planned = plan(Placement(pools={"main": [3]}, roles={"actor": "main", "critic": "main[1:]"}), gpus(3))
+    assert render_plan(planned).splitlines()[-1].split() == ["critic", "main[1:]", "dp2", ".", "0", "1"]
 
 
 def test_a_dedicated_role_has_its_own_processes_on_the_devices_of_its_pool() -> None:
-    made = plan(Placement(pools={"main": [2, 1]}, roles=dict.fromkeys(("actor", "rollout"), "main")), gpus(2, 1))
-    assert [slot.num_devices for slot in made.slots("actor")] == [1, 1, 1]
-    made = plan(
+    planned = plan(Placement(pools={"main": [2, 1]}, roles=dict.fromkeys(("actor", "rollout"), "main")), gpus(2, 1))
+    assert [slot.num_devices for slot in planned.slots("actor")] == [1, 1, 1]
+    planned = plan(
         Placement(pools={"main": [2, 1]}, roles=dict.fromkeys(("actor", "rollout"), "main")),
         gpus(2, 1),
         dedicated=["rollout"],
     )
-    assert places(made, "rollout") == places(made, "actor") == [(0, 0), (0, 1), (1, 0)]
-    assert [(slot.pool, slot.rank, slot.owner, slot.num_devices) for slot in made.slots("rollout")] == [
+    assert devices_of(planned, "rollout") == devices_of(planned, "actor") == [(0, 0), (0, 1), (1, 0)]
+    assert [(slot.pool, slot.rank, slot.owner, slot.num_devices) for slot in planned.slots("rollout")] == [
         ("main/rollout", rank, "main", 0.5) for rank in range(3)
     ]
-    assert [slot.num_devices for slot in made.slots("actor")] == [0.5, 0.5, 0.5]
-    assert [hosts.name for hosts in made.host_sets()] == ["main", "main/rollout"]
+    assert [slot.num_devices for slot in planned.slots("actor")] == [0.5, 0.5, 0.5]
+    assert [hosts.name for hosts in planned.host_sets()] == ["main", "main/rollout"]
 
 
 def test_a_dedicated_role_alone_on_its_pool_has_full_devices() -> None:
     placement = Placement(pools={"main": [2], "makers": [1]}, roles={"actor": "main", "rollout": "makers"})
-    made = plan(placement, gpus(3), dedicated=["rollout"])
-    assert [(slot.device, slot.num_devices) for slot in made.slots("rollout")] == [(2, 1)]
-    assert [slot.num_devices for slot in made.slots("actor")] == [1, 1]
+    planned = plan(placement, gpus(3), dedicated=["rollout"])
+    assert [(slot.device, slot.num_devices) for slot in planned.slots("rollout")] == [(2, 1)]
+    assert [slot.num_devices for slot in planned.slots("actor")] == [1, 1]
 
 
 def test_one_process_leads_the_tensor_parallel_devices_of_a_replica() -> None:
     roles = {"actor": "main", "rollout": RolePlacement(pool="makers", tp=2)}
-    made = plan(Placement(pools={"main": [1], "makers": [4]}, roles=roles), gpus(5), dedicated=["rollout"])
-    rollout = made.roles["rollout"]
+    planned = plan(Placement(pools={"main": [1], "makers": [4]}, roles=roles), gpus(5), dedicated=["rollout"])
+    rollout = planned.roles["rollout"]
     assert (rollout.mesh, rollout.num_tp_devices) == (Mesh(pp=1, dp=2, sp=1, tp=1), 2)
     assert [(slot.rank, slot.device, slot.num_devices) for slot in rollout.slots] == [(0, 1, 2), (1, 3, 2)]
-    assert render_plan(made).splitlines()[-1].split()[2:4] == ["dp2", "tp2"]
+    assert render_plan(planned).splitlines()[-1].split()[2:4] == ["dp2", "tp2"]
 
 
 @pytest.mark.parametrize(
@@ -281,8 +281,8 @@ def test_a_leader_of_any_shared_device_is_rejected() -> None:
 
 def test_devices_of_a_dedicated_role_have_no_other_process() -> None:
     roles = {"actor": "main[0:2]", "rollout": "main[1:3]", "reward": "makers"}
-    made = plan(Placement(pools={"main": [3], "makers": [1]}, roles=roles), gpus(4), dedicated=["rollout", "reward"])
-    running = {hosts.name: [(slot.device, slot.num_devices) for slot in hosts.slots] for hosts in made.host_sets()}
+    planned = plan(Placement(pools={"main": [3], "makers": [1]}, roles=roles), gpus(4), dedicated=["rollout", "reward"])
+    running = {hosts.name: [(slot.device, slot.num_devices) for slot in hosts.slots] for hosts in planned.host_sets()}
     assert running == {
         "main": [(0, 1), (1, 0.5)],
         "main[1:3]/rollout": [(1, 0.5), (2, 1)],
