@@ -1,4 +1,4 @@
-"""What each of two processes of a checkpoint test runs: copies of a model, FSDP2's shards of one, or TP's."""
+"""Program of two ranks of the checkpoint tests: DDP replicas, FSDP2 shards or TP shards of a model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ WIDTH = 17
 
 @dataclass
 class Sharded:
-    """An engine whose model FSDP2 has sharded; a step's gradient is what the test puts there."""
+    """Engine with an FSDP2 model whose gradients are set by the test."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -44,7 +44,7 @@ class Sharded:
         self.num_steps = int(state["num_steps"])
 
     def step(self) -> None:
-        """A gradient that depends on the weights and on where the run stands, the same however it is sharded."""
+        """Takes a step with a gradient that depends on the weights and the step, but not on the sharding."""
         for parameter in self.model.parameters():
             parameter.grad = torch.sin(parameter.detach() * (3 + self.num_steps))
         self.optimizer.step()
@@ -55,7 +55,7 @@ def sharded(group: ProcessGroup | None, how: Literal["fsdp", "tp"] | None = None
     model = Bigram(VOCABULARY, WIDTH)
     if how == "fsdp":
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    elif how == "tp":  # one layer split by its outputs, the others whole on both ranks
+    elif how == "tp":  # one layer is split by its outputs, the others are replicated
         parallelize_module(model, init_device_mesh("cpu", (2,)), {"output": ColwiseParallel()})
     # Not foreach, which takes no mixture of DTensors and tensors.
     return Sharded(model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False), group)
@@ -66,9 +66,11 @@ def copied(group: ProcessGroup | None) -> TrainEngine:
     return TrainEngine(Bigram(VOCABULARY, WIDTH), config, EngineConfig(), mesh=rank_mesh(group, device="cpu"))
 
 
-def whole(model: nn.Module) -> dict[str, Tensor]:
-    found = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return {name: value.full_tensor() if isinstance(value, DTensor) else value.clone() for name, value in found.items()}
+def full_parameters(model: nn.Module) -> dict[str, Tensor]:
+    actual = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return {
+        name: value.full_tensor() if isinstance(value, DTensor) else value.clone() for name, value in actual.items()
+    }
 
 
 def save(engine: Sharded | TrainEngine, folder: Path, *, asynchronous: bool) -> list[str]:
@@ -80,7 +82,7 @@ def save(engine: Sharded | TrainEngine, folder: Path, *, asynchronous: bool) -> 
 
 
 def main(rank: int, folder: Path) -> None:
-    """Goes on from what one process has saved, under both strategies, and saves for one process to go on from."""
+    """Resumes from a checkpoint of one process under both strategies, and saves checkpoints for one process."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     group = distributed.group.WORLD
@@ -89,12 +91,12 @@ def main(rank: int, folder: Path) -> None:
         engine = sharded(group, how)
         load(engine, folder / "one-sharded")
         engine.step()
-        results[how, "weights"] = whole(engine.model)
+        results[how, "weights"] = full_parameters(engine.model)
         results[how, "files"] = save(engine, folder / f"two-{how}", asynchronous=True)
     ddp = copied(group)
     load(ddp, folder / "one-copied")
     ddp.update(table(3, seed=10 + rank), bigram_loss)
-    results["copied", "weights"] = whole(ddp.model)
+    results["copied", "weights"] = full_parameters(ddp.model)
     results["copied", "files"] = save(ddp, folder / "two-copied", asynchronous=False)
     blocked = EngineCheckpoints(ddp)
     blocked.save(folder / ("nowhere" if rank == 1 else "blocked"))

@@ -1,4 +1,4 @@
-"""One thread per test: models this small only wait for more, the more so beside other programs."""
+"""Runs tests with one thread, because more threads slow down models of this size."""
 
 from collections.abc import Iterator
 

@@ -70,7 +70,7 @@ def main(rank: int, folder: Path) -> None:
     """Trains a policy and a critic for two steps in every case, and saves checkpoints and exported models."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    found = {}
+    results = {}
     for name, case in CASES.items():
         mesh = rank_mesh(distributed.group.WORLD, device="cpu", tp=case.tp)
         policy, critic = policy_engine(case, folder, mesh), critic_engine(case, folder, mesh)
@@ -85,8 +85,8 @@ def main(rank: int, folder: Path) -> None:
         _save(policy, folder / name / "actor", {f"{DESCRIPTION}/{file}": data for file, data in described.items()})
         _save(critic, folder / name / "critic", {})
         save_model(language_model, folder / START, folder / name / "policy", is_writer=rank == 0)
-        found[name] = values(critic)
-    torch.save(found, folder / f"{rank}.pt")
+        results[name] = values(critic)
+    torch.save(results, folder / f"{rank}.pt")
     distributed.destroy_process_group()
 
 

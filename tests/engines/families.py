@@ -64,7 +64,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "Gemma": Family(lambda: GemmaConfig(**_HEADS)),
     "Gemma 2": Family(
-        # A low cap, so that a model without it would say something else.
+        # A low cap, so that a model without it has different results.
         lambda: Gemma2Config(**_HEADS, sliding_window=WINDOW, query_pre_attn_scalar=8, attn_logit_softcapping=1.0),
         longest=WINDOW,
     ),
@@ -148,30 +148,29 @@ def _loss(model: nn.Module, micro: MicroBatch, counts: Denominators):
 
 
 def main(rank: int, folder: Path) -> None:
-    """Joins the other of two processes and writes what both kinds of parallelism made of each family, and tensor
-    parallelism of its adapter, and of both with split norms."""
+    """Trains every family, with and without an adapter, on two ranks, and writes the results."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    found = {}
+    results = {}
     kinds = [(kind, kind, build, settings) for kind, settings in SHARED.items()]
     kinds.append(("tp", "tp of an adapter", adapted, SHARED["tp"]))
     kinds += [("tp", "split norms", build, SPLIT), ("tp", "split norms of an adapter", adapted, SPLIT)]
-    for kind, case, made, settings in kinds:
+    for kind, case, build_model, settings in kinds:
         mesh = rank_mesh(distributed.group.WORLD, device="cpu", **{kind: 2})
         for name in FAMILIES:
             try:
-                found[name, case] = train(made(name), mesh, **settings)
+                results[name, case] = train(build_model(name), mesh, **settings)
             except UserError as error:
-                found[name, case] = str(error)
-    torch.save(found, folder / f"{rank}.pt")
+                results[name, case] = str(error)
+    torch.save(results, folder / f"{rank}.pt")
     distributed.destroy_process_group()
 
 
-def markdown(found: Mapping[tuple[str, str], dict | str]) -> str:
+def markdown(results: Mapping[tuple[str, str], dict | str]) -> str:
     """Returns the table of docs/models.md from the results of one rank."""
     rows = [["family", "class", "also", "`tp`", "`sp`", "packed", "hf rollout"], ["---"] * 7]
     for name, family in FAMILIES.items():
-        shared = ["no" if isinstance(found[name, kind], str) else "yes" for kind in SHARED]
+        shared = ["no" if isinstance(results[name, kind], str) else "yes" for kind in SHARED]
         window = "to the window's length" if family.longest < LONGEST else "yes"
         model = build(name)
         packed = "yes" if packing_obstacle(model) is None else "no"

@@ -1,4 +1,4 @@
-"""What each process of a loading test runs: models read shard by shard, and models read in full, and their memory."""
+"""Program of the ranks of the loading tests: sharded loading, full loading, and their memory."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ LENGTHS = torch.tensor([9, 4])
 
 
 def models(folder: Path, on_meta: bool) -> dict[str, nn.Module]:
-    """Of every kind; a critic with a head of its own, a reward model with a fresh one."""
+    """Loads models of every kind: the critic with a saved head, the reward model with a fresh one."""
     policy, critic = ModelConfig(path=folder / "policy"), ModelConfig(path=folder / "critic", dtype="bfloat16")
     adapted, adapted_critic = load_policy(policy, on_meta=on_meta), load_critic(critic, on_meta=on_meta)
     add_adapter(adapted, LORA)
@@ -45,8 +45,8 @@ def models(folder: Path, on_meta: bool) -> dict[str, nn.Module]:
     }
 
 
-def say(model: nn.Module, name: str) -> Tensor:
-    """What a model of a kind says of two rows."""
+def first_output(model: nn.Module, name: str) -> Tensor:
+    """Returns the output of a model for two rows."""
     with torch.no_grad():
         if "policy" in name:
             return model(IDS, torch.ones_like(IDS, dtype=torch.bool))[0]
@@ -54,11 +54,11 @@ def say(model: nn.Module, name: str) -> Tensor:
 
 
 def main(rank: int, folder: Path) -> None:
-    """Joins three others and writes what the models read shard by shard say, and all their weights."""
+    """Joins three other ranks, loads models in shards, and writes their outputs and weights."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
     groups = {size: distributed.new_group(list(range(size))) for size in (4, 2)}
-    found = {}
+    results = {}
     for mesh_name, (size, layout) in MESHES.items():
         if rank >= size:
             continue
@@ -69,24 +69,24 @@ def main(rank: int, folder: Path) -> None:
         for name, model in models(folder, on_meta=True).items():
             assert any(parameter.is_meta for parameter in model.parameters())
             engine = TrainEngine(model, None, config, mesh=mesh)
-            found[mesh_name, name] = say(engine.model, name), _weights(model)
-    torch.save(found, folder / f"{rank}.pt")
+            results[mesh_name, name] = first_output(engine.model, name), _weights(model)
+    torch.save(results, folder / f"{rank}.pt")
     distributed.destroy_process_group()
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
-    """All of them whole, and the adapter's once more by themselves."""
+    """Returns all full weights, and those of the adapter separately."""
     return {name: torch.from_numpy(array) for name, array in export_weights(model).items()} | adapter_state(model)
 
 
 def expected(folder: Path) -> dict[str, tuple[Tensor, dict[str, Tensor]]]:
-    """The same from models that one process reads whole."""
-    return {name: (say(model, name), _weights(model)) for name, model in models(folder, on_meta=False).items()}
+    """Returns the outputs and weights of fully loaded models."""
+    return {name: (first_output(model, name), _weights(model)) for name, model in models(folder, on_meta=False).items()}
 
 
 def growth(mesh: RankMesh, folder: Path, on_meta: bool, lora: bool) -> int:
-    """Bytes by which this process's peak grows while it loads a policy, perhaps with an adapter, and cuts it."""
-    # Linux begins a new peak.
+    """Returns the growth of the peak memory of this process while it loads and shards a policy."""
+    # Resets the peak on Linux.
     Path("/proc/self/clear_refs").write_text("5")
     before = _memory("VmRSS")
     policy = load_policy(ModelConfig(path=folder), on_meta=on_meta)
@@ -97,13 +97,13 @@ def growth(mesh: RankMesh, folder: Path, on_meta: bool, lora: bool) -> int:
 
 
 def _memory(name: str) -> int:
-    """A figure of this process, in bytes."""
+    """Returns a memory figure of this process in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
 def measure(rank: int, folder: Path, small: Path, large: Path, on_meta: bool, lora: bool) -> None:
-    """Writes how much memory one of two processes takes for a large model, once a small one has loaded all code."""
+    """Writes the memory that one of two ranks uses for a large model, after a small one has loaded all code."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     mesh = rank_mesh(distributed.group.WORLD, device="cpu")

@@ -1,4 +1,4 @@
-"""A loss that engines can be tried with, and a model that needs no transformers."""
+"""A loss for tests of engines, and a model that does not use transformers."""
 
 import torch
 from torch import Tensor, nn
@@ -33,13 +33,13 @@ def policy_logits(model: nn.Module, input_ids_BL: Tensor) -> Tensor:
 
 
 def logprobs(logits_BLV: Tensor, input_ids_BL: Tensor) -> Tensor:
-    """Of each token given those before it; 0 at position 0."""
+    """Returns the log-probability of each token; 0 at position 0."""
     chosen_BL = logits_BLV[:, :-1].log_softmax(-1).gather(-1, input_ids_BL[:, 1:, None]).squeeze(-1)
     return nn.functional.pad(chosen_BL, (1, 0))
 
 
 def weighted_loss(logprobs_BL: Tensor, micro: MicroBatch, counts: Denominators) -> tuple[Tensor, dict[str, Metric]]:
-    """A token mean and a row mean together, so that both denominators matter."""
+    """Returns the sum of a token mean and a row mean, so that both denominators matter."""
     mask_BL = micro.tokens["response_mask"]
     losses_BL = -(logprobs_BL * micro.tokens["weight"]).masked_fill(~mask_BL, 0)
     row_means_B = losses_BL.sum(-1) / mask_BL.sum(-1).clamp(min=1)

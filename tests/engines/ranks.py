@@ -1,4 +1,4 @@
-"""What each process of a rank test runs: the same optimizer steps on 3, 2 and 1 of the ranks."""
+"""Program of the ranks of the rank tests: the same optimizer steps on 3, 2 and 1 ranks."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ NUM_STEPS = 3
 
 
 def train(rows: list[int], dtype: torch.dtype, group: distributed.ProcessGroup | None, max_tokens: int) -> dict:
-    """Three steps on this rank's rows of three tables; a fourth has nothing to train on anywhere."""
+    """Takes three steps on this rank's rows; a fourth step has no trained tokens on any rank."""
     model = Bigram(VOCABULARY, 16).to(dtype)
     optimizer = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=0.5)
     engine = TrainEngine(
@@ -39,7 +39,7 @@ def train(rows: list[int], dtype: torch.dtype, group: distributed.ProcessGroup |
 
 
 def main(rank: int, folder: Path) -> None:
-    """Joins two others through a file and writes what this rank ended with."""
+    """Joins two other ranks through a file and writes the results of this rank."""
     torch.set_num_threads(1)
     rendezvous = f"file://{folder}/store"
     distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=3)

@@ -1,4 +1,4 @@
-"""What two tensor-parallel processes keep for the backward pass, norms split and not, and what they refuse."""
+"""Program of two TP ranks that measures saved activations with and without sequence-parallel norms."""
 
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ ROWS, LENGTH = 3, 48
 TOKENS = ROWS * LENGTH
 
 
-class _Kept:
-    """Bytes of the tensors of tokens that autograd was given to keep, each storage once."""
+class _SavedBytes:
+    """Counts the bytes of activations that autograd saves, each storage once."""
 
     def __init__(self) -> None:
         self._bytes: dict[int, int] = {}
@@ -40,7 +40,7 @@ class _Kept:
         return sum(self._bytes.values())
 
 
-def _kept_bytes(mesh: RankMesh, **settings: bool) -> int:
+def _saved_bytes(mesh: RankMesh, **settings: bool) -> int:
     engine = TrainEngine(
         CriticModel(llama().model),
         OptimizerConfig(lr=1e-3),
@@ -54,18 +54,18 @@ def _kept_bytes(mesh: RankMesh, **settings: bool) -> int:
         "weight": torch.ones(len(ids), dtype=torch.float64),
     }
     rows = make_tensordict({"prompt_id": torch.arange(ROWS)}, tokens, torch.full((ROWS,), LENGTH), ROWS)
-    kept = _Kept()
+    counter = _SavedBytes()
 
     def loss(model: nn.Module, micro: MicroBatch, counts: Denominators):
-        with saved_tensors_hooks(kept.keep, lambda tensor: tensor):
+        with saved_tensors_hooks(counter.keep, lambda tensor: tensor):
             values_BL = model(micro.input_ids, micro.pack)
         return weighted_loss(values_BL, micro, counts)
 
     engine.update(rows, loss)
-    return kept.total()
+    return counter.total()
 
 
-def _refusal(model: nn.Module, mesh: RankMesh) -> str:
+def _error_of(model: nn.Module, mesh: RankMesh) -> str:
     try:
         TrainEngine(model, None, EngineConfig(strategy="fsdp", sequence_parallel_norms=True), mesh=mesh)
     except UserError as error:
@@ -74,22 +74,24 @@ def _refusal(model: nn.Module, mesh: RankMesh) -> str:
 
 
 def main(rank: int, folder: Path) -> None:
-    """Joins the other process and writes bytes kept, by whether norms are split and layers are run again."""
+    """Joins the other rank and writes the saved bytes, by split norms and activation checkpointing."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     mesh = rank_mesh(distributed.group.WORLD, device="cpu", tp=2)
-    found: dict[Any, Any] = {
-        (split, again): _kept_bytes(mesh, sequence_parallel_norms=split, gradient_checkpointing=again)
+    results: dict[Any, Any] = {
+        (split, is_checkpointed): _saved_bytes(
+            mesh, sequence_parallel_norms=split, gradient_checkpointing=is_checkpointed
+        )
         for split in (False, True)
-        for again in (False, True)
+        for is_checkpointed in (False, True)
     }
     widened = llama()
     widened.model.widening = nn.Linear(32, 32)
-    found["widened"] = _refusal(PolicyModel(widened), mesh)
+    results["widened"] = _error_of(PolicyModel(widened), mesh)
     gated = llama()
     gated.model.layers[1].gate = nn.Linear(32, 32)
-    found["gated"] = _refusal(PolicyModel(gated), mesh)
-    found["convolving"] = _refusal(PolicyModel(convolving()), mesh)
-    found["of one"] = _refusal(PolicyModel(llama()), rank_mesh(distributed.group.WORLD, device="cpu"))
-    torch.save(found, folder / f"{rank}.pt")
+    results["gated"] = _error_of(PolicyModel(gated), mesh)
+    results["convolving"] = _error_of(PolicyModel(convolving()), mesh)
+    results["of one"] = _error_of(PolicyModel(llama()), rank_mesh(distributed.group.WORLD, device="cpu"))
+    torch.save(results, folder / f"{rank}.pt")
     distributed.destroy_process_group()

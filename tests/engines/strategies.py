@@ -55,7 +55,7 @@ CASES = {
     "ddp on 4": Case(4, {"strategy": "ddp"}, slow=True),
     "fsdp on 2": Case(2, {"strategy": "fsdp"}, slow=True),
     "fsdp on 4": Case(4, {"strategy": "fsdp"}, slow=True),
-    "fsdp on 2, parameters kept": Case(2, {"strategy": "fsdp", "reshard_after_forward": False}, slow=True),
+    "fsdp on 2, not resharded": Case(2, {"strategy": "fsdp", "reshard_after_forward": False}, slow=True),
     "fsdp on 2, parameters on the CPU": Case(2, {"strategy": "fsdp", "offload": "parameters"}),
     "fsdp on 2, optimizer on the CPU": Case(2, {"strategy": "fsdp", "offload": "optimizer"}, slow=True),
     "fsdp on 4, padded": Case(4, {"strategy": "fsdp", "packing": "never"}, slow=True),
@@ -130,11 +130,11 @@ def train(case: Case, group: distributed.ProcessGroup | None, folder: Path | Non
     nn.init.normal_(critic.value_head.weight, generator=torch.Generator().manual_seed(0))
     critic = TrainEngine(critic, OPTIMIZER, engine, mesh=mesh)
     first = take_rows(table(11), torch.tensor(rows, dtype=torch.int64))
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "logprobs": _reference_logprobs(policy, first),
         "values": critic.evaluate(first, lambda m, micro: m(micro.input_ids, micro.pack)),
     }
-    found["left whole"] = sum(not isinstance(p, DTensor) for p in policy.model.parameters())
+    results["still gathered"] = sum(not isinstance(p, DTensor) for p in policy.model.parameters())
     reports, losses = [], []
     for step in range(NUM_STEPS):
         part = take_rows(table(11, seed=step), torch.tensor(rows, dtype=torch.int64))
@@ -142,28 +142,30 @@ def train(case: Case, group: distributed.ProcessGroup | None, folder: Path | Non
             report = trained.update(part, loss)
             reports.append((name, {n: m.result() for n, m in report.items() if n in ("grad_norm", "lr")}))
             losses.append(report.get("loss", Mean(0.0, 0)))
-    found["reports"], found["losses"] = reports, losses
+    results["reports"], results["losses"] = reports, losses
     if case.lora:
-        found["reference"] = _reference_logprobs(policy, first)
-        found["adapter"] = _state_there_and_back(language_model)
-    found["policy"] = {name: torch.from_numpy(w) for name, w in export_weights(policy.model).items()}
-    found["critic"] = {name: torch.from_numpy(w) for name, w in export_weights(critic.model).items()}
-    found["unlike samples"] = _unlike_samples(language_model)
-    found["generated"] = _generated(language_model)
+        results["reference"] = _reference_logprobs(policy, first)
+        results["adapter"] = _round_trip_state(language_model)
+    results["policy"] = {name: torch.from_numpy(w) for name, w in export_weights(policy.model).items()}
+    results["critic"] = {name: torch.from_numpy(w) for name, w in export_weights(critic.model).items()}
+    results["wrong samples"] = _wrong_samples(language_model)
+    results["generated"] = _generated(language_model)
     if folder is not None:
         checkpoints = EngineCheckpoints(policy)
         checkpoints.save(folder)
         checkpoints.result()
-    found["later"] = fourth_step(policy, rows)
-    found["held"] = sum(_own_part(parameter).numel() for parameter in policy.model.parameters())
+    results["later"] = fourth_step(policy, rows)
+    results["num_held"] = sum(_local_shard(parameter).numel() for parameter in policy.model.parameters())
     assert policy.optimizer is not None
     move_optimizer(policy.optimizer, torch.device("meta"))
-    found["moved"] = {_own_part(x).device.type for s in policy.optimizer.state.values() for x in s.values() if x.ndim}
-    return found
+    results["moved"] = {
+        _local_shard(x).device.type for s in policy.optimizer.state.values() for x in s.values() if x.ndim
+    }
+    return results
 
 
 def policy_of(case: Case, mesh: RankMesh) -> TrainEngine:
-    """An engine with an untrained policy."""
+    """Returns an engine with an untrained policy."""
     language_model = qwen2()
     if case.dtype == torch.float64:
         to_float64(language_model)
@@ -184,20 +186,20 @@ def _reference_logprobs(policy: TrainEngine, rows: TensorDict) -> torch.Tensor:
         return policy.evaluate(rows, lambda m, micro: policy_logprobs(m, micro, temperature=0.7))
 
 
-def _unlike_samples(model: PreTrainedModel) -> list[str]:
+def _wrong_samples(model: PreTrainedModel) -> list[str]:
     """Returns the weights whose samples are not bitwise slices of the exported weights."""
-    whole = to_tensors(export_weights(model))
-    tied = {"lm_head.weight": whole["model.embed_tokens.weight"]}
+    exported = to_tensors(export_weights(model))
+    tied = {"lm_head.weight": exported["model.embed_tokens.weight"]}
     samples = [sample for version in range(3) for sample in weight_samples(model, version).samples]
 
     def expected(sample: WeightSample) -> torch.Tensor:
-        weight = (tied | whole)[sample.name]
+        weight = (tied | exported)[sample.name]
         return weight if sample.kind == "plain" else weight[:, list(sample.inputs)].T
 
     return [sample.name for sample in samples if not torch.equal(expected(sample), sample.values)]
 
 
-def _state_there_and_back(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def _round_trip_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     state = adapter_state(model)
     load_adapter_state(model, {name: torch.zeros_like(weight) for name, weight in state.items()})
     assert not any(weight.any() for weight in adapter_state(model).values())
@@ -205,7 +207,7 @@ def _state_there_and_back(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return state
 
 
-def _own_part(parameter: torch.Tensor) -> torch.Tensor:
+def _local_shard(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
@@ -246,7 +248,7 @@ def train_in_half(dtype: str, group: distributed.ProcessGroup | None) -> dict[st
     reports = [policy.update(take_rows(table(11), rows), policy_loss) for _ in range(NUM_STEPS + 2)]
     return {
         "norms": [report["grad_norm"].result() for report in reports if "grad_norm" in report],
-        "left out": sum(report["skipped_update"].result() for report in reports),
+        "skipped": sum(report["skipped_update"].result() for report in reports),
         "scale": None if policy.loss_scale is None else (policy.loss_scale.factor, policy.loss_scale.good_steps),
         "weights": {name: torch.from_numpy(weight) for name, weight in export_weights(policy.model).items()},
     }

@@ -1,4 +1,4 @@
-"""Random tables of tokens. Loads no transformers, so that processes of a test start fast."""
+"""Random batches of tokens, without importing transformers, so that processes of tests start fast."""
 
 import torch
 from tensordict import TensorDict
@@ -9,7 +9,7 @@ VOCABULARY = 32
 
 
 def table(num_rows: int, seed: int = 0, longest: int = 12) -> TensorDict:
-    """Random rows of 2 to `longest` tokens; every row's first token is a prompt, some rows have no response."""
+    """Returns random rows of 2 to `longest` tokens; the first token is the prompt, and some rows have no response."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(2, longest + 1, (num_rows,), generator=generator)
     total = int(lengths.sum())

@@ -1,4 +1,4 @@
-"""Real models, small: two layers, random weights, and a tokenizer of 32 letters."""
+"""Tiny models with two layers and random weights, and a tokenizer of 32 letters."""
 
 from pathlib import Path
 
@@ -56,7 +56,7 @@ def to_float64(model: PreTrainedModel) -> None:
 
 
 def qwen2(dtype: torch.dtype = torch.float32, seed: int = 0, **settings) -> Qwen2ForCausalLM:
-    """Large weights, so that outputs depend strongly on inputs."""
+    """Returns a Qwen2 with large weights, so that outputs depend strongly on inputs."""
     torch.manual_seed(seed)
     config = Qwen2Config(**{"hidden_size": 64, "tie_word_embeddings": True, **SIZES, **settings})
     return Qwen2ForCausalLM(config).to(dtype).eval()  # pyright: ignore[reportArgumentType] (transformers narrows `to`)
@@ -68,7 +68,7 @@ def llama(seed: int = 0) -> LlamaForCausalLM:
 
 
 def convolving() -> Lfm2ForCausalLM:
-    """A model whose tokens meet outside of attention too."""
+    """Returns a model with convolutions, which mix tokens outside of attention."""
     torch.manual_seed(0)
     return Lfm2ForCausalLM(Lfm2Config(**{"hidden_size": 32, **SIZES, "layer_types": ["conv", "full_attention"]})).eval()
 

@@ -31,13 +31,13 @@ def generate(
 ) -> ResponseLists:
     """Generates responses; `rows` are the prompt ids."""
     row_B = torch.tensor(rows, dtype=torch.int64)
-    found = engine_of(worker).generate(prompts, row_B, torch.zeros_like(row_B), seed=7, greedy=greedy)
-    lengths = found.lengths.tolist()
+    results = engine_of(worker).generate(prompts, row_B, torch.zeros_like(row_B), seed=7, greedy=greedy)
+    lengths = results.lengths.tolist()
     return {
-        "tokens": found.token_lists(),
-        "logprobs": [x.tolist() for x in found.logprobs.split(lengths)],
-        "versions": [x.tolist() for x in found.versions.split(lengths)],
-        "truncated": found.truncated.tolist(),
+        "tokens": results.token_lists(),
+        "logprobs": [x.tolist() for x in results.logprobs.split(lengths)],
+        "versions": [x.tolist() for x in results.versions.split(lengths)],
+        "truncated": results.truncated.tolist(),
     }
 
 
@@ -45,7 +45,7 @@ def state(worker: Rollout) -> str:
     return engine_of(worker).state.value
 
 
-def refusal(worker: Rollout, method: str, arguments: Sequence[Any] = ()) -> str:
+def error_of(worker: Rollout, method: str, arguments: Sequence[Any] = ()) -> str:
     """Returns the error message of an engine method; empty if it succeeds."""
     try:
         getattr(engine_of(worker), method)(*arguments)
@@ -62,7 +62,7 @@ def prompt_error(worker: Rollout, prompt: Sequence[int]) -> str:
     return ""
 
 
-def fails_in_the_middle(worker: Rollout, weights: dict[str, Any]) -> str:
+def send_unknown_weight(worker: Rollout, weights: dict[str, Any]) -> str:
     """Sends an unknown weight at the end of an update; returns the error message."""
     engine = engine_of(worker)
     engine.begin_update(50)
@@ -74,72 +74,72 @@ def fails_in_the_middle(worker: Rollout, weights: dict[str, Any]) -> str:
     raise AssertionError("an unknown weight was taken")
 
 
-def misses_a_chunk(worker: Rollout, weights: dict[str, Any]) -> str:
+def commit_incomplete_update(worker: Rollout, weights: dict[str, Any]) -> str:
     """Commits an incomplete update; returns the error message."""
     engine = engine_of(worker)
     engine.begin_update(52)
     engine.receive({name: torch.from_numpy(array.copy()) for name, array in weights.items()})
-    return refusal(worker, "commit")
+    return error_of(worker, "commit")
 
 
-def adds_invalid_requests(worker: Rollout, longest: int) -> list[str]:
+def add_invalid_requests(worker: Rollout, longest: int) -> list[str]:
     """Returns the errors of invalid requests, and the number of requests left afterwards."""
     engine = engine_of(worker)
-    said = [refusal(worker, "add", ([Request("long", [2] * longest, key=1)],))]
+    errors = [error_of(worker, "add", ([Request("long", [2] * longest, key=1)],))]
     engine.add([Request("one", [2, 3], key=1)])
-    said += [refusal(worker, "add", ([Request("one", [2, 3], key=1)],))]
+    errors += [error_of(worker, "add", ([Request("one", [2, 3], key=1)],))]
     engine.abort(["one"])
-    return [*said, str(engine.num_running)]
+    return [*errors, str(engine.num_running)]
 
 
-def aborts_an_update(worker: Rollout, weights: dict[str, Any]) -> None:
+def abort_update(worker: Rollout, weights: dict[str, Any]) -> None:
     engine = engine_of(worker)
     engine.begin_update(51)
     engine.receive({name: torch.from_numpy(array.copy()) for name, array in weights.items()})
     engine.abort_update()
 
 
-def keeps_stale_states(worker: Rollout, kept: bool) -> None:
+def keep_stale_cache(worker: Rollout, is_kept: bool) -> None:
     """Disables or restores the reset of the prefix cache."""
     inner: Any = engine_of(worker)._engine
-    if kept:
+    if is_kept:
         inner.reset_prefix_cache = lambda **_: True
     else:
         del inner.reset_prefix_cache
 
 
-def streams(
+def stream_requests(
     worker: Rollout, prompts: Sequence[Sequence[int]], weights: dict[str, Any], version: int, steps: int
 ) -> list[dict[str, Any]]:
     """Streams requests with new weights after some steps; aborts the last request."""
     engine = engine_of(worker)
     engine.add(Request(f"row-{row}", ids, key=row) for row, ids in enumerate(prompts))
-    found = []
+    results = []
     engine.abort([f"row-{len(prompts) - 1}"])
     for _ in range(steps):
-        found += engine.poll(0.0)
+        results += engine.poll(0.0)
     engine.begin_update(version)
     engine.receive({name: torch.from_numpy(array.copy()) for name, array in weights.items()})
     engine.commit()
     while engine.num_running:
-        found += engine.poll()
-    return [vars(answer) for answer in found]
+        results += engine.poll()
+    return [vars(answer) for answer in results]
 
 
-def generates_between(
+def generate_while_streaming(
     worker: Rollout, prompts: Sequence[Sequence[int]], rows: Sequence[int]
 ) -> tuple[ResponseLists, list[str]]:
     """Generates a batch while requests are streaming and one is aborted; returns the batch and the finished ids."""
     engine = engine_of(worker)
     engine.add(Request(f"row-{row}", ids, key=row) for row, ids in enumerate(prompts))
     names = [answer.request_id for answer in engine.poll(0.0)]
-    found = generate(worker, prompts, rows)
+    results = generate(worker, prompts, rows)
     engine.abort(["row-0"])
     # Requests that finished during the batch are returned at once.
     names += [answer.request_id for answer in engine.poll(0.0)]
     while engine.num_running:
         names += [answer.request_id for answer in engine.poll()]
-    return found, sorted(names)
+    return results, sorted(names)
 
 
 def updates(worker: Rollout, weights: dict[str, Any], count: int) -> list[int]:
@@ -181,32 +181,32 @@ def set_tied(worker: Rollout, is_sent: bool) -> None:
         engine._all_tied, engine._tied = engine._tied, {}
 
 
-def forgets_biases(worker: Rollout) -> None:
+def zero_biases(worker: Rollout) -> None:
     """Zeroes the attention biases of vLLM's first layer."""
-    engine_of(worker)._engine.collective_rpc(_forget_biases)
+    engine_of(worker)._engine.collective_rpc(_zero_biases)
 
 
-def _forget_biases(wrapped: Any) -> None:
+def _zero_biases(wrapped: Any) -> None:
     wrapped.worker.model_runner.model.model.layers[0].self_attn.qkv_proj.bias.data.zero_()
 
 
-def sleeps_by_tags(worker: Rollout, weights: dict[str, Any], version: int) -> list[str]:
+def update_asleep(worker: Rollout, weights: dict[str, Any], version: int) -> list[str]:
     """Runs an update with only the weights awake and a sleep in between; returns the state or error at each step."""
     engine, states = engine_of(worker), list[str]()
     tensors = [(name, torch.from_numpy(array.copy())) for name, array in weights.items()]
     engine.sleep()
-    states += [state(worker), refusal(worker, "poll"), refusal(worker, "begin_update", (version,))]
+    states += [state(worker), error_of(worker, "poll"), error_of(worker, "begin_update", (version,))]
     engine.wake(("weights",))
-    states += [state(worker), refusal(worker, "poll")]
+    states += [state(worker), error_of(worker, "poll")]
     engine.begin_update(version)
     engine.receive(dict(tensors[:5]))
     states += [state(worker)]
     engine.sleep()
-    states += [state(worker), refusal(worker, "receive", ({},)), refusal(worker, "commit")]
+    states += [state(worker), error_of(worker, "receive", ({},)), error_of(worker, "commit")]
     engine.wake(("weights",))
     engine.receive(dict(tensors[5:]))
     engine.commit()
-    states += [state(worker), refusal(worker, "poll"), refusal(worker, "wake", (("weights",),))]
+    states += [state(worker), error_of(worker, "poll"), error_of(worker, "wake", (("weights",),))]
     engine.wake(("kv_cache",))
     return [*states, state(worker)]
 
@@ -224,12 +224,12 @@ def free_memory(worker: Worker) -> int:
 def quantization_errors(worker: Rollout, weights: dict[str, Any]) -> dict[str, tuple[float, float]]:
     """Returns per layer kind the largest error (in int8 steps, relative for fp8) and the largest stored magnitude."""
     inner: Any = engine_of(worker)._engine
-    (found,) = inner.collective_rpc(_quantization_errors, args=(dict(to_tensors(weights)),))
-    return found
+    (results,) = inner.collective_rpc(_quantization_errors, args=(dict(to_tensors(weights)),))
+    return results
 
 
 def _quantization_errors(wrapped: Any, weights: dict[str, torch.Tensor]) -> dict[str, tuple[float, float]]:
-    found: dict[str, tuple[float, float]] = {}
+    results: dict[str, tuple[float, float]] = {}
     for name, layer in wrapped.worker.get_model().named_modules():
         weight = getattr(layer, "weight", None)
         if not name.endswith("_proj") or weight is None:
@@ -244,6 +244,6 @@ def _quantization_errors(wrapped: Any, weights: dict[str, torch.Tensor]) -> dict
         else:
             stored, scale = weight.qdata.float(), weight.scale.float().reshape(-1, 1)
             errors = (stored * scale - exact).abs() / scale
-        worst, top = found.get(kind, (0.0, 0.0))
-        found[kind] = max(worst, float(errors.max())), max(top, float(stored.abs().max()))
-    return found
+        worst, top = results.get(kind, (0.0, 0.0))
+        results[kind] = max(worst, float(errors.max())), max(top, float(stored.abs().max()))
+    return results

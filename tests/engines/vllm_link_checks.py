@@ -31,11 +31,11 @@ class Loading:
         self.loaded += weights
 
 
-def described(worker: Worker) -> dict[str, Any]:
+def describe_weights(worker: Worker) -> dict[str, Any]:
     from flowrl.engines.rollout.vllm.gpu_transfer import WeightMetadata  # noqa: PLC0415 (only where vLLM is)
 
-    found = WeightMetadata.of((name, weight.dtype, weight.shape) for name, weight in WEIGHTS.items())
-    return {**asdict(found), "lists": found.lists()}
+    actual = WeightMetadata.of((name, weight.dtype, weight.shape) for name, weight in WEIGHTS.items())
+    return {**asdict(actual), "lists": actual.lists()}
 
 
 def ipc_chunk(handles: dict[str, tuple]) -> Any:
@@ -45,13 +45,13 @@ def ipc_chunk(handles: dict[str, tuple]) -> Any:
     return IpcChunk(weights, tuple(weight.nbytes for weight in WEIGHTS.values()), handles)
 
 
-def merged(worker: Worker) -> dict[str, Any]:
+def merge_chunks(worker: Worker) -> dict[str, Any]:
     """Returns vLLM's update info of a chunk on the GPUs of three ranks."""
     chunks = [ipc_chunk({f"GPU-{rank}": ("opens", rank)}) for rank in range(3)]
     return asdict(chunks[0].merged(chunks).update_info())
 
 
-def wrong_update(worker: Worker) -> str:
+def update_with_missing_dtype(worker: Worker) -> str:
     """Returns vLLM's error for metadata with a missing dtype."""
     from flowrl.engines.rollout.vllm.gpu_transfer import IpcChunk, WeightMetadata  # noqa: PLC0415 (as above)
 
@@ -62,7 +62,7 @@ def wrong_update(worker: Worker) -> str:
     return ""
 
 
-def unpacked(worker: Worker) -> dict[str, Tensor]:
+def unpack_chunk(worker: Worker) -> dict[str, Tensor]:
     """Returns the weights that vLLM unpacks from the buffer of a chunk."""
     from vllm.distributed.weight_transfer.packed_tensor import unpack_tensor  # noqa: PLC0415 (as above)
 
@@ -72,7 +72,7 @@ def unpacked(worker: Worker) -> dict[str, Tensor]:
     return dict(unpack_tensor(buffer, info.names, info.shapes, dtypes, info.tensor_sizes))
 
 
-def link_ranks(worker: Worker, leads: int, num_replicas: int) -> tuple[list[int], dict[str, Any]]:
+def transfer_ranks(worker: Worker, leads: int, num_replicas: int) -> tuple[list[int], dict[str, Any]]:
     """Returns the group ranks of all vLLM workers, and the fields of the init info."""
     from flowrl.engines.rollout.vllm.gpu_transfer import TransferGroup  # noqa: PLC0415 (as above)
 
@@ -81,35 +81,33 @@ def link_ranks(worker: Worker, leads: int, num_replicas: int) -> tuple[list[int]
     return [info.rank_offset + rank for info in infos for rank in range(leads)], asdict(infos[0])
 
 
-def shared_loads(worker: Worker) -> tuple[bool, bool, dict[str, Tensor], str]:
-    """vLLM's own receiver of shared memory, made as a worker's: whether it is told of the packing and can let go of a
-    buffer, what a model is given of a weight with two names, and why a part cannot be read here."""
+def load_ipc_chunk(worker: Worker) -> tuple[bool, bool, dict[str, Tensor], str]:
+    """Loads a chunk with vLLM's IPC receiver: (is packed, closes buffers, loaded weights, error without a GPU)."""
     from flowrl.engines.rollout.vllm.worker_extension import Tensors, TensorTransfer  # noqa: PLC0415 (as above)
 
     model: Any = Loading()
     config: Any = SimpleNamespace(parallel_config=None, model_config=None)
     transfer = TensorTransfer(config, config, torch.device("cpu"), model)
-    why = ""
+    error_message = ""
     try:
         transfer.receive_weights(Tensors(ipc_chunk({}), tied={"embed": ["head", "third"]}))
     except (AssertionError, RuntimeError, ValueError) as error:
-        why = str(error)
+        error_message = str(error)
     receiver = transfer.receivers._ipc
     receiver.model.load_weights(WEIGHTS.items())
     transfer.shutdown()
-    return receiver.packed, callable(receiver._packed_importer.close), dict(model.loaded), why
+    return receiver.packed, callable(receiver._packed_importer.close), dict(model.loaded), error_message
 
 
-def joined_as_asked(worker: Worker) -> tuple[str, int, tuple[str, ...]]:
-    """vLLM's own receiver of a link, made as a worker's, which joins nothing: what it says to a description, how many
-    bytes it takes at once, and what it was told."""
+def nccl_receiver(worker: Worker) -> tuple[str, int, tuple[str, ...]]:
+    """Sets up vLLM's NCCL receiver without joining: (error of an update, buffer size, rank and config)."""
     from vllm.distributed.weight_transfer import nccl_engine  # noqa: PLC0415 (as above)
 
     from flowrl.engines.rollout.vllm.gpu_transfer import TransferGroup, WeightMetadata  # noqa: PLC0415
     from flowrl.engines.rollout.vllm.worker_extension import Tensors, TensorTransfer  # noqa: PLC0415
 
     ranks: list[Any] = []
-    joins = "worker_init_process_group"  # where it would wait for the others
+    joins = "worker_init_process_group"  # it would wait for the other ranks
     setattr(nccl_engine, joins, lambda info, config: ranks.append((info.rank_offset, config)))
     config: Any = SimpleNamespace(parallel_config="parallel", model_config=None)
     model: Any = Loading()
@@ -123,7 +121,7 @@ def joined_as_asked(worker: Worker) -> tuple[str, int, tuple[str, ...]]:
 
 
 def signatures(worker: Worker) -> dict[str, list[str]]:
-    """The names of the parameters of what we call in vLLM, and of the fields of what it gives."""
+    """Returns the parameter names of the called vLLM functions and the field names of their results."""
     from vllm.distributed.weight_transfer import ipc_engine, nccl_engine, packed_tensor  # noqa: PLC0415 (as above)
     from vllm.distributed.weight_transfer.nccl_common import trainer_init  # noqa: PLC0415
 
@@ -137,12 +135,12 @@ def signatures(worker: Worker) -> dict[str, list[str]]:
             f"{kind.__name__}.{name}": getattr(kind, name)
             for name in ("__init__", "init_transfer_engine", "receive_weights", "shutdown")
         }
-    found = {name: list(inspect.signature(function).parameters) for name, function in called.items()}
-    return found | {"PackedIpcChunk": [field.name for field in fields(packed_tensor.PackedIpcChunk)]}
+    actual = {name: list(inspect.signature(function).parameters) for name, function in called.items()}
+    return actual | {"PackedIpcChunk": [field.name for field in fields(packed_tensor.PackedIpcChunk)]}
 
 
 def keys_of_trainer_init(worker: Worker) -> set[str]:
-    """What vLLM reads of the dictionary that the actor joins with, before it looks for a GPU."""
+    """Returns the keys that vLLM reads from the actor's init info."""
     from vllm.distributed.weight_transfer import nccl_common  # noqa: PLC0415 (as above)
 
     read = set[str]()

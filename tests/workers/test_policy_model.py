@@ -16,22 +16,22 @@ LARGE = 8192
 
 
 def gemma2(vocabulary: int) -> Gemma2ForCausalLM:
-    """Caps its logits."""
+    """Returns a model with capped logits."""
     torch.manual_seed(0)
     settings = SIZES | {"vocab_size": vocabulary, "hidden_size": 32, "head_dim": 16, "final_logit_softcapping": 5.0}
     return Gemma2ForCausalLM(Gemma2Config(**settings)).eval()
 
 
 MODELS = {
-    "whole": lambda: qwen2(),
+    "full": lambda: qwen2(),
     "tiles": lambda: qwen2(vocab_size=LARGE),
-    "whole, capped": lambda: gemma2(32),
+    "full, capped": lambda: gemma2(32),
     "tiles, capped": lambda: gemma2(LARGE),
 }
 
 
 def expected(model: PreTrainedModel, ids_BL: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """By definition, in float64."""
+    """Returns log-probabilities and entropies by definition, in float64."""
     logits_BLV = model(input_ids=ids_BL, use_cache=False).logits.double() / temperature
     logprobs_BLV = logits_BLV[:, :-1].log_softmax(-1)
     chosen_BL = logprobs_BLV.gather(-1, ids_BL[:, 1:, None]).squeeze(-1)
@@ -51,9 +51,9 @@ def test_results_equal_those_of_the_models_logits(name: str, temperature: float)
     model, (ids_BL, mask_BL) = MODELS[name](), inputs()
     with torch.no_grad():
         logprobs_BL, entropy_BL = PolicyModel(model)(ids_BL, mask_BL, temperature, "value")
-        wanted = expected(model, ids_BL, temperature)
-    assert_norm_close(logprobs_BL.double(), wanted[0], FLOAT32_RTOL)
-    assert_norm_close(entropy_BL.double(), wanted[1], FLOAT32_RTOL)
+        reference = expected(model, ids_BL, temperature)
+    assert_norm_close(logprobs_BL.double(), reference[0], FLOAT32_RTOL)
+    assert_norm_close(entropy_BL.double(), reference[1], FLOAT32_RTOL)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -69,8 +69,8 @@ def test_gradients_equal_those_of_the_models_logits(name: str, entropy: Literal[
         loss = logprobs_BL.sum() + (entropy_BL.square().sum() if entropy == "gradient" else 0)
         loss.backward()
         gradients.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
-    for found, wanted in zip(*gradients, strict=True):
-        assert_norm_close(found, wanted)
+    for actual, reference in zip(*gradients, strict=True):
+        assert_norm_close(actual, reference)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -38,11 +38,11 @@ def trained(actor: WorkerGroup) -> None:
     actor.update_sft(Batch.from_columns(tokens=tokens, lengths=[8, 8])).get()
 
 
-def answers(rollout: WorkerGroup) -> list[list[float]]:
+def generate_columns(rollout: WorkerGroup) -> list[list[float]]:
     """Returns tokens, log-probabilities and versions."""
-    found = rollout.generate(Batch.from_rows(PROMPTS))
-    mask = found.get("response_mask")
-    return [found.get(name)[mask].tolist() for name in ("input_ids", "rollout_logprobs", "weight_version")]
+    responses = rollout.generate(Batch.from_rows(PROMPTS))
+    mask = responses.get("response_mask")
+    return [responses.get(name)[mask].tolist() for name in ("input_ids", "rollout_logprobs", "weight_version")]
 
 
 def is_quantized_from_actor(rollout: Rollout) -> bool:
@@ -58,23 +58,23 @@ def is_quantized_from_actor(rollout: Rollout) -> bool:
 
 def test_colocated_and_separate_rollouts_are_identical(model: ModelConfig) -> None:
     split = Placement(pools={"a": [1], "b": [1]}, roles={"actor": "a", "rollout": "b"})
-    found = []
+    responses = []
     for placement in (Placement(pools={"main": [1]}, roles=TOGETHER), split):
         with Cluster(placement, backend="inline", num_threads=1) as cluster:
             actor, rollout = groups(cluster, model)
-            said = [answers(rollout)]
+            generated = [generate_columns(rollout)]
             for version in (1, 2):
                 trained(actor)
                 # Weights that were not synced are not used, wherever the actor is.
-                assert answers(rollout) == said[-1]
+                assert generate_columns(rollout) == generated[-1]
                 if placement is split:
                     rollout.load_weights(actor.weights(), version)
                 else:
                     rollout.set_version(version)
-                said.append(answers(rollout))
-            found.append(said)
-    assert found[0] == found[1]
-    assert len({str(tokens) for tokens, _, _ in found[0]}) == 3 and set(found[0][2][2]) == {2}
+                generated.append(generate_columns(rollout))
+            responses.append(generated)
+    assert responses[0] == responses[1]
+    assert len({str(tokens) for tokens, _, _ in responses[0]}) == 3 and set(responses[0][2][2]) == {2}
 
 
 def check_updates(cluster: Cluster, model: ModelConfig, ranks: int, **settings: Any) -> None:
@@ -85,7 +85,7 @@ def check_updates(cluster: Cluster, model: ModelConfig, ranks: int, **settings: 
         assert rollout.run(is_quantized_from_actor) == [False] * ranks
         rollout.set_version(version)
         assert rollout.run(is_quantized_from_actor) == [True] * ranks
-        answers(rollout)
+        generate_columns(rollout)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -45,15 +45,15 @@ def groups(*prompt_ids: int) -> Batch:
 
 def polled(rollout: WorkerGroup, count: int) -> list[Batch]:
     """Polls until `count` groups are complete."""
-    found = []
-    while sum(batch.num_rows for batch in found) < count * SAMPLES:
-        found.append(rollout.poll(0.05))
-    return found
+    batches = []
+    while sum(batch.num_rows for batch in batches) < count * SAMPLES:
+        batches.append(rollout.poll(0.05))
+    return batches
 
 
 def by_row(batches: list[Batch]) -> dict[tuple[int, int], tuple]:
     """Returns (prompt_id, sample) -> all columns of the row."""
-    found = {}
+    columns_by_row = {}
     for batch in batches:
         lengths = batch.lengths().tolist()
         tokens = [
@@ -62,28 +62,28 @@ def by_row(batches: list[Batch]) -> dict[tuple[int, int], tuple]:
         ]
         rows = (batch.get("truncated").tolist(), batch.get("response"))
         names = zip(batch.get("prompt_id").tolist(), batch.get("sample").tolist(), strict=True)
-        found |= dict(zip(names, zip(*tokens, *rows, strict=True), strict=True))
-    return found
+        columns_by_row |= dict(zip(names, zip(*tokens, *rows, strict=True), strict=True))
+    return columns_by_row
 
 
 def test_complete_groups_equal_the_rows_of_generate(rollout: WorkerGroup) -> None:
     batch = groups(*range(20))
     expected = by_row([batch.union(rollout.generate(batch))])
     rollout.add(batch.rows(slice(0, 5 * SAMPLES)), SAMPLES)
-    found = polled(rollout, 2)
+    batches = polled(rollout, 2)
     rollout.add(batch.rows(slice(5 * SAMPLES, 20 * SAMPLES)), SAMPLES)
-    found += polled(rollout, 20 - sum(batch.num_rows for batch in found) // SAMPLES)
-    assert by_row(found) == expected and len(found) > 2
-    for piece in found:
+    batches += polled(rollout, 20 - sum(batch.num_rows for batch in batches) // SAMPLES)
+    assert by_row(batches) == expected and len(batches) > 2
+    for piece in batches:
         assert set(piece.columns) == set(COLUMNS)
         assert piece.get("sample").tolist() == list(range(SAMPLES)) * (piece.num_rows // SAMPLES)
 
 
 def test_poll_without_requests_returns_no_rows_immediately(rollout: WorkerGroup) -> None:
     started = time.monotonic()
-    found = rollout.poll(600.0)
-    assert found.num_rows == 0 and set(found.columns) == set(COLUMNS)
-    assert found.get("response") == [] and found.get("input_ids").tolist() == []
+    batch = rollout.poll(600.0)
+    assert batch.num_rows == 0 and set(batch.columns) == set(COLUMNS)
+    assert batch.get("response") == [] and batch.get("input_ids").tolist() == []
     assert time.monotonic() - started < 600
 
 
@@ -93,8 +93,8 @@ def test_aborted_groups_are_not_returned(rollout: WorkerGroup) -> None:
     polled_first = rollout.poll(0.0).get("prompt_id").tolist()
     dropped = {1, 3} - {*polled_first}
     rollout.abort(list(dropped))
-    found = polled(rollout, 8 - len(dropped) - len({*polled_first}))
-    assert sorted([*polled_first, *(n for batch in found for n in batch.get("prompt_id").tolist())]) == sorted(
+    batches = polled(rollout, 8 - len(dropped) - len({*polled_first}))
+    assert sorted([*polled_first, *(n for batch in batches for n in batch.get("prompt_id").tolist())]) == sorted(
         n for n in range(8) if n not in dropped for _ in range(SAMPLES)
     )
     rollout.add(groups(1), SAMPLES)
@@ -107,11 +107,11 @@ def test_aborted_groups_are_not_returned(rollout: WorkerGroup) -> None:
 def test_generate_runs_while_groups_are_streaming(rollout: WorkerGroup) -> None:
     batch, held_out = groups(*range(6)), groups(*range(30, 34))
     expected = by_row([batch.union(rollout.generate(batch))])
-    answered = rollout.generate(held_out, greedy=True).get("input_ids").tolist()
+    greedy_ids = rollout.generate(held_out, greedy=True).get("input_ids").tolist()
     rollout.add(batch, SAMPLES)
-    found = [rollout.poll(0.0)]
-    assert rollout.generate(held_out, greedy=True).get("input_ids").tolist() == answered
-    assert by_row(found + polled(rollout, 6 - found[0].num_rows // SAMPLES)) == expected
+    batches = [rollout.poll(0.0)]
+    assert rollout.generate(held_out, greedy=True).get("input_ids").tolist() == greedy_ids
+    assert by_row(batches + polled(rollout, 6 - batches[0].num_rows // SAMPLES)) == expected
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
@@ -121,16 +121,16 @@ def test_groups_continue_with_new_weights_between_polls(model: ModelConfig, quan
         actor = cluster.group("actor", Actor, actor_config(model), temperature=0.5)
         rollout = cluster.group("rollout", Rollout, config(max_num_seqs=4, quantization=quantization), model, seed=0)
         rollout.add(groups(*range(6)), SAMPLES)
-        found, version = [], 0
-        while sum(batch.num_rows for batch in found) < 6 * SAMPLES:
-            found.append(rollout.poll(0.0))
+        batches, version = [], 0
+        while sum(batch.num_rows for batch in batches) < 6 * SAMPLES:
+            batches.append(rollout.poll(0.0))
             version += 1
             weights = actor.weights().get()
             half = dict(list(weights.items())[:3])
             rollout.load_weights(half, version, 0, 2)
             assert rollout.poll(0.0).num_rows == 0, "no generation during an update"
             rollout.load_weights({n: w for n, w in weights.items() if n not in half}, version, 1, 2)
-        versions = [[version for version in row[3] if version >= 0] for row in by_row(found).values()]
+        versions = [[version for version in row[3] if version >= 0] for row in by_row(batches).values()]
     assert all(row == list(range(row[0], row[0] + len(row))) for row in versions)
     assert len({row[0] for row in versions}) > 2 and max(map(len, versions)) > 1
 
@@ -153,16 +153,16 @@ def test_a_prompt_that_is_too_long_is_rejected_without_the_others(rollout: Worke
     prompts = {1: [2, 3, 4], 2: [2] * 600, 3: [2, 3, 4]}
     rows = [(number, sample) for number in prompts for sample in range(SAMPLES)]
     batch = Batch.from_rows([{"prompt_ids": prompts[n], "prompt_id": n, "sample": sample} for n, sample in rows])
-    (answers,) = rollout.add(batch, SAMPLES).get()
-    assert answers.keys() == {1, 2, 3} and answers[1] is None and answers[3] is None
-    assert "606" in answers[2]
-    found = polled(rollout, 2)
-    assert sorted(n for batch in found for n in batch.get("prompt_id").tolist()) == [1] * SAMPLES + [3] * SAMPLES
+    (rejections,) = rollout.add(batch, SAMPLES).get()
+    assert rejections.keys() == {1, 2, 3} and rejections[1] is None and rejections[3] is None
+    assert "606" in rejections[2]
+    batches = polled(rollout, 2)
+    assert sorted(n for batch in batches for n in batch.get("prompt_id").tolist()) == [1] * SAMPLES + [3] * SAMPLES
     assert rollout.poll(0.0).num_rows == 0
 
 
 def test_an_incomplete_group_is_rejected(rollout: WorkerGroup) -> None:
-    with pytest.raises(WorkerError, match="prompt 2 has 2 rows"):
+    with pytest.raises(WorkerError, match=r"prompt 2 .*\b2\b"):
         rollout.add(groups(1, 2).rows(slice(0, 5)), SAMPLES).get()
 
 
@@ -181,10 +181,10 @@ def test_groups_of_a_lost_replica_can_be_added_again(model: ModelConfig, ray_ses
         for rank, replica in enumerate(replicas):
             replica.add(groups(*range(4 * rank, 4 * rank + 4)), SAMPLES).get()
         os.kill(lost, signal.SIGKILL)
-        with pytest.raises(ProcessLost, match=r"rollout\.poll failed on rank 1"):
+        with pytest.raises(ProcessLost, match=r"rollout\.poll .*rank 1\b"):
             replicas[1].poll(600.0).get("prompt_id")
         # The retried call runs once the process has recovered.
         assert rollout.run(process_id)[1] != lost
         replicas[1].add(groups(*range(4, 8)), SAMPLES).get()
-        found = [batch for replica in replicas for batch in polled(replica, 4)]
-        assert by_row(found) == expected
+        batches = [batch for replica in replicas for batch in polled(replica, 4)]
+        assert by_row(batches) == expected

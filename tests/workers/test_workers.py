@@ -77,8 +77,8 @@ def test_logprobs_are_those_of_the_model_at_the_rollout_temperature(cluster: Clu
         with torch.no_grad():
             table = (network(ids[None]).logits[0] / 0.5).log_softmax(-1)
         expected[start + 1 : start + length] = table[:-1].gather(-1, ids[1:, None])[:, 0]
-    found = actor_of(cluster, model).logprobs(batch()).get("logprobs")
-    assert_norm_close(found, expected)
+    actual = actor_of(cluster, model).logprobs(batch()).get("logprobs")
+    assert_norm_close(actual, expected)
 
 
 def test_reference_and_actor_agree_before_training_and_differ_after(cluster: Cluster, model: ModelConfig) -> None:
@@ -110,7 +110,7 @@ def test_a_kl_loss_without_reference_logprobs_is_rejected(cluster: Cluster, mode
 
 
 class Waits(TorchFunctionMode):
-    """Counts the calls for which a device would be waited for: they give Python's numbers."""
+    """Counts the calls that synchronize with the device, because they return Python numbers."""
 
     count = 0
 
@@ -125,22 +125,22 @@ def test_reference_logprobs_of_masked_tokens_do_not_change_the_update(
     model: ModelConfig, kind: str, junk: float
 ) -> None:
     reference = [-1.0 if chosen else junk for chosen in MASK]
-    found = []
+    actual = []
     for values in (reference, [-1.0] * 12):
         with inline_cluster() as cluster:
             actor = actor_of(cluster, model, kl_loss_coef=0.5, kl_loss_kind=kind)
             metrics = actor.update(batch(old_logprobs=[-1.0] * 12, advantages=[1.0] * 12, ref_logprobs=values)).get()
-            found.append((metrics["actor/kl_loss"].result(), actor.logprobs(batch()).get("logprobs").tolist()))
-    assert found[0] == found[1] and math.isfinite(found[0][0]) and all(map(math.isfinite, found[0][1]))
+            actual.append((metrics["actor/kl_loss"].result(), actor.logprobs(batch()).get("logprobs").tolist()))
+    assert actual[0] == actual[1] and math.isfinite(actual[0][0]) and all(map(math.isfinite, actual[0][1]))
 
 
 def test_metrics_of_a_micro_batch_synchronize_the_device_once() -> None:
     mask = torch.tensor([[True, False], [True, True]])
     values = {"loss": torch.tensor([[1.0, math.nan], [2.0, 6.0]]), "ratio": torch.tensor([[0.5, 9.0], [1.5, 1.0]])}
     with Waits() as waits:
-        found = token_means(values, mask)
+        actual = token_means(values, mask)
     assert waits.count == 1
-    assert {name: metric.result() for name, metric in found.items()} == {
+    assert {name: metric.result() for name, metric in actual.items()} == {
         "loss": 3.0,
         "ratio": 1.0,
         "ratio_min": 0.5,
@@ -149,8 +149,8 @@ def test_metrics_of_a_micro_batch_synchronize_the_device_once() -> None:
 
 
 def test_a_micro_batch_without_tokens_has_no_ratio_range() -> None:
-    found = token_means({"ratio": torch.ones(2, 3)}, torch.zeros(2, 3, dtype=torch.bool))
-    assert found == {"ratio": Mean(0.0, 0.0)}
+    actual = token_means({"ratio": torch.ones(2, 3)}, torch.zeros(2, 3, dtype=torch.bool))
+    assert actual == {"ratio": Mean(0.0, 0.0)}
 
 
 def test_a_loss_without_its_columns_is_rejected(cluster: Cluster, model: ModelConfig) -> None:
@@ -370,7 +370,7 @@ def test_a_reward_model_scores_rows_at_their_last_token(cluster: Cluster, tmp_pa
     scorer.save_pretrained(tmp_path / "scorer")
     config = RewardConfig(model=ModelConfig(path=tmp_path / "scorer"))
     reward = cluster.group("reward", reward_worker(config), config)
-    found = reward.score(batch().union(rows_with())).get("scores")
+    actual = reward.score(batch().union(rows_with())).get("scores")
     with torch.no_grad():
         expected = [scorer(torch.tensor([ids])).logits.item() for ids in (IDS[:8], IDS[8:])]
-    assert found.tolist() == pytest.approx(expected, rel=FLOAT32_RTOL, abs=FLOAT32_RTOL)
+    assert actual.tolist() == pytest.approx(expected, rel=FLOAT32_RTOL, abs=FLOAT32_RTOL)

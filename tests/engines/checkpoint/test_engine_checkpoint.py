@@ -1,4 +1,4 @@
-"""An engine goes on where it was saved: bit for bit, whatever happened meanwhile and whatever world saved it."""
+"""A restored engine continues bitwise identically, also from a checkpoint of another number of ranks."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from flowrl.data.checksums import CheckpointError, checksum_of
 from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints, load
 from flowrl.engines.train.engine import LossScale, TrainEngine
 from flowrl.workers.policy_model import PolicyModel
-from tests.engines.checkpoint_ranks import STRATEGIES, copied, main, save, sharded, whole
+from tests.engines.checkpoint_ranks import STRATEGIES, copied, full_parameters, main, save, sharded
 from tests.engines.closeness import assert_norm_close
 from tests.engines.losses import Bigram, bigram_loss
 from tests.engines.tables import VOCABULARY, table
@@ -23,9 +23,9 @@ def train(engine: TrainEngine, steps: range) -> None:
         engine.update(table(5, seed=step), bigram_loss)
 
 
-def assert_equal(found: dict, expected: dict) -> None:
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+def assert_equal(actual: dict, expected: dict) -> None:
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -37,18 +37,18 @@ def test_steps_after_a_load_are_bitwise_identical_to_an_uninterrupted_run(tmp_pa
     load(again, tmp_path)
     assert again.num_steps == 3
     train(again, range(3, 6))
-    assert_equal(whole(again.model), whole(straight.model))
+    assert_equal(full_parameters(again.model), full_parameters(straight.model))
 
 
 def test_an_asynchronous_save_contains_the_state_at_its_call(tmp_path: Path) -> None:
     engine, again = copied(None), copied(None)
     train(engine, range(2))
-    expected, checkpoints = whole(engine.model), EngineCheckpoints(engine)
+    expected, checkpoints = full_parameters(engine.model), EngineCheckpoints(engine)
     checkpoints.save(tmp_path, asynchronous=True)
     train(engine, range(2, 8))
     checkpoints.result()
     load(again, tmp_path)
-    assert_equal(whole(again.model), expected)
+    assert_equal(full_parameters(again.model), expected)
 
 
 def test_a_second_asynchronous_save_reuses_the_memory_of_the_first(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_a_second_asynchronous_save_reuses_the_memory_of_the_first(tmp_path: Pat
     load(again, tmp_path / "0")
     assert again.num_steps == 1
     load(again, tmp_path / "1")
-    assert_equal(whole(again.model), whole(engine.model))
+    assert_equal(full_parameters(again.model), full_parameters(engine.model))
 
 
 def test_a_checkpoint_before_the_first_step_has_no_moments(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_checkpoint_before_the_first_step_has_no_moments(tmp_path: Path) -> No
     load(again, tmp_path)
     train(straight, range(2))
     train(again, range(2))
-    assert_equal(whole(again.model), whole(straight.model))
+    assert_equal(full_parameters(again.model), full_parameters(straight.model))
 
 
 def test_random_numbers_continue_after_a_load(tmp_path: Path) -> None:
@@ -97,13 +97,13 @@ def test_tied_weights_are_stored_once_and_stay_tied(tmp_path: Path) -> None:
     save(model, tmp_path, asynchronous=False)
     assert "lm_head" not in (tmp_path / "index.json").read_text()
     load(other, tmp_path)
-    assert_equal(whole(other.model), whole(model.model))
+    assert_equal(full_parameters(other.model), full_parameters(model.model))
     assert other.model.get_output_embeddings().weight is other.model.get_input_embeddings().weight  # pyright: ignore
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
-    """What two processes have made of what one saved, and the folders of both."""
+    """Returns the results of two processes that resumed from one, and the folders."""
     folder = tmp_path_factory.mktemp("two")
     for name in ("one-sharded", "two-fsdp", "two-tp", "one-copied", "two-copied", "blocked"):
         (folder / name).mkdir()
@@ -123,7 +123,7 @@ def test_shards_resume_from_a_checkpoint_of_one_process(two_ranks: tuple[Path, l
     for _ in range(3):
         straight.step()
     for results in two_ranks[1]:
-        assert_norm_close(results[how, "weights"], whole(straight.model))
+        assert_norm_close(results[how, "weights"], full_parameters(straight.model))
 
 
 @pytest.mark.parametrize("how", STRATEGIES)
@@ -134,7 +134,7 @@ def test_one_process_resumes_from_shards(two_ranks: tuple[Path, list[dict]], how
     again.step()
     for _ in range(4):
         straight.step()
-    assert_norm_close(whole(again.model), whole(straight.model))
+    assert_norm_close(full_parameters(again.model), full_parameters(straight.model))
 
 
 def test_ddp_replicas_and_one_process_resume_from_each_other(two_ranks: tuple[Path, list[dict]]) -> None:
@@ -142,8 +142,8 @@ def test_ddp_replicas_and_one_process_resume_from_each_other(two_ranks: tuple[Pa
     again = copied(None)
     load(again, folder / "two-copied")
     assert again.num_steps == 3
-    for found in results:
-        assert_equal(found["copied", "weights"], whole(again.model))
+    for actual in results:
+        assert_equal(actual["copied", "weights"], full_parameters(again.model))
 
 
 def test_ddp_rank_0_writes_everything_and_fsdp_ranks_write_their_shards(two_ranks: tuple[Path, list[dict]]) -> None:
@@ -174,10 +174,10 @@ def test_a_different_size_is_rejected_with_the_name_of_a_weight(stored: Path) ->
 
 def test_a_different_model_is_rejected_and_unchanged(stored: Path) -> None:
     other = TrainEngine(qwen2(), None, EngineConfig())
-    before = whole(other.model)
+    before = full_parameters(other.model)
     with pytest.raises(CheckpointError, match=r"model\.model\.embed_tokens\.weight"):
         load(other, stored)
-    assert_equal(whole(other.model), before)
+    assert_equal(full_parameters(other.model), before)
 
 
 @pytest.mark.parametrize(

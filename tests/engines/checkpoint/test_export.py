@@ -1,4 +1,4 @@
-"""A checkpoint as a folder that transformers loads."""
+"""A checkpoint is exported to a folder that transformers loads."""
 
 from pathlib import Path
 
@@ -77,7 +77,7 @@ def test_an_adapter_of_another_model_or_of_none_is_rejected(tmp_path: Path) -> N
         export_policy(folder, tmp_path / "out")
 
 
-def test_a_checkpoint_without_an_adapter_exports_no_adapter(tmp_path: Path) -> None:
+def test_exporting_the_adapter_of_a_checkpoint_without_one_is_rejected(tmp_path: Path) -> None:
     folder = saved(qwen2(), tmp_path)
     (folder / INDEX).unlink()
     with pytest.raises(CheckpointError, match="adapter"):
@@ -92,7 +92,7 @@ def test_a_folder_below_a_file_cannot_be_written(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two real processes saved, a folder per case with `actor`, `critic` and the whole `policy`."""
+    """Returns a folder per case, saved by two processes, with `actor`, `critic` and the exported `policy`."""
     folder = tmp_path_factory.mktemp("ranks")
     save(qwen2(), folder / START)
     run_ranks(main, (folder,), 2)
@@ -102,13 +102,13 @@ def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", CASES)
 def test_one_process_exports_a_checkpoint_of_two_ranks(of_two_ranks: Path, tmp_path: Path, name: str) -> None:
     export_policy(of_two_ranks / name / "actor", tmp_path / "out")
-    found, expected, start = (
+    exported, expected, start = (
         load_file(path / "model.safetensors")
         for path in (tmp_path / "out", of_two_ranks / name / "policy", of_two_ranks / START)
     )
-    assert found.keys() == expected.keys() == start.keys()
-    assert all(torch.equal(found[weight], expected[weight]) for weight in expected)
-    assert not torch.equal(found["model.layers.0.mlp.up_proj.weight"], start["model.layers.0.mlp.up_proj.weight"])
+    assert exported.keys() == expected.keys() == start.keys()
+    assert all(torch.equal(exported[weight], expected[weight]) for weight in expected)
+    assert not torch.equal(exported["model.layers.0.mlp.up_proj.weight"], start["model.layers.0.mlp.up_proj.weight"])
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -117,8 +117,8 @@ def test_one_process_resumes_a_critic_saved_by_two_ranks(of_two_ranks: Path, nam
     load(critic, of_two_ranks / name / "critic")
     assert critic.num_steps == 2
     for rank in range(2):
-        said = torch.load(of_two_ranks / f"{rank}.pt")[name]
-        assert_norm_close(values(critic), said)
+        expected_values = torch.load(of_two_ranks / f"{rank}.pt")[name]
+        assert_norm_close(values(critic), expected_values)
 
 
 def test_a_critic_is_not_exported_as_a_policy(of_two_ranks: Path, tmp_path: Path) -> None:
@@ -140,6 +140,6 @@ def test_a_config_that_is_not_a_language_model_is_rejected(tmp_path: Path) -> No
 def test_a_config_of_another_model_is_rejected(tmp_path: Path) -> None:
     folder = saved(llama(), tmp_path)
     (folder / DESCRIPTION / "config.json").write_bytes(describe_model(qwen2(), tmp_path / "start")["config.json"])
-    with pytest.raises((ModelError, RuntimeError), match=r"do not match|size mismatch"):
+    with pytest.raises((ModelError, RuntimeError), match=r"weight"):
         export_policy(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""Attention within rows against products, a mask and a softmax, padded, packed, and on a GPU."""
+"""Attention within rows, padded and packed, compared with an explicit mask and softmax."""
 
 import math
 
@@ -22,14 +22,14 @@ VARIANTS = {
 
 
 def states(dtype: torch.dtype = torch.float64, device: str = "cpu", width: int = 8) -> list[Tensor]:
-    """Queries of four heads, and keys and values of two, of a pack."""
+    """Returns queries of four heads, and keys and values of two heads."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, heads, sum(LENGTHS), width) for heads in (4, 2, 2)]
     return [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
 
 
 def expected(query: Tensor, key: Tensor, value: Tensor, scaling=None, window=None, softcap=None) -> Tensor:
-    """All products, and a mask over other rows, later tokens, and tokens before the window."""
+    """Computes attention with a mask over other rows, later tokens, and tokens before the window."""
     row_T = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
     place_T = torch.arange(len(row_T))
     back_TT = place_T[:, None] - place_T
@@ -48,8 +48,8 @@ def with_gradients(attended: Tensor, inputs: list[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_packed_tokens_attend_only_to_their_own_row(variant: str):
     options, inputs = VARIANTS[variant], states()
-    found = with_gradients(attend(*inputs, pack=pack_rows(LENGTHS), **options), inputs)
-    assert_norm_close(found, with_gradients(expected(*inputs, **options), inputs))
+    actual = with_gradients(attend(*inputs, pack=pack_rows(LENGTHS), **options), inputs)
+    assert_norm_close(actual, with_gradients(expected(*inputs, **options), inputs))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -70,9 +70,9 @@ def test_padded_rows_have_the_same_results(variant: str):
 def test_attention_on_a_gpu_equals_attention_on_a_cpu(variant: str, dtype: torch.dtype):
     options, inputs = VARIANTS[variant], states(dtype, "cuda", width=64)
     pack: Pack = pack_rows(LENGTHS).to("cuda")
-    found = with_gradients(attend(*inputs, pack=pack, **options), inputs)
+    actual = with_gradients(attend(*inputs, pack=pack, **options), inputs)
     known = [x.detach().double().cpu().requires_grad_() for x in inputs]
-    for one, other in zip(found, with_gradients(expected(*known, **options), known), strict=True):
+    for one, other in zip(actual, with_gradients(expected(*known, **options), known), strict=True):
         assert_norm_close(one.double().cpu(), other, rtol=0.03)
 
 

@@ -1,4 +1,4 @@
-"""Models whose layers multiply in 8 bits."""
+"""Models whose layers multiply in int8."""
 
 import os
 import subprocess
@@ -24,18 +24,18 @@ SHAPES = [(1, 1, 1), (3, 30, 7), (17, 64, 33), (40, 3072, 96), (33, 1025, 40)]
 
 
 def quantized(model):
-    found = quantized_copy(model, CPU)
-    write_weights(found, full_weights(model))
-    return found
+    int8_model = quantized_copy(model, CPU)
+    write_weights(int8_model, full_weights(model))
+    return int8_model
 
 
 def linear(weight: list[list[float]], bias: list[float] | None = None) -> Int8Linear:
     layer = nn.Linear(len(weight[0]), len(weight), bias=bias is not None)
-    found = Int8Linear(layer, CPU)
-    found.load_weight(torch.tensor(weight))
+    int8_model = Int8Linear(layer, CPU)
+    int8_model.load_weight(torch.tensor(weight))
     if bias is not None:
-        found.bias = nn.Parameter(torch.tensor(bias))
-    return found
+        int8_model.bias = nn.Parameter(torch.tensor(bias))
+    return int8_model
 
 
 def test_each_output_channel_has_a_scale_that_maps_its_largest_weight_to_127() -> None:
@@ -54,9 +54,9 @@ def test_each_token_has_its_own_scale() -> None:
     assert_norm_close(layer(inputs), torch.tensor(expected))
 
 
-def test_nan_stays_nan() -> None:
-    found = linear([[1.0, 0.5]])(torch.tensor([[1.0, torch.nan], [torch.inf, 1.0], [1.0, 1.0]]))
-    assert found.isfinite().flatten().tolist() == [False, False, True]
+def test_non_finite_inputs_have_non_finite_outputs() -> None:
+    outputs = linear([[1.0, 0.5]])(torch.tensor([[1.0, torch.nan], [torch.inf, 1.0], [1.0, 1.0]]))
+    assert outputs.isfinite().flatten().tolist() == [False, False, True]
 
 
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), SHAPES)
@@ -71,7 +71,7 @@ def test_a_product_equals_the_integer_product(rows: int, inputs: int, outputs: i
 
 
 @pytest.mark.slow
-def test_a_cpu_with_16_bit_accumulation_has_the_same_results() -> None:
+def test_int8_products_are_exact_on_cpus_with_16_bit_accumulation() -> None:
     code = (
         "import torch; from flowrl.engines.models.int8 import int8_product; left = torch.full((20, 3072), 127,"
         "dtype=torch.int8); print(set(int8_product(left, left[:9]).flatten().tolist()))"
@@ -94,27 +94,29 @@ def test_a_gpu_has_the_same_product(rows: int, inputs: int, outputs: int) -> Non
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_layers_are_quantized_and_other_modules_are_not(name: str) -> None:
     model = families.build(name)
-    found = quantized(model)
+    int8_model = quantized(model)
     matrices = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and ".layers." in f".{n}"}
     matrices |= {n: m for n, m in model.named_modules() if isinstance(m, Conv1D)}
-    assert int8_layers(found).keys() == matrices.keys() and len(matrices) >= 8
-    kept = {
-        n: w for n, w in found.state_dict().items() if n.removesuffix(".weight").removesuffix(".scale") not in matrices
+    assert int8_layers(int8_model).keys() == matrices.keys() and len(matrices) >= 8
+    unquantized = {
+        n: w
+        for n, w in int8_model.state_dict().items()
+        if n.removesuffix(".weight").removesuffix(".scale") not in matrices
     }
-    assert all(torch.equal(weight, model.state_dict()[n]) for n, weight in kept.items())
+    assert all(torch.equal(weight, model.state_dict()[n]) for n, weight in unquantized.items())
     ids = torch.randint(2, 28, (4, 20), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        gap = (model(ids).logits.log_softmax(-1) - found(ids).logits.log_softmax(-1)).abs().mean()
+        gap = (model(ids).logits.log_softmax(-1) - int8_model(ids).logits.log_softmax(-1)).abs().mean()
     assert 0 < gap < 0.1
 
 
 def test_a_quantized_copy_shares_no_memory_and_has_no_float_weights() -> None:
     model = tiny.qwen2()
-    found = quantized(model)
+    int8_model = quantized(model)
     ends = sum(weight.nbytes for name, weight in model.named_parameters() if "_proj.weight" not in name)
     outputs = sum(len(weight) for name, weight in model.named_parameters() if "_proj.weight" in name)
     matrices = sum(weight.numel() for name, weight in model.named_parameters() if "_proj.weight" in name)
-    tensors = {id(tensor): tensor for tensor in (*found.parameters(), *found.buffers())}
+    tensors = {id(tensor): tensor for tensor in (*int8_model.parameters(), *int8_model.buffers())}
     rotary = sum(buffer.nbytes for buffer in model.buffers())
     assert sum(tensor.nbytes for tensor in tensors.values()) == ends + matrices + 4 * outputs + rotary
     own = {tensor.data_ptr() for tensor in tensors.values()}
@@ -125,19 +127,19 @@ def test_a_loaded_folder_is_quantized_like_its_model(tmp_path: Path) -> None:
     model = tiny.qwen2(torch.bfloat16)
     tiny.save(model, tmp_path)
     source = load_policy(ModelConfig(path=tmp_path, dtype="bfloat16"), on_meta=True)
-    found = quantized_copy(source, CPU)
-    write_weights(found, stream_full_weights(source))
+    int8_model = quantized_copy(source, CPU)
+    write_weights(int8_model, stream_full_weights(source))
     expected = quantized(model).state_dict()
-    assert all(torch.equal(weight, expected[name]) for name, weight in found.state_dict().items())
+    assert all(torch.equal(weight, expected[name]) for name, weight in int8_model.state_dict().items())
 
 
 def test_a_row_is_bitwise_the_same_in_any_batch_and_on_any_number_of_threads() -> None:
     model, prompt_ids = quantized(tiny.qwen2()), prompts(40)
-    whole = rows_of(generate(rollout(model), prompt_ids))
+    expected_rows = rows_of(generate(rollout(model), prompt_ids))
     for max_num_seqs in (7, 33):
-        assert rows_of(generate(rollout(model, max_num_seqs=max_num_seqs), prompt_ids)) == whole
+        assert rows_of(generate(rollout(model, max_num_seqs=max_num_seqs), prompt_ids)) == expected_rows
     torch.set_num_threads(2)
-    assert rows_of(generate(rollout(model), prompt_ids)) == whole
+    assert rows_of(generate(rollout(model), prompt_ids)) == expected_rows
 
 
 def test_generation_equals_generation_without_cache_or_batch() -> None:

@@ -1,4 +1,4 @@
-"""Adapters: what they change, what they leave, and what leaves the process."""
+"""LoRA adapters: training, merging, saving and loading."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +35,7 @@ LORA = LoraConfig(rank=4, alpha=8.0)
 
 
 def gpt2(seed: int = 0) -> PreTrainedModel:
-    """Its layers hold their weights the other way round, and have biases, which start at zero and here do not."""
+    """Returns a model with transposed weights and nonzero biases."""
     torch.manual_seed(seed)
     settings: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": VOCABULARY}
     settings |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "summary_first_dropout": 0.0}
@@ -58,7 +58,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 def trained(model: PreTrainedModel, config: LoraConfig = LORA, steps: int = 3) -> TrainEngine:
-    """The model with an adapter, after some steps."""
+    """Returns the model with an adapter, after some steps."""
     add_adapter(model, config)
     engine = TrainEngine(PolicyModel(model), OptimizerConfig(lr=1e-2), EngineConfig())
     for step in range(steps):
@@ -196,7 +196,7 @@ def test_an_adapter_state_is_rejected_by_another_kind_of_adapter(other: LoraConf
     trained(source)
     add_adapter(target, other)
     before = adapter_state(target)
-    with pytest.raises(LoraError, match=r"lora\.rank and lora\.targets"):
+    with pytest.raises(LoraError, match=r"lora\.rank .*lora\.targets"):
         load_adapter_state(target, adapter_state(source))
     assert all(torch.equal(weight, before[name]) for name, weight in adapter_state(target).items())
 
@@ -206,7 +206,7 @@ def test_a_saved_adapter_is_not_overwritten(tmp_path: Path) -> None:
     add_adapter(model, LORA)
     with pytest.raises(LoraError, match=str(tmp_path)):
         save_adapter(model, tmp_path, tmp_path)
-    save_adapter(model, tmp_path, tmp_path, is_writer=False)  # as a rank does that comes when the first has written
+    save_adapter(model, tmp_path, tmp_path, is_writer=False)  # a non-writing rank after the writer
 
 
 def test_an_adapter_has_the_same_initial_weights_in_every_process() -> None:
@@ -237,7 +237,7 @@ def test_only_named_layers_get_an_adapter() -> None:
 
 @pytest.mark.parametrize("target", ["query", "lm_head", "embed_tokens", "proj"])
 def test_a_target_that_is_not_an_inner_linear_layer_is_rejected(target: str) -> None:
-    with pytest.raises(LoraError, match=rf"lora\.targets has {target},.*up_proj, v_proj$"):
+    with pytest.raises(LoraError, match=rf"lora\.targets .*\b{target}\b.*up_proj, v_proj$"):
         add_adapter(llama(), LoraConfig(rank=2, targets=(target,)))
 
 

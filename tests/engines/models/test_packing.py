@@ -23,7 +23,7 @@ def test_unpacking_restores_positions(lengths: list[int]):
     assert torch.equal(pack.unpack(pack.pack(rows_BL), rows_BL.shape), rows_BL.where(is_real_BL, 0))
 
 
-def test_padding_is_a_row_of_its_own_and_is_excluded():
+def test_a_filler_row_is_excluded_from_unpacked_rows():
     pack = pack_rows([2, 3]).with_filler_row(2)
     assert (pack.lengths, pack.positions_T.tolist()) == ((2, 3, 2), [0, 1, 0, 1, 2, 0, 1])
     assert pack.cu_seqlens.tolist() == [0, 2, 5, 7] and pack.cu_seqlens.dtype == torch.int32

@@ -8,7 +8,7 @@ from tests.engines.train.test_engine import OPTIMIZER
 
 
 def test_training_continues_after_weights_and_optimizer_were_offloaded():
-    """On the CPU both places are one; tests/engines/train/test_precision.py has a GPU's."""
+    """On the CPU, offloading changes no device; tests/engines/train/test_precision.py tests a GPU."""
     engines = [TrainEngine(Bigram(VOCABULARY, 8), OPTIMIZER, EngineConfig()) for _ in range(2)]
     for seed in range(3):
         engines[1].offload()

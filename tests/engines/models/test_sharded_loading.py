@@ -1,4 +1,4 @@
-"""Ranks that hold a model between them read their parts of it, and end with what a whole load gives."""
+"""Ranks that load only their shards of a model have the same weights as after a full load."""
 
 import logging
 import sys
@@ -34,7 +34,7 @@ KINDS = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models on disk: two policies, one of them in several files, and a critic with its head."""
+    """Writes two policies, one of them in several files, and a critic with its head."""
     folder = tmp_path_factory.mktemp("loading")
     save(qwen2(), folder / "tied")
     save(llama(), folder / "policy")
@@ -47,40 +47,40 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> list[dict]:
-    """What four real processes ended with."""
+    """Returns the results of four processes."""
     run_ranks(main, (folder,), 4)
     return [torch.load(folder / f"{rank}.pt") for rank in range(4)]
 
 
 @pytest.fixture(scope="module")
-def whole(folder: Path) -> dict:
+def unsharded(folder: Path) -> dict:
     return expected(folder)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mesh", MESHES)
-def test_sharded_loading_equals_full_loading(results: list[dict], whole: dict, mesh: str, kind: str):
-    said, weights = whole[kind]
+def test_sharded_loading_equals_full_loading(results: list[dict], unsharded: dict, mesh: str, kind: str):
+    expected, weights = unsharded[kind]
     for rank in range(MESHES[mesh][0]):
-        found_said, found_weights = results[rank][mesh, kind]
+        actual, found_weights = results[rank][mesh, kind]
         assert found_weights.keys() == weights.keys()
         assert all(torch.equal(found_weights[name], weights[name]) for name in weights)
-        # These critics are in bfloat16, whose sums ranks round in another order.
+        # These critics are in bfloat16, and ranks sum in another order.
         rtol = 0.05 if kind.startswith("critic") else None
-        assert_norm_close(found_said, said, rtol)
+        assert_norm_close(actual, expected, rtol)
 
 
 @pytest.mark.parametrize("auto", [AutoModel, AutoModelForCausalLM])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_buffers_that_no_file_contains_are_recomputed(name: str, auto: type, tmp_path: Path):
-    found = make_meta_model(auto, save(build(name), tmp_path), torch.float32)
-    assert found is not None and all(parameter.is_meta for parameter in found.parameters())
-    load_shards(found, torch.device("cpu"))
+    meta_model = make_meta_model(auto, save(build(name), tmp_path), torch.float32)
+    assert meta_model is not None and all(parameter.is_meta for parameter in meta_model.parameters())
+    load_shards(meta_model, torch.device("cpu"))
     model = auto.from_pretrained(tmp_path)
     for kind in ("named_buffers", "named_parameters"):
-        tensors, wanted = (dict(getattr(m, kind)(remove_duplicate=False)) for m in (found, model))
-        assert tensors.keys() == wanted.keys()
-        assert all(torch.equal(tensors[name], wanted[name]) for name in wanted)
+        tensors, expected_tensors = (dict(getattr(m, kind)(remove_duplicate=False)) for m in (meta_model, model))
+        assert tensors.keys() == expected_tensors.keys()
+        assert all(torch.equal(tensors[name], expected_tensors[name]) for name in expected_tensors)
 
 
 def test_tied_weights_stay_tied_when_loaded_in_shards(folder: Path):
@@ -90,7 +90,7 @@ def test_tied_weights_stay_tied_when_loaded_in_shards(folder: Path):
 
 
 def renamed(folder: Path, old: str, new: str) -> Path:
-    """A policy whose file has a weight under another name, or not at all."""
+    """Writes a policy whose file has a weight under another name, or not at all."""
     save(llama(), folder)
     weights = load_file(folder / "model.safetensors")
     weights = {name.replace(old, new): weight for name, weight in weights.items() if new or name != old}
@@ -126,7 +126,7 @@ def test_a_pickle_file_is_rejected(tmp_path: Path):
 def test_files_that_only_transformers_can_read_are_loaded_unsharded_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    """Mixtral's files have a weight per expert, its model one for all of them."""
+    """Files of Mixtral have one weight per expert; its model has one weight for all experts."""
     torch.manual_seed(0)
     model = MixtralForCausalLM(MixtralConfig(**SIZES, hidden_size=32, num_local_experts=2)).eval()
     with caplog.at_level(logging.WARNING):
@@ -135,7 +135,7 @@ def test_files_that_only_transformers_can_read_are_loaded_unsharded_with_a_warni
     assert torch.equal(policy_logits(loaded, IDS), policy_logits(model, IDS))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell a process's peak since a moment")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads peak memory from /proc")
 @pytest.mark.slow
 def test_a_rank_of_two_never_holds_the_full_model(tmp_path: Path):
     model = qwen2(hidden_size=768, intermediate_size=3072, num_hidden_layers=11, vocab_size=2048)

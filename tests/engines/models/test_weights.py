@@ -101,7 +101,7 @@ def test_chunks_contain_each_weight_once_in_order_within_the_size_limit(dtype: t
     assert [name for chunk in chunks for name in chunk] == list(export_weights(model))
     sizes = [num_bytes(model, chunk, item) for chunk in chunks]
     assert max(sizes) <= bound
-    # No part is closed while the next weight would have fitted.
+    # A chunk is closed only if the next weight does not fit.
     for size, following in zip(sizes, chunks[1:], strict=False):
         assert size + num_bytes(model, following[:1], item) > bound
 

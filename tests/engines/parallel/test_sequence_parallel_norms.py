@@ -10,26 +10,26 @@ WIDTH, LAYERS = 32, 2
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     folder: Path = tmp_path_factory.mktemp("split")
     run_ranks(main, (folder,), 2)
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
-def test_sequence_parallel_peers_save_half_of_the_norm_and_residual_activations(found: list[dict]):
+def test_sequence_parallel_peers_save_half_of_the_norm_and_residual_activations(results: list[dict]):
     """Of each of two norms in a layer, and of the last: its input and the normalised states, and a factor per token;
     of the last its output too, which the value head keeps. Outputs of the others are kept as whole rows."""
     norms = 2 * LAYERS + 1
     halved = 4 * TOKENS * (norms * (2 * WIDTH + 1) + WIDTH)
-    for kept in found:
-        assert kept[False, False] - kept[True, False] == halved / 2
+    for saved_bytes in results:
+        assert saved_bytes[False, False] - saved_bytes[True, False] == halved / 2
 
 
-def test_sequence_parallel_peers_save_half_of_the_checkpointed_activations(found: list[dict]):
-    """Each layer's input and the last norm's, its normalised states, factors and output."""
+def test_sequence_parallel_peers_save_half_of_the_checkpointed_activations(results: list[dict]):
+    """Saved are the input of each layer, and the input, normalized states, factors and output of the last norm."""
     halved = 4 * TOKENS * (LAYERS * WIDTH + 3 * WIDTH + 1)
-    for kept in found:
-        assert kept[False, True] - kept[True, True] == halved / 2
+    for saved_bytes in results:
+        assert saved_bytes[False, True] - saved_bytes[True, True] == halved / 2
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,6 @@ def test_sequence_parallel_peers_save_half_of_the_checkpointed_activations(found
         ("of one", "engine.sequence_parallel_norms"),
     ],
 )
-def test_unsupported_models_are_rejected(found: list[dict], case: str, named: str):
-    for refusals in found:
-        assert named in refusals[case]
+def test_unsupported_models_are_rejected(results: list[dict], case: str, named: str):
+    for errors in results:
+        assert named in errors[case]

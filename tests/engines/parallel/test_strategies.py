@@ -102,8 +102,8 @@ def test_the_losses_of_all_ranks_are_those_of_one_process(results: list[dict], a
     for step, expected in enumerate(alone["losses"]):
         # Ranks that share rows report the same.
         parts = [results[rank][name]["losses"][step] for rank in range(0, case.ranks, case.tp * case.sp)]
-        found = merge_metrics([{"loss": part} for part in parts])["loss"]
-        assert found.result() == pytest.approx(expected.result(), rel=rtol(name))
+        actual = merge_metrics([{"loss": part} for part in parts])["loss"]
+        assert actual.result() == pytest.approx(expected.result(), rel=rtol(name))
 
 
 @pytest.mark.parametrize("name", cases(lambda case: case.ranks == 4))
@@ -134,7 +134,7 @@ def test_ranks_generate_from_gathered_weights(results: list[dict], alone: dict, 
 
 @pytest.mark.parametrize("name", cases())
 def test_weight_samples_are_slices_of_the_exported_weights(results: list[dict], name: str):
-    assert [results[rank][name]["unlike samples"] for rank in range(CASES[name].ranks)] == [[]] * CASES[name].ranks
+    assert [results[rank][name]["wrong samples"] for rank in range(CASES[name].ranks)] == [[]] * CASES[name].ranks
 
 
 @pytest.mark.parametrize("name", cases())
@@ -145,22 +145,22 @@ def test_the_optimizers_state_of_every_strategy_can_leave_the_device(results: li
 
 @pytest.mark.parametrize("name", cases(shards))
 def test_no_weight_stays_gathered_after_a_pass_without_gradient(results: list[dict], name: str):
-    assert all(results[rank][name]["left whole"] == 0 for rank in range(CASES[name].ranks))
+    assert all(results[rank][name]["still gathered"] == 0 for rank in range(CASES[name].ranks))
 
 
 @pytest.mark.parametrize("name", cases())
 def test_a_rank_holds_its_shard_of_the_weights(results: list[dict], alone: dict, name: str):
     """Uneven shards are padded, and tensor parallelism does not shard embeddings and norms."""
-    case, whole = CASES[name], alone["held"]
+    case, full_bytes = CASES[name], alone["num_held"]
     parts = case.settings.get("shard_ranks", case.ranks // case.tp)
     for rank in range(case.ranks):
-        held = results[rank][name]["held"]
+        num_held = results[rank][name]["num_held"]
         if case.tp > 1:
-            assert whole / (parts * case.tp) <= held < 0.8 * whole / parts
+            assert full_bytes / (parts * case.tp) <= num_held < 0.8 * full_bytes / parts
         elif case.settings["strategy"] == "fsdp":
-            assert whole / parts <= held <= 1.05 * whole / parts
+            assert full_bytes / parts <= num_held <= 1.05 * full_bytes / parts
         else:
-            assert held == whole
+            assert num_held == full_bytes
 
 
 @pytest.mark.parametrize("name", cases(lambda case: case.lora))
@@ -188,7 +188,7 @@ def test_fsdp_in_half_precision_equals_one_process_in_half_precision(results: li
     """Compares the first two steps only, because rounding errors accumulate."""
     expected, (first, second) = train_in_half(dtype, None), [results[rank][f"in {dtype}"] for rank in (0, 1)]
     assert first["norms"][:2] == pytest.approx(expected["norms"][:2], rel=0.01)
-    assert len(first["norms"]) + first["left out"] == len(expected["norms"]) and len(first["norms"]) >= 3
+    assert len(first["norms"]) + first["skipped"] == len(expected["norms"]) and len(first["norms"]) >= 3
     for name, weight in first["weights"].items():
         assert weight.dtype == torch.float32 and torch.equal(weight, second["weights"][name])
 
@@ -196,10 +196,10 @@ def test_fsdp_in_half_precision_equals_one_process_in_half_precision(results: li
 def test_ranks_agree_on_the_float16_loss_scale_and_bfloat16_has_none(results: list[dict]):
     """fsdp computes full layers in float16 and may overflow where a single process does not."""
     for rank in (0, 1):
-        found = results[rank]["in float16"]
-        assert found["scale"] == (2.0 ** (16 - found["left out"]), len(found["norms"]))
-        assert found["left out"] == results[0]["in float16"]["left out"]
-        assert results[rank]["in bfloat16"]["scale"] is None and results[rank]["in bfloat16"]["left out"] == 0
+        actual = results[rank]["in float16"]
+        assert actual["scale"] == (2.0 ** (16 - actual["skipped"]), len(actual["norms"]))
+        assert actual["skipped"] == results[0]["in float16"]["skipped"]
+        assert results[rank]["in bfloat16"]["scale"] is None and results[rank]["in bfloat16"]["skipped"] == 0
 
 
 def test_a_single_process_does_not_shard():

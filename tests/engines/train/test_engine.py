@@ -25,7 +25,7 @@ def qwen2_loss(model: nn.Module, micro: MicroBatch, counts: Denominators):
 
 
 def gradient(dtype: torch.dtype, max_tokens: int) -> dict[str, torch.Tensor]:
-    """Of one step of a Qwen2 over nine rows."""
+    """Returns the gradient of one step of a Qwen2 over nine rows."""
     model = qwen2(dtype, initializer_range=0.05)
     engine = TrainEngine(model, OPTIMIZER, EngineConfig(max_tokens_per_microbatch=max_tokens))
     engine._gradients.zero()
@@ -43,9 +43,9 @@ def test_the_gradient_does_not_depend_on_the_size_of_micro_batches(dtype: torch.
 
 @pytest.mark.parametrize("max_tokens", [1, 17])
 def test_training_does_not_depend_on_the_size_of_micro_batches(max_tokens: int):
-    whole, parts = bigram_engine(), bigram_engine(max_tokens)
-    reports = [[engine.update(table(9, seed), bigram_loss) for seed in range(3)] for engine in (whole, parts)]
-    assert_norm_close(parts.model.state_dict(), whole.model.state_dict())
+    single, split = bigram_engine(), bigram_engine(max_tokens)
+    reports = [[engine.update(table(9, seed), bigram_loss) for seed in range(3)] for engine in (single, split)]
+    assert_norm_close(split.model.state_dict(), single.model.state_dict())
     for expected, report in zip(*reports, strict=True):
         assert {n: m.result() for n, m in report.items()} == pytest.approx({n: m.result() for n, m in expected.items()})
 
@@ -105,7 +105,7 @@ def test_clipping_scales_the_gradient_and_reports_the_norm_before_clipping():
 def test_a_non_finite_gradient_is_rejected_before_the_step():
     engine = bigram_engine()
     before = [parameter.clone() for parameter in engine.model.parameters()]
-    with pytest.raises(FloatingPointError, match="nan in optimizer step 0"):
+    with pytest.raises(FloatingPointError, match=r"\bnan\b.* step 0\b"):
         engine.update(table(4), lambda model, micro, counts: (bigram_logprobs(model, micro).sum() * math.nan, {}))
     assert all(torch.equal(a, b) for a, b in zip(before, engine.model.parameters(), strict=True))
 

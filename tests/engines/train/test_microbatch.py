@@ -69,20 +69,22 @@ def test_every_row_is_in_exactly_one_micro_batch_within_the_budget(
 
 
 def cheapest(ascending: list[int], max_tokens: int) -> float:
-    """Of all cuts that keep the budget, tried one by one."""
+    """Returns the lowest cost of all splits within the budget, by enumeration."""
     if not ascending:
         return 0.0
-    taken = [n for n in range(1, len(ascending) + 1) if n == 1 or n * ascending[-1] <= max_tokens]
+    sizes = [n for n in range(1, len(ascending) + 1) if n == 1 or n * ascending[-1] <= max_tokens]
     return min(
-        n * ascending[-1] + max_tokens / 16 + cheapest(ascending[: len(ascending) - n], max_tokens) for n in taken
+        n * ascending[-1] + max_tokens / 16 + cheapest(ascending[: len(ascending) - n], max_tokens) for n in sizes
     )
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=7), st.integers(1, 40))
 def test_no_other_split_of_padded_rows_is_cheaper(row_lengths: list[int], max_tokens: int):
-    found = sum(micro.input_ids.numel() + max_tokens / 16 for micro in microbatches(table_of(*row_lengths), max_tokens))
-    assert abs(found - cheapest(sorted(row_lengths), max_tokens)) < 1e-9
+    actual = sum(
+        micro.input_ids.numel() + max_tokens / 16 for micro in microbatches(table_of(*row_lengths), max_tokens)
+    )
+    assert abs(actual - cheapest(sorted(row_lengths), max_tokens)) < 1e-9
 
 
 def test_moving_to_the_same_device_returns_the_same_object():

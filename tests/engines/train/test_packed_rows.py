@@ -1,4 +1,4 @@
-"""Packed rows against padded ones: what models of every family say, and what engines train."""
+"""Packed and padded rows have the same outputs and gradients, for models of every family."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -23,10 +23,10 @@ from tests.engines.tables import VOCABULARY, table
 from tests.engines.tiny import convolving, qwen2
 
 LENGTHS = [1, 7, 7, 33, 50]
-"""Some longer than the windows of those that have one."""
+"""Some rows are longer than sliding windows."""
 
 Run = Callable[[Tensor, Tensor, Tensor, Pack | None], Tensor]
-"""From ids, mask, lengths, and a pack or None, to values of tokens [B, L] or rows [B]."""
+"""Maps ids, mask, lengths, and a pack or None to values of tokens [B, L] or rows [B]."""
 
 
 @pytest.fixture(params=FAMILIES)
@@ -34,17 +34,17 @@ def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def both(model: torch.nn.Module, run: Run, device: str = "cpu") -> Iterator[list[Tensor]]:
-    """What `run` gives, 0 where there is no token, and its gradients: of packed rows, then of padded ones."""
+def run_packed_and_padded(model: torch.nn.Module, run: Run, device: str = "cpu") -> Iterator[list[Tensor]]:
+    """Yields the values of `run` and their gradients, for packed and then for padded rows."""
     lengths = torch.tensor(LENGTHS)
     mask = torch.arange(max(LENGTHS)) < lengths[:, None]
     ids = torch.randint(2, VOCABULARY, mask.shape, generator=torch.Generator().manual_seed(0)) * mask
     for pack in (pack_rows(LENGTHS).to(device), None):
         model.zero_grad()
-        found = run(ids.to(device), mask.to(device), lengths.to(device), pack).cpu()
-        found = found.where(mask, 0) if found.shape == mask.shape else found
-        (found * torch.rand(found.shape, generator=torch.Generator().manual_seed(1))).mean().backward()
-        yield [found.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+        values = run(ids.to(device), mask.to(device), lengths.to(device), pack).cpu()
+        values = values.where(mask, 0) if values.shape == mask.shape else values
+        (values * torch.rand(values.shape, generator=torch.Generator().manual_seed(1))).mean().backward()
+        yield [values.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
 def with_row_attention(name: str) -> PreTrainedModel:
@@ -59,22 +59,22 @@ def backbone(language_model: PreTrainedModel) -> PreTrainedModel:
 
 
 def logprobs_and_entropies(model: PolicyModel, ids: Tensor, mask: Tensor, _: Tensor, pack: Pack | None) -> Tensor:
-    """Both in one tensor."""
+    """Returns the sum of log-probabilities and entropies."""
     logprobs_BL, entropy_BL = model(ids, mask, 0.7, "gradient", pack)
     return logprobs_BL + entropy_BL
 
 
 def test_packed_rows_have_the_log_probabilities_and_gradients_of_padded_ones(name: str):
-    own, ours = PolicyModel(build(name)), PolicyModel(with_row_attention(name))
-    packed, _ = both(ours, partial(logprobs_and_entropies, ours))
-    # Padded by the attention that the model came with.
-    _, padded = both(own, partial(logprobs_and_entropies, own))
+    default, row_attention = PolicyModel(build(name)), PolicyModel(with_row_attention(name))
+    packed, _ = run_packed_and_padded(row_attention, partial(logprobs_and_entropies, row_attention))
+    # Padded rows use the default attention of the model.
+    _, padded = run_packed_and_padded(default, partial(logprobs_and_entropies, default))
     assert_norm_close(packed, padded)
 
 
 def test_packed_rows_have_the_values_of_padded_ones(name: str):
     model = CriticModel(backbone(with_row_attention(name)), head="fresh")
-    packed, padded = both(model, lambda ids, mask, lengths, pack: model(ids, pack))
+    packed, padded = run_packed_and_padded(model, lambda ids, mask, lengths, pack: model(ids, pack))
     assert_norm_close(packed, padded)
 
 
@@ -83,7 +83,7 @@ def test_packed_rows_have_the_scores_of_padded_ones(name: str):
     head = torch.nn.Linear(hidden_width(backbone(language_model)), 1)
     language_model.add_module("score", head)
     model = RewardModel(language_model, head)
-    packed, padded = both(model, lambda ids, mask, lengths, pack: model(ids, lengths, pack))
+    packed, padded = run_packed_and_padded(model, lambda ids, mask, lengths, pack: model(ids, lengths, pack))
     assert_norm_close(packed, padded)
 
 
@@ -91,12 +91,14 @@ def test_packed_rows_have_the_scores_of_padded_ones(name: str):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_packed_rows_equal_padded_ones_on_a_gpu_in_bfloat16(name: str):
     model = PolicyModel(with_row_attention(name)).to("cuda", torch.bfloat16)
-    packed, padded = both(model, lambda ids, mask, lengths, pack: model(ids, mask, pack=pack)[0], "cuda")
+    packed, padded = run_packed_and_padded(
+        model, lambda ids, mask, lengths, pack: model(ids, mask, pack=pack)[0], "cuda"
+    )
     assert_norm_close(packed[0], padded[0], rtol=0.1)
 
 
 def trained(**settings: object) -> dict[str, Tensor]:
-    """The weights after two steps."""
+    """Returns the weights after two steps."""
     vocabulary = settings.pop("vocabulary", VOCABULARY)
     model = PolicyModel(qwen2(vocab_size=vocabulary, initializer_range=0.1))
     engine = TrainEngine(model, OptimizerConfig(lr=1e-2, eps=1e-3), EngineConfig.model_validate(settings))
@@ -134,7 +136,7 @@ def test_a_model_without_packing_support_is_padded():
 
 def test_requested_packing_that_is_unsupported_is_rejected():
     always = EngineConfig(packing="always")
-    with pytest.raises(EngineError, match=r"engine\.packing is always.*Lfm2ForCausalLM.*conv"):
+    with pytest.raises(EngineError, match=r"engine\.packing .*always.*Lfm2ForCausalLM.*conv"):
         TrainEngine(PolicyModel(convolving()), None, always)
-    with pytest.raises(EngineError, match=r"engine\.packing is always.*Bigram"):
+    with pytest.raises(EngineError, match=r"engine\.packing .*always.*Bigram"):
         TrainEngine(Bigram(VOCABULARY, 8), None, always)

@@ -10,7 +10,7 @@ from tests.processes import run_ranks
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    """What three real processes ended with, each a map from (split, dtype)."""
+    """Returns the results of three processes, each by (split, dtype)."""
     folder: Path = tmp_path_factory.mktemp("ranks")
     run_ranks(main, (folder,), 3)
     return [torch.load(folder / f"{rank}.pt") for rank in range(3)]
@@ -18,7 +18,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def alone() -> dict:
-    """What one process without a group ends with, all rows in one micro-batch."""
+    """Returns the results of one process with all rows in one micro-batch."""
     rows = list(range(11))
     return {dtype: train(rows, dtype, None, max_tokens=10_000) for dtype in (torch.float32, torch.float64)}
 

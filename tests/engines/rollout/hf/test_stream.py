@@ -34,10 +34,10 @@ def by_id(responses: Sequence[Response]) -> RowTokens:
 
 
 def finish(engine: HfRollout) -> list[Response]:
-    found = []
+    responses = []
     while engine.num_running:
-        found += engine.poll()
-    return found
+        responses += engine.poll()
+    return responses
 
 
 def update(engine: HfRollout, model: PreTrainedModel, version: int) -> None:
@@ -53,25 +53,25 @@ def test_responses_are_bitwise_identical_to_generate_in_any_order_of_arrival(
 ) -> None:
     prompt_ids = [prompt for prompt in prompts(30) for _ in range(2)]
     expected = generated(rollout(build()), prompt_ids)
-    engine, chance, found = rollout(build(), max_num_seqs=max_num_seqs), random.Random(max_num_seqs), []
+    engine, chance, responses = rollout(build(), max_num_seqs=max_num_seqs), random.Random(max_num_seqs), []
     coming = requests(prompt_ids)
     while coming or engine.num_running:
         count = chance.choice([0, 1, 1, 9])
         engine.add(coming[:count])
         del coming[:count]
-        found += engine.poll(0.0)
-    assert by_id(found) == expected and len({len(ids) for ids, _ in expected.values()}) > 3
+        responses += engine.poll(0.0)
+    assert by_id(responses) == expected and len({len(ids) for ids, _ in expected.values()}) > 3
 
 
 def test_long_and_short_rows_are_bitwise_identical_to_generate() -> None:
     settings = {"max_response_tokens": 70, "temperature": 1.5}
     prompt_ids = prompts(24, longest=50)
     expected = generated(rollout(**settings), prompt_ids)
-    engine, found = rollout(max_num_seqs=5, **settings), []
+    engine, responses = rollout(max_num_seqs=5, **settings), []
     for prompt in requests(prompt_ids):
         engine.add([prompt])
-        found += engine.poll(0.0)
-    assert by_id(found + finish(engine)) == expected
+        responses += engine.poll(0.0)
+    assert by_id(responses + finish(engine)) == expected
 
 
 def test_rows_of_one_token_join_rows_that_decode() -> None:
@@ -80,9 +80,9 @@ def test_rows_of_one_token_join_rows_that_decode() -> None:
     engine = rollout()
     first, *others = requests(prompt_ids)
     engine.add([first])
-    found = engine.poll(0.0)
+    responses = engine.poll(0.0)
     engine.add(others)
-    assert by_id(found + finish(engine)) == expected
+    assert by_id(responses + finish(engine)) == expected
 
 
 def test_greedy_and_sampled_rows_decode_together() -> None:
@@ -100,8 +100,8 @@ def test_a_stop_sequence_ends_a_request() -> None:
     engine = rollout(stop_ids=stops, max_num_seqs=16)
     expected = generate(rollout(stop_ids=stops), prompt_ids)
     engine.add(requests(prompt_ids))
-    found = {answer.request_id: answer for answer in finish(engine)}
-    answers = [found[f"generate-{row}"] for row in range(60)]
+    responses = {answer.request_id: answer for answer in finish(engine)}
+    answers = [responses[f"generate-{row}"] for row in range(60)]
     assert [answer.token_ids for answer in answers] == expected.token_lists()
     assert [answer.truncated for answer in answers] == expected.truncated.tolist()
     assert any(tuple(ids[-2:]) in stops and ids[-1] != END for ids in expected.token_lists())
@@ -112,11 +112,11 @@ def test_aborted_requests_return_nothing_and_do_not_affect_others() -> None:
     expected = generated(rollout(), prompt_ids)
     engine = rollout(max_num_seqs=16)
     engine.add(requests(prompt_ids))
-    found = engine.poll(0.0) + engine.poll(0.0)
-    dropped = {f"generate-{row}" for row in (*range(0, 40, 7), 39)} - {answer.request_id for answer in found}
+    responses = engine.poll(0.0) + engine.poll(0.0)
+    dropped = {f"generate-{row}" for row in (*range(0, 40, 7), 39)} - {answer.request_id for answer in responses}
     engine.abort([*dropped, "no request"])
-    assert engine.num_running == 40 - len(found) - len(dropped)
-    assert by_id(found + finish(engine)) == {name: row for name, row in expected.items() if name not in dropped}
+    assert engine.num_running == 40 - len(responses) - len(dropped)
+    assert by_id(responses + finish(engine)) == {name: row for name, row in expected.items() if name not in dropped}
 
 
 def test_requests_can_be_added_after_all_were_aborted() -> None:
@@ -134,10 +134,10 @@ def test_generate_and_streaming_do_not_affect_each_other() -> None:
     expected, answered = generated(rollout(), prompt_ids), generated(rollout(), others, greedy=True)
     engine = rollout(max_num_seqs=16)
     engine.add(requests(prompt_ids))
-    found = engine.poll(0.0)
+    responses = engine.poll(0.0)
     # Both use the same request ids.
     assert generated(engine, others, greedy=True) == answered
-    assert by_id(found + finish(engine)) == expected
+    assert by_id(responses + finish(engine)) == expected
 
 
 def test_rows_continue_with_new_weights_and_tokens_have_their_version() -> None:
@@ -145,16 +145,16 @@ def test_rows_continue_with_new_weights_and_tokens_have_their_version() -> None:
     models = [qwen2(torch.float64, seed=seed) for seed in range(4)]
     engine, prompt_ids = rollout(qwen2(torch.float64), max_response_tokens=40, max_num_seqs=20), prompts(50)
     engine.add(requests(prompt_ids))
-    found: list[Response] = []
+    responses: list[Response] = []
     for version, model in enumerate(models):
         if version:
             update(engine, model, version)
         for _ in range(7):
-            found += engine.poll(0.0)
-    found += finish(engine)
-    assert sorted(answer.request_id for answer in found) == sorted(f"generate-{row}" for row in range(50))
-    assert max(len(set(answer.versions)) for answer in found) == 4
-    for answer in found:
+            responses += engine.poll(0.0)
+    responses += finish(engine)
+    assert sorted(answer.request_id for answer in responses) == sorted(f"generate-{row}" for row in range(50))
+    assert max(len(set(answer.versions)) for answer in responses) == 4
+    for answer in responses:
         assert answer.versions == sorted(answer.versions)
         check_logprobs(answer, prompt_ids[int(answer.request_id.removeprefix("generate-"))], models)
 
@@ -176,22 +176,22 @@ def test_a_stop_sequence_across_two_versions_ends_a_response() -> None:
     stop = next(tuple(ids[1:3]) for ids in generate(free, prompt_ids).token_lists() if len(ids) == 4)
     engine = rollout(stop_ids=(stop,))
     engine.add(requests(prompt_ids))
-    found = engine.poll(0.0) + engine.poll(0.0)
-    update(engine, qwen2(), 1)  # the same weights, so that rows go on as they would have
-    found += finish(engine)
-    mixed = [answer for answer in found if tuple(answer.token_ids[-2:]) == stop and answer.versions[-2:] == [0, 1]]
+    responses = engine.poll(0.0) + engine.poll(0.0)
+    update(engine, qwen2(), 1)  # the same weights, so that rows do not change
+    responses += finish(engine)
+    mixed = [answer for answer in responses if tuple(answer.token_ids[-2:]) == stop and answer.versions[-2:] == [0, 1]]
     assert mixed and not any(answer.truncated for answer in mixed)
 
 
 def test_paused_requests_keep_their_order() -> None:
     engine, prompt_ids = rollout(max_num_seqs=16, max_response_tokens=12, stop_ids=()), prompts(60)
     engine.add(requests(prompt_ids))
-    found = engine.poll(0.0)
+    responses = engine.poll(0.0)
     for version in range(1, 4):
         update(engine, qwen2(), version)
-        found += engine.poll(0.0)
+        responses += engine.poll(0.0)
     # 16 slots: requests with tokens were added before all others.
-    done = {int(answer.request_id.removeprefix("generate-")) for answer in found}
+    done = {int(answer.request_id.removeprefix("generate-")) for answer in responses}
     engine.abort([f"generate-{row}" for row in range(16 + len(done))])
     assert all(set(answer.versions) == {3} for answer in finish(engine))
 
@@ -199,7 +199,7 @@ def test_paused_requests_keep_their_order() -> None:
 def test_requests_wait_for_a_complete_update() -> None:
     engine, prompt_ids = rollout(), prompts(20)
     engine.add(requests(prompt_ids))
-    found = engine.poll(0.0)
+    responses = engine.poll(0.0)
     engine.begin_update(1)
     with pytest.raises(RolloutError, match="updating"):
         engine.poll()
@@ -207,8 +207,8 @@ def test_requests_wait_for_a_complete_update() -> None:
     with pytest.raises(RolloutError, match="broken"):
         engine.poll()
     update(engine, qwen2(seed=1), 2)
-    found += finish(engine)
-    assert {version for answer in found for version in answer.versions} == {0, 2} and len(found) == 20
+    responses += finish(engine)
+    assert {version for answer in responses for version in answer.versions} == {0, 2} and len(responses) == 20
 
 
 def test_rejected_requests_leave_no_state() -> None:

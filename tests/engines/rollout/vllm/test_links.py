@@ -25,7 +25,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def ask(ray_session: None) -> Iterator[Callable[..., Any]]:
+def call_worker(ray_session: None) -> Iterator[Callable[..., Any]]:
     """Runs a function of `vllm_link_checks` in a separate process."""
     placement = Placement(device="cpu", pools={"main": [1]}, roles={"vllm": "main"})
     with Cluster(placement, num_threads=1) as cluster:
@@ -33,8 +33,8 @@ def ask(ray_session: None) -> Iterator[Callable[..., Any]]:
         yield lambda check, *args: group.run(check, *args)[0]
 
 
-def test_weight_metadata_has_the_format_of_vllm(ask: Callable[..., Any]) -> None:
-    assert ask(vllm_link_checks.described) == {
+def test_weight_metadata_has_the_format_of_vllm(call_worker: Callable[..., Any]) -> None:
+    assert call_worker(vllm_link_checks.describe_weights) == {
         "names": ("embed", "norm", "bias"),
         "dtype_names": ("float32", "bfloat16", "int64"),
         "shapes": ((2, 3), (4,), (4,)),
@@ -42,48 +42,50 @@ def test_weight_metadata_has_the_format_of_vllm(ask: Callable[..., Any]) -> None
     }
 
 
-def test_a_merged_ipc_chunk_has_the_handles_of_all_ranks(ask: Callable[..., Any]) -> None:
-    found = ask(vllm_link_checks.merged)
-    assert found["ipc_handles"] == {f"GPU-{rank}": ("opens", rank) for rank in range(3)}
-    assert found["names"] == list(WEIGHTS) and found["tensor_sizes"] == [24, 8, 32]
+def test_a_merged_ipc_chunk_has_the_handles_of_all_ranks(call_worker: Callable[..., Any]) -> None:
+    actual = call_worker(vllm_link_checks.merge_chunks)
+    assert actual["ipc_handles"] == {f"GPU-{rank}": ("opens", rank) for rank in range(3)}
+    assert actual["names"] == list(WEIGHTS) and actual["tensor_sizes"] == [24, 8, 32]
 
 
-def test_vllm_rejects_inconsistent_metadata(ask: Callable[..., Any]) -> None:
-    assert "`dtype_names` should be of the same size as `names`" in ask(vllm_link_checks.wrong_update)
+def test_vllm_rejects_inconsistent_metadata(call_worker: Callable[..., Any]) -> None:
+    assert "`dtype_names`" in call_worker(vllm_link_checks.update_with_missing_dtype)
 
 
-def test_vllm_unpacks_each_weight_of_a_chunk(ask: Callable[..., Any]) -> None:
-    found = ask(vllm_link_checks.unpacked)
-    assert list(found) == list(WEIGHTS)
+def test_vllm_unpacks_each_weight_of_a_chunk(call_worker: Callable[..., Any]) -> None:
+    actual = call_worker(vllm_link_checks.unpack_chunk)
+    assert list(actual) == list(WEIGHTS)
     assert all(
-        torch.equal(found[name], weight) and found[name].dtype == weight.dtype for name, weight in WEIGHTS.items()
+        torch.equal(actual[name], weight) and actual[name].dtype == weight.dtype for name, weight in WEIGHTS.items()
     )
 
 
 @pytest.mark.parametrize(("leads", "num_replicas"), [(1, 1), (1, 3), (2, 2)])
-def test_every_worker_of_every_replica_has_its_own_rank(leads: int, num_replicas: int, ask: Callable[..., Any]) -> None:
-    ranks, info = ask(vllm_link_checks.link_ranks, leads, num_replicas)
+def test_every_worker_of_every_replica_has_its_own_rank(
+    leads: int, num_replicas: int, call_worker: Callable[..., Any]
+) -> None:
+    ranks, info = call_worker(vllm_link_checks.transfer_ranks, leads, num_replicas)
     assert [0, *ranks] == list(range(info["world_size"])), "the actor is 0"
     assert (info["master_address"], info["master_port"]) == ("127.0.0.1", 4321)
     assert info["packed"] and info["packed_buffer_size_bytes"] == 1000
 
 
-def test_an_ipc_chunk_is_loaded_with_tied_weights_under_each_name(ask: Callable[..., Any]) -> None:
-    packed, closes, loaded, why = ask(vllm_link_checks.shared_loads)
-    assert packed and closes and why, "without a GPU the memory of one was read"
+def test_an_ipc_chunk_is_loaded_with_tied_weights_under_each_name(call_worker: Callable[..., Any]) -> None:
+    packed, closes, loaded, error = call_worker(vllm_link_checks.load_ipc_chunk)
+    assert packed and closes and error, "without a GPU the update must fail"
     assert list(loaded) == ["embed", "head", "third", "norm", "bias"]
     assert torch.equal(loaded["head"], WEIGHTS["embed"]) and torch.equal(loaded["third"], WEIGHTS["embed"])
 
 
-def test_the_nccl_receiver_gets_rank_and_metadata(ask: Callable[..., Any]) -> None:
-    why, buffer_bytes, told = ask(vllm_link_checks.joined_as_asked)
-    assert "NCCL weight transfer not initialized" in why
-    assert buffer_bytes == 1000 and told == (3, "parallel")
+def test_the_nccl_receiver_gets_rank_and_metadata(call_worker: Callable[..., Any]) -> None:
+    error, buffer_bytes, joined = call_worker(vllm_link_checks.nccl_receiver)
+    assert "NCCL" in error
+    assert buffer_bytes == 1000 and joined == (3, "parallel")
 
 
-def test_vllm_still_has_the_functions_of_the_gpu_transports(ask: Callable[..., Any]) -> None:
+def test_vllm_still_has_the_functions_of_the_gpu_transports(call_worker: Callable[..., Any]) -> None:
     """A vLLM version that renames one of them would otherwise fail on GPUs only."""
-    made = ["self", "config", "vllm_config", "device", "model"]
+    parameters = ["self", "config", "vllm_config", "device", "model"]
     expected = {
         "packed_ipc_producer": ["iterator", "gpu_uuid", "post_iter_func", "buffer_size_bytes"],
         "packed_nccl_broadcast_producer": ["iterator", "group", "src", "post_iter_func", "buffer_size_bytes"],
@@ -92,14 +94,14 @@ def test_vllm_still_has_the_functions_of_the_gpu_transports(ask: Callable[..., A
     }
     for kind in ("IPCWeightTransferEngine", "NCCLWeightTransferEngine"):
         expected |= {
-            f"{kind}.__init__": made,
+            f"{kind}.__init__": parameters,
             f"{kind}.init_transfer_engine": ["self", "init_info"],
             f"{kind}.receive_weights": ["self", "update_info"],
             f"{kind}.shutdown": ["self"],
         }
-    found = ask(vllm_link_checks.signatures)
-    assert {name: found[name][: len(names)] for name, names in expected.items()} == expected
-    assert ask(vllm_link_checks.keys_of_trainer_init) == {"master_address", "master_port", "world_size"}
+    actual = call_worker(vllm_link_checks.signatures)
+    assert {name: actual[name][: len(names)] for name, names in expected.items()} == expected
+    assert call_worker(vllm_link_checks.keys_of_trainer_init) == {"master_address", "master_port", "world_size"}
 
 
 class SplitRun(RunConfig):
@@ -116,17 +118,19 @@ rounding reaches, are a small part of them."""
 DTYPES = pytest.mark.parametrize(("dtype", "limit"), [("float32", FLOAT32_RTOL), ("bfloat16", BFLOAT16_RTOL)])
 
 
-def check_updates(folder: Path, device: Any, place: str, via: str, dtype: Literal["float32", "bfloat16"]) -> float:
+def check_updates(
+    folder: Path, device: Any, rollout_pool: str, via: str, dtype: Literal["float32", "bfloat16"]
+) -> float:
     """Trains, syncs and generates twice; returns the largest relative error of log-probabilities."""
     torch.manual_seed(0)
-    # Small weights: what bfloat16 leaves of a logit is a share of it.
+    # Small weights, so that bfloat16 rounding errors of logits are small.
     sizes = {**SIZES, "initializer_range": 0.05}
     trained = Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=True))
     tiny.save(trained.to(getattr(torch, dtype)), folder)  # pyright: ignore (transformers narrows `to`)
     (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
-    pools = {"main": [1]} | ({"other": [1]} if place == "other" else {})
+    pools = {"main": [1]} | ({"other": [1]} if rollout_pool == "other" else {})
     placement = Placement.model_validate(
-        {"device": device, "pools": pools, "roles": {"actor": "main", "rollout": place}}
+        {"device": device, "pools": pools, "roles": {"actor": "main", "rollout": rollout_pool}}
     )
     model = ModelConfig(path=folder, dtype=dtype)
     config = SplitRun.model_validate(

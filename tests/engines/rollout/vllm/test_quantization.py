@@ -49,13 +49,13 @@ def test_weights_are_quantized_again_at_every_update(quantization: str, ray_sess
                         weight.add_(0.3 * weight.abs().mean() * torch.randn_like(weight))
                 (stale,) = group.run(vllm_checks.quantization_errors, export_weights(model))
                 group.load_weights(export_weights(model), version)
-            (found,) = group.run(vllm_checks.quantization_errors, export_weights(model))
-            assert set(found) == {f"{name}_proj" for name in ("qkv", "o", "gate_up", "down")}
-            for error, top in found.values():
+            (errors,) = group.run(vllm_checks.quantization_errors, export_weights(model))
+            assert set(errors) == {f"{name}_proj" for name in ("qkv", "o", "gate_up", "down")}
+            for error, top in errors.values():
                 assert error <= largest_error and largest[0] <= top <= largest[1]
             assert all(error > 2 * largest_error for error, _ in stale.values())
-            (said,) = group.run(vllm_checks.generate, PROMPTS, list(range(len(PROMPTS))))
-            assert {v for row in said["versions"] for v in row} == {version}
+            (responses,) = group.run(vllm_checks.generate, PROMPTS, list(range(len(PROMPTS))))
+            assert {v for row in responses["versions"] for v in row} == {version}
 
 
 def test_every_quantization_is_covered() -> None:

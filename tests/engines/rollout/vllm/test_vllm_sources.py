@@ -61,11 +61,12 @@ def test_weights_of_a_sharded_actor_arrive(source: str, groups: dict[str, Worker
         rollout.load_weights(actor.weights(chunk, 0.05), version, chunk, count)
     (compared,) = rollout.check_weights(actor.weight_samples(version, chunk=0, num_chunks=1)).get()
     assert compared.count > 20 and not compared.unreached
-    again = rollout.generate(prompts)
-    mask = again.get("response_mask")
+    responses = rollout.generate(prompts)
+    mask = responses.get("response_mask")
     assert (
-        relative_error(again.get("rollout_logprobs")[mask], actor.logprobs(again).get("logprobs")[mask]) < FLOAT32_RTOL
+        relative_error(responses.get("rollout_logprobs")[mask], actor.logprobs(responses).get("logprobs")[mask])
+        < FLOAT32_RTOL
     )
-    assert set(again.get("weight_version").tolist()) == {-1, version}
+    assert set(responses.get("weight_version").tolist()) == {-1, version}
     moved = actor.logprobs(answered).get("logprobs") - answered.get("rollout_logprobs")
     assert moved[answered.get("response_mask")].abs().max() > 0.01, "the step changed nothing that would show"

@@ -42,7 +42,7 @@ def save(folder: Path, **settings: int) -> PreTrainedModel:
 
 
 @contextmanager
-def open_led(folder: Path, device: Device = "cpu") -> Iterator[Pair]:
+def open_tp_pair(folder: Path, device: Device = "cpu") -> Iterator[Pair]:
     model = save(folder)
     config = RolloutConfig(engine="vllm", max_response_tokens=RESPONSE)
     placement = Placement(device=device, pools={"main": [2]}, roles={"rollout": LED})
@@ -51,13 +51,13 @@ def open_led(folder: Path, device: Device = "cpu") -> Iterator[Pair]:
 
 
 @pytest.fixture(scope="module")
-def led(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    before = hosts_of_tests()  # those of a cluster that is closed may be about to end
-    with open_led(tmp_path_factory.mktemp("vllm")) as opened:
+def tp_pair(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    before = hosts_of_tests()  # processes of a closed cluster may still be ending
+    with open_tp_pair(tmp_path_factory.mktemp("vllm")) as opened:
         yield opened
         hosts = [process for process in hosts_of_tests() if process not in before]
-        seen = [*hosts, *(process for host in hosts for process in started_by(host))]
-    assert hosts and all_end(seen), "processes of vLLM outlived the cluster"
+        processes = [*hosts, *(process for host in hosts for process in started_by(host))]
+    assert hosts and all_end(processes), "processes of vLLM outlived the cluster"
 
 
 def hosts_of_tests() -> list[psutil.Process]:
@@ -86,61 +86,63 @@ def all_end(processes: list[psutil.Process]) -> bool:
     return False
 
 
-def test_tp_responses_match_transformers_before_and_after_updates(led: Pair) -> None:
-    assert len(workers_of(leader_of(led))) == 2
+def test_tp_responses_match_transformers_before_and_after_updates(tp_pair: Pair) -> None:
+    assert len(workers_of(leader_of(tp_pair))) == 2
     for seed in range(3):
         if seed:
-            led.sync(seed)
+            tp_pair.sync(seed)
         for greedy in (False, True):
-            found = led.generate(PROMPTS, greedy=greedy)
-            assert led.relative_error(PROMPTS, found) < FLOAT32_RTOL
-            assert {version for row in found["versions"] for version in row} == {led.version}
+            found = tp_pair.generate(PROMPTS, greedy=greedy)
+            assert tp_pair.relative_error(PROMPTS, found) < FLOAT32_RTOL
+            assert {version for row in found["versions"] for version in row} == {tp_pair.version}
 
 
-def test_shared_memory_of_the_workers_is_unlinked(led: Pair) -> None:
-    led.generate(PROMPTS)
-    leader = leader_of(led)
+def test_shared_memory_of_the_workers_is_unlinked(tp_pair: Pair) -> None:
+    tp_pair.generate(PROMPTS)
+    leader = leader_of(tp_pair)
     maps = [Path(f"/proc/{process.pid}/maps").read_text() for process in (leader, *workers_of(leader))]
     found = [line.split(maxsplit=5) for text in maps for line in text.splitlines() if "/dev/shm/" in line]
     assert {"psm", "vllm"} <= {path.removeprefix("/dev/shm/").split("_")[0] for *_, path in found}
     assert not {int(inode) for *_, inode, _ in found} & {segment.inode() for segment in os.scandir("/dev/shm")}
 
 
-def test_a_failed_tp_update_breaks_the_engine_until_a_complete_one(led: Pair) -> None:
-    first = dict(list(export_weights(led.model).items())[:5])
-    (message,) = led.group.run(vllm_checks.fails_in_the_middle, first)
+def test_a_failed_tp_update_breaks_the_engine_until_a_complete_one(tp_pair: Pair) -> None:
+    first = dict(list(export_weights(tp_pair.model).items())[:5])
+    (message,) = tp_pair.group.run(vllm_checks.send_unknown_weight, first)
     assert "nothing" in message and "worker 0" in message
-    (refused,) = led.group.run(vllm_checks.refusal, "poll")
-    assert "broken" in refused
-    led.sync(10)
-    assert led.relative_error(PROMPTS, led.generate(PROMPTS)) < FLOAT32_RTOL
+    (message,) = tp_pair.group.run(vllm_checks.error_of, "poll")
+    assert "broken" in message
+    tp_pair.sync(10)
+    assert tp_pair.relative_error(PROMPTS, tp_pair.generate(PROMPTS)) < FLOAT32_RTOL
 
 
-def test_tp_engine_sleeps_and_wakes_by_tags(led: Pair) -> None:
-    check_sleep_by_tags(led)
-    led.send()  # what came by a function of a test's own is not what a replacement is given
+def test_tp_engine_sleeps_and_wakes_by_tags(tp_pair: Pair) -> None:
+    check_sleep_by_tags(tp_pair)
+    tp_pair.send()  # updates of a test function are not in the replay log
 
 
 @pytest.mark.slow
-def test_updates_do_not_leak_memory_in_any_process(led: Pair) -> None:
-    weights = export_weights(led.model)
-    whole = sum(array.nbytes for array in weights.values())
-    processes = workers_of(leader_of(led))
-    led.group.run(vllm_checks.updates, weights, 10)
+def test_updates_do_not_leak_memory_in_any_process(tp_pair: Pair) -> None:
+    weights = export_weights(tp_pair.model)
+    weight_bytes = sum(array.nbytes for array in weights.values())
+    processes = workers_of(leader_of(tp_pair))
+    tp_pair.group.run(vllm_checks.updates, weights, 10)
     before = [process.memory_info().rss for process in processes]
-    led.group.run(vllm_checks.updates, weights, 40)
-    assert max(p.memory_info().rss - b for p, b in zip(processes, before, strict=True)) < 20 * whole
-    led.send()
+    tp_pair.group.run(vllm_checks.updates, weights, 40)
+    assert max(p.memory_info().rss - b for p, b in zip(processes, before, strict=True)) < 20 * weight_bytes
+    tp_pair.send()
 
 
 @pytest.mark.slow
-def test_a_dead_worker_process_restarts_the_replica(led: Pair) -> None:
-    leader = leader_of(led)
+def test_a_dead_worker_process_restarts_the_replica(tp_pair: Pair) -> None:
+    leader = leader_of(tp_pair)
     old = [leader, *started_by(leader)]
     workers_of(leader)[1].send_signal(signal.SIGKILL)
     assert all_end(old)
-    assert led.relative_error(PROMPTS, led.generate(PROMPTS)) < FLOAT32_RTOL, "its replacement has other weights"
-    assert leader_of(led).pid != leader.pid
+    assert tp_pair.relative_error(PROMPTS, tp_pair.generate(PROMPTS)) < FLOAT32_RTOL, (
+        "its replacement has other weights"
+    )
+    assert leader_of(tp_pair).pid != leader.pid
 
 
 @pytest.mark.slow
@@ -155,18 +157,18 @@ def test_the_error_of_a_worker_that_cannot_start_is_reported(ray_session: None, 
 
 
 @pytest.mark.slow
-def test_no_worker_outlives_a_killed_leader(led: Pair) -> None:
-    leader = leader_of(led)
+def test_no_worker_outlives_a_killed_leader(tp_pair: Pair) -> None:
+    leader = leader_of(tp_pair)
     old = started_by(leader)
     os.kill(leader.pid, signal.SIGKILL)
     assert all_end(old)
-    assert leader_of(led).pid != leader.pid
+    assert leader_of(tp_pair).pid != leader.pid
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_match_transformers_before_and_after_an_update(ray_session: None, tmp_path: Path) -> None:
-    with open_led(tmp_path / "model", "cuda") as pair:
+    with open_tp_pair(tmp_path / "model", "cuda") as pair:
         for seed in range(2):
             if seed:
                 pair.sync(seed)
