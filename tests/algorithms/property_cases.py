@@ -59,7 +59,7 @@ def whitened(values: np.ndarray, mask: np.ndarray, mean: bool = True) -> np.ndar
     return np.where(mask, scaled if mean else scaled + x.mean(), 0.0)
 
 
-def to_come(table: Arrays, gamma: float) -> np.ndarray:
+def returns_to_go(table: Arrays, gamma: float) -> np.ndarray:
     actual = np.zeros(table["mask"].shape)
     for row, mask in enumerate(table["mask"]):
         chosen = np.flatnonzero(mask)
@@ -180,7 +180,7 @@ def grouped(table: Arrays) -> np.ndarray:
     return masked((actual * len(r) / (len(r) - silent))[:, None], table)
 
 
-def short_and_right(table: Arrays) -> np.ndarray:
+def short_and_correct(table: Arrays) -> np.ndarray:
     actual = np.zeros(len(table["lengths"]))
     for i, (length, group) in enumerate(zip(table["lengths"], table["groups"], strict=True)):
         peers = table["lengths"][table["groups"] == group]
@@ -206,7 +206,7 @@ CASES: dict[str, Case] = {
     "reinforce_plus_plus": Case(
         partial(a.reinforce_plus_plus, gamma=0.9),
         ("advantages", "mask"),
-        lambda t: whitened(to_come(t, 0.9), t["mask"]),
+        lambda t: whitened(returns_to_go(t, 0.9), t["mask"]),
     ),
     "remax": Case(
         a.remax, ("scores", "greedy_scores", "mask"), lambda t: masked((t["scores"] - t["greedy_scores"])[:, None], t)
@@ -291,7 +291,7 @@ CASES: dict[str, Case] = {
         ("scores",),
         lambda t: (t["scores"] - 0.25) / 1.5,
     ),
-    "length_penalty": Case(a.length_penalty, ("lengths", "correct", "groups"), short_and_right),
+    "length_penalty": Case(a.length_penalty, ("lengths", "correct", "groups"), short_and_correct),
     "kto_reference_kl": Case(
         a.kto_reference_kl, ("scores", "greedy_scores"), lambda t: max(0, (t["scores"] - t["greedy_scores"]).mean())
     ),

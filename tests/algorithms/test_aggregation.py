@@ -140,23 +140,23 @@ def test_the_denominator_may_be_a_tensor():
 
 
 def test_an_unknown_mode_is_rejected():
-    with pytest.raises(ValueError, match="mode is 'mean'"):
+    with pytest.raises(ValueError, match=r"mode .*'mean'"):
         aggregate(LOSS, MASK, mode="mean", denominator=1)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="mode is 'mean'"):
+    with pytest.raises(ValueError, match=r"mode .*'mean'"):
         aggregation_count(MASK, mode="mean")  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("scale", [None, 0.0])
 def test_the_norm_mode_needs_a_scale(scale: float | None):
-    with pytest.raises(ValueError, match="scale is"):
+    with pytest.raises(ValueError, match="scale"):
         aggregate(LOSS, MASK, mode="seq_mean_token_sum_norm", denominator=2, scale=scale)
 
 
 def test_a_scale_for_another_mode_is_rejected():
-    with pytest.raises(ValueError, match=r"scale is 10\.0"):
+    with pytest.raises(ValueError, match=r"scale .*10\.0"):
         aggregate(LOSS, MASK, mode="token_mean", denominator=4, scale=10.0)
 
 
 def test_a_negative_denominator_is_rejected():
-    with pytest.raises(ValueError, match="denominator is -1"):
+    with pytest.raises(ValueError, match=r"denominator .*-1"):
         aggregate(LOSS, MASK, mode="token_mean", denominator=-1)

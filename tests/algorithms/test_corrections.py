@@ -141,7 +141,7 @@ def test_rejection_divergence_by_hand(kind: KlKind, level: RejectionLevel, expec
 
 
 @pytest.mark.parametrize(
-    ("kind", "level", "low", "high", "kept"),
+    ("kind", "level", "low", "high", "retained"),
     [
         ("k1", "token", -1.5, 0.6, (1, 0, 0, 1)),
         ("k2", "token", -math.inf, 1.0, (1, 1, 0, 1)),
@@ -153,9 +153,11 @@ def test_rejection_divergence_by_hand(kind: KlKind, level: RejectionLevel, expec
         ("k1", "sequence_max", -1.9, 0.7, (1, 1, 0, 0)),
     ],
 )
-def test_rejection_mask_by_hand(kind: KlKind, level: RejectionLevel, low: float, high: float, kept: tuple[int, ...]):
+def test_rejection_mask_by_hand(
+    kind: KlKind, level: RejectionLevel, low: float, high: float, retained: tuple[int, ...]
+):
     result, metrics = rejection_mask(LOGPROBS, ROLLOUT_LOGPROBS, MASK, kind=kind, level=level, low=low, high=high)
-    expected = on_tokens(*map(float, kept)).bool()
+    expected = on_tokens(*map(float, retained)).bool()
     assert result.equal(expected)
     assert_close(metrics["rejected_fraction"], (MASK & ~expected).float())
 
@@ -174,24 +176,24 @@ def numpy_divergence(inputs: tuple[Tensor, Tensor, Tensor], kind: KlKind, level:
 @pytest.mark.parametrize("level", REJECTION_LEVELS)
 def test_rejection_agrees_with_the_published_formulas(kind: KlKind, level: RejectionLevel):
     inputs = random_inputs(2)
-    kept, metrics = rejection_mask(*inputs, kind=kind, level=level, high=0.06)
+    retained, metrics = rejection_mask(*inputs, kind=kind, level=level, high=0.06)
     expected = numpy_divergence(inputs, kind, level)
     np.testing.assert_allclose(metrics["divergence"].numpy(), expected, rtol=1e-6, atol=1e-12)
-    assert kept.numpy().tolist() == (inputs[2].numpy() & (expected <= 0.06)).tolist()
+    assert retained.numpy().tolist() == (inputs[2].numpy() & (expected <= 0.06)).tolist()
 
 
 def test_a_mean_of_k1_is_a_range_of_the_geometric_mean():
     inputs = random_inputs(3)
-    kept, _ = rejection_mask(*inputs, kind="k1", level="sequence_mean", low=-0.1, high=0.1)
+    retained, _ = rejection_mask(*inputs, kind="k1", level="sequence_mean", low=-0.1, high=0.1)
     weights, _ = masked_weights(*inputs, level="geometric", min_weight=math.exp(-0.1), max_weight=math.exp(0.1))
-    assert kept.equal(weights > 0)
+    assert retained.equal(weights > 0)
 
 
 def test_off_policy_sequence_masking_drops_drifted_rows_only_where_the_advantage_is_negative():
     logprobs, rollout_logprobs = torch.full((4, 2), -2.0), torch.tensor([[-1.0], [-1.0], [-1.9], [-1.9]]).expand(4, 2)
     advantages, mask = torch.tensor([[1.0], [-1.0], [1.0], [-1.0]]).expand(4, 2), torch.ones(4, 2, dtype=torch.bool)
-    kept, _ = rejection_mask(logprobs, rollout_logprobs, mask, kind="k1", level="sequence_mean", high=0.5)
-    assert (kept | mask & (advantages >= 0))[:, 0].tolist() == [True, False, True, True]
+    retained, _ = rejection_mask(logprobs, rollout_logprobs, mask, kind="k1", level="sequence_mean", high=0.5)
+    assert (retained | mask & (advantages >= 0))[:, 0].tolist() == [True, False, True, True]
 
 
 Corrected = dict[str, Tensor]
@@ -206,8 +208,10 @@ def everything(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Corr
             actual |= {f"{function.__name__} {level} {name}": x for name, x in ({"weights": weights} | metrics).items()}
     for level in REJECTION_LEVELS:
         for kind in KINDS:
-            kept, metrics = rejection_mask(logprobs, rollout_logprobs, mask, kind=kind, level=level, low=-0.4, high=0.4)
-            actual |= {f"{level} {kind} {name}": x for name, x in ({"kept": kept} | metrics).items()}
+            retained, metrics = rejection_mask(
+                logprobs, rollout_logprobs, mask, kind=kind, level=level, low=-0.4, high=0.4
+            )
+            actual |= {f"{level} {kind} {name}": x for name, x in ({"kept": retained} | metrics).items()}
     return actual
 
 
@@ -342,24 +346,24 @@ def test_normalized_zero_weights_are_zero():
 
 @pytest.mark.parametrize("mean", [-1.0, math.nan])
 def test_an_invalid_mean_is_rejected(mean: float):
-    with pytest.raises(ValueError, match="mean is"):
+    with pytest.raises(ValueError, match="mean"):
         normalized_weights(torch.ones(3, 4), MASK, mean=mean)
 
 
 @pytest.mark.parametrize("bounds", [(-0.1, 2.0), (3.0, 2.0), (0.0, 0.0), (0.0, math.nan)])
 @pytest.mark.parametrize("function", [truncated_weights, masked_weights])
 def test_bounds_out_of_range_are_rejected(function, bounds: tuple[float, float]):
-    with pytest.raises(ValueError, match="min_weight is"):
+    with pytest.raises(ValueError, match="min_weight"):
         function(LOGPROBS, ROLLOUT_LOGPROBS, MASK, level="token", min_weight=bounds[0], max_weight=bounds[1])
 
 
 def test_unknown_levels_are_rejected():
-    with pytest.raises(ValueError, match="level is 'row'"):
+    with pytest.raises(ValueError, match=r"level .*'row'"):
         importance_ratios(LOGPROBS, ROLLOUT_LOGPROBS, MASK, level="row")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="level is 'sequence'"):
+    with pytest.raises(ValueError, match=r"level .*'sequence'"):
         rejection_mask(LOGPROBS, ROLLOUT_LOGPROBS, MASK, kind="k1", level="sequence", high=1.0)  # pyright: ignore[reportArgumentType]
 
 
 def test_thresholds_in_the_wrong_order_are_rejected():
-    with pytest.raises(ValueError, match=r"low is 2\.0 and high is 1\.0"):
+    with pytest.raises(ValueError, match=r"low .*2\.0.* high .*1\.0"):
         rejection_mask(LOGPROBS, ROLLOUT_LOGPROBS, MASK, kind="k1", level="token", low=2.0, high=1.0)

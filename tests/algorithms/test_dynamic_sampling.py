@@ -51,7 +51,7 @@ def test_informative_groups_are_those_with_two_different_scores(rows: tuple[Tens
 
 
 def test_informative_groups_rejects_scores_that_are_not_one_per_row():
-    with pytest.raises(ValueError, match=r"scores has shape \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"scores .*\[2, 3\]"):
         informative_groups(torch.ones(2, 3), torch.ones(2).long())
 
 
@@ -99,7 +99,7 @@ def test_interleaved_groups_of_any_size_are_not_split():
 
 def test_an_incomplete_batch_after_max_rounds_is_an_error():
     rounds = [MIXED, SILENT, MIXED]
-    with pytest.raises(ValueError, match=r"after max_rounds = 2 rounds only 2 of the 4 groups .*\(2 of 5 groups"):
+    with pytest.raises(ValueError, match=r"max_rounds .*\b2\b.* 2 .* 4 .*\b2\b.*\b5\b"):
         list(full_batches(rounds, num_groups=4, max_rounds=2))
 
 
@@ -114,7 +114,7 @@ def test_the_iterator_ends_with_the_source_and_drops_an_incomplete_batch():
 
 @pytest.mark.parametrize(("num_groups", "max_rounds", "name"), [(0, 1, "num_groups"), (1, 0, "max_rounds")])
 def test_sizes_below_one_are_rejected_immediately(num_groups: int, max_rounds: int, name: str):
-    with pytest.raises(ValueError, match=f"{name} is 0"):
+    with pytest.raises(ValueError, match=rf"{name} .*0"):
         full_batches([], num_groups=num_groups, max_rounds=max_rounds)
 
 

@@ -180,9 +180,10 @@ def test_extreme_logits_stay_finite():
 def test_frozen_inputs_receive_no_gradient(frozen: str):
     inputs = random_inputs(8)
     names = [name for name in ("hidden", "weight", "bias") if name != frozen]
-    held = inputs | {frozen: inputs[frozen].detach()}
+    frozen_inputs = inputs | {frozen: inputs[frozen].detach()}
     actual, expected = (
-        torch.autograd.grad(logprobs_from_hidden(**x).sum(), [inputs[n] for n in names]) for x in (held, inputs)
+        torch.autograd.grad(logprobs_from_hidden(**x).sum(), [inputs[n] for n in names])
+        for x in (frozen_inputs, inputs)
     )
     assert_close(actual, expected)
 
@@ -220,17 +221,17 @@ def test_an_empty_mask_gives_zeros_and_zero_gradients(rows: int, length: int):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"temperature": 0.0}, r"temperature is 0\.0"),
-        ({"softcap": -1.0}, r"softcap is -1\.0"),
-        ({"mask": torch.ones(3, 5)}, r"mask is torch\.float32"),
-        ({"tokens": torch.zeros(3, 4).long()}, r"tokens have shape \[3, 4\]"),
+        ({"temperature": 0.0}, r"temperature .*0\.0"),
+        ({"softcap": -1.0}, r"softcap .*-1\.0"),
+        ({"mask": torch.ones(3, 5)}, r"mask .*torch\.float32"),
+        ({"tokens": torch.zeros(3, 4).long()}, r"tokens .*\[3, 4\]"),
         (
             {"hidden": torch.zeros(3, 4, 4)},
-            r"hidden has shape \[3, 4, 4\]",
+            r"hidden .*\[3, 4, 4\]",
         ),
-        ({"weight": torch.zeros(11, 3)}, r"weight has shape \[11, 3\]"),
-        ({"bias": torch.zeros(10)}, r"bias has shape \[10\]"),
-        ({"weight": torch.zeros(11, 4)}, r"weight is torch\.float32"),
+        ({"weight": torch.zeros(11, 3)}, r"weight .*\[11, 3\]"),
+        ({"bias": torch.zeros(10)}, r"bias .*\[10\]"),
+        ({"weight": torch.zeros(11, 4)}, r"weight .*torch\.float32"),
     ],
 )
 def test_misuse_is_rejected(change: dict[str, Any], message: str):

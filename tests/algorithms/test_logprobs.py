@@ -147,14 +147,14 @@ def test_rows_of_no_or_one_token_are_zero(shape: tuple[int, int, int]):
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0])
 def test_a_temperature_that_is_not_above_zero_is_rejected(temperature: float):
-    with pytest.raises(ValueError, match=r"temperature is .*"):
+    with pytest.raises(ValueError, match="temperature"):
         token_logprobs(torch.zeros(1, 2, 3), torch.zeros(1, 2).long(), temperature=temperature)
 
 
 def test_invalid_shapes_are_rejected():
-    with pytest.raises(ValueError, match=r"logits have shape \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"logits .*\[2, 3\]"):
         token_entropy(torch.zeros(2, 3))
-    with pytest.raises(ValueError, match=r"tokens have shape \[1, 3\]"):
+    with pytest.raises(ValueError, match=r"tokens .*\[1, 3\]"):
         token_logprobs(torch.zeros(1, 2, 3), torch.zeros(1, 3).long())
 
 

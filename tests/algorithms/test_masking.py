@@ -21,27 +21,27 @@ def test_masked_tokens_zeroes_masked_nan():
 
 
 def test_masked_tokens_rejects_a_mask_that_is_not_bool():
-    with pytest.raises(ValueError, match=r"mask is torch.float32.*mask.bool\(\)"):
+    with pytest.raises(ValueError, match=r"mask .*torch.float32.*mask.bool\(\)"):
         masked_tokens(torch.ones(1, 2))
 
 
 def test_masked_tokens_rejects_a_mask_that_is_not_two_dimensional():
-    with pytest.raises(ValueError, match=r"mask has shape \[2\]"):
+    with pytest.raises(ValueError, match=r"mask .*\[2\]"):
         masked_tokens(torch.ones(2, dtype=torch.bool))
 
 
 def test_masked_tokens_rejects_to_broadcast_and_names_the_tensor():
-    with pytest.raises(ValueError, match=r"values has shape \[2, 1\].*\[2, 3\]"):
+    with pytest.raises(ValueError, match=r"values .*\[2, 1\].*\[2, 3\]"):
         masked_tokens(torch.ones(2, 3, dtype=torch.bool), values=torch.ones(2, 1))
 
 
 def test_masked_rows_rejects_another_number_of_rows_and_names_the_tensor():
-    with pytest.raises(ValueError, match=r"scores has shape \[3\].*\[2\]"):
+    with pytest.raises(ValueError, match=r"scores .*\[3\].*\[2\]"):
         masked_rows(torch.ones(2, 3, dtype=torch.bool), scores=torch.ones(3))
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("dtype", "expected"),
     [
         (torch.bfloat16, torch.float32),
         (torch.float16, torch.float32),
@@ -50,8 +50,8 @@ def test_masked_rows_rejects_another_number_of_rows_and_names_the_tensor():
         (torch.int64, torch.float32),
     ],
 )
-def test_at_least_float32_promotes_half_and_integers_only(given: torch.dtype, expected: torch.dtype):
-    assert at_least_float32(torch.ones(1, dtype=given)).dtype == expected
+def test_at_least_float32_promotes_half_and_integers_only(dtype: torch.dtype, expected: torch.dtype):
+    assert at_least_float32(torch.ones(1, dtype=dtype)).dtype == expected
 
 
 def test_masked_mean_counts_true_positions_only():

@@ -142,7 +142,7 @@ def test_bfloat16_agrees_with_float64_on_the_same_numbers():
 
 
 def test_shapes_that_differ_are_rejected():
-    with pytest.raises(ValueError, match=r"rollout_logprobs has shape \[1, 3\]"):
+    with pytest.raises(ValueError, match=r"rollout_logprobs .*\[1, 3\]"):
         mismatch_metrics(torch.zeros(1, 2), torch.zeros(1, 3), torch.ones(1, 2, dtype=torch.bool))
 
 

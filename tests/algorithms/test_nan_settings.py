@@ -73,7 +73,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 def test_nan_settings_are_rejected(name: str, setting: str) -> None:
     function, settings = CALLS[name]
     function(**settings)
-    with pytest.raises(ValueError, match=rf"{setting} is nan"):
+    with pytest.raises(ValueError, match=rf"{setting} .*nan"):
         function(**settings | {setting: NAN})
 
 
@@ -81,5 +81,5 @@ def test_nan_settings_are_rejected(name: str, setting: str) -> None:
 def test_eps_may_be_zero_but_not_negative(estimator):
     scores, groups, mask = torch.tensor([0.7, 0.7, 1.0, 3.0]), torch.tensor([0, 0, 1, 1]), torch.ones(4, 1).bool()
     assert estimator(scores, groups, mask, eps=0.0)[:2].tolist() == [[0.0], [0.0]]
-    with pytest.raises(ValueError, match="eps is -1"):
+    with pytest.raises(ValueError, match=r"eps .*-1"):
         estimator(scores, groups, mask, eps=-1)

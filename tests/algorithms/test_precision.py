@@ -161,8 +161,8 @@ def test_a_divergence_at_a_threshold_is_kept(level: RejectionLevel, low: float, 
     logprobs, zeros = torch.tensor([[0.5, -0.5, -0.75]]), torch.zeros(1, 3)
     if level in ("token", "sequence_max"):
         logprobs[0, 2] = 0
-    kept, _ = rejection_mask(logprobs, zeros, every(1, 3), kind="k1", level=level, low=low, high=high)
-    assert kept.all()
+    retained, _ = rejection_mask(logprobs, zeros, every(1, 3), kind="k1", level=level, low=low, high=high)
+    assert retained.all()
 
 
 def test_a_reward_at_the_reference_point_has_accuracy_zero():

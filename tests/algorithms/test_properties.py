@@ -47,7 +47,7 @@ def test_masked_tokens_change_nothing(name: str, value: float):
     table = columns(4)
     tokens = {key: x for key, x in table.items() if x.is_floating_point() and x.shape == table["mask"].shape}
     spoilt = table | {key: x.masked_fill(~table["mask"], value) for key, x in tokens.items()}
-    # The state before a token is what counts for it.
+    # The hidden state before a token determines its log-probability.
     target = torch.nn.functional.pad(table["mask"][:, 1:], (0, 1))
     spoilt["hidden"] = table["hidden"].masked_fill(~target[..., None], value)
     assert_close(CASES[name](spoilt), CASES[name](table), rtol=0, atol=0)
@@ -67,7 +67,7 @@ def test_log_ratios_of_ten_thousand_stay_finite(name: str, dtype: torch.dtype):
         extreme = converted(table | far, dtype)
         extreme["hidden"] = 1e4 * extreme["hidden"].sign()
         for actual in CASES[name](extreme):
-            # A correlation of what does not vary is not defined.
+            # The correlation with a constant is undefined.
             assert actual[~actual.isnan() if name == "mismatch_metrics" else ...].isfinite().all()
 
 
@@ -89,7 +89,7 @@ def test_an_empty_batch_is_defined(name: str, shape: tuple[int, int]):
     table = columns(7, *shape)
     for actual in CASES[name](table):
         if name in UNORDERED:
-            # Means of nothing are NaN, sums and maxima 0.
+            # Empty means are NaN; empty sums and maxima are 0.
             assert (actual.isnan() | (actual == 0)).all()
         else:
             assert actual.shape[:1] == shape[:1] and not actual.any()

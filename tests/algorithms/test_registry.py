@@ -99,7 +99,7 @@ def test_a_kind_without_required_inputs_lists_optional_inputs() -> None:
 
 def test_only_functions_can_be_registered() -> None:
     for loss in (functools.partial(half, weight=0.1), WeightedLoss()):
-        with pytest.raises(RegistryError, match=rf"mine is a {type(loss).__name__}"):
+        with pytest.raises(RegistryError, match=rf"mine .*{type(loss).__name__}"):
             policy_losses.register("mine")(loss)
     assert "mine" not in policy_losses.names
 
@@ -116,7 +116,7 @@ def test_an_unknown_name_lists_available_names_and_the_nearest() -> None:
 
 
 def test_an_existing_name_is_rejected() -> None:
-    with pytest.raises(RegistryError, match="policy loss ppo already exists"):
+    with pytest.raises(RegistryError, match=r"\bppo\b"):
         policy_losses.register("ppo")(lambda logprobs, old_logprobs, advantages, mask: None)
 
 
@@ -129,7 +129,7 @@ def test_a_mismatched_signature_is_rejected_by_the_decorator() -> None:
     def loss(logprobs: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
         return logprobs * advantages
 
-    with pytest.raises(RegistryError, match="my_loss does not accept old_logprobs, mask"):
+    with pytest.raises(RegistryError, match=r"my_loss .*old_logprobs, mask"):
         policy_losses.register("my_loss")(loss)
     assert "my_loss" not in policy_losses.names
 
@@ -138,7 +138,7 @@ def test_settings_that_are_not_keyword_only_are_rejected() -> None:
     def estimator(scores: torch.Tensor, mask: torch.Tensor, bar: float) -> torch.Tensor:
         return scores
 
-    with pytest.raises(RegistryError, match=r"mine accepts bar; .*after a \*"):
+    with pytest.raises(RegistryError, match=r"mine .*\bbar\b.* \*"):
         advantage_estimators.register("mine")(estimator)
 
 
@@ -154,16 +154,16 @@ def test_registering_a_function_twice_has_no_effect() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"),
+    ("name", "pattern"),
     [
         ("no_such_module:f", "ModuleNotFoundError"),
         (f"{OWN_MODULE}:absent", "AttributeError"),
-        (f"{OWN_MODULE}:NOT_A_FUNCTION", "is a int"),
-        (f"{OWN_MODULE}:wrong_inputs", "accepts logits; required inputs: mask"),
+        (f"{OWN_MODULE}:NOT_A_FUNCTION", r"NOT_A_FUNCTION.* int"),
+        (f"{OWN_MODULE}:wrong_inputs", r"logits.* mask"),
     ],
 )
-def test_an_object_that_does_not_match_the_kind_is_rejected(name: str, reason: str) -> None:
-    with pytest.raises(RegistryError, match=reason):
+def test_an_object_that_does_not_match_the_kind_is_rejected(name: str, pattern: str) -> None:
+    with pytest.raises(RegistryError, match=pattern):
         advantage_estimators.check(name)
 
 
@@ -171,7 +171,7 @@ def test_settings_are_checked_against_the_signature() -> None:
     advantage_estimators.check(f"{OWN_MODULE}:sign", {"bar": 0.5})
     with pytest.raises(RegistryError, match="bar"):
         advantage_estimators.check(f"{OWN_MODULE}:sign")
-    with pytest.raises(RegistryError, match="height; available: bar"):
+    with pytest.raises(RegistryError, match=r"height.*\bbar\b"):
         advantage_estimators.check(f"{OWN_MODULE}:sign", {"bar": 0.5, "height": 1})
 
 
@@ -210,5 +210,5 @@ def test_an_aggregation_must_accept_the_denominator():
     def mean(loss, mask):
         return loss.sum()
 
-    with pytest.raises(RegistryError, match="my_mean does not accept denominator"):
+    with pytest.raises(RegistryError, match=r"my_mean .*\bdenominator"):
         aggregation_modes.register("my_mean")(mean)

@@ -10,7 +10,7 @@ from tests.checkpoints.test_checkpoints import accuracy, save
 
 
 def shown(run: Path) -> list[list[str]]:
-    """The cells of every row."""
+    """Returns the cells of every row."""
     console = Console(file=io.StringIO(), width=120)
     show_checkpoints(run, console)
     assert isinstance(console.file, io.StringIO)
@@ -25,7 +25,7 @@ def test_every_checkpoint_is_a_row(tmp_path: Path) -> None:
     first, second = shown(tmp_path)
     assert first[:4] == ["20", "accuracy", "0.2500", "18 B"] and first[-1] == "complete"
     assert second[:4] == ["40", "", "", "18 B"]
-    assert second[-1] == "corrupt: actor/a cannot be read (No such file or directory)"
+    assert second[-1].startswith("corrupt: actor/a ")
 
 
 def test_a_corrupt_manifest_is_listed_as_a_row(tmp_path: Path) -> None:

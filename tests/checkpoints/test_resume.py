@@ -1,4 +1,4 @@
-"""Which changes a resumed run accepts, and which it rejects with the key that differs."""
+"""A resumed run accepts some changed settings and rejects the others with their key."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +12,7 @@ from flowrl.checkpoints.run_folder import RunFolderError
 from flowrl.config import RunConfig, to_yaml
 from flowrl.data.checksums import write_json_with_checksum
 from recipes.sft.config import SFTConfig
+from tests.errors import missing_facts
 
 
 def config(folder: Path, **changes: Any) -> SFTConfig:
@@ -50,10 +51,10 @@ def error_of(changed: RunConfig) -> str:
 
 
 def test_a_run_resumes_from_the_newest_checkpoint_of_its_folder(run: Path) -> None:
-    left = Checkpoints(run).begin(6, ["actor"])
+    unfinished = Checkpoints(run).begin(6, ["actor"])
     newest = find_checkpoint(config(run))
     assert newest is not None and newest.manifest.step == 4
-    assert not left.exists()
+    assert not unfinished.exists()
 
 
 @pytest.fixture
@@ -77,18 +78,18 @@ def test_unchanged_inputs_are_accepted(with_inputs: SFTConfig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "contents", "sentence"),
+    ("changed", "contents", "pattern"),
     [
-        ("t.jsonl", "swor", r"data\.train .*step 5 .*\(other contents of the same size\)"),
-        ("t.jsonl", "row", r"data\.train .*\(3 bytes instead of 4\)"),
+        ("t.jsonl", "swor", r"data\.train .*step 5 .*"),
+        ("t.jsonl", "row", r"data\.train .*\b3 .*\b4\b"),
         ("m/b.safetensors", "Weights", r"model\.path .*step 5"),
     ],
 )
 def test_changed_inputs_are_rejected(
-    with_inputs: SFTConfig, tmp_path: Path, changed: str, contents: str, sentence: str
+    with_inputs: SFTConfig, tmp_path: Path, changed: str, contents: str, pattern: str
 ) -> None:
     (tmp_path / changed).write_text(contents)
-    with pytest.raises(RunFolderError, match=sentence):
+    with pytest.raises(RunFolderError, match=pattern):
         find_checkpoint(with_inputs)
 
 
@@ -139,25 +140,26 @@ def test_a_moved_folder_resumes(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "facts"),
     [
-        ({"optimizer": {"lr": 1e-2}}, "optimizer.lr was 0.001 "),
-        ({"seed": 1, "batch_size": 5}, "seed was 0 "),
-        ({"model": {"path": "n"}}, "model.path was m "),
-        ({"epochs": 2}, "epochs was null "),
+        ({"optimizer": {"lr": 1e-2}}, ("optimizer.lr", 0.001, 0.01)),
+        ({"seed": 1, "batch_size": 5}, ("seed", 0, 1)),
+        ({"model": {"path": "n"}}, ("model.path", "m", "n")),
+        ({"epochs": 2}, ("epochs", "null", 2)),
         (
             {"optimizer": {"lr": 1e-3, "betas": [0.9, 0.99]}},
-            "optimizer.betas was [0.9, 0.999] ",
+            ("optimizer.betas", 0.9, 0.999, 0.99),
         ),
     ],
 )
-def test_a_changed_setting_is_rejected_with_its_key(run: Path, changes: dict[str, Any], message: str) -> None:
-    assert message in error_of(config(run, **changes))
+def test_a_changed_setting_is_rejected_with_its_key(
+    run: Path, changes: dict[str, Any], facts: tuple[object, ...]
+) -> None:
+    assert not missing_facts(error_of(config(run, **changes)), *facts)
 
 
 def test_a_run_with_more_steps_is_rejected(run: Path) -> None:
-    message = error_of(config(run, steps=3))
-    assert message.startswith("steps is 3") and message.endswith("set steps to 4 or more")
+    assert not missing_facts(error_of(config(run, steps=3)), "steps", 3, 4)
 
 
 def test_a_finished_run_without_a_checkpoint_is_rejected(tmp_path: Path) -> None:
@@ -173,6 +175,6 @@ def test_the_config_of_another_recipe_is_rejected(run: Path) -> None:
 
 
 def test_config_differences_include_nested_and_missing_keys() -> None:
-    old = {"a": 1, "b": {"c": 2, "d": 3}, "gone": 4}
+    old = {"a": 1, "b": {"c": 2, "d": 3}, "removed": 4}
     new = {"a": 1, "b": {"c": 5, "d": 3, "e": 6}}
-    assert [key for key, _, _ in differences(old, new)] == ["b.c", "b.e", "gone"]
+    assert [key for key, _, _ in differences(old, new)] == ["b.c", "b.e", "removed"]

@@ -116,9 +116,9 @@ def test_custom_workers_and_driver_state_are_restored(
 
 def test_two_ray_ranks_save_and_resume(config: Callable[..., CountConfig], ray_session: None) -> None:
     two = Placement(device="cpu", pools={"main": [2]}, roles={"actor": "main"})
-    made = config(steps=4, backend="ray", placement=two, threads=1)
-    train(made, 0.2)
-    newest = Checkpoints(made.output).newest()
+    settings = config(steps=4, backend="ray", placement=two, threads=1)
+    train(settings, 0.2)
+    newest = Checkpoints(settings.output).newest()
     assert newest is not None and newest.manifest.roles["actor"].world_size == 2
     assert {"actor/count-0", "actor/count-1", "driver.json"} == newest.manifest.files.keys()
     train(config(), 0.0)
@@ -142,9 +142,9 @@ def test_a_finished_run_resumes_without_a_step(config: Callable[..., CountConfig
 
 def test_the_newest_and_the_best_are_kept(config: Callable[..., CountConfig]) -> None:
     """The loss is least at step 3."""
-    made = config(checkpoint={"every": 1, "keep_last": 1, "keep_best": 1})
-    train(made)
-    assert Checkpoints(made.output).steps() == [3, 7]
+    settings = config(checkpoint={"every": 1, "keep_last": 1, "keep_best": 1})
+    train(settings)
+    assert Checkpoints(settings.output).steps() == [3, 7]
 
 
 def test_a_group_without_the_methods_is_rejected_by_name(config: Callable[..., CountConfig]) -> None:
@@ -165,7 +165,7 @@ def test_a_group_that_cannot_save_ends_the_run_and_leaves_the_checkpoints_before
     config: Callable[..., CountConfig],
 ) -> None:
     train(config(steps=2))
-    with pytest.raises(WorkerError, match="the count cannot be written"):
+    with pytest.raises(WorkerError, match=r"^actor\b.* count\b"):
         train(config(), 0.0, True)
     assert Checkpoints(config().output).steps() == [2]
     assert [path.name for path in (config().output / "checkpoints").iterdir()] == ["step-000002"]

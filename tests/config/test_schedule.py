@@ -47,7 +47,7 @@ def test_a_schedule_bounds_staleness(settings: dict[str, Any], staleness: int, i
     [
         ({"kind": "sync", "max_staleness": 1}, "max_staleness"),
         ({"kind": "one_step_off", "interrupt": True}, "interrupt"),
-        ({"kind": "async", "max_staleness": 0, "overprovision": 2}, "overprovision is 2"),
+        ({"kind": "async", "max_staleness": 0, "overprovision": 2}, r"overprovision .*\b2\b"),
         ({"kind": "async", "max_staleness": -1}, "max_staleness"),
         ({"kind": "async", "max_concurrent": 0}, "max_concurrent"),
         ({"kind": "detached"}, "'detached'"),
@@ -61,7 +61,7 @@ def test_an_invalid_setting_is_rejected(settings: dict[str, Any], setting: str):
 def test_overprovisioning_by_more_than_a_step_is_rejected():
     maximum = GRPO | {"schedule": {"kind": "async", "overprovision": 4}}
     assert GRPOConfig.model_validate(maximum).schedule == AsyncSchedule(overprovision=4)
-    with pytest.raises(ValidationError, match=r"schedule\.overprovision is 5, .* at most 4"):
+    with pytest.raises(ValidationError, match=r"schedule\.overprovision .*\b5\b.* 4\b"):
         GRPOConfig.model_validate(GRPO | {"schedule": {"kind": "async", "overprovision": 5}})
 
 
@@ -105,21 +105,21 @@ def test_unresolved_auto_applies_no_correction():
 def test_a_resolved_config_is_read_back(settings: dict[str, Any], tmp_path: Path):
     config = GRPOConfig.model_validate(GRPO | settings | {"recipe": "recipes.grpo.config:GRPOConfig"})
     (tmp_path / "config.yaml").write_text(to_yaml(config))
-    found = load(tmp_path / "config.yaml", [], GRPOConfig)
-    assert (found, to_yaml(found)) == (config, to_yaml(config))
+    read = load(tmp_path / "config.yaml", [], GRPOConfig)
+    assert (read, to_yaml(read)) == (config, to_yaml(config))
 
 
 @pytest.mark.parametrize(
-    ("override", "words"),
+    ("override", "pattern"),
     [
-        ("algorithm.correction={kind: masked, level: word}", "algorithm.correction.level is 'word'"),
-        ("algorithm.correction={kind: truncate}", "algorithm.correction.kind 'truncate'.*truncated"),
-        ("algorithm.correction=automatic", "algorithm.correction: .*'automatic'"),
-        ("schedule={kind: async, max_stale: 2}", "schedule.max_stale.*schedule.max_staleness"),
+        ("algorithm.correction={kind: masked, level: word}", r"algorithm\.correction\.level .*'word'"),
+        ("algorithm.correction={kind: truncate}", r"algorithm\.correction\.kind .*'truncate'.*truncated"),
+        ("algorithm.correction=automatic", r"algorithm\.correction: .*'automatic'"),
+        ("schedule={kind: async, max_stale: 2}", r"schedule\.max_stale\b.*schedule\.max_staleness"),
     ],
 )
-def test_an_invalid_value_is_named_with_its_key(override: str, words: str, tmp_path: Path):
+def test_an_invalid_value_is_named_with_its_key(override: str, pattern: str, tmp_path: Path):
     config = GRPOConfig.model_validate(GRPO | {"recipe": "recipes.grpo.config:GRPOConfig"})
     (tmp_path / "config.yaml").write_text(to_yaml(config))
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=pattern):
         load(tmp_path / "config.yaml", [override], GRPOConfig)

@@ -73,17 +73,17 @@ def test_end_and_padding_tokens_are_known(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_tokenizer_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no tokenizer can be loaded from .*nowhere"):
+    with pytest.raises(DataError, match=str(tmp_path / "nowhere")):
         ChatTokenizer(tmp_path / "nowhere")
 
 
 def test_a_tokenizer_without_a_chat_template_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="has no chat template"):
+    with pytest.raises(DataError, match=r"chat template|chat_template"):
         make(tmp_path, template=None)
 
 
 def test_a_tokenizer_without_an_end_token_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="has no end token"):
+    with pytest.raises(DataError, match=r"end token|eos_token"):
         make(tmp_path, eos=None)
 
 

@@ -113,7 +113,7 @@ def test_rows_carry_the_tokens_of_the_prompt_and_the_columns(tokenizer: ChatToke
     }
 
 
-def test_rows_keep_the_whole_conversation_and_every_dataset_column(tokenizer: ChatTokenizer) -> None:
+def test_rows_have_the_full_conversation_and_every_dataset_column(tokenizer: ChatTokenizer) -> None:
     messages = (Message("user", "1+1"), Message("assistant", "2"), Message("user", "2+2"))
     columns = {"answer": "4", "data_source": "sums", "difficulty": 3}
     prompts = PromptStream([Conversation(messages, columns)], tokenizer, seed=0, max_prompt_tokens=99)
@@ -158,9 +158,9 @@ def test_the_batch_size_does_not_change_the_order_of_prompts(tokenizer: ChatToke
 
 def test_rows_by_prompt_id_are_equal_before_and_after_they_are_drawn(tokenizer: ChatTokenizer) -> None:
     drawn, again = stream(tokenizer), stream(tokenizer)
-    taken = drawn.take(12)
-    assert again.rows([11, 3, 7]) == [taken[11], taken[3], taken[7]] == drawn.rows([11, 3, 7])
-    assert again.take(1) == taken[:1]
+    rows = drawn.take(12)
+    assert again.rows([11, 3, 7]) == [rows[11], rows[3], rows[7]] == drawn.rows([11, 3, 7])
+    assert again.take(1) == rows[:1]
 
 
 def test_location_is_the_line_of_the_prompt(tokenizer: ChatTokenizer) -> None:
@@ -176,9 +176,9 @@ def test_a_restored_stream_continues_at_its_position(tokenizer: ChatTokenizer) -
 
 
 def test_the_state_of_a_different_dataset_or_seed_is_rejected(tokenizer: ChatTokenizer) -> None:
-    with pytest.raises(DataError, match="num_prompts 4"):
+    with pytest.raises(DataError, match=r"num_prompts .*4"):
         stream(tokenizer).restore(stream(tokenizer, 4).state())
-    with pytest.raises(DataError, match="seed 1"):
+    with pytest.raises(DataError, match=r"seed .*1"):
         stream(tokenizer).restore(stream(tokenizer, seed=1).state())
 
 

@@ -82,9 +82,9 @@ def test_fsdp_shards_resident_state_and_ddp_does_not() -> None:
 
 
 def test_offloaded_adam_state_is_loaded_for_the_step() -> None:
-    held = training_role(role_model(offload="optimizer"), 8, "none", copies_checkpoints=False)
-    assert held.optimizer == 0
-    assert held.calls[-1].optimizer == 2 * held.weights
+    resident = training_role(role_model(offload="optimizer"), 8, "none", copies_checkpoints=False)
+    assert resident.optimizer == 0
+    assert resident.calls[-1].optimizer == 2 * resident.weights
 
 
 def test_checkpoint_snapshot_uses_no_gpu_memory() -> None:
@@ -162,13 +162,13 @@ def test_sleeping_vllm_rollout_is_offloaded_during_other_calls(model: Path) -> N
     colocated = f"placement={ROOT / 'placement/colocated.yaml'}"
     sleeping = ["rollout.engine=vllm", "rollout.vllm.kv_cache_gb=20"]
     awake = [*sleeping, "rollout.vllm.sleep=false"]
-    held = {}
+    resident = {}
     for name, rollout in (("sleeping", sleeping), ("awake", awake)):
         config = config_of(model, colocated, "placement.device=cuda", *rollout)
         (device,) = estimate_memory(config, plan_run(config, devices=[1]))
-        held[name] = device.resident("rollout", "actor")
+        resident[name] = device.resident("rollout", "actor")
         assert device.resident("rollout", "rollout") == 2 * 6_910_365_696 + 20_000_000_000
-    assert held == {"sleeping": 0, "awake": 2 * 6_910_365_696 + 20_000_000_000}
+    assert resident == {"sleeping": 0, "awake": 2 * 6_910_365_696 + 20_000_000_000}
     alone = config_of(model, f"placement={ROOT / 'placement/standalone.yaml'}", "placement.device=cuda", *sleeping)
     devices = estimate_memory(alone, plan_run(alone, devices=[8]))
     assert not any(memory.offloads for device in devices if (memory := device.roles.get("rollout")))

@@ -116,12 +116,12 @@ def test_gae_of_bfloat16_is_computed_in_float32():
 
 @pytest.mark.parametrize(("gamma", "lam", "name"), [(1.1, 0.9, "gamma"), (0.9, -0.1, "lam")])
 def test_gae_rejects_a_discount_outside_zero_to_one(gamma: float, lam: float, name: str):
-    with pytest.raises(ValueError, match=rf"{name} is .* must be in \[0, 1\]"):
+    with pytest.raises(ValueError, match=rf"{name} .* \[0, 1\]"):
         gae(torch.ones(1, 3), torch.ones(1, 3), ONES, gamma=gamma, lam=lam)
 
 
 def test_gae_rejects_shapes_that_differ():
-    with pytest.raises(ValueError, match=r"values has shape \[1, 2\]"):
+    with pytest.raises(ValueError, match=r"values .*\[1, 2\]"):
         gae(torch.ones(1, 3), torch.ones(1, 2), ONES, gamma=1.0, lam=1.0)
 
 
@@ -149,8 +149,8 @@ def test_reinforce_plus_plus_by_hand():
 def test_reinforce_plus_plus_agrees_with_the_formula_in_numpy(tokens: tuple[Tensor, ...]):
     rewards, mask = tokens
     advantages = reinforce_plus_plus(rewards, mask)
-    to_come = [np.cumsum(rewards[row, mask[row]].numpy()[::-1])[::-1] for row in range(len(mask))]
-    x = np.concatenate([*to_come, np.zeros(0)])
+    returns_to_go = [np.cumsum(rewards[row, mask[row]].numpy()[::-1])[::-1] for row in range(len(mask))]
+    x = np.concatenate([*returns_to_go, np.zeros(0)])
     expected = (x - x.mean()) / np.sqrt(x.var(ddof=1) + 1e-8) if len(x) > 1 else np.zeros_like(x)
     assert_close(advantages[mask].numpy(), expected, rtol=0, atol=1e-6)
     assert not advantages[~mask].any()
@@ -189,7 +189,7 @@ def test_remax_of_bfloat16_is_the_exact_difference_in_float32():
 
 
 def test_remax_rejects_greedy_scores_that_are_not_one_per_row():
-    with pytest.raises(ValueError, match=r"greedy_scores has shape \[1\]"):
+    with pytest.raises(ValueError, match=r"greedy_scores .*\[1\]"):
         remax(torch.ones(2), torch.ones(1), torch.ones(2, 1).bool())
 
 

@@ -184,19 +184,19 @@ def test_advantages_carry_no_gradient(name: str):
 
 @every_estimator
 def test_group_ids_that_are_not_integers_are_rejected(name: str):
-    with pytest.raises(ValueError, match=r"groups is torch\.float32"):
+    with pytest.raises(ValueError, match=r"groups .*torch\.float32"):
         ESTIMATORS[name](torch.ones(2), torch.ones(2), torch.ones(2, 1).bool())
 
 
 @every_estimator
 def test_a_mask_of_numbers_is_rejected(name: str):
-    with pytest.raises(ValueError, match=r"mask is torch\.float32"):
+    with pytest.raises(ValueError, match=r"mask .*torch\.float32"):
         ESTIMATORS[name](torch.ones(2), torch.ones(2).long(), torch.ones(2, 1))
 
 
 @pytest.mark.parametrize("name", [name for name in ESTIMATORS if name != "gdpo"])
 def test_scores_per_token_are_rejected(name: str):
-    with pytest.raises(ValueError, match=r"scores has shape \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"scores .*\[2, 3\]"):
         ESTIMATORS[name](torch.ones(2, 3), torch.ones(2).long(), torch.ones(2, 3).bool())
 
 
@@ -356,7 +356,7 @@ def test_pass_at_k_of_a_thousand_rows_is_finite_and_exact_for_pairs():
 
 
 def test_pass_at_k_rejects_best_of_one():
-    with pytest.raises(ValueError, match="k is 1"):
+    with pytest.raises(ValueError, match=r"k .*1"):
         of_rows(pass_at_k, [1.0, 2.0], [0, 0], k=1)
 
 
@@ -394,12 +394,12 @@ def test_gdpo_agrees_with_the_formula_in_numpy(rows: tuple[Tensor, Tensor], num_
 
 
 def test_gdpo_rejects_scores_without_a_column_per_reward():
-    with pytest.raises(ValueError, match=r"scores has shape \[2\]"):
+    with pytest.raises(ValueError, match=r"scores .*\[2\]"):
         gdpo(torch.ones(2), torch.ones(2).long(), torch.ones(2, 1).bool())
 
 
 def test_gdpo_rejects_weights_that_are_not_one_per_reward():
-    with pytest.raises(ValueError, match="weights has 1"):
+    with pytest.raises(ValueError, match=r"weights .*1"):
         gdpo(torch.ones(2, 2), torch.ones(2).long(), torch.ones(2, 1).bool(), weights=[1.0])
 
 
@@ -413,12 +413,12 @@ def test_group_index_numbers_ids_in_their_order():
 
 @pytest.mark.parametrize("groups", [torch.ones(2), torch.ones(2).bool(), torch.ones(2, dtype=torch.complex64)])
 def test_group_index_rejects_ids_that_are_not_integers(groups: Tensor):
-    with pytest.raises(ValueError, match="groups is"):
+    with pytest.raises(ValueError, match="groups"):
         group_index(groups)
 
 
 def test_group_index_rejects_ids_per_token():
-    with pytest.raises(ValueError, match=r"groups has shape \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"groups .*\[2, 3\]"):
         group_index(torch.ones(2, 3).long())
 
 

@@ -48,9 +48,9 @@ def test_overlong_penalty_agrees_with_the_three_cases_of_the_paper(lengths: list
 @pytest.mark.parametrize(
     ("max_length", "buffer", "message"),
     [
-        (0, 1, "max_length is 0"),
-        (8, 0, "buffer is 0"),
-        (8, 9, "buffer is 9"),
+        (0, 1, r"max_length .*0"),
+        (8, 0, r"buffer .*0"),
+        (8, 9, r"buffer .*9"),
     ],
 )
 def test_overlong_penalty_rejects_limits_out_of_range(max_length: int, buffer: int, message: str):
@@ -59,7 +59,7 @@ def test_overlong_penalty_rejects_limits_out_of_range(max_length: int, buffer: i
 
 
 def test_overlong_penalty_rejects_lengths_per_token():
-    with pytest.raises(ValueError, match=r"lengths has shape \[2, 2\]"):
+    with pytest.raises(ValueError, match=r"lengths .*\[2, 2\]"):
         overlong_penalty(torch.ones(2, 2), max_length=8, buffer=4)
 
 
@@ -92,12 +92,12 @@ def test_length_penalty_of_permuted_rows_is_permuted(rows: tuple[Tensor, Tensor]
 
 
 def test_length_penalty_rejects_scores_as_correct():
-    with pytest.raises(ValueError, match=r"correct is torch\.float32"):
+    with pytest.raises(ValueError, match=r"correct .*torch\.float32"):
         length_penalty(torch.ones(2), torch.ones(2), torch.ones(2).long())
 
 
 def test_length_penalty_rejects_shapes_that_differ():
-    with pytest.raises(ValueError, match=r"groups has shape \[1\]"):
+    with pytest.raises(ValueError, match=r"groups .*\[1\]"):
         length_penalty(torch.ones(2), torch.ones(2).bool(), torch.ones(1).long())
 
 
@@ -113,7 +113,7 @@ def test_clip_rewards_of_integers_and_half_precision_are_in_float32():
 
 @pytest.mark.parametrize(("low", "high"), [(1, 1), (2, 1), (float("nan"), 1)])
 def test_clip_rewards_rejects_a_low_that_is_not_below_high(low: float, high: float):
-    with pytest.raises(ValueError, match="low is"):
+    with pytest.raises(ValueError, match="low"):
         clip_rewards(torch.ones(1), low=low, high=high)
 
 
@@ -143,12 +143,12 @@ def test_moments_are_saved_as_plain_numbers():
 
 @pytest.mark.parametrize("bad", [inf, float("nan")])
 def test_moments_reject_non_finite_rewards(bad: float):
-    with pytest.raises(ValueError, match="rewards has"):
+    with pytest.raises(ValueError, match="rewards"):
         update_moments(RewardMoments(), torch.tensor([1.0, bad]))
 
 
 def test_moments_reject_rewards_per_token():
-    with pytest.raises(ValueError, match=r"rewards has shape \[2, 2\]"):
+    with pytest.raises(ValueError, match=r"rewards .*\[2, 2\]"):
         update_moments(RewardMoments(), torch.ones(2, 2))
 
 
@@ -195,7 +195,7 @@ def test_penalties_keep_a_nan_reward_in_its_row():
 
 
 def test_penalties_reject_another_number_of_lengths():
-    with pytest.raises(ValueError, match=r"lengths has shape \[1\]"):
+    with pytest.raises(ValueError, match=r"lengths .*\[1\]"):
         with_overlong_penalty(torch.ones(2), torch.ones(1), max_length=4, buffer=2)
 
 

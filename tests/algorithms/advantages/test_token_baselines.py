@@ -37,10 +37,10 @@ def by_loops(
     for i, chosen in enumerate(rows):
         for step, t in enumerate(chosen):
             peers = [j for j in range(len(rows)) if groups[j] == groups[i] and len(rows[j]) > step]
-            to_come = [sum(rewards[j, s].item() for s in rows[j][step:]) for j in peers]
+            returns_to_go = [sum(rewards[j, s].item() for s in rows[j][step:]) for j in peers]
             accumulated = [sum(energy[j, s].item() for s in rows[j][: step + 1]) for j in peers]
             own = sum(rewards[i, s].item() for s in chosen[step:])
-            actual[i, t] = own - np.average(to_come, weights=accumulated) if len(peers) > 1 else 0
+            actual[i, t] = own - np.average(returns_to_go, weights=accumulated) if len(peers) > 1 else 0
     return actual
 
 
@@ -102,8 +102,8 @@ def test_with_equal_energies_the_baseline_is_the_group_mean():
     mask = torch.ones(3, 2, dtype=torch.bool)
     data = inputs(3, mask) | {"groups": torch.zeros(3).long()}
     data |= {"logprobs": torch.full((3, 2), -1.0), "sum_squared_probs": torch.full((3, 2), 0.5)}
-    to_come = data["rewards"].flip(-1).cumsum(-1).flip(-1)
-    assert_close(optimal_token_baseline(**data), to_come - to_come.mean(0))
+    returns_to_go = data["rewards"].flip(-1).cumsum(-1).flip(-1)
+    assert_close(optimal_token_baseline(**data), returns_to_go - returns_to_go.mean(0))
 
 
 def test_certain_tokens_are_not_weighted():
@@ -141,5 +141,5 @@ def test_no_rows_or_no_positions_give_an_empty_result(shape: tuple[int, int]):
 
 def test_groups_per_token_are_rejected():
     data = inputs(8, torch.ones(2, 3).bool()) | {"groups": torch.ones(2, 3).long()}
-    with pytest.raises(ValueError, match=r"groups has shape \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"groups .*\[2, 3\]"):
         optimal_token_baseline(**data)

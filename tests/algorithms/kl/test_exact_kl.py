@@ -141,9 +141,9 @@ def test_rows_of_no_or_one_token_are_zero(shape: tuple[int, int, int]):
 
 
 def test_misuse_is_rejected():
-    with pytest.raises(ValueError, match=r"logits have shape \[1, 2, 3\] and ref_logits \[1, 2, 4\]"):
+    with pytest.raises(ValueError, match=r"logits .*\[1, 2, 3\].* ref_logits \[1, 2, 4\]"):
         exact_kl(torch.zeros(1, 2, 3), torch.zeros(1, 2, 4))
-    with pytest.raises(ValueError, match=r"logits have shape \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"logits .*\[2, 3\]"):
         exact_kl(torch.zeros(2, 3), torch.zeros(2, 3))
-    with pytest.raises(ValueError, match=r"temperature is 0.0"):
+    with pytest.raises(ValueError, match=r"temperature .*0.0"):
         exact_kl(torch.zeros(1, 2, 3), torch.zeros(1, 2, 3), temperature=0.0)

@@ -72,24 +72,24 @@ def test_fixed_controller_is_restored():
 
 
 def test_a_kl_that_is_not_a_number_is_rejected():
-    with pytest.raises(ValueError, match="kl is NaN"):
+    with pytest.raises(ValueError, match=r"kl .*NaN"):
         START.update(math.nan, num_rows=1)
 
 
 @pytest.mark.parametrize("num_rows", [-1, 5000])
 def test_num_rows_that_could_zero_the_coefficient_are_rejected(num_rows: int):
-    with pytest.raises(ValueError, match=rf"num_rows is {num_rows}"):
+    with pytest.raises(ValueError, match=rf"num_rows .*{num_rows}"):
         START.update(6.0, num_rows)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"coef": -0.1}, r"coef is -0\.1"),
-        ({"coef": math.nan}, "coef is nan"),
-        ({"coef": 0.0}, "coef is 0"),
-        ({"target": 0.0}, r"target is 0\.0"),
-        ({"horizon": math.inf}, "horizon is inf"),
+        ({"coef": -0.1}, r"coef .*-0\.1"),
+        ({"coef": math.nan}, r"coef .*nan"),
+        ({"coef": 0.0}, r"coef .*0"),
+        ({"target": 0.0}, r"target .*0\.0"),
+        ({"horizon": math.inf}, r"horizon .*inf"),
     ],
 )
 def test_settings_out_of_range_are_rejected(settings: dict[str, float], message: str):
@@ -99,5 +99,5 @@ def test_settings_out_of_range_are_rejected(settings: dict[str, float], message:
 
 def test_a_fixed_coefficient_may_be_zero_but_not_negative():
     assert FixedKlControl(0.0).coef == 0
-    with pytest.raises(ValueError, match=r"coef is -1"):
+    with pytest.raises(ValueError, match=r"coef .*-1"):
         FixedKlControl(-1.0)

@@ -95,7 +95,7 @@ def test_kl_estimate_of_bfloat16_is_computed_in_float32():
 
 
 def test_kl_estimate_rejects_an_unknown_kind():
-    with pytest.raises(ValueError, match="kind is 'k4'"):
+    with pytest.raises(ValueError, match=r"kind .*'k4'"):
         kl_estimate(torch.zeros(1), torch.zeros(1), kind="k4")  # pyright: ignore[reportArgumentType]
 
 
@@ -126,7 +126,7 @@ def test_straight_through_by_hand():
 
 
 def test_kl_estimate_rejects_an_unknown_gradient():
-    with pytest.raises(ValueError, match="gradient is 'k4'"):
+    with pytest.raises(ValueError, match=r"gradient .*'k4'"):
         kl_estimate(torch.zeros(1), torch.zeros(1), kind="k1", gradient="k4")  # pyright: ignore[reportArgumentType]
 
 
@@ -167,7 +167,7 @@ def test_shaped_rewards_accept_a_user_estimator():
 
 
 def test_shaped_rewards_reject_a_negative_coefficient():
-    with pytest.raises(ValueError, match=r"coef is -0\.1"):
+    with pytest.raises(ValueError, match=r"coef .*-0\.1"):
         kl_shaped_rewards(torch.ones(3), MASK.float(), MASK.float(), MASK, coef=-0.1, kind="k1")
 
 
@@ -304,7 +304,7 @@ def test_reference_and_old_policy_receive_no_gradient():
 
 
 def test_kl_loss_rejects_two_corrections_of_one_gradient():
-    with pytest.raises(ValueError, match="gradient and old_logprobs"):
+    with pytest.raises(ValueError, match=r"gradient .*old_logprobs"):
         kl_loss(MASK.float(), MASK.float(), MASK, kind="k3", gradient="k2", old_logprobs=MASK.float())
 
 

@@ -148,25 +148,25 @@ def test_clip_cov_agrees_with_the_formula_in_numpy():
 
 @pytest.mark.parametrize("wrong", [{"fraction": 1.5}, {"fraction": -0.1}])
 def test_a_fraction_outside_its_range_is_rejected(wrong: dict[str, float]):
-    with pytest.raises(ValueError, match=r"fraction is .*"):
+    with pytest.raises(ValueError, match="fraction"):
         select_kl_cov(COVARIANCES, RANKED, **wrong)
-    with pytest.raises(ValueError, match=r"fraction is .*"):
+    with pytest.raises(ValueError, match="fraction"):
         select_clip_cov(COVARIANCES, RANKED, low=1, high=5, seed=0, **wrong)
 
 
 def test_a_range_that_is_empty_is_rejected():
-    with pytest.raises(ValueError, match="low is 5 and high is 1"):
+    with pytest.raises(ValueError, match=r"low .*5.* high .*1"):
         select_clip_cov(COVARIANCES, RANKED, fraction=0.1, low=5, high=1, seed=0)
 
 
 def test_a_selection_that_is_not_bool_is_rejected():
     options = {"selected": SELECTED.float(), "clip_low": 0.2, "clip_high": 0.2}
-    with pytest.raises(ValueError, match=r"selected is torch.float32"):
+    with pytest.raises(ValueError, match=r"selected .*torch.float32"):
         clip_cov_loss(OLD, OLD, ADVANTAGES, MASK, **options)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"), [({"kl_coef": -1.0}, "kl_coef is -1.0"), ({"kl_kind": "k1"}, "kl_kind is 'k1'")]
+    ("wrong", "message"), [({"kl_coef": -1.0}, r"kl_coef .*-1.0"), ({"kl_kind": "k1"}, r"kl_kind .*'k1'")]
 )
 def test_options_of_kl_cov_outside_their_range_are_rejected(wrong: dict, message: str):
     with pytest.raises(ValueError, match=message):

@@ -22,7 +22,7 @@ every_loss = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 EMPTY = {"no_rows": (0, 4), "no_positions": (3, 0)}
 
 
-def dirty(table: Columns, value: float) -> Columns:
+def with_masked_value(table: Columns, value: float) -> Columns:
     """Returns the table with this value at masked positions."""
     mask = table["mask"]
     return {
@@ -35,14 +35,14 @@ def dirty(table: Columns, value: float) -> Columns:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e4])
 def test_masked_tokens_change_neither_loss_nor_gradient_nor_metrics(case: Case, value: float):
     clean = columns(0)
-    spoilt = dirty(clean, value)
+    spoilt = with_masked_value(clean, value)
     assert_close(case(spoilt), case(clean), rtol=0, atol=0)
     assert_close(gradient(case, spoilt), gradient(case, clean), rtol=0, atol=0)
 
 
 @every_loss
 def test_loss_gradient_and_metrics_are_zero_where_the_mask_is_false(case: Case):
-    table = dirty(columns(1), 3.0)
+    table = with_masked_value(columns(1), 3.0)
     loss, metrics = case(table)
     outside = ~table["mask"]
     assert not any(x[outside].any() for x in (loss, gradient(case, table), *metrics.values()))
@@ -179,14 +179,14 @@ def test_the_gradient_agrees_with_finite_differences(name: str):
 def test_a_different_shape_is_rejected_by_name(case: Case):
     table = columns(14)
     for name in ("logprobs", "old_logprobs", "advantages", *case.columns):
-        with pytest.raises(ValueError, match=rf"{name} has shape \[6, 1\]"):
+        with pytest.raises(ValueError, match=rf"{name} .*\[6, 1\]"):
             case(table | {name: table[name][:, :1]})
 
 
 @every_loss
 def test_a_mask_that_is_not_bool_is_rejected(case: Case):
     table = columns(15)
-    with pytest.raises(ValueError, match=r"mask is torch.float64"):
+    with pytest.raises(ValueError, match=r"mask .*torch.float64"):
         case(table | {"mask": table["mask"].double()})
 
 

@@ -155,9 +155,9 @@ def test_bfloat16_inputs_are_computed_in_float32():
 @pytest.mark.parametrize(
     ("clips", "message"),
     [
-        ({"clip_low": 1.5, "clip_high": 0.2}, r"clip_low is 1.5"),
-        ({"clip_low": 0.2, "clip_high": -0.2}, "clip_high is -0.2"),
-        ({"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 1.0}, "dual_clip is 1.0"),
+        ({"clip_low": 1.5, "clip_high": 0.2}, r"clip_low .*1.5"),
+        ({"clip_low": 0.2, "clip_high": -0.2}, r"clip_high .*-0.2"),
+        ({"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 1.0}, r"dual_clip .*1.0"),
     ],
 )
 def test_clips_outside_their_range_are_rejected(clips: dict[str, float], message: str):
@@ -231,7 +231,7 @@ def test_the_decoupled_loss_with_equal_behavior_and_proximal_policy_is_ppo():
 
 def test_a_max_weight_of_zero_is_rejected():
     logprobs, old_logprobs, advantages, mask = random_inputs(9)
-    with pytest.raises(ValueError, match=r"max_weight is 0.0"):
+    with pytest.raises(ValueError, match=r"max_weight .*0.0"):
         decoupled_policy_loss(
             logprobs,
             old_logprobs,
@@ -268,7 +268,7 @@ def test_sapo_agrees_with_the_formula_in_numpy():
 
 @pytest.mark.parametrize("name", ["temperature_positive", "temperature_negative"])
 def test_a_temperature_that_is_not_above_zero_is_rejected(name: str):
-    with pytest.raises(ValueError, match=rf"{name} is 0.0"):
+    with pytest.raises(ValueError, match=rf"{name} .*0.0"):
         sapo_loss(*random_inputs(11), **{name: 0.0})
 
 
@@ -296,5 +296,5 @@ def test_clipped_surrogate_by_hand():
 
 @pytest.mark.parametrize("clips", [(-0.1, 0.2), (1.1, 0.2), (0.2, -0.1), (math.nan, 0.2), (0.2, math.nan)])
 def test_check_clips_rejects_values_out_of_range(clips: tuple[float, float]):
-    with pytest.raises(ValueError, match=r"clip_(low|high) is"):
+    with pytest.raises(ValueError, match=r"clip_(low|high)"):
         check_clips(*clips)

@@ -37,10 +37,10 @@ def test_the_gradient_equals_two_weighted_passes(form: PtxForm):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: ptx_weights(coef=-1.0, form="add"), r"coef is -1\.0"),
-        (lambda: ptx_weights(coef=27.8, form="mix"), r"coef is 27\.8"),
-        (lambda: ptx_weights(coef=0.1, form="sum"), r"form is 'sum'"),  # pyright: ignore
-        (lambda: ptx_loss(torch.zeros(2), torch.zeros(()), coef=0.1, form="add"), r"policy_loss has shape \[2\]"),
+        (lambda: ptx_weights(coef=-1.0, form="add"), r"coef .*-1\.0"),
+        (lambda: ptx_weights(coef=27.8, form="mix"), r"coef .*27\.8"),
+        (lambda: ptx_weights(coef=0.1, form="sum"), r"form .*'sum'"),  # pyright: ignore
+        (lambda: ptx_loss(torch.zeros(2), torch.zeros(()), coef=0.1, form="add"), r"policy_loss .*\[2\]"),
     ],
 )
 def test_misuse_is_rejected(call: Callable[[], object], message: str):

@@ -130,10 +130,10 @@ def test_the_binary_divergence_is_accurate_near_probability_one():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"divergence": "js"}, "divergence is 'js'"),
-        ({"delta_low": -0.1}, "delta_low is -0.1"),
-        ({"delta_high": -0.1}, "delta_high is -0.1"),
-        ({"max_ratio": 0.0}, "max_ratio is 0.0"),
+        ({"divergence": "js"}, r"divergence .*'js'"),
+        ({"delta_low": -0.1}, r"delta_low .*-0.1"),
+        ({"delta_high": -0.1}, r"delta_high .*-0.1"),
+        ({"max_ratio": 0.0}, r"max_ratio .*0.0"),
     ],
 )
 def test_options_of_dppo_outside_their_range_are_rejected(wrong: dict, message: str):
@@ -143,5 +143,5 @@ def test_options_of_dppo_outside_their_range_are_rejected(wrong: dict, message: 
 
 
 def test_clips_of_cispo_outside_their_range_are_rejected():
-    with pytest.raises(ValueError, match="clip_high is -1"):
+    with pytest.raises(ValueError, match=r"clip_high .*-1"):
         cispo_loss(*four(3), clip_low=0.2, clip_high=-1)

@@ -112,11 +112,11 @@ def test_gmpo_without_clips_is_gspo_without_clips():
 
 @pytest.mark.parametrize("name", ["clip_low", "clip_high"])
 def test_a_negative_clip_of_gmpo_is_rejected(name: str):
-    with pytest.raises(ValueError, match=rf"{name} is -0.1"):
+    with pytest.raises(ValueError, match=rf"{name} .*-0.1"):
         gmpo_loss(*per_row(5), **({"clip_low": 0.4, "clip_high": 0.4} | {name: -0.1}))
 
 
 @pytest.mark.parametrize("loss_function", [gspo_loss, gspo_token_loss])
 def test_clips_of_gspo_outside_their_range_are_rejected(loss_function):
-    with pytest.raises(ValueError, match=r"clip_low is 1.5"):
+    with pytest.raises(ValueError, match=r"clip_low .*1.5"):
         loss_function(*per_row(6), clip_low=1.5, clip_high=0.1)

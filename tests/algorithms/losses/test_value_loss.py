@@ -78,7 +78,7 @@ def test_no_gradient_flows_into_the_targets():
 
 
 def test_a_clip_that_is_not_above_zero_is_rejected():
-    with pytest.raises(ValueError, match=r"clip is 0\.0"):
+    with pytest.raises(ValueError, match=r"clip .*0\.0"):
         clipped_value_loss(*random_inputs(5), clip=0.0)
 
 
@@ -126,8 +126,8 @@ def test_empty_masks_and_empty_batches_give_zeros():
 
 def test_explained_variance_agrees_with_numpy():
     values, _, returns, mask = random_inputs(12)
-    kept, predicted = returns[mask].numpy(), values.detach()[mask].numpy()
-    assert_close(explained_variance(values, returns, mask).item(), 1 - np.var(kept - predicted) / np.var(kept))
+    targets, predicted = returns[mask].numpy(), values.detach()[mask].numpy()
+    assert_close(explained_variance(values, returns, mask).item(), 1 - np.var(targets - predicted) / np.var(targets))
 
 
 def test_explained_variance_by_hand():

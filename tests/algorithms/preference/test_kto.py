@@ -95,17 +95,17 @@ def test_bfloat16_is_float32_inside_and_an_empty_batch_is_empty():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"beta": 0.0}, r"beta is 0\.0"),
-        ({"reference_kl": -0.1}, r"reference_kl is -0\.1"),
-        ({"reference_kl": torch.zeros(8)}, r"reference_kl has shape \[8\]"),
-        ({"desirable_weight": -1.0}, r"desirable_weight is -1\.0"),
-        ({"desirable": torch.ones(8)}, r"desirable is torch\.float32"),
-        ({"logprobs": torch.zeros(7)}, r"have shapes \[7\], \[8\], \[8\]"),
+        ({"beta": 0.0}, r"beta .*0\.0"),
+        ({"reference_kl": -0.1}, r"reference_kl .*-0\.1"),
+        ({"reference_kl": torch.zeros(8)}, r"reference_kl .*\[8\]"),
+        ({"desirable_weight": -1.0}, r"desirable_weight .*-1\.0"),
+        ({"desirable": torch.ones(8)}, r"desirable .*torch\.float32"),
+        ({"logprobs": torch.zeros(7)}, r"\[7\].* \[8\].* \[8\]"),
     ],
 )
 def test_misuse_is_rejected(change: dict[str, Any], message: str):
     rows: dict[str, Any] = dict(zip(("logprobs", "ref_logprobs", "desirable"), random_rows(5), strict=True))
     with pytest.raises(ValueError, match=message):
         kto_loss(**rows | SETTINGS | change)
-    with pytest.raises(ValueError, match=r"have shapes \[2\] and \[3\], both must be \[B\]"):
+    with pytest.raises(ValueError, match=r"\[2\].* \[3\].*\[B\]"):
         kto_reference_kl(torch.zeros(2), torch.zeros(3))

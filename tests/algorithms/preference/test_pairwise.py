@@ -213,16 +213,16 @@ ONE = torch.zeros(1)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: dpo_loss(ONE, ONE, ONE, ONE, beta=0.0), r"beta is 0\.0"),
+        (lambda: dpo_loss(ONE, ONE, ONE, ONE, beta=0.0), r"beta .*0\.0"),
         (lambda: dpo_loss(ONE, ONE, ONE, ONE, beta=0.1, kind="exo"), r"'exo'"),  # pyright: ignore
-        (lambda: dpo_loss(ONE, ONE, ONE, ONE, beta=0.1, label_smoothing=0.5), r"label_smoothing is 0\.5"),
-        (lambda: dpo_loss(ONE, ONE, ONE, ONE, beta=1, kind="ipo", label_smoothing=0.1), r"label_smoothing is 0\.1"),
-        (lambda: dpo_loss(ONE, ONE, ONE[:0], ONE, beta=0.1), r"ref_chosen_logprobs has shape \[0\]"),
-        (lambda: simpo_loss(ONE, ONE, beta=2.0, margin=-1.0), r"margin is -1\.0"),
-        (lambda: orpo_loss(ONE, ONE, coef=-0.1), r"coef is -0\.1"),
-        (lambda: pairwise_reward_loss(ONE, ONE, margin=-1.0), r"margin is -1\.0"),
-        (lambda: pairwise_reward_loss(ONE[None], ONE[None]), r"chosen_scores has shape \[1, 1\]"),
-        (lambda: sequence_logprobs(ONE[None], ONE[None] > 0, mode="max"), r"mode is 'max'"),  # pyright: ignore
+        (lambda: dpo_loss(ONE, ONE, ONE, ONE, beta=0.1, label_smoothing=0.5), r"label_smoothing .*0\.5"),
+        (lambda: dpo_loss(ONE, ONE, ONE, ONE, beta=1, kind="ipo", label_smoothing=0.1), r"label_smoothing .*0\.1"),
+        (lambda: dpo_loss(ONE, ONE, ONE[:0], ONE, beta=0.1), r"ref_chosen_logprobs .*\[0\]"),
+        (lambda: simpo_loss(ONE, ONE, beta=2.0, margin=-1.0), r"margin .*-1\.0"),
+        (lambda: orpo_loss(ONE, ONE, coef=-0.1), r"coef .*-0\.1"),
+        (lambda: pairwise_reward_loss(ONE, ONE, margin=-1.0), r"margin .*-1\.0"),
+        (lambda: pairwise_reward_loss(ONE[None], ONE[None]), r"chosen_scores .*\[1, 1\]"),
+        (lambda: sequence_logprobs(ONE[None], ONE[None] > 0, mode="max"), r"mode .*'max'"),  # pyright: ignore
     ],
 )
 def test_misuse_is_rejected(call: Callable[[], object], message: str):

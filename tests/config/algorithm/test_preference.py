@@ -40,7 +40,8 @@ def test_a_loss_is_read_with_the_defaults_of_its_own(read: Callable[..., PairsCo
     assert config.ptx.arguments() == {"coef": 0.25}
 
 
-# One pair: the policy says -1 and -3, the reference -2 and -2. One answer: -1 against -2, desirable, z = 0.
+# One pair: log-probabilities -1 and -3 of the policy, -2 and -2 of the reference.
+# One response: -1 and -2, desirable, z = 0.
 COLUMNS = {
     "chosen_logprobs": torch.tensor([-1.0]),
     "rejected_logprobs": torch.tensor([-3.0]),
@@ -94,7 +95,7 @@ def test_every_form_mixes_two_losses(form: str, expected: float) -> None:
 def test_custom_functions_are_checked_before_the_run_starts(read: Callable[..., PairsConfig]) -> None:
     loss, form = f"loss: '{CUSTOM_MODULE}:gap'", f"form: '{CUSTOM_MODULE}:weighed'"
     check_functions(read(f"{{{loss}, options: {{margin: 1.0}}}}", f"{{{form}, options: {{share: 0.5}}}}"))
-    with pytest.raises(ConfigError, match=r"preference\.loss: .*setting margin"):
+    with pytest.raises(ConfigError, match=r"preference\.loss: .*\bmargin\b"):
         check_functions(read(f"{{{loss}}}"))
-    with pytest.raises(ConfigError, match=r"ptx\.form: .*part; available: share"):
+    with pytest.raises(ConfigError, match=r"ptx\.form: .*\bpart\b.* share\b"):
         check_functions(read("{loss: dpo}", f"{{{form}, options: {{part: 1}}}}"))

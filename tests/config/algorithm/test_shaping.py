@@ -60,9 +60,7 @@ def test_a_null_bound_keeps_the_default_of_the_function() -> None:
 
 
 def test_a_misspelled_setting_of_an_entry_is_named_with_its_location(read: Callable[[str], AdvantageConfig]) -> None:
-    with pytest.raises(
-        ConfigError, match=r"c.yaml:4: .*algorithm\.shaping\.0\.lo.*did you mean algorithm\.shaping\.0\.low"
-    ):
+    with pytest.raises(ConfigError, match=r"c.yaml:4: .*algorithm\.shaping\.0\.lo\b.*algorithm\.shaping\.0\.low\b"):
         read("estimator: rloo\nshaping:\n  - {kind: clip_rewards, lo: -1}\n")
 
 
@@ -91,8 +89,8 @@ CLIP = {"kind": "clip_rewards", "high": 1.0}
     ("settings", "setting"),
     [
         ({"estimator": "remax"}, "greedy_scores"),
-        ({"estimator": "gdpo", "reward_columns": ["scores", "style"]}, "reward_columns is scores, style"),
-        ({"estimator": "gdpo", "reward_columns": ["style"]}, "reward_columns is style"),
+        ({"estimator": "gdpo", "reward_columns": ["scores", "style"]}, r"reward_columns .*scores, style"),
+        ({"estimator": "gdpo", "reward_columns": ["style"]}, r"reward_columns .*style"),
     ],
 )
 def test_shaping_is_rejected_for_an_estimator_that_reads_other_rewards(settings: dict[str, Any], setting: str) -> None:
@@ -139,13 +137,13 @@ def run_with(shaping: dict[str, Any], **settings: Any) -> GRPOConfig:
 def test_a_length_penalty_without_groups_is_rejected() -> None:
     penalty = {"kind": "length_penalty", "correct_from": 1.0, "coef": 0.5}
     algorithm = {"estimator": "reinforce_plus_plus", "shaping": [penalty]}
-    with pytest.raises(ValidationError, match=r"samples_per_prompt is 1, .*length_penalty"):
+    with pytest.raises(ValidationError, match=r"samples_per_prompt .*\b1\b.*length_penalty"):
         run_with(penalty, samples_per_prompt=1, algorithm=algorithm)
     assert run_with(penalty).algorithm.shaping == (LengthPenalty(correct_from=1.0, coef=0.5),)
 
 
 def test_an_overlong_penalty_above_the_maximum_length_is_rejected() -> None:
-    with pytest.raises(ValidationError, match=r"max_length - buffer = 8 tokens, but rollout\.max_response_tokens is 8"):
+    with pytest.raises(ValidationError, match=r"max_length .*buffer .*\b8 .*rollout\.max_response_tokens .*\b8\b"):
         run_with({"kind": "overlong_penalty", "max_length": 10, "buffer": 2})
     shaping = run_with({"kind": "overlong_penalty", "max_length": 10, "buffer": 3}).algorithm.shaping
     assert shaping == (OverlongPenalty(max_length=10, buffer=3, coef=1.0),)
@@ -153,12 +151,12 @@ def test_an_overlong_penalty_above_the_maximum_length_is_rejected() -> None:
 
 def test_a_short_kl_horizon_is_rejected() -> None:
     control = {"kind": "adaptive", "target": 0.02, "horizon": 1.6}
-    with pytest.raises(ValidationError, match=r"kl_control\.horizon is 1\.6, .*batch_size, 8"):
+    with pytest.raises(ValidationError, match=r"kl_control\.horizon .*1\.6.* batch_size.*\b8\b"):
         run_with(CLIP, algorithm=ADAPTIVE | {"kl_control": control})
     run_with(CLIP, algorithm=ADAPTIVE | {"kl_control": control | {"horizon": 1.7}})
 
 
 def test_a_k_above_samples_per_prompt_is_rejected() -> None:
-    with pytest.raises(ValidationError, match=r"algorithm\.k is 3, more than samples_per_prompt"):
+    with pytest.raises(ValidationError, match=r"algorithm\.k .*\b3\b.* samples_per_prompt"):
         run_with(CLIP, algorithm={"estimator": "pass_at_k", "k": 3})
     run_with(CLIP, algorithm={"estimator": "pass_at_k", "k": 2})

@@ -57,7 +57,7 @@ def edited(batch: Batch, rows: list[Row], edit: Edit) -> tuple[Batch, list[Row]]
         "reverse": lambda: (batch.reorder(np.arange(count)[::-1]), rows[::-1]),
         "repeat": lambda: (batch.repeat(2), [row for row in rows for _ in range(2)]),
         "tile": lambda: (batch.repeat(2, interleave=False), rows * 2),
-        "mask": lambda: (batch.rows(mask), [row for row, kept in zip(rows, mask, strict=True) if kept]),
+        "mask": lambda: (batch.rows(mask), [row for row, selected in zip(rows, mask, strict=True) if selected]),
         "slice": lambda: (batch.rows(slice(numbers[0] % 5, None, 2)), rows[numbers[0] % 5 :: 2]),
         "concat": lambda: (Batch.concat([batch, batch.rows(chosen)]), rows + [rows[i] for i in chosen]),
         "minibatch": lambda: (batch, rows),
@@ -119,7 +119,7 @@ def test_minibatches_depend_only_on_seed_and_epoch():
 
 
 def test_a_minibatch_of_no_rows_is_rejected():
-    with pytest.raises(ValueError, match="0 rows"):
+    with pytest.raises(ValueError, match=r"\b0\b"):
         next(batch_of(numbered(2)).minibatches(0))
 
 
@@ -192,14 +192,14 @@ def test_union_replaces_a_column_of_the_same_name():
     assert batch.get("x").tolist() == [8, 9]
 
 
-def test_a_union_stays_aligned_after_its_rows_were_chosen():
+def test_a_union_stays_aligned_after_row_selection():
     chosen = batch_of(numbered(4)).rows([3, 1])
     both = chosen.union(Batch.from_columns({"y": [30, 10]})).reorder([1, 0])
     assert (both.get("x").tolist(), both.get("y").tolist()) == ([1, 3], [10, 30])
 
 
 def test_union_rejects_different_numbers_of_rows():
-    with pytest.raises(ColumnError, match=r"y has 3 rows.* 2"):
+    with pytest.raises(ColumnError, match=r"\by\b.* 3\b.* 2"):
         batch_of(numbered(2)).union(Batch.from_columns({"y": [1, 2, 3]}))
 
 
@@ -223,24 +223,24 @@ def test_storing_takes_a_batch_of_one_column():
 def test_token_columns_of_different_lengths_are_rejected_when_read_together():
     batch = Batch.from_columns(tokens={"a": [1, 2, 3]}, lengths=[1, 2])
     both = batch.union(Batch.from_columns(tokens={"b": [1, 2, 3]}, lengths=[2, 1]))
-    with pytest.raises(ColumnError, match="token columns a and b"):
+    with pytest.raises(ColumnError, match=r"\ba\b.* \bb\b"):
         both.tensordict()
 
 
 @pytest.mark.parametrize("order", [[0, 0, 1], [0, 1], [0, 1, 3]])
 def test_an_order_names_every_row_once(order: list[int]):
-    with pytest.raises(ColumnError, match="0 to 2"):
+    with pytest.raises(ColumnError, match=r"\b0\b.* 2\b"):
         batch_of(numbered(3)).reorder(order)
 
 
 @pytest.mark.parametrize("positions", [[3], [-1]])
 def test_rows_outside_the_batch_are_rejected(positions: list[int]):
-    with pytest.raises(ColumnError, match="0 to 2"):
+    with pytest.raises(ColumnError, match=r"\b0\b.* 2\b"):
         batch_of(numbered(3)).rows(positions)
 
 
 def test_a_mask_has_an_entry_per_row():
-    with pytest.raises(ColumnError, match=r"2 rows .* 3"):
+    with pytest.raises(ColumnError, match=r"\b2\b.* 3\b"):
         batch_of(numbered(3)).rows(np.array([True, False]))
 
 
@@ -255,7 +255,7 @@ def test_lengths_follow_the_rows_without_a_column_being_read():
 
 
 def test_a_batch_without_token_columns_has_no_lengths():
-    with pytest.raises(ColumnError, match="token column"):
+    with pytest.raises(ColumnError, match="token"):
         Batch.from_columns({"x": [1]}).lengths()
 
 
@@ -272,8 +272,8 @@ def test_a_function_may_drop_rows():
     def odd(table):
         return take_rows(table, torch.nonzero(table["rows", "x"] % 2).flatten())
 
-    kept = batch_of(numbered(4)).apply(odd, ("x", "name", "ids"), ("x", "name", "ids"), rows="unknown")
-    assert rows_of(kept) == [row for row in numbered(4) if row["x"] % 2]
+    selected = batch_of(numbered(4)).apply(odd, ("x", "name", "ids"), ("x", "name", "ids"), rows="unknown")
+    assert rows_of(selected) == [row for row in numbered(4) if row["x"] % 2]
 
 
 def test_a_function_that_writes_another_column_is_rejected():

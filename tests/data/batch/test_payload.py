@@ -29,23 +29,23 @@ def lists(payload: Payload) -> dict[str, list]:
 
 
 def test_a_slice_takes_rows_with_their_tokens():
-    taken = payload_of(1, 2, 3).take(slice(1, 3), {"x": "x", "ids": "ids"})
-    assert lists(taken) == {"x": [1, 2], "ids": [1, 2, 3, 4, 5], "lengths": [2, 3]}
+    selected = payload_of(1, 2, 3).take(slice(1, 3), {"x": "x", "ids": "ids"})
+    assert lists(selected) == {"x": [1, 2], "ids": [1, 2, 3, 4, 5], "lengths": [2, 3]}
 
 
 def test_positions_take_rows_in_their_own_order():
-    taken = payload_of(1, 2, 3).take(np.array([2, 0, 2]), {"name": "name", "ids": "ids"})
-    assert lists(taken) == {"name": ["r2", "r0", "r2"], "ids": [3, 4, 5, 0, 3, 4, 5], "lengths": [3, 1, 3]}
+    selected = payload_of(1, 2, 3).take(np.array([2, 0, 2]), {"name": "name", "ids": "ids"})
+    assert lists(selected) == {"name": ["r2", "r0", "r2"], "ids": [3, 4, 5, 0, 3, 4, 5], "lengths": [3, 1, 3]}
 
 
 def test_rows_without_tokens_can_be_taken():
-    taken = payload_of(0, 2, 0).take(np.array([0, 2]), {"ids": "ids"})
-    assert lists(taken) == {"ids": [], "lengths": [0, 0]}
+    selected = payload_of(0, 2, 0).take(np.array([0, 2]), {"ids": "ids"})
+    assert lists(selected) == {"ids": [], "lengths": [0, 0]}
 
 
 def test_no_rows_at_all_can_be_taken():
-    taken = payload_of(1, 2).take(slice(0, 0), {"x": "x", "name": "name", "ids": "ids"})
-    assert taken.num_rows == 0 and lists(taken) == {"x": [], "name": [], "ids": [], "lengths": []}
+    selected = payload_of(1, 2).take(slice(0, 0), {"x": "x", "name": "name", "ids": "ids"})
+    assert selected.num_rows == 0 and lists(selected) == {"x": [], "name": [], "ids": [], "lengths": []}
 
 
 def test_lengths_are_dropped_without_a_token_column():
@@ -53,8 +53,8 @@ def test_lengths_are_dropped_without_a_token_column():
 
 
 def test_columns_are_renamed_when_read():
-    taken = payload_of(2).take(None, {"a": "x", "b": "x", "tokens": "ids"})
-    assert taken.columns == ("a", "b", "tokens")
+    selected = payload_of(2).take(None, {"a": "x", "b": "x", "tokens": "ids"})
+    assert selected.columns == ("a", "b", "tokens")
 
 
 def test_a_missing_column_is_named_with_the_available_ones():
@@ -73,9 +73,9 @@ def stacked(*parts: Payload) -> Payload:
 
 
 def test_rows_of_every_kind_of_column_are_stacked():
-    whole = payload_of(1, 2, 3)
-    every = {name: name for name in whole.columns}
-    joined = stacked(whole.take(slice(2, 3), every), whole.take(slice(0, 2), every))
+    payload = payload_of(1, 2, 3)
+    every = {name: name for name in payload.columns}
+    joined = stacked(payload.take(slice(2, 3), every), payload.take(slice(0, 2), every))
     expected = {"x": [2, 0, 1], "name": ["r2", "r0", "r1"], "ids": [3, 4, 5, 0, 1, 2], "lengths": [3, 1, 2]}
     assert lists(joined) == expected
 
@@ -132,28 +132,28 @@ def test_rows_of_shards_are_written_to_their_targets(shards: list[list[int]], da
         for target, source in zip(at, chosen, strict=True):
             first = sum(lengths[:source])
             expected[target] = [source, f"r{source}", list(range(first, first + lengths[source]))]
-    found = collect(len(rows), sources)
-    assert found.lengths is not None
-    tokens = np.split(found.tokens["ids"], np.cumsum(found.lengths)[:-1]) if rows else []
-    columns = zip(found.rows["x"], found.rows["name"], tokens, strict=True)
+    collected = collect(len(rows), sources)
+    assert collected.lengths is not None
+    tokens = np.split(collected.tokens["ids"], np.cumsum(collected.lengths)[:-1]) if rows else []
+    columns = zip(collected.rows["x"], collected.rows["name"], tokens, strict=True)
     assert [[x, name, ids.tolist()] for x, name, ids in columns] == expected
 
 
 @pytest.mark.parametrize("rows", [None, slice(1, 3), np.array([2, 0, 2])])
 def test_the_size_of_rows_is_known_before_they_are_read(rows):
     columns = {"a": "x", "name": "name", "ids": "ids"}
-    whole = payload_of(1, 2, 3)
-    assert whole.nbytes_of(rows, columns) == whole.take(rows, columns).nbytes
+    payload = payload_of(1, 2, 3)
+    assert payload.nbytes_of(rows, columns) == payload.take(rows, columns).nbytes
 
 
 def test_merge_rejects_columns_of_different_numbers_of_rows():
-    with pytest.raises(ColumnError, match=r"x .* 2 rows.* y .* 3"):
+    with pytest.raises(ColumnError, match=r"x .* 2\b.* y .* 3"):
         merge([Payload(2, {"x": np.arange(2)}), Payload(3, {"y": np.arange(3)})])
 
 
 def test_merge_rejects_token_columns_of_different_lengths():
     other = Payload(2, {}, {"values": np.arange(3)}, np.array([2, 1]))
-    with pytest.raises(ColumnError, match=r"ids and values"):
+    with pytest.raises(ColumnError, match=r"ids .*values"):
         merge([payload_of(1, 2), other])
 
 
@@ -163,13 +163,13 @@ def test_merge_combines_columns():
 
 
 def test_a_copy_shares_no_memory():
-    whole = Payload(1, {"x": np.zeros(1), "names": [["a"]]}, {"ids": np.zeros(2)}, np.array([2]))
-    copied = whole.copy()
+    payload = Payload(1, {"x": np.zeros(1), "names": [["a"]]}, {"ids": np.zeros(2)}, np.array([2]))
+    copied = payload.copy()
     for array in (copied.rows["x"], copied.tokens["ids"], copied.lengths):
         assert isinstance(array, np.ndarray)
         array[:] = 9
     copied.rows["names"][0].append("b")
-    assert lists(whole) == {"x": [0], "names": [["a"]], "ids": [0, 0], "lengths": [2]}
+    assert lists(payload) == {"x": [0], "names": [["a"]], "ids": [0, 0], "lengths": [2]}
 
 
 def copied(runs: Runs, column: np.ndarray, size: int) -> list:

@@ -46,7 +46,7 @@ def test_a_missing_object_column_is_named_with_the_available_ones():
 
 
 def test_row_columns_of_different_sizes_are_rejected():
-    with pytest.raises(ValueError, match=r"y \(3\).* 2 rows"):
+    with pytest.raises(ValueError, match=r"y .*3.* 2\b"):
         make_tensordict({"x": torch.zeros(2), "y": torch.zeros(3)})
 
 
@@ -56,7 +56,7 @@ def test_token_columns_need_lengths():
 
 
 def test_token_columns_have_the_sum_of_the_lengths():
-    with pytest.raises(ValueError, match=r"ids \(3\).* 2 tokens"):
+    with pytest.raises(ValueError, match=r"ids .*3.* 2\b"):
         make_tensordict(tokens={"ids": torch.zeros(3)}, lengths=torch.tensor([1, 1]))
 
 
@@ -77,7 +77,7 @@ def test_unpadding_undoes_padding(row_lengths: list[int]):
 @settings(deadline=None)
 def test_taking_rows_takes_their_tokens(cases, random):
     batch = table_of(*(length for length, _ in cases))
-    index = [i for i, (_, kept) in enumerate(cases) if kept]
+    index = [i for i, (_, is_selected) in enumerate(cases) if is_selected]
     random.shuffle(index)
     selected = take_rows(batch, torch.tensor(index, dtype=torch.int64))
     split = torch.split(batch["tokens", "ids"], lengths(batch).tolist())
@@ -89,9 +89,9 @@ def test_taking_rows_takes_their_tokens(cases, random):
 def test_every_dtype_survives_the_payload(dtype: torch.dtype):
     values = torch.tensor([[1, 0], [3, 2]]).to(dtype)
     batch = make_tensordict({"x": values}, {"t": values.flatten()}, torch.tensor([3, 1]))
-    back = to_tensordict(from_tensordict(batch))
-    assert back["rows", "x"].dtype == back["tokens", "t"].dtype == dtype
-    assert torch.equal(back["rows", "x"], values) and torch.equal(back["tokens", "t"], values.flatten())
+    restored = to_tensordict(from_tensordict(batch))
+    assert restored["rows", "x"].dtype == restored["tokens", "t"].dtype == dtype
+    assert torch.equal(restored["rows", "x"], values) and torch.equal(restored["tokens", "t"], values.flatten())
 
 
 def test_bfloat16_is_stored_as_int16():
