@@ -1,4 +1,4 @@
-"""Edits of a batch of a million rows whose columns are in sixteen blocks."""
+"""Times edits of a batch of a million rows whose columns are in sixteen blocks."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ ROWS, BLOCKS = 1_000_000, 16
 
 
 def figures(repeats: int) -> list[Figure]:
-    """Milliseconds per edit, of a batch as calls return it and of one that was shuffled before."""
+    """Returns milliseconds per edit, for a batch as returned by calls and for a shuffled batch."""
     fresh = Batch({}, ROWS)
     for number in range(BLOCKS):
         fresh[f"c{number}"] = Batch.from_columns({"x": np.arange(ROWS)})

@@ -1,4 +1,4 @@
-"""What rollouts are measured with: a model whose rows have the lengths that are asked for, and the bare engines.
+"""Model and baselines of the rollout benchmarks: rows have chosen lengths, and the engines run without flowrl.
 
 The model counts down: a row says the numbers below the last token of its prompt, down to the end token. Its attention
 and its MLPs run as any model's and add nothing, so that both sides say the same tokens and have the same lengths.
@@ -35,7 +35,7 @@ Prompts = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Taken:
-    """What a side did, and what it took."""
+    """Number of tokens and duration of one measurement."""
 
     tokens: int
     seconds: float
@@ -76,7 +76,7 @@ def save_model(size: str, folder: Path) -> None:
 
 
 def prompts_of(lengths: Sequence[int], seed: int) -> list[list[int]]:
-    """Prompts of 16 to 64 tokens, all different, whose responses have the lengths."""
+    """Returns distinct prompts of 16 to 64 tokens whose responses have the lengths."""
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.randint(15, 64, (len(lengths),), generator=generator).tolist()
     starts = [torch.randint(FIRST, LAST + 1, (size,), generator=generator).tolist() for size in sizes]
@@ -84,28 +84,28 @@ def prompts_of(lengths: Sequence[int], seed: int) -> list[list[int]]:
 
 
 def measured(call: Callable[[], int]) -> Taken:
-    """Runs what gives its number of tokens."""
+    """Times a function that returns its number of tokens."""
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     tokens = call()
     return Taken(tokens, time.perf_counter() - start_s, time.process_time() - start_cpu_s)
 
 
-# What runs in the workers' processes, through `group.run`.
+# Functions for `group.run`, which run in the workers' processes.
 
 
 def processor_seconds(worker: Worker) -> float:
-    """Of this process, since it began."""
+    """Returns the CPU seconds of this process since its start."""
     return time.process_time()
 
 
 def ours(worker: Rollout, prompts: Prompts, seed: int) -> Taken:
-    """The engine alone."""
+    """Measures the engine without Ray."""
     row_N = torch.arange(len(prompts))
     return measured(lambda: len(worker.engine.generate(prompts, row_N, torch.zeros_like(row_N), seed=seed).tokens))
 
 
 def transformers_generate(worker: Rollout, prompts: Prompts, rows: int, limit: int) -> Taken:
-    """`model.generate`, so many rows at a time, in the order in which they come."""
+    """Measures `model.generate` in batches of a fixed number of rows."""
     model: Any = worker.model
 
     def run() -> int:
@@ -123,7 +123,7 @@ def transformers_generate(worker: Rollout, prompts: Prompts, rows: int, limit: i
 
 
 def decode_steps(worker: Rollout, rows: int, length: int, steps: int) -> dict[str, Taken]:
-    """Decode steps of rows whose prompts have `length` tokens: the sampler's, and a bare forward with either cache."""
+    """Times decode steps with prompts of `length` tokens: the sampler, and a bare forward pass with either cache."""
     model: Any = worker.model
     prompts, row_N = [[FIRST + row, *[LAST] * (length - 1)] for row in range(rows)], torch.arange(rows)
 
@@ -154,7 +154,7 @@ def decode_steps(worker: Rollout, rows: int, length: int, steps: int) -> dict[st
 
 
 class BareLlm(Worker):
-    """vLLM's `LLM` with the settings, and in the environment, that our engine gives it."""
+    """vLLM's `LLM` with the settings and the environment of our engine."""
 
     replicated = stateless = True
 
@@ -177,7 +177,7 @@ class BareLlm(Worker):
 
 
 def llm_generate(worker: BareLlm, prompts: Prompts, limit: int, seed: int | None) -> Taken:
-    """`LLM.generate`; with a seed, every request has its own, as ours have."""
+    """Measures `LLM.generate`; with a seed, every request has its own seed like ours."""
     from vllm import SamplingParams  # noqa: PLC0415 (only in this process)
 
     def run() -> int:

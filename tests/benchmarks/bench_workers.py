@@ -1,4 +1,4 @@
-"""The workers that dispatch is measured with, and raw Ray's actors that do the same by hand."""
+"""Workers of the dispatch benchmark, and Ray actors that do the same without flowrl."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ Columns = dict[str, np.ndarray]
 
 
 class Bench(Worker):
-    """What is called: nothing, small tables, large ones."""
+    """Methods without arguments, with small batches and with large batches."""
 
     held_bytes = 0
 
@@ -63,25 +63,25 @@ class Bench(Worker):
 
     @register(Dispatch.DP_COMPUTE, blocking=False, reads=("a",))
     def growth(self, table: TensorDict) -> int:
-        """Private bytes since `remember_memory`, while a column is held and every value of it was read."""
+        """Returns the growth of private bytes since `remember_memory`, after all values of a column have been read."""
         assert float(table["tokens", "a"].min()) == 1
         return private_bytes() - self.held_bytes
 
 
 class Talking(Bench):
-    """Ranks that talk to each other: each waits for the inputs of all."""
+    """Ranks with a process group, which wait for the inputs of all ranks."""
 
     collective = True
 
 
 def private_bytes() -> int:
-    """Memory of this process that no other shares: the object store's pages are not in it."""
+    """Returns the private memory of this process, without pages of the object store."""
     return psutil.Process().memory_full_info().uss
 
 
 @ray.remote(num_cpus=0)
 class Raw:
-    """The same by hand, on dictionaries of flat arrays."""
+    """The same methods on dictionaries of flat arrays."""
 
     def nothing(self) -> None:
         return None
@@ -93,11 +93,11 @@ class Raw:
         return {name: np.ones(count * TOKENS, dtype=np.float32) for name in COLUMNS}
 
     def read(self, columns: Columns) -> None:
-        """What every reader ends with: all columns there, a value of each read."""
+        """Reads a value of every column."""
         assert all(column[-1] == 1 for column in columns.values())
 
     def read_ranges(self, ranges: Sequence[tuple[int, int]], *parts: Columns) -> None:
-        """Rows of several objects, one after another."""
+        """Concatenates rows of several objects."""
         whole = {
             name: np.concatenate(
                 [p[name][first * TOKENS : last * TOKENS] for p, (first, last) in zip(parts, ranges, strict=True)]
@@ -107,7 +107,7 @@ class Raw:
         self.read(whole)
 
     def read_rows(self, rows: Sequence[np.ndarray], places: Sequence[np.ndarray], *parts: Columns) -> None:
-        """Rows of several objects, each to its place."""
+        """Gathers rows of several objects by index."""
         whole = {}
         for name in COLUMNS:
             column = np.empty((sum(map(len, places)), TOKENS), dtype=np.float32)

@@ -1,4 +1,4 @@
-"""What a checkpoint costs the step that it is taken after, beside `torch.save` of the same tensors in the same run.
+"""Cost of a checkpoint for its training step, compared with `torch.save` of the same tensors.
 
 `python -m tests.benchmarks.checkpoint [--table]` trains one step of a stack of linear layers with AdamW, saves it in
 turn synchronously, asynchronously and with `torch.save`, each through to the disk, and takes medians. The bytes of a
@@ -34,7 +34,7 @@ STALL_BOUND = 0.25
 
 
 def engine(num_parameters: float) -> TrainEngine:
-    """A stack of square layers after one optimizer step."""
+    """Returns a stack of square layers after one optimizer step."""
     width = round((num_parameters / LAYERS) ** 0.5)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS)))
     trained = TrainEngine(model, OptimizerConfig(lr=1e-4), EngineConfig())
@@ -47,7 +47,7 @@ def engine(num_parameters: float) -> TrainEngine:
 
 
 class Saves:
-    """The ways to save one engine; each returns the seconds that it held up its caller, and those until it was done."""
+    """Ways to save an engine. Each returns the seconds until its caller continues, and until the save is complete."""
 
     def __init__(self, trained: TrainEngine, folder: Path) -> None:
         self._engine, self._folder = trained, folder
@@ -89,7 +89,7 @@ class Saves:
         return done_s, done_s
 
     def copy(self) -> tuple[float, float]:
-        """The least that taking the state can cost: its bytes copied into memory that was used before."""
+        """Copies the state into used memory, which is the minimal cost of a snapshot."""
         self.empty()
         start_s = time.perf_counter()
         for copy, tensor in zip(self._copies, self._tensors, strict=True):
@@ -99,7 +99,7 @@ class Saves:
 
 
 def measured(ways: dict[str, Callable[[], tuple[float, float]]], repeats: int) -> dict[str, list[tuple[float, float]]]:
-    """Every way once per round, each round beginning with another; the first round is for the caller to leave out."""
+    """Runs every way once per round in rotating order. The first round is a warm-up."""
     times: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     names = list(ways)
     for number in range(repeats + 1):

@@ -1,4 +1,4 @@
-"""The cost of a call, beside raw Ray doing the same in the same run.
+"""Cost of a call, compared with raw Ray in the same run.
 
 python -m tests.benchmarks.dispatch [--repeats N] [--only PART ...] [--table]
 
@@ -25,7 +25,7 @@ PARTS = ("calls", "send", "start", "driver", "edits")
 
 
 def calls(first: WorkerGroup, raws: list, repeats: int) -> list[Figure]:
-    """A call without arguments, one with a small batch, and one with a large one that the driver makes and reads."""
+    """Times calls without arguments, with a small batch, and with a large batch that the driver creates and reads."""
 
     def raw_nothing() -> None:
         ray.get([actor.nothing.remote() for actor in raws])
@@ -50,7 +50,7 @@ def calls(first: WorkerGroup, raws: list, repeats: int) -> list[Figure]:
     return [
         paired("no-op on 4 ranks", first.nothing, raw_nothing, repeats * 5, 1.3),
         paired("8 rows x 4 columns, there and back", eight, partial(raw, small, _itself, True), repeats * 5, 1.5),
-        paired(f"{round_trip}; both end with whole columns", many, partial(raw, big, ray.put, True), few, 1.5),
+        paired(f"{round_trip}; both concatenate columns", many, partial(raw, big, ray.put, True), few, 1.5),
         paired(f"{round_trip}; raw ends with parts", many, partial(raw, big, ray.put, False), few, 1.5),
     ]
 
@@ -60,7 +60,7 @@ def _itself(part: dict) -> dict:
 
 
 def on_ray(parts: list[str], repeats: int) -> list[Figure]:
-    """The figures that need processes: two groups of four, and as many raw actors."""
+    """Measures two groups of four processes, and as many Ray actors."""
     if not {"calls", "send", "start"} & set(parts):
         return []
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_lineage_pinning_enabled": "0"}  # as in a run
@@ -70,7 +70,7 @@ def on_ray(parts: list[str], repeats: int) -> list[Figure]:
         include_dashboard=False,
         _node_ip_address="127.0.0.1",
         logging_level=logging.ERROR,
-        log_to_driver=False,  # stdout is for the figures
+        log_to_driver=False,  # stdout contains only the figures
     )
     found = group_start.figures(max(3, repeats // 5)) if "start" in parts else []
     if parts == ["start"]:
@@ -87,7 +87,7 @@ def on_ray(parts: list[str], repeats: int) -> list[Figure]:
 
 
 def main() -> None:
-    """Measures what was asked for, everything by default."""
+    """Measures the selected parts, by default all."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))

@@ -1,4 +1,4 @@
-"""The driver's own time per call, against ranks: a backend that replies at once leaves nothing else to measure."""
+"""CPU time of the driver per call and rank, with a backend that responds immediately."""
 
 import gc
 import statistics
@@ -29,7 +29,7 @@ ROWS_PER_RANK = 16
 
 
 class InstantRef:
-    """A value that counts as being elsewhere."""
+    """A reference that counts as remote."""
 
     def __init__(self, value: Any = None) -> None:  # Any: a payload or a report
         self._value = value
@@ -49,7 +49,7 @@ class InstantRef:
 
 
 class InstantBackend:
-    """Hosts that do nothing, at once: a call's report says that its rows are as its contract promised."""
+    """Hosts that return empty reports immediately, with the rows of the contract."""
 
     def inventory(self, device: Device, devices: Sequence[int] | None) -> Inventory:
         return Inventory((max(RANKS),), "cpu")
@@ -107,7 +107,7 @@ class InstantBackend:
 
 
 def group_of(num_ranks: int, cls: type[Bench] = Bench) -> WorkerGroup:
-    """A group whose calls are submitted to nobody."""
+    """Returns a group whose calls are not executed."""
     slots = [Slot("p", rank, 0, rank, rank) for rank in range(num_ranks)]
     backend = InstantBackend()
     calls = Calls(backend)
@@ -118,7 +118,7 @@ def group_of(num_ranks: int, cls: type[Bench] = Bench) -> WorkerGroup:
 
 
 def figures(repeats: int) -> list[Figure]:
-    """Microseconds per call and rank: submission, and reading what came back."""
+    """Returns microseconds per call and rank for submitting and for reading the result."""
     found = []
     for num_ranks in RANKS:
         group, talking = group_of(num_ranks), group_of(num_ranks, Talking)
@@ -128,7 +128,7 @@ def figures(repeats: int) -> list[Figure]:
         wide = x.select("x")
         for name in WIDE:
             wide[name] = group.column(x)
-        # The order is new each time: nothing of an earlier call's plan may be left to use.
+        # A new order each time, so that plans of earlier calls are not reused.
         orders = iter([np.random.default_rng(i).permutation(rows) for i in range(4 * repeats)])
 
         def shuffled(group: WorkerGroup, wide: Batch = wide, orders: Iterator[np.ndarray] = orders) -> None:
@@ -147,7 +147,7 @@ def figures(repeats: int) -> list[Figure]:
 
 
 def _per_call_us(call: Callable[[], object], repeats: int) -> float:
-    """The driver's CPU time: what other processes of the machine take is not in it."""
+    """Returns the driver's CPU time per call, which other processes do not affect."""
     times = []
     gc.collect()
     for number in range(repeats + 1):

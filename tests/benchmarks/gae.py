@@ -1,4 +1,4 @@
-"""GAE of [1024, 4096], beside a NumPy loop over rows and beside a plain torch loop over time.
+"""GAE of [1024, 4096], compared with a NumPy loop over rows and a torch loop over time.
 
 python -m tests.benchmarks.gae [--repeats N] [--threads N]
 """
@@ -21,7 +21,7 @@ LOOP_ROWS = 64
 
 
 def numpy_loop(rewards: np.ndarray, values: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Row by row and token by token, as the paper's recursion is written."""
+    """Computes the recursion of the paper row by row and token by token."""
     advantages = np.zeros_like(rewards)
     for row in range(len(rewards)):
         carry = next_value = 0.0
@@ -35,7 +35,7 @@ def numpy_loop(rewards: np.ndarray, values: np.ndarray, mask: np.ndarray) -> np.
 
 
 def torch_loop(rewards_BT: Tensor, values_BT: Tensor, mask: Tensor) -> Tensor:
-    """All rows at once, a loop over time on columns of [B, T]."""
+    """Computes all rows at once, with a loop over the columns of [B, T]."""
     carry_B = next_value_B = rewards_BT.new_zeros(len(rewards_BT))
     columns = []
     for t in reversed(range(rewards_BT.shape[1])):
@@ -47,7 +47,7 @@ def torch_loop(rewards_BT: Tensor, values_BT: Tensor, mask: Tensor) -> Tensor:
 
 
 def main() -> None:
-    """Prints medians in milliseconds, and by how much the results differ, as JSON."""
+    """Prints medians in milliseconds and the differences of the results as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)

@@ -1,4 +1,4 @@
-"""From nothing to the first answer of four workers, beside bare Ray actors with the same imports."""
+"""Startup time of four workers until their first response, compared with Ray actors with the same imports."""
 
 import importlib
 import statistics
@@ -16,7 +16,7 @@ IMPORTS = ("torch", "tensordict", "psutil", "flowrl.data.batch.tensordicts", "fl
 
 @ray.remote(num_cpus=1)
 class Bare:
-    """An actor that loads what a worker loads."""
+    """A Ray actor with the imports of a worker."""
 
     def __init__(self) -> None:
         for name in IMPORTS:
@@ -27,7 +27,7 @@ class Bare:
 
 
 def figures(repeats: int) -> list[Figure]:
-    """Seconds; Ray itself runs already."""
+    """Returns startup times in seconds, with a running Ray."""
     pairs = [(_ours(), _raw()) if number % 2 else (_raw(), _ours())[::-1] for number in range(repeats)]
     ours, raw = (statistics.median(side) for side in zip(*pairs, strict=True))
     ratio = statistics.median(a / b for a, b in pairs)

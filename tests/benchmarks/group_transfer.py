@@ -19,7 +19,7 @@ ORDER = np.random.default_rng(0).permutation(ROWS)
 
 
 def figures(first: WorkerGroup, second: WorkerGroup, raws: list, others: list, repeats: int) -> list[Figure]:
-    """Times beside raw Ray reading the same rows of the same objects, each with and without making them."""
+    """Times transfers and raw Ray reads of the same rows, each with and without creating the rows."""
     seeds = Batch.from_columns(rows={"x": np.zeros(ROWS, dtype=np.int64)})
     splits: dict[str, tuple[Callable[[Batch], Batch], Callable[[list], object], float]] = {
         "same split": (lambda batch: batch, partial(_raw_same, others), 1.3),
@@ -38,7 +38,7 @@ def figures(first: WorkerGroup, second: WorkerGroup, raws: list, others: list, r
         if name != "same split":
             found.append(paired(f"{what}; raw passes it in the same split", read, partial(same, refs), repeats))
         both = partial(lambda edit: second.read(edit(first.make(seeds))).get(), edit)
-        what = f"64 MiB made and handed on, {name}"
+        what = f"64 MiB created and sent, {name}"
         found.append(paired(what, both, lambda raw=raw: raw(_raw_make(raws)), repeats, bound))
         if name != "same split":
             raw_same = partial(lambda same: same(_raw_make(raws)), same)
@@ -71,12 +71,12 @@ def _raw_shuffled(others: list, refs: list) -> None:
 
 
 def _memory(second: WorkerGroup, made: Batch) -> list[Figure]:
-    """Private memory of the consumers: shared pages of the object store are not in it."""
+    """Measures the private memory of the consumers, without pages of the object store."""
     shard = ROWS * TOKENS * 4 * 4 / RANKS
     shuffled, found = made.reorder(ORDER), []
     for name, batch in (("same split", made), ("shuffled", shuffled)):
         parts = [batch.rows(slice(EACH * i, EACH * (i + 1))) for i in range(RANKS)]
-        # What a first call loads is not what it reads.
+        # The first call also loads modules.
         second.growth([part.rows([0]) for part in parts]).get()
         second.remember_memory()
         worst = max(second.growth(parts).get())
@@ -86,7 +86,7 @@ def _memory(second: WorkerGroup, made: Batch) -> list[Figure]:
 
 
 def _driver(first: WorkerGroup, second: WorkerGroup, seeds: Batch) -> list[Figure]:
-    """What reaches the driver's process of a hand-over: bytes from its TCP sockets, and all its memory."""
+    """Measures the bytes that a transfer sends to the driver, and the memory of the driver."""
     second.read(first.make(seeds)).get()
     process = psutil.Process()
     before, private, resident = received_bytes(), private_bytes(), process.memory_info().rss
@@ -95,6 +95,6 @@ def _driver(first: WorkerGroup, second: WorkerGroup, seeds: Batch) -> list[Figur
     received = sum(size - before.get(inode, 0) for inode, size in after.items())
     grown = max(process.memory_info().rss - resident, private_bytes() - private)
     return [
-        alone("driver receives over TCP, 64 MiB made and handed on", "KiB", received / 1024, 64),
-        alone("driver's memory growth, shared pages too, 64 MiB made and handed on", "MiB", grown / MIB),
+        alone("driver receives over TCP, 64 MiB created and sent", "KiB", received / 1024, 64),
+        alone("driver's memory growth, shared pages too, 64 MiB created and sent", "MiB", grown / MIB),
     ]

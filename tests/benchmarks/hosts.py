@@ -21,19 +21,19 @@ SIZES = (1, 2, 4, 8)
 
 
 class Importing(Worker):
-    """Has what the shipped roles import."""
+    """Imports the modules of the included roles."""
 
     def __init__(self) -> None:
         import flowrl.workers  # noqa: F401, PLC0415 (what is measured)
 
     @register(Dispatch.ONE_TO_ALL)
     def processor_seconds(self) -> float:
-        """Of this process since it was started, its imports included."""
+        """Returns the CPU seconds of this process since its start, including imports."""
         return time.process_time()
 
 
 def start(ranks: int) -> tuple[float, float]:
-    """Seconds until all ranks have answered, and the mean of their processor seconds."""
+    """Returns the seconds until all ranks have responded, and their mean CPU seconds."""
     placement = Placement(device="cpu", pools={"main": [ranks]}, roles={"worker": "main"})
     began = time.monotonic()
     with Cluster(placement, backend="ray", num_threads=1) as cluster:

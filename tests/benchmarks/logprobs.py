@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens from hidden states in tiles, beside the whole logits: time and peak memory.
+"""Time and peak memory of log-probabilities from hidden states in tiles, compared with full logits.
 
 python -m tests.benchmarks.logprobs [--repeats N] [--vocabulary 152000] [--table]
 
@@ -32,7 +32,7 @@ MEMORY_BOUND = 0.3
 
 
 def passes(size: int, vocabulary: int) -> dict[str, Callable[[], object]]:
-    """Name -> a forward and a backward pass, both on the same inputs."""
+    """Returns forward and backward passes on the same inputs, by name."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn((1, TOKENS, size), generator=generator).requires_grad_()
     weight = (torch.randn((vocabulary, size), generator=generator) / size**0.5).requires_grad_()
@@ -50,23 +50,23 @@ def passes(size: int, vocabulary: int) -> dict[str, Callable[[], object]]:
 
 
 def peak_mib(name: str, size: int, vocabulary: int) -> float:
-    """What a fresh process grows by."""
+    """Returns the memory growth of a new process."""
     command = [sys.executable, "-m", "tests.benchmarks.logprobs", "--peak", name, str(size), str(vocabulary)]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
 def grown_mib(name: str, size: int, vocabulary: int) -> float:
-    """Growth of this process's largest size by one pass; what is there before is counted as it stands."""
+    """Returns the growth of this process's peak memory by one pass."""
     run = passes(size, vocabulary)[name]
     before = psutil.Process().memory_info().rss
     run()
-    # Not ru_maxrss: a process inherits that of the one that started it.
+    # Not ru_maxrss, which a process inherits from its parent.
     (peak_kib,) = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return (int(peak_kib) * 1024 - before) / MIB
 
 
 def figures(size: int, vocabulary: int, repeats: int, bounded: bool) -> list[Figure]:
-    """Time and memory at one hidden size."""
+    """Measures time and memory for one hidden size."""
     what = f"{TOKENS} tokens, vocabulary {vocabulary}, hidden {size}"
     run, bound = passes(size, vocabulary), TIME_BOUNDS[size] if bounded else None
     found = [paired(f"{what}: time", run["ours"], run["naive"], repeats, bound)]
@@ -80,7 +80,7 @@ def figures(size: int, vocabulary: int, repeats: int, bounded: bool) -> list[Fig
 
 
 def cpu_ms(call: Callable[[], object]) -> float:
-    """Milliseconds of all threads of this process."""
+    """Returns the CPU milliseconds of all threads of this process."""
     start_s = time.process_time()
     call()
     return (time.process_time() - start_s) * 1e3

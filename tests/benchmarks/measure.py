@@ -1,4 +1,4 @@
-"""Measuring two sides in turn, and what a measurement ran on."""
+"""Interleaved measurement of two alternatives, and a description of the machine."""
 
 import os
 import platform
@@ -20,7 +20,7 @@ _RECEIVED_AT = 128
 
 
 class Figure(TypedDict, total=False):
-    """One line of the table. `bound` is what the ratio, or `ours`, may be."""
+    """One row of the table. `bound` limits the ratio, or `ours`."""
 
     what: Required[str]
     unit: Required[str]
@@ -38,11 +38,10 @@ def paired(
     bound: float | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Figure:
-    """Medians of both in milliseconds of a clock that tells seconds, measured in turn; the ratio is the median of the
-    pairs' ratios."""
+    """Measures both in turn and returns medians in milliseconds, with the median of the ratios of pairs."""
     times: tuple[list[float], list[float]] = ([], [])
     for number in range(repeats + WARMUP):
-        # Each side goes first half of the time: what one leaves behind, the other pays for.
+        # The sides alternate, because each one affects the state for the next one.
         for side in (0, 1) if number % 2 else (1, 0):
             start_s = clock()
             (ours, raw)[side]()
@@ -55,7 +54,7 @@ def paired(
 
 
 def alone(what: str, unit: str, value: float, bound: float | None = None) -> Figure:
-    """A figure that nothing stands beside."""
+    """Returns a figure without a baseline."""
     return _bounded(Figure(what=what, unit=unit, ours=round(value, 3)), bound)
 
 
@@ -66,7 +65,7 @@ def _bounded(figure: Figure, bound: float | None) -> Figure:
 
 
 def median_ms(call: Callable[[], object], repeats: int) -> float:
-    """Milliseconds of one call."""
+    """Returns the median milliseconds of a call."""
     times = []
     for number in range(repeats + WARMUP):
         start_s = time.perf_counter()
@@ -77,7 +76,7 @@ def median_ms(call: Callable[[], object], repeats: int) -> float:
 
 
 def received_bytes() -> dict[str, int]:
-    """Bytes that every TCP socket of this process has received: socket -> bytes, as the kernel counts them."""
+    """Returns the bytes received by each TCP socket of this process, as counted by the kernel."""
     counts = {}
     for entry in Path("/proc/self/fd").iterdir():
         try:
@@ -94,8 +93,8 @@ def received_bytes() -> dict[str, int]:
 
 
 def peak_growth(call: Callable[[], object]) -> int:
-    """Bytes by which this process's peak resident memory grows in a call, beyond what it has before (Linux)."""
-    Path("/proc/self/clear_refs").write_text("5")  # a new peak begins
+    """Returns the growth of this process's peak resident memory during a call (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = psutil.Process().memory_info().rss
     call()
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -103,7 +102,7 @@ def peak_growth(call: Callable[[], object]) -> int:
 
 
 def machine() -> dict[str, str]:
-    """What the figures ran on."""
+    """Returns a description of the machine."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
     packages = {name: version(name) for name in ("ray", "torch", "numpy", "tensordict")}
@@ -117,7 +116,7 @@ def machine() -> dict[str, str]:
 
 
 def table(figures: list[Figure]) -> str:
-    """The figures as markdown."""
+    """Returns the figures as a Markdown table."""
     lines = ["| what | ours | raw Ray | ratio | bound |", "|---|---|---|---|---|"]
     for figure in figures:
         unit = figure["unit"]

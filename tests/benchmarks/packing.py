@@ -1,4 +1,4 @@
-"""What rows of very different lengths cost beside rows of one length: tokens per second of an optimizer step.
+"""Tokens per second of an optimizer step for rows of different lengths, compared with rows of one length.
 
 python -m tests.benchmarks.packing [--repeats N] [--width N] [--rows N] [--table]
 
@@ -35,7 +35,7 @@ BOUND = 1 / 0.85
 
 
 def rows_of(lengths_B: torch.Tensor) -> TensorDict:
-    """Random tokens; all but the first of a row are trained on."""
+    """Returns rows of random tokens; all tokens except the first are trained."""
     total = int(lengths_B.sum())
     mask_T = torch.ones(total, dtype=torch.bool)
     mask_T[torch.cumsum(lengths_B, 0) - lengths_B] = False
@@ -44,20 +44,20 @@ def rows_of(lengths_B: torch.Tensor) -> TensorDict:
 
 
 def long_tailed(num_rows: int) -> torch.Tensor:
-    """Lengths as those of responses: most are short, a few go to the limit."""
+    """Returns lengths like those of responses: most are short, and a few reach the limit."""
     normal_B = torch.randn(num_rows, generator=torch.Generator().manual_seed(0))
     return (MEDIAN * (SPREAD * normal_B).exp()).round().long().clamp(8, LONGEST)
 
 
 def imitation(model: torch.nn.Module, micro: MicroBatch, counts: Denominators):
-    """Cross-entropy over the mask."""
+    """Returns the cross-entropy over the mask."""
     mask_BL = micro.tokens["response_mask"]
     loss = -(model(micro.input_ids, mask_BL, pack=micro.pack)[0] * mask_BL).sum() / counts.tokens
     return loss, {"loss": Mean(float(loss.detach()), 1)}
 
 
 def in_order(rows: TensorDict) -> Iterator[TensorDict]:
-    """As many rows at a time as fit the budget, in the order they come."""
+    """Splits rows in their given order into micro-batches within the budget."""
     lengths_B, chosen = lengths(rows).tolist(), []
     for row, length in enumerate(lengths_B):
         if chosen and (len(chosen) + 1) * max(length, *(lengths_B[i] for i in chosen)) > BUDGET:
@@ -68,7 +68,7 @@ def in_order(rows: TensorDict) -> Iterator[TensorDict]:
 
 
 class Stepper:
-    """One model, its optimizer, and steps over whatever it is given."""
+    """A model with its optimizer, and timed steps."""
 
     def __init__(self, width: int, packing: Literal["always", "never"]) -> None:
         torch.manual_seed(0)
@@ -91,7 +91,7 @@ class Stepper:
         self.engine.update(rows, imitation)
 
     def padded_passes(self, parts: list[TensorDict]) -> None:
-        """The same passes with micro-batches cut by the order of rows."""
+        """Runs the same passes with micro-batches in the given order of rows."""
         for part in parts:
             (micro,) = microbatches(part, 10**9)
             imitation(self.engine.model, micro, Denominators(1, 1))[0].backward()
@@ -99,7 +99,7 @@ class Stepper:
 
 
 def compared(width: int, uneven: TensorDict, repeats: int) -> list[Figure]:
-    """Every form beside rows of one length."""
+    """Measures every form, compared with rows of one length."""
     packed, padded = Stepper(width, "always"), Stepper(width, "never")
     total, num_rows = int(lengths(uneven).sum()), len(lengths(uneven))
     even = rows_of(torch.full((num_rows,), total // num_rows))
@@ -119,7 +119,7 @@ def compared(width: int, uneven: TensorDict, repeats: int) -> list[Figure]:
 
 
 def main() -> None:
-    """Prints the figures; the bound is on the time of long-tailed packed rows, of that of equal ones."""
+    """Prints the figures; the bound limits the time of long-tailed packed rows relative to equal rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--width", type=int, default=128)

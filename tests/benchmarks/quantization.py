@@ -1,4 +1,4 @@
-"""A quantised rollout against one of floats, on a model of 100 million parameters; see docs/rollout.md.
+"""Compares a quantized with a float rollout on a model of 100 million parameters; see docs/rollout.md.
 
 `python -m tests.benchmarks.quantization` prints one line of JSON per figure.
 """
@@ -24,7 +24,7 @@ PROMPT, RESPONSE = 16, 16
 
 
 def model() -> Qwen2ForCausalLM:
-    """GPT-2 small's shape: 12 layers of 768, tied embeddings, with the usual spread of initial weights."""
+    """Returns a model of the size of GPT-2 small: 12 layers of 768, tied embeddings, default initialization."""
     torch.manual_seed(0)
     config = Qwen2Config(
         hidden_size=768,

@@ -1,4 +1,4 @@
-"""Tokens per second of both rollout engines beside the bare ones, and what a decode step of the hf sampler costs.
+"""Tokens per second of both rollout engines, compared with the bare engines, and the cost of a decode step.
 
 python -m tests.benchmarks.rollout [--sizes 1M 26M] [--engines hf vllm] [--repeats N] [--table]
 
@@ -56,7 +56,7 @@ Sides = dict[str, Callable[[Prompts, int], Taken]]
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the table."""
+    """One row of the table."""
 
     what: str
     unit: str
@@ -69,7 +69,7 @@ class Line:
 
 
 def lengths(shape: str, rows: int, seed: int) -> list[int]:
-    """Of the responses: all alike, or log-normal with a tail that is cut off."""
+    """Returns response lengths: constant, or log-normal with a truncated tail."""
     if shape == "equal":
         return [LIMIT // 2] * rows
     drawn = torch.empty(2 * rows).log_normal_(3.5, 1.0, generator=torch.Generator().manual_seed(seed))
@@ -78,7 +78,7 @@ def lengths(shape: str, rows: int, seed: int) -> list[int]:
 
 @contextmanager
 def opened(engine: str, folder: Path, rows: int) -> Iterator[tuple[WorkerGroup, Sides]]:
-    """A rollout of an engine, and the sides that are timed."""
+    """Opens a rollout; yields the functions that are timed."""
     bare = {"bare": "bare"} if engine == "vllm" else {}
     roles = {"rollout": "main", **bare}
     placement = Placement(device="cpu", pools={name: [1] for name in ("main", *bare)}, roles=roles)
@@ -114,14 +114,14 @@ def _call(group: WorkerGroup) -> Callable[[Prompts, int], Taken]:
 
 
 def rounds(sides: Sides, shape: str, rows: int, repeats: int) -> list[dict[str, Taken]]:
-    """What each side took, per round; the first round is for what a first call makes."""
+    """Returns the measurements of each side per round. The first round is a warm-up."""
     found, names = [], list(sides)
     for number in range(repeats + 1):
         first = number % len(names)
         taken = {}
         for place, name in enumerate((*names[first:], *names[:first])):
             seed = number * len(names) + place
-            # Fresh prompts for each: nothing of them is in a prefix cache.
+            # New prompts for each side, so that the prefix cache has no hits.
             taken[name] = sides[name](prompts_of(lengths(shape, rows, number), seed), seed)
         assert len({side.tokens for side in taken.values()}) == 1, taken
         found.append(taken)
@@ -138,7 +138,7 @@ def throughput(what: str, taken: list[dict[str, Taken]], name: str, beside: str,
 
 
 def steps(group: WorkerGroup, what: str, rows: int, repeats: int) -> Line:
-    """A decode step of the sampler beside the faster of two bare forwards."""
+    """Compares a decode step of the sampler with the faster of two bare forward passes."""
     taken = [group.run(decode_steps, rows, STEP_LENGTH, STEPS, rank_zero=True) for _ in range(repeats + 1)][1:]
     ms = {name: statistics.median(each[name].seconds for each in taken) / STEPS * 1e3 for name in taken[0]}
     best = min(("DynamicCache", "StaticCache"), key=lambda name: ms[name])
@@ -148,7 +148,7 @@ def steps(group: WorkerGroup, what: str, rows: int, repeats: int) -> Line:
 
 
 def figures(size: str, engines: Sequence[str], repeats: int) -> Iterator[Line]:
-    """All lines of a model, as they are found."""
+    """Yields all rows of a model as they are measured."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_model(size, folder)
@@ -169,7 +169,7 @@ HEAD = "| what | ours | bare | ratio | of processor time | bound |\n|---|---|---
 
 
 def row_of(line: Line) -> str:
-    """A line of the table, as markdown."""
+    """Returns a row of the Markdown table."""
     bound = "" if line.bound is None else f"{line.bound:g}"
     mine, bare = (f"{n:,.0f}" if line.unit == "tokens/s" else f"{n:.2f} {line.unit}" for n in (line.ours, line.bare))
     return f"| {line.what} | {mine} | {bare} | {line.ratio:.2f} | {line.cpu_ratio:.2f} | {bound} |\n"

@@ -1,4 +1,4 @@
-"""What a user waits for before anything runs: imports and `flowrl plan`, beside `import torch` in the same run.
+"""Startup time of imports and `flowrl plan`, compared with `import torch` in the same run.
 
 python tests/benchmarks/startup.py [--repeats N]
 """

@@ -1,4 +1,4 @@
-"""What each way to spread a model costs: time of an optimizer step, peak memory per rank, and bytes between ranks.
+"""Costs of each parallelism: time of an optimizer step, peak memory per rank, and bytes between ranks.
 
 python -m tests.benchmarks.strategies [--repeats N] [--table]
 
@@ -48,7 +48,7 @@ SIZES = {"large": (384, 4), "small": (64, 2)}
 
 @dataclass(frozen=True)
 class Case:
-    """A way to run the model."""
+    """A parallelism of the model."""
 
     ranks: int = 1
     engine: Mapping[str, object] = field(default_factory=dict)
@@ -79,7 +79,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Found:
-    """What one case cost."""
+    """Measurements of one case."""
 
     what: str
     processes: int
@@ -113,7 +113,7 @@ def model(name: str) -> Qwen2ForCausalLM:
 
 
 class Stepper:
-    """An engine of a case, and this rank's rows."""
+    """The engine of a case, and the rows of this rank."""
 
     def __init__(self, case: Case, folder: Path, mesh: RankMesh) -> None:
         engine = EngineConfig.model_validate(dict(case.engine) | {"max_tokens_per_microbatch": BUDGET})
@@ -140,9 +140,9 @@ def _mesh(case: Case) -> RankMesh:
 
 
 def time_all(rank: int, folder: Path, repeats: int) -> None:
-    """One of the processes that take the times. The first writes both times and bytes per case and round."""
+    """Runs one rank of the timing processes. Rank 0 writes times and bytes per case and round."""
     _join(rank, folder / "times", RANKS)
-    # Every rank makes every mesh, and takes part in the cases that it is in.
+    # Every rank creates every mesh and runs the cases that include it.
     meshes = {name: _mesh(case) for name, case in CASES.items()}
     steppers = {n: Stepper(c, folder / "large", meshes[n]) for n, c in CASES.items() if rank < c.ranks}
     names, found = list(CASES), {name: [] for name in CASES}
@@ -159,13 +159,13 @@ def time_all(rank: int, folder: Path, repeats: int) -> None:
             distributed.barrier()
             found[name].append((time.perf_counter() - start_s, cpu_s, received))
     if rank == 0:
-        # The first round is for what a first step makes.
+        # The first round is a warm-up.
         (folder / "times.json").write_text(json.dumps({name: taken[1:] for name, taken in found.items()}))
     distributed.destroy_process_group()
 
 
 def weigh(rank: int, folder: Path, name: str) -> None:
-    """One of the fresh processes whose memory is taken."""
+    """Runs one rank of the memory measurement in a new process."""
     case = CASES[name]
     _join(rank, folder / "meet" / name, case.ranks)
     mesh = _mesh(case)
@@ -186,7 +186,7 @@ def _join(rank: int, place: Path, ranks: int) -> None:
 
 
 def measured(folder: Path, repeats: int) -> list[Found]:
-    """All cases."""
+    """Measures all cases."""
     for size in SIZES:
         model(size).save_pretrained(folder / size)
     weights = sum(parameter.numel() for parameter in model("large").parameters()) * 4
@@ -218,7 +218,7 @@ def measured(folder: Path, repeats: int) -> list[Found]:
 
 
 def table(found: list[Found]) -> str:
-    """The figures as markdown."""
+    """Returns the figures as a Markdown table."""
     lines = [
         "| what | processes | a step | of `single` | processor time per rank | peak memory per rank | in weights | "
         "received per step |",

@@ -1,4 +1,4 @@
-"""Updates of weights inside vLLM's own process, timed there."""
+"""Times weight updates inside the vLLM process."""
 
 import statistics
 import time
@@ -12,8 +12,8 @@ from flowrl.workers import Rollout
 
 
 def own_engine_ms(worker: Rollout, weights: dict[str, np.ndarray], repeats: int) -> float:
-    """Milliseconds of begin, receive and commit, without the way there."""
-    engine: Any = worker.engine  # vLLM's, whose module is loaded in its process alone
+    """Returns the milliseconds of begin, receive and commit, without the transfer."""
+    engine: Any = worker.engine  # only the vLLM process imports vLLM
     tensors = to_tensors(weights)
 
     def update() -> None:
@@ -25,7 +25,7 @@ def own_engine_ms(worker: Rollout, weights: dict[str, np.ndarray], repeats: int)
 
 
 def reload_ms(worker: Rollout, weights: dict[str, np.ndarray], repeats: int) -> float:
-    """The same of vLLM's `reload_weights` with the reset of the prefix cache."""
+    """Returns the milliseconds of vLLM's `reload_weights` with a reset of the prefix cache."""
     rollout: Any = worker.engine
     engine = rollout._engine
     tensors = to_tensors(weights)

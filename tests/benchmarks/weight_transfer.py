@@ -1,4 +1,4 @@
-"""New weights from an actor to a rollout in another process: `python -m tests.benchmarks.weight_transfer [--table]`.
+"""Weight sync from an actor to a rollout in another process: `python -m tests.benchmarks.weight_transfer [--table]`.
 
 Each size is measured in turn with raw Ray moving arrays of the same sizes, with a copy of the same bytes, and with the
 form in which a call moves each parameter. Where vLLM is installed its updates are measured too.
@@ -50,7 +50,7 @@ def save(folder: Path, size: str) -> ModelConfig:
 
 @contextmanager
 def opened(model: ModelConfig, engine: str) -> Iterator[tuple[WorkerGroup, WorkerGroup]]:
-    """An actor and a rollout, each in a process."""
+    """Opens an actor and a rollout in separate processes."""
     placement = Placement(device="cpu", pools={"a": [1], "b": [1]}, roles={"actor": "a", "rollout": "b"})
     rollout = RolloutConfig.model_validate({"engine": engine, "max_response_tokens": 8})
     apart = ("rollout",) if engine == "vllm" else ()
@@ -63,7 +63,7 @@ def opened(model: ModelConfig, engine: str) -> Iterator[tuple[WorkerGroup, Worke
 
 
 class Raw:
-    """By hand: arrays of the same sizes are returned, and copied into others that were there before."""
+    """Ray actor that returns arrays of the same sizes and copies them into existing ones."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         self.held = {name: np.ones(shape, dtype=np.float32) for name, shape in shapes.items()}
@@ -76,7 +76,7 @@ class Raw:
             np.copyto(self.held[name], array)
 
     def copy_ms(self, repeats: int) -> float:
-        """Milliseconds of a copy of all of it into memory that is there."""
+        """Returns the milliseconds of a copy of all weights into existing memory."""
         targets, times = {name: array.copy() for name, array in self.held.items()}, []
         for _ in range(repeats):
             start_s = time.perf_counter()
@@ -89,7 +89,7 @@ class Raw:
 def publish(
     actor: WorkerGroup, rollout: WorkerGroup, count: int, chunk_mb: float, *, wait_for_each: bool = False
 ) -> None:
-    """As a run does it; or waiting for each part, as peers do with each parameter."""
+    """Runs a weight sync as in a run, or waits after each chunk."""
     done = []
     parts = [] if wait_for_each else [actor.weights.submit(i, chunk_mb) for i in range(count)]
     for chunk in range(count):
@@ -102,7 +102,7 @@ def publish(
 
 
 def object_store(size: str, model: ModelConfig) -> list[Figure]:
-    """A whole update of an hf rollout beside raw Ray; its parts; the per-parameter form."""
+    """Measures an update of an hf rollout, compared with raw Ray; its chunks; one call per parameter."""
     found, repeats = [], REPEATS[size]
     with opened(model, "hf") as (actor, rollout):
         arrays = actor.weights().get()
@@ -133,20 +133,20 @@ def object_store(size: str, model: ModelConfig) -> list[Figure]:
 
 
 def peaks(model: ModelConfig) -> list[Figure]:
-    """Memory that an update takes beside the two models, by the size of its parts."""
+    """Measures the memory of an update in addition to the two models, by chunk size."""
     found = []
     with opened(model, "hf") as (actor, rollout):
         for chunk_mb in (WHOLE_MB, 64, 16):
             count = actor.num_chunks(chunk_mb).get()
             (grown,) = actor.run(gives, count=count, chunk_mb=chunk_mb)
-            what = "all at once" if count == 1 else f"in parts of {chunk_mb:g} MB"
+            what = "all at once" if count == 1 else f"in chunks of {chunk_mb:g} MB"
             found.append(alone(f"100M: actor's peak growth while it gives its weights {what}", "MB", grown / 1e6))
         publish(actor, rollout, 1, WHOLE_MB)
     return found
 
 
 def gives(worker: Actor, count: int, chunk_mb: float) -> int:
-    """Bytes that a process grows by while it makes the parts that leave it."""
+    """Returns the memory growth of a process while it exports the chunks."""
 
     def make() -> None:
         for chunk in range(count):
@@ -156,7 +156,7 @@ def gives(worker: Actor, count: int, chunk_mb: float) -> int:
 
 
 def vllm(size: str, model: ModelConfig) -> list[Figure]:
-    """A whole update of vLLM beside a copy of the same bytes, and what of it is vLLM's own."""
+    """Measures an update of vLLM, compared with a copy of the same bytes, and the share of vLLM."""
     repeats = REPEATS[size]
     with opened(model, "vllm") as (actor, rollout):
         arrays = actor.weights().get()
@@ -181,7 +181,7 @@ def vllm(size: str, model: ModelConfig) -> list[Figure]:
 
 
 def _beside_copy(what: str, ours: Callable[[], Any], raw: Any, repeats: int, bound: float | None) -> Figure:
-    """Medians in turn; the copy times itself, so that no call is in it."""
+    """Measures medians in turn; the copy is timed inside its process, without the call."""
     mine, copies = [], []
     for number in range(repeats + 2):
         start_s = time.perf_counter()
