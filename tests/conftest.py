@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
+import hypothesis
 import pytest
 
 from flowrl import Cluster, Placement
@@ -45,8 +46,13 @@ SLOWEST_FILES = (
 
 
 def pytest_configure() -> None:
-    """Restores the default SIGINT handler, which a shell disables for background jobs and child processes inherit."""
+    """Restores the default SIGINT handler, and removes hypothesis' time limit, which depends on the machine's speed.
+
+    A shell disables the handler for background jobs, and child processes inherit that.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    hypothesis.settings.register_profile("flowrl", deadline=None)
+    hypothesis.settings.load_profile("flowrl")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
