@@ -1,4 +1,4 @@
-"""The import picture of docs/architecture.md, and the caps on size."""
+"""The layers of docs/architecture.md, and the size limits."""
 
 import ast
 import subprocess
@@ -55,7 +55,7 @@ HOMES = {
     "pydantic": ("flowrl/config/", "recipes/"),
     "yaml": ("flowrl/config/", "flowrl/checkpoints/"),
 }
-"""Package -> the only places that import it."""
+"""Third-party package -> the only packages that import it."""
 
 RECIPE_MAKERS = {"recipes/quickstart/prepare.py"}
 """Files of a recipe that make a model or its data, and are no driver: they may import what makes it."""
@@ -80,7 +80,7 @@ def name_of(path: Path) -> str:
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and full name of every module that a file imports, lazily or for its types too."""
+    """Yields line and full name of every imported module, including lazy and type-only imports."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -90,17 +90,17 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def package_of(module: str) -> str | None:
-    """The package of `LEVELS` that a module is in; None for flowrl itself and for others' modules."""
+    """Returns the package of a module in the layers; None for flowrl itself and for third-party modules."""
     known = (package for package in LEVELS if module == package or module.startswith(f"{package}."))
     return next(known, None)
 
 
-def wrong_way(path: Path) -> list[str]:
+def upward_imports(path: Path) -> list[str]:
     own = package_of(name_of(path).removesuffix(".py").removesuffix("/__init__").replace("/", "."))
-    found = [(line, module, package_of(module)) for line, module in imports(path)]
+    imported = [(line, module, package_of(module)) for line, module in imports(path)]
     return [
         f"{name_of(path)}:{line} imports {module}"
-        for line, module, package in found
+        for line, module, package in imported
         if own and package and package != own and LEVELS[package] <= LEVELS[own]
     ]
 
@@ -111,7 +111,7 @@ def test_every_package_is_in_the_layer_diagram():
 
 
 def test_imports_point_to_lower_layers_only():
-    assert [line for path in SOURCES for line in wrong_way(path)] == []
+    assert [line for path in SOURCES for line in upward_imports(path)] == []
 
 
 @pytest.mark.parametrize("package", SUBPACKAGES)
@@ -143,7 +143,7 @@ def test_a_library_is_imported_only_in_its_package(library: str):
 
 
 def test_the_root_package_is_not_imported_by_the_library():
-    """Names of `flowrl` itself load lazily from everywhere below: inside, that would be a circle."""
+    """Names of `flowrl` load lazily from its packages, so an import from within would be circular."""
     inner = [
         path for path in SOURCES if name_of(path).startswith("flowrl/") and not name_of(path).startswith("flowrl/cli/")
     ]
@@ -175,7 +175,7 @@ def test_the_type_checker_sees_the_names_that_users_get():
 
 
 def config_lookups(path: Path) -> Iterator[str]:
-    """Every `getattr(config, ...)`, `hasattr(config, ...)` and `config.get(...)`."""
+    """Yields every `getattr(config, ...)`, `hasattr(config, ...)` and `config.get(...)`."""
     for node in ast.walk(ast.parse(path.read_text())):
         if not isinstance(node, ast.Call):
             continue
@@ -199,7 +199,7 @@ def test_file_names_are_one_noun():
 
 
 def functions(path: Path) -> Iterator[tuple[str, int]]:
-    """Name and lines of the body, without its docstring, of every function."""
+    """Yields name and number of body lines, without the docstring, of every function."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             body = node.body[1:] if ast.get_docstring(node) is not None else node.body

@@ -1,4 +1,4 @@
-"""The quickstart's score, until the environment says that it is enough."""
+"""The score of the quickstart, which raises after the number of calls set in the environment."""
 
 import os
 import signal
@@ -11,15 +11,15 @@ CRASH_AT, ASK_AT = "FLOWRL_TEST_CRASH_AT", "FLOWRL_TEST_ASK_AT"
 _calls = [0]
 
 
-def begin_again() -> None:
-    """Counts from 0 again."""
+def reset_calls() -> None:
+    """Resets the number of calls to 0."""
     _calls[0] = 0
 
 
 def score(prompt: str, response: str, answer: str, **columns: object) -> float:
     _calls[0] += 1
     if str(_calls[0]) == os.environ.get(CRASH_AT):
-        raise RuntimeError("crashed as asked")
+        raise RuntimeError("crash requested by the environment")
     if str(_calls[0]) == os.environ.get(ASK_AT):
         signal.raise_signal(signal.SIGINT)
     return task.score(prompt, response, answer, **columns)

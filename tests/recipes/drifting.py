@@ -1,4 +1,4 @@
-"""Rollouts that are not what they should be."""
+"""Rollouts with a wrong weight or temperature."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from flowrl.workers import Rollout
 
 
 class Drifting(Rollout):
-    """Takes every update but for one weight, which becomes a tenth larger."""
+    """Loads updates with one weight increased by a tenth."""
 
     def _load_chunk(self, weights: Any, version: int, chunk: int, num_chunks: int) -> None:  # Any: exported weights
         drifted = {n: w * np.float32(1.1) if n == "model.norm.weight" else w for n, w in weights.items()}
@@ -17,7 +17,7 @@ class Drifting(Rollout):
 
 
 class Hotter(Rollout):
-    """Samples at another temperature than the config says."""
+    """Samples at a different temperature than the configured one."""
 
     def __init__(self, config: RolloutConfig, model: ModelConfig, *, seed: int) -> None:
         super().__init__(config.model_copy(update={"temperature": 1.5 * config.temperature}), model, seed=seed)

@@ -1,4 +1,4 @@
-"""Programs to be ended from outside: a recipe whose workers only take time, and a driver without a recipe."""
+"""Programs that tests interrupt: a recipe whose workers sleep, and a driver without a recipe."""
 
 import itertools
 import sys
@@ -16,7 +16,7 @@ from flowrl.data.metric import Metric, Sum
 
 
 class Slow(Worker):
-    """An actor that takes its time."""
+    """An actor that sleeps."""
 
     @register(Dispatch.DP_COMPUTE_METRIC, blocking=False, reads=("x",))
     def update(self, table: TensorDict) -> dict[str, Metric]:
@@ -27,7 +27,7 @@ class Slow(Worker):
     def save(self, folder: Path) -> None:
         folder.mkdir()
         time.sleep(0.3)
-        (folder / "weights").write_text("whole")
+        (folder / "weights").write_text("complete")
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def sleep(self, seconds: float) -> None:

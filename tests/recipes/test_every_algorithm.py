@@ -111,7 +111,7 @@ def rollouts(task_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Bat
 
 
 def train_step(config: GRPOConfig, rollouts: Batch) -> dict[str, float]:
-    """Runs one training step on given rollouts, without the surroundings of a run; returns its metrics."""
+    """Runs one training step on the rollouts, outside of a run; returns its metrics."""
     advantages = Advantages(config.algorithm, config.actor, seed=config.seed)
     with Cluster(SINGLE, backend="inline", roles=("actor",), num_threads=1) as cluster:
         actor: Any = cluster.group("actor", Actor, config.actor, temperature=1.0)

@@ -91,15 +91,15 @@ def test_all_nodes_end_with_the_driver_and_no_command_line_contains_the_token(
         assert launcher.stdout is not None and launcher.stderr is not None
         line = launcher.stdout.readline()
         assert line, launcher.stderr.read()
-        found = json.loads(line)
+        facts = json.loads(line)
         started = psutil.Process(launcher.pid).children(recursive=True)
         launcher.send_signal(ending)
         assert launcher.wait(60) == code
-        if ending == signal.SIGKILL:  # nobody was left to pass it on
-            os.kill(found["process"], signal.SIGINT)
-        _, left = psutil.wait_procs(started, timeout=20)
-    assert left == [] and found["num_raylets"] == 2
-    assert found["arguments"][:2] == ["x=1", "--address"] and not found["token_is_seen"]
+        if ending == signal.SIGKILL:  # a killed process does not forward signals
+            os.kill(facts["process"], signal.SIGINT)
+        _, alive = psutil.wait_procs(started, timeout=20)
+    assert alive == [] and facts["num_raylets"] == 2
+    assert facts["arguments"][:2] == ["x=1", "--address"] and not facts["token_is_seen"]
 
 
 def test_an_unreachable_host_is_a_one_line_error_and_ends_the_others(
@@ -133,9 +133,9 @@ def test_a_wrong_hostfile_is_a_one_line_error(
 
 def test_a_missing_hostfile_is_a_one_line_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "none"), "true"]) == 2
-    assert "/none " in capsys.readouterr().err
+    assert not missing_facts(capsys.readouterr().err, tmp_path / "none")
     assert main([str(tmp_path / "none")]) == 2
-    assert capsys.readouterr().err.startswith("error: usage: run_multinode.sh HOSTFILE COMMAND...")
+    assert not missing_facts(capsys.readouterr().err, "run_multinode.sh", "HOSTFILE", "COMMAND")
 
 
 @pytest.mark.parametrize("where", [0, 2])

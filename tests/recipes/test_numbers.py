@@ -34,8 +34,8 @@ from tests.engines.closeness import FLOAT32_RTOL, FLOAT64_RTOL
 ROLES = ("actor", "critic", "reference", "reward", "rollout")
 
 
-def named(cases: Collection[str], *slow: str) -> list[Any]:
-    """Cases by their names; those are slow whose parts are all in others too."""
+def as_parameters(cases: Collection[str], *slow: str) -> list[Any]:
+    """Returns parameters by name; cases that only combine features of other cases are slow."""
     return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in cases]
 
 
@@ -56,7 +56,7 @@ PLACEMENTS = {
         pools={"a": [1], "b": [1]},
         roles={"actor": "a+b", "critic": "a+b", "reference": "b", "reward": "a", "rollout": "a"},
     ),
-    "partly beside the actor": Placement(
+    "partly colocated with the actor": Placement(
         device="cpu",
         pools={"main": [2]},
         roles={"actor": "main[0:1]", "rollout": "main", "critic": "main", "reference": "main[1:]", "reward": "main"},
@@ -95,7 +95,9 @@ def inline_ppo(results: dict[str, list[dict[str, float]]], name: str, config: PP
     return results[name]
 
 
-@pytest.mark.parametrize("name", named(PLACEMENTS, "one rank", "colocated on 3", "partly beside the actor"))
+@pytest.mark.parametrize(
+    "name", as_parameters(PLACEMENTS, "one rank", "colocated on 3", "partly colocated with the actor")
+)
 def test_ppo_gives_the_same_metrics_under_every_placement(
     name: str, ray_session: None, ppo_config: Callable[..., PPOConfig], tmp_path: Path, inline_metrics: dict
 ) -> None:
@@ -142,21 +144,21 @@ STRATEGIES = {
 """Engine of the three models, and where roles run instead of on both ranks."""
 
 
-@pytest.mark.parametrize("name", named(STRATEGIES, *(name for name in STRATEGIES if "fsdp" in name)))
+@pytest.mark.parametrize("name", as_parameters(STRATEGIES, *(name for name in STRATEGIES if "fsdp" in name)))
 def test_ppo_gives_the_same_metrics_under_every_strategy(
     name: str, ray_session: None, ppo_config: Callable[..., PPOConfig], tmp_path: Path, inline_metrics: dict
 ) -> None:
     inline = with_float64_models(ppo_config(output=tmp_path / "inline"))
     expected_lines = inline_ppo(inline_metrics, "ppo", inline)
-    engine, places = STRATEGIES[name]
+    engine, role_settings = STRATEGIES[name]
     placement = Placement.model_validate(
         {
             "device": "cpu",
             "pools": {"main": [3 if "other" in name else 2]},
-            "roles": dict.fromkeys(ROLES, "main") | places,
+            "roles": dict.fromkeys(ROLES, "main") | role_settings,
         }
     )
-    config = with_float64_models(ppo_config(output=tmp_path / "cut", backend="ray", placement=placement))
+    config = with_float64_models(ppo_config(output=tmp_path / "sharded", backend="ray", placement=placement))
     models = {
         role: getattr(config, role).model_dump() | {"engine": engine} for role in ("actor", "critic", "reference")
     }
@@ -173,7 +175,7 @@ ADAPTED = {
     "fsdp": ({"actor": FSDP, "critic": FSDP}, MAIN),
     "tp": ({}, MAIN | {role: {"pool": "main", "tp": 2} for role in ("actor", "critic", "reference")}),
     "the rollout and the reference elsewhere": ({}, MAIN | {"rollout": "other", "reference": "other"}),
-    "a reference in parts, some of them beside the actor": ({"reference": FSDP}, MAIN | {"reference": "main+other"}),
+    "a sharded reference, partly colocated with the actor": ({"reference": FSDP}, MAIN | {"reference": "main+other"}),
 }
 """Engines, and where roles run."""
 
@@ -188,7 +190,7 @@ def with_adapters(config: PPOConfig, engines: dict[str, dict[str, str]]) -> PPOC
 
 
 @pytest.mark.parametrize(
-    "name", named(ADAPTED, *(name for name in ADAPTED if name != "the rollout and the reference elsewhere"))
+    "name", as_parameters(ADAPTED, *(name for name in ADAPTED if name != "the rollout and the reference elsewhere"))
 )
 def test_ppo_with_adapters_gives_the_same_metrics_under_every_placement(
     name: str, ray_session: None, ppo_config: Callable[..., PPOConfig], tmp_path: Path, inline_metrics: dict
@@ -201,9 +203,9 @@ def test_ppo_with_adapters_gives_the_same_metrics_under_every_placement(
     config = with_float64_models(ppo_config(output=tmp_path / "placed", backend="ray", placement=placement))
     placed = with_adapters(config, engines)
     train_ppo(placed)
-    found = metrics_of(placed)
-    assert found[1]["kl"] == pytest.approx(0, abs=1e-9) and found[3]["kl"] > 1e-5
-    for expected, line in zip(expected_lines, found, strict=True):
+    lines = metrics_of(placed)
+    assert lines[1]["kl"] == pytest.approx(0, abs=1e-9) and lines[3]["kl"] > 1e-5
+    for expected, line in zip(expected_lines, lines, strict=True):
         assert_same(expected, line)
 
 
@@ -235,7 +237,7 @@ SFT = {
 """Settings, and sizes of the actor on two ranks."""
 
 
-@pytest.mark.parametrize("name", named(SFT, "tp", "sp", "an adapter under fsdp"))
+@pytest.mark.parametrize("name", as_parameters(SFT, "tp", "sp", "an adapter under fsdp"))
 def test_sft_gives_the_same_metrics_under_every_strategy(
     name: str, ray_session: None, task_folder: Path, tmp_path: Path
 ) -> None:
@@ -243,13 +245,13 @@ def test_sft_gives_the_same_metrics_under_every_strategy(
     roles = {"actor": {"pool": "main"} | sizes}
     placement = {"device": "cpu", "pools": {"main": [2]}, "roles": roles}
     inline = sft_config(task_folder, output=tmp_path / "inline", lora=settings.get("lora"))
-    cut = sft_config(task_folder, output=tmp_path / "cut", backend="ray", placement=placement, **settings)
-    for config in (inline, cut):
+    sharded = sft_config(task_folder, output=tmp_path / "sharded", backend="ray", placement=placement, **settings)
+    for config in (inline, sharded):
         check_run(config)
         train_sft(config)
-    for expected, line in zip(metrics_of(inline), metrics_of(cut), strict=True):
+    for expected, line in zip(metrics_of(inline), metrics_of(sharded), strict=True):
         assert_same(expected, line)
-    assert metrics_of(cut)[-1]["loss"] < 0.999 * metrics_of(cut)[0]["loss"]
+    assert metrics_of(sharded)[-1]["loss"] < 0.999 * metrics_of(sharded)[0]["loss"]
 
 
 def test_micro_batches_change_no_metric(ppo_config: Callable[..., PPOConfig], tmp_path: Path) -> None:
@@ -272,7 +274,7 @@ def test_the_first_on_policy_step_has_ratio_one_and_no_kl(ppo_config: Callable[.
 
 
 def sampled(folder: Path, num_ranks: int, backend: Literal["ray", "inline"], order: list[int]) -> list[int]:
-    """Response tokens of eight rows in the order of their ids, sampled in another order on some ranks."""
+    """Returns the response tokens of eight rows by id, sampled in a given order on some ranks."""
     prompts = [
         {"prompt_ids": [2, 3 + i % 4, 12, 3] + [4] * (i % 3), "prompt_id": i // 2, "sample": i % 2} for i in range(8)
     ]

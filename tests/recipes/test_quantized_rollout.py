@@ -27,23 +27,25 @@ def metrics_of(config: PPOConfig | GRPOConfig) -> list[dict[str, float]]:
 
 
 def split(roles: tuple[str, ...]) -> Placement:
-    """The rollout apart from the actor, everything else beside it."""
+    """Returns a placement with a separate rollout and all other roles colocated."""
     pools = dict.fromkeys(roles, "policy") | {"rollout": "rollout"}
     return Placement(device="cpu", pools={"policy": [1], "rollout": [1]}, roles=pools)
 
 
 def compare(make: Callable[..., Any], train: Callable[[Any], Any], algorithm: dict[str, Any], folder: Path) -> None:
-    """Inline, where the rollout quantises what is beside it, and on Ray, where weights travel to it."""
+    """Compares an inline run (colocated rollout) with a run on Ray (separate rollout with weight sync)."""
     rollout = {"max_response_tokens": 6, "quantization": "int8"}
     inline = make(output=folder / "inline", rollout=rollout, algorithm=algorithm)
     placement = split(type(inline).roles)
-    apart = make(output=folder / "apart", rollout=rollout, algorithm=algorithm, backend="ray", placement=placement)
-    for config in (inline, apart):
+    separate = make(
+        output=folder / "separate", rollout=rollout, algorithm=algorithm, backend="ray", placement=placement
+    )
+    for config in (inline, separate):
         train(config)
-    found = metrics_of(inline)
-    assert found == metrics_of(apart)
-    assert [line["step"] for line in found] == [0, 1, 2, 3]
-    for line in found[1:]:
+    lines = metrics_of(inline)
+    assert lines == metrics_of(separate)
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    for line in lines[1:]:
         assert 0.9 < line["correction/weight"] < 1.1 and line["correction/weight"] != 1
         assert 1e-5 < line["rollout_gap"] < 0.1
 
@@ -70,10 +72,10 @@ def test_a_resumed_run_samples_from_the_weights_of_its_checkpoint(
         "algorithm": {"estimator": "grpo"} | CORRECTION,
         "resume": "auto",
     }
-    whole = grpo_config(output=tmp_path / "whole", **settings)
-    train_grpo(whole)
-    cut = {**settings, "output": tmp_path / "cut", "checkpoint": {"every": 1}}
-    train_grpo(grpo_config(**cut, steps=1))
-    train_grpo(grpo_config(**cut))
-    # The first of them ended there, and so was evaluated.
-    assert metrics_of(grpo_config(**cut))[2:] == metrics_of(whole)[2:]
+    straight = grpo_config(output=tmp_path / "straight", **settings)
+    train_grpo(straight)
+    interrupted = {**settings, "output": tmp_path / "interrupted", "checkpoint": {"every": 1}}
+    train_grpo(grpo_config(**interrupted, steps=1))
+    train_grpo(grpo_config(**interrupted))
+    # The first run ended after step 1 and was evaluated there, so that step is not compared.
+    assert metrics_of(grpo_config(**interrupted))[2:] == metrics_of(straight)[2:]

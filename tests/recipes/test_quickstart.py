@@ -15,7 +15,7 @@ SHORT = ("steps=20", "actor.optimizer.total_steps=40", "critic.optimizer.total_s
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of the short form for seed 0."""
+    """Runs the short form with seed 0; returns the run folder."""
     output = tmp_path_factory.mktemp("quickstart")
     environment = Path(sys.prefix)
     command = ["bash", "recipes/quickstart/run_quickstart.sh", *SHORT]
@@ -54,7 +54,7 @@ def test_transformers_generates_with_the_trained_model(run: Path) -> None:
         [{"role": "user", "content": "37+58"}], return_tensors="pt", return_dict=True
     )
     with torch.no_grad():
-        # transformers types `generate` for another base than its Auto classes return.
+        # The Auto classes of transformers are not typed with `generate`.
         ids = model.generate(**prompt, max_new_tokens=5, do_sample=False)  # pyright: ignore[reportAttributeAccessIssue]
     answer = ids[0, prompt["input_ids"].shape[1] :]
     assert answer[-1] == tokenizer.eos_token_id

@@ -83,7 +83,7 @@ def test_preparing_again_with_the_same_seed_does_nothing(folder: Path) -> None:
     assert {file: file.stat().st_mtime_ns for file in folder.rglob("*")} == before
 
 
-def test_preparing_twice_gives_the_same_bytes(folder: Path, tmp_path: Path) -> None:
+def test_preparing_twice_writes_the_same_bytes(folder: Path, tmp_path: Path) -> None:
     prepare(tmp_path / "again", seed=0)
     for file in (file for file in folder.rglob("*") if file.is_file()):
         assert file.read_bytes() == (tmp_path / "again" / file.relative_to(folder)).read_bytes(), file.name

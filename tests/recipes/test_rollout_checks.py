@@ -62,7 +62,7 @@ def test_gap_warns_once_and_is_counted(
 ) -> None:
     monkeypatch.setattr(recipe, "Rollout", Drifting)
     summary = recipe.train(config(check_weights="off"))
-    assert summary["rollout_gap_steps"] == STEPS - 1  # the first step samples from what it was started with
+    assert summary["rollout_gap_steps"] == STEPS - 1  # the first step samples from the initial weights
     output = capsys.readouterr().out
     assert output.count("warning:") == 1 and not missing_facts(" ".join(output.split()), 2, "rollout.check_weights")
 

@@ -32,15 +32,17 @@ needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Data, and a model after the warm start."""
+    """Returns the folder with data and a model after the warm start."""
     folder = tmp_path_factory.mktemp("task")
     script = f"source recipes/quickstart/warm_start.sh; warm_start {folder} 0"
     subprocess.run(["bash", "-ec", f'python() {{ {sys.executable} "$@"; }}; {script}'], check=True, timeout=900)
     return folder
 
 
-def learned(task: Path, output: Path, schedule: str, placement: str, engine: str) -> tuple[float, float, int]:
-    """Held-out accuracy before and after GRPO, and the number of rows that it was measured on."""
+def train_and_evaluate(
+    task: Path, output: Path, schedule: str, placement: str, engine: str
+) -> tuple[float, float, int]:
+    """Returns the held-out accuracy before and after GRPO, and the number of evaluated rows."""
     model = task / "sft" / "model"
     settings = [f"actor.model.path={model}", f"reference.model.path={model}", f"output={output}"]
     settings += [f"data.train={task}/data/train.jsonl", f"data.test={task}/data/test.jsonl"]
@@ -54,18 +56,18 @@ def learned(task: Path, output: Path, schedule: str, placement: str, engine: str
 
 
 def half_width(accuracy: float, rows: int) -> float:
-    """Of the 95 % interval of an accuracy."""
+    """Returns half the width of the 95 % interval of an accuracy."""
     return 1.96 * math.sqrt(accuracy * (1 - accuracy) / rows)
 
 
 @pytest.fixture(scope="module")
 def sync(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[float, float, int]]:
-    """What sync reaches with an engine, which is tried when a test first asks."""
+    """Returns a cached function that trains with `sync` and an engine."""
     folder = tmp_path_factory.mktemp("sync")
 
     @cache
     def reached(engine: str) -> tuple[float, float, int]:
-        return learned(task, folder / engine, "{kind: sync}", SYNC_PLACEMENTS[engine], engine)
+        return train_and_evaluate(task, folder / engine, "{kind: sync}", SYNC_PLACEMENTS[engine], engine)
 
     return reached
 
@@ -82,7 +84,7 @@ def test_a_schedule_reaches_the_accuracy_of_sync(
     placement: str,
     engine: str,
 ) -> None:
-    before, after, rows = learned(task, tmp_path / "out", schedule, placement, engine)
+    before, after, rows = train_and_evaluate(task, tmp_path / "out", schedule, placement, engine)
     _, expected, _ = sync(engine)
     assert after > before + 0.1
     assert abs(after - expected) <= half_width(after, rows) + half_width(expected, rows)

@@ -1,4 +1,4 @@
-"""What the quickstart promises for every seed: at least +0.20 held-out accuracy."""
+"""The quickstart gains at least 0.20 held-out accuracy for every seed."""
 
 import json
 import os

@@ -32,7 +32,7 @@ def sft_config(task_folder: Path, **changes: Any) -> SFTConfig:
 
 
 def expected_loss(model_path: Path, task_folder: Path) -> float:
-    """The mean cross-entropy of the answer tokens, computed with transformers."""
+    """Returns the mean cross-entropy of the response tokens, computed with transformers."""
     model = AutoModelForCausalLM.from_pretrained(model_path)
     total, count = 0.0, 0
     batch = Examples(task_folder / "sft.jsonl", task_folder / "model", max_tokens=16, max_rows=50).batch()

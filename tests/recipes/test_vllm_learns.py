@@ -30,7 +30,7 @@ RECIPES = {
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Data, and a model after the warm start."""
+    """Returns the folder with data and a model after the warm start."""
     folder = tmp_path_factory.mktemp("task")
     script = f"source recipes/quickstart/warm_start.sh; warm_start {folder} 0"
     subprocess.run(["bash", "-ec", f'python() {{ {sys.executable} "$@"; }}; {script}'], check=True, timeout=300)
@@ -38,7 +38,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def accuracy(recipe: str, task: Path, output: Path, engine: str) -> tuple[float, float]:
-    """Held-out accuracy before and after training."""
+    """Returns the held-out accuracy before and after training."""
     module, config, placement = RECIPES[recipe]
     model = task / "sft" / "model"
     roles = ("actor", "reference", "critic") if recipe == "ppo" else ("actor", "reference")
@@ -55,6 +55,6 @@ def accuracy(recipe: str, task: Path, output: Path, engine: str) -> tuple[float,
 def test_vllm_reaches_the_accuracy_of_hf(recipe: str, task: Path, tmp_path: Path) -> None:
     before, hf = accuracy(recipe, task, tmp_path / "hf", "hf")
     same_before, vllm = accuracy(recipe, task, tmp_path / "vllm", "vllm")
-    assert abs(before - same_before) < 0.01  # greedy answers of the same weights, but for near ties
+    assert abs(before - same_before) < 0.01  # greedy responses of equal weights differ only in near ties
     assert hf > before + 0.1
     assert vllm > hf - TOLERANCE

@@ -1,4 +1,4 @@
-"""A rollout and an actor that write down of which prompts they answered or trained rows.
+"""A rollout and an actor that log the prompts of which they generated or trained rows.
 
 Importable, so that Ray's processes find them.
 """
@@ -16,23 +16,23 @@ from flowrl.workers import Actor, Rollout
 
 
 def note(diary: Path, rank: int, batch: TensorDict) -> None:
-    """Adds a line: a rank, and the prompts of its rows. Short lines of several processes do not mix."""
+    """Appends a line with a rank and the prompts of its rows. Short lines of several processes do not interleave."""
     with diary.open("a") as file:
         file.write(json.dumps([rank, batch["rows", "prompt_id"].tolist()]) + "\n")
 
 
 def ranks_of(diary: Path) -> dict[int, set[int]]:
-    """Prompt -> the ranks that had a row of it."""
-    found: defaultdict[int, set[int]] = defaultdict(set)
+    """Returns the ranks per prompt."""
+    ranks_by_prompt: defaultdict[int, set[int]] = defaultdict(set)
     for line in diary.read_text().splitlines():
         rank, prompts = json.loads(line)
         for prompt in prompts:
-            found[prompt].add(rank)
-    return dict(found)
+            ranks_by_prompt[prompt].add(rank)
+    return dict(ranks_by_prompt)
 
 
 class WritingRollout(Rollout):
-    """Args: `diary` is a file to which every rank appends what it is given."""
+    """Args: `diary` is a file to which every rank appends the prompts that it receives."""
 
     def __init__(self, *args: Any, diary: Path, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -49,7 +49,7 @@ assert _UPDATE is not None and isinstance(_UPDATE.reads, tuple)
 
 
 class WritingActor(Actor):
-    """Args: `diary` is a file to which every rank appends what it trains."""
+    """Args: `diary` is a file to which every rank appends the prompts that it trains on."""
 
     def __init__(self, *args: Any, diary: Path, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The output of `flowrl trace` for a step with known times."""
+"""The output of `flowrl trace` for a step with known times. Its wording and format are the feature."""
 
 from dataclasses import replace
 from io import StringIO

@@ -1,4 +1,4 @@
-"""Metrics file, TensorBoard events, progress line and result tables."""
+"""Metrics file, TensorBoard events, progress line and result tables. The format of the line is the feature."""
 
 import io
 import json

@@ -15,14 +15,18 @@ class SleepingConfig(OnPolicyConfig):
     roles = ("actor", "rollout")
 
 
-def sleeping_config(task: Path, output: Path, *, makers: int = 2, trainers: int = 1, **changes: Any) -> SleepingConfig:
-    """Args: `task` is what `recipes.quickstart.prepare` made."""
+def sleeping_config(
+    task: Path, output: Path, *, num_replicas: int = 2, num_trainers: int = 1, **changes: Any
+) -> SleepingConfig:
+    """Args: `task` is a folder written by `recipes.quickstart.prepare`."""
     settings = quickstart_settings(
         task,
         output,
         backend="ray",
         placement=Placement(
-            device="cpu", pools={"train": [trainers], "make": [makers]}, roles={"actor": "train", "rollout": "make"}
+            device="cpu",
+            pools={"train": [num_trainers], "make": [num_replicas]},
+            roles={"actor": "train", "rollout": "make"},
         ),
         steps=6,
         minibatch_size=8,
@@ -35,7 +39,7 @@ def sleeping_config(task: Path, output: Path, *, makers: int = 2, trainers: int 
 
 
 def train(config: SleepingConfig, costs: Durations, row_s: float) -> tuple[dict[str, Any], list[list[int]]]:
-    """Trains; the run's summary, and the prompts of each step."""
+    """Trains; returns the summary of the run and the prompts of each step."""
     tokenizer = ChatTokenizer(config.actor.model.path)
     prompts = PromptStream(read_conversations(config.data.train)[:64], tokenizer, seed=0, max_prompt_tokens=16)
     slots = max(1, config.rollout.max_num_seqs // config.samples_per_prompt)

@@ -82,8 +82,9 @@ def test_a_rollout_in_another_process_passes(recipe: Path) -> None:
     assert done.returncode == 0, done.stderr
     rows = rows_of(done.stdout)
     assert rows["engine"].startswith("hf, transformers ")
-    assert rows["weights compared"].startswith("27 after loading, 27 and 27 after updates")
-    assert "match transformers" in rows["greedy tokens"]
+    assert re.findall(r"\d+", rows["weights compared"])[:3] == ["27"] * 3
+    num_equal, num_tokens = re.findall(r"\d+", rows["greedy tokens"])[:2]
+    assert num_equal == num_tokens
     assert float(rows["log-probability gap, sampled"].split()[0]) < 1e-5
     assert done.stdout.splitlines()[-1].startswith("OK: ")
     assert not (recipe.parent / "run").exists()
@@ -98,7 +99,7 @@ def test_a_signal_ends_the_doctor(recipe: Path) -> None:
         program.terminate()
         _, errors = program.communicate(timeout=120)
         assert program.returncode == 143
-    assert errors.splitlines()[-1] == "ended by SIGTERM before the comparison was complete"
+    assert "SIGTERM" in errors.splitlines()[-1]
 
 
 @pytest.mark.slow
@@ -108,9 +109,11 @@ def test_vllm_passes(recipe: Path) -> None:
     done = doctor(recipe, "rollout.engine=vllm")
     assert done.returncode == 0, done.stderr
     rows = rows_of(done.stdout)
-    assert rows["engine"].startswith("vllm, ") and rows["weights compared"].startswith("27 after loading, 27 and 27 ")
+    assert rows["engine"].startswith("vllm, ")
+    assert re.findall(r"\d+", rows["weights compared"])[:3] == ["27"] * 3
     assert max(float(rows[f"log-probability gap, {how}"].split()[2]) for how in ("greedy", "sampled")) < 1e-4
-    assert rows["greedy tokens"].endswith("match transformers")
+    num_equal, num_tokens = re.findall(r"\d+", rows["greedy tokens"])[:2]
+    assert num_equal == num_tokens
 
 
 def test_shared_weights_are_not_compared(
@@ -119,7 +122,7 @@ def test_shared_weights_are_not_compared(
     roles: dict[str, Any] = dict.fromkeys(("actor", "rollout", "reference", "reward"), "main")
     shared = config().model_copy(update={"placement": Placement(pools={"main": [1]}, roles=roles)})
     examine(shared, Actor, Rollout)
-    assert rows_of(capsys.readouterr().out)["weights compared"] == "none (the actor's own)"
+    assert rows_of(capsys.readouterr().out)["weights compared"].startswith("none ")
 
 
 def test_wrong_weights_are_an_error(config: Callable[..., OnPolicyConfig]) -> None:
@@ -131,7 +134,7 @@ def test_wrong_weights_are_an_error(config: Callable[..., OnPolicyConfig]) -> No
 def test_a_gap_is_an_error_with_its_causes(
     config: Callable[..., OnPolicyConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(CheckFailed, match=r"sampled .*temperature"):
+    with pytest.raises(CheckFailed, match=r"sampled\b.*\btemperature"):
         examine(config(), Actor, Hotter)
     rows = rows_of(capsys.readouterr().out)
     assert float(rows["log-probability gap, greedy"].split()[0]) < 1e-5
@@ -139,20 +142,20 @@ def test_a_gap_is_an_error_with_its_causes(
 
 
 @pytest.mark.parametrize(
-    ("settings", "sentence"),
+    ("settings", "prefix"),
     [
         (["rollout.check=loud"], "error: rollout.check=loud: "),
-        (["backend=inline", "rollout.engine=vllm"], "error: rollout.engine is vllm"),
+        (["backend=inline", "rollout.engine=vllm"], "error: rollout.engine "),
         (["devices=[1]"], "error: placement.pools"),
         (["data.train=nowhere.jsonl"], "error: "),
     ],
 )
 def test_wrong_settings_are_a_one_line_error(
-    recipe: Path, settings: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+    recipe: Path, settings: list[str], prefix: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["doctor", "--rollout", str(recipe), *settings]) == 2
     message = capsys.readouterr().err
-    assert message.startswith(sentence) and message.count("\n") == 1
+    assert message.startswith(prefix) and message.count("\n") == 1
 
 
 def test_a_recipe_without_a_rollout_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,6 @@ def test_a_run_killed_while_saving_keeps_all_earlier_checkpoints(tmp_path: Path)
     code += "sys.exit(main(Path(sys.argv[1]), 20))"
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    told = re.match(r"20 kills, 0 lost, (\d+) while saving", done.stdout)
-    assert told is not None, done.stdout
-    assert int(told[1]) >= 3, "kills that hit no save show nothing"
+    counts = re.match(r"20 kills, 0 lost, (\d+) while saving", done.stdout)
+    assert counts is not None, done.stdout
+    assert int(counts[1]) >= 3, "kills that hit no save show nothing"

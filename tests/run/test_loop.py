@@ -184,7 +184,7 @@ def test_a_loop_can_break(config: Callable[..., EchoConfig]) -> None:
 
 
 def test_metrics_outside_of_a_step_are_rejected(config: Callable[..., EchoConfig]) -> None:
-    with pytest.raises(RuntimeError, match=r"run\.log was called outside"), Run(config()) as run:
+    with pytest.raises(RuntimeError, match=r"run\.log\b"), Run(config()) as run:
         run.log(run.group("actor", Echo).update(Batch.from_rows([{"version": 0, "sample": 0}])))
 
 
@@ -217,7 +217,7 @@ def test_plots_and_tensorboard_events_are_optional(config: Callable[..., EchoCon
 def test_a_run_that_fails_before_its_first_result_leaves_no_folder(config: Callable[..., EchoConfig]) -> None:
     settings = config()
     prompts = stream(settings)
-    with pytest.raises(WorkerError, match="the update broke"), Run(settings) as run:
+    with pytest.raises(WorkerError, match=r"actor\.update\b"), Run(settings) as run:
         actor = run.group("actor", Echo, 0)
         for _, batch in run.rollouts(actor, prompts):
             run.log(actor.update(batch))
@@ -226,7 +226,7 @@ def test_a_run_that_fails_before_its_first_result_leaves_no_folder(config: Calla
 
 def test_a_run_that_fails_later_keeps_its_steps(config: Callable[..., EchoConfig]) -> None:
     settings = config()
-    with pytest.raises(WorkerError, match=r"actor\.update failed on rank 0"):
+    with pytest.raises(WorkerError, match=r"actor\.update .*rank 0\b"):
         train(settings, fails_at=3)
     assert [line["step"] for line in lines(settings)] == [0, 1, 2]
     assert not (settings.output / "summary.json").exists()
@@ -248,7 +248,7 @@ def train_until_signal(config: EchoConfig, number: signal.Signals, at_step: int)
 
 def test_a_signal_ends_the_run_after_its_step_with_all_results(config: Callable[..., EchoConfig]) -> None:
     settings = config(evaluate_every=2)
-    with pytest.raises(Interrupted, match=r"^ended by SIGTERM after step 2 of 4; results: .*out$"):
+    with pytest.raises(Interrupted, match=r"SIGTERM .*step 2 of 4\b.* \S*out$"):
         train_until_signal(settings, signal.SIGTERM, at_step=2)
     assert [line["step"] for line in lines(settings)] == [0, 1, 2]
     assert (settings.output / "model" / "weights").read_text() == "2"
@@ -257,7 +257,7 @@ def test_a_signal_ends_the_run_after_its_step_with_all_results(config: Callable[
 
 def test_the_summary_has_the_signal_and_no_last_evaluation(config: Callable[..., EchoConfig]) -> None:
     settings = config()
-    with pytest.raises(Interrupted, match="interrupted after step 1 of 4"):
+    with pytest.raises(Interrupted, match=r"step 1 of 4\b"):
         train_until_signal(settings, signal.SIGINT, at_step=1)
     summary = json.loads((settings.output / "summary.json").read_text())
     ending = {name: summary[name] for name in ("steps", "steps_requested", "interrupted_by")}

@@ -1,4 +1,4 @@
-"""What is refused before anything starts."""
+"""Configurations that are rejected before anything starts."""
 
 import importlib.util
 from pathlib import Path
@@ -59,38 +59,39 @@ def test_settings_of_sharded_models_are_accepted_if_auto_shards() -> None:
 
 
 @pytest.mark.parametrize(
-    ("placement", "engine", "sentence"),
+    ("placement", "engine", "pattern"),
     [
-        (on(2), {"strategy": "single"}, r"actor\.engine\.strategy is single"),
-        (on(2, pp=2), {}, r"placement\.roles\.actor has pp 2"),
-        (on(2, tp=2), {"strategy": "ddp"}, r"strategy is ddp, but placement\.roles\.actor has tp 2"),
+        (on(2), {"strategy": "single"}, r"actor\.engine\.strategy .*single"),
+        (on(2, pp=2), {}, r"placement\.roles\.actor .*pp 2"),
+        (on(2, tp=2), {"strategy": "ddp"}, r"strategy .*ddp.* placement\.roles\.actor .*tp 2"),
         (
             on(2),
             {"sequence_parallel_norms": True},
-            r"sequence_parallel_norms is true, but placement\.roles\.actor has tp 1",
+            r"sequence_parallel_norms .*true.* placement\.roles\.actor .*tp 1",
         ),
-        (on(1), {"strategy": "fsdp", "offload": "parameters"}, r"engine\.offload is parameters.*offload: optimizer"),
-        (on(1), {"reshard_after_forward": False}, r"engine\.reshard_after_forward is False"),
+        (on(1), {"strategy": "fsdp", "offload": "parameters"}, r"engine\.offload .*parameters.*offload: optimizer"),
+        (on(1), {"reshard_after_forward": False}, r"engine\.reshard_after_forward .*False"),
         (
             on(2),
             {"offload": "parameters"},
-            r"engine\.offload is parameters, but strategy auto",
+            r"engine\.offload .*parameters.* strategy auto",
         ),
         (
             on(2),
             {"shard_ranks": 2},
-            r"actor\.engine\.shard_ranks is 2, but strategy auto",
+            r"actor\.engine\.shard_ranks .*\b2\b.* strategy auto",
         ),
         (
             on(2, sp=2),
             {"reshard_after_forward": False},
-            r"strategy auto .*: set strategy: fsdp",
+            r"strategy auto .*strategy: fsdp",
         ),
-        (on(4), {"strategy": "fsdp", "shard_ranks": 3}, r"engine\.shard_ranks is 3"),
+        (on(4), {"strategy": "fsdp", "shard_ranks": 3}, r"engine\.shard_ranks .*\b3\b"),
     ],
 )
-def test_an_engine_that_its_ranks_cannot_run_is_rejected(placement: Placement, engine: dict, sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
+def test_an_engine_that_its_ranks_cannot_run_is_rejected(placement: Placement, engine: dict, pattern: str) -> None:
+
+    with pytest.raises(ConfigError, match=pattern):
         plan_run(run_with(placement, **engine))
 
 
@@ -101,7 +102,7 @@ class KlRun(ActorRun):
 
 
 def adapted(reference: str, sizes: dict[str, int], **engine: object) -> KlRun:
-    """An actor with an adapter on pool main, and a reference of the same model on a place of its own."""
+    """Returns a run of an actor with an adapter on pool main, and a reference of the same model."""
     roles = {"actor": {"pool": "main"} | sizes, "reference": {"pool": reference} | sizes}
     pools = {"main": [2], "other": [2]} if "other" in reference else {"main": [2]}
     placement = Placement.model_validate({"device": "cpu", "pools": pools, "roles": roles})
@@ -122,22 +123,22 @@ def test_a_reference_may_share_an_adapted_model_or_have_its_own(reference: str) 
 
 
 @pytest.mark.parametrize(
-    ("reference", "sizes", "engine", "sentence"),
+    ("reference", "sizes", "engine", "pattern"),
     [
         (
             "main[1:]+other[1:]",
             {},
             {"strategy": "fsdp"},
-            r"placement\.roles\.reference .* 1 of the 2 devices of actor",
+            r"placement\.roles\.reference .*\b1\b.*\b2\b.* actor",
         ),
-        ("main[1:]+other[1:]", {"sp": 2}, {}, r"placement\.roles\.reference .* 1 of the 2 devices of actor"),
-        ("main[1:]+other[1:]", {"tp": 2}, {}, r"placement\.roles\.reference .* 1 of the 2 devices of actor"),
+        ("main[1:]+other[1:]", {"sp": 2}, {}, r"placement\.roles\.reference .*\b1\b.*\b2\b.* actor"),
+        ("main[1:]+other[1:]", {"tp": 2}, {}, r"placement\.roles\.reference .*\b1\b.*\b2\b.* actor"),
     ],
 )
 def test_an_adapter_that_its_ranks_cannot_run_is_rejected(
-    reference: str, sizes: dict[str, int], engine: dict, sentence: str
+    reference: str, sizes: dict[str, int], engine: dict, pattern: str
 ) -> None:
-    with pytest.raises(ConfigError, match=sentence):
+    with pytest.raises(ConfigError, match=pattern):
         plan_run(adapted(reference, sizes, **engine))
 
 
@@ -162,16 +163,16 @@ def test_a_top_level_engine_is_the_engine_of_the_actor(size: str) -> None:
 
 
 def test_a_top_level_engine_that_its_ranks_cannot_run_is_rejected_with_its_key() -> None:
-    with pytest.raises(ConfigError, match=r"^engine\.shard_ranks is 3"):
+    with pytest.raises(ConfigError, match=r"^engine\.shard_ranks .*\b3\b"):
         plan_run(top_run(on(4), strategy="fsdp", shard_ranks=3))
 
 
-def test_frozen_roles_reject_parallel_sizes() -> None:
+def test_an_unsharded_role_rejects_parallel_sizes() -> None:
     class RolloutRun(RunConfig):
         roles = ("rollout",)
 
     tensor = Placement(device="cpu", pools={"main": [2]}, roles={"rollout": RolePlacement(pool="main", tp=2)})
-    with pytest.raises(ConfigError, match=r"placement\.roles\.rollout has tp 2"):
+    with pytest.raises(ConfigError, match=r"placement\.roles\.rollout .*tp 2"):
         plan_run(RolloutRun(output=Path("out"), steps=1, placement=tensor))
 
 
@@ -195,7 +196,7 @@ def quantized_run(quantization: str, num_ranks: int = 1) -> RolloutRun:
 
 
 def test_number_formats_that_the_device_does_not_support_are_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.quantization is int4, .* GPUs only, but placement\.device is cpu"):
+    with pytest.raises(ConfigError, match=r"rollout\.quantization .*int4.* placement\.device .*cpu"):
         plan_run(quantized_run("int4"))
     assert plan_run(quantized_run("int8")).kind == "cpu"
 
@@ -207,8 +208,7 @@ def test_a_tensor_parallel_hf_rollout_is_rejected_naming_vllm() -> None:
     run = quantized_run("int8").model_copy(update={"placement": placement})
     assert plan_run(run).roles["rollout"].num_tp_devices == 2
     run = run.model_copy(update={"rollout": RolloutConfig(max_response_tokens=8)})
-    sentence = r"placement\.roles\.rollout has tp 2.*rollout\.engine: vllm"
-    with pytest.raises(ConfigError, match=sentence):
+    with pytest.raises(ConfigError, match=r"placement\.roles\.rollout .*tp 2.*rollout\.engine: vllm"):
         plan_run(run)
 
 
@@ -217,15 +217,15 @@ def test_int4_on_the_wrong_device_is_rejected_before_its_compute_dtype() -> None
     config = GRPOConfig.model_validate(grpo_settings(rollout=rollout))
     assert config.placement.device == "auto"
     cpus, gpus = Inventory((8,), "cpu"), Inventory((8,), "cuda")
-    for found, sentence in ((cpus, "on GPUs only"), (gpus, "bfloat16, but the weights are float32")):
-        with pytest.raises(ConfigError, match=sentence):
-            check_quantization(config, plan(config.placement, found, GRPOConfig.roles, ("rollout",)))
+    for inventory, pattern in ((cpus, r"placement\.device .*cpu"), (gpus, "bfloat16.* float32")):
+        with pytest.raises(ConfigError, match=pattern):
+            check_quantization(config, plan(config.placement, inventory, GRPOConfig.roles, ("rollout",)))
 
 
 @pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None or importlib.util.find_spec("torchao") is not None,
-    reason="with torchao they are not refused",
+    reason="with torchao int8 is supported",
 )
 def test_int8_in_vllm_without_torchao_is_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.quantization int8 needs torchao"):
+    with pytest.raises(ConfigError, match=r"rollout\.quantization .*int8.* torchao"):
         check_rollouts(quantized_run("int8"))

@@ -1,4 +1,4 @@
-"""When a program restarts after a process failure, and when it ends."""
+"""Conditions for a restart after a process failure."""
 
 import signal
 from collections.abc import Callable
@@ -12,8 +12,9 @@ from flowrl.controller.errors import ProcessLost, WorkerCheckError, WorkerError,
 from flowrl.run.interrupt import Interruption
 from flowrl.run.restarts import current_policy, with_restarts
 from tests.controller.replica_workers import Replica, StatefulReplica
+from tests.errors import missing_facts
 
-PLACEMENT = Placement(device="cpu", pools={"train": [1], "rest": [1]}, roles={"actor": "train", "maker": "rest"})
+PLACEMENT = Placement(device="cpu", pools={"train": [1], "rest": [1]}, roles={"actor": "train", "rollout": "rest"})
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ class Program:
         self.messages: list[str] = []
         self.resumes: list[str] = []
         self.restarts: list[int] = []
-        self.makers: list[int] = []
+        self.replica_processes: list[int] = []
         self.clusters: list[Cluster] = []
 
     def __call__(self, config: RunConfig) -> None:
@@ -46,8 +47,8 @@ class Program:
         self.restarts.append(policy.num_restarts)
         with policy.cluster(config, self._cluster, interruption) as cluster:
             self.clusters.append(cluster)
-            actor, maker = cluster.group("actor", StatefulReplica), cluster.group("maker", Replica)
-            self.makers.append(maker.identify()[0][2])
+            actor, rollout = cluster.group("actor", StatefulReplica), cluster.group("rollout", Replica)
+            self.replica_processes.append(rollout.identify()[0][2])
             self.interruption = interruption
             self.body(self, actor)
 
@@ -63,81 +64,80 @@ def is_closed(cluster: Cluster) -> bool:
     return False
 
 
-def lose(program: Program, actor: WorkerGroup) -> None:
+def kill_actor(program: Program, actor: WorkerGroup) -> None:
     actor.commit("kill").get()
 
 
 def test_a_restart_retains_the_other_processes(config: RunConfig):
-    program = Program(lambda self, actor: actor.commit("kill" if len(self.makers) < 3 else "nothing").get())
+    program = Program(lambda self, actor: actor.commit("kill" if len(self.replica_processes) < 3 else "nothing").get())
     with_restarts(program, config)
     assert program.resumes == ["never", "auto", "auto"]
     assert program.restarts == [0, 1, 2]
-    assert len(set(program.makers)) == 1 and len(set(map(id, program.clusters))) == 1
+    assert len(set(program.replica_processes)) == 1 and len(set(map(id, program.clusters))) == 1
     assert program.messages[0] == ""
-    assert program.messages[2].startswith("actor.commit failed on rank 0 (node 0)")
-    assert program.messages[2].endswith("restart 2 of 2: resuming from step 2; retaining the processes of maker")
+    assert not missing_facts(program.messages[2], "actor.commit", "rank", "node", "restart", "step", 2, "rollout")
     assert is_closed(program.clusters[0])
 
 
 @pytest.mark.slow
 def test_no_restart_after_the_maximal_number(config: RunConfig):
-    program = Program(lose)
+    program = Program(kill_actor)
     with pytest.raises(ProcessLost) as lost:
         with_restarts(program, config)
-    assert len(program.makers) == 3 and is_closed(program.clusters[0])
+    assert len(program.replica_processes) == 3 and is_closed(program.clusters[0])
     assert "checkpoint.every" not in str(lost.value)
 
 
 @pytest.mark.parametrize("every", [0, 5])
 def test_no_restart_without_a_checkpoint(config: RunConfig, tmp_path: Path, every: int):
-    program = Program(lose)
+    program = Program(kill_actor)
     changes = {"output": tmp_path / "another", "checkpoint": CheckpointConfig(every=every)}
     with pytest.raises(ProcessLost) as lost:
         with_restarts(program, config.model_copy(update=changes))
-    assert len(program.makers) == 1 and is_closed(program.clusters[0])
+    assert len(program.replica_processes) == 1 and is_closed(program.clusters[0])
     assert ("checkpoint.every=N" in str(lost.value).partition("\n")[0]) == (every == 0)
 
 
 def test_no_restart_if_an_error_repeats_from_the_same_checkpoint(config: RunConfig):
     program = Program(lambda self, actor: actor.commit("raise").get())
-    with pytest.raises(WorkerError, match="nothing there"):
+    with pytest.raises(WorkerError, match="KeyError"):
         with_restarts(program, config)
-    assert len(program.makers) == 2
+    assert len(program.replica_processes) == 2
 
 
 def test_restart_if_an_error_repeats_after_a_later_checkpoint(config: RunConfig, tmp_path: Path):
     def body(self: Program, actor: WorkerGroup) -> None:
-        if len(self.makers) < 3:
-            checkpointed(tmp_path, 2 + len(self.makers))
+        if len(self.replica_processes) < 3:
+            checkpointed(tmp_path, 2 + len(self.replica_processes))
             actor.commit("raise").get()
 
     program = Program(body)
     with_restarts(program, config)
-    assert program.messages[2].endswith("resuming from step 4; retaining the processes of maker")
+    assert not missing_facts(program.messages[2], "step", 4, "rollout")
 
 
 @pytest.mark.parametrize("kind", [WorkerUserError, WorkerCheckError])
 def test_no_restart_after_a_rejection_or_a_failed_check(config: RunConfig, kind: type[WorkerError]):
     def body(self: Program, actor: WorkerGroup) -> None:
         with pytest.raises(ProcessLost):
-            lose(self, actor)
+            kill_actor(self, actor)
         raise kind("actor", 0, 0, "update", "ValueError: the loss is not finite")
 
     program = Program(body)
     with pytest.raises(kind):
         with_restarts(program, config)
-    assert len(program.makers) == 1 and is_closed(program.clusters[0])
+    assert len(program.replica_processes) == 1 and is_closed(program.clusters[0])
 
 
 def test_no_restart_after_a_signal(config: RunConfig):
     def body(self: Program, actor: WorkerGroup) -> None:
         self.interruption.signal = signal.SIGINT
-        lose(self, actor)
+        kill_actor(self, actor)
 
     program = Program(body)
     with pytest.raises(ProcessLost):
         with_restarts(program, config)
-    assert len(program.makers) == 1 and is_closed(program.clusters[0])
+    assert len(program.replica_processes) == 1 and is_closed(program.clusters[0])
 
 
 def test_no_restart_after_an_error_of_the_driver(config: RunConfig):
@@ -147,11 +147,11 @@ def test_no_restart_after_an_error_of_the_driver(config: RunConfig):
     program = Program(body)
     with pytest.raises(ArithmeticError):
         with_restarts(program, config)
-    assert len(program.makers) == 1 and is_closed(program.clusters[0])
+    assert len(program.replica_processes) == 1 and is_closed(program.clusters[0])
 
 
 def test_no_restart_outside_of_with_restarts(config: RunConfig):
-    program = Program(lose)
+    program = Program(kill_actor)
     with pytest.raises(ProcessLost):
         program(config)
-    assert len(program.makers) == 1 and is_closed(program.clusters[0])
+    assert len(program.replica_processes) == 1 and is_closed(program.clusters[0])

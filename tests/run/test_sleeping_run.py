@@ -1,4 +1,4 @@
-"""A run on Ray whose roles sleep: what overlaps, what is told of it, and a maker that is killed."""
+"""A run on Ray whose roles sleep: overlap, staleness, and recovery of killed processes."""
 
 import json
 import os
@@ -80,8 +80,8 @@ def test_a_killed_replica_is_replaced_and_its_prompts_are_redistributed(
 def test_a_killed_trainer_restarts_no_replica_and_every_prompt_is_trained_in_its_step(
     task: Path, tmp_path: Path, ray_session: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = sleeping_config(task, tmp_path / "out", schedule=ASYNC, steps=8, checkpoint={"every": 1})
-    makers: list[list[int]] = []
+    config = sleeping_config(task, tmp_path / "out", schedule=ASYNC, steps=8, checkpoint={"every": 1})
+    replica_processes: list[list[int]] = []
     trained: dict[int, list[int]] = {}
 
     def attempt(config: SleepingConfig) -> None:
@@ -91,21 +91,21 @@ def test_a_killed_trainer_restarts_no_replica_and_every_prompt_is_trained_in_its
             actor: Any = run.group("actor", SleepingActor, 0.02)
             rollout: Any = run.group("rollout", SleepingRollout, Durations(0.2), 4)
             run.add_checkpointable(actor)
-            makers.append(rollout.run(process_id))
+            replica_processes.append(rollout.run(process_id))
             (victim,) = actor.run(process_id)
             for step, batch in run.rollouts(rollout, prompts):
                 trained[step] = batch["prompt_id"].get("prompt_id").tolist()
-                if step == 5 and len(makers) == 1:
+                if step == 5 and len(replica_processes) == 1:
                     os.kill(victim, signal.SIGKILL)
                 run.log(actor.update(batch))
                 run.sync_weights(actor, rollout)
             run.finish(actor)
 
-    with_restarts(attempt, made)
-    assert len(makers) == 2 and makers[0] == makers[1]
-    assert list(trained.values()) == in_order(made)
-    said = capsys.readouterr().out
-    assert "restart 1 of 3" in said and "lost:" not in said
+    with_restarts(attempt, config)
+    assert len(replica_processes) == 2 and replica_processes[0] == replica_processes[1]
+    assert list(trained.values()) == in_order(config)
+    output = capsys.readouterr().out
+    assert "restart 1 of 3" in output and "lost:" not in output
 
 
 def process_id(worker: Any) -> int:

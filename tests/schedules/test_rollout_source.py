@@ -73,11 +73,11 @@ def make_source(config: OnPolicyConfig, version: int = 0) -> tuple[BatchRollouts
 def trained(source: BatchRollouts, rollout: Any, steps: range) -> list[Batch]:
     """Returns the batches of the steps."""
     source.begin(None, steps[0] - 1, steps[0] - 1)
-    found = []
+    batches = []
     for step in steps:
-        found.append(source.next_batch(step, step - 1))
+        batches.append(source.next_batch(step, step - 1))
         source.sync_weights(rollout, rollout, step)
-    return found
+    return batches
 
 
 def config_for(kind: str, **changes: Any) -> OnPolicyConfig:
@@ -89,7 +89,7 @@ def scheduled(max_staleness: int) -> list[tuple[list[int], int]]:
     """Returns the scheduler's (groups, version) per dispatch, for a replica that completes groups immediately."""
     limits = ScheduleLimits(GROUPS, max_staleness, interrupt=False, is_batched=True, total_groups=STEPS * GROUPS)
     scheduler = Scheduler(limits, num_replicas=1)
-    found, version = [], 0
+    batches, version = [], 0
     for step in range(1, STEPS + 1):
         while actions := scheduler.pop_actions():
             for action in actions:
@@ -97,11 +97,11 @@ def scheduled(max_staleness: int) -> list[tuple[list[int], int]]:
                     version = action.version
                     scheduler.confirm_update(0, version)
                 elif isinstance(action, DispatchGroups):
-                    found.append((list(action.groups), version))
+                    batches.append((list(action.groups), version))
                     assert all(scheduler.complete_group(0, group) for group in action.groups)
         assert scheduler.pop_step_batch() is not None
         scheduler.add_version(step)
-    return found
+    return batches
 
 
 @pytest.mark.parametrize("kind", ["sync", "one_step_off"])
@@ -126,12 +126,12 @@ def checkpoint_of(source: BatchRollouts, path: Path) -> tuple[dict[str, Any], Sa
 def test_a_resumed_run_trains_the_same_batches(kind: str, last: int, tmp_path: Path) -> None:
     config = config_for(kind)
     straight = trained(*make_source(config), range(1, STEPS + 1))
-    first, _ = made = make_source(config)
-    trained(*made, range(1, last + 1))
-    again, rollout = made = make_source(config, version=last)
+    first, _ = source_and_rollout = make_source(config)
+    trained(*source_and_rollout, range(1, last + 1))
+    again, rollout = source_and_rollout = make_source(config, version=last)
     again.restore(*checkpoint_of(first, tmp_path / FILE))
-    found = trained(*made, range(last + 1, STEPS + 1))
-    for batch, expected in zip(found, straight[last:], strict=True):
+    batches = trained(*source_and_rollout, range(last + 1, STEPS + 1))
+    for batch, expected in zip(batches, straight[last:], strict=True):
         assert set(batch.columns) == set(expected.columns)
         for name in ("prompt_id", "sample", "weight_version"):
             assert batch.get(name).tolist() == expected.get(name).tolist()
@@ -139,8 +139,8 @@ def test_a_resumed_run_trains_the_same_batches(kind: str, last: int, tmp_path: P
 
 
 def test_the_last_step_submits_nothing_ahead(tmp_path: Path) -> None:
-    first, _ = made = make_source(config_for("one_step_off"))
-    trained(*made, range(1, STEPS + 1))
+    first, _ = source_and_rollout = make_source(config_for("one_step_off"))
+    trained(*source_and_rollout, range(1, STEPS + 1))
     state, rows = checkpoint_of(first, tmp_path / FILE)
     assert state["untrained"] == [] and rows is None
 

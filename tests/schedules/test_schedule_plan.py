@@ -1,4 +1,4 @@
-"""Schedules and routes that a plan rejects, and the data flow graph of `flowrl plan`."""
+"""Schedules and routes that a plan rejects, and the data flow graph of `flowrl plan`, whose text is the feature."""
 
 from pathlib import Path
 from typing import Any
@@ -33,30 +33,30 @@ def routed(*feeds: list[int], **settings: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "match"),
+    ("settings", "pattern"),
     [
-        (placed(rollout="trainers"), "schedule.kind.*actor.*pool trainers"),
-        (placed(rollout="makers+trainers"), "schedule.kind.*actor.*pool trainers"),
-        (placed(ALONE, rollout=VLLM), "schedule.kind.*actor.*pool trainers"),
-        (placed(critic="makers"), "schedule.kind.*critic.*pool makers"),
+        (placed(rollout="trainers"), "schedule.kind.*actor.*trainers"),
+        (placed(rollout="makers+trainers"), "schedule.kind.*actor.*trainers"),
+        (placed(ALONE, rollout=VLLM), "schedule.kind.*actor.*trainers"),
+        (placed(critic="makers"), "schedule.kind.*critic.*makers"),
         (routed([0], [1], schedule={"kind": "sync"}), "placement.routes.*schedule.kind"),
         (routed([0], [1], schedule={"kind": "one_step_off"}), "placement.routes.*schedule.kind"),
         (routed([0], [1], schedule={"kind": "async", "max_staleness": 0}), "placement.routes.*schedule.max_staleness"),
         (routed([0], [1], schedule={"kind": "async", "overprovision": 1}), "schedule.overprovision.*placement.routes"),
-        (routed([0]), r"placement.routes.rollout\b.* 1\b.* 2 replicas"),
-        (routed([0], [1], [1]), r"placement.routes.rollout\b.* 3\b.* 2 replicas"),
+        (routed([0]), r"placement.routes.rollout\b.* 1\b.* 2\b"),
+        (routed([0], [1], [1]), r"placement.routes.rollout\b.* 3\b.* 2\b"),
         (routed([0, 1], []), r"placement.routes.rollout\.1\b"),
-        (routed([0], [0, 2]), r"placement.routes.rollout\.1\b.* 2\b.*0 to 1"),
-        (routed([1], [1]), r"placement.routes.rollout\b.* rank 0\b"),
+        (routed([0], [0, 2]), r"placement.routes.rollout\.1\b.* 2\b.*\b0\b.*\b1\b"),
+        (routed([1], [1]), r"placement.routes.rollout\b.* 0\b"),
         (routed([0, 0], [1]), r"placement.routes.rollout\.0\b.*\[0, 0\]"),
-        (routed([0], [1], batch_size=6), "placement.routes.*batch_size.*multiple of 2"),
-        (routed([0], [1], minibatch_size=3), "placement.routes.*minibatch_size is 3.*multiple of 2"),
+        (routed([0], [1], batch_size=6), r"placement.routes.*batch_size.*\b3\b.*\b2\b"),
+        (routed([0], [1], minibatch_size=3), r"placement.routes.*minibatch_size .*\b3\b.*\b2\b"),
         (placed({"routes": {"critic": [[0]]}}), "placement.routes.critic"),
         (placed({"routes": {}}), "placement.routes"),
     ],
 )
-def test_invalid_schedules_and_routes_are_rejected(settings: dict[str, Any], match: str):
-    with pytest.raises(ConfigError, match=match):
+def test_invalid_schedules_and_routes_are_rejected(settings: dict[str, Any], pattern: str):
+    with pytest.raises(ConfigError, match=pattern):
         plan_run(PPOConfig.model_validate(settings))
 
 
@@ -112,15 +112,15 @@ def test_nccl_requires_interrupt():
 
 
 @pytest.mark.parametrize(
-    ("routes", "match"),
+    ("routes", "pattern"),
     [
         ({"rollout": [[0], [7]]}, r"placement.routes.rollout\.1\b.* 7\b"),
         ({"actor": [[0]]}, "placement.routes.actor"),
     ],
 )
-def test_routes_of_a_placement_file_are_checked(routes: dict[str, Any], match: str):
+def test_routes_of_a_placement_file_are_checked(routes: dict[str, Any], pattern: str):
     placement = Placement.model_validate(placed({"routes": routes})["placement"])
-    with pytest.raises(ConfigError, match=match):
+    with pytest.raises(ConfigError, match=pattern):
         check_routes(placement, plan(placement, Inventory((4,), "cpu")))
 
 
@@ -204,7 +204,7 @@ def test_the_first_line_describes_the_schedule(replicas: int, schedule: dict[str
 
 
 def test_shared_weights_have_no_transport():
-    assert "(2) weights: none (the rollout uses the actor's weights)" in drawn(0, 2, {"kind": "sync"})
+    assert "(2) weights: none " in drawn(0, 2, {"kind": "sync"})
 
 
 @pytest.mark.parametrize(

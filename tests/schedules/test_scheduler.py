@@ -367,7 +367,7 @@ def test_with_staleness_zero_each_version_generates_one_batch(first: int, groups
     assert run.dispatched_per_version == [groups] * 8 + [0]
 
 
-def test_a_straggler_gets_only_groups_that_nobody_waits_for():
+def test_a_straggler_gets_only_groups_that_no_step_waits_for():
     limits = ScheduleLimits(groups_per_step=4, max_staleness=1, slots=2, total_groups=400)
     run = CheckedSimulation(limits, 3, Workload([1.0], [0.1]), Faults(slowdown=20.0))
     run.run()

@@ -146,21 +146,21 @@ def test_every_prompt_is_trained_once_in_order_within_the_staleness_bound() -> N
 
 
 def test_a_slow_weight_comparison_does_not_block() -> None:
-    run, found = SimulatedRun(config_of(max_staleness=1, steps=6)), list[float]()
+    run, results = SimulatedRun(config_of(max_staleness=1, steps=6)), list[float]()
 
     def read() -> None:
         for each in run.source.pop_metrics():
             if isinstance(each, ComparedWeights):
-                found.append(each.get()["weights_compared"])
+                results.append(each.get()["weights_compared"])
 
     run.weight_sync.compared_s = 1.2  # a step is 0.5
     run.at_end = read
     run.run()
-    assert run.trained == Counter(range(24)) and found == [1.0] * len(found)
-    in_steps = len(found)
+    assert run.trained == Counter(range(24)) and results == [1.0] * len(results)
+    in_steps = len(results)
     run.calls.wait_until(lambda: run.clock.now_s > run.ends[-1])
     read()
-    assert in_steps >= 4 and len(found) > in_steps
+    assert in_steps >= 4 and len(results) > in_steps
 
 
 @pytest.mark.parametrize(("mean_s", "train_s"), [(0.3, 0.3), (0.1, 0.3), (0.9, 0.3)])
@@ -256,8 +256,8 @@ def test_with_random_resumes_no_prompt_is_trained_twice_lost_or_too_stale(seed: 
         total, done = total + run.trained, last
         dropped += sum(run.source.summary()["groups"]["dropped"].values())
         assert max(run.ages) <= bounds["max_staleness"]
-        drawn, left = run.prompts.drawn, len(left_over(run))
-        assert drawn == 4 * done + dropped + left
+        drawn, num_pending = run.prompts.drawn, len(left_over(run))
+        assert drawn == 4 * done + dropped + num_pending
         run, _ = resumed(run, tmp_path / f"{last}-{FILE}", long_tailed)
     assert set(total.values()) == {1} and len(total) == 160
     assert dropped == 0 or bounds["overprovision"]
@@ -293,9 +293,9 @@ def test_a_recipe_that_never_syncs_weights_is_rejected() -> None:
         run.source.next_batch(2, 0)
 
 
-@pytest.mark.parametrize("held", [True, False])
-def test_before_an_evaluation_all_replicas_have_the_newest_weights(held: bool) -> None:
-    run = SimulatedRun(config_of(max_staleness=3, interrupt=held))
+@pytest.mark.parametrize("interrupt", [True, False])
+def test_before_an_evaluation_all_replicas_have_the_newest_weights(interrupt: bool) -> None:
+    run = SimulatedRun(config_of(max_staleness=3, interrupt=interrupt))
     run.run(last=5)
     run.source.wait_for_newest_weights()
     assert {replica.version for replica in run.rollout.replicas} == {5}
@@ -338,7 +338,7 @@ def test_a_lost_trainer_is_not_counted_as_a_lost_replica() -> None:
     assert run.source.summary()["replicas_lost"] == 0 and run.messages == []
 
 
-def test_a_rejected_prompt_is_dropped_reported_and_counted() -> None:
+def test_a_refused_prompt_is_dropped_reported_and_counted() -> None:
     run = SimulatedRun(config_of(max_staleness=1, max_concurrent=3), refuses=lambda prompt: prompt % 10 in (3, 4))
     run.run()
     refused = {prompt for prompt in range(run.prompts.drawn) if prompt % 10 in (3, 4)}
@@ -349,9 +349,9 @@ def test_a_rejected_prompt_is_dropped_reported_and_counted() -> None:
     assert len(run.messages) == MAX_REFUSAL_MESSAGES < len(refused)
 
 
-def test_a_run_ends_if_every_prompt_is_rejected() -> None:
+def test_a_run_ends_if_every_prompt_is_refused() -> None:
     run = SimulatedRun(config_of(max_staleness=1), refuses=lambda prompt: True)
-    with pytest.raises(UserError, match="refused 100 prompts"):
+    with pytest.raises(UserError, match=r"\b100\b"):
         run.run()
 
 
@@ -368,21 +368,21 @@ def test_without_staleness_every_schedule_is_sync() -> None:
     kinds = {"sync": {"kind": "sync"}, "one": {"kind": "one_step_off"}, "async": {"kind": "async", "max_staleness": 0}}
     for schedule in kinds.values():
         config = run.config.model_validate(run.config.model_dump() | {"schedule": schedule})
-        found = make_rollout_source(
+        results = make_rollout_source(
             RolloutContext(config, context.rollout, context.prompts, context.weight_sync, context.calls, print)
         )
-        assert isinstance(found, BatchRollouts)
+        assert isinstance(results, BatchRollouts)
 
 
 @pytest.mark.parametrize(("ahead", "last_waits"), [(0, 39), (1, 38)])
 def test_batch_rollouts_wait_for_weights_until_everything_is_generated(ahead: int, last_waits: int) -> None:
     run = SimulatedRun(config_of(max_staleness=1))
-    found = BatchRollouts(run.source._context, num_ahead=ahead)
+    results = BatchRollouts(run.source._context, num_ahead=ahead)
     events = [
         timed(1, "rollout.generate", "cpu:0", (0, 0, 0, 2 * 10**9, 2 * 10**9)),
         timed(2, "rollout.load_weights", "cpu:0", (0, 0, 5 * 10**9, 6 * 10**9, 6 * 10**9)),
     ]
-    waited = [found.weight_wait_s(step, events, 0, 6 * 10**9) for step in (1, last_waits, last_waits + 1, 40)]
+    waited = [results.weight_wait_s(step, events, 0, 6 * 10**9) for step in (1, last_waits, last_waits + 1, 40)]
     assert waited == [3.0, 3.0, 0.0, 0.0]
 
 
