@@ -13,7 +13,8 @@ class Resident(Worker):
 
     @property
     def weight_owners(self) -> tuple[Worker, ...]:
-        return () if self.shares_weights_of is None else (self.peer(self.shares_weights_of),)
+        owner = None if self.shares_weights_of is None else self.peer(self.shares_weights_of)
+        return () if owner is None else (owner,)
 
     def offload(self, *, keep_weights: bool) -> None:
         self.moves.append(f"{self.context.role} {'offload except weights' if keep_weights else 'offload'}")
