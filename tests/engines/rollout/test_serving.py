@@ -10,7 +10,7 @@ def test_commit_sets_the_version_once_all_weights_are_received():
     serving.begin(3, ["a", "b"])
     assert (serving.state, serving.version) == (EngineState.UPDATING, 0)
     serving.mark_received(["b", "unknown"])
-    with pytest.raises(RolloutError, match=r"\b1\b.* a$"):
+    with pytest.raises(RolloutError, match=r"\b1\b.*\ba\b"):
         serving.check_complete()
     serving.mark_received(["a"])
     serving.check_complete()
