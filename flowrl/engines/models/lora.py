@@ -9,14 +9,14 @@ Hu et al. 2021, https://arxiv.org/abs/2106.09685.
 
 import json
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import peft
 import torch
-from peft.tuners.lora import Linear as LoraLinear
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -26,6 +26,9 @@ from transformers.pytorch_utils import Conv1D
 from flowrl.config import LoraConfig, UserError
 from flowrl.data.atomic_folder import write_atomically
 from flowrl.engines.models.parameters import to_full_tensor
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import Linear as LoraLinear
 
 _ADAPTER = "default"
 """peft's name of the adapter. A model has only one adapter."""
@@ -52,6 +55,8 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig) -> None:
         config: rank, scale and target layers.
     Raises LoraError if a target is not a linear layer of the model.
     """
+    import peft  # noqa: PLC0415 (a run without LoRA needs no peft)
+
     targets = _target_layers(model, config)
     settings = peft.LoraConfig(
         r=config.rank,
@@ -70,7 +75,12 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig) -> None:
         nn.init.kaiming_uniform_(_matrices(layer)["lora_A"], a=math.sqrt(5), generator=generator)
 
 
-def adapter_layers(model: nn.Module) -> dict[str, LoraLinear]:
+def adapter_layers(model: nn.Module) -> "dict[str, LoraLinear]":
+    """Returns the layers with an adapter by name."""
+    if sys.modules.get("peft") is None:  # no adapter was added in this process
+        return {}
+    from peft.tuners.lora import Linear as LoraLinear  # noqa: PLC0415 (a run without LoRA needs no peft)
+
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
 
 
@@ -113,7 +123,7 @@ class ModelWeight:
 
     stored: Tensor
     """Weight without the adapter. It is a DTensor with this rank's shard if the model is sharded."""
-    adapter: LoraLinear | None
+    adapter: "LoraLinear | None"
     """Layer with the adapter. None if the weight has no adapter."""
 
     def gather(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -186,16 +196,14 @@ def save_adapter(model: PreTrainedModel, base: Path, folder: Path, *, is_writer:
     state = adapter_state(model)
     if not is_writer:
         return
-    config = model.peft_config[_ADAPTER]
-    assert isinstance(config, peft.LoraConfig)
-    settings = config.to_dict() | {"base_model_name_or_path": str(base), "inference_mode": True}
+    settings = model.peft_config[_ADAPTER].to_dict() | {"base_model_name_or_path": str(base), "inference_mode": True}
     settings["target_modules"] = sorted(settings["target_modules"])
     with write_atomically(folder) as partial:
         (partial / "adapter_config.json").write_text(json.dumps(settings, indent=2, default=str))
         save_file(state, partial / "adapter_model.safetensors", {"format": "pt"})
 
 
-def _matrices(layer: LoraLinear) -> dict[str, Tensor]:
+def _matrices(layer: "LoraLinear") -> dict[str, Tensor]:
     return {name: getattr(layer, name)[_ADAPTER].weight for name in ("lora_A", "lora_B")}
 
 

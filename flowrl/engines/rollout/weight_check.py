@@ -14,7 +14,6 @@ from typing import Literal
 
 import numpy as np
 import torch
-from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
@@ -134,7 +133,7 @@ def weight_samples(
     chosen = chosen_names(names, version) if num_chunks is None else names
     samples = []
     for name in chosen:
-        kind, dim = _kind(model, name, weights[name].stored)
+        kind, dim = _kind(model, name, weights[name])
         width = weights[name].stored.shape[dim] if dim is not None else 0
         # A layer is sampled once per num_layers versions, so the columns advance once per such visit.
         visit = version // max(1, len(names) // len(chosen))
@@ -147,16 +146,15 @@ def weight_samples(
     return WeightSamples(version, tuple(samples))
 
 
-def _kind(model: nn.Module, name: str, weight: Tensor) -> tuple[Kind, int | None]:
+def _kind(model: nn.Module, name: str, weight: ModelWeight) -> tuple[Kind, int | None]:
     """Returns the kind of a weight, and the dimension of its inputs. The dimension is None for a vector."""
     path, _, leaf = name.rpartition(".")
-    module = model.get_submodule(path)
-    module = module.base_layer if isinstance(module, LoraLinear) else module
+    module = model.get_submodule(path) if weight.adapter is None else weight.adapter.base_layer
     if leaf == "weight" and isinstance(module, nn.Embedding):
         return "table", 1
     if leaf == "weight" and isinstance(module, nn.Linear | Conv1D):
         return "matrix", 0 if isinstance(module, Conv1D) else 1
-    return "plain", 0 if weight.ndim > 1 else None
+    return "plain", 0 if weight.stored.ndim > 1 else None
 
 
 def _columns(weight: ModelWeight, dim: int | None, inputs: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
@@ -216,7 +214,7 @@ def compare_model(model: PreTrainedModel, samples: WeightSamples) -> Compared:
         if sample.kind == "matrix" and not stored.is_floating_point():
             columns = _quantized_columns(model, sample).to(sample.values.dtype)
             return compare(sample.name, columns, sample.values, tolerance=QUANTIZED_TOLERANCE)
-        _, dim = _kind(model, sample.name, stored)
+        _, dim = _kind(model, sample.name, weights[sample.name])
         return compare(sample.name, _columns(weights[sample.name], dim, sample.inputs), sample.values)
 
     return Compared.of((sample.name, result(sample)) for sample in samples.samples)
