@@ -1,10 +1,13 @@
-"""Checks and times training and generation on one GPU, without Ray and pytest. `python -m tests.benchmarks.gpu`
+"""Checks and times training and generation on one GPU, without Ray, peft and pytest.
 
-Prints one line per measurement, most valuable first. `--device cpu --tiny` tries out the program without a GPU.
+Usage: `python -m tests.benchmarks.gpu`. Prints one line per check and measurement, most valuable first, and exits with
+1 if one fails. `--device cpu --tiny` runs the program without a GPU.
 """
 
 import argparse
+import sys
 import time
+import traceback
 from collections.abc import Callable
 
 import torch
@@ -12,13 +15,15 @@ from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from flowrl.config import EngineConfig, OptimizerConfig, RolloutConfig
+from flowrl.engines.models.int8 import int8_product
 from flowrl.engines.rollout.hf.engine import HfRollout
 from flowrl.engines.train.engine import Denominators, TrainEngine
 from flowrl.engines.train.microbatch import MicroBatch
 from flowrl.workers.policy_model import PolicyModel, policy_logprobs
+from tests.engines.closeness import relative_error
 from tests.engines.losses import weighted_loss
 from tests.engines.tables import table
-from tests.engines.tiny import tokenizer
+from tests.engines.tiny import qwen2, tokenizer
 
 WARMUP, REPEATS = 2, 5
 
@@ -49,14 +54,64 @@ def seconds(call: Callable[[], object], device: torch.device) -> float:
     return sorted(times[WARMUP:])[REPEATS // 2]
 
 
+def require(name: str, error: float, limit: float) -> str:
+    assert error <= limit, f"{name}: relative error {error:.1e}, at most {limit:.0e} is allowed"
+    return f"{name}: relative error {error:.1e}, ok"
+
+
+def logprobs(device: torch.device, **settings: str) -> torch.Tensor:
+    """Returns log-probabilities of a tiny policy."""
+    engine = TrainEngine(PolicyModel(build(tiny=True)), None, EngineConfig.model_validate(settings), device=device)
+    return engine.evaluate(table(16), lambda m, micro: policy_logprobs(m, micro, temperature=1.0))
+
+
 def check_logprobs(device: torch.device) -> str:
     """Compares float32 log-probabilities of the device with the CPU."""
-    rows, values = table(16), []
-    for where in (torch.device("cpu"), device):
-        engine = TrainEngine(PolicyModel(build(tiny=True)), None, EngineConfig(), device=where)
-        values.append(engine.evaluate(rows, lambda m, micro: policy_logprobs(m, micro, temperature=1.0)))
-    error = ((values[1] - values[0]).norm() / values[0].norm()).item()
-    return f"log-probabilities: relative error {error:.1e} against the CPU ({'ok' if error < 1e-3 else 'TOO LARGE'})"
+    return require("log-probabilities", relative_error(logprobs(device), logprobs(torch.device("cpu"))), 1e-3)
+
+
+def check_packing(device: torch.device) -> str:
+    """Compares bfloat16 log-probabilities of packed rows with padded rows."""
+    padded = logprobs(device, packing="never", compute_dtype="bfloat16")
+    packed = logprobs(device, packing="always", compute_dtype="bfloat16")
+    return require("packed rows", relative_error(packed, padded), 0.03)
+
+
+def check_generate(device: torch.device) -> str:
+    """Compares greedy tokens of a float64 model with the CPU."""
+    prompts, ids, samples = [[2 + i % 30] * (1 + i) for i in range(16)], torch.arange(16), torch.zeros(16).long()
+    tokens = [
+        HfRollout(qwen2(torch.float64), tokenizer(), RolloutConfig(max_response_tokens=10), where)
+        .generate(prompts, ids, samples, seed=0, greedy=True)
+        .token_lists()
+        for where in (device, torch.device("cpu"))
+    ]
+    assert tokens[0] == tokens[1], "greedy tokens differ from those of the CPU"
+    return "greedy tokens: equal to those of the CPU"
+
+
+def check_int8(device: torch.device) -> str:
+    """Compares products of int8 matrices with the CPU."""
+    for num_rows, inputs, outputs in [(1, 1, 1), (3, 30, 7), (17, 64, 33), (40, 3072, 96), (33, 1025, 40)]:
+        left, right = torch.full((num_rows, inputs), 127).char(), torch.full((outputs, inputs), -127).char()
+        product = int8_product(left.to(device), right.to(device)).cpu()
+        assert torch.equal(product, int8_product(left, right)), f"the product of {num_rows} rows differs from the CPU"
+    return "int8 products: equal to those of the CPU"
+
+
+def check_offload(device: torch.device) -> str:
+    """Checks that an offloaded engine leaves no weights or optimizer state on the device, and trains again."""
+    optimizer, config = OptimizerConfig(lr=1e-4), EngineConfig(offload="idle")
+    engine = TrainEngine(PolicyModel(build(tiny=True)), optimizer, config, device=device)
+    allocated = []
+    for _ in range(2):
+        engine.update(table(9), loss)
+        engine.offload()
+        assert {parameter.device.type for parameter in engine.model.parameters()} == {"cpu"}
+        allocated.append(torch.cuda.memory_allocated(device) if device.type == "cuda" else 0)
+        engine.onload()
+    assert allocated[0] == allocated[1] < 1024**2, f"bytes on the device while offloaded: {allocated}"
+    return f"offload: {allocated[0]} bytes remain on the device"
 
 
 def time_update(device: torch.device, tiny: bool, packing: str, offload: str = "none") -> str:
@@ -85,7 +140,7 @@ def time_generate(device: torch.device, tiny: bool) -> str:
     return f"generate, 64 sequences: {generated / duration:.0f} tokens/s"
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--tiny", action="store_true")
@@ -93,17 +148,24 @@ def main() -> None:
     device, tiny = torch.device(options.device), options.tiny
     cases: list[Callable[[], str]] = [
         lambda: check_logprobs(device),
+        lambda: check_packing(device),
+        lambda: check_generate(device),
+        lambda: check_offload(device),
         lambda: time_update(device, tiny, "auto"),
-        lambda: time_update(device, tiny, "never"),
         lambda: time_generate(device, tiny),
+        lambda: time_update(device, tiny, "never"),
         lambda: time_update(device, tiny, "auto", "optimizer"),
+        lambda: check_int8(device),
     ]
+    num_failed = 0
     for case in cases:
         try:
             print(case(), flush=True)  # noqa: T201 (output is the purpose)
-        except Exception as error:  # noqa: BLE001 (one failure must not hide the other measurements)
-            print(f"FAILED: {type(error).__name__}: {error}", flush=True)  # noqa: T201 (as above)
+        except Exception:  # noqa: BLE001 (reported here and in the exit code; the other cases must still run)
+            num_failed += 1
+            print(f"FAILED\n{traceback.format_exc()}", flush=True)  # noqa: T201 (as above)
+    return 1 if num_failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

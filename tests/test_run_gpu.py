@@ -1,0 +1,91 @@
+"""tests/run_gpu.sh and the GPU benchmark on a machine without a GPU."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "tests/run_gpu.sh"
+MAYBE_MISSING = ("peft", "accelerate", "pytest", "hypothesis", "ray", "psutil", "rich", "matplotlib", "tensorboard")
+"""Packages that a GPU host may lack."""
+
+
+def run_script(folder: Path, python: str = sys.executable) -> tuple[int, str]:
+    """Returns the exit code and the results file of the script."""
+    results = folder / "results.txt"
+    environment = os.environ | {"PYTHON": python, "CUDA_VISIBLE_DEVICES": ""}
+    command = ["bash", str(SCRIPT), str(folder / "no_wheels"), str(results)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return done.returncode, results.read_text()
+
+
+def interpreter(folder: Path, cases: str) -> str:
+    """Returns the path of an interpreter that sees a GPU and treats its arguments by the cases of a shell script."""
+    path = folder / "python"
+    path.write_text(f'#!/bin/sh\ncase "$*" in\n*get_device_name*|"-c import torch") echo GPU;;\n{cases}\nesac\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_everything_is_skipped_without_a_gpu(tmp_path: Path) -> None:
+    code, results = run_script(tmp_path)
+    assert code == 0
+    assert "SKIPPED everything: no GPU" in results
+
+
+def test_the_script_fails_if_there_is_a_gpu_and_nothing_runs(tmp_path: Path) -> None:
+    code, results = run_script(tmp_path, interpreter(tmp_path, "*) exit 1;;"))
+    assert code == 1
+    assert "== " not in results and "transformers is missing" in results
+
+
+def test_the_script_runs_every_part_and_fails_if_one_fails(tmp_path: Path) -> None:
+    code, results = run_script(tmp_path, interpreter(tmp_path, "*tests.benchmarks.gpu*) exit 3;;"))
+    assert code == 1
+    assert re.findall("^FAILED.*", results, re.MULTILINE) == ["FAILED checks and benchmarks (exit code 3)"]
+    assert len(re.findall("^== ", results, re.MULTILINE)) == len(re.findall('^run "', SCRIPT.read_text(), re.MULTILINE))
+
+
+def test_missing_packages_skip_only_the_parts_that_need_them(tmp_path: Path) -> None:
+    cases = "\n".join(f'"-c import {name}") exit 1;;' for name in MAYBE_MISSING)
+    code, results = run_script(tmp_path, interpreter(tmp_path, cases))
+    assert code == 0
+    assert re.findall("^== .*", results, re.MULTILINE) == ["== checks and benchmarks"]
+    assert results.count("SKIPPED ") == 6
+
+
+def test_the_script_runs_every_file_with_a_test_marked_gpu() -> None:
+    paths = tuple(re.findall(r"tests/engines/\S+", SCRIPT.read_text()))
+    marked = [
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if re.search(r"^\s*@?pytest\.mark\.gpu", path.read_text(), re.MULTILINE)
+    ]
+    assert marked and [path for path in marked if not path.startswith(paths)] == []
+
+
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"tests/engines/\S+", SCRIPT.read_text()))))
+def test_the_paths_of_the_script_exist(path: str) -> None:
+    assert (ROOT / path).exists()
+
+
+def test_the_benchmark_needs_no_package_that_a_host_may_lack() -> None:
+    code = f"""
+import runpy, sys
+sys.modules |= dict.fromkeys({MAYBE_MISSING}, None)
+sys.argv[1:] = ["--device", "cpu", "--tiny"]
+runpy.run_module("tests.benchmarks.gpu", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_benchmark_fails_if_a_measurement_fails() -> None:
+    command = [sys.executable, "-m", "tests.benchmarks.gpu", "--device", "cuda:0", "--tiny"]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
