@@ -138,7 +138,7 @@ def figures(repeats: int) -> list[Figure]:
             "no-op": group.nothing,
             "4 columns": lambda group=group, four=four: group.echo(four).done(),
             "8 blocks, shuffled": partial(shuffled, group),
-            "8 blocks, shuffled, for ranks that talk to each other": partial(shuffled, talking),
+            "8 blocks, shuffled, class with `collective = True`": partial(shuffled, talking),
         }
         for name, call in calls.items():
             what = f"driver's time per rank, {num_ranks} ranks, {name}"

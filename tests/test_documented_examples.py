@@ -1,0 +1,55 @@
+"""The programs of docs pages without tests of their own run and print the output in their comments."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flowrl.cli import main
+from flowrl.config import Placement, load
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+
+
+def blocks(page: str, language: str = "") -> list[str]:
+    """Returns the code blocks of a page in a language."""
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE)
+    return [text for name, text in fenced if name == language]
+
+
+@pytest.mark.parametrize("page", ["architecture.md", "cluster.md", "placement.md", "training.md"])
+def test_the_program_of_a_page_prints_the_output_in_its_comment(
+    page: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (program,) = (block for block in blocks(page, "python") if "print(" in block)
+    path = tmp_path / "program.py"
+    path.write_text(program)
+    runpy.run_path(str(path), run_name="__main__")
+    (expected,) = re.findall(r"^ *print\(.*\)  # (.*)", program, re.MULTILINE)
+    assert capsys.readouterr().out.strip() == expected
+
+
+def test_the_documented_placement_is_the_split_placement() -> None:
+    (example,) = blocks("placement.md", "yaml")
+    placement = Placement.model_validate(yaml.safe_load(example))
+    assert placement == load(ROOT / "placement/split.yaml", [], Placement)
+
+
+PLANS = [block.split("\n", 1) for block in blocks("placement.md") if block.startswith("$ flowrl plan recipes/")]
+
+
+@pytest.mark.parametrize(("command", "expected"), [plan for plan in PLANS if "memory_gb" not in plan[0]])
+def test_the_documented_plans_are_the_output_of_the_command(
+    command: str, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    main(command.split()[2:])
+    assert " ".join(expected.split()) in " ".join("".join(capsys.readouterr()).split())
+
+
+def test_two_documented_plans_are_compared() -> None:
+    """The other commands of the page need a model's folder."""
+    assert sum("memory_gb" not in command for command, _ in PLANS) == 2
