@@ -38,7 +38,7 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
 
 LEVELS = {package: level for level, layer in enumerate(LAYERS) for package in layer}
 
-HOMES = {
+IMPORTERS = {
     "ray": ("flowrl/controller/backends/ray_backend.py", "flowrl/controller/backends/ray_nodes.py"),
     "vllm": ("flowrl/engines/rollout/vllm/",),
     "torchao": ("flowrl/engines/rollout/vllm/",),
@@ -55,19 +55,19 @@ HOMES = {
     "pydantic": ("flowrl/config/", "recipes/"),
     "yaml": ("flowrl/config/", "flowrl/checkpoints/"),
 }
-"""Third-party package -> the only packages that import it."""
+"""Library -> path prefixes of the files that may import it."""
 
-RECIPE_MAKERS = {"recipes/quickstart/prepare.py"}
-"""Files of a recipe that make a model or its data, and are no driver: they may import what makes it."""
+DATA_SCRIPTS = {"recipes/quickstart/prepare.py"}
+"""Scripts that create a model or data for a recipe. They may import any library."""
 
 CONFIG_LOOKUPS: dict[str, str] = {}
-"""Path -> why it looks a config's field up by a name."""
+"""Path -> reason why the file looks up a config field by name."""
 
 LONG_FILES: dict[str, str] = {}
-"""Path -> why it is longer than `MAX_LINES`."""
+"""Path -> reason why the file is longer than `MAX_LINES`."""
 
 LONG_FUNCTIONS: dict[str, str] = {}
-"""path:name -> why its body is longer than `MAX_BODY`."""
+"""path:function -> reason why the body is longer than `MAX_BODY`."""
 
 MAX_LINES, MAX_BODY, MAX_DRIVER = 600, 50, 100
 
@@ -91,11 +91,12 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
 
 def package_of(module: str) -> str | None:
     """Returns the package of a module in the layers; None for flowrl itself and for third-party modules."""
-    known = (package for package in LEVELS if module == package or module.startswith(f"{package}."))
-    return next(known, None)
+    packages = (package for package in LEVELS if module == package or module.startswith(f"{package}."))
+    return next(packages, None)
 
 
 def upward_imports(path: Path) -> list[str]:
+    """Returns the imports of packages that are not in a lower layer."""
     own = package_of(name_of(path).removesuffix(".py").removesuffix("/__init__").replace("/", "."))
     imported = [(line, module, package_of(module)) for line, module in imports(path)]
     return [
@@ -119,39 +120,39 @@ def test_subpackages_import_only_their_listed_dependencies(package: str):
     allowed = SUBPACKAGES[package]
     folder = ROOT / package.replace(".", "/")
     assert {path.parent.name for path in folder.glob("*/__init__.py")} == set(allowed)
-    strays = [
+    violations = [
         f"{name_of(path)}:{line} imports {module}"
         for name, others in allowed.items()
         for path in (folder / name).rglob("*.py")
         for line, module in imports(path)
         if module.startswith(f"{package}.") and module.split(".")[package.count(".") + 1] not in {name, *others}
     ]
-    assert strays == []
+    assert violations == []
 
 
-@pytest.mark.parametrize("library", HOMES)
+@pytest.mark.parametrize("library", IMPORTERS)
 def test_a_library_is_imported_only_in_its_package(library: str):
-    strays = [
+    violations = [
         f"{name_of(path)}:{line}"
         for path in SOURCES
         for line, module in imports(path)
         if module.split(".")[0] == library
-        and not name_of(path).startswith((*HOMES[library], "-"))
-        and name_of(path) not in RECIPE_MAKERS
+        and not name_of(path).startswith(IMPORTERS[library])
+        and name_of(path) not in DATA_SCRIPTS
     ]
-    assert strays == []
+    assert violations == []
 
 
 def test_the_root_package_is_not_imported_by_the_library():
     """Names of `flowrl` load lazily from its packages, so an import from within would be circular."""
-    inner = [
+    library = [
         path for path in SOURCES if name_of(path).startswith("flowrl/") and not name_of(path).startswith("flowrl/cli/")
     ]
-    assert [f"{name_of(p)}:{line}" for p in inner for line, module in imports(p) if module == "flowrl"] == []
+    assert [f"{name_of(p)}:{line}" for p in library for line, module in imports(p) if module == "flowrl"] == []
 
 
 def test_algorithms_do_not_import_config():
-    """The registry is the exception: it imports user functions that the settings name."""
+    """Only the registry may, because it imports the user functions that settings name."""
     files = [path for path in (ROOT / "flowrl/algorithms").rglob("*.py") if path.name != "registry.py"]
     assert [name_of(p) for p in files for _, module in imports(p) if package_of(module) == "flowrl.config"] == []
 
@@ -167,11 +168,11 @@ def test_every_public_name_is_exported_lazily():
     assert all(getattr(flowrl, name).__name__ == name for name in flowrl.__all__)
 
 
-def test_the_type_checker_sees_the_names_that_users_get():
+def test_type_checkers_see_all_public_names():
     tree = ast.parse((ROOT / "flowrl/__init__.py").read_text())
     (block,) = (node for node in tree.body if isinstance(node, ast.If))
-    seen = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert seen == flowrl._HOMES
+    typed = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert typed == flowrl._HOMES
 
 
 def config_lookups(path: Path) -> Iterator[str]:
@@ -180,12 +181,12 @@ def config_lookups(path: Path) -> Iterator[str]:
         if not isinstance(node, ast.Call):
             continue
         if isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr", "setattr"):
-            looked_at = ast.unparse(node.args[0])
+            target = ast.unparse(node.args[0])
         elif isinstance(node.func, ast.Attribute) and node.func.attr == "get":
-            looked_at = ast.unparse(node.func.value)
+            target = ast.unparse(node.func.value)
         else:
             continue
-        if looked_at.split(".")[-1].endswith("config"):
+        if target.split(".")[-1].endswith("config"):
             yield ast.unparse(node)
 
 
@@ -193,7 +194,7 @@ def test_configs_are_read_by_attribute():
     assert {name_of(path) for path in SOURCES if list(config_lookups(path))} == set(CONFIG_LOOKUPS)
 
 
-def test_file_names_are_one_noun():
+def test_files_have_few_lines():
     long = {name_of(path) for path in [*SOURCES, *TESTS] if len(path.read_text().splitlines()) > MAX_LINES}
     assert long == set(LONG_FILES)
 
@@ -206,7 +207,7 @@ def functions(path: Path) -> Iterator[tuple[str, int]]:
             yield node.name, (node.end_lineno or 0) - body[0].lineno + 1 if body else 0
 
 
-def test_functions_fit_a_screen():
+def test_functions_fit_on_a_screen():
     drivers = set((ROOT / "recipes").glob("*/train.py"))
     long = {
         f"{name_of(p)}:{name}" for p in SOURCES if p not in drivers for name, lines in functions(p) if lines > MAX_BODY
