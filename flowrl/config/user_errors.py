@@ -1,17 +1,16 @@
-"""Base class of all user errors, and the error of a run's own correctness checks."""
+"""Base classes of errors that programs print without a traceback."""
 
 
 class UserError(ValueError):
-    """Raised for an invalid setting or input file. The message is one sentence: what, where, what is allowed, how to
-    fix it.
+    """Raised if a setting or an input file is invalid.
 
-    Programs print the message to stderr and exit with code 2 (`flowrl.cli.exit_code`). Any other exception is a bug and
-    keeps its traceback.
+    The message names the invalid value, its location, the allowed values and the fix. Programs print the message to
+    stderr and exit with code 2 (`flowrl.cli.exit_code`).
     """
 
 
 class CheckFailed(RuntimeError):
-    """Raised if a correctness check of a running job fails. The message is one sentence with the likely causes.
+    """Raised if a correctness check of a running job fails. The message lists the likely causes.
 
     Programs print the message to stderr and exit with code 1.
     """

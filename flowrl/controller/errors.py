@@ -29,7 +29,7 @@ class WorkerError(FlowError, RuntimeError):
     """A call to a worker failed.
 
     Args:
-        cause: one sentence.
+        cause: error message without the name of the call.
         remote_traceback: traceback in the worker's process.
         symptom: whether the error is a lost connection, which the failure of another rank has caused.
     """

@@ -200,10 +200,8 @@ def _describe_rollouts(config: OnPolicyConfig) -> str:
 
 def _label(role: RolePlan, rank: int) -> str:
     mesh = role.mesh
-    places = [
-        place for i, slot in enumerate(role.slots) if mesh.coordinates(i).dp == rank for place in slot.node_devices
-    ]
-    names = [f"{node}:{device}" for node, device in places]
+    slots = [slot for i, slot in enumerate(role.slots) if mesh.coordinates(i).dp == rank]
+    names = [f"{node}:{device}" for slot in slots for node, device in slot.node_devices]
     devices = "+".join(names) if len(names) <= 2 else f"{names[0]} to {names[-1]}"
     return f"{role.role} {rank}  {devices}"
 

@@ -200,7 +200,7 @@ def _transport_between(actor: RolePlan, rollout: RolePlan, kind: str, config: Ro
     if kind != "cuda":
         raise PlacementError(f"{setting}, but placement.device is {kind}: set {rollout.role}.transfer.via: auto")
     rollout_gpus, actor_gpus = (
-        {place for slot in role.slots for place in slot.node_devices} for role in (rollout, actor)
+        {device for slot in role.slots for device in slot.node_devices} for role in (rollout, actor)
     )
     if rollout_gpus == actor_gpus:
         if via == "nccl":

@@ -96,8 +96,8 @@ def test_the_frames_of_a_method_are_those_above_its_host():
 
 
 def test_a_replacement_that_replays_calls_is_recovering():
-    revived = DUMP + '  File "/home/user/flowrl/controller/ray_backend.py", line 70 in recover\n'
-    assert parse_host_stack(StackDump(3.0, revived)).is_recovering
+    recovering = DUMP + '  File "/home/user/flowrl/controller/ray_backend.py", line 70 in recover\n'
+    assert parse_host_stack(StackDump(3.0, recovering)).is_recovering
 
 
 def test_a_process_between_calls_has_no_frames():
