@@ -241,8 +241,8 @@ def remove(folder: Path) -> None:
 def steps_to_keep(scores: Mapping[int, Score | None], keep_last: int | None, keep_best: int) -> set[int]:
     """Returns the steps of the `keep_last` newest checkpoints (None: all) and of the `keep_best` best per metric.
 
-    A run that resumes with another `evaluate_every` has scores of two metrics. The newer of two equal checkpoints is
-    kept.
+    If `evaluate_every` changes on resume, a run has scores of two metrics. Of two checkpoints with the same score, the
+    newer is better.
     """
     steps = sorted(scores)
     kept = set(steps if keep_last is None else steps[-keep_last:])

@@ -88,7 +88,7 @@ class _Estimator:
     def __init__(self, config: RunConfig, planned: Plan) -> None:
         self._config, self._planned = config, planned
         self._role_configs = {role: value for role, (_, value) in models_of(config).items()}
-        self._role_model = cache(self._read_role_model)  # every slot needs it
+        self._role_model = cache(self._read_role_model)  # called once per slot
         self._max_length = 0
         if isinstance(config, OnPolicyConfig):
             self._max_length = config.data.max_prompt_tokens + config.rollout.max_response_tokens

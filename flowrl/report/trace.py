@@ -99,9 +99,9 @@ def critical_path(events: Iterable[CallEvent]) -> list[Segment]:
     """Returns the critical path: consecutive segments that cover the time span of the events exactly once.
 
     The path is traced backwards from the call that finished last. A call can be preceded by its last input, by the
-    previous call of its process, or by the driver. The path takes the one that the call waited for longest. Events do
-    not record why the driver submitted a call late. All time between the submission and the end of the last call before
-    it therefore counts as driver time.
+    previous call of its process, or by the driver. The path takes the predecessor that the call waited for longest.
+    Events do not record why the driver submitted a call late. All time between the end of the last earlier call and the
+    submission therefore counts as driver time.
     """
     graph = _Graph(events)
     if not graph.events:
@@ -152,11 +152,11 @@ class _Graph:
         return max(known, key=lambda source: self.times[source].finished_ns, default=None)
 
     def seen_by(self, number: int, source: int | None) -> int:
-        """Returns the finish time of `source`, at most the arrival time of call `number`; 0 without a source."""
+        """Returns the finish time of `source`, capped at the arrival time of call `number`; 0 without a source."""
         return 0 if source is None else min(self.times[source].finished_ns, self.times[number].arrived_ns)
 
     def cause(self, number: int) -> tuple[int | None, int]:
-        """Returns the call's predecessor on the critical path (None for the driver) and the end of the wait for it."""
+        """Returns the call's predecessor on the critical path (None: the driver), and the end of the wait for it."""
         sources = [source for source in (self.last_input(number), self.before.get(number)) if source is not None]
         last = max(sources, key=lambda source: self.seen_by(number, source), default=None)
         submitted_ns = self.times[number].submitted_ns
@@ -165,7 +165,7 @@ class _Graph:
         return last, self.seen_by(number, last)
 
     def last_finished(self, number: int, until_ns: int) -> int | None:
-        """Returns the call before `number` that finished last, but not after `until_ns`."""
+        """Returns the last call that finished by `until_ns`, among the calls submitted before `number`."""
         for i in range(bisect_right(self._finished, until_ns, key=lambda entry: entry[0]) - 1, -1, -1):
             if self._finished[i][1] < number:
                 return self._finished[i][1]

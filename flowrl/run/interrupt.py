@@ -61,7 +61,7 @@ class Interruption:
             signal.signal(number, self._on_signal)
 
     def defer(self, action: str, progress: str) -> None:
-        """Stores the next signal in the attribute `signal` without an exception. The signal also prints `action`."""
+        """Makes the next signal set `signal` and print `action`, instead of raising KeyboardInterrupt."""
         self._action, self.progress = action, progress
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

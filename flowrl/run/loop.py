@@ -299,7 +299,7 @@ class Run:
     # Evaluation.
 
     def evaluate_with(self, rollout: WorkerGroup, reward: WorkerGroup, held_out: PromptStream | None) -> None:
-        """Evaluates greedy responses to held-out prompts before the first step, every `evaluate_every`, and at the end.
+        """Evaluates greedy responses to held-out prompts at the start, every `evaluate_every` steps, and at the end.
 
         Without held-out prompts there is no evaluation.
         """

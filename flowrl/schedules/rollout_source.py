@@ -60,7 +60,7 @@ class RolloutSource(Buffer, Protocol):
         ...
 
     def weight_wait_s(self, step: int, events: Sequence[CallEvent], start_ns: int, end_ns: int) -> float:
-        """Returns the mean seconds per replica in which a replica was idle until newer weights arrived.
+        """Returns how many seconds of [start_ns, end_ns] replicas waited for newer weights, mean over replicas.
 
         Call it once per step, in the order of steps. `events` are the calls that ended after `start_ns`.
         """
@@ -80,7 +80,7 @@ class RolloutSource(Buffer, Protocol):
 
     @property
     def counted(self) -> Iterable[Counted]:
-        """Samples of the number of groups per state, for `trace.json`."""
+        """Time series of the number of groups per state, for `trace.json`."""
         ...
 
 
@@ -192,7 +192,7 @@ class BatchRollouts:
 
     def weight_wait_s(self, step: int, events: Sequence[CallEvent], start_ns: int, end_ns: int) -> float:
         if step + self._num_ahead >= self._context.config.steps:
-            return 0.0  # all responses of the run are generated before this step's weights exist
+            return 0.0  # no later `generate` call, so no rollout waits for the weights of this step
         return measure_weight_wait_s(events, self._context.rollout.role, start_ns, end_ns)
 
     def finish(self) -> None:
@@ -254,7 +254,7 @@ def measure_staleness(table: TensorDict, version: int, bound: int) -> dict[str, 
 
 
 def measure_weight_wait_s(events: Iterable[CallEvent], role: str, start_ns: int, end_ns: int) -> float:
-    """Returns the mean seconds per rank of [start_ns, end_ns] in which a rank was idle before a weight update.
+    """Returns how many seconds of [start_ns, end_ns] ranks were idle before weight updates, mean over ranks.
 
     `events` must include each rank's last call before `start_ns`.
     """

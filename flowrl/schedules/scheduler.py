@@ -50,7 +50,7 @@ class ScheduleLimits:
     total_groups: int | None = None
     """Total number of groups that the run trains, including groups before a resume; None means unlimited."""
     trainer_routes: TrainerRoutes | None = None
-    """Replicas per trainer, where trainers get equal shares of a step; None if any replica serves any trainer."""
+    """Replicas of each trainer rank. Each rank trains an equal share of a step. None: any replica serves any rank."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class _ReplicaTiming:
 
 
 class ThroughputTracker:
-    """Measures each replica's seconds per group to detect stragglers. Without a clock no replica is a straggler."""
+    """Measures each replica's seconds per group to detect stragglers. Without `advance_clock`, none are detected."""
 
     def __init__(self, num_replicas: int) -> None:
         self._replicas = [_ReplicaTiming() for _ in range(num_replicas)]
