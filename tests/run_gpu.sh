@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Runs the GPU checks and benchmarks, a PPO run and the tests marked gpu within 8 minutes and without a network, most
-# valuable first. The host needs Python with torch and transformers; a part whose packages are missing is skipped.
+# valuable first. The host needs Python with torch and transformers. A part whose packages are missing is skipped.
 #
 #   usage: tests/run_gpu.sh [WHEELS] [RESULTS]      (default: .whl gpu_results.txt, in the root of the repository)
 #   PYTHON=python3                                  environment variable
 #
-# WHEELS is a folder of wheels that the host lacks; it may be absent. The tests marked gpu also need the wheels of
-# pytest, pluggy and iniconfig. RESULTS receives the outcome of every part, or the reason why it is skipped.
+# WHEELS is a folder of wheels that the host lacks; it may be absent. The PPO run needs ray, rich and psutil. The tests
+# marked gpu need pytest. RESULTS receives the outcome of every part, or the reason why it is skipped.
 # Exits with 1 if a part fails, or if there is a GPU and every part is skipped; with 0 if there is no GPU.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -46,7 +46,7 @@ if ! gpu=$("$python" -c "import torch; print(torch.cuda.get_device_name(), torch
 fi
 report "GPU: $gpu"
 
-# run NAME PACKAGES COMMAND...: runs a command in the remaining time if all packages can be imported.
+# run NAME PACKAGES COMMAND...: runs a command for at most 180 s if all packages can be imported.
 run() {
     local name=$1 packages=$2 package left code
     shift 2
@@ -55,6 +55,7 @@ run() {
     done
     left=$((deadline - SECONDS))
     [ "$left" -gt 5 ] || { report "SKIPPED $name: out of time"; return; }
+    [ "$left" -lt 180 ] || left=180
     report "== $name"
     timeout -k 5 "$left" "$@" 2>&1 | tail -n 60 | tee -a "$results"
     code=${PIPESTATUS[0]}

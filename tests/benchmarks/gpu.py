@@ -21,6 +21,7 @@ from flowrl.engines.train.engine import Denominators, TrainEngine
 from flowrl.engines.train.microbatch import MicroBatch
 from flowrl.workers.policy_model import PolicyModel, policy_logprobs
 from tests.engines.closeness import relative_error
+from tests.engines.device_memory import allocated_bytes
 from tests.engines.losses import weighted_loss
 from tests.engines.tables import table
 from tests.engines.tiny import qwen2, tokenizer
@@ -108,7 +109,7 @@ def check_offload(device: torch.device) -> str:
         engine.update(table(9), loss)
         engine.offload()
         assert {parameter.device.type for parameter in engine.model.parameters()} == {"cpu"}
-        allocated.append(torch.cuda.memory_allocated(device) if device.type == "cuda" else 0)
+        allocated.append(allocated_bytes() if device.type == "cuda" else 0)
         engine.onload()
     assert allocated[0] == allocated[1] < 1024**2, f"bytes on the device while offloaded: {allocated}"
     return f"offload: {allocated[0]} bytes remain on the device"

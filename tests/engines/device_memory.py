@@ -1,0 +1,9 @@
+"""Memory of the current GPU."""
+
+import torch
+
+
+def allocated_bytes() -> int:
+    """Returns the bytes that tensors use. Frees the workspaces of cuBLAS first, which have several MiB per thread."""
+    torch._C._cuda_clearCublasWorkspaces()
+    return torch.cuda.memory_allocated()
