@@ -37,7 +37,7 @@ class LoraConfig(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_dropout(cls, settings: Any) -> Any:  # Any: what the file says
+    def _refuse_dropout(cls, settings: Any) -> Any:  # Any: values of the YAML file
         if isinstance(settings, Mapping) and "dropout" in settings:
             raise ValueError(
                 "dropout is not supported, because the trained policy must be the one that sampled: remove it"

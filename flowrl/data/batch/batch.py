@@ -284,7 +284,7 @@ class Batch:
 
         return to_tensordict(self.payload(*names), copy=True)
 
-    def get(self, name: str) -> Any:  # Any: a tensor or a list, as the column's kind says
+    def get(self, name: str) -> Any:  # Any: a tensor or a list, depending on the column's kind
         """Waits for a column and returns a tensor `[B, ...]` or `[T, ...]`, or a list of B objects.
 
         The column `length` is the number of tokens per row `[B]`. If the call that computes the column failed, raises

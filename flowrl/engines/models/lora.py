@@ -60,7 +60,7 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig) -> None:
     targets = _target_layers(model, config)
     settings = peft.LoraConfig(
         r=config.rank,
-        lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType] (peft says int, and divides)
+        lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType] (annotated as int, but floats work)
         target_modules=list(targets),
         lora_dropout=0.0,
         fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in targets.values()),
