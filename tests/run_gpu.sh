@@ -35,7 +35,12 @@ else
 fi
 export PYTHONPATH=$work/site:$PWD HF_HUB_OFFLINE=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
 
-has() { "$python" -c "import $1" >/dev/null 2>&1; }
+declare -A exit_codes
+# has PACKAGE: imports a package once and remembers the result, because some imports take seconds.
+has() {
+    [ -n "${exit_codes[$1]:-}" ] || { "$python" -c "import $1" >/dev/null 2>&1; exit_codes[$1]=$?; }
+    return "${exit_codes[$1]}"
+}
 if ! has torch; then
     report "SKIPPED everything: torch is missing"
     exit "$status"
