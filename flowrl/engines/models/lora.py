@@ -191,12 +191,16 @@ def save_adapter(model: PreTrainedModel, base: Path, folder: Path, *, is_writer:
     All ranks of a sharded model must call this together. Only the rank with `is_writer` writes files. Raises LoraError
     if the folder already exists.
     """
+    import peft  # noqa: PLC0415 (a run without LoRA needs no peft)
+
     if is_writer and folder.exists():  # other ranks may arrive after the writer has finished
         raise LoraError(f"{folder} already exists and would be overwritten: choose a new folder")
     state = adapter_state(model)
     if not is_writer:
         return
-    settings = model.peft_config[_ADAPTER].to_dict() | {"base_model_name_or_path": str(base), "inference_mode": True}
+    config = model.peft_config[_ADAPTER]
+    assert isinstance(config, peft.LoraConfig)
+    settings = config.to_dict() | {"base_model_name_or_path": str(base), "inference_mode": True}
     settings["target_modules"] = sorted(settings["target_modules"])
     with write_atomically(folder) as partial:
         (partial / "adapter_config.json").write_text(json.dumps(settings, indent=2, default=str))
