@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from flowrl.config import AsyncSchedule, RolloutConfig, RunConfig, TransferConfig
 from flowrl.controller.placement.plan import PlacementError, Plan, RolePlan
@@ -19,14 +19,22 @@ Transport = Literal["shared", "object_store", "cuda_ipc", "nccl"]
 
 
 class WeightTransfer(Protocol):
-    """Sends weights from an actor to a rollout, in one call (`send`) or in two calls (`export`, later `load`)."""
-
-    updates_all_replicas: bool
-    """Whether all replicas must load a version together, in one call of the whole group."""
+    """Sends an actor's weights to a rollout."""
 
     def __init__(
         self, actor: WorkerGroup, rollout: WorkerGroup, config: TransferConfig, dtype: str | None = None
     ) -> None: ...
+
+    def send(self, version: int) -> None:
+        """Submits export and load of the current weights for the whole rollout."""
+
+
+@runtime_checkable
+class SnapshotTransfer(WeightTransfer, Protocol):
+    """Exports weights in one call and loads them in another, so that the rollout generates in between."""
+
+    updates_all_replicas: bool
+    """Whether all replicas must load a version together, in one call of the whole group."""
 
     def connect(self) -> None:
         """Waits until `export` can run without blocking."""
@@ -38,9 +46,6 @@ class WeightTransfer(Protocol):
     def load(self, buckets: Sequence[Future], rollout: WorkerGroup, version: int) -> Sequence[Future]:
         """Submits and returns the calls that load exported weights into a rollout or one replica."""
         ...
-
-    def send(self, version: int) -> None:
-        """Submits export and load of the current weights for the whole rollout."""
 
 
 class ObjectStoreTransfer:
@@ -77,10 +82,9 @@ class ObjectStoreTransfer:
 class CudaIpcTransfer:
     """Shares chunks through CUDA IPC on the GPUs that both roles use.
 
-    All chunks use the same buffer, so the rollout reads each chunk before the actor exports the next.
+    All chunks use the same buffer, so the rollout reads each chunk before the actor exports the next. A rollout on the
+    actor's GPUs does not generate while the actor trains, so there are no snapshots.
     """
-
-    updates_all_replicas = True
 
     def __init__(
         self, actor: WorkerGroup, rollout: WorkerGroup, config: TransferConfig, dtype: str | None = None
@@ -88,15 +92,6 @@ class CudaIpcTransfer:
         self._actor, self._rollout = actor, rollout
         self._chunking = (config.chunk_mb, dtype)
         self._num_chunks: Future = actor.num_chunks.submit(*self._chunking)
-
-    def connect(self) -> None:
-        self._num_chunks.get()
-
-    def export(self) -> Sequence[Future]:
-        raise AssertionError("a rollout on the actor's GPUs cannot generate while the actor trains")
-
-    def load(self, buckets: Sequence[Future], rollout: WorkerGroup, version: int) -> Sequence[Future]:
-        raise AssertionError("CUDA IPC chunks are loaded as they are shared: call send")
 
     def send(self, version: int) -> None:
         num_chunks, loaded = self._num_chunks.get(), None
@@ -246,7 +241,7 @@ class WeightSnapshot:
     """Exported weights of one version, which replicas load later."""
 
     version: int
-    _transfer: WeightTransfer
+    _transfer: SnapshotTransfer
     _buckets: Sequence[Future]
     _check: WeightsCheck
 
@@ -296,16 +291,21 @@ class WeightSync:
 
     def connect(self, actor: WorkerGroup, rollout: WorkerGroup) -> None:
         """Waits for the actor and the rollout to start and connects the transfer, so that `export` does not wait."""
-        self._transfer(actor, rollout).connect()
+        self._snapshot_transfer(actor, rollout).connect()
 
     def export(self, actor: WorkerGroup, rollout: WorkerGroup, version: int) -> WeightSnapshot:
         """Submits the export of the actor's current weights and returns a snapshot for the replicas. Does not wait."""
-        transfer = self._transfer(actor, rollout)
+        transfer = self._snapshot_transfer(actor, rollout)
         check = WeightsCheck(actor, rollout, version, self._rollout_config(rollout))
         return WeightSnapshot(version, transfer, transfer.export(), check)
 
     def updates_all_replicas(self, actor: WorkerGroup, rollout: WorkerGroup) -> bool:
-        return self._transfer(actor, rollout).updates_all_replicas
+        return self._snapshot_transfer(actor, rollout).updates_all_replicas
+
+    def _snapshot_transfer(self, actor: WorkerGroup, rollout: WorkerGroup) -> SnapshotTransfer:
+        transfer = self._transfer(actor, rollout)
+        assert isinstance(transfer, SnapshotTransfer), "check_schedule rejects async on the devices of the actor"
+        return transfer
 
     def _rollout_config(self, rollout: WorkerGroup) -> RolloutConfig | None:
         """Returns the settings of the rollout role; None for a user-defined role."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from flowrl.controller.worker import Dispatch, Worker, register
 
-WAITS_S = 30.0
+WAITS_S = 60.0
 Line = list[Any]
 """[role, rank, method, arguments]"""
 
