@@ -14,6 +14,7 @@ from flowrl.algorithms import token_entropy, token_logprobs
 from flowrl.algorithms.logprobs import chunks
 from tests.algorithms.largest import Largest
 from tests.algorithms.strategies import quick
+from tests.engines.closeness import FLOAT64_RTOL, assert_norm_close, reduction_rtol
 
 
 def random_inputs(seed: int, shape: tuple[int, int, int] = (3, 5, 7)) -> tuple[Tensor, Tensor]:
@@ -56,9 +57,9 @@ def test_logprobs_and_their_gradient_agree_with_log_softmax(temperature: float):
     logits, tokens = random_inputs(0)
     weights = torch.randn(3, 5, dtype=torch.float64)
     ours, naive = token_logprobs(logits, tokens, temperature=temperature), naive_logprobs(logits, tokens, temperature)
-    assert_close(ours, naive)
+    assert_norm_close(ours, naive, rtol=FLOAT64_RTOL)
     gradients = [torch.autograd.grad((weights * x).sum(), logits)[0] for x in (ours, naive)]
-    assert_close(*gradients)
+    assert_norm_close(*gradients, rtol=FLOAT64_RTOL)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -66,9 +67,9 @@ def test_entropy_and_its_gradient_agree_with_the_definition(temperature: float):
     logits, _ = random_inputs(1)
     weights = torch.randn(3, 5, dtype=torch.float64)
     ours, naive = token_entropy(logits, temperature=temperature), naive_entropy(logits, temperature)
-    assert_close(ours, naive)
+    assert_norm_close(ours, naive, rtol=FLOAT64_RTOL)
     gradients = [torch.autograd.grad((weights * x).sum(), logits)[0] for x in (ours, naive)]
-    assert_close(*gradients)
+    assert_norm_close(*gradients, rtol=FLOAT64_RTOL)
 
 
 def test_both_pass_a_gradient_check():
@@ -86,7 +87,7 @@ def test_results_and_gradients_do_not_depend_on_the_chunks(monkeypatch: pytest.M
 
     full = results()
     monkeypatch.setattr(module, "_CHUNK_ELEMENTS", chunk_elements)
-    assert_close(results(), full, rtol=1e-9, atol=1e-12)
+    assert_norm_close(results(), full, rtol=FLOAT64_RTOL)
 
 
 @pytest.mark.parametrize("kind", ["logprobs", "entropy"])
@@ -103,14 +104,16 @@ def test_no_row_of_logits_exists_in_float32(monkeypatch: pytest.MonkeyPatch, kin
 def test_a_split_batch_gives_the_rows_of_the_full_batch():
     logits, tokens = random_inputs(4)
     full = token_logprobs(logits, tokens)
-    assert_close(torch.cat([token_logprobs(logits[r], tokens[r]) for r in ([0, 2], [1])]), full[[0, 2, 1]])
+    assert_norm_close(
+        torch.cat([token_logprobs(logits[r], tokens[r]) for r in ([0, 2], [1])]), full[[0, 2, 1]], rtol=FLOAT64_RTOL
+    )
 
 
 def test_padding_on_the_right_changes_nothing_before_it():
     logits, tokens = random_inputs(5)
     changed = logits.detach().clone()
     changed[:, 3:], tokens[:, 4:] = 99.0, 0
-    assert_close(token_logprobs(changed, tokens)[:, :4], token_logprobs(logits, tokens)[:, :4])
+    assert_norm_close(token_logprobs(changed, tokens)[:, :4], token_logprobs(logits, tokens)[:, :4], rtol=FLOAT64_RTOL)
 
 
 def test_an_excluded_token_has_logprob_minus_infinity_and_adds_nothing_to_entropy_or_gradient():
@@ -134,7 +137,9 @@ def test_bfloat16_logits_give_float32_results_and_bfloat16_gradients():
     low = logits.detach().bfloat16().requires_grad_()
     logprobs, entropy = token_logprobs(low, tokens), token_entropy(low)
     assert logprobs.dtype == entropy.dtype == torch.float32
-    assert_close(logprobs.double(), token_logprobs(low.double(), tokens), rtol=1e-5, atol=1e-5)
+    rtol = reduction_rtol(torch.float32, length=logits.shape[-1], depth=2)
+    assert_norm_close(logprobs.double(), token_logprobs(low.double(), tokens), rtol)
+    assert_norm_close(entropy.double(), token_entropy(low.double()), rtol)
     assert torch.autograd.grad((logprobs + entropy).sum(), low)[0].dtype == torch.bfloat16
 
 

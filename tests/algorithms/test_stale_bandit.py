@@ -11,6 +11,7 @@ import torch
 
 from flowrl.algorithms.corrections import masked_weights, truncated_weights
 from flowrl.algorithms.losses.policy_losses import clipped_policy_loss, decoupled_policy_loss
+from tests.engines.closeness import assert_norm_close
 
 REWARDS_A = torch.tensor([1.0, 0.0, 0.5, 0.25], dtype=torch.float64)
 LOGITS_A = torch.tensor([0.3, -0.2, 0.5, 0.0], dtype=torch.float64)
@@ -37,13 +38,13 @@ def gradient(sampled_A: torch.Tensor, weights_A: torch.Tensor, baseline: float =
 
 
 def test_the_expectation_is_the_true_gradient_on_fresh_samples():
-    assert torch.allclose(gradient(PI_A, weights(PI_A, 2.0)), TRUE_A, rtol=0, atol=1e-15)
+    assert_norm_close(gradient(PI_A, weights(PI_A, 2.0)), TRUE_A)
 
 
 @pytest.mark.parametrize("baseline", [0.0, 0.4, -3.0])
 def test_untruncated_weights_remove_the_bias_of_stale_samples(baseline: float):
     actual = gradient(STALE_A, weights(STALE_A, NO_BOUND), baseline)
-    assert torch.allclose(actual, TRUE_A, rtol=0, atol=1e-14)
+    assert_norm_close(actual, TRUE_A)
 
 
 def test_without_weights_stale_samples_are_biased_and_a_baseline_changes_the_gradient():
@@ -55,7 +56,7 @@ def test_without_weights_stale_samples_are_biased_and_a_baseline_changes_the_gra
 
 def test_a_bound_above_all_weights_causes_no_bias():
     largest = float((PI_A / STALE_A).max())
-    assert torch.allclose(gradient(STALE_A, weights(STALE_A, largest)), TRUE_A, rtol=0, atol=1e-14)
+    assert_norm_close(gradient(STALE_A, weights(STALE_A, largest)), TRUE_A)
 
 
 @pytest.mark.parametrize("bound", [2.0, 1.5, 1.0])
@@ -63,7 +64,7 @@ def test_truncation_bias_equals_the_truncated_probability(bound: float):
     cut_A = (PI_A - bound * STALE_A).clamp(min=0)
     bias = gradient(STALE_A, weights(STALE_A, bound)) - TRUE_A
     assert cut_A.sum() > 0
-    assert torch.allclose(bias, -(cut_A * REWARDS_A) @ SCORES_AA, rtol=0, atol=1e-14)
+    assert_norm_close(bias, -(cut_A * REWARDS_A) @ SCORES_AA)
 
 
 def test_the_bias_shrinks_as_the_bound_grows_and_is_below_that_of_no_weights():
@@ -75,7 +76,7 @@ def test_the_bias_shrinks_as_the_bound_grows_and_is_below_that_of_no_weights():
 def test_masking_removes_tokens_that_truncation_bounds():
     beyond_A = PI_A > 2.0 * STALE_A
     bias = gradient(STALE_A, weights(STALE_A, 2.0, masked_weights)) - TRUE_A
-    assert torch.allclose(bias, -(PI_A * beyond_A * REWARDS_A) @ SCORES_AA, rtol=0, atol=1e-14)
+    assert_norm_close(bias, -(PI_A * beyond_A * REWARDS_A) @ SCORES_AA)
 
 
 def test_samples_of_several_versions_are_unbiased_with_their_own_probabilities():
@@ -86,7 +87,7 @@ def test_samples_of_several_versions_are_unbiased_with_their_own_probabilities()
     newest_for_all = share * gradient(STALE_A, weights(STALE_A, NO_BOUND)) + (1 - share) * gradient(
         OLDER_A, weights(STALE_A, NO_BOUND)
     )
-    assert torch.allclose(own, TRUE_A, rtol=0, atol=1e-14)
+    assert_norm_close(own, TRUE_A)
     assert (newest_for_all - TRUE_A).norm() > 0.1 * TRUE_A.norm()
 
 
@@ -103,4 +104,5 @@ def test_the_losses_follow_the_true_gradient_from_stale_samples(loss: str):
         loss_A1, _ = clipped_policy_loss(logprobs_A1, before, advantages, mask, **clips)
         loss_A1 = loss_A1 * weights(STALE_A, NO_BOUND)[:, None]
     (STALE_A[:, None] * loss_A1).sum().backward()
-    assert logits_A.grad is not None and torch.allclose(-logits_A.grad, TRUE_A, rtol=0, atol=1e-12)
+    assert logits_A.grad is not None
+    assert_norm_close(-logits_A.grad, TRUE_A)

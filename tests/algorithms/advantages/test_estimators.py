@@ -10,6 +10,7 @@ from torch.testing import assert_close
 
 from flowrl.algorithms import gae, reinforce_plus_plus, remax, whiten
 from tests.algorithms.strategies import NAN, quick, token_tensors
+from tests.engines.closeness import FLOAT64_RTOL, assert_norm_close, reduction_rtol
 
 ONES = torch.ones(1, 3, dtype=torch.bool)
 
@@ -70,8 +71,8 @@ def test_gae_agrees_with_the_sum_of_the_paper_row_by_row(seed: int):
         expected = torch.from_numpy(
             gae_of_one_row(rewards[row, chosen].numpy(), values[row, chosen].numpy(), 0.97, 0.9)
         )
-        assert_close(advantages[row, chosen], expected)
-        assert_close(returns[row, chosen], expected + values[row, chosen])
+        assert_norm_close(advantages[row, chosen], expected, rtol=FLOAT64_RTOL)
+        assert_norm_close(returns[row, chosen], expected + values[row, chosen], rtol=FLOAT64_RTOL)
 
 
 def test_gae_ignores_masked_tokens_and_is_zero_there():
@@ -109,9 +110,11 @@ def test_gae_carries_no_gradient():
 
 def test_gae_of_bfloat16_is_computed_in_float32():
     rewards, values, mask = random_inputs(3)
-    low = gae(rewards.bfloat16(), values.bfloat16(), mask, gamma=0.9, lam=0.8)[0]
+    rewards, values = rewards.bfloat16(), values.bfloat16()
+    low = gae(rewards, values, mask, gamma=0.9, lam=0.8)[0]
     assert low.dtype == torch.float32
-    assert_close(low.double(), gae(rewards, values, mask, gamma=0.9, lam=0.8)[0], rtol=0.02, atol=0.06)
+    exact = gae(rewards.double(), values.double(), mask, gamma=0.9, lam=0.8)[0]
+    assert_norm_close(low.double(), exact, reduction_rtol(torch.float32, length=mask.shape[1], depth=2))
 
 
 @pytest.mark.parametrize(("gamma", "lam", "name"), [(1.1, 0.9, "gamma"), (0.9, -0.1, "lam")])
@@ -132,8 +135,8 @@ def test_gae_of_any_rows_agrees_with_a_loop_over_chosen_tokens(tokens: tuple[Ten
     advantages, returns = gae(rewards, values, mask, gamma=gamma, lam=lam)
     for row, chosen in enumerate(mask):
         expected = gae_of_one_row(rewards[row, chosen].numpy(), values[row, chosen].numpy(), gamma, lam)
-        assert_close(advantages[row, chosen].numpy(), expected, rtol=0, atol=1e-10)
-        assert_close(returns[row, chosen], advantages[row, chosen] + values[row, chosen])
+        assert_norm_close(advantages[row, chosen], torch.as_tensor(expected, dtype=torch.float64))
+        assert_norm_close(returns[row, chosen], advantages[row, chosen] + values[row, chosen])
 
 
 def test_reinforce_plus_plus_by_hand():
@@ -152,7 +155,7 @@ def test_reinforce_plus_plus_agrees_with_the_formula_in_numpy(tokens: tuple[Tens
     returns_to_go = [np.cumsum(rewards[row, mask[row]].numpy()[::-1])[::-1] for row in range(len(mask))]
     x = np.concatenate([*returns_to_go, np.zeros(0)])
     expected = (x - x.mean()) / np.sqrt(x.var(ddof=1) + 1e-8) if len(x) > 1 else np.zeros_like(x)
-    assert_close(advantages[mask].numpy(), expected, rtol=0, atol=1e-6)
+    assert_norm_close(advantages[mask], torch.from_numpy(expected))
     assert not advantages[~mask].any()
 
 
@@ -170,7 +173,8 @@ def test_reinforce_plus_plus_of_bfloat16_is_computed_in_float32():
     rewards, _, mask = random_inputs(7)
     low = reinforce_plus_plus(rewards.bfloat16(), mask)
     assert low.dtype == torch.float32
-    assert_close(low.double(), reinforce_plus_plus(rewards, mask), rtol=0.01, atol=0.01)
+    exact = reinforce_plus_plus(rewards.bfloat16().double(), mask)
+    assert_norm_close(low.double(), exact, reduction_rtol(torch.float32, length=mask.numel(), depth=3))
 
 
 def test_remax_by_hand():

@@ -23,6 +23,7 @@ from flowrl.algorithms import (
     with_overlong_penalty,
 )
 from tests.algorithms.strategies import grouped_rows, orders, quick
+from tests.engines.closeness import assert_norm_close, reduction_rtol
 
 
 def test_overlong_penalty_with_the_lengths_of_the_paper():
@@ -169,7 +170,8 @@ def test_normalize_rewards_of_bfloat16_is_computed_in_float32():
     moments, rewards = RewardMoments(count=3, mean=1.0, sum_of_squares=2.0), torch.randn(20)
     low = normalize_rewards(rewards.bfloat16(), moments, shift_mean=True)
     assert low.dtype == torch.float32
-    assert_close(low, normalize_rewards(rewards, moments, shift_mean=True), rtol=0.01, atol=0.02)
+    exact = normalize_rewards(rewards.bfloat16().double(), moments, shift_mean=True)
+    assert_norm_close(low.double(), exact, reduction_rtol(torch.float32, length=1, depth=4))
 
 
 def test_rewards_with_an_overlong_penalty_by_hand():
