@@ -107,7 +107,8 @@ class Checkpoint:
             size = path.stat().st_size
             if size != expected.size:
                 return f"has {size:,} bytes instead of {expected.size:,}"
-            return "" if checksum_of(path) == expected else "has changed since it was written"
+            crc32 = checksum_of(path).crc32
+            return "" if crc32 == expected.crc32 else f"has CRC-32 {crc32:08x} instead of {expected.crc32:08x}"
         except OSError as error:
             return f"cannot be read ({error.strerror})"
 

@@ -2,14 +2,31 @@
 
 import signal
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
 
+from flowrl.run import interrupt
 from flowrl.run.interrupt import Interrupted, Interruption
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Clock:
+    """A virtual clock in place of the module `time`."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    replacement = Clock()
+    monkeypatch.setattr(interrupt, "time", replacement)
+    return replacement
 
 
 @pytest.fixture(autouse=True)
@@ -20,14 +37,14 @@ def handlers() -> Iterator[None]:
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
-def test_the_first_signal_is_deferred_and_the_second_raises() -> None:
+def test_the_first_signal_is_deferred_and_the_second_raises(clock: Clock) -> None:
     """The messages are the feature: they tell the user how to abort."""
     lines, reached = [], False
     with pytest.raises(Interrupted) as caught, Interruption(lines.append) as interruption:
         interruption.defer("finishing step 3 and saving", "in step 3 of 9; results: there")
         signal.raise_signal(signal.SIGINT)
         reached = interruption.signal is signal.SIGINT
-        time.sleep(0.4)
+        clock.now_s += 0.4
         signal.raise_signal(signal.SIGINT)
     assert reached and lines == ["interrupt received: finishing step 3 and saving (Ctrl-C again to abort)"]
     assert str(caught.value) == "interrupted in step 3 of 9; results: there" and caught.value.exit_code == 130
