@@ -47,11 +47,6 @@ class ChatTokenizer:
         """Id of the token that ends a response."""
         return int(self._tokenizer.eos_token_id)
 
-    @property
-    def pad_id(self) -> int:
-        """Id of the padding token. By default, it is the id of the end token."""
-        return self.eos_id if self._tokenizer.pad_token_id is None else int(self._tokenizer.pad_token_id)
-
     def __len__(self) -> int:
         return len(self._tokenizer)
 

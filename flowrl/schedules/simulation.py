@@ -85,10 +85,6 @@ class Outcome:
     def steps_per_s(self) -> float:
         return self.steps / self.seconds
 
-    @property
-    def mean_staleness(self) -> float:
-        return sum(age * num for age, num in self.staleness.items()) / sum(self.staleness.values())
-
 
 def simulate(limits: ScheduleLimits, num_replicas: int, workload: Workload, faults: Faults | None = None) -> Outcome:
     """Simulates a run of `limits.total_groups` groups with one trainer.

@@ -61,6 +61,11 @@ class Point:
         )
 
     @property
+    def mean_staleness(self) -> float:
+        staleness = self.outcome.staleness
+        return sum(age * num for age, num in staleness.items()) / sum(staleness.values())
+
+    @property
     def prompts_per_s(self) -> float:
         return self.outcome.steps_per_s * self.devices * PROMPTS_PER_DEVICE
 
@@ -117,7 +122,7 @@ def _measures(point: Point) -> tuple[str, str, str, str]:
     if point.schedule == "sync":  # the same devices generate and train
         idle = (sum(idle) - 1, sum(idle) - 1)
     admitted = sum(of.staleness.values()) + of.num_dropped
-    return f"{of.mean_staleness:.2f}", f"{of.num_dropped / admitted:.1%}", f"{idle[0]:.0%}", f"{idle[1]:.0%}"
+    return f"{point.mean_staleness:.2f}", f"{of.num_dropped / admitted:.1%}", f"{idle[0]:.0%}", f"{idle[1]:.0%}"
 
 
 def draw(results: Sequence[Point], path: Path) -> None:
@@ -127,7 +132,7 @@ def draw(results: Sequence[Point], path: Path) -> None:
         own = [point for point in results if point.schedule == name]
         devices = [point.devices for point in own]
         speed.plot(devices, [point.prompts_per_s / point.devices * 60 for point in own], marker="o", label=name)
-        age.plot(devices, [point.outcome.mean_staleness for point in own], marker="o", label=name)
+        age.plot(devices, [point.mean_staleness for point in own], marker="o", label=name)
     for axes, title in ((speed, "prompts per minute per device"), (age, "mean staleness (versions)")):
         axes.set(xscale="log", title=title, xlabel="devices", ylim=(0, None))
         axes.set_xticks(DEVICES, [f"{devices:,}" for devices in DEVICES], minor=False)

@@ -69,7 +69,7 @@ def test_decoding_omits_special_tokens(tmp_path: Path) -> None:
 
 def test_end_and_padding_tokens_are_known(tmp_path: Path) -> None:
     chat = make(tmp_path)
-    assert (chat.pad_id, chat.eos_id, len(chat)) == (0, 1, 9)
+    assert (chat.eos_id, len(chat)) == (1, 9)
 
 
 def test_a_folder_without_a_tokenizer_is_rejected(tmp_path: Path) -> None:
