@@ -67,7 +67,7 @@ def test_decoding_omits_special_tokens(tmp_path: Path) -> None:
     assert chat.decode([token for token, trained in zip(ids, mask, strict=True) if trained]) == "ba"
 
 
-def test_end_and_padding_tokens_are_known(tmp_path: Path) -> None:
+def test_the_end_token_and_the_size_of_the_vocabulary_are_known(tmp_path: Path) -> None:
     chat = make(tmp_path)
     assert (chat.eos_id, len(chat)) == (1, 9)
 
