@@ -153,7 +153,7 @@ class Block:
 
 
 class Column(NamedTuple):
-    """A column of a batch. `index` maps rows of the batch to rows of the block. None means that they are equal."""
+    """A column of a batch. `index` maps rows of the batch to rows of the block. None means that row i is row i."""
 
     block: Block
     index: np.ndarray | None
