@@ -33,11 +33,13 @@ from flowrl.algorithms import (
 from flowrl.algorithms.losses.policy_losses import bounded_ratio
 from flowrl.algorithms.registry import (
     advantage_estimators,
+    described,
     kl_controls,
     kl_kinds,
     policy_losses,
     reward_shaping,
     rollout_corrections,
+    weights_or_mask,
 )
 from flowrl.config import ActorConfig, AdvantageConfig, CorrectionConfig, KlControlConfig, ShapingConfig, UserError
 from flowrl.config.algorithm.advantage import GaeAdvantage, GdpoAdvantage
@@ -48,7 +50,6 @@ from flowrl.data.batch.batch import Batch
 from flowrl.data.batch.block import LocalRef
 from flowrl.data.batch.tensordicts import lengths, make_tensordict, pad_tokens, unpad_tokens
 from flowrl.data.metric import Max, Mean, Metric, Sum
-from flowrl.data.returned_values import described, weights_or_mask
 
 ESTIMATOR_COLUMNS = {
     "mask": "response_mask",

@@ -11,13 +11,19 @@ from tensordict import TensorDict
 from torch import nn
 
 from flowrl.algorithms import aggregate, kl_loss, masked_range
-from flowrl.algorithms.registry import aggregation_modes, kl_kinds, policy_losses
+from flowrl.algorithms.registry import (
+    aggregation_modes,
+    kl_kinds,
+    loss_and_metrics,
+    per_token,
+    policy_losses,
+    scalar,
+)
 from flowrl.config import ActorConfig, ModelConfig, UserError
 from flowrl.controller.worker import Dispatch, Worker, register
 from flowrl.data.batch.tensordicts import lengths, make_tensordict
 from flowrl.data.dtypes import torch_dtype
 from flowrl.data.metric import Max, Mean, Metric, Min
-from flowrl.data.returned_values import loss_and_metrics, per_token, scalar
 from flowrl.engines.checkpoint.export import DESCRIPTION, describe_adapter
 from flowrl.engines.models.loading import describe_model, load_policy, save_model
 from flowrl.engines.models.lora import add_adapter

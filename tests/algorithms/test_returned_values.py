@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flowrl.data.returned_values import loss_and_metrics, per_token, scalar, weights_or_mask
+from flowrl.algorithms.registry import loss_and_metrics, per_token, scalar, weights_or_mask
 from tests.errors import rejects
 
 MASK = torch.ones((2, 3), dtype=torch.bool)
