@@ -35,7 +35,7 @@ SLOWEST_FILES = (
     "recipes/test_multinode.py",
     "recipes/test_schedules.py",
     "run/test_sleeping_run.py",
-    "controller/failures/test_memory_limit.py",
+    "controller/calls/test_memory_limit.py",
     "recipes/test_numbers.py",
     "engines/models/test_families.py",
     "controller/calls/test_resend.py",

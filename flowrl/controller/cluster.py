@@ -13,10 +13,18 @@ from flowrl.controller.backends.base import Backend
 from flowrl.controller.backends.inline_backend import InlineBackend
 from flowrl.controller.calls.calls import Calls
 from flowrl.controller.errors import ContractError
-from flowrl.controller.group import GroupTasks, Tasks, WorkerGroup, submission_lock
-from flowrl.controller.host.host import Construction
-from flowrl.controller.placement.device_ownership import DeviceEviction, DeviceOwnership
-from flowrl.controller.placement.plan import HostSet, Mesh, PlacementError, Plan, PoolPlan, RolePlan, Slot, plan
+from flowrl.controller.group import DeviceEviction, DeviceOwnership, GroupTasks, Tasks, WorkerGroup, submission_lock
+from flowrl.controller.placement.plan import (
+    HostSet,
+    Mesh,
+    PlacementError,
+    Plan,
+    PoolPlan,
+    RolePlan,
+    Slot,
+    plan,
+)
+from flowrl.controller.wire import Construction
 from flowrl.controller.worker import Worker
 
 _log = logging.getLogger("flowrl")

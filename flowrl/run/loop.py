@@ -16,7 +16,8 @@ from flowrl.checkpoints.resume import find_checkpoint, input_checksums, is_resum
 from flowrl.checkpoints.run_folder import RunFolder, folder_lock, remove_temporary_files, replacing, write_json
 from flowrl.checkpoints.saver import Checkpointable, Saver
 from flowrl.config import OnPolicyConfig, RunConfig
-from flowrl.controller.calls.calls import CallRecord, Calls
+from flowrl.controller.calls.calls import Calls
+from flowrl.controller.calls.failures import CallRecord
 from flowrl.controller.cluster import Cluster
 from flowrl.controller.group import WorkerGroup
 from flowrl.controller.worker import Worker

@@ -12,13 +12,10 @@ import numpy as np
 from flowrl import Batch, WorkerGroup
 from flowrl.config.base import Device
 from flowrl.controller.calls.calls import Calls
-from flowrl.controller.calls.wire import Request, TableArgument
-from flowrl.controller.failures.process_probe import StackDump
-from flowrl.controller.failures.recovery import RecoveryPlan
-from flowrl.controller.group import GroupTasks
-from flowrl.controller.host.host import Construction, Report
-from flowrl.controller.placement.device_ownership import DeviceEviction, DeviceOwnership
+from flowrl.controller.group import DeviceEviction, DeviceOwnership, GroupTasks
+from flowrl.controller.host.process_probe import StackDump
 from flowrl.controller.placement.plan import HostSet, Inventory, Mesh, PoolPlan, Slot
+from flowrl.controller.wire import Construction, RecoveryPlan, Report, Request, TableArgument
 from flowrl.data.batch.block import Description, LocalRef, Ref
 from flowrl.data.batch.payload import Payload
 from tests.benchmarks.bench_workers import WIDE, Bench, Talking

@@ -4,11 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from flowrl.config.base import Device
-from flowrl.controller.calls.wire import Request
-from flowrl.controller.failures.process_probe import StackDump
-from flowrl.controller.failures.recovery import RecoveryPlan
-from flowrl.controller.host.host import Construction
+from flowrl.controller.host.process_probe import StackDump
 from flowrl.controller.placement.plan import HostSet, Inventory, PoolPlan, Slot
+from flowrl.controller.wire import Construction, RecoveryPlan, Request
 from flowrl.data.batch.block import Ref
 from flowrl.data.batch.payload import Payload
 

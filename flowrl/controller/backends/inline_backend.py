@@ -5,13 +5,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flowrl.config.base import Device
-from flowrl.controller.calls.wire import Request
 from flowrl.controller.errors import WorkerError, describe_unpicklable
-from flowrl.controller.failures.process_probe import StackDump
-from flowrl.controller.failures.recovery import RecoveryPlan
-from flowrl.controller.host.host import Construction, Host
+from flowrl.controller.host.host import Host
+from flowrl.controller.host.process_probe import StackDump
 from flowrl.controller.placement.inventory import local_inventory
 from flowrl.controller.placement.plan import HostSet, Inventory, PoolPlan, Slot
+from flowrl.controller.wire import Construction, RecoveryPlan, Request
 from flowrl.data.batch.block import LocalRef, Ref
 from flowrl.data.batch.payload import Payload
 

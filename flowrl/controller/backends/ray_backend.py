@@ -18,13 +18,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flowrl.config.base import Device
 from flowrl.controller.backends.ray_nodes import RayNodes, interface_of
-from flowrl.controller.calls.wire import Request, decode, encode
 from flowrl.controller.errors import FlowError, ProcessLost, WorkerError, describe_unpicklable
-from flowrl.controller.failures.process_probe import Liveness, StackDump, collect_stack_dumps, enable_stack_dumps
-from flowrl.controller.failures.recovery import RecoveryPlan
 from flowrl.controller.host.fork_server import fork_server, survive_fork_server
-from flowrl.controller.host.host import Construction, Host, Report
+from flowrl.controller.host.host import Host
+from flowrl.controller.host.process_probe import Liveness, StackDump, collect_stack_dumps, enable_stack_dumps
 from flowrl.controller.placement.plan import HostSet, Inventory, PoolPlan, Slot
+from flowrl.controller.wire import Construction, RecoveryPlan, Report, Request, decode, encode
 from flowrl.data.batch.block import Ref
 from flowrl.data.batch.payload import Payload
 

@@ -1,5 +1,7 @@
-"""Calls in flight and their wire format.
+"""Calls in flight, their failures, and the recovery of lost processes.
 
-Entry points: `Calls` (calls.py) waits for calls and runs idle callbacks. `Request` (wire.py) is a call on the wire.
-May import the top-level modules of `flowrl.controller`, its failures, host and placement packages, and `flowrl.data`.
+Entry points: `Calls` (calls.py) waits for calls and runs idle callbacks. `Failures` (failures.py) finds root causes and
+enforces deadlines. `Recovery` (failures.py) stores the replay logs.
+May import the backend protocol, the host and placement packages, `wire`, `dispatch`, `worker`, `errors`, and
+`flowrl.data`.
 """

@@ -10,12 +10,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from flowrl.controller.backends.base import Backend
+from flowrl.controller.calls.failures import CallRecord, Failures, Recovery
 from flowrl.controller.dispatch import Future
 from flowrl.controller.errors import FlowError, WorkerError
-from flowrl.controller.failures.failures import Failures
-from flowrl.controller.failures.recovery import Recovery
-from flowrl.controller.host.host import Report
 from flowrl.controller.placement.plan import Slot
+from flowrl.controller.wire import Report
 from flowrl.controller.worker import Contract, Dispatch
 from flowrl.data.batch.batch import Batch
 from flowrl.data.batch.block import Description, LocalRef, Ref
@@ -32,38 +31,6 @@ IdleCallback = Callable[[], Iterable[Future | Batch]]
 
 _DEFAULT_CONTRACT = Contract(Dispatch.ONE_TO_ALL)
 """Contract of constructors, process group setup and evictions, which are not registered methods."""
-
-
-@dataclass(eq=False)
-class CallRecord:
-    call_id: int
-    report_ref: Ref
-    role: str
-    rank: int
-    method: str
-    slot: Slot
-    device: str
-    submitted_ns: int
-    timeout_s: float | None
-    inputs: tuple["CallRecord", ...] = ()
-    """Unfinished calls whose results this call reads."""
-    running_since_s: float | None = None
-    """Monotonic time when the process and all inputs became available; None before this time."""
-    start_timeout_s: float | None = None
-    """Timeout in seconds for the start of a replacement process."""
-    starting_since_s: float | None = None
-    """Monotonic time when the replacement process started; None if no replacement process is starting."""
-    resend: bool = True
-    gives_state: bool = False
-    """Whether later calls depend on state that this call sets (`replay` in its contract)."""
-    symptom: WorkerError | None = None
-    """Lost connection to a peer whose cause is still unknown."""
-    report: Report | None = None
-    error: FlowError | None = None
-
-    @property
-    def is_resolved(self) -> bool:
-        return self.report is not None or self.error is not None
 
 
 @dataclass(eq=False)

@@ -1,17 +1,15 @@
-"""Host: constructs and calls the workers of all roles in one process."""
+"""Host: constructs and calls the workers of all roles in one process, and offloads idle workers."""
 
 import sys
 import time
 import traceback
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from flowrl.config import CheckFailed, UserError
-from flowrl.controller.calls.wire import FutureArgument, Request, TableArgument
 from flowrl.controller.errors import (
     ContractError,
     FlowError,
@@ -21,8 +19,7 @@ from flowrl.controller.errors import (
     WorkerUserError,
 )
 from flowrl.controller.host.rendezvous import join_process_group, role_process_group
-from flowrl.controller.host.resident_worker import ResidentWorker
-from flowrl.controller.placement.plan import Mesh
+from flowrl.controller.wire import Construction, FutureArgument, Report, Request, TableArgument
 from flowrl.controller.worker import Worker, WorkerContext
 from flowrl.data.batch.block import Description
 from flowrl.data.batch.payload import Payload
@@ -31,38 +28,45 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-@dataclass(frozen=True)
-class Construction:
-    """Arguments to construct one worker in a host."""
+class ResidentWorker:
+    """Tracks which worker of a process is on the device. Only the called worker and its weight owners are loaded."""
 
-    role: str
-    cls: type[Worker]
-    args: tuple
-    kwargs: Mapping[str, Any]
-    mesh: Mesh
-    rank: int
-    local_rank: int
-    node: int
-    device: str
-    num_threads: int
-    aligned_roles: frozenset[str] = frozenset()
-    num_tp_devices: int = 1
-    can_offload: bool = False
-    attempt: int = 0
-    """Number of program restarts before the construction."""
+    def __init__(self, workers: Mapping[str, Worker]) -> None:
+        self._workers = workers
+        self._resident: str | None = None
+        self._resident_parts: frozenset[str] | None = None
+        """Memory parts of the resident worker that are loaded. None means all parts."""
 
+    def activate(self, role: str, parts: tuple[str, ...] | None = None) -> None:
+        """Offloads the other workers, and loads the worker of `role`, or only `parts` of its memory."""
+        is_resident = self._resident == role
+        if is_resident and (
+            self._resident_parts is None or (parts is not None and self._resident_parts.issuperset(parts))
+        ):
+            return
+        onloaded = self._resident_parts if is_resident and self._resident_parts else frozenset()
+        self._resident = None  # stays None if a transfer fails
+        worker = self._workers[role]
+        if not is_resident:
+            self._offload_others(worker)
+        if parts is None:
+            worker.onload()
+        else:
+            worker.onload_parts(parts)
+        self._resident, self._resident_parts = role, None if parts is None else onloaded.union(parts)
 
-@dataclass(frozen=True)
-class Report:
-    """Timing of a call and metadata of its result. The driver reads the report of every call."""
+    def _offload_others(self, worker: Worker) -> None:
+        weight_owners = worker.weight_owners
+        for other in self._workers.values():
+            if other is not worker:
+                other.offload(keep_weights=other in weight_owners)
+        for owner in weight_owners:
+            owner.onload()
 
-    arrived_ns: int
-    started_ns: int
-    ended_ns: int
-    finished_ns: int
-    description: Description | None = None
-    is_replacement: bool = False
-    """Whether this is the first call of a process that replaces a lost process."""
+    def offload_all(self) -> None:
+        self._resident = None
+        for worker in self._workers.values():
+            worker.offload(keep_weights=False)
 
 
 class Host:

@@ -1,6 +1,5 @@
-"""Assignment of devices to the ranks of roles, and eviction of processes from shared devices.
+"""Assignment of devices to the ranks of roles.
 
 Entry points: `plan.plan` (placement to `Plan`), `inventory.local_inventory` (devices of this machine),
-`device_ownership.DeviceEviction` (evictions before a call), `plan_table.render_plan`.
-`plan`, `inventory` and `plan_table` import only `flowrl.config`.
+`plan_table.render_plan`. May import only `flowrl.config`.
 """

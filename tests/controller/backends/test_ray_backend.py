@@ -7,10 +7,8 @@ import pytest
 import ray
 
 from flowrl.controller.backends.ray_backend import _RayHost
-from flowrl.controller.calls.wire import Request, encode
-from flowrl.controller.failures.recovery import RecoveryPlan
-from flowrl.controller.host.host import Construction
 from flowrl.controller.placement.plan import Mesh
+from flowrl.controller.wire import Construction, RecoveryPlan, Request, encode
 from flowrl.controller.worker import Contract, Dispatch
 from tests.controller.faulty_workers import SlowRestart
 

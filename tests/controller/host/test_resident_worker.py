@@ -1,6 +1,6 @@
 """Roles of one process offload each other, so that one of them is on the device."""
 
-from flowrl.controller.host.resident_worker import ResidentWorker
+from flowrl.controller.host.host import ResidentWorker
 from flowrl.controller.worker import Dispatch, Worker, register
 from tests.conftest import ClusterMaker
 

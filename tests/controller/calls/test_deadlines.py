@@ -1,9 +1,8 @@
 """The clock of a call starts when its process and its inputs are available."""
 
-from flowrl.controller.calls.calls import CallRecord
-from flowrl.controller.failures.failures import Deadlines
-from flowrl.controller.host.host import Report
+from flowrl.controller.calls.failures import CallRecord, Deadlines
 from flowrl.controller.placement.plan import Slot
+from flowrl.controller.wire import Report
 from flowrl.data.batch.block import LocalRef
 
 REPORT = Report(0, 0, 0, 0)

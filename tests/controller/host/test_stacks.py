@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from flowrl.controller.failures.process_probe import (
+from flowrl.controller.host.process_probe import (
     Frame,
     Stack,
     StackDump,
@@ -17,7 +17,7 @@ from flowrl.controller.failures.process_probe import (
 
 STUCK = """
 import sys
-from flowrl.controller.failures.process_probe import enable_stack_dumps
+from flowrl.controller.host.process_probe import enable_stack_dumps
 
 def in_c():
     sum(range(10**14))

@@ -1,12 +1,12 @@
-"""Wire format of a call: a small request, and a list of references to its inputs.
+"""Messages between the driver and hosts (worker processes).
 
-In the driver, `lower_arguments` replaces batches and futures by positions in the list of references. In the worker
+A call is a small request and a list of references to its inputs. In the driver, `lower_arguments` replaces batches and futures by positions in the list of references. In the worker
 process, `read` converts each argument to a table or a value.
 """
 
 import pickle
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
@@ -14,9 +14,9 @@ from typing import Any
 from flowrl.controller.dispatch import Arguments, BatchSlice, Future, Gather
 from flowrl.controller.errors import ContractError
 from flowrl.controller.placement.plan import Mesh
-from flowrl.controller.worker import Contract
+from flowrl.controller.worker import Contract, Worker
 from flowrl.data.batch.batch import Batch
-from flowrl.data.batch.block import Block, GatherPlan, LocalRef, Ref, Shard, gathers
+from flowrl.data.batch.block import Block, Description, GatherPlan, LocalRef, Ref, Shard, gathers
 from flowrl.data.batch.payload import Payload, RowSelection, Source, collect, merge
 
 _NEEDS_RAY_PICKLER = re.compile(rb"__main__|\x8c.ray[.\x94]", re.DOTALL)
@@ -83,6 +83,58 @@ class Request:
     """Whether the result is a table. The contract declares its columns and rows."""
     returns_result: bool = True
     """False for ranks that return nothing, because the leader of their replica returns the same rows."""
+
+
+@dataclass(frozen=True)
+class Construction:
+    """Arguments to construct one worker in a host."""
+
+    role: str
+    cls: type[Worker]
+    args: tuple
+    kwargs: Mapping[str, Any]
+    mesh: Mesh
+    rank: int
+    local_rank: int
+    node: int
+    device: str
+    num_threads: int
+    aligned_roles: frozenset[str] = frozenset()
+    num_tp_devices: int = 1
+    can_offload: bool = False
+    attempt: int = 0
+    """Number of program restarts before the construction."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Timing of a call and metadata of its result. The driver reads the report of every call."""
+
+    arrived_ns: int
+    started_ns: int
+    ended_ns: int
+    finished_ns: int
+    description: Description | None = None
+    is_replacement: bool = False
+    """Whether this is the first call of a process that replaces a lost process."""
+
+
+@dataclass(frozen=True)
+class RecoveryPlan:
+    """Constructions and replay log of a process. Every call contains the plan; only a replacement process uses it."""
+
+    constructions: tuple[Construction, ...]
+    """The workers of the process, in the order of construction."""
+
+    replay_log: tuple[tuple[Request, tuple[Ref, ...]], ...]
+    """(request, inputs) of the calls that set the state of the workers, in the order of submission."""
+
+    attempt_start_id: int = 0
+    """Id of the last call before the program restarted. Recovery does not undo state that earlier calls have set."""
+
+    @property
+    def requests(self) -> list[Request]:
+        return [request for request, _ in self.replay_log]
 
 
 @dataclass

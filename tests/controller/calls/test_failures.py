@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from flowrl import Batch, Cluster, FlowError, Placement, WorkerGroup
+from flowrl.controller.calls.failures import LIVENESS_INTERVAL_S
 from flowrl.controller.errors import DeadlineError, ProcessLost, WorkerError
-from flowrl.controller.failures.failures import LIVENESS_INTERVAL_S
 from tests.conftest import ClusterMaker
 from tests.controller.faulty_workers import (
     DEADLINE_S,

@@ -1,6 +1,6 @@
 """An ended process is returned once, and its replacement is monitored."""
 
-from flowrl.controller.failures.process_probe import Liveness
+from flowrl.controller.host.process_probe import Liveness
 from tests.controller.failures.test_stacks import stuck
 
 

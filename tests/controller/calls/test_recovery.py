@@ -1,9 +1,9 @@
 """Recovery plans of processes that may be replaced."""
 
-from flowrl.controller.calls.wire import Request
-from flowrl.controller.failures.recovery import Recovery
-from flowrl.controller.host.host import Construction, Host
+from flowrl.controller.calls.failures import Recovery
+from flowrl.controller.host.host import Host
 from flowrl.controller.placement.plan import Mesh, Slot
+from flowrl.controller.wire import Construction, Request
 from flowrl.controller.worker import Contract, Dispatch
 from flowrl.data.batch.block import LocalRef
 from tests.controller.faulty_workers import Scorer

@@ -8,7 +8,7 @@ import pytest
 
 from flowrl.controller.cluster import Cluster
 from flowrl.controller.errors import FlowError
-from flowrl.controller.placement.device_ownership import DeviceOwnership
+from flowrl.controller.group import DeviceOwnership
 from flowrl.controller.placement.plan import Slot
 from tests.conftest import ClusterMaker
 from tests.controller.moving import Moving, Stuck, Training

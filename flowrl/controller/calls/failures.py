@@ -1,26 +1,56 @@
-"""Failures: finds the root cause of a failure, ends the processes that fail together, and enforces deadlines."""
+"""Failures: finds root causes, ends the processes that fail together, enforces deadlines, and stores replay logs."""
 
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from flowrl.controller.backends.base import Backend
 from flowrl.controller.errors import DeadlineError, FlowError, ProcessLost, WorkerError
-from flowrl.controller.failures.process_probe import Stack, parse_host_stack
-from flowrl.controller.failures.recovery import Recovery
+from flowrl.controller.host.process_probe import Stack, parse_host_stack
 from flowrl.controller.placement.plan import HostSet, Slot
+from flowrl.controller.wire import Construction, RecoveryPlan, Report, Request
 from flowrl.data.batch.block import Ref
-
-if TYPE_CHECKING:
-    from flowrl.controller.calls.calls import CallRecord
 
 SYMPTOM_GRACE_S = 2.0
 """Seconds to search for the cause of a lost connection. If none is found, the lost connection is raised."""
 
 LIVENESS_INTERVAL_S = 1.0
 """Seconds between two liveness checks of nodes and processes."""
+
+
+@dataclass(eq=False)
+class CallRecord:
+    """State of a call on one rank, in the driver."""
+
+    call_id: int
+    report_ref: Ref
+    role: str
+    rank: int
+    method: str
+    slot: Slot
+    device: str
+    submitted_ns: int
+    timeout_s: float | None
+    inputs: tuple["CallRecord", ...] = ()
+    """Unfinished calls whose results this call reads."""
+    running_since_s: float | None = None
+    """Monotonic time when the process and all inputs became available; None before this time."""
+    start_timeout_s: float | None = None
+    """Timeout in seconds for the start of a replacement process."""
+    starting_since_s: float | None = None
+    """Monotonic time when the replacement process started; None if no replacement process is starting."""
+    resend: bool = True
+    gives_state: bool = False
+    """Whether later calls depend on state that this call sets (`replay` in its contract)."""
+    symptom: WorkerError | None = None
+    """Lost connection to a peer whose cause is still unknown."""
+    report: Report | None = None
+    error: FlowError | None = None
+
+    @property
+    def is_resolved(self) -> bool:
+        return self.report is not None or self.error is not None
 
 
 class Deadlines:
@@ -33,17 +63,17 @@ class Deadlines:
     def __init__(self) -> None:
         self._queues: defaultdict[tuple[str, int], deque[CallRecord]] = defaultdict(deque)
 
-    def add(self, record: "CallRecord") -> None:
+    def add(self, record: CallRecord) -> None:
         self._queues[record.slot.pool, record.slot.rank].append(record)
 
-    def get_current(self, pool: str, rank: int) -> "CallRecord | None":
+    def get_current(self, pool: str, rank: int) -> CallRecord | None:
         """Returns the oldest unresolved call of a process."""
         queue = self._queues[pool, rank]
         while queue and queue[0].is_resolved:
             queue.popleft()
         return queue[0] if queue else None
 
-    def find_overdue(self, now_s: float) -> "list[CallRecord]":
+    def find_overdue(self, now_s: float) -> list[CallRecord]:
         """Starts the clocks of calls that can run at monotonic time `now_s`. Returns the calls past their deadline."""
         overdue = []
         for pool, rank in list(self._queues):
@@ -57,11 +87,79 @@ class Deadlines:
         return overdue
 
 
+_Key = tuple[str, str, int]
+"""(role, method, index) of a call that sets state. The index counts the calls that set one state together."""
+
+
+class Recovery:
+    """Recovery plans of all processes with stateless workers."""
+
+    def __init__(self) -> None:
+        self._constructions: defaultdict[Slot, list[Construction]] = defaultdict(list)
+        self._replay_logs: defaultdict[Slot, dict[_Key, tuple[Request, tuple[Ref, ...]]]] = defaultdict(dict)
+        self._unrecoverable: set[str] = set()
+        self._plans: dict[Slot, RecoveryPlan] = {}
+        """Cached plans. A new construction or replay log entry removes the plan."""
+        self._attempt_start_id = 0
+
+    def record_construction(self, slot: Slot, construction: Construction) -> None:
+        """Records the construction of a worker, and removes the records of an earlier worker of the same role."""
+        role = construction.role
+        self._constructions[slot] = [*(c for c in self._constructions[slot] if c.role != role), construction]
+        log = self._replay_logs[slot]
+        self._replay_logs[slot] = {key: entry for key, entry in log.items() if key[0] != role}
+        self._plans.pop(slot, None)
+
+    def record_call(self, slot: Slot, request: Request, refs: Sequence[Ref]) -> None:
+        """Adds a call that sets state to the replay log. The log keeps the inputs alive until the next state is set."""
+        index_parameter = request.contract.replay
+        if not index_parameter:
+            return
+        index = request.arguments.get(index_parameter, 0) if isinstance(index_parameter, str) else 0
+        log, method = self._replay_logs[slot], (request.role, request.method)
+        if index == 0:
+            for key in [key for key in log if key[:2] == method]:
+                del log[key]
+        log[*method, index] = (request, tuple(refs))
+        self._plans.pop(slot, None)
+
+    def start_attempt(self, ended: Sequence[Slot], call_id: int) -> None:
+        """Clears all replay logs and the constructions of ended processes. `call_id` is the id of the last call."""
+        self._attempt_start_id = call_id
+        self._replay_logs.clear()
+        self._plans.clear()
+        for slot in ended:
+            self._constructions.pop(slot, None)
+            self._unrecoverable.discard(slot.pool)
+
+    def get_first_role(self, slot: Slot) -> tuple[str, int]:
+        """Returns role and rank of the first worker in a slot; pool and rank if the slot has no worker."""
+        for construction in self._constructions[slot][:1]:
+            return construction.role, construction.rank
+        return slot.pool, slot.rank
+
+    def mark_unrecoverable(self, pools: Sequence[str]) -> None:
+        self._unrecoverable.update(pools)
+
+    def is_recoverable(self, pool: str) -> bool:
+        """Returns whether lost processes of a pool are replaced."""
+        return pool not in self._unrecoverable
+
+    def get_plan(self, slot: Slot) -> RecoveryPlan | None:
+        """Returns the recovery plan of a process; None if the process is not recoverable."""
+        if not self.is_recoverable(slot.pool):
+            return None
+        if slot not in self._plans:
+            constructions, log = tuple(self._constructions[slot]), tuple(self._replay_logs[slot].values())
+            self._plans[slot] = RecoveryPlan(constructions, log, self._attempt_start_id)
+        return self._plans[slot]
+
+
 @dataclass
 class _Suspicion:
     """A lost connection with an unknown cause."""
 
-    record: "CallRecord"
+    record: CallRecord
     symptom: WorkerError
     probes: list[tuple[Slot, Ref]]
     until_s: float
@@ -107,7 +205,7 @@ class Failures:
         for slot in hosts.slots:
             self._overdue.pop(slot, None)
 
-    def classify(self, record: "CallRecord", error: WorkerError) -> FlowError | None:
+    def classify(self, record: CallRecord, error: WorkerError) -> FlowError | None:
         """Returns the error to raise for a call that failed in its own process.
 
         Ends the host set, unless only this call is lost. Returns None for a lost connection to a peer: the call stays
@@ -192,7 +290,7 @@ class Failures:
                 f"{lost.role} on rank {lost.rank} (node {slot.node}) lost its process {activity}; restarting it"
             )
 
-    def _end_overdue(self, record: "CallRecord", now_s: float) -> None:
+    def _end_overdue(self, record: CallRecord, now_s: float) -> None:
         """Handles a call past its deadline: replaces a recoverable process, otherwise fails the host set."""
         is_recoverable = self._recovery.is_recoverable(record.slot.pool)
         peers = [record] if is_recoverable else self._get_peer_calls(record)
@@ -212,7 +310,7 @@ class Failures:
         record.running_since_s = record.starting_since_s = None
         self._backend.restart(record.slot)
 
-    def _is_starting(self, record: "CallRecord", stack: Stack, now_s: float) -> bool:
+    def _is_starting(self, record: CallRecord, stack: Stack, now_s: float) -> bool:
         """Returns whether a replacement process is still starting, and has not exceeded `start_timeout_s`.
 
         Resets the clock of the call during the start. A process is starting until it has restored its state and runs
@@ -233,7 +331,7 @@ class Failures:
         record.running_since_s = now_s
         return True
 
-    def _get_peer_calls(self, record: "CallRecord") -> "list[CallRecord]":
+    def _get_peer_calls(self, record: CallRecord) -> list[CallRecord]:
         slots = self._sets[record.slot.pool].slots
         current = [self.deadlines.get_current(slot.pool, slot.rank) for slot in slots]
         return [record, *(other for other in current if other is not None and other is not record)]
@@ -245,7 +343,7 @@ def _add_deadline(error: ProcessLost, overdue: DeadlineError) -> ProcessLost:
 
 
 def _make_deadline_error(
-    record: "CallRecord", late: "CallRecord", stack: Stack, waiting_ranks: Sequence[int]
+    record: CallRecord, late: CallRecord, stack: Stack, waiting_ranks: Sequence[int]
 ) -> DeadlineError:
     """Creates the error of a call past its deadline. `late` is the call itself, or a peer that it waits for."""
     location = f", in {stack.frames[0]}" if stack.frames else ""
