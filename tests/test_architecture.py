@@ -26,6 +26,18 @@ LAYERS = (
 """Top to bottom. A package may import packages of lower layers; packages of one layer do not import each other."""
 
 SUBPACKAGES: dict[str, dict[str, set[str]]] = {
+    "flowrl.controller": {
+        "placement": set(),
+        "errors": set(),
+        "worker": {"placement"},
+        "dispatch": {"placement", "errors", "worker"},
+        "wire": {"placement", "errors", "worker", "dispatch"},
+        "host": {"errors", "worker", "wire"},
+        "backends": {"placement", "errors", "wire", "host"},
+        "calls": {"placement", "errors", "worker", "dispatch", "wire", "host", "backends"},
+        "group": {"placement", "errors", "worker", "dispatch", "wire", "backends", "calls"},
+        "cluster": {"placement", "errors", "worker", "wire", "backends", "calls", "group"},
+    },
     "flowrl.engines": {
         "models": set(),
         "parallel": {"models"},
@@ -33,8 +45,49 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
         "checkpoint": {"models", "parallel", "train"},
         "rollout": {"models"},
     },
+    "flowrl.engines.rollout": {
+        "sampling": set(),
+        "weight_check": set(),
+        "base": {"sampling"},
+        "hf": {"sampling", "base", "weight_check"},
+        "vllm": {"sampling", "base", "weight_check"},
+    },
+    "flowrl.algorithms": {
+        "masking": set(),
+        "logprobs": set(),
+        "registry": set(),
+        "hidden_logprobs": {"masking", "logprobs"},
+        "kl": {"masking", "logprobs"},
+        "losses": {"masking", "kl"},
+        "corrections": {"masking", "kl"},
+        "preference": {"masking"},
+        "advantages": {"masking"},
+        "dynamic_sampling": {"advantages"},
+    },
+    "flowrl.data": {
+        "atomic_folder": set(),
+        "checksums": set(),
+        "dtypes": set(),
+        "events": set(),
+        "metric": set(),
+        "chat": set(),
+        "batch": set(),
+        "prompts": {"chat", "batch"},
+    },
+    "flowrl.config": {
+        "user_errors": set(),
+        "base": {"user_errors"},
+        "source": {"base"},
+        "algorithm": {"base"},
+        "model": {"base"},
+        "placement": {"base"},
+        "schedule": {"base"},
+        "roles": {"base", "algorithm", "model"},
+        "run": {"base", "algorithm", "placement", "schedule", "roles"},
+        "load": {"base", "algorithm", "source"},
+    },
 }
-"""Sub-packages of a package, each with the sub-packages of the same package that it may import."""
+"""Package -> its sub-packages and modules from bottom to top, each with those that it may import."""
 
 LEVELS = {package: level for level, layer in enumerate(LAYERS) for package in layer}
 
@@ -116,14 +169,21 @@ def test_imports_point_to_lower_layers_only():
 
 
 @pytest.mark.parametrize("package", SUBPACKAGES)
+def test_layers_of_a_package_list_only_lower_ones(package: str):
+    names = list(SUBPACKAGES[package])
+    assert [name for i, name in enumerate(names) if not SUBPACKAGES[package][name] <= set(names[:i])] == []
+
+
+@pytest.mark.parametrize("package", SUBPACKAGES)
 def test_subpackages_import_only_their_listed_dependencies(package: str):
     allowed = SUBPACKAGES[package]
     folder = ROOT / package.replace(".", "/")
-    assert {path.parent.name for path in folder.glob("*/__init__.py")} == set(allowed)
+    modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    assert {path.parent.name for path in folder.glob("*/__init__.py")} | modules == set(allowed)
     violations = [
         f"{name_of(path)}:{line} imports {module}"
         for name, others in allowed.items()
-        for path in (folder / name).rglob("*.py")
+        for path in [*(folder / name).rglob("*.py"), *folder.glob(f"{name}.py")]
         for line, module in imports(path)
         if module.startswith(f"{package}.") and module.split(".")[package.count(".") + 1] not in {name, *others}
     ]
