@@ -14,16 +14,7 @@ from flowrl.controller.backends.inline_backend import InlineBackend
 from flowrl.controller.calls.calls import Calls
 from flowrl.controller.errors import ContractError
 from flowrl.controller.group import DeviceEviction, DeviceOwnership, GroupTasks, Tasks, WorkerGroup, submission_lock
-from flowrl.controller.placement.plan import (
-    HostSet,
-    Mesh,
-    PlacementError,
-    Plan,
-    PoolPlan,
-    RolePlan,
-    Slot,
-    plan,
-)
+from flowrl.controller.placement.plan import FailureGroup, Mesh, PlacementError, Plan, PoolPlan, RolePlan, Slot, plan
 from flowrl.controller.wire import Construction
 from flowrl.controller.worker import Worker
 
@@ -109,7 +100,7 @@ class Cluster:
         """Shows the user a message. Programs with a progress display replace this function."""
         self._backend: Backend = InlineBackend() if self._inline else _make_ray_backend(address, self._notify)
         self.calls = Calls(self._backend, call_timeout_s, self._notify)
-        self._sets: dict[str, HostSet] = {}
+        self._failure_groups: dict[str, FailureGroup] = {}
         self._restarts = restarts
         self._started: set[str] = set()
         self._joined: set[str] = set()
@@ -122,11 +113,11 @@ class Cluster:
             inventory = self._backend.inventory(placement.device, devices)
             self.plan: Plan = plan(placement, inventory, roles, dedicated)
             pools = list(self.plan.pools.values())
-            slots = [slot for hosts in self.plan.host_sets() for slot in hosts.slots]
+            slots = [slot for failure_group in self.plan.failure_groups() for slot in failure_group.slots]
             self._eviction = DeviceEviction(DeviceOwnership(slots), self._backend, self.calls, self.plan.kind)
-            for hosts in (*self.plan.host_sets(), HostSet(TASKS, (_TASK_POOL,))):
-                self.calls.failures.add_host_set(hosts)
-                self._sets |= {pool.name: hosts for pool in hosts.pools}
+            for failure_group in (*self.plan.failure_groups(), FailureGroup(TASKS, (_TASK_POOL,))):
+                self.calls.failures.add_failure_group(failure_group)
+                self._failure_groups |= {pool.name: failure_group for pool in failure_group.pools}
             self._num_processes = Counter(slot.node for slot in slots)
             self._backend.reserve(pools, self.plan.kind)
             self._tasks = self._make_tasks()
@@ -167,17 +158,17 @@ class Cluster:
     def _make_group(self, role_plan: RolePlan, cls: type[Worker], args: tuple, kwargs: dict) -> WorkerGroup:
         role, slots = role_plan.role, role_plan.slots
         self.calls.raise_if_failed(slots[0].pool)
-        hosts = self._sets[slots[0].pool]
+        failure_group = self._failure_groups[slots[0].pool]
         needs_process_group = cls.collective and len(slots) > 1
         is_recoverable = cls.stateless and not needs_process_group
-        if hosts.name not in self._started:
-            self._started.add(hosts.name)
+        if failure_group.name not in self._started:
+            self._started.add(failure_group.name)
             # Ray reports why a process ended only if restarts are disabled.
-            self._backend.start_hosts(hosts, self.plan.kind, restarts=self._restarts if is_recoverable else 0)
+            self._backend.start_hosts(failure_group, self.plan.kind, restarts=self._restarts if is_recoverable else 0)
         if needs_process_group:
             self._open_process_group(role, slots)
         if not is_recoverable:
-            self.calls.recovery.mark_unrecoverable([pool.name for pool in hosts.pools])
+            self.calls.recovery.mark_unrecoverable([pool.name for pool in failure_group.pools])
         group = WorkerGroup(role, cls, slots, role_plan.mesh, self._backend, self.calls, self._eviction, self.plan.kind)
         aligned_roles = frozenset(name for name, p in self.plan.roles.items() if name != role and p.slots == slots)
         for rank, slot in enumerate(slots):
@@ -215,15 +206,15 @@ class Cluster:
             self.calls.add(report, role, rank, "__init__", slot, group.format_device(slot), inputs=evictions)
 
     def _open_process_group(self, role: str, slots: Sequence[Slot]) -> None:
-        """Creates a role's process group. All processes of the host set (which fail together) must take part."""
-        hosts = self._sets[slots[0].pool]
-        if hosts.name not in self._joined:
-            self._joined.add(hosts.name)
-            ranks = {slot: rank for rank, slot in enumerate(hosts.slots)}
-            for slot, report in self._backend.join(hosts, self.plan.kind):
-                self.calls.add(report, hosts.name, ranks[slot], "join", slot, self._format_device(slot))
-        ranks = [hosts.slots.index(slot) for slot in slots]
-        for rank, slot in enumerate(hosts.slots):
+        """Creates a role's process group. All processes of the failure group must take part."""
+        failure_group = self._failure_groups[slots[0].pool]
+        if failure_group.name not in self._joined:
+            self._joined.add(failure_group.name)
+            ranks = {slot: rank for rank, slot in enumerate(failure_group.slots)}
+            for slot, report in self._backend.join(failure_group, self.plan.kind):
+                self.calls.add(report, failure_group.name, ranks[slot], "join", slot, self._format_device(slot))
+        ranks = [failure_group.slots.index(slot) for slot in slots]
+        for rank, slot in enumerate(failure_group.slots):
             report = self._backend.open_group(slot, role, ranks, rank)
             self.calls.add(report, role, rank, "join", slot, self._format_device(slot))
 
@@ -261,26 +252,27 @@ class Cluster:
         failures, recovery = self.calls.failures, self.calls.recovery
         cause = failures.get_first_error()
         assert cause is not None, "nothing has failed"
-        started = list({hosts.name: hosts for hosts in self._sets.values() if hosts.name in self._started}.values())
-        for hosts in started:
-            if not all(recovery.is_recoverable(pool.name) for pool in hosts.pools):
-                failures.end(hosts, cause)
+        groups = {failure_group.name: failure_group for failure_group in self._failure_groups.values()}
+        started = [failure_group for name, failure_group in groups.items() if name in self._started]
+        for failure_group in started:
+            if not all(recovery.is_recoverable(pool.name) for pool in failure_group.pools):
+                failures.end(failure_group, cause)
         busy = self.calls.abandon_all(_ABANDON_TIMEOUT_S)
-        for hosts in started:
-            if busy.intersection(pool.name for pool in hosts.pools):
-                failures.end(hosts, cause)
-        self._start_attempt([hosts for hosts in started if failures.get_error(hosts.pools[0].name)])
+        for failure_group in started:
+            if busy.intersection(pool.name for pool in failure_group.pools):
+                failures.end(failure_group, cause)
+        self._start_attempt([group for group in started if failures.get_error(group.pools[0].name)])
         return tuple(self._reusable)
 
-    def _start_attempt(self, ended: Sequence[HostSet]) -> None:
+    def _start_attempt(self, ended: Sequence[FailureGroup]) -> None:
         """Resets the records of ended processes, and keeps the groups of all other processes for reuse."""
-        ended_slots = {slot for hosts in ended for slot in hosts.slots}
+        ended_slots = {slot for failure_group in ended for slot in failure_group.slots}
         self.calls.recovery.start_attempt(list(ended_slots), self.calls.next_call_id())
-        for hosts in ended:
-            self.calls.failures.clear(hosts)
-            self._eviction.ledger.forget(hosts.slots)
-            self._started.discard(hosts.name)
-            self._joined.discard(hosts.name)
+        for failure_group in ended:
+            self.calls.failures.clear(failure_group)
+            self._eviction.ledger.forget(failure_group.slots)
+            self._started.discard(failure_group.name)
+            self._joined.discard(failure_group.name)
         self._reusable = {
             role: entry for role, entry in self._groups.items() if ended_slots.isdisjoint(entry.group.slots)
         }

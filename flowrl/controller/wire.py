@@ -1,7 +1,7 @@
 """Messages between the driver and hosts (worker processes).
 
-A call is a small request and a list of references to its inputs. In the driver, `lower_arguments` replaces batches and futures by positions in the list of references. In the worker
-process, `read` converts each argument to a table or a value.
+A call is a small request and a list of references to its inputs. In the driver, `lower_arguments` replaces batches and
+futures by positions in the list. In the worker process, `read` converts each argument to a table or a value.
 """
 
 import pickle

@@ -14,7 +14,7 @@ from flowrl.config.base import Device
 from flowrl.controller.calls.calls import Calls
 from flowrl.controller.group import DeviceEviction, DeviceOwnership, GroupTasks
 from flowrl.controller.host.process_probe import StackDump
-from flowrl.controller.placement.plan import HostSet, Inventory, Mesh, PoolPlan, Slot
+from flowrl.controller.placement.plan import FailureGroup, Inventory, Mesh, PoolPlan, Slot
 from flowrl.controller.wire import Construction, RecoveryPlan, Report, Request, TableArgument
 from flowrl.data.batch.block import Description, LocalRef, Ref
 from flowrl.data.batch.payload import Payload
@@ -53,9 +53,9 @@ class InstantBackend:
 
     def reserve(self, pools: Sequence[PoolPlan], kind: str) -> None: ...
 
-    def start_hosts(self, hosts: HostSet, kind: str, *, restarts: int) -> None: ...
+    def start_hosts(self, group: FailureGroup, kind: str, *, restarts: int) -> None: ...
 
-    def join(self, hosts: HostSet, kind: str) -> list[tuple[Slot, Ref]]:
+    def join(self, group: FailureGroup, kind: str) -> list[tuple[Slot, Ref]]:
         return []
 
     def open_group(self, slot: Slot, role: str, ranks: Sequence[int], rank: int) -> Ref:

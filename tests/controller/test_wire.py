@@ -9,14 +9,7 @@ import ray
 
 from flowrl import Batch
 from flowrl.controller.dispatch import BatchSlice
-from flowrl.controller.wire import (
-    BY_VALUE_BYTES,
-    References,
-    TableArgument,
-    decode,
-    encode,
-    lower_arguments,
-)
+from flowrl.controller.wire import BY_VALUE_BYTES, References, TableArgument, decode, encode, lower_arguments
 from flowrl.data.batch.block import Block, Description, Ref, Shard
 from flowrl.data.batch.payload import Payload
 

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from flowrl.config.base import Device
 from flowrl.controller.host.process_probe import StackDump
-from flowrl.controller.placement.plan import HostSet, Inventory, PoolPlan, Slot
+from flowrl.controller.placement.plan import FailureGroup, Inventory, PoolPlan, Slot
 from flowrl.controller.wire import Construction, RecoveryPlan, Request
 from flowrl.data.batch.block import Ref
 from flowrl.data.batch.payload import Payload
@@ -22,15 +22,15 @@ class Backend(Protocol):
         """Reserves the devices of pools. Raises `PlacementError` if they are not available."""
         ...
 
-    def start_hosts(self, hosts: HostSet, kind: str, *, restarts: int) -> None:
-        """Starts a process in every slot of a host set (processes that fail together).
+    def start_hosts(self, group: FailureGroup, kind: str, *, restarts: int) -> None:
+        """Starts a process in every slot of a failure group (processes that fail together).
 
         A lost process is replaced up to `restarts` times.
         """
         ...
 
-    def join(self, hosts: HostSet, kind: str) -> list[tuple[Slot, Ref]]:
-        """Creates the process group of a host set. Returns one reference to a `Report` per process."""
+    def join(self, group: FailureGroup, kind: str) -> list[tuple[Slot, Ref]]:
+        """Creates the process group of a failure group. Returns one reference to a `Report` per process."""
         ...
 
     def open_group(self, slot: Slot, role: str, ranks: Sequence[int], rank: int) -> Ref:

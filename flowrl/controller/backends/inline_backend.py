@@ -9,7 +9,7 @@ from flowrl.controller.errors import WorkerError, describe_unpicklable
 from flowrl.controller.host.host import Host
 from flowrl.controller.host.process_probe import StackDump
 from flowrl.controller.placement.inventory import local_inventory
-from flowrl.controller.placement.plan import HostSet, Inventory, PoolPlan, Slot
+from flowrl.controller.placement.plan import FailureGroup, Inventory, PoolPlan, Slot
 from flowrl.controller.wire import Construction, RecoveryPlan, Request
 from flowrl.data.batch.block import LocalRef, Ref
 from flowrl.data.batch.payload import Payload
@@ -27,11 +27,11 @@ class InlineBackend:
     def reserve(self, pools: Sequence[PoolPlan], kind: str) -> None:
         """Does nothing: the driver's process needs no reservation."""
 
-    def start_hosts(self, hosts: HostSet, kind: str, *, restarts: int) -> None:
-        self._hosts |= {(slot.pool, slot.rank): Host() for slot in hosts.slots}
+    def start_hosts(self, group: FailureGroup, kind: str, *, restarts: int) -> None:
+        self._hosts |= {(slot.pool, slot.rank): Host() for slot in group.slots}
 
-    def join(self, hosts: HostSet, kind: str) -> list[tuple[Slot, Ref]]:
-        raise RuntimeError(f"the ranks of {hosts.name} communicate and need separate processes: use backend ray")
+    def join(self, group: FailureGroup, kind: str) -> list[tuple[Slot, Ref]]:
+        raise RuntimeError(f"the ranks of {group.name} communicate and need separate processes: use backend ray")
 
     def open_group(self, slot: Slot, role: str, ranks: Sequence[int], rank: int) -> Ref:
         raise RuntimeError(f"the ranks of {role} communicate and need separate processes: use backend ray")

@@ -22,7 +22,7 @@ from flowrl.controller.errors import FlowError, ProcessLost, WorkerError, descri
 from flowrl.controller.host.fork_server import fork_server, survive_fork_server
 from flowrl.controller.host.host import Host
 from flowrl.controller.host.process_probe import Liveness, StackDump, collect_stack_dumps, enable_stack_dumps
-from flowrl.controller.placement.plan import HostSet, Inventory, PoolPlan, Slot
+from flowrl.controller.placement.plan import FailureGroup, Inventory, PoolPlan, Slot
 from flowrl.controller.wire import Construction, RecoveryPlan, Report, Request, decode, encode
 from flowrl.data.batch.block import Ref
 from flowrl.data.batch.payload import Payload
@@ -51,7 +51,7 @@ class _RayHost(Host):
         """Returns None, which shows that the process is alive and idle."""
 
     def open_rendezvous(self, name: str, world_size: int, node: int, kind: str) -> tuple[Any, Report]:
-        """Opens the rendezvous of a host set (processes that fail together). Called on the first rank."""
+        """Opens the rendezvous of a failure group (processes that fail together). Called on the first rank."""
         return self.join(name, (self.address, 0), 0, world_size, node, kind)
 
     def call_encoded(self, encoded: Any, *objects: Any) -> tuple[Any, Any]:  # Any: bytes or the value
@@ -169,9 +169,9 @@ class RayBackend:
         """Returns whether the fork server starts the processes: only on this machine, and not with CUDA."""
         return self._nodes.address is None and kind == "cpu"
 
-    def start_hosts(self, hosts: HostSet, kind: str, *, restarts: int) -> None:
+    def start_hosts(self, group: FailureGroup, kind: str, *, restarts: int) -> None:
         forked = {"runtime_env": {"py_executable": fork_server().py_executable}} if self._forks(kind) else {}
-        for slot in hosts.slots:
+        for slot in group.slots:
             count = slot.num_devices
             devices = {"num_gpus": count, "num_cpus": 0} if kind == "cuda" else {"num_cpus": count}
             if slot.device < 0:
@@ -191,8 +191,8 @@ class RayBackend:
             retries = {"num_returns": 2, "max_task_retries": -1 if is_resent else 0}
             self._methods[(*key, is_resent)] = host.call_encoded.options(**retries)
 
-    def join(self, hosts: HostSet, kind: str) -> list[tuple[Slot, Ref]]:
-        slots, name = hosts.slots, hosts.name
+    def join(self, group: FailureGroup, kind: str) -> list[tuple[Slot, Ref]]:
+        slots, name = group.slots, group.name
         first = slots[0]
         opening = self._hosts[first.pool, first.rank].open_rendezvous.options(num_returns=2)
         address, opened = opening.remote(name, len(slots), first.node, kind)

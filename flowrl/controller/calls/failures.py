@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from flowrl.controller.backends.base import Backend
 from flowrl.controller.errors import DeadlineError, FlowError, ProcessLost, WorkerError
 from flowrl.controller.host.process_probe import Stack, parse_host_stack
-from flowrl.controller.placement.plan import HostSet, Slot
+from flowrl.controller.placement.plan import FailureGroup, Slot
 from flowrl.controller.wire import Construction, RecoveryPlan, Report, Request
 from flowrl.data.batch.block import Ref
 
@@ -166,16 +166,16 @@ class _Suspicion:
 
 
 class Failures:
-    """The first failure of each host set. A failure ends all processes of its host set.
+    """The first failure of each failure group. A failure ends all processes of its group.
 
-    A host set is a set of processes that fail together, because they may wait for each other in collectives.
+    A failure group is a set of processes that fail together, because they may wait for each other in collectives.
     """
 
     def __init__(self, backend: Backend, recovery: Recovery, notify: Callable[[str], None]) -> None:
         self.deadlines = Deadlines()
         self._backend, self._recovery, self._notify = backend, recovery, notify
-        self._sets: dict[str, HostSet] = {}
-        """Pool -> host set that contains the pool."""
+        self._groups: dict[str, FailureGroup] = {}
+        """Pool -> failure group that contains the pool."""
         self._errors: dict[str, FlowError] = {}
         """Pool -> the failure that ended its processes."""
         self._suspicions: dict[str, _Suspicion] = {}
@@ -183,8 +183,8 @@ class Failures:
         """Slot -> error, for processes that are being replaced because of a missed deadline."""
         self._liveness_checked_s = 0.0
 
-    def add_host_set(self, hosts: HostSet) -> None:
-        self._sets |= {pool.name: hosts for pool in hosts.pools}
+    def add_failure_group(self, group: FailureGroup) -> None:
+        self._groups |= {pool.name: group for pool in group.pools}
 
     def get_error(self, pool: str) -> FlowError | None:
         """Returns the failure that ended the processes of a pool; None if the pool has not failed."""
@@ -194,24 +194,24 @@ class Failures:
         """Returns the first failure of the run; None without a failure."""
         return next(iter(self._errors.values()), None)
 
-    def end(self, hosts: HostSet, error: FlowError) -> None:
-        if hosts.pools[0].name not in self._errors:
-            self._fail(hosts, error)
+    def end(self, group: FailureGroup, error: FlowError) -> None:
+        if group.pools[0].name not in self._errors:
+            self._fail(group, error)
 
-    def clear(self, hosts: HostSet) -> None:
-        """Forgets the failure of a host set, so that its processes can start again."""
-        for pool in hosts.pools:
+    def clear(self, group: FailureGroup) -> None:
+        """Forgets the failure of a group, so that its processes can start again."""
+        for pool in group.pools:
             self._errors.pop(pool.name, None)
-        for slot in hosts.slots:
+        for slot in group.slots:
             self._overdue.pop(slot, None)
 
     def classify(self, record: CallRecord, error: WorkerError) -> FlowError | None:
         """Returns the error to raise for a call that failed in its own process.
 
-        Ends the host set, unless only this call is lost. Returns None for a lost connection to a peer: the call stays
-        unresolved until `check` has found the cause.
+        Ends the failure group, unless only this call is lost. Returns None for a lost connection to a peer: the call
+        stays unresolved until `check` has found the cause.
         """
-        hosts = self._sets[record.slot.pool]
+        group = self._groups[record.slot.pool]
         if record.slot.pool in self._errors:
             return error
         is_recoverable = self._recovery.is_recoverable(record.slot.pool)
@@ -220,21 +220,21 @@ class Failures:
         if isinstance(error, ProcessLost) and error.is_replaceable and not record.resend and is_recoverable:
             return error if overdue is None else _add_deadline(error, overdue)
         if not error.symptom:
-            self._fail(hosts, overdue or error)
+            self._fail(group, overdue or error)
             return overdue or error
         record.symptom = error
-        if hosts.name not in self._suspicions:
-            probes = [(slot, self._backend.probe(slot)) for slot in hosts.slots]
-            self._suspicions[hosts.name] = _Suspicion(record, error, probes, time.monotonic() + SYMPTOM_GRACE_S)
+        if group.name not in self._suspicions:
+            probes = [(slot, self._backend.probe(slot)) for slot in group.slots]
+            self._suspicions[group.name] = _Suspicion(record, error, probes, time.monotonic() + SYMPTOM_GRACE_S)
         return None
 
     def record_success(self, slot: Slot) -> None:
         """Forgets the missed deadline of a slot, because its replacement process has finished a call."""
         self._overdue.pop(slot, None)
 
-    def _fail(self, hosts: HostSet, error: FlowError) -> None:
-        self._suspicions.pop(hosts.name, None)
-        for pool in hosts.pools:
+    def _fail(self, group: FailureGroup, error: FlowError) -> None:
+        self._suspicions.pop(group.name, None)
+        for pool in group.pools:
             self._errors[pool.name] = error
             self._backend.end_pool(pool.name)
 
@@ -247,20 +247,20 @@ class Failures:
                 self._end_overdue(record, now_s)
         if now_s - self._liveness_checked_s > LIVENESS_INTERVAL_S:
             self._liveness_checked_s = now_s
-            self._fail_sets_on_lost_nodes()
+            self._fail_groups_on_lost_nodes()
             self._report_lost_processes()
 
     def _resolve(self, suspicion: _Suspicion, now_s: float) -> None:
-        """Fails the host set with a lost process, or after the grace period with the lost connection."""
-        hosts = self._sets[suspicion.record.slot.pool]
+        """Fails the group with a lost process, or after the grace period with the lost connection."""
+        group = self._groups[suspicion.record.slot.pool]
         for slot, probe in suspicion.probes:
             if probe.done():
                 try:
                     probe.get()
                 except WorkerError as error:
-                    return self._fail(hosts, self._make_process_lost(slot, error.cause))
+                    return self._fail(group, self._make_process_lost(slot, error.cause))
         if now_s > suspicion.until_s:
-            self._fail(hosts, suspicion.symptom)
+            self._fail(group, suspicion.symptom)
 
     def _make_process_lost(self, slot: Slot, cause: str) -> ProcessLost:
         """Creates the error of a lost process. Names its current call, or its first role between calls."""
@@ -270,17 +270,17 @@ class Failures:
         role, rank = self._recovery.get_first_role(slot)
         return ProcessLost(role, rank, slot.node, "", cause)
 
-    def _fail_sets_on_lost_nodes(self) -> None:
+    def _fail_groups_on_lost_nodes(self) -> None:
         for node, name in self._backend.lost_nodes().items():
-            for hosts in {hosts.name: hosts for hosts in self._sets.values()}.values():
-                lost = [slot for slot in hosts.slots if slot.node == node and slot.pool not in self._errors]
+            for group in {group.name: group for group in self._groups.values()}.values():
+                lost = [slot for slot in group.slots if slot.node == node and slot.pool not in self._errors]
                 if lost:
-                    self._fail(hosts, self._make_process_lost(lost[0], f"its node ({name}) is gone"))
+                    self._fail(group, self._make_process_lost(lost[0], f"its node ({name}) is gone"))
 
     def _report_lost_processes(self) -> None:
         """Notifies the user of lost processes that are replaced. Their calls do not fail."""
-        hosts = {hosts.name: hosts for hosts in self._sets.values()}.values()
-        slots = [slot for each in hosts for slot in each.slots if slot.pool not in self._errors]
+        groups = {group.name: group for group in self._groups.values()}.values()
+        slots = [slot for group in groups for slot in group.slots if slot.pool not in self._errors]
         for slot in self._backend.lost_processes([s for s in slots if self._recovery.is_recoverable(s.pool)]):
             if slot in self._overdue:
                 continue  # the missed deadline was already reported
@@ -291,7 +291,7 @@ class Failures:
             )
 
     def _end_overdue(self, record: CallRecord, now_s: float) -> None:
-        """Handles a call past its deadline: replaces a recoverable process, otherwise fails the host set."""
+        """Handles a call past its deadline: replaces a recoverable process, otherwise fails its group."""
         is_recoverable = self._recovery.is_recoverable(record.slot.pool)
         peers = [record] if is_recoverable else self._get_peer_calls(record)
         dumps = self._backend.stacks([peer.slot for peer in peers])
@@ -304,7 +304,7 @@ class Failures:
         waiting_ranks = [peer.rank for peer in waiting if peer is not late]
         error = _make_deadline_error(record, late, stacks[late.call_id], waiting_ranks)
         if not is_recoverable:
-            return self._fail(self._sets[record.slot.pool], error)
+            return self._fail(self._groups[record.slot.pool], error)
         self._notify(f"{error.role}.{error.method} on rank {error.rank} was {error.cause}; replacing its process")
         self._overdue[record.slot] = error
         record.running_since_s = record.starting_since_s = None
@@ -332,7 +332,7 @@ class Failures:
         return True
 
     def _get_peer_calls(self, record: CallRecord) -> list[CallRecord]:
-        slots = self._sets[record.slot.pool].slots
+        slots = self._groups[record.slot.pool].slots
         current = [self.deadlines.get_current(slot.pool, slot.rank) for slot in slots]
         return [record, *(other for other in current if other is not None and other is not record)]
 

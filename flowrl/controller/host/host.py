@@ -85,7 +85,7 @@ class Host:
     def join(
         self, name: str, address: tuple[str, int], rank: int, world_size: int, node: int, kind: str
     ) -> tuple[Any, Report]:
-        """Joins the process group of the host set `name` (processes that fail together). Raises `WorkerError`.
+        """Joins the process group of the failure group `name`. Raises `WorkerError`.
 
         With rank 0 and port 0, opens the rendezvous instead and returns its address.
         """

@@ -109,7 +109,7 @@ class RolePlan:
 
 
 @dataclass(frozen=True)
-class HostSet:
+class FailureGroup:
     """A set of processes that fail together: all processes of pools that share a role."""
 
     name: str
@@ -136,8 +136,8 @@ class Plan:
     def slots(self, role: str) -> Sequence[Slot]:
         return self.roles[role].slots
 
-    def host_sets(self) -> list[HostSet]:
-        """Returns the host sets (processes that fail together): each contains the pools that share a role."""
+    def failure_groups(self) -> list[FailureGroup]:
+        """Returns the failure groups (processes that fail together). Each contains the pools that share a role."""
         used = {slot for role in self.roles.values() for slot in role.slots}
         all_slots = {pool.name: pool.slots for pool in (*self.pools.values(), *self.dedicated.values())}
         running = {name: tuple(slot for slot in slots if slot in used) for name, slots in all_slots.items()}
@@ -148,7 +148,7 @@ class Plan:
             overlapping = [names for names in sets if names & spanned]
             sets = [names for names in sets if not names & spanned] + [set().union(*overlapping)]
         ordered = [[name for name in pools if name in names] for names in sets]
-        return [HostSet("+".join(names), tuple(pools[name] for name in names)) for names in ordered]
+        return [FailureGroup("+".join(names), tuple(pools[name] for name in names)) for names in ordered]
 
 
 def plan(

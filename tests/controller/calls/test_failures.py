@@ -56,7 +56,7 @@ def check_error(error: FlowError, fault: str, role: str, method: str, started_s:
 
 
 def check_ended(process_ids: list[int]) -> None:
-    """All processes of a failed host set are ended."""
+    """All processes of a failed failure group are ended."""
     deadline = time.monotonic() + 60
     while any(map(psutil.pid_exists, process_ids)):
         assert time.monotonic() < deadline
@@ -156,7 +156,7 @@ def test_the_deadline_error_names_the_rank_that_its_peers_wait_for(pair: Cluster
     assert caught.value.remote_traceback.rstrip().endswith("in linger")
 
 
-def test_every_host_set_raises_its_own_failure(ray_session: None, open_cluster: ClusterMaker):
+def test_every_failure_group_raises_its_own_failure(ray_session: None, open_cluster: ClusterMaker):
     cluster = open_cluster("ray", {"a": [1], "b": [1]}, {"first": "a", "second": "b"})
     for role in ("first", "second"):
         group = cluster.group(role, RaisingWorker)
@@ -187,7 +187,7 @@ def test_a_pool_that_fails_while_a_call_waits_for_its_lengths(ray_session: None,
 
 @dataclass
 class Recoverable:
-    """Groups that the tests of recoveries share: no test may end their host set."""
+    """Groups that the tests of recoveries share: no test may end their failure group."""
 
     cluster: Cluster
     messages: list[str]
@@ -305,7 +305,7 @@ def test_an_exception_in_a_stateless_worker_is_raised_and_not_retried(scorers: t
 
 
 @pytest.mark.slow
-def test_a_process_that_is_lost_after_every_restart_fails_its_host_set(scorers: tuple[Cluster, list[str]]):
+def test_a_process_that_is_lost_after_every_restart_fails_its_failure_group(scorers: tuple[Cluster, list[str]]):
     scorer = scorers[0].group("scorer", Scorer, 1)
     with pytest.raises(ProcessLost) as caught:
         scorer.score(BATCH, "kill").get("score")
@@ -338,7 +338,7 @@ def test_a_replacement_has_the_time_limit_of_a_constructor_and_makes_its_worker_
 
 
 @pytest.mark.slow
-def test_a_replacement_that_cannot_make_its_worker_fails_the_host_set(
+def test_a_replacement_that_cannot_make_its_worker_fails_the_failure_group(
     scorers: tuple[Cluster, list[str]], tmp_path: Path
 ):
     scorer = scorers[0].group("scorer", SlowRestart, tmp_path / "lines", "no weights")

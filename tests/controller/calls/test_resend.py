@@ -131,7 +131,7 @@ def test_a_process_that_is_lost_again_and_again_ends_the_run(ray_session: None, 
         cluster.calls.wait_until(lambda: False)
 
 
-def test_an_exception_of_a_method_fails_the_host_set(cluster: Cluster):
+def test_an_exception_of_a_method_fails_its_group(cluster: Cluster):
     replica = cluster.group("rollout", Replica)
     with pytest.raises(WorkerError, check=lambda error: error.cause.startswith("KeyError")):
         replica.replica(0).commit("raise").get()

@@ -202,10 +202,10 @@ def test_missing_ranks_are_rejected(ranks: str, facts: list) -> None:
         plan(placement, gpus(8))
 
 
-def test_pools_that_a_role_spans_are_one_host_set() -> None:
+def test_pools_that_a_role_spans_are_one_failure_group() -> None:
     roles = {"actor": "a+b", "critic": "b[1:2]", "reward": "c"}
     planned = plan(Placement(pools={"a": [1], "b": [2], "c": [1]}, roles=roles), gpus(4))
-    sets = {hosts.name: [(slot.pool, slot.rank) for slot in hosts.slots] for hosts in planned.host_sets()}
+    sets = {group.name: [(slot.pool, slot.rank) for slot in group.slots] for group in planned.failure_groups()}
     assert sets == {"a+b": [("a", 0), ("b", 0), ("b", 1)], "c": [("c", 0)]}
 
 
@@ -238,7 +238,7 @@ def test_a_dedicated_role_has_its_own_processes_on_the_devices_of_its_pool() -> 
         ("main/rollout", rank, "main", 0.5) for rank in range(3)
     ]
     assert [slot.num_devices for slot in planned.slots("actor")] == [0.5, 0.5, 0.5]
-    assert [hosts.name for hosts in planned.host_sets()] == ["main", "main/rollout"]
+    assert [group.name for group in planned.failure_groups()] == ["main", "main/rollout"]
 
 
 def test_a_dedicated_role_alone_on_its_pool_has_full_devices() -> None:
@@ -282,7 +282,7 @@ def test_a_leader_of_any_shared_device_is_rejected() -> None:
 def test_devices_of_a_dedicated_role_have_no_other_process() -> None:
     roles = {"actor": "main[0:2]", "rollout": "main[1:3]", "reward": "makers"}
     planned = plan(Placement(pools={"main": [3], "makers": [1]}, roles=roles), gpus(4), dedicated=["rollout", "reward"])
-    running = {hosts.name: [(slot.device, slot.num_devices) for slot in hosts.slots] for hosts in planned.host_sets()}
+    running = {group.name: [(slot.device, slot.num_devices) for slot in group.slots] for group in planned.failure_groups()}
     assert running == {
         "main": [(0, 1), (1, 0.5)],
         "main[1:3]/rollout": [(1, 0.5), (2, 1)],
