@@ -1,20 +1,27 @@
 """Drivers that join the Ray cluster at an address and print their results as a line of JSON."""
 
+import itertools
 import json
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import ray
 
 from flowrl import Cluster, Dispatch, Placement, Worker, register
+from flowrl.controller.backends import ray_nodes
 from flowrl.controller.backends.ray_nodes import RayNodes
 from flowrl.controller.errors import WorkerError
 from flowrl.controller.placement.plan import PlacementError, PoolPlan, Slot
 
 Row = tuple[int, int, int, str]
+
+WAIT_S = 60.0
+"""Upper bound on the time until a change in the cluster is visible."""
 
 
 class Placed(Worker):
@@ -107,13 +114,18 @@ def rejection(address: str, pool: list[int], devices: tuple[int, ...]) -> str:
 
 
 def waiting(address: str) -> object:
-    """Returns messages and error of a pool whose devices are in use, and the devices that are free afterwards."""
+    """Returns the notices and the error of a pool whose devices another pool uses. Waits until all are free again.
+
+    On a virtual clock, which advances by a second per reading, the notice is due after 5 s and the timeout is 6 s.
+    """
     words: list[str] = []
     nodes = RayNodes(address, notify=words.append, wait_limit_s=6)
     before = free_cpus()
     nodes.reserve(pool_of("first", 0, 2, 1), "cpu")
+    seconds = itertools.count()
     try:
-        nodes.reserve(pool_of("second", 0, 3, 3), "cpu")
+        with patch.object(ray_nodes, "time", SimpleNamespace(monotonic=lambda: float(next(seconds)))):
+            nodes.reserve(pool_of("second", 0, 3, 3), "cpu")
     except PlacementError as error:
         nodes.release("first")
         until(lambda: free_cpus() == before)
@@ -131,37 +143,34 @@ def free_cpus() -> float:
     return ray.available_resources().get("CPU", 0)
 
 
-def until(claim: Callable[[], bool]) -> float:
-    """Waits until the condition is true; returns the duration in seconds."""
-    started = time.monotonic()
-    while not claim():
-        assert time.monotonic() - started < 30
+def until(condition: Callable[[], bool]) -> None:
+    """Waits until the condition holds, for at most `WAIT_S` seconds."""
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.05)
-    return time.monotonic() - started
 
 
 def node_loss(address: str) -> object:
-    """What is lost before and after the last node, which a pool is on, ends; what a question costs.
+    """Returns the lost nodes before and after the last node, which a pool uses, ends.
 
-    Prints `ready` when the node may be ended, and reads a line when it has been.
+    Prints `ready` when the node may be ended, and then reads a line, which reports that it has ended.
     """
     nodes = RayNodes(address)
     last = len(nodes._nodes) - 1
     nodes.reserve(pool_of("main", 1, *[0] * (last - 1), 1), "cpu")
-    before, started = nodes.lost(), time.monotonic()
-    for _ in range(20):
-        nodes.lost()
-    cost_ms = (time.monotonic() - started) / 20 * 1000
+    before = nodes.lost()
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     sys.stdin.readline()
-    seconds, lost = until(lambda: bool(nodes.lost())), nodes.lost()
+    until(lambda: bool(nodes.lost()))
+    lost = nodes.lost()
     nodes.release("main")
-    return {"before": before, "lost": lost, "after": nodes.lost(), "seconds": seconds, "cost_ms": cost_ms}
+    return {"before": before, "lost": lost, "after": nodes.lost()}
 
 
 def rank_loss(address: str) -> object:
-    """Returns the error of a call whose rank 1 was on the ended node, and its delay. Prints like `node_loss`."""
+    """Returns the error of a call whose rank 1 runs on a node that ends. Uses its input and output as `node_loss` does."""
     placement = Placement(device="cpu", pools={"main": [1, 1]}, roles={"actor": "main"})
     last = len(RayNodes(address)._nodes) - 1
     with Cluster(placement, address=address, devices=(1, *[0] * (last - 1), 1), num_threads=1) as cluster:
@@ -171,12 +180,10 @@ def rank_loss(address: str) -> object:
         sys.stdout.write("ready\n")
         sys.stdout.flush()
         sys.stdin.readline()
-        started = time.monotonic()
         try:
-            waiting.get()
+            waiting.get(WAIT_S)
         except WorkerError as error:
-            report = [error.role, error.rank, error.node, error.method, error.cause]
-            return {"error": report, "seconds": time.monotonic() - started}
+            return [error.role, error.rank, error.node, error.method, error.cause]
     raise AssertionError("the call did not fail with its node")
 
 

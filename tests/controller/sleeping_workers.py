@@ -1,6 +1,7 @@
-"""Workers that sleep. Importable by Ray's processes."""
+"""Workers that sleep or wait for each other. Importable by Ray's processes."""
 
 import time
+from pathlib import Path
 
 from tensordict import TensorDict
 
@@ -20,4 +21,28 @@ class Sleeping(Worker):
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("x",), writes=("y",))
     def values(self, table: TensorDict) -> TensorDict:
         time.sleep(1.0)
+        return make_tensordict({"y": table["rows", "x"] + 1})
+
+
+class Meeting(Worker):
+    """Each method waits until the same method of the role `peer` has started, for at most a minute."""
+
+    def __init__(self, folder: Path, peer: str | None) -> None:
+        self.folder, self.peer_role = folder, peer
+
+    def meet(self, method: str) -> None:
+        (self.folder / f"{self.context.role}.{method}").touch()
+        deadline = time.monotonic() + 60
+        while self.peer_role is not None and not (self.folder / f"{self.peer_role}.{method}").exists():
+            assert time.monotonic() < deadline, f"{self.peer_role}.{method} does not run at the same time"
+            time.sleep(0.01)
+
+    @register(Dispatch.DP_COMPUTE_METRIC, blocking=False, reads=("x",))
+    def update(self, table: TensorDict) -> dict[str, Metric]:
+        self.meet("update")
+        return {"rows": Sum(num_rows(table))}
+
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("x",), writes=("y",))
+    def values(self, table: TensorDict) -> TensorDict:
+        self.meet("values")
         return make_tensordict({"y": table["rows", "x"] + 1})

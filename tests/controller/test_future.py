@@ -35,6 +35,6 @@ def test_reading_a_future_twice_returns_the_same_value(shared: Shared):
     assert future.get() == future.get() == 10
 
 
-@pytest.mark.parametrize("timeout_s", [None, 30.0])
+@pytest.mark.parametrize("timeout_s", [None, 60.0])
 def test_a_timeout_that_is_not_reached_changes_nothing(shared: Shared, timeout_s: float | None):
     assert shared.first.double(5).get(timeout_s) == 10

@@ -3,16 +3,19 @@
 import json
 import os
 import secrets
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from typing import IO, Any
 
 import pytest
+import ray
 
 from flowrl.controller.backends.ray_nodes import RayNodes, interface_of
-from flowrl.controller.placement.plan import PlacementError
+from flowrl.controller.placement.plan import PlacementError, PoolPlan, Slot
 from tests.errors import missing_facts, rejects
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a machine has one loopback address elsewhere")
@@ -197,20 +200,38 @@ def test_a_waiting_pool_reports_missing_devices_and_releases_its_reservation(run
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("end", "limit_s"), [("kill", 1), ("freeze", 15)])
-def test_a_node_that_dies_is_named(end: str, limit_s: float, several: Several) -> None:
+@pytest.mark.parametrize("end", ["kill", "freeze"])
+def test_a_node_that_dies_is_named(end: str, several: Several) -> None:
     several.execute("add 1 127.0.0.4")
     with several.driver("node_loss") as process:
         assert read_line(process) == "ready"
         several.execute(end)
         write_line(process, "done")
-        out, errors = process.communicate(timeout=60)
+        out, errors = process.communicate(timeout=120)
     if end == "freeze":
         several.execute("kill")
     assert process.returncode == 0, errors[-3000:]
-    report = result_in(out)
-    assert (report["before"], report["lost"], report["after"]) == ({}, {"3": "127.0.0.4"}, {})
-    assert report["seconds"] < limit_s and report["cost_ms"] < 100
+    assert result_in(out) == {"before": {}, "lost": {"3": "127.0.0.4"}, "after": {}}
+
+
+def test_a_node_whose_port_refuses_connections_is_lost_before_ray_reports_it(
+    ray_session: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray lists a node as alive until it has missed its heartbeats."""
+    nodes = RayNodes(None)
+    nodes.connect(1)
+    monkeypatch.setattr(nodes, "address", "127.0.0.1:1")  # nodes of a local Ray are not checked
+    nodes.reserve(PoolPlan("main", (Slot("main", 0, 0, 0, 0),)), "cpu")
+    try:
+        assert nodes.lost() == {}
+        with socket.socket() as unused:
+            unused.bind(("127.0.0.1", 0))
+            node = replace(nodes._nodes[0], address="127.0.0.1", port=unused.getsockname()[1])
+            monkeypatch.setattr(nodes, "_nodes", [node])
+            assert [alive["NodeID"] for alive in ray.nodes() if alive["Alive"]] == [node.id]
+            assert nodes.lost() == {0: node.name}
+    finally:
+        nodes.release("main")
 
 
 @pytest.mark.slow
@@ -220,13 +241,11 @@ def test_a_lost_node_is_reported_to_the_run(several: Several) -> None:
         assert read_line(process) == "ready"
         several.execute("kill")
         write_line(process, "done")
-        out, errors = process.communicate(timeout=60)
+        out, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors[-3000:]
-    report = result_in(out)
-    *location, cause = report["error"]
-    assert location == ["actor", 1, 3, "stay"]
+    *call, cause = result_in(out)
+    assert call == ["actor", 1, 3, "stay"]
     assert cause.startswith("its node (")
-    assert report["seconds"] < 5
 
 
 @pytest.mark.slow

@@ -26,9 +26,8 @@ def store_bytes() -> int:
 
 def wait_for_at_most(measure: Callable[[], int], at_most: int) -> int:
     """Waits until a measure is small enough, because other processes release references asynchronously."""
-    for _ in range(100):
-        if measure() <= at_most:
-            break
+    deadline = time.monotonic() + 60
+    while measure() > at_most and time.monotonic() < deadline:
         time.sleep(0.05)
     return measure()
 

@@ -1,7 +1,7 @@
 """An ended process is returned once, and its replacement is monitored."""
 
 from flowrl.controller.host.process_probe import Liveness
-from tests.controller.failures.test_stacks import stuck
+from tests.controller.host.test_stacks import stuck
 
 
 def test_ended_processes_are_returned_once_and_replacements_are_monitored():

@@ -6,6 +6,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
+
+from flowrl.controller.host import process_probe
 from flowrl.controller.host.process_probe import (
     Frame,
     Stack,
@@ -20,14 +23,15 @@ import sys
 from flowrl.controller.host.process_probe import enable_stack_dumps
 
 def in_c():
+    print(flush=True)
     sum(range(10**14))
 
 def in_python():
+    print(flush=True)
     while True:
         pass
 
 enable_stack_dumps({name!r})
-print(flush=True)
 {call}()
 """
 
@@ -39,14 +43,15 @@ def stuck(call: str, name: str) -> Iterator[None]:
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        time.sleep(0.2)
+        time.sleep(0.2)  # usually enough to enter native code
         try:
             yield
         finally:
             process.kill()
 
 
-def test_stacks_are_dumped_while_native_code_holds_the_interpreter():
+def test_stacks_are_dumped_while_native_code_holds_the_interpreter(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(process_probe, "_DUMP_TIMEOUT_S", 60.0)
     with stuck("in_c", "first-of-two"), stuck("in_python", "second-of-two"):
         for _ in range(2):
             dumps = collect_stack_dumps(["first-of-two", "second-of-two", "nobody"])
