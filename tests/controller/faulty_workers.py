@@ -17,6 +17,7 @@ from flowrl.data.batch.tensordicts import make_tensordict
 
 PROTO = Dispatch.DP_COMPUTE_PROTO
 DEADLINE_S = 2.0
+"""Deadline of calls that hang. Calls that finish have a longer one, because machines may be slow."""
 
 
 def commit(fault: str) -> Any:
@@ -48,12 +49,12 @@ class Faulty(Worker):
     def process_id(self) -> int:
         return os.getpid()
 
-    @register(Dispatch.ONE_TO_ALL, blocking=False, timeout_s=DEADLINE_S)
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
     def compute(self, fault: str) -> Any:
         """One rank fails; the other returns."""
         return commit(fault) if self.rank == self.bad_rank else None
 
-    @register(Dispatch.ONE_TO_ALL, blocking=False, timeout_s=DEADLINE_S)
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
     def gather(self, fault: str) -> float:
         """One rank fails while the other waits for it in a collective."""
         if self.rank == self.bad_rank:
@@ -100,10 +101,14 @@ class Scorer(Worker):
     def process_id(self) -> int:
         return os.getpid()
 
-    @register(PROTO, blocking=False, reads=("x",), writes=("score",), timeout_s=DEADLINE_S)
+    @register(PROTO, blocking=False, reads=("x",), writes=("score",))
     def score(self, table: TensorDict, fault: str | None = None, once: Path | None = None) -> TensorDict:
         self._fail(fault, once)
         return make_tensordict({"score": table["rows", "x"] * self.factor + self.offset})
+
+    @register(PROTO, blocking=False, reads=("x",), writes=("score",), timeout_s=DEADLINE_S)
+    def score_with_deadline(self, table: TensorDict, fault: str | None = None, once: Path | None = None) -> TensorDict:
+        return self.score(table, fault, once)
 
 
 class Chunked(Scorer):
