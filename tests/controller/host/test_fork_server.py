@@ -117,6 +117,46 @@ def test_the_server_ends_with_a_driver_that_is_killed(tmp_path: Path) -> None:
     wait(lambda: not process.is_running())
 
 
+SURVIVES = """
+import os, sys, time
+from pathlib import Path
+from flowrl.controller.host.fork_server import survive_fork_server
+folder, name = Path(sys.argv[1]), sys.argv[2]
+if name == "host":
+    survive_fork_server()
+(folder / f"{name}.partial").write_text(str(os.getpid()))
+(folder / f"{name}.partial").rename(folder / name)
+while not (folder / "continue").exists():
+    time.sleep(0.05)
+(folder / f"{name} continued").touch()
+"""
+
+
+def test_only_processes_with_a_host_outlive_the_server(tmp_path: Path) -> None:
+    """Ray ends the processes of hosts. It does not know a process whose host is not constructed yet."""
+    program = tmp_path / "survives.py"
+    program.write_text(SURVIVES)
+    server = ForkServer()
+    for name in ("host", "none"):
+        command = f"exec {server.py_executable} {program} {tmp_path} {name}"
+        subprocess.run(["bash", "-c", command], stdout=subprocess.DEVNULL, timeout=200, check=True)
+        wait((tmp_path / name).exists)
+    host, none = (psutil.Process(int((tmp_path / name).read_text())) for name in ("host", "none"))
+    server.end()
+    wait(lambda: not is_alive(none), timeout_s=60.0)
+    (tmp_path / "continue").touch()
+    wait((tmp_path / "host continued").exists, timeout_s=60.0)
+    wait(lambda: not is_alive(host), timeout_s=60.0)
+    assert not (tmp_path / "none continued").exists()
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def parent_processes(worker: Any) -> tuple[int, int]:
     return os.getpid(), os.getppid()
 
