@@ -7,11 +7,12 @@ import time
 import uuid
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pickle import PicklingError
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -21,7 +22,7 @@ from flowrl.controller.backends.ray_nodes import RayNodes, interface_of
 from flowrl.controller.errors import FlowError, ProcessLost, WorkerError, describe_unpicklable
 from flowrl.controller.host.fork_server import fork_server, survive_fork_server
 from flowrl.controller.host.host import Host
-from flowrl.controller.host.process_probe import Liveness, StackDump, collect_stack_dumps, enable_stack_dumps
+from flowrl.controller.host.process_probe import StackDump, collect_stack_dumps, enable_stack_dumps, find_processes
 from flowrl.controller.placement.plan import FailureGroup, Inventory, PoolPlan, Slot
 from flowrl.controller.wire import Construction, RecoveryPlan, Report, Request, decode, encode
 from flowrl.data.batch.block import Ref
@@ -141,6 +142,32 @@ def _why_ended(error: RayError) -> str:
     if "creation task" in text:
         return f"its process could not start: {text.strip().splitlines()[-1]}"
     return "its process was killed (possibly out of memory) or crashed"
+
+
+class Liveness:
+    """Watches worker processes on this machine."""
+
+    def __init__(self) -> None:
+        self._alive: dict[str, psutil.Process] = {}
+
+    def find_ended(self, names: Collection[str]) -> list[str]:
+        """Returns the names of processes that have ended since the previous check."""
+        ended = [name for name in self._alive if name in names and not _is_alive(self._alive[name])]
+        for name in ended:
+            del self._alive[name]
+        # A search scans all processes of the machine, so search only unknown names.
+        unknown = [name for name in names if name not in self._alive]
+        for name, (process_id, _) in (find_processes(unknown) if unknown else {}).items():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._alive[name] = psutil.Process(process_id)
+        return ended
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 class RayBackend:

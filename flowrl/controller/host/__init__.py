@@ -1,6 +1,6 @@
 """Code of a worker process, independent of the backend that started the process.
 
 Entry points: `host.Host` (constructs and calls workers), `fork_server.ForkServer` (starts processes quickly),
-`rendezvous` (creates process groups), `process_probe` (reads stacks and liveness of processes).
+`rendezvous` (creates process groups), `process_probe` (reads stacks of processes).
 May import `wire`, `worker`, `errors` and `flowrl.data`.
 """

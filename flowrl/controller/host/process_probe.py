@@ -1,4 +1,4 @@
-"""Reads stacks and liveness of worker processes with signals and /proc, even while native code holds the GIL."""
+"""Finds worker processes and reads their stacks with signals and /proc, even while native code holds the GIL."""
 
 import contextlib
 import faulthandler
@@ -63,7 +63,7 @@ def find_processes(names: Collection[str]) -> dict[str, tuple[int, Path]]:
     """Returns name -> (process id, dump file) for processes on this machine with enabled stack dumps."""
     links = {f"/memfd:{name} (deleted)": name for name in names}
     processes = {}
-    for process_id in psutil.pids() if names else ():
+    for process_id in psutil.pids():
         # Processes may end during the search, and files of other users are not readable.
         with contextlib.suppress(OSError):
             for path in Path(f"/proc/{process_id}/fd").iterdir():
@@ -116,28 +116,3 @@ def parse_host_stack(dump: StackDump | None) -> Stack:
             is_recovering = any(frame.function == _RECOVERY_FUNCTION for frame in frames[depth:])
             return Stack(tuple(frames[:depth]), is_recovering, dump.age_s)
     return Stack(age_s=dump.age_s)
-
-
-class Liveness:
-    def __init__(self) -> None:
-        self._alive: dict[str, psutil.Process] = {}
-
-    def find_ended(self, names: Collection[str]) -> list[str]:
-        """Returns the names of processes that have ended since the previous check."""
-        ended = [name for name in self._alive if name in names and not _is_alive(self._alive[name])]
-        for name in ended:
-            del self._alive[name]
-        # A search scans all processes of the machine, so search only unknown names.
-        for name, (process_id, _) in find_processes([name for name in names if name not in self._alive]).items():
-            try:
-                self._alive[name] = psutil.Process(process_id)
-            except psutil.NoSuchProcess:
-                continue
-        return ended
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

@@ -1,6 +1,6 @@
 """An ended process is returned once, and its replacement is monitored."""
 
-from flowrl.controller.host.process_probe import Liveness
+from flowrl.controller.backends.ray_backend import Liveness
 from tests.controller.host.test_stacks import stuck
 
 
