@@ -7,7 +7,6 @@ server starts no threads, which do not survive a fork, and does not import ray, 
 import array
 import atexit
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -25,6 +24,8 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+
+from flowrl.controller.host.fork_client import die_with_parent, set_parent_death_signal
 
 PRELOADED = ("flowrl.controller.host.host", "flowrl.workers")
 """Modules that the server imports before it forks."""
@@ -113,7 +114,7 @@ def _serve(listener: socket.socket) -> _ForkRequest | None:
                     continue
                 server_pid = os.getpid()
                 if os.fork() == 0:
-                    _die_with_parent(server_pid)
+                    die_with_parent(server_pid)
                     return request
                 for file in request.output:
                     os.close(file)
@@ -121,25 +122,9 @@ def _serve(listener: socket.socket) -> _ForkRequest | None:
                     client.sendall(b"+")
 
 
-def _die_with_parent(parent_pid: int) -> None:
-    """Makes the kernel kill this process when its parent exits.
-
-    Ray kills only registered processes. An unregistered process would try to connect to an ended Ray for a minute.
-    """
-    _set_parent_death_signal(signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        os._exit(1)
-
-
 def survive_fork_server() -> None:
-    """Lets this process outlive the fork server. A worker process calls it when Ray manages the process."""
-    _set_parent_death_signal(0)
-
-
-def _set_parent_death_signal(number: int) -> None:
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, number, 0, 0, 0)
+    """Lets this process outlive its parent. A worker process calls it when Ray manages the process."""
+    set_parent_death_signal(0)
 
 
 def _read_request(client: socket.socket) -> _ForkRequest | None:

@@ -150,6 +150,20 @@ def test_only_processes_with_a_host_outlive_the_server(tmp_path: Path) -> None:
     assert not (tmp_path / "none continued").exists()
 
 
+def test_a_process_that_is_started_by_python_ends_with_its_parent(tmp_path: Path) -> None:
+    """The parent is Ray, which does not end processes that are still starting."""
+    program = tmp_path / "survives.py"
+    program.write_text(SURVIVES)
+    server = ForkServer()
+    server.end()
+    command = f"{server.py_executable} {program} {tmp_path} none; true"  # the shell stays the parent
+    with subprocess.Popen(["bash", "-c", command], stdout=subprocess.DEVNULL) as parent:
+        wait((tmp_path / "none").exists)
+        process = psutil.Process(int((tmp_path / "none").read_text()))
+        parent.kill()
+    wait(lambda: not is_alive(process), timeout_s=60.0)
+
+
 def is_alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
