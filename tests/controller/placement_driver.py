@@ -170,7 +170,7 @@ def node_loss(address: str) -> object:
 
 
 def rank_loss(address: str) -> object:
-    """Returns the error of a call whose rank 1 runs on a node that ends. Uses its input and output as `node_loss` does."""
+    """Returns the error of a call whose rank 1 runs on a node that ends. Reads and prints as `node_loss` does."""
     placement = Placement(device="cpu", pools={"main": [1, 1]}, roles={"actor": "main"})
     last = len(RayNodes(address)._nodes) - 1
     with Cluster(placement, address=address, devices=(1, *[0] * (last - 1), 1), num_threads=1) as cluster:

@@ -282,7 +282,8 @@ def test_a_leader_of_any_shared_device_is_rejected() -> None:
 def test_devices_of_a_dedicated_role_have_no_other_process() -> None:
     roles = {"actor": "main[0:2]", "rollout": "main[1:3]", "reward": "makers"}
     planned = plan(Placement(pools={"main": [3], "makers": [1]}, roles=roles), gpus(4), dedicated=["rollout", "reward"])
-    running = {group.name: [(slot.device, slot.num_devices) for slot in group.slots] for group in planned.failure_groups()}
+    groups = planned.failure_groups()
+    running = {group.name: [(slot.device, slot.num_devices) for slot in group.slots] for group in groups}
     assert running == {
         "main": [(0, 1), (1, 0.5)],
         "main[1:3]/rollout": [(1, 0.5), (2, 1)],
