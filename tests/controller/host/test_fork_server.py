@@ -126,7 +126,8 @@ if name == "host":
     survive_fork_server()
 (folder / f"{name}.partial").write_text(str(os.getpid()))
 (folder / f"{name}.partial").rename(folder / name)
-while not (folder / "continue").exists():
+deadline = time.monotonic() + 300
+while not (folder / "continue").exists() and time.monotonic() < deadline:
     time.sleep(0.05)
 (folder / f"{name} continued").touch()
 """
