@@ -24,6 +24,7 @@ RENAMED_KEYS = {
     "minibatch_rows": "minibatch_size",
     "epochs": "ppo_epochs",
     "rollout.max_rows": "rollout.max_num_seqs",
+    "rollout.transfer.chunk_mb": "rollout.transfer.bucket_mb",
     "rollout.vllm.max_row_tokens": "rollout.vllm.max_model_len",
     "schedule.redundancy": "schedule.overprovision",
     "actor.loss_options": "actor.loss.options",

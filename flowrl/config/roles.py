@@ -132,7 +132,7 @@ class TransferConfig(Config):
     Otherwise, `auto` selects object_store.
     """
 
-    chunk_mb: PositiveFloat = 500.0
+    bucket_mb: PositiveFloat = 500.0
     """Size of a bucket of weights in MB (10^6 bytes). A larger weight forms its own bucket. Between GPUs, sender and
     receiver each need about this much extra memory. The object store holds all buckets of the latest version."""
 

@@ -49,7 +49,7 @@ class SnapshotTransfer(WeightTransfer, Protocol):
 
 
 class ObjectStoreTransfer:
-    """Sends chunks through Ray's object store, which keeps one copy per node."""
+    """Sends buckets through Ray's object store, which keeps one copy per node."""
 
     updates_all_replicas = False
 
@@ -61,18 +61,18 @@ class ObjectStoreTransfer:
         dtype: str | None = None,
     ) -> None:
         self._actor, self._rollout = actor, rollout
-        self._chunking = ((config or TransferConfig()).chunk_mb, dtype)
-        self._num_chunks: Future = actor.num_chunks.submit(*self._chunking)
+        self._bucketing = ((config or TransferConfig()).bucket_mb, dtype)
+        self._num_buckets: Future = actor.num_buckets.submit(*self._bucketing)
 
     def connect(self) -> None:
-        self._num_chunks.get()
+        self._num_buckets.get()
 
     def export(self) -> Sequence[Future]:
-        return [self._actor.weights.submit(chunk, *self._chunking) for chunk in range(self._num_chunks.get())]
+        return [self._actor.weights.submit(bucket, *self._bucketing) for bucket in range(self._num_buckets.get())]
 
     def load(self, buckets: Sequence[Future], rollout: WorkerGroup, version: int) -> Sequence[Future]:
         load = rollout.load_weights.submit
-        return [load(weights, version, chunk, len(buckets)) for chunk, weights in enumerate(buckets)]
+        return [load(weights, version, bucket, len(buckets)) for bucket, weights in enumerate(buckets)]
 
     def send(self, version: int) -> None:
         # All exports are submitted before the first load, so a time-shared device switches roles once.
@@ -80,29 +80,29 @@ class ObjectStoreTransfer:
 
 
 class CudaIpcTransfer:
-    """Shares chunks through CUDA IPC on the GPUs that both roles use.
+    """Shares buckets through CUDA IPC on the GPUs that both roles use.
 
-    All chunks use the same buffer, so the rollout reads each chunk before the actor exports the next. A rollout on the
-    actor's GPUs does not generate while the actor trains, so there are no snapshots.
+    All buckets use the same buffer, so the rollout reads each bucket before the actor exports the next. A rollout on
+    the actor's GPUs does not generate while the actor trains, so there are no snapshots.
     """
 
     def __init__(
         self, actor: WorkerGroup, rollout: WorkerGroup, config: TransferConfig, dtype: str | None = None
     ) -> None:
         self._actor, self._rollout = actor, rollout
-        self._chunking = (config.chunk_mb, dtype)
-        self._num_chunks: Future = actor.num_chunks.submit(*self._chunking)
+        self._bucketing = (config.bucket_mb, dtype)
+        self._num_buckets: Future = actor.num_buckets.submit(*self._bucketing)
 
     def send(self, version: int) -> None:
-        num_chunks, loaded = self._num_chunks.get(), None
-        for chunk in range(num_chunks):
-            shared = self._actor.share_weights.submit(chunk, *self._chunking, after=loaded)
-            loaded = self._rollout.load_ipc.submit(shared, version, chunk, num_chunks)
+        num_buckets, loaded = self._num_buckets.get(), None
+        for bucket in range(num_buckets):
+            shared = self._actor.share_weights.submit(bucket, *self._bucketing, after=loaded)
+            loaded = self._rollout.load_ipc.submit(shared, version, bucket, num_buckets)
         self._actor.release_weights.submit(after=loaded)
 
 
 class NcclTransfer:
-    """Broadcasts chunks with NCCL from the actor's first GPU to all GPUs of the rollout."""
+    """Broadcasts buckets with NCCL from the actor's first GPU to all GPUs of the rollout."""
 
     updates_all_replicas = True
 
@@ -110,40 +110,42 @@ class NcclTransfer:
         self, actor: WorkerGroup, rollout: WorkerGroup, config: TransferConfig, dtype: str | None = None
     ) -> None:
         self._actor, self._rollout = actor, rollout
-        self._chunking = (config.chunk_mb, dtype)
-        self._num_chunks: Future = actor.num_chunks.submit(*self._chunking)
+        self._bucketing = (config.bucket_mb, dtype)
+        self._num_buckets: Future = actor.num_buckets.submit(*self._bucketing)
         self._metadata: Sequence[Future] = ()
 
     def connect(self) -> None:
         """Creates the NCCL group of the actor's first rank and all rollout devices. Runs only once."""
         if self._metadata:
             return
-        num_chunks = self._num_chunks.get()
+        num_buckets = self._num_buckets.get()
         host, port = self._actor.open_transfer_group()
         num_receivers = sum(1 + len(slot.tp_devices) for slot in self._rollout.slots)
-        buffer_bytes = int(self._chunking[0] * 1e6)
+        buffer_bytes = int(self._bucketing[0] * 1e6)
         group = {"host": host, "port": port, "world_size": 1 + num_receivers, "buffer_bytes": buffer_bytes}
         self._rollout.join_transfer_group.submit(group)
         self._actor.join_transfer_group.submit(group)
-        self._metadata = [self._actor.describe_weights.submit(chunk, *self._chunking) for chunk in range(num_chunks)]
+        self._metadata = [
+            self._actor.describe_weights.submit(bucket, *self._bucketing) for bucket in range(num_buckets)
+        ]
 
     def export(self) -> Sequence[Future]:
         """Submits the broadcasts. Returns a future that resolves when the actor is ready to broadcast."""
         self.connect()
-        reached = self._actor.num_chunks.submit(*self._chunking)
-        for chunk in range(len(self._metadata)):
-            self._actor.broadcast_weights.submit(chunk, *self._chunking)
+        reached = self._actor.num_buckets.submit(*self._bucketing)
+        for bucket in range(len(self._metadata)):
+            self._actor.broadcast_weights.submit(bucket, *self._bucketing)
         return [reached]
 
     def load(self, buckets: Sequence[Future], rollout: WorkerGroup, version: int) -> Sequence[Future]:
-        load, num_chunks = rollout.load_broadcast.submit, len(self._metadata)
-        return [load(metadata, version, chunk, num_chunks) for chunk, metadata in enumerate(self._metadata)]
+        load, num_buckets = rollout.load_broadcast.submit, len(self._metadata)
+        return [load(metadata, version, bucket, num_buckets) for bucket, metadata in enumerate(self._metadata)]
 
     def send(self, version: int) -> None:
         self.connect()
-        for chunk, metadata in enumerate(self._metadata):
-            self._rollout.load_broadcast.submit(metadata, version, chunk, len(self._metadata))
-            self._actor.broadcast_weights.submit(chunk, *self._chunking)
+        for bucket, metadata in enumerate(self._metadata):
+            self._rollout.load_broadcast.submit(metadata, version, bucket, len(self._metadata))
+            self._actor.broadcast_weights.submit(bucket, *self._bucketing)
 
 
 TRANSFERS: Mapping[Transport, type[WeightTransfer]] = {
@@ -258,9 +260,9 @@ class WeightSnapshot:
 
 
 class WeightSync:
-    """Sends the actor's weights to the rollout in chunks of bounded size, without blocking the driver.
+    """Sends the actor's weights to the rollout in buckets of bounded size, without blocking the driver.
 
-    Chunks move directly between worker processes; the driver only submits calls. Each process runs calls in the order
+    Buckets move directly between worker processes; the driver only submits calls. Each process runs calls in the order
     of submission. Calls submitted before a sync therefore use the old weights, and later calls use the new weights.
     """
 
@@ -270,7 +272,7 @@ class WeightSync:
         self._transfers: dict[tuple[str, str], WeightTransfer] = {}
 
     def prepare(self, actor: WorkerGroup, rollout: WorkerGroup) -> None:
-        """Requests the number of chunks in advance, so that `send` does not wait for it."""
+        """Requests the number of buckets in advance, so that `send` does not wait for it."""
         if not rollout.is_colocated_with(actor):
             self._transfer(actor, rollout)
 

@@ -12,8 +12,8 @@ if TYPE_CHECKING:  # `flowrl plan` selects a transport without numpy
     from flowrl.controller.dispatch import Future
     from flowrl.controller.group import WorkerGroup
 
-COMPLETE_CHUNKS = 8
-"""Number of chunks of a complete check. Chunk i compares the weights i, i + 8, i + 16, ..."""
+COMPLETE_SUBSETS = 8
+"""Number of subsets of a complete check. Subset i compares the weights i, i + 8, i + 16, ..."""
 
 GAP_WARNING = {"float64": 0.001, "float32": 0.001, "bfloat16": 0.05, "float16": 0.05}
 """Dtype of weights or compute -> default of `rollout.gap_warning`, in nats per token.
@@ -69,7 +69,7 @@ class WeightsCheck:
             and not rollout.is_colocated_with(actor)
             and config.check_weights != "off"
         ):
-            complete = [{"chunk": chunk, "num_chunks": COMPLETE_CHUNKS} for chunk in range(COMPLETE_CHUNKS)]
+            complete = [{"subset": subset, "num_subsets": COMPLETE_SUBSETS} for subset in range(COMPLETE_SUBSETS)]
             selections = [{}] if config.check_weights == "sampled" else complete
         dtype = None if config is None else config.sent_dtype
         self._samples = [actor.weight_samples.submit(version, dtype=dtype, **selection) for selection in selections]

@@ -35,14 +35,14 @@ from flowrl.workers.model_worker import TrainedWorker, build_rank_mesh
 from flowrl.workers.policy_model import PolicyModel, policy_logprobs
 
 if TYPE_CHECKING:
-    from flowrl.engines.rollout.vllm.gpu_transfer import IpcChunk, IpcSender, WeightMetadata
+    from flowrl.engines.rollout.vllm.gpu_transfer import IpcBucket, IpcSender, WeightMetadata
 
 
 class Actor(TrainedWorker):
     """Worker that trains a causal language model.
 
-    Methods with `chunk_mb` and `dtype` split the weights into chunks of at most `chunk_mb` MB (10^6 bytes). They cast
-    floating-point weights to `dtype`; None keeps the dtype.
+    Methods with `bucket_mb` and `dtype` split the weights into buckets of at most `bucket_mb` MB (10^6 bytes). They
+    cast floating-point weights to `dtype`; None keeps the dtype.
 
     Args:
         config: model, optimizer and loss.
@@ -64,7 +64,7 @@ class Actor(TrainedWorker):
             device=torch.device(self.device),
         )
         self._described: dict[str, bytes] = {}
-        self._known_chunks: dict[tuple[float, str | None], list[list[str]]] = {}
+        self._known_buckets: dict[tuple[float, str | None], list[list[str]]] = {}
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("input_ids",), writes=("logprobs",))
     def logprobs(self, batch: TensorDict) -> TensorDict:
@@ -153,47 +153,49 @@ class Actor(TrainedWorker):
     # Weight export. `WeightSync` calls these methods; see docs/weight_transfer.md.
 
     @register(Dispatch.RANK_ZERO, blocking=False, memory=())
-    def num_chunks(self, chunk_mb: float, dtype: str | None = None) -> int:
-        """Returns the number of chunks of one weight sync."""
-        return len(self._chunks(chunk_mb, dtype))
+    def num_buckets(self, bucket_mb: float, dtype: str | None = None) -> int:
+        """Returns the number of buckets of one weight sync."""
+        return len(self._buckets(bucket_mb, dtype))
 
     @register(Dispatch.ALL_TO_ONE, blocking=False)
     def weights(
-        self, chunk: int = 0, chunk_mb: float | None = None, dtype: str | None = None
+        self, bucket: int = 0, bucket_mb: float | None = None, dtype: str | None = None
     ) -> dict[str, Any]:  # Any: NumPy arrays, see engines/models/weights.py
-        """Returns a chunk of the current weights on rank 0. If `chunk_mb` is None, returns all weights."""
-        names = None if chunk_mb is None else self._chunks(chunk_mb, dtype)[chunk]
+        """Returns a bucket of the current weights on rank 0. If `bucket_mb` is None, returns all weights."""
+        names = None if bucket_mb is None else self._buckets(bucket_mb, dtype)[bucket]
         # No snapshot, because the controller copies the result of a call.
         return export_weights(self.model, names, dtype=_dtype(dtype), is_receiver=self.rank == 0, snapshot=False)
 
     @register(Dispatch.ALL_TO_ONE, blocking=False)
     def weight_samples(
-        self, version: int, chunk: int = 0, num_chunks: int | None = None, dtype: str | None = None
+        self, version: int, subset: int = 0, num_subsets: int | None = None, dtype: str | None = None
     ) -> WeightSamples:
         """Returns samples of the actor's weights. The rollout compares them with its weights of `version`.
 
-        With `num_chunks`, returns all columns of every `num_chunks`-th weight instead, starting at weight `chunk`.
+        With `num_subsets`, returns all columns of every `num_subsets`-th weight instead, starting at weight `subset`.
         """
         return weight_samples(
-            self.model, version, chunk=chunk, num_chunks=num_chunks, dtype=_dtype(dtype), wanted=self.rank == 0
+            self.model, version, subset=subset, num_subsets=num_subsets, dtype=_dtype(dtype), wanted=self.rank == 0
         )
 
     @register(Dispatch.RANK_ZERO, blocking=False, memory=())
-    def describe_weights(self, chunk: int, chunk_mb: float, dtype: str | None = None) -> "WeightMetadata":
-        """Returns names, dtypes and shapes of the weights in a chunk. The receivers of a broadcast need this
+    def describe_weights(self, bucket: int, bucket_mb: float, dtype: str | None = None) -> "WeightMetadata":
+        """Returns names, dtypes and shapes of the weights in a bucket. The receivers of a broadcast need this
         metadata.
         """
         from flowrl.engines.rollout.vllm.gpu_transfer import WeightMetadata  # noqa: PLC0415 (vLLM is optional)
 
-        return WeightMetadata.of(weight_shapes(self.model, self._chunks(chunk_mb, dtype)[chunk], _dtype(dtype)))
+        return WeightMetadata.of(weight_shapes(self.model, self._buckets(bucket_mb, dtype)[bucket], _dtype(dtype)))
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, memory=())
-    def share_weights(self, chunk: int, chunk_mb: float, dtype: str | None = None, after: object = None) -> "IpcChunk":
-        """Copies a chunk into this GPU's IPC buffer and returns the IPC handle. The next call overwrites the chunk.
+    def share_weights(
+        self, bucket: int, bucket_mb: float, dtype: str | None = None, after: object = None
+    ) -> "IpcBucket":
+        """Copies a bucket into this GPU's IPC buffer and returns the IPC handle. The next call overwrites the bucket.
 
-        `after` is a future that delays this call until the rollout has read the previous chunk.
+        `after` is a future that delays this call until the rollout has read the previous bucket.
         """
-        metadata = self.describe_weights(chunk, chunk_mb, dtype)
+        metadata = self.describe_weights(bucket, bucket_mb, dtype)
         return self._ipc.share(full_weights(self.model, metadata.names, _dtype(dtype)), metadata.num_bytes)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, memory=())
@@ -214,20 +216,20 @@ class Actor(TrainedWorker):
         self._nccl: NcclSender = NcclSender(TransferGroup(**group))
 
     @register(Dispatch.ALL_TO_ONE, blocking=False)
-    def broadcast_weights(self, chunk: int, chunk_mb: float, dtype: str | None = None) -> None:
-        """Broadcasts a chunk from rank 0 to the transfer group. All other ranks only take part in the all-gathers."""
-        weights = full_weights(self.model, self._chunks(chunk_mb, dtype)[chunk], _dtype(dtype))
+    def broadcast_weights(self, bucket: int, bucket_mb: float, dtype: str | None = None) -> None:
+        """Broadcasts a bucket from rank 0 to the transfer group. All other ranks only take part in the all-gathers."""
+        weights = full_weights(self.model, self._buckets(bucket_mb, dtype)[bucket], _dtype(dtype))
         if self.rank == 0:
             self._nccl.send(weights)
         else:
             for _ in weights:
                 pass
 
-    def _chunks(self, chunk_mb: float, dtype: str | None) -> list[list[str]]:
-        key = (chunk_mb, dtype)
-        if key not in self._known_chunks:
-            self._known_chunks[key] = weight_buckets(self.model, chunk_mb * 1e6, _dtype(dtype))
-        return self._known_chunks[key]
+    def _buckets(self, bucket_mb: float, dtype: str | None) -> list[list[str]]:
+        key = (bucket_mb, dtype)
+        if key not in self._known_buckets:
+            self._known_buckets[key] = weight_buckets(self.model, bucket_mb * 1e6, _dtype(dtype))
+        return self._known_buckets[key]
 
     @cached_property
     def _ipc(self) -> "IpcSender":

@@ -34,7 +34,7 @@ from flowrl.engines.rollout.weight_check import Compared, WeightSamples, check_c
 from flowrl.workers.actor import Actor
 
 if TYPE_CHECKING:
-    from flowrl.engines.rollout.vllm.gpu_transfer import IpcChunk, WeightMetadata
+    from flowrl.engines.rollout.vllm.gpu_transfer import IpcBucket, WeightMetadata
 
 RESPONSE_COLUMNS = ("input_ids", "response_mask", "rollout_logprobs", "weight_version", "truncated", "response")
 
@@ -188,26 +188,26 @@ class Rollout(Worker):
             write_weights(self.model, full_weights(self._actor.model))
         self.engine.version = version
 
-    @register(Dispatch.ONE_TO_ALL, blocking=False, replay="chunk", memory=("weights",))
-    def load_weights(self, weights: Mapping[str, np.ndarray], version: int, chunk: int = 0, of: int = 1) -> None:
-        """Loads chunk number `chunk` of a weight update that has `of` chunks. With shared weights, sets only the
+    @register(Dispatch.ONE_TO_ALL, blocking=False, replay="bucket", memory=("weights",))
+    def load_weights(self, weights: Mapping[str, np.ndarray], version: int, bucket: int = 0, of: int = 1) -> None:
+        """Loads bucket number `bucket` of a weight update that has `of` buckets. With shared weights, sets only the
         version.
 
-        The engine does not generate until the last chunk is loaded. Chunk 0 restarts an unfinished update, because a
-        recovered process receives all chunks again.
+        The engine does not generate until the last bucket is loaded. Bucket 0 restarts an unfinished update, because a
+        recovered process receives all buckets again.
         """
         if self.shares_weights:
             self.engine.version = version
         else:
-            self._load_chunk(weights, version, chunk, of)
+            self._load_bucket(weights, version, bucket, of)
 
-    def _load_chunk(self, weights: Any, version: int, chunk: int, num_chunks: int) -> None:  # Any: the transport's
-        if chunk == 0:
+    def _load_bucket(self, weights: Any, version: int, bucket: int, num_buckets: int) -> None:  # Any: the transport's
+        if bucket == 0:
             if self.engine.state is EngineState.UPDATING:
                 self.engine.abort_update()
             self.engine.begin_update(version)
         self.engine.receive(weights)
-        if chunk == num_chunks - 1:
+        if bucket == num_buckets - 1:
             self.engine.commit()
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, memory=("weights",))
@@ -260,16 +260,18 @@ class _VllmRolloutWorker(Rollout):
         if self.engine.asleep.intersection(parts):
             self.engine.wake(parts)
 
-    def _load_chunk(self, weights: Any, version: int, chunk: int, num_chunks: int) -> None:
-        super()._load_chunk(to_tensors(weights) if isinstance(weights, dict) else weights, version, chunk, num_chunks)
+    def _load_bucket(self, weights: Any, version: int, bucket: int, num_buckets: int) -> None:
+        super()._load_bucket(
+            to_tensors(weights) if isinstance(weights, dict) else weights, version, bucket, num_buckets
+        )
 
-    # GPU transports cannot replay their chunks, so the loss of a process ends the run.
+    # GPU transports cannot replay their buckets, so the loss of a process ends the run.
 
-    @register(Dispatch.ONE_TO_ALL, blocking=False, replay="chunk", memory=("weights",))
-    def load_ipc(self, shared: "Sequence[IpcChunk]", version: int, chunk: int, of: int) -> None:
-        """Loads a chunk from the IPC buffers of the actor's ranks. The arguments are those of `load_weights`."""
+    @register(Dispatch.ONE_TO_ALL, blocking=False, replay="bucket", memory=("weights",))
+    def load_ipc(self, shared: "Sequence[IpcBucket]", version: int, bucket: int, of: int) -> None:
+        """Loads a bucket from the IPC buffers of the actor's ranks. The arguments are those of `load_weights`."""
         self._check_not_replayed()
-        self._load_chunk(shared[0].merged(shared), version, chunk, of)
+        self._load_bucket(shared[0].merged(shared), version, bucket, of)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, replay=True, memory=())
     def join_transfer_group(self, group: Mapping[str, Any]) -> None:  # Any: the fields of `TransferGroup`
@@ -277,11 +279,11 @@ class _VllmRolloutWorker(Rollout):
         self._check_not_replayed()
         self.engine.join_transfer_group(group, 1 + self.rank * self.context.num_tp_devices)
 
-    @register(Dispatch.ONE_TO_ALL, blocking=False, replay="chunk", memory=("weights",))
-    def load_broadcast(self, metadata: "WeightMetadata", version: int, chunk: int, of: int) -> None:
-        """Loads a chunk that the actor broadcasts at the same time. The arguments are those of `load_weights`."""
+    @register(Dispatch.ONE_TO_ALL, blocking=False, replay="bucket", memory=("weights",))
+    def load_broadcast(self, metadata: "WeightMetadata", version: int, bucket: int, of: int) -> None:
+        """Loads a bucket that the actor broadcasts at the same time. The arguments are those of `load_weights`."""
         self._check_not_replayed()
-        self._load_chunk(metadata, version, chunk, of)
+        self._load_bucket(metadata, version, bucket, of)
 
     def _check_not_replayed(self) -> None:
         if self.context.replaced:

@@ -87,14 +87,14 @@ class Raw:
 
 
 def publish(
-    actor: WorkerGroup, rollout: WorkerGroup, count: int, chunk_mb: float, *, wait_for_each: bool = False
+    actor: WorkerGroup, rollout: WorkerGroup, count: int, bucket_mb: float, *, wait_for_each: bool = False
 ) -> None:
-    """Runs a weight sync as in a run, or waits after each chunk."""
+    """Runs a weight sync as in a run, or waits after each bucket."""
     done = []
-    parts = [] if wait_for_each else [actor.weights.submit(i, chunk_mb) for i in range(count)]
-    for chunk in range(count):
-        weights = actor.weights.submit(chunk, chunk_mb) if wait_for_each else parts[chunk]
-        done.append(rollout.load_weights.submit(weights, 1, chunk, count))
+    parts = [] if wait_for_each else [actor.weights.submit(i, bucket_mb) for i in range(count)]
+    for bucket in range(count):
+        weights = actor.weights.submit(bucket, bucket_mb) if wait_for_each else parts[bucket]
+        done.append(rollout.load_weights.submit(weights, 1, bucket, count))
         if wait_for_each:
             done[-1].get()
     for future in done:
@@ -102,7 +102,7 @@ def publish(
 
 
 def object_store(size: str, model: ModelConfig) -> list[Figure]:
-    """Measures an update of an hf rollout, compared with raw Ray; its chunks; one call per parameter."""
+    """Measures an update of an hf rollout, compared with raw Ray; its buckets; one call per parameter."""
     found, repeats = [], REPEATS[size]
     with opened(model, "hf") as (actor, rollout):
         arrays = actor.weights().get()
@@ -123,9 +123,9 @@ def object_store(size: str, model: ModelConfig) -> list[Figure]:
             alone(f"{size}: the same, in copies of the bytes (`memcpy`)", "x", figure["ours"] / copy_ms),
         ]
         for share in (4, 16):
-            chunk_mb = megabytes / share
-            count = actor.num_chunks(chunk_mb).get()
-            parts = partial(publish, actor, rollout, count, chunk_mb)
+            bucket_mb = megabytes / share
+            count = actor.num_buckets(bucket_mb).get()
+            parts = partial(publish, actor, rollout, count, bucket_mb)
             found.append(paired(f"{size}: in {count} parts, raw is one", parts, whole, max(3, repeats // 2)))
         each = partial(publish, actor, rollout, len(shapes), 1e-6, wait_for_each=True)
         found.append(paired(f"{size}: a call for each of {len(shapes)} weights, raw is one part", each, whole, 3))
@@ -133,24 +133,24 @@ def object_store(size: str, model: ModelConfig) -> list[Figure]:
 
 
 def peaks(model: ModelConfig) -> list[Figure]:
-    """Measures the memory of an update in addition to the two models, by chunk size."""
+    """Measures the memory of an update in addition to the two models, by bucket size."""
     found = []
     with opened(model, "hf") as (actor, rollout):
-        for chunk_mb in (WHOLE_MB, 64, 16):
-            count = actor.num_chunks(chunk_mb).get()
-            (grown,) = actor.run(gives, count=count, chunk_mb=chunk_mb)
-            what = "all at once" if count == 1 else f"in chunks of {chunk_mb:g} MB"
+        for bucket_mb in (WHOLE_MB, 64, 16):
+            count = actor.num_buckets(bucket_mb).get()
+            (grown,) = actor.run(gives, count=count, bucket_mb=bucket_mb)
+            what = "all at once" if count == 1 else f"in buckets of {bucket_mb:g} MB"
             found.append(alone(f"100M: actor's peak growth while it gives its weights {what}", "MB", grown / 1e6))
         publish(actor, rollout, 1, WHOLE_MB)
     return found
 
 
-def gives(worker: Actor, count: int, chunk_mb: float) -> int:
-    """Returns the memory growth of a process while it exports the chunks."""
+def gives(worker: Actor, count: int, bucket_mb: float) -> int:
+    """Returns the memory growth of a process while it exports the buckets."""
 
     def make() -> None:
-        for chunk in range(count):
-            worker.weights(chunk, chunk_mb)
+        for bucket in range(count):
+            worker.weights(bucket, bucket_mb)
 
     return peak_growth(make)
 
@@ -171,7 +171,7 @@ def vllm(size: str, model: ModelConfig) -> list[Figure]:
             figure.pop("raw")
         found = [figure, alone(f"{size}: the same, GB/s", "GB/s", megabytes / figure["ours"])]
         for share in (3, 6) if size == "100M" else ():
-            count = actor.num_chunks(megabytes / share).get()
+            count = actor.num_buckets(megabytes / share).get()
             parts = partial(publish, actor, rollout, count, megabytes / share)
             found.append(_beside_copy(f"{size}: update of vLLM in {count} parts", parts, raw, repeats, bound))
         for what, times in (("own engine", own_engine_ms), ("vLLM's reload_weights", reload_ms)):

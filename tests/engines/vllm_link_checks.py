@@ -38,35 +38,35 @@ def describe_weights(worker: Worker) -> dict[str, Any]:
     return {**asdict(actual), "lists": actual.lists()}
 
 
-def ipc_chunk(handles: dict[str, tuple]) -> Any:
-    from flowrl.engines.rollout.vllm.gpu_transfer import IpcChunk, WeightMetadata  # noqa: PLC0415 (as above)
+def ipc_bucket(handles: dict[str, tuple]) -> Any:
+    from flowrl.engines.rollout.vllm.gpu_transfer import IpcBucket, WeightMetadata  # noqa: PLC0415 (as above)
 
     weights = WeightMetadata.of((name, weight.dtype, weight.shape) for name, weight in WEIGHTS.items())
-    return IpcChunk(weights, tuple(weight.nbytes for weight in WEIGHTS.values()), handles)
+    return IpcBucket(weights, tuple(weight.nbytes for weight in WEIGHTS.values()), handles)
 
 
-def merge_chunks(worker: Worker) -> dict[str, Any]:
-    """Returns vLLM's update info of a chunk on the GPUs of three ranks."""
-    chunks = [ipc_chunk({f"GPU-{rank}": ("opens", rank)}) for rank in range(3)]
-    return asdict(chunks[0].merged(chunks).update_info())
+def merge_buckets(worker: Worker) -> dict[str, Any]:
+    """Returns vLLM's update info of a bucket on the GPUs of three ranks."""
+    buckets = [ipc_bucket({f"GPU-{rank}": ("opens", rank)}) for rank in range(3)]
+    return asdict(buckets[0].merged(buckets).update_info())
 
 
 def update_with_missing_dtype(worker: Worker) -> str:
     """Returns vLLM's error for metadata with a missing dtype."""
-    from flowrl.engines.rollout.vllm.gpu_transfer import IpcChunk, WeightMetadata  # noqa: PLC0415 (as above)
+    from flowrl.engines.rollout.vllm.gpu_transfer import IpcBucket, WeightMetadata  # noqa: PLC0415 (as above)
 
     try:
-        IpcChunk(WeightMetadata(("a", "b"), ("float32",), ((1,), (2,))), (4, 8), {}).update_info()
+        IpcBucket(WeightMetadata(("a", "b"), ("float32",), ((1,), (2,))), (4, 8), {}).update_info()
     except ValueError as error:
         return str(error)
     return ""
 
 
-def unpack_chunk(worker: Worker) -> dict[str, Tensor]:
-    """Returns the weights that vLLM unpacks from the buffer of a chunk."""
+def unpack_bucket(worker: Worker) -> dict[str, Tensor]:
+    """Returns the weights that vLLM unpacks from the buffer of a bucket."""
     from vllm.distributed.weight_transfer.packed_tensor import unpack_tensor  # noqa: PLC0415 (as above)
 
-    info = ipc_chunk({}).update_info()
+    info = ipc_bucket({}).update_info()
     buffer = torch.cat([weight.view(-1).view(torch.uint8) for weight in WEIGHTS.values()])
     dtypes = [getattr(torch, name) for name in info.dtype_names]
     return dict(unpack_tensor(buffer, info.names, info.shapes, dtypes, info.tensor_sizes))
@@ -81,8 +81,8 @@ def transfer_ranks(worker: Worker, leads: int, num_replicas: int) -> tuple[list[
     return [info.rank_offset + rank for info in infos for rank in range(leads)], asdict(infos[0])
 
 
-def load_ipc_chunk(worker: Worker) -> tuple[bool, bool, dict[str, Tensor], str]:
-    """Loads a chunk with vLLM's IPC receiver: (is packed, closes buffers, loaded weights, error without a GPU)."""
+def load_ipc_bucket(worker: Worker) -> tuple[bool, bool, dict[str, Tensor], str]:
+    """Loads a bucket with vLLM's IPC receiver: (is packed, closes buffers, loaded weights, error without a GPU)."""
     from flowrl.engines.rollout.vllm.worker_extension import Tensors, TensorTransfer  # noqa: PLC0415 (as above)
 
     model: Any = Loading()
@@ -90,7 +90,7 @@ def load_ipc_chunk(worker: Worker) -> tuple[bool, bool, dict[str, Tensor], str]:
     transfer = TensorTransfer(config, config, torch.device("cpu"), model)
     error_message = ""
     try:
-        transfer.receive_weights(Tensors(ipc_chunk({}), tied={"embed": ["head", "third"]}))
+        transfer.receive_weights(Tensors(ipc_bucket({}), tied={"embed": ["head", "third"]}))
     except (AssertionError, RuntimeError, ValueError) as error:
         error_message = str(error)
     receiver = transfer.receivers._ipc

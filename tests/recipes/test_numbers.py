@@ -121,8 +121,8 @@ def test_ppo_in_float32_gives_the_same_metrics_on_two_ranks(
 
 
 def train_placed(config: PPOConfig, placement: Placement) -> list[dict[str, float]]:
-    """Trains on Ray with weight transfers in several chunks; returns the metrics."""
-    rollout = config.rollout.model_copy(update={"transfer": TransferConfig(chunk_mb=0.05)})
+    """Trains on Ray with weight transfers in several buckets; returns the metrics."""
+    rollout = config.rollout.model_copy(update={"transfer": TransferConfig(bucket_mb=0.05)})
     placed = config.model_copy(update={"backend": "ray", "placement": placement, "rollout": rollout})
     train_ppo(placed)
     return metrics_of(placed)

@@ -328,7 +328,7 @@ def process_id(worker: Any) -> int:
 @pytest.mark.vllm
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra vllm")
 def test_grpo_streams_from_vllm(grpo_config: GrpoConfigs, ray_session: None) -> None:
-    vllm = {"engine": "vllm", "max_response_tokens": 6, "transfer": {"chunk_mb": 0.5}}
+    vllm = {"engine": "vllm", "max_response_tokens": 6, "transfer": {"bucket_mb": 0.5}}
     changes: dict[str, Any] = {"rollout": vllm, "schedule": ASYNC, "evaluate_every": 2}
     lines = train_streaming(grpo_config(steps=5, backend="ray", placement=detached(1), **changes))
     assert all(line["weights_unreached"] == 0 for line in lines if "weights_unreached" in line)

@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra vllm"),
 ]
 
-VLLM = {"engine": "vllm", "max_response_tokens": 6, "transfer": {"chunk_mb": 0.5}}
+VLLM = {"engine": "vllm", "max_response_tokens": 6, "transfer": {"bucket_mb": 0.5}}
 COLOCATED = Placement(device="cpu", pools={"main": [1]}, roles=dict.fromkeys(GRPOConfig.roles, "main"))
 
 

@@ -91,8 +91,8 @@ class SleepingRollout(Worker):
         self._todo.clear()
         self._working.clear()
 
-    @register(Dispatch.ONE_TO_ALL, blocking=False, replay="chunk", memory=("weights",))
-    def load_weights(self, weights: Mapping[str, Any], version: int, chunk: int = 0, of: int = 1) -> None:
+    @register(Dispatch.ONE_TO_ALL, blocking=False, replay="bucket", memory=("weights",))
+    def load_weights(self, weights: Mapping[str, Any], version: int, bucket: int = 0, of: int = 1) -> None:
         self.version = version
 
 
@@ -123,11 +123,11 @@ class SleepingActor(Worker):
         return {"rows": Mean(float(count), 1), "oldest": Max(float(self.updates - 1 - oldest))}
 
     @register(Dispatch.RANK_ZERO, blocking=False, memory=())
-    def num_chunks(self, chunk_mb: float, dtype: str | None = None) -> int:
+    def num_buckets(self, bucket_mb: float, dtype: str | None = None) -> int:
         return 2
 
     @register(Dispatch.ALL_TO_ONE, blocking=False)
-    def weights(self, chunk: int = 0, chunk_mb: float | None = None, dtype: str | None = None) -> dict[str, Any]:
+    def weights(self, bucket: int = 0, bucket_mb: float | None = None, dtype: str | None = None) -> dict[str, Any]:
         return {"weight": np.full(4, float(self.updates))}
 
     @register(Dispatch.RANK_ZERO)

@@ -53,29 +53,29 @@ class Recording(Worker):
 
 
 class RecordingActor(Recording):
-    """An actor whose weights have three chunks."""
+    """An actor whose weights have three buckets."""
 
-    CHUNKS = 3
+    BUCKETS = 3
 
     @register(Dispatch.RANK_ZERO, blocking=False, memory=())
-    def num_chunks(self, chunk_mb: float, dtype: str | None = None) -> int:
-        self.write("num_chunks", chunk_mb=chunk_mb, dtype=dtype)
-        return self.CHUNKS
+    def num_buckets(self, bucket_mb: float, dtype: str | None = None) -> int:
+        self.write("num_buckets", bucket_mb=bucket_mb, dtype=dtype)
+        return self.BUCKETS
 
     @register(Dispatch.ALL_TO_ONE, blocking=False)
-    def weights(self, chunk: int = 0, chunk_mb: float | None = None, dtype: str | None = None) -> dict[str, Any]:
-        self.write("weights", chunk=chunk, chunk_mb=chunk_mb, dtype=dtype)
-        return {"chunk": chunk}
+    def weights(self, bucket: int = 0, bucket_mb: float | None = None, dtype: str | None = None) -> dict[str, Any]:
+        self.write("weights", bucket=bucket, bucket_mb=bucket_mb, dtype=dtype)
+        return {"bucket": bucket}
 
     @register(Dispatch.RANK_ZERO, blocking=False, memory=())
-    def describe_weights(self, chunk: int, chunk_mb: float, dtype: str | None = None) -> Any:
-        self.write("describe_weights", chunk=chunk, chunk_mb=chunk_mb, dtype=dtype)
-        return f"description {chunk}"
+    def describe_weights(self, bucket: int, bucket_mb: float, dtype: str | None = None) -> Any:
+        self.write("describe_weights", bucket=bucket, bucket_mb=bucket_mb, dtype=dtype)
+        return f"description {bucket}"
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, memory=())
-    def share_weights(self, chunk: int, chunk_mb: float, dtype: str | None = None, after: object = None) -> Any:
-        self.write("share_weights", chunk=chunk, chunk_mb=chunk_mb, dtype=dtype, after=after)
-        return f"chunk {chunk} on rank {self.rank}"
+    def share_weights(self, bucket: int, bucket_mb: float, dtype: str | None = None, after: object = None) -> Any:
+        self.write("share_weights", bucket=bucket, bucket_mb=bucket_mb, dtype=dtype, after=after)
+        return f"bucket {bucket} on rank {self.rank}"
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, memory=())
     def release_weights(self, after: object = None) -> None:
@@ -92,34 +92,34 @@ class RecordingActor(Recording):
         self.meet("rollout", "join_transfer_group", "join_transfer_group")
 
     @register(Dispatch.ALL_TO_ONE, blocking=False)
-    def broadcast_weights(self, chunk: int, chunk_mb: float, dtype: str | None = None) -> None:
-        self.write("broadcast_weights", chunk=chunk, chunk_mb=chunk_mb, dtype=dtype)
+    def broadcast_weights(self, bucket: int, bucket_mb: float, dtype: str | None = None) -> None:
+        self.write("broadcast_weights", bucket=bucket, bucket_mb=bucket_mb, dtype=dtype)
         self.meet("rollout", "load_broadcast", "broadcast_weights")
 
 
 class RecordingRollout(Recording):
-    """A rollout; with peers, loading an IPC chunk takes 0.1 s."""
+    """A rollout; with peers, loading an IPC bucket takes 0.1 s."""
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def set_version(self, version: int) -> None:
         self.write("set_version", version=version)
 
-    @register(Dispatch.ONE_TO_ALL, blocking=False, replay="chunk", memory=("weights",))
-    def load_weights(self, weights: Mapping[str, Any], version: int, chunk: int = 0, of: int = 1) -> None:
-        self.write("load_weights", weights=weights, version=version, chunk=chunk, of=of)
+    @register(Dispatch.ONE_TO_ALL, blocking=False, replay="bucket", memory=("weights",))
+    def load_weights(self, weights: Mapping[str, Any], version: int, bucket: int = 0, of: int = 1) -> None:
+        self.write("load_weights", weights=weights, version=version, bucket=bucket, of=of)
 
-    @register(Dispatch.ONE_TO_ALL, blocking=False, replay="chunk", memory=("weights",))
-    def load_ipc(self, shared: Sequence[Any], version: int, chunk: int, of: int) -> Any:
+    @register(Dispatch.ONE_TO_ALL, blocking=False, replay="bucket", memory=("weights",))
+    def load_ipc(self, shared: Sequence[Any], version: int, bucket: int, of: int) -> Any:
         time.sleep(0.1 * (self.peers > 0))
-        self.write("load_ipc", shared=shared, version=version, chunk=chunk, of=of)
-        return f"{self.rank} has loaded {chunk} of {version}"
+        self.write("load_ipc", shared=shared, version=version, bucket=bucket, of=of)
+        return f"{self.rank} has loaded {bucket} of {version}"
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, replay=True, memory=())
     def join_transfer_group(self, group: Mapping[str, Any]) -> None:
         self.write("join_transfer_group", group=group)
         self.meet("actor", "join_transfer_group", "join_transfer_group")
 
-    @register(Dispatch.ONE_TO_ALL, blocking=False, replay="chunk", memory=("weights",))
-    def load_broadcast(self, metadata: Any, version: int, chunk: int, of: int) -> None:
-        self.write("load_broadcast", metadata=metadata, version=version, chunk=chunk, of=of)
+    @register(Dispatch.ONE_TO_ALL, blocking=False, replay="bucket", memory=("weights",))
+    def load_broadcast(self, metadata: Any, version: int, bucket: int, of: int) -> None:
+        self.write("load_broadcast", metadata=metadata, version=version, bucket=bucket, of=of)
         self.meet("actor", "broadcast_weights", "load_broadcast")

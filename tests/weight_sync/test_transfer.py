@@ -15,8 +15,8 @@ from flowrl.workers import Actor, Rollout
 from tests.conftest import ClusterMaker
 from tests.weight_sync.syncing_workers import RecordingActor, RecordingRollout, read
 
-HOW = {"chunk_mb": 2.0, "dtype": None}
-CHUNKS = range(RecordingActor.CHUNKS)
+HOW = {"bucket_mb": 2.0, "dtype": None}
+BUCKETS = range(RecordingActor.BUCKETS)
 
 
 class SplitRun(RunConfig):
@@ -63,7 +63,7 @@ class SyncPair:
                 "rollout": {
                     "engine": "vllm",
                     "max_response_tokens": 1,
-                    "transfer": {"via": via, "chunk_mb": HOW["chunk_mb"]},
+                    "transfer": {"via": via, "bucket_mb": HOW["bucket_mb"]},
                 },
             }
         )
@@ -102,33 +102,33 @@ def _parameters(function: Any) -> list[tuple[str, Any]]:
     return [(each.name, each.default) for each in inspect.signature(function).parameters.values()]
 
 
-def test_object_store_exports_all_chunks_before_the_first_load(open_cluster: ClusterMaker, tmp_path: Path) -> None:
+def test_object_store_exports_all_buckets_before_the_first_load(open_cluster: ClusterMaker, tmp_path: Path) -> None:
     pair = SyncPair(open_cluster, tmp_path, kind="cpu")
     lines = pair.send(7)
     export, load = ("actor", "weights"), ("rollout", "load_weights")
-    assert calls(lines) == [("actor", "num_chunks"), *[export] * 3, *[load] * 3]
+    assert calls(lines) == [("actor", "num_buckets"), *[export] * 3, *[load] * 3]
     for rank in range(2):
-        assert arguments(lines, "weights", rank) == [{"chunk": i, **HOW} for i in CHUNKS]
-    expected = [{"weights": {"chunk": i}, "version": 7, "chunk": i, "of": 3} for i in CHUNKS]
+        assert arguments(lines, "weights", rank) == [{"bucket": i, **HOW} for i in BUCKETS]
+    expected = [{"weights": {"bucket": i}, "version": 7, "bucket": i, "of": 3} for i in BUCKETS]
     assert [arguments(lines, "load_weights", rank) for rank in range(4)] == [expected] * 4
 
 
-def test_cuda_ipc_shares_a_chunk_after_the_previous_one_was_loaded(open_cluster: ClusterMaker, tmp_path: Path) -> None:
+def test_cuda_ipc_shares_a_bucket_after_the_previous_one_was_loaded(open_cluster: ClusterMaker, tmp_path: Path) -> None:
     pair = SyncPair(open_cluster, tmp_path, "main")
     lines = pair.send(7)
-    chunk_calls = [("actor", "share_weights"), ("rollout", "load_ipc")]
-    assert calls(lines) == [("actor", "num_chunks"), *chunk_calls * 3, ("actor", "release_weights")]
-    loaded_chunks = [[f"{rank} has loaded {i} of 7" for rank in range(2)] for i in CHUNKS]
+    bucket_calls = [("actor", "share_weights"), ("rollout", "load_ipc")]
+    assert calls(lines) == [("actor", "num_buckets"), *bucket_calls * 3, ("actor", "release_weights")]
+    loaded_buckets = [[f"{rank} has loaded {i} of 7" for rank in range(2)] for i in BUCKETS]
     for rank in range(2):
         shared = arguments(lines, "share_weights", rank)
-        assert shared == [{"chunk": i, **HOW, "after": loaded_chunks[i - 1] if i else None} for i in CHUNKS]
+        assert shared == [{"bucket": i, **HOW, "after": loaded_buckets[i - 1] if i else None} for i in BUCKETS]
         loaded = arguments(lines, "load_ipc", rank)
-        chunks = [[f"chunk {i} on rank {of}" for of in range(2)] for i in CHUNKS]
-        assert loaded == [{"shared": chunks[i], "version": 7, "chunk": i, "of": 3} for i in CHUNKS]
-        assert arguments(lines, "release_weights", rank) == [{"after": loaded_chunks[-1]}]
+        buckets = [[f"bucket {i} on rank {of}" for of in range(2)] for i in BUCKETS]
+        assert loaded == [{"shared": buckets[i], "version": 7, "bucket": i, "of": 3} for i in BUCKETS]
+        assert arguments(lines, "release_weights", rank) == [{"after": loaded_buckets[-1]}]
 
 
-def test_no_rank_shares_a_chunk_while_another_loads_the_previous_one(
+def test_no_rank_shares_a_bucket_while_another_loads_the_previous_one(
     ray_session: None, open_cluster: ClusterMaker, tmp_path: Path
 ) -> None:
     pair = SyncPair(open_cluster, tmp_path, "main", backend="ray", meets=True)
@@ -137,23 +137,23 @@ def test_no_rank_shares_a_chunk_while_another_loads_the_previous_one(
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_nccl_group_is_joined_once_and_chunks_are_received_before_they_are_sent(
+def test_nccl_group_is_joined_once_and_buckets_are_received_before_they_are_sent(
     tp: int, open_cluster: ClusterMaker, tmp_path: Path
 ) -> None:
     pair = SyncPair(open_cluster, tmp_path, {"pool": "other", "tp": tp})
     lines = pair.send(7)
     joined = [("actor", "open_transfer_group"), ("rollout", "join_transfer_group"), ("actor", "join_transfer_group")]
-    chunk_calls = [("rollout", "load_broadcast"), ("actor", "broadcast_weights")]
+    bucket_calls = [("rollout", "load_broadcast"), ("actor", "broadcast_weights")]
     actual = calls(lines)
-    assert actual == [("actor", "num_chunks"), *joined, *[("actor", "describe_weights")] * 3, *chunk_calls * 3]
+    assert actual == [("actor", "num_buckets"), *joined, *[("actor", "describe_weights")] * 3, *bucket_calls * 3]
     link = {"host": "there", "port": 1234, "world_size": 1 + 4, "buffer_bytes": 2_000_000}
     replicas = range(4 // tp)
     assert [line[3] for line in lines if line[2] == "join_transfer_group"] == [{"group": link}] * (len(replicas) + 1)
-    expected = [{"metadata": f"description {i}", "version": 7, "chunk": i, "of": 3} for i in CHUNKS]
+    expected = [{"metadata": f"description {i}", "version": 7, "bucket": i, "of": 3} for i in BUCKETS]
     assert [arguments(lines, "load_broadcast", rank) for rank in replicas] == [expected] * len(replicas)
-    # All actor ranks gather a chunk; rank 0 sends it.
+    # All actor ranks gather a bucket; rank 0 sends it.
     assert [arguments(lines, "broadcast_weights", rank) for rank in range(2)] == [
-        [{"chunk": i, **HOW} for i in CHUNKS]
+        [{"bucket": i, **HOW} for i in BUCKETS]
     ] * 2
 
 
@@ -169,9 +169,9 @@ def test_nccl_calls_run_at_the_same_time_on_all_members(
 @pytest.mark.parametrize(
     ("rollout", "kind", "once"),
     [
-        ("other", "cpu", ["num_chunks"]),
-        ("main", "cuda", ["num_chunks"]),
-        ("other", "cuda", ["num_chunks", "open_transfer_group", "join_transfer_group", "describe_weights"]),
+        ("other", "cpu", ["num_buckets"]),
+        ("main", "cuda", ["num_buckets"]),
+        ("other", "cuda", ["num_buckets", "open_transfer_group", "join_transfer_group", "describe_weights"]),
     ],
 )
 def test_a_second_sync_reuses_the_setup_of_the_first(
@@ -190,10 +190,10 @@ def test_a_snapshot_is_exported_first_and_loaded_later(open_cluster: ClusterMake
     pair.weight_sync.connect(pair.actor, pair.rollout)
     version = pair.weight_sync.export(pair.actor, pair.rollout, 7)
     assert version.is_ready() and not pair.weight_sync.updates_all_replicas(pair.actor, pair.rollout)
-    assert calls(read(pair.log)) == [("actor", "num_chunks"), *[("actor", "weights")] * 3]
+    assert calls(read(pair.log)) == [("actor", "num_buckets"), *[("actor", "weights")] * 3]
     before = len(read(pair.log))
     loads, compared = version.send(pair.rollout)
-    assert len(loads) == RecordingActor.CHUNKS and compared is None
+    assert len(loads) == RecordingActor.BUCKETS and compared is None
     assert calls(read(pair.log)[before:]) == [("rollout", "load_weights")] * 3
 
 
@@ -204,7 +204,7 @@ def test_an_nccl_snapshot_is_ready_when_the_actor_reaches_the_broadcast(
     pair.weight_sync.connect(pair.actor, pair.rollout)
     before = len(read(pair.log))
     version = pair.weight_sync.export(pair.actor, pair.rollout, 7)
-    assert calls(read(pair.log)[before:]) == [("actor", "num_chunks"), *[("actor", "broadcast_weights")] * 3]
+    assert calls(read(pair.log)[before:]) == [("actor", "num_buckets"), *[("actor", "broadcast_weights")] * 3]
     assert version.is_ready() and pair.weight_sync.updates_all_replicas(pair.actor, pair.rollout)
     before = len(read(pair.log))
     version.send(pair.rollout)
@@ -221,11 +221,11 @@ def test_per_replica_updates_do_not_use_nccl(via: str, open_cluster: ClusterMake
         pair.weight_sync.connect(pair.actor, pair.rollout)
 
 
-def test_prepare_requests_the_number_of_chunks(open_cluster: ClusterMaker, tmp_path: Path) -> None:
+def test_prepare_requests_the_number_of_buckets(open_cluster: ClusterMaker, tmp_path: Path) -> None:
     pair = SyncPair(open_cluster, tmp_path, kind="cpu")
     pair.weight_sync.prepare(pair.actor, pair.rollout)
-    assert calls(read(pair.log)) == [("actor", "num_chunks")]
-    assert ("actor", "num_chunks") not in calls(pair.send(1))
+    assert calls(read(pair.log)) == [("actor", "num_buckets")]
+    assert ("actor", "num_buckets") not in calls(pair.send(1))
 
 
 def test_shared_weights_only_change_their_version(open_cluster: ClusterMaker, tmp_path: Path) -> None:

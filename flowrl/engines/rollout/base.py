@@ -213,7 +213,7 @@ class ServingState:
             names = ", ".join(sorted(self._missing)[:3])
             raise RolloutError(
                 f"the update is incomplete: {len(self._missing)} weights are missing, such as {names}; send every "
-                f"chunk, in order"
+                f"bucket, in order"
             )
 
     def commit(self) -> None:

@@ -114,8 +114,8 @@ def weight_samples(
     model: PreTrainedModel,
     version: int,
     *,
-    chunk: int = 0,
-    num_chunks: int | None = None,
+    subset: int = 0,
+    num_subsets: int | None = None,
     dtype: torch.dtype | None = None,
     wanted: bool = True,
 ) -> WeightSamples:
@@ -124,20 +124,21 @@ def weight_samples(
     Args:
         model: the actor's model.
         version: weight version. It selects the layers and columns.
-        chunk, num_chunks: with `num_chunks`, samples all columns of every `num_chunks`-th weight, starting at `chunk`.
+        subset, num_subsets: with `num_subsets`, samples all columns of every `num_subsets`-th weight, from weight
+            `subset` on.
         dtype: dtype to which floating-point weights are cast. None keeps their dtype.
         wanted: True returns the result on this rank. False only takes part in the all-gathers.
     """
     weights = model_weights(model)
-    names = list(weights) if num_chunks is None else list(weights)[chunk::num_chunks]
-    chosen = chosen_names(names, version) if num_chunks is None else names
+    names = list(weights) if num_subsets is None else list(weights)[subset::num_subsets]
+    chosen = chosen_names(names, version) if num_subsets is None else names
     samples = []
     for name in chosen:
         kind, dim = _kind(model, name, weights[name])
         width = weights[name].stored.shape[dim] if dim is not None else 0
         # A layer is sampled once per num_layers versions, so the columns advance once per such visit.
         visit = version // max(1, len(names) // len(chosen))
-        inputs = chosen_inputs(width, visit) if num_chunks is None else list(range(width))
+        inputs = chosen_inputs(width, visit) if num_subsets is None else list(range(width))
         values = _columns(weights[name], dim, inputs, dtype).detach()
         if wanted:
             is_bfloat16 = values.dtype == torch.bfloat16

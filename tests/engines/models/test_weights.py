@@ -92,30 +92,30 @@ def num_bytes(model: torch.nn.Module, names: list[str], item: int) -> int:
 
 
 @pytest.mark.parametrize(("dtype", "item"), [(None, 4), (torch.bfloat16, 2)])
-def test_chunks_contain_each_weight_once_in_order_within_the_size_limit(dtype: torch.dtype | None, item: int):
+def test_buckets_contain_each_weight_once_in_order_within_the_size_limit(dtype: torch.dtype | None, item: int):
     model = qwen2(tie_word_embeddings=True)
     largest = max(num_bytes(model, [name], item) for name in export_weights(model))
     bound = largest + 1000
-    chunks = weight_buckets(model, bound, dtype)
-    assert len(chunks) > 2
-    assert [name for chunk in chunks for name in chunk] == list(export_weights(model))
-    sizes = [num_bytes(model, chunk, item) for chunk in chunks]
+    buckets = weight_buckets(model, bound, dtype)
+    assert len(buckets) > 2
+    assert [name for bucket in buckets for name in bucket] == list(export_weights(model))
+    sizes = [num_bytes(model, bucket, item) for bucket in buckets]
     assert max(sizes) <= bound
-    # A chunk is closed only if the next weight does not fit.
-    for size, following in zip(sizes, chunks[1:], strict=False):
+    # A bucket is closed only if the next weight does not fit.
+    for size, following in zip(sizes, buckets[1:], strict=False):
         assert size + num_bytes(model, following[:1], item) > bound
 
 
-def test_a_weight_above_the_size_limit_is_a_chunk_by_itself():
+def test_a_weight_above_the_size_limit_is_a_bucket_by_itself():
     model = qwen2(tie_word_embeddings=True)
-    assert all(len(chunk) == 1 for chunk in weight_buckets(model, 1))
+    assert all(len(bucket) == 1 for bucket in weight_buckets(model, 1))
     assert len(weight_buckets(model, 1e12)) == 1
 
 
-def test_chunks_of_an_export_add_up_to_the_full_export():
+def test_buckets_of_an_export_add_up_to_the_full_export():
     model, other = qwen2(seed=0), qwen2(seed=1)
-    for chunk in weight_buckets(model, 5000):
-        load_weights(other, export_weights(model, chunk), strict=False)
+    for bucket in weight_buckets(model, 5000):
+        load_weights(other, export_weights(model, bucket), strict=False)
     assert equal(model, other)
 
 

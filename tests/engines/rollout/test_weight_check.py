@@ -71,7 +71,7 @@ def test_a_copy_passes_and_another_model_does_not(make: Callable[..., PreTrained
     for version in range(3):
         compared = compare_model(copy, weight_samples(model, version))
         assert compared.wrong == compared.unreached == () and compared.count >= 11
-    complete = [compare_model(copy, weight_samples(model, 1, chunk=chunk, num_chunks=3)) for chunk in range(3)]
+    complete = [compare_model(copy, weight_samples(model, 1, subset=subset, num_subsets=3)) for subset in range(3)]
     assert sum(each.count for each in complete) == len(model.state_dict())
     assert not any(each.wrong for each in complete)
 

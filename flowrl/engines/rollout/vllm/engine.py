@@ -62,7 +62,7 @@ from vllm.logprobs import FlatLogprobs  # noqa: E402
 from vllm.outputs import RequestOutput  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 
-from flowrl.engines.rollout.vllm.gpu_transfer import IpcChunk, TransferGroup, WeightMetadata  # noqa: E402
+from flowrl.engines.rollout.vllm.gpu_transfer import IpcBucket, TransferGroup, WeightMetadata  # noqa: E402
 from flowrl.engines.rollout.vllm.tp_leader import call_workers, start_engine  # noqa: E402
 from flowrl.engines.rollout.vllm.vllm_check import Compared, WeightSamples, compare_weights  # noqa: E402
 from flowrl.engines.rollout.vllm.worker_extension import TRANSFER, SharedTensors, WorkerExtension  # noqa: E402
@@ -257,12 +257,12 @@ class VllmRollout:
         """
         call_workers(self._engine, "join_transfer_group", TransferGroup(**group), first_rank)
 
-    def receive(self, weights: Mapping[str, Tensor] | IpcChunk | WeightMetadata) -> None:
-        """Loads some of the weights. They arrive as tensors named as in `save_pretrained`, as an IPC chunk, or by NCCL
+    def receive(self, weights: Mapping[str, Tensor] | IpcBucket | WeightMetadata) -> None:
+        """Loads some of the weights. They arrive as tensors named as in `save_pretrained`, as an IPC bucket, or by NCCL
         broadcast.
         """
         self._serving.require_update("receive weights")
-        if isinstance(weights, IpcChunk | WeightMetadata):
+        if isinstance(weights, IpcBucket | WeightMetadata):
             with self._end_update_on_error():
                 call_workers(self._engine, "update_weights", {"weights": weights, "tied": self._tied})
             self._serving.mark_received(weights.names)

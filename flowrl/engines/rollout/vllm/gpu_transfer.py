@@ -29,7 +29,7 @@ from flowrl.data.dtypes import dtype_name, torch_dtype
 
 @dataclass(frozen=True)
 class WeightMetadata:
-    """Names, dtypes and shapes of the weights in a chunk, in the order in which they are sent."""
+    """Names, dtypes and shapes of the weights in a bucket, in the order in which they are sent."""
 
     names: tuple[str, ...]
     dtype_names: tuple[str, ...]
@@ -51,8 +51,8 @@ class WeightMetadata:
 
 
 @dataclass(frozen=True)
-class IpcChunk:
-    """A chunk of weights in GPU memory. Other processes on the same GPU open it with a CUDA IPC handle."""
+class IpcBucket:
+    """A bucket of weights in GPU memory. Other processes on the same GPU open it with a CUDA IPC handle."""
 
     metadata: WeightMetadata
     tensor_sizes: tuple[int, ...]
@@ -65,10 +65,10 @@ class IpcChunk:
         return self.metadata.names
 
     @classmethod
-    def merged(cls, chunks: Sequence["IpcChunk"]) -> "IpcChunk":
-        """Merges the chunks of all ranks into one chunk that contains the IPC handles of all ranks."""
-        handles = itertools.chain.from_iterable(chunk.handles.items() for chunk in chunks)
-        return cls(chunks[0].metadata, chunks[0].tensor_sizes, dict(handles))
+    def merged(cls, buckets: Sequence["IpcBucket"]) -> "IpcBucket":
+        """Merges the buckets of all ranks into one bucket that contains the IPC handles of all ranks."""
+        handles = itertools.chain.from_iterable(bucket.handles.items() for bucket in buckets)
+        return cls(buckets[0].metadata, buckets[0].tensor_sizes, dict(handles))
 
     def update_info(self) -> IPCWeightTransferUpdateInfo:
         names, dtype_names, shapes = self.metadata.lists()
@@ -78,24 +78,24 @@ class IpcChunk:
 
 
 class IpcSender:
-    """Sender of CUDA IPC in an actor process, for one GPU. Keeps one chunk in memory until the next `share` or
+    """Sender of CUDA IPC in an actor process, for one GPU. Keeps one bucket in memory until the next `share` or
     `release`.
     """
 
     def __init__(self) -> None:
         self._held: Iterator[Any] | None = None
 
-    def share(self, weights: Iterable[tuple[str, Tensor]], num_bytes: int) -> IpcChunk:
+    def share(self, weights: Iterable[tuple[str, Tensor]], num_bytes: int) -> IpcBucket:
         """Copies weights into a shared buffer of `num_bytes`. The receiver must read the buffer before the next
         call.
         """
         self.release()
         uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
         producer = packed_ipc_producer(iter(weights), uuid, itemgetter(1), buffer_size_bytes=num_bytes)
-        chunk = next(producer)
+        bucket = next(producer)
         self._held = producer  # keeps the buffer alive
-        metadata = WeightMetadata(tuple(chunk.names), tuple(chunk.dtype_names), tuple(map(tuple, chunk.shapes)))
-        return IpcChunk(metadata, tuple(chunk.tensor_sizes), chunk.ipc_handle)
+        metadata = WeightMetadata(tuple(bucket.names), tuple(bucket.dtype_names), tuple(map(tuple, bucket.shapes)))
+        return IpcBucket(metadata, tuple(bucket.tensor_sizes), bucket.ipc_handle)
 
     def release(self) -> None:
         if self._held is not None:
@@ -169,19 +169,19 @@ class GpuReceivers:
         self._nccl = self._make(NCCLWeightTransferEngine, self._model)
         self._nccl.init_transfer_engine(group.init_info(first_rank))
 
-    def receive(self, chunk: IpcChunk | WeightMetadata, tied: Mapping[str, Sequence[str]]) -> None:
-        """Loads an IPC chunk, or receives the broadcast that the metadata describes. `tied` maps a weight name to its
+    def receive(self, bucket: IpcBucket | WeightMetadata, tied: Mapping[str, Sequence[str]]) -> None:
+        """Loads an IPC bucket, or receives the broadcast that the metadata describes. `tied` maps a weight name to its
         tied names.
         """
         self._model.tied = tied
-        if isinstance(chunk, WeightMetadata):
-            self._nccl.receive_weights(NCCLWeightTransferUpdateInfo(*chunk.lists()))
+        if isinstance(bucket, WeightMetadata):
+            self._nccl.receive_weights(NCCLWeightTransferUpdateInfo(*bucket.lists()))
             return
         if self._ipc is None:
             self._ipc = self._make(IPCWeightTransferEngine, self._model)
             self._ipc.init_transfer_engine(IPCWeightTransferInitInfo(packed=True))
-        self._ipc.receive_weights(chunk.update_info())
-        # The actor overwrites this buffer with the next chunk.
+        self._ipc.receive_weights(bucket.update_info())
+        # The actor overwrites this buffer with the next bucket.
         torch.cuda.synchronize()
         self._ipc._packed_importer.close()
 

@@ -26,7 +26,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from flowrl.engines.rollout.vllm.gpu_transfer import GpuReceivers, IpcChunk, TransferGroup, WeightMetadata
+from flowrl.engines.rollout.vllm.gpu_transfer import GpuReceivers, IpcBucket, TransferGroup, WeightMetadata
 
 TRANSFER = "flowrl_tensors"
 """Name of `TensorTransfer` in vLLM's registry."""
@@ -92,9 +92,9 @@ class NoInit(WeightTransferInitInfo):
 
 @dataclass
 class Tensors(WeightTransferUpdateInfo):
-    """Update message for vLLM: the weights of one chunk, or a description of a GPU transfer."""
+    """Update message for vLLM: the weights of one bucket, or a description of a GPU transfer."""
 
-    weights: Mapping[str, Tensor] | SharedTensors | IpcChunk | WeightMetadata
+    weights: Mapping[str, Tensor] | SharedTensors | IpcBucket | WeightMetadata
     tied: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Maps a weight name to its tied names. Only GPU transfers use it."""
 
@@ -115,7 +115,7 @@ class TensorTransfer(WeightTransferEngine[NoInit, Tensors]):
     @torch.no_grad()
     def receive_weights(self, update_info: Tensors) -> None:
         weights = update_info.weights
-        if isinstance(weights, IpcChunk | WeightMetadata):
+        if isinstance(weights, IpcBucket | WeightMetadata):
             self.receivers.receive(weights, update_info.tied)
             return
         load: Any = self.model.load_weights  # a method of vLLM's models, which torch does not type

@@ -205,47 +205,47 @@ def test_a_gpu_gives_the_greedy_tokens_of_the_cpu():
     torch.testing.assert_close(responses.logprobs, expected.logprobs, rtol=0, atol=1e-5)
 
 
-def chunks_of(model) -> list[dict]:
+def buckets_of(model) -> list[dict]:
     return [export_weights(model, names) for names in weight_buckets(model, 5000)]
 
 
-def test_a_chunked_update_takes_effect_at_commit_and_blocks_generation_until_then():
+def test_a_bucketed_update_takes_effect_at_commit_and_blocks_generation_until_then():
     new, engine = qwen2(seed=1), rollout(qwen2(seed=0))
-    first, *others = chunks_of(new)
+    first, *others = buckets_of(new)
     engine.begin_update(3)
     engine.receive(first)
     with pytest.raises(RolloutError, match="updating"):
         generate(engine, prompts(3))
     assert engine.version == 0
-    for chunk in others:
-        engine.receive(chunk)
+    for bucket in others:
+        engine.receive(bucket)
     engine.commit()
     assert engine.version == 3
     assert rows_of(generate(engine, prompts(3))) == rows_of(generate(rollout(new), prompts(3)))
 
 
-@pytest.mark.parametrize("fails", ["missing chunk", "wrong chunk", "abort"])
+@pytest.mark.parametrize("fails", ["missing bucket", "wrong bucket", "abort"])
 def test_after_a_failed_update_only_a_complete_one_restores_the_engine(fails: str):
     new, engine = qwen2(seed=1), rollout(qwen2(seed=0))
-    chunks = chunks_of(new)
+    buckets = buckets_of(new)
     engine.begin_update(3)
-    engine.receive(chunks[0])
-    if fails == "missing chunk":
+    engine.receive(buckets[0])
+    if fails == "missing bucket":
         with pytest.raises(
             RolloutError,
-            match=rf"\b{len(export_weights(new)) - len(chunks[0])}\b",
+            match=rf"\b{len(export_weights(new)) - len(buckets[0])}\b",
         ):
             engine.commit()
-    elif fails == "wrong chunk":
+    elif fails == "wrong bucket":
         with pytest.raises(WeightsError, match="nothing"):
-            engine.receive({"nothing": chunks[0].popitem()[1]})
+            engine.receive({"nothing": buckets[0].popitem()[1]})
     else:
         engine.abort_update()
     with pytest.raises(RolloutError, match="broken"):
         generate(engine, prompts(3))
     engine.begin_update(4)
-    for chunk in chunks_of(new):
-        engine.receive(chunk)
+    for bucket in buckets_of(new):
+        engine.receive(bucket)
     engine.commit()
     assert rows_of(generate(engine, prompts(3))) == rows_of(generate(rollout(new), prompts(3)))
     assert set(generate(engine, prompts(3)).versions.tolist()) == {4}

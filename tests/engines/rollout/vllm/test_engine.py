@@ -312,7 +312,7 @@ def test_a_process_killed_during_generation_is_recovered_with_the_same_responses
 
 
 @pytest.mark.slow
-def test_a_process_killed_during_an_update_gets_all_chunks_again(pair: Pair) -> None:
+def test_a_process_killed_during_an_update_gets_all_buckets_again(pair: Pair) -> None:
     pair.sync(41)
     old = pair.version
     before = pair.group.generate(batch_of(9))
@@ -322,8 +322,8 @@ def test_a_process_killed_during_an_update_gets_all_chunks_again(pair: Pair) -> 
     pair.group.load_weights(parts[0], pair.version, 0, len(parts)).get()
     pair.group.load_weights(parts[1], pair.version, 1, len(parts))
     kill(pair)
-    for chunk, part in enumerate(parts[2:], 2):
-        pair.group.load_weights(part, pair.version, chunk, len(parts))
+    for bucket, part in enumerate(parts[2:], 2):
+        pair.group.load_weights(part, pair.version, bucket, len(parts))
     assert set(before.get("weight_version").tolist()) == {-1, old}
     responses = pair.generate(PROMPTS)
     assert {version for row in responses["versions"] for version in row} == {pair.version}

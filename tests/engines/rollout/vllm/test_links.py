@@ -42,8 +42,8 @@ def test_weight_metadata_has_the_format_of_vllm(call_worker: Callable[..., Any])
     }
 
 
-def test_a_merged_ipc_chunk_has_the_handles_of_all_ranks(call_worker: Callable[..., Any]) -> None:
-    actual = call_worker(vllm_link_checks.merge_chunks)
+def test_a_merged_ipc_bucket_has_the_handles_of_all_ranks(call_worker: Callable[..., Any]) -> None:
+    actual = call_worker(vllm_link_checks.merge_buckets)
     assert actual["ipc_handles"] == {f"GPU-{rank}": ("opens", rank) for rank in range(3)}
     assert actual["names"] == list(WEIGHTS) and actual["tensor_sizes"] == [24, 8, 32]
 
@@ -52,8 +52,8 @@ def test_vllm_rejects_inconsistent_metadata(call_worker: Callable[..., Any]) -> 
     assert "`dtype_names`" in call_worker(vllm_link_checks.update_with_missing_dtype)
 
 
-def test_vllm_unpacks_each_weight_of_a_chunk(call_worker: Callable[..., Any]) -> None:
-    actual = call_worker(vllm_link_checks.unpack_chunk)
+def test_vllm_unpacks_each_weight_of_a_bucket(call_worker: Callable[..., Any]) -> None:
+    actual = call_worker(vllm_link_checks.unpack_bucket)
     assert list(actual) == list(WEIGHTS)
     assert all(
         torch.equal(actual[name], weight) and actual[name].dtype == weight.dtype for name, weight in WEIGHTS.items()
@@ -70,8 +70,8 @@ def test_every_worker_of_every_replica_has_its_own_rank(
     assert info["packed"] and info["packed_buffer_size_bytes"] == 1000
 
 
-def test_an_ipc_chunk_is_loaded_with_tied_weights_under_each_name(call_worker: Callable[..., Any]) -> None:
-    packed, closes, loaded, error = call_worker(vllm_link_checks.load_ipc_chunk)
+def test_an_ipc_bucket_is_loaded_with_tied_weights_under_each_name(call_worker: Callable[..., Any]) -> None:
+    packed, closes, loaded, error = call_worker(vllm_link_checks.load_ipc_bucket)
     assert packed and closes and error, "without a GPU the update must fail"
     assert list(loaded) == ["embed", "head", "third", "norm", "bias"]
     assert torch.equal(loaded["head"], WEIGHTS["embed"]) and torch.equal(loaded["third"], WEIGHTS["embed"])
@@ -139,7 +139,7 @@ def check_updates(
             "steps": 1,
             "placement": placement,
             "actor": {"model": model, "optimizer": {"lr": 0.005}},
-            "rollout": {"engine": "vllm", "max_response_tokens": 12, "transfer": {"via": via, "chunk_mb": 0.05}},
+            "rollout": {"engine": "vllm", "max_response_tokens": 12, "transfer": {"via": via, "bucket_mb": 0.05}},
         }
     )
     rows = [{"prompt_ids": ids, "prompt_id": i, "sample": 0} for i, ids in enumerate(PROMPTS)]
@@ -151,7 +151,7 @@ def check_updates(
         for version in (1, 2):
             actor.update_sft(answered).get()
             weight_sync.send(actor, rollout, version)
-            (compared,) = rollout.check_weights(actor.weight_samples(version, chunk=0, num_chunks=1)).get()
+            (compared,) = rollout.check_weights(actor.weight_samples(version, subset=0, num_subsets=1)).get()
             assert compared.count > 20 and not compared.unreached
             before, answered = answered, rollout.generate(prompts)
             assert set(answered.get("weight_version").tolist()) == {-1, version}

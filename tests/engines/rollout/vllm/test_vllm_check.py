@@ -67,7 +67,7 @@ class Served:
     def all_pass(self) -> int:
         """Checks samples of two versions and all weights; returns the number of weights."""
         assert self.fault(0) == self.fault(1) == ""
-        samples = weight_samples(self.model, self.version, num_chunks=1)
+        samples = weight_samples(self.model, self.version, num_subsets=1)
         ((count, unreached, _),) = self.group.run(vllm_checks.comparison, samples)
         assert unreached == ()
         return count

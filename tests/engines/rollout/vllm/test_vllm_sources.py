@@ -55,11 +55,11 @@ def test_weights_of_a_sharded_actor_arrive(source: str, groups: dict[str, Worker
     prompts = Batch.from_rows([{"prompt_ids": ids, "prompt_id": i, "sample": 0} for i, ids in enumerate(PROMPTS)])
     answered = rollout.generate(prompts)
     actor.update_sft(answered).get()
-    count = actor.num_chunks(0.05).get()
+    count = actor.num_buckets(0.05).get()
     assert count > 3
-    for chunk in range(count):
-        rollout.load_weights(actor.weights(chunk, 0.05), version, chunk, count)
-    (compared,) = rollout.check_weights(actor.weight_samples(version, chunk=0, num_chunks=1)).get()
+    for bucket in range(count):
+        rollout.load_weights(actor.weights(bucket, 0.05), version, bucket, count)
+    (compared,) = rollout.check_weights(actor.weight_samples(version, subset=0, num_subsets=1)).get()
     assert compared.count > 20 and not compared.unreached
     responses = rollout.generate(prompts)
     mask = responses.get("response_mask")
