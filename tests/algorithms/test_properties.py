@@ -13,6 +13,7 @@ from flowrl.algorithms import KlKind
 from tests.algorithms.policy_cases import CASES as LOSSES
 from tests.algorithms.policy_cases import STOPPED_GRADIENT, gradient
 from tests.algorithms.property_cases import CASES, ROWS_ALONE, UNORDERED, Columns, columns
+from tests.engines.closeness import FLOAT64_RTOL, assert_norm_close, reduction_rtol
 
 every_case = pytest.mark.parametrize("name", CASES)
 masking = pytest.mark.parametrize("name", [name for name, case in CASES.items() if "mask" in case.inputs])
@@ -30,7 +31,8 @@ def test_function_agrees_with_its_formula_in_numpy(name: str, seed: int):
     for actual, target in zip(
         CASES[name](table), expected if isinstance(expected, tuple) else (expected,), strict=True
     ):
-        np.testing.assert_allclose(actual.double().numpy(), target, rtol=1e-6, atol=1e-9)
+        rtol = FLOAT64_RTOL if actual.dtype == torch.float64 else reduction_rtol(torch.float32, length=7, depth=1)
+        assert_norm_close(actual.double(), torch.as_tensor(target, dtype=torch.float64), rtol)
 
 
 @every_case
@@ -38,7 +40,7 @@ def test_permuting_rows_permutes_results(name: str):
     table, order = columns(3), torch.tensor([3, 0, 5, 1, 4, 2])
     permuted = {key: x if key == "weight" else x[order] for key, x in table.items()}
     for actual, full in zip(CASES[name](permuted), CASES[name](table), strict=True):
-        assert_close(actual, full if name in UNORDERED else full[order], rtol=1e-9, atol=1e-12)
+        assert_norm_close(actual, full if name in UNORDERED else full[order])
 
 
 @masking
@@ -75,11 +77,13 @@ def test_log_ratios_of_ten_thousand_stay_finite(name: str, dtype: torch.dtype):
 def test_half_precision_gives_the_float32_result_of_the_rounded_inputs(name: str):
     low = converted(columns(6), torch.bfloat16)
     rounded = converted(low, torch.float32)
-    # The logits of a head are rounded to its dtype, as in the model: up to 8, in steps of 2^-5.
-    bound = 0.1 if "hidden" in CASES[name].inputs else 1e-6
     for actual, expected in zip(CASES[name](low), CASES[name](rounded), strict=True):
         assert actual.dtype in (torch.float32, torch.float64)
-        assert_close(actual, expected, rtol=1e-6, atol=bound)
+        if "hidden" in CASES[name].inputs:
+            # The logits of a head are rounded to its dtype, as in the model.
+            assert_norm_close(actual, expected, reduction_rtol(torch.bfloat16, length=1, depth=2))
+        else:
+            assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize(
@@ -128,8 +132,8 @@ def test_gradient_agrees_with_a_finite_difference_with_constant_weight(name: str
     # Where max_ratio binds the value stands still, and the gradient is the weight's.
     bound = case(table)[1].get("max_ratio_fraction", torch.zeros_like(actual)) > 0
     assert actual[~bound].count_nonzero() > 8
-    assert_close(actual[~bound], expected[~bound], rtol=1e-6, atol=1e-7)
-    assert_close(actual[bound], case(table)[0][bound])
+    assert_norm_close(actual[~bound], expected[~bound], rtol=1e-6)
+    assert_norm_close(actual[bound], case(table)[0][bound])
 
 
 @pytest.mark.parametrize("kind", get_args(KlKind))
@@ -140,7 +144,7 @@ def test_straight_through_has_the_gradient_of_a_finite_difference_of_the_other_e
     logprobs = table["logprobs"].clone().requires_grad_()
     (actual,) = torch.autograd.grad(a.kl_estimate(logprobs, reference, kind=kind, gradient=through).sum(), logprobs)
     expected = central_difference(lambda x: a.kl_estimate(x, reference, kind=through), logprobs.detach())
-    assert_close(actual, expected, rtol=1e-6, atol=1e-8)
+    assert_norm_close(actual, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("gradient_kind", get_args(KlKind))

@@ -59,7 +59,7 @@ def kto_loss(
     point = reference_kl.detach() if isinstance(reference_kl, Tensor) else reference_kl
     ratio_B = at_least_float32(logprobs) - at_least_float32(ref_logprobs.detach())
     gain_B = beta * torch.where(desirable, ratio_B - point, point - ratio_B)
-    weight_B = torch.where(desirable, desirable_weight, undesirable_weight).to(ratio_B.dtype)
+    weight_B = torch.full_like(ratio_B.detach(), undesirable_weight).masked_fill(desirable, desirable_weight)
     # 1 - sigmoid(x) = sigmoid(-x), which is accurate where sigmoid(x) is nearly 1.
     return weight_B * torch.sigmoid(-gain_B), _metrics(beta * ratio_B.detach(), gain_B.detach(), desirable)
 
