@@ -188,11 +188,14 @@ def test_plan_that_does_not_fit_names_the_setting_to_change(model: Path, capsys:
         assert printed.out == "" and not missing_facts(printed.err, *facts, 40.0)
 
 
-def test_deepseek_recipe_fits_eight_gpus_of_80_gb(model: Path) -> None:
+def test_deepseek_recipe_fits_eight_gpus_of_80_gb(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [f"{role}.model.path={model}" for role in ("actor", "critic", "reference")]
-    config = load(DEEPSEEK, [*paths, "placement.memory_gb=80"], PPOConfig)
-    planned = plan_run(config, [8])
-    check_memory(config, planned, estimate_memory(config, planned), memory_budget(config, planned, is_local=False))
+    assert main(["plan", str(DEEPSEEK), *paths, "placement.memory_gb=80", "--devices", "8"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    peaks = [row[2:4] for row in rows if row[:1] == ["all"]]
+    assert peaks == [["rollout.generate", "69.7"], ["critic.update", "37.1"]]
+    readme = (DEEPSEEK.parent / "README.md").read_text(encoding="utf-8")
+    assert all(f"{gigabytes} GB" in readme for _, gigabytes in peaks)
 
 
 def test_plan_that_fits_prints_a_table(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
