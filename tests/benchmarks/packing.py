@@ -20,12 +20,13 @@ from tensordict import TensorDict
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from flowrl.config import EngineConfig, OptimizerConfig
-from flowrl.data.batch.tensordicts import lengths, make_tensordict, take_rows
+from flowrl.data.batch.tensordicts import lengths, make_tensordict
 from flowrl.data.metric import Mean
 from flowrl.engines.train.engine import Denominators, TrainEngine
 from flowrl.engines.train.microbatch import MicroBatch, microbatches
 from flowrl.workers.policy_model import PolicyModel
 from tests.benchmarks.measure import Figure, alone, machine, paired, table
+from tests.engines.tables import take_rows
 
 MEDIAN, SPREAD, LONGEST = 96, 0.9, 1024
 BUDGET = 4096

@@ -27,7 +27,6 @@ from torch.multiprocessing.spawn import spawn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from flowrl.config import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig
-from flowrl.data.batch.tensordicts import take_rows
 from flowrl.engines.models.loading import load_policy
 from flowrl.engines.models.lora import add_adapter
 from flowrl.engines.parallel.rank_mesh import RankMesh, rank_mesh
@@ -35,6 +34,7 @@ from flowrl.engines.train.engine import TrainEngine, is_sharded
 from flowrl.workers.policy_model import PolicyModel
 from tests.benchmarks.measure import MIB, machine, peak_growth, received_bytes
 from tests.benchmarks.packing import imitation, rows_of
+from tests.engines.tables import take_rows
 
 RANKS = 2
 ROWS, TOKENS = 16, 128

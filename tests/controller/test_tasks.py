@@ -4,8 +4,9 @@ import torch
 from tensordict import TensorDict
 
 from flowrl import Batch, Future
-from flowrl.data.batch.tensordicts import lengths, make_tensordict, num_rows, take_rows
+from flowrl.data.batch.tensordicts import lengths, make_tensordict, num_rows
 from tests.controller.conftest import Shared
+from tests.engines.tables import take_rows
 
 
 def centred(table: TensorDict, scale: int = 1) -> TensorDict:

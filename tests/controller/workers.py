@@ -8,8 +8,9 @@ from tensordict import TensorDict
 from torch import distributed
 
 from flowrl.controller.worker import Dispatch, Worker, register
-from flowrl.data.batch.tensordicts import lengths, make_tensordict, num_rows, objects, take_rows
+from flowrl.data.batch.tensordicts import lengths, make_tensordict, num_rows, objects
 from flowrl.data.metric import Max, Mean, Metric, Sum
+from tests.engines.tables import take_rows
 
 
 class Arithmetic(Worker):

@@ -6,11 +6,10 @@ import torch
 from torch import distributed
 
 from flowrl.config import EngineConfig, OptimizerConfig
-from flowrl.data.batch.tensordicts import take_rows
 from flowrl.engines.parallel.rank_mesh import rank_mesh
 from flowrl.engines.train.engine import TrainEngine
 from tests.engines.losses import Bigram, bigram_loss
-from tests.engines.tables import VOCABULARY, table
+from tests.engines.tables import VOCABULARY, table, take_rows
 
 SPLITS = {
     "three uneven": [[0, 1], [2, 3, 4, 5, 6, 7, 8], [9, 10]],

@@ -12,11 +12,10 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from flowrl.config import EngineConfig, LoraConfig, OptimizerConfig, RolloutConfig
-from flowrl.data.batch.tensordicts import take_rows
 from flowrl.data.metric import Mean
 from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints
 from flowrl.engines.models.loading import CriticModel
-from flowrl.engines.models.lora import adapter_disabled, adapter_state, add_adapter, load_adapter_state
+from flowrl.engines.models.lora import adapter_disabled, adapter_state, add_adapter
 from flowrl.engines.models.parameters import move_optimizer
 from flowrl.engines.models.weights import export_weights, gathered_weights, meta_copy, to_tensors
 from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS, RankMesh, rank_mesh
@@ -26,7 +25,7 @@ from flowrl.engines.train.engine import Denominators, TrainEngine
 from flowrl.engines.train.microbatch import MicroBatch
 from flowrl.workers.policy_model import PolicyModel, policy_logprobs
 from tests.engines.losses import weighted_loss
-from tests.engines.tables import table
+from tests.engines.tables import table, take_rows
 from tests.engines.tiny import llama, qwen2, to_float64, tokenizer
 
 NUM_STEPS = 3
@@ -145,7 +144,7 @@ def train(case: Case, group: distributed.ProcessGroup | None, folder: Path | Non
     results["reports"], results["losses"] = reports, losses
     if case.lora:
         results["reference"] = _reference_logprobs(policy, first)
-        results["adapter"] = _round_trip_state(language_model)
+        results["adapter"] = adapter_state(language_model)
     results["policy"] = {name: torch.from_numpy(w) for name, w in export_weights(policy.model).items()}
     results["critic"] = {name: torch.from_numpy(w) for name, w in export_weights(critic.model).items()}
     results["wrong samples"] = _wrong_samples(language_model)
@@ -199,14 +198,6 @@ def _wrong_samples(model: PreTrainedModel) -> list[str]:
     return [sample.name for sample in samples if not torch.equal(expected(sample), sample.values)]
 
 
-def _round_trip_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    state = adapter_state(model)
-    load_adapter_state(model, {name: torch.zeros_like(weight) for name, weight in state.items()})
-    assert not any(weight.any() for weight in adapter_state(model).values())
-    load_adapter_state(model, state)
-    return state
-
-
 def _local_shard(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
@@ -225,17 +216,22 @@ def _generated(model: PreTrainedModel) -> list[list[int]]:
     return answers.token_lists()
 
 
-def train_on_bfloat16(group: distributed.ProcessGroup | None) -> dict[str, torch.Tensor]:
-    """Returns a float32 adapter that was trained in a bfloat16 model, so that FSDP2 gathers two dtypes."""
+def train_on_bfloat16(group: distributed.ProcessGroup | None) -> list[dict[str, torch.Tensor]]:
+    """Trains a float32 adapter in a bfloat16 model, so that FSDP2 gathers two dtypes; returns it after each step.
+
+    Every row is a micro-batch, so all ranks run the kernels of a single process.
+    """
     model = qwen2(torch.bfloat16)
     add_adapter(model, LORA)
     mesh = SINGLE_PROCESS if group is None else rank_mesh(group, device="cpu")
-    settings = EngineConfig(strategy="single" if group is None else "fsdp")
+    settings = EngineConfig(strategy="single" if group is None else "fsdp", max_tokens_per_microbatch=1)
     engine = TrainEngine(PolicyModel(model), OptimizerConfig(lr=1e-2, eps=1e-3), settings, mesh=mesh)
     rows = torch.arange(11) if group is None else torch.arange(group.rank(), 11, 2)
+    states = []
     for step in range(NUM_STEPS):
         engine.update(take_rows(table(11, seed=step), rows), policy_loss)
-    return adapter_state(model)
+        states.append(adapter_state(model))
+    return states
 
 
 def train_in_half(dtype: str, group: distributed.ProcessGroup | None) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Tiny models with two layers and random weights, and a tokenizer of 32 letters."""
 
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from tokenizers import Tokenizer
@@ -19,6 +20,8 @@ from transformers import (
 )
 
 from tests.engines.tables import VOCABULARY
+
+AnyModel = TypeVar("AnyModel", bound=PreTrainedModel)
 
 END = 1
 SIZES = {
@@ -45,14 +48,15 @@ class RMSNorm(nn.Module):
         return self.weight * states * torch.rsqrt(states.square().mean(-1, keepdim=True) + self.eps)
 
 
-def to_float64(model: PreTrainedModel) -> None:
-    """Converts a model to float64 in place, including the computation of its norms."""
+def to_float64(model: AnyModel) -> AnyModel:
+    """Converts a model to float64 in place, including the computation of its norms; returns it."""
     model.double()
     for name, module in list(model.named_modules()):
         if type(module).__name__ in ("Qwen2RMSNorm", "LlamaRMSNorm"):
             owner, _, leaf = name.rpartition(".")
             assert isinstance(module.weight, nn.Parameter) and isinstance(module.variance_epsilon, float)
             setattr(model.get_submodule(owner), leaf, RMSNorm(module.weight, module.variance_epsilon))
+    return model
 
 
 def qwen2(dtype: torch.dtype = torch.float32, seed: int = 0, **settings) -> Qwen2ForCausalLM:

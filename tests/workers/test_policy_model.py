@@ -1,5 +1,6 @@
 """Log-probabilities and entropies of a policy, at once and in tiles, compared with the model's own logits."""
 
+from itertools import product
 from typing import Literal
 
 import pytest
@@ -8,7 +9,7 @@ from torch import Tensor
 from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
 from flowrl.workers.policy_model import PolicyModel
-from tests.engines.closeness import FLOAT32_RTOL, assert_norm_close
+from tests.engines.closeness import FLOAT32_RTOL, FLOAT64_RTOL, assert_norm_close
 from tests.engines.tiny import SIZES, qwen2
 
 LARGE = 8192
@@ -45,21 +46,24 @@ def inputs() -> tuple[Tensor, Tensor]:
     return ids_BL, torch.ones_like(ids_BL, dtype=torch.bool)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_results_equal_those_of_the_models_logits(name: str, temperature: float):
-    model, (ids_BL, mask_BL) = MODELS[name](), inputs()
+@pytest.mark.parametrize(
+    ("name", "temperature", "dtype"),
+    [*product(MODELS, (1.0, 0.7), (torch.float64,)), ("tiles, capped", 0.7, torch.float32)],
+)
+def test_results_equal_those_of_the_models_logits(name: str, temperature: float, dtype: torch.dtype):
+    model, (ids_BL, mask_BL) = MODELS[name]().to(dtype), inputs()
     with torch.no_grad():
         logprobs_BL, entropy_BL = PolicyModel(model)(ids_BL, mask_BL, temperature, "value")
         reference = expected(model, ids_BL, temperature)
-    assert_norm_close(logprobs_BL.double(), reference[0], FLOAT32_RTOL)
-    assert_norm_close(entropy_BL.double(), reference[1], FLOAT32_RTOL)
+    rtol = FLOAT64_RTOL if dtype == torch.float64 else FLOAT32_RTOL
+    assert_norm_close(logprobs_BL.double(), reference[0], rtol)
+    assert_norm_close(entropy_BL.double(), reference[1], rtol)
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("entropy", ["value", "gradient"])
 def test_gradients_equal_those_of_the_models_logits(name: str, entropy: Literal["value", "gradient"]):
-    model, (ids_BL, mask_BL) = MODELS[name](), inputs()
+    model, (ids_BL, mask_BL) = MODELS[name]().double(), inputs()
     gradients = []
     for ours in (True, False):
         model.zero_grad()

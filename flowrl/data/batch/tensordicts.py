@@ -89,20 +89,6 @@ def unpad_tokens(values_BL: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tens
     return values_BL[row_positions(lengths_B)]
 
 
-def take_rows(batch: TensorDictBase, index_N: torch.Tensor) -> TensorDict:
-    """Returns the rows with the indices `index_N` and their tokens, in this order."""
-    selected = {name: batch["rows"].get(name)[index_N] for name in batch["rows"].keys()}  # noqa: SIM118 (a TensorDict)
-    rows = TensorDict(selected, batch_size=[len(index_N)])
-    if not len(batch["tokens"].keys()):
-        return TensorDict({"rows": rows, "tokens": TensorDict({}, batch_size=[0])}, batch_size=[])
-    lengths_B = lengths(batch)
-    starts = (torch.cumsum(lengths_B, 0) - lengths_B)[index_N]
-    lengths_N = lengths_B[index_N]
-    offsets_N = torch.cumsum(lengths_N, 0) - lengths_N
-    positions = torch.repeat_interleave(starts - offsets_N, lengths_N) + torch.arange(int(lengths_N.sum()))
-    return TensorDict({"rows": rows, "tokens": batch["tokens"][positions]}, batch_size=[])
-
-
 def to_tensordict(payload: Payload, *, copy: bool = False) -> TensorDict:
     """Converts a payload to a TensorDict. Without `copy`, the tensors share the payload's memory and must not be
     modified.

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -160,29 +159,6 @@ def adapter_state(model: nn.Module) -> dict[str, Tensor]:
     model must call this together.
     """
     return {name: to_full_tensor(matrix).cpu().clone() for name, matrix in _peft_weights(model).items()}
-
-
-def load_adapter_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Copies the result of `adapter_state` into a model's adapter. The model may be sharded differently.
-
-    Raises LoraError if a name is missing or unknown, or if a shape differs. In that case, the model is unchanged.
-    """
-    targets = _peft_weights(model)
-    mismatched = list(targets.keys() ^ state.keys())
-    mismatched += [name for name in targets.keys() & state.keys() if targets[name].shape != state[name].shape]
-    if mismatched:
-        raise LoraError(
-            f"the adapter does not match the model: {len(mismatched)} weights are missing, unknown or of a different "
-            f"shape, such as {min(mismatched)}; use a model with the same lora.rank and lora.targets"
-        )
-    with torch.no_grad():
-        for name, target in targets.items():
-            weight = state[name].to(target.device, target.dtype)
-            if isinstance(target, DTensor):
-                sharded = distribute_tensor(weight, target.device_mesh, target.placements, src_data_rank=None)
-                target.to_local().copy_(sharded.to_local())
-            else:
-                target.copy_(weight)
 
 
 def save_adapter(model: PreTrainedModel, base: Path, folder: Path, *, is_writer: bool = True) -> None:

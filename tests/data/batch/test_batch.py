@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from flowrl.config import UserError
 from flowrl.data.batch.batch import Batch
 from flowrl.data.batch.payload import ColumnError
-from flowrl.data.batch.tensordicts import lengths, make_tensordict, take_rows
+from flowrl.data.batch.tensordicts import lengths, make_tensordict
+from tests.engines.tables import take_rows
 
 Row = dict[str, Any]
 

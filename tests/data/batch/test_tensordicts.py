@@ -12,10 +12,10 @@ from flowrl.data.batch.tensordicts import (
     num_rows,
     objects,
     pad_tokens,
-    take_rows,
     to_tensordict,
     unpad_tokens,
 )
+from tests.engines.tables import take_rows
 
 
 def table_of(*row_lengths: int):

@@ -13,7 +13,7 @@ from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints, load
 from flowrl.engines.checkpoint.export import DESCRIPTION, describe_adapter, export_adapter, export_policy
 from flowrl.engines.checkpoint.shards import INDEX
 from flowrl.engines.models.loading import ModelError, describe_model
-from flowrl.engines.models.lora import adapter_state, add_adapter, load_adapter_state
+from flowrl.engines.models.lora import add_adapter
 from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS
 from flowrl.engines.train.engine import TrainEngine
 from flowrl.workers.policy_model import PolicyModel
@@ -51,7 +51,9 @@ def adapted(tmp_path: Path, base: Path, rank: int = 4) -> tuple[PreTrainedModel,
     """A model with an adapter that changes it, and its checkpoint, which names the model in `base`."""
     lora, model = LoraConfig(rank=rank), qwen2()
     add_adapter(model, lora)
-    load_adapter_state(model, {name: torch.full_like(w, 0.02) for name, w in adapter_state(model).items()})
+    for name, weight in model.named_parameters():
+        if ".lora_" in name:
+            torch.nn.init.constant_(weight, 0.02)
     folder = saved(model, tmp_path)
     described = describe_adapter(ModelConfig(path=base), lora)
     for name, data in described.items():

@@ -178,9 +178,12 @@ def test_every_rank_can_gather_the_full_adapter(results: list[dict], alone: dict
 def test_an_adapter_of_bfloat16_weights_is_trained_in_float32_on_ranks(results: list[dict]):
     expected = train_on_bfloat16(None)
     for rank in (0, 1):
-        # Forward passes are bfloat16, so kernels of different shapes may round them differently.
-        assert_norm_close(results[rank]["bfloat16"], expected, rtol=0.02)
-    assert all(weight.dtype == torch.float32 for weight in expected.values())
+        first, *_, last = results[rank]["bfloat16"]
+        # Only the float32 sum of the gradients of 11 rows has another order.
+        assert_norm_close(first, expected[0], reduction_rtol(torch.float32, length=11, depth=2))
+        # Later, a rounding error of the adapter can change the rounding of a bfloat16 activation.
+        assert_norm_close(last, expected[-1], 1e-3)
+    assert all(weight.dtype == torch.float32 for weight in expected[-1].values())
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

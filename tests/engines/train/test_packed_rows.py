@@ -15,12 +15,12 @@ from flowrl.engines.parallel.sharding import EngineError
 from flowrl.engines.train.engine import TrainEngine
 from flowrl.engines.train.microbatch import MicroBatch
 from flowrl.workers.policy_model import PolicyModel, policy_logprobs
-from tests.engines.closeness import FLOAT32_RTOL, assert_norm_close
+from tests.engines.closeness import FLOAT32_RTOL, FLOAT64_RTOL, assert_norm_close
 from tests.engines.families import FAMILIES, build
 from tests.engines.losses import Bigram
 from tests.engines.strategies import policy_loss
 from tests.engines.tables import VOCABULARY, table
-from tests.engines.tiny import convolving, qwen2
+from tests.engines.tiny import convolving, qwen2, to_float64
 
 LENGTHS = [1, 7, 7, 33, 50]
 """Some rows are longer than sliding windows."""
@@ -97,10 +97,11 @@ def test_packed_rows_equal_padded_ones_on_a_gpu_in_bfloat16(name: str):
     assert_norm_close(packed[0], padded[0], rtol=0.1)
 
 
-def trained(**settings: object) -> dict[str, Tensor]:
+def trained(dtype: torch.dtype, **settings: object) -> dict[str, Tensor]:
     """Returns the weights after two steps."""
     vocabulary = settings.pop("vocabulary", VOCABULARY)
-    model = PolicyModel(qwen2(vocab_size=vocabulary, initializer_range=0.1))
+    model = qwen2(vocab_size=vocabulary, initializer_range=0.1)
+    model = PolicyModel(to_float64(model) if dtype == torch.float64 else model)
     engine = TrainEngine(model, OptimizerConfig(lr=1e-2, eps=1e-3), EngineConfig.model_validate(settings))
     for seed in range(2):
         engine.update(table(9, seed), policy_loss)
@@ -108,18 +109,19 @@ def trained(**settings: object) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "rtol"),
+    ("settings", "dtype", "rtol"),
     [
-        ({"max_tokens_per_microbatch": 20}, FLOAT32_RTOL),
-        ({"vocabulary": 8192}, FLOAT32_RTOL),
-        ({"gradient_checkpointing": True}, FLOAT32_RTOL),
-        ({"compute_dtype": "bfloat16"}, 0.02),
-        ({"compute_dtype": "float16"}, 0.02),
+        ({"max_tokens_per_microbatch": 20}, torch.float64, FLOAT64_RTOL),
+        ({"max_tokens_per_microbatch": 20}, torch.float32, FLOAT32_RTOL),
+        ({"vocabulary": 8192}, torch.float64, FLOAT64_RTOL),
+        ({"gradient_checkpointing": True}, torch.float64, FLOAT64_RTOL),
+        ({"compute_dtype": "bfloat16"}, torch.float32, 0.02),
+        ({"compute_dtype": "float16"}, torch.float32, 0.02),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_packed_rows_train_the_same_weights_as_padded_rows(settings: dict, rtol: float):
-    packed, padded = (trained(packing=packing, **settings) for packing in ("always", "never"))
+def test_packed_rows_train_the_same_weights_as_padded_rows(settings: dict, dtype: torch.dtype, rtol: float):
+    packed, padded = (trained(dtype, packing=packing, **settings) for packing in ("always", "never"))
     assert_norm_close(packed, padded, rtol)
 
 

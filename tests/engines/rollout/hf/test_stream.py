@@ -13,7 +13,7 @@ from flowrl.engines.rollout.base import Request, Response, RolloutError, make_re
 from flowrl.engines.rollout.hf.engine import HfRollout
 from tests.engines.losses import policy_logits
 from tests.engines.rollout.hf.test_engine import generate, prompts, rollout, rows_of
-from tests.engines.tiny import END, llama, qwen2
+from tests.engines.tiny import END, llama, qwen2, to_float64
 
 RowTokens = dict[str, tuple[list[int], list[float]]]
 
@@ -142,8 +142,8 @@ def test_generate_and_streaming_do_not_affect_each_other() -> None:
 
 def test_rows_continue_with_new_weights_and_tokens_have_their_version() -> None:
     # float64, so that rounding does not hide an error.
-    models = [qwen2(torch.float64, seed=seed) for seed in range(4)]
-    engine, prompt_ids = rollout(qwen2(torch.float64), max_response_tokens=40, max_num_seqs=20), prompts(50)
+    models = [to_float64(qwen2(seed=seed)) for seed in range(4)]
+    engine, prompt_ids = rollout(to_float64(qwen2()), max_response_tokens=40, max_num_seqs=20), prompts(50)
     engine.add(requests(prompt_ids))
     responses: list[Response] = []
     for version, model in enumerate(models):
@@ -226,8 +226,8 @@ def test_rejected_requests_leave_no_state() -> None:
 
 def test_poll_without_requests_returns_immediately() -> None:
     engine, started = rollout(), time.monotonic()
-    assert engine.poll(60.0) == [] and engine.num_running == 0
-    assert time.monotonic() - started < 30
+    assert engine.poll(600.0) == [] and engine.num_running == 0
+    assert time.monotonic() - started < 60
 
 
 def test_poll_runs_until_a_response_finishes() -> None:
