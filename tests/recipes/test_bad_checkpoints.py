@@ -89,7 +89,7 @@ def test_truncated_file_is_named_and_the_older_checkpoint_resumes(
     shard.write_bytes(shard.read_bytes()[:-1])
     before = checksums(checkpoints)
     error = rejection().replace(",", "")
-    assert "critic/rank-00000.bin" in error and not missing_facts(error, 3975555, 3975556)
+    assert not missing_facts(error, shard.parents[1], "critic/rank-00000.bin", 3975555, 3975556, 1)
     assert checksums(checkpoints) == before
     shutil.rmtree(checkpoints / "step-000002")
     assert run("steps=3") == 0
@@ -97,23 +97,30 @@ def test_truncated_file_is_named_and_the_older_checkpoint_resumes(
 
 def test_changed_byte_is_rejected(checkpoints: Path, rejection: Rejection) -> None:
     shard = checkpoints / "step-000002" / "actor" / "rank-00000.bin"
+    before = checksum_of(shard).crc32
     data = bytearray(shard.read_bytes())
     data[1_000_000] ^= 1
     shard.write_bytes(data)
-    assert "actor/rank-00000.bin" in rejection()
+    crcs = (f"{before:08x}", f"{checksum_of(shard).crc32:08x}")
+    assert not missing_facts(rejection(), shard.parents[1], "actor/rank-00000.bin", *crcs, 1)
 
 
 def test_missing_shard_is_rejected(checkpoints: Path, rejection: Rejection) -> None:
-    (checkpoints / "step-000002" / "actor" / "rank-00000.bin").unlink()
-    assert "actor/rank-00000.bin" in rejection()
+    shard = checkpoints / "step-000002" / "actor" / "rank-00000.bin"
+    shard.unlink()
+    error = rejection()
+    assert not missing_facts(error, shard.parents[1], "actor/rank-00000.bin", 1)
+    assert os.strerror(errno.ENOENT) in error
 
 
-@pytest.mark.parametrize("version", [1, 3])
-def test_other_format_is_rejected(checkpoints: Path, rejection: Rejection, version: int) -> None:
-    """Format 1 lacks pending rollouts, so a run that generates cannot resume from it."""
+@pytest.mark.parametrize(("version", "facts"), [(1, ("output",)), (3, (1, 2))])
+def test_other_format_is_rejected(
+    checkpoints: Path, rejection: Rejection, version: int, facts: tuple[object, ...]
+) -> None:
+    """Format 1 lacks pending rollouts, so a run that generates needs a new output. Format 3 cannot be read at all."""
     manifest = checkpoints / "step-000002" / "manifest.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": version}))
-    assert not missing_facts(rejection(), "format", version)
+    assert not missing_facts(rejection(), manifest.parent, "format", version, *facts)
 
 
 def test_other_model_in_the_same_folder_is_rejected(checkpoints: Path, rejection: Rejection, workspace: Path) -> None:
@@ -121,7 +128,9 @@ def test_other_model_in_the_same_folder_is_rejected(checkpoints: Path, rejection
     config.intermediate_size = 128
     Qwen2ForCausalLM(config).save_pretrained(workspace / "model")
     before = checksums(checkpoints)
-    assert not missing_facts(rejection(), "actor", 256, 128)
+    error = rejection()
+    assert not missing_facts(error, checkpoints / "step-000002" / "actor", "float32")
+    assert all(fact in error for fact in ("model.language_model.model.layers.0.mlp.", "[256, 128]", "[128, 128]"))
     assert checksums(checkpoints) == before
 
 
@@ -143,7 +152,8 @@ def test_full_disk_leaves_earlier_checkpoints_unchanged(
     before = checksums(checkpoints)
     with file_size_limit(3_000_000):
         error = rejection(f"checkpoint.asynchronous={asynchronous}", "steps=4")
-    assert "step-000003/actor" in error and os.strerror(errno.EFBIG) in error
+    assert not missing_facts(error, checkpoints / "step-000003" / "actor", "output")
+    assert os.strerror(errno.EFBIG) in error
     assert checksums(checkpoints) == before
     assert run("steps=3") == 0
 
@@ -157,7 +167,8 @@ def test_checkpoint_folder_that_cannot_be_created_is_named(
     capsys.readouterr()
     assert run() == 2
     error = capsys.readouterr().err
-    assert "checkpoints/step-000001" in error and os.strerror(errno.ENOTDIR) in error
+    assert not missing_facts(error, checkpoints / "step-000001", "output")
+    assert os.strerror(errno.ENOTDIR) in error
 
 
 def test_run_folder_in_use_is_rejected_and_unchanged(
@@ -168,7 +179,7 @@ def test_run_folder_in_use_is_rejected_and_unchanged(
         (checkpoints / "step-000003").mkdir()  # as while a checkpoint is being saved
         before = checksums(folder)
         for resume in ("auto", "never"):
-            assert not missing_facts(rejection(f"resume={resume}"), folder, os.getpid())
+            assert not missing_facts(rejection(f"resume={resume}"), "output", folder, os.getpid())
         assert checksums(folder) == before and (checkpoints / "step-000003").exists()
         assert main(["checkpoints", str(folder)]) == 0 and main(["export", str(folder)]) == 0
     assert run("steps=3") == 0
@@ -180,15 +191,15 @@ def test_checkpoints_are_listed_and_exported_from_the_command_line(
     folder = checkpoints.parent
     capsys.readouterr()
     assert main(["checkpoints", str(folder)]) == 0
-    steps = re.findall(r"^\W*(\d+)\b", capsys.readouterr().out, re.MULTILINE)
+    steps = re.findall(r"^\W*(\d+)\b.*\bcomplete\b", capsys.readouterr().out, re.MULTILINE)
     assert sorted(steps) == ["1", "2"]
     assert main(["export", str(folder), "--step", "2"]) == 0
     exported = folder / "export-step-000002" / "model.safetensors"
     assert exported.read_bytes() == (folder / "model" / "model.safetensors").read_bytes()
     assert main(["export", str(folder), "--adapter"]) == 2
-    capsys.readouterr()
+    assert not missing_facts(capsys.readouterr().err, checkpoints / "step-000002" / "actor", "--adapter", "lora")
     assert main(["export", str(folder), "--step", "7"]) == 2
-    assert not missing_facts(capsys.readouterr().err, 7, 1, 2)
+    assert not missing_facts(capsys.readouterr().err, folder, 7, 1, 2)
 
 
 def test_export_names_the_path_that_it_cannot_write_or_read(
@@ -200,7 +211,8 @@ def test_export_names_the_path_that_it_cannot_write_or_read(
     for output, number in ((folder / ("f" * 300), errno.ENAMETOOLONG), (folder / "file" / "out", errno.ENOTDIR)):
         assert main(["export", str(folder), "--output", str(output)]) == 2
         error = capsys.readouterr().err
-        assert str(output) in error and os.strerror(number) in error
+        assert not missing_facts(error, output) and os.strerror(number) in error
+        assert ("--output" in error) == (number == errno.ENAMETOOLONG)
     config.write_text("{")
     manifest = checkpoints / "step-000002" / "manifest.json"
     content = json.loads(manifest.read_text())

@@ -5,11 +5,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from flowrl import Placement
 from flowrl.cli import exit_code
 from recipes.grpo import train as recipe
 from recipes.grpo.config import GRPOConfig
+from tests.configs import with_float64_models
+from tests.engines.closeness import reduction_rtol
 from tests.errors import missing_facts
 from tests.recipes.drifting import Drifting, Hotter
 
@@ -34,11 +37,13 @@ def lines(config: GRPOConfig) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("check", ["sampled", "complete"])
 def test_correct_run_compares_weights_after_every_update(config: Callable[..., GRPOConfig], check: str) -> None:
-    run_config = config(check_weights=check)
+    run_config = with_float64_models(config(check_weights=check))
     assert recipe.train(run_config)["rollout_gap_steps"] == 0
     assert {line["weights_compared"] for line in lines(run_config)} == {27 if check == "complete" else 15}
     assert all(line["weights_unreached"] == 0 for line in lines(run_config))
-    assert all(line["rollout_gap"] <= line["rollout_gap_max"] < 1e-4 for line in lines(run_config))
+    # Both compute in float64; the rollout stores log-probabilities in float32.
+    rtol = reduction_rtol(torch.float32, length=1, depth=1)
+    assert all(line["rollout_gap"] < rtol * line["actor/entropy"] for line in lines(run_config))
 
 
 def test_rollout_that_shares_the_actors_weights_compares_nothing(config: Callable[..., GRPOConfig]) -> None:

@@ -14,6 +14,8 @@ from flowrl.report.plots import PANELS, select_lines
 from flowrl.run.datasets import Examples
 from recipes.sft.config import SFTConfig
 from recipes.sft.train import train
+from tests.configs import with_float64_models
+from tests.engines.closeness import FLOAT64_RTOL
 
 
 def sft_config(task_folder: Path, **changes: Any) -> SFTConfig:
@@ -33,14 +35,14 @@ def sft_config(task_folder: Path, **changes: Any) -> SFTConfig:
 
 def expected_loss(model_path: Path, task_folder: Path) -> float:
     """Returns the mean cross-entropy of the response tokens, computed with transformers."""
-    model = AutoModelForCausalLM.from_pretrained(model_path)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float64)
     total, count = 0.0, 0
     batch = Examples(task_folder / "sft.jsonl", task_folder / "model", max_tokens=16, max_rows=50).batch()
     lengths = batch.lengths().tolist()
     ids, masks = batch.get("input_ids").split(lengths), batch.get("response_mask").split(lengths)
     with torch.no_grad():
         for ids_T, mask_T in zip(ids, masks, strict=True):
-            logprobs_TV = model(ids_T[None]).logits[0, :-1].double().log_softmax(-1)
+            logprobs_TV = model(ids_T[None]).logits[0, :-1].log_softmax(-1)
             chosen_T = logprobs_TV.gather(-1, ids_T[1:, None])[:, 0]
             total -= float(chosen_T[mask_T[1:]].sum())
             count += int(mask_T[1:].sum())
@@ -48,13 +50,15 @@ def expected_loss(model_path: Path, task_folder: Path) -> float:
 
 
 def test_the_validation_loss_is_in_metrics_curves_and_summary(task_folder: Path, tmp_path: Path) -> None:
-    config = sft_config(task_folder, output=tmp_path / "run", evaluate_every=2, checkpoint={"every": 2})
+    config = with_float64_models(
+        sft_config(task_folder, output=tmp_path / "run", evaluate_every=2, checkpoint={"every": 2})
+    )
     summary = train(config)
     history = [json.loads(line) for line in (config.output / "metrics.jsonl").read_text().splitlines()]
     losses = {record["step"]: record["validation_loss"] for record in history if "validation_loss" in record}
     assert list(losses) == [0, 2, 4] and losses[4] < losses[0]
-    assert losses[0] == pytest.approx(expected_loss(task_folder / "model", task_folder), rel=1e-5)
-    assert losses[4] == pytest.approx(expected_loss(config.output / "model", task_folder), rel=1e-5)
+    assert losses[0] == pytest.approx(expected_loss(task_folder / "model", task_folder), rel=FLOAT64_RTOL)
+    assert losses[4] == pytest.approx(expected_loss(config.output / "model", task_folder), rel=FLOAT64_RTOL)
     assert (summary["validation_loss_before"], summary["validation_loss_after"]) == (losses[0], losses[4])
     assert summary["evaluation_rows"] == 50
     (panel,) = (panel for panel in PANELS if panel.lines[0].metric == "validation_loss")

@@ -373,4 +373,4 @@ def test_a_reward_model_scores_rows_at_their_last_token(cluster: Cluster, tmp_pa
     actual = reward.score(batch().union(rows_with())).get("scores")
     with torch.no_grad():
         expected = [scorer(torch.tensor([ids])).logits.item() for ids in (IDS[:8], IDS[8:])]
-    assert actual.tolist() == pytest.approx(expected, rel=FLOAT32_RTOL, abs=FLOAT32_RTOL)
+    assert_norm_close(actual, torch.tensor(expected), FLOAT32_RTOL)

@@ -5,6 +5,7 @@ import torch
 
 from flowrl import Batch
 from tests.controller.conftest import Shared
+from tests.engines.closeness import assert_norm_close
 
 
 @pytest.mark.parametrize(("role", "total"), [("sum_a", 6), ("sum_b", 60), ("sum_two", 3)])
@@ -24,7 +25,7 @@ def test_two_roles_of_the_same_processes_do_not_mix(shared: Shared):
 def test_ranks_without_rows_join_collectives(shared: Shared, count: int):
     x = torch.arange(1, count + 1)
     shares = shared.sums["sum_a"].shares(Batch.from_columns({"x": x})).get("share")
-    assert torch.allclose(shares, x.double() / x.sum(), rtol=1e-12)
+    assert_norm_close(shares, x.double() / x.sum())
 
 
 def test_an_inline_role_with_a_process_group_has_one_rank(shared: Shared):
