@@ -1,6 +1,8 @@
 """Functions that tests run in the process of a vLLM rollout with `group.run`; the test process never imports vLLM."""
 
+import itertools
 import os
+import signal
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -140,6 +142,19 @@ def generate_while_streaming(
     while engine.num_running:
         names += [answer.request_id for answer in engine.poll()]
     return results, sorted(names)
+
+
+def dies_while_generating(worker: Rollout, num_steps: int) -> None:
+    """Lets the process kill itself after `num_steps` further steps of the engine."""
+    inner: Any = engine_of(worker)._engine
+    original, steps = inner.step, itertools.count()
+
+    def step() -> Any:
+        if next(steps) == num_steps:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original()
+
+    inner.step = step
 
 
 def updates(worker: Rollout, weights: dict[str, Any], count: int) -> list[int]:

@@ -153,7 +153,8 @@ def test_a_second_ctrl_c_aborts_a_recipe(start_recipe: StartRecipe, tmp_path: Pa
     program = start_recipe("steps=3000")
     eventually(lambda: lines(tmp_path) >= 2, START_S)
     program.signal_all(signal.SIGINT)
-    time.sleep(0.4)
+    eventually(lambda: "interrupt received" in program.printed(), GONE_S)
+    time.sleep(0.4)  # an earlier signal would be a duplicate of the first
     program.signal_all(signal.SIGINT)
     assert program.code() == 130 and program.leaves_nothing()
     out = tmp_path / "out"

@@ -97,7 +97,7 @@ def test_all_nodes_end_with_the_driver_and_no_command_line_contains_the_token(
         assert launcher.wait(60) == code
         if ending == signal.SIGKILL:  # a killed process does not forward signals
             os.kill(facts["process"], signal.SIGINT)
-        _, alive = psutil.wait_procs(started, timeout=20)
+        _, alive = psutil.wait_procs(started, timeout=60)
     assert alive == [] and facts["num_raylets"] == 2
     assert facts["arguments"][:2] == ["x=1", "--address"] and not facts["token_is_seen"]
 
@@ -110,7 +110,7 @@ def test_an_unreachable_host_is_a_one_line_error_and_ends_the_others(
     message = capsys.readouterr().err
     assert "off-1" in message and "Connection refused" in message and message.count("\n") == 1
     started = [process for process in psutil.Process().children(recursive=True) if process not in before]
-    assert psutil.wait_procs(started, timeout=20)[1] == []
+    assert psutil.wait_procs(started, timeout=60)[1] == []
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_poll_without_requests_returns_no_rows_immediately(rollout: WorkerGroup)
     batch = rollout.poll(600.0)
     assert batch.num_rows == 0 and set(batch.columns) == set(COLUMNS)
     assert batch.get("response") == [] and batch.get("input_ids").tolist() == []
-    assert time.monotonic() - started < 600
+    assert time.monotonic() - started < 60
 
 
 def test_aborted_groups_are_not_returned(rollout: WorkerGroup) -> None:

@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 LED = RolePlacement(pool="main", tp=2)
-ENDS_WITHIN_S = 30
+ENDS_WITHIN_S = 60
 
 
 def save(folder: Path, **settings: int) -> PreTrainedModel:
