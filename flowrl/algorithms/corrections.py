@@ -1,4 +1,6 @@
-"""Corrections for tokens sampled by a different engine, precision or weight version: weights, rejection masks, metrics.
+"""Corrections for off-policy rollouts: importance weights, rejection masks and metrics.
+
+Rollouts are off-policy if the rollout's engine, numerical precision or weight version differs from the trainer's.
 
 Shape suffixes: B rows, T token positions, N positions where the mask is true, R rows that have such positions.
 

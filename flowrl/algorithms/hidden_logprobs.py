@@ -99,8 +99,10 @@ class _Head:
     softcap: float | None
 
     def logits(self, hidden_nH: Tensor, columns: slice) -> Tensor:
-        """Returns the logits of a tile, [n, v], as a new tensor in at least float32. The matrix product uses the dtype
-        of the model.
+        """Returns the logits [n, v] of n hidden states for the v vocabulary entries `columns`.
+
+        The logits include softcap and temperature. The result is a new tensor in at least float32. The matrix product
+        uses the dtype of the model.
         """
         bias_v = None if self.bias_V is None else self.bias_V[columns]
         logits_nv = torch.nn.functional.linear(hidden_nH, self.weight_VH[columns], bias_v)

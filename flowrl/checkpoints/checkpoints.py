@@ -208,7 +208,7 @@ class Checkpoints:
             raise write_error(folder, error) from error
 
     def prune(self, keep_last: int | None, keep_best: int) -> None:
-        """Removes all checkpoints except the newest, the best, and corrupt ones."""
+        """Removes old checkpoints. Keeps the `keep_last` newest, the `keep_best` best, and corrupt checkpoints."""
         scores: dict[int, Score | None] = {}
         for step in self.steps():
             try:

@@ -66,7 +66,7 @@ class _Saving:
     polls: dict[str, Future] = field(default_factory=dict)
     """Future of `checkpoint_saved` per role, while in flight."""
     saved: dict[str, Sequence[Saved]] = field(default_factory=dict)
-    """Reports of all ranks per role, for the roles whose files are complete."""
+    """Role -> result of `checkpoint_saved` (the written files) per rank, for the roles whose files are complete."""
 
 
 class Saver:

@@ -49,7 +49,7 @@ class RolePlacement(Config):
 
     @property
     def parts(self) -> tuple[PoolPart, ...]:
-        """Pools of the role, each with its range of ranks."""
+        """The parsed `pool`: each pool that the role uses, with the range of the pool's ranks."""
         return pool_parts(self.pool)
 
     tp: PositiveInt = 1
@@ -87,8 +87,8 @@ class Placement(Config):
     """Pools and roles. `flowrl.controller.placement.plan.plan` checks whether they fit the machine."""
 
     device: Device = "auto"
-    """Device type. `cuda` assigns one GPU to each rank, and `cpu` one process. `auto` is cuda if the machine has
-    GPUs.
+    """Device type: `cuda` (a device is a GPU), `cpu` (a device is a process on the CPU), or `auto`. `auto` selects cuda
+    if the machine has GPUs, otherwise cpu.
     """
 
     pools: Mapping[str, Annotated[Sequence[int] | str, PlainValidator(_read_pool)]]
@@ -104,8 +104,8 @@ class Placement(Config):
     replica, the data-parallel actor ranks that it generates for. Null: every replica generates for all ranks."""
 
     memory_gb: PositiveFloat | None = None
-    """Memory per device in GB (10^9 bytes), for the memory check; null measures this machine. CPU slots share this
-    memory.
+    """Memory per device in GB (10^9 bytes), for the memory check. Null measures the memory of a GPU of this machine.
+    With device cpu, null measures the host memory, which all processes of a node share.
     """
 
     def role(self, name: str) -> RolePlacement:

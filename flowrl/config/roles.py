@@ -19,7 +19,8 @@ class TrainedConfig(Config):
     """Optimizer settings."""
 
     lora: LoraConfig | None = None
-    """Adapter settings. Only the adapter and the value head of a critic are then trained; null trains all weights."""
+    """Settings of a LoRA adapter. With an adapter, only the adapter is trained, and in a critic also the value head.
+    Null trains all weights."""
 
     engine: EngineConfig = EngineConfig()
     """Engine settings."""

@@ -46,7 +46,9 @@ class CheckpointConfig(Config):
     """
 
     every: NonNegativeInt = 0
-    """Number of steps between checkpoints; 0 saves none. The last step and an interrupted step are also saved."""
+    """Number of steps between checkpoints; 0 disables checkpoints. With a value above 0, the last step of the run is
+    also saved, even if an interrupt (Ctrl-C) ends the run early.
+    """
 
     keep_last: PositiveInt | None = 2
     """Number of latest checkpoints to keep; null keeps all."""

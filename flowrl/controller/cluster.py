@@ -137,8 +137,9 @@ class Cluster:
     def group(self, role: str, cls: type[Worker], /, *args: Any, **kwargs: Any) -> WorkerGroup:
         """Constructs a worker `cls(*args, **kwargs)` on every rank of a role, and returns their group without waiting.
 
-        After `restart`, returns the existing group if its processes still run and class and arguments are equal. The
-        next call raises the error of a failed constructor. Arguments must not be futures.
+        After `restart`, returns the existing group if its processes still run and class and arguments are equal. If a
+        constructor fails, the next method call on the group raises the constructor's error. Arguments must not be
+        futures.
         """
         if role in self._groups:
             raise ContractError(f"role {role!r} already has a group; make each role once")
@@ -206,7 +207,12 @@ class Cluster:
             self.calls.add(report, role, rank, "__init__", slot, group.format_device(slot), inputs=evictions)
 
     def _open_process_group(self, role: str, slots: Sequence[Slot]) -> None:
-        """Creates a role's process group. All processes of the failure group must take part."""
+        """Creates a role's process group.
+
+        The role's failure group contains the processes that fail together with the role's processes. All processes of
+        the failure group take part, because torch requires that all ranks call `new_group`. In the first call for a
+        failure group, these processes first join a common process group.
+        """
         failure_group = self._failure_groups[slots[0].pool]
         if failure_group.name not in self._joined:
             self._joined.add(failure_group.name)

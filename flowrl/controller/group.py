@@ -314,7 +314,10 @@ class WorkerGroup:
         return Future(tuple(results.values()), mode.gather, self.mesh, fetch)
 
     def _evict_others(self, indices: Sequence[int]) -> dict[int, list[CallRef]]:
-        """Evicts other processes from devices of the called ranks. Returns rank index -> evictions to wait for."""
+        """Sends evictions to other processes on the devices of the ranks `indices`. An eviction offloads a process.
+
+        Returns: index of a rank -> evictions that must be done before the rank runs the call.
+        """
         evictions = {i: evicted for i in indices if (evicted := self._eviction.before(self.slots[i]))}
         if not evictions or not self.cls.collective:
             return evictions

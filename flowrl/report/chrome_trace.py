@@ -65,7 +65,7 @@ class Trace:
         return Trace([*self.events, *resumed], [*self.resumes, *resumes], self.counts)
 
     def counted(self, counts: Iterable[Counted]) -> "Trace":
-        """Returns this trace with additional samples of group counts."""
+        """Returns this trace with `counts` appended: numbers of prompt groups per state, at several times."""
         return replace(self, counts=[*self.counts, *counts])
 
     def last_process(self) -> list[CallEvent]:

@@ -105,8 +105,9 @@ class ShapedScores:
 class Advantages:
     """Computes all columns that an actor or critic update needs, except log-probabilities and values.
 
-    Owns the state that steps share: the coefficient of the KL penalty and the reward moments. The state consists of
-    futures on the task worker, so the driver does not block. Pass the object to `run.add_checkpointable`.
+    Owns the state that steps share: the coefficient of the KL penalty and the reward moments. The task worker (a
+    process that runs functions on batches) updates this state. The driver passes futures of the state from step to
+    step, so `compute` does not block. Pass the object to `run.add_checkpointable`.
     """
 
     def __init__(self, config: AdvantageConfig, actor: ActorConfig, *, seed: int) -> None:

@@ -193,9 +193,10 @@ class StreamingRollouts:
         return [*self._next_results(), *exports]
 
     def _next_results(self) -> Iterable[Future | Batch]:
-        """Yields one result per replica.
+        """Yields at most one result per replica. When one of these results is done, the callback runs again.
 
-        Calls finish in order, so a finished poll implies that earlier calls are finished.
+        Prefers the result of the oldest `poll` call. A replica runs its calls in the order of submission, so calls
+        before a finished `poll` are also finished.
         """
         for replica in self._replicas:
             polls = (call for call in replica.calls if isinstance(call, Batch))
@@ -269,7 +270,11 @@ class StreamingRollouts:
                 self._report_refused(self._context.prompts.location(index), reason)
 
     def _report_refused(self, location: str, reason: str) -> None:
-        """Prints a refused prompt. Raises `UserError` if too many consecutive prompts were refused."""
+        """Notifies the user of a prompt that the rollout engine refused for `reason`.
+
+        Prints at most one message per location in the data. Raises `UserError` if too many consecutive prompts were
+        refused.
+        """
         prompts, role = self._context.prompts, self._context.rollout.role
         self._num_refused_in_a_row += 1
         count = self._num_refused_in_a_row

@@ -49,7 +49,10 @@ class Reference(ModelWorker):
         )
 
     def _find_base_actor(self, model: ModelConfig) -> Actor | None:
-        """Returns this process's actor if its base model is `model` on all ranks of the role, otherwise None."""
+        """Returns the actor in this process if the reference can use the actor's base model instead of loading `model`.
+
+        Returns None on all ranks of the reference if this is impossible on any of these ranks.
+        """
         peer = self.peer("actor")
         actor = peer if isinstance(peer, Actor) and peer.can_replace_reference(model, self) else None
         group = self.context.process_group

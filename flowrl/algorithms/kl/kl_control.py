@@ -36,8 +36,10 @@ class AdaptiveKlControl:
 
     Args:
         coef: > 0, initial coefficient in score units per nat.
-        target: > 0, target KL in nats, per row (paper) or per token, whichever `update` receives.
-        horizon: > 0, usually 10000. Number of rows in which a clipped error changes the coefficient by 20 %.
+        target: > 0, target KL in nats. `target` and the `kl` of `update` must have the same unit: nats per row (as in
+            the paper) or nats per token.
+        horizon: > 0, number of rows, usually 10000. A larger horizon slows the adjustment. If the error is clipped, an
+            update with num_rows = horizon changes the coefficient by 20 %.
     Raises: ValueError for a setting out of range.
 
     Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, section 2.2, with the factor 1 + K error and K = 0.1. Here K
@@ -60,7 +62,7 @@ class AdaptiveKlControl:
         """Returns the controller for the next step.
 
         Args:
-            kl: mean KL of the rows of this step, in nats.
+            kl: mean KL of this step, in the same unit as `target`.
             num_rows: number of rows of this step, >= 0.
         Raises: ValueError if kl is NaN, or num_rows is negative or so large that the coefficient could become 0.
         """

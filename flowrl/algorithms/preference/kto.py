@@ -71,10 +71,10 @@ def kto_reference_kl(mismatched_logprobs: Tensor, mismatched_ref_logprobs: Tenso
         z = max(0, mean(mismatched_logprobs - mismatched_ref_logprobs))
 
     Args:
-        mismatched_logprobs: [B] with B >= 2. Entry i is the policy's log-probability of the response of row (i + 1) mod
-            B, given the prompt of row i.
+        mismatched_logprobs: [B]. Entry i is the policy's log-probability of the response of row (i + 1) mod B, given
+            the prompt of row i. B must not be 1, because a single row has no mismatched response.
         mismatched_ref_logprobs: [B], the same under the reference.
-    Returns: a scalar >= 0, in at least float32, without gradient. It is 0 for an empty batch.
+    Returns: a scalar >= 0, in at least float32, without gradient. The scalar is 0 for B = 0.
     Raises: ValueError for mismatched shapes.
 
     Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306, section 4. Pass the rows of the whole step, from all

@@ -190,7 +190,10 @@ class TokenBaselineAdvantage(PenalizedAdvantageConfig):
 
 
 class CustomAdvantage(PenalizedAdvantageConfig):
-    """User function that returns advantages, or advantages and returns."""
+    """User function that computes advantages.
+
+    If the function has the parameter `values`, it must return a tuple (advantages, return targets of the critic).
+    """
 
     estimator: ImportName
     options: Options = Field(default_factory=dict)

@@ -103,7 +103,9 @@ class AdaptiveKl(KlControlConfig):
     """Target KL in nats per response token, estimated with kl_kind."""
 
     horizon: PositiveFloat = 10_000.0
-    """Number of sequences in which a KL far from the target changes the coefficient by 20 %."""
+    """Number of sequences. A step with `horizon` sequences changes the coefficient by at most 20 %. A larger horizon
+    slows the adjustment.
+    """
 
 
 class CustomKl(KlControlConfig):

@@ -202,8 +202,9 @@ class Calls:
     def add_idle_callback(self, callback: IdleCallback) -> Callable[[], None]:
         """Registers a function that the driver runs repeatedly while it waits, and once at the end of each wait.
 
-        The function runs again when a result that it returned is done, or after `POLL_INTERVAL_S`. The waiting thread
-        runs it, never nested or concurrently, and raises its exceptions.
+        The function returns futures or batches. The driver runs the function again when the call of one of these
+        results is done, or after `POLL_INTERVAL_S`. The waiting thread runs the function, never nested or concurrently,
+        and raises the function's exceptions.
 
         Returns: a function that removes the callback.
         """

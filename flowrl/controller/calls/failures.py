@@ -103,7 +103,10 @@ class Recovery:
         self._attempt_start_id = 0
 
     def record_construction(self, slot: Slot, construction: Construction) -> None:
-        """Records the construction of a worker, and removes the records of an earlier worker of the same role."""
+        """Records the construction of a worker in a process, and empties the worker's replay log.
+
+        If the process had an earlier worker of the same role, removes the construction of the earlier worker.
+        """
         role = construction.role
         self._constructions[slot] = [*(c for c in self._constructions[slot] if c.role != role), construction]
         log = self._replay_logs[slot]
@@ -133,7 +136,10 @@ class Recovery:
             self._unrecoverable.discard(slot.pool)
 
     def get_first_role(self, slot: Slot) -> tuple[str, int]:
-        """Returns role and rank of the first worker in a slot; pool and rank if the slot has no worker."""
+        """Returns (role, rank) of the first recorded worker in a process.
+
+        Returns (pool, rank in the pool) if the process has no worker.
+        """
         for construction in self._constructions[slot][:1]:
             return construction.role, construction.rank
         return slot.pool, slot.rank
@@ -251,7 +257,11 @@ class Failures:
             self._report_lost_processes()
 
     def _resolve(self, suspicion: _Suspicion, now_s: float) -> None:
-        """Fails the group with a lost process, or after the grace period with the lost connection."""
+        """Ends the failure group of a lost connection when the cause is known or the grace period has expired.
+
+        If a probe shows that a process has ended, the error of the group is this lost process. Otherwise, the error is
+        the lost connection.
+        """
         group = self._groups[suspicion.record.slot.pool]
         for slot, probe in suspicion.probes:
             if probe.done():

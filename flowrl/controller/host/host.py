@@ -171,7 +171,7 @@ class Host:
                 self._state_ids[role], self._state_methods[role] = 0, set()
 
     def is_behind(self, role: str, states: Sequence[Request]) -> bool:
-        """Returns whether the last of the calls `states`, which set worker state, has not run yet."""
+        """Returns whether the last call in `states` (calls that set worker state) has not run yet."""
         return self._state_ids.get(role, 0) < _last_of(role, states)
 
     def is_ahead(self, role: str, states: Sequence[Request]) -> bool:
@@ -179,7 +179,10 @@ class Host:
         return self._state_ids.get(role, 0) > _last_of(role, states)
 
     def overwrites_state(self, role: str, states: Sequence[Request]) -> bool:
-        """Returns whether a replay of the calls `states` overwrites all state that the role has received."""
+        """Returns whether a replay of `states` (calls that set worker state) overwrites all state of the role's worker.
+
+        This is true if `states` contains a call of every method that has set state of this worker.
+        """
         return self._state_methods.get(role, set()) <= {state.method for state in states if state.role == role}
 
 
@@ -263,7 +266,10 @@ def _versions(batch: Any) -> list[tuple[str, Any, int]]:  # Any: TensorDict and 
 
 
 def _check_unwritten(parameter: str, before: list[tuple[str, Any, int]]) -> None:
-    """Raises `ContractError` if a version counter has changed. Other processes share the memory of inputs."""
+    """Raises `ContractError` if the method has written to an input tensor, because other processes share its memory.
+
+    `before` is the result of `_versions` before the method ran.
+    """
     for name, tensor, version in before:
         if tensor._version != version:
             raise ContractError(

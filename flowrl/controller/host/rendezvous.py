@@ -41,9 +41,10 @@ def join_process_group(address: tuple[str, int], rank: int, world_size: int, kin
 
 
 def role_process_group(ranks: Sequence[int]) -> "ProcessGroup | None":
-    """Creates the process group of a role with these ranks of the joined group. Returns None on other ranks.
+    """Creates the process group of a role, as a subgroup of the process group that `join_process_group` joined.
 
-    Collective: all ranks of the joined group must call it in the same order of roles.
+    `ranks` are the ranks of the role's processes in the joined process group. All processes of the joined group must
+    call this function, in the same order of roles. Returns None in processes without the role.
     """
     from torch import distributed  # noqa: PLC0415 (only collective roles need torch)
 

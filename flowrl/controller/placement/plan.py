@@ -110,14 +110,14 @@ class RolePlan:
 
 @dataclass(frozen=True)
 class FailureGroup:
-    """A set of processes that fail together: all processes of pools that share a role."""
+    """A set of processes that fail together. All pools of a role belong to the same failure group."""
 
     name: str
     pools: tuple[PoolPlan, ...]
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """All processes, in the rank order of their process group."""
+        """All processes of the pools. The index of a process is its rank in the process group of the failure group."""
         return tuple(slot for pool in self.pools for slot in pool.slots)
 
 
@@ -137,7 +137,10 @@ class Plan:
         return self.roles[role].slots
 
     def failure_groups(self) -> list[FailureGroup]:
-        """Returns the failure groups (processes that fail together). Each contains the pools that share a role."""
+        """Returns the failure groups: sets of pools whose processes fail together.
+
+        All pools of a role belong to the same failure group.
+        """
         used = {slot for role in self.roles.values() for slot in role.slots}
         all_slots = {pool.name: pool.slots for pool in (*self.pools.values(), *self.dedicated.values())}
         running = {name: tuple(slot for slot in slots if slot in used) for name, slots in all_slots.items()}
@@ -201,7 +204,11 @@ def _split_shared_devices(
 
 
 def _dedicate_processes(planned: RolePlan, kind: str) -> RolePlan:
-    """Returns the plan of a role with one dedicated process per replica, instead of the processes of its pool."""
+    """Returns a plan in which the role has dedicated processes (processes without other roles), one per replica.
+
+    In `planned`, the role runs in the processes of its pool. In the result, each dedicated process uses all devices of
+    its replica.
+    """
     role, mesh = planned.role, planned.mesh
     replicas = [planned.slots[first : first + mesh.tp] for first in range(0, mesh.size, mesh.tp)]
     for replica in replicas:

@@ -88,7 +88,9 @@ class Shard:
     num_rows: int | None
     """Number of rows. None if it is known only from the metadata."""
     names: Mapping[str, str] | None = None
-    """Maps a column name in the block to its name in the payload. None if all names are equal."""
+    """Maps the name of each column in the block to its name in the payload. None if all columns have the same name in
+    both.
+    """
 
     def source(self, name: str) -> str:
         return name if self.names is None else self.names[name]
@@ -116,7 +118,7 @@ class Block:
 
     @cached_property
     def layout(self) -> bytes:
-        """Key of the shard sizes. Blocks with the same shard sizes have equal keys."""
+        """Shard sizes as bytes, for use as a dictionary key. Blocks with the same shard sizes have equal layouts."""
         return self.sizes.tobytes()
 
     @property

@@ -108,8 +108,9 @@ class Payload:
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs of consecutive rows or tokens to copy. Run i copies `counts[i]` elements from index `sources[i]` to
-    `targets[i]`.
+    """Runs (ranges of consecutive rows or tokens) to copy.
+
+    Run i copies `counts[i]` elements, from index `sources[i]` on, to index `targets[i]` and the following indices.
     """
 
     sources: np.ndarray
@@ -122,7 +123,10 @@ class Runs:
 
     @staticmethod
     def of(sources: np.ndarray, targets: np.ndarray) -> "Runs":
-        """Returns runs that copy element `sources[i]` to `targets[i]` for all i. Merges consecutive elements."""
+        """Returns the runs that copy the element at index `sources[i]` to index `targets[i]`, for all i.
+
+        A run merges elements whose indices are consecutive in both arrays.
+        """
         if not len(sources):
             return Runs(sources, targets, np.zeros(0, dtype=np.int64))
         breaks = np.flatnonzero((np.diff(sources) != 1) | (np.diff(targets) != 1)) + 1

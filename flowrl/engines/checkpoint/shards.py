@@ -58,7 +58,9 @@ class Index:
     engine_state: Mapping[str, float]
     """Result of the engine's `snapshot`."""
     tensors: Mapping[str, Any]
-    """Dtype, size and chunks of each tensor by name."""
+    """Maps a tensor name to the tensor's dtype, shape (`size`) and stored parts (`chunks`). The module docstring shows
+    the format.
+    """
 
     def metadata(self) -> Metadata:
         """Converts the index to the metadata of torch's distributed checkpoint."""

@@ -60,9 +60,10 @@ def load_policy(config: ModelConfig, *, on_meta: bool = False) -> PreTrainedMode
     """Loads a causal language model in evaluation mode.
 
     Args:
-        config: path, dtype and dropout of the model.
+        config: path and dtype of the model. `dropout: 0` disables the model's dropout.
         on_meta: leaves the weights on the meta device. `TrainEngine` then reads only this rank's shards.
-    Raises ModelError if the folder has no causal language model, if weights are missing, or if the model has dropout.
+    Raises ModelError if the folder has no causal language model, if weights are missing, or if the model has dropout
+    that `config` does not disable.
     """
     return _load(AutoModelForCausalLM, config, "a causal language model", on_meta)
 
@@ -106,7 +107,7 @@ def load_critic(
     """Loads a critic from any causal language model, in evaluation mode.
 
     Args:
-        config: path, dtype and dropout of the model.
+        config: as in `load_policy`.
         head: initialization of the value head if the folder has none. A value head that `save_model` wrote is loaded
             instead.
         seed: seed of a fresh head.
@@ -158,7 +159,7 @@ def load_reward_model(
     """Loads a sequence-classification model with one label, in evaluation mode.
 
     Args:
-        config: path, dtype and dropout of the model. A fresh head also allows any causal language model.
+        config: as in `load_policy`. A fresh head also allows any causal language model.
         head: "from_model" loads the model's head. "fresh" draws head weights from N(0, 1 / (width + 1)), without bias.
         seed: seed of a fresh head.
         on_meta: see `load_policy`.

@@ -139,8 +139,9 @@ class ModelWeight:
 
 
 def model_weights(model: nn.Module) -> dict[str, ModelWeight]:
-    """Returns all weights, by their names in the model without an adapter. Tied weights appear under each of their
-    names.
+    """Returns all weights of a model by name. Adapter matrices are not separate entries: a weight's adapter is part of
+    its `ModelWeight`, and only `ModelWeight.gather` merges the two. Names are those of the model without an adapter.
+    Tied weights appear under each of their names.
     """
     layers = adapter_layers(model)
     weights = {}

@@ -1,8 +1,9 @@
 """The process groups of a role.
 
 In the rank order, the tensor-parallel index varies fastest, then the sequence-parallel index, then the data-parallel
-index. FSDP2 shards a model over `shard` consecutive data- and sequence-parallel ranks, and replicates it `replicate`
-times. Tensor parallelism additionally shards each layer over `tp` ranks.
+index. The ranks with the same tensor-parallel index are divided, in rank order, into `replicate` sets of `shard` ranks.
+FSDP2 shards the weights over the ranks of a set, and all sets hold the same weights. Tensor parallelism additionally
+shards each layer over `tp` ranks.
 """
 
 from collections.abc import Sequence

@@ -43,9 +43,12 @@ class WeightSample:
     kind: Kind
     """`matrix` for a linear layer, `table` for an embedding, and `plain` for other weights such as norms and biases."""
     inputs: tuple[int, ...]
-    """Indices of the sampled columns of a matrix or embedding. For other weights, indices of the sampled rows."""
+    """Indices of the sampled columns of a matrix or embedding, or of the sampled rows of another weight. Empty for a
+    vector.
+    """
     bits: np.ndarray
-    """Sampled values [J, N], or a complete vector. bfloat16 values are stored as int16."""
+    """Sampled values, [J, N]: one row for each of the J entries of `inputs`. For a vector, such as a bias, all its
+    values, [N]. bfloat16 values are stored as int16."""
     is_bfloat16: bool
 
     @property
@@ -148,7 +151,9 @@ def weight_samples(
 
 
 def _kind(model: nn.Module, name: str, weight: ModelWeight) -> tuple[Kind, int | None]:
-    """Returns the kind of a weight, and the dimension of its inputs. The dimension is None for a vector."""
+    """Returns the kind of a weight (see `WeightSample.kind`), and the index of the tensor dimension that
+    `WeightSample.inputs` indexes. Returns None instead of the index for a vector.
+    """
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path) if weight.adapter is None else weight.adapter.base_layer
     if leaf == "weight" and isinstance(module, nn.Embedding):
@@ -159,7 +164,7 @@ def _kind(model: nn.Module, name: str, weight: ModelWeight) -> tuple[Kind, int |
 
 
 def _columns(weight: ModelWeight, dim: int | None, inputs: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-    """Returns the sampled columns [J, N] of a matrix, or a complete vector."""
+    """Returns the sampled columns of a weight as rows, [J, N], or all values of a vector, [N]."""
     dtype = dtype if weight.stored.is_floating_point() else None
     if dim is None:
         return weight.gather(dtype).contiguous()

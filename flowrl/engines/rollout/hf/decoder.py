@@ -57,7 +57,9 @@ class Row:
 
 @dataclass
 class _Slots:
-    """Decode state of each cache slot. Decode steps also compute free slots, and their results are discarded."""
+    """Decode state of the R cache slots. Decode steps also compute free slots, and the results of free slots are
+    discarded.
+    """
 
     is_used: Tensor
     """bool [R], whether a row occupies the slot."""
@@ -66,9 +68,9 @@ class _Slots:
     next_token: Tensor
     """int64 [R], input token of the next decode step."""
     position: Tensor
-    """int64 [R], position of the input token in the row. It is 0 in a free slot."""
+    """int64 [R], position of the input token in the row. The position is 0 for a free slot."""
     count: Tensor
-    """int64 [R], number of response tokens so far. It is 0 in a free slot."""
+    """int64 [R], number of response tokens so far of the row in each slot. The number is 0 for a free slot."""
     tokens: Tensor
     """int64 [R, P + max_response_tokens], P padding values of -1 and then the response tokens. P is the length of the
     longest stop sequence minus 1."""

@@ -218,9 +218,10 @@ class ContinuousBatch:
         self._waiting = deque(row for row in self._waiting if row.request.request_id not in dropped)
 
     def pause(self, version: int) -> None:
-        """Moves all decoding rows to the front of the queue. Called before the weights of `version` change.
+        """Interrupts decoding: moves all decoding rows to the front of the queue of waiting rows.
 
-        The rows keep their tokens. When they join again, a prefill recomputes their keys and values.
+        `begin_update` calls this method before the weights change. `version` is the weight version before the change.
+        The rows keep their tokens. When the rows join the batch again, a prefill recomputes their keys and values.
         """
         order = {request_id: index for index, request_id in enumerate(self._request_ids)}
         rows = self._decoder.remove_all(version)

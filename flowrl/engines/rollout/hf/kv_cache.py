@@ -1,6 +1,7 @@
 """KV cache and decode attention that make each row's result independent of the other rows in the batch.
 
-Shape suffixes: B rows, H key-value heads, G queries per key-value head, C positions, L tokens, D head dimension.
+Shape suffixes: B rows, H key-value heads, G query heads per key-value head, C cached positions, L tokens of the forward
+pass, D head dimension.
 
 The cache stores the token at position p of a row at index p. Attention masks all later indices. Rows of different
 lengths can therefore decode together, with the same summation order in any batch. The attended length is a multiple of
@@ -48,9 +49,13 @@ def _slot_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Computes attention of queries [B, H x G, L, D] over keys and values [B, H, C, D]. Returns [B, L, H x G, D].
+    """Returns the attention outputs, [B, L, H x G, D].
 
-    A call without a mask is a causal prefill. A call with an additive mask [B, 1, 1, C] is a decode step.
+    Args:
+        query: [B, H x G, L, D], for G query heads per key-value head.
+        key, value: [B, H, C, D], for C positions.
+        attention_mask: None for a causal prefill with C = L. An additive mask [B, 1, 1, C] for a decode step with
+            L = 1.
     """
     if attention_mask is None:
         return attend(query, key, value, pack=None, scaling=scaling, softcap=softcap), None
