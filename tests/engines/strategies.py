@@ -43,7 +43,7 @@ class Case:
     sp: int = 1
     lora: bool = False
     slow: bool = False
-    """A product of features that other cases test."""
+    """True if faster cases test each of its features."""
     dtype: torch.dtype = torch.float64
 
 
@@ -54,12 +54,12 @@ CASES = {
     "ddp on 4": Case(4, {"strategy": "ddp"}, slow=True),
     "fsdp on 2": Case(2, {"strategy": "fsdp"}, slow=True),
     "fsdp on 4": Case(4, {"strategy": "fsdp"}, slow=True),
-    "fsdp on 2, not resharded": Case(2, {"strategy": "fsdp", "reshard_after_forward": False}, slow=True),
+    "fsdp on 2, not resharded": Case(2, {"strategy": "fsdp", "reshard_after_forward": False}),
     "fsdp on 2, parameters on the CPU": Case(2, {"strategy": "fsdp", "offload": "parameters"}),
     "fsdp on 2, optimizer on the CPU": Case(2, {"strategy": "fsdp", "offload": "optimizer"}, slow=True),
     "fsdp on 4, padded": Case(4, {"strategy": "fsdp", "packing": "never"}, slow=True),
     "fsdp on 2, checkpointed": Case(2, {"strategy": "fsdp", "gradient_checkpointing": True}, slow=True),
-    "hybrid on 2 x 2": Case(4, {"strategy": "fsdp", "shard_ranks": 2}),
+    "hybrid on 2 x 2, optimizer on the CPU": Case(4, {"strategy": "fsdp", "shard_ranks": 2, "offload": "optimizer"}),
     "tp on 2": Case(2, {}, tp=2, slow=True),
     "tp x fsdp on 2 x 2": Case(4, {"strategy": "fsdp"}, tp=2),
     "tp x fsdp on 2 x 2, float32": Case(4, {"strategy": "fsdp"}, tp=2, dtype=torch.float32),
@@ -83,9 +83,9 @@ CASES = {
     "lora, hybrid on 2 x 2": Case(4, {"strategy": "fsdp", "shard_ranks": 2}, lora=True, slow=True),
     "lora, sp x fsdp on 2 x 2": Case(4, {"strategy": "fsdp"}, sp=2, lora=True, slow=True),
     "lora, tp on 2": Case(2, {}, tp=2, lora=True, slow=True),
-    "lora, tp x fsdp on 2 x 2": Case(4, {"strategy": "fsdp"}, tp=2, lora=True),
+    "lora, tp x fsdp on 2 x 2": Case(4, {"strategy": "fsdp"}, tp=2, lora=True, slow=True),
     "lora, tp x fsdp on 2 x 2, checkpointed": Case(
-        4, {"strategy": "fsdp", "gradient_checkpointing": True}, tp=2, lora=True, slow=True
+        4, {"strategy": "fsdp", "gradient_checkpointing": True}, tp=2, lora=True
     ),
     "lora, tp x fsdp on 2 x 2, norms split": Case(4, SPLIT, tp=2, lora=True, slow=True),
     "lora, sp x tp on 2 x 2": Case(4, {"strategy": "fsdp"}, sp=2, tp=2, lora=True, slow=True),
