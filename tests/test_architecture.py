@@ -133,13 +133,24 @@ def name_of(path: Path) -> str:
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """Yields line and full name of every imported module, including lazy and type-only imports."""
+    """Yields line and full name of every imported module, including lazy and type-only imports.
+
+    `from package import module` yields the package and the module.
+    """
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name_of(path)}:{node.lineno} imports relatively"
             yield node.lineno, node.module or ""
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from ((node.lineno, name) for name in names if is_module(name))
+
+
+def is_module(name: str) -> bool:
+    """Returns whether a name is a module or package of this repository."""
+    path = ROOT / name.replace(".", "/")
+    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
 
 
 def package_of(module: str) -> str | None:
