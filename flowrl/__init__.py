@@ -1,6 +1,7 @@
 """flowrl: a single-controller dataflow framework for post-training language models with reinforcement learning.
 
 The public classes can be imported from this package. Each is loaded on first use, so `import flowrl` is fast.
+May import every package of flowrl, but only on first use.
 """
 
 import importlib

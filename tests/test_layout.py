@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_architecture import imports
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = sorted(path.parent for path in (ROOT / "flowrl").rglob("__init__.py"))
 SHARED_NAMES = {"__init__.py", "__main__.py", "base.py", "engine.py", "transfer.py"}
@@ -26,10 +28,23 @@ def test_module_names_are_unique() -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_the_docstring_of_a_package_has_two_sentences_and_names_its_imports(package: Path) -> None:
-    docstring = ast.get_docstring(ast.parse((package / "__init__.py").read_text())) or ""
-    assert len(re.findall(r"\.(?=\s|$)", docstring)) >= 2
-    assert re.search(r"\bimports?\b", docstring, re.IGNORECASE)
+def test_the_docstring_of_a_package_names_exactly_its_imports(package: Path) -> None:
+    """The docstring ends with "May import ..." and names packages of flowrl, before "except" or "but" the allowed."""
+    purpose, statement = (ast.get_docstring(ast.parse((package / "__init__.py").read_text())) or "").split("May import")
+    assert purpose.strip()
+    own = ".".join(package.relative_to(ROOT).parts)
+    imported = {name for path in package.rglob("*.py") for _, name in imports(path) if is_within(name, "flowrl")}
+    imported = {name for name in imported if not is_within(name, own)}
+    allowed, *excluded = (re.findall(r"`(flowrl[.\w]*)`", part) for part in re.split(r"\bexcept\b|\bbut\b", statement))
+    assert [name for names in excluded for name in names if any(is_within(one, name) for one in imported)] == []
+    if "every package of flowrl" in statement:
+        return
+    assert [name for name in imported if not any(is_within(name, one) for one in allowed)] == []
+    assert [one for one in allowed if not any(is_within(name, one) for name in imported)] == []
+
+
+def is_within(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
 
 
 def test_packages_have_few_modules() -> None:

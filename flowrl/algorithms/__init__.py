@@ -2,7 +2,7 @@
 
 `flowrl.algorithms.registry` maps names in settings to these functions. The functions take no config object, write no
 logs and do not move tensors between devices.
-Imports: torch and flowrl.data.metric; only the registry imports flowrl.config.
+May import `flowrl.data`. Only the registry may also import `flowrl.config`.
 """
 
 from flowrl.algorithms.advantages.estimators import gae, reinforce_plus_plus, remax, whiten

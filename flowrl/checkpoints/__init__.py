@@ -2,5 +2,5 @@
 
 Entry points: `Checkpoints` (checkpoints on disk), `Saver` (saves and restores groups and driver objects),
 `find_checkpoint` (the checkpoint from which a run resumes), `RunFolder` and `folder_lock`.
-May import `controller`, `engines`, `algorithms`, `data` and `config`.
+May import `flowrl.config`, `flowrl.controller`, `flowrl.data` and `flowrl.engines`.
 """

@@ -4,7 +4,7 @@ Recipe configs derive from `RunConfig` or `OnPolicyConfig`. Every setting is a t
 estimators, corrections, shapings and schedules are discriminated unions with one class per choice. The names of the
 unions begin with `Any`.
 
-Imports only pydantic and PyYAML: neither torch, nor Ray, nor another package of flowrl.
+May import nothing else of flowrl, and neither torch nor Ray.
 """
 
 from flowrl.config.algorithm.advantage import AdvantageConfig, AnyAdvantage

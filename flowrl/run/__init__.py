@@ -2,5 +2,5 @@
 
 Entry points: `Run` (loop.py: steps, metrics, evaluation, checkpoints, results), `Advantages` (advantages.py),
 `read_prompts` and `Examples` (datasets.py), `check_run` (preflight.py), `with_restarts` (restarts.py).
-May import every package except `cli` and `recipes`.
+May import every package of flowrl except `flowrl.cli`.
 """

@@ -2,5 +2,5 @@
 
 Entry points: `make_rollout_source` (streaming_rollouts) creates the source of each step's batch. `check_schedule` and
 `render_graph` (schedule_plan) serve preflight checks and `flowrl plan`. `simulate` (simulation) estimates throughput.
-May import weight_sync, report, checkpoints, controller, data and config.
+May import `flowrl.checkpoints`, `flowrl.config`, `flowrl.controller`, `flowrl.data` and `flowrl.weight_sync`.
 """

@@ -2,5 +2,5 @@
 
 Entry points: `WeightSync`, `choose_transport` and the `WeightTransfer` implementations (transfer.py);
 `RolloutWatch` and `WeightsCheck` (verification.py).
-May import: config, data, controller, engines.
+May import `flowrl.config` and `flowrl.controller`.
 """

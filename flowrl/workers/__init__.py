@@ -1,7 +1,8 @@
 """Worker classes of the roles. Each class wraps an engine and declares the columns that its methods read and write.
 
 Entry points: `Actor`, `Critic`, `Reference`, `Reward`, `RewardModel` and `Rollout`. `reward_worker` returns one of the
-two reward classes. May import: config, data, controller, engines, algorithms.
+two reward classes.
+May import `flowrl.algorithms`, `flowrl.config`, `flowrl.controller`, `flowrl.data` and `flowrl.engines`.
 """
 
 from flowrl.workers.actor import Actor

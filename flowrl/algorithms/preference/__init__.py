@@ -1,4 +1,4 @@
 """Losses for preference data: pairwise losses (DPO and variants) and KTO.
 
-Entry points are exported by `flowrl.algorithms`. Modules import only `flowrl.algorithms`.
+Entry points are exported by `flowrl.algorithms`. May import `flowrl.algorithms`.
 """

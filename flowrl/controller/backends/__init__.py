@@ -2,5 +2,6 @@
 
 Entry points: `base.Backend` (the protocol), `ray_backend.RayBackend` (one Ray actor per device), and
 `inline_backend.InlineBackend` (all workers in the driver's process). Only `ray_backend` and `ray_nodes` import ray.
-May import the host and placement packages, `wire`, `errors` and `flowrl.data`.
+May import `flowrl.config`, `flowrl.data`, `flowrl.controller.errors`, `flowrl.controller.host`,
+`flowrl.controller.placement` and `flowrl.controller.wire`.
 """

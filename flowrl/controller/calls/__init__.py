@@ -2,6 +2,5 @@
 
 Entry points: `Calls` (calls.py) waits for calls and runs idle callbacks. `Failures` (failures.py) finds root causes and
 enforces deadlines. `Recovery` (failures.py) stores the replay logs.
-May import the backend protocol, the host and placement packages, `wire`, `dispatch`, `worker`, `errors`, and
-`flowrl.data`.
+May import `flowrl.controller` and `flowrl.data`, except `flowrl.controller.cluster` and `flowrl.controller.group`.
 """

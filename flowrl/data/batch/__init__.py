@@ -1,5 +1,5 @@
 """Batches by reference. The driver edits row indices, and workers read the values from the object store.
 
 Entry points: `batch.Batch` (driver), `tensordicts.make_tensordict` (worker), `fields.FIELDS` (standard columns).
-`payload` contains the stored arrays. `block` contains references to shards of rows. Imports only `flowrl.config`.
+`payload` contains the stored arrays. `block` contains references to shards of rows. May import `flowrl.config`.
 """

@@ -1,5 +1,5 @@
 """Forward passes and optimizer steps.
 
-Entry point: `engine.TrainEngine`. Its gradients do not depend on how rows are split over ranks and micro-batches. May
-import `flowrl.engines.models` and `flowrl.engines.parallel`.
+Entry point: `engine.TrainEngine`. Its gradients do not depend on how rows are split over ranks and micro-batches.
+May import `flowrl.config`, `flowrl.data`, `flowrl.engines.models` and `flowrl.engines.parallel`.
 """

@@ -1,5 +1,5 @@
 """Generation with transformers: continuous batching, decode loop and KV cache.
 
-Entry point: `engine.HfRollout`. May import the other modules of `flowrl.engines.rollout` except `vllm`, and
-`flowrl.engines.models` and `flowrl.config`.
+Entry point: `engine.HfRollout`. May import `flowrl.config`, `flowrl.engines.models` and `flowrl.engines.rollout`,
+but not `flowrl.engines.rollout.vllm`.
 """
