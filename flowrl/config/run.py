@@ -54,8 +54,8 @@ class CheckpointConfig(Config):
     """Number of latest checkpoints to keep; null keeps all."""
 
     keep_best: NonNegativeInt = 0
-    """Number of best checkpoints to keep in addition. They are ranked by evaluation accuracy if evaluate_every is set,
-    otherwise by reward, otherwise by loss.
+    """Number of best checkpoints to keep in addition. They are ranked by evaluation accuracy, or by the validation
+    loss of SFT, if evaluate_every is set, otherwise by reward, or by the training loss of SFT.
     """
 
     asynchronous: bool = True
