@@ -1,7 +1,7 @@
 """Checks and times training and generation on one GPU, without Ray, peft and pytest.
 
 Usage: `python -m tests.benchmarks.gpu`. Prints one line per check and measurement, most valuable first, and exits with
-1 if one fails. `--device cpu --tiny` runs the program without a GPU.
+1 if one fails. `--device cpu --tiny` runs the program without a GPU. So far, it has run on CPUs only.
 """
 
 import argparse

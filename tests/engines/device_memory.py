@@ -4,6 +4,6 @@ import torch
 
 
 def allocated_bytes() -> int:
-    """Returns the bytes that tensors use. Frees the workspaces of cuBLAS first, which have several MiB per thread."""
+    """Returns the bytes that tensors use. Frees the workspaces of cuBLAS first, which torch would count."""
     torch._C._cuda_clearCublasWorkspaces()
     return torch.cuda.memory_allocated()
