@@ -68,8 +68,10 @@ def ray_session() -> Iterator[None]:
     import ray  # noqa: PLC0415 (a session that starts no Ray does not pay for its import)
 
     from flowrl.controller.backends.ray_nodes import RAY_SETTINGS  # noqa: PLC0415
+    from flowrl.controller.host.fork_server import fork_server  # noqa: PLC0415
 
     os.environ |= RAY_SETTINGS
+    fork_server(("flowrl.run.advantages", "flowrl.workers"))  # one server with the imports of all tests
     ray.init(
         address="local",
         num_cpus=NUM_CPUS,

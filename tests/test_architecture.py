@@ -1,6 +1,7 @@
 """The layers of docs/architecture.md, and the size limits."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -135,7 +136,7 @@ def name_of(path: Path) -> str:
 def imports(path: Path) -> Iterator[tuple[int, str]]:
     """Yields line and full name of every imported module, including lazy and type-only imports.
 
-    `from package import module` yields the package and the module.
+    `from package import module` yields the package and the module. Strings that name a module count as imports.
     """
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -145,10 +146,14 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.module or ""
             names = (f"{node.module}.{alias.name}" for alias in node.names)
             yield from ((node.lineno, name) for name in names if is_module(name))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and is_module(node.value):
+            yield node.lineno, node.value
 
 
 def is_module(name: str) -> bool:
-    """Returns whether a name is a module or package of this repository."""
+    """Returns whether a name is a module or package of this repository, with a dot."""
+    if not re.fullmatch(r"(flowrl|recipes)(\.\w+)+", name):
+        return False
     path = ROOT / name.replace(".", "/")
     return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
 

@@ -69,7 +69,7 @@ class Cluster:
         roles: roles that the program uses; None means all roles of the placement.
         dedicated: roles whose engines cannot share a process. They get separate processes on the same devices.
         num_threads: torch CPU threads per process; None divides the cores of a node among its processes.
-        prepare: modules that the task worker imports early.
+        prepare: modules that worker processes import early: in the fork server, or else in the task worker.
         call_timeout_s: timeout in seconds of calls and constructors, unless the method sets `timeout_s`.
         restarts: maximum number of replacements of each lost process with stateless workers.
         notify: shows a message about a non-fatal event, such as a replaced process; None logs a warning.
@@ -98,7 +98,7 @@ class Cluster:
             raise PlacementError(f"placement: the name {TASKS!r} is reserved by flowrl; rename the pool or role")
         self.notify = notify or _log.warning
         """Shows the user a message. Programs with a progress display replace this function."""
-        self._backend: Backend = InlineBackend() if self._inline else _make_ray_backend(address, self._notify)
+        self._backend: Backend = InlineBackend() if self._inline else _make_ray_backend(address, self._notify, prepare)
         self.calls = Calls(self._backend, call_timeout_s, self._notify)
         self._failure_groups: dict[str, FailureGroup] = {}
         self._restarts = restarts
@@ -307,7 +307,7 @@ class Cluster:
 _TASK_POOL = PoolPlan(TASKS, (Slot(TASKS, 0, 0, 0, device=-1),))
 
 
-def _make_ray_backend(address: str | None, notify: Callable[[str], None]) -> Backend:
+def _make_ray_backend(address: str | None, notify: Callable[[str], None], prepare: tuple[str, ...]) -> Backend:
     from flowrl.controller.backends.ray_backend import RayBackend  # noqa: PLC0415 (lazy: inline runs need no ray)
 
-    return RayBackend(address, notify)
+    return RayBackend(address, notify, prepare)

@@ -115,6 +115,7 @@ def _cluster(config: OnPolicyConfig) -> Cluster:
         roles=tuple(roles),
         dedicated=config.dedicated_roles(),
         num_threads=config.threads,
+        prepare=("flowrl.workers",),
         call_timeout_s=config.call_timeout_s,
     )
 

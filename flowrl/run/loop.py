@@ -106,7 +106,7 @@ class Run:
             roles=type(config).roles,
             dedicated=config.dedicated_roles(),
             num_threads=config.threads,
-            prepare=("flowrl.run.advantages",),
+            prepare=("flowrl.run.advantages", "flowrl.workers"),
             call_timeout_s=config.call_timeout_s,
             notify=self._progress.say,
         )

@@ -173,7 +173,9 @@ def _is_alive(process: psutil.Process) -> bool:
 class RayBackend:
     """Runs hosts as Ray actors on a local Ray, or on the cluster at `address`."""
 
-    def __init__(self, address: str | None, notify: Callable[[str], None]) -> None:
+    def __init__(self, address: str | None, notify: Callable[[str], None], prepare: tuple[str, ...] = ()) -> None:
+        """`prepare` lists modules that the fork server imports."""
+        self._prepare = prepare
         self._hosts: dict[tuple[str, int], Any] = {}  # Any: ray.actor.ActorHandle, whose methods Ray does not type
         self._methods: dict[
             tuple[str, int, bool], Any
@@ -187,7 +189,7 @@ class RayBackend:
 
     def reserve(self, pools: Sequence[PoolPlan], kind: str) -> None:
         if self._forks(kind):
-            fork_server()  # starts it early: its imports run while Ray starts
+            fork_server(self._prepare)  # starts it early: its imports run while Ray starts
         self._nodes.connect(sum(len(pool.slots) for pool in pools))
         for pool in pools:
             self._nodes.reserve(pool, kind)

@@ -19,33 +19,36 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import numpy as np
 
 from flowrl.controller.host.fork_client import die_with_parent, set_parent_death_signal
 
-PRELOADED = ("flowrl.controller.host.host", "flowrl.workers")
-"""Modules that the server imports before it forks."""
+PRELOADED = ("flowrl.controller.host.host",)
+"""Modules that every server imports before it forks."""
 
 _CLIENT = Path(__file__).with_name("fork_client.py")
 _BACKLOG = 1024
-_START = "import sys; sys.path[:] = {path!r}; from flowrl.controller.host.fork_server import main; main({listener})"
+_START = "import sys; sys.path[:] = {path!r}; from flowrl.controller.host.fork_server import main; main({listener}, {modules})"
 
 
 class ForkServer:
-    """Starts a fork server, which exits when this process ends, even if this process is killed."""
+    """Starts a fork server, which exits when this process ends, even if this process is killed.
 
-    def __init__(self) -> None:
+    The server imports `modules` before it forks.
+    """
+
+    def __init__(self, modules: tuple[str, ...] = ()) -> None:
         # Other users cannot access the temporary folder.
         self._folder = tempfile.TemporaryDirectory(prefix="flowrl-")
         self._path = Path(self._folder.name) / "fork"
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(str(self._path))
             listener.listen(_BACKLOG)  # clients wait in the backlog while the server imports
-            code = _START.format(path=sys.path, listener=listener.fileno())
+            code = _START.format(path=sys.path, listener=listener.fileno(), modules=(*PRELOADED, *modules))
             # The server must not start OpenMP threads. Workers set their own number of threads.
             environment = {"OMP_NUM_THREADS": "1"} | os.environ
             self._process = subprocess.Popen(
@@ -70,10 +73,15 @@ class ForkServer:
         self._folder.cleanup()
 
 
-@cache
-def fork_server() -> ForkServer:
-    """Returns the fork server of this process, started by the first call."""
-    return ForkServer()
+_server: ForkServer | None = None
+
+
+def fork_server(modules: tuple[str, ...] = ()) -> ForkServer:
+    """Returns the fork server of this process. The first call starts it with `modules`."""
+    global _server
+    if _server is None:
+        _server = ForkServer(modules)
+    return _server
 
 
 @dataclass(frozen=True)
@@ -84,9 +92,9 @@ class _ForkRequest:
     output: tuple[int, ...]
 
 
-def main(listener: int) -> None:
+def main(listener: int, modules: Sequence[str]) -> None:
     """Runs the server. Each forked process returns from the server loop and runs the requested program."""
-    for name in PRELOADED:
+    for name in modules:
         importlib.import_module(name)
     # Without this, the garbage collector would write to shared pages and thereby copy them.
     gc.collect()

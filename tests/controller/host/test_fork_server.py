@@ -32,9 +32,13 @@ sys.exit(3)
 """
 
 
+PREPARED = "flowrl.rewards.final_number"
+"""Module that the test's server imports in addition."""
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
-    server = ForkServer()
+    server = ForkServer((PREPARED,))
     yield server
     server.end()
 
@@ -73,7 +77,7 @@ def test_a_forked_process_equals_one_started_by_python(server: ForkServer, progr
     assert output == "output\n" and errors == "errors\n"
     parent = psutil.Process(facts["parent"])
     assert parent.ppid() == os.getpid()
-    assert {"torch", *PRELOADED} <= set(facts["modules"]) and "ray" not in facts["modules"]
+    assert {"torch", PREPARED, *PRELOADED} <= set(facts["modules"]) and "ray" not in facts["modules"]
 
 
 def test_the_server_has_one_thread_and_leaves_no_zombies(server: ForkServer, program: Path, tmp_path: Path) -> None:
