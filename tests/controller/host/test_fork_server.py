@@ -32,8 +32,8 @@ sys.exit(3)
 """
 
 
-PREPARED = "flowrl.rewards.final_number"
-"""Module that the test's server imports in addition."""
+PREPARED = "flowrl.workers"
+"""Module that the server of the tests imports in addition. It imports torch."""
 
 
 @pytest.fixture(scope="module")
