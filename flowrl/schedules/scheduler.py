@@ -528,10 +528,6 @@ class Scheduler:
         train_versions = [self._next_train_version(queue, num_running=0) for queue in queues]
         return version is not None and any(train is not None and train - version > limit for train in train_versions)
 
-    def running_groups(self, replica: int) -> tuple[int, ...]:
-        """Returns the groups that a replica is generating, in the order of admission."""
-        return tuple(sorted(self._replicas[replica].running))
-
     def replica_version(self, replica: int) -> int | None:
         """Returns a replica's weight version after all submitted updates, or None for a new process without weights."""
         return self._replicas[replica].version

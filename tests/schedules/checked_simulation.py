@@ -108,6 +108,6 @@ class CheckedSimulation(Simulation):
         untrained = set(self.scheduler.untrained)
         assert len(untrained) == num_live
         for rank, running in enumerate(self.running):
-            assert set(self.scheduler.running_groups(rank)) == running & untrained
+            assert self.scheduler._replicas[rank].running == running & untrained
         if not self.limits.overprovision:
             assert not counts.dropped["stale"]
