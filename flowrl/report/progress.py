@@ -205,7 +205,7 @@ class LiveProgress:
             del parts[-2]
         return "  ".join(parts)
 
-    def say(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         self.console.print(Text(text))
 
     def close(self) -> None:

@@ -172,19 +172,19 @@ def _value(result: Any) -> Any:  # Any: a value or a future
 def _columns(batch: Batch, config: AdvantageConfig, actor: ActorConfig) -> tuple[list[str], list[str]]:
     """Returns the columns that `compute_columns` reads and writes. Raises UserError if the batch lacks one of them."""
     inputs = advantage_estimators.inputs(advantage_estimators.load(config.estimator))
-    wanted = [ESTIMATOR_COLUMNS[name] for name in inputs if name != "importance_weights"]
+    required = [ESTIMATOR_COLUMNS[name] for name in inputs if name != "importance_weights"]
     if isinstance(config, GdpoAdvantage):
-        wanted = [*(name for name in wanted if name != "scores"), *config.reward_columns]
+        required = [*(name for name in required if name != "scores"), *config.reward_columns]
     else:
-        wanted.append("scores")
+        required.append("scores")
     if config.shaping:  # shaped scores are an argument, not a column
-        wanted = [name for name in wanted if name != "scores"]
+        required = [name for name in required if name != "scores"]
     if config.kl_penalty is not None:
-        wanted += ["old_logprobs", "ref_logprobs"]
+        required += ["old_logprobs", "ref_logprobs"]
     writes = ["token_rewards", "advantages"]
     writes += ["returns"] if "values" in inputs else []
     writes += ["shaped_scores"] if config.shaping else []
-    reads = _select(batch, ["response_mask", *wanted], f"algorithm.estimator {config.estimator}")
+    reads = _select(batch, ["response_mask", *required], f"algorithm.estimator {config.estimator}")
     if config.applied_correction is not None:
         reads += _select(batch, ["old_logprobs", "rollout_logprobs"], "algorithm.correction")
         writes += ["loss_weights", "loss_mask"]

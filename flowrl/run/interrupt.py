@@ -32,13 +32,13 @@ class Interruption:
     Python handles signals only on the main thread, so a run on another thread cannot be interrupted.
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        """`say` prints a line for the user. It is called on a separate thread."""
+    def __init__(self, notify: Callable[[str], None]) -> None:
+        """`notify` prints a line for the user. It is called on a separate thread."""
         self.signal: signal.Signals | None = None
         """First signal that was received, or None."""
         self.progress = "before the first step; nothing was saved"
         """Last step and folder of the results, for the message of `Interrupted`."""
-        self._say = say
+        self._notify = notify
         self._action: str | None = None
         self._received_s = 0.0
         self._previous: dict[signal.Signals, Any] = {}  # Any: as signal.getsignal returns it
@@ -77,7 +77,7 @@ class Interruption:
 
     def _print_lines(self) -> None:
         while (line := self._lines.get()) is not None:
-            self._say(line)
+            self._notify(line)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

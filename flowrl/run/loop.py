@@ -80,15 +80,17 @@ class Run:
             resources.enter_context(folder_lock(config.output))
             self._resumed = find_checkpoint(config)
             self._progress = resources.enter_context(LiveProgress(config.steps))
-            self._interruption = resources.enter_context(Interruption(self._progress.say))
+            self._interruption = resources.enter_context(Interruption(self._progress.notify))
             restarts = current_policy()
-            self._progress.say(restarts.pop_message() or f"starting {', '.join(type(config).roles)} ({config.backend})")
-            self._watch = RolloutWatch(config, self._progress.say)
+            self._progress.notify(
+                restarts.pop_message() or f"starting {', '.join(type(config).roles)} ({config.backend})"
+            )
+            self._watch = RolloutWatch(config, self._progress.notify)
             # Runs after the cluster is closed, because workers may write until then.
             resources.callback(remove_temporary_files, config.output)
             resources.callback(Checkpoints(config.output).remove_unfinished)
             self.cluster = resources.enter_context(restarts.cluster(config, self._start_cluster, self._interruption))
-            self.cluster.notify = self._progress.say
+            self.cluster.notify = self._progress.notify
             self._interruption.install()  # Ray has installed its own handlers
             check_engines(config, self.cluster.plan)
             self._weight_sync = WeightSync(config, self.cluster.plan)
@@ -108,7 +110,7 @@ class Run:
             num_threads=config.threads,
             prepare=("flowrl.run.advantages", "flowrl.workers"),
             call_timeout_s=config.call_timeout_s,
-            notify=self._progress.say,
+            notify=self._progress.notify,
         )
 
     def _open_folder(self, resources: ExitStack) -> None:
@@ -143,7 +145,7 @@ class Run:
         queue = PromptQueue(prompts, config.samples_per_prompt)
         routes = trainer_routes(config, self.cluster.plan)
         context = RolloutContext(
-            config, rollout, queue, self._weight_sync, self.cluster.calls, self._progress.say, routes
+            config, rollout, queue, self._weight_sync, self.cluster.calls, self._progress.notify, routes
         )
         self._source = make_rollout_source(context)
         self._saver.add_buffer(self._source)
@@ -236,7 +238,7 @@ class Run:
         self._evaluations.restore(state["outcomes"])
         self._peak_mb = state["peak_mb"]
         self.started_s -= state["seconds"]
-        self._progress.say(f"resuming from step {self._step}")
+        self._progress.notify(f"resuming from step {self._step}")
         self._interruption.progress = f"after step {self._step} of {self.config.steps}; results: {self.folder.path}"
 
     @cached_property
@@ -317,7 +319,7 @@ class Run:
     def _evaluate_untrained(self) -> None:
         evaluation = self._evaluations.evaluation
         if evaluation is not None:
-            self._progress.say(f"baseline evaluation on {evaluation.num_rows} held-out {evaluation.unit}")
+            self._progress.notify(f"baseline evaluation on {evaluation.num_rows} held-out {evaluation.unit}")
         self._evaluate()
         if self._evaluations.results:
             self._metrics.write(0, self._evaluations.results[-1].metrics)
@@ -392,7 +394,7 @@ class Run:
             if error is not None:
                 self._write_partial_results()
         except OSError as lost:  # not raised, because the first error is reported; the disk may be full
-            self._progress.say(f"the results in {self.folder.path} are incomplete: {lost}")
+            self._progress.notify(f"the results in {self.folder.path} are incomplete: {lost}")
         finally:
             self._resources.__exit__(kind, error, trace)
 

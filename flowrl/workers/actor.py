@@ -175,7 +175,7 @@ class Actor(TrainedWorker):
         With `num_subsets`, returns all columns of every `num_subsets`-th weight instead, starting at weight `subset`.
         """
         return weight_samples(
-            self.model, version, subset=subset, num_subsets=num_subsets, dtype=_dtype(dtype), wanted=self.rank == 0
+            self.model, version, subset=subset, num_subsets=num_subsets, dtype=_dtype(dtype), is_receiver=self.rank == 0
         )
 
     @register(Dispatch.RANK_ZERO, blocking=False, memory=())
@@ -242,10 +242,10 @@ class Actor(TrainedWorker):
     def _check_columns(self, batch: TensorDict) -> None:
         """Raises UserError if the batch lacks a column that the loss reads."""
         inputs = policy_losses.inputs(self._loss)
-        wanted = {name: f"loss {self.config.loss.kind}" for name in policy_losses.keywords if name in inputs}
+        required = {name: f"loss {self.config.loss.kind}" for name in policy_losses.keywords if name in inputs}
         if self.config.kl_loss_coef:
-            wanted["ref_logprobs"] = "kl_loss_coef"
-        for name, setting in wanted.items():
+            required["ref_logprobs"] = "kl_loss_coef"
+        for name, setting in required.items():
             if name not in batch["tokens"].keys():  # noqa: SIM118 (a TensorDict)
                 source = "reference.logprobs" if name == "ref_logprobs" else "flowrl.run.advantages.Advantages"
                 raise UserError(

@@ -63,8 +63,8 @@ class PolicyModel(SequenceShardable):
         if pack is None:
             return self._run_rows(input_ids_BL, mask_BL, temperature, entropy, None)
         # In a pack, the token before a row's first token belongs to another row.
-        wanted_1T = pack.pack(mask_BL) & (pack.positions_T > 0)
-        flat = self._run_rows(pack.pack(input_ids_BL), wanted_1T, temperature, entropy, pack)
+        mask_1T = pack.pack(mask_BL) & (pack.positions_T > 0)
+        flat = self._run_rows(pack.pack(input_ids_BL), mask_1T, temperature, entropy, pack)
         logprobs_BL, entropy_BL = (pack.unpack(x_1T, input_ids_BL.shape)[:, 1:] for x_1T in flat)
         return nn.functional.pad(logprobs_BL, (1, 0)), nn.functional.pad(entropy_BL, (1, 0))
 
@@ -76,8 +76,8 @@ class PolicyModel(SequenceShardable):
             return self._reduce(hidden_BlD, input_ids_BL, mask_BL, temperature, entropy)
         # The last state of a sequence shard predicts the first token of the next shard.
         hidden_BlD = nn.functional.pad(hidden_BlD, (0, 0, 0, 1))
-        targets_Bl, wanted_Bl = (local_targets(x_BL, self.sequence_sharding) for x_BL in (input_ids_BL, mask_BL))
-        shards = self._reduce(hidden_BlD, targets_Bl, wanted_Bl, temperature, entropy)
+        targets_Bl, mask_Bl = (local_targets(x_BL, self.sequence_sharding) for x_BL in (input_ids_BL, mask_BL))
+        shards = self._reduce(hidden_BlD, targets_Bl, mask_Bl, temperature, entropy)
         length = input_ids_BL.shape[1]
         logprobs_BL, entropy_BL = (
             gather_sequence(x_Bl[:, 1:], length, self.sequence_sharding)[:, :-1] for x_Bl in shards
@@ -85,7 +85,7 @@ class PolicyModel(SequenceShardable):
         return nn.functional.pad(logprobs_BL, (1, 0)), nn.functional.pad(entropy_BL, (1, 0))
 
     def _reduce(
-        self, hidden_BlD: Tensor, targets_Bl: Tensor, wanted_Bl: Tensor, temperature: float, entropy: str
+        self, hidden_BlD: Tensor, targets_Bl: Tensor, mask_Bl: Tensor, temperature: float, entropy: str
     ) -> tuple[Tensor, Tensor]:
         head = self.language_model.get_output_embeddings()
         assert isinstance(head, nn.Linear)
@@ -97,7 +97,7 @@ class PolicyModel(SequenceShardable):
                 logits_BlV = softcap * torch.tanh(logits_BlV / softcap)
             return _from_logits(logits_BlV, targets_Bl, temperature, entropy)
         weight, bias = head_weights(head, self.sequence_sharding)
-        weights = (weight, targets_Bl, wanted_Bl)
+        weights = (weight, targets_Bl, mask_Bl)
         options = {"bias": bias, "temperature": temperature, "softcap": softcap}
         if entropy == "none":
             logprobs_Bl = logprobs_from_hidden(hidden_BlD, *weights, **options)

@@ -110,7 +110,7 @@ class Hosts:
         for host in others:
             self._await(host)
         self._await_nodes(address)
-        _say(f"{len(self._names)} nodes at {address}: {', '.join(self._names)}")
+        _report(f"{len(self._names)} nodes at {address}: {', '.join(self._names)}")
         return address
 
     def _connect(self, name: str, arguments: Sequence[str]) -> _Host:
@@ -166,7 +166,7 @@ class Hosts:
         for host in self._hosts:
             if host.connection.poll() is not None and host.name not in self._ended:
                 self._ended.add(host.name)
-                _say(f"the node on host {host.name} has ended: {host.last_line()}")
+                _report(f"the node on host {host.name} has ended: {host.last_line()}")
 
     def __enter__(self) -> Self:
         return self
@@ -183,7 +183,7 @@ class Hosts:
             try:
                 host.connection.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                _say(
+                _report(
                     f"host {host.name} did not respond within {_END_TIMEOUT_S:.0f} s: check it for remaining "
                     "ray processes"
                 )
@@ -226,7 +226,7 @@ def _check_is_local(address: str, name: str) -> None:
         ) from None
 
 
-def _say(text: str) -> None:
+def _report(text: str) -> None:
     sys.stderr.write(f"flowrl: {text}\n")
 
 

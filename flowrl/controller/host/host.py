@@ -78,7 +78,7 @@ class Host:
         self._state_ids: dict[str, int] = {}
         self._state_methods: dict[str, set[str]] = {}
         """Role -> methods that have set state of its worker."""
-        self._residency = ResidentWorker(self._workers)
+        self._resident = ResidentWorker(self._workers)
         self.address = "127.0.0.1"
         self.replaced = False
 
@@ -128,7 +128,7 @@ class Host:
             replaced=self.replaced,
             can_offload=construction.can_offload,
         )
-        self._residency.offload_all()
+        self._resident.offload_all()
         worker.__init__(*construction.args, **construction.kwargs)
         self._workers[construction.role], self._attempts[construction.role] = worker, construction.attempt
         self._state_ids[construction.role] = 0
@@ -144,7 +144,7 @@ class Host:
             arguments, payloads = _read_arguments(request, objects)
             started_ns = time.time_ns()
             if request.contract.memory != ():
-                self._residency.activate(request.role, request.contract.memory)
+                self._resident.activate(request.role, request.contract.memory)
             result = _run_method(self._workers[request.role], request, arguments, payloads)
             ended_ns = time.time_ns()
             value, description = _pack_result(result, list(payloads.values()), request)
@@ -157,7 +157,7 @@ class Host:
         """Offloads all workers of the process. Raises `WorkerError` with `role` and `rank`."""
         with _as_worker_error(role, rank, node, "evict"):
             started_ns = time.time_ns()
-            self._residency.offload_all()
+            self._resident.offload_all()
             return None, _simple_report(started_ns)
 
     def lacks(self, constructions: Sequence[Construction]) -> bool:

@@ -167,13 +167,13 @@ def plan(
     Raises:
         PlacementError: the placement is inconsistent or does not fit the inventory.
     """
-    wanted = _wanted_roles(placement, roles)
-    pools = _wanted_pools(placement, wanted)
+    selected = _selected_roles(placement, roles)
+    pools = _used_pools(placement, selected)
     counts = {name: _counts(name, placement.pools[name], inventory) for name in pools}
-    slots = _split_shared_devices(_pack(counts, inventory), wanted, dedicated)
+    slots = _split_shared_devices(_pack(counts, inventory), selected, dedicated)
     pool_plans = {name: PoolPlan(name, slots[name]) for name in pools}
     role_plans, dedicated_plans = {}, {}
-    for role, role_placement in wanted.items():
+    for role, role_placement in selected.items():
         chosen = _role_slots(role, role_placement, slots)
         mesh = _mesh(role, role_placement, len(chosen))
         role_plans[role] = RolePlan(role, role_placement.pool, chosen, mesh)
@@ -185,12 +185,12 @@ def plan(
 
 
 def _split_shared_devices(
-    slots: Mapping[str, tuple[Slot, ...]], wanted: Mapping[str, RolePlacement], dedicated: Collection[str]
+    slots: Mapping[str, tuple[Slot, ...]], selected: Mapping[str, RolePlacement], dedicated: Collection[str]
 ) -> dict[str, tuple[Slot, ...]]:
     """Sets `num_devices` of each slot on a shared device to 1 / number of processes on the device."""
     users: Counter[Slot] = Counter()
     pool_slots = set()
-    for role, role_placement in wanted.items():
+    for role, role_placement in selected.items():
         chosen = _role_slots(role, role_placement, slots)
         if role in dedicated:
             users.update(chosen)
@@ -240,7 +240,7 @@ def _dedicate_processes(planned: RolePlan, kind: str) -> RolePlan:
     return replace(planned, slots=tuple(slots), mesh=replace(mesh, tp=1), num_tp_devices=mesh.tp)
 
 
-def _wanted_roles(placement: Placement, roles: Sequence[str] | None) -> dict[str, RolePlacement]:
+def _selected_roles(placement: Placement, roles: Sequence[str] | None) -> dict[str, RolePlacement]:
     if roles is None:
         return {role: placement.role(role) for role in placement.roles}
     for role in placement.roles:
@@ -254,7 +254,7 @@ def _wanted_roles(placement: Placement, roles: Sequence[str] | None) -> dict[str
     return {role: placement.role(role) for role in roles}
 
 
-def _wanted_pools(placement: Placement, wanted: Mapping[str, RolePlacement]) -> list[str]:
+def _used_pools(placement: Placement, selected: Mapping[str, RolePlacement]) -> list[str]:
     role_placements = {role: placement.role(role) for role in placement.roles}
     for role, role_placement in role_placements.items():
         for part in role_placement.parts:
@@ -267,7 +267,7 @@ def _wanted_pools(placement: Placement, wanted: Mapping[str, RolePlacement]) -> 
     for name in placement.pools:
         if name not in named:
             raise PlacementError(f"placement.pools.{name} has no role: remove it, or use it in placement.roles")
-    used = {part.pool for role_placement in wanted.values() for part in role_placement.parts}
+    used = {part.pool for role_placement in selected.values() for part in role_placement.parts}
     return [name for name in placement.pools if name in used]
 
 
@@ -334,11 +334,11 @@ def _pack(counts: Mapping[str, Sequence[int]], inventory: Inventory) -> dict[str
     """Allocates each count of each pool on the next node with enough free devices."""
     used = [0] * len(inventory.nodes)
     packed = {}
-    for name, wanted in counts.items():
+    for name, per_node in counts.items():
         slots: list[Slot] = []
         node = -1
-        for count in wanted:
-            node = _first_node_with_free_devices(name, wanted, count, used, node + 1, inventory)
+        for count in per_node:
+            node = _first_node_with_free_devices(name, per_node, count, used, node + 1, inventory)
             first = used[node]
             slots += [Slot(name, len(slots) + i, node, i, first + i) for i in range(count)]
             used[node] += count
@@ -347,19 +347,19 @@ def _pack(counts: Mapping[str, Sequence[int]], inventory: Inventory) -> dict[str
 
 
 def _first_node_with_free_devices(
-    name: str, wanted: Sequence[int], count: int, used: Sequence[int], start: int, inventory: Inventory
+    name: str, per_node: Sequence[int], count: int, used: Sequence[int], start: int, inventory: Inventory
 ) -> int:
     for node in range(start, len(used)):
         if not inventory.bounded or used[node] + count <= inventory.nodes[node]:
             return node
-    if len(wanted) > len(used):
+    if len(per_node) > len(used):
         raise PlacementError(
-            f"placement.pools.{name} is {_text(wanted)}, with counts for {len(wanted)} nodes, but there are "
+            f"placement.pools.{name} is {_text(per_node)}, with counts for {len(per_node)} nodes, but there are "
             f"{len(used)}: remove counts"
         )
     in_use = f", of which other pools use {_text(used)}" if any(used) else ""
     raise PlacementError(
-        f"placement.pools.{name} is {_text(wanted)}, more than the available devices: the nodes have "
+        f"placement.pools.{name} is {_text(per_node)}, more than the available devices: the nodes have "
         f"{_text(inventory.nodes)} {inventory.kind} devices{in_use}; make the pool smaller"
     )
 

@@ -120,7 +120,7 @@ def weight_samples(
     subset: int = 0,
     num_subsets: int | None = None,
     dtype: torch.dtype | None = None,
-    wanted: bool = True,
+    is_receiver: bool = True,
 ) -> WeightSamples:
     """Returns samples of the model's weights. All ranks of a sharded model must call this together.
 
@@ -130,7 +130,7 @@ def weight_samples(
         subset, num_subsets: with `num_subsets`, samples all columns of every `num_subsets`-th weight, from weight
             `subset` on.
         dtype: dtype to which floating-point weights are cast. None keeps their dtype.
-        wanted: True returns the result on this rank. False only takes part in the all-gathers.
+        is_receiver: True returns the result on this rank. False only takes part in the all-gathers.
     """
     weights = model_weights(model)
     names = list(weights) if num_subsets is None else list(weights)[subset::num_subsets]
@@ -143,7 +143,7 @@ def weight_samples(
         visit = version // max(1, len(names) // len(chosen))
         inputs = chosen_inputs(width, visit) if num_subsets is None else list(range(width))
         values = _columns(weights[name], dim, inputs, dtype).detach()
-        if wanted:
+        if is_receiver:
             is_bfloat16 = values.dtype == torch.bfloat16
             bits = (values.view(torch.int16) if is_bfloat16 else values).cpu().clone().numpy()
             samples.append(WeightSample(name, kind, tuple(inputs), bits, is_bfloat16))
