@@ -71,13 +71,13 @@ def check_context(tokenizer: ChatTokenizer, num_tokens: int, setting: str) -> No
 class Examples:
     """Tokenized conversations for supervised fine-tuning. Raises DataError if a conversation is invalid or too long."""
 
-    def __init__(self, path: Path, model: Path, *, max_tokens: int, max_rows: int | None = None) -> None:
-        """Reads the first `max_rows` conversations of a JSON-lines file, or all if `max_rows` is None."""
+    def __init__(self, path: Path, model: Path, *, max_tokens: int, max_examples: int | None = None) -> None:
+        """Reads the first `max_examples` conversations of a JSON-lines file, or all if `max_examples` is None."""
         tokenizer = ChatTokenizer(model)
         check_context(tokenizer, max_tokens, "data.max_prompt_tokens")
         self._ids: list[list[int]] = []
         self._masks: list[list[bool]] = []
-        for conversation in read_conversations(path, last="assistant")[:max_rows]:
+        for conversation in read_conversations(path, last="assistant")[:max_examples]:
             ids, mask = tokenizer.encode_example(conversation.messages)
             if len(ids) > max_tokens:
                 raise DataError(

@@ -129,9 +129,9 @@ class PromptQueue:
     def __len__(self) -> int:
         return len(self._prompts)
 
-    def state(self, untrained: Iterable[int]) -> dict[str, Any]:
-        """Returns the state for a checkpoint. `untrained` are indices that were popped but not trained."""
-        return self._prompts.state() | {"untrained": [*untrained, *self._requeued]}
+    def state(self, pending: Iterable[int]) -> dict[str, Any]:
+        """Returns the state for a checkpoint. `pending` are indices that were popped but not trained."""
+        return self._prompts.state() | {"untrained": [*pending, *self._requeued]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores the result of `state`. The untrained indices are popped first."""

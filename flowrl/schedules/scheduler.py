@@ -265,7 +265,7 @@ class Scheduler:
         The version of incomplete groups is None.
         """
         indices = {id(queue): index for index, queue in enumerate(self._queues)}
-        queues = [(self._queue_of[group], group) for group in self.untrained]
+        queues = [(self._queue_of[group], group) for group in self.pending_groups]
         states = [(indices[id(queue)], queue.live[group]) for queue, group in queues]
         return [(index, state.version if state.is_complete else None) for index, state in states]
 
@@ -295,7 +295,7 @@ class Scheduler:
         return len(self._queues)
 
     @property
-    def untrained(self) -> tuple[int, ...]:
+    def pending_groups(self) -> tuple[int, ...]:
         """Admitted groups that are neither trained nor dropped, in the order of admission."""
         return tuple(sorted(self._queue_of))
 

@@ -397,7 +397,7 @@ class StreamingRollouts:
 
     def _forget_dropped(self) -> None:
         """Frees the rows and prompt indices of dropped groups."""
-        live = set(self._scheduler.untrained)
+        live = set(self._scheduler.pending_groups)
         # An abort names groups by prompt index, so the index is needed until the abort is submitted.
         running = {group for replica in self._replicas for group in replica.groups}
         self._prompts = {group: index for group, index in self._prompts.items() if group in live | running}
@@ -435,13 +435,13 @@ class StreamingRollouts:
     # Checkpoints.
 
     def state(self) -> Mapping[str, Any]:
-        indices = [self._prompts[group] for group in self._scheduler.untrained]
+        indices = [self._prompts[group] for group in self._scheduler.pending_groups]
         pending = {"groups": self._scheduler.snapshot(), "num_queues": self._scheduler.num_queues}
         return self._context.prompts.state(indices) | pending
 
     def rows(self) -> Batch | None:
         """Returns the rows of complete groups. A resumed run generates all other groups again."""
-        complete = [group for group in self._scheduler.untrained if group in self._complete]
+        complete = [group for group in self._scheduler.pending_groups if group in self._complete]
         if not complete:
             return None
         keys = self._context.prompts.make_batch(self._prompts[group] for group in complete).select(*IDENTITY)

@@ -19,7 +19,7 @@ def train(config: SFTConfig) -> dict[str, Any]:
     data = config.data
     examples = Examples(data.train, config.model.path, max_tokens=data.max_prompt_tokens)
     held_out = data.test and Examples(
-        data.test, config.model.path, max_tokens=data.max_prompt_tokens, max_rows=data.evaluation_rows
+        data.test, config.model.path, max_tokens=data.max_prompt_tokens, max_examples=data.evaluation_rows
     )
     policy = ActorConfig(model=config.model, optimizer=config.optimizer, lora=config.lora, engine=config.engine)
     with Run(config) as run:

@@ -18,9 +18,9 @@ SCORES = st.one_of(
 
 
 @st.composite
-def grouped_rows(draw: st.DrawFn, min_rows: int = 1, max_rows: int = 12) -> tuple[Tensor, Tensor]:
+def grouped_rows(draw: st.DrawFn, min_rows: int = 1, max_num_rows: int = 12) -> tuple[Tensor, Tensor]:
     """(float64 scores [B], int64 groups [B]): ids are arbitrary, groups of any size and in any order."""
-    rows = draw(st.integers(min_rows, max_rows))
+    rows = draw(st.integers(min_rows, max_num_rows))
     scores = draw(st.lists(SCORES, min_size=rows, max_size=rows))
     groups = draw(st.lists(st.sampled_from([-3, 0, 7, 10**12]), min_size=rows, max_size=rows))
     return torch.tensor(scores, dtype=torch.float64), torch.tensor(groups)
@@ -35,9 +35,9 @@ def masks(draw: st.DrawFn, rows: int, max_positions: int = 5) -> Tensor:
 
 
 @st.composite
-def token_tensors(draw: st.DrawFn, count: int, max_rows: int = 6, max_positions: int = 7) -> tuple[Tensor, ...]:
+def token_tensors(draw: st.DrawFn, count: int, max_num_rows: int = 6, max_positions: int = 7) -> tuple[Tensor, ...]:
     """`count` float64 tensors [B, T] of normal numbers, and a mask last."""
-    mask = draw(masks(draw(st.integers(0, max_rows)), max_positions))
+    mask = draw(masks(draw(st.integers(0, max_num_rows)), max_positions))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     return *torch.randn(count, *mask.shape, generator=generator, dtype=torch.float64), mask
 

@@ -17,7 +17,7 @@ def figures(repeats: int) -> list[Figure]:
         fresh[f"c{number}"] = Batch.from_columns({"x": np.arange(ROWS)})
     order = np.random.default_rng(0).permutation(ROWS)
     mask = order % 2 == 0
-    found = []
+    results = []
     for name, batch in (("", fresh), (", shuffled before", fresh.reorder(order))):
         edits: dict[str, Callable[[], object]] = {
             "select": lambda b=batch: b.select("c0", "c7"),
@@ -29,5 +29,5 @@ def figures(repeats: int) -> list[Figure]:
             "concat with itself": lambda b=batch: Batch.concat([b, b]),
         }
         for edit, call in edits.items():
-            found.append(alone(f"{edit}, a million rows in 16 blocks{name}", "ms", median_ms(call, repeats), 50))
-    return found
+            results.append(alone(f"{edit}, a million rows in 16 blocks{name}", "ms", median_ms(call, repeats), 50))
+    return results

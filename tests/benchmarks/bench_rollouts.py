@@ -1,7 +1,8 @@
-"""Model and baselines of the rollout benchmarks: rows have chosen lengths, and the engines run without flowrl.
+"""Model, baselines and timed functions of the rollout benchmark.
 
-The model counts down: a row says the numbers below the last token of its prompt, down to the end token. Its attention
-and its MLPs run as any model's and add nothing, so that both sides say the same tokens and have the same lengths.
+The model generates token i after token i + 1, so each response counts down from the last token of its prompt to the end
+token. The outputs of attention and MLPs are 0, but they are computed. flowrl and the baseline therefore generate the
+same tokens, in responses of chosen lengths.
 """
 
 import time
@@ -22,25 +23,25 @@ from flowrl.engines.rollout.hf.engine import HfRollout
 from flowrl.workers import Rollout
 
 END, FIRST, LAST = 1, 2, 1023
-"""Tokens: what ends a row, and the numbers that prompts are made of; 0 fills up."""
+"""End token, and the smallest and largest token of a prompt. Token 0 is padding."""
 
 PEAK = 32.0
-"""Logit of the number that comes next; those of the others are a few around 0."""
+"""Logit of the next token. All other logits are close to 0."""
 
 SIZES = {"1M": (128, 4, 4, 1024), "26M": (512, 7, 8, 4096)}
-"""Width, layers, heads (of 32 and 64) and vocabulary."""
+"""Name -> width, number of layers, number of heads (of width 32 and 64), and vocabulary size."""
 
 Prompts = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
-class Taken:
+class Measurement:
     """Number of tokens and duration of one measurement."""
 
     tokens: int
     seconds: float
     cpu_s: float
-    """Of all threads of the process that generates; of a whole call the driver's too."""
+    """CPU time of all threads of the generating process. For a call through Ray, also of the driver."""
 
 
 def save_model(size: str, folder: Path) -> None:
@@ -83,11 +84,11 @@ def prompts_of(lengths: Sequence[int], seed: int) -> list[list[int]]:
     return [[*start, END + length] for start, length in zip(starts, lengths, strict=True)]
 
 
-def measured(call: Callable[[], int]) -> Taken:
+def measure(call: Callable[[], int]) -> Measurement:
     """Times a function that returns its number of tokens."""
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     tokens = call()
-    return Taken(tokens, time.perf_counter() - start_s, time.process_time() - start_cpu_s)
+    return Measurement(tokens, time.perf_counter() - start_s, time.process_time() - start_cpu_s)
 
 
 # Functions for `group.run`, which run in the workers' processes.
@@ -98,63 +99,63 @@ def processor_seconds(worker: Worker) -> float:
     return time.process_time()
 
 
-def ours(worker: Rollout, prompts: Prompts, seed: int) -> Taken:
+def engine_generate(worker: Rollout, prompts: Prompts, seed: int) -> Measurement:
     """Measures the engine without Ray."""
     row_N = torch.arange(len(prompts))
-    return measured(lambda: len(worker.engine.generate(prompts, row_N, torch.zeros_like(row_N), seed=seed).tokens))
+    return measure(lambda: len(worker.engine.generate(prompts, row_N, torch.zeros_like(row_N), seed=seed).tokens))
 
 
-def transformers_generate(worker: Rollout, prompts: Prompts, rows: int, limit: int) -> Taken:
+def transformers_generate(worker: Rollout, prompts: Prompts, rows: int, limit: int) -> Measurement:
     """Measures `model.generate` in batches of a fixed number of rows."""
     model: Any = worker.model
 
     def run() -> int:
         tokens = 0
         for first in range(0, len(prompts), rows):
-            part = prompts[first : first + rows]
-            width = max(map(len, part))
-            ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in part])
-            present = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in part])
-            said = model.generate(ids, attention_mask=present, do_sample=True, top_k=0, max_new_tokens=limit)
-            tokens += int((said[:, width:] != 0).sum())
+            batch = prompts[first : first + rows]
+            width = max(map(len, batch))
+            ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in batch])
+            present = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in batch])
+            output = model.generate(ids, attention_mask=present, do_sample=True, top_k=0, max_new_tokens=limit)
+            tokens += int((output[:, width:] != 0).sum())
         return tokens
 
-    return measured(run)
+    return measure(run)
 
 
-def decode_steps(worker: Rollout, rows: int, length: int, steps: int) -> dict[str, Taken]:
+def decode_steps(worker: Rollout, rows: int, length: int, steps: int) -> dict[str, Measurement]:
     """Times decode steps with prompts of `length` tokens: the sampler, and a bare forward pass with either cache."""
     model: Any = worker.model
     prompts, row_N = [[FIRST + row, *[LAST] * (length - 1)] for row in range(rows)], torch.arange(rows)
 
-    def sampler(limit: int) -> Taken:
+    def sampler(limit: int) -> Measurement:
         config = RolloutConfig(max_response_tokens=limit, max_num_seqs=rows)
         engine = HfRollout(model, worker.tokenizer.tokenizer, config)
-        return measured(lambda: len(engine.generate(prompts, row_N, torch.zeros_like(row_N), seed=0).tokens))
+        return measure(lambda: len(engine.generate(prompts, row_N, torch.zeros_like(row_N), seed=0).tokens))
 
-    def bare(cache: Any) -> Taken:
+    def bare(cache: Any) -> Measurement:
         with torch.no_grad():
             model(torch.tensor(prompts), past_key_values=cache, logits_to_keep=1)
-            fed = torch.full((rows, 1), FIRST)
+            token = torch.full((rows, 1), FIRST)
 
             def run() -> int:
                 for step in range(steps):
                     position = torch.full((1, 1), length + step)
-                    model(fed, past_key_values=cache, position_ids=position)
+                    model(token, past_key_values=cache, position_ids=position)
                 return rows * steps
 
-            return measured(run)
+            return measure(run)
 
-    first, whole = sampler(1), sampler(1 + steps)
+    first, total = sampler(1), sampler(1 + steps)
     return {
-        "ours": Taken(rows * steps, whole.seconds - first.seconds, whole.cpu_s - first.cpu_s),
+        "ours": Measurement(rows * steps, total.seconds - first.seconds, total.cpu_s - first.cpu_s),
         "DynamicCache": bare(DynamicCache(config=model.config)),
         "StaticCache": bare(StaticCache(config=model.config, max_cache_len=length + steps)),
     }
 
 
 class BareLlm(Worker):
-    """vLLM's `LLM` with the settings and the environment of our engine."""
+    """vLLM's `LLM` with the settings and the environment of flowrl's engine."""
 
     replicated = stateless = True
 
@@ -176,8 +177,8 @@ class BareLlm(Worker):
         )
 
 
-def llm_generate(worker: BareLlm, prompts: Prompts, limit: int, seed: int | None) -> Taken:
-    """Measures `LLM.generate`; with a seed, every request has its own seed like ours."""
+def llm_generate(worker: BareLlm, prompts: Prompts, limit: int, seed: int | None) -> Measurement:
+    """Measures `LLM.generate`; with a seed, every request has its own seed, as in flowrl."""
     from vllm import SamplingParams  # noqa: PLC0415 (only in this process)
 
     def run() -> int:
@@ -185,7 +186,8 @@ def llm_generate(worker: BareLlm, prompts: Prompts, limit: int, seed: int | None
         settings |= {"logprobs": 0, "detokenize": False}
         seeds = [seed * len(prompts) + row for row in range(len(prompts))] if seed is not None else []
         sampling = [SamplingParams(**settings, seed=row) for row in seeds] or SamplingParams(**settings)
-        said = worker.llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], sampling, use_tqdm=False)
-        return sum(len(row.outputs[0].token_ids) for row in said)
+        inputs: Any = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        outputs = worker.llm.generate(inputs, sampling, use_tqdm=False)
+        return sum(len(row.outputs[0].token_ids) for row in outputs)
 
-    return measured(run)
+    return measure(run)

@@ -17,7 +17,7 @@ ROWS, TOKENS = 512, 8192
 
 COLUMNS = ("a", "b", "c", "d")
 WIDE = tuple(f"c{i}" for i in range(8))
-"""Columns that eight calls made."""
+"""Columns of eight blocks, each of which is the result of one call."""
 
 Columns = dict[str, np.ndarray]
 
@@ -25,7 +25,7 @@ Columns = dict[str, np.ndarray]
 class Bench(Worker):
     """Methods without arguments, with small batches and with large batches."""
 
-    held_bytes = 0
+    private_before = 0
 
     @register(Dispatch.ONE_TO_ALL)
     def nothing(self) -> None:
@@ -59,17 +59,17 @@ class Bench(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def remember_memory(self) -> None:
-        self.held_bytes = private_bytes()
+        self.private_before = private_bytes()
 
     @register(Dispatch.DP_COMPUTE, blocking=False, reads=("a",))
     def growth(self, table: TensorDict) -> int:
         """Returns the growth of private bytes since `remember_memory`, after all values of a column have been read."""
         assert float(table["tokens", "a"].min()) == 1
-        return private_bytes() - self.held_bytes
+        return private_bytes() - self.private_before
 
 
-class Talking(Bench):
-    """Ranks with a process group, which wait for the inputs of all ranks."""
+class CollectiveBench(Bench):
+    """A class with collectives: each rank waits until the inputs of all ranks are available."""
 
     collective = True
 
@@ -98,20 +98,20 @@ class Raw:
 
     def read_ranges(self, ranges: Sequence[tuple[int, int]], *parts: Columns) -> None:
         """Concatenates rows of several objects."""
-        whole = {
+        columns = {
             name: np.concatenate(
                 [p[name][first * TOKENS : last * TOKENS] for p, (first, last) in zip(parts, ranges, strict=True)]
             )
             for name in COLUMNS
         }
-        self.read(whole)
+        self.read(columns)
 
-    def read_rows(self, rows: Sequence[np.ndarray], places: Sequence[np.ndarray], *parts: Columns) -> None:
-        """Gathers rows of several objects by index."""
-        whole = {}
+    def read_rows(self, rows: Sequence[np.ndarray], positions: Sequence[np.ndarray], *parts: Columns) -> None:
+        """Gathers rows of several objects: `rows` of each object become the rows at `positions` of the result."""
+        columns = {}
         for name in COLUMNS:
-            column = np.empty((sum(map(len, places)), TOKENS), dtype=np.float32)
-            for part, taken, at in zip(parts, rows, places, strict=True):
-                column[at] = part[name].reshape(-1, TOKENS)[taken]
-            whole[name] = column.reshape(-1)
-        self.read(whole)
+            column = np.empty((sum(map(len, positions)), TOKENS), dtype=np.float32)
+            for part, source, target in zip(parts, rows, positions, strict=True):
+                column[target] = part[name].reshape(-1, TOKENS)[source]
+            columns[name] = column.reshape(-1)
+        self.read(columns)

@@ -1,8 +1,8 @@
 """Cost of a checkpoint for its training step, compared with `torch.save` of the same tensors.
 
 `python -m tests.benchmarks.checkpoint [--table]` trains one step of a stack of linear layers with AdamW, saves it in
-turn synchronously, asynchronously and with `torch.save`, each through to the disk, and takes medians. The bytes of a
-save are weights and both moments in float32. Files of an earlier save are removed before the clock runs.
+turn synchronously, asynchronously and with `torch.save`, and prints medians. Each save ends with `fsync` and contains
+weights and both moments in float32. Files of earlier saves are removed before the time measurement.
 """
 
 import argparse
@@ -27,10 +27,10 @@ from flowrl.engines.train.engine import TrainEngine
 from tests.benchmarks.measure import Figure, alone, machine, table
 
 LAYERS = 144
-"""Twice as many tensors, about what a model of 100 million parameters has."""
+"""Number of linear layers. With weights and biases, about as many tensors as in a model of 100 million parameters."""
 
 STALL_BOUND = 0.25
-"""An asynchronous save holds up the step for this share of `torch.save` at most."""
+"""Largest time that an asynchronous save blocks the step, relative to `torch.save`."""
 
 
 def engine(num_parameters: float) -> TrainEngine:
@@ -47,13 +47,13 @@ def engine(num_parameters: float) -> TrainEngine:
 
 
 class Saves:
-    """Ways to save an engine. Each returns the seconds until its caller continues, and until the save is complete."""
+    """Methods that save an engine. Each returns the seconds that its caller is blocked, and those of the complete save."""
 
     def __init__(self, trained: TrainEngine, folder: Path) -> None:
         self._engine, self._folder = trained, folder
         self._checkpoints = EngineCheckpoints(trained)
         assert trained.optimizer is not None
-        moments = [value for of in trained.optimizer.state.values() for value in of.values()]
+        moments = [value for state in trained.optimizer.state.values() for value in state.values()]
         self._tensors = [tensor.detach().numpy() for tensor in [*trained.model.parameters(), *moments]]
         self._copies = [tensor.copy() for tensor in self._tensors]
 
@@ -98,14 +98,16 @@ class Saves:
         return done_s, done_s
 
 
-def measured(ways: dict[str, Callable[[], tuple[float, float]]], repeats: int) -> dict[str, list[tuple[float, float]]]:
-    """Runs every way once per round in rotating order. The first round is a warm-up."""
+def run_rounds(
+    methods: dict[str, Callable[[], tuple[float, float]]], repeats: int
+) -> dict[str, list[tuple[float, float]]]:
+    """Runs every method once per round in rotating order. The first round is a warm-up."""
     times: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-    names = list(ways)
+    names = list(methods)
     for number in range(repeats + 1):
         first = number % len(names)
         for name in (*names[first:], *names[:first]):
-            times[name].append(ways[name]())
+            times[name].append(methods[name]())
     return times
 
 
@@ -115,37 +117,37 @@ def figures(num_parameters: float, repeats: int, bounded: bool) -> list[Figure]:
     gigabytes = parameters * 12 / 1e9
     with tempfile.TemporaryDirectory() as name:
         saves = Saves(trained, Path(name) / "save")
-        ways = {
+        methods = {
             "synchronous": saves.synchronous,
             "asynchronous": saves.asynchronous,
             "torch.save": saves.raw,
             "copy": saves.copy,
         }
-        times = measured(ways, repeats)
+        times = run_rounds(methods, repeats)
     first_s, _ = times["asynchronous"][0]
-    times = {name: taken[1:] for name, taken in times.items()}
+    times = {name: seconds[1:] for name, seconds in times.items()}
     raw_s = statistics.median(done for _, done in times["torch.save"])
-    found = []
-    for way, bound in (("synchronous", None), ("asynchronous", STALL_BOUND)):
-        stall_s = statistics.median(stall for stall, _ in times[way])
-        ratios = [ours / raw for (ours, _), (raw, _) in zip(times[way], times["torch.save"], strict=True)]
-        what = f"{gigabytes:.2f} GB, {way} save: what the step waits"
+    results = []
+    for method, bound in (("synchronous", None), ("asynchronous", STALL_BOUND)):
+        stall_s = statistics.median(stall for stall, _ in times[method])
+        ratios = [ours / raw for (ours, _), (raw, _) in zip(times[method], times["torch.save"], strict=True)]
+        what = f"{gigabytes:.2f} GB, {method} save: time that training is blocked"
         figure = Figure(what=what, unit="ms", ours=round(stall_s * 1e3, 1), raw=round(raw_s * 1e3, 1))
         figure["ratio"] = round(statistics.median(ratios), 3)
         if bound is not None and bounded:
             figure["bound"] = bound
-        found.append(figure)
-    found.append(alone("the first asynchronous save, into new memory", "ms", first_s * 1e3))
-    for way in ("synchronous", "asynchronous", "torch.save"):
-        done_s = statistics.median(done for _, done in times[way])
-        found.append(alone(f"{way}: until it is on the disk", "GB/s", gigabytes / done_s))
+        results.append(figure)
+    results.append(alone("first asynchronous save, which allocates the buffers", "ms", first_s * 1e3))
+    for method in ("synchronous", "asynchronous", "torch.save"):
+        done_s = statistics.median(done for _, done in times[method])
+        results.append(alone(f"disk throughput, {method}", "GB/s", gigabytes / done_s))
     copy_s = statistics.median(done for _, done in times["copy"])
-    found.append(alone("the same bytes copied in memory", "ms", copy_s * 1e3))
-    return found
+    results.append(alone("copy of the same bytes in memory", "ms", copy_s * 1e3))
+    return results
 
 
 def main() -> None:
-    """Measures one size; bounds are those of 100 million parameters."""
+    """Measures one size. The bound applies to 100 million parameters."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--parameters", type=float, default=100e6)
@@ -154,9 +156,9 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     ran_on = machine()
-    found = figures(arguments.parameters, arguments.repeats, arguments.parameters == 100e6)
-    text = table(found).replace("raw Ray", "torch.save") if arguments.table else None
-    sys.stdout.write(f"{text or json.dumps({'machine': ran_on, 'figures': found}, indent=2)}\n")
+    results = figures(arguments.parameters, arguments.repeats, arguments.parameters == 100e6)
+    text = table(results).replace("raw Ray", "torch.save") if arguments.table else None
+    sys.stdout.write(f"{text or json.dumps({'machine': ran_on, 'figures': results}, indent=2)}\n")
 
 
 if __name__ == "__main__":

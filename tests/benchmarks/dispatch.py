@@ -36,22 +36,22 @@ def calls(first: WorkerGroup, raws: list, repeats: int) -> list[Figure]:
     def ours(tokens: dict[str, np.ndarray], lengths: list[int]) -> None:
         first.echo(Batch.from_columns(tokens=tokens, lengths=lengths)).payload()
 
-    def raw(tokens: dict[str, np.ndarray], put: Callable, whole: bool) -> None:
+    def raw(tokens: dict[str, np.ndarray], put: Callable, gathered: bool) -> None:
         each = len(tokens["a"]) // RANKS
         parts = [{name: v[each * i : each * (i + 1)] for name, v in tokens.items()} for i in range(RANKS)]
-        results = ray.get([actor.echo.remote(put(part)) for actor, part in zip(raws, parts, strict=True)])
-        if whole:
+        shards = ray.get([actor.echo.remote(put(part)) for actor, part in zip(raws, parts, strict=True)])
+        if gathered:
             for name in COLUMNS:
-                np.concatenate([part[name] for part in results])
+                np.concatenate([part[name] for part in shards])
 
     eight, many = partial(ours, small, [4] * 8), partial(ours, big, [TOKENS] * ROWS)
     few = max(5, repeats // 3)
     round_trip = "64 MiB scattered, echoed, gathered"
     return [
         paired("no-op on 4 ranks", first.nothing, raw_nothing, repeats * 5, 1.3),
-        paired("8 rows x 4 columns, there and back", eight, partial(raw, small, _itself, True), repeats * 5, 1.5),
-        paired(f"{round_trip}; both concatenate columns", many, partial(raw, big, ray.put, True), few, 1.5),
-        paired(f"{round_trip}; raw ends with parts", many, partial(raw, big, ray.put, False), few, 1.5),
+        paired("8 rows x 4 columns, round trip", eight, partial(raw, small, _itself, True), repeats * 5, 1.5),
+        paired(f"{round_trip} as full columns", many, partial(raw, big, ray.put, True), few, 1.5),
+        paired(f"{round_trip}; raw Ray keeps shards", many, partial(raw, big, ray.put, False), few, 1.5),
     ]
 
 
@@ -72,18 +72,18 @@ def on_ray(parts: list[str], repeats: int) -> list[Figure]:
         logging_level=logging.ERROR,
         log_to_driver=False,  # stdout contains only the figures
     )
-    found = group_start.figures(max(3, repeats // 5)) if "start" in parts else []
+    results = group_start.figures(max(3, repeats // 5)) if "start" in parts else []
     if parts == ["start"]:
-        return found
+        return results
     placement = Placement(device="cpu", pools={"p": [RANKS], "q": [RANKS]}, roles={"first": "p", "second": "q"})
     with Cluster(placement, num_threads=1) as cluster:
         first, second = cluster.group("first", Bench), cluster.group("second", Bench)
         raws, others = ([Raw.remote() for _ in range(RANKS)] for _ in range(2))
         cluster.wait_for_calls()
         ray.get([actor.nothing.remote() for actor in raws + others])
-        found += calls(first, raws, repeats) if "calls" in parts else []
-        found += group_transfer.figures(first, second, raws, others, repeats) if "send" in parts else []
-    return found
+        results += calls(first, raws, repeats) if "calls" in parts else []
+        results += group_transfer.figures(first, second, raws, others, repeats) if "send" in parts else []
+    return results
 
 
 def main() -> None:
@@ -94,14 +94,14 @@ def main() -> None:
     parser.add_argument("--table", action="store_true")
     arguments = parser.parse_args()
     ran_on = machine()
-    found = on_ray(arguments.only, arguments.repeats)
-    found += driver_time.figures(arguments.repeats) if "driver" in arguments.only else []
-    found += batch_edits.figures(max(5, arguments.repeats // 3)) if "edits" in arguments.only else []
+    results = on_ray(arguments.only, arguments.repeats)
+    results += driver_time.figures(arguments.repeats) if "driver" in arguments.only else []
+    results += batch_edits.figures(max(5, arguments.repeats // 3)) if "edits" in arguments.only else []
     if arguments.table:
         ran = ", ".join(f"{name} {value}" for name, value in ran_on.items())
-        sys.stdout.write(f"{ran}\n\n{table(found)}\n")
+        sys.stdout.write(f"{ran}\n\n{table(results)}\n")
     else:
-        sys.stdout.write(json.dumps({"machine": ran_on, "figures": found}, indent=2) + "\n")
+        sys.stdout.write(json.dumps({"machine": ran_on, "figures": results}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from flowrl.controller.placement.plan import FailureGroup, Inventory, Mesh, Pool
 from flowrl.controller.wire import Construction, RecoveryPlan, Report, Request, TableArgument
 from flowrl.data.batch.block import Description, LocalRef, Ref
 from flowrl.data.batch.payload import Payload
-from tests.benchmarks.bench_workers import WIDE, Bench, Talking
+from tests.benchmarks.bench_workers import WIDE, Bench, CollectiveBench
 from tests.benchmarks.measure import Figure, alone
 
 RANKS = (4, 16, 64, 256)
@@ -108,17 +108,17 @@ def group_of(num_ranks: int, cls: type[Bench] = Bench) -> WorkerGroup:
     slots = [Slot("p", rank, 0, rank, rank) for rank in range(num_ranks)]
     backend = InstantBackend()
     calls = Calls(backend)
-    handover = DeviceEviction(DeviceOwnership(slots), backend, calls, "cpu")
-    group = WorkerGroup("bench", cls, slots, Mesh(1, num_ranks, 1, 1), backend, calls, handover, "cpu")
+    eviction = DeviceEviction(DeviceOwnership(slots), backend, calls, "cpu")
+    group = WorkerGroup("bench", cls, slots, Mesh(1, num_ranks, 1, 1), backend, calls, eviction, "cpu")
     GroupTasks(group)
     return group
 
 
 def figures(repeats: int) -> list[Figure]:
     """Returns microseconds per call and rank for submitting and for reading the result."""
-    found = []
+    results = []
     for num_ranks in RANKS:
-        group, talking = group_of(num_ranks), group_of(num_ranks, Talking)
+        group, collective = group_of(num_ranks), group_of(num_ranks, CollectiveBench)
         rows = num_ranks * ROWS_PER_RANK
         x = Batch.from_columns({"x": np.arange(rows)})
         four = group.make(x)
@@ -135,12 +135,12 @@ def figures(repeats: int) -> list[Figure]:
             "no-op": group.nothing,
             "4 columns": lambda group=group, four=four: group.echo(four).done(),
             "8 blocks, shuffled": partial(shuffled, group),
-            "8 blocks, shuffled, class with `collective = True`": partial(shuffled, talking),
+            "8 blocks, shuffled, class with `collective = True`": partial(shuffled, collective),
         }
         for name, call in calls.items():
             what = f"driver's time per rank, {num_ranks} ranks, {name}"
-            found.append(alone(what, "us", _per_call_us(call, repeats) / num_ranks, 100))
-    return found
+            results.append(alone(what, "us", _per_call_us(call, repeats) / num_ranks, 100))
+    return results
 
 
 def _per_call_us(call: Callable[[], object], repeats: int) -> float:

@@ -17,7 +17,7 @@ from tests.benchmarks.measure import machine, median_ms, paired
 ROWS, POSITIONS = 1024, 4096
 GAMMA, LAM = 0.99, 0.95
 LOOP_ROWS = 64
-"""Of how many rows the NumPy loop is measured: all of them take as much longer as there are more."""
+"""Number of rows of the NumPy loop. Its time is extrapolated to all rows."""
 
 
 def numpy_loop(rewards: np.ndarray, values: np.ndarray, mask: np.ndarray) -> np.ndarray:
@@ -63,7 +63,7 @@ def main() -> None:
         "numpy loop": float(np.abs(ours[:LOOP_ROWS].numpy() - numpy_loop(*few)).max()),
         "torch loop": float((ours - torch_loop(rewards, values, mask)).abs().max()),
     }
-    beside = paired(
+    figure = paired(
         f"gae of [{ROWS}, {POSITIONS}]; raw is a torch loop over time",
         lambda: gae(rewards, values, mask, gamma=GAMMA, lam=LAM),
         lambda: torch_loop(rewards, values, mask),
@@ -73,9 +73,9 @@ def main() -> None:
     loop_ms = median_ms(lambda: numpy_loop(*few), 1) * ROWS / LOOP_ROWS
     report = {
         "machine": machine() | {"threads": str(arguments.threads)},
-        "figures": [beside],
+        "figures": [figure],
         "numpy_loop_ms": round(loop_ms),
-        "numpy_loop_ratio": round(loop_ms / beside["ours"]),
+        "numpy_loop_ratio": round(loop_ms / figure["ours"]),
         "largest_difference": differences,
     }
     sys.stdout.write(json.dumps(report, indent=2) + "\n")

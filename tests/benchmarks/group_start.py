@@ -11,7 +11,7 @@ from tests.benchmarks.bench_workers import RANKS, Bench
 from tests.benchmarks.measure import Figure
 
 IMPORTS = ("torch", "tensordict", "psutil", "flowrl.data.batch.tensordicts", "flowrl.controller.host.host")
-"""What a worker's process loads for `Bench`."""
+"""Modules that a worker's process imports for `Bench`."""
 
 
 @ray.remote(num_cpus=1)
@@ -31,7 +31,7 @@ def figures(repeats: int) -> list[Figure]:
     pairs = [(_ours(), _raw()) if number % 2 else (_raw(), _ours())[::-1] for number in range(repeats)]
     ours, raw = (statistics.median(side) for side in zip(*pairs, strict=True))
     ratio = statistics.median(a / b for a, b in pairs)
-    what = "4 workers from nothing to their first answer"
+    what = "start of 4 workers, until the first result"
     return [Figure(what=what, unit="s", ours=round(ours, 2), raw=round(raw, 2), ratio=round(ratio, 2), bound=1.3)]
 
 
@@ -47,7 +47,7 @@ def _raw() -> float:
     start_s = time.perf_counter()
     actors: list = [Bare.remote() for _ in range(RANKS)]
     ray.get([actor.nothing.remote() for actor in actors])
-    taken_s = time.perf_counter() - start_s
+    seconds = time.perf_counter() - start_s
     for actor in actors:
         ray.kill(actor)
-    return taken_s
+    return seconds

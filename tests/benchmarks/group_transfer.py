@@ -13,7 +13,7 @@ from tests.benchmarks.measure import MIB, Figure, alone, paired, received_bytes
 
 EACH = ROWS // RANKS
 SHIFT = EACH // 2
-"""By how many rows another split lies beside the first."""
+"""Number of rows by which the case "another split" shifts the rows."""
 
 ORDER = np.random.default_rng(0).permutation(ROWS)
 
@@ -28,22 +28,22 @@ def figures(first: WorkerGroup, second: WorkerGroup, raws: list, others: list, r
     }
     made, refs = first.make(seeds), _raw_make(raws)
     second.read(made).get()
-    found = []
+    results = []
     for name, (edit, raw, bound) in splits.items():
-        what = f"64 MiB handed on, {name}"
+        what = f"64 MiB passed on, {name}"
         batch = edit(made)
         read = partial(lambda batch: second.read(batch).get(), batch)
         same = partial(_raw_same, others)
-        found.append(paired(what, read, partial(raw, refs), repeats, bound))
+        results.append(paired(what, read, partial(raw, refs), repeats, bound))
         if name != "same split":
-            found.append(paired(f"{what}; raw passes it in the same split", read, partial(same, refs), repeats))
+            results.append(paired(f"{what}; raw Ray keeps the split", read, partial(same, refs), repeats))
         both = partial(lambda edit: second.read(edit(first.make(seeds))).get(), edit)
-        what = f"64 MiB created and sent, {name}"
-        found.append(paired(what, both, lambda raw=raw: raw(_raw_make(raws)), repeats, bound))
+        what = f"64 MiB produced and passed on, {name}"
+        results.append(paired(what, both, lambda raw=raw: raw(_raw_make(raws)), repeats, bound))
         if name != "same split":
             raw_same = partial(lambda same: same(_raw_make(raws)), same)
-            found.append(paired(f"{what}; raw passes it in the same split", both, raw_same, repeats, bound))
-    return found + _memory(second, made) + _driver(first, second, seeds)
+            results.append(paired(f"{what}; raw Ray keeps the split", both, raw_same, repeats, bound))
+    return results + _memory(second, made) + _driver(first, second, seeds)
 
 
 def _raw_make(raws: list) -> list:
@@ -63,17 +63,17 @@ def _raw_shifted(others: list, refs: list) -> None:
 def _raw_shuffled(others: list, refs: list) -> None:
     calls = []
     for i, actor in enumerate(others):
-        wanted = ORDER[EACH * i : EACH * (i + 1)]
-        places = [np.flatnonzero(wanted // EACH == part) for part in range(RANKS)]
-        rows = [wanted[at] % EACH for at in places]
-        calls.append(actor.read_rows.remote(rows, places, *refs))
+        own_rows = ORDER[EACH * i : EACH * (i + 1)]
+        positions = [np.flatnonzero(own_rows // EACH == part) for part in range(RANKS)]
+        rows = [own_rows[target] % EACH for target in positions]
+        calls.append(actor.read_rows.remote(rows, positions, *refs))
     ray.get(calls)
 
 
 def _memory(second: WorkerGroup, made: Batch) -> list[Figure]:
     """Measures the private memory of the consumers, without pages of the object store."""
     shard = ROWS * TOKENS * 4 * 4 / RANKS
-    shuffled, found = made.reorder(ORDER), []
+    shuffled, results = made.reorder(ORDER), []
     for name, batch in (("same split", made), ("shuffled", shuffled)):
         parts = [batch.rows(slice(EACH * i, EACH * (i + 1))) for i in range(RANKS)]
         # The first call also loads modules.
@@ -81,8 +81,8 @@ def _memory(second: WorkerGroup, made: Batch) -> list[Figure]:
         second.remember_memory()
         worst = max(second.growth(parts).get())
         what = f"consumer's private memory (USS) per byte of its shard, one column of four, {name}"
-        found.append(alone(what, "x", worst / shard, 0.3))
-    return found
+        results.append(alone(what, "x", worst / shard, 0.3))
+    return results
 
 
 def _driver(first: WorkerGroup, second: WorkerGroup, seeds: Batch) -> list[Figure]:
@@ -95,6 +95,6 @@ def _driver(first: WorkerGroup, second: WorkerGroup, seeds: Batch) -> list[Figur
     received = sum(size - before.get(inode, 0) for inode, size in after.items())
     grown = max(process.memory_info().rss - resident, private_bytes() - private)
     return [
-        alone("driver receives over TCP, 64 MiB created and sent", "KiB", received / 1024, 64),
-        alone("driver's memory growth, shared pages too, 64 MiB created and sent", "MiB", grown / MIB),
+        alone("driver receives over TCP, 64 MiB produced and passed on", "KiB", received / 1024, 64),
+        alone("driver's memory growth, shared pages too, 64 MiB produced and passed on", "MiB", grown / MIB),
     ]

@@ -1,6 +1,7 @@
-"""Seconds until the processes of a pool answer their first call, and the processor time of their starts: forked from
-one that has their imports, and started by Python as they are once that is gone. `python -m tests.benchmarks.hosts`
-prints the table of docs/benchmarks.md.
+"""Seconds until the processes of a pool return their first result, and CPU time per process.
+
+`python -m tests.benchmarks.hosts` prints the table of docs/benchmarks.md. It compares processes that the fork server
+starts with processes that Python starts.
 """
 
 import argparse
@@ -24,7 +25,7 @@ class Importing(Worker):
     """Imports the modules of the included roles."""
 
     def __init__(self) -> None:
-        import flowrl.workers  # noqa: F401, PLC0415 (what is measured)
+        import flowrl.workers  # noqa: F401, PLC0415 (the measured import)
 
     @register(Dispatch.ONE_TO_ALL)
     def processor_seconds(self) -> float:
@@ -53,12 +54,12 @@ def main() -> None:
         log_to_driver=False,
         logging_level=logging.ERROR,
     )
-    table = Table("processes", "started by", "seconds", "processor seconds of each")
+    table = Table("processes", "started by", "seconds", "CPU seconds per process")
     for kind in ("forked", "Python"):
-        start(1)  # the server imports; files are read
+        start(1)  # starts the fork server, and fills the file cache
         for ranks in SIZES:
-            found = [start(ranks) for _ in range(arguments.repeats)]
-            wall, used = (statistics.median(values) for values in zip(*found, strict=True))
+            starts = [start(ranks) for _ in range(arguments.repeats)]
+            wall, used = (statistics.median(values) for values in zip(*starts, strict=True))
             table.add_row(str(ranks), kind, f"{wall:.2f}", f"{used:.2f}")
         fork_server().end()
     Console(width=100).print(table)

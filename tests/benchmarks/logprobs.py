@@ -2,9 +2,9 @@
 
 python -m tests.benchmarks.logprobs [--repeats N] [--vocabulary 152000] [--table]
 
-Times are of a forward and a backward pass, by wall clock, measured in turn; CPU seconds of the process stand beside
-them, because they are steadier on a machine that others use. Peak memory is what a fresh process grows by in one such
-pass, inputs not counted, gradients counted.
+Times are wall times of a forward and a backward pass; measurements of both sides alternate. CPU time is also printed,
+because other programs on the machine affect it less. Peak memory is the growth of a new process during one such pass,
+with gradients and without inputs.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from tests.benchmarks.measure import MIB, Figure, alone, machine, paired, table
 
 TOKENS, VOCABULARY = 4096, 32_000
 TIME_BOUNDS = {128: 1.2, 1024: 1.5}
-"""Hidden size -> what the time may be of the naive form's."""
+"""Hidden size -> largest ratio of times to the naive form."""
 
 MEMORY_BOUND = 0.3
 
@@ -69,14 +69,16 @@ def figures(size: int, vocabulary: int, repeats: int, bounded: bool) -> list[Fig
     """Measures time and memory for one hidden size."""
     what = f"{TOKENS} tokens, vocabulary {vocabulary}, hidden {size}"
     run, bound = passes(size, vocabulary), TIME_BOUNDS[size] if bounded else None
-    found = [paired(f"{what}: time", run["ours"], run["naive"], repeats, bound)]
+    results = [paired(f"{what}: time", run["ours"], run["naive"], repeats, bound)]
     cpu = [[cpu_ms(run[name]) for name in ("ours", "naive")] for _ in range(3)]
-    found.append(alone(f"{what}: CPU time, of naive", "x", statistics.median(ours / naive for ours, naive in cpu)))
+    results.append(
+        alone(f"{what}: CPU time, ratio to naive", "x", statistics.median(ours / naive for ours, naive in cpu))
+    )
     ours, naive = (peak_mib(name, size, vocabulary) for name in ("ours", "naive"))
-    found.append(alone(f"{what}: peak memory", "MiB", ours))
-    found.append(alone(f"{what}: peak memory, naive", "MiB", naive))
-    found.append(alone(f"{what}: peak memory, of naive", "x", ours / naive, MEMORY_BOUND if bounded else None))
-    return found
+    results.append(alone(f"{what}: peak memory", "MiB", ours))
+    results.append(alone(f"{what}: peak memory, naive", "MiB", naive))
+    results.append(alone(f"{what}: peak memory, ratio to naive", "x", ours / naive, MEMORY_BOUND if bounded else None))
+    return results
 
 
 def cpu_ms(call: Callable[[], object]) -> float:
@@ -87,7 +89,7 @@ def cpu_ms(call: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    """Measures both hidden sizes; bounds are those of the vocabulary of 32,000."""
+    """Measures both hidden sizes. The bounds apply to the vocabulary of 32,000."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--hidden", type=int, nargs="+", default=list(TIME_BOUNDS), choices=list(TIME_BOUNDS))
@@ -101,11 +103,11 @@ def main() -> None:
         name, size, vocabulary = arguments.peak
         sys.stdout.write(f"{grown_mib(name, int(size), int(vocabulary))}\n")
         return
-    ran_on, bounded, found = machine(), arguments.vocabulary == VOCABULARY, []
+    ran_on, bounded, results = machine(), arguments.vocabulary == VOCABULARY, []
     for size in arguments.hidden:
-        found += figures(size, arguments.vocabulary, arguments.repeats, bounded)
-    text = table(found).replace("raw Ray", "naive") if arguments.table else None
-    sys.stdout.write(f"{text or json.dumps({'machine': ran_on, 'figures': found}, indent=2)}\n")
+        results += figures(size, arguments.vocabulary, arguments.repeats, bounded)
+    text = table(results).replace("raw Ray", "naive") if arguments.table else None
+    sys.stdout.write(f"{text or json.dumps({'machine': ran_on, 'figures': results}, indent=2)}\n")
 
 
 if __name__ == "__main__":

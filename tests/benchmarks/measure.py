@@ -16,7 +16,7 @@ import psutil
 WARMUP = 3
 MIB = 1024**2
 _RECEIVED_AT = 128
-"""Where Linux's tcp_info has tcpi_bytes_received."""
+"""Offset of tcpi_bytes_received in Linux's tcp_info."""
 
 
 class Figure(TypedDict, total=False):

@@ -2,10 +2,14 @@
 
 python -m tests.benchmarks.packing [--repeats N] [--width N] [--rows N] [--table]
 
-Four forms of the same number of tokens: rows of one length, padded and packed alike; long-tailed lengths (log-normal)
-packed without padding; padded in micro-batches of similar length under a token budget, as the engine cuts them for
-models that run no packs; and padded in the order they come, each micro-batch to its longest row. Times are the
-processor's, of one thread, which others on the machine disturb least.
+The baseline is a step with rows of one length. It is compared with the same number of tokens in four forms:
+
+- long-tailed lengths (log-normal), packed without padding;
+- long-tailed lengths, sorted by length and padded, as the engine does for models that do not support packs;
+- long-tailed lengths, padded in their given order, each micro-batch to its longest row;
+- rows of one length, packed.
+
+Times are CPU times of one thread, which other programs on the machine affect least.
 """
 
 import argparse
@@ -32,7 +36,7 @@ MEDIAN, SPREAD, LONGEST = 96, 0.9, 1024
 BUDGET = 4096
 VOCABULARY = 1024
 BOUND = 1 / 0.85
-"""Time of long-tailed rows, of that of equal ones: 0.85 of the tokens per second."""
+"""Largest ratio of times, of long-tailed to equal rows. It corresponds to 0.85 of the tokens per second."""
 
 
 def rows_of(lengths_B: torch.Tensor) -> TensorDict:
@@ -99,17 +103,17 @@ class Stepper:
         self.engine.model.zero_grad()
 
 
-def compared(width: int, uneven: TensorDict, repeats: int) -> list[Figure]:
-    """Measures every form, compared with rows of one length."""
+def measure_forms(width: int, uneven: TensorDict, repeats: int) -> list[Figure]:
+    """Compares every form with rows of one length."""
     packed, padded = Stepper(width, "always"), Stepper(width, "never")
     total, num_rows = int(lengths(uneven).sum()), len(lengths(uneven))
     even = rows_of(torch.full((num_rows,), total // num_rows))
     parts = list(in_order(uneven))
     forms: list[tuple[str, Callable[[], object], float | None]] = [
         ("packed", lambda: packed.step(uneven), BOUND),
-        ("padded, cut by length", lambda: padded.step(uneven), None),
-        ("padded in the order they come", lambda: padded.padded_passes(parts), None),
-        ("rows of one length, packed", lambda: packed.step(even), None),
+        ("padded, sorted by length", lambda: padded.step(uneven), None),
+        ("padded, unsorted", lambda: padded.padded_passes(parts), None),
+        ("equal lengths, packed", lambda: packed.step(even), None),
     ]
     return [
         paired(
@@ -120,7 +124,7 @@ def compared(width: int, uneven: TensorDict, repeats: int) -> list[Figure]:
 
 
 def main() -> None:
-    """Prints the figures; the bound limits the time of long-tailed packed rows relative to equal rows."""
+    """Prints the figures. The bound limits the time of long-tailed packed rows relative to equal rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--width", type=int, default=128)
@@ -129,13 +133,13 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     ran_on, uneven = machine(), rows_of(long_tailed(arguments.rows))
-    found = compared(arguments.width, uneven, arguments.repeats)
-    in_turn = [micro for part in in_order(uneven) for micro in microbatches(part, 10**9)]
-    for what, micros in (("cut by length", microbatches(uneven, BUDGET)), ("in the order they come", in_turn)):
+    results = measure_forms(arguments.width, uneven, arguments.repeats)
+    unsorted = [micro for part in in_order(uneven) for micro in microbatches(part, 10**9)]
+    for what, micros in (("sorted by length", microbatches(uneven, BUDGET)), ("unsorted", unsorted)):
         share = sum(micro.mask.numel() for micro in micros) / int(lengths(uneven).sum())
-        found.append(alone(f"padded tokens of real ones, {what}, in {len(micros)} passes", "x", share))
-    text = table(found).replace("raw Ray", "rows of one length") if arguments.table else None
-    sys.stdout.write(f"{text or json.dumps({'machine': ran_on, 'figures': found}, indent=2)}\n")
+        results.append(alone(f"tokens with padding, relative to real tokens, {what}, {len(micros)} passes", "x", share))
+    text = table(results).replace("raw Ray", "equal lengths") if arguments.table else None
+    sys.stdout.write(f"{text or json.dumps({'machine': ran_on, 'figures': results}, indent=2)}\n")
 
 
 if __name__ == "__main__":

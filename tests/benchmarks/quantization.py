@@ -44,12 +44,12 @@ def num_bytes(engine: HfRollout) -> int:
 
 def generation(floats: HfRollout, integers: HfRollout, rows: int) -> Figure:
     prompts = [[2 + (row * 7 + i) % 8000 for i in range(PROMPT)] for row in range(rows)]
-    numbers = torch.arange(rows)
+    row_ids = torch.arange(rows)
 
     def of(engine: HfRollout):
-        return lambda: engine.generate(prompts, numbers, numbers, seed=0)
+        return lambda: engine.generate(prompts, row_ids, row_ids, seed=0)
 
-    what = f"{rows} rows of {PROMPT} + {RESPONSE} tokens, int8 against float32, CPU time"
+    what = f"{rows} rows of {PROMPT} + {RESPONSE} tokens, int8 compared with float32, CPU time"
     return paired(what, of(integers), of(floats), REPEATS, clock=time.thread_time)
 
 
@@ -58,7 +58,7 @@ def figures() -> Iterator[Figure]:
     copy = quantized_copy(trained, torch.device("cpu"))
     write_weights(copy, full_weights(trained))
     config = RolloutConfig(max_response_tokens=RESPONSE)
-    floats, integers = (HfRollout(found, tokenizer(), config) for found in (trained, copy))
+    floats, integers = (HfRollout(each, tokenizer(), config) for each in (trained, copy))
     ids = torch.randint(2, 8000, (8, 128))
     with torch.no_grad():
         logprobs = [m(ids).logits.log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None]) for m in (trained, copy)]
@@ -70,7 +70,7 @@ def figures() -> Iterator[Figure]:
     yield alone("mean distance of log-probabilities", "nats", float((logprobs[0] - logprobs[1]).abs().mean()))
     yield alone("standard deviation of log-probabilities", "nats", statistics.stdev(logprobs[0].flatten().tolist()))
     yield paired(
-        "quantising all weights anew, against copying as many bytes, CPU time",
+        "quantizing all weights, compared with a copy of as many bytes, CPU time",
         lambda: write_weights(copy, full_weights(trained)),
         lambda: target.copy_(source),
         REPEATS,

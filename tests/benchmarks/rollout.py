@@ -2,10 +2,11 @@
 
 python -m tests.benchmarks.rollout [--sizes 1M 26M] [--engines hf vllm] [--repeats N] [--table]
 
-The same prompts and the same lengths of response on both sides, one thread per process: `model.generate` of
-transformers in our engine's own process, `LLM.generate` of vLLM in another with the same settings. Each round begins
-with another side and has other prompts; ratios are the median of the rounds'. "call" is `group.generate` through Ray,
-with the table and the text that it makes. Takes minutes; engine vllm needs the extra of that name.
+flowrl and the baseline have the same prompts, the same response lengths and one thread per process. The baseline of
+`hf` is `model.generate` of transformers in the same process. The baseline of `vllm` is `LLM.generate` in another
+process, with the same settings. The order of the measurements rotates, and each measurement has new prompts. Ratios are
+medians over the rounds. "call" is `group.generate` through Ray, which also builds the TensorDict and decodes text. The
+benchmark takes minutes. The engine `vllm` requires the extra `vllm`.
 """
 
 import argparse
@@ -28,11 +29,11 @@ from flowrl.workers import Rollout
 from tests.benchmarks.bench_rollouts import (
     SIZES,
     BareLlm,
+    Measurement,
     Prompts,
-    Taken,
     decode_steps,
+    engine_generate,
     llm_generate,
-    ours,
     processor_seconds,
     prompts_of,
     save_model,
@@ -41,17 +42,17 @@ from tests.benchmarks.bench_rollouts import (
 from tests.benchmarks.measure import machine
 
 ROWS = {"1M": 64, "26M": 32}
-"""Size of the model -> rows that an engine has at a time. Of long-tailed rows twice as many come in a call."""
+"""Model size -> number of rows that an engine generates concurrently. A long-tailed call has twice as many rows."""
 
 LIMIT = 256
 BOUND = 0.9
-"""What our tokens per second may be of the bare engine's."""
+"""Smallest ratio of tokens per second to those of the baseline."""
 
 STEP_BOUND = 1.5
 STEP_ROWS = {"1M": (64, 256), "26M": (64,)}
 STEP_LENGTH, STEPS = 64, 32
 
-Sides = dict[str, Callable[[Prompts, int], Taken]]
+Sides = dict[str, Callable[[Prompts, int], Measurement]]
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Line:
     bare: float
     ratio: float
     cpu_ratio: float
-    """The same ratio of processor time, which other programs on the machine hardly change."""
+    """Ratio of CPU times, which other programs on the machine hardly affect."""
     bound: float | None
 
 
@@ -78,7 +79,7 @@ def lengths(shape: str, rows: int, seed: int) -> list[int]:
 
 @contextmanager
 def opened(engine: str, folder: Path, rows: int) -> Iterator[tuple[WorkerGroup, Sides]]:
-    """Opens a rollout; yields the functions that are timed."""
+    """Opens a rollout and its baseline, and yields the group and the timed functions."""
     bare = {"bare": "bare"} if engine == "vllm" else {}
     roles = {"rollout": "main", **bare}
     placement = Placement(device="cpu", pools={name: [1] for name in ("main", *bare)}, roles=roles)
@@ -95,55 +96,59 @@ def opened(engine: str, folder: Path, rows: int) -> Iterator[tuple[WorkerGroup, 
             others = {"bare": lambda prompts, _: group.run(transformers_generate, prompts, rows, LIMIT, rank_zero=True)}
         yield (
             group,
-            {"engine": lambda p, seed: group.run(ours, p, seed, rank_zero=True), "call": _call(group), **others},
+            {
+                "engine": lambda p, seed: group.run(engine_generate, p, seed, rank_zero=True),
+                "call": _call(group),
+                **others,
+            },
         )
 
 
-def _call(group: WorkerGroup) -> Callable[[Prompts, int], Taken]:
+def _call(group: WorkerGroup) -> Callable[[Prompts, int], Measurement]:
     def cpu_s() -> float:
         return group.run(processor_seconds, rank_zero=True) + time.process_time()
 
-    def run(prompts: Prompts, seed: int) -> Taken:
+    def run(prompts: Prompts, seed: int) -> Measurement:
         rows = [{"prompt_ids": ids, "prompt_id": seed * len(prompts) + i, "sample": 0} for i, ids in enumerate(prompts)]
         start_cpu_s, start_s = cpu_s(), time.perf_counter()
         mask = group.generate(Batch.from_rows(rows)).get("response_mask")
         seconds = time.perf_counter() - start_s
-        return Taken(int(mask.sum()), seconds, cpu_s() - start_cpu_s)
+        return Measurement(int(mask.sum()), seconds, cpu_s() - start_cpu_s)
 
     return run
 
 
-def rounds(sides: Sides, shape: str, rows: int, repeats: int) -> list[dict[str, Taken]]:
+def run_rounds(sides: Sides, shape: str, rows: int, repeats: int) -> list[dict[str, Measurement]]:
     """Returns the measurements of each side per round. The first round is a warm-up."""
-    found, names = [], list(sides)
+    rounds, names = [], list(sides)
     for number in range(repeats + 1):
         first = number % len(names)
-        taken = {}
-        for place, name in enumerate((*names[first:], *names[:first])):
-            seed = number * len(names) + place
+        measurements = {}
+        for index, name in enumerate((*names[first:], *names[:first])):
+            seed = number * len(names) + index
             # New prompts for each side, so that the prefix cache has no hits.
-            taken[name] = sides[name](prompts_of(lengths(shape, rows, number), seed), seed)
-        assert len({side.tokens for side in taken.values()}) == 1, taken
-        found.append(taken)
-    return found[1:]
+            measurements[name] = sides[name](prompts_of(lengths(shape, rows, number), seed), seed)
+        assert len({side.tokens for side in measurements.values()}) == 1, measurements
+        rounds.append(measurements)
+    return rounds[1:]
 
 
-def throughput(what: str, taken: list[dict[str, Taken]], name: str, beside: str, bound: float | None) -> Line:
+def throughput(what: str, rounds: list[dict[str, Measurement]], name: str, baseline: str, bound: float | None) -> Line:
     def rate(side: str) -> float:
-        return statistics.median(each[side].tokens / each[side].seconds for each in taken)
+        return statistics.median(each[side].tokens / each[side].seconds for each in rounds)
 
-    ratio = statistics.median(each[beside].seconds / each[name].seconds for each in taken)
-    cpu = statistics.median(each[beside].cpu_s / each[name].cpu_s for each in taken)
-    return Line(what, "tokens/s", rate(name), rate(beside), ratio, cpu, bound)
+    ratio = statistics.median(each[baseline].seconds / each[name].seconds for each in rounds)
+    cpu = statistics.median(each[baseline].cpu_s / each[name].cpu_s for each in rounds)
+    return Line(what, "tokens/s", rate(name), rate(baseline), ratio, cpu, bound)
 
 
 def steps(group: WorkerGroup, what: str, rows: int, repeats: int) -> Line:
     """Compares a decode step of the sampler with the faster of two bare forward passes."""
-    taken = [group.run(decode_steps, rows, STEP_LENGTH, STEPS, rank_zero=True) for _ in range(repeats + 1)][1:]
-    ms = {name: statistics.median(each[name].seconds for each in taken) / STEPS * 1e3 for name in taken[0]}
+    rounds = [group.run(decode_steps, rows, STEP_LENGTH, STEPS, rank_zero=True) for _ in range(repeats + 1)][1:]
+    ms = {name: statistics.median(each[name].seconds for each in rounds) / STEPS * 1e3 for name in rounds[0]}
     best = min(("DynamicCache", "StaticCache"), key=lambda name: ms[name])
-    ratio = statistics.median(each["ours"].seconds / each[best].seconds for each in taken)
-    cpu = statistics.median(each["ours"].cpu_s / each[best].cpu_s for each in taken)
+    ratio = statistics.median(each["ours"].seconds / each[best].seconds for each in rounds)
+    cpu = statistics.median(each["ours"].cpu_s / each[best].cpu_s for each in rounds)
     return Line(f"{what}: decode step of {rows} rows, {best}", "ms", ms["ours"], ms[best], ratio, cpu, STEP_BOUND)
 
 
@@ -155,17 +160,17 @@ def figures(size: str, engines: Sequence[str], repeats: int) -> Iterator[Line]:
         for engine in engines:
             with opened(engine, folder, ROWS[size]) as (group, sides):
                 for shape in ("equal", "long-tailed"):
-                    taken = rounds(sides, shape, ROWS[size], repeats)
+                    rounds = run_rounds(sides, shape, ROWS[size], repeats)
                     what = f"{engine}, {size}, {shape}"
-                    yield throughput(what, taken, "engine", "bare", BOUND)
+                    yield throughput(what, rounds, "engine", "bare", BOUND)
                     if "bare, seeded" in sides:
-                        yield throughput(f"{what}, seeded alike", taken, "engine", "bare, seeded", None)
-                    yield throughput(f"{what}, call", taken, "call", "bare", None)
+                        yield throughput(f"{what}, per-request seeds", rounds, "engine", "bare, seeded", None)
+                    yield throughput(f"{what}, call", rounds, "call", "bare", None)
                 if engine == "hf":
                     yield from (steps(group, f"{engine}, {size}", rows, repeats) for rows in STEP_ROWS[size])
 
 
-HEAD = "| what | ours | bare | ratio | of processor time | bound |\n|---|---|---|---|---|---|\n"
+HEAD = "| what | ours | bare | ratio | CPU-time ratio | bound |\n|---|---|---|---|---|---|\n"
 
 
 def row_of(line: Line) -> str:
@@ -176,7 +181,7 @@ def row_of(line: Line) -> str:
 
 
 def main() -> None:
-    """Prints the figures; throughput may not be below its bound, a decode step not above it."""
+    """Prints the figures. The bound is the smallest ratio of a throughput, and the largest ratio of a decode step."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--engines", nargs="+", default=["hf", "vllm"], choices=["hf", "vllm"])

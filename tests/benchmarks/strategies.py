@@ -2,12 +2,15 @@
 
 python -m tests.benchmarks.strategies [--repeats N] [--table]
 
-The same rows, the same model, one thread per process. Times are of two processes that hold an engine of every case
-and run them in turn, each round beginning with another; in those of one process the other waits. Ratios to `single` are
-the median of the rounds', of the time that passed and of the processor time of a rank, which waiting for a core does
-not lengthen. Memory is what a fresh process grows by, at its peak, while it reads the model and takes two steps, once a
-small model has loaded all code. Bytes are those that a rank receives over its sockets in a step, as the kernel counts
-them.
+All cases have the same rows and the same model, and each process has one thread.
+
+- Times: two processes have an engine for every case. A round runs every case once, in rotating order. In a case
+  with one process, the other process waits.
+- Ratios to `single` are medians over the rounds, of wall time and of a rank's CPU time. Waiting for a core does not
+  increase CPU time.
+- Memory is the peak growth of a new process that loads the model and takes two steps. Before, a small model loads all
+  code.
+- Bytes are the bytes that a rank receives over its sockets in a step, as counted by the kernel.
 """
 
 import argparse
@@ -39,11 +42,11 @@ from tests.engines.tables import take_rows
 RANKS = 2
 ROWS, TOKENS = 16, 128
 BUDGET = ROWS * TOKENS // RANKS
-"""Tokens per rank and pass: one process takes as many passes as there are ranks."""
+"""Tokens per rank and pass. A case with one process runs `RANKS` passes."""
 
 VOCABULARY = 1024
 SIZES = {"large": (384, 4), "small": (64, 2)}
-"""Width and layers of the model that is measured, and of one that only loads code."""
+"""Width and number of layers of the measured model, and of a model that only loads code."""
 
 
 @dataclass(frozen=True)
@@ -78,22 +81,23 @@ CASES = {
 
 
 @dataclass(frozen=True)
-class Found:
+class CaseResult:
     """Measurements of one case."""
 
     what: str
     processes: int
     ms: float
-    """Of one optimizer step, the median."""
+    """Median time of an optimizer step."""
     of_single: float
+    """Ratio to the case `single`."""
     cpu_of_single: float
-    """Of the processor time of the first rank, all its threads."""
+    """Ratio of the CPU times of rank 0, over all threads."""
     peak_mib: float
-    """Of the rank that grew most."""
+    """Memory of the rank with the largest growth."""
     of_weights: float
-    """The same, in float32 weights of the model."""
+    """Ratio of `peak_mib` to the size of the float32 weights."""
     received_mib: float
-    """Of one step, on the first rank."""
+    """Bytes that rank 0 receives in a step."""
 
 
 def model(name: str) -> Qwen2ForCausalLM:
@@ -129,9 +133,9 @@ class Stepper:
 
 
 def _own_rows(case: Case) -> TensorDict:
-    every = case.ranks // (case.tp * case.sp)
-    mine = (distributed.get_rank() if case.ranks > 1 else 0) // (case.tp * case.sp)
-    return take_rows(rows_of(torch.full((ROWS,), TOKENS)), torch.arange(mine, ROWS, every))
+    num_shards = case.ranks // (case.tp * case.sp)
+    shard = (distributed.get_rank() if case.ranks > 1 else 0) // (case.tp * case.sp)
+    return take_rows(rows_of(torch.full((ROWS,), TOKENS)), torch.arange(shard, ROWS, num_shards))
 
 
 def _mesh(case: Case) -> RankMesh:
@@ -145,7 +149,7 @@ def time_all(rank: int, folder: Path, repeats: int) -> None:
     # Every rank creates every mesh and runs the cases that include it.
     meshes = {name: _mesh(case) for name, case in CASES.items()}
     steppers = {n: Stepper(c, folder / "large", meshes[n]) for n, c in CASES.items() if rank < c.ranks}
-    names, found = list(CASES), {name: [] for name in CASES}
+    names, measurements = list(CASES), {name: [] for name in CASES}
     for number in range(repeats + 1):
         first = number % len(names)
         for name in (*names[first:], *names[:first]):
@@ -157,10 +161,10 @@ def time_all(rank: int, folder: Path, repeats: int) -> None:
             cpu_s = time.process_time() - start_cpu_s
             received = sum(received_bytes().values()) - before
             distributed.barrier()
-            found[name].append((time.perf_counter() - start_s, cpu_s, received))
+            measurements[name].append((time.perf_counter() - start_s, cpu_s, received))
     if rank == 0:
         # The first round is a warm-up.
-        (folder / "times.json").write_text(json.dumps({name: taken[1:] for name, taken in found.items()}))
+        (folder / "times.json").write_text(json.dumps({name: values[1:] for name, values in measurements.items()}))
     distributed.destroy_process_group()
 
 
@@ -180,12 +184,12 @@ def weigh(rank: int, folder: Path, name: str) -> None:
     distributed.destroy_process_group()
 
 
-def _join(rank: int, place: Path, ranks: int) -> None:
+def _join(rank: int, file: Path, ranks: int) -> None:
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=ranks)
+    distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
 
 
-def measured(folder: Path, repeats: int) -> list[Found]:
+def measure(folder: Path, repeats: int) -> list[CaseResult]:
     """Measures all cases."""
     for size in SIZES:
         model(size).save_pretrained(folder / size)
@@ -198,12 +202,12 @@ def measured(folder: Path, repeats: int) -> list[Found]:
     spawn(time_all, (folder, repeats), nprocs=RANKS)
     rounds = json.loads((folder / "times.json").read_text())
     single = rounds["single"]
-    found = []
-    for name, taken in rounds.items():
-        seconds, _, received = zip(*taken, strict=True)
-        ratios, cpu_ratios = ([a[i] / b[i] for a, b in zip(taken, single, strict=True)] for i in (0, 1))
-        found.append(
-            Found(
+    results = []
+    for name, values in rounds.items():
+        seconds, _, received = zip(*values, strict=True)
+        ratios, cpu_ratios = ([a[i] / b[i] for a, b in zip(values, single, strict=True)] for i in (0, 1))
+        results.append(
+            CaseResult(
                 name,
                 CASES[name].ranks,
                 round(statistics.median(seconds) * 1e3),
@@ -214,34 +218,34 @@ def measured(folder: Path, repeats: int) -> list[Found]:
                 round(statistics.median(received) / MIB, 1),
             )
         )
-    return found
+    return results
 
 
-def table(found: list[Found]) -> str:
+def table(results: list[CaseResult]) -> str:
     """Returns the figures as a Markdown table."""
     lines = [
-        "| what | processes | a step | of `single` | processor time per rank | peak memory per rank | in weights | "
-        "received per step |",
+        "| what | processes | step | / `single` | CPU time / `single` | peak per rank | / weights | "
+        "received per rank |",
         "|---|---|---|---|---|---|---|---|",
     ]
     lines += [
         f"| {f.what} | {f.processes} | {f.ms:g} ms | {f.of_single} | {f.cpu_of_single} | {f.peak_mib:g} MiB | "
         f"{f.of_weights} | {f.received_mib:g} MiB |"
-        for f in found
+        for f in results
     ]
     return "\n".join(lines)
 
 
 def main() -> None:
-    """Prints the figures; they have no bounds."""
+    """Prints the figures, which have no bounds."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--table", action="store_true")
     arguments = parser.parse_args()
     ran_on = machine()
     with tempfile.TemporaryDirectory() as name:
-        found = measured(Path(name), arguments.repeats)
-    text = table(found) if arguments.table else json.dumps({"machine": ran_on, "figures": [vars(f) for f in found]})
+        results = measure(Path(name), arguments.repeats)
+    text = table(results) if arguments.table else json.dumps({"machine": ran_on, "figures": [vars(f) for f in results]})
     sys.stdout.write(f"{text}\n")
 
 

@@ -1,7 +1,7 @@
 """Weight sync from an actor to a rollout in another process: `python -m tests.benchmarks.weight_transfer [--table]`.
 
-Each size is measured in turn with raw Ray moving arrays of the same sizes, with a copy of the same bytes, and with the
-form in which a call moves each parameter. Where vLLM is installed its updates are measured too.
+Measurements alternate with the baselines: raw Ray that sends arrays of the same sizes, a copy of the same bytes, and
+one call per parameter. If vLLM is installed, its updates are measured too.
 """
 
 import importlib.util
@@ -34,12 +34,12 @@ SIZES: dict[str, dict[str, int]] = {
     "100M": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 10, "num_attention_heads": 12},
 }
 REPEATS = {"1M": 20, "100M": 7}
-WHOLE_MB = 1e6
-"""A part that holds any of them."""
+ONE_BUCKET_MB = 1e6
+"""Bucket size that exceeds the size of every model."""
 
 
 def save(folder: Path, size: str) -> ModelConfig:
-    """Saves an untrained model of a size, with the tests' tokenizer."""
+    """Saves a randomly initialized model and the tests' tokenizer."""
     torch.manual_seed(0)
     shape: dict[str, Any] = {"num_key_value_heads": 4, "max_position_embeddings": 256, **SIZES[size]}
     config = Qwen2Config(vocab_size=2048, tie_word_embeddings=True, **shape)
@@ -53,47 +53,47 @@ def opened(model: ModelConfig, engine: str) -> Iterator[tuple[WorkerGroup, Worke
     """Opens an actor and a rollout in separate processes."""
     placement = Placement(device="cpu", pools={"a": [1], "b": [1]}, roles={"actor": "a", "rollout": "b"})
     rollout = RolloutConfig.model_validate({"engine": engine, "max_response_tokens": 8})
-    apart = ("rollout",) if engine == "vllm" else ()
-    with Cluster(placement, dedicated=apart, num_threads=1) as cluster:
+    dedicated = ("rollout",) if engine == "vllm" else ()
+    with Cluster(placement, dedicated=dedicated, num_threads=1) as cluster:
         settings = ActorConfig(model=model, optimizer=OptimizerConfig(lr=1e-4))
         actor = cluster.group("actor", Actor, settings)
-        made = cluster.group("rollout", Rollout, rollout, model, seed=0)
+        replica = cluster.group("rollout", Rollout, rollout, model, seed=0)
         cluster.wait_for_calls()
-        yield actor, made
+        yield actor, replica
 
 
 class Raw:
-    """Ray actor that returns arrays of the same sizes and copies them into existing ones."""
+    """Ray actor that returns arrays of the same sizes, or copies arrays into its own."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        self.held = {name: np.ones(shape, dtype=np.float32) for name, shape in shapes.items()}
+        self.arrays = {name: np.ones(shape, dtype=np.float32) for name, shape in shapes.items()}
 
-    def give(self, names: list[str] | None = None) -> dict[str, np.ndarray]:
-        return self.held if names is None else {name: self.held[name] for name in names}
+    def send(self, names: list[str] | None = None) -> dict[str, np.ndarray]:
+        return self.arrays if names is None else {name: self.arrays[name] for name in names}
 
-    def take(self, arrays: dict[str, np.ndarray]) -> None:
+    def receive(self, arrays: dict[str, np.ndarray]) -> None:
         for name, array in arrays.items():
-            np.copyto(self.held[name], array)
+            np.copyto(self.arrays[name], array)
 
     def copy_ms(self, repeats: int) -> float:
         """Returns the milliseconds of a copy of all weights into existing memory."""
-        targets, times = {name: array.copy() for name, array in self.held.items()}, []
+        targets, times = {name: array.copy() for name, array in self.arrays.items()}, []
         for _ in range(repeats):
             start_s = time.perf_counter()
-            for name, array in self.held.items():
+            for name, array in self.arrays.items():
                 np.copyto(targets[name], array)
             times.append(1e3 * (time.perf_counter() - start_s))
         return statistics.median(times)
 
 
-def publish(
+def sync_weights(
     actor: WorkerGroup, rollout: WorkerGroup, count: int, bucket_mb: float, *, wait_for_each: bool = False
 ) -> None:
     """Runs a weight sync as in a run, or waits after each bucket."""
     done = []
-    parts = [] if wait_for_each else [actor.weights.submit(i, bucket_mb) for i in range(count)]
+    buckets = [] if wait_for_each else [actor.weights.submit(i, bucket_mb) for i in range(count)]
     for bucket in range(count):
-        weights = actor.weights.submit(bucket, bucket_mb) if wait_for_each else parts[bucket]
+        weights = actor.weights.submit(bucket, bucket_mb) if wait_for_each else buckets[bucket]
         done.append(rollout.load_weights.submit(weights, 1, bucket, count))
         if wait_for_each:
             done[-1].get()
@@ -102,8 +102,8 @@ def publish(
 
 
 def object_store(size: str, model: ModelConfig) -> list[Figure]:
-    """Measures an update of an hf rollout, compared with raw Ray; its buckets; one call per parameter."""
-    found, repeats = [], REPEATS[size]
+    """Compares an update of an hf rollout with raw Ray, with smaller buckets, and with one call per parameter."""
+    results, repeats = [], REPEATS[size]
     with opened(model, "hf") as (actor, rollout):
         arrays = actor.weights().get()
         shapes = {name: array.shape for name, array in arrays.items()}
@@ -112,85 +112,93 @@ def object_store(size: str, model: ModelConfig) -> list[Figure]:
         one, other = (ray.remote(Raw).options(num_cpus=0).remote(shapes) for _ in range(2))
 
         def raw() -> None:
-            ray.get(other.take.remote(one.give.remote()))
+            ray.get(other.receive.remote(one.send.remote()))
 
-        whole = partial(publish, actor, rollout, 1, WHOLE_MB)
-        figure = paired(f"{size}: update through the object store ({megabytes:.0f} MB)", whole, raw, repeats, 1 / 0.85)
+        one_bucket = partial(sync_weights, actor, rollout, 1, ONE_BUCKET_MB)
+        figure = paired(
+            f"{size}: update through the object store ({megabytes:.0f} MB)", one_bucket, raw, repeats, 1 / 0.85
+        )
         copy_ms: float = ray.get(one.copy_ms.remote(repeats))  # pyright: ignore[reportAssignmentType] (Ray's own types)
-        found += [
+        results += [
             figure,
             alone(f"{size}: the same, GB/s", "GB/s", megabytes / figure["ours"]),
-            alone(f"{size}: the same, in copies of the bytes (`memcpy`)", "x", figure["ours"] / copy_ms),
+            alone(f"{size}: the same, relative to a copy of the bytes (`memcpy`)", "x", figure["ours"] / copy_ms),
         ]
         for share in (4, 16):
             bucket_mb = megabytes / share
             count = actor.num_buckets(bucket_mb).get()
-            parts = partial(publish, actor, rollout, count, bucket_mb)
-            found.append(paired(f"{size}: in {count} parts, raw is one", parts, whole, max(3, repeats // 2)))
-        each = partial(publish, actor, rollout, len(shapes), 1e-6, wait_for_each=True)
-        found.append(paired(f"{size}: a call for each of {len(shapes)} weights, raw is one part", each, whole, 3))
-    return found
+            in_buckets = partial(sync_weights, actor, rollout, count, bucket_mb)
+            results.append(
+                paired(f"{size}: {count} buckets; raw is one bucket", in_buckets, one_bucket, max(3, repeats // 2))
+            )
+        each = partial(sync_weights, actor, rollout, len(shapes), 1e-6, wait_for_each=True)
+        results.append(paired(f"{size}: one call per weight ({len(shapes)}); raw is one bucket", each, one_bucket, 3))
+    return results
 
 
 def peaks(model: ModelConfig) -> list[Figure]:
     """Measures the memory of an update in addition to the two models, by bucket size."""
-    found = []
+    results = []
     with opened(model, "hf") as (actor, rollout):
-        for bucket_mb in (WHOLE_MB, 64, 16):
+        for bucket_mb in (ONE_BUCKET_MB, 64, 16):
             count = actor.num_buckets(bucket_mb).get()
-            (grown,) = actor.run(gives, count=count, bucket_mb=bucket_mb)
-            what = "all at once" if count == 1 else f"in buckets of {bucket_mb:g} MB"
-            found.append(alone(f"100M: actor's peak growth while it gives its weights {what}", "MB", grown / 1e6))
-        publish(actor, rollout, 1, WHOLE_MB)
-    return found
+            (grown,) = actor.run(export_growth, count=count, bucket_mb=bucket_mb)
+            what = "in one bucket" if count == 1 else f"in buckets of {bucket_mb:g} MB"
+            results.append(
+                alone(f"100M: growth of the actor's peak memory while it exports its weights {what}", "MB", grown / 1e6)
+            )
+        sync_weights(actor, rollout, 1, ONE_BUCKET_MB)
+    return results
 
 
-def gives(worker: Actor, count: int, bucket_mb: float) -> int:
+def export_growth(worker: Actor, count: int, bucket_mb: float) -> int:
     """Returns the memory growth of a process while it exports the buckets."""
 
-    def make() -> None:
+    def export() -> None:
         for bucket in range(count):
             worker.weights(bucket, bucket_mb)
 
-    return peak_growth(make)
+    return peak_growth(export)
 
 
 def vllm(size: str, model: ModelConfig) -> list[Figure]:
-    """Measures an update of vLLM, compared with a copy of the same bytes, and the share of vLLM."""
+    """Compares an update of vLLM with a copy of the same bytes, and measures the time inside vLLM."""
     repeats = REPEATS[size]
     with opened(model, "vllm") as (actor, rollout):
         arrays = actor.weights().get()
         megabytes = sum(array.nbytes for array in arrays.values()) / 1e6
         raw = ray.remote(Raw).options(num_cpus=0).remote({name: array.shape for name, array in arrays.items()})
-        whole = partial(publish, actor, rollout, 1, WHOLE_MB)
+        one_bucket = partial(sync_weights, actor, rollout, 1, ONE_BUCKET_MB)
         bound = 8.0 if size == "100M" else None
-        figure = _beside_copy(f"{size}: update of vLLM ({megabytes:.0f} MB)", whole, raw, repeats, bound)
+        figure = _compared_with_copy(f"{size}: update of vLLM ({megabytes:.0f} MB)", one_bucket, raw, repeats, bound)
         if size == "1M":
             figure["bound"] = 60.0
             figure.pop("ratio")
             figure.pop("raw")
-        found = [figure, alone(f"{size}: the same, GB/s", "GB/s", megabytes / figure["ours"])]
+        results = [figure, alone(f"{size}: the same, GB/s", "GB/s", megabytes / figure["ours"])]
         for share in (3, 6) if size == "100M" else ():
             count = actor.num_buckets(megabytes / share).get()
-            parts = partial(publish, actor, rollout, count, megabytes / share)
-            found.append(_beside_copy(f"{size}: update of vLLM in {count} parts", parts, raw, repeats, bound))
-        for what, times in (("own engine", own_engine_ms), ("vLLM's reload_weights", reload_ms)):
+            in_buckets = partial(sync_weights, actor, rollout, count, megabytes / share)
+            results.append(
+                _compared_with_copy(f"{size}: update of vLLM in {count} buckets", in_buckets, raw, repeats, bound)
+            )
+        for what, times in (("flowrl's transfer engine", own_engine_ms), ("vLLM's reload_weights", reload_ms)):
             (milliseconds,) = rollout.run(times, weights=arrays, repeats=repeats)
-            found.append(alone(f"{size}: inside vLLM, {what}", "ms", milliseconds))
-    return found
+            results.append(alone(f"{size}: inside vLLM, {what}", "ms", milliseconds))
+    return results
 
 
-def _beside_copy(what: str, ours: Callable[[], Any], raw: Any, repeats: int, bound: float | None) -> Figure:
-    """Measures medians in turn; the copy is timed inside its process, without the call."""
+def _compared_with_copy(what: str, update: Callable[[], Any], raw: Any, repeats: int, bound: float | None) -> Figure:
+    """Alternates updates with copies. A copy is timed inside its process, without the call."""
     mine, copies = [], []
     for number in range(repeats + 2):
         start_s = time.perf_counter()
-        ours()
-        passed_ms = 1e3 * (time.perf_counter() - start_s)
-        copied_ms = ray.get(raw.copy_ms.remote(3))
+        update()
+        update_ms = 1e3 * (time.perf_counter() - start_s)
+        copy_ms = ray.get(raw.copy_ms.remote(3))
         if number >= 2:
-            mine.append(passed_ms)
-            copies.append(copied_ms)
+            mine.append(update_ms)
+            copies.append(copy_ms)
     ratio = statistics.median(a / b for a, b in zip(mine, copies, strict=True))
     figure = Figure(
         what=what,

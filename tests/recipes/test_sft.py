@@ -37,7 +37,7 @@ def expected_loss(model_path: Path, task_folder: Path) -> float:
     """Returns the mean cross-entropy of the response tokens, computed with transformers."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float64)
     total, count = 0.0, 0
-    batch = Examples(task_folder / "sft.jsonl", task_folder / "model", max_tokens=16, max_rows=50).batch()
+    batch = Examples(task_folder / "sft.jsonl", task_folder / "model", max_tokens=16, max_examples=50).batch()
     lengths = batch.lengths().tolist()
     ids, masks = batch.get("input_ids").split(lengths), batch.get("response_mask").split(lengths)
     with torch.no_grad():

@@ -105,9 +105,9 @@ class CheckedSimulation(Simulation):
         num_live = counts.waiting + counts.running + counts.complete
         assert counts.admitted == num_live + counts.trained + sum(counts.dropped.values())
         assert counts.trained == len(self.trained) and counts.dropped["refused"] == self.num_refused
-        untrained = set(self.scheduler.untrained)
-        assert len(untrained) == num_live
+        pending = set(self.scheduler.pending_groups)
+        assert len(pending) == num_live
         for rank, running in enumerate(self.running):
-            assert self.scheduler._replicas[rank].running == running & untrained
+            assert self.scheduler._replicas[rank].running == running & pending
         if not self.limits.overprovision:
             assert not counts.dropped["stale"]

@@ -26,7 +26,7 @@ from tests.schedules.checked_simulation import CheckedSimulation
 def complete_all(scheduler: Scheduler, num_replicas: int) -> None:
     """Completes all running groups."""
     for replica in range(num_replicas):
-        for group in scheduler.untrained:
+        for group in scheduler.pending_groups:
             scheduler.complete_group(replica, group)
     assert scheduler.counts.running == 0
 
@@ -99,7 +99,7 @@ def test_training_follows_the_order_of_admission():
     scheduler.complete_group(0, 0)
     batch = scheduler.pop_step_batch()
     assert batch is not None and (batch.version, batch.groups, batch.staleness) == (0, (0, 1), (0, 0))
-    assert scheduler.untrained == (2, 3)
+    assert scheduler.pending_groups == (2, 3)
 
 
 def test_batched_with_staleness_zero_dispatches_one_batch_per_version():
@@ -166,7 +166,7 @@ def half_done(routes: TrainerRoutes | None = None) -> Scheduler:
 def test_restored_groups_are_complete_or_wait():
     before = half_done()
     states = before.snapshot()
-    assert states == [(0, None), (0, 0), *[(0, None)] * (len(before.untrained) - 2)]
+    assert states == [(0, None), (0, 0), *[(0, None)] * (len(before.pending_groups) - 2)]
     scheduler = Scheduler(ScheduleLimits(2, max_staleness=2, slots=3), num_replicas=2, version=1, num_steps_done=1)
     assert scheduler.restore(states, 1) == list(range(len(states)))
     assert (scheduler.counts.complete, scheduler.counts.waiting) == (1, len(states) - 1)
@@ -185,7 +185,7 @@ def test_restored_groups_are_redistributed_over_another_number_of_queues(routes:
     )
     count = len(scheduler.restore(before.snapshot(), before.num_queues))
     queues = [queue for queue, _ in scheduler.snapshot()]
-    assert count == len(before.untrained)
+    assert count == len(before.pending_groups)
     assert abs(2 * queues.count(0) - count) <= 1 if routes else set(queues) == {0}
     trained = [group for version in range(1, 5) for group in stepped(scheduler, version)]
     assert set(range(count)) <= set(trained) and len(set(trained)) == len(trained) == 8
@@ -263,7 +263,7 @@ def test_the_last_step_is_short():
     sizes = [len(step(scheduler, 1))]
     scheduler.add_version(1)
     sizes.append(len(step(scheduler, 1)))
-    assert sizes == [2, 1] and scheduler.pop_step_batch() is None and scheduler.untrained == ()
+    assert sizes == [2, 1] and scheduler.pop_step_batch() is None and scheduler.pending_groups == ()
 
 
 def test_staleness_counts_from_the_version_of_a_resumed_run():

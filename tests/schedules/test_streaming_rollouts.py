@@ -228,14 +228,14 @@ def test_a_checkpoint_keeps_complete_rows_and_running_prompts_are_generated_firs
 
     run = SimulatedRun(config_of(max_staleness=2), long_tailed, train_s=0.1)
     run.run(last=12)
-    untrained = run.source.state()["untrained"]
+    pending = run.source.state()["untrained"]
     again, finished = resumed(run, tmp_path / FILE, seconds)
-    running = [index for index in untrained if index not in finished]
-    assert finished and running and not set(untrained) & set(run.trained)
+    running = [index for index in pending if index not in finished]
+    assert finished and running and not set(pending) & set(run.trained)
     again.run(first=13, version=12)
     assert sorted(begun) == sorted(set(range(48, 160)) - set(finished))
     assert set(begun[:2]) <= set(running)
-    assert list(again.trained)[: len(untrained)] == untrained
+    assert list(again.trained)[: len(pending)] == pending
     assert run.trained + again.trained == Counter(range(160))
     assert max(again.ages) <= 2
 
