@@ -78,7 +78,7 @@ class _Replica:
 
 @dataclass(frozen=True)
 class PendingRollouts:
-    """Untrained groups from a checkpoint."""
+    """Pending groups from a checkpoint."""
 
     groups: list[tuple[int, int | None]]
     num_queues: int

@@ -181,10 +181,10 @@ def test_a_standard_deviation_up_to_eps_counts_as_zero():
     assert normalize_rewards(rewards, moments, shift_mean=False, eps=0.49).item() == 6
 
 
-@pytest.mark.parametrize("neighbour", [1e12, -math.inf, math.inf, math.nan])
+@pytest.mark.parametrize("neighbor", [1e12, -math.inf, math.inf, math.nan])
 @pytest.mark.parametrize("first", [True, False])
-def test_pass_at_k_of_a_group_does_not_depend_on_other_groups(neighbour: float, first: bool):
-    scores = torch.tensor([neighbour, 0.0, 0.0, 1e-3, 5e-4], dtype=torch.float64)
+def test_pass_at_k_of_a_group_does_not_depend_on_other_groups(neighbor: float, first: bool):
+    scores = torch.tensor([neighbor, 0.0, 0.0, 1e-3, 5e-4], dtype=torch.float64)
     groups = torch.tensor([0, 0, 1, 1, 1] if first else [2, 2, 1, 1, 1])
     actual = pass_at_k(scores, groups, every(5, 1))[2:, 0]
     assert_close(actual, torch.tensor([0.0, 5e-4, 0.0], dtype=torch.float64), rtol=1e-12, atol=1e-18)

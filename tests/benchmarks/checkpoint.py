@@ -47,7 +47,10 @@ def engine(num_parameters: float) -> TrainEngine:
 
 
 class Saves:
-    """Methods that save an engine. Each returns the seconds that its caller is blocked, and those of the complete save."""
+    """Methods that save an engine.
+
+    Each returns the seconds until its caller continues, and until the save is complete.
+    """
 
     def __init__(self, trained: TrainEngine, folder: Path) -> None:
         self._engine, self._folder = trained, folder

@@ -157,15 +157,17 @@ def test_the_batch_size_does_not_change_the_order_of_prompts(tokenizer: ChatToke
 
 
 def test_rows_by_prompt_id_are_equal_before_and_after_they_are_drawn(tokenizer: ChatTokenizer) -> None:
-    drawn, again = stream(tokenizer), stream(tokenizer)
-    rows = drawn.take(12)
-    assert again.rows([11, 3, 7]) == [rows[11], rows[3], rows[7]] == drawn.rows([11, 3, 7])
+    first, again = stream(tokenizer), stream(tokenizer)
+    rows = first.take(12)
+    assert again.rows([11, 3, 7]) == [rows[11], rows[3], rows[7]] == first.rows([11, 3, 7])
     assert again.take(1) == rows[:1]
 
 
 def test_location_is_the_line_of_the_prompt(tokenizer: ChatTokenizer) -> None:
-    drawn = stream(tokenizer)
-    assert [drawn.location(draw) for draw in range(12)] == [f"sums, line {row['prompt'][0]}" for row in drawn.take(12)]
+    first = stream(tokenizer)
+    assert [first.location(prompt_id) for prompt_id in range(12)] == [
+        f"sums, line {row['prompt'][0]}" for row in first.take(12)
+    ]
 
 
 def test_a_restored_stream_continues_at_its_position(tokenizer: ChatTokenizer) -> None:

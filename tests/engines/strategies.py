@@ -211,9 +211,9 @@ def _generated(model: PreTrainedModel) -> list[list[int]]:
     """Returns tokens sampled with weights that are gathered for the call."""
     rollout = HfRollout(meta_copy(model), tokenizer(), RolloutConfig(max_response_tokens=6))
     with gathered_weights(rollout.model, model):
-        answers = rollout.generate([[3, 4], [5]], torch.arange(2), torch.zeros(2, dtype=torch.int64), seed=0)
+        responses = rollout.generate([[3, 4], [5]], torch.arange(2), torch.zeros(2, dtype=torch.int64), seed=0)
     assert all(parameter.is_meta for parameter in rollout.model.parameters())
-    return answers.token_lists()
+    return responses.token_lists()
 
 
 def train_on_bfloat16(group: distributed.ProcessGroup | None) -> list[dict[str, torch.Tensor]]:

@@ -125,7 +125,7 @@ def stream_requests(
     engine.commit()
     while engine.num_running:
         results += engine.poll()
-    return [vars(answer) for answer in results]
+    return [vars(response) for response in results]
 
 
 def generate_while_streaming(

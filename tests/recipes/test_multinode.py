@@ -79,9 +79,7 @@ def test_ppo_trains_on_two_hosts(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ending", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGKILL, -9, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("ending", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_all_nodes_end_with_the_driver_and_no_command_line_contains_the_token(
     ending: signal.Signals, code: int, ssh: None, hostfile: Callable[..., Path]
 ) -> None:

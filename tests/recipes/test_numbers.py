@@ -43,8 +43,8 @@ CLOCK = {"seconds", "elapsed_s", "tokens_per_s", "memory_mb", "rollout_gap", "ro
 CLOCK |= {"weights_compared", "weights_unreached"}
 CLOCK |= {f"idle_{role}" for role in ("actor", "critic", "reference", "reward", "rollout")}
 CLOCK |= {"wait_data_s", "wait_weights_s"}
-"""What a placement may change; the gap between rollout and trainer is itself a rounding error, and weights are compared
-where they travel."""
+"""Metrics that may depend on the placement. The gap between rollout and trainer is a rounding error. Weights are only
+compared if they are sent."""
 
 PLACEMENTS = {
     "one rank": Placement(device="cpu", pools={"main": [1]}, roles=dict.fromkeys(ROLES, "main")),

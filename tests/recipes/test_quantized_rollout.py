@@ -16,7 +16,7 @@ from recipes.ppo.train import train as train_ppo
 CLOCK = {"seconds", "elapsed_s", "tokens_per_s", "memory_mb", "weights_compared", "weights_unreached"}
 CLOCK |= {f"idle_{role}" for role in ("actor", "critic", "reference", "reward", "rollout")}
 CLOCK |= {"wait_data_s", "wait_weights_s"}
-"""What a placement may change; weights are compared where they travelled."""
+"""Metrics that may depend on the placement. Weights are compared only if they are sent."""
 
 CORRECTION = {"correction": {"kind": "truncated"}}
 

@@ -35,7 +35,7 @@ def losing_config(ppo_config: Configs, output: Path, **changes: Any) -> PPOConfi
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", ["sync", pytest.param("one_step_off", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["sync", "one_step_off"])
 def test_a_killed_trainer_rank_repeats_the_steps_since_the_checkpoint_and_restarts_no_replica(
     ray_session: None, ppo_config: Configs, tmp_path: Path, kind: str
 ) -> None:

@@ -120,11 +120,11 @@ def assert_one_step_off_resumes(straight: AnyConfig, train: Callable[[AnyConfig]
     """Checks a resume from a checkpoint with pending rollouts of the previous weights."""
     train(straight)
     checkpoint = Checkpoints(straight.output).read(2)
-    draws = checkpoint.driver()["objects"]["prompts"]["untrained"]
+    prompt_ids = checkpoint.driver()["objects"]["prompts"]["untrained"]
     prompts, samples = straight.prompts_per_step, straight.samples_per_prompt
-    assert draws == list(range(2 * prompts, 3 * prompts))
+    assert prompt_ids == list(range(2 * prompts, 3 * prompts))
     rows = load_file(checkpoint.path / FILE)
-    assert rows["rows/prompt_id"].tolist() == [draw for draw in draws for _ in range(samples)]
+    assert rows["rows/prompt_id"].tolist() == [prompt_id for prompt_id in prompt_ids for _ in range(samples)]
     assert set(rows["tokens/weight_version"].tolist()) == {-1, 1}
     again = from_step(straight, 2, output)
     train(again)

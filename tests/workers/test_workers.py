@@ -196,12 +196,12 @@ def test_a_colocated_rollout_shares_the_actors_weights(cluster: Cluster, model: 
     rollout = cluster.group("rollout", Rollout, RolloutConfig(max_response_tokens=4, temperature=0.5), model, seed=0)
     prompts = Batch.from_rows([{"prompt_ids": [2, 3, 12, 4, 14], "prompt_id": i, "sample": 0} for i in range(4)])
     for version in (1, 2):
-        answered = rollout.generate(prompts)
-        mask = answered.get("response_mask")
-        assert relative_gap(actor, answered) <= FLOAT32_BOUND
-        assert set(answered.get("weight_version")[mask].tolist()) == {version - 1}
-        answered["old_logprobs"] = actor.logprobs(answered)
-        actor.update(answered.apply(ones, ["input_ids"], ["advantages"])).get()
+        responses = rollout.generate(prompts)
+        mask = responses.get("response_mask")
+        assert relative_gap(actor, responses) <= FLOAT32_BOUND
+        assert set(responses.get("weight_version")[mask].tolist()) == {version - 1}
+        responses["old_logprobs"] = actor.logprobs(responses)
+        actor.update(responses.apply(ones, ["input_ids"], ["advantages"])).get()
         rollout.set_version(version)
 
 
@@ -231,10 +231,10 @@ def test_rollout_and_reference_share_the_model_of_an_actor_with_an_adapter(
     prompts = Batch.from_rows([{"prompt_ids": [2, 3, 12, 4, 14], "prompt_id": i, "sample": 0} for i in range(4)])
     before = actor.logprobs(batch()).get("logprobs")
     for version in (1, 2):
-        answered = rollout.generate(prompts)
-        assert relative_gap(actor, answered) <= FLOAT32_BOUND
-        answered["old_logprobs"] = actor.logprobs(answered)
-        actor.update(answered.apply(ones, ["input_ids"], ["advantages"])).get()
+        responses = rollout.generate(prompts)
+        assert relative_gap(actor, responses) <= FLOAT32_BOUND
+        responses["old_logprobs"] = actor.logprobs(responses)
+        actor.update(responses.apply(ones, ["input_ids"], ["advantages"])).get()
         rollout.set_version(version)
         assert torch.equal(reference.logprobs(batch()).get("logprobs"), before)
     assert (actor.logprobs(batch()).get("logprobs") - before).abs().max() > 1e-3
@@ -281,9 +281,9 @@ def test_a_rollout_in_another_process_loads_the_sent_weights(model: ModelConfig,
         actor.update_sft(batch()).get()
         rollout.load_weights(actor.weights(), 6).get()
         rollout.load_weights(actor.weights(), 7).get()
-        answered = rollout.generate(prompts)
-        assert relative_gap(actor, answered) <= FLOAT32_BOUND
-        assert set(answered.get("weight_version").tolist()) == {-1, 7}
+        responses = rollout.generate(prompts)
+        assert relative_gap(actor, responses) <= FLOAT32_BOUND
+        assert set(responses.get("weight_version").tolist()) == {-1, 7}
 
 
 def rows_with(**columns: list) -> Batch:

@@ -362,7 +362,7 @@ def test_pass_at_k_rejects_best_of_one():
 
 
 def test_gdpo_by_hand():
-    # both rewards normalise to -+.7071068 in both groups; sums -1.4142136, 1.4142136 and 0, 0; std sqrt(4 / 3)
+    # both rewards normalize to -+.7071068 in both groups; sums -1.4142136, 1.4142136 and 0, 0; std sqrt(4 / 3)
     scores = torch.tensor([[0.0, 0.0], [1.0, 10.0], [0.0, 30.0], [5.0, 10.0]])
     advantages = gdpo(scores, torch.tensor([0, 0, 1, 1]), torch.ones(4, 1).bool(), eps=0.0)
     assert_close(advantages[:, 0], torch.tensor([-1.2247449, 1.2247449, 0.0, 0.0]))

@@ -22,11 +22,11 @@ def test_a_new_process_constructs_its_worker_once(ray_session: None, tmp_path: P
     construction = Construction("judge", SlowRestart, (lines, 0.0), {}, Mesh(1, 1, 1, 1), 0, 0, 0, "cpu", 1)
     host: Any = ray.remote(_RayHost).options(num_cpus=0).remote("flowrl-test-ray-backend", True)
     called = encode((SCORED, RecoveryPlan((construction,), ((LOADED, ()),))))
-    answer, construct = host.call_encoded.options(num_returns=2), host.construct.options(num_returns=2)
+    call, construct = host.call_encoded.options(num_returns=2), host.construct.options(num_returns=2)
     if first == "the call":
-        ids = [answer.remote(called)[0], construct.remote(construction)[0], answer.remote(called)[0]]
+        ids = [call.remote(called)[0], construct.remote(construction)[0], call.remote(called)[0]]
     else:
-        ids = [construct.remote(construction)[0], answer.remote(called)[0], answer.remote(called)[0]]
+        ids = [construct.remote(construction)[0], call.remote(called)[0], call.remote(called)[0]]
     responses = ray.get(ids)
     assert responses.count(None) == 1
     assert lines.read_text() == "constructed\n"

@@ -14,7 +14,7 @@ from tests.controller.conftest import Shared
 
 MIB = 1024**2
 WIDTH = 1024
-"""Float32 values per row: 4 KiB, so that no shard travels inside a message."""
+"""Float32 values per row: 4 KiB, so that every shard is an object of the store."""
 
 
 def store_bytes() -> int:

@@ -78,7 +78,7 @@ def test_data_parallel_size_is_devices_divided_by_the_other_sizes() -> None:
     )
 
 
-def test_tensor_parallel_peers_are_neighbours() -> None:
+def test_tensor_parallel_peers_are_neighbors() -> None:
     mesh = Mesh(pp=2, dp=3, sp=2, tp=2)
     assert mesh.size == 24 and mesh.rank(Coordinates(pp=1, dp=2, sp=0, tp=1)) == ((1 * 3 + 2) * 2 + 0) * 2 + 1
     assert [mesh.rank(mesh.coordinates(rank)) for rank in range(24)] == list(range(24))

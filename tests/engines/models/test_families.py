@@ -87,18 +87,18 @@ def test_a_saved_model_has_the_same_logits_in_transformers(name: str, tmp_path: 
 
 def test_responses_have_the_trainers_log_probabilities(name: str):
     model, prompts = build(name), [[5], list(range(2, 20)), [7, 8, 9]]
-    answers = generate(model, prompts)
-    for i, (prompt, ids) in enumerate(zip(prompts, answers.token_lists(), strict=True)):
+    responses = generate(model, prompts)
+    for i, (prompt, ids) in enumerate(zip(prompts, responses.token_lists(), strict=True)):
         row = torch.tensor([prompt + ids])
         expected = logprobs(policy_logits(model, row), row)[0, len(prompt) :]
-        results = answers.logprobs.split(answers.lengths.tolist())[i]
+        results = responses.logprobs.split(responses.lengths.tolist())[i]
         assert_norm_close(results, expected)
 
 
 def test_a_row_of_maximal_length_is_generated_and_a_longer_one_is_rejected(name: str):
     longest = FAMILIES[name].longest
-    answers = generate(build(name), [[5] * (longest - 1)], max_response_tokens=1)
-    assert answers.lengths.tolist() == [1]
+    responses = generate(build(name), [[5] * (longest - 1)], max_response_tokens=1)
+    assert responses.lengths.tolist() == [1]
     with pytest.raises(RolloutError, match=rf"\b{longest}\b"):
         generate(build(name), [[5] * longest], max_response_tokens=1)
 

@@ -17,8 +17,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 
 
 def test_sequence_parallel_peers_save_half_of_the_norm_and_residual_activations(results: list[dict]):
-    """Of each of two norms in a layer, and of the last: its input and the normalised states, and a factor per token;
-    of the last its output too, which the value head keeps. Outputs of the others are kept as whole rows."""
+    """Checks the bytes that autograd saves for the two norms of each layer and for the final norm.
+
+    Each norm saves its input, the normalized states and a factor per token. The value head also saves the output of the
+    final norm. The outputs of the other norms are saved unsharded.
+    """
     norms = 2 * LAYERS + 1
     halved = 4 * TOKENS * (norms * (2 * WIDTH + 1) + WIDTH)
     for saved_bytes in results:

@@ -53,12 +53,12 @@ def generate_without_cache(model, prompt: list[int], number: int, greedy: bool) 
 @pytest.mark.parametrize("build", [qwen2, llama])
 def test_responses_equal_generation_without_cache_or_batch(build, greedy: bool):
     model, prompt_ids = to_float64(build()), prompts(18)
-    answers = rows_of(generate(rollout(model), prompt_ids, greedy=greedy))
+    responses = rows_of(generate(rollout(model), prompt_ids, greedy=greedy))
     with torch.no_grad():
         expected = [generate_without_cache(model, prompt, i, greedy) for i, prompt in enumerate(prompt_ids)]
-    assert [ids for ids, _ in answers] == [ids for ids, _ in expected]
-    for (_, logprobs), (_, wanted) in zip(answers, expected, strict=True):
-        assert logprobs == pytest.approx(wanted, rel=1e-6)
+    assert [ids for ids, _ in responses] == [ids for ids, _ in expected]
+    for (_, logprobs), (_, expected_logprobs) in zip(responses, expected, strict=True):
+        assert logprobs == pytest.approx(expected_logprobs, rel=1e-6)
 
 
 @pytest.mark.parametrize("settings", [{}, {"hidden_size": 128, "num_key_value_heads": 1}, {"num_key_value_heads": 4}])
@@ -117,8 +117,8 @@ def test_repeated_prompts_equal_single_prompts():
 def test_logprobs_are_of_the_sampled_distribution():
     settings = {"temperature": 0.7, "top_k": 8, "top_p": 0.9}
     model, prompt_ids = to_float64(qwen2()), prompts(5)
-    answers = rows_of(generate(rollout(model, **settings), prompt_ids))
-    for number, (prompt, (ids, logprobs)) in enumerate(zip(prompt_ids, answers, strict=True)):
+    responses = rows_of(generate(rollout(model, **settings), prompt_ids))
+    for number, (prompt, (ids, logprobs)) in enumerate(zip(prompt_ids, responses, strict=True)):
         logits = policy_logits(model, torch.tensor([prompt + ids]))[0, len(prompt) - 1 : -1]
         key = row_keys(5, torch.tensor([number]), torch.tensor([number % 3]))
         numbers = uniforms(key.expand(len(ids)), len(prompt) + torch.arange(len(ids)))

@@ -100,10 +100,10 @@ def test_a_stop_sequence_ends_a_request() -> None:
     engine = rollout(stop_ids=stops, max_num_seqs=16)
     expected = generate(rollout(stop_ids=stops), prompt_ids)
     engine.add(requests(prompt_ids))
-    responses = {answer.request_id: answer for answer in finish(engine)}
-    answers = [responses[f"generate-{row}"] for row in range(60)]
-    assert [answer.token_ids for answer in answers] == expected.token_lists()
-    assert [answer.truncated for answer in answers] == expected.truncated.tolist()
+    responses = {response.request_id: response for response in finish(engine)}
+    in_order = [responses[f"generate-{row}"] for row in range(60)]
+    assert [response.token_ids for response in in_order] == expected.token_lists()
+    assert [response.truncated for response in in_order] == expected.truncated.tolist()
     assert any(tuple(ids[-2:]) in stops and ids[-1] != END for ids in expected.token_lists())
 
 
@@ -113,7 +113,7 @@ def test_aborted_requests_return_nothing_and_do_not_affect_others() -> None:
     engine = rollout(max_num_seqs=16)
     engine.add(requests(prompt_ids))
     responses = engine.poll(0.0) + engine.poll(0.0)
-    dropped = {f"generate-{row}" for row in (*range(0, 40, 7), 39)} - {answer.request_id for answer in responses}
+    dropped = {f"generate-{row}" for row in (*range(0, 40, 7), 39)} - {response.request_id for response in responses}
     engine.abort([*dropped, "no request"])
     assert engine.num_running == 40 - len(responses) - len(dropped)
     assert by_id(responses + finish(engine)) == {name: row for name, row in expected.items() if name not in dropped}
@@ -131,12 +131,12 @@ def test_requests_can_be_added_after_all_were_aborted() -> None:
 
 def test_generate_and_streaming_do_not_affect_each_other() -> None:
     prompt_ids, others = prompts(30), prompts(9, seed=1)
-    expected, answered = generated(rollout(), prompt_ids), generated(rollout(), others, greedy=True)
+    expected, greedy_expected = generated(rollout(), prompt_ids), generated(rollout(), others, greedy=True)
     engine = rollout(max_num_seqs=16)
     engine.add(requests(prompt_ids))
     responses = engine.poll(0.0)
     # Both use the same request ids.
-    assert generated(engine, others, greedy=True) == answered
+    assert generated(engine, others, greedy=True) == greedy_expected
     assert by_id(responses + finish(engine)) == expected
 
 
@@ -152,20 +152,20 @@ def test_rows_continue_with_new_weights_and_tokens_have_their_version() -> None:
         for _ in range(7):
             responses += engine.poll(0.0)
     responses += finish(engine)
-    assert sorted(answer.request_id for answer in responses) == sorted(f"generate-{row}" for row in range(50))
-    assert max(len(set(answer.versions)) for answer in responses) == 4
-    for answer in responses:
-        assert answer.versions == sorted(answer.versions)
-        check_logprobs(answer, prompt_ids[int(answer.request_id.removeprefix("generate-"))], models)
+    assert sorted(response.request_id for response in responses) == sorted(f"generate-{row}" for row in range(50))
+    assert max(len(set(response.versions)) for response in responses) == 4
+    for response in responses:
+        assert response.versions == sorted(response.versions)
+        check_logprobs(response, prompt_ids[int(response.request_id.removeprefix("generate-"))], models)
 
 
-def check_logprobs(answer: Response, prompt: list[int], models: list) -> None:
+def check_logprobs(response: Response, prompt: list[int], models: list) -> None:
     """Compares each token's log-probability with that of the model of its version."""
-    row = torch.tensor([prompt + answer.token_ids])
+    row = torch.tensor([prompt + response.token_ids])
     with torch.no_grad():
         logprobs_vL = [policy_logits(model, row)[0].log_softmax(-1)[len(prompt) - 1 : -1] for model in models]
     for position, (token, logprob, version) in enumerate(
-        zip(answer.token_ids, answer.logprobs, answer.versions, strict=True)
+        zip(response.token_ids, response.logprobs, response.versions, strict=True)
     ):
         assert logprob == pytest.approx(float(logprobs_vL[version][position, token]), rel=1e-5)
 
@@ -179,8 +179,12 @@ def test_a_stop_sequence_across_two_versions_ends_a_response() -> None:
     responses = engine.poll(0.0) + engine.poll(0.0)
     update(engine, qwen2(), 1)  # the same weights, so that rows do not change
     responses += finish(engine)
-    mixed = [answer for answer in responses if tuple(answer.token_ids[-2:]) == stop and answer.versions[-2:] == [0, 1]]
-    assert mixed and not any(answer.truncated for answer in mixed)
+    mixed = [
+        response
+        for response in responses
+        if tuple(response.token_ids[-2:]) == stop and response.versions[-2:] == [0, 1]
+    ]
+    assert mixed and not any(response.truncated for response in mixed)
 
 
 def test_paused_requests_keep_their_order() -> None:
@@ -191,9 +195,9 @@ def test_paused_requests_keep_their_order() -> None:
         update(engine, qwen2(), version)
         responses += engine.poll(0.0)
     # 16 slots: requests with tokens were added before all others.
-    done = {int(answer.request_id.removeprefix("generate-")) for answer in responses}
+    done = {int(response.request_id.removeprefix("generate-")) for response in responses}
     engine.abort([f"generate-{row}" for row in range(16 + len(done))])
-    assert all(set(answer.versions) == {3} for answer in finish(engine))
+    assert all(set(response.versions) == {3} for response in finish(engine))
 
 
 def test_requests_wait_for_a_complete_update() -> None:
@@ -208,7 +212,7 @@ def test_requests_wait_for_a_complete_update() -> None:
         engine.poll()
     update(engine, qwen2(seed=1), 2)
     responses += finish(engine)
-    assert {version for answer in responses for version in answer.versions} == {0, 2} and len(responses) == 20
+    assert {version for response in responses for version in response.versions} == {0, 2} and len(responses) == 20
 
 
 def test_rejected_requests_leave_no_state() -> None:
@@ -219,7 +223,7 @@ def test_rejected_requests_leave_no_state() -> None:
     for others in ([Request("c", [5], 1), Request("a", [6], 1)], [Request("c", [5], 1), Request("c", [6], 1)]):
         with pytest.raises(RolloutError, match=r"request [ac]\b"):
             engine.add(others)
-    assert [answer.request_id for answer in finish(engine)] == ["a"]
+    assert [response.request_id for response in finish(engine)] == ["a"]
     engine.add([Request("a", [5], 1)])
     assert engine.num_running == 1
 

@@ -199,17 +199,17 @@ def check_running_requests_continue(pair: Pair) -> None:
     pair.model.load_state_dict({n: w + 0.05 * torch.randn_like(w) for n, w in pair.model.state_dict().items()})
     pair.version += 1
     (responses,) = pair.group.run(vllm_checks.stream_requests, PROMPTS, export_weights(pair.model), pair.version, 5)
-    assert sorted(answer["request_id"] for answer in responses) == [f"row-{row}" for row in range(len(PROMPTS) - 1)]
-    mixed = [answer for answer in responses if len(set(answer["versions"])) == 2]
+    assert sorted(response["request_id"] for response in responses) == [f"row-{row}" for row in range(len(PROMPTS) - 1)]
+    mixed = [response for response in responses if len(set(response["versions"])) == 2]
     assert mixed, "no row was running when the weights came"
-    for answer in mixed:
+    for response in mixed:
         prompt, tokens, number = (
-            PROMPTS[int(answer["request_id"][4:])],
-            answer["token_ids"],
-            answer["versions"].count(old),
+            PROMPTS[int(response["request_id"][4:])],
+            response["token_ids"],
+            response["versions"].count(old),
         )
-        assert answer["versions"] == [old] * number + [pair.version] * (len(tokens) - number)
-        logprobs = torch.tensor(answer["logprobs"])
+        assert response["versions"] == [old] * number + [pair.version] * (len(tokens) - number)
+        logprobs = torch.tensor(response["logprobs"])
         assert relative_error(logprobs[number:], pair.logprobs(prompt, tokens)[number:]) < FLOAT32_RTOL
         other = AutoModelForCausalLM.from_config(pair.model.config).eval()
         other.load_state_dict({n: torch.from_numpy(w) for n, w in before.items()}, strict=False)
@@ -297,11 +297,11 @@ def test_a_process_killed_during_generation_is_recovered_with_the_same_responses
     (process_id,) = pair.group.run(vllm_checks.process_id)
     del pair.messages[:]
     pair.group.run(vllm_checks.dies_while_generating, 4)
-    answered = pair.group.generate(batch)
-    responses = answered.get("input_ids").tolist()
+    batch_of_responses = pair.group.generate(batch)
+    responses = batch_of_responses.get("input_ids").tolist()
     assert pair.group.run(vllm_checks.process_id) != [process_id]
     assert responses == expected
-    assert set(answered.get("weight_version").tolist()) == {-1, pair.version}
+    assert set(batch_of_responses.get("weight_version").tolist()) == {-1, pair.version}
     assert not missing_facts(pair.messages[0], "rollout", "rank", "node", 0, "generate"), pair.messages
 
 

@@ -147,17 +147,17 @@ def check_updates(
         actor = cluster.group("actor", Actor, config.actor)
         rollout = cluster.group("rollout", Rollout, config.rollout, model, seed=0)
         weight_sync, prompts, errors = WeightSync(config, cluster.plan), Batch.from_rows(rows), []
-        answered = rollout.generate(prompts)
+        responses = rollout.generate(prompts)
         for version in (1, 2):
-            actor.update_sft(answered).get()
+            actor.update_sft(responses).get()
             weight_sync.send(actor, rollout, version)
             (compared,) = rollout.check_weights(actor.weight_samples(version, subset=0, num_subsets=1)).get()
             assert compared.count > 20 and not compared.unreached
-            before, answered = answered, rollout.generate(prompts)
-            assert set(answered.get("weight_version").tolist()) == {-1, version}
-            mask = answered.get("response_mask")
-            logprobs = actor.logprobs(answered).get("logprobs")
-            errors.append(relative_error(answered.get("rollout_logprobs")[mask], logprobs[mask]))
+            before, responses = responses, rollout.generate(prompts)
+            assert set(responses.get("weight_version").tolist()) == {-1, version}
+            mask = responses.get("response_mask")
+            logprobs = actor.logprobs(responses).get("logprobs")
+            errors.append(relative_error(responses.get("rollout_logprobs")[mask], logprobs[mask]))
             moved = actor.logprobs(before).get("logprobs") - before.get("rollout_logprobs")
             assert moved[before.get("response_mask")].abs().mean() > 0.05, "the step changed nothing that would show"
     return max(errors)

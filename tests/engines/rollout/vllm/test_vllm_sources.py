@@ -37,7 +37,7 @@ def groups(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
     (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
     roles: dict[str, Any] = dict.fromkeys(SOURCES, "trainers") | {"tp": {"pool": "trainers", "tp": 2}}
     placement = Placement.model_validate(
-        {"device": "cpu", "pools": {"trainers": [2], "answers": [1]}, "roles": roles | {"rollout": "answers"}}
+        {"device": "cpu", "pools": {"trainers": [2], "rollouts": [1]}, "roles": roles | {"rollout": "rollouts"}}
     )
     model, config = ModelConfig(path=folder), RolloutConfig(engine="vllm", max_response_tokens=12)
     with Cluster(placement, dedicated=("rollout",), num_threads=1) as cluster:
@@ -53,8 +53,8 @@ def test_weights_of_a_sharded_actor_arrive(source: str, groups: dict[str, Worker
     actor, rollout = groups[source], groups["rollout"]
     version = 1 + list(SOURCES).index(source)
     prompts = Batch.from_rows([{"prompt_ids": ids, "prompt_id": i, "sample": 0} for i, ids in enumerate(PROMPTS)])
-    answered = rollout.generate(prompts)
-    actor.update_sft(answered).get()
+    previous = rollout.generate(prompts)
+    actor.update_sft(previous).get()
     count = actor.num_buckets(0.05).get()
     assert count > 3
     for bucket in range(count):
@@ -68,5 +68,5 @@ def test_weights_of_a_sharded_actor_arrive(source: str, groups: dict[str, Worker
         < FLOAT32_RTOL
     )
     assert set(responses.get("weight_version").tolist()) == {-1, version}
-    moved = actor.logprobs(answered).get("logprobs") - answered.get("rollout_logprobs")
-    assert moved[answered.get("response_mask")].abs().max() > 0.01, "the step changed nothing that would show"
+    moved = actor.logprobs(previous).get("logprobs") - previous.get("rollout_logprobs")
+    assert moved[previous.get("response_mask")].abs().max() > 0.01, "the step changed nothing that would show"
