@@ -32,7 +32,10 @@ PRELOADED = ("flowrl.controller.host.host",)
 
 _CLIENT = Path(__file__).with_name("fork_client.py")
 _BACKLOG = 1024
-_START = "import sys; sys.path[:] = {path!r}; from flowrl.controller.host.fork_server import main; main({listener}, {modules})"
+_START = (
+    "import sys; sys.path[:] = {path!r}; "
+    "from flowrl.controller.host.fork_server import main; main({listener}, {modules})"
+)
 
 
 class ForkServer:
