@@ -9,8 +9,6 @@ from itertools import islice
 from types import TracebackType
 from typing import Any, Self
 
-import psutil
-
 from flowrl.checkpoints.checkpoints import Checkpoint, Checkpoints
 from flowrl.checkpoints.resume import find_checkpoint, input_checksums, is_resuming
 from flowrl.checkpoints.run_folder import RunFolder, folder_lock, remove_temporary_files, replacing, write_json
@@ -535,6 +533,8 @@ def _as_metrics(logged: Logged) -> dict[str, Metric]:
 
 def _resident_mb() -> float:
     """Returns the memory of this process and its descendants in MB. Shared pages count once (PSS)."""
+    import psutil  # noqa: PLC0415 (Ray has a copy of psutil, which can be imported after ray)
+
     driver = psutil.Process()
     total = 0
     for process in (driver, *driver.children(recursive=True)):

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pickle import PicklingError
 from typing import Any
 
-import psutil
 import ray
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -22,7 +21,13 @@ from flowrl.controller.backends.ray_nodes import RayNodes, interface_of
 from flowrl.controller.errors import FlowError, ProcessLost, WorkerError, describe_unpicklable
 from flowrl.controller.host.fork_server import fork_server, survive_fork_server
 from flowrl.controller.host.host import Host
-from flowrl.controller.host.process_probe import StackDump, collect_stack_dumps, enable_stack_dumps, find_processes
+from flowrl.controller.host.process_probe import (
+    StackDump,
+    collect_stack_dumps,
+    enable_stack_dumps,
+    find_processes,
+    read_start_time,
+)
 from flowrl.controller.placement.plan import FailureGroup, Inventory, PoolPlan, Slot
 from flowrl.controller.wire import Construction, RecoveryPlan, Report, Request, decode, encode
 from flowrl.data.batch.block import Ref
@@ -148,26 +153,24 @@ class Liveness:
     """Watches worker processes on this machine."""
 
     def __init__(self) -> None:
-        self._alive: dict[str, psutil.Process] = {}
+        self._alive: dict[str, tuple[int, float]] = {}
+        """Name -> process id and start time, because the id of an ended process may be reused."""
 
     def find_ended(self, names: Collection[str]) -> list[str]:
         """Returns the names of processes that have ended since the previous check."""
-        ended = [name for name in self._alive if name in names and not _is_alive(self._alive[name])]
+        ended = [
+            name
+            for name, (process_id, started_s) in self._alive.items()
+            if name in names and read_start_time(process_id) != started_s
+        ]
         for name in ended:
             del self._alive[name]
         # A search scans all processes of the machine, so search only unknown names.
         unknown = [name for name in names if name not in self._alive]
         for name, (process_id, _) in (find_processes(unknown) if unknown else {}).items():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                self._alive[name] = psutil.Process(process_id)
+            if (started_s := read_start_time(process_id)) is not None:
+                self._alive[name] = process_id, started_s
         return ended
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 class RayBackend:

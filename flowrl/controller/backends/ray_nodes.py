@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-import psutil
 import ray
 from ray.exceptions import AuthenticationError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
@@ -280,6 +279,8 @@ def _refuses(node: _Node) -> bool:
 
 def interface_of(address: str) -> str | None:
     """Returns the name of the network interface with this address; None if there is none."""
+    import psutil  # noqa: PLC0415 (Ray has a copy of psutil, which can be imported after ray)
+
     interfaces = psutil.net_if_addrs().items()
     return next((name for name, own in interfaces if any(one.address == address for one in own)), None)
 

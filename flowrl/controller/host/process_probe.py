@@ -10,8 +10,6 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
-
 _DUMP_TIMEOUT_S = 2.0
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)')
 _HOST_FILE, _RECOVERY_FUNCTION = "flowrl/controller/host/host.py", "recover"
@@ -63,7 +61,7 @@ def find_processes(names: Collection[str]) -> dict[str, tuple[int, Path]]:
     """Returns name -> (process id, dump file) for processes on this machine with enabled stack dumps."""
     links = {f"/memfd:{name} (deleted)": name for name in names}
     processes = {}
-    for process_id in psutil.pids():
+    for process_id in (int(path.name) for path in Path("/proc").glob("[0-9]*")):
         # Processes may end during the search, and files of other users are not readable.
         with contextlib.suppress(OSError):
             for path in Path(f"/proc/{process_id}/fd").iterdir():
@@ -73,14 +71,24 @@ def find_processes(names: Collection[str]) -> dict[str, tuple[int, Path]]:
     return processes
 
 
+def read_start_time(process_id: int) -> float | None:
+    """Returns when a process of this machine started, in seconds since boot; None if it has ended or is a zombie."""
+    try:
+        # The name of the program, in parentheses, may contain spaces. The state and 18 other fields follow.
+        state, *fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state in "ZX" else int(fields[18]) / os.sysconf("SC_CLK_TCK")
+
+
 def collect_stack_dumps(names: Sequence[str]) -> dict[str, StackDump]:
     """Returns the stacks of processes on this machine. Skips processes that have ended or do not respond."""
     before = {}
     for name, (process_id, path) in find_processes(names).items():
-        with contextlib.suppress(OSError, psutil.NoSuchProcess):
-            age_s = time.time() - psutil.Process(process_id).create_time()
-            before[name] = age_s, path, len(path.read_bytes())
-            os.kill(process_id, signal.SIGUSR1)
+        with contextlib.suppress(OSError):
+            if (started_s := read_start_time(process_id)) is not None:
+                before[name] = time.clock_gettime(time.CLOCK_BOOTTIME) - started_s, path, len(path.read_bytes())
+                os.kill(process_id, signal.SIGUSR1)
     return {
         name: StackDump(age_s, text)
         for name, (age_s, path, size) in before.items()

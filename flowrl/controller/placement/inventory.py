@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-import psutil
-
 from flowrl.config.base import Device
 from flowrl.controller.placement.plan import Inventory, PlacementError
 
@@ -59,7 +57,7 @@ def local_memory(kind: Literal["cpu", "cuda"]) -> int | None:
 
 
 def _host_memory() -> int:
-    total = psutil.virtual_memory().total
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     # The memory limit of a container may be lower.
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.is_file() else ""
