@@ -14,12 +14,12 @@ MAYBE_MISSING = ("peft", "accelerate", "pytest", "hypothesis", "ray", "psutil", 
 """Packages that a GPU host may lack."""
 
 
-def run_script(folder: Path, python: str = sys.executable) -> tuple[int, str]:
+def run_script(folder: Path, python: str = sys.executable, device: str = "cuda") -> tuple[int, str]:
     """Returns the exit code and the results file of the script."""
     results = folder / "results.txt"
-    environment = os.environ | {"PYTHON": python, "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {"PYTHON": python, "DEVICE": device, "CUDA_VISIBLE_DEVICES": ""}
     command = ["bash", str(SCRIPT), str(folder / "no_wheels"), str(results)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
     return done.returncode, results.read_text()
 
 
@@ -31,10 +31,46 @@ def interpreter(folder: Path, cases: str) -> str:
     return str(path)
 
 
+MARKED = [
+    path
+    for path in (ROOT / "tests").rglob("test_*.py")
+    for _ in re.findall(r"^@pytest\.mark\.gpu", path.read_text(), re.MULTILINE)
+]
+"""Path of every test function that is marked gpu."""
+
+
+def num_not_run(results: str) -> tuple[int, int]:
+    """Returns the number of gpu tests that did not run, and the sum over the reasons, from the last line."""
+    total, *counts = map(int, re.findall(r"(?<=run: )\d+|(?<=; )\d+(?=: )", results.splitlines()[-1]))
+    return total, sum(counts)
+
+
+def interpreter_without(folder: Path, packages: tuple[str, ...]) -> str:
+    """Returns the path of an interpreter that does not find the packages, except a copy of psutil within Ray."""
+    (folder / "sitecustomize.py").write_text(f"""
+import sys
+from importlib.machinery import PathFinder
+
+class Finder(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        spec = PathFinder.find_spec(name, path, target)
+        is_missing = name in {packages} and spec is not None and "thirdparty_files" not in str(spec.origin)
+        return None if is_missing else spec
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
+""")
+    path = folder / "python"
+    path.write_text(f'#!/bin/sh\nPYTHONPATH={folder}:$PYTHONPATH exec {sys.executable} "$@"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
 def test_everything_is_skipped_without_a_gpu(tmp_path: Path) -> None:
     code, results = run_script(tmp_path)
     assert code == 0
     assert "SKIPPED everything: no GPU" in results
+    assert num_not_run(results) == (len(MARKED), len(MARKED))
 
 
 def test_the_script_fails_if_there_is_a_gpu_and_nothing_runs(tmp_path: Path) -> None:
@@ -56,6 +92,17 @@ def test_missing_packages_skip_only_the_parts_that_need_them(tmp_path: Path) -> 
     assert code == 0
     assert re.findall("^== .*", results, re.MULTILINE) == ["== checks and benchmarks"]
     assert results.count("SKIPPED ") == 6
+    assert num_not_run(results) == (len(MARKED), len(MARKED))
+
+
+def test_tests_marked_gpu_load_without_hypothesis_and_psutil(tmp_path: Path) -> None:
+    python = interpreter_without(tmp_path, ("hypothesis", "psutil"))
+    options = "-m pytest -c /dev/null --rootdir . -q -m gpu --collect-only -p no:cacheprovider --import-mode importlib"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    paths = sorted({str(path) for path in MARKED if "vllm" not in str(path)})
+    command = [python, *options.split(), *paths]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert paths and done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_script_runs_every_file_with_a_test_marked_gpu() -> None:
