@@ -105,6 +105,15 @@ def test_tests_marked_gpu_load_without_hypothesis_and_psutil(tmp_path: Path) -> 
     assert paths and done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
+def test_a_rehearsal_on_the_cpu_runs_ppo_without_packages_that_the_wheels_lack(tmp_path: Path) -> None:
+    missing = tuple({*MAYBE_MISSING, "vllm"} - {"ray", "rich"})
+    code, results = run_script(tmp_path, interpreter_without(tmp_path, missing), device="cpu")
+    assert code == 0, results
+    assert re.findall("^== .*", results, re.MULTILINE) == ["== checks and benchmarks", "== PPO with Ray"]
+    assert num_not_run(results) == (len(MARKED), len(MARKED))
+
+
 def test_the_script_runs_every_file_with_a_test_marked_gpu() -> None:
     paths = tuple(re.findall(r"tests/engines/\S+", SCRIPT.read_text()))
     marked = [
