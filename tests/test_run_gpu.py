@@ -95,6 +95,7 @@ def test_missing_packages_skip_only_the_parts_that_need_them(tmp_path: Path) -> 
     assert num_not_run(results) == (len(MARKED), len(MARKED))
 
 
+@pytest.mark.slow
 def test_tests_marked_gpu_load_without_hypothesis_and_psutil(tmp_path: Path) -> None:
     python = interpreter_without(tmp_path, ("hypothesis", "psutil"))
     options = "-m pytest -c /dev/null --rootdir . -q -m gpu --collect-only -p no:cacheprovider --import-mode importlib"
@@ -129,6 +130,7 @@ def test_the_paths_of_the_script_exist(path: str) -> None:
     assert (ROOT / path).exists()
 
 
+@pytest.mark.slow
 def test_the_benchmark_needs_no_package_that_a_host_may_lack() -> None:
     code = f"""
 import runpy, sys
