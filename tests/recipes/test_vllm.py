@@ -55,6 +55,7 @@ SLEEPING = {**VLLM, "vllm": {"sleep": True}}
 """Rollout settings with sleep mode. On the CPU no memory moves, but an engine that is asleep still rejects requests."""
 
 
+@pytest.mark.slow
 def test_ppo_colocated_metrics_are_bitwise_identical_with_offloaded_roles(
     ray_session: None, ppo_config: Callable[..., PPOConfig], tmp_path: Path
 ) -> None:
