@@ -69,31 +69,30 @@ def check_ended(process_ids: list[int]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("fault", ["raise", slow("kill"), slow("spin"), slow("spin_in_c"), "unpicklable"])
-def test_a_rank_that_fails_in_a_method(pair: Cluster, fault: str):
-    group = pair.group("first", Faulty)
+def fail_call(cluster: Cluster, fault: str, method: str) -> FlowError:
+    """Calls a method with a fault on rank 1; returns the error after checking it and the end of all processes."""
+    group = cluster.group("first", Faulty)
     ids = group.process_id()
-    shorten_deadline(pair, fault)
+    shorten_deadline(cluster, fault)
     started_s = time.monotonic()
     with pytest.raises(FlowError) as caught:
-        group.compute(fault).get()
-    check_error(caught.value, fault, "first", "compute", started_s)
+        getattr(group, method)(fault).get()
+    check_error(caught.value, fault, "first", method, started_s)
     check_ended(ids)
+    return caught.value
+
+
+@pytest.mark.parametrize("fault", ["raise", slow("kill"), slow("spin"), slow("spin_in_c"), "unpicklable"])
+def test_a_rank_that_fails_in_a_method(pair: Cluster, fault: str):
+    fail_call(pair, fault, "compute")
 
 
 @pytest.mark.parametrize("fault", [slow("raise"), "kill", slow("spin"), "spin_in_c"])
 def test_a_rank_that_fails_while_its_peer_waits_in_a_collective(pair: Cluster, fault: str):
-    group = pair.group("first", Faulty)
-    ids = group.process_id()
-    shorten_deadline(pair, fault)
-    started_s = time.monotonic()
-    with pytest.raises(FlowError) as caught:
-        group.gather(fault).get()
-    check_error(caught.value, fault, "first", "gather", started_s)
-    if isinstance(caught.value, DeadlineError):
-        frames = [line.split(" in ")[-1] for line in caught.value.remote_traceback.splitlines()]
+    error = fail_call(pair, fault, "gather")
+    if isinstance(error, DeadlineError):
+        frames = [line.split(" in ")[-1] for line in error.remote_traceback.splitlines()]
         assert frames == ["gather", "commit"]
-    check_ended(ids)
 
 
 @pytest.mark.parametrize("fault", ["raise", slow("kill"), slow("spin"), slow("spin_in_c")])
