@@ -37,7 +37,7 @@ def start(ranks: int) -> tuple[float, float]:
     """Returns the seconds until all ranks have responded, and their mean CPU seconds."""
     placement = Placement(device="cpu", pools={"main": [ranks]}, roles={"worker": "main"})
     began = time.monotonic()
-    with Cluster(placement, backend="ray", num_threads=1) as cluster:
+    with Cluster(placement, backend="ray", num_threads=1, prepare=("flowrl.workers",)) as cluster:
         used = cluster.group("worker", Importing).processor_seconds()
         return time.monotonic() - began, statistics.mean(used)
 
