@@ -20,7 +20,14 @@ import torch
 from torch import Tensor
 
 from flowrl.config import UserError
-from flowrl.config.base import ImportNameError, import_attribute, import_function, unknown_name
+from flowrl.config.base import (
+    AGGREGATIONS,
+    KL_ESTIMATORS,
+    ImportNameError,
+    import_attribute,
+    import_function,
+    unknown_name,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -212,17 +219,14 @@ policy_losses = Registry(
 
 kl_kinds = Registry(
     "KL estimator",
-    {kind: ("kl.kl_estimates:kl_estimate", {"kind": kind}) for kind in ("k1", "k2", "k3", "abs")},
+    {kind: ("kl.kl_estimates:kl_estimate", {"kind": kind}) for kind in KL_ESTIMATORS},
     required=("logprobs", "ref_logprobs"),
 )
 """KL estimators: (logprobs, ref_logprobs) -> an estimate of the same shape."""
 
 aggregation_modes = Registry(
     "aggregation",
-    {
-        mode: ("masking:aggregate", {"mode": mode})
-        for mode in ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm")
-    },
+    {mode: ("masking:aggregate", {"mode": mode}) for mode in AGGREGATIONS},
     required=("loss", "mask"),
     required_keywords=("denominator",),
 )
