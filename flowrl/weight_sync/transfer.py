@@ -48,21 +48,21 @@ class SnapshotTransfer(WeightTransfer, Protocol):
         ...
 
 
-class ObjectStoreTransfer:
+class _BucketTransfer:
+    """Base class of transports, which send weights in buckets of bounded size."""
+
+    def __init__(
+        self, actor: WorkerGroup, rollout: WorkerGroup, config: TransferConfig, dtype: str | None = None
+    ) -> None:
+        self._actor, self._rollout = actor, rollout
+        self._bucketing = (config.bucket_mb, dtype)
+        self._num_buckets: Future = actor.num_buckets.submit(*self._bucketing)
+
+
+class ObjectStoreTransfer(_BucketTransfer):
     """Sends buckets through Ray's object store, which keeps one copy per node."""
 
     updates_all_replicas = False
-
-    def __init__(
-        self,
-        actor: WorkerGroup,
-        rollout: WorkerGroup,
-        config: TransferConfig | None = None,
-        dtype: str | None = None,
-    ) -> None:
-        self._actor, self._rollout = actor, rollout
-        self._bucketing = ((config or TransferConfig()).bucket_mb, dtype)
-        self._num_buckets: Future = actor.num_buckets.submit(*self._bucketing)
 
     def connect(self) -> None:
         self._num_buckets.get()
@@ -79,19 +79,12 @@ class ObjectStoreTransfer:
         self.load(self.export(), self._rollout, version)
 
 
-class CudaIpcTransfer:
+class CudaIpcTransfer(_BucketTransfer):
     """Shares buckets through CUDA IPC on the GPUs that both roles use.
 
     All buckets use the same buffer, so the rollout reads each bucket before the actor exports the next. A rollout on
     the actor's GPUs does not generate while the actor trains, so there are no snapshots.
     """
-
-    def __init__(
-        self, actor: WorkerGroup, rollout: WorkerGroup, config: TransferConfig, dtype: str | None = None
-    ) -> None:
-        self._actor, self._rollout = actor, rollout
-        self._bucketing = (config.bucket_mb, dtype)
-        self._num_buckets: Future = actor.num_buckets.submit(*self._bucketing)
 
     def send(self, version: int) -> None:
         num_buckets, loaded = self._num_buckets.get(), None
@@ -101,18 +94,13 @@ class CudaIpcTransfer:
         self._actor.release_weights.submit(after=loaded)
 
 
-class NcclTransfer:
+class NcclTransfer(_BucketTransfer):
     """Broadcasts buckets with NCCL from the actor's first GPU to all GPUs of the rollout."""
 
     updates_all_replicas = True
 
-    def __init__(
-        self, actor: WorkerGroup, rollout: WorkerGroup, config: TransferConfig, dtype: str | None = None
-    ) -> None:
-        self._actor, self._rollout = actor, rollout
-        self._bucketing = (config.bucket_mb, dtype)
-        self._num_buckets: Future = actor.num_buckets.submit(*self._bucketing)
-        self._metadata: Sequence[Future] = ()
+    _metadata: Sequence[Future] = ()
+    """Descriptions of the buckets, after `connect`."""
 
     def connect(self) -> None:
         """Creates the NCCL group of the actor's first rank and all rollout devices. Runs only once."""
@@ -319,7 +307,7 @@ class WeightSync:
         if roles not in self._transfers:
             config = self._rollout_config(rollout)
             if config is None:
-                self._transfers[roles] = ObjectStoreTransfer(actor, rollout)
+                self._transfers[roles] = ObjectStoreTransfer(actor, rollout, TransferConfig())
             else:
                 transport = choose_transport(
                     self._plan.roles[actor.role],
