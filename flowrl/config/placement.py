@@ -22,8 +22,9 @@ class PoolPart(NamedTuple):
 
 
 def pool_parts(text: str) -> tuple[PoolPart, ...]:
-    """Parses the `pool` of a role, such as `main`, `main[0:2]` or `policy+judges`. Raises ValueError for an invalid
-    text.
+    """Parses the setting `pool` of a role, such as `main`, `main[0:2]` or `policy+judges`.
+
+    Raises: ValueError if the text has another form.
     """
     matches = [_PART.fullmatch(part.strip()) for part in text.split("+")]
     if not all(matches):

@@ -51,7 +51,7 @@ class ChatTokenizer:
         return len(self._tokenizer)
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Returns the token ids of a conversation, including the template's generation prompt for the assistant."""
+        """Returns the token ids of a conversation, followed by the chat template's generation prompt."""
         return self._encode(self._render(messages, generate=True))
 
     def encode_example(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:

@@ -45,7 +45,7 @@ class AdvantageConfig(Member):
 
     @property
     def kl_penalty(self) -> "PenalizedAdvantageConfig | None":
-        """These settings if the estimator subtracts a KL penalty from the rewards, otherwise None."""
+        """This object if its estimator subtracts a KL penalty from the rewards, otherwise None."""
         return None
 
 

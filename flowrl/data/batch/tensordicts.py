@@ -77,7 +77,7 @@ def row_positions(lengths_B: torch.Tensor) -> torch.Tensor:
 
 
 def pad_tokens(values_T: torch.Tensor, lengths_B: torch.Tensor, padding: float = 0) -> torch.Tensor:
-    """Converts flat tokens `[T, ...]` to right-padded rows `[B, L, ...]`."""
+    """Pads flat tokens `[T, ...]` on the right, to rows `[B, L, ...]`. L is the length of the longest row."""
     present_BL = row_positions(lengths_B)
     padded = values_T.new_full((*present_BL.shape, *values_T.shape[1:]), padding)
     padded[present_BL] = values_T

@@ -95,9 +95,7 @@ class _Save:
     thread: threading.Thread | None = None
 
     def write(self) -> None:
-        """Writes the files of this rank. If writing fails, stores the error message for `EngineCheckpoints.result` and
-        returns.
-        """
+        """Writes the files of this rank. Stores the message of an OSError in `error` instead of raising it."""
         try:
             self._write()
         except OSError as error:

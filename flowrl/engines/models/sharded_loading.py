@@ -88,7 +88,7 @@ def move_loaded(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def load_shards(model: nn.Module, device: torch.device) -> None:
-    """Replaces weights on the meta device by this rank's shards, which it reads from the files."""
+    """Reads this rank's shards of all weights that are on the meta device from the model's files."""
     if not any(parameter.is_meta for parameter in model.parameters()):
         return
     tied_names = [names for names, weight in unique_parameters(model) if weight.is_meta]

@@ -25,15 +25,15 @@ class MicroBatch:
     """Rows of a batch, padded for one forward pass."""
 
     input_ids: Tensor
-    """int64 [B, L], token ids. 0 at padding."""
+    """Token ids, int64 [B, L]. 0 at padding."""
     mask: Tensor
-    """bool [B, L], true at real tokens, false at padding."""
+    """Mask of tokens, bool [B, L]. False at padding."""
     tokens: dict[str, Tensor]
     """All other token columns by name, each [B, L, ...]. 0 at padding."""
     rows: dict[str, Tensor]
     """All row columns that are tensors, by name. Each has shape [B, ...]."""
     index: Tensor
-    """int64 [B], index of each row in the batch."""
+    """Index of each row in the batch, int64 [B]."""
     pack: Pack | None = None
     """Packed layout of the rows. None if the model processes padded rows."""
 
@@ -100,7 +100,10 @@ def _packed_sizes(ascending: list[int], max_tokens: int) -> list[int]:
 
 
 def _padded_sizes(ascending: list[int], max_tokens: int) -> list[int]:
-    """Returns the group sizes with the lowest total cost, by dynamic programming over prefixes."""
+    """Returns the number of rows of each micro-batch, so that the total cost of `microbatches` is minimal.
+
+    Dynamic programming: the minimal cost of the first n rows follows from the minimal costs of fewer rows.
+    """
     costs_B = torch.zeros(len(ascending) + 1, dtype=torch.float64)
     starts = [0] * (len(ascending) + 1)
     for end, length in enumerate(ascending, 1):

@@ -185,7 +185,7 @@ class Decoder:
             self._model.base_model(input_ids=ids_UL.to(self._device), past_key_values=cache, use_cache=True)
 
     def _prefill_chunks(self, histories: Sequence[History]) -> Iterator[list[History]]:
-        """Sorts histories by length and splits them into forward passes of at most `_PREFILL_TOKENS` tokens."""
+        """Splits histories, sorted by length, into forward passes of at most `_PREFILL_TOKENS` tokens."""
         chunk: list[History] = []
         for history in histories:
             if chunk and (len(chunk) + 1) * self._prefill_width(history) > _PREFILL_TOKENS:

@@ -153,7 +153,7 @@ def _run_kernel(module: Any, inputs_JD: Tensor, bias: Tensor | None) -> Tensor: 
 
 
 def _outputs(layer: _Layer, actual_JN: Tensor, values_JN: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields actual and expected outputs on this rank for each matrix of a fused layer."""
+    """Yields this rank's actual and expected outputs, separately for each matrix that the layer fuses."""
     module: Any = layer.module  # vLLM's layers, some of which do not declare these attributes
     start = expected_start = 0
     for index, size in enumerate(module.output_partition_sizes):
