@@ -85,7 +85,9 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
         "schedule": {"base"},
         "roles": {"base", "algorithm", "model"},
         "run": {"base", "algorithm", "placement", "schedule", "roles"},
-        "load": {"base", "algorithm", "source"},
+        "setting_tree": {"base", "source"},
+        "error_messages": {"base", "algorithm", "source", "setting_tree"},
+        "load": {"base", "source", "setting_tree", "error_messages"},
     },
 }
 """Package -> its sub-packages and modules from bottom to top, each with those that it may import."""

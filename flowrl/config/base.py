@@ -103,6 +103,9 @@ class Member(Config):
     KEY: ClassVar[str] = "kind"
     """Name of the field that selects the member."""
 
+    NOUN: ClassVar[str] = "a choice"
+    """Kind of the members, with an article, for error messages."""
+
     NOT_ARGUMENTS: ClassVar[frozenset[str]] = frozenset()
     """Settings that are not passed to the selected function as keyword arguments."""
 

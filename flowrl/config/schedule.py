@@ -14,6 +14,8 @@ from flowrl.config.base import Member, OneOf
 class ScheduleConfig(Member):
     """Base class of the schedules."""
 
+    NOUN = "a schedule"
+
     kind: str
     """Name of the schedule: `sync`, `one_step_off` or `async`."""
 

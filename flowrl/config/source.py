@@ -66,7 +66,12 @@ def parse(text: str, where: str, *, numbered: bool) -> tuple[Any, dict[Key, str]
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         spot = f"{where}:{mark.line + 1}" if numbered and mark else where
-        raise ConfigError(f"{spot}: not valid YAML, {error.problem or error.context}") from error
+        problem = error.problem or error.context or ""
+        if r"'\t'" in problem:
+            raise ConfigError(
+                f"{spot}: has a tab, which YAML does not allow here: replace the tab by spaces"
+            ) from error
+        raise ConfigError(f"{spot}: not valid YAML, {problem}") from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: for example !!int before text
         raise ConfigError(f"{where}: not valid YAML, {error}") from error
     finally:
@@ -86,7 +91,9 @@ def read(path: Path) -> Source:
     values, origins = parse(text, str(path), numbered=True)
     if not isinstance(values, dict):
         problem = "is empty" if values is None else f"is a {type(values).__name__}"
-        raise ConfigError(f"{path}: {problem}, but must be a mapping of keys to values")
+        raise ConfigError(
+            f"{path}: {problem}, but must be a mapping of settings to values, like recipes/grpo/arithmetic.yaml"
+        )
     return Source(values, origins)
 
 

@@ -16,6 +16,7 @@ Discount = Annotated[float, Field(ge=0, le=1, description="Discount per token.")
 class AdvantageConfig(Member):
     """Base class of the advantage estimators, with their common settings."""
 
+    NOUN = "an advantage estimator"
     KEY = "estimator"
     NOT_ARGUMENTS = frozenset({"correction", "shaping", "whiten", "kl_coef", "kl_kind", "kl_control"})
 

@@ -13,6 +13,8 @@ class CorrectionConfig(Member):
     (rollout).
     """
 
+    NOUN = "a rollout correction"
+
     kind: str
     """Name of the correction."""
 

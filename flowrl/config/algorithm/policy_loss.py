@@ -17,6 +17,8 @@ DualClip = Annotated[
 class PolicyLossConfig(Member):
     """Base class of the policy losses."""
 
+    NOUN = "a policy loss"
+
     kind: str
     """Name of the loss."""
 

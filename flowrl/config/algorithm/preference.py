@@ -18,6 +18,7 @@ class PreferenceConfig(Member):
     **config.arguments())`.
     """
 
+    NOUN = "a preference loss"
     KEY = "loss"
 
     loss: str
@@ -96,6 +97,7 @@ AnyPreference = Annotated[
 class PtxConfig(Member):
     """Base class of PTX forms. Usage: `ptx_forms.load(config.form)(policy_loss, lm_loss, **config.arguments())`."""
 
+    NOUN = "a PTX form"
     KEY = "form"
 
     form: str

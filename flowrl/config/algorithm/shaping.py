@@ -10,6 +10,8 @@ from flowrl.config.base import ImportName, Member, OneOf, Options
 class ShapingConfig(Member):
     """Base class of the reward shapings. Each maps the scores of a step to new scores."""
 
+    NOUN = "a reward shaping"
+
     kind: str
     """Name of the shaping."""
 
@@ -84,6 +86,8 @@ AnyShaping = Annotated[OverlongPenalty | LengthPenalty | ClipRewards | Normalize
 
 class KlControlConfig(Member):
     """Base class of the controllers that adjust `kl_coef` from step to step."""
+
+    NOUN = "a KL control"
 
     kind: str
     """Name of the controller."""

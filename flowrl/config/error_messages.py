@@ -1,0 +1,219 @@
+"""Error messages for invalid settings: the setting, its file and line, what is allowed, and the likely mistake."""
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from pydantic_core import ErrorDetails
+
+from flowrl.config.algorithm.policy_loss import AnyPolicyLoss
+from flowrl.config.base import Config, Member, members_of, unknown_name
+from flowrl.config.setting_tree import fields_of, find_unions, names_of, select_members, setting_paths, walk
+from flowrl.config.source import Key, Source, dotted
+
+RENAMED_KEYS = {
+    "rows_per_step": "batch_size",
+    "minibatch_rows": "minibatch_size",
+    "epochs": "ppo_epochs",
+    "rollout.max_rows": "rollout.max_num_seqs",
+    "rollout.transfer.chunk_mb": "rollout.transfer.bucket_mb",
+    "rollout.vllm.max_row_tokens": "rollout.vllm.max_model_len",
+    "schedule.redundancy": "schedule.overprovision",
+    "actor.loss_options": "actor.loss.options",
+    **{
+        f"actor.{name}": f"actor.loss.{name}"
+        for member in members_of(AnyPolicyLoss).values()
+        for name in member.model_fields
+        if name not in ("kind", "options")
+    },
+}
+"""Maps a removed key to its new key. The error for a removed key names the new key."""
+
+FOREIGN_KEYS = {
+    "adv_estimator": "algorithm.estimator",
+    "bf16": "engine.compute_dtype: bfloat16",
+    "clip_ratio": "loss.clip_low",
+    "epsilon": "loss.clip_low",
+    "eval_steps": "evaluate_every",
+    "fp16": "engine.compute_dtype: float16",
+    "learning_rate": "optimizer.lr",
+    "lr_scheduler_type": "optimizer.schedule",
+    "max_completion_length": "rollout.max_response_tokens",
+    "max_new_tokens": "rollout.max_response_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "max_response_length": "rollout.max_response_tokens",
+    "max_steps": "steps",
+    "model_name_or_path": "model.path",
+    "num_generations": "samples_per_prompt",
+    "num_train_epochs": "epochs",
+    "output_dir": "output",
+    "per_device_train_batch_size": "batch_size",
+    "ppo_mini_batch_size": "minibatch_size",
+    "reward_funcs": "reward.function",
+    "save_freq": "checkpoint.every",
+    "save_steps": "checkpoint.every",
+    "test_freq": "evaluate_every",
+    "total_training_steps": "steps",
+    "train_batch_size": "batch_size",
+    "use_vllm": "rollout.engine: vllm",
+}
+"""Maps a key of TRL, transformers or verl to the end of the corresponding key, optionally with its value."""
+
+
+def describe_errors(errors: Sequence[ErrorDetails], source: Source, cls: type[Config]) -> str:
+    """Returns a message with one line per invalid setting. Misspelled settings come first."""
+    # A misspelled key is often the cause of other errors.
+    errors = sorted(errors, key=lambda error: error["type"] != "extra_forbidden")
+    keys = [walk(error["loc"], cls, source.values)[0] for error in errors]
+    repeated = _alternatives_of_misspelled(errors, source, cls)
+    locations: dict[Key, str] = {}
+    problems: dict[Key, list[str]] = {}
+    for error, key in zip(errors, keys, strict=True):
+        is_group = any(len(other) > len(key) and other[: len(key)] == key for other in keys)
+        if is_group or (error["type"] == "missing" and dotted(key) in repeated):
+            continue
+        locations.setdefault(key, source.origin(_located_key(error, key, source, cls)))
+        problems.setdefault(key, []).append(_problem(error, key, source, cls))
+    lines = [f"{locations[key]}: {_join(dict.fromkeys(texts))}" for key, texts in problems.items()]
+    return lines[0] if len(lines) == 1 else "\n  ".join([f"{len(lines)} settings are invalid:", *lines])
+
+
+def _join(problems: Iterable[str]) -> str:
+    """Joins the problems of one setting. A setting of several types has one problem per type."""
+    first, *others = problems
+    return ", or ".join([first, *(problem.partition(", but ")[2] or problem for problem in others)])
+
+
+def _alternatives_of_misspelled(errors: Sequence[ErrorDetails], source: Source, cls: type[Config]) -> set[str]:
+    """Returns the keys that the messages for unknown keys suggest. It is no separate error that such a key is missing."""
+    unknown = [error["loc"] for error in errors if error["type"] == "extra_forbidden"]
+    return {text.partition(":")[0] for loc in unknown for text in _alternatives(loc, source, cls)}
+
+
+def _located_key(error: ErrorDetails, key: Key, source: Source, cls: type[Config]) -> Key:
+    """Returns the key whose location an error message names."""
+    match error["type"]:
+        case "value_error":  # The first word of an error of a group is the setting.
+            named = (*key, *error["msg"].removeprefix("Value error, ").partition(" ")[0].split("."))
+            return named if named in source.origins else key
+        case "union_tag_invalid":
+            return (*key, select_members(walk(error["loc"], cls)[1])[0].KEY)
+        case "extra_forbidden":  # An override of a nested key creates the unknown group.
+            return next((known for known in source.origins if known[: len(key)] == key), key)
+    return key
+
+
+def _problem(error: ErrorDetails, key: Key, source: Source, cls: type[Config]) -> str:
+    name, value, classes = dotted(key), error["input"], walk(error["loc"], cls, source.values)[1]
+    message = error["msg"].replace("Input should be", "must be").replace("Input is not", "is not")
+    match error["type"]:
+        case "extra_forbidden":
+            return _unknown_key(error["loc"], key, source, cls)
+        case "missing":
+            group = walk(error["loc"][:-1], cls, source.values)[1]
+            return f"`{name}` is required: {_first_sentence(fields_of(group)[str(key[-1])].description or '')}"
+        case "union_tag_invalid" | "union_tag_not_found" if isinstance(value, Mapping):
+            members = select_members(classes)
+            setting = f"{name}.{members[0].KEY}"
+            if members[0].KEY in value:
+                return unknown_choice(setting, value[members[0].KEY], members, cls)
+            return f"`{setting}` is required; available: {', '.join(names_of(members))}"
+        case "union_tag_invalid" | "union_tag_not_found":
+            message = f"must be a group of settings with the key {select_members(classes)[0].KEY}"
+        case "value_error":
+            cause = message.removeprefix("Value error, ")
+            return f"{name}: {cause}" if name else cause
+        case "model_type" | "model_attributes_type":
+            required = [field for field, info in fields_of(classes).items() if info.is_required()]
+            is_value = isinstance(value, str) and len(required) == 1
+            message = "must be a group of settings" + (f", like {{{required[0]}: {value}}}" if is_value else "")
+        case "int_type" | "float_type" | "bool_type" if _is_quoted(value, error["type"]):
+            return f"{name} is the text {value!r}, but {message[0].lower()}{message[1:]}: remove the quotes"
+        case "too_long" | "too_short":
+            message = re.sub(r".*should have (.*?) items? .*", r"must have \1 entries", message)
+        case known:
+            message = _TYPES.get(known, message)
+    return f"{name} is {'empty' if value is None else repr(value)}, but {message[0].lower()}{message[1:]}"
+
+
+_TYPES = {
+    "tuple_type": "must be a list, in square brackets",
+    "list_type": "must be a list, in square brackets",
+    "dict_type": "must be a mapping, like {key: value}",
+    "mapping_type": "must be a mapping, like {key: value}",
+    "path_type": "must be a path",
+}
+"""Error type of pydantic -> the allowed type of value."""
+
+
+def _first_sentence(description: str) -> str:
+    """Returns the first sentence of a description in the form in which it follows a colon."""
+    sentence = re.split(r"(?<=\.)\s", " ".join(description.split()))[0].rstrip(".")
+    is_acronym = sentence[1:2].isupper()
+    return sentence if is_acronym else sentence[:1].lower() + sentence[1:]
+
+
+def _is_quoted(value: object, error_type: str) -> bool:
+    """Returns whether a text would be a valid number, or true or false, without its quotes."""
+    if not isinstance(value, str) or error_type == "bool_type":
+        return value in ("true", "false")
+    try:
+        return bool([(int if error_type == "int_type" else float)(value)])
+    except ValueError:
+        return False
+
+
+def unknown_choice(setting: str, choice: object, members: Sequence[type[Member]], cls: type[Config]) -> str:
+    """Returns the error message for a value of `setting` that selects none of the members of a union."""
+    for path, others in find_unions(cls):
+        if choice in names_of(others) and others[0].NOUN != members[0].NOUN:
+            return (
+                f"{setting} is {choice}, but {choice} is {others[0].NOUN} ({path}.{others[0].KEY}), not "
+                f"{members[0].NOUN}; available: {', '.join(names_of(members))}"
+            )
+    return unknown_name(setting, choice, names_of(members))
+
+
+def _unknown_key(loc: Key, key: Key, source: Source, cls: type[Config]) -> str:
+    """Returns the error message for an unknown key, with the most likely fix."""
+    name, word, group = dotted(key), str(key[-1]), dotted(key[:-1])
+    if RENAMED_KEYS.get(name) in setting_paths(cls):
+        return f"{name} was renamed: set {RENAMED_KEYS[name]}"
+    classes = walk(loc[:-1], cls, source.values)[1]
+    members = select_members(walk(key[:-1], cls)[1])
+    owners = names_of([member for member in members if word in member.model_fields])
+    if owners and (selected := select_members(classes)):
+        setting = dotted((*key[:-1], selected[0].KEY))
+        tag = next(str(part) for part in reversed(loc) if part in names_of(selected))
+        fix = f"set {setting}: {owners[0]}" if len(owners) == 1 else f"set {setting} to one of these"
+        return f"{name} belongs to {selected[0].KEY} {', '.join(owners)}, not to {tag}: remove it, or {fix}"
+    if alternatives := _alternatives(loc, source, cls):
+        return f"unknown setting {name}; did you mean {' or '.join(alternatives)}?"
+    return f"unknown setting {name}; {group or 'the file'} accepts {', '.join(fields_of(classes))}"
+
+
+def _alternatives(loc: Key, source: Source, cls: type[Config]) -> list[str]:
+    """Returns the keys that the unknown key at a pydantic error location may stand for, optionally with a value."""
+    key = walk(loc, cls, source.values)[0]
+    name, word, paths = dotted(key), str(key[-1]), list(setting_paths(cls))
+    if RENAMED_KEYS.get(name) in paths:
+        return [RENAMED_KEYS[name]]
+    if translated := _translate(word, key[:-1], paths):
+        return translated
+    siblings = fields_of(walk(loc[:-1], cls, source.values)[1])
+    if near := difflib.get_close_matches(word, siblings, n=1):
+        return [dotted((*key[:-1], near[0]))]
+    leaves = {path: path.rpartition(".")[2] for path in paths}
+    alike = difflib.get_close_matches(word, sorted(set(leaves.values())), n=1)
+    return [path for path, leaf in leaves.items() if leaf in alike][:3]
+
+
+def _translate(word: str, group: Key, paths: Sequence[str]) -> list[str]:
+    """Returns the settings that a key of another library stands for. Prefers settings near `group`."""
+    end, colon, value = FOREIGN_KEYS.get(word, "").partition(": ")
+    found = [path for path in paths if end and f".{path}".endswith(f".{end}")]
+    for depth in range(len(group), 0, -1):
+        if near := [path for path in found if path.startswith(f"{dotted(group[:depth])}.")]:
+            found = near
+            break
+    return [f"{path}{colon}{value}" for path in dict.fromkeys(found)]

@@ -1,0 +1,86 @@
+"""The tree of settings of a config class: keys, groups of settings, and unions of groups."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args
+
+from pydantic.fields import FieldInfo
+
+from flowrl.config.base import Config, Member
+from flowrl.config.source import Key
+
+
+def config_classes(annotation: Any) -> tuple[type[Config], ...]:  # Any: a type of a field
+    """Returns the config classes in a field's type, including those inside `X | None`, `Mapping[str, X]` and
+    `Annotated`.
+    """
+    if isinstance(annotation, type) and issubclass(annotation, Config):
+        return (annotation,)
+    return tuple(cls for part in get_args(annotation) for cls in config_classes(part))
+
+
+def fields_of(classes: Sequence[type[Config]]) -> dict[str, FieldInfo]:
+    """Returns the fields of all classes by name."""
+    return {name: field for cls in classes for name, field in cls.model_fields.items()}
+
+
+def select_members(classes: Sequence[type[Config]]) -> list[type[Member]]:
+    """Returns the classes that are members of a union."""
+    return [cls for cls in classes if issubclass(cls, Member)]
+
+
+def names_of(members: Sequence[type[Member]]) -> list[str]:
+    """Returns the names that select one of the members."""
+    return [name for member in members for name in member.names()]
+
+
+def setting_paths(cls: type[Config], prefix: str = "") -> Iterator[str]:
+    """Yields the dotted key of every setting and every group below `cls`."""
+    for name, field in cls.model_fields.items():
+        yield prefix + name
+        for path in dict.fromkeys(p for group in config_classes(field.annotation) for p in setting_paths(group)):
+            yield f"{prefix}{name}.{path}"
+
+
+def find_unions(cls: type[Config], prefix: str = "") -> Iterator[tuple[str, list[type[Member]]]]:
+    """Yields the dotted key and the members of every union below `cls`."""
+    for name, field in cls.model_fields.items():
+        classes = config_classes(field.annotation)
+        if members := select_members(classes):
+            yield prefix + name, members
+        for group in classes:
+            yield from find_unions(group, f"{prefix}{name}.")
+
+
+_UNKNOWN = object()
+
+
+def walk(loc: Key, cls: type[Config], values: object = _UNKNOWN) -> tuple[Key, tuple[type[Config], ...]]:
+    """Returns the key of a pydantic error location, and the config classes at its end. A union has several classes.
+
+    A location contains tags of unions. If `values` are the settings of the file, the labels that pydantic adds for the
+    types of a union without tags are also removed.
+    """
+    key: list[str | int] = []
+    classes: tuple[type[Config], ...] = (cls,)
+    for part in loc:
+        tagged = tuple(member for member in select_members(classes) if part in member.names())
+        if tagged and len(classes) > 1:
+            classes = tagged
+            continue
+        field = fields_of(classes).get(str(part))
+        if field is None and values is not _UNKNOWN and not _contains(values, part):
+            continue
+        key.append(part)
+        values = values if values is _UNKNOWN else _child(values, part)
+        classes = config_classes(field.annotation) if field else classes  # Keys of mappings and indices have none.
+    return tuple(key), classes
+
+
+def _contains(value: object, part: str | int) -> bool:
+    return part in value if isinstance(value, Mapping) else isinstance(value, list) and isinstance(part, int)
+
+
+def _child(value: object, part: str | int) -> object:
+    if isinstance(value, Mapping):
+        return value.get(part)
+    return value[part] if isinstance(value, list) and isinstance(part, int) and part < len(value) else None

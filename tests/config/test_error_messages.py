@@ -1,0 +1,190 @@
+"""Every invalid setting is reported with its file, line and a fix."""
+
+from pathlib import Path
+
+import pytest
+
+from flowrl.config import DataConfig, load
+from flowrl.config.error_messages import FOREIGN_KEYS, RENAMED_KEYS
+from flowrl.config.setting_tree import setting_paths
+from recipes.grpo.config import GRPOConfig
+from recipes.ppo.config import PPOConfig
+from recipes.sft.config import SFTConfig
+from tests.config.ppo_file import error_of, rewrite
+from tests.errors import missing_facts
+
+
+def test_an_unknown_key_is_named_with_its_line_and_the_closest_key(ppo: Path) -> None:
+    message = error_of(rewrite(ppo, "minibatch_size", "minibatch_sise"))
+    assert message.startswith("ppo.yaml:5: ") and not missing_facts(message, "minibatch_sise", "minibatch_size")
+
+
+def test_a_key_in_the_wrong_group_names_the_right_groups(ppo: Path) -> None:
+    message = error_of(ppo, "lr=1e-5")
+    assert message.startswith("lr=1e-5: ") and not missing_facts(message, "actor.optimizer.lr", "critic.optimizer.lr")
+
+
+def test_an_unknown_key_without_a_near_match_lists_the_available_keys(ppo: Path) -> None:
+    message = error_of(ppo, "data.zzz=1")
+    assert message.startswith("data.zzz=1: ") and not missing_facts(message, "data.zzz", *DataConfig.model_fields)
+
+
+def test_a_wrong_type_is_named_with_key_line_value_and_expected_type(ppo: Path) -> None:
+    message = error_of(rewrite(ppo, "steps: 2", "steps: many"))
+    assert message.startswith("ppo.yaml:3: steps ") and not missing_facts(message, "many", "integer")
+
+
+@pytest.mark.parametrize("value", ["true", "2.5", "'2'", "[2]", "0", "null"])
+def test_a_count_is_a_positive_integer(ppo: Path, value: str) -> None:
+    assert error_of(ppo, f"steps={value}").startswith(f"steps={value}: steps ")
+
+
+def test_a_missing_setting_is_named(ppo: Path) -> None:
+    assert error_of(rewrite(ppo, "steps: 2\n", "")).startswith("ppo.yaml: `steps` ")
+
+
+def test_several_errors_are_counted_and_a_misspelling_comes_first(ppo: Path) -> None:
+    message = error_of(rewrite(rewrite(ppo, "steps: 2\n", ""), "max_response_tokens", "max_response_tokns"))
+    assert not missing_facts(message, "rollout.max_response_tokns", 2)
+
+
+def test_text_in_place_of_a_group_is_rejected(ppo: Path) -> None:
+    assert not missing_facts(error_of(ppo, "actor.model=tiny"), "actor.model", "tiny")
+
+
+@pytest.mark.parametrize(
+    ("override", "facts"),
+    [
+        ("schedule=async1", ("schedule.kind", "async1", "async", "sync", "one_step_off")),
+        ("schedule=detached", ("schedule.kind", "detached", "async", "sync", "one_step_off")),
+        ("algorithm=gea", ("algorithm.estimator", "gea", "gae")),
+        ("schedule=schedules/async1", ("schedule", "schedules/async1")),
+        ("schedule=none.yaml", ("schedule", "none.yaml", "ppo.yaml")),
+    ],
+)
+def test_an_error_for_a_bare_name_lists_the_available_names(ppo: Path, override: str, facts: tuple[str, ...]) -> None:
+    message = error_of(ppo, override)
+    assert message.startswith(f"{override}: ") and not missing_facts(message, *facts)
+
+
+def test_a_setting_of_another_member_is_reported_at_its_location(ppo: Path) -> None:
+    message = error_of(ppo, "schedule.max_staleness=2")
+    assert message.startswith("schedule.max_staleness=2: schedule.max_staleness ")
+    assert not missing_facts(message, "async", "sync", "schedule.kind")
+    message = error_of(ppo, "actor.loss=reinforce", "actor.loss.clip_low=0.1")
+    assert message.startswith("actor.loss.clip_low=0.1: ") and "reinforce" in message
+    assert error_of(ppo, "shedule.kind=async").startswith("shedule.kind=async: ")
+    rewrite(ppo, "{estimator: gae}", "{estimator: gae,\n  k: 2}")
+    assert error_of(ppo).startswith("ppo.yaml:17: algorithm.k ")
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED_KEYS.items())
+def test_a_renamed_key_is_an_error_that_names_the_new_key(ppo: Path, old: str, new: str) -> None:
+    message = error_of(ppo, f"{old}=1")
+    assert message.startswith(f"{old}=1: {old} ") and new in message
+
+
+def test_an_error_of_a_group_validator_names_the_line_of_the_setting(ppo: Path) -> None:
+    assert error_of(ppo, "rollout.transfer.via=nccl").startswith("rollout.transfer.via=nccl: rollout: transfer.via ")
+    assert error_of(ppo, "batch_size=9", "samples_per_prompt=2").startswith("batch_size=9: batch_size ")
+
+
+def test_every_error_is_listed_with_its_file_and_line(ppo: Path) -> None:
+    (ppo.parent / "two.yaml").write_text("pools: {main: [2]}\nroles:\n  actor: 3\n")
+    rewrite(ppo, "batch_size: 8\nminibatch_size: 4", "batch_size: many\nminibatch_sise: 4\nplacement: two.yaml")
+    rewrite(ppo, "actor:\n  model: {path: model}", "actor:\n  model: 3")
+    message = error_of(ppo, "steps=0")
+    lines = {line.strip().split(" ")[0]: line for line in message.splitlines()[1:]}
+    assert not missing_facts(message.splitlines()[0], 5)
+    expected = {
+        "ppo.yaml:4:": "batch_size",
+        "ppo.yaml:5:": "minibatch_sise",
+        "two.yaml:3:": "placement.roles.actor",
+        "ppo.yaml:8:": "actor.model",
+        "steps=0:": "steps",
+    }
+    assert lines.keys() == expected.keys()
+    assert [key for key, name in expected.items() if missing_facts(lines[key], name)] == []
+
+
+def test_a_misspelled_required_setting_is_one_error(ppo: Path) -> None:
+    message = error_of(rewrite(ppo, "minibatch_size", "minibatch_sise"))
+    assert "\n" not in message and not missing_facts(message, "minibatch_sise", "minibatch_size")
+    message = error_of(rewrite(rewrite(ppo, "minibatch_sise", "minibatch_size"), "{lr: 1e-4}", "{learning_rate: 1e-4}"))
+    assert len(message.splitlines()) == 3
+    assert not missing_facts(message, "actor.optimizer.learning_rate", "actor.optimizer.lr", "critic.optimizer.lr")
+
+
+def test_a_setting_of_several_types_is_one_error(ppo: Path) -> None:
+    message = error_of(ppo, "actor.lora={rank: 4, targets: 3}")
+    assert "\n" not in message and not missing_facts(message, "actor.lora.targets", "all_linear", "list")
+    message = error_of(ppo, "actor.lora={rank: 4, targets: [3]}")
+    assert "\n" not in message and not missing_facts(message, "actor.lora.targets.0")
+
+
+@pytest.mark.parametrize(
+    ("override", "facts"),
+    [
+        ("algorithm.estimator=ppo", ("actor.loss.kind", "policy", "gae", "grpo")),
+        ("algorithm=ppo", ("actor.loss.kind", "policy", "gae", "grpo")),
+        ("actor.loss=grpo", ("actor.loss.kind", "algorithm.estimator", "estimator", "ppo")),
+        ("actor.loss.kind=truncated", ("actor.loss.kind", "algorithm.correction.kind", "correction")),
+    ],
+)
+def test_a_name_of_another_union_is_explained(ppo: Path, override: str, facts: tuple[str, ...]) -> None:
+    assert not missing_facts(error_of(ppo, override), *facts)
+
+
+def test_a_name_that_two_unions_share_is_unknown_in_neither(ppo: Path) -> None:
+    assert load(ppo, ["actor.loss=gpg"], PPOConfig).actor.loss.kind == "gpg"
+
+
+@pytest.mark.parametrize(
+    ("override", "suggested"),
+    [
+        ("learning_rate=1e-5", {"actor.optimizer.lr", "critic.optimizer.lr"}),
+        ("actor.learning_rate=1e-5", {"actor.optimizer.lr"}),
+        ("actor.optimizer.learning_rate=1e-5", {"actor.optimizer.lr"}),
+        ("actor.bf16=true", {"actor.engine.compute_dtype", "bfloat16"}),
+        ("num_generations=4", {"samples_per_prompt"}),
+        ("rollout.max_new_tokens=4", {"rollout.max_response_tokens"}),
+    ],
+)
+def test_a_key_of_another_library_names_the_setting(ppo: Path, override: str, suggested: set[str]) -> None:
+    message = error_of(ppo, override)
+    assert not missing_facts(message, *suggested)
+    assert override.startswith("learning_rate") or missing_facts(message, "critic.optimizer.lr")
+
+
+def test_every_key_of_another_library_has_a_setting() -> None:
+    paths = {path for cls in (PPOConfig, GRPOConfig, SFTConfig) for path in setting_paths(cls)}
+    ends = {end.partition(":")[0] for end in FOREIGN_KEYS.values()}
+    assert {end for end in ends if not any(f".{path}".endswith(f".{end}") for path in paths)} == set()
+    assert FOREIGN_KEYS.keys() & {path.rpartition(".")[2] for path in paths} == set()
+
+
+@pytest.mark.parametrize(
+    ("override", "has_hint"),
+    [
+        ("steps='3'", True),
+        ("actor.optimizer.lr='1e-4'", True),
+        ("data.shuffle='false'", True),
+        ("steps=three", False),
+        ("steps='3.5'", False),
+        ("data.shuffle=maybe", False),
+    ],
+)
+def test_a_quoted_number_is_explained(ppo: Path, override: str, has_hint: bool) -> None:
+    assert bool(missing_facts(error_of(ppo, override), "quotes")) is not has_hint
+
+
+def test_a_text_or_nothing_in_place_of_a_group_is_explained(ppo: Path) -> None:
+    assert not missing_facts(error_of(ppo, "actor.model=gpt2"), "actor.model", "path", "gpt2")
+    assert not missing_facts(error_of(rewrite(ppo, "{max_response_tokens: 8}", "")), "rollout", "empty")
+
+
+def test_a_description_of_several_lines_is_one_sentence(ppo: Path) -> None:
+    message = error_of(ppo, "placement={roles: {actor: main}}")
+    assert (
+        "\n" not in message and not missing_facts(message, "placement.pools", "all") and "Pools do not" not in message
+    )
