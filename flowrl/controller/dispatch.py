@@ -8,16 +8,12 @@ import numpy as np
 
 from flowrl.controller.errors import ContractError
 from flowrl.controller.placement.plan import Mesh
-from flowrl.controller.worker import Contract, Dispatch
+from flowrl.controller.worker import Arguments, Contract, Dispatch, DispatchMode, Gather, Scatter
 from flowrl.data.batch.batch import Batch
 from flowrl.data.batch.block import Ref, Rows, split_by_weight, split_evenly
 from flowrl.data.batch.fields import FIELDS
 from flowrl.data.metric import merge_metrics
 
-Arguments = dict[str, Any]
-"""Parameter name -> argument."""
-Scatter = Callable[[Mesh, Contract, Arguments], Sequence[Arguments | None]]
-Gather = Callable[[Mesh, Sequence], Any]
 Fetch = Callable[[Sequence[Ref], float | None], list[Any]]
 """Waits for the calls that compute references, with a timeout in seconds, and returns their values."""
 
@@ -57,21 +53,11 @@ class BatchSlice:
         return self.rows[1] - self.rows[0] if isinstance(self.rows, tuple) else len(self.rows)
 
 
-@dataclass(frozen=True)
-class DispatchMode:
-    """A named pair of scatter and gather functions."""
-
-    name: str
-    scatter: Scatter
-    gather: Gather | None
-    """None if the result is a `Batch` with the rows of the data-parallel leaders."""
-
-
 _modes: dict[str, DispatchMode] = {}
 
 
-def register_dispatch_mode(name: str, scatter: Scatter, gather: Gather) -> None:
-    """Adds a dispatch mode that `register(dispatch_mode=name)` can use.
+def register_dispatch_mode(name: str, scatter: Scatter, gather: Gather) -> DispatchMode:
+    """Creates a dispatch mode and returns it, for `@register(mode)`.
 
     Args:
         name: any name except that of a built-in mode.
@@ -80,21 +66,20 @@ def register_dispatch_mode(name: str, scatter: Scatter, gather: Gather) -> None:
         gather: `(mesh, results) -> value`, with one result per called rank, in rank order. Must be importable, because
             workers gather futures that they receive as arguments.
     Raises:
-        ValueError: the name is that of a built-in mode.
+        ValueError: the name is that of a built-in mode, or an argument is not a function.
     """
     if name in BUILT_IN:
         raise ValueError(f"dispatch mode {name!r} is built in and cannot be replaced; choose another name")
+    for parameter, function in (("scatter", scatter), ("gather", gather)):
+        if not callable(function):
+            raise ValueError(f"{parameter} of dispatch mode {name!r} is {function!r}, but must be a function")
     _modes[name] = DispatchMode(name, scatter, gather)
+    return _modes[name]
 
 
 def get_dispatch_mode(name: str) -> DispatchMode:
-    """Returns the mode with this name. Raises `ContractError` if the name is unknown."""
-    modes = BUILT_IN | _modes
-    if name not in modes:
-        raise ContractError(
-            f"unknown dispatch mode {name!r}; available: {', '.join(modes)}; add others with register_dispatch_mode"
-        )
-    return modes[name]
+    """Returns the mode with the name in a contract, which `register` has checked."""
+    return (BUILT_IN | _modes)[name]
 
 
 def get_dp_rank(mesh: Mesh, rank: int) -> int:

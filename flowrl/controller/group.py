@@ -174,7 +174,6 @@ class WorkerGroup:
         self._replicas: dict[int, WorkerGroup] = {}
         self._backend, self._calls, self._eviction, self._kind = backend, calls, eviction, kind
         for name, (function, contract) in get_registered_methods(cls).items():
-            get_dispatch_mode(contract.mode)
             if name in dir(type(self)) or name in self.__dict__:
                 raise ContractError(
                     f"{cls.__name__}.{name} has the name of an attribute of WorkerGroup; rename the method"

@@ -1,7 +1,7 @@
 """Worker: base class of workers. `register` declares the methods that the driver may call."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
@@ -18,7 +18,7 @@ _ATTRIBUTE = "__flowrl_contract__"
 
 
 class Dispatch:
-    """Names of the built-in dispatch modes. `register_dispatch_mode` adds others."""
+    """Names of the built-in dispatch modes. `register_dispatch_mode` creates others."""
 
     ONE_TO_ALL = "one_to_all"
     """Every rank gets the same arguments. The result is a list with one entry per rank."""
@@ -58,8 +58,24 @@ class Contract:
         return self.reads.get(parameter, ()) if isinstance(self.reads, Mapping) else self.reads
 
 
+Arguments = dict[str, Any]
+"""Parameter name -> argument."""
+Scatter = Callable[[Mesh, Contract, Arguments], Sequence[Arguments | None]]
+Gather = Callable[[Mesh, Sequence], Any]
+
+
+@dataclass(frozen=True)
+class DispatchMode:
+    """A named pair of scatter and gather functions."""
+
+    name: str
+    scatter: Scatter
+    gather: Gather | None
+    """None if the result is a `Batch` with the rows of the data-parallel leaders."""
+
+
 def register(
-    dispatch_mode: str,
+    dispatch_mode: str | DispatchMode,
     *,
     blocking: bool = True,
     reads: Reads = None,
@@ -74,7 +90,7 @@ def register(
     """Marks a worker method as callable from the driver.
 
     Args:
-        dispatch_mode: a name in `Dispatch`, or one added by `register_dispatch_mode`.
+        dispatch_mode: a name in `Dispatch`, or the result of `register_dispatch_mode`.
         blocking: whether `group.method(...)` waits for the result. `group.method.submit(...)` never waits.
         reads: columns of batch arguments that are sent to workers; None means all. `"name?"` is an optional column, and
             `"*"` means all dataset columns (columns not listed in docs/batch.md). A mapping declares columns per
@@ -92,9 +108,10 @@ def register(
         resend: whether a call is retried if its process is lost and replaced. Set False if the method is not
             idempotent or needs state that is lost with the process. Callers then get `ProcessLost`; the run continues.
     Raises:
-        ValueError: the declaration is inconsistent, or the method has `*args`.
+        ValueError: the dispatch mode is unknown, the declaration is inconsistent, or the method has `*args`.
     """
-    contract = Contract(dispatch_mode, blocking, reads, writes, rows, balance, replay, timeout_s, memory, resend)
+    mode = _mode_name(dispatch_mode)
+    contract = Contract(mode, blocking, reads, writes, rows, balance, replay, timeout_s, memory, resend)
     _check(contract)
 
     def mark(method: Method) -> Method:
@@ -110,6 +127,18 @@ def register(
         return method
 
     return mark
+
+
+def _mode_name(mode: object) -> str:
+    if isinstance(mode, DispatchMode):
+        return mode.name
+    names = {name: value for name, value in vars(Dispatch).items() if name.isupper()}
+    if mode not in names.values():
+        raise ValueError(
+            f"@register requires a dispatch mode, but got {mode!r}: use Dispatch.{', Dispatch.'.join(names)}, or the "
+            f"result of register_dispatch_mode"
+        )
+    return str(mode)
 
 
 def _check(contract: Contract) -> None:

@@ -5,13 +5,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from flowrl import Batch, Cluster, Placement, WorkerGroup, register_dispatch_mode
+from flowrl import Batch, Cluster, Placement, WorkerGroup
 from tests.conftest import BackendName
-from tests.controller.dispatch_modes import second_ranks, to_every_second
 from tests.controller.workers import Arithmetic, Summing
-
-# Workers of these tests use it, whichever fixture makes them.
-register_dispatch_mode("every_second", to_every_second, second_ranks)
 
 PLACEMENT = Placement.model_validate(
     {

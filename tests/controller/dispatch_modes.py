@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from flowrl.controller.dispatch import Arguments
+from flowrl import register_dispatch_mode
 from flowrl.controller.placement.plan import Mesh
-from flowrl.controller.worker import Contract
+from flowrl.controller.worker import Arguments, Contract
 
 
 def to_every_second(mesh: Mesh, contract: Contract, arguments: Arguments) -> list[Arguments | None]:
@@ -14,3 +14,6 @@ def to_every_second(mesh: Mesh, contract: Contract, arguments: Arguments) -> lis
 
 def second_ranks(mesh: Mesh, results: Sequence[Any]) -> dict[int, Any]:
     return {2 * index: result for index, result in enumerate(results)}
+
+
+EVERY_SECOND = register_dispatch_mode("every_second", to_every_second, second_ranks)

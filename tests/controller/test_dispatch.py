@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -6,7 +8,6 @@ from hypothesis import strategies as st
 from flowrl import Batch, ContractError, register_dispatch_mode
 from flowrl.controller.dispatch import (
     find_row_order,
-    get_dispatch_mode,
     get_dp_rank,
     get_leader_ranks,
     is_leader,
@@ -19,6 +20,7 @@ from flowrl.data.batch.block import split_by_weight
 from tests.controller.conftest import Shared
 from tests.controller.dispatch_modes import second_ranks, to_every_second
 from tests.controller.workers import Arithmetic
+from tests.errors import rejects
 
 MESHES = st.builds(Mesh, *[st.integers(1, 3)] * 4)
 
@@ -112,9 +114,10 @@ def test_a_built_in_mode_is_not_replaced():
         register_dispatch_mode(Dispatch.RANK_ZERO, to_every_second, second_ranks)
 
 
-def test_an_unknown_mode_is_rejected_with_the_available_ones():
-    with pytest.raises(ValueError, match=r"'nowhere'.*one_to_all, all_to_all"):
-        get_dispatch_mode("nowhere")
+@pytest.mark.parametrize("functions", [(None, second_ranks), (to_every_second, None)])
+def test_a_mode_without_a_function_is_rejected(functions: tuple[Any, Any]):
+    with rejects("broken", "function", error=ValueError):
+        register_dispatch_mode("broken", *functions)
 
 
 @given(MESHES)
@@ -178,7 +181,6 @@ def test_metrics_of_peers_count_once(shared: Shared, batch: Batch, peers: str):
     "sizes", [{"tp": 2}, {"sp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}, {"tp": 2, "sp": 2, "pp": 2}, {"tp": 8}]
 )
 def test_eight_ranks_return_the_rows_of_one(open_cluster, batch: Batch, sizes: dict[str, int]):
-    register_dispatch_mode("every_second", to_every_second, second_ranks)
     cluster = open_cluster("inline", {"main": [8]}, {"actor": {"pool": "main", **sizes}})
     group = cluster.group("actor", Arithmetic, 3)
     assert group.scaled(batch).get("y").tolist() == [3 * x for x in range(7)]

@@ -1,6 +1,10 @@
+from typing import Any
+
 import pytest
 
 from flowrl.controller.worker import Contract, Dispatch, Rows, Worker, get_contract, get_registered_methods, register
+from tests.controller.dispatch_modes import EVERY_SECOND
+from tests.errors import rejects
 
 
 class Base(Worker):
@@ -33,6 +37,19 @@ def test_a_subclass_inherits_replaces_and_withdraws_methods():
 
 def test_an_undecorated_method_has_no_contract():
     assert get_contract(Derived.withdrawn) is None
+
+
+@pytest.mark.parametrize("mode", [None, "nowhere", "ONE_TO_ALL", Dispatch, len])
+def test_an_unknown_dispatch_mode_is_rejected(mode: Any):
+    with rejects("Dispatch.ONE_TO_ALL", "Dispatch.ALL_TO_ONE", "register_dispatch_mode", error=ValueError):
+        register(mode)
+
+
+def test_a_custom_dispatch_mode_is_named_in_the_contract():
+    @register(EVERY_SECOND, blocking=False)
+    def method() -> None: ...
+
+    assert get_contract(method) == Contract("every_second", blocking=False)
 
 
 def test_columns_may_be_declared_per_parameter():

@@ -10,6 +10,7 @@ from torch import distributed
 from flowrl.controller.worker import Dispatch, Worker, register
 from flowrl.data.batch.tensordicts import lengths, make_tensordict, num_rows, objects
 from flowrl.data.metric import Max, Mean, Metric, Sum
+from tests.controller.dispatch_modes import EVERY_SECOND
 from tests.engines.tables import take_rows
 
 
@@ -144,7 +145,7 @@ class Arithmetic(Worker):
         for name in self.names:
             name.append(-1)
 
-    @register("every_second")
+    @register(EVERY_SECOND)
     def report(self, x: int) -> tuple[int, int]:
         return self.rank, x
 
