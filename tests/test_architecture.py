@@ -71,9 +71,10 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
         "dtypes": set(),
         "events": set(),
         "metric": set(),
-        "chat": set(),
+        "input_paths": set(),
+        "chat": {"input_paths"},
         "batch": set(),
-        "prompts": {"chat", "batch"},
+        "prompts": {"input_paths", "chat", "batch"},
     },
     "flowrl.config": {
         "user_errors": set(),
@@ -99,6 +100,7 @@ IMPORTERS = {
     "vllm": ("flowrl/engines/rollout/vllm/",),
     "torchao": ("flowrl/engines/rollout/vllm/",),
     "transformers": ("flowrl/engines/", "flowrl/data/"),
+    "huggingface_hub": ("flowrl/data/input_paths.py",),
     "tensordict": (
         "flowrl/data/",
         "flowrl/engines/",

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from flowrl.config.user_errors import UserError
+from flowrl.data.input_paths import find_model_problem
 
 Speaker = Literal["system", "user", "assistant"]
 
@@ -131,6 +132,8 @@ def read_vocabulary(path: Path) -> dict[str, int]:
 
 
 def _load_tokenizer(path: Path) -> Any:  # Any: transformers types token ids too loosely
+    if problem := find_model_problem(path):  # transformers would retry for a minute
+        raise DataError(f"no tokenizer can be loaded from {path}: {problem}")
     try:
         # Local directories are not searched on the Hub.
         return AutoTokenizer.from_pretrained(str(path), local_files_only=path.is_dir(), trust_remote_code=False)

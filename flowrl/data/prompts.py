@@ -10,6 +10,7 @@ import numpy as np
 
 from flowrl.data.batch.fields import FIELDS
 from flowrl.data.chat import ChatTokenizer, DataError, Message, Speaker
+from flowrl.data.input_paths import find_dataset_problem
 
 ROLE_NAMES: dict[str, Speaker] = {"human": "user", "user": "user", "assistant": "assistant", "system": "system"}
 """Maps the value of `from` (or `role`) in a dataset to the chat role."""
@@ -46,6 +47,8 @@ def read_conversations(
         DataError: the file is missing or empty, or a line is malformed.
     """
     file = Path(path)
+    if problem := find_dataset_problem(file):
+        raise DataError(f"dataset {file} cannot be read: {problem}")
     try:
         lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:

@@ -11,8 +11,8 @@ from flowrl.config import (
     AdvantageConfig,
     ConfigError,
     CriticConfig,
+    DataConfig,
     EngineConfig,
-    ImportNameError,
     OnPolicyConfig,
     PreferenceConfig,
     PtxConfig,
@@ -20,7 +20,6 @@ from flowrl.config import (
     RewardConfig,
     RolloutConfig,
     RunConfig,
-    import_function,
     models_of,
     shards_model,
 )
@@ -28,9 +27,11 @@ from flowrl.config.algorithm.advantage import PenalizedAdvantageConfig
 from flowrl.config.roles import int4_on_cpu
 from flowrl.controller.placement.inventory import local_inventory
 from flowrl.controller.placement.plan import Plan, RolePlan, plan
+from flowrl.data.input_paths import find_dataset_problem, find_model_problem
 from flowrl.memory.memory_estimate import estimate_memory
 from flowrl.memory.memory_table import check_memory, memory_budget
 from flowrl.memory.model_fit import check_model_fit
+from flowrl.rewards.reward_function import RewardError, load_reward_function
 from flowrl.schedules.schedule_plan import check_schedule
 from flowrl.weight_sync.transfer import choose_transport, has_per_replica_updates
 
@@ -60,12 +61,30 @@ def check_run(config: RunConfig) -> None:
 
 
 def check_start(config: RunConfig) -> None:
-    """Checks functions, placement and memory. Raises UserError if a check fails."""
+    """Checks functions, placement, memory and the paths of models and data. Raises UserError if a check fails."""
     check_functions(config)
     check_rollouts(config)
     if config.address is None:
         planned = plan_run(config)
         check_memory(config, planned, estimate_memory(config, planned), memory_budget(config, planned, is_local=True))
+    check_paths(config)
+
+
+def check_paths(config: RunConfig) -> None:
+    """Raises ConfigError if a model is neither a directory nor available on the Hub, or if there is no data file."""
+    paths = {
+        f"{prefix}model.path": (entry.model.path, find_model_problem)
+        for role, (prefix, entry) in models_of(config).items()
+        # The nodes of a cluster may have other files than the driver, which reads only the actor's tokenizer.
+        if entry.model is not None and (config.address is None or role == "actor")
+    }
+    for group, value in config:
+        if isinstance(value, DataConfig):
+            files = {f"{group}.train": value.train} | ({f"{group}.test": value.test} if value.test else {})
+            paths |= {key: (path, find_dataset_problem) for key, path in files.items()}
+    for key, (path, find_problem) in paths.items():
+        if problem := find_problem(path):
+            raise ConfigError(f"{key} is {path}, but {problem}")
 
 
 def check_functions(config: RunConfig) -> None:
@@ -74,8 +93,8 @@ def check_functions(config: RunConfig) -> None:
         if isinstance(value, RewardConfig):
             for key, name in (("function", value.function), ("evaluation", value.evaluation)):
                 try:
-                    _ = name and import_function(name)
-                except ImportNameError as error:
+                    _ = name and load_reward_function(name)
+                except RewardError as error:
                     raise ConfigError(f"{group}.{key}: {error}") from error
     user_defined = [choice for choice in _chosen_functions(config) if ":" in choice[2]]
     if not user_defined:

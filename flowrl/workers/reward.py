@@ -3,48 +3,26 @@
 import inspect
 import math
 import traceback
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 from torch import nn
 
-from flowrl.config import ImportNameError, RewardConfig, UserError, import_function
+from flowrl.config import RewardConfig
 from flowrl.controller.placement.plan import Mesh
 from flowrl.controller.worker import Dispatch, Worker, register
 from flowrl.data.batch.tensordicts import make_tensordict, num_rows, objects
 from flowrl.engines.models.loading import load_reward_model
 from flowrl.engines.train.engine import TrainEngine, is_sharded
 from flowrl.engines.train.microbatch import MicroBatch
+from flowrl.rewards.reward_function import RewardError, RewardFunction, load_reward_function
 from flowrl.workers.model_worker import ModelWorker, build_rank_mesh, has_collective_forward
-
-RewardFunction = Callable[..., float]
 
 _FUNCTION_COLUMNS = ("prompt", "response", "answer?", "data_source?", "conversation?", "*")
 """Columns that a reward function receives. `?` marks an optional column, and `*` stands for all other dataset
 columns.
 """
-
-
-class RewardError(UserError):
-    """Raised if a reward function cannot be loaded, raises an exception, or does not return a finite number."""
-
-
-def load_reward_function(name: str) -> RewardFunction:
-    """Imports the function `module:function`. Raises RewardError if the import fails or the signature is invalid."""
-    try:
-        function: RewardFunction = import_function(name)  # its result is checked at every call
-    except ImportNameError as error:
-        raise RewardError(f"reward function: {error}") from error
-    try:
-        inspect.signature(function).bind_partial(prompt="", response="", answer="")
-    except TypeError as error:
-        raise RewardError(
-            f"reward function {name}{inspect.signature(function)} cannot be called by name ({error}); "
-            f"write it as (prompt, response, answer, **columns)"
-        ) from None
-    return function
 
 
 def score_rows(batch: TensorDict, function: RewardFunction, name: str) -> TensorDict:

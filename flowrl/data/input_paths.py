@@ -1,0 +1,62 @@
+"""Checks the paths of models and datasets, before a library that loads them retries or is imported."""
+
+import re
+import ssl
+from http.client import HTTPException
+from pathlib import Path
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
+
+from huggingface_hub import constants
+
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+_CONNECT_TIMEOUT_S = 3.0
+
+
+def find_model_problem(path: Path) -> str | None:
+    """Returns why no model can be loaded from `path`: a local directory, or a name on the Hugging Face Hub.
+
+    Returns None if the directory exists, the model is in the cache, or the Hub is reachable. Waits for the Hub for up
+    to 3 seconds per address.
+    """
+    if path.is_dir():
+        return None
+    if path.exists():
+        return "it is a file, not a directory: set the directory that contains it"
+    if not _HUB_NAME.fullmatch(str(path)):
+        return "there is no such directory: correct the path"
+    if (Path(constants.HF_HUB_CACHE) / "--".join(["models", *path.parts]) / "snapshots").is_dir():
+        return None
+    error = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _connect(str(path))
+    if error is None:
+        return None
+    return (
+        f"there is no such directory, and the Hugging Face Hub is unreachable ({error}): correct the path, or connect "
+        f"to the Hub"
+    )
+
+
+def find_dataset_problem(path: Path) -> str | None:
+    """Returns why no dataset can be read from `path`, or None if the path exists."""
+    if path.exists():
+        return None
+    if len(path.parts) == 2 and not path.suffix and _HUB_NAME.fullmatch(str(path)):
+        return (
+            "there is no such file, and datasets on the Hugging Face Hub are not downloaded: convert the dataset to a "
+            "JSON-lines file (docs/batch.md)"
+        )
+    return "there is no such file: correct the path"
+
+
+def _connect(name: str) -> str | None:
+    """Returns the error of connecting to the Hub, or None if it is reachable, whatever its response is."""
+    request = Request(f"{constants.ENDPOINT}/api/models/{name}", method="HEAD")
+    try:
+        with urlopen(request, timeout=_CONNECT_TIMEOUT_S):
+            return None
+    except HTTPError:
+        return None
+    except URLError as error:  # Certificates are configured in different ways, so they are no reason to reject a name.
+        return None if isinstance(error.reason, ssl.SSLError) else str(error.reason)
+    except (OSError, HTTPException):  # connected, but without a response
+        return None

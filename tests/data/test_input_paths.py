@@ -1,0 +1,87 @@
+"""A missing model or dataset is recognized at once, with the reason."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from flowrl.data.input_paths import find_dataset_problem, find_model_problem
+from flowrl.data.prompts import DataError, read_conversations
+from tests.errors import rejects
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """A local server as the Hub, which has no model, and an empty cache. Returns the paths of all requests."""
+    requests: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            requests.append(self.path)
+            self.send_error(404)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        yield requests
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def no_hub(hub: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Replaces the Hub by a port that refuses connections, because a socket is bound to it and does not listen."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
+        yield
+
+
+def test_a_reachable_hub_is_asked_once_and_its_response_is_left_to_the_loader(hub: list[str]) -> None:
+    assert find_model_problem(Path("owner/model")) is None and find_model_problem(Path("nowhere")) is None
+    assert hub == ["/api/models/owner/model", "/api/models/nowhere"]
+
+
+@pytest.mark.parametrize("name", ["nowhere", "owner/model"])
+def test_a_name_is_rejected_if_the_hub_is_unreachable(no_hub: None, name: str) -> None:
+    problem = find_model_problem(Path(name))
+    assert problem is not None and "Hub is unreachable" in problem
+
+
+def test_a_name_is_rejected_offline_without_a_connection(hub: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    problem = find_model_problem(Path("owner/model"))
+    assert problem is not None and "HF_HUB_OFFLINE" in problem and hub == []
+
+
+def test_a_cached_model_needs_no_hub(no_hub: None) -> None:
+    (Path(constants.HF_HUB_CACHE) / "models--owner--model" / "snapshots").mkdir(parents=True)
+    assert find_model_problem(Path("owner/model")) is None
+    assert find_model_problem(Path("owner/other")) is not None
+
+
+def test_a_path_that_is_no_name_is_rejected_without_the_hub(hub: list[str], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert find_model_problem(tmp_path) is None
+    for path in (tmp_path / "none", tmp_path / "file", Path("runs/quickstart/model")):
+        assert find_model_problem(path) is not None
+    assert hub == []
+
+
+def test_the_name_of_a_hub_dataset_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").touch()
+    assert find_dataset_problem(tmp_path / "rows.jsonl") is None
+    hub, missing = find_dataset_problem(Path("openai/gsm8k")), find_dataset_problem(Path("data/train.jsonl"))
+    assert hub is not None and "JSON-lines" in hub
+    assert missing is not None and "JSON-lines" not in missing
+    with rejects("openai/gsm8k", "JSON-lines", error=DataError):
+        read_conversations("openai/gsm8k")
