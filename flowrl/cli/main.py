@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import importlib
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -41,8 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_doctor(commands)
     arguments, rest = parser.parse_known_args(argv)
     # argparse does not accept key=value arguments after an option, so they are added to the overrides here.
-    if rest and ("overrides" not in arguments or any(word.startswith("-") for word in rest)):
+    if rest and "overrides" not in arguments:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    _reject_options(parser, rest)
     if rest:
         arguments.overrides += rest
     return exit_code(lambda: arguments.run(arguments))
@@ -84,25 +86,45 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def run_recipe(
-    schema: type[RecipeConfig], train: Callable[[RecipeConfig], object], argv: Sequence[str] | None = None
+    schema: type[RecipeConfig], train: Callable[[RecipeConfig], object] | str, argv: Sequence[str] | None = None
 ) -> int:
     """Runs the command line of a recipe, `CONFIG [KEY=VALUE ...] [--address HOST:PORT]`, and returns its exit code.
 
-    Loads the config and calls `train`, again after process failures if `restarts` allows it.
+    Loads the config and calls `train`, again after process failures if `restarts` allows it. If `train` is a name,
+    `module:function`, the module is imported after the config has been checked.
     """
     parser = argparse.ArgumentParser(description=(schema.__doc__ or "").strip(), allow_abbrev=False)
     parser.add_argument("config", type=Path, metavar="CONFIG", help="the recipe's YAML file")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings that override the file")
     parser.add_argument("--address", metavar="HOST:PORT", help="the Ray cluster to join, as address=HOST:PORT")
-    arguments = parser.parse_intermixed_args(argv)
+    arguments, rest = parser.parse_known_intermixed_args(argv)
+    _reject_options(parser, rest)
     address = [] if arguments.address is None else [f"address={arguments.address}"]
 
     def program() -> None:
         config = load(arguments.config, [*arguments.overrides, *address], schema)
         check_run(config)
-        with_restarts(train, config)
+        with_restarts(_import_train(train) if isinstance(train, str) else train, config)
 
     return exit_code(program)
+
+
+def _import_train(name: str) -> Callable[[RunConfig], object]:
+    # Unlike import_function, leaves an exception of the recipe's own imports as it is, with its traceback.
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def _reject_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """Ends the program if there is an unknown option among `words`. It may be a setting, such as `--steps 3`."""
+    index = next((i for i, word in enumerate(words) if word.startswith("-")), None)
+    if index is None:
+        return
+    option, equals, value = words[index].partition("=")
+    if not equals:
+        value = next((word for word in words[index + 1 :] if not word.startswith("-")), "VALUE")
+    key = option.lstrip("-").replace("-", "_")
+    parser.error(f"unknown option {option}; settings are written without dashes: {key}={value}")
 
 
 def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -3,6 +3,7 @@
 Every invalid setting raises a ConfigError that names its key, its file and line, and a fix.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -113,12 +114,23 @@ def _no_file(name: str, value: str, path: Path, cls: type[Config]) -> str:
 
 def _set_recipe(source: Source, cls: type[Config]) -> Source:
     """Sets `recipe` to `cls`. Raises ConfigError if the file names a different recipe."""
-    name = f"{cls.__module__}:{cls.__qualname__}"
+    name = f"{_module_name(cls)}:{cls.__qualname__}"
     stated = source.values.get("recipe")
     if stated not in (None, name):
-        program = f"{str(stated).partition(':')[0].removesuffix('.config')}.train"
+        module = str(stated).partition(":")[0]
+        program = f"{module.removesuffix('.config')}.train" if module.endswith(".config") else module
         raise ConfigError(
             f"{source.origin(('recipe',))}: recipe is {stated}, but this program reads {name}: run it with "
             f"`python -m {program}`"
         )
     return source.set(("recipe",), name, {(): source.origin(("recipe",))})
+
+
+def _module_name(cls: type[Config]) -> str:
+    """Returns the name under which the module of `cls` can be imported, also if the module runs as a program."""
+    main = sys.modules["__main__"]
+    if cls.__module__ != "__main__":
+        return cls.__module__
+    if main.__spec__ is not None:  # python -m mine
+        return main.__spec__.name
+    return Path(main.__file__).stem if main.__file__ else "__main__"  # python mine.py

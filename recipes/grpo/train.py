@@ -7,11 +7,15 @@ import sys
 from typing import Any
 
 from flowrl.cli import run_recipe
+from recipes.grpo.config import GRPOConfig
+
+if __name__ == "__main__":  # here, because a wrong config is reported before the imports below, which take seconds
+    sys.exit(run_recipe(GRPOConfig, "recipes.grpo.train:train"))
+
 from flowrl.run.advantages import Advantages
 from flowrl.run.datasets import read_prompts
 from flowrl.run.loop import Run
 from flowrl.workers import Actor, Reference, Rollout, reward_worker
-from recipes.grpo.config import GRPOConfig
 
 
 def train(config: GRPOConfig) -> dict[str, Any]:
@@ -46,7 +50,3 @@ def train(config: GRPOConfig) -> dict[str, Any]:
             # 4. Send the new weights to the rollout.
             run.sync_weights(actor, rollout)
         return run.finish(actor)
-
-
-if __name__ == "__main__":
-    sys.exit(run_recipe(GRPOConfig, train))

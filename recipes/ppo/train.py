@@ -9,11 +9,15 @@ import sys
 from typing import Any
 
 from flowrl.cli import run_recipe
+from recipes.ppo.config import PPOConfig
+
+if __name__ == "__main__":  # here, because a wrong config is reported before the imports below, which take seconds
+    sys.exit(run_recipe(PPOConfig, "recipes.ppo.train:train"))
+
 from flowrl.run.advantages import Advantages
 from flowrl.run.datasets import read_prompts
 from flowrl.run.loop import Run
 from flowrl.workers import Actor, Critic, Reference, Rollout, reward_worker
-from recipes.ppo.config import PPOConfig
 
 
 def train(config: PPOConfig) -> dict[str, Any]:
@@ -50,7 +54,3 @@ def train(config: PPOConfig) -> dict[str, Any]:
             # 4. Send the new weights to the rollout.
             run.sync_weights(actor, rollout)
         return run.finish(actor)
-
-
-if __name__ == "__main__":
-    sys.exit(run_recipe(PPOConfig, train))

@@ -7,11 +7,15 @@ import sys
 from typing import Any
 
 from flowrl.cli import run_recipe
+from recipes.sft.config import SFTConfig
+
+if __name__ == "__main__":  # here, because a wrong config is reported before the imports below, which take seconds
+    sys.exit(run_recipe(SFTConfig, "recipes.sft.train:train"))
+
 from flowrl.config import ActorConfig
 from flowrl.run.datasets import Examples
 from flowrl.run.loop import Run
 from flowrl.workers import Actor
-from recipes.sft.config import SFTConfig
 
 
 def train(config: SFTConfig) -> dict[str, Any]:
@@ -30,7 +34,3 @@ def train(config: SFTConfig) -> dict[str, Any]:
         for _, batch in run.batches(stream):
             run.log(actor.update_sft(batch))
         return run.finish(actor)
-
-
-if __name__ == "__main__":
-    sys.exit(run_recipe(SFTConfig, train))

@@ -1,5 +1,6 @@
 """`flowrl` prints the requested output, or a one-line error with exit code 2."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -8,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from flowrl.checkpoints.run_folder import write_json
-from flowrl.cli import exit_code, main
-from flowrl.config import ConfigError
+from flowrl.cli import exit_code, main, run_recipe
+from flowrl.config import ConfigError, RunConfig
 from flowrl.report.chrome_trace import chrome_trace
 from flowrl.run.interrupt import Interrupted
 from tests.errors import missing_facts
@@ -186,3 +187,80 @@ def test_a_full_disk_is_a_one_line_error(capsys: pytest.CaptureFixture[str]) -> 
     assert exit_code(lambda: Path("/dev/full").write_text("x")) == 2
     message = capsys.readouterr().err
     assert message.startswith("error: ") and message.count("\n") == 1
+
+
+PROGRAM = """
+import runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_module(sys.argv[0], run_name="__main__")
+except SystemExit as ended:
+    print(ended.code, [name for name in ("torch", "ray", "transformers") if name in sys.modules])
+"""
+"""Runs a recipe as `python -m` does, and prints its exit code and the slow modules that are then loaded."""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "config"),
+    [
+        ("ppo", "recipes/quickstart/ppo.yaml"),
+        ("grpo", "recipes/grpo/arithmetic.yaml"),
+        ("sft", "recipes/quickstart/sft.yaml"),
+    ],
+)
+def test_a_wrong_config_is_reported_before_torch_is_imported(recipe: str, config: str, tmp_path: Path) -> None:
+    for setting in ("stepss=3", f"data.train={tmp_path}/none.jsonl", "seed=0 --steps 3"):
+        command = [sys.executable, "-c", PROGRAM, f"recipes.{recipe}.train", config, *setting.split()]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        assert done.stdout == "2 []\n" and "error: " in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_missing_model_is_reported_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").touch()
+    settings = [f"data.train={tmp_path}/rows.jsonl", f"data.test={tmp_path}/rows.jsonl", f"model.path={tmp_path}/none"]
+    command = [sys.executable, "-c", PROGRAM, "recipes.sft.train", "recipes/quickstart/sft.yaml", *settings]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "2 []\n" and not missing_facts(done.stderr, "model.path", f"{tmp_path}/none")
+
+
+SINGLE_FILE = """
+import sys
+
+from flowrl.cli import run_recipe
+from flowrl.config import RunConfig
+
+
+class Config(RunConfig):
+    roles = ("actor",)
+
+    scale: float = 1.0
+
+
+def train(config: Config) -> None:
+    print(config.recipe, config.scale)
+
+
+if __name__ == "__main__":
+    sys.exit(run_recipe(Config, train))
+"""
+
+
+def test_a_recipe_in_a_single_file_reads_its_own_config(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SINGLE_FILE)
+    placement = "{device: cpu, pools: {main: [1]}, roles: {actor: main}}"
+    (tmp_path / "my.yaml").write_text(f"recipe: mine:Config\noutput: out\nsteps: 3\nplacement: {placement}\n")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    for program in (["-m", "mine"], ["mine.py"]):
+        command = [sys.executable, *program, "my.yaml", "scale=2.5"]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "mine:Config 2.5\n", "")
+
+
+@pytest.mark.parametrize("options", [["--steps", "3"], ["--steps=3"], ["seed=1", "--steps", "3", "threads=1"]])
+def test_an_option_in_place_of_a_setting_is_explained(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", DEEPSEEK, *options])
+    assert caught.value.code == 2 and "steps=3" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as caught:
+        run_recipe(RunConfig, print, [DEEPSEEK, *options])
+    assert caught.value.code == 2 and "steps=3" in capsys.readouterr().err
