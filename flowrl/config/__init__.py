@@ -2,7 +2,8 @@
 
 Recipe configs derive from `RunConfig` or `OnPolicyConfig`. Every setting is a typed field with a docstring. Losses,
 estimators, corrections, shapings and schedules are discriminated unions with one class per choice. The names of the
-unions begin with `Any`.
+unions begin with `Any`. Field types for the settings of recipes: `FilePath`, `ImportName`, `TokenIds`, `Device`,
+`KlKind`, `Aggregation`, `Options`, and `OneOf` with `Member` for unions.
 
 May import nothing else of flowrl, and neither torch nor Ray.
 """
@@ -12,7 +13,23 @@ from flowrl.config.algorithm.correction import AnyCorrection, CorrectionConfig
 from flowrl.config.algorithm.policy_loss import AnyPolicyLoss, PolicyLossConfig
 from flowrl.config.algorithm.preference import AnyPreference, AnyPtx, PreferenceConfig, PtxConfig
 from flowrl.config.algorithm.shaping import AnyKlControl, AnyShaping, KlControlConfig, ShapingConfig
-from flowrl.config.base import Config, ConfigError, ImportNameError, import_attribute, import_function, parse
+from flowrl.config.base import (
+    Aggregation,
+    Config,
+    ConfigError,
+    Device,
+    FilePath,
+    ImportName,
+    ImportNameError,
+    KlKind,
+    Member,
+    OneOf,
+    Options,
+    TokenIds,
+    import_attribute,
+    import_function,
+    parse,
+)
 from flowrl.config.load import load, recipe_class, to_yaml
 from flowrl.config.model import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, shards_model
 from flowrl.config.placement import ROLES, SINGLE, Placement, RolePlacement
@@ -31,12 +48,13 @@ from flowrl.config.schedule import AnySchedule, AsyncSchedule, ScheduleConfig
 from flowrl.config.user_errors import CheckFailed, UserError
 
 __all__ = [
-    "ROLES", "SINGLE", "ActorConfig", "AdvantageConfig", "AnyAdvantage", "AnyCorrection", "AnyKlControl",
-    "AnyPolicyLoss", "AnyPreference", "AnyPtx", "AnySchedule", "AnyShaping", "AsyncSchedule", "CheckFailed",
-    "CheckpointConfig", "Config", "ConfigError", "CorrectionConfig", "CriticConfig", "DataConfig", "EngineConfig",
-    "ImportNameError", "KlControlConfig", "LoraConfig", "ModelConfig", "OnPolicyConfig", "OptimizerConfig",
-    "Placement", "PolicyLossConfig", "PreferenceConfig", "PtxConfig", "ReferenceConfig", "ReportConfig",
-    "RewardConfig", "RolePlacement", "RolloutConfig", "RunConfig", "ScheduleConfig", "ShapingConfig",
-    "TransferConfig", "UserError", "VllmConfig", "import_attribute", "import_function", "load", "models_of", "parse",
-    "recipe_class", "shards_model", "to_yaml",
+    "ROLES", "SINGLE", "ActorConfig", "AdvantageConfig", "Aggregation", "AnyAdvantage", "AnyCorrection",
+    "AnyKlControl", "AnyPolicyLoss", "AnyPreference", "AnyPtx", "AnySchedule", "AnyShaping", "AsyncSchedule",
+    "CheckFailed", "CheckpointConfig", "Config", "ConfigError", "CorrectionConfig", "CriticConfig", "DataConfig",
+    "Device", "EngineConfig", "FilePath", "ImportName", "ImportNameError", "KlControlConfig", "KlKind", "LoraConfig",
+    "Member", "ModelConfig", "OnPolicyConfig", "OneOf", "OptimizerConfig", "Options", "Placement", "PolicyLossConfig",
+    "PreferenceConfig", "PtxConfig", "ReferenceConfig", "ReportConfig", "RewardConfig", "RolePlacement",
+    "RolloutConfig", "RunConfig", "ScheduleConfig", "ShapingConfig", "TokenIds", "TransferConfig", "UserError",
+    "VllmConfig", "import_attribute", "import_function", "load", "models_of", "parse", "recipe_class", "shards_model",
+    "to_yaml",
 ]  # fmt: skip

@@ -174,11 +174,11 @@ def check_name(name: str, *, what: str, names: Sequence[str]) -> str:
     return name
 
 
-def unknown_name(what: str, name: object, names: Iterable[str]) -> str:
-    """Returns the error message for a name that is not one of `names`."""
+def unknown_name(what: str, name: object, names: Iterable[str], *, allows_custom: bool = True) -> str:
+    """Returns the error message for a name that is not one of `names`. `allows_custom` also lists user functions."""
     near = difflib.get_close_matches(str(name), names, n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
-    available = [*(known for known in names if known != CUSTOM), CUSTOM]
+    available = [*(known for known in names if known != CUSTOM), *([CUSTOM] if allows_custom else [])]
     return f"unknown {what} {name!r}{hint}; available: {', '.join(available)}"
 
 

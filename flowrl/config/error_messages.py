@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pydantic_core import ErrorDetails
 
 from flowrl.config.algorithm.policy_loss import AnyPolicyLoss
-from flowrl.config.base import Config, Member, members_of, unknown_name
+from flowrl.config.base import CUSTOM, Config, Member, members_of, unknown_name
 from flowrl.config.setting_tree import fields_of, find_unions, names_of, select_members, setting_paths, walk
 from flowrl.config.source import Key, Source, dotted
 
@@ -171,7 +171,8 @@ def unknown_choice(setting: str, choice: object, members: Sequence[type[Member]]
                 f"{setting} is {choice}, but {choice} is {others[0].NOUN} ({path}.{others[0].KEY}), not "
                 f"{members[0].NOUN}; available: {', '.join(names_of(members))}"
             )
-    return unknown_name(setting, choice, names_of(members))
+    names = names_of(members)
+    return unknown_name(setting, choice, names, allows_custom=CUSTOM in names)
 
 
 def _unknown_key(loc: Key, key: Key, source: Source, cls: type[Config]) -> str:

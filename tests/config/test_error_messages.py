@@ -188,3 +188,10 @@ def test_a_description_of_several_lines_is_one_sentence(ppo: Path) -> None:
     assert (
         "\n" not in message and not missing_facts(message, "placement.pools", "all") and "Pools do not" not in message
     )
+
+
+@pytest.mark.parametrize(("override", "has_functions"), [("schedule.kind=a", False), ("actor.loss=a", True)])
+def test_user_functions_are_available_only_in_unions_that_have_them(
+    ppo: Path, override: str, has_functions: bool
+) -> None:
+    assert ("module:function" in error_of(ppo, override)) is has_functions
