@@ -54,7 +54,8 @@ def _connect(name: str) -> str | None:
     try:
         with urlopen(request, timeout=_CONNECT_TIMEOUT_S):
             return None
-    except HTTPError:
+    except HTTPError as response:
+        response.close()
         return None
     except URLError as error:  # Certificates are configured in different ways, so they are no reason to reject a name.
         return None if isinstance(error.reason, ssl.SSLError) else str(error.reason)
