@@ -34,7 +34,7 @@ whole_rows whole_tensor whole_weights why_padded write_json_summed write_summed 
 are not listed."""
 
 EXCEPTIONS = {
-    f"flowrl/config/load.py:{name}": "the table that maps removed settings to new ones"
+    f"flowrl/config/error_messages.py:{name}": "the table that maps removed settings to new ones"
     for name in (
         "chunk_mb",
         "loss_options",
