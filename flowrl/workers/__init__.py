@@ -2,7 +2,8 @@
 
 Entry points: `Actor`, `Critic`, `Reference`, `Reward`, `RewardModel` and `Rollout`. `reward_worker` returns one of the
 two reward classes.
-May import `flowrl.algorithms`, `flowrl.config`, `flowrl.controller`, `flowrl.data` and `flowrl.engines`.
+May import `flowrl.algorithms`, `flowrl.config`, `flowrl.controller`, `flowrl.data`, `flowrl.engines` and
+`flowrl.rewards`.
 """
 
 from flowrl.workers.actor import Actor
