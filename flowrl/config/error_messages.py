@@ -85,7 +85,7 @@ def _join(problems: Iterable[str]) -> str:
 
 
 def _alternatives_of_misspelled(errors: Sequence[ErrorDetails], source: Source, cls: type[Config]) -> set[str]:
-    """Returns the keys that the messages for unknown keys suggest. It is no separate error that such a key is missing."""
+    """Returns the keys that the messages for unknown keys suggest. Their absence is not a separate error."""
     unknown = [error["loc"] for error in errors if error["type"] == "extra_forbidden"]
     return {text.partition(":")[0] for loc in unknown for text in _alternatives(loc, source, cls)}
 
