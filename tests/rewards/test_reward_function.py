@@ -50,5 +50,5 @@ def test_a_signature_without_a_column_is_rejected() -> None:
 
 
 def test_a_missing_function_is_rejected() -> None:
-    with rejects("nowhere:f", error=RewardError):
+    with rejects("nowhere", "PYTHONPATH", error=RewardError):
         load_reward_function("nowhere:f")
