@@ -152,12 +152,13 @@ class LiveProgress:
             num_steps: total number of steps of the run.
             title: label of the progress bar.
             every: number of steps per line if the output is not a terminal. The last step is always shown.
-            shown: format per metric. If a step lacks a metric, the metric's previous value is shown.
+            shown: format per metric. If a step lacks a metric, the metric's previous value and its step are shown.
             console: output console; None selects standard output.
         """
         self.console = console or Console()
         self._num_steps, self._title, self._every, self._shown = num_steps, title, every, shown
-        self._latest: dict[str, float] = {}
+        self._latest: dict[str, tuple[int, float]] = {}
+        """Metric -> (step, value) of its last value."""
         self._seconds: deque[float] = deque(maxlen=RECENT_STEPS)
         self._updated_s = time.monotonic()
         self._bar: Progress | None = None
@@ -178,9 +179,9 @@ class LiveProgress:
         self._seconds.append(values.get("seconds", now_s - self._updated_s))
         self._updated_s = now_s
         self._latest.update(
-            {name: value for name, value in values.items() if name in self._shown and not math.isnan(value)}
+            {name: (step, value) for name, value in values.items() if name in self._shown and not math.isnan(value)}
         )
-        parts = [form.format(self._latest[name]) for name, form in self._shown.items() if name in self._latest]
+        parts = [self._part(name, step) for name in self._shown if name in self._latest]
         line = self._fitted([*parts, f"ETA {format_clock(self._seconds_left(step))}"])
         if self._bar is not None:
             self._bar.start()
@@ -189,6 +190,11 @@ class LiveProgress:
         self._unshown = Text(f"{self._title} {step}/{self._num_steps}  {line}")
         if step % self._every == 0 or step == self._num_steps:
             self._show()
+
+    def _part(self, name: str, step: int) -> str:
+        measured_at, value = self._latest[name]
+        text = self._shown[name].format(value)
+        return text if measured_at == step else f"{text} (step {measured_at})"
 
     def _show(self) -> None:
         if self._unshown is not None:

@@ -2,10 +2,11 @@
 
 import inspect
 from collections.abc import Callable
+from typing import SupportsFloat
 
 from flowrl.config import ImportNameError, UserError, import_function
 
-RewardFunction = Callable[..., float]
+RewardFunction = Callable[..., SupportsFloat]
 
 
 class RewardError(UserError):
@@ -32,3 +33,10 @@ def load_reward_function(name: str) -> RewardFunction:
             f"answer, **columns)"
         ) from None
     return function
+
+
+def required_parameters(function: RewardFunction) -> tuple[str, ...]:
+    """Returns the names of a reward function's parameters without a default."""
+    named = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    parameters = inspect.signature(function).parameters.values()
+    return tuple(p.name for p in parameters if p.kind in named and p.default is inspect.Parameter.empty)

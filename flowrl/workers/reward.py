@@ -3,7 +3,7 @@
 import inspect
 import math
 import traceback
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from tensordict import TensorDict
@@ -52,9 +52,21 @@ def _score_row(function: RewardFunction, name: str, row: dict[str, Any]) -> floa
         raise RewardError(
             f"reward function {name} raised {type(error).__name__}: {error}{location} {inputs}"
         ) from error
-    if not isinstance(value, int | float) or not math.isfinite(value):
+    score = _finite_number(value)
+    if score is None:
         raise RewardError(f"reward function {name} returned {value!r} {inputs}; return a finite number")
-    return float(value)
+    return score
+
+
+def _finite_number(value: object) -> float | None:
+    """Returns a value with a finite `__float__`, such as a NumPy scalar or a tensor of one element; otherwise None."""
+    if not isinstance(value, SupportsFloat):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # for example an array of two elements
+        return None
+    return number if math.isfinite(number) else None
 
 
 class Reward(Worker):

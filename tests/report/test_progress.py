@@ -49,12 +49,15 @@ def test_a_line_shows_metrics_and_eta() -> None:
     assert line == "training 1/1  reward 0.500  KL 0.0100  response length 3.2  12,345 tokens/s  ETA 0:00\n"
 
 
-def test_a_metric_keeps_its_last_value_and_nan_is_not_shown() -> None:
+def test_an_old_value_is_shown_with_its_step_and_nan_is_not_shown() -> None:
     out = io.StringIO()
     with LiveProgress(2, every=1, console=Console(file=out, width=200)) as progress:
         progress.update(1, {"accuracy": 0.25})
         progress.update(2, {"accuracy": float("nan"), "grad_norm": 1.0})
-    assert out.getvalue().splitlines()[1] == "training 2/2  accuracy 0.250  ETA 0:00"
+    assert out.getvalue().splitlines() == [
+        "training 1/2  accuracy 0.250  ETA 0:00",
+        "training 2/2  accuracy 0.250 (step 1)  ETA 0:00",
+    ]
 
 
 def test_a_terminal_shows_a_bar() -> None:

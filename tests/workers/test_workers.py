@@ -3,10 +3,13 @@
 import json
 import math
 from collections.abc import Iterator
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from shutil import copytree
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -30,8 +33,10 @@ from flowrl.data.metric import Mean
 from flowrl.data.prompts import PromptStream, read_conversations
 from flowrl.workers import Actor, Critic, Reference, Rollout, reward_worker
 from flowrl.workers.actor import token_means
+from flowrl.workers.reward import RewardError, score_rows
 from recipes.quickstart.prepare import prepare
 from tests.engines.closeness import FLOAT32_RTOL, assert_norm_close
+from tests.errors import rejects
 
 IDS, LENGTHS = [2, 3, 12, 4, 14, 5, 6, 1, 7, 8, 12, 3], [8, 4]
 MASK = [False] * 5 + [True] * 3 + [False] * 2 + [True] * 2
@@ -357,6 +362,22 @@ def test_a_reward_that_is_not_finite_is_rejected(cluster: Cluster) -> None:
     config = RewardConfig(function=f"{__name__}:broken")
     with pytest.raises(WorkerUserError, match=r"broken .*\bnan\b"):
         cluster.group("reward", reward_worker(config), config).score(rows_with())
+
+
+@pytest.mark.parametrize(
+    "value", [np.float32(0.5), np.float64(0.5), np.array(0.5), torch.tensor(0.5), Fraction(1, 2), Decimal("0.5")]
+)
+def test_a_reward_with_a_finite_float_is_accepted(value: object) -> None:
+    scores = score_rows(rows_with().tensordict(), lambda **columns: value, "own:score")
+    assert scores["rows", "scores"].tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    "value", [np.float32("nan"), torch.tensor(float("inf")), np.zeros(2), torch.zeros(2), None, "1.0", 10**400]
+)
+def test_a_reward_without_a_finite_float_is_rejected(value: object) -> None:
+    with rejects("own", "score", error=RewardError):
+        score_rows(rows_with().tensordict(), lambda **columns: value, "own:score")
 
 
 def test_a_reward_model_scores_rows_at_their_last_token(cluster: Cluster, tmp_path: Path) -> None:
