@@ -24,6 +24,7 @@ from flowrl.report.trace import loop_events
 from flowrl.run.interrupt import Interrupted
 from flowrl.run.preflight import check_functions, check_run, check_start, plan_run
 from flowrl.run.restarts import with_restarts
+from flowrl.run.updates import describe_updates
 from flowrl.schedules.schedule_plan import check_routes, render_graph
 
 RecipeConfig = TypeVar("RecipeConfig", bound=RunConfig)
@@ -152,7 +153,8 @@ def _plan(arguments: argparse.Namespace) -> None:
         devices = estimate_memory(config, planned)
         check_memory(config, planned, devices, available)
         graph = f"\n{render_graph(config, planned)}\n" if isinstance(config, OnPolicyConfig) else ""
-        details = f"{graph}\n{render_memory(devices, available)}\n"
+        updates = "".join(f"{line}\n" for line in describe_updates(config))
+        details = f"{graph}\n{updates}\n{render_memory(devices, available)}\n"
     sys.stdout.write(f"{render_plan(planned)}\n{details}")
 
 

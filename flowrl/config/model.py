@@ -73,7 +73,9 @@ class OptimizerConfig(Config):
     """Learning rate schedule after the warmup: constant, or decay to 0 at `total_steps`."""
 
     total_steps: PositiveInt | None = None
-    """Optimizer step at which a linear or cosine schedule reaches 0. A constant schedule ignores it."""
+    """Optimizer step at which a linear or cosine schedule reaches 0. Null is the number of updates of the run: steps
+    times minibatches times epochs, or steps in SFT. A constant schedule ignores it.
+    """
 
     max_grad_norm: PositiveFloat | None = 1.0
     """Maximum L2 norm of the gradient over all weights; null disables gradient clipping."""
@@ -82,11 +84,18 @@ class OptimizerConfig(Config):
     def _check(self) -> "OptimizerConfig":
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas are {list(self.betas)}, but each must be at least 0 and below 1")
-        if self.schedule != "constant" and self.total_steps is None:
-            raise ValueError(f"schedule {self.schedule} needs an end: set total_steps, or schedule: constant")
         if self.total_steps is not None and self.warmup_steps >= self.total_steps:
             raise ValueError(f"warmup_steps is {self.warmup_steps}, but must be below total_steps, {self.total_steps}")
         return self
+
+    def with_end(self, num_updates: int) -> "OptimizerConfig":
+        """Returns the settings with `total_steps`, unless it is set or the schedule is constant.
+
+        In a run that ends during the warmup, the schedule ends one update after the warmup.
+        """
+        if self.schedule == "constant" or self.total_steps is not None:
+            return self
+        return self.model_copy(update={"total_steps": max(num_updates, self.warmup_steps + 1)})
 
 
 class EngineConfig(Config):

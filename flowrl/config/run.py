@@ -1,6 +1,7 @@
 """Settings of every run (`RunConfig`), and of runs that train on their own rollouts (`OnPolicyConfig`)."""
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
 
@@ -8,8 +9,16 @@ from flowrl.config.algorithm.advantage import AnyAdvantage
 from flowrl.config.algorithm.correction import WeightCorrection
 from flowrl.config.algorithm.shaping import AdaptiveKl, LengthPenalty, OverlongPenalty
 from flowrl.config.base import Config, ConfigError, FilePath, ImportName
+from flowrl.config.model import OptimizerConfig
 from flowrl.config.placement import SINGLE, Placement
-from flowrl.config.roles import ActorConfig, ReferenceConfig, RewardConfig, RolloutConfig, int4_on_cpu
+from flowrl.config.roles import (
+    ActorConfig,
+    ReferenceConfig,
+    RewardConfig,
+    RolloutConfig,
+    TrainedConfig,
+    int4_on_cpu,
+)
 from flowrl.config.schedule import AnySchedule, AsyncSchedule, SyncSchedule
 
 
@@ -47,7 +56,8 @@ class CheckpointConfig(Config):
 
     every: NonNegativeInt = 0
     """Number of steps between checkpoints; 0 disables checkpoints. With a value above 0, the last step of the run is
-    also saved, even if an interrupt (Ctrl-C) ends the run early.
+    also saved, even if an interrupt (Ctrl-C) ends the run early. With 0, the run saves only the weights of the policy,
+    at its end or after an invalid reward.
     """
 
     keep_last: PositiveInt | None = 2
@@ -138,8 +148,42 @@ class RunConfig(Config):
     steps: PositiveInt
     """Number of training steps."""
 
-    evaluate_every: NonNegativeInt = 0
-    """Number of steps between evaluations; 0 evaluates only before the first step and after the last step."""
+    evaluate_every: NonNegativeInt | None = None
+    """Number of steps between evaluations. Null evaluates only before the first step and after the last step; 0
+    disables evaluation.
+    """
+
+    @classmethod
+    def count_updates(cls, settings: Mapping[str, Any]) -> int | None:
+        """Returns the number of optimizer updates of each trained role in a run. None if the recipe does not define it.
+
+        A recipe config overrides it, so that `optimizer.total_steps` can be null. `settings` maps names to values.
+        """
+        return None
+
+    @property
+    def num_updates(self) -> int | None:
+        """Number of optimizer updates of each trained role in the run, or None if it is unknown."""
+        return self.count_updates(dict(self))
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _derive_total_steps(cls, value: Any, info: ValidationInfo) -> Any:  # Any: the value of any setting
+        """Replaces a null `optimizer.total_steps`, so that config.yaml records the end of the schedule."""
+        optimizer = value.optimizer if isinstance(value, TrainedConfig) else value
+        if not isinstance(optimizer, OptimizerConfig) or optimizer.schedule == "constant":
+            return value
+        try:
+            num_updates = cls.count_updates(info.data)
+        except KeyError:
+            return value  # A missing setting has an error of its own.
+        if num_updates is None and optimizer.total_steps is None:
+            raise ValueError(
+                f"optimizer.schedule {optimizer.schedule} needs an end, but {cls.__name__} does not define the number "
+                "of updates: set optimizer.total_steps, or define count_updates in the config class"
+            )
+        ended = optimizer if num_updates is None else optimizer.with_end(num_updates)
+        return ended if value is optimizer else value.model_copy(update={"optimizer": ended})
 
     @model_validator(mode="after")
     def _check_run(self) -> "RunConfig":
@@ -164,6 +208,22 @@ class OnPolicyConfig(RunConfig):
 
     roles: ClassVar[tuple[str, ...]] = ("actor", "rollout", "reference", "reward")
 
+    # The sizes precede the trained roles, because the number of updates is the default of optimizer.total_steps.
+
+    batch_size: PositiveInt
+    """Sequences per step: prompts times samples_per_prompt."""
+
+    samples_per_prompt: PositiveInt = 1
+    """Responses per prompt. A step uses batch_size / samples_per_prompt prompts."""
+
+    minibatch_size: PositiveInt
+    """Sequences per optimizer step, over all ranks. If it does not divide batch_size, the last minibatch of an epoch is
+    smaller.
+    """
+
+    ppo_epochs: PositiveInt = 1
+    """Training passes over the sequences of a step."""
+
     actor: ActorConfig
     """The policy that is trained."""
 
@@ -185,17 +245,11 @@ class OnPolicyConfig(RunConfig):
     data: DataConfig
     """Prompts for training and evaluation."""
 
-    batch_size: PositiveInt
-    """Sequences per step: prompts times samples_per_prompt."""
-
-    samples_per_prompt: PositiveInt = 1
-    """Responses per prompt. A step uses batch_size / samples_per_prompt prompts."""
-
-    minibatch_size: PositiveInt
-    """Sequences per optimizer step, over all ranks."""
-
-    ppo_epochs: PositiveInt = 1
-    """Training passes over the sequences of a step."""
+    @classmethod
+    def count_updates(cls, settings: Mapping[str, Any]) -> int | None:
+        """Returns steps times minibatches times epochs."""
+        num_minibatches = -(-settings["batch_size"] // settings["minibatch_size"])
+        return settings["steps"] * num_minibatches * settings["ppo_epochs"]
 
     @property
     def compared_by(self) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """Settings of the SFT recipe."""
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from pydantic import PositiveInt, model_validator
 
@@ -32,6 +33,11 @@ class SFTConfig(RunConfig):
 
     epochs: PositiveInt | None = None
     """Maximum number of passes over the training file. If null, the run ends after `steps`."""
+
+    @classmethod
+    def count_updates(cls, settings: Mapping[str, Any]) -> int | None:
+        """Returns the number of steps, because a step is one update."""
+        return settings["steps"]
 
     @model_validator(mode="after")
     def _check_evaluation(self) -> "SFTConfig":

@@ -3,6 +3,7 @@
 Usage: `python -m recipes.sft.train CONFIG [key=value ...]`
 """
 
+import logging
 import sys
 from typing import Any
 
@@ -17,6 +18,8 @@ from flowrl.run.datasets import Examples
 from flowrl.run.loop import Run
 from flowrl.workers import Actor
 
+_logger = logging.getLogger(__name__)
+
 
 def train(config: SFTConfig) -> dict[str, Any]:
     """Trains the model. Returns the summary of the run."""
@@ -25,6 +28,7 @@ def train(config: SFTConfig) -> dict[str, Any]:
     held_out = data.test and Examples(
         data.test, config.model.path, max_tokens=data.max_prompt_tokens, max_examples=data.evaluation_rows
     )
+    _check_epochs(config, len(examples))
     policy = ActorConfig(model=config.model, optimizer=config.optimizer, lora=config.lora, engine=config.engine)
     with Run(config) as run:
         actor = run.group("actor", Actor, policy)
@@ -34,3 +38,18 @@ def train(config: SFTConfig) -> dict[str, Any]:
         for _, batch in run.batches(stream):
             run.log(actor.update_sft(batch))
         return run.finish(actor)
+
+
+def _check_epochs(config: SFTConfig, num_examples: int) -> None:
+    """Logs a warning if `epochs` ends the run before the learning rate schedule ends."""
+    num_steps = config.steps if config.epochs is None else config.epochs * -(-num_examples // config.batch_size)
+    end = None if config.optimizer.schedule == "constant" else config.optimizer.total_steps
+    if num_steps < config.steps and end is not None and num_steps < end:
+        _logger.warning(
+            "epochs %d ends the run after %d steps, before optimizer.total_steps %d, so the learning rate does not "
+            "reach 0: set steps to %d",
+            config.epochs,
+            num_steps,
+            end,
+            num_steps,
+        )

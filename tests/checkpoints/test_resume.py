@@ -158,6 +158,13 @@ def test_a_changed_setting_is_rejected_with_its_key(
     assert not missing_facts(error_of(config(run, **changes)), *facts)
 
 
+def test_more_steps_must_not_change_the_schedule_of_the_learning_rate(run: Path) -> None:
+    linear = {"lr": 1e-3, "schedule": "linear"}
+    (run / "config.yaml").write_text(to_yaml(config(run, optimizer=linear)))
+    assert not missing_facts(error_of(config(run, optimizer=linear, steps=20)), "optimizer.total_steps", 10, 20)
+    assert is_resuming(config(run, optimizer=linear | {"total_steps": 10}, steps=20))
+
+
 def test_a_run_with_more_steps_is_rejected(run: Path) -> None:
     assert not missing_facts(error_of(config(run, steps=3)), "steps", 3, 4)
 

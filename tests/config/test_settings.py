@@ -15,6 +15,7 @@ from flowrl.config import (
     Placement,
     RewardConfig,
     RolloutConfig,
+    RunConfig,
 )
 from recipes.grpo.config import GRPOConfig
 from recipes.ppo.config import PPOConfig
@@ -43,7 +44,6 @@ def quantized(quantization: str = "int8", **correction: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("cls", "settings", "facts"),
     [
-        (OptimizerConfig, {"lr": 1.0, "schedule": "linear"}, ("schedule", "linear", "total_steps")),
         (OptimizerConfig, {"lr": 1.0, "total_steps": 5, "warmup_steps": 5}, ("warmup_steps", "total_steps", 5)),
         (OptimizerConfig, {"lr": 1.0, "betas": [0.9, 1.0]}, ("betas", 0.9, "1.0")),
         (OptimizerConfig, {"lr": float("nan")}, ("lr", "finite")),
@@ -123,6 +123,52 @@ def test_a_contradiction_is_rejected_with_a_fix(
     errors = caught.value.errors(include_input=False)
     message = "; ".join(f"{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in errors)
     assert not missing_facts(message, *facts), message
+
+
+LINEAR: dict[str, Any] = {"lr": 1e-4, "schedule": "linear"}
+SFT: dict[str, Any] = {
+    "output": "out", "model": MODEL, "optimizer": LINEAR, "batch_size": 2, "steps": 7,
+    "data": {"train": "train.jsonl", "max_prompt_tokens": 8},
+}  # fmt: skip
+
+
+def test_the_schedule_ends_at_the_last_update_of_every_role() -> None:
+    sizes = {"steps": 10, "batch_size": 8, "minibatch_size": 4, "ppo_epochs": 3}
+    trained = {"actor": {"model": MODEL, "optimizer": LINEAR}, "critic": {"model": MODEL, "optimizer": LINEAR}}
+    config = PPOConfig.model_validate(PPO | trained | sizes)
+    assert config.actor.optimizer.total_steps == config.critic.optimizer.total_steps == config.num_updates == 60
+    assert SFTConfig.model_validate(SFT).optimizer.total_steps == 7
+
+
+def test_a_smaller_last_minibatch_is_an_update() -> None:
+    sizes = {"steps": 2, "batch_size": 256, "minibatch_size": 100, "samples_per_prompt": 1}
+    assert PPOConfig.model_validate(PPO | sizes).num_updates == 6
+
+
+def test_an_explicit_end_of_the_schedule_is_kept() -> None:
+    assert SFTConfig.model_validate(SFT | {"optimizer": LINEAR | {"total_steps": 3}}).optimizer.total_steps == 3
+
+
+def test_a_run_that_ends_during_the_warmup_has_a_valid_schedule() -> None:
+    config = SFTConfig.model_validate(SFT | {"optimizer": LINEAR | {"warmup_steps": 20}})
+    assert SFTConfig.model_validate(config.model_dump()) == config
+
+
+def test_a_constant_schedule_has_no_end() -> None:
+    assert SFTConfig.model_validate(SFT | {"optimizer": {"lr": 1e-4}}).optimizer.total_steps is None
+
+
+class OwnRun(RunConfig):
+    """A recipe that does not define its number of updates."""
+
+    actor: ActorConfig
+
+
+def test_a_schedule_without_a_known_end_is_rejected() -> None:
+    settings = {"output": "out", "steps": 3, "actor": {"model": MODEL, "optimizer": LINEAR}}
+    with pytest.raises(ValidationError) as caught:
+        OwnRun.model_validate(settings)
+    assert not missing_facts(str(caught.value), "actor", "linear", "optimizer.total_steps", "OwnRun")
 
 
 def test_the_decoupled_loss_can_be_combined_with_rejection() -> None:

@@ -343,12 +343,14 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
     """Returns the learning rate of optimizer step `step`, counted from 0.
 
     The learning rate rises linearly to `lr` over `warmup_steps`. Afterwards it is constant, or decays to 0 at
-    `total_steps`, linearly or along a half cosine.
+    `total_steps`, linearly or along a half cosine. Raises ValueError if the schedule has no end.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
-    if config.schedule == "constant" or config.total_steps is None:
+    if config.schedule == "constant":
         return config.lr
+    if config.total_steps is None:
+        raise ValueError(f"optimizer.schedule {config.schedule} needs an end: set optimizer.total_steps")
     progress = min(1.0, (step - config.warmup_steps) / (config.total_steps - config.warmup_steps))
     return config.lr * (1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2)
 

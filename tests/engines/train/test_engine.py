@@ -12,6 +12,7 @@ from tests.engines.closeness import FLOAT64_RTOL, assert_norm_close
 from tests.engines.losses import Bigram, bigram_logprobs, bigram_loss, logprobs, policy_logits, weighted_loss
 from tests.engines.tables import VOCABULARY, table, take_rows
 from tests.engines.tiny import qwen2, to_float64
+from tests.errors import rejects
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, max_grad_norm=None)
 
@@ -148,6 +149,11 @@ def test_the_learning_rate_rises_over_the_warmup_and_then_follows_the_schedule(s
 def test_a_cosine_schedule_is_at_half_in_the_middle_and_stays_at_zero():
     config = OptimizerConfig(lr=1.0, schedule="cosine", total_steps=4)
     assert [learning_rate(config, step) for step in (0, 2, 4, 9)] == pytest.approx([1.0, 0.5, 0.0, 0.0])
+
+
+def test_a_schedule_without_an_end_is_rejected():
+    with rejects("linear", "optimizer.total_steps", error=ValueError):
+        learning_rate(OptimizerConfig(lr=1.0, schedule="linear"), 0)
 
 
 def test_the_learning_rate_of_each_step_is_reported():

@@ -1,0 +1,70 @@
+"""Describes the optimizer updates of a run, and warns about learning rates that are 0 or stay below their peak."""
+
+from collections.abc import Callable, Iterator, Mapping
+
+from flowrl.config import ActorConfig, CriticConfig, OnPolicyConfig, OptimizerConfig, RunConfig, models_of
+
+
+def describe_updates(config: RunConfig) -> list[str]:
+    """Returns a line with the number of optimizer updates, and the warnings about learning rate schedules.
+
+    Returns an empty list if the recipe does not define the number of updates.
+    """
+    total = config.num_updates
+    if total is None:
+        return []
+    factors = ""
+    if isinstance(config, OnPolicyConfig):
+        num_full, last = divmod(config.batch_size, config.minibatch_size)
+        rest = f" and 1 of {last}" if last else ""
+        epochs = f" x {config.ppo_epochs} epochs" if config.ppo_epochs > 1 else ""
+        factors = f" = {config.steps} steps x ({num_full} minibatches of {config.minibatch_size}{rest}){epochs}"
+    return [f"optimizer updates: {total}{factors}", *_exceeded_schedules(config, total), *_long_warmups(config, total)]
+
+
+def _optimizers(config: RunConfig) -> Iterator[tuple[str, OptimizerConfig]]:
+    """Yields (prefix of the key, settings) of every optimizer."""
+    for prefix, role in models_of(config).values():
+        if isinstance(role, ActorConfig | CriticConfig):
+            yield prefix, role.optimizer
+
+
+def _exceeded_schedules(config: RunConfig, num_updates: int) -> Iterator[str]:
+    for prefix, optimizer in _optimizers(config):
+        end = optimizer.total_steps
+        if optimizer.schedule != "constant" and end is not None and end < num_updates:
+            yield (
+                f"warning: {prefix}optimizer.total_steps is {end}, but the run has {num_updates} updates, so the "
+                f"learning rate is 0 in the last {num_updates - end}: remove total_steps, or raise it"
+            )
+
+
+def _long_warmups(config: RunConfig, num_updates: int) -> Iterator[str]:
+    for prefix, optimizer in _optimizers(config):
+        if optimizer.warmup_steps > num_updates:
+            yield (
+                f"warning: {prefix}optimizer.warmup_steps is {optimizer.warmup_steps}, but the run has {num_updates} "
+                "updates, so the learning rate does not reach lr: lower warmup_steps, or raise steps"
+            )
+
+
+class ZeroRateWatch:
+    """Warns once if the learning rate of a role is 0 during a step.
+
+    `describe_updates` announces this at the start, unless the recipe takes more updates than its config counts.
+    """
+
+    def __init__(self, config: RunConfig, report: Callable[[str], None]) -> None:
+        self._report = report
+        total = config.num_updates
+        self._has_warned = total is not None and any(True for _ in _exceeded_schedules(config, total))
+
+    def check_step(self, step: int, values: Mapping[str, float]) -> None:
+        """Checks the metrics `lr` of a step, which are the largest learning rates of its updates."""
+        zero = [name for name, value in values.items() if name.split("/")[-1] == "lr" and value == 0]
+        if zero and not self._has_warned:
+            self._has_warned = True
+            self._report(
+                f"warning: {zero[0]} is 0 from step {step}, because the number of updates exceeds "
+                "optimizer.total_steps: raise it"
+            )

@@ -1,0 +1,59 @@
+"""The number of updates that a run announces, and warnings about its learning rates."""
+
+from typing import Any
+
+import pytest
+
+from flowrl.run.updates import ZeroRateWatch, describe_updates
+from recipes.ppo.config import PPOConfig
+from recipes.sft.config import SFTConfig
+from tests.configs import ppo_settings
+from tests.errors import missing_facts
+
+SFT: dict[str, Any] = {
+    "output": "out",
+    "model": {"path": "model"},
+    "batch_size": 2,
+    "steps": 10,
+    "data": {"train": "train.jsonl", "max_prompt_tokens": 8},
+}
+
+
+def sft(**optimizer: Any) -> SFTConfig:
+    return SFTConfig.model_validate(SFT | {"optimizer": {"lr": 1e-4, "schedule": "linear"} | optimizer})
+
+
+def test_the_number_and_the_sizes_of_updates_are_described() -> None:
+    sizes = {"steps": 5, "batch_size": 256, "minibatch_size": 100, "samples_per_prompt": 1, "ppo_epochs": 2}
+    (line,) = describe_updates(PPOConfig.model_validate(ppo_settings(**sizes)))
+    assert not missing_facts(line, 30, 5, 100, 56, 2)
+    assert len(describe_updates(sft())) == 1
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "facts"),
+    [
+        ({"total_steps": 4}, ("optimizer.total_steps", 4, 10, 6)),
+        ({"warmup_steps": 20}, ("optimizer.warmup_steps", 20, 10)),
+    ],
+)
+def test_a_schedule_that_does_not_fit_the_run_is_reported_once(optimizer: dict[str, int], facts: tuple) -> None:
+    _, warning = describe_updates(sft(**optimizer))
+    assert not missing_facts(warning, *facts)
+
+
+def reports(config: SFTConfig, *rates: float) -> list[str]:
+    said: list[str] = []
+    watch = ZeroRateWatch(config, said.append)
+    for step, rate in enumerate(rates, start=1):
+        watch.check_step(step, {"lr": rate, "loss": 0.0})
+    return said
+
+
+def test_a_learning_rate_of_zero_is_reported_once_with_its_step() -> None:
+    (warning,) = reports(sft(), 0.5, 0.0, 0.0)
+    assert not missing_facts(warning, "lr", 2, "optimizer.total_steps")
+
+
+def test_a_learning_rate_of_zero_that_the_start_announced_is_not_reported_again() -> None:
+    assert reports(sft(total_steps=1), 0.5, 0.0) == []
