@@ -23,6 +23,16 @@ class Message:
     content: str
 
 
+@dataclass(frozen=True, slots=True)
+class UnknownTokens:
+    """Parts of a text that are not in the vocabulary of a tokenizer."""
+
+    num_tokens: int
+    """Number of tokens of the text. A dropped character counts as one token."""
+    parts: tuple[str, ...]
+    """One entry per unknown token."""
+
+
 class ChatTokenizer:
     """A tokenizer with a chat template. It produces the same tokens for a prompt in training and in generation."""
 
@@ -85,6 +95,31 @@ class ChatTokenizer:
             rendered = rendered_response
         after = self._encode(self._suffix(self._render(messages, generate=False), rendered))
         return ids + after, mask + [False] * len(after)
+
+    def find_unknown(self, texts: Sequence[str]) -> list[UnknownTokens]:
+        """Returns the parts of each text that the tokenizer replaces by its unknown token, or drops. White space never
+        counts as dropped. A tokenizer without offsets (`is_fast` is false) reports no dropped characters.
+        """
+        is_fast = self.tokenizer.is_fast
+        encoded = self._tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=is_fast)
+        unknown_id, unknown_token = self._tokenizer.unk_token_id, self._tokenizer.unk_token
+        result = []
+        for row, text in enumerate(texts):
+            ids = encoded["input_ids"][row]
+            spans = encoded["offset_mapping"][row] if is_fast else [(0, len(text))] * len(ids)
+            replaced = [
+                text[start:end] if is_fast else unknown_token
+                for token, (start, end) in zip(ids, spans, strict=True)
+                if token == unknown_id
+            ]
+            covered = {position for start, end in spans for position in range(start, end)}
+            dropped = [
+                character
+                for position, character in enumerate(text)
+                if position not in covered and not character.isspace()
+            ]
+            result.append(UnknownTokens(len(ids) + len(dropped), (*replaced, *dropped)))
+        return result
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of token ids, without special tokens."""

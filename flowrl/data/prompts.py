@@ -44,7 +44,7 @@ def read_conversations(
         last: required role of the last message. None allows any role.
         needs: required columns, such as `answer`.
     Raises:
-        DataError: the file is missing or empty, or a line is malformed.
+        DataError: the file is missing or empty, or a line is malformed or has an empty user message.
     """
     file = Path(path)
     if problem := find_dataset_problem(file):
@@ -63,7 +63,7 @@ def read_conversations(
         _check_last_role(conversation, last)
         for name in needs:
             if conversation.columns.get(name) is None:
-                raise DataError(f"{conversation.location}: {name!r} is missing; add it next to 'messages'")
+                raise DataError(f"{conversation.location}: {name!r} is missing or null; add it next to 'messages'")
     return conversations
 
 
@@ -90,6 +90,8 @@ def _parse_message(message: Any, location: str) -> Message:
     role = message.get("from", message.get("role"))
     if role not in ROLE_NAMES:
         raise DataError(f"{location}: unknown message role {json.dumps(role)}; allowed are {', '.join(ROLE_NAMES)}")
+    if ROLE_NAMES[role] == "user" and not message["content"].strip():
+        raise DataError(f"{location}: the message from the user is empty; write a prompt, or remove the line")
     return Message(ROLE_NAMES[role], message["content"])
 
 

@@ -1,6 +1,7 @@
 """Reads and validates the data of a run before the run starts."""
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -8,13 +9,23 @@ import numpy as np
 from flowrl.config import DataConfig, OnPolicyConfig
 from flowrl.data.batch.batch import Batch
 from flowrl.data.chat import ChatTokenizer, DataError, read_vocabulary
-from flowrl.data.prompts import PromptStream, read_conversations
+from flowrl.data.prompts import RESERVED_COLUMNS, Conversation, PromptStream, read_conversations
+from flowrl.workers.reward import load_reward_function, required_parameters
+
+MAX_UNKNOWN_FRACTION = 0.01
+"""Fraction of unknown tokens of a file above which a warning is logged."""
+
+_SHOWN_PARTS = 10
+"""Largest number of unknown parts in a warning."""
+
+_logger = logging.getLogger(__name__)
 
 
 def read_prompts(config: OnPolicyConfig) -> tuple[PromptStream, PromptStream | None]:
     """Returns the training prompts, and the held-out prompts or None.
 
-    Raises DataError if a row or a setting is invalid.
+    Raises DataError if a row or a setting is invalid, or if a row lacks a column that the reward function requires.
+    Warns if more than 1 % of a file's tokens are unknown to the tokenizer.
     """
     try:
         tokenizer = ChatTokenizer(config.actor.model.path)
@@ -31,8 +42,19 @@ def read_prompts(config: OnPolicyConfig) -> tuple[PromptStream, PromptStream | N
     max_tokens = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     check_context(tokenizer, max_tokens, "data.max_prompt_tokens + rollout.max_response_tokens")
     test = config.data.test
-    train = read_stream(config.data.train, config.data, tokenizer, seed=config.seed)
-    return train, None if test is None else read_stream(test, config.data, tokenizer, seed=config.seed)
+    reward, seed = config.reward, config.seed
+    needs = _required_columns(reward.function)
+    train = read_stream(config.data.train, config.data, tokenizer, seed=seed, needs=needs)
+    if test is None:
+        return train, None
+    needs = _required_columns(reward.evaluation or reward.function)
+    return train, read_stream(test, config.data, tokenizer, seed=seed, needs=needs)
+
+
+def _required_columns(function: str | None) -> tuple[str, ...]:
+    """Returns the dataset columns that a reward function requires. None stands for a reward model."""
+    parameters = () if function is None else required_parameters(load_reward_function(function))
+    return tuple(name for name in parameters if name not in RESERVED_COLUMNS)
 
 
 def _check_reward_tokenizer(tokenizer: ChatTokenizer, config: OnPolicyConfig) -> None:
@@ -52,10 +74,42 @@ def _check_reward_tokenizer(tokenizer: ChatTokenizer, config: OnPolicyConfig) ->
         )
 
 
-def read_stream(path: Path, data: DataConfig, tokenizer: ChatTokenizer, *, seed: int) -> PromptStream:
-    conversations = read_conversations(path, last="user")
-    return PromptStream(
+def read_stream(
+    path: Path, data: DataConfig, tokenizer: ChatTokenizer, *, seed: int, needs: Sequence[str] = ()
+) -> PromptStream:
+    """Returns the prompts of a file. Raises DataError if a row is invalid or lacks a column in `needs`."""
+    conversations = read_conversations(path, last="user", needs=needs)
+    stream = PromptStream(
         conversations, tokenizer, seed=seed, max_prompt_tokens=data.max_prompt_tokens, shuffle=data.shuffle
+    )
+    _warn_of_unknown_tokens(conversations, tokenizer)
+    return stream
+
+
+def _warn_of_unknown_tokens(conversations: Sequence[Conversation], tokenizer: ChatTokenizer) -> None:
+    """Logs a warning if more than `MAX_UNKNOWN_FRACTION` of the tokens of the messages are unknown."""
+    texts = [(message.content, conversation) for conversation in conversations for message in conversation.messages]
+    characters = sorted({character for text, _ in texts for character in text})
+    # Tokenizing the distinct characters is much faster than tokenizing the file again.
+    if not any(unknown.parts for unknown in tokenizer.find_unknown(characters)):
+        return
+    found = list(zip(tokenizer.find_unknown([text for text, _ in texts]), texts, strict=True))
+    num_unknown = sum(len(unknown.parts) for unknown, _ in found)
+    num_tokens = sum(unknown.num_tokens for unknown, _ in found)
+    if num_unknown <= MAX_UNKNOWN_FRACTION * num_tokens:
+        return
+    first = next(conversation for unknown, (_, conversation) in found if unknown.parts)
+    parts = list(dict.fromkeys(part for unknown, _ in found for part in unknown.parts))
+    more = f" and {len(parts) - _SHOWN_PARTS} more" if len(parts) > _SHOWN_PARTS else ""
+    _logger.warning(
+        "%.1f %% of the tokens in %s are unknown to the tokenizer in %s, first in line %d: the model does not receive "
+        "%s%s; use another tokenizer, or remove them from the data",
+        100 * num_unknown / num_tokens,
+        first.file,
+        tokenizer.path,
+        first.line,
+        ", ".join(map(repr, parts[:_SHOWN_PARTS])),
+        more,
     )
 
 
@@ -77,7 +131,8 @@ class Examples:
         check_context(tokenizer, max_tokens, "data.max_prompt_tokens")
         self._ids: list[list[int]] = []
         self._masks: list[list[bool]] = []
-        for conversation in read_conversations(path, last="assistant")[:max_examples]:
+        conversations = read_conversations(path, last="assistant")[:max_examples]
+        for conversation in conversations:
             ids, mask = tokenizer.encode_example(conversation.messages)
             if len(ids) > max_tokens:
                 raise DataError(
@@ -87,6 +142,7 @@ class Examples:
                 )
             self._ids.append(ids)
             self._masks.append(mask)
+        _warn_of_unknown_tokens(conversations, tokenizer)
 
     def __len__(self) -> int:
         return len(self._ids)

@@ -6,6 +6,7 @@ from tokenizers.decoders import Fuse
 from transformers import PreTrainedTokenizerFast
 
 from flowrl.data.chat import ChatTokenizer, DataError, Message
+from recipes.quickstart.prepare import save_tokenizer
 from tests.errors import rejects
 
 MARKED = (
@@ -70,6 +71,25 @@ def test_decoding_omits_special_tokens(tmp_path: Path) -> None:
 def test_the_end_token_and_the_size_of_the_vocabulary_are_known(tmp_path: Path) -> None:
     chat = make(tmp_path)
     assert (chat.eos_id, len(chat)) == (1, 9)
+
+
+def test_dropped_characters_are_unknown_and_white_space_is_not(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    known, partly, none = ChatTokenizer(tmp_path).find_unknown(["37+58", "37 é 5", "xy"])
+    assert (known.num_tokens, known.parts) == (5, ())
+    assert (partly.num_tokens, partly.parts) == (4, ("é",))
+    assert (none.num_tokens, none.parts) == (2, ("x", "y"))
+
+
+def test_characters_that_become_the_unknown_token_are_unknown(tmp_path: Path) -> None:
+    core = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "a": 2}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    saved = PreTrainedTokenizerFast(
+        tokenizer_object=core, unk_token="<unk>", eos_token="</s>", chat_template="{{ messages[0]['content'] }}"
+    )
+    saved.save_pretrained(tmp_path)
+    (unknown,) = ChatTokenizer(tmp_path).find_unknown(["aéa"])
+    assert (unknown.num_tokens, unknown.parts) == (3, ("é",))
 
 
 def test_a_folder_without_a_tokenizer_is_rejected(tmp_path: Path) -> None:

@@ -67,6 +67,8 @@ def test_other_keys_become_columns(tmp_path: Path) -> None:
         ({**ASK, "conversation": 1}, "'conversation'"),
         ({"messages": ASK["messages"]}, "'answer'"),
         ({**ASK, "messages": [{"from": "assistant", "content": "2"}]}, "assistant"),
+        ({**ASK, "messages": [{"from": "human", "content": " \n"}]}, "user"),
+        ({**ASK, "answer": None}, "'answer'"),
     ],
 )
 def test_an_error_in_a_line_names_the_file_the_line_and_the_value(tmp_path: Path, line: Any, named: str) -> None:

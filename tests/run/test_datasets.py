@@ -7,10 +7,11 @@ from shutil import copytree
 import pytest
 
 from flowrl.data.chat import DataError
-from flowrl.run.datasets import read_prompts
+from flowrl.run.datasets import Examples, read_prompts
 from recipes.grpo.config import GRPOConfig
 from recipes.quickstart.prepare import prepare
 from tests.configs import grpo_settings
+from tests.errors import missing_facts, rejects
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +26,66 @@ def config_with_reward_model(data: Path, reward_model: Path) -> GRPOConfig:
     return GRPOConfig.model_validate(
         settings | {"data": {"train": next(data.glob("*train*")), "max_prompt_tokens": 32}}
     )
+
+
+def needs_answer(prompt: str, response: str, answer: str, **columns: object) -> float:
+    return 0.0
+
+
+def needs_level(prompt: str, response: str, conversation: list, level: int, answer: str | None = None) -> float:
+    return 0.0
+
+
+def needs_nothing(prompt: str, response: str, **columns: object) -> float:
+    return 0.0
+
+
+def lines(file: Path, *contents: str, **columns: object) -> Path:
+    rows = [{"messages": [{"from": "human", "content": content}]} | columns for content in contents]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def config_with_reward(data: Path, train: Path, test: Path | None = None, **reward: str) -> GRPOConfig:
+    files = {"train": train, "test": test, "max_prompt_tokens": 32}
+    reward = {key: f"{__name__}:{function}" for key, function in reward.items()}
+    return GRPOConfig.model_validate(grpo_settings(model=data / "model", reward=reward, data=files))
+
+
+def test_a_row_without_a_column_of_the_reward_function_is_rejected(data: Path, tmp_path: Path) -> None:
+    answered, unanswered = lines(tmp_path / "a", "1+1", answer="2"), lines(tmp_path / "b", "1+1", "2+2")
+    with rejects("answer", unanswered, 1, error=DataError):
+        read_prompts(config_with_reward(data, unanswered, function="needs_answer"))
+    with rejects("answer", unanswered, 1, error=DataError):
+        read_prompts(config_with_reward(data, answered, unanswered, function="needs_answer"))
+    with rejects("level", answered, 1, error=DataError):
+        read_prompts(config_with_reward(data, answered, function="needs_level"))
+    with rejects("answer", unanswered, 1, error=DataError):
+        read_prompts(
+            config_with_reward(data, unanswered, unanswered, function="needs_nothing", evaluation="needs_answer")
+        )
+
+
+def test_a_reward_function_without_required_columns_reads_rows_without_answers(data: Path, tmp_path: Path) -> None:
+    train, _ = read_prompts(config_with_reward(data, lines(tmp_path / "b", "1+1", "2+2"), function="needs_nothing"))
+    assert [row["answer"] for row in train.take(2)] == [None, None]
+
+
+@pytest.mark.parametrize(("num_known", "is_reported"), [(95, True), (600, False)])
+def test_more_than_one_percent_of_unknown_tokens_is_reported(
+    num_known: int, is_reported: bool, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    contents = [*(["1"] * num_known), "é+ü", "1é"]
+    read_prompts(config_with_reward(data, lines(tmp_path / "a", *contents), function="needs_nothing"))
+    examples = tmp_path / "sft"
+    rows = [[{"from": "human", "content": text}, {"from": "assistant", "content": "2"}] for text in contents]
+    examples.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in rows))
+    Examples(examples, data / "model", max_tokens=16)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2 * is_reported
+    for message, file in zip(messages, (tmp_path / "a", examples), strict=False):
+        assert not missing_facts(message, file, num_known + 1, data / "model")
+        assert "'é', 'ü'" in message
 
 
 def test_a_reward_model_with_the_actors_vocabulary_is_accepted(data: Path, tmp_path: Path) -> None:
