@@ -354,6 +354,7 @@ class WorkerGroup:
             submitted_ns=submitted_ns,
             inputs=[*references.sources, *evictions],
             contract=contract,
+            is_isolated=self.cls.stateless and not self.cls.collective,
         )
         return CallRef(value, record, self._calls)
 

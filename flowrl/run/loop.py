@@ -13,10 +13,11 @@ from flowrl.checkpoints.checkpoints import Checkpoint, Checkpoints
 from flowrl.checkpoints.resume import find_checkpoint, input_checksums, is_resuming
 from flowrl.checkpoints.run_folder import RunFolder, folder_lock, remove_temporary_files, replacing, write_json
 from flowrl.checkpoints.saver import Checkpointable, Saver
-from flowrl.config import OnPolicyConfig, RunConfig
+from flowrl.config import OnPolicyConfig, RunConfig, UserError
 from flowrl.controller.calls.calls import Calls
 from flowrl.controller.calls.failures import CallRecord
 from flowrl.controller.cluster import Cluster
+from flowrl.controller.errors import FlowError
 from flowrl.controller.group import WorkerGroup
 from flowrl.controller.worker import Worker
 from flowrl.data.batch.batch import Batch
@@ -33,6 +34,7 @@ from flowrl.run.interrupt import Interruption
 from flowrl.run.preflight import check_engines, plan_run
 from flowrl.run.restarts import current_policy
 from flowrl.run.results import draw_plots, show, summarize, write_trace
+from flowrl.run.updates import ZeroRateWatch, describe_updates
 from flowrl.schedules.rollout_source import PromptQueue, RolloutContext, RolloutSource
 from flowrl.schedules.schedule_plan import trainer_routes
 from flowrl.schedules.streaming_rollouts import make_rollout_source
@@ -83,7 +85,10 @@ class Run:
             self._progress.notify(
                 restarts.pop_message() or f"starting {', '.join(type(config).roles)} ({config.backend})"
             )
+            for message in describe_updates(config):
+                self._progress.notify(message)
             self._watch = RolloutWatch(config, self._progress.notify)
+            self._rates = ZeroRateWatch(config, self._progress.notify)
             # Runs after the cluster is closed, because workers may write until then.
             resources.callback(remove_temporary_files, config.output)
             resources.callback(Checkpoints(config.output).remove_unfinished)
@@ -295,6 +300,7 @@ class Run:
             self._log.reset_clock()
         self._metrics.write(step, values)
         self._progress.update(step, values)
+        self._rates.check_step(step, values)
         self._watch.check_step(step, values)
 
     # Evaluation.
@@ -302,16 +308,16 @@ class Run:
     def evaluate_with(self, rollout: WorkerGroup, reward: WorkerGroup, held_out: PromptStream | None) -> None:
         """Evaluates greedy responses to held-out prompts at the start, every `evaluate_every` steps, and at the end.
 
-        Without held-out prompts there is no evaluation.
+        There is no evaluation without held-out prompts, or if `evaluate_every` is 0.
         """
-        if held_out is not None:
+        if held_out is not None and self.config.evaluate_every != 0:
             assert isinstance(self.config, OnPolicyConfig)
             rows = held_out.evaluation_rows(self.config.data.evaluation_rows)
             self._evaluations.evaluation = GreedyEvaluation(rollout, reward, rows)
 
     def evaluate_loss_with(self, actor: WorkerGroup, held_out: Examples | None) -> None:
         """Evaluates the loss on held-out examples, at the same times as `evaluate_with`."""
-        if held_out is not None:
+        if held_out is not None and self.config.evaluate_every != 0:
             self._evaluations.evaluation = LossEvaluation(actor, held_out.batch())
 
     def _evaluate_untrained(self) -> None:
@@ -391,6 +397,8 @@ class Run:
                 self._source.detach()
             if error is not None:
                 self._write_partial_results()
+            if isinstance(error, UserError) and self.config.checkpoint.every == 0:
+                self._save_weights()
         except OSError as lost:  # not raised, because the first error is reported; the disk may be full
             self._progress.notify(f"the results in {self.folder.path} are incomplete: {lost}")
         finally:
@@ -404,6 +412,25 @@ class Run:
             self.folder.clear()
             self._interruption.progress = "before the first step was complete; nothing was saved"
 
+    def _save_weights(self) -> None:
+        """Saves the policy of a run without checkpoints, after invalid input in a later step, such as a reward."""
+        if self._policy is None or not any(record["step"] for record in self._metrics.history):
+            return
+        try:
+            self.cluster.calls.abandon_all(_SAVE_TIMEOUT_S)
+            with replacing(self.folder.model) as folder:
+                self._policy.save.submit(folder.absolute()).get(_SAVE_TIMEOUT_S)
+        except (FlowError, TimeoutError) as error:
+            self._progress.notify(f"the weights could not be saved: {error}")
+        else:
+            self._progress.notify(
+                f"saved the weights after the last valid update to {self.folder.model}; to resume runs with their "
+                "optimizer state, set checkpoint.every"
+            )
+
+
+_SAVE_TIMEOUT_S = 60.0
+"""Seconds to wait for the calls in flight of a failed run, and for the files of its policy."""
 
 WaitedS = Callable[[int, Sequence[CallEvent], int, int], float]
 """Maps (step, recent calls, start and end in ns) to the seconds in which the rollout waited for weights."""

@@ -24,6 +24,8 @@ def commit(fault: str) -> Any:
     """Fails in the given way."""
     if fault == "raise":
         raise KeyError("nothing there")
+    if fault == "reject":
+        raise UserError("the input is invalid")
     if fault == "kill":
         time.sleep(0.2)  # so that results of earlier calls are stored
         os.kill(os.getpid(), signal.SIGKILL)

@@ -13,7 +13,8 @@ import torch
 from tensordict import TensorDict
 
 from flowrl import Batch, Dispatch, Placement, Worker, WorkerError, make_tensordict, register
-from flowrl.config import OnPolicyConfig
+from flowrl.config import OnPolicyConfig, UserError
+from flowrl.controller.errors import WorkerUserError
 from flowrl.data.batch.tensordicts import num_rows
 from flowrl.data.metric import Mean, Metric
 from flowrl.data.prompts import PromptStream, read_conversations
@@ -233,6 +234,92 @@ def test_a_run_that_fails_later_keeps_its_steps(config: Callable[..., EchoConfig
     assert not (settings.output / "summary.json").exists()
     calls = {event["name"] for event in json.loads((settings.output / "trace.json").read_text())["traceEvents"]}
     assert "update" in calls and (settings.output / "curves.png").exists()
+
+
+class Judge(Worker):
+    """Rejects one call of `score`, as a reward function that returns an invalid value does."""
+
+    stateless = True
+
+    def __init__(self, fails_at: int) -> None:
+        self.num_calls, self.fails_at = 0, fails_at
+
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("version",), writes=("scores",))
+    def score(self, batch: TensorDict) -> TensorDict:
+        self.num_calls += 1
+        if self.num_calls == self.fails_at:
+            raise UserError("the reward is not finite")
+        return make_tensordict({"scores": torch.ones(num_rows(batch))})
+
+
+class Counting(Echo):
+    """Counts its updates, and saves the count."""
+
+    @register(Dispatch.DP_COMPUTE_METRIC, blocking=False, reads=("scores",))
+    def update(self, batch: TensorDict) -> dict[str, Metric]:
+        self.num_updates = getattr(self, "num_updates", 0) + 1
+        return {"reward": Mean(float(batch["rows", "scores"].sum()), num_rows(batch))}
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def save_checkpoint(self, folder: Path, asynchronous: bool = False) -> None:
+        folder.mkdir()
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def load_checkpoint(self, folder: Path) -> None: ...
+
+    @register(Dispatch.RANK_ZERO)
+    def save(self, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "weights").write_text(str(self.num_updates))
+
+
+class JudgedConfig(EchoConfig):
+    roles = ("actor", "reward")
+
+
+def train_judged(config: JudgedConfig, fails_at: int) -> None:
+    prompts = stream(config)
+    with Run(config) as run:
+        actor, judge = run.group("actor", Counting), run.group("reward", Judge, fails_at)
+        run.add_checkpointable(actor)
+        for _, batch in run.rollouts(actor, prompts):
+            batch["scores"] = judge.score(batch)
+            run.log(actor.update(batch))
+            run.sync_weights(actor, actor)
+        run.finish(actor)
+
+
+@pytest.mark.parametrize("backend", ["inline", pytest.param("ray", marks=pytest.mark.slow)])
+def test_an_invalid_reward_saves_the_weights_of_a_run_without_checkpoints(
+    backend: str, config: Callable[..., EchoConfig], ray_session: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    placement = Placement(device="cpu", pools={"main": [1]}, roles={"actor": "main", "reward": "main"})
+    settings = config(steps=6, backend=backend, placement=placement).model_dump()
+    judged = JudgedConfig.model_validate(settings)
+    with pytest.raises(WorkerUserError, match="reward"):
+        train_judged(judged, fails_at=4)
+    assert [line["step"] for line in lines(judged)][:2] == [1, 2]
+    # The driver submits at most one more step before it notices the failure.
+    assert int((judged.output / "model" / "weights").read_text()) in (3, 4)
+    assert str(judged.output / "model") in "".join(capsys.readouterr().out.split())
+
+
+def test_an_invalid_reward_in_the_first_step_leaves_no_folder(config: Callable[..., EchoConfig]) -> None:
+    placement = Placement(pools={"main": [1]}, roles={"actor": "main", "reward": "main"})
+    judged = JudgedConfig.model_validate(config(placement=placement).model_dump())
+    with pytest.raises(WorkerUserError, match="reward"):
+        train_judged(judged, fails_at=1)
+    assert not judged.output.exists()
+
+
+@pytest.mark.parametrize(("every", "evaluated"), [(None, [0, 4]), (2, [0, 2, 4]), (0, [])])
+def test_evaluate_every_selects_the_evaluated_steps(
+    every: int | None, evaluated: list[int], config: Callable[..., EchoConfig]
+) -> None:
+    settings = config(evaluate_every=every)
+    summary = train(settings)
+    assert [line["step"] for line in lines(settings) if "accuracy" in line] == evaluated
+    assert (summary["accuracy_after"] is not None) == bool(evaluated)
 
 
 def train_until_signal(config: EchoConfig, number: signal.Signals, at_step: int) -> None:

@@ -150,6 +150,7 @@ class Calls:
         submitted_ns: int | None = None,
         inputs: Sequence[Ref] = (),
         contract: Contract = _DEFAULT_CONTRACT,
+        is_isolated: bool = False,
     ) -> CallRecord:
         """Starts to track a submitted call, which reads the references `inputs`."""
         sources = {id(ref.record): ref.record for ref in inputs if isinstance(ref, CallRef)}
@@ -168,6 +169,7 @@ class Calls:
                 start_timeout_s=self.timeout_s,
                 resend=contract.resend,
                 gives_state=bool(contract.replay),
+                is_isolated=is_isolated,
             )
             self._in_flight[record.call_id] = record
             self.failures.deadlines.add(record)
@@ -220,7 +222,8 @@ class Calls:
         self._idle_callbacks.clear()
 
     def abandon_all(self, timeout_s: float) -> set[str]:
-        """Waits for all calls in flight, then drops them and all idle callbacks. Ignores failures of these calls.
+        """Waits for all calls in flight, then drops them and all idle callbacks. Ignores failures of these calls, and
+        forgets invalid user input, so that new calls can be submitted.
 
         Returns: the pools whose processes are still busy after `timeout_s` seconds.
         """
@@ -232,6 +235,7 @@ class Calls:
         with self._lock:
             self._in_flight.clear()
             self._missing_states.clear()
+        self.failures.user_error = None
         self.events.clear()
         return {record.slot.pool for record in late}
 
@@ -244,7 +248,7 @@ class Calls:
         self.raise_if_closed()
         if self._in_flight:
             self._poll()
-        if error := self.failures.get_error(pool):
+        if error := self.failures.get_error(pool) or self.failures.user_error:
             raise error
 
     def wait(self, records: Sequence[CallRecord], timeout_s: float | None) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from flowrl.controller.backends.base import Backend
-from flowrl.controller.errors import DeadlineError, FlowError, ProcessLost, WorkerError
+from flowrl.controller.errors import DeadlineError, FlowError, ProcessLost, WorkerError, WorkerUserError
 from flowrl.controller.host.process_probe import Stack, parse_host_stack
 from flowrl.controller.placement.plan import FailureGroup, Slot
 from flowrl.controller.wire import Construction, RecoveryPlan, Report, Request
@@ -43,6 +43,10 @@ class CallRecord:
     resend: bool = True
     gives_state: bool = False
     """Whether later calls depend on state that this call sets (`replay` in its contract)."""
+    is_isolated: bool = False
+    """Whether an exception of the method affects no other call: the worker is stateless, and its ranks do not
+    communicate.
+    """
     symptom: WorkerError | None = None
     """Lost connection to a peer whose cause is still unknown."""
     report: Report | None = None
@@ -185,6 +189,8 @@ class Failures:
         self._errors: dict[str, FlowError] = {}
         """Pool -> the failure that ended its processes."""
         self._suspicions: dict[str, _Suspicion] = {}
+        self.user_error: WorkerUserError | None = None
+        """The first invalid user input in an isolated call. No process ends, but new calls raise it."""
         self._overdue: dict[Slot, DeadlineError] = {}
         """Slot -> error, for processes that are being replaced because of a missed deadline."""
         self._liveness_checked_s = 0.0
@@ -198,7 +204,7 @@ class Failures:
 
     def get_first_error(self) -> FlowError | None:
         """Returns the first failure of the run; None without a failure."""
-        return next(iter(self._errors.values()), None)
+        return next(iter(self._errors.values()), self.user_error)
 
     def end(self, group: FailureGroup, error: FlowError) -> None:
         if group.pools[0].name not in self._errors:
@@ -219,6 +225,10 @@ class Failures:
         """
         group = self._groups[record.slot.pool]
         if record.slot.pool in self._errors:
+            return error
+        if record.is_isolated and isinstance(error, WorkerUserError):
+            # The processes continue, so that the program can save the weights of colocated roles.
+            self.user_error = self.user_error or error
             return error
         is_recoverable = self._recovery.is_recoverable(record.slot.pool)
         # If the process was ended at a deadline, the missed deadline is the root cause.

@@ -13,7 +13,7 @@ import pytest
 
 from flowrl import Batch, Cluster, FlowError, Placement, WorkerGroup
 from flowrl.controller.calls.failures import LIVENESS_INTERVAL_S
-from flowrl.controller.errors import DeadlineError, ProcessLost, WorkerError
+from flowrl.controller.errors import DeadlineError, ProcessLost, WorkerError, WorkerUserError
 from tests.conftest import ClusterMaker
 from tests.controller.faulty_workers import (
     DEADLINE_S,
@@ -312,6 +312,18 @@ def test_an_exception_in_a_stateless_worker_is_raised_and_not_retried(scorers: t
     with pytest.raises(WorkerError) as caught:
         scorer.score(BATCH, "raise").get("score")
     assert caught.value.cause.startswith("KeyError")
+
+
+def test_invalid_input_of_a_stateless_worker_ends_no_process(ray_session: None, open_cluster: ClusterMaker):
+    cluster = open_cluster("ray", {"a": [1]}, {"scorer": "a", "first": "a"}, num_threads=1)
+    scorer, first = cluster.group("scorer", Scorer, 1), cluster.group("first", Arithmetic)
+    with pytest.raises(WorkerUserError) as caught:
+        scorer.score(BATCH, "reject").get("score")
+    with pytest.raises(WorkerUserError) as again:
+        first.identify()
+    assert again.value is caught.value
+    cluster.calls.abandon_all(10.0)
+    assert scorer.score(BATCH).get("score").tolist() == [1, 2]
 
 
 @pytest.mark.slow
