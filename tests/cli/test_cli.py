@@ -55,6 +55,12 @@ def test_the_config_states_its_devices(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out.lower().startswith("8 cuda devices")
 
 
+def test_a_plan_shows_the_number_of_updates_and_uneven_minibatches(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", DEEPSEEK, "--devices", "8", "minibatch_size=300"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "updates" in line)
+    assert not missing_facts(line, 400, 100, 3, 300, 124)
+
+
 def test_an_unknown_key_is_a_one_line_error_with_a_near_match(capsys: pytest.CaptureFixture[str]) -> None:
     assert not missing_facts(
         error_of(capsys, "plan", DEEPSEEK, "actor.optimzer.lr=1"), "actor.optimzer", "actor.optimizer"

@@ -16,6 +16,7 @@ from recipes.sft.config import SFTConfig
 from recipes.sft.train import train
 from tests.configs import with_float64_models
 from tests.engines.closeness import FLOAT64_RTOL
+from tests.errors import missing_facts
 
 
 def sft_config(task_folder: Path, **changes: Any) -> SFTConfig:
@@ -47,6 +48,25 @@ def expected_loss(model_path: Path, task_folder: Path) -> float:
             total -= float(chosen_T[mask_T[1:]].sum())
             count += int(mask_T[1:].sum())
     return total / count
+
+
+def test_epochs_that_end_before_the_learning_rate_schedule_are_reported(
+    task_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    linear = {"lr": 1e-2, "schedule": "linear"}
+    train(sft_config(task_folder, output=tmp_path / "run", batch_size=1000, epochs=1, optimizer=linear))
+    (message,) = (record.getMessage() for record in caplog.records if record.name == "recipes.sft.train")
+    assert not missing_facts(message, "epochs", 1, 2, "optimizer.total_steps", 4)
+
+
+def test_an_exceeded_schedule_is_reported_once_at_the_start(
+    task_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    optimizer = {"lr": 1e-2, "schedule": "linear", "total_steps": 2}
+    train(sft_config(task_folder, output=tmp_path / "run", optimizer=optimizer))
+    printed = capsys.readouterr().out
+    assert printed.count("warning:") == 1
+    assert not missing_facts(printed.partition("starting")[2], "optimizer.total_steps", 2, 4)
 
 
 def test_the_validation_loss_is_in_metrics_curves_and_summary(task_folder: Path, tmp_path: Path) -> None:
