@@ -106,18 +106,13 @@ class ChatTokenizer:
         result = []
         for row, text in enumerate(texts):
             ids = encoded["input_ids"][row]
-            spans = encoded["offset_mapping"][row] if is_fast else [(0, len(text))] * len(ids)
-            replaced = [
-                text[start:end] if is_fast else unknown_token
-                for token, (start, end) in zip(ids, spans, strict=True)
-                if token == unknown_id
-            ]
-            covered = {position for start, end in spans for position in range(start, end)}
-            dropped = [
-                character
-                for position, character in enumerate(text)
-                if position not in covered and not character.isspace()
-            ]
+            if not is_fast:
+                result.append(UnknownTokens(len(ids), (unknown_token,) * ids.count(unknown_id)))
+                continue
+            spans = encoded["offset_mapping"][row]
+            replaced = [text[slice(*span)] for token, span in zip(ids, spans, strict=True) if token == unknown_id]
+            covered = {position for span in spans for position in range(*span)}
+            dropped = [c for position, c in enumerate(text) if position not in covered and not c.isspace()]
             result.append(UnknownTokens(len(ids) + len(dropped), (*replaced, *dropped)))
         return result
 

@@ -255,9 +255,11 @@ class Judge(Worker):
 class Counting(Echo):
     """Counts its updates, and saves the count."""
 
+    num_updates = 0
+
     @register(Dispatch.DP_COMPUTE_METRIC, blocking=False, reads=("scores",))
     def update(self, batch: TensorDict) -> dict[str, Metric]:
-        self.num_updates = getattr(self, "num_updates", 0) + 1
+        self.num_updates += 1
         return {"reward": Mean(float(batch["rows", "scores"].sum()), num_rows(batch))}
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
