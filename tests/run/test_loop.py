@@ -293,8 +293,13 @@ def train_judged(config: JudgedConfig, fails_at: int) -> None:
 
 @pytest.mark.parametrize("backend", ["inline", pytest.param("ray", marks=pytest.mark.slow)])
 def test_an_invalid_reward_saves_the_weights_of_a_run_without_checkpoints(
-    backend: str, config: Callable[..., EchoConfig], ray_session: None, capsys: pytest.CaptureFixture[str]
+    backend: str,
+    config: Callable[..., EchoConfig],
+    request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    if backend == "ray":
+        request.getfixturevalue("ray_session")
     placement = Placement(device="cpu", pools={"main": [1]}, roles={"actor": "main", "reward": "main"})
     settings = config(steps=6, backend=backend, placement=placement).model_dump()
     judged = JudgedConfig.model_validate(settings)
