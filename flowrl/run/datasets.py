@@ -10,7 +10,7 @@ from flowrl.config import DataConfig, OnPolicyConfig
 from flowrl.data.batch.batch import Batch
 from flowrl.data.chat import ChatTokenizer, DataError, read_vocabulary
 from flowrl.data.prompts import RESERVED_COLUMNS, Conversation, PromptStream, read_conversations
-from flowrl.workers.reward import load_reward_function, required_parameters
+from flowrl.rewards.reward_function import load_reward_function, required_parameters
 
 MAX_UNKNOWN_FRACTION = 0.01
 """Fraction of unknown tokens of a file above which a warning is logged."""

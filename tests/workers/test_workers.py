@@ -367,7 +367,7 @@ def test_a_reward_that_is_not_finite_is_rejected(cluster: Cluster) -> None:
 @pytest.mark.parametrize(
     "value", [np.float32(0.5), np.float64(0.5), np.array(0.5), torch.tensor(0.5), Fraction(1, 2), Decimal("0.5")]
 )
-def test_a_reward_with_a_finite_float_is_accepted(value: object) -> None:
+def test_a_reward_with_a_finite_float_is_accepted(value: Any) -> None:
     scores = score_rows(rows_with().tensordict(), lambda **columns: value, "own:score")
     assert scores["rows", "scores"].tolist() == [0.5, 0.5]
 
@@ -375,7 +375,7 @@ def test_a_reward_with_a_finite_float_is_accepted(value: object) -> None:
 @pytest.mark.parametrize(
     "value", [np.float32("nan"), torch.tensor(float("inf")), np.zeros(2), torch.zeros(2), None, "1.0", 10**400]
 )
-def test_a_reward_without_a_finite_float_is_rejected(value: object) -> None:
+def test_a_reward_without_a_finite_float_is_rejected(value: Any) -> None:
     with rejects("own", "score", error=RewardError):
         score_rows(rows_with().tensordict(), lambda **columns: value, "own:score")
 
