@@ -80,6 +80,11 @@ class RunFolder:
         return self.path / "timeline.png"
 
     @property
+    def rollouts(self) -> Path:
+        """Folder of the generated text (flowrl/report/rollout_log.py)."""
+        return self.path / "rollouts"
+
+    @property
     def summary(self) -> Path:
         return self.path / "summary.json"
 

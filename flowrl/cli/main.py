@@ -20,6 +20,7 @@ from flowrl.controller.placement.plan_table import render_plan
 from flowrl.memory.memory_estimate import estimate_memory
 from flowrl.memory.memory_table import check_memory, memory_budget, render_memory
 from flowrl.report.chrome_trace import TraceError, read_trace
+from flowrl.report.rollout_text import show_rows
 from flowrl.report.trace import loop_events
 from flowrl.run.interrupt import Interrupted
 from flowrl.run.preflight import check_functions, check_run, check_start, plan_run
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_plan(commands)
     _add_trace(commands)
+    _add_show(commands)
     _add_checkpoints(commands)
     _add_export(commands)
     _add_doctor(commands)
@@ -193,6 +195,36 @@ def _trace(arguments: argparse.Namespace) -> None:
             raise UserError(f"--png: cannot write {arguments.png} ({error.strerror}): choose another file") from error
 
 
+def _add_show(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "show", help="print saved responses of a run, with their prompts and scores", allow_abbrev=False
+    )
+    parser.add_argument("run_folder", type=Path, metavar="RUN", help="the output folder of a run")
+    parser.add_argument("--step", type=int, metavar="N", help="training step; default: the latest saved step")
+    parser.add_argument("--evaluation", action="store_true", help="show evaluation rows instead of training rows")
+    order = parser.add_mutually_exclusive_group()
+    order.add_argument("--worst", type=_row_count, metavar="N", help="show the N rows with the lowest scores")
+    order.add_argument("--best", type=_row_count, metavar="N", help="show the N rows with the highest scores")
+    parser.set_defaults(run=_show)
+
+
+_NUM_SHOWN_ROWS = 10
+"""Number of rows that `flowrl show` prints without `--worst` and `--best`."""
+
+
+def _show(arguments: argparse.Namespace) -> None:
+    order = "worst" if arguments.worst else "best" if arguments.best else "row"
+    text = show_rows(
+        arguments.run_folder,
+        step=arguments.step,
+        kind="evaluation" if arguments.evaluation else "training",
+        order=order,
+        count=arguments.worst or arguments.best or _NUM_SHOWN_ROWS,
+    )
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+
+
 def _add_checkpoints(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("checkpoints", help="verify and list the checkpoints of a run", allow_abbrev=False)
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="the output folder of a run")
@@ -279,6 +311,12 @@ def _seconds(text: str) -> float:
     if not 0 < seconds < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds, like 30")
     return seconds
+
+
+def _row_count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of rows, like 10")
+    return int(text)
 
 
 def _counts(text: str) -> tuple[int, ...]:

@@ -43,7 +43,7 @@ from flowrl.config.roles import (
     VllmConfig,
     models_of,
 )
-from flowrl.config.run import CheckpointConfig, DataConfig, OnPolicyConfig, ReportConfig, RunConfig
+from flowrl.config.run import CheckpointConfig, DataConfig, OnPolicyConfig, ReportConfig, RolloutLogConfig, RunConfig
 from flowrl.config.schedule import AnySchedule, AsyncSchedule, ScheduleConfig
 from flowrl.config.user_errors import CheckFailed, UserError
 
@@ -54,7 +54,7 @@ __all__ = [
     "Device", "EngineConfig", "FilePath", "ImportName", "ImportNameError", "KlControlConfig", "KlKind", "LoraConfig",
     "Member", "ModelConfig", "OnPolicyConfig", "OneOf", "OptimizerConfig", "Options", "Placement", "PolicyLossConfig",
     "PreferenceConfig", "PtxConfig", "ReferenceConfig", "ReportConfig", "RewardConfig", "RolePlacement",
-    "RolloutConfig", "RunConfig", "ScheduleConfig", "ShapingConfig", "TokenIds", "TransferConfig", "UserError",
+    "RolloutConfig", "RolloutLogConfig", "RunConfig", "ScheduleConfig", "ShapingConfig", "TokenIds", "TransferConfig", "UserError",
     "VllmConfig", "import_attribute", "import_function", "load", "models_of", "parse", "recipe_class", "shards_model",
     "to_yaml",
 ]  # fmt: skip

@@ -80,6 +80,25 @@ class CheckpointConfig(Config):
         return self
 
 
+class RolloutLogConfig(Config):
+    """Generated text in the folder `rollouts/` of the output folder; `docs/generated_text.md` has the format."""
+
+    every: NonNegativeInt = 5
+    """Number of steps between saved training rows; step 1 is also saved. 0 saves no training rows. Every evaluation is
+    saved.
+    """
+
+    rows: PositiveInt = 8
+    """Number of training rows per saved step, at equal distances in the batch. A smaller batch is saved completely.
+    Evaluations save all rows.
+    """
+
+    max_mb: PositiveFloat | None = 1000.0
+    """Maximum size of `rollouts/` in megabytes; null keeps everything. The oldest steps are removed first. The first
+    and the latest evaluation and the latest training rows are always kept.
+    """
+
+
 class ReportConfig(Config):
     """Optional outputs of a run. `metrics.jsonl`, `trace.json` and `summary.json` are always written."""
 
@@ -87,7 +106,12 @@ class ReportConfig(Config):
     """Draws `curves.png` and `timeline.png` when the run ends."""
 
     tensorboard: bool = True
-    """Writes every metric to TensorBoard events in `tensorboard/`."""
+    """Writes every metric, and a few rows of generated text, to TensorBoard events in `tensorboard/`."""
+
+    rollouts: RolloutLogConfig | None = RolloutLogConfig()
+    """Saves prompts, responses and scores in `rollouts/`; null saves none. Runs without rollouts, such as SFT, have no
+    generated text.
+    """
 
 
 class RunConfig(Config):
@@ -115,7 +139,7 @@ class RunConfig(Config):
     """Checkpoint settings."""
 
     report: ReportConfig = ReportConfig()
-    """Optional outputs: plots and TensorBoard events."""
+    """Optional outputs: plots, TensorBoard events and generated text."""
 
     restarts: NonNegativeInt = 3
     """Maximum number of restarts from the latest checkpoint after failures. Without checkpoints, a run is not

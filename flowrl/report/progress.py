@@ -48,8 +48,6 @@ class EvaluationResult:
     response_length: float
     """Mean number of tokens per response."""
     num_rows: int
-    samples: list[dict[str, Any]]
-    """A few rows with prompt, response, answer and score."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -98,6 +96,11 @@ class MetricsLog:
         if self._tensorboard is not None:
             for name, value in values.items():
                 self._tensorboard.add_scalar(name, value, step)
+
+    def write_text(self, name: str, step: int, text: str) -> None:
+        """Adds a text in Markdown to the TensorBoard events, if there are any."""
+        if self._tensorboard is not None:
+            self._tensorboard.add_text(name, text, step)
 
     def sync(self) -> None:
         """Flushes `metrics.jsonl` to disk (fsync)."""
@@ -234,21 +237,17 @@ def format_clock(seconds: float) -> str:
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
-def result_tables(
-    first: EvaluationResult | LossResult, last: EvaluationResult | LossResult
-) -> tuple[Table] | tuple[Table, Table]:
-    """Returns a table of results before and after training and, if there are samples, a table of responses."""
+def result_table(first: EvaluationResult | LossResult, last: EvaluationResult | LossResult) -> Table:
+    """Returns a table of results before and after training."""
     if isinstance(first, LossResult) or isinstance(last, LossResult):
         names = first.metrics.keys() & last.metrics.keys()
-        figures = [(name.replace("_", " "), first.metrics[name], last.metrics[name]) for name in names]
-        return (before_after_table(figures),)
-    rows = [
-        ("held-out accuracy", first.accuracy, last.accuracy),
-        ("response length (tokens)", first.response_length, last.response_length),
-    ]
-    before = [{"before": sample["response"]} for sample in first.samples]
-    samples = [a | b for a, b in zip(last.samples, before, strict=True)]
-    return before_after_table(rows), completions_table(samples)
+        return before_after_table([(name.replace("_", " "), first.metrics[name], last.metrics[name]) for name in names])
+    return before_after_table(
+        [
+            ("held-out accuracy", first.accuracy, last.accuracy),
+            ("response length (tokens)", first.response_length, last.response_length),
+        ]
+    )
 
 
 def before_after_table(rows: Sequence[tuple[str, float, float]], *, title: str = "Before and after training") -> Table:
@@ -265,11 +264,13 @@ def before_after_table(rows: Sequence[tuple[str, float, float]], *, title: str =
 def completions_table(samples: Sequence[Mapping[str, Any]], *, title: str = "Sample completions") -> Table:
     """Returns a table of responses.
 
-    `samples` have `prompt`, `response`, and optionally `before`, `answer` and `score`.
+    `samples` have `prompt`, `response`, and optionally `before`, `answer` and `score`. Missing values may be None.
     """
     table = Table(title=title, title_justify="left", show_lines=any("\n" in str(s["response"]) for s in samples))
     table.add_column("prompt")
-    has_before, has_answer, has_score = (any(key in sample for sample in samples) for key in _OPTIONAL_COLUMNS)
+    has_before, has_answer, has_score = (
+        any(sample.get(key) is not None for sample in samples) for key in _OPTIONAL_COLUMNS
+    )
     if has_before:
         table.add_column("before training")
     table.add_column("after training" if has_before else "response")
@@ -281,11 +282,16 @@ def completions_table(samples: Sequence[Mapping[str, Any]], *, title: str = "Sam
         # Text instead of str, because a response may contain console markup.
         cells = [Text(str(sample["prompt"]))]
         if has_before:
-            cells.append(Text(str(sample.get("before", ""))))
+            cells.append(_cell(sample.get("before")))
         cells.append(Text(str(sample["response"])))
         if has_answer:
-            cells.append(Text(str(sample.get("answer", ""))))
+            cells.append(_cell(sample.get("answer")))
         if has_score:
-            cells.append(Text(f"{sample['score']:.2f}" if "score" in sample else ""))
+            score = sample.get("score")
+            cells.append(_cell(None if score is None else f"{score:.2f}"))
         table.add_row(*cells)
     return table
+
+
+def _cell(value: object) -> Text:
+    return Text("" if value is None else str(value))

@@ -1,19 +1,17 @@
 """Evaluation during a run: the score of greedy responses, or the loss on held-out examples."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Protocol
 
-import numpy as np
 import torch
 from tensordict import TensorDict
 
 from flowrl.controller.group import WorkerGroup
 from flowrl.data.batch.batch import Batch
 from flowrl.report.progress import EvaluationResult, LossResult
-
-NUM_SAMPLES = 8
-"""Number of responses in the final table."""
+from flowrl.report.rollout_log import Row
+from flowrl.run.rollout_rows import collect_rows
 
 
 class Evaluation(Protocol):
@@ -35,6 +33,8 @@ class GreedyEvaluation:
     rollout: WorkerGroup
     reward: WorkerGroup
     rows: Sequence[dict[str, Any]]
+    save_rows: Callable[[int, Sequence[Row]], None] | None = None
+    """Saves the responses of a step; None discards them."""
 
     @property
     def num_rows(self) -> int:
@@ -47,14 +47,9 @@ class GreedyEvaluation:
         batch["scores"] = self.reward.score.submit(batch, evaluation=True)
         scores, mask = batch.get("scores"), batch.get("response_mask")
         assert isinstance(scores, torch.Tensor) and isinstance(mask, torch.Tensor)
-        # The same rows at every evaluation, so that before and after are comparable.
-        shown = np.linspace(0, len(batch) - 1, num=min(NUM_SAMPLES, len(batch)), dtype=np.int64)
-        texts = {name: batch.rows(shown).get(name) for name in ("prompt", "response", "answer")}
-        samples = [
-            {name: values[i] for name, values in texts.items()} | {"score": float(scores[row])}
-            for i, row in enumerate(shown)
-        ]
-        return EvaluationResult(step, float(scores.mean()), float(mask.sum()) / len(batch), len(batch), samples)
+        if self.save_rows is not None:
+            self.save_rows(step, collect_rows(batch).get())
+        return EvaluationResult(step, float(scores.mean()), float(mask.sum()) / len(batch), len(batch))
 
 
 @dataclass(frozen=True)
@@ -111,4 +106,10 @@ class Evaluations:
         return [asdict(result) for result in self.results]
 
     def restore(self, state: Sequence[Mapping[str, Any]]) -> None:
-        self.results = [(LossResult if "loss" in values else EvaluationResult)(**values) for values in state]
+        self.results = [_restore_result(values) for values in state]
+
+
+def _restore_result(values: Mapping[str, Any]) -> EvaluationResult | LossResult:
+    """Returns a result. Ignores the responses that earlier versions of flowrl stored in checkpoints."""
+    cls = LossResult if "loss" in values else EvaluationResult
+    return cls(**{field.name: values[field.name] for field in fields(cls)})

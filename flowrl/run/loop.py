@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from types import TracebackType
 from typing import Any, Self
@@ -17,16 +17,20 @@ from flowrl.config import OnPolicyConfig, RunConfig, UserError
 from flowrl.controller.calls.calls import Calls
 from flowrl.controller.calls.failures import CallRecord
 from flowrl.controller.cluster import Cluster
+from flowrl.controller.dispatch import Future
 from flowrl.controller.errors import FlowError
 from flowrl.controller.group import WorkerGroup
 from flowrl.controller.worker import Worker
 from flowrl.data.batch.batch import Batch
+from flowrl.data.batch.block import LocalRef
 from flowrl.data.checksums import FileChecksum
 from flowrl.data.events import CallEvent
 from flowrl.data.metric import Logged, Mean, Metric, merge_metrics
 from flowrl.data.prompts import PromptStream
 from flowrl.report.chrome_trace import Trace, TraceError, read_trace
 from flowrl.report.progress import LiveProgress, MetricsLog
+from flowrl.report.rollout_log import Kind, RolloutLog, Row
+from flowrl.report.rollout_text import render_markdown
 from flowrl.report.trace import IdleTracker
 from flowrl.run.datasets import Examples
 from flowrl.run.evaluation import Evaluations, GreedyEvaluation, LossEvaluation
@@ -34,6 +38,7 @@ from flowrl.run.interrupt import Interruption
 from flowrl.run.preflight import check_engines, plan_run
 from flowrl.run.restarts import current_policy
 from flowrl.run.results import draw_plots, show, summarize, write_trace
+from flowrl.run.rollout_rows import collect_rows
 from flowrl.run.updates import ZeroRateWatch, describe_updates
 from flowrl.schedules.rollout_source import PromptQueue, RolloutContext, RolloutSource
 from flowrl.schedules.schedule_plan import trainer_routes
@@ -66,6 +71,8 @@ class Run:
         self._policy: WorkerGroup | None = None
         self._source: RolloutSource | None = None
         self._evaluations = Evaluations()
+        self._rollout_rows: dict[int, Future | LocalRef] = {}
+        """Rows to save, by step. They are written with the metrics of their step."""
         self._peak_mb = 0.0
         self._resumed: Checkpoint | None = None
         self._earlier = Trace()
@@ -124,6 +131,7 @@ class Run:
         self._metrics = resources.enter_context(
             MetricsLog(self.folder.path, last_step, has_tensorboard=config.report.tensorboard)
         )
+        self._rollout_log = RolloutLog(self.folder.rollouts, config.report.rollouts, last_step)
         elapsed_s = self._metrics.history[-1].get("elapsed_s", 0.0) if self._metrics.history else 0.0
         self._log = StepLog(self.cluster.calls, elapsed_s)
         if checkpoint is not None:
@@ -280,6 +288,21 @@ class Run:
         """
         self._log.add(metrics)
 
+    def save_rollouts(self, batch: Batch) -> None:
+        """Saves a few rows of this step's batch in `rollouts/`, if the step is due (`report.rollouts`). Does not block.
+
+        Call it after all scores and advantages are in the batch. A second call in the same step replaces the rows.
+        Raises ColumnError if the batch lacks `prompt` or `response`, and RuntimeError outside of the loop over steps.
+        """
+        if not self._log.is_open:
+            raise RuntimeError("run.save_rollouts was called outside of the loop over steps; rows belong to a step")
+        if num_rows := self._rollout_log.num_training_rows(self._step):
+            self._rollout_rows[self._step] = collect_rows(batch, num_rows)
+
+    def _write_rollouts(self, kind: Kind, step: int, rows: Sequence[Row]) -> None:
+        self._rollout_log.write(kind, step, rows)
+        self._metrics.write_text(f"rollouts/{kind}", step, render_markdown(rows))
+
     def _log_source(self) -> None:
         for metrics in () if self._source is None else self._source.pop_metrics():
             self._log.add(self._watch.follow(metrics) if isinstance(metrics, ComparedWeights) else (metrics,))
@@ -298,6 +321,9 @@ class Run:
         if self._evaluations.has_result_of(step):
             values |= self._evaluations.results[-1].metrics
             self._log.reset_clock()
+        # Before the metrics, without which a checkpoint of this step is not complete.
+        if step in self._rollout_rows:
+            self._write_rollouts("training", step, self._rollout_rows.pop(step).get())
         self._metrics.write(step, values)
         self._progress.update(step, values)
         self._rates.check_step(step, values)
@@ -313,7 +339,8 @@ class Run:
         if held_out is not None and self.config.evaluate_every != 0:
             assert isinstance(self.config, OnPolicyConfig)
             rows = held_out.evaluation_rows(self.config.data.evaluation_rows)
-            self._evaluations.evaluation = GreedyEvaluation(rollout, reward, rows)
+            save_rows = partial(self._write_rollouts, "evaluation") if self._rollout_log.is_enabled else None
+            self._evaluations.evaluation = GreedyEvaluation(rollout, reward, rows, save_rows)
 
     def evaluate_loss_with(self, actor: WorkerGroup, held_out: Examples | None) -> None:
         """Evaluates the loss on held-out examples, at the same times as `evaluate_with`."""
@@ -499,6 +526,11 @@ class StepLog:
         if self._open is None:
             raise RuntimeError("run.log was called outside of the loop over steps; metrics belong to a step")
         self._steps[self._open].metrics.extend(metrics)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a step is open, to which later calls and metrics belong."""
+        return self._open is not None
 
     @property
     def unresolved(self) -> list[int]:

@@ -8,11 +8,15 @@ from rich.console import Console
 from flowrl.checkpoints.run_folder import RunFolder, write_json
 from flowrl.data.events import CallEvent
 from flowrl.report.chrome_trace import Trace, chrome_trace
-from flowrl.report.progress import EvaluationResult, LossResult, result_tables
+from flowrl.report.progress import EvaluationResult, LossResult, completions_table, result_table
+from flowrl.report.rollout_log import RolloutLogError, evenly_spaced, read_rows, saved_steps
 from flowrl.report.trace import busy_fractions, loop_events
 
 DRAWN_STEPS = 4
 """Number of last steps in `timeline.png`. `trace.json` has all steps."""
+
+NUM_RESPONSES = 8
+"""Number of responses in the final table."""
 
 
 def write_trace(folder: RunFolder, trace: Trace) -> None:
@@ -46,8 +50,24 @@ def summarize(history: Sequence[Mapping[str, float]], events: Iterable[CallEvent
 
 
 def show(console: Console, results: Sequence[EvaluationResult | LossResult], folder: RunFolder) -> None:
-    """Prints the evaluations before and after training, and the folder of the results."""
+    """Prints the evaluations before and after training, a few saved responses, and the folder of the results."""
     if results:
-        for table in result_tables(results[0], results[-1]):
-            console.print(table)
+        console.print(result_table(results[0], results[-1]))
+        _print_responses(console, folder, results[0].step, results[-1].step)
     console.print(f"results: {folder.path}", markup=False)
+
+
+def _print_responses(console: Console, folder: RunFolder, first_step: int, last_step: int) -> None:
+    """Prints a few responses of the last evaluation, next to those of the first evaluation, if they are saved."""
+    saved = saved_steps(folder.rollouts, "evaluation")
+    if last_step not in saved:
+        return
+    try:
+        rows = read_rows(folder.rollouts, "evaluation", last_step)
+        first_rows = read_rows(folder.rollouts, "evaluation", first_step) if first_step in saved else []
+    except RolloutLogError as error:  # not raised, because all results are already written
+        console.print(str(error), markup=False)
+        return
+    before = {row["row"]: {"before": row["response"]} for row in first_rows}
+    shown = [rows[i] for i in evenly_spaced(NUM_RESPONSES, len(rows))]
+    console.print(completions_table([row | before.get(row["row"], {}) for row in shown]))

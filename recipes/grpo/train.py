@@ -40,6 +40,7 @@ def train(config: GRPOConfig) -> dict[str, Any]:
             # 2. Compute advantages and metrics, on the task worker.
             batch, metrics = advantages.compute(batch, step)
             run.log(metrics)
+            run.save_rollouts(batch)
 
             # 3. Update the actor. The KL to the reference is part of its loss.
             for minibatch in batch.minibatches(

@@ -44,6 +44,7 @@ def train(config: PPOConfig) -> dict[str, Any]:
             # 2. Compute rewards, advantages and metrics, on the task worker.
             batch, metrics = advantages.compute(batch, step)
             run.log(metrics)
+            run.save_rollouts(batch)
 
             # 3. Update critic and actor. On separate pools they run at the same time.
             for minibatch in batch.minibatches(

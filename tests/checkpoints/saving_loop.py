@@ -1,7 +1,8 @@
 """Kills a run that saves after every step at random moments, and checks that every resume is consistent.
 
 It is a real run with `resume: auto`, an engine that writes asynchronously, and a role of two ranks that each write a
-file. In a checkpoint, all weights and files contain the number of the step.
+file. In a checkpoint, all weights and files contain the number of the step. Every step of a checkpoint has one saved row
+of generated text, which also contains the number of the step.
 """
 
 import os
@@ -23,6 +24,7 @@ from flowrl.config import EngineConfig, OptimizerConfig, RunConfig
 from flowrl.data.batch.batch import Batch
 from flowrl.engines.checkpoint.engine_checkpoint import load
 from flowrl.engines.train.engine import TrainEngine
+from flowrl.report.rollout_log import read_rows, saved_steps
 from flowrl.run.loop import Run
 from flowrl.workers.model_worker import TrainedWorker
 
@@ -80,7 +82,7 @@ def save_without_end(output: Path, pipe: int, asynchronous: bool) -> None:
     settings = {"every": 1, "keep_last": 2, "asynchronous": asynchronous}
     config = SavingConfig.model_validate(
         {"output": output, "backend": "inline", "threads": 1, "steps": 10**9, "resume": "auto"}
-        | {"placement": placement, "checkpoint": settings}
+        | {"placement": placement, "checkpoint": settings, "report": {"rollouts": {"every": 1}}}
     )
     with Run(config) as run:
         groups = run.group("actor", Filled), run.group("critic", Noted)
@@ -89,6 +91,7 @@ def save_without_end(output: Path, pipe: int, asynchronous: bool) -> None:
         for step, _ in run.batches(batches):
             for group in groups:
                 group.fill(step)
+            run.save_rollouts(Batch.from_rows([{"prompt": "x", "response": str(step)}]))
             saved = Checkpoints(output).steps()
             if saved[-1:] > begun[-1:]:
                 os.write(pipe, saved[-1].to_bytes(8, "little"))
@@ -118,6 +121,15 @@ def check(newest: Checkpoint) -> int:
     return step
 
 
+def check_rows(output: Path, newest_step: int) -> None:
+    """Checks that the saved rows have no gap up to `newest_step`, and that all shards are complete."""
+    steps = saved_steps(output / "rollouts", "training")
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) >= newest_step
+    for step in steps:
+        (row,) = read_rows(output / "rollouts", "training", step)
+        assert (row["step"], row["response"]) == (step, str(step))
+
+
 def main(output: Path, num_kills: int) -> int:
     """Kills `num_kills` processes and counts checkpoints that were reported as saved and are lost."""
     torch.set_num_threads(1)
@@ -137,6 +149,7 @@ def main(output: Path, num_kills: int) -> int:
         checkpoints = Checkpoints(output)
         newest = checkpoints.newest()
         step = 0 if newest is None else check(newest)
+        check_rows(output, step)
         lost += step < last
         unfinished += checkpoints.folder(step + 1).exists()
     sys.stdout.write(f"{num_kills} kills, {lost} lost, {unfinished} while saving, {last} saved\n")

@@ -10,8 +10,9 @@ import pytest
 
 from flowrl.checkpoints.run_folder import write_json
 from flowrl.cli import exit_code, main, run_recipe
-from flowrl.config import ConfigError, RunConfig
+from flowrl.config import ConfigError, RolloutLogConfig, RunConfig
 from flowrl.report.chrome_trace import chrome_trace
+from flowrl.report.rollout_log import RolloutLog
 from flowrl.run.interrupt import Interrupted
 from tests.errors import missing_facts
 from tests.report.call_events import STEP
@@ -131,6 +132,46 @@ def test_a_plot_that_cannot_be_written_is_a_one_line_error(
     assert message.startswith("error: --png") and f"{run_folder}/none/a.png" in message and message.count("\n") == 1
 
 
+@pytest.fixture
+def text_folder(tmp_path: Path) -> Path:
+    """A run folder with generated text."""
+    log = RolloutLog(tmp_path / "rollouts", RolloutLogConfig())
+    rows = [{"row": i, "prompt": "p", "response": f"r{i}", "score": s} for i, s in enumerate((0.5, 0.0, 1.0))]
+    log.write("training", 20, rows)
+    log.write("evaluation", 0, [{"row": 0, "prompt": "p", "response": "\ud800 é \x1b[0m", "score": 0.0}])
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("options", "responses"),
+    [
+        ([], ["r0", "r1", "r2"]),
+        (["--step", "20", "--worst", "2"], ["r1", "r0"]),
+        (["--best", "1"], ["r2"]),
+        (["--evaluation"], ["\\ud800 é \\x1b[0m"]),
+    ],
+)
+def test_saved_responses_are_shown(
+    capsys: pytest.CaptureFixture[str], text_folder: Path, options: list[str], responses: list[str]
+) -> None:
+    assert main(["show", str(text_folder), *options]) == 0
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  response: ")]
+    assert [line.removeprefix("  response: ") for line in shown] == responses
+
+
+def test_responses_are_shown_on_an_ascii_terminal(text_folder: Path) -> None:
+    command = [sys.executable, "-m", "flowrl.cli", "show", str(text_folder), "--evaluation"]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert r"\ud800 \xe9 \x1b[0m" in done.stdout
+
+
+def test_missing_responses_are_one_line_errors(capsys: pytest.CaptureFixture[str], text_folder: Path) -> None:
+    assert not missing_facts(error_of(capsys, "show", str(text_folder), "--step", "3"), 3, 20)
+    assert "rollouts" in error_of(capsys, "show", str(ROOT))
+    assert not missing_facts(error_of(capsys, "show", str(text_folder / "none")), text_folder / "none")
+
+
 def test_the_command_starts_without_loading_rich_or_matplotlib() -> None:
     code = "import sys, flowrl.cli; print([m for m in ('rich', 'matplotlib', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -149,6 +190,10 @@ def test_the_command_starts_without_loading_rich_or_matplotlib() -> None:
         ["trace", "run", "--last", "0"],
         ["trace", "run", "--last", "soon"],
         ["trace", "run", "--last", "nan"],
+        ["show"],
+        ["show", "run", "--worst", "0"],
+        ["show", "run", "--worst", "3", "--best", "3"],
+        ["show", "run", "--step", "x"],
     ],
 )
 def test_a_wrong_command_line_ends_with_code_two(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from flowrl.config import (
     Placement,
     RewardConfig,
     RolloutConfig,
+    RolloutLogConfig,
     RunConfig,
 )
 from recipes.grpo.config import GRPOConfig
@@ -54,6 +55,9 @@ def quantized(quantization: str = "int8", **correction: Any) -> dict[str, Any]:
             ("seq_mean_token_sum_norm", "aggregation_scale"),
         ),
         (ActorConfig, TRAINED | {"aggregation_scale": 8.0}, ("aggregation", "aggregation_scale")),
+        (RolloutLogConfig, {"every": -1}, ("every", 0)),
+        (RolloutLogConfig, {"rows": 0}, ("rows", 0)),
+        (RolloutLogConfig, {"max_mb": 0.0}, ("max_mb", 0)),
         (LoraConfig, {"rank": 0}, ("rank", 0)),
         (LoraConfig, {"rank": 8, "alpha": 0.0}, ("alpha", 0)),
         (LoraConfig, {"rank": 8, "dropout": 0.1}, ("dropout",)),

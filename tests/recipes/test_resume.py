@@ -52,8 +52,16 @@ def trained(config: PPOConfig | GRPOConfig | SFTConfig) -> dict[str, torch.Tenso
     return load_file(config.output / "model" / "model.safetensors")
 
 
+def training_rows(config: PPOConfig | GRPOConfig) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (config.output / "rollouts").glob("training-*.jsonl")}
+
+
 def assert_bitwise_identical(resumed: PPOConfig | GRPOConfig, straight: PPOConfig | GRPOConfig) -> None:
-    """Asserts bitwise identical metrics and weights. Evaluations differ, because each run starts and ends with one."""
+    """Asserts bitwise identical metrics, saved rows and weights.
+
+    Evaluations differ, because each run starts and ends with one.
+    """
+    assert training_rows(resumed) == training_rows(straight)
     for line, expected in zip(metrics_of(resumed), metrics_of(straight), strict=True):
         shared = line.keys() & expected.keys()
         assert line.keys() ^ expected.keys() <= {"accuracy"}

@@ -1,4 +1,4 @@
-"""The Python and YAML examples of docs/schedules.md, docs/trace.md and docs/metrics.md run."""
+"""The Python and YAML examples of docs/schedules.md, trace.md, metrics.md and generated_text.md run."""
 
 import json
 import re
@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flowrl.config import OnPolicyConfig, Placement, ReportConfig, load
+from flowrl.cli import main
+from flowrl.config import OnPolicyConfig, Placement, ReportConfig, RolloutLogConfig, load
+from flowrl.report.rollout_log import COLUMNS, RolloutLog
 from flowrl.run.preflight import plan_run
 from flowrl.schedules.schedule_plan import render_graph
 from recipes.grpo.config import GRPOConfig
@@ -37,11 +39,35 @@ def test_the_metrics_example_reads_metrics_jsonl(tmp_path: Path, monkeypatch: py
     assert scope["rewards"] == {0: 0.0, 1: 0.1, 2: 0.2}
 
 
+def test_the_page_of_generated_text_shows_the_output_of_its_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (row,) = (json.loads(text) for text in examples("generated_text.md", "json"))
+    (tmp_path / "runs/grpo").mkdir(parents=True)
+    RolloutLog(tmp_path / "runs/grpo/rollouts", RolloutLogConfig()).write("training", row["step"], [row])
+    monkeypatch.chdir(tmp_path)
+    command, expected = examples("generated_text.md", "")[0].split("\n", 1)
+    assert main(command.removeprefix("$ flowrl ").split()) == 0
+    assert capsys.readouterr().out == expected
+    (code,) = examples("generated_text.md", "python")
+    exec(compile(code, "generated_text.md", "exec"), {})
+    assert capsys.readouterr().out.strip() == code.rstrip().rpartition("# ")[2]
+
+
+def test_the_page_of_generated_text_shows_all_columns_and_defaults() -> None:
+    page = (DOCS / "generated_text.md").read_text()
+    section = page.split("## Format")[1]
+    assert dict(re.findall(r"^\| `(\w+)` \| (.+?) \|$", section, re.M)) == COLUMNS
+    assert list(json.loads(examples("generated_text.md", "json")[0])) == list(COLUMNS)
+    settings = yaml.safe_load(examples("generated_text.md", "yaml")[0])["report"]
+    assert ReportConfig.model_validate(settings) == ReportConfig()
+
+
 def test_yaml_examples_are_valid_settings() -> None:
     schedule = yaml.safe_load(examples("schedules.md", "yaml")[0])["schedule"]
     assert OnPolicyConfig.model_validate(grpo_settings(schedule=schedule)).schedule.kind == "async"
     report = yaml.safe_load(examples("metrics.md", "yaml")[0])["report"]
-    assert ReportConfig.model_validate(report) == ReportConfig(plots=False, tensorboard=False)
+    assert ReportConfig.model_validate(report) == ReportConfig(plots=False, tensorboard=False, rollouts=None)
 
 
 def test_the_documented_graph_is_the_output_of_plan() -> None:

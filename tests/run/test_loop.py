@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensordict import TensorDict
 
 from flowrl import Batch, Dispatch, Placement, Worker, WorkerError, make_tensordict, register
@@ -18,6 +19,7 @@ from flowrl.controller.errors import WorkerUserError
 from flowrl.data.batch.tensordicts import num_rows
 from flowrl.data.metric import Mean, Metric
 from flowrl.data.prompts import PromptStream, read_conversations
+from flowrl.report.rollout_log import Kind, read_rows, saved_steps
 from flowrl.run.datasets import Examples
 from flowrl.run.interrupt import Interrupted
 from flowrl.run.loop import Run
@@ -114,6 +116,8 @@ def train(config: EchoConfig, fails_at: int = -1) -> dict[str, Any]:
         actor = run.group("actor", Echo, fails_at)
         run.evaluate_with(actor, actor, prompts)
         for _, batch in run.rollouts(actor, prompts):
+            batch["scores"] = actor.score(batch)
+            run.save_rollouts(batch)
             for minibatch in batch.minibatches(config.minibatch_size):
                 run.log(actor.update(minibatch))
             run.sync_weights(actor, actor)
@@ -208,12 +212,72 @@ def test_the_model_and_the_summary_are_written(config: Callable[..., EchoConfig]
     assert json.loads((settings.output / "summary.json").read_text())["busy_fraction"].keys() == {"node0/cpu:0"}
 
 
-def test_plots_and_tensorboard_events_are_optional(config: Callable[..., EchoConfig]) -> None:
-    quiet = config(report={"plots": False, "tensorboard": False})
-    train(quiet)
+def test_plots_tensorboard_events_and_generated_text_are_optional(config: Callable[..., EchoConfig]) -> None:
+    quiet = config(report={"plots": False, "tensorboard": False, "rollouts": None})
+    assert train(quiet)["accuracy_after"] == pytest.approx(0.4)
     names = {path.name for path in quiet.output.iterdir()}
     assert {"metrics.jsonl", "trace.json", "summary.json"} <= names
-    assert not {"curves.png", "timeline.png", "tensorboard"} & names
+    assert not {"curves.png", "timeline.png", "tensorboard", "rollouts"} & names
+
+
+def saved_scores(config: EchoConfig, kind: Kind) -> dict[int, list[float]]:
+    """Returns the scores of the saved rows, by step."""
+    folder = config.output / "rollouts"
+    return {
+        step: [round(row["score"], 3) for row in read_rows(folder, kind, step)] for step in saved_steps(folder, kind)
+    }
+
+
+def test_generated_text_is_saved_by_default(config: Callable[..., EchoConfig]) -> None:
+    settings = config(steps=5, evaluate_every=2)
+    train(settings)
+    assert saved_scores(settings, "training") == {1: [0.0] * 4, 5: [0.4] * 4}
+    assert saved_scores(settings, "evaluation") == {0: [0.0] * 3, 2: [0.2] * 3, 4: [0.4] * 3, 5: [0.5] * 3}
+    first, *_ = read_rows(settings.output / "rollouts", "training", 5)
+    (prompt,) = stream(settings).rows([first["prompt_id"]])
+    assert (first["prompt"], first["answer"]) == (prompt["prompt"], prompt["answer"])
+    assert (first["step"], first["kind"], first["response"], first["row"]) == (5, "training", "sampled", 0)
+    assert read_rows(settings.output / "rollouts", "evaluation", 5)[0]["response"] == "greedy"
+
+
+def test_the_rows_and_steps_of_generated_text_are_settings(config: Callable[..., EchoConfig]) -> None:
+    settings = config(report={"plots": False, "rollouts": {"every": 2, "rows": 3}})
+    train(settings)
+    assert saved_scores(settings, "training") == {1: [0.0] * 3, 2: [0.1] * 3, 4: [0.3] * 3}
+
+
+def test_the_final_table_has_the_saved_responses(
+    config: Callable[..., EchoConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = config()
+    train(settings)
+    saved = read_rows(settings.output / "rollouts", "evaluation", 4)
+    table = [line for line in capsys.readouterr().out.splitlines() if "greedy" in line]
+    assert [line.split("│")[1].strip() for line in table] == [row["prompt"] for row in saved]
+    assert [line.count("greedy") for line in table] == [2] * 3  # before and after training
+
+
+def test_tensorboard_shows_a_few_rows(config: Callable[..., EchoConfig]) -> None:
+    settings = config()
+    train(settings)
+    events = EventAccumulator(str(settings.output / "tensorboard")).Reload()
+    shown = {name: [event.step for event in events.Tensors(name)] for name in events.Tags()["tensors"]}
+    assert shown == {"rollouts/training/text_summary": [1], "rollouts/evaluation/text_summary": [0, 4]}
+    (text,) = events.Tensors("rollouts/training/text_summary")[0].tensor_proto.string_val
+    assert text.decode().count("response: sampled") == 3
+
+
+def test_rows_of_a_step_that_failed_are_not_saved(config: Callable[..., EchoConfig]) -> None:
+    settings = config(report={"plots": False, "rollouts": {"every": 1}})
+    with pytest.raises(WorkerError):
+        train(settings, fails_at=2)
+    assert [line["step"] for line in lines(settings)] == [0, 1]
+    assert list(saved_scores(settings, "training")) == [1]
+
+
+def test_rows_outside_of_a_step_are_rejected(config: Callable[..., EchoConfig]) -> None:
+    with pytest.raises(RuntimeError, match=r"run\.save_rollouts\b"), Run(config()) as run:
+        run.save_rollouts(Batch.from_rows([{"prompt": "a", "response": "b"}]))
 
 
 def test_a_run_that_fails_before_its_first_result_leaves_no_folder(config: Callable[..., EchoConfig]) -> None:

@@ -1,0 +1,95 @@
+"""Selects saved rows of generated text and renders them as plain text (`flowrl show`) or Markdown (TensorBoard)."""
+
+import unicodedata
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from flowrl.checkpoints.run_folder import RunFolder
+from flowrl.report.rollout_log import Kind, RolloutLogError, Row, read_rows, saved_steps
+
+Order = Literal["row", "worst", "best"]
+
+_TEXTS = ("prompt", "response", "answer")
+"""Columns that are printed with a label. All other columns are in the heading of a row."""
+
+_NUMBERS = {"score": ".3f", "advantage": ".3f", "version": "d", "finish_reason": "s", "response_length": "d"}
+"""Columns of the heading and their formats."""
+
+_NUM_MARKDOWN_ROWS = 3
+"""Number of rows per step in TensorBoard."""
+
+
+def show_rows(run_folder: Path, *, step: int | None, kind: Kind, order: Order, count: int) -> str:
+    """Returns the text of `flowrl show`.
+
+    Args:
+        run_folder: output folder of a run.
+        step: training step; None selects the latest saved step.
+        kind: training rows or evaluation rows.
+        order: order of the rows: that of the batch, ascending scores (`worst`) or descending scores (`best`).
+        count: largest number of rows.
+    Raises:
+        RolloutLogError: the folder, the store, the step or the scores do not exist.
+    """
+    folder = RunFolder(run_folder).rollouts
+    if not run_folder.is_dir():
+        raise RolloutLogError(f"{run_folder} is not a folder: name the output folder of a run")
+    if not folder.is_dir():
+        raise RolloutLogError(
+            f"{run_folder} has no saved rollouts: name the output folder of a run that generates responses and whose "
+            f"report.rollouts is not null"
+        )
+    if step is None:
+        step = max(saved_steps(folder, kind), default=0)
+    rows = read_rows(folder, kind, step)
+    selected = select_rows(rows, order, count)
+    shown = f"{len(selected)} of {len(rows)} {kind} rows" + ("" if order == "row" else f", {order} scores first")
+    scores = [row["score"] for row in rows if row["score"] is not None]
+    mean = f", mean score {sum(scores) / len(scores):.3f}" if scores else ""
+    return "\n\n".join([f"{run_folder}, step {step}: {shown}{mean}", *map(render_row, selected)]) + "\n"
+
+
+def select_rows(rows: Sequence[Row], order: Order, count: int) -> list[Row]:
+    """Returns the first `count` rows in an order. Rows with equal scores keep their order.
+
+    Raises RolloutLogError if the order is by score and a row has no score.
+    """
+    if order == "row":
+        return list(rows[:count])
+    if any(row["score"] is None for row in rows):
+        raise RolloutLogError(f"step {rows[0]['step']} has rows without a score: show it without --worst and --best")
+    sign = 1 if order == "worst" else -1
+    return sorted(rows, key=lambda row: sign * row["score"])[:count]
+
+
+def render_row(row: Row) -> str:
+    """Returns a row as plain text, without control characters. Lines of multi-line text are indented."""
+    values = [f"{name} {format(row[name], form)}" for name, form in _NUMBERS.items() if row[name] is not None]
+    other_scores = row["other_scores"] or {}
+    values += [f"{name} {value:.3f}" for name, value in other_scores.items() if value is not None]
+    lines = [f"row {row['row']}: {', '.join(values)}"]
+    for name in _TEXTS:
+        if row[name] is not None:
+            text = printable(str(row[name]))
+            lines.append(f"  {name}:" + (_indent(text) if "\n" in text else f" {text}"))
+    return "\n".join(lines)
+
+
+def render_markdown(rows: Sequence[Row]) -> str:
+    """Returns the first rows as a code block of Markdown, in which the text of responses has no effect."""
+    return "\n".join(_indent(render_row(row)) for row in rows[:_NUM_MARKDOWN_ROWS]).lstrip("\n")
+
+
+def printable(text: str) -> str:
+    """Replaces control characters and unpaired surrogates by their escapes, except line breaks and tabs."""
+    return "".join(
+        character.encode("unicode_escape").decode()
+        if unicodedata.category(character) in ("Cc", "Cs") and character not in "\n\t"
+        else character
+        for character in text
+    )
+
+
+def _indent(text: str) -> str:
+    return "".join(f"\n    {line}" for line in text.split("\n"))
