@@ -1,8 +1,8 @@
 """Kills a run that saves after every step at random moments, and checks that every resume is consistent.
 
 It is a real run with `resume: auto`, an engine that writes asynchronously, and a role of two ranks that each write a
-file. In a checkpoint, all weights and files contain the number of the step. Every step of a checkpoint has one saved row
-of generated text, which also contains the number of the step.
+file. In a checkpoint, all weights and files contain the number of the step. Every step up to a checkpoint has one saved
+row of generated text, which also contains the number of the step.
 """
 
 import os
