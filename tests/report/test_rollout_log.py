@@ -147,7 +147,7 @@ def test_a_step_that_is_not_saved_is_rejected_with_the_nearest_saved_steps(tmp_p
     log = open_log(tmp_path)
     for step in range(10, 100, 10):
         log.write("training", step, [make_row()])
-    with rejects(42, "rollouts", 20, 30, 40, 50, 60) as caught:
+    with rejects(42, tmp_path / "rollouts", 20, 30, 40, 50, 60) as caught:
         read_rows(tmp_path / "rollouts", "training", 42)
     assert "70" not in str(caught.value)
 
