@@ -85,7 +85,8 @@ class RolloutLog:
     def write(self, kind: Kind, step: int, rows: Iterable[Row]) -> None:
         """Writes the shard of a step atomically. Replaces an earlier shard of the same step and kind."""
         assert self._config is not None, "the store is disabled"
-        data = b"".join(_to_line({"step": step, "kind": kind} | row) for row in rows)
+        location = {"step": step, "kind": kind}  # first in the line, whatever the row contains
+        data = b"".join(_to_line(location | row | location) for row in rows)
         self._folder.mkdir(exist_ok=True)
         with replacing(_shard_path(self._folder, kind, step)) as temporary:
             temporary.write_bytes(data)

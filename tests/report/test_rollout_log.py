@@ -49,6 +49,12 @@ def test_values_that_json_lacks_are_null_or_text(tmp_path: Path) -> None:
     assert (row["advantage"], row["answer"]) == (None, "a/b")
 
 
+def test_the_shard_determines_step_and_kind(tmp_path: Path) -> None:
+    open_log(tmp_path).write("training", 1, [make_row(step=9, kind="evaluation")])
+    (row,) = read_rows(tmp_path / "rollouts", "training", 1)
+    assert (row["step"], row["kind"]) == (1, "training")
+
+
 def test_additional_columns_are_kept(tmp_path: Path) -> None:
     open_log(tmp_path).write("training", 1, [make_row(tool_calls=[1, 2])])
     assert read_rows(tmp_path / "rollouts", "training", 1)[0]["tool_calls"] == [1, 2]
