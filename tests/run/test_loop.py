@@ -209,7 +209,8 @@ def test_the_model_and_the_summary_are_written(config: Callable[..., EchoConfig]
     settings = config()
     train(settings)
     assert (settings.output / "model" / "weights").read_text() == "4"
-    assert json.loads((settings.output / "summary.json").read_text())["busy_fraction"].keys() == {"node0/cpu:0"}
+    busy_fraction = json.loads((settings.output / "summary.json").read_text())["busy_fraction"]
+    assert busy_fraction.keys() == {"node0/cpu:0", "node0/tasks"}
 
 
 def test_plots_tensorboard_events_and_generated_text_are_optional(config: Callable[..., EchoConfig]) -> None:
