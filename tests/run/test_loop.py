@@ -153,6 +153,8 @@ def test_ray_gives_the_same_metrics(config: Callable[..., EchoConfig], ray_sessi
     assert [[a.get(k) for k in compared] for a in lines(inline)] == [
         [b.get(k) for k in compared] for b in lines(placed)
     ]
+    for kind in ("training", "evaluation"):
+        assert saved_scores(inline, kind) == saved_scores(placed, kind) != {}
 
 
 def test_evaluations_do_not_count_as_step_time(config: Callable[..., EchoConfig]) -> None:
