@@ -54,7 +54,7 @@ __all__ = [
     "Device", "EngineConfig", "FilePath", "ImportName", "ImportNameError", "KlControlConfig", "KlKind", "LoraConfig",
     "Member", "ModelConfig", "OnPolicyConfig", "OneOf", "OptimizerConfig", "Options", "Placement", "PolicyLossConfig",
     "PreferenceConfig", "PtxConfig", "ReferenceConfig", "ReportConfig", "RewardConfig", "RolePlacement",
-    "RolloutConfig", "RolloutLogConfig", "RunConfig", "ScheduleConfig", "ShapingConfig", "TokenIds", "TransferConfig", "UserError",
-    "VllmConfig", "import_attribute", "import_function", "load", "models_of", "parse", "recipe_class", "shards_model",
-    "to_yaml",
+    "RolloutConfig", "RolloutLogConfig", "RunConfig", "ScheduleConfig", "ShapingConfig", "TokenIds", "TransferConfig",
+    "UserError", "VllmConfig", "import_attribute", "import_function", "load", "models_of", "parse", "recipe_class",
+    "shards_model", "to_yaml",
 ]  # fmt: skip
