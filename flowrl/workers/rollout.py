@@ -17,7 +17,7 @@ from flowrl.data.batch.tensordicts import make_tensordict, objects
 from flowrl.data.chat import ChatTokenizer
 from flowrl.engines.models.int8 import quantized_copy
 from flowrl.engines.models.loading import LanguageModel, load_policy
-from flowrl.engines.models.sharded_loading import stream_full_weights
+from flowrl.engines.models.sharded_loading import move_loaded, stream_full_weights
 from flowrl.engines.models.weights import full_weights, gathered_weights, meta_copy, to_tensors, write_weights
 from flowrl.engines.rollout.base import (
     EngineState,
@@ -78,7 +78,7 @@ class Rollout(Worker):
             write_weights(copy, stream_full_weights(source))
             return copy
         if self._actor is None:
-            return load_policy(config)
+            return move_loaded(load_policy(config), torch.device(self.device))
         return meta_copy(self._actor.model) if self._actor.has_gathered_weights else self._actor.model
 
     @register(

@@ -96,6 +96,18 @@ def test_reference_and_actor_agree_before_training_and_differ_after(cluster: Clu
     assert not torch.equal(actor.logprobs(batch()).get("logprobs"), old)
 
 
+def test_no_role_reads_the_file_of_its_model_after_its_start(
+    cluster: Cluster, model: ModelConfig, tmp_path: Path
+) -> None:
+    own = ModelConfig(path=copytree(model.path, tmp_path / "model"))
+    actor_of(cluster, own)
+    cluster.group("critic", Critic, CriticConfig(model=own, optimizer=OptimizerConfig(lr=0.01)))
+    cluster.group("reference", Reference, ReferenceConfig(model=own), temperature=0.5)
+    cluster.group("reward", reward_worker(reward := RewardConfig(model=own, head="fresh")), reward)
+    cluster.group("rollout", Rollout, RolloutConfig(max_response_tokens=4), own, seed=0)
+    assert str(own.path) not in Path("/proc/self/maps").read_text()
+
+
 def test_an_update_raises_the_probability_of_tokens_with_positive_advantage(
     cluster: Cluster, model: ModelConfig
 ) -> None:

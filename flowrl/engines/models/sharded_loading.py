@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,6 +22,8 @@ from transformers.utils.hub import cached_file
 
 from flowrl.engines.models.lora import model_weights
 from flowrl.engines.models.parameters import set_parameter, unique_parameters
+
+Model = TypeVar("Model", bound=nn.Module)
 
 _OPTIONAL: Mapping[str, Any] = {"_raise_exceptions_for_missing_entries": False}
 
@@ -82,9 +84,13 @@ def make_meta_model(
     return model
 
 
-def move_loaded(model: nn.Module, device: torch.device) -> nn.Module:
-    """Moves all tensors to a device, except tensors on the meta device."""
-    return model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+def move_loaded(model: Model, device: torch.device) -> Model:
+    """Moves all tensors to a device, except tensors on the meta device.
+
+    Copies tensors that are already there. A loaded tensor may be mapped from its file: if the file was rewritten in
+    place, the weights would change, or the process would end with SIGBUS.
+    """
+    return model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device, copy=True))
 
 
 def load_shards(model: nn.Module, device: torch.device) -> None:

@@ -24,7 +24,7 @@ from flowrl.engines.models.loading import (
     load_reward_model,
     save_model,
 )
-from flowrl.engines.models.sharded_loading import load_shards
+from flowrl.engines.models.sharded_loading import load_shards, move_loaded
 from tests.engines.closeness import assert_norm_close
 from tests.engines.losses import policy_logits
 from tests.engines.tiny import END, classifier, llama, qwen2, save
@@ -46,6 +46,16 @@ def test_a_loaded_policy_equals_the_saved_one_in_evaluation_mode(build, tmp_path
 
 def test_the_dtype_is_that_of_the_config(tmp_path: Path):
     assert load_policy(config(save(qwen2(), tmp_path), "bfloat16")).dtype == torch.bfloat16
+
+
+def test_weights_stay_when_their_file_is_rewritten_in_place(tmp_path: Path):
+    folder = save(qwen2(), tmp_path)
+    loaded = move_loaded(load_policy(config(folder)), torch.device("cpu"))
+    logits, size = policy_logits(loaded, IDS), (folder / "model.safetensors").stat().st_size
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.write(bytes(size))
+    assert torch.equal(policy_logits(loaded, IDS), logits)
+    assert str(folder) not in Path("/proc/self/maps").read_text()
 
 
 def test_loading_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
