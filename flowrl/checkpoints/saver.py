@@ -4,6 +4,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -152,7 +153,8 @@ class Saver:
             return
         for role in self.groups:
             self._poll(saving, role, wait)
-        line = next((line for line in reversed(lines) if line["step"] == saving.step), None)
+        recent = takewhile(lambda line: line["step"] >= saving.step, reversed(lines))
+        line = next((line for line in recent if line["step"] == saving.step), None)
         has_rows = wait or saving.rows is None or saving.rows.done()
         if line is not None and has_rows and saving.saved.keys() == self.groups.keys():
             self._commit(saving, Score.of(line, self._compared_by))

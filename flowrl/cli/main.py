@@ -179,13 +179,14 @@ def _add_trace(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def _trace(arguments: argparse.Namespace) -> None:
-    events = loop_events(read_trace(arguments.trace).last_process())
+    trace = read_trace(arguments.trace)
+    events, dropped_until_ns = loop_events(trace.last_process()), trace.dropped_until_ns
     if not events:
         raise TraceError(f"{arguments.trace} has no calls after the start of the run")
 
     from flowrl.report.explain import explain  # noqa: PLC0415 (rich only if tables are printed)
 
-    explain(events, window_s=arguments.last)
+    explain(events, dropped_until_ns=dropped_until_ns, window_s=arguments.last)
     if arguments.png is not None:
         from flowrl.report.plots import draw_timeline  # noqa: PLC0415 (matplotlib only with --png)
 

@@ -1,7 +1,7 @@
 """Reports of a run: metrics file, generated text, progress bar, result tables, trace and plots.
 
 Entry points: `MetricsLog` and `LiveProgress` (progress), `RolloutLog` and `read_rows` (rollout_log), `show_rows`
-(rollout_text), `chrome_trace` and `read_trace` (chrome_trace), `explain` (explain), `draw_curves` and `draw_timeline`
-(plots). Import plots only when needed, because it imports matplotlib.
+(rollout_text), `RecordedCalls` (recorded_calls), `chrome_trace` and `read_trace` (chrome_trace), `explain` (explain),
+`draw_curves` and `draw_timeline` (plots). Import plots only when needed, because it imports matplotlib.
 May import `flowrl.checkpoints`, `flowrl.config` and `flowrl.data`.
 """

@@ -42,11 +42,13 @@ class Resume:
 
 @dataclass(frozen=True)
 class Trace:
-    """All calls of a run in the order of submission, including calls before a resume."""
+    """The most recent calls of a run in the order of submission, including calls before a resume."""
 
     events: Sequence[CallEvent] = ()
     resumes: Sequence[Resume] = ()
     counts: Sequence[Counted] = ()
+    dropped_until_ns: int = 0
+    """Time at which the last dropped call was finished, in ns since the epoch; 0 if the trace has all calls."""
 
     def up_to_save(self, saved_at_s: float) -> "Trace":
         """Returns the trace up to the last `save_checkpoint` call before `saved_at_s` (seconds since the epoch)."""
@@ -55,14 +57,25 @@ class Trace:
         last = max(saves, default=0)
         kept = [event for event in self.events if event.number <= last]
         counts = [counted for counted in self.counts if counted.at_ns <= until_ns]
-        return Trace(kept, [resume for resume in self.resumes if resume.number <= last], counts)
+        resumes = [resume for resume in self.resumes if resume.number <= last]
+        return Trace(kept, resumes, counts, self.dropped_until_ns)
 
     def followed_by(self, events: Sequence[CallEvent], step: int) -> "Trace":
         """Returns this trace followed by `events` of a process that resumed from the checkpoint of `step`."""
         offset = max((event.number for event in self.events), default=0)
         resumed = [replace(e, number=e.number + offset, inputs=tuple(i + offset for i in e.inputs)) for e in events]
         resumes = [Resume(min(event.number for event in resumed), step)] if resumed else []
-        return Trace([*self.events, *resumed], [*self.resumes, *resumes], self.counts)
+        return Trace([*self.events, *resumed], [*self.resumes, *resumes], self.counts, self.dropped_until_ns)
+
+    def last_calls(self, count: int) -> "Trace":
+        """Returns this trace with at most `count` calls, and without the resumes and group counts before them."""
+        if len(self.events) <= count:
+            return self
+        dropped, kept = self.events[: len(self.events) - count], self.events[len(self.events) - count :]
+        until_ns = max([self.dropped_until_ns, *(event.finished_ns for event in dropped)])
+        first = min((event.number for event in kept), default=0)
+        resumes = [resume for resume in self.resumes if resume.number >= first]
+        return Trace(kept, resumes, [counted for counted in self.counts if counted.at_ns > until_ns], until_ns)
 
     def counted(self, counts: Iterable[Counted]) -> "Trace":
         """Returns this trace with `counts` appended: numbers of prompt groups per state, at several times."""
@@ -78,13 +91,16 @@ _SAVE = "save_checkpoint"
 
 
 def chrome_trace(
-    events: Sequence[CallEvent], resumes: Sequence[Resume] = (), counts: Sequence[Counted] = ()
+    events: Sequence[CallEvent],
+    resumes: Sequence[Resume] = (),
+    counts: Sequence[Counted] = (),
+    dropped_until_ns: int = 0,
 ) -> dict[str, Any]:
     """Converts a trace to the Chrome trace format. Each device is a process and each rank is a thread.
 
     Times are microseconds since the first submission. The `args` of a call contain its wait, queue and transfer times
     in milliseconds and the other fields of its event. A flow arrow leads from the last input of a call to the call. An
-    instant event marks each resume. Group counts are a counter.
+    instant event marks each resume. Group counts are a counter. `otherData` has the time until which calls are missing.
     """
     rows = sorted({Row.of(event) for event in events})
     devices = list(dict.fromkeys((row.pool, row.device) for row in rows))
@@ -114,7 +130,11 @@ def chrome_trace(
             trace.append(_arrow("f", event, event.started_ns - origin_ns) | ids[event.number] | {"bp": "e"})
     trace += [_mark(resume, by_number[resume.number].submitted_ns - origin_ns) for resume in resumes]
     trace += [_counter(counted, origin_ns) for counted in counts if events]
-    return {"traceEvents": trace, "displayTimeUnit": "ms"}
+    return {
+        "traceEvents": trace,
+        "displayTimeUnit": "ms",
+        "otherData": {"dropped_until_ns": dropped_until_ns},
+    }
 
 
 def _origin_ns(events: Iterable[CallEvent]) -> int:
@@ -184,13 +204,15 @@ def read_trace(path: Path) -> Trace:
         origin_ns = _origin_ns(events)
         counters = [entry for entry in value["traceEvents"] if entry["ph"] == "C"]
         counts = [Counted(origin_ns + round(1e3 * entry["ts"]), entry["args"]) for entry in counters]
+        # Earlier versions of flowrl wrote all calls.
+        dropped_until_ns = operator.index(value["otherData"]["dropped_until_ns"]) if "otherData" in value else 0
     except OSError as error:
         raise TraceError(f"{file} cannot be read ({error.strerror}); {fix}") from error
     except KeyError as error:
         raise TraceError(f"{file} is not the trace of a run of flowrl: {error.args[0]} is missing; {fix}") from error
     except (ValueError, TypeError) as error:
         raise TraceError(f"{file} is not the trace of a run of flowrl; {fix}") from error
-    return Trace(sorted(events, key=lambda event: event.number), resumes, counts)
+    return Trace(sorted(events, key=lambda event: event.number), resumes, counts, dropped_until_ns)
 
 
 _COUNTS = ("number", "rank", "submitted_ns", "arrived_ns", "started_ns", "ended_ns", "finished_ns")

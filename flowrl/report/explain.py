@@ -22,6 +22,7 @@ from flowrl.report.trace import (
     rank_fractions,
     since,
     span,
+    times,
 )
 
 SMALL_SHARE = 0.005
@@ -31,17 +32,30 @@ MIN_WIDTH = 64
 """Minimum width of the tables. On a narrower terminal, lines wrap instead of being truncated."""
 
 
-def explain(events: Sequence[CallEvent], *, window_s: float | None = None, console: Console | None = None) -> None:
-    """Prints where the time of the training loop was spent, optionally for the last `window_s` seconds."""
+def explain(
+    events: Sequence[CallEvent],
+    *,
+    dropped_until_ns: int = 0,
+    window_s: float | None = None,
+    console: Console | None = None,
+) -> None:
+    """Prints where the time of the training loop was spent, optionally for the last `window_s` seconds.
+
+    Calls that were finished by `dropped_until_ns` may be missing in `events`. The tables then start at this time.
+    """
     console = console or Console()
     loop = loop_events(events)
     start_ns, end_ns = span(loop)
+    start_ns = max(start_ns, dropped_until_ns)
     if window_s is not None:
         start_ns = max(start_ns, end_ns - int(window_s * 1e9))
-    parts = [call for call in call_parts(loop) if call.event.finished_ns > start_ns]
+    # The inputs of a call that was submitted earlier, and the previous call of its process, may be missing.
+    parts = [call for call in call_parts(loop) if times(call.event).submitted_ns >= dropped_until_ns]
+    parts = [call for call in parts if call.event.finished_ns > start_ns]
     path = since(critical_path(loop), start_ns)
     busy = busy_fractions(loop, start_ns, end_ns)
-    console.print(f"{len(parts):,} calls in {format_duration(end_ns - start_ns)}", highlight=False)
+    note = "; earlier calls are not in the trace" if dropped_until_ns and start_ns == dropped_until_ns else ""
+    console.print(f"{len(parts):,} calls in {format_duration(end_ns - start_ns)}{note}", highlight=False)
     pools = {event.device_label: event.pool for event in loop}
     ranks = rank_fractions(loop, start_ns, end_ns)
     for table in (calls_table(parts), path_table(path), busy_table(ranks, busy, pools)):

@@ -4,11 +4,12 @@ import json
 import math
 import os
 import time
+from array import array
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, overload
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -68,13 +69,42 @@ class LossResult:
         return {"validation_loss": self.loss}
 
 
+class History(Sequence[dict[str, float]]):
+    """The log records of a run, stored in 8 bytes per value, because a run may have very many steps."""
+
+    def __init__(self) -> None:
+        self._records: list[tuple[tuple[str, ...], array[float]]] = []
+        self._names: dict[tuple[str, ...], tuple[str, ...]] = {}
+        """Names of the values of a record, shared by all records with the same names."""
+
+    def append(self, record: Mapping[str, float]) -> None:
+        names = tuple(record)
+        self._records.append((self._names.setdefault(names, names), array("d", record.values())))
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, float]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, float]]: ...
+    def __getitem__(self, index: int | slice) -> dict[str, float] | list[dict[str, float]]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        names, values = self._records[index]
+        record = dict(zip(names, values, strict=True))
+        return record | {"step": int(record["step"])}
+
+
 class MetricsLog:
     """Writes the metrics of each step immediately, so that they remain if the run is killed."""
 
     def __init__(self, folder: Path, last_step: int = -1, *, has_tensorboard: bool = True) -> None:
         """Opens `metrics.jsonl`, without lines after `last_step`, and `tensorboard/` if requested."""
-        self.history: list[dict[str, float]] = _read(folder / "metrics.jsonl", last_step)
-        """One dictionary per step, with `step` and the step's metrics."""
+        self.history = History()
+        """One record per step, with `step` and the step's metrics."""
+        for record in _read(folder / "metrics.jsonl", last_step):
+            self.history.append(record)
         with replacing(folder / "metrics.jsonl") as temporary:
             temporary.write_text("".join(map(_line, self.history)), encoding="utf-8")
         self._lines = (folder / "metrics.jsonl").open("a", encoding="utf-8")
@@ -123,18 +153,16 @@ def _line(row: Mapping[str, float]) -> str:
     return json.dumps(finite(row), allow_nan=False) + "\n"
 
 
-def _read(path: Path, last_step: int) -> list[dict[str, float]]:
-    """Returns the rows up to `last_step`. Stops at the first line that is not valid JSON, for example after a crash."""
-    rows: list[dict[str, float]] = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+def _read(path: Path, last_step: int) -> Iterator[dict[str, float]]:
+    """Yields the rows up to `last_step`. Stops at the first line that is not valid JSON, for example after a crash."""
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
             row = json.loads(line)
         except ValueError:
             break
         if row["step"] > last_step:
             break
-        rows.append({name: math.nan if value is None else value for name, value in row.items()})
-    return rows
+        yield {name: math.nan if value is None else value for name, value in row.items()}
 
 
 class LiveProgress:

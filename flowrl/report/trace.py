@@ -9,7 +9,7 @@ the arrival time is used instead, so no duration is negative.
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal, NamedTuple
@@ -223,10 +223,15 @@ class IdleTracker:
         return {f"idle_{role}": 1 - sum(busy.get(role, ())) / self._num_ranks[role] for role in known}
 
 
-def _busy_fraction(events: Sequence[CallEvent], start_ns: int, end_ns: int) -> float:
+def _busy_fraction(events: Iterable[CallEvent], start_ns: int, end_ns: int) -> float:
+    return busy_ns(events, start_ns, end_ns) / max(1, end_ns - start_ns)
+
+
+def busy_ns(events: Iterable[CallEvent], start_ns: int, end_ns: int) -> int:
+    """Returns the nanoseconds of [start_ns, end_ns] in which at least one of the calls ran."""
     spans = sorted((max(event.started_ns, start_ns), min(event.ended_ns, end_ns)) for event in events)
     covered, reached = 0, start_ns
     for first, last in spans:
         covered += max(0, last - max(first, reached))
         reached = max(reached, last)
-    return covered / max(1, end_ns - start_ns)
+    return covered

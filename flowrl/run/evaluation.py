@@ -1,7 +1,7 @@
 """Evaluation during a run: the score of greedy responses, or the loss on held-out examples."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -76,16 +76,17 @@ def mean_loss(table: TensorDict) -> float:
 
 
 class Evaluations:
-    """The evaluation of a run and its results. The results are empty if `evaluation` is None."""
+    """The evaluation of a run, and its first and last result. The results are empty if `evaluation` is None."""
 
     def __init__(self) -> None:
         self.evaluation: Evaluation | None = None
         self.results: list[EvaluationResult | LossResult] = []
+        """The first and the last result. The metrics file has the others."""
 
     def measure(self, step: int) -> None:
         """Evaluates the model after a step, unless the step is already evaluated."""
         if self.evaluation is not None and not self.has_result_of(step):
-            self.results.append(self.evaluation.measure(step))
+            self.results = [*self.results[:1], self.evaluation.measure(step)]
 
     def has_result_of(self, step: int) -> bool:
         return bool(self.results) and self.results[-1].step == step
@@ -106,10 +107,4 @@ class Evaluations:
         return [asdict(result) for result in self.results]
 
     def restore(self, state: Sequence[Mapping[str, Any]]) -> None:
-        self.results = [_restore_result(values) for values in state]
-
-
-def _restore_result(values: Mapping[str, Any]) -> EvaluationResult | LossResult:
-    """Returns a result. Ignores the responses that earlier versions of flowrl stored in checkpoints."""
-    cls = LossResult if "loss" in values else EvaluationResult
-    return cls(**{field.name: values[field.name] for field in fields(cls)})
+        self.results = [(LossResult if "loss" in values else EvaluationResult)(**values) for values in state]

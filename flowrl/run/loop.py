@@ -1,6 +1,7 @@
 """Defines Run: the steps of a recipe, with metrics, evaluation, checkpoints and results."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from flowrl.data.metric import Logged, Mean, Metric, merge_metrics
 from flowrl.data.prompts import PromptStream
 from flowrl.report.chrome_trace import Trace, TraceError, read_trace
 from flowrl.report.progress import LiveProgress, MetricsLog
+from flowrl.report.recorded_calls import MAX_CALLS, RecordedCalls
 from flowrl.report.rollout_log import Kind, RolloutLog, Row
 from flowrl.report.rollout_text import render_markdown
 from flowrl.report.trace import IdleTracker
@@ -37,7 +39,7 @@ from flowrl.run.evaluation import Evaluations, GreedyEvaluation, LossEvaluation
 from flowrl.run.interrupt import Interruption
 from flowrl.run.preflight import check_engines, plan_run
 from flowrl.run.restarts import current_policy
-from flowrl.run.results import draw_plots, show, summarize, write_trace
+from flowrl.run.results import DRAWN_STEPS, draw_plots, show, write_trace
 from flowrl.run.rollout_rows import collect_rows
 from flowrl.run.updates import ZeroRateWatch, describe_updates
 from flowrl.schedules.rollout_source import PromptQueue, RolloutContext, RolloutSource
@@ -393,11 +395,12 @@ class Run:
         return summary
 
     def _write_trace_and_plots(self, until_ns: int | None = None) -> None:
-        events = list(self.cluster.calls.events)
-        step = None if self._resumed is None else self._resumed.manifest.step
-        trace = Trace(events) if step is None else self._earlier.followed_by(events, step)
+        events, dropped_until_ns = list(self.cluster.calls.events), self._log.recorded.dropped_until_ns
+        trace = Trace(events, dropped_until_ns=dropped_until_ns)
+        if self._resumed is not None and not dropped_until_ns:
+            trace = self._earlier.followed_by(events, self._resumed.manifest.step)
         counted = () if self._source is None else self._source.counted
-        write_trace(self.folder, trace.counted(counted))
+        write_trace(self.folder, trace.counted(counted).last_calls(max(MAX_CALLS, len(events))))
         if self.config.report.plots:
             draw_plots(self.folder, self._metrics.history, events, until_ns)
 
@@ -405,6 +408,8 @@ class Run:
         signal = self._interruption.signal
         self._peak_mb = max(self._peak_mb, _resident_mb())
         run = {
+            "steps": int(self._metrics.history[-1]["step"]) if self._metrics.history else 0,
+            "busy_fraction": self._log.recorded.busy_fractions(),
             "steps_requested": self.config.steps,
             "interrupted_by": None if signal is None else signal.name,
             "restarts": current_policy().num_restarts,
@@ -412,9 +417,8 @@ class Run:
             "rollout_gap_steps": self._watch.gap_steps,
             "peak_memory_mb": self._peak_mb,
         }
-        steps = summarize(self._metrics.history, self.cluster.calls.events)
         source = {} if self._source is None else self._source.summary()
-        return steps | run | self._evaluations.summary(self._step) | source
+        return run | self._evaluations.summary(self._step) | source
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -465,6 +469,9 @@ WaitedS = Callable[[int, Sequence[CallEvent], int, int], float]
 _MAX_REPORT_DELAY_NS = 10**9
 """Largest delay in ns between the end of a call and the arrival of its report on the driver."""
 
+_MAX_STEPS_IN_FLIGHT = 3
+"""Number of steps whose calls may lack a log record: the open step, the previous step, and the step before it."""
+
 
 @dataclass
 class _Step:
@@ -486,6 +493,9 @@ class StepLog:
     def __init__(self, calls: Calls, elapsed_s: float = 0.0) -> None:
         """`elapsed_s` is the run time before a resume."""
         self._calls = calls
+        self.recorded = RecordedCalls(calls.events)
+        self._begun_ns: deque[int] = deque(maxlen=DRAWN_STEPS + _MAX_STEPS_IN_FLIGHT)
+        """Times at which the last steps began."""
         self._ended_ns = time.time_ns()
         self._started_ns = self._ended_ns - int(elapsed_s * 1e9)
         self.last_ended_ns: int | None = None
@@ -512,6 +522,8 @@ class StepLog:
     def begin(self, step: int) -> None:
         """Opens a step. Later calls and metrics belong to this step."""
         self._steps[step] = _Step(time.time_ns())
+        self._begun_ns.append(self._steps[step].begun_ns)
+        self.recorded.drop_oldest(keep_from_ns=self._begun_ns[0] - _MAX_REPORT_DELAY_NS)
         self._open = step
 
     def end(self) -> None:

@@ -1,7 +1,6 @@
 """Results at the end of a run: trace, plots, summary and the tables in the terminal."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 
@@ -10,17 +9,18 @@ from flowrl.data.events import CallEvent
 from flowrl.report.chrome_trace import Trace, chrome_trace
 from flowrl.report.progress import EvaluationResult, LossResult, completions_table, result_table
 from flowrl.report.rollout_log import RolloutLogError, evenly_spaced, read_rows, saved_steps
-from flowrl.report.trace import busy_fractions, loop_events
+from flowrl.report.trace import loop_events
 
 DRAWN_STEPS = 4
-"""Number of last steps in `timeline.png`. `trace.json` has all steps."""
+"""Number of last steps in `timeline.png`."""
 
 NUM_RESPONSES = 8
 """Number of responses in the final table."""
 
 
 def write_trace(folder: RunFolder, trace: Trace) -> None:
-    write_json(folder.trace, chrome_trace(trace.events, trace.resumes, trace.counts), indent=None)
+    value = chrome_trace(trace.events, trace.resumes, trace.counts, trace.dropped_until_ns)
+    write_json(folder.trace, value, indent=None)
 
 
 def draw_plots(
@@ -36,17 +36,6 @@ def draw_plots(
     # Calls of a full run would be thinner than a pixel. A few steps show which calls overlap.
     window_s = sum(line.get("seconds", 0.0) for line in history[-DRAWN_STEPS:])
     draw_timeline(loop_events(events), folder.timeline, window_s=window_s, until_ns=until_ns)
-
-
-def summarize(history: Sequence[Mapping[str, float]], events: Iterable[CallEvent]) -> dict[str, Any]:
-    """Returns the number of steps, and the busy fraction of each device during the loop, for `summary.json`."""
-    loop = loop_events(events)
-    start_ns = min((event.started_ns for event in loop), default=0)
-    end_ns = max((event.ended_ns for event in loop), default=0)
-    return {
-        "steps": int(history[-1]["step"]) if history else 0,
-        "busy_fraction": busy_fractions(loop, start_ns, end_ns),
-    }
 
 
 def show(console: Console, results: Sequence[EvaluationResult | LossResult], folder: RunFolder) -> None:

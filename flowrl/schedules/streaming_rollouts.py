@@ -10,7 +10,6 @@ import numpy as np
 
 from flowrl.checkpoints.saved_rows import IDENTITY, SavedRows
 from flowrl.config import AsyncSchedule, UserError
-from flowrl.controller.calls.calls import MAX_EVENTS
 from flowrl.controller.dispatch import Future
 from flowrl.controller.errors import ProcessLost
 from flowrl.controller.group import WorkerGroup
@@ -41,6 +40,9 @@ POLL_S_PER_REPLICA = 0.01
 
 OVERSUBSCRIPTION = 4
 """Number of slots per extra group. Extra groups (over-subscription) keep a replica busy between polls."""
+
+MAX_COUNTS = 5_000
+"""Number of most recent samples of group counts in `trace.json`."""
 
 MAX_REFUSED_IN_A_ROW = 100
 """Number of consecutive refused prompts that ends the run, because then all prompts are probably invalid."""
@@ -137,7 +139,7 @@ class StreamingRollouts:
         self._refused_locations: set[str] = set()
         self._num_refused_in_a_row = 0
         self._remove_callback: Callable[[], None] | None = None
-        self.counted: deque[Counted] = deque(maxlen=MAX_EVENTS)
+        self.counted: deque[Counted] = deque(maxlen=MAX_COUNTS)
 
     def begin(self, policy: WorkerGroup | None, step: int, version: int) -> None:
         context = self._context

@@ -82,6 +82,14 @@ def test_nanoseconds_and_node_names_survive_a_round_trip(tmp_path: Path) -> None
     assert read_trace(tmp_path).events == [event, replace(event, number=8, node=1)]
 
 
+def test_the_time_until_which_calls_are_missing_survives_a_round_trip(tmp_path: Path) -> None:
+    write_json(tmp_path / "trace.json", chrome_trace(EVENTS, dropped_until_ns=7), indent=None)
+    assert read_trace(tmp_path).dropped_until_ns == 7
+    of_an_earlier_version = {name: value for name, value in chrome_trace(EVENTS).items() if name != "otherData"}
+    write_json(tmp_path / "trace.json", of_an_earlier_version, indent=None)
+    assert read_trace(tmp_path).dropped_until_ns == 0
+
+
 def saved(number: int, at_s: float) -> CallEvent:
     """Returns a `save_checkpoint` call that was submitted at a time."""
     at_ns = int(at_s * 1e9)

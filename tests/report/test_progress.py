@@ -4,6 +4,7 @@ import io
 import json
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,14 @@ from rich.console import Console
 from rich.table import Table
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from flowrl.report.progress import LiveProgress, MetricsLog, before_after_table, completions_table, format_clock
+from flowrl.report.progress import (
+    History,
+    LiveProgress,
+    MetricsLog,
+    before_after_table,
+    completions_table,
+    format_clock,
+)
 
 
 def printed(table: Table) -> str:
@@ -125,7 +133,20 @@ def test_the_history_has_every_step(tmp_path: Path) -> None:
     with MetricsLog(tmp_path) as log:
         log.write(1, {"reward": 0.5})
         log.write(2, {"reward": 0.75})
-    assert log.history == [{"step": 1, "reward": 0.5}, {"step": 2, "reward": 0.75}]
+    records = [{"step": 1, "reward": 0.5}, {"step": 2, "reward": 0.75}]
+    assert list(log.history) == log.history[-5:] == records and log.history[-1] == records[1]
+    assert list(reversed(log.history)) == records[::-1] and isinstance(log.history[0]["step"], int)
+
+
+def test_a_record_of_the_history_takes_little_memory() -> None:
+    """The names repeat in each record, so they are stored once."""
+    history = History()
+    tracemalloc.start()
+    for step in range(1_000):
+        history.append({"step": step} | {f"metric_{i}": step / 3 for i in range(40)})
+    num_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert num_bytes / 1_000 < 600
 
 
 def test_a_step_is_written_once(tmp_path: Path) -> None:

@@ -1,19 +1,34 @@
-"""Results of evaluations in checkpoints."""
+"""A run keeps its first and its last evaluation."""
 
-from flowrl.report.progress import EvaluationResult, LossResult
+from dataclasses import dataclass
+from typing import ClassVar
+
+from flowrl.report.progress import EvaluationResult
 from flowrl.run.evaluation import Evaluations
 
 
-def test_results_are_restored_from_their_state() -> None:
-    results = [EvaluationResult(0, 0.25, 3.0, 8), LossResult(4, 1.5, 8)]
-    evaluations, restored = Evaluations(), Evaluations()
-    evaluations.results = [*results]
+@dataclass
+class Rising:
+    """An evaluation whose accuracy rises with the step."""
+
+    unit: ClassVar[str] = "prompts"
+    num_rows: int = 4
+
+    def measure(self, step: int) -> EvaluationResult:
+        return EvaluationResult(step, step / 10, 1.0, self.num_rows)
+
+
+def test_the_first_and_the_last_result_are_kept_and_restored() -> None:
+    evaluations = Evaluations()
+    evaluations.evaluation = Rising()
+    for step in range(6):
+        evaluations.measure(step)
+        assert evaluations.has_result_of(step)
+    assert [result.step for result in evaluations.results] == [0, 5]
+    restored = Evaluations()
+    restored.evaluation = Rising()
     restored.restore(evaluations.state())
-    assert restored.results == results
-
-
-def test_responses_in_checkpoints_of_earlier_versions_are_ignored() -> None:
-    evaluations, restored = Evaluations(), Evaluations()
-    evaluations.results = [EvaluationResult(0, 0.25, 3.0, 8)]
-    restored.restore([state | {"samples": [{"prompt": "1+1="}]} for state in evaluations.state()])
     assert restored.results == evaluations.results
+    assert restored.summary(5) == {"accuracy_before": 0.0, "accuracy_after": 0.5, "evaluation_rows": 4}
+    restored.measure(6)
+    assert [result.step for result in restored.results] == [0, 6]

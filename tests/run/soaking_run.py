@@ -1,0 +1,47 @@
+"""Program that runs an asynchronous run on Ray with roles that hardly compute, and prints the driver's memory.
+
+Usage: `python -m tests.run.soaking_run FOLDER STEP ...`. The output ends with a JSON list: the driver's private memory
+after each step, in bytes.
+"""
+
+import gc
+import json
+import sys
+from pathlib import Path
+
+import psutil
+
+from flowrl.data.chat import ChatTokenizer
+from flowrl.data.prompts import PromptStream, read_conversations
+from flowrl.run.loop import Run
+from recipes.quickstart.prepare import prepare
+from tests.run.sleeping_run import sleeping_config
+from tests.schedules.sleeping_replicas import Durations, SleepingActor, SleepingRollout
+
+ROLLOUT_S, ROW_S = 1e-3, 1e-4
+
+
+def run_and_measure(folder: Path, measured_steps: list[int]) -> list[int]:
+    """Returns the private memory (USS) of this process after each of the measured steps. The last one ends the run."""
+    prepare(folder / "task", seed=0)
+    schedule = {"kind": "async", "max_staleness": 2}
+    config = sleeping_config(folder / "task", folder / "out", schedule=schedule, steps=measured_steps[-1])
+    prompts = read_conversations(config.data.train)[:64]
+    stream = PromptStream(prompts, ChatTokenizer(config.actor.model.path), seed=0, max_prompt_tokens=16)
+    measured = []
+    with Run(config) as run:
+        actor = run.group("actor", SleepingActor, ROW_S)
+        rollout = run.group("rollout", SleepingRollout, Durations(ROLLOUT_S), slots=4)
+        for step, batch in run.rollouts(rollout, stream):
+            for minibatch in batch.minibatches(config.minibatch_size):
+                run.log(actor.update(minibatch))
+            run.sync_weights(actor, rollout)
+            if step in measured_steps:
+                gc.collect()
+                measured.append(psutil.Process().memory_full_info().uss)
+        run.finish(actor)
+    return measured
+
+
+if __name__ == "__main__":
+    print(json.dumps(run_and_measure(Path(sys.argv[1]), [int(step) for step in sys.argv[2:]])))  # noqa: T201 (the result)

@@ -1,0 +1,33 @@
+"""A long run neither fills the memory of its driver nor the disk."""
+
+import json
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from flowrl.report.chrome_trace import read_trace
+from flowrl.report.recorded_calls import MAX_CALLS
+from flowrl.schedules.streaming_rollouts import MAX_COUNTS
+
+ROOT = Path(__file__).parents[2]
+STEPS = (500, 1500, 2500)
+BYTES_PER_STEP = 2_000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_driver_and_trace_do_not_grow_with_the_number_of_steps(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.run.soaking_run", str(tmp_path), *map(str, STEPS)]
+    ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    measured = json.loads(ended.stdout.splitlines()[-1])
+    growth = [(after - before) / 1000 for before, after in pairwise(measured)]
+    assert growth[-1] < BYTES_PER_STEP, f"bytes per step: {growth}"
+    trace = read_trace(tmp_path / "out")
+    assert MAX_CALLS <= len(trace.events) < 1.2 * MAX_CALLS and len(trace.counts) <= MAX_COUNTS
+    assert trace.dropped_until_ns > 0
+    assert (tmp_path / "out" / "trace.json").stat().st_size < 1_000 * MAX_CALLS
+    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, STEPS[-1] + 1))
