@@ -2,8 +2,8 @@
 
 `checkpoints/step-000040/` has a folder per role, `driver.json` and `manifest.json`. It also has `rows.safetensors` if
 there are pending rollouts (flowrl/checkpoints/saved_rows.py). The manifest lists the size and checksum of every other
-file. It is written last, so a folder without a manifest is an incomplete save. The next save or resume removes
-incomplete saves.
+file, and has a checksum of its own values. It is written last, so a folder without a manifest is an incomplete save.
+The next save or resume removes incomplete saves.
 """
 
 import json
@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -21,9 +22,10 @@ from typing import Any
 from flowrl.data.checksums import CheckpointError, FileChecksum, checksum_of, sync_folder, write_json_with_checksum
 from flowrl.data.metric import finite
 
-FORMAT = 2
-READS = (1, FORMAT)
-"""Checkpoint formats that can be read. Format 1 has no pending rollouts."""
+FORMAT, ROWS_FORMAT = 3, 2
+READS = (1, ROWS_FORMAT, FORMAT)
+"""Checkpoint formats that can be read. Format 1 has no pending rollouts, and 1 and 2 have no checksum of the manifest.
+"""
 MANIFEST, DRIVER = "manifest.json", "driver.json"
 
 SCORES: Mapping[str, int] = {"accuracy": 1, "reward": 1, "validation_loss": -1, "loss": -1}
@@ -152,6 +154,9 @@ class Checkpoints:
                     f"checkpoint {folder} has format {version}, but this version of flowrl reads {readable}: use the "
                     f"version that wrote it, or remove the folder"
                 )
+            expected = value.get("crc32")
+            if (expected is not None or version == FORMAT) and manifest_crc32(value) != expected:
+                raise ValueError(f"its values do not match its checksum {expected}")
             return Checkpoint(folder, _manifest(value))
         except FileNotFoundError as error:
             steps = ", ".join(map(str, self.steps())) or "none"
@@ -200,7 +205,8 @@ class Checkpoints:
         try:
             for path in [folder / role for role in manifest.roles]:
                 sync_folder(path)
-            write_json_with_checksum(temporary, finite(asdict(manifest)))
+            values = finite(asdict(manifest))
+            write_json_with_checksum(temporary, values | {"crc32": manifest_crc32(values)})
             os.replace(temporary, folder / MANIFEST)
             for changed in (folder, self.path, self.path.parent):
                 sync_folder(changed)
@@ -273,6 +279,12 @@ def new_manifest(
     files: Mapping[str, FileChecksum],
 ) -> Manifest:
     return Manifest(step, time.time(), score, roles, versions, files)
+
+
+def manifest_crc32(values: Mapping[str, Any]) -> int:
+    """Returns the CRC-32 of the values of a manifest, without its field `crc32`."""
+    covered = {name: value for name, value in values.items() if name != "crc32"}
+    return zlib.crc32(json.dumps(covered, sort_keys=True).encode())
 
 
 def _manifest(value: Mapping[str, Any]) -> Manifest:

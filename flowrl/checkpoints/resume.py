@@ -1,7 +1,7 @@
 """Finds the checkpoint from which a run resumes. Rejects changes of settings or inputs that would change results."""
 
+import json
 import shutil
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -9,10 +9,11 @@ from typing import Any
 
 import yaml
 
-from flowrl.checkpoints.checkpoints import FORMAT, Checkpoint, Checkpoints
+from flowrl.checkpoints.checkpoints import ROWS_FORMAT, Checkpoint, Checkpoints
+from flowrl.checkpoints.inputs import check_same_inputs
 from flowrl.checkpoints.run_folder import RunFolder, RunFolderError
-from flowrl.config import ActorConfig, CriticConfig, DataConfig, OnPolicyConfig, RunConfig, models_of
-from flowrl.data.checksums import CheckpointError, FileChecksum
+from flowrl.config import OnPolicyConfig, RunConfig
+from flowrl.data.checksums import CheckpointError
 
 MAY_DIFFER = (
     "output",
@@ -42,20 +43,26 @@ MAY_DIFFER = (
 
 _MISSING = object()
 
-_FULL_CHECKSUM_BYTES = 256 * 1024**2
-"""Largest model file, in bytes, whose checksum covers the full file. Larger files are sampled."""
 
-_CHUNK_BYTES = 1024**2
-"""Bytes per sampled chunk of a large file. Chunks are evenly spaced over the file."""
+class RunComplete(Exception):
+    """Raised on resume if all steps of the run are trained. The program then ends with exit code 0."""
 
 
 def is_resuming(config: RunConfig) -> bool:
-    """Whether the run continues an earlier run in its output folder. Raises RunFolderError if the settings differ."""
+    """Whether the run continues an earlier run in its output folder.
+
+    Raises RunFolderError if the settings differ, and RunComplete if no step is left.
+    """
     folder = RunFolder(config.output)
     if config.resume == "never" or not folder.config.exists():
         return False
-    _check_same_settings(config, folder.config)
+    old_steps = _check_same_settings(config, folder.config)
     steps = Checkpoints(config.output).steps()
+    if old_steps == config.steps and _has_complete_summary(folder, config.steps, steps):
+        raise RunComplete(
+            f"the run in {config.output} is already complete (steps is {config.steps}), so there is nothing to do: "
+            f"increase steps to continue it"
+        )
     if not steps and folder.summary.exists():
         raise RunFolderError(
             f"output folder {config.output} has a finished run without a checkpoint to resume from: set output to a "
@@ -69,11 +76,21 @@ def is_resuming(config: RunConfig) -> bool:
     return True
 
 
+def _has_complete_summary(folder: RunFolder, num_steps: int, checkpoints: Sequence[int]) -> bool:
+    """Whether a run of `num_steps` steps wrote its results after its last step. `checkpoints` are the saved steps."""
+    try:
+        summary = json.loads(folder.summary.read_text(encoding="utf-8"))
+        is_complete = summary["steps_requested"] == num_steps and summary["interrupted_by"] is None
+        return is_complete and (not checkpoints or checkpoints[-1] == summary["steps"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
 def find_checkpoint(config: RunConfig) -> Checkpoint | None:
     """Returns the verified checkpoint from which the run resumes, or None if it starts from step 0.
 
-    Removes incomplete saves. Raises RunFolderError if settings, data or a frozen model have changed, and
-    CheckpointError if the newest checkpoint is corrupt or lacks the pending rollouts.
+    Removes incomplete saves. Raises RunFolderError if settings or inputs have changed, RunComplete if no step is left,
+    and CheckpointError if the newest checkpoint is corrupt or lacks the pending rollouts.
     """
     if not is_resuming(config):
         return None
@@ -84,34 +101,55 @@ def find_checkpoint(config: RunConfig) -> Checkpoint | None:
         # Without a checkpoint the run starts over, so the old TensorBoard events are removed.
         shutil.rmtree(config.output / "tensorboard", ignore_errors=True)
         return None
-    if isinstance(config, OnPolicyConfig) and newest.manifest.format < FORMAT:
+    if isinstance(config, OnPolicyConfig) and newest.manifest.format < ROWS_FORMAT:
         raise CheckpointError(
             f"checkpoint {newest.path} has format {newest.manifest.format}, which lacks pending rollouts: resume with "
             f"the version of flowrl that wrote it, or set output to a new folder"
         )
-    _check_same_inputs(newest.driver().get("inputs", {}), config, newest)
+    _check_pending_rollouts(config, newest)
+    check_same_inputs(newest.driver().get("inputs", {}), config, newest)
     return newest
+
+
+def _check_pending_rollouts(config: RunConfig, newest: Checkpoint) -> None:
+    """Raises CheckpointError if the next step of `one_step_off` has no responses of the previous weights.
+
+    Versions of flowrl that write format 2 save no responses after the last step.
+    """
+    if not isinstance(config, OnPolicyConfig) or config.schedule.is_streaming or not config.schedule.staleness:
+        return
+    step = newest.manifest.step
+    if step < config.steps and newest.driver()["rows"] is None:
+        raise CheckpointError(
+            f"steps is {config.steps}, but checkpoint {newest.path} was the end of a run and lacks the pending "
+            f"rollouts of step {step + 1}, so a {config.schedule.kind} run cannot continue from it: set steps to "
+            f"{step}, or set output to a new folder"
+        )
 
 
 # Settings.
 
 
-def _check_same_settings(config: RunConfig, path: Path) -> None:
-    """Raises RunFolderError if a setting outside `MAY_DIFFER` differs from the earlier run's `config.yaml`."""
+def _check_same_settings(config: RunConfig, path: Path) -> int:
+    """Returns the `steps` of the earlier run's `config.yaml`.
+
+    Raises RunFolderError if a setting outside `MAY_DIFFER` differs.
+    """
     try:
         # Validation adds the default of every setting that did not exist when the earlier run started.
-        old = type(config).model_validate(yaml.safe_load(path.read_text(encoding="utf-8"))).model_dump(mode="json")
+        earlier = type(config).model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
     except (OSError, yaml.YAMLError, ValueError) as error:
         raise RunFolderError(
             f"{path} is not a valid {type(config).__name__} ({str(error).splitlines()[0]}), so this run cannot be "
             f"resumed: set output to a new folder"
         ) from error
-    for key, before, now in differences(old, config.model_dump(mode="json")):
+    for key, before, now in differences(earlier.model_dump(mode="json"), config.model_dump(mode="json")):
         if not any(fnmatchcase(key, pattern) for pattern in MAY_DIFFER):
             raise RunFolderError(
                 f"{key} was {_format(before)} in the run in {path.parent} and is now {_format(now)}, which would "
                 f"change results; restore the old value, or set output to a new folder"
             )
+    return earlier.steps
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -126,76 +164,3 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
 
 def _format(value: object) -> str:
     return "not set" if value is _MISSING else "null" if value is None else str(value)
-
-
-# Inputs are data files and frozen models. Checkpoints contain only their checksums.
-
-
-def input_checksums(config: RunConfig) -> dict[str, FileChecksum]:
-    """Returns the checksum of the files at each path of the config, except trained models and unreadable paths."""
-    files: dict[str, Sequence[Path]] = {}
-    for name, value in config:
-        if isinstance(value, DataConfig):
-            files[f"{name}.train"] = [value.train]
-            if value.test is not None:
-                files[f"{name}.test"] = [value.test]
-    for prefix, role in models_of(config).values():
-        is_trained = isinstance(role, ActorConfig | CriticConfig) and role.lora is None
-        if role.model is not None and not is_trained:
-            files[f"{prefix}model.path"] = sorted(role.model.path.glob("*.safetensors"))
-    checksums = {key: _combined_checksum(paths) for key, paths in files.items() if paths}
-    return {key: checksum for key, checksum in checksums.items() if checksum is not None}
-
-
-def _check_same_inputs(old: Mapping[str, Sequence[int]], config: RunConfig, checkpoint: Checkpoint) -> None:
-    for key, now in input_checksums(config).items():
-        before = FileChecksum(*old[key]) if key in old else now
-        if before != now:
-            raise RunFolderError(
-                f"the file at {key} has changed since step {checkpoint.manifest.step} of the run in {config.output} "
-                f"({_difference(before, now)}), which would change results; restore the old file, or set output to a "
-                f"new folder"
-            )
-
-
-def check_base_model(checkpoint: Checkpoint, base: Path) -> None:
-    """Raises RunFolderError if `base` contains another model than the base model of the checkpoint's adapter."""
-    old = checkpoint.driver().get("inputs", {})
-    before = next((FileChecksum(*old[key]) for key in ("actor.model.path", "model.path") if key in old), None)
-    if before is None:  # a Hub name, or a checkpoint without checksums
-        return
-    now = _combined_checksum(sorted(base.glob("*.safetensors")))
-    if not base.is_dir() or now != before:
-        reason = _difference(before, now) if base.is_dir() and now is not None else "it is missing"
-        raise RunFolderError(
-            f"the adapter of step {checkpoint.manifest.step} was trained on the model in {base}, which has changed "
-            f"({reason}): restore the original model"
-        )
-
-
-def _difference(before: FileChecksum, now: FileChecksum) -> str:
-    same_size = before.size == now.size
-    return "other contents of the same size" if same_size else f"{now.size:,} bytes instead of {before.size:,}"
-
-
-def _combined_checksum(paths: Sequence[Path]) -> FileChecksum | None:
-    """Returns one checksum over several files, or None if a file is unreadable."""
-    size = crc32 = 0
-    try:
-        for path in paths:
-            size += path.stat().st_size
-            crc32 = _update_crc32(path, crc32)
-    except OSError:
-        return None
-    return FileChecksum(size, crc32)
-
-
-def _update_crc32(path: Path, crc32: int) -> int:
-    """Continues a CRC-32 over a file, or over samples of a large file."""
-    size, num_samples = path.stat().st_size, _FULL_CHECKSUM_BYTES // _CHUNK_BYTES
-    is_small = size <= _FULL_CHECKSUM_BYTES
-    with path.open("rb") as file:
-        for i in range(-(-size // _CHUNK_BYTES) if is_small else num_samples):
-            file.seek(i * _CHUNK_BYTES if is_small else i * (size - _CHUNK_BYTES) // (num_samples - 1))
-            crc32 = zlib.crc32(file.read(_CHUNK_BYTES), crc32)
-    return crc32

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from flowrl.checkpoints.checkpoints import Checkpoints
-from flowrl.checkpoints.resume import check_base_model
+from flowrl.checkpoints.inputs import check_base_model
+from flowrl.checkpoints.resume import RunComplete
 from flowrl.config import CheckFailed, ConfigError, OnPolicyConfig, Placement, RunConfig, UserError, load, recipe_class
 from flowrl.config.source import read
 from flowrl.controller.errors import WorkerError
@@ -56,8 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def exit_code(program: Callable[[], object]) -> int:
     """Runs `program` and returns its exit code. Prints errors to stderr without the driver's traceback.
 
-    Exit codes: 0 if the program succeeds, 1 if a worker or a check fails, 2 after a `UserError` or if the disk is full,
-    and 130 or 143 after SIGINT or SIGTERM. Other exceptions are bugs and propagate.
+    Exit codes: 0 if the program succeeds or its run is already complete, 1 if a worker or a check fails, 2 after a
+    `UserError` or if the disk is full, and 130 or 143 after SIGINT or SIGTERM. Other exceptions are bugs and propagate.
     """
     try:
         program()
@@ -67,6 +68,8 @@ def exit_code(program: Callable[[], object]) -> int:
     except (WorkerError, CheckFailed) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
+    except RunComplete as complete:
+        sys.stdout.write(f"{complete}\n")
     except Interrupted as ended:
         sys.stderr.write(f"{ended}\n")
         return ended.exit_code

@@ -11,7 +11,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from flowrl.checkpoints.checkpoints import Checkpoint, Checkpoints
-from flowrl.checkpoints.resume import find_checkpoint, input_checksums, is_resuming
+from flowrl.checkpoints.inputs import input_checksums
+from flowrl.checkpoints.resume import find_checkpoint, is_resuming
 from flowrl.checkpoints.run_folder import RunFolder, folder_lock, remove_temporary_files, replacing, write_json
 from flowrl.checkpoints.saver import Checkpointable, Saver
 from flowrl.config import OnPolicyConfig, RunConfig, UserError
@@ -60,6 +61,7 @@ class Run:
     Raises:
         RunFolderError: if the output folder contains another run or is in use.
         CheckpointError: if the newest checkpoint is corrupt.
+        RunComplete: if the output folder has this run with all its steps, and `resume` is auto.
         PlacementError: if the placement does not fit the devices.
         Interrupted: if a signal ended the run. It is raised when the `with` block ends.
     """
@@ -178,6 +180,8 @@ class Run:
     def _begin(self, rollout: WorkerGroup | None = None) -> None:
         """Restores the checkpoint, sends weights to the rollout, and evaluates the initial model."""
         self._saver.check(self._resumed)
+        if self.config.checkpoint.every:
+            _ = self._input_checksums  # of the files that this run reads, before anyone edits them
         if rollout is not None and self._policy is not None:
             self._weight_sync.prepare(self._policy, rollout)
         if self._resumed is not None:

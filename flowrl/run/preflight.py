@@ -50,14 +50,14 @@ def plan_run(config: RunConfig, devices: Sequence[int] | None = None) -> Plan:
 
 
 def check_run(config: RunConfig) -> None:
-    """Checks functions, placement, memory and output folder before data and models are read.
+    """Checks output folder, functions, placement and memory before data and models are read.
 
-    Raises UserError if one is invalid.
+    Raises UserError if one is invalid, and RunComplete if the output folder has this run with all its steps.
     """
-    check_start(config)
     check_not_locked(config.output)
     if not is_resuming(config):
         check_is_new(config.output)
+    check_start(config)
 
 
 def check_start(config: RunConfig) -> None:

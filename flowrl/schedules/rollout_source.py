@@ -159,6 +159,11 @@ class BatchRollouts:
 
     def __init__(self, context: RolloutContext, *, num_ahead: int = 0) -> None:
         self._context, self._num_ahead = context, num_ahead
+        config = context.config
+        # A run with checkpoints may continue with more steps. Its last checkpoint therefore has responses for them, as
+        # the checkpoint of this step has in a longer run.
+        self._last_step = config.steps + (num_ahead if config.checkpoint.every else 0)
+        """Last step for which responses are generated."""
         self._last_submitted = 0
         self._batches: deque[_SubmittedBatch] = deque()
         self._metrics: tuple[Logged, ...] = ()
@@ -168,7 +173,7 @@ class BatchRollouts:
 
     def next_batch(self, step: int, version: int) -> Batch:
         config, queue = self._context.config, self._context.prompts
-        while self._last_submitted < min(step + self._num_ahead, config.steps):
+        while self._last_submitted < min(step + self._num_ahead, self._last_step):
             self._last_submitted += 1
             indices = queue.pop(config.prompts_per_step)
             prompts = queue.make_batch(indices)
@@ -191,7 +196,7 @@ class BatchRollouts:
         return metrics
 
     def weight_wait_s(self, step: int, events: Sequence[CallEvent], start_ns: int, end_ns: int) -> float:
-        if step + self._num_ahead >= self._context.config.steps:
+        if step + self._num_ahead >= self._last_step:
             return 0.0  # no later `generate` call, so no rollout waits for the weights of this step
         return measure_weight_wait_s(events, self._context.rollout.role, start_ns, end_ns)
 

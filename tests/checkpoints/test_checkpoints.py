@@ -116,10 +116,36 @@ def test_a_corrupt_manifest_is_an_error_and_not_removed(tmp_path: Path, text: st
 def test_a_newer_format_is_an_error_and_not_removed(tmp_path: Path) -> None:
     folder = save(tmp_path, 1)
     value = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps(value | {"format": 3}))
-    assert not missing_facts(error_of_newest(tmp_path), "format", 3)
+    (folder / "manifest.json").write_text(json.dumps(value | {"format": 4}))
+    assert not missing_facts(error_of_newest(tmp_path), "format", 4)
     Checkpoints(tmp_path).remove_unfinished()
     assert folder.exists()
+
+
+def test_every_flipped_bit_of_a_manifest_is_detected(tmp_path: Path) -> None:
+    path = save(tmp_path, 10, accuracy(0.5)) / "manifest.json"
+    written = path.read_bytes()
+    intact = Checkpoints(tmp_path).read(10)
+    for position in range(len(written)):
+        for bit in range(8):
+            flipped = bytearray(written)
+            flipped[position] ^= 1 << bit
+            path.write_bytes(flipped)
+            try:
+                read = Checkpoints(tmp_path).read(10)
+            except CheckpointError:
+                continue
+            assert read == intact, f"bit {bit} of {written[position - 20 : position + 20]!r}"
+
+
+def test_an_older_manifest_without_a_checksum_is_read(tmp_path: Path) -> None:
+    path = save(tmp_path, 1) / "manifest.json"
+    value = json.loads(path.read_text())
+    del value["crc32"]
+    path.write_text(json.dumps(value))
+    assert "crc" in error_of_newest(tmp_path) or "checksum" in error_of_newest(tmp_path)
+    path.write_text(json.dumps(value | {"format": 2}))
+    assert Checkpoints(tmp_path).read(1).manifest.step == 1
 
 
 def test_a_folder_that_is_not_writable_is_named(tmp_path: Path) -> None:

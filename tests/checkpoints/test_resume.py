@@ -1,5 +1,6 @@
 """A resumed run accepts some changed settings and rejects the others with their key."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -7,12 +8,14 @@ from typing import Any
 import pytest
 
 from flowrl.checkpoints.checkpoints import Checkpoints, Role, new_manifest
-from flowrl.checkpoints.resume import differences, find_checkpoint, input_checksums, is_resuming
+from flowrl.checkpoints.resume import RunComplete, differences, find_checkpoint, is_resuming
 from flowrl.checkpoints.run_folder import RunFolderError
 from flowrl.config import RunConfig, to_yaml
-from flowrl.data.checksums import write_json_with_checksum
+from flowrl.data.checksums import CheckpointError, write_json_with_checksum
+from recipes.ppo.config import PPOConfig
 from recipes.sft.config import SFTConfig
-from tests.errors import missing_facts
+from tests.configs import ppo_settings
+from tests.errors import missing_facts, rejects
 
 
 def config(folder: Path, **changes: Any) -> SFTConfig:
@@ -55,60 +58,6 @@ def test_a_run_resumes_from_the_newest_checkpoint_of_its_folder(run: Path) -> No
     newest = find_checkpoint(config(run))
     assert newest is not None and newest.manifest.step == 4
     assert not unfinished.exists()
-
-
-@pytest.fixture
-def with_inputs(run: Path, tmp_path: Path) -> SFTConfig:
-    """A run that read a file, and trains an adapter on a model of two files."""
-    (tmp_path / "t.jsonl").write_text("rows")
-    (tmp_path / "m").mkdir()
-    for name in ("a", "b"):
-        (tmp_path / "m" / f"{name}.safetensors").write_bytes(b"weights")
-    data = {"train": tmp_path / "t.jsonl", "max_prompt_tokens": 8}
-    changed = config(run, data=data, model={"path": tmp_path / "m"}, lora={"rank": 2})
-    (run / "config.yaml").write_text(to_yaml(changed))
-    checkpoint(run, 5, {"inputs": input_checksums(changed)})
-    return changed
-
-
-def test_unchanged_inputs_are_accepted(with_inputs: SFTConfig) -> None:
-    newest = find_checkpoint(with_inputs)
-    assert newest is not None and newest.manifest.step == 5
-    assert set(input_checksums(with_inputs)) == {"data.train", "model.path"}
-
-
-@pytest.mark.parametrize(
-    ("changed", "contents", "pattern"),
-    [
-        ("t.jsonl", "swor", r"data\.train .*step 5 .*"),
-        ("t.jsonl", "row", r"data\.train .*\b3 .*\b4\b"),
-        ("m/b.safetensors", "Weights", r"model\.path .*step 5"),
-    ],
-)
-def test_changed_inputs_are_rejected(
-    with_inputs: SFTConfig, tmp_path: Path, changed: str, contents: str, pattern: str
-) -> None:
-    (tmp_path / changed).write_text(contents)
-    with pytest.raises(RunFolderError, match=pattern):
-        find_checkpoint(with_inputs)
-
-
-def test_a_fully_trained_model_is_not_an_input(with_inputs: SFTConfig) -> None:
-    assert set(input_checksums(with_inputs.model_copy(update={"lora": None}))) == {"data.train"}
-
-
-@pytest.mark.parametrize("offset", [0, 335, 999])
-def test_a_large_file_is_sampled_over_its_full_length(
-    with_inputs: SFTConfig, tmp_path: Path, offset: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("flowrl.checkpoints.resume._CHUNK_BYTES", 10)
-    monkeypatch.setattr("flowrl.checkpoints.resume._FULL_CHECKSUM_BYTES", 100)
-    weights = bytearray(1000)
-    (tmp_path / "m" / "a.safetensors").write_bytes(weights)
-    before = input_checksums(with_inputs)
-    weights[offset] = 1
-    (tmp_path / "m" / "a.safetensors").write_bytes(weights)
-    assert input_checksums(with_inputs) != before
 
 
 def test_a_new_folder_is_not_resumed(tmp_path: Path) -> None:
@@ -185,3 +134,58 @@ def test_config_differences_include_nested_and_missing_keys() -> None:
     old = {"a": 1, "b": {"c": 2, "d": 3}, "removed": 4}
     new = {"a": 1, "b": {"c": 5, "d": 3, "e": 6}}
     assert [key for key, _, _ in differences(old, new)] == ["b.c", "b.e", "removed"]
+
+
+COMPLETE = {"steps": 4, "steps_requested": 4, "interrupted_by": None}
+
+
+def finish(run: Path, summary: Mapping[str, Any], **changes: Any) -> SFTConfig:
+    """Writes the files of a run that has ended. Returns its config."""
+    ended = config(run, **{"steps": 4} | changes)
+    (run / "config.yaml").write_text(to_yaml(ended))
+    (run / "summary.json").write_text(json.dumps(summary))
+    return ended
+
+
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+def test_a_complete_run_is_reported(run: Path, has_checkpoint: bool) -> None:
+    ended = finish(run, COMPLETE)
+    if not has_checkpoint:
+        Checkpoints(run).prune(0, 0)
+    with rejects(run, 4, error=RunComplete):
+        find_checkpoint(ended)
+
+
+def test_a_run_that_ended_with_its_data_is_complete(run: Path) -> None:
+    with pytest.raises(RunComplete):
+        find_checkpoint(finish(run, COMPLETE | {"steps_requested": 9}, steps=9))
+
+
+@pytest.mark.parametrize(
+    "summary", [COMPLETE | {"interrupted_by": "SIGINT"}, COMPLETE | {"steps": 3}, COMPLETE | {"steps_requested": 9}]
+)
+def test_a_run_without_all_its_results_is_not_complete(run: Path, summary: dict[str, Any]) -> None:
+    assert is_resuming(finish(run, summary))
+
+
+def test_a_complete_run_continues_with_more_steps(run: Path) -> None:
+    assert is_resuming(finish(run, COMPLETE).model_copy(update={"steps": 5}))
+
+
+def test_a_run_that_was_continued_and_killed_is_not_complete(run: Path) -> None:
+    longer = finish(run, COMPLETE).model_copy(update={"steps": 5})
+    (run / "config.yaml").write_text(to_yaml(longer))
+    assert is_resuming(longer) and is_resuming(longer.model_copy(update={"steps": 4}))
+
+
+def test_one_step_off_is_rejected_if_the_next_step_has_no_pending_rollouts(tmp_path: Path) -> None:
+    schedule = {"kind": "one_step_off"}
+    settings = ppo_settings(output=tmp_path, resume="auto", steps=9, schedule=schedule)
+    config = PPOConfig.model_validate(settings)
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    checkpoint(tmp_path, 4, {"rows": None})
+    with rejects("steps", 9, 4, 5, error=CheckpointError):
+        find_checkpoint(config)
+    checkpoint(tmp_path, 5, {"rows": ["response"]})
+    newest = find_checkpoint(config)
+    assert newest is not None and newest.manifest.step == 5

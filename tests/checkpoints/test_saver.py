@@ -10,7 +10,8 @@ import pytest
 from tensordict import TensorDict
 
 from flowrl import Batch, Dispatch, Placement, Worker, register
-from flowrl.checkpoints.checkpoints import Checkpoints
+from flowrl.checkpoints.checkpoints import Checkpoints, manifest_crc32
+from flowrl.checkpoints.resume import RunComplete
 from flowrl.config import RunConfig, UserError
 from flowrl.controller.errors import WorkerError
 from flowrl.data.checksums import CheckpointError
@@ -128,16 +129,30 @@ def test_two_ray_ranks_save_and_resume(config: Callable[..., CountConfig], ray_s
 def test_a_run_without_rollouts_resumes_from_a_format_without_rows(config: Callable[..., CountConfig]) -> None:
     train(config(steps=2))
     manifest = config().output / "checkpoints" / "step-000002" / "manifest.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 1}))
+    values = json.loads(manifest.read_text()) | {"format": 1}
+    manifest.write_text(json.dumps(values | {"crc32": manifest_crc32(values)}))
     assert train(config()).seen == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_a_finished_run_resumes_without_a_step(config: Callable[..., CountConfig]) -> None:
+def test_a_run_that_lost_its_results_writes_them_again_without_a_step(config: Callable[..., CountConfig]) -> None:
     train(config())
     before = lines(config())
+    (config().output / "summary.json").unlink()
     assert train(config()).seen == [1, 2, 3, 4, 5, 6, 7]
     assert lines(config()) == before
     assert (config().output / "model" / "count").read_text() == "7"
+
+
+def test_a_complete_run_starts_no_worker_and_changes_no_file(config: Callable[..., CountConfig]) -> None:
+    train(config())
+    before = modified(config().output)
+    with pytest.raises(RunComplete):
+        train(config(steps=7, backend="ray", evaluate_every=3))
+    assert modified(config().output) == before
+
+
+def modified(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
 def test_the_newest_and_the_best_are_kept(config: Callable[..., CountConfig]) -> None:

@@ -9,10 +9,12 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from flowrl.checkpoints.checkpoints import manifest_crc32
 from flowrl.checkpoints.run_folder import folder_lock
 from flowrl.cli import main, run_recipe
 from flowrl.config import to_yaml
@@ -82,6 +84,31 @@ def checksums(folder: Path) -> dict[str, tuple]:
     return {str(path.relative_to(folder)): checksum_of(path) for path in folder.rglob("*") if path.is_file()}
 
 
+def write_manifest(path: Path, changes: dict[str, Any]) -> None:
+    """Changes values of a manifest, with a correct checksum."""
+    values = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps(values | {"crc32": manifest_crc32(values)}))
+
+
+def test_changed_step_in_the_manifest_is_rejected(checkpoints: Path, rejection: Rejection) -> None:
+    manifest = checkpoints / "step-000002" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"step": 2', '"step": 3'))
+    assert not missing_facts(rejection(), "manifest.json")
+
+
+def test_complete_run_is_reported_and_unchanged(
+    checkpoints: Path, run: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = checkpoints.parent
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    capsys.readouterr()
+    for changes in ((), ("backend=ray", "evaluate_every=1")):
+        assert run(*changes) == 0
+        printed = capsys.readouterr()
+        assert not missing_facts(printed.out, folder, 2) and not printed.err
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
 def test_truncated_file_is_named_and_the_older_checkpoint_resumes(
     checkpoints: Path, rejection: Rejection, run: Callable[..., int]
 ) -> None:
@@ -113,13 +140,13 @@ def test_missing_shard_is_rejected(checkpoints: Path, rejection: Rejection) -> N
     assert os.strerror(errno.ENOENT) in error
 
 
-@pytest.mark.parametrize(("version", "facts"), [(1, ("output",)), (3, (1, 2))])
+@pytest.mark.parametrize(("version", "facts"), [(1, ("output",)), (4, (1, 2, 3))])
 def test_other_format_is_rejected(
     checkpoints: Path, rejection: Rejection, version: int, facts: tuple[object, ...]
 ) -> None:
-    """Format 1 lacks pending rollouts, so a run that generates needs a new output. Format 3 cannot be read at all."""
+    """Format 1 lacks pending rollouts, so a run that generates needs a new output. Format 4 cannot be read at all."""
     manifest = checkpoints / "step-000002" / "manifest.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": version}))
+    write_manifest(manifest, {"format": version})
     assert not missing_facts(rejection(), manifest.parent, "format", version, *facts)
 
 
@@ -215,9 +242,8 @@ def test_export_names_the_path_that_it_cannot_write_or_read(
         assert ("--output" in error) == (number == errno.ENAMETOOLONG)
     config.write_text("{")
     manifest = checkpoints / "step-000002" / "manifest.json"
-    content = json.loads(manifest.read_text())
-    content["files"]["actor/model/config.json"] = checksum_of(config)
-    manifest.write_text(json.dumps(content))
+    files = json.loads(manifest.read_text())["files"]
+    write_manifest(manifest, {"files": files | {"actor/model/config.json": checksum_of(config)}})
     assert main(["export", str(folder)]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and not missing_facts(error, checkpoints / "step-000002", "--step")

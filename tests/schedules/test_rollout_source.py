@@ -145,6 +145,14 @@ def test_the_last_step_submits_nothing_ahead(tmp_path: Path) -> None:
     assert state["untrained"] == [] and rows is None
 
 
+def test_the_last_step_of_a_run_with_checkpoints_submits_the_batch_of_a_longer_run() -> None:
+    longer, rollout = source_and_rollout = make_source(config_for("one_step_off", steps=STEPS + 1))
+    trained(*source_and_rollout, range(1, STEPS + 1))
+    saving, own_rollout = source_and_rollout = make_source(config_for("one_step_off", checkpoint={"every": 100}))
+    trained(*source_and_rollout, range(1, STEPS + 1))
+    assert own_rollout.calls_made == rollout.calls_made and saving.state() == longer.state()
+
+
 def batch_of(versions: list[list[int]]) -> Batch:
     """Returns rows of one prompt token and the response tokens."""
     tokens = [token for row in versions for token in (-1, *row)]

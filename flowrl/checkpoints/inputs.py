@@ -1,0 +1,146 @@
+"""Checksums of a run's inputs: data files, frozen models, tokenizer, chat template and reward function.
+
+Checkpoints contain only the checksums. A resumed run rejects changed inputs.
+"""
+
+import inspect
+import sys
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from flowrl.checkpoints.checkpoints import Checkpoint
+from flowrl.checkpoints.run_folder import RunFolderError
+from flowrl.config import (
+    ActorConfig,
+    CriticConfig,
+    DataConfig,
+    ImportNameError,
+    RewardConfig,
+    RunConfig,
+    import_function,
+    models_of,
+)
+from flowrl.data.checksums import FileChecksum
+
+_FULL_CHECKSUM_BYTES = 256 * 1024**2
+"""Largest model file, in bytes, whose checksum covers the full file. Larger files are sampled."""
+
+_CHUNK_BYTES = 1024**2
+"""Bytes per sampled chunk of a large file. Chunks are evenly spaced over the file."""
+
+_TOKENIZER_FILES = ("*token*.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken")
+_TEMPLATE_FILES = ("chat_template*", "additional_chat_templates/*")
+
+
+def input_checksums(config: RunConfig) -> dict[str, FileChecksum]:
+    """Returns the checksum of each input, except trained weights, files of the Hub and unreadable files.
+
+    The key of an input is its setting. If a setting names several inputs, the key ends with the kind in parentheses.
+    """
+    checksums = {key: _combined_checksum(paths) for key, paths in _input_files(config)}
+    return {key: checksum for key, checksum in checksums.items() if checksum is not None}
+
+
+def _input_files(config: RunConfig) -> Iterator[tuple[str, Sequence[Path]]]:
+    for name, value in config:
+        if isinstance(value, DataConfig):
+            paths = {"train": value.train, "test": value.test}
+            yield from ((f"{name}.{key}", [path]) for key, path in paths.items() if path is not None)
+        elif isinstance(value, RewardConfig):
+            functions = {"function": value.function, "evaluation": value.evaluation}
+            sources = {key: _source_files(function) for key, function in functions.items() if function is not None}
+            yield from ((f"{name}.{key}", files) for key, files in sources.items() if files)
+    yield from _model_files(config)
+
+
+def _model_files(config: RunConfig) -> Iterator[tuple[str, Sequence[Path]]]:
+    for name, (prefix, role) in models_of(config).items():
+        if role.model is None or not role.model.path.is_dir():
+            continue
+        path = role.model.path
+        if not isinstance(role, ActorConfig | CriticConfig) or role.lora is not None:
+            yield f"{prefix}model.path", sorted(path.glob("*.safetensors"))
+        if name == "actor":  # its tokenizer encodes the prompts and decodes the responses
+            # No file also has a checksum, so that a template that is added later is detected.
+            yield f"{prefix}model.path (tokenizer)", _files_in(path, _TOKENIZER_FILES)
+            yield f"{prefix}model.path (chat template)", _files_in(path, _TEMPLATE_FILES)
+
+
+def _files_in(folder: Path, patterns: Sequence[str]) -> list[Path]:
+    return sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
+
+
+def _source_files(name: str) -> list[Path]:
+    """Returns the file of the module in `module:function`, and the file that defines the function.
+
+    Returns no file if the function cannot be imported, because then the reward role reports the error.
+    """
+    try:
+        function = inspect.unwrap(import_function(name))
+    except ImportNameError:
+        return []
+    files = set()
+    for source in (sys.modules[name.partition(":")[0]], function):
+        with suppress(TypeError):  # a built-in, or an object with __call__, has no file
+            files.add(inspect.getsourcefile(source))
+    return sorted(Path(file) for file in files if file is not None)
+
+
+def check_same_inputs(old: Mapping[str, Sequence[int]], config: RunConfig, checkpoint: Checkpoint) -> None:
+    """Raises RunFolderError if an input differs from its checksum in `old`.
+
+    Accepts inputs without a checksum in `old`, because earlier versions of flowrl recorded fewer inputs.
+    """
+    for key, now in input_checksums(config).items():
+        before = FileChecksum(*old[key]) if key in old else now
+        if before != now:
+            raise RunFolderError(
+                f"the file at {key} has changed since step {checkpoint.manifest.step} of the run in {config.output} "
+                f"({_difference(before, now)}), which would change results; restore the old file, or set output to a "
+                f"new folder"
+            )
+
+
+def check_base_model(checkpoint: Checkpoint, base: Path) -> None:
+    """Raises RunFolderError if `base` contains another model than the base model of the checkpoint's adapter."""
+    old = checkpoint.driver().get("inputs", {})
+    before = next((FileChecksum(*old[key]) for key in ("actor.model.path", "model.path") if key in old), None)
+    if before is None:  # a Hub name, or a checkpoint without checksums
+        return
+    now = _combined_checksum(sorted(base.glob("*.safetensors")))
+    if not base.is_dir() or now != before:
+        reason = _difference(before, now) if base.is_dir() and now is not None else "it is missing"
+        raise RunFolderError(
+            f"the adapter of step {checkpoint.manifest.step} was trained on the model in {base}, which has changed "
+            f"({reason}): restore the original model"
+        )
+
+
+def _difference(before: FileChecksum, now: FileChecksum) -> str:
+    same_size = before.size == now.size
+    return "other contents of the same size" if same_size else f"{now.size:,} bytes instead of {before.size:,}"
+
+
+def _combined_checksum(paths: Sequence[Path]) -> FileChecksum | None:
+    """Returns one checksum over several files, or None if a file is unreadable."""
+    size = crc32 = 0
+    try:
+        for path in paths:
+            size += path.stat().st_size
+            crc32 = _update_crc32(path, crc32)
+    except OSError:
+        return None
+    return FileChecksum(size, crc32)
+
+
+def _update_crc32(path: Path, crc32: int) -> int:
+    """Continues a CRC-32 over a file, or over samples of a large file."""
+    size, num_samples = path.stat().st_size, _FULL_CHECKSUM_BYTES // _CHUNK_BYTES
+    is_small = size <= _FULL_CHECKSUM_BYTES
+    with path.open("rb") as file:
+        for i in range(-(-size // _CHUNK_BYTES) if is_small else num_samples):
+            file.seek(i * _CHUNK_BYTES if is_small else i * (size - _CHUNK_BYTES) // (num_samples - 1))
+            crc32 = zlib.crc32(file.read(_CHUNK_BYTES), crc32)
+    return crc32

@@ -1,0 +1,130 @@
+"""A resumed run rejects changed data, frozen models, tokenizers, chat templates and reward functions."""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrl.checkpoints.checkpoints import Checkpoint, Checkpoints, Role, new_manifest
+from flowrl.checkpoints.inputs import check_same_inputs, input_checksums
+from flowrl.checkpoints.run_folder import RunFolderError
+from flowrl.config import RunConfig
+from recipes.grpo.config import GRPOConfig
+from recipes.sft.config import SFTConfig
+from tests.configs import grpo_settings
+from tests.errors import rejects
+
+SFT_INPUTS = {"data.train", "model.path", "model.path (tokenizer)", "model.path (chat template)"}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """The folder of a model with two weight files and a tokenizer without a separate template."""
+    folder = tmp_path / "m"
+    folder.mkdir()
+    for name in ("a.safetensors", "b.safetensors", "tokenizer.json", "tokenizer_config.json", "config.json"):
+        (folder / name).write_bytes(b"contents")
+    return folder
+
+
+@pytest.fixture
+def sft(model: Path, tmp_path: Path) -> SFTConfig:
+    """The config of a run that trains an adapter."""
+    (tmp_path / "t.jsonl").write_text("rows")
+    settings: dict[str, Any] = {
+        "output": tmp_path / "run",
+        "steps": 10,
+        "model": {"path": model},
+        "optimizer": {"lr": 1e-3},
+        "lora": {"rank": 2},
+        "data": {"train": tmp_path / "t.jsonl", "max_prompt_tokens": 8},
+        "batch_size": 4,
+    }
+    return SFTConfig.model_validate(settings)
+
+
+@pytest.fixture
+def grpo(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GRPOConfig:
+    """The config of a run whose reward is defined in one module and exported by another."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_scores.py").write_text("def score(response, **row):\n    return 1.0\n")
+    (tmp_path / "own_rewards.py").write_text("from own_scores import score\n")
+    (tmp_path / "own_tests.py").write_text("def exact(response, **row):\n    return 1.0\n")
+    importlib.invalidate_caches()
+    for name in ("own_scores", "own_rewards", "own_tests"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    reward = {"function": "own_rewards:score", "evaluation": "own_tests:exact"}
+    return GRPOConfig.model_validate(grpo_settings(model=model, reward=reward))
+
+
+def check(before: dict[str, Any], config: RunConfig) -> None:
+    """Checks the inputs against the checksums of step 5."""
+    checkpoint = Checkpoint(Checkpoints(config.output).folder(5), new_manifest(5, None, {"actor": Role(1, "")}, {}, {}))
+    check_same_inputs(before, config, checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("changed", "contents", "facts"),
+    [
+        ("t.jsonl", "swor", ["data.train", 5]),
+        ("t.jsonl", "row", ["data.train", 3, 4]),
+        ("m/b.safetensors", "Contents", ["model.path", 5]),
+        ("m/tokenizer.json", "Contents", ["model.path", "tokenizer"]),
+        ("m/tokenizer_config.json", "Contents", ["model.path", "tokenizer"]),
+        ("m/chat_template.jinja", "a new template", ["model.path", "chat", "template", 0, 14]),
+    ],
+)
+def test_changed_files_are_rejected(
+    sft: SFTConfig, tmp_path: Path, changed: str, contents: str, facts: list[object]
+) -> None:
+    before = input_checksums(sft)
+    assert before.keys() == SFT_INPUTS
+    check(before, sft)
+    (tmp_path / changed).write_text(contents)
+    with rejects(*facts, error=RunFolderError):
+        check(before, sft)
+
+
+@pytest.mark.parametrize(
+    ("changed", "key"),
+    [
+        ("own_rewards.py", "reward.function"),
+        ("own_scores.py", "reward.function"),
+        ("own_tests.py", "reward.evaluation"),
+        ("m/tokenizer.json", "actor.model.path"),
+        ("m/a.safetensors", "reference.model.path"),
+    ],
+)
+def test_changed_reward_functions_and_models_are_rejected(
+    grpo: GRPOConfig, tmp_path: Path, changed: str, key: str
+) -> None:
+    before = input_checksums(grpo)
+    check(before, grpo)
+    (tmp_path / changed).write_text((tmp_path / changed).read_text() + "\n# changed\n")
+    with rejects(key, error=RunFolderError):
+        check(before, grpo)
+
+
+def test_a_fully_trained_model_is_not_an_input(sft: SFTConfig) -> None:
+    assert input_checksums(sft.model_copy(update={"lora": None})).keys() == SFT_INPUTS - {"model.path"}
+
+
+def test_inputs_without_a_checksum_are_accepted(sft: SFTConfig, tmp_path: Path) -> None:
+    (tmp_path / "m" / "tokenizer.json").write_text("changed")
+    check({"data.train": input_checksums(sft)["data.train"]}, sft)
+
+
+@pytest.mark.parametrize("offset", [0, 335, 999])
+def test_a_large_file_is_sampled_over_its_full_length(
+    sft: SFTConfig, tmp_path: Path, offset: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowrl.checkpoints.inputs._CHUNK_BYTES", 10)
+    monkeypatch.setattr("flowrl.checkpoints.inputs._FULL_CHECKSUM_BYTES", 100)
+    weights = bytearray(1000)
+    (tmp_path / "m" / "a.safetensors").write_bytes(weights)
+    before = input_checksums(sft)
+    weights[offset] = 1
+    (tmp_path / "m" / "a.safetensors").write_bytes(weights)
+    assert input_checksums(sft) != before
