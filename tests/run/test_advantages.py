@@ -83,7 +83,7 @@ def test_whitened_advantages_have_mean_zero_over_the_batch() -> None:
     result = compute(batch(values=[0.0] * 6), GaeAdvantage(whiten=True))
     # Advantages 1, 1, 3: mean 5/3, unbiased variance 4/3.
     expected = [(1 - 5 / 3) / (4 / 3) ** 0.5] * 2 + [(3 - 5 / 3) / (4 / 3) ** 0.5]
-    assert response(result, "advantages") == pytest.approx(expected, abs=1e-5)
+    assert response(result, "advantages") == pytest.approx(expected, rel=1e-6)
 
 
 def test_grpo_compares_the_rows_of_a_group() -> None:
@@ -111,8 +111,10 @@ def test_gdpo_normalizes_each_reward_column() -> None:
     rows["style"] = Batch.from_rows([{"s": 0.0}, {"s": 0.0}])
     config = GdpoAdvantage(reward_columns=("scores", "style"), reward_weights=(1.0, 2.0))
     result = compute(rows, config)
-    # One reward differs: -1 and 1 over a standard deviation of sqrt(2), twice; the other adds nothing.
-    assert response(result, "advantages") == pytest.approx([-(0.5**0.5), -(0.5**0.5), 0.5**0.5], abs=1e-3)
+    # Only the scores differ: -1 and 1. They are divided twice by their standard deviation plus eps = 1e-4.
+    normalized = 1 / (2**0.5 + 1e-4)
+    expected = normalized / (2**0.5 * normalized + 1e-4)
+    assert response(result, "advantages") == pytest.approx([-expected, -expected, expected], rel=1e-6)
     assert response(result, "token_rewards") == [0, 1, 3]
 
 
