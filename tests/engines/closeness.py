@@ -23,6 +23,16 @@ def reduction_rtol(dtype: torch.dtype, *, length: int, depth: int) -> float:
     return torch.finfo(dtype).eps * length * depth
 
 
+def random_rounding_rtol(dtype: torch.dtype, *, length: int, depth: int) -> float:
+    """Returns a tighter bound than `reduction_rtol`, for rounding errors with random signs.
+
+    The error of a sum of n terms then grows with sqrt(n) instead of n (Higham and Mary 2019, doi 10.1137/18M1226312).
+
+    Takes the same arguments.
+    """
+    return torch.finfo(dtype).eps * sqrt(length) * depth
+
+
 FLOAT32_RTOL = reduction_rtol(torch.float32, length=128, depth=2 * 7)
 """Bound for a float32 pass of a model of `tests.engines.tiny`: two layers of seven products of at most 128 terms."""
 

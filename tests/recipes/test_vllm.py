@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from flowrl import Placement
 from flowrl.config import load
@@ -19,7 +20,7 @@ from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train as train_grpo
 from recipes.ppo.config import PPOConfig
 from recipes.ppo.train import train as train_ppo
-from tests.engines.closeness import FLOAT32_RTOL
+from tests.engines.closeness import random_rounding_rtol
 from tests.engines.vllm_checks import process_id
 
 pytestmark = [
@@ -28,6 +29,8 @@ pytestmark = [
 ]
 
 VLLM = {"engine": "vllm", "max_response_tokens": 6, "transfer": {"bucket_mb": 0.5}}
+ROLLOUT_RTOL = random_rounding_rtol(torch.float32, length=256, depth=2 * 7 + 1)
+"""Bound for the quickstart's model: two layers of seven products of at most 256 terms, and the head."""
 COLOCATED = Placement(device="cpu", pools={"main": [1]}, roles=dict.fromkeys(GRPOConfig.roles, "main"))
 
 
@@ -39,7 +42,7 @@ def check(lines: list[dict[str, float]]) -> None:
     """Checks three steps: rollout and trainer agree on log-probabilities, and the weights change."""
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
     for line in lines[1:]:
-        assert line["rollout_gap"] < FLOAT32_RTOL * line["actor/entropy"]
+        assert line["rollout_gap"] < ROLLOUT_RTOL * line["actor/entropy"]
         assert line["actor/grad_norm"] > 0
     assert lines[1]["reward"] != lines[2]["reward"]
 
@@ -91,7 +94,7 @@ def test_grpo_colocated_metrics_depend_on_neither_offload_nor_a_killed_rollout(
     assert len(train_and_kill(resident, at_steps=(2,))) == 1
     for expected, record in zip(metrics_of(offloading), metrics_of(resident), strict=True):
         for name in ("reward", "accuracy", "response_length", "actor/loss", "actor/kl_loss"):
-            assert record.get(name) == pytest.approx(expected.get(name), abs=1e-5), name
+            assert record.get(name) == expected.get(name), name
     # Each of the four evaluations and steps evicts the trainer for the rollout, and the rollout for the trainer.
     assert event_names(offloading).count("evict") >= 8
     assert "evict" not in event_names(resident)

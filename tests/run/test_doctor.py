@@ -21,7 +21,7 @@ from flowrl.run.doctor import examine
 from flowrl.workers import Actor, Rollout
 from recipes.grpo.config import GRPOConfig
 from recipes.quickstart.prepare import CHARACTERS, SPECIAL, prepare
-from tests.engines.closeness import FLOAT32_RTOL, reduction_rtol
+from tests.engines.closeness import random_rounding_rtol, reduction_rtol
 from tests.errors import rejects
 from tests.recipes.drifting import Drifting, Hotter
 
@@ -118,7 +118,10 @@ def test_vllm_passes(recipe: Path) -> None:
     assert rows["engine"].startswith("vllm, ")
     assert re.findall(r"\d+", rows["weights compared"])[:3] == ["27"] * 3
     largest = max(float(rows[f"log-probability gap, {how}"].split()[2]) for how in ("greedy", "sampled"))
-    assert largest < FLOAT32_RTOL * math.log(len(SPECIAL) + len(CHARACTERS))  # the log-probability of a uniform choice
+    # The quickstart's model has two layers of seven products of at most 256 terms, and the head. Its log-probabilities
+    # are close to those of a uniform distribution.
+    rtol = random_rounding_rtol(torch.float32, length=256, depth=2 * 7 + 1)
+    assert largest < rtol * math.log(len(SPECIAL) + len(CHARACTERS))
     num_equal, num_tokens = re.findall(r"\d+", rows["greedy tokens"])[:2]
     assert num_equal == num_tokens
 
