@@ -176,7 +176,7 @@ def gpg(scores: Tensor, groups: Tensor, mask: Tensor, *, normalize_std: bool = F
     scores_B, group_of_B = _scores_and_groups(scores, groups, mask)
     deviations_B, variances_B = group_deviations(scores_B, group_of_B)
     low_B, high_B = group_extremes(scores_B, group_of_B)
-    alpha = (~scores_B.isnan()).sum() / (high_B > low_B).sum().clamp(min=1)
+    alpha = (~scores_B.isnan()).sum(dtype=torch.float64) / (high_B > low_B).sum().clamp(min=1)
     if normalize_std:
         deviations_B = deviations_B / _scale(variances_B, eps)
     return _on_tokens(alpha * deviations_B, scores, mask)
