@@ -1,0 +1,152 @@
+"""Log of the steps of a run: their calls, metrics and durations."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from flowrl.controller.calls.calls import Calls
+from flowrl.controller.calls.failures import CallRecord
+from flowrl.data.events import CallEvent
+from flowrl.data.metric import Logged, Mean, Metric, merge_metrics
+from flowrl.report.recorded_calls import RecordedCalls
+from flowrl.report.trace import IdleTracker
+from flowrl.run.results import DRAWN_STEPS
+
+WaitedS = Callable[[int, Sequence[CallEvent], int, int], float]
+"""Maps (step, recent calls, start and end in ns) to the seconds in which the rollout waited for weights."""
+
+_MAX_REPORT_DELAY_NS = 10**9
+"""Largest delay in ns between the end of a call and the arrival of its report on the driver."""
+
+_MAX_STEPS_IN_FLIGHT = 3
+"""Number of steps whose calls may lack a log record: the open step, the previous step, and the step before it."""
+
+
+@dataclass
+class _Step:
+    """A step whose calls may still be running."""
+
+    begun_ns: int
+    submitted_ns: int = 0
+    metrics: list[Logged] = field(default_factory=list)
+    calls: list[CallRecord] = field(default_factory=list)
+
+
+class StepLog:
+    """Assigns calls and metrics to steps, and measures the duration of each step.
+
+    The driver runs ahead of the workers. A step is open while its calls are submitted, and unresolved until they are
+    done.
+    """
+
+    def __init__(self, calls: Calls, elapsed_s: float = 0.0) -> None:
+        """`elapsed_s` is the run time before a resume."""
+        self._calls = calls
+        self.recorded = RecordedCalls(calls.events)
+        self._begun_ns: deque[int] = deque(maxlen=DRAWN_STEPS + _MAX_STEPS_IN_FLIGHT)
+        """Times at which the last steps began."""
+        self._ended_ns = time.time_ns()
+        self._started_ns = self._ended_ns - int(elapsed_s * 1e9)
+        self.last_ended_ns: int | None = None
+        """End of the last complete step, in nanoseconds since the epoch."""
+        self._steps: dict[int, _Step] = {}
+        self._open: int | None = None
+        self._policy: str | None = None
+        self._waited_s: WaitedS | None = None
+        self._roles: tuple[str, ...] = ()
+        self._excluded_role: str | None = None
+        self._idle = IdleTracker()
+
+    def measure_idleness(
+        self, policy: str | None, roles: Iterable[str], waited_s: WaitedS, *, excluded_role: str | None = None
+    ) -> None:
+        """Adds idle times of `roles` to the metrics of later steps.
+
+        `policy` is the trained role, and `waited_s` measures how long the rollout waited for weights. `excluded_role`
+        generates continuously, so its calls belong to no step.
+        """
+        self._policy, self._roles, self._waited_s = policy, tuple(roles), waited_s
+        self._excluded_role = excluded_role
+
+    def begin(self, step: int) -> None:
+        """Opens a step. Later calls and metrics belong to this step."""
+        self._steps[step] = _Step(time.time_ns())
+        self._begun_ns.append(self._steps[step].begun_ns)
+        self.recorded.drop_oldest(keep_from_ns=self._begun_ns[0] - _MAX_REPORT_DELAY_NS)
+        self._open = step
+
+    def end(self) -> None:
+        if self._open is not None:
+            self._steps[self._open].submitted_ns = time.time_ns()
+            calls = self._calls.required()
+            self._steps[self._open].calls = [call for call in calls if call.role != self._excluded_role]
+            self._open = None
+
+    def add(self, metrics: tuple[Logged, ...]) -> None:
+        """Adds metrics to the open step. Raises RuntimeError if no step is open."""
+        if self._open is None:
+            raise RuntimeError("run.log was called outside of the loop over steps; metrics belong to a step")
+        self._steps[self._open].metrics.extend(metrics)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a step is open, to which later calls and metrics belong."""
+        return self._open is not None
+
+    @property
+    def unresolved(self) -> list[int]:
+        """Steps that have no log record yet, oldest first."""
+        return sorted(self._steps)
+
+    def resolve(self, step: int) -> dict[str, float]:
+        """Waits for all calls of a step and returns its metrics.
+
+        `seconds` is the time from the end of the previous step to the end of this step's last call.
+        """
+        done = self._steps.pop(step)
+        merged = merge_metrics([_as_metrics(logged) for logged in done.metrics])
+        self._calls.wait(done.calls, None)
+        events = list(self._events_of(done))
+        ended_ns = max((event.ended_ns for event in events), default=done.submitted_ns)
+        values = {name: metric.result() for name, metric in merged.items()} | self._waits(step, events, ended_ns)
+        values["seconds"] = (ended_ns - self._ended_ns) / 1e9
+        values["elapsed_s"] = (ended_ns - self._started_ns) / 1e9
+        self._ended_ns = self.last_ended_ns = ended_ns
+        if "response_tokens" in values:
+            values["tokens_per_s"] = values["response_tokens"] / values["seconds"]
+        return values
+
+    def _events_of(self, step: _Step) -> Iterator[CallEvent]:
+        # Newest first. With two steps in flight, reports of the previous step may arrive after reports of this step.
+        for event in reversed(self._calls.events):
+            if event.ended_ns < step.begun_ns:
+                return
+            if step.begun_ns <= event.submitted_ns <= step.submitted_ns and event.role != self._excluded_role:
+                yield event
+
+    def _waits(self, step: int, events: Iterable[CallEvent], ended_ns: int) -> dict[str, float]:
+        """Returns the idle times since the end of the previous step."""
+        if not self._roles:
+            return {}
+        begun_ns, recent = self._ended_ns, []
+        for event in reversed(self._calls.events):
+            if event.ended_ns < begun_ns - _MAX_REPORT_DELAY_NS:
+                break
+            if event.ended_ns > begun_ns:
+                recent.append(event)
+        values = self._idle.idle_fractions(recent, self._roles, begun_ns, ended_ns)
+        first_ns = min((event.started_ns for event in events if event.role == self._policy), default=begun_ns)
+        values["wait_data_s"] = max(0, first_ns - begun_ns) / 1e9
+        if self._waited_s is not None:
+            values["wait_weights_s"] = self._waited_s(step, recent, begun_ns, ended_ns)
+        return values
+
+    def reset_clock(self) -> None:
+        """Excludes the time until now, such as an evaluation, from the next step's `seconds`."""
+        self._ended_ns = time.time_ns()
+
+
+def _as_metrics(logged: Logged) -> dict[str, Metric]:
+    values = logged if isinstance(logged, Mapping) else logged.get()
+    return {name: Mean(float(v), 1) if isinstance(v, int | float) else v for name, v in values.items()}
