@@ -85,7 +85,7 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
         "placement": {"base"},
         "schedule": {"base"},
         "roles": {"base", "algorithm", "model"},
-        "run": {"base", "algorithm", "placement", "schedule", "roles"},
+        "run": {"base", "algorithm", "model", "placement", "schedule", "roles"},
         "setting_tree": {"base", "source"},
         "error_messages": {"base", "algorithm", "source", "setting_tree"},
         "load": {"base", "source", "setting_tree", "error_messages"},

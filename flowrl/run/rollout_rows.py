@@ -27,12 +27,12 @@ _OPTIONAL_COLUMNS = (
 )
 
 
-def collect_rows(batch: Batch, max_rows: int | None = None) -> Future | LocalRef:
-    """Returns a future of at most `max_rows` rows of a batch (None: all rows), as a list of `Row`. Does not block.
+def collect_rows(batch: Batch, limit: int | None = None) -> Future | LocalRef:
+    """Returns a future of at most `limit` rows of a batch (None: all rows), as a list of `Row`. Does not block.
 
     Only the selected rows are sent to the task worker. Raises ColumnError if the batch lacks `prompt` or `response`.
     """
-    indices = list(range(batch.num_rows)) if max_rows is None else evenly_spaced(max_rows, batch.num_rows)
+    indices = list(range(batch.num_rows)) if limit is None else evenly_spaced(limit, batch.num_rows)
     # Columns that a dataset or a recipe has added may be scores.
     names = [name for name in batch.columns if name in _OPTIONAL_COLUMNS or name not in FIELDS]
     selected = batch.select(*_REQUIRED_COLUMNS, *names).rows(indices)

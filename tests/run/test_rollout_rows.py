@@ -100,9 +100,9 @@ def test_only_the_selected_rows_and_their_columns_are_read() -> None:
     assert set(received.columns) == {"prompt", "response", "scores", "response_mask"}
 
 
-@pytest.mark.parametrize(("max_rows", "expected"), [(8, 3), (None, 3), (2, 2)])
-def test_a_small_batch_is_saved_completely(max_rows: int | None, expected: int) -> None:
-    assert len(collect_rows(make_batch(RecordingTasks(), 3), max_rows).get()) == expected
+@pytest.mark.parametrize(("limit", "expected"), [(8, 3), (None, 3), (2, 2)])
+def test_a_small_batch_is_saved_completely(limit: int | None, expected: int) -> None:
+    assert len(collect_rows(make_batch(RecordingTasks(), 3), limit).get()) == expected
 
 
 def test_a_batch_without_responses_is_rejected() -> None:
