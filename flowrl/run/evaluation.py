@@ -1,7 +1,7 @@
 """Evaluation during a run: the score of greedy responses, or the loss on held-out examples."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, fields, dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -107,4 +107,11 @@ class Evaluations:
         return [asdict(result) for result in self.results]
 
     def restore(self, state: Sequence[Mapping[str, Any]]) -> None:
-        self.results = [(LossResult if "loss" in values else EvaluationResult)(**values) for values in state]
+        # Earlier versions of flowrl stored all results, and responses in them.
+        results = [_restore_result(values) for values in state]
+        self.results = [*results[:1], *results[1:][-1:]]
+
+
+def _restore_result(values: Mapping[str, Any]) -> EvaluationResult | LossResult:
+    cls = LossResult if "loss" in values else EvaluationResult
+    return cls(**{field.name: values[field.name] for field in fields(cls)})
