@@ -1,7 +1,7 @@
 """Evaluation during a run: the score of greedy responses, or the loss on held-out examples."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Protocol
 
 import torch
