@@ -87,6 +87,8 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
         "roles": {"base", "algorithm", "model"},
         "run": {"base", "algorithm", "model", "placement", "schedule", "roles"},
         "setting_tree": {"base", "source"},
+        "setting_reference": {"base", "placement", "setting_tree"},
+        "setting_template": {"placement", "run", "setting_tree", "setting_reference", "base"},
         "error_messages": {"base", "algorithm", "source", "setting_tree"},
         "load": {"base", "source", "setting_tree", "error_messages"},
     },

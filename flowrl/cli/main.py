@@ -12,6 +12,7 @@ from typing import TypeVar
 from flowrl.checkpoints.checkpoints import Checkpoints
 from flowrl.checkpoints.inputs import check_base_model
 from flowrl.checkpoints.resume import RunComplete
+from flowrl.cli.recipe_names import add_working_folder, find_recipe, included_recipes
 from flowrl.config import CheckFailed, ConfigError, OnPolicyConfig, Placement, RunConfig, UserError, load, recipe_class
 from flowrl.config.source import read
 from flowrl.controller.errors import WorkerError
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="flowrl", description="Reinforcement learning of language models.", allow_abbrev=False
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_config(commands)
     _add_plan(commands)
     _add_trace(commands)
     _add_show(commands)
@@ -133,6 +135,33 @@ def _reject_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> No
     parser.error(f"unknown option {option}; settings are written without dashes: {key}={value}")
 
 
+def _add_config(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "config", help="print a commented YAML file with all settings of a recipe", allow_abbrev=False
+    )
+    printed = parser.add_mutually_exclusive_group(required=True)
+    printed.add_argument("recipe", nargs="?", metavar="RECIPE", help="a name, such as grpo, or module:Class")
+    printed.add_argument(
+        "--reference", action="store_true", help="print a Markdown page with the settings of all included recipes"
+    )
+    parser.set_defaults(run=_config)
+
+
+def _config(arguments: argparse.Namespace) -> None:
+    # imported here, because the other commands do not need them
+    from flowrl.config.setting_reference import render_reference  # noqa: PLC0415
+    from flowrl.config.setting_template import render_template  # noqa: PLC0415
+
+    if arguments.reference:
+        sys.stdout.write(render_reference(included_recipes(), REFERENCE_COMMAND))
+    else:
+        sys.stdout.write(render_template(find_recipe(arguments.recipe)))
+
+
+REFERENCE_COMMAND = "flowrl config --reference > docs/config.md"
+"""Command that writes the page of all settings."""
+
+
 def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "plan",
@@ -164,9 +193,7 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _run_config(path: Path) -> type[RunConfig]:
-    # As with `python -m`, recipes are importable from the working folder.
-    if "" not in sys.path:
-        sys.path.insert(0, "")
+    add_working_folder()
     schema = recipe_class(path)
     if not issubclass(schema, RunConfig):
         raise ConfigError(f"{path}: recipe is {schema.__name__}, which is not a RunConfig and has no placement")

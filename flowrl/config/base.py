@@ -7,9 +7,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    TypeAdapter,
+    model_validator,
+)
 from pydantic_core import core_schema
 
 from flowrl.config.user_errors import UserError
@@ -70,6 +78,17 @@ class Config(BaseModel):
         validate_default=True,
         allow_inf_nan=False,
     )
+
+    ALTERNATIVES: ClassVar[tuple[str, ...]] = ()
+    """Names of nullable settings of which exactly one must be set."""
+
+    @model_validator(mode="after")
+    def _check_alternatives(self) -> Self:
+        num_set = sum(value is not None for name, value in self if name in self.ALTERNATIVES)
+        if self.ALTERNATIVES and num_set != 1:
+            state = "are all unset" if num_set == 0 else "are set together"
+            raise ValueError(f"{' and '.join(self.ALTERNATIVES)} {state}: set exactly one")
+        return self
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:

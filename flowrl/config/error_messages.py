@@ -96,7 +96,7 @@ def _located_key(error: ErrorDetails, key: Key, source: Source, cls: type[Config
         case "value_error":  # The first word of an error of a group is the setting.
             named = (*key, *error["msg"].removeprefix("Value error, ").partition(" ")[0].split("."))
             return named if named in source.origins else key
-        case "union_tag_invalid":
+        case "union_tag_invalid" | "union_tag_not_found":
             return (*key, select_members(walk(error["loc"], cls)[1])[0].KEY)
         case "extra_forbidden":  # An override of a nested key creates the unknown group.
             return next((known for known in source.origins if known[: len(key)] == key), key)
@@ -115,7 +115,7 @@ def _problem(error: ErrorDetails, key: Key, source: Source, cls: type[Config]) -
         case "union_tag_invalid" | "union_tag_not_found" if isinstance(value, Mapping):
             members = select_members(classes)
             setting = f"{name}.{members[0].KEY}"
-            if members[0].KEY in value:
+            if value.get(members[0].KEY) is not None:
                 return unknown_choice(setting, value[members[0].KEY], members, cls)
             return f"`{setting}` is required; available: {', '.join(names_of(members))}"
         case "union_tag_invalid" | "union_tag_not_found":

@@ -94,6 +94,8 @@ class ReferenceConfig(Config):
 class RewardConfig(Config):
     """The reward: a Python function, or a model with a scalar head."""
 
+    ALTERNATIVES = ("function", "model")
+
     function: ImportName | None = None
     """User function `module:function`. It receives prompt, response, answer and the row's other columns, and returns a
     float.
@@ -117,9 +119,6 @@ class RewardConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> "RewardConfig":
-        if (self.function is None) == (self.model is None):
-            state = "are both set" if self.function else "are both unset"
-            raise ValueError(f"function and model {state}: set exactly one")
         if self.function is not None and self.head == "fresh":
             raise ValueError("head is fresh, but the reward is a function and has no head: remove head")
         return self

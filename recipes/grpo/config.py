@@ -1,6 +1,6 @@
 """Settings of the GRPO recipe."""
 
-from pydantic import model_validator
+from pydantic import PositiveInt, model_validator
 
 from flowrl.config import OnPolicyConfig
 from flowrl.config.algorithm.advantage import PassAtKAdvantage
@@ -11,6 +11,9 @@ class GRPOConfig(OnPolicyConfig):
 
     Accepts every estimator that needs no critic.
     """
+
+    samples_per_prompt: PositiveInt
+    """Responses per prompt, usually 4 to 16. A step uses batch_size / samples_per_prompt prompts."""
 
     @model_validator(mode="after")
     def _check_groups(self) -> "GRPOConfig":

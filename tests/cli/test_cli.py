@@ -41,6 +41,19 @@ def test_the_seven_billion_recipe_is_rejected_with_three_gpus(capsys: pytest.Cap
     assert error_of(capsys, "plan", DEEPSEEK, "--devices", "3").startswith("error: placement.pools.policy ")
 
 
+def test_a_template_of_a_recipe_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "grpo"]) == 0
+    by_name = capsys.readouterr().out
+    assert main(["config", "recipes.grpo.config:GRPOConfig"]) == 0
+    assert capsys.readouterr().out == by_name and "recipe: recipes.grpo.config:GRPOConfig\n" in by_name
+
+
+def test_an_unknown_recipe_is_a_one_line_error_with_the_available_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not missing_facts(error_of(capsys, "config", "gpro"), "gpro", "grpo", "ppo", "sft")
+    assert "nowhere" in error_of(capsys, "config", "nowhere:Config")
+    assert "RunConfig" in error_of(capsys, "config", "recipes.quickstart.task:Problem")
+
+
 def test_a_placement_file_is_planned_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", SPLIT, "device=cpu", "--devices", "2,2"]) == 0
     assert capsys.readouterr().out.lower().startswith("4 cpu devices")

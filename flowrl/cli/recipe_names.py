@@ -1,0 +1,67 @@
+"""Finds the config class and the training function of a recipe."""
+
+import importlib
+import importlib.util
+import pkgutil
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from flowrl.config import ConfigError, ImportNameError, RunConfig, import_attribute
+from flowrl.config.base import unknown_name
+
+_PACKAGE = "recipes"
+"""Package of the included recipes. A recipe is a sub-package with the modules `config` and `train`."""
+
+
+def add_working_folder() -> None:
+    """Makes modules of the working folder importable, as `python -m` does."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+
+
+def included_recipes() -> dict[str, type[RunConfig]]:
+    """Returns the config classes of the recipes that are installed with flowrl, by name."""
+    package = importlib.import_module(_PACKAGE)
+    names = [name for _, name, is_package in pkgutil.iter_modules(package.__path__) if is_package]
+    classes = {name: _config_class_in(f"{_PACKAGE}.{name}.config") for name in sorted(names)}
+    return {name: cls for name, cls in classes.items() if cls is not None}
+
+
+def find_recipe(name: str) -> type[RunConfig]:
+    """Returns the config class of an included recipe, such as `grpo`, or of `module:Class`. Raises ConfigError."""
+    if ":" not in name:
+        recipes = included_recipes()
+        if name not in recipes:
+            available = unknown_name("recipe", name, recipes, allows_custom=False)
+            raise ConfigError(f"{available}, or the config class of your own recipe as module:Class")
+        return recipes[name]
+    add_working_folder()
+    try:
+        cls = import_attribute(name)
+    except ImportNameError as error:
+        raise ConfigError(f"recipe {name}: {error}") from error
+    if not (isinstance(cls, type) and issubclass(cls, RunConfig)):
+        raise ConfigError(f"recipe {name} is not a config class: name a subclass of RunConfig")
+    return cls
+
+
+def training_function(schema: type[RunConfig]) -> Callable[..., Any] | None:
+    """Returns the function `train` of a recipe, or None if there is none. It is in `train.py` next to `config.py`, or in
+    the module of the config class.
+    """
+    module = schema.__module__
+    program = f"{module.removesuffix('.config')}.train" if module.endswith(".config") else module
+    try:
+        return import_attribute(f"{program}:train")
+    except ImportNameError:
+        return None
+
+
+def _config_class_in(module: str) -> type[RunConfig] | None:
+    """Returns the config class that a module defines, or None if there is no such module or class."""
+    if importlib.util.find_spec(module) is None:
+        return None
+    values = vars(importlib.import_module(module)).values()
+    own = (value for value in values if isinstance(value, type) and value.__module__ == module)
+    return next((cls for cls in own if issubclass(cls, RunConfig)), None)

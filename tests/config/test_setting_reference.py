@@ -1,0 +1,102 @@
+"""The page of all settings is current and complete."""
+
+import re
+from pathlib import Path
+
+import pytest
+from pydantic.fields import FieldInfo
+
+from flowrl.cli.main import REFERENCE_COMMAND
+from flowrl.cli.recipe_names import included_recipes
+from flowrl.config import ActorConfig, EngineConfig, OptimizerConfig, RolloutConfig
+from flowrl.config.placement import SINGLE, Placement
+from flowrl.config.run import RunConfig
+from flowrl.config.schedule import AsyncSchedule, SyncSchedule
+from flowrl.config.setting_reference import default_of, render_reference, type_of, union_settings
+from flowrl.config.setting_tree import config_classes, fields_of, setting_paths
+
+PAGE = Path(__file__).parents[2] / "docs/config.md"
+
+
+def test_the_page_is_current() -> None:
+    is_current = PAGE.read_text(encoding="utf-8") == render_reference(included_recipes(), REFERENCE_COMMAND)
+    assert is_current, f"docs/config.md is not current: run {REFERENCE_COMMAND}"
+    assert REFERENCE_COMMAND in PAGE.read_text(encoding="utf-8")
+
+
+def sections() -> dict[str, str]:
+    """Returns the text of each section of the page by its title."""
+    parts = re.split(r"^## `?(.*?)`?$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def test_every_setting_of_every_recipe_is_in_the_table_of_its_group() -> None:
+    keys = {title: set(re.findall(r"`([\w.]+)`", text.partition("\n\n|")[0])) for title, text in sections().items()}
+    for cls in included_recipes().values():
+        for path in setting_paths(cls):
+            group, _, name = path.replace("placement.roles.", "placement.roles.NAME.").rpartition(".")
+            titles = [title for title, groups in keys.items() if group in groups] or ["Top-level settings"]
+            assert [title for title in titles if f"| `{name}` |" in sections()[title]], path
+
+
+def test_a_group_of_several_roles_has_one_section() -> None:
+    rows = re.findall(r"^\| `max_tokens_per_microbatch` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(rows) == 1
+
+
+def test_links_of_the_page_have_a_section() -> None:
+    anchors = {title.lower().replace(".", "").replace(" ", "-") for title in sections()}
+    links = set(re.findall(r"\]\(#(.*?)\)", PAGE.read_text(encoding="utf-8")))
+    assert links and links <= anchors
+
+
+def test_every_row_has_the_columns_of_its_table() -> None:
+    tables = re.findall(r"(?:^\|.*\n)+", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(tables) > 20
+    for table in tables:
+        assert len({len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}) == 1, table[:200]
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "allowed"),
+    [
+        (RunConfig, "steps", "integer above 0"),
+        (RunConfig, "address", "text or `null`"),
+        (RunConfig, "devices", "list of integers at least 0 or `null`"),
+        (RunConfig, "placement", "group"),
+        (RolloutConfig, "top_p", "number above 0, at most 1"),
+        (RolloutConfig, "engine", "`hf` or `vllm`"),
+        (RolloutConfig, "check", "`warn`, `strict` or `'off'`"),
+        (OptimizerConfig, "betas", "list of 2 numbers"),
+        (EngineConfig, "compile", "`true` or `false`"),
+        (ActorConfig, "kl_loss_kind", "`k1`, `k2`, `k3`, `abs` or `module:function`"),
+        (Placement, "roles", "mapping of groups"),
+    ],
+)
+def test_types_are_described_in_words(cls: type, name: str, allowed: str) -> None:
+    assert type_of(cls.model_fields[name]) == allowed
+
+
+def test_defaults_are_plain_values() -> None:
+    fields = RunConfig.model_fields
+    assert default_of(fields["checkpoint"]) == {} and default_of(ActorConfig.model_fields["loss"]) == {"kind": "ppo"}
+    placement = default_of(fields["placement"])
+    assert placement == {"pools": {"main": [1]}, "roles": dict.fromkeys(SINGLE.roles, "main")}
+
+
+def test_settings_of_a_union_are_merged_if_they_are_equal() -> None:
+    names = {setting.name: setting.members for setting in union_settings((SyncSchedule, AsyncSchedule))}
+    assert names["max_staleness"] == ("async",) and "kind" not in names
+    loss = union_settings(config_classes(ActorConfig.model_fields["loss"].annotation))
+    clip_low = {setting.members: default_of(setting.info) for setting in loss if setting.name == "clip_low"}
+    assert clip_low[("ppo", "decoupled_ppo", "clip_cov")] == 0.2 and clip_low[("gspo", "gspo_token")] == 3e-4
+
+
+@pytest.mark.parametrize("cls", included_recipes().values(), ids=included_recipes())
+def test_every_setting_has_a_meaning(cls: type[RunConfig]) -> None:
+    def missing(fields: dict[str, FieldInfo], prefix: str) -> list[str]:
+        own = [prefix + name for name, info in fields.items() if not info.description and name not in ("kind",)]
+        groups = {name: fields_of(config_classes(info.annotation)) for name, info in fields.items()}
+        return own + [key for name, inner in groups.items() for key in missing(inner, f"{prefix}{name}.")]
+
+    assert missing(cls.model_fields, "") == []

@@ -1,0 +1,108 @@
+"""The YAML file that `flowrl config` prints."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from flowrl.cli.recipe_names import included_recipes
+from flowrl.config import ConfigError, load
+from flowrl.config.run import RunConfig
+from flowrl.config.setting_template import render_template
+from flowrl.config.setting_tree import setting_paths
+from tests.errors import facts_of, rejects
+
+COMMON = {
+    "output": "out", "steps": 3, "batch_size": 8, "minibatch_size": 4, "samples_per_prompt": 2,
+    "actor.model.path": "m", "actor.optimizer.lr": 1.5e-4, "reference.model.path": "m",
+    "reward.function": "rewards:score", "rollout.max_response_tokens": 8,
+    "data.train": "train.jsonl", "data.max_prompt_tokens": 16,
+}  # fmt: skip
+REQUIRED: dict[str, dict[str, Any]] = {
+    "grpo": COMMON | {"algorithm.estimator": "grpo"},
+    "ppo": COMMON | {"algorithm.estimator": "gae", "critic.model.path": "m", "critic.optimizer.lr": 1e-3},
+    "sft": {
+        **{key: COMMON[key] for key in ("output", "steps", "batch_size", "data.train", "data.max_prompt_tokens")},
+        "model.path": "m", "optimizer.lr": 1e-3,
+    },
+}  # fmt: skip
+"""Recipe -> values of its required settings."""
+
+
+@pytest.mark.parametrize("recipe", included_recipes())
+def test_a_template_loads_with_its_required_values_and_has_the_defaults(recipe: str, tmp_path: Path) -> None:
+    cls = included_recipes()[recipe]
+    path, minimal = tmp_path / "template.yaml", tmp_path / "minimal.yaml"
+    path.write_text(render_template(cls))
+    minimal.write_text("{}")
+    overrides = [f"{key}={value}" for key, value in REQUIRED[recipe].items()]
+    config = load(path, overrides, cls)
+    assert config.recipe == f"{cls.__module__}:{cls.__qualname__}"
+    expected = load(minimal, overrides, cls)
+    assert set(config.placement.roles) == set(cls.roles)
+    assert config.model_copy(update={"placement": expected.placement}) == expected
+
+
+@pytest.mark.parametrize("recipe", included_recipes())
+def test_exactly_the_required_settings_are_marked_and_have_no_value(recipe: str, tmp_path: Path) -> None:
+    cls = included_recipes()[recipe]
+    path = tmp_path / "template.yaml"
+    path.write_text(render_template(cls))
+    lines = path.read_text().splitlines()
+    marked = {number for number, line in enumerate(lines, 1) if re.match(r" *\w+:  # required", line)}
+    is_defaulted = {"samples_per_prompt"} if recipe == "ppo" else set()
+    assert len(marked) == len(REQUIRED[recipe].keys() - is_defaulted)
+    with rejects(error=ConfigError) as caught:
+        load(path, [], cls)
+    reported = {int(fact.rpartition(":")[2]) for fact in facts_of(str(caught.value)) if fact.startswith(f"{path}:")}
+    assert reported == marked
+
+
+@pytest.mark.parametrize("recipe", included_recipes())
+def test_every_setting_is_in_the_template_or_in_its_comments(recipe: str) -> None:
+    cls = included_recipes()[recipe]
+    text = render_template(cls)
+    names = {path.rpartition(".")[2] for path in setting_paths(cls) if not path.startswith("placement.")}
+    assert {name for name in names if not re.search(rf"\b{name}:?", text)} == set()
+
+
+def test_a_group_of_several_roles_is_explained_once() -> None:
+    text = render_template(included_recipes()["ppo"])
+    assert text.count("max_tokens_per_microbatch:") == 1
+    settings = yaml.safe_load(text)
+    assert settings["critic"]["engine"] == {} and settings["critic"]["model"] == {"path": None}
+
+
+@pytest.mark.parametrize("recipe", included_recipes())
+def test_comments_fit_on_a_line(recipe: str) -> None:
+    lines = render_template(included_recipes()[recipe]).splitlines()
+    assert [line for line in lines if len(line) > 120] == []
+
+
+def test_a_group_without_a_value_can_be_uncommented(tmp_path: Path) -> None:
+    text = render_template(included_recipes()["sft"])
+    block = re.findall(r"^lora: null\n((?:^# .*\n)+)", text, re.MULTILINE)
+    path = tmp_path / "lora.yaml"
+    path.write_text(text.replace("lora: null\n" + block[0], re.sub(r"^# ", "", block[0], flags=re.MULTILINE)))
+    overrides = [f"{key}={value}" for key, value in REQUIRED["sft"].items()]
+    config = load(path, [*overrides, "lora.rank=4"], included_recipes()["sft"])
+    assert dict(config)["lora"].rank == 4 and dict(config)["lora"].targets == "all_linear"
+
+
+class OwnConfig(RunConfig):
+    """A recipe with one role."""
+
+    roles = ("judge",)
+
+    limit: float = 0.5
+    """Limit of the score."""
+
+
+def test_the_recipe_of_a_user_has_a_template(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text(render_template(OwnConfig))
+    config = load(path, ["output=o", "steps=1", "limit=0.25"], OwnConfig)
+    assert config.limit == 0.25 and set(config.placement.roles) == {"judge"}
+    assert "Limit of the score." in path.read_text()
