@@ -14,6 +14,7 @@ from recipes.grpo.config import GRPOConfig
 from tests.configs import grpo_settings
 
 OWN = "tests.algorithms.own_functions"
+SCORE = "recipes.quickstart.task:score"
 
 
 def batch(**tokens: list[float]) -> Batch:
@@ -95,7 +96,8 @@ def test_an_unusable_function_is_rejected_before_the_start(
         ({"function": "nowhere:f"}, r"reward\.function: .*ModuleNotFoundError"),
         ({"function": f"{OWN}:absent"}, r"reward\.function: .*AttributeError"),
         ({"function": f"{OWN}:NOT_A_FUNCTION"}, r"reward\.function: .*NOT_A_FUNCTION"),
-        ({"function": f"{OWN}:sign", "evaluation": "nowhere:f"}, r"reward\.evaluation: .*nowhere:f"),
+        ({"function": f"{OWN}:sign"}, r"reward\.function: .*\bprompt\b"),
+        ({"function": SCORE, "evaluation": "nowhere:f"}, r"reward\.evaluation: .*nowhere:f"),
     ],
 )
 def test_an_unusable_reward_is_rejected(reward: dict[str, str], reason: str) -> None:
