@@ -27,6 +27,7 @@ MAY_DIFFER = (
     "devices",
     "threads",
     "call_timeout_s",
+    "start_timeout_s",
     "steps",
     "evaluate_every",
     "rollout.max_num_seqs",

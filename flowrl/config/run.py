@@ -169,6 +169,11 @@ class RunConfig(Config):
     timeout.
     """
 
+    start_timeout_s: PositiveFloat | None = 1800.0
+    """Timeout in seconds for the start of a worker: its imports and its constructor, which loads the model. It also
+    limits the start of a replacement process. Null disables the timeout.
+    """
+
     steps: PositiveInt
     """Number of training steps."""
 

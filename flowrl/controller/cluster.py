@@ -70,7 +70,8 @@ class Cluster:
         dedicated: roles whose engines cannot share a process. They get separate processes on the same devices.
         num_threads: torch CPU threads per process; None divides the cores of a node among its processes.
         prepare: modules that worker processes import early: in the fork server, or else in the task worker.
-        call_timeout_s: timeout in seconds of calls and constructors, unless the method sets `timeout_s`.
+        call_timeout_s: timeout in seconds of calls, unless the method sets `timeout_s`.
+        start_timeout_s: timeout in seconds of constructors, and of the start of a replacement process.
         restarts: maximum number of replacements of each lost process with stateless workers.
         notify: shows a message about a non-fatal event, such as a replaced process; None logs a warning.
     Raises:
@@ -89,6 +90,7 @@ class Cluster:
         num_threads: int | None = None,
         prepare: tuple[str, ...] = (),
         call_timeout_s: float | None = 1800.0,
+        start_timeout_s: float | None = 1800.0,
         restarts: int = 3,
         notify: Callable[[str], None] | None = None,
     ) -> None:
@@ -99,7 +101,7 @@ class Cluster:
         self.notify = notify or _log.warning
         """Shows the user a message. Programs with a progress display replace this function."""
         self._backend: Backend = InlineBackend() if self._inline else _make_ray_backend(address, self._notify, prepare)
-        self.calls = Calls(self._backend, call_timeout_s, self._notify)
+        self.calls = Calls(self._backend, call_timeout_s, start_timeout_s, self._notify)
         self._failure_groups: dict[str, FailureGroup] = {}
         self._restarts = restarts
         self._started: set[str] = set()
@@ -129,10 +131,8 @@ class Cluster:
         self.notify(text)  # reads the attribute at each call, because programs replace it
 
     def _make_tasks(self) -> GroupTasks:
-        tasks = self._make_group(RolePlan(TASKS, TASKS, _TASK_POOL.slots, Mesh(1, 1, 1, 1)), Tasks, (), {})
-        if self._prepare:
-            tasks.prepare.submit(self._prepare)
-        return GroupTasks(tasks)
+        role_plan = RolePlan(TASKS, TASKS, _TASK_POOL.slots, Mesh(1, 1, 1, 1))
+        return GroupTasks(self._make_group(role_plan, Tasks, (self._prepare,), {}))
 
     def group(self, role: str, cls: type[Worker], /, *args: Any, **kwargs: Any) -> WorkerGroup:
         """Constructs a worker `cls(*args, **kwargs)` on every rank of a role, and returns their group without waiting.
@@ -204,7 +204,8 @@ class Cluster:
             plan = self.calls.recovery.get_plan(slot)
             report = self._backend.construct(slot, construction, plan, awaited)
             self.calls.recovery.record_construction(slot, construction)
-            self.calls.add(report, role, rank, "__init__", slot, group.format_device(slot), inputs=evictions)
+            device = group.format_device(slot)
+            self.calls.add(report, role, rank, "__init__", slot, device, inputs=evictions, is_start=True)
 
     def _open_process_group(self, role: str, slots: Sequence[Slot]) -> None:
         """Creates a role's process group.
@@ -218,11 +219,12 @@ class Cluster:
             self._joined.add(failure_group.name)
             ranks = {slot: rank for rank, slot in enumerate(failure_group.slots)}
             for slot, report in self._backend.join(failure_group, self.plan.kind):
-                self.calls.add(report, failure_group.name, ranks[slot], "join", slot, self._format_device(slot))
+                name, device = failure_group.name, self._format_device(slot)
+                self.calls.add(report, name, ranks[slot], "join", slot, device, is_start=True)
         ranks = [failure_group.slots.index(slot) for slot in slots]
         for rank, slot in enumerate(failure_group.slots):
             report = self._backend.open_group(slot, role, ranks, rank)
-            self.calls.add(report, role, rank, "join", slot, self._format_device(slot))
+            self.calls.add(report, role, rank, "join", slot, self._format_device(slot), is_start=True)
 
     def _format_device(self, slot: Slot) -> str:
         return f"{self.plan.kind}:{slot.device}"

@@ -403,8 +403,7 @@ class Tasks(Worker):
 
     stateless = True
 
-    @register(Dispatch.RANK_ZERO, blocking=False)
-    def prepare(self, modules: tuple[str, ...]) -> None:
+    def __init__(self, modules: tuple[str, ...] = ()) -> None:
         for module in modules:
             importlib.import_module(module)
 

@@ -117,6 +117,7 @@ def _cluster(config: OnPolicyConfig) -> Cluster:
         num_threads=config.threads,
         prepare=("flowrl.workers",),
         call_timeout_s=config.call_timeout_s,
+        start_timeout_s=config.start_timeout_s,
     )
 
 

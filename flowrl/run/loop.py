@@ -119,6 +119,7 @@ class Run:
             num_threads=config.threads,
             prepare=("flowrl.run.advantages", "flowrl.workers"),
             call_timeout_s=config.call_timeout_s,
+            start_timeout_s=config.start_timeout_s,
             notify=self._progress.notify,
         )
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -26,6 +27,8 @@ def commit(fault: str) -> Any:
         raise KeyError("nothing there")
     if fault == "reject":
         raise UserError("the input is invalid")
+    if fault in ("sys.exit", "os._exit", "interrupt", "SIGBUS"):
+        leave(fault)
     if fault == "kill":
         time.sleep(0.2)  # so that results of earlier calls are stored
         os.kill(os.getpid(), signal.SIGKILL)
@@ -35,6 +38,17 @@ def commit(fault: str) -> Any:
     if fault == "spin_in_c":
         sum(range(10**14))  # a single bytecode, during which the interpreter does not respond
     return threading.Lock() if fault == "unpicklable" else None
+
+
+def leave(fault: str) -> None:
+    """Ends the process, or tries to."""
+    if fault == "sys.exit":
+        sys.exit(3)
+    if fault == "interrupt":
+        raise KeyboardInterrupt
+    if fault == "SIGBUS":
+        os.kill(os.getpid(), signal.SIGBUS)
+    os._exit(3)
 
 
 class Faulty(Worker):
@@ -111,6 +125,12 @@ class Scorer(Worker):
     @register(PROTO, blocking=False, reads=("x",), writes=("score",), timeout_s=DEADLINE_S)
     def score_with_deadline(self, table: TensorDict, fault: str | None = None, once: Path | None = None) -> TensorDict:
         return self.score(table, fault, once)
+
+
+class StatefulScorer(Scorer):
+    """Cannot be replaced."""
+
+    stateless = False
 
 
 class Chunked(Scorer):

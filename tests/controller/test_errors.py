@@ -46,6 +46,13 @@ def test_errors_are_pickled_with_their_attributes(kind: type[WorkerError]):
     assert (type(again), str(again), again.rank) == (kind, str(error), 1)
 
 
+def test_errors_have_no_terminal_codes_and_a_bounded_length():
+    error = WorkerError("actor", 1, 0, "update", "\x1b[31mValueError: " + "text " * 100_000 + "end", "frame " * 100_000)
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error) and len(str(error)) < 20_000
+    assert error.cause.startswith("ValueError: text") and error.cause.endswith("text end")
+
+
 def test_the_error_of_a_constructor_names_its_rank(backend: BackendName, open_cluster: ClusterMaker):
     cluster = open_cluster(backend, {"main": [2]}, {"actor": "main"})
     with pytest.raises(WorkerError, check=lambda error: (error.method, error.rank) == ("__init__", 1)):

@@ -82,6 +82,10 @@ class Backend(Protocol):
         """Kills a process and starts a replacement."""
         ...
 
+    def describe_end(self, slot: Slot) -> str | None:
+        """Returns how the last process of a slot ended (exit code or signal); None if it is unknown."""
+        ...
+
     def lost_processes(self, slots: Sequence[Slot]) -> list[Slot]:
         """Returns the slots whose processes on this machine have ended since the previous check."""
         ...

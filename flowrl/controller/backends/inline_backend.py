@@ -70,6 +70,9 @@ class InlineBackend:
     def restart(self, slot: Slot) -> None:
         raise RuntimeError("the inline backend runs in the driver's process, which cannot be restarted")
 
+    def describe_end(self, slot: Slot) -> str | None:
+        return None
+
     def lost_processes(self, slots: Sequence[Slot]) -> list[Slot]:
         return []
 

@@ -13,7 +13,14 @@ from pickle import PicklingError
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    ActorDiedError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    TaskCancelledError,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flowrl.config.base import Device
@@ -21,11 +28,13 @@ from flowrl.controller.backends.ray_nodes import RayNodes, interface_of
 from flowrl.controller.errors import FlowError, ProcessLost, WorkerError, describe_unpicklable
 from flowrl.controller.host.fork_server import fork_server, survive_fork_server
 from flowrl.controller.host.host import Host
+from flowrl.controller.host.process_end import count_oom_kills, describe_end
 from flowrl.controller.host.process_probe import (
     StackDump,
     collect_stack_dumps,
     enable_stack_dumps,
     find_processes,
+    kill_processes,
     read_start_time,
 )
 from flowrl.controller.placement.plan import FailureGroup, Inventory, PoolPlan, Slot
@@ -44,7 +53,9 @@ class _RayHost(Host):
         super().__init__()
         # On Ctrl-C, a terminal sends SIGINT to all processes. Only the driver handles the signal.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        survive_fork_server()
+        # Ray's handler of SIGTERM would cancel queued calls without a retry. The default handler only ends the process.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        survive_fork_server(name)
         # Inputs are in read-only shared memory. `Host` rejects methods that write to an input.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         enable_stack_dumps(name)
@@ -127,7 +138,8 @@ class RayRef:
 
     def _failure(self, error: Exception) -> WorkerError:
         role, rank, node, method = self._origin
-        if isinstance(error, RayActorError | OutOfMemoryError):
+        if isinstance(error, RayActorError | OutOfMemoryError | TaskCancelledError):
+            # Ray cancels the queued calls of a process that ends by itself.
             lost = ProcessLost(role, rank, node, method, _why_ended(error))
             lost.is_replaceable = not isinstance(error, ActorDiedError)
             return lost
@@ -146,7 +158,7 @@ def _why_ended(error: RayError) -> str:
         return "its node is lost"
     if "creation task" in text:
         return f"its process could not start: {text.strip().splitlines()[-1]}"
-    return "its process was killed (possibly out of memory) or crashed"
+    return "its process was killed or crashed (exit code unknown)"
 
 
 class Liveness:
@@ -184,8 +196,12 @@ class RayBackend:
             tuple[str, int, bool], Any
         ] = {}  # Any: as above; cached because creating a method handle costs as much as a call
         self._names: dict[tuple[str, int], str] = {}
+        self._uses_fork_server = False
         self._nodes = RayNodes(address, notify=notify)
         self._liveness = Liveness()
+        self._killed: set[int] = set()
+        """Ids of the processes that this backend has killed."""
+        self._num_oom_kills = count_oom_kills()
 
     def inventory(self, device: Device, devices: Sequence[int] | None) -> Inventory:
         return self._nodes.inventory(device, devices)
@@ -202,7 +218,8 @@ class RayBackend:
         return self._nodes.address is None and kind == "cpu"
 
     def start_hosts(self, group: FailureGroup, kind: str, *, restarts: int) -> None:
-        forked = {"runtime_env": {"py_executable": fork_server().py_executable}} if self._forks(kind) else {}
+        self._uses_fork_server = self._forks(kind)
+        forked = {"runtime_env": {"py_executable": fork_server().py_executable}} if self._uses_fork_server else {}
         for slot in group.slots:
             count = slot.num_devices
             devices = {"num_gpus": count, "num_cpus": 0} if kind == "cuda" else {"num_cpus": count}
@@ -216,7 +233,10 @@ class RayBackend:
     def _add_host(self, slot: Slot, restarts: int, options: dict[str, Any]) -> None:
         key = slot.pool, slot.rank
         self._names[key] = f"flowrl-{uuid.uuid4().hex}"
-        actor = ray.remote(_RayHost).options(max_restarts=restarts, **options)
+        # Calls that are submitted while a replacement starts wait for it. Without retries as the actor's default, Ray
+        # fails these calls immediately and retries them after 1, 2, 4, 8 and 16 seconds.
+        retries = -1 if restarts else 0
+        actor = ray.remote(_RayHost).options(max_restarts=restarts, max_task_retries=retries, **options)
         self._hosts[key] = host = actor.remote(self._names[key], self._nodes.address is None)
         # With task retries, Ray sends a call again to the replacement process.
         for is_resent in (False, True):
@@ -298,12 +318,28 @@ class RayBackend:
         return {by_node[node][name]: dump for node, own in dumps.items() for name, dump in own.items()}
 
     def restart(self, slot: Slot) -> None:
-        ray.kill(self._hosts[slot.pool, slot.rank], no_restart=False)
+        name = self._names[slot.pool, slot.rank]
+        # Ray waits for the process to end itself, which a stopped or busy process cannot do. It restarts killed ones.
+        killed = kill_processes([name]) if self._is_local(slot) else set()
+        self._killed |= killed
+        if not killed:
+            ray.kill(self._hosts[slot.pool, slot.rank], no_restart=False)
+
+    def _is_local(self, slot: Slot) -> bool:
+        return self._nodes.id_of(slot) == ray.get_runtime_context().get_node_id()
+
+    def describe_end(self, slot: Slot) -> str | None:
+        name = self._names.get((slot.pool, slot.rank))
+        if name is None or not self._uses_fork_server or (end := fork_server().find_exit(name)) is None:
+            return None
+        process_id, status = end
+        previous, self._num_oom_kills = self._num_oom_kills, count_oom_kills()
+        has_oom_kill = None if previous is None or self._num_oom_kills is None else self._num_oom_kills > previous
+        return describe_end(status, is_own_kill=process_id in self._killed, has_oom_kill=has_oom_kill)
 
     def lost_processes(self, slots: Sequence[Slot]) -> list[Slot]:
-        here = ray.get_runtime_context().get_node_id()
         names = {self._names[key]: slot for slot in slots if (key := (slot.pool, slot.rank)) in self._hosts}
-        local = {name: slot for name, slot in names.items() if self._nodes.id_of(slot) == here}
+        local = {name: slot for name, slot in names.items() if self._is_local(slot)}
         return [local[name] for name in self._liveness.find_ended(local)]
 
     def lost_nodes(self) -> Mapping[int, str]:

@@ -118,6 +118,8 @@ class Calls:
     backend: Backend
     timeout_s: float | None = None
     """Timeout of a call in seconds, unless its method sets `timeout_s`; None means no timeout."""
+    start_timeout_s: float | None = None
+    """Timeout in seconds of constructors, and of the start of a replacement process; None means no timeout."""
     notify: Callable[[str], None] = lambda text: None
     """Shows the user a message about a non-fatal event, such as a replaced process."""
     events: deque[CallEvent] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
@@ -151,8 +153,12 @@ class Calls:
         inputs: Sequence[Ref] = (),
         contract: Contract = _DEFAULT_CONTRACT,
         is_isolated: bool = False,
+        is_start: bool = False,
     ) -> CallRecord:
-        """Starts to track a submitted call, which reads the references `inputs`."""
+        """Starts to track a submitted call, which reads the references `inputs`.
+
+        `is_start` marks constructors and the setup of process groups, which have a timeout of their own.
+        """
         sources = {id(ref.record): ref.record for ref in inputs if isinstance(ref, CallRef)}
         with self._lock:
             record = CallRecord(
@@ -164,9 +170,9 @@ class Calls:
                 slot,
                 device,
                 submitted_ns or time.time_ns(),
-                contract.timeout_s or self.timeout_s,
+                self.start_timeout_s if is_start else contract.timeout_s or self.timeout_s,
                 tuple(sources.values()),
-                start_timeout_s=self.timeout_s,
+                start_timeout_s=self.start_timeout_s,
                 resend=contract.resend,
                 gives_state=bool(contract.replay),
                 is_isolated=is_isolated,
@@ -321,7 +327,7 @@ class Calls:
         with self._lock:
             self.failures.check(time.monotonic())
             for record in self.in_flight():
-                if record.symptom is not None and (error := self.failures.get_error(record.slot.pool)):
+                if record.symptom is not None and (error := self._get_first_cause(record)):
                     self._in_flight.pop(record.call_id)
                     record.error = error
 
@@ -370,11 +376,19 @@ class Calls:
         del self._in_flight[record.call_id]
         record.inputs = ()  # otherwise each record keeps all earlier records alive
 
+    def _get_first_cause(self, record: CallRecord) -> FlowError | None:
+        """Returns the failure of the call's pool or of an input; None while it is unknown."""
+        errors = (source.error for source in record.inputs if source.error is not None)
+        return self.failures.get_error(record.slot.pool) or next(errors, None)
+
     def _find_cause(self, record: CallRecord, error: FlowError) -> FlowError | None:
         """Returns the root cause of a failed call; None while the cause is unknown."""
         for source in record.inputs:
             if source.error is not None:
                 return source.error
+            if source.symptom is not None and isinstance(error, WorkerError):
+                record.symptom = error
+                return None
         if (state_error := self._missing_states.get((record.slot, record.role))) is not None:
             return state_error
         if isinstance(error, WorkerError) and _failed_in_own_process(record, error):

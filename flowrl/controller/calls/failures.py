@@ -40,6 +40,8 @@ class CallRecord:
     """Timeout in seconds for the start of a replacement process."""
     starting_since_s: float | None = None
     """Monotonic time when the replacement process started; None if no replacement process is starting."""
+    has_missed_deadline: bool = False
+    """Whether the call has passed its deadline in an earlier process, so that its process was replaced."""
     resend: bool = True
     gives_state: bool = False
     """Whether later calls depend on state that this call sets (`replay` in its contract)."""
@@ -224,8 +226,11 @@ class Failures:
         stays unresolved until `check` has found the cause.
         """
         group = self._groups[record.slot.pool]
-        if record.slot.pool in self._errors:
-            return error
+        if (first := self._errors.get(record.slot.pool)) is not None:
+            # The end of the process is a consequence. Calls of other pools that read this result raise the same error.
+            return first
+        if isinstance(error, ProcessLost) and (cause := self._backend.describe_end(record.slot)) is not None:
+            error.cause = cause
         if record.is_isolated and isinstance(error, WorkerUserError):
             # The processes continue, so that the program can save the weights of colocated roles.
             self.user_error = self.user_error or error
@@ -278,7 +283,8 @@ class Failures:
                 try:
                     probe.get()
                 except WorkerError as error:
-                    return self._fail(group, self._make_process_lost(slot, error.cause))
+                    cause = self._backend.describe_end(slot) or error.cause
+                    return self._fail(group, self._make_process_lost(slot, cause))
         if now_s > suspicion.until_s:
             self._fail(group, suspicion.symptom)
 
@@ -304,11 +310,10 @@ class Failures:
         for slot in self._backend.lost_processes([s for s in slots if self._recovery.is_recoverable(s.pool)]):
             if slot in self._overdue:
                 continue  # the missed deadline was already reported
-            lost = self._make_process_lost(slot, "its process has ended")
+            cause = self._backend.describe_end(slot) or "its process has ended"
+            lost = self._make_process_lost(slot, cause)
             activity = f"in {lost.method}" if lost.method else "between calls"
-            self._notify(
-                f"{lost.role} on rank {lost.rank} (node {slot.node}) lost its process {activity}; restarting it"
-            )
+            self._notify(f"{lost.role} on rank {lost.rank} (node {slot.node}) failed {activity}: {cause}; replacing it")
 
     def _end_overdue(self, record: CallRecord, now_s: float) -> None:
         """Handles a call past its deadline: replaces a recoverable process, otherwise fails its group."""
@@ -319,12 +324,16 @@ class Failures:
         if is_recoverable and self._is_starting(record, stacks[record.call_id], now_s):
             return
         waiting = [peer for peer in peers if stacks[peer.call_id].in_collective]
-        straggler = next((peer for peer in peers if peer not in waiting and stacks[peer.call_id].frames), None)
-        late = record if straggler is None or record not in waiting else straggler
+        # A stopped process is the cause, even if it waits in a collective.
+        stopped = next((peer for peer in peers if stacks[peer.call_id].is_stopped), None)
+        running = next((peer for peer in peers if peer not in waiting and stacks[peer.call_id].frames), None)
+        late = stopped or (running if record in waiting else None) or record
         waiting_ranks = [peer.rank for peer in waiting if peer is not late]
         error = _make_deadline_error(record, late, stacks[late.call_id], waiting_ranks)
-        if not is_recoverable:
+        if not is_recoverable or record.has_missed_deadline:
+            # A call that also hangs in a new process hangs every time.
             return self._fail(self._groups[record.slot.pool], error)
+        record.has_missed_deadline = True
         self._notify(f"{error.role}.{error.method} on rank {error.rank} was {error.cause}; replacing its process")
         self._overdue[record.slot] = error
         record.running_since_s = record.starting_since_s = None
@@ -367,6 +376,7 @@ def _make_deadline_error(
 ) -> DeadlineError:
     """Creates the error of a call past its deadline. `late` is the call itself, or a peer that it waits for."""
     location = f", in {stack.frames[0]}" if stack.frames else ""
+    location += "; a signal (SIGSTOP) has stopped its process" if stack.is_stopped else ""
     if (late.role, late.method) == (record.role, record.method):
         waits = f"; rank {', '.join(map(str, waiting_ranks))} waits for it" if waiting_ranks else ""
         cause = f"not done after its deadline of {record.timeout_s:g} s{location}{waits}"

@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ _CLIENT = Path(__file__).with_name("fork_client.py")
 _BACKLOG = 1024
 _START = (
     "import sys; sys.path[:] = {path!r}; "
-    "from flowrl.controller.host.fork_server import main; main({listener}, {modules})"
+    "from flowrl.controller.host.fork_server import main; main({listener}, {modules}, {exits!r})"
 )
 
 
@@ -48,10 +49,14 @@ class ForkServer:
         # Other users cannot access the temporary folder.
         self._folder = tempfile.TemporaryDirectory(prefix="flowrl-")
         self._path = Path(self._folder.name) / "fork"
+        self._exits = Path(self._folder.name) / "exits"
+        self._exits.touch()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(str(self._path))
             listener.listen(_BACKLOG)  # clients wait in the backlog while the server imports
-            code = _START.format(path=sys.path, listener=listener.fileno(), modules=(*PRELOADED, *modules))
+            code = _START.format(
+                path=sys.path, listener=listener.fileno(), modules=(*PRELOADED, *modules), exits=str(self._exits)
+            )
             # The server must not start OpenMP threads. Workers set their own number of threads.
             environment = {"OMP_NUM_THREADS": "1"} | os.environ
             self._process = subprocess.Popen(
@@ -67,6 +72,21 @@ class ForkServer:
     def py_executable(self) -> str:
         """Shell command that Ray runs instead of Python."""
         return shlex.join([sys.executable, "-IS", str(_CLIENT), str(self._path)])
+
+    def find_exit(self, name: str, timeout_s: float = 0.5) -> tuple[int, int] | None:
+        """Returns (process id, wait status) of the newest ended process with this name; None if it is unknown.
+
+        Waits up to `timeout_s` seconds for the end of the newest process, because its peers may notice it earlier than
+        the server.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            exits = _read_exits(self._exits, name)
+            if not exits or exits[-1][1] is not None or time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
+        ended = [(process_id, status) for process_id, status in exits if status is not None]
+        return ended[-1] if ended else None
 
     def end(self) -> None:
         """Kills the server, and all forked processes that have not called `survive_fork_server`."""
@@ -95,15 +115,44 @@ class _ForkRequest:
     output: tuple[int, ...]
 
 
-def main(listener: int, modules: Sequence[str]) -> None:
-    """Runs the server. Each forked process returns from the server loop and runs the requested program."""
+_exit_log: Path | None = None
+"""File of the names and wait statuses of forked processes, in the server and in forked processes."""
+
+
+def _log_exit(line: str) -> None:
+    # All processes append to the file. Short writes in append mode are atomic.
+    if _exit_log is not None:
+        with contextlib.suppress(FileNotFoundError), _exit_log.open("a") as file:  # the driver may have ended
+            file.write(f"{line}\n")
+
+
+def _read_exits(path: Path, name: str) -> list[tuple[int, int | None]]:
+    """Returns (process id, wait status) of the processes with this name, oldest first. A running process has None."""
+    exits: list[tuple[int, int | None]] = []
+    for line in path.read_text().splitlines():
+        event, process_id, value = line.split()
+        if event == "started" and value == name:
+            exits.append((int(process_id), None))
+        elif event == "ended" and exits and exits[-1] == (int(process_id), None):
+            exits[-1] = int(process_id), int(value)
+    return exits
+
+
+def main(listener: int, modules: Sequence[str], exits: str) -> None:
+    """Runs the server. Each forked process returns from the server loop and runs the requested program.
+
+    `exits` is the file that receives the names and wait statuses of forked processes.
+    """
+    global _exit_log
+    _exit_log = Path(exits)
     for name in modules:
         importlib.import_module(name)
     # Without this, the garbage collector would write to shared pages and thereby copy them.
     gc.collect()
     gc.freeze()
     atexit.register(gc.unfreeze)  # otherwise the interpreter warns at exit
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forked processes are reaped automatically
+    # The end of a forked process wakes the server, which then reads its wait status.
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
     with socket.socket(fileno=listener) as listening:
         request = _serve(listening)
     if request is not None:
@@ -112,19 +161,28 @@ def main(listener: int, modules: Sequence[str]) -> None:
 
 def _serve(listener: socket.socket) -> _ForkRequest | None:
     """Serves fork requests until the driver exits. Returns the request in each forked process, None in the server."""
-    with selectors.DefaultSelector() as selector:
-        selector.register(listener, selectors.EVENT_READ)
-        selector.register(sys.stdin, selectors.EVENT_READ)
+    ended, wakeup = socket.socketpair()
+    with selectors.DefaultSelector() as selector, ended, wakeup:
+        wakeup.setblocking(False)
+        signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
+        for file in (listener, sys.stdin, ended):
+            selector.register(file, selectors.EVENT_READ)
         while True:
             ready = [key.fileobj for key, _ in selector.select()]
             if sys.stdin in ready:
                 return None
+            if ended in ready:
+                ended.recv(1 << 12)
+                _reap()
+            if listener not in ready:
+                continue
             with listener.accept()[0] as client:
                 request = _read_request(client)
                 if request is None:
                     continue
                 server_pid = os.getpid()
                 if os.fork() == 0:
+                    signal.set_wakeup_fd(-1)
                     die_with_parent(server_pid)
                     return request
                 for file in request.output:
@@ -133,9 +191,20 @@ def _serve(listener: socket.socket) -> _ForkRequest | None:
                     client.sendall(b"+")
 
 
-def survive_fork_server() -> None:
-    """Lets this process outlive its parent. A worker process calls it when Ray manages the process."""
+def _reap() -> None:
+    """Logs the wait statuses of all forked processes that have ended."""
+    with contextlib.suppress(ChildProcessError):
+        while (end := os.waitpid(-1, os.WNOHANG))[0]:
+            _log_exit(f"ended {end[0]} {end[1]}")
+
+
+def survive_fork_server(name: str) -> None:
+    """Lets this process outlive its parent. A worker process calls it when Ray manages the process.
+
+    If the fork server has started this process, `ForkServer.find_exit(name)` returns its wait status after its end.
+    """
     set_parent_death_signal(0)
+    _log_exit(f"started {os.getpid()} {name}")
 
 
 def _read_request(client: socket.socket) -> _ForkRequest | None:

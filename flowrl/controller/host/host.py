@@ -1,5 +1,6 @@
 """Host: constructs and calls the workers of all roles in one process, and offloads idle workers."""
 
+import signal
 import sys
 import time
 import traceback
@@ -195,11 +196,26 @@ def _as_worker_error(role: str, rank: int, node: int, method: str) -> Iterator[N
     """Converts any exception to a `WorkerError` with role, rank and traceback."""
     try:
         yield
+    except (SystemExit, KeyboardInterrupt) as error:
+        # A host process ignores Ctrl-C, so its own code has raised the exception. In the driver, the user interrupts.
+        if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+            raise
+        raise WorkerUserError(role, rank, node, method, _describe_exit(error), traceback.format_exc()) from None
     except Exception as error:  # noqa: BLE001 (process boundary: re-raised)
         kind = WorkerCheckError if isinstance(error, CheckFailed) else WorkerError
         kind = WorkerUserError if isinstance(error, UserError) and not isinstance(error, FlowError) else kind
         cause = f"{type(error).__name__}: {error}"
         raise kind(role, rank, node, method, cause, traceback.format_exc(), _is_connection_lost(error)) from None
+
+
+def _describe_exit(error: SystemExit | KeyboardInterrupt) -> str:
+    """Returns an error message with the function that called `sys.exit` or raised `KeyboardInterrupt`."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    action = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else "raised KeyboardInterrupt"
+    return (
+        f"{type(error).__name__}: {frame.name} ({frame.filename}, line {frame.lineno}) {action}, which does not end a "
+        f"run: return, or raise another exception"
+    )
 
 
 _CONNECTION_LOST = (

@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import math
 import os
 import re
 import signal
@@ -32,6 +33,8 @@ class StackDump(NamedTuple):
     age_s: float
     text: str
     """Stacks of all threads, in the format of `faulthandler`."""
+    is_stopped: bool = False
+    """Whether a signal (SIGSTOP) had stopped the process."""
 
 
 class Stack(NamedTuple):
@@ -43,6 +46,8 @@ class Stack(NamedTuple):
     """Whether the process is still restoring the state of the process that it replaces."""
     age_s: float = 0.0
     """Seconds since the process started."""
+    is_stopped: bool = False
+    """Whether a signal (SIGSTOP) had stopped the process."""
 
     @property
     def in_collective(self) -> bool:
@@ -60,40 +65,66 @@ def enable_stack_dumps(name: str) -> None:
 def find_processes(names: Collection[str]) -> dict[str, tuple[int, Path]]:
     """Returns name -> (process id, dump file) for processes on this machine with enabled stack dumps."""
     links = {f"/memfd:{name} (deleted)": name for name in names}
-    processes = {}
+    processes: dict[str, tuple[int, Path]] = {}
     for process_id in (int(path.name) for path in Path("/proc").glob("[0-9]*")):
         # Processes may end during the search, and files of other users are not readable.
         with contextlib.suppress(OSError):
             for path in Path(f"/proc/{process_id}/fd").iterdir():
                 with contextlib.suppress(OSError):
                     if (name := links.get(os.readlink(path))) is not None:
-                        processes[name] = process_id, path
+                        # Processes that a worker has forked inherit its file. The worker is the oldest.
+                        found = processes.setdefault(name, (process_id, path))
+                        if (read_start_time(process_id) or math.inf) < (read_start_time(found[0]) or math.inf):
+                            processes[name] = process_id, path
     return processes
+
+
+def kill_processes(names: Collection[str]) -> set[int]:
+    """Kills processes with enabled stack dumps on this machine. Returns the ids of the killed processes."""
+    killed = set()
+    for process_id, _ in find_processes(names).values():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process_id, signal.SIGKILL)
+            killed.add(process_id)
+    return killed
 
 
 def read_start_time(process_id: int) -> float | None:
     """Returns when a process of this machine started, in seconds since boot; None if it has ended or is a zombie."""
+    state, started_s = _read_stat(process_id)
+    return None if state in "ZX" else started_s
+
+
+def _read_stat(process_id: int) -> tuple[str, float]:
+    """Returns the state of a process of this machine, and its start in seconds since boot. The state of an ended process
+    is X.
+    """
     try:
         # The name of the program, in parentheses, may contain spaces. The state and 18 other fields follow.
         state, *fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return None
-    return None if state in "ZX" else int(fields[18]) / os.sysconf("SC_CLK_TCK")
+        return "X", 0.0
+    return state, int(fields[18]) / os.sysconf("SC_CLK_TCK")
 
 
 def collect_stack_dumps(names: Sequence[str]) -> dict[str, StackDump]:
-    """Returns the stacks of processes on this machine. Skips processes that have ended or do not respond."""
+    """Returns the stacks of processes on this machine. A stopped process has an empty stack. Skips processes that have
+    ended or do not respond.
+    """
     before = {}
     for name, (process_id, path) in find_processes(names).items():
         with contextlib.suppress(OSError):
-            if (started_s := read_start_time(process_id)) is not None:
-                before[name] = time.clock_gettime(time.CLOCK_BOOTTIME) - started_s, path, len(path.read_bytes())
+            state, started_s = _read_stat(process_id)
+            if state not in "ZX":
+                age_s, size = time.clock_gettime(time.CLOCK_BOOTTIME) - started_s, len(path.read_bytes())
+                before[name] = StackDump(age_s, "", state == "T"), path, size
                 os.kill(process_id, signal.SIGUSR1)
-    return {
-        name: StackDump(age_s, text)
-        for name, (age_s, path, size) in before.items()
-        if (text := _read_appended(path, size))
+    # A stopped process handles no signal. If it were continued, it could finish the call that has failed.
+    dumps = {
+        name: dump if dump.is_stopped else dump._replace(text=_read_appended(path, size))
+        for name, (dump, path, size) in before.items()
     }
+    return {name: dump for name, dump in dumps.items() if dump.text or dump.is_stopped}
 
 
 def _read_appended(path: Path, size_before: int) -> str:
@@ -122,5 +153,5 @@ def parse_host_stack(dump: StackDump | None) -> Stack:
         depth = next((i for i, frame in enumerate(frames) if frame.file.endswith(_HOST_FILE)), None)
         if depth is not None:
             is_recovering = any(frame.function == _RECOVERY_FUNCTION for frame in frames[depth:])
-            return Stack(tuple(frames[:depth]), is_recovering, dump.age_s)
-    return Stack(age_s=dump.age_s)
+            return Stack(tuple(frames[:depth]), is_recovering, dump.age_s, dump.is_stopped)
+    return Stack(age_s=dump.age_s, is_stopped=dump.is_stopped)

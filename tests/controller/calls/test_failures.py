@@ -23,8 +23,10 @@ from tests.controller.faulty_workers import (
     RaisingWorker,
     Scorer,
     SlowRestart,
+    StatefulScorer,
 )
 from tests.controller.workers import Arithmetic
+from tests.errors import missing_facts, rejects
 
 ERRORS = {
     "raise": WorkerError,
@@ -50,7 +52,7 @@ def pair(ray_session: None, open_cluster: ClusterMaker) -> Cluster:
 def shorten_deadline(cluster: Cluster, fault: str) -> None:
     """Limits the next calls to `DEADLINE_S` if the fault is one that hangs."""
     if fault.startswith("spin"):
-        cluster.calls.timeout_s = DEADLINE_S
+        cluster.calls.timeout_s = cluster.calls.start_timeout_s = DEADLINE_S
 
 
 def check_error(error: FlowError, fault: str, role: str, method: str, started_s: float) -> None:
@@ -188,6 +190,47 @@ def test_a_pool_that_fails_while_a_call_waits_for_its_lengths(ray_session: None,
     with pytest.raises(WorkerError) as caught:
         second.run(lambda worker, table: None, first.keep_even(batch))
     assert (caught.value.role, caught.value.rank, caught.value.method) == ("second", 0, "fail_on")
+
+
+def test_a_call_of_another_pool_that_reads_a_hanging_call_raises_its_deadline(
+    ray_session: None, open_cluster: ClusterMaker
+):
+    cluster = open_cluster("ray", {"a": [1], "b": [1]}, {"scorer": "a", "reader": "b"}, num_threads=1)
+    scorer, reader = cluster.group("scorer", StatefulScorer, 1), cluster.group("reader", Doubling)
+    with pytest.raises(DeadlineError) as caught:
+        reader.double(scorer.score_with_deadline(BATCH, "spin")).get("double")
+    assert (caught.value.role, caught.value.rank, caught.value.method) == ("scorer", 0, "score_with_deadline")
+    assert caught.value.remote_traceback.rstrip().endswith("in commit")
+
+
+@pytest.mark.slow
+def test_the_deadline_error_names_a_stopped_rank(pair: Cluster):
+    group = pair.group("first", Faulty)
+    os.kill(group.process_id()[1], signal.SIGSTOP)
+    shorten_deadline(pair, "spin")
+    with pytest.raises(DeadlineError) as caught:
+        group.gather("nothing").get()
+    assert (caught.value.rank, caught.value.method) == (1, "gather")
+    assert not missing_facts(str(caught.value), "SIGSTOP", "0")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "facts"), [("os._exit", ("3",)), ("SIGBUS", ("SIGBUS",)), ("kill", ("SIGKILL",))])
+def test_the_error_of_a_lost_process_has_its_exit_code_or_signal(
+    ray_session: None, open_cluster: ClusterMaker, fault: str, facts: tuple[str, ...]
+):
+    cluster = open_cluster("ray", {"a": [1]}, {"scorer": "a"}, num_threads=1)
+    with rejects("scorer.score", *facts, error=ProcessLost):
+        cluster.group("scorer", StatefulScorer, 1).score(BATCH, fault).get("score")
+
+
+@pytest.mark.parametrize(("fault", "fact"), [("sys.exit", "sys.exit"), ("interrupt", "KeyboardInterrupt")])
+def test_a_method_that_exits_ends_no_process_and_is_named(recoverable: "Recoverable", fault: str, fact: str):
+    with rejects("leave", fact, error=WorkerUserError) as caught:
+        recoverable.double_scores(fault)
+    assert "\n" not in str(caught.value)
+    recoverable.cluster.calls.abandon_all(10.0)
+    assert recoverable.double_scores() == [22, 42, 62, 82]
 
 
 # Processes of stateless workers are replaced.
@@ -335,14 +378,15 @@ def test_a_process_that_is_lost_after_every_restart_fails_its_failure_group(scor
 
 
 @pytest.mark.slow
-def test_a_call_that_hangs_after_every_restart_raises_its_deadline(scorers: tuple[Cluster, list[str]]):
-    cluster, messages = scorers
+def test_a_call_that_hangs_again_in_its_replacement_raises_its_deadline(ray_session: None, open_cluster: ClusterMaker):
+    messages: list[str] = []
+    cluster = open_cluster("ray", {"a": [1]}, {"scorer": "a"}, num_threads=1, restarts=3, notify=messages.append)
     scorer = cluster.group("scorer", Scorer, 1)
     with pytest.raises(DeadlineError) as caught:
         scorer.score_with_deadline(BATCH, "spin").get("score")
     assert (caught.value.role, caught.value.rank, caught.value.method) == ("scorer", 0, "score_with_deadline")
     assert caught.value.remote_traceback.rstrip().endswith("in commit")
-    assert len([message for message in messages if message.startswith("scorer.score")]) == 2
+    assert len([message for message in messages if message.startswith("scorer.score")]) == 1
 
 
 @pytest.mark.slow
@@ -355,6 +399,8 @@ def test_a_replacement_has_the_time_limit_of_a_constructor_and_makes_its_worker_
     os.kill(scorer.process_id()[0], signal.SIGKILL)
     lines_before = len((tmp_path / "lines").read_text().splitlines())
     assert scorer.score_with_deadline(BATCH).get("score").tolist() == [8, 9]
+    constructed_s = (tmp_path / "lines").stat().st_mtime + DEADLINE_S * 2
+    assert time.time() - constructed_s < 5
     assert len((tmp_path / "lines").read_text().splitlines()) == lines_before + 1
     assert [message for message in messages if "deadline" in message] == []
 

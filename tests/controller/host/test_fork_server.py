@@ -127,7 +127,7 @@ from pathlib import Path
 from flowrl.controller.host.fork_server import survive_fork_server
 folder, name = Path(sys.argv[1]), sys.argv[2]
 if name == "host":
-    survive_fork_server()
+    survive_fork_server("worker")
 (folder / f"{name}.partial").write_text(str(os.getpid()))
 (folder / f"{name}.partial").rename(folder / name)
 deadline = time.monotonic() + 300

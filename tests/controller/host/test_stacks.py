@@ -1,5 +1,7 @@
 """Stacks of processes that do not respond otherwise."""
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +17,7 @@ from flowrl.controller.host.process_probe import (
     StackDump,
     collect_stack_dumps,
     find_processes,
+    kill_processes,
     parse_host_stack,
 )
 
@@ -59,6 +62,15 @@ def test_stacks_are_dumped_while_native_code_holds_the_interpreter(monkeypatch: 
             assert "in in_c\n" in dumps["first-of-two"].text and "in in_python\n" in dumps["second-of-two"].text
             assert [dump.text.count("most recent call first") for dump in dumps.values()] == [1, 1]
             assert all(0 < dump.age_s < 60 for dump in dumps.values())
+
+
+def test_a_stopped_process_is_reported_without_a_stack():
+    with stuck("in_python", "one-that-stops"):
+        process_id, _ = find_processes(["one-that-stops"])["one-that-stops"]
+        os.kill(process_id, signal.SIGSTOP)
+        dump = collect_stack_dumps(["one-that-stops"])["one-that-stops"]
+        assert dump.is_stopped and parse_host_stack(dump).is_stopped
+        assert kill_processes(["one-that-stops"]) == {process_id}
 
 
 def test_a_process_that_has_ended_has_no_stack():
