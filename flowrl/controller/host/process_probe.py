@@ -96,9 +96,7 @@ def read_start_time(process_id: int) -> float | None:
 
 
 def _read_stat(process_id: int) -> tuple[str, float]:
-    """Returns the state of a process of this machine, and its start in seconds since boot. The state of an ended process
-    is X.
-    """
+    """Returns the state of a process, and its start in seconds since boot. The state of an ended process is X."""
     try:
         # The name of the program, in parentheses, may contain spaces. The state and 18 other fields follow.
         state, *fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
