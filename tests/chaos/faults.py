@@ -1,0 +1,159 @@
+"""The faults: what they do, when they happen, and which facts the report of each must contain."""
+
+import os
+import random
+import re
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from recipes.ppo.config import PPOConfig
+from tests.chaos.variants import SCHEDULES
+from tests.chaos.workers import EVALUATION, MISBEHAVIOR
+
+PHASES: dict[str, tuple[tuple[str, str], ...]] = {
+    "start": tuple((role, "__init__") for role in PPOConfig.roles),
+    "generation": (("rollout", "generate"), ("rollout", "poll")),
+    "update": (("actor", "update"), ("critic", "update")),
+    "weight_sync": (("actor", "weights"), ("rollout", "load_weights")),
+    "evaluation": (("rollout", EVALUATION), ("reward", EVALUATION)),
+    "checkpoint": (("actor", "save_checkpoint"), ("critic", "save_checkpoint"), ("actor", "checkpoint_saved")),
+    "any": (),
+}
+"""Phase -> (role, method) pairs. The phase lasts while one of them runs; `any` is a random time."""
+
+PROCESS_FAULTS = ("kill", "stop")
+DRIVER, DISK, REWARD = "driver", "disk", "reward"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault, its target, and the phase and the run in which it happens."""
+
+    schedule: str
+    engine: str
+    fault: str
+    target: str
+    """A role, or `driver` or `disk`."""
+    phase: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.schedule}-{self.engine}-{self.target}-{self.fault}-{self.phase}"
+
+    @property
+    def variant(self) -> tuple[str, str]:
+        return self.schedule, self.engine
+
+    @property
+    def is_hang(self) -> bool:
+        return self.fault in ("stop", "hangs", "hangs_always")
+
+    @property
+    def ends_run(self) -> bool:
+        """Whether the program may end with an error instead of continuing, because a user must fix the cause."""
+        return self.target == DISK or (self.fault in MISBEHAVIOR and self.fault not in ("hangs", "prints"))
+
+
+def all_cases() -> list[Case]:
+    """Returns every combination of fault, target, phase, schedule and engine that makes sense."""
+    cases = []
+    for schedule in SCHEDULES:
+        for engine in ("hf", "vllm", "fsdp"):
+            for phase in PHASES:
+                targets = (
+                    (DRIVER, *PPOConfig.roles) if engine == "hf" else ("rollout" if engine == "vllm" else "actor",)
+                )
+                cases += [Case(schedule, engine, "kill", target, phase) for target in targets]
+                if phase != "start":
+                    cases += [Case(schedule, engine, "stop", target, phase) for target in targets if target != DRIVER]
+        cases += [Case(schedule, "hf", fault, REWARD, "any") for fault in MISBEHAVIOR]
+        cases += [Case(schedule, "hf", "full", DISK, "any")]
+    return cases
+
+
+Finder = Callable[[str], bool]
+
+
+def _pattern(pattern: str) -> Finder:
+    return lambda report: re.search(pattern, report, re.IGNORECASE) is not None
+
+
+_FUNCTION = r"tests\.chaos\.workers:score|\bscore \(|chaos/workers\.py"
+"""The user's function, by its setting or by its frame in a stack."""
+
+REQUIRED: dict[str, tuple[str, ...]] = {
+    "stop": (r"deadline",),
+    "raises": (_FUNCTION, r"RuntimeError", r"refused 10 connections"),
+    "nan": (_FUNCTION, r"\bnan\b"),
+    "string": (_FUNCTION, r"0\.5 points"),
+    "hangs": (_FUNCTION, r"reward\.score", r"deadline"),
+    "hangs_always": (_FUNCTION, r"reward\.score", r"deadline"),
+    "sys_exit": (_FUNCTION, r"sys\.exit|SystemExit"),
+    "os_exit": (r"reward", r"score", r"(exit|code|status)\D{0,20}\b3\b"),
+    "interrupt": (_FUNCTION, r"KeyboardInterrupt"),
+    "huge": (r"reward", r"1e\+?308|overflow|finite"),
+    "full": (r"disk is full|No space left",),
+}
+"""Fault -> patterns of facts that its report must contain."""
+
+
+def missing_facts(case: Case, rank: int, report: str) -> list[str]:
+    """Returns the patterns of required facts that the report does not contain."""
+    patterns = REQUIRED.get(case.fault, ())
+    if case.fault == "kill" and case.target == DRIVER:
+        patterns = (r"resuming from step|starting",)
+    elif case.fault == "kill":
+        patterns = (rf"\b{case.target}\b", rf"rank {rank}\b", r"SIGKILL|signal 9")
+    elif case.fault == "stop":
+        patterns = (rf"\b{case.target}\b", rf"rank {rank}\b", *patterns)
+    elif case.fault == "prints":
+        patterns = ()
+    return [pattern for pattern in patterns if not _pattern(pattern)(report)]
+
+
+def wrong_facts(case: Case, report: str) -> list[str]:
+    """Returns statements of the report that name a wrong cause."""
+    wrong = r"out of memory|lack of memory" if case.is_hang or case.fault in MISBEHAVIOR else r"deadline"
+    if case.target == DISK:
+        wrong = r"out of memory|deadline"
+    return re.findall(wrong, report)
+
+
+def send_signal(process_id: int, fault: str) -> None:
+    os.kill(process_id, signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+
+
+def request_misbehavior(folder: Path, fault: str) -> None:
+    """Makes the next call of the reward function misbehave."""
+    (folder / "misbehaved").unlink(missing_ok=True)
+    (folder / "reward.new").write_text(fault)
+    (folder / "reward.new").rename(folder / "reward")
+
+
+def fill_disk(folder: Path) -> Path:
+    """Fills the file system of `folder`; returns the file to remove."""
+    filler = folder / "filler"
+    chunk = b"\0" * (1 << 16)
+    with filler.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(chunk)
+        except OSError:
+            chunk = b"\0" * 512
+        try:
+            while True:
+                file.write(chunk)
+        except OSError:
+            return filler
+
+
+def draw_cases(cases: Sequence[Case], count: int, seed: int) -> list[Case]:
+    """Returns `count` cases in random order, each as often as the others, with the cases of one run together."""
+    generator = random.Random(seed)
+    drawn: list[Case] = []
+    while len(drawn) < count:
+        drawn += generator.sample(cases, min(len(cases), count - len(drawn)))
+    variants = list(dict.fromkeys(case.variant for case in drawn))
+    return sorted(drawn, key=lambda case: variants.index(case.variant))

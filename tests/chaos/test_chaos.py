@@ -1,0 +1,74 @@
+"""Runs with injected faults continue or resume with the numbers of an undisturbed run, and report the cause.
+
+`python -m tests.chaos` runs the other cases (docs/failures.md).
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.faults import Case, all_cases, draw_cases
+from tests.chaos.runs import run_cases
+from tests.chaos.session import Result, find_wrong_steps
+from tests.chaos.table import BEGIN, END, PAGE, read_results, render_table
+from tests.chaos.variants import SCHEDULES
+
+CASES = {case.name: case for case in all_cases()}
+NUM_SLOW_FAULTS = 40
+"""Faults of the slow test; `python -m tests.chaos` runs any number."""
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the undisturbed runs."""
+    return tmp_path_factory.mktemp("chaos")
+
+
+def run(cases: list[Case], cache: Path, steps: int) -> list[Result]:
+    results = [result for results in run_cases(cases, cache, 0, steps) for result in results]
+    assert [result.case for result in results] == [case.name for case in cases]
+    return results
+
+
+def test_every_schedule_role_and_phase_has_a_case() -> None:
+    cases = all_cases()
+    assert len({case.name for case in cases}) == len(cases)
+    assert {case.schedule for case in cases} == SCHEDULES.keys()
+
+
+def test_cases_are_drawn_equally_often_and_reproducibly() -> None:
+    cases = all_cases()[:10]
+    drawn = draw_cases(cases, 25, seed=3)
+    assert drawn == draw_cases(cases, 25, seed=3)
+    assert {drawn.count(case) for case in cases} == {2, 3}
+
+
+def test_prompts_that_are_trained_twice_or_lost_are_found() -> None:
+    steps = {1: [0, 1], 2: [2, 3], 3: [4, 5]}
+    assert find_wrong_steps(steps, 3, 2, num_dropped=0) == set()
+    assert find_wrong_steps(steps | {3: [4, 1]}, 3, 2, num_dropped=0) == {1, 3}
+    assert find_wrong_steps(steps | {3: [4, 6]}, 3, 2, num_dropped=0) == {3}
+    assert find_wrong_steps(steps | {3: [4, 6]}, 3, 2, num_dropped=1) == set()
+    assert find_wrong_steps({1: [0, 1], 3: [4, 5]}, 3, 2, num_dropped=2) == {2}
+
+
+@pytest.mark.timeout(600)
+def test_a_killed_trainer_and_a_verbose_reward_leave_the_numbers_of_an_undisturbed_run(cache: Path) -> None:
+    cases = [CASES["sync-hf-reward-prints-any"], CASES["sync-hf-actor-kill-update"]]
+    results = run(cases, cache, steps=20)
+    assert [(result.outcome, result.numbers) for result in results] == [("continued", True)] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_random_faults_leave_the_numbers_of_an_undisturbed_run(cache: Path, schedule: str) -> None:
+    cases = [case for case in all_cases() if case.schedule == schedule]
+    results = run(draw_cases(cases, NUM_SLOW_FAULTS, seed=0), cache, steps=60)
+    assert [result for result in results if not result.correct] == []
+
+
+def test_the_page_has_the_table_of_the_results() -> None:
+    text = PAGE.read_text()
+    table = text.partition(BEGIN)[2].partition(END)[0].strip()
+    assert table == render_table(read_results())
