@@ -20,7 +20,7 @@ TIMINGS = ("seconds", "elapsed_s", "tokens_per_s", "memory_mb", "idle_", "wait_"
 """Beginnings of the names of metrics that depend on the clock or on the memory of the machine."""
 
 CHECKPOINT_EVERY, EVALUATE_EVERY = 3, 4
-CALL_TIMEOUT_S = 60.0
+CALL_TIMEOUT_S = 15.0
 MANY_RESTARTS = 1_000_000
 """A run takes many faults, so the number of restarts is not what ends it."""
 
