@@ -1,6 +1,5 @@
 """Fixtures for all tests: one Ray per pytest process, and clusters on either backend that close after their test."""
 
-import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -76,24 +75,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
     """Starts a Ray on the loopback interface. Clusters join it and leave it running when they close."""
-    import ray  # noqa: PLC0415 (a session that starts no Ray does not pay for its import)
-
-    from flowrl.controller.backends.ray_nodes import RAY_SETTINGS  # noqa: PLC0415
+    # A session that starts no Ray does not import it.
+    from flowrl.controller.backends.local_ray import RAY_SETTINGS, LocalRay  # noqa: PLC0415
     from flowrl.controller.host.fork_server import fork_server  # noqa: PLC0415
 
     os.environ |= RAY_SETTINGS
     fork_server(("flowrl.run.advantages", "flowrl.workers"))  # one server with the imports of all tests
-    ray.init(
-        address="local",
-        num_cpus=NUM_CPUS,
-        include_dashboard=False,
-        _node_ip_address="127.0.0.1",
-        object_store_memory=512 * 1024**2,
-        logging_level=logging.ERROR,
-        log_to_driver=False,
-    )
+    local_ray = LocalRay(NUM_CPUS, _node_ip_address="127.0.0.1", object_store_memory=512 * 1024**2)
     yield
-    ray.shutdown()
+    local_ray.stop()
 
 
 @pytest.fixture(params=["inline", "ray"], scope="session")

@@ -93,8 +93,10 @@ class Hosts:
         # Each cluster has its own token, because the token allows running code on every host.
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         forwarded = {name: os.environ[name] for name in os.environ if name.startswith(_FORWARDED)}
-        # Workers get the driver's niceness. With Ray's default of 15, other programs would starve them.
-        self._node_environment = token | forwarded | {"RAY_worker_niceness": str(os.nice(0))}
+        # Workers get the driver's niceness. With Ray's default of 15, other programs would starve them. Task events
+        # would let the memory of Ray's head process grow with every call.
+        settings = {"RAY_worker_niceness": str(os.nice(0)), "RAY_task_events_report_interval_ms": "0"}
+        self._node_environment = token | forwarded | settings
         self.environment = os.environ | token
         """Environment variables for programs that join the cluster."""
 

@@ -8,6 +8,7 @@ import ray
 from ray._private.worker import get_dashboard_url
 
 from flowrl import Cluster, Dispatch, Placement, register
+from flowrl.controller.host.private_folder import private_folder
 from tests.controller.workers import Summing
 
 
@@ -36,6 +37,7 @@ def main() -> None:
             "total": total,
             "address": ray.get_runtime_context().gcs_address,
             "dashboard": get_dashboard_url(),
+            "folder": str(private_folder()),
             "before": before,
             "after": group.listens_on(),
         }

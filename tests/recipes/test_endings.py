@@ -96,10 +96,16 @@ StartRecipe = Callable[..., Program]
 
 
 @pytest.fixture
-def start_recipe(tmp_path: Path) -> Iterator[StartRecipe]:
+def ray_folder() -> Iterator[Path]:
+    """An empty folder for the private folders of the programs. Its path is short, because it contains sockets."""
+    folder = Path(tempfile.mkdtemp(prefix="fr", dir="/tmp"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def start_recipe(tmp_path: Path, ray_folder: Path) -> Iterator[StartRecipe]:
     """Starts a hundred steps of `SlowConfig` with overrides on a separate Ray."""
-    # Ray creates sockets in this folder, and their paths have a length limit.
-    ray_folder = tempfile.mkdtemp(prefix="fr", dir="/tmp")
     started: list[Program] = []
 
     def start(*overrides: str) -> Program:
@@ -109,14 +115,17 @@ def start_recipe(tmp_path: Path) -> Iterator[StartRecipe]:
             "placement: {device: cpu, pools: {main: [2]}, roles: {actor: main}}\n"
         )
         code = "import sys; from tests.recipes.endings import main; sys.exit(main(sys.argv[1:]))"
-        started.append(Program(code, str(config), *overrides, folder=tmp_path, RAY_TMPDIR=ray_folder))
+        started.append(
+            Program(code, str(config), *overrides, folder=tmp_path, RAY_TMPDIR=str(ray_folder), HOME=str(home))
+        )
         return started[-1]
 
+    home = tmp_path / "home"
+    home.mkdir()
     yield start
     for program in started:
         for process in program.running():
             process.kill()
-    shutil.rmtree(ray_folder, ignore_errors=True)
 
 
 def lines(folder: Path) -> int:
@@ -128,7 +137,7 @@ def lines(folder: Path) -> int:
     ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
 )
 def test_an_interrupted_recipe_leaves_complete_results(
-    number: signal.Signals, code: int, start_recipe: StartRecipe, tmp_path: Path
+    number: signal.Signals, code: int, start_recipe: StartRecipe, ray_folder: Path, tmp_path: Path
 ) -> None:
     program, out = start_recipe(), tmp_path / "out"
     eventually(lambda: lines(tmp_path) >= 2, START_S)
@@ -137,6 +146,7 @@ def test_an_interrupted_recipe_leaves_complete_results(
     else:
         program.process.send_signal(number)
     assert program.code() == code and program.leaves_nothing()
+    assert not list(ray_folder.iterdir()) and not (tmp_path / "home" / ".ray").exists()
     summary = json.loads((out / "summary.json").read_text())
     assert (
         summary["interrupted_by"] == number.name
@@ -163,21 +173,44 @@ def test_a_second_ctrl_c_aborts_a_recipe(start_recipe: StartRecipe, tmp_path: Pa
     assert json.loads((out / "trace.json").read_text())["traceEvents"]
 
 
+STARTED = ("flowrl-", "gcs_server", "raylet", "RayHost")
+"""Private folder and processes of a start, in their order."""
+
+
 @pytest.mark.slow
-def test_ctrl_c_while_a_recipe_starts_leaves_no_folder(start_recipe: StartRecipe, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("started", STARTED)
+def test_a_signal_while_a_recipe_starts_leaves_no_folder(
+    number: signal.Signals, started: str, start_recipe: StartRecipe, ray_folder: Path, tmp_path: Path
+) -> None:
     program = start_recipe()
-    eventually(lambda: any("RayHost" in process.name() for process in program.running()), START_S)
-    program.signal_all(signal.SIGINT)
-    assert program.code() == 130 and program.leaves_nothing()
-    assert not (tmp_path / "out").exists()
+
+    def has_started() -> bool:
+        names = [path.name for path in ray_folder.iterdir()] + [process.name() for process in program.running()]
+        return any(started in name for name in names)
+
+    eventually(has_started, START_S)
+    if number is signal.SIGINT:
+        program.signal_all(number)
+    else:
+        program.process.send_signal(number)
+    assert program.code() == 128 + number and program.leaves_nothing()
+    assert not (tmp_path / "out").exists() and not list(ray_folder.iterdir())
 
 
 @pytest.mark.slow
-def test_a_killed_recipe_leaves_complete_lines_and_no_process(start_recipe: StartRecipe, tmp_path: Path) -> None:
+def test_a_killed_recipe_leaves_complete_lines_and_no_process(
+    start_recipe: StartRecipe, ray_folder: Path, tmp_path: Path
+) -> None:
     program = start_recipe()
     eventually(lambda: lines(tmp_path) >= 2, START_S)
     program.process.kill()
     assert program.code() == -signal.SIGKILL and program.leaves_nothing()
+    (abandoned,) = ray_folder.iterdir()
+    assert {path.name.split("-")[0] for path in abandoned.iterdir()} == {"exits", "fork", "process.json", "r", "token"}
+    next_program = "from flowrl.controller.host.private_folder import private_folder; private_folder()"
+    assert Program(next_program, folder=tmp_path, RAY_TMPDIR=str(ray_folder)).code() == 0
+    assert not list(ray_folder.iterdir())
     metrics = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     assert all(json.loads(line)["rows"] == 4 for line in metrics)
 

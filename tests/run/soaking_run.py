@@ -1,12 +1,13 @@
-"""Program that runs an asynchronous run on Ray with roles that hardly compute, and prints the driver's memory.
+"""Program that runs an asynchronous run on Ray with roles that hardly compute, and prints the memory of its processes.
 
-Usage: `python -m tests.run.soaking_run FOLDER STEP ...`. The output ends with a JSON list: the driver's private memory
-after each step, in bytes.
+Usage: `python -m tests.run.soaking_run FOLDER STEP ...`. The output ends with a JSON list: for each of the steps, a
+mapping of process name to private memory in bytes. Worker processes of the same role are added up.
 """
 
 import gc
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -21,8 +22,17 @@ from tests.schedules.sleeping_replicas import Durations, SleepingActor, Sleeping
 ROLLOUT_S, ROW_S = 1e-3, 1e-4
 
 
-def run_and_measure(folder: Path, measured_steps: list[int]) -> list[int]:
-    """Returns the private memory (USS) of this process after each of the measured steps. The last one ends the run."""
+def measure_processes() -> dict[str, int]:
+    """Returns name -> private memory (USS) in bytes, of this process and all its children."""
+    gc.collect()
+    memory = Counter({"driver": psutil.Process().memory_full_info().uss})
+    for process in psutil.Process().children(recursive=True):
+        memory[process.name()] += process.memory_full_info().uss
+    return dict(memory)
+
+
+def run_and_measure(folder: Path, measured_steps: list[int]) -> list[dict[str, int]]:
+    """Returns the memory after each of the measured steps. The last one ends the run."""
     prepare(folder / "task", seed=0)
     schedule = {"kind": "async", "max_staleness": 2}
     config = sleeping_config(folder / "task", folder / "out", schedule=schedule, steps=measured_steps[-1])
@@ -37,8 +47,8 @@ def run_and_measure(folder: Path, measured_steps: list[int]) -> list[int]:
                 run.log(actor.update(minibatch))
             run.sync_weights(actor, rollout)
             if step in measured_steps:
-                gc.collect()
-                measured.append(psutil.Process().memory_full_info().uss)
+                measured.append(measure_processes())
+                sys.stderr.write(f"{step} {measured[-1]}\n")
         run.finish(actor)
     return measured
 

@@ -16,6 +16,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from flowrl.config.base import Device
+from flowrl.controller.backends.local_ray import RAY_SETTINGS, LocalRay
 from flowrl.controller.errors import BackendError
 from flowrl.controller.placement.inventory import cluster_inventory, local_inventory
 from flowrl.controller.placement.plan import Inventory, PlacementError, PoolPlan, Slot
@@ -24,19 +25,6 @@ _logger = logging.getLogger("flowrl")
 _WAIT_LIMIT_S = 120.0
 _FIRST_NOTICE_S, _NOTICE_INTERVAL_S = 5.0, 30.0
 _PROBE_TIMEOUT_S = 0.2
-
-RAY_SETTINGS = {
-    # The driver raises failures of calls. Ray would print the same failures again.
-    "RAY_IGNORE_UNHANDLED_ERRORS": "1",
-    # Lineage keeps the inputs of every live result in memory, to recompute results of a lost node. flowrl does not.
-    "RAY_lineage_pinning_enabled": "0",
-    # With Ray's default niceness of 15, other processes, including the driver, starve the workers.
-    "RAY_worker_niceness": "0",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    # The run forks its own workers, so prestarted workers would be idle.
-    "RAY_prestart_worker_first_driver": "0",
-}
-"""Default environment variables of a local Ray."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +79,7 @@ class RayNodes:
         self._bundles: dict[str, list[_Bundle]] = {}
         self._nodes: list[_Node] = []
         self._owns_ray = False
+        self._local_ray: LocalRay | None = None
         self._notify, self._wait_limit_s = notify, wait_limit_s
         self.address = address
         for name, value in RAY_SETTINGS.items():
@@ -116,7 +105,10 @@ class RayNodes:
         """Starts or joins Ray, unless this process is already connected, and lists the nodes."""
         if not ray.is_initialized():
             self._owns_ray = True
-            _start_ray(self.address, num_slots)
+            if self.address is None:
+                self._local_ray = LocalRay(max(num_slots, os.cpu_count() or 1))
+            else:
+                _join_ray(self.address)
         self._nodes = _nodes_in_order()
 
     def reserve(self, pool: PoolPlan, kind: str) -> None:
@@ -223,7 +215,9 @@ class RayNodes:
         if not self.is_local:
             for pool in list(self._groups):
                 self.release(pool)
-        if self._owns_ray:
+        if self._local_ray is not None:
+            self._local_ray.stop()
+        elif self._owns_ray:
             ray.shutdown()
 
 
@@ -283,22 +277,6 @@ def interface_of(address: str) -> str | None:
 
     interfaces = psutil.net_if_addrs().items()
     return next((name for name, own in interfaces if any(one.address == address for one in own)), None)
-
-
-def _start_ray(address: str | None, num_slots: int) -> None:
-    if address is not None:
-        _join_ray(address)
-        return
-    # Ray's processes listen on all interfaces. Only Ray's token authentication protects them.
-    if os.environ.get("RAY_AUTH_MODE") == "disabled":
-        raise BackendError("RAY_AUTH_MODE is disabled, so anyone on the network could run code in this run: unset it")
-    ray.init(
-        address="local",  # never join another Ray that runs on this machine
-        num_cpus=max(num_slots, os.cpu_count() or 1),
-        include_dashboard=False,
-        logging_level=logging.ERROR,
-        log_to_driver=False,
-    )
 
 
 def _join_ray(address: str) -> None:

@@ -12,13 +12,13 @@ import importlib
 import json
 import os
 import runpy
+import secrets
 import selectors
 import shlex
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from flowrl.controller.host.fork_client import die_with_parent, set_parent_death_signal
+from flowrl.controller.host.private_folder import private_folder
 
 PRELOADED = ("flowrl.controller.host.host",)
 """Modules that every server imports before it forks."""
@@ -46,11 +47,9 @@ class ForkServer:
     """
 
     def __init__(self, modules: tuple[str, ...] = ()) -> None:
-        # Other users cannot access the temporary folder.
-        self._folder = tempfile.TemporaryDirectory(prefix="flowrl-")
-        self._path = Path(self._folder.name) / "fork"
-        self._exits = Path(self._folder.name) / "exits"
-        self._exits.touch()
+        name = secrets.token_hex(4)
+        self._path, self._exits = private_folder() / f"fork-{name}", private_folder() / f"exits-{name}"
+        self._exits.touch(mode=0o600)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(str(self._path))
             listener.listen(_BACKLOG)  # clients wait in the backlog while the server imports
@@ -93,7 +92,8 @@ class ForkServer:
         atexit.unregister(self.end)
         with self._process:
             self._process.kill()
-        self._folder.cleanup()
+        self._path.unlink(missing_ok=True)
+        self._exits.unlink(missing_ok=True)
 
 
 _server: ForkServer | None = None

@@ -38,28 +38,32 @@ def test_an_unreachable_address_is_rejected() -> None:
 
 @dataclass
 class LocalRun:
-    """The run of local_run.py, the token of its Ray, and what it prints."""
+    """The run of local_run.py, the tokens of its user and of its Ray, and the facts that it prints."""
 
+    user_token: str
     token: str
+    home: Path
     facts: dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def local_run() -> Iterator[LocalRun]:
-    token, pipe = secrets.token_hex(32), subprocess.PIPE
+def local_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRun]:
+    user_token, home, pipe = secrets.token_hex(32), tmp_path_factory.mktemp("home"), subprocess.PIPE
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment |= {"RAY_AUTH_TOKEN": user_token, "HOME": str(home)}
     command = [sys.executable, "-m", "tests.controller.local_run"]
-    environment["RAY_AUTH_TOKEN"] = token
     with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         line = process.stdout.readline()
         assert line, process.stderr.read()[-3000:]
-        yield LocalRun(token, json.loads(line))
+        facts = json.loads(line)
+        yield LocalRun(user_token, (Path(facts["folder"]) / "token").read_text(), home, facts)
         process.communicate(timeout=60)
 
 
 ENTER = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False); print(ray.get(ray.put('inside')))"
 JOIN = "from flowrl.controller.backends.ray_nodes import RayNodes; import sys; RayNodes(sys.argv[1])"
+WRONG_TOKEN = "0" * 64
 NODE = "from ray.scripts.scripts import main; import sys; sys.argv[1:] = ['start', '--address', sys.argv[1]]; main()"
 
 
@@ -76,9 +80,9 @@ def outsider(code: str, run: LocalRun, home: Path, **variables: str) -> "subproc
     [
         {},
         pytest.param({"RAY_AUTH_MODE": "disabled"}, marks=pytest.mark.slow),
-        {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64},
+        {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": WRONG_TOKEN},
     ],
-    ids=["no token", "authentication off", "another token"],
+    ids=["no token", "authentication off", "wrong token"],
 )
 def test_a_process_without_the_token_cannot_join_a_local_run(
     code: str, variables: dict[str, str], local_run: LocalRun, tmp_path: Path
@@ -91,6 +95,11 @@ def test_a_process_without_the_token_cannot_join_a_local_run(
 def test_a_process_with_the_token_can_join(local_run: LocalRun, tmp_path: Path) -> None:
     let_in = outsider(ENTER, local_run, tmp_path, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=local_run.token)
     assert let_in.stdout == "inside\n", let_in.stderr[-2000:]
+
+
+def test_a_local_run_has_its_own_token_and_writes_none_to_the_home_folder(local_run: LocalRun) -> None:
+    assert len(local_run.token) == 64 and local_run.token != local_run.user_token
+    assert not (local_run.home / ".ray").exists()
 
 
 def test_the_error_of_a_driver_without_the_token_names_the_variables_to_set(

@@ -1,0 +1,97 @@
+"""Starts a Ray of this process on this machine, with private files and its own token, and stops it."""
+
+import atexit
+import logging
+import os
+import secrets
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray._raylet import AuthenticationTokenLoader
+
+from flowrl.controller.errors import BackendError
+from flowrl.controller.host.private_folder import private_folder, remove_folder
+
+RAY_SETTINGS = {
+    # The driver raises failures of calls. Ray would print the same failures again.
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",
+    # Lineage keeps the inputs of every live result in memory, to recompute results of a lost node. flowrl does not.
+    "RAY_lineage_pinning_enabled": "0",
+    # With Ray's default niceness of 15, other processes, including the driver, starve the workers.
+    "RAY_worker_niceness": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # The run forks its own workers, so prestarted workers would be idle.
+    "RAY_prestart_worker_first_driver": "0",
+    # Ray's head process keeps the events of up to 100,000 tasks (0 disables them). flowrl records its own calls.
+    "RAY_task_events_report_interval_ms": "0",
+}
+"""Default environment variables of a local Ray."""
+
+_TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+
+
+class LocalRay:
+    """A Ray with its files and its token in the private folder of this process. `stop` deletes both.
+
+    Raises:
+        BackendError: `RAY_AUTH_MODE` disables authentication.
+    """
+
+    def __init__(self, num_cpus: int, **options: Any) -> None:
+        """Starts Ray. `options` are further arguments of `ray.init`."""
+        # Ray's processes listen on all interfaces. Only Ray's token authentication protects them.
+        if os.environ.get("RAY_AUTH_MODE") == "disabled":
+            raise BackendError(
+                "RAY_AUTH_MODE is disabled, so anyone on the network could run code in this run: unset it"
+            )
+        folder = private_folder()
+        self._session, self._token = folder / "r", folder / "token"
+        self._variables = {name: os.environ.pop(name) for name in _TOKEN_VARIABLES if name in os.environ}
+        # At exit, before the private folder is deleted, because Ray writes to it.
+        atexit.register(self.stop)
+        self._token.touch(mode=0o600)
+        self._token.write_text(secrets.token_hex(32))
+        os.environ["RAY_AUTH_TOKEN_PATH"] = str(self._token)
+        AuthenticationTokenLoader.instance().reset_cache()
+        with _keep_sigterm_handler(self.stop):
+            ray.init(
+                address="local",  # never join another Ray that runs on this machine
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                logging_level=logging.ERROR,
+                log_to_driver=False,
+                _temp_dir=str(self._session),
+                **options,
+            )
+
+    def stop(self) -> None:
+        """Stops Ray, deletes its files, and restores the environment variables of the token."""
+        atexit.unregister(self.stop)
+        ray.shutdown()
+        remove_folder(self._session)
+        self._token.unlink(missing_ok=True)
+        os.environ.pop("RAY_AUTH_TOKEN_PATH", None)
+        os.environ.update(self._variables)
+        AuthenticationTokenLoader.instance().reset_cache()
+
+
+@contextmanager
+def _keep_sigterm_handler(stop: Callable[[], None]) -> Iterator[None]:
+    """Restores the program's handler of SIGTERM, which Ray replaces by an exit. Calls `stop` if Ray cannot start."""
+    previous = signal.getsignal(signal.SIGTERM)
+    has_handler = callable(previous) and threading.current_thread() is threading.main_thread()
+    try:
+        yield
+    except BaseException as error:
+        stop()
+        if has_handler and isinstance(error, SystemExit) and error.code == signal.SIGTERM:
+            signal.signal(signal.SIGTERM, previous)
+            signal.raise_signal(signal.SIGTERM)
+        raise
+    finally:
+        if has_handler:
+            signal.signal(signal.SIGTERM, previous)

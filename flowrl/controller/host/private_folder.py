@@ -1,0 +1,143 @@
+"""The private folder of this process in the temporary folder, for sockets, Ray's files and the token of Ray.
+
+Only the owner can enter the folder (mode 0700), because Ray makes its own folders accessible to everyone. The folder is
+deleted at exit. A killed process leaves its folder, which the next process of the same user deletes. The marker in the
+folder contains the id and the start time of its process, and is locked (flock) while this process runs. The lock also
+protects the folder from processes in other containers, where process ids mean nothing.
+"""
+
+import atexit
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from flowrl.controller.errors import BackendError
+from flowrl.controller.host.process_probe import read_start_time
+
+PREFIX = "flowrl-"
+MARKER = "process.json"
+MAX_PARENT_BYTES = 25
+"""Length limit of the parent folder's path.
+
+Paths of Unix sockets have at most 107 bytes. The longest path is that of Ray's object store:
+PARENT/flowrl-12345678/r/session_2026-01-31_23-59-59_999999_4194304/sockets/plasma_store.
+"""
+_REMOVAL_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class _PrivateFolder:
+    path: Path
+    process_id: int
+    """The process that created the folder. Its forked children must not delete the folder."""
+    marker: int
+    """File descriptor that holds the lock."""
+
+
+_folder: _PrivateFolder | None = None
+
+
+def private_folder() -> Path:
+    """Returns the private folder of this process. The first call deletes abandoned folders and creates the folder."""
+    global _folder
+    if _folder is None or _folder.process_id != os.getpid():
+        parent = _find_parent()
+        remove_abandoned_folders(parent)
+        path = parent / f"{PREFIX}{secrets.token_hex(4)}"
+        # Registered before the folder exists, so that a signal in between leaves no folder.
+        atexit.register(_remove_own, path, os.getpid())
+        path.mkdir(mode=0o700)
+        _folder = _PrivateFolder(path, os.getpid(), _write_marker(path))
+    return _folder.path
+
+
+def _find_parent() -> Path:
+    """Returns `RAY_TMPDIR`, or the temporary folder if its path is short enough, or else /tmp."""
+    chosen = os.environ.get("RAY_TMPDIR")
+    parent = Path(chosen or tempfile.gettempdir()).absolute()
+    if len(os.fsencode(parent)) <= MAX_PARENT_BYTES:
+        return parent
+    if chosen:
+        raise BackendError(
+            f"RAY_TMPDIR is {parent}, whose path is too long for Ray's sockets: set a folder with a path of at most "
+            f"{MAX_PARENT_BYTES} bytes"
+        )
+    return Path("/tmp")
+
+
+def _write_marker(folder: Path) -> int:
+    process_id = os.getpid()
+    marker = os.open(folder / MARKER, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(marker, fcntl.LOCK_EX)
+    os.write(marker, json.dumps({"pid": process_id, "start_time_s": read_start_time(process_id)}).encode())
+    return marker
+
+
+def remove_abandoned_folders(parent: Path) -> None:
+    """Deletes the folders in `parent` that belong to this user and whose process has ended.
+
+    Keeps folders without a valid marker, and files of other users. Several processes may run this at the same time.
+    """
+    with suppress(OSError):
+        for path in list(parent.glob(f"{PREFIX}*")):
+            with suppress(OSError), _lock_abandoned(path) as is_abandoned:
+                if is_abandoned:
+                    remove_folder(path)
+
+
+@contextmanager
+def _lock_abandoned(folder: Path) -> Iterator[bool]:
+    """Locks the marker of a folder. Yields whether its process has ended. Raises OSError if the marker is in use."""
+    if not _is_own(folder.lstat(), stat.S_ISDIR):
+        yield False
+        return
+    marker = os.open(folder / MARKER, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield _is_own(os.fstat(marker), stat.S_ISREG) and _has_ended(os.read(marker, 1000))
+    finally:
+        os.close(marker)
+
+
+def _is_own(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
+    return status.st_uid == os.geteuid() and is_kind(status.st_mode)
+
+
+def _has_ended(marker: bytes) -> bool:
+    """Returns whether the process of a marker has ended. False if the marker is corrupt."""
+    try:
+        process = json.loads(marker)
+        process_id, start_time_s = int(process["pid"]), float(process["start_time_s"])
+    except (ValueError, TypeError, KeyError):
+        return False
+    return process_id > 0 and read_start_time(process_id) != start_time_s
+
+
+def _remove_own(path: Path, process_id: int) -> None:
+    if os.getpid() == process_id:
+        remove_folder(path)
+
+
+def remove_folder(path: Path) -> None:
+    """Deletes a folder. Retries for some seconds, because processes that are ending may create files in it."""
+    deadline = time.monotonic() + _REMOVAL_TIMEOUT_S
+    while True:
+        # The marker last: if this process is killed, another process can finish the removal.
+        with suppress(OSError):
+            for entry in os.scandir(path):
+                if entry.name != MARKER and entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry.path, ignore_errors=True)
+        shutil.rmtree(path, ignore_errors=True)
+        if not path.exists() or time.monotonic() > deadline:
+            return
+        time.sleep(0.05)

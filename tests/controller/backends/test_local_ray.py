@@ -1,0 +1,69 @@
+"""The files of a local Ray are private, and every local Ray has its own token, which is deleted with it."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ray._private import worker
+
+from flowrl.controller.host.private_folder import private_folder
+
+NOBODY = 65534
+
+
+def test_only_the_owner_reaches_the_files_and_the_token_of_a_local_ray(ray_session: None) -> None:
+    folder = private_folder()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    session = Path(worker._global_node.get_session_dir_path())
+    assert session.is_relative_to(folder) and (session / "sockets" / "plasma_store").exists()
+    token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+    assert token.parent == folder and token.stat().st_mode & 0o777 == 0o600
+    assert len(token.read_text()) == 64
+    assert not [path for path in folder.iterdir() if path.is_file() and path.stat().st_mode & 0o077]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_can_neither_read_nor_write_in_the_folder(ray_session: None) -> None:
+    session = worker._global_node.get_session_dir_path()
+    for command in (["ls", session], ["touch", f"{session}/file"], ["cat", os.environ["RAY_AUTH_TOKEN_PATH"]]):
+        done = subprocess.run(command, user=NOBODY, group=NOBODY, extra_groups=[], capture_output=True, check=False)
+        assert done.returncode != 0 and b"Permission denied" in done.stderr
+
+
+TWICE = """
+import os
+from pathlib import Path
+import ray
+from flowrl.controller.backends.local_ray import LocalRay
+from flowrl.controller.host.private_folder import private_folder
+
+tokens = []
+for _ in range(2):
+    local_ray = LocalRay(1)
+    tokens.append(Path(os.environ["RAY_AUTH_TOKEN_PATH"]).read_text())
+    assert ray.get(ray.remote(num_cpus=0)(lambda: os.getpid()).remote()) != os.getpid()
+    local_ray.stop()
+    assert [path.name for path in private_folder().iterdir()] == ["process.json"]
+    assert os.environ["RAY_AUTH_TOKEN"] == "of the user" and "RAY_AUTH_TOKEN_PATH" not in os.environ
+assert tokens[0] != tokens[1]
+LocalRay(1)  # never stopped: stops at exit
+"""
+
+
+@pytest.fixture
+def parent() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="fl", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+@pytest.mark.slow
+def test_a_process_can_start_ray_again_with_a_new_token(parent: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment |= {"RAY_AUTH_TOKEN": "of the user", "RAY_TMPDIR": str(parent)}
+    done = subprocess.run([sys.executable, "-c", TWICE], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert not list(parent.iterdir())
