@@ -7,7 +7,8 @@ import secrets
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -31,6 +32,8 @@ RAY_SETTINGS = {
 }
 """Default environment variables of a local Ray."""
 
+_RAY_FOLDER = str(Path(ray.__file__).parent)
+_END_TIMEOUT_S = 5.0
 _TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
@@ -70,13 +73,28 @@ class LocalRay:
 
     def stop(self) -> None:
         """Stops Ray, deletes its files, and restores the environment variables of the token."""
-        atexit.unregister(self.stop)
         ray.shutdown()
+        self._kill_processes()
         remove_folder(self._session)
         self._token.unlink(missing_ok=True)
         os.environ.pop("RAY_AUTH_TOKEN_PATH", None)
         os.environ.update(self._variables)
         AuthenticationTokenLoader.instance().reset_cache()
+        atexit.unregister(self.stop)
+
+    def _kill_processes(self) -> None:
+        """Kills Ray's processes. Ray itself does not end them if its start was interrupted."""
+        import psutil  # noqa: PLC0415 (Ray has a copy of psutil, which can be imported after ray)
+
+        remaining = []
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):
+                # Programs that the user has started have the token too.
+                is_ray = process.name().startswith("ray::") or any(_RAY_FOLDER in word for word in process.cmdline())
+                if is_ray and process.environ().get("RAY_AUTH_TOKEN_PATH") == str(self._token):
+                    remaining.append(process)
+                    process.kill()
+        psutil.wait_procs(remaining, timeout=_END_TIMEOUT_S)
 
 
 @contextmanager
