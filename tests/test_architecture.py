@@ -98,7 +98,7 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
 LEVELS = {package: level for level, layer in enumerate(LAYERS) for package in layer}
 
 IMPORTERS = {
-    "ray": ("flowrl/controller/backends/ray_backend.py", "flowrl/controller/backends/ray_nodes.py"),
+    "ray": tuple(f"flowrl/controller/backends/{name}.py" for name in ("ray_backend", "ray_nodes", "local_ray")),
     "vllm": ("flowrl/engines/rollout/vllm/",),
     "torchao": ("flowrl/engines/rollout/vllm/",),
     "transformers": ("flowrl/engines/", "flowrl/data/"),
