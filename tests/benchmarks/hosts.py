@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flowrl import Cluster, Dispatch, Placement, Worker, register
-from flowrl.controller.backends.ray_nodes import RAY_SETTINGS
+from flowrl.controller.backends.local_ray import RAY_SETTINGS
 from flowrl.controller.host.fork_server import fork_server
 
 SIZES = (1, 2, 4, 8)
