@@ -67,7 +67,8 @@ class Result:
     """Seconds from the event, or from the deadline of a hang, to the report."""
     progress_s: float | None
     """Seconds from the event, or from the start of the program that resumes, to the third step after the event."""
-    leftovers: list[str]
+    leftovers: list[str] | None
+    """What the program left when it ended, with the row of its last fault; None if its end was not checked."""
     numbers: bool | None
     missing: list[str]
     """Patterns of facts that the report lacks, and statements of a wrong cause."""
@@ -141,6 +142,8 @@ class Session:
     def _end_program(self, killed: bool) -> list[str]:
         """Waits for the end of all processes, and returns what is left of the program."""
         left = self.program.wait_for_end()
+        for result in self.results:
+            result.leftovers = result.leftovers or []
         if killed:
             self._entries_of_killed = self.program.temporary_entries()
             return left
@@ -178,7 +181,7 @@ class Session:
         result = self._observe(case, rank, step, event_s or time.monotonic(), filler)
         result.during, result.load, result.seed = during, round(load, 1), self.seed
         if case.fault == "stop" and _is_alive(process_id):
-            result.leftovers.append(f"stopped process of {case.target}")
+            result.leftovers = [*(result.leftovers or []), f"stopped process of {case.target}"]
             with suppress(ProcessLookupError):
                 os.kill(process_id, signal.SIGKILL)
         self.results.append(result)
@@ -230,7 +233,8 @@ class Session:
         target = min(step + PROGRESS_STEPS, self.steps)
         has_progressed = self._wait(lambda: last_step(self.output) >= target, LIMIT_S)
         progress_s: float | None = time.monotonic() - event_s
-        program, code, leftovers = self.program, self.program.code, []
+        program, code = self.program, self.program.code
+        leftovers: list[str] | None = None
         is_driver_killed = case.target == DRIVER
         if has_progressed and not is_driver_killed:
             outcome = "continued"
@@ -301,7 +305,7 @@ class Session:
         if not self.results:
             return
         last = self.results[-1]
-        last.leftovers += left
+        last.leftovers = [*(last.leftovers or []), *left]
         if code not in (0, 130):
             last.outcome = f"unexpected end {code} after {last.outcome}"
         if self.schedule == "async":

@@ -41,16 +41,16 @@ def _cells(rows: list[Row]) -> list[str]:
         len(went_on),
         sum(row["numbers"] is True for row in rows),
         sum(not row["missing"] for row in rows),
-        sum(not row["leftovers"] for row in rows),
+        f"{sum(row['leftovers'] == [] for row in rows)} of {sum(row['leftovers'] is not None for row in rows)}",
         sum(row["correct"] for row in rows),
     )
-    times = (_median([row[name] for row in rows if row[name] is not None]) for name in ("report_s", "progress_s"))
+    times = (_times([row[name] for row in rows if row[name] is not None]) for name in ("report_s", "progress_s"))
     commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
     return [*map(str, counts), *times, commits]
 
 
-def _median(values: list[float]) -> str:
-    return f"{median(values):.1f}" if values else ""
+def _times(values: list[float]) -> str:
+    return f"{median(values):.1f}, {max(values):.1f}" if values else ""
 
 
 def append_rows(lines: str) -> None:
