@@ -159,7 +159,7 @@ class Session:
 
     def take(self, case: Case) -> Result | None:
         """Injects the fault of a case and judges it. Returns None if its phase does not occur."""
-        self._skip_output()
+        self._clear_request()
         victim = self._wait_for_phase(case)
         if victim is None:
             return None
@@ -187,7 +187,7 @@ class Session:
         self.results.append(result)
         return result
 
-    def _skip_output(self) -> None:
+    def _clear_request(self) -> None:
         (self.folder / "reward").unlink(missing_ok=True)
 
     def _wait_for_phase(self, case: Case) -> tuple[int, int, str] | None:
@@ -248,7 +248,7 @@ class Session:
                 outcome = f"unexpected end {code}"
             if filler is not None:
                 filler.unlink()
-            self._skip_output()
+            self._clear_request()
             self._start_program()
             progress_s = None
             if self._wait(lambda: last_step(self.output) >= target, LIMIT_S):
