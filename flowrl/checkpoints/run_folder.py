@@ -85,6 +85,11 @@ class RunFolder:
         return self.path / "rollouts"
 
     @property
+    def ray_log(self) -> Path:
+        """Messages of Ray's own processes."""
+        return self.path / "ray.log"
+
+    @property
     def summary(self) -> Path:
         return self.path / "summary.json"
 
@@ -157,6 +162,20 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)  # ignores errors, because a worker may still write into the folder
     else:
         path.unlink(missing_ok=True)
+
+
+@contextmanager
+def log_to_file(path: Path, logger_name: str) -> Iterator[None]:
+    """Appends the records of a logger to a file during the block. The first record creates the file."""
+    logger, handler = logging.getLogger(logger_name), logging.FileHandler(path, encoding="utf-8", delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        handler.close()
 
 
 # The lock.

@@ -112,9 +112,23 @@ def run_recipe(
     def program() -> None:
         config = load(arguments.config, [*arguments.overrides, *address], schema)
         check_run(config)
-        with_restarts(_import_train(train) if isinstance(train, str) else train, config)
+        function = _import_train(train) if isinstance(train, str) else train
+        try:
+            with_restarts(function, config)
+        except (OSError, WorkerError) as error:
+            if _is_missing_file(error) and not config.output.exists():
+                raise UserError(
+                    f"output folder {config.output} has disappeared during the run: start the run again, and keep the "
+                    f"folder until it ends"
+                ) from error
+            raise
 
     return exit_code(program)
+
+
+def _is_missing_file(error: OSError | WorkerError) -> bool:
+    name = FileNotFoundError.__name__
+    return isinstance(error, FileNotFoundError) or (isinstance(error, WorkerError) and error.cause.startswith(name))
 
 
 def _import_train(name: str) -> Callable[[RunConfig], object]:

@@ -142,8 +142,8 @@ class RunConfig(Config):
     """Optional outputs: plots, TensorBoard events and generated text."""
 
     restarts: NonNegativeInt = 3
-    """Maximum number of restarts from the latest checkpoint after failures. Without checkpoints, a run is not
-    restarted.
+    """Maximum number of restarts from the latest checkpoint after failures. Without a checkpoint, a run restarts from
+    step 0, but only after a lost process or a missed deadline.
     """
 
     seed: NonNegativeInt = 0

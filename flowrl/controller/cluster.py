@@ -249,11 +249,11 @@ class Cluster:
         """Waits for all calls in flight, except calls with `resend=False`. Raises the first failure."""
         self.calls.wait(self.calls.required(), timeout_s)
 
-    def restart(self) -> tuple[str, ...]:
+    def restart(self, *, can_retain: bool = True) -> tuple[str, ...]:
         """Prepares the cluster for another attempt at the program, after a failure.
 
-        Keeps recoverable processes that have not failed and finish their calls in flight within a minute. Ends all
-        other processes. `group` starts ended processes again on the same devices.
+        Keeps recoverable processes that have not failed and finish their calls in flight within a minute, unless
+        `can_retain` is false. Ends all other processes. `group` starts ended processes again on the same devices.
 
         Returns: the roles whose processes are kept.
         """
@@ -263,7 +263,7 @@ class Cluster:
         groups = {failure_group.name: failure_group for failure_group in self._failure_groups.values()}
         started = [failure_group for name, failure_group in groups.items() if name in self._started]
         for failure_group in started:
-            if not all(recovery.is_recoverable(pool.name) for pool in failure_group.pools):
+            if not (can_retain and all(recovery.is_recoverable(pool.name) for pool in failure_group.pools)):
                 failures.end(failure_group, cause)
         busy = self.calls.abandon_all(_ABANDON_TIMEOUT_S)
         for failure_group in started:

@@ -5,7 +5,8 @@ import inspect
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -284,10 +285,8 @@ class WorkerGroup:
         """
         self._calls.raise_if_failed(self.pool)
         mode = get_dispatch_mode(contract.mode)
-        try:
+        with _naming(self.role, method):
             per_rank = mode.scatter(self.mesh, contract, dict(arguments))
-        except ContractError as error:
-            raise ContractError(f"{self.role}.{method}: {error}") from None
         if len(per_rank) != self.world_size:
             raise ContractError(
                 f"dispatch mode {mode.name} returned {len(per_rank)} entries for the {self.world_size} ranks of "
@@ -338,7 +337,8 @@ class WorkerGroup:
         returns_result = not returns_batch or is_leader(self.mesh, index)
         rank, slot = self._ranks[index], self.slots[index]
         submitted_ns, call_id = time.time_ns(), self._calls.next_call_id()
-        lowered = lower_arguments(dict(arguments), references)
+        with _naming(self.role, method):
+            lowered = lower_arguments(dict(arguments), references)
         request = Request(call_id, self.role, rank, slot.node, method, lowered, contract, returns_batch, returns_result)
         awaited = [*references.refs, *(eviction.carrier for eviction in evictions)]
         value, report = self._backend.call(slot, request, awaited, self._calls.recovery.get_plan(slot))
@@ -377,6 +377,15 @@ class WorkerGroup:
     def wait_for_batch(self, batch: Batch, timeout_s: float | None = None) -> None:
         """Waits for the calls that compute a batch. Raises `FlowError` if a call failed."""
         self._calls.wait(find_records(batch), timeout_s)
+
+
+@contextmanager
+def _naming(role: str, method: str) -> Iterator[None]:
+    """Adds role and method to the message of a `ContractError`."""
+    try:
+        yield
+    except ContractError as error:
+        raise ContractError(f"{role}.{method}: {error}") from None
 
 
 def _name_arguments(bound: inspect.BoundArguments) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from jinja2 import TemplateError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from flowrl.config.user_errors import UserError
@@ -140,7 +141,14 @@ class ChatTokenizer:
 
     def _render(self, messages: Sequence[Message], *, generate: bool) -> str:
         turns = [asdict(message) for message in messages]
-        text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=generate)
+        try:
+            text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=generate)
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            speakers = ", ".join(message.role for message in messages)
+            raise DataError(
+                f"the chat template in {self.path} raised {type(error).__name__} for a conversation of {speakers}: "
+                f"{error}; correct the template or the conversation"
+            ) from error
         assert isinstance(text, str)
         return text
 

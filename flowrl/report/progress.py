@@ -1,5 +1,6 @@
 """Progress of a run: metrics file, TensorBoard events, progress bar and result tables."""
 
+import errno
 import json
 import math
 import os
@@ -107,7 +108,8 @@ class MetricsLog:
             self.history.append(record)
         with replacing(folder / "metrics.jsonl") as temporary:
             temporary.write_text("".join(map(_line, self.history)), encoding="utf-8")
-        self._lines = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._path = folder / "metrics.jsonl"
+        self._lines = self._path.open("a", encoding="utf-8")
         self._tensorboard = None
         if has_tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 (only if the run writes its events)
@@ -117,7 +119,12 @@ class MetricsLog:
             self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Appends the metrics of a step. Values that are not finite become null. Steps must be in ascending order."""
+        """Appends the metrics of a step. Values that are not finite become null. Steps must be in ascending order.
+
+        Raises FileNotFoundError if the folder no longer exists. Writing to the open file would not fail.
+        """
+        if not self._path.exists():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._path))
         assert not self.history or step > self.history[-1]["step"], f"step {step} was written before"
         row = {"step": step, **{name: float(value) for name, value in values.items()}}
         self.history.append(row)
@@ -139,7 +146,8 @@ class MetricsLog:
     def close(self) -> None:
         """Closes `metrics.jsonl` and the TensorBoard events. Is idempotent."""
         self._lines.close()
-        if self._tensorboard is not None:
+        # The writer's thread prints a traceback if the folder no longer exists.
+        if self._tensorboard is not None and self._path.exists():
             self._tensorboard.close()
 
     def __enter__(self) -> Self:

@@ -11,9 +11,17 @@ from typing import Any, Self
 from flowrl.checkpoints.checkpoints import Checkpoint, Checkpoints
 from flowrl.checkpoints.inputs import input_checksums
 from flowrl.checkpoints.resume import find_checkpoint, is_resuming
-from flowrl.checkpoints.run_folder import RunFolder, folder_lock, remove_temporary_files, replacing, write_json
+from flowrl.checkpoints.run_folder import (
+    RunFolder,
+    folder_lock,
+    log_to_file,
+    remove_temporary_files,
+    replacing,
+    write_json,
+)
 from flowrl.checkpoints.saver import Checkpointable, Saver
 from flowrl.config import OnPolicyConfig, RunConfig, UserError
+from flowrl.controller.backends.base import RAY_LOGGER
 from flowrl.controller.cluster import Cluster
 from flowrl.controller.dispatch import Future
 from flowrl.controller.errors import FlowError
@@ -127,6 +135,7 @@ class Run:
         config, checkpoint = self.config, self._resumed
         resolved = config.model_dump(mode="json")
         self.folder = (RunFolder.reopen if is_resuming(config) else RunFolder.create)(config.output, resolved)
+        resources.enter_context(log_to_file(self.folder.ray_log, RAY_LOGGER))
         last_step = -1 if checkpoint is None else checkpoint.manifest.step
         self._metrics = resources.enter_context(
             MetricsLog(self.folder.path, last_step, has_tensorboard=config.report.tensorboard)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from flowrl.checkpoints.checkpoints import Checkpoints
 from flowrl.config import RunConfig
-from flowrl.controller.errors import ProcessLost, WorkerCheckError, WorkerError, WorkerUserError
+from flowrl.controller.errors import DeadlineError, ProcessLost, WorkerCheckError, WorkerError, WorkerUserError
 from flowrl.run.interrupt import Interruption
 
 if TYPE_CHECKING:
@@ -52,20 +52,24 @@ class RestartPolicy:
         is_rejected = (
             isinstance(error, WorkerUserError | WorkerCheckError) or cluster.calls.failures.get_first_error() is None
         )
-        if is_rejected or self.num_restarts >= self._max_restarts or not _has_checkpoint(config):
+        if is_rejected or self.num_restarts >= self._max_restarts or cluster.has_lost_nodes():
             return False
-        # The same error from the same checkpoint is a bug.
-        is_repeated = self._last_failure == (error.summary, _newest_step(config))
-        return (isinstance(error, ProcessLost) or not is_repeated) and not cluster.has_lost_nodes()
+        if isinstance(error, ProcessLost):
+            return True
+        # The same error from the same checkpoint is a bug. Without a checkpoint, any exception may be one.
+        is_repeated = self._last_failure == (_failure_key(error), _newest_step(config))
+        return not is_repeated and (isinstance(error, DeadlineError) or _has_checkpoint(config))
 
     def _retain_cluster(self, error: WorkerError, config: RunConfig, cluster: "Cluster") -> None:
         self.num_restarts += 1
-        self._last_failure = error.summary, _newest_step(config)
-        roles = cluster.restart()
+        self._last_failure = _failure_key(error), _newest_step(config)
+        # The first step needs the initial weights, which retained rollout processes may have replaced.
+        roles = cluster.restart(can_retain=_has_checkpoint(config))
         retained = f"retaining the processes of {', '.join(roles)}" if roles else "all processes restart"
+        start = "resuming from" if _has_checkpoint(config) else "there is no checkpoint, so starting again from"
         self._message = (
             f"{error}\nrestart {self.num_restarts} of {self._max_restarts}: "
-            f"resuming from step {_newest_step(config)}; {retained}"
+            f"{start} step {_newest_step(config)}; {retained}"
         )
         self._retained = cluster
 
@@ -96,10 +100,11 @@ def current_policy() -> RestartPolicy:
 def with_restarts(train: Callable[[AnyConfig], object], config: AnyConfig) -> None:
     """Calls `train(config)`, and again with `resume: auto` after process failures, up to `config.restarts` times.
 
-    A restart needs a checkpoint. Processes of stateless roles (rollout, reference, reward) are kept unless they failed.
-    Processes with training state restart and load the checkpoint. There is no restart after invalid input, failed
-    checks, or an error that a method raises twice from the same checkpoint. The exception of the last attempt is
-    raised.
+    A restart resumes from the newest checkpoint. Without a checkpoint, it starts again from step 0, but only after a
+    lost process or a missed deadline. With a checkpoint, processes of stateless roles (rollout, reference, reward) are
+    kept unless they failed. Processes with training state restart and load the checkpoint. There is no restart after
+    invalid input, failed checks, or an error that a method raises twice from the same checkpoint. The exception of the
+    last attempt is raised.
     """
     policy = RestartPolicy(config.restarts)
     token = _current.set(policy)
@@ -122,4 +127,9 @@ def _has_checkpoint(config: RunConfig) -> bool:
 
 
 def _newest_step(config: RunConfig) -> int:
-    return Checkpoints(config.output).steps()[-1]
+    return max(Checkpoints(config.output).steps(), default=0)
+
+
+def _failure_key(error: WorkerError) -> str:
+    """Returns a text that is equal for repetitions of a failure. The stacks of two hangs may differ."""
+    return f"{error.role}.{error.method} hangs" if isinstance(error, DeadlineError) else error.summary

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import reprlib
 import traceback
 from typing import Any, SupportsFloat
 
@@ -25,6 +26,10 @@ columns.
 """
 
 
+MAX_SCORE = 1e18
+"""Maximum magnitude of a score. The squares of larger scores overflow in float32."""
+
+
 def score_rows(batch: TensorDict, function: RewardFunction, name: str) -> TensorDict:
     """Calls a reward function once per row, with the row's columns as keyword arguments. Returns the column `scores`.
 
@@ -43,7 +48,8 @@ def score_rows(batch: TensorDict, function: RewardFunction, name: str) -> Tensor
 
 
 def _score_row(function: RewardFunction, name: str, row: dict[str, Any]) -> float:
-    inputs = f"for prompt {row.get('prompt')!r}, response {row.get('response')!r} and answer {row.get('answer')!r}"
+    prompt, response, answer = (_SHORT.repr(row.get(name)) for name in ("prompt", "response", "answer"))
+    inputs = f"for prompt {prompt}, response {response} and answer {answer}"
     try:
         value = function(**row)
     except Exception as error:
@@ -55,7 +61,17 @@ def _score_row(function: RewardFunction, name: str, row: dict[str, Any]) -> floa
     score = _finite_number(value)
     if score is None:
         raise RewardError(f"reward function {name} returned {value!r} {inputs}; return a finite number")
+    if abs(score) > MAX_SCORE:
+        raise RewardError(
+            f"reward function {name} returned {score:g} {inputs}, and the gradient would overflow: return a number "
+            f"from -{MAX_SCORE:g} to {MAX_SCORE:g}"
+        )
     return score
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 400
+"""Shortens long prompts and responses in error messages."""
 
 
 def _finite_number(value: object) -> float | None:

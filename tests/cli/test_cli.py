@@ -320,6 +320,19 @@ def test_a_recipe_in_a_single_file_reads_its_own_config(tmp_path: Path) -> None:
         assert (done.returncode, done.stdout, done.stderr) == (0, "mine:Config 2.5\n", "")
 
 
+def test_an_output_folder_that_disappears_is_a_one_line_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(config: RunConfig) -> None:
+        (config.output / "metrics.jsonl").read_text()
+
+    placement = "{device: cpu, pools: {main: [1]}, roles: {actor: main}}"
+    (tmp_path / "my.yaml").write_text(f"output: {tmp_path / 'out'}\nsteps: 3\nplacement: {placement}\n")
+    assert run_recipe(RunConfig, train, [str(tmp_path / "my.yaml")]) == 2
+    errors = capsys.readouterr().err
+    assert len(errors.splitlines()) == 1 and not missing_facts(errors, tmp_path / "out")
+
+
 @pytest.mark.parametrize("options", [["--steps", "3"], ["--steps=3"], ["seed=1", "--steps", "3", "threads=1"]])
 def test_an_option_in_place_of_a_setting_is_explained(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:

@@ -10,6 +10,7 @@ from flowrl import Batch, ContractError, make_tensordict
 from flowrl.data.batch.payload import ColumnError
 from tests.controller.conftest import Shared
 from tests.controller.workers import Arithmetic
+from tests.errors import rejects
 
 
 def test_a_method_shows_the_workers_signature_and_docstring(shared: Shared):
@@ -53,6 +54,11 @@ def test_a_missing_column_is_named_before_anything_is_sent(shared: Shared, batch
     with pytest.raises(ContractError, match=r"first\.scaled.*'x'.*text, ids"):
         shared.first.scaled(batch.drop("x"))
     assert len(shared.cluster.calls.in_flight()) <= sent
+
+
+def test_a_batch_inside_a_list_is_rejected_with_role_and_method(shared: Shared, batch: Batch):
+    with rejects("first.identify", error=ContractError):
+        shared.first.identify([batch])
 
 
 def test_only_the_columns_that_are_read_arrive(shared: Shared, batch: Batch):

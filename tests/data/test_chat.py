@@ -55,6 +55,15 @@ def test_an_example_begins_with_the_tokens_of_its_prompt(tmp_path: Path) -> None
     assert not any(mask[: len(prompt)])
 
 
+@pytest.mark.parametrize(
+    "code", ["{{ raise_exception('no system turn') }}", "{{ messages[5]['content'].x }}", "{{ 1 / 0 }}"]
+)
+def test_a_template_that_raises_is_reported_with_its_folder_and_roles(tmp_path: Path, code: str) -> None:
+    chat = make(tmp_path, template=code)
+    with rejects(tmp_path, "user", error=DataError):
+        chat.encode_prompt(ASKED)
+
+
 def test_turns_after_the_last_answer_are_not_trained(tmp_path: Path) -> None:
     chat = make(tmp_path)
     ids, mask = chat.encode_example(TWICE[:3])

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import subprocess
 import sys
 import tracemalloc
@@ -119,6 +120,15 @@ def test_a_line_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "reward": 0.5}\n'
     log.close()
     log.close()
+
+
+def test_a_folder_that_disappears_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with MetricsLog(tmp_path / "run", has_tensorboard=False) as log:
+        log.write(1, {"reward": 0.5})
+        shutil.rmtree(tmp_path / "run")
+        with pytest.raises(FileNotFoundError):
+            log.write(2, {"reward": 0.5})
 
 
 def test_tensorboard_reads_the_same_values(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from flowrl import Cluster, FlowError, Placement, WorkerGroup
 from flowrl.config import CheckpointConfig, RunConfig
-from flowrl.controller.errors import ProcessLost, WorkerCheckError, WorkerError, WorkerUserError
+from flowrl.controller.errors import DeadlineError, ProcessLost, WorkerCheckError, WorkerError, WorkerUserError
 from flowrl.run.interrupt import Interruption
 from flowrl.run.restarts import current_policy, with_restarts
 from tests.controller.replica_workers import Replica, StatefulReplica
@@ -64,6 +64,10 @@ def is_closed(cluster: Cluster) -> bool:
     return False
 
 
+def hang(program: Program, actor: WorkerGroup) -> None:
+    actor.commit("spin").get()  # past the method's own deadline
+
+
 def kill_actor(program: Program, actor: WorkerGroup) -> None:
     actor.commit("kill").get()
 
@@ -88,14 +92,38 @@ def test_no_restart_after_the_maximal_number(config: RunConfig):
     assert "checkpoint.every" not in str(lost.value)
 
 
-@pytest.mark.parametrize("every", [0, 5])
-def test_no_restart_without_a_checkpoint(config: RunConfig, tmp_path: Path, every: int):
-    program = Program(kill_actor)
-    changes = {"output": tmp_path / "another", "checkpoint": CheckpointConfig(every=every)}
+def without_checkpoint(config: RunConfig, every: int = 5) -> RunConfig:
+    changes = {"output": config.output / "another", "checkpoint": CheckpointConfig(every=every)}
+    return config.model_copy(update=changes)
+
+
+def test_a_process_lost_before_the_first_checkpoint_restarts_from_step_0_with_new_processes(config: RunConfig):
+    program = Program(lambda self, actor: actor.commit("kill" if len(self.replica_processes) < 2 else "nothing").get())
+    with_restarts(program, without_checkpoint(config))
+    assert program.restarts == [0, 1] and len(set(program.replica_processes)) == 2
+    assert not missing_facts(program.messages[1], "actor.commit", "restart", "step", 0)
+
+
+@pytest.mark.slow
+def test_the_last_error_without_checkpoints_names_the_setting(config: RunConfig):
     with pytest.raises(ProcessLost) as lost:
-        with_restarts(program, config.model_copy(update=changes))
-    assert len(program.replica_processes) == 1 and is_closed(program.clusters[0])
-    assert ("checkpoint.every=N" in str(lost.value).partition("\n")[0]) == (every == 0)
+        with_restarts(Program(kill_actor), without_checkpoint(config, every=0))
+    assert "checkpoint.every=N" in str(lost.value).partition("\n")[0]
+
+
+def test_no_restart_after_an_exception_before_the_first_checkpoint(config: RunConfig):
+    program = Program(lambda self, actor: actor.commit("raise").get())
+    with pytest.raises(WorkerError, match="KeyError"):
+        with_restarts(program, without_checkpoint(config))
+    assert len(program.replica_processes) == 1
+
+
+@pytest.mark.slow
+def test_a_hang_that_repeats_from_the_same_checkpoint_ends_the_program(config: RunConfig):
+    program = Program(hang)
+    with pytest.raises(DeadlineError):
+        with_restarts(program, config)
+    assert len(program.replica_processes) == 2
 
 
 def test_no_restart_if_an_error_repeats_from_the_same_checkpoint(config: RunConfig):

@@ -392,6 +392,12 @@ def test_a_reward_without_a_finite_float_is_rejected(value: Any) -> None:
         score_rows(rows_with().tensordict(), lambda **columns: value, "own:score")
 
 
+@pytest.mark.parametrize("value", [1e308, -1e30])
+def test_a_reward_that_would_overflow_is_rejected(value: float) -> None:
+    with rejects("own", "score", "18", error=RewardError):  # 1e18, the limit
+        score_rows(rows_with().tensordict(), lambda **columns: value, "own:score")
+
+
 def test_a_reward_model_scores_rows_at_their_last_token(cluster: Cluster, tmp_path: Path) -> None:
     from transformers import Qwen2Config, Qwen2ForSequenceClassification  # noqa: PLC0415 (only here)
 

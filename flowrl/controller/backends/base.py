@@ -10,6 +10,9 @@ from flowrl.controller.wire import Construction, RecoveryPlan, Request
 from flowrl.data.batch.block import Ref
 from flowrl.data.batch.payload import Payload
 
+RAY_LOGGER = "flowrl.ray"
+"""Name of the logger that receives the messages of Ray's own processes."""
+
 
 class Backend(Protocol):
     """Runs one host (process with workers) per slot. Returned `Ref`s raise `WorkerError` on `get` if a call failed."""

@@ -1,6 +1,7 @@
 """Ray backend: runs one host (process with workers) per slot of the placement, as a Ray actor."""
 
 import contextlib
+import logging
 import os
 import signal
 import time
@@ -13,6 +14,7 @@ from pickle import PicklingError
 from typing import Any
 
 import ray
+import ray._private.worker as ray_worker
 from ray.exceptions import (
     ActorDiedError,
     OutOfMemoryError,
@@ -24,6 +26,7 @@ from ray.exceptions import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flowrl.config.base import Device
+from flowrl.controller.backends.base import RAY_LOGGER
 from flowrl.controller.backends.ray_nodes import RayNodes, interface_of
 from flowrl.controller.errors import FlowError, ProcessLost, WorkerError, describe_unpicklable
 from flowrl.controller.host.fork_server import fork_server, survive_fork_server
@@ -161,6 +164,12 @@ def _why_ended(error: RayError) -> str:
     return "its process was killed or crashed (exit code unknown)"
 
 
+def _log_ray_message(data: Mapping[str, Any], ignore_prefix: bool) -> None:  # Any: as Ray calls it
+    """Logs a message of Ray's processes. Ray would print it on the terminal, in color."""
+    for line in data["lines"]:
+        logging.getLogger(RAY_LOGGER).info(line)
+
+
 class Liveness:
     """Watches worker processes on this machine."""
 
@@ -190,6 +199,7 @@ class RayBackend:
 
     def __init__(self, address: str | None, notify: Callable[[str], None], prepare: tuple[str, ...] = ()) -> None:
         """`prepare` lists modules that the fork server imports."""
+        ray_worker.print_to_stdstream = _log_ray_message  # Ray has no setting for it
         self._prepare = prepare
         self._hosts: dict[tuple[str, int], Any] = {}  # Any: ray.actor.ActorHandle, whose methods Ray does not type
         self._methods: dict[

@@ -1,12 +1,15 @@
 """A host of the Ray backend handles retried calls after a loss of its process, in any order."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+from ray._private import worker as ray_worker
 
-from flowrl.controller.backends.ray_backend import _RayHost
+from flowrl.controller.backends.base import RAY_LOGGER
+from flowrl.controller.backends.ray_backend import RayBackend, _RayHost
 from flowrl.controller.placement.plan import Mesh
 from flowrl.controller.wire import Construction, RecoveryPlan, Request, encode
 from flowrl.controller.worker import Contract, Dispatch
@@ -31,3 +34,13 @@ def test_a_new_process_constructs_its_worker_once(ray_session: None, tmp_path: P
     assert responses.count(None) == 1
     assert lines.read_text() == "constructed\n"
     ray.kill(host)
+
+
+def test_messages_of_ray_are_logged_and_not_printed(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    RayBackend(None, print)
+    with caplog.at_level(logging.INFO, RAY_LOGGER):
+        ray_worker.print_to_stdstream({"lines": ["a worker died"], "pid": "raylet", "is_err": False}, False)
+    assert caplog.messages == ["a worker died"] and capsys.readouterr() == ("", "")
+    assert "print_to_stdstream" in ray_worker.listen_error_messages.__code__.co_names  # Ray calls the replaced function
