@@ -81,7 +81,7 @@ def ray_session() -> Iterator[None]:
 
     os.environ |= RAY_SETTINGS
     fork_server(("flowrl.run.advantages", "flowrl.workers"))  # one server with the imports of all tests
-    local_ray = LocalRay(NUM_CPUS, _node_ip_address="127.0.0.1", object_store_memory=512 * 1024**2)
+    local_ray = LocalRay(NUM_CPUS, object_store_memory=512 * 1024**2)
     yield
     local_ray.stop()
 

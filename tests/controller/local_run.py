@@ -27,6 +27,19 @@ class Alone(Listening):
     collective = False
 
 
+def listening_addresses() -> list[tuple[str, str]]:
+    """Returns (name, address) of the processes that listen on TCP ports: this process and all its children."""
+    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    return sorted(
+        {
+            (process.name(), one.laddr.ip)
+            for process in processes
+            for one in process.net_connections(kind="inet")
+            if one.status == psutil.CONN_LISTEN
+        }
+    )
+
+
 def main() -> None:
     placement = Placement(device="cpu", pools={"main": [2]}, roles={"before": "main", "sum": "main"})
     with Cluster(placement, num_threads=1) as cluster:
@@ -40,6 +53,7 @@ def main() -> None:
             "folder": str(private_folder()),
             "before": before,
             "after": group.listens_on(),
+            "listening": listening_addresses(),
         }
         sys.stdout.write(f"{json.dumps(found)}\n")
         sys.stdout.flush()

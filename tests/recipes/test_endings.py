@@ -22,6 +22,8 @@ import pytest
 import ray
 from ray.util import placement_group_table
 
+from flowrl.controller.backends.local_ray import LOOPBACK_VARIABLE
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and /dev/shm")
 
 ROOT = Path(__file__).parents[2]
@@ -261,6 +263,7 @@ def test_a_joined_cluster_keeps_its_state_after_the_driver_ends(
         "sys.exit(exit_code(lambda: drive(sys.argv[1], float(sys.argv[2]))))",
         *(ray.get_runtime_context().gcs_address, "0.1" if ending is None else "600"),
         folder=tmp_path,
+        **{LOOPBACK_VARIABLE: "0"},
     )
     eventually(lambda: "holding" in program.printed(), 60)
     assert ending is None or cluster_state() != before

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader
 
 from flowrl.controller.errors import BackendError
@@ -32,13 +33,16 @@ RAY_SETTINGS = {
 }
 """Default environment variables of a local Ray."""
 
+LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Environment variable that is 0 in the processes of a local Ray, and in a process that joins it."""
+
 _RAY_FOLDER = str(Path(ray.__file__).parent)
 _END_TIMEOUT_S = 5.0
 _TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
 class LocalRay:
-    """A Ray with its files and its token in the private folder of this process. `stop` deletes both.
+    """A Ray on the loopback interface, with its files and its token in the private folder of this process.
 
     Raises:
         BackendError: `RAY_AUTH_MODE` disables authentication.
@@ -46,10 +50,9 @@ class LocalRay:
 
     def __init__(self, num_cpus: int, **options: Any) -> None:
         """Starts Ray. `options` are further arguments of `ray.init`."""
-        # Ray's processes listen on all interfaces. Only Ray's token authentication protects them.
         if os.environ.get("RAY_AUTH_MODE") == "disabled":
             raise BackendError(
-                "RAY_AUTH_MODE is disabled, so anyone on the network could run code in this run: unset it"
+                "RAY_AUTH_MODE is disabled, so anyone on this machine could run code in this run: unset it"
             )
         folder = private_folder()
         self._session, self._token = folder / "r", folder / "token"
@@ -60,7 +63,7 @@ class LocalRay:
         self._token.write_text(secrets.token_hex(32))
         os.environ["RAY_AUTH_TOKEN_PATH"] = str(self._token)
         AuthenticationTokenLoader.instance().reset_cache()
-        with _keep_sigterm_handler(self.stop):
+        with _keep_sigterm_handler(self.stop), _use_loopback():
             ray.init(
                 address="local",  # never join another Ray that runs on this machine
                 num_cpus=num_cpus,
@@ -95,6 +98,25 @@ class LocalRay:
                     remaining.append(process)
                     process.kill()
         psutil.wait_procs(remaining, timeout=_END_TIMEOUT_S)
+
+
+@contextmanager
+def _use_loopback() -> Iterator[None]:
+    """Makes a Ray that starts in this block listen on the loopback interface only.
+
+    Ray does so by default on Windows and macOS. `_node_ip_address` has no effect, because Ray replaces loopback
+    addresses by the address of the machine.
+    """
+    previous = os.environ.get(LOOPBACK_VARIABLE), ray_constants.ENABLE_RAY_CLUSTER
+    # Ray has read the variable at its import. Ray's processes inherit it.
+    os.environ[LOOPBACK_VARIABLE], ray_constants.ENABLE_RAY_CLUSTER = "0", False
+    try:
+        yield
+    finally:
+        del os.environ[LOOPBACK_VARIABLE]
+        if previous[0] is not None:
+            os.environ[LOOPBACK_VARIABLE] = previous[0]
+        ray_constants.ENABLE_RAY_CLUSTER = previous[1]
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import pytest
 import ray
 
 from flowrl import Cluster, Placement
+from flowrl.controller.backends.local_ray import LOOPBACK_VARIABLE
 from flowrl.controller.errors import BackendError
 from tests.errors import missing_facts, rejects
 
@@ -22,7 +23,8 @@ from tests.errors import missing_facts, rejects
 def test_a_driver_joins_a_cluster_by_its_address_and_does_not_stop_it(ray_session: None) -> None:
     address = ray.get_runtime_context().gcs_address
     command = [sys.executable, "-m", "tests.controller.joining_driver", address]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    environment = os.environ | {LOOPBACK_VARIABLE: "0"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     process, weights = done.stdout.splitlines()
     assert not missing_facts(process, "placement.pools.main", 2)
@@ -64,12 +66,21 @@ def local_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRun]:
 ENTER = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False); print(ray.get(ray.put('inside')))"
 JOIN = "from flowrl.controller.backends.ray_nodes import RayNodes; import sys; RayNodes(sys.argv[1])"
 WRONG_TOKEN = "0" * 64
-NODE = "from ray.scripts.scripts import main; import sys; sys.argv[1:] = ['start', '--address', sys.argv[1]]; main()"
+NODE = f"""
+import os, sys
+os.environ["{LOOPBACK_VARIABLE}"] = "1"  # with 0, `ray start` rejects to join
+from ray._private import services
+from ray.scripts.scripts import main
+services.resolve_ip_for_localhost = str  # keeps 127.0.0.1
+sys.argv[1:] = ["start", "--address", sys.argv[1], "--node-ip-address", "127.0.0.1"]
+main()
+"""
 
 
 def outsider(code: str, run: LocalRun, home: Path, **variables: str) -> "subprocess.CompletedProcess[str]":
     """Runs a process that knows the address and has the environment `variables`."""
-    environment = {"HOME": str(home), "PATH": os.environ["PATH"], "RAY_NUM_REDIS_GET_RETRIES": "1"} | variables
+    environment = {"HOME": str(home), "PATH": os.environ["PATH"], "RAY_NUM_REDIS_GET_RETRIES": "1"}
+    environment |= {LOOPBACK_VARIABLE: "0"} | variables
     command = [sys.executable, "-c", code, run.facts["address"]]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
 
@@ -114,6 +125,13 @@ def test_the_error_of_a_driver_without_the_token_names_the_variables_to_set(
 
 def test_a_local_run_has_no_dashboard(local_run: LocalRun) -> None:
     assert local_run.facts["dashboard"] == ""
+
+
+def test_all_processes_of_a_local_run_listen_on_the_loopback_interface_only(local_run: LocalRun) -> None:
+    listening = local_run.facts["listening"]
+    assert {"gcs_server", "raylet", "ray::_RayHost"} <= {name for name, _ in listening}
+    assert [(name, ip) for name, ip in listening if ip not in ("127.0.0.1", "::ffff:127.0.0.1")] == []
+    assert local_run.facts["address"].startswith("127.0.0.1:")
 
 
 def test_flowrl_sockets_listen_on_loopback_in_a_local_run(local_run: LocalRun) -> None:
