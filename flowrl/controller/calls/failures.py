@@ -346,6 +346,8 @@ class Failures:
         the call.
         """
         assert record.running_since_s is not None
+        if stack.is_stopped:
+            return False  # it would never finish its start
         is_younger = stack.age_s < now_s - record.running_since_s
         if stack.frames and not stack.is_recovering and not is_younger:
             if record.starting_since_s is None:

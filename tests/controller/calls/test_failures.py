@@ -390,6 +390,17 @@ def test_a_call_that_hangs_again_in_its_replacement_raises_its_deadline(ray_sess
 
 
 @pytest.mark.slow
+def test_a_stopped_stateless_process_is_replaced_once(scorers: tuple[Cluster, list[str]]):
+    cluster, messages = scorers
+    scorer = cluster.group("scorer", Scorer, 10)
+    (process_id,) = scorer.process_id()
+    os.kill(process_id, signal.SIGSTOP)
+    assert scorer.score_with_deadline(BATCH).get("score").tolist() == [10, 20]
+    assert len([message for message in messages if "SIGSTOP" in message]) == 1
+    assert scorer.process_id() != [process_id] and not psutil.pid_exists(process_id)
+
+
+@pytest.mark.slow
 def test_a_replacement_has_the_time_limit_of_a_constructor_and_makes_its_worker_once(
     scorers: tuple[Cluster, list[str]], tmp_path: Path
 ):
