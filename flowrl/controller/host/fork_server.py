@@ -27,6 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from flowrl.controller.host.fork_client import die_with_parent, set_parent_death_signal
+from flowrl.controller.host.process_probe import read_start_time
 from flowrl.controller.host.private_folder import private_folder
 
 PRELOADED = ("flowrl.controller.host.host",)
@@ -72,16 +73,19 @@ class ForkServer:
         """Shell command that Ray runs instead of Python."""
         return shlex.join([sys.executable, "-IS", str(_CLIENT), str(self._path)])
 
-    def find_exit(self, name: str, timeout_s: float = 0.5) -> tuple[int, int] | None:
+    def find_exit(self, name: str, timeout_s: float = 5.0) -> tuple[int, int] | None:
         """Returns (process id, wait status) of the newest ended process with this name; None if it is unknown.
 
-        Waits up to `timeout_s` seconds for the end of the newest process, because its peers may notice it earlier than
-        the server.
+        Waits up to `timeout_s` seconds for the status of the newest process, because its peers may notice its end
+        earlier than the server. Waits half a second if the process still runs.
         """
-        deadline = time.monotonic() + timeout_s
+        started_s = time.monotonic()
         while True:
             exits = _read_exits(self._exits, name)
-            if not exits or exits[-1][1] is not None or time.monotonic() > deadline:
+            if not exits or exits[-1][1] is not None:
+                break
+            limit_s = timeout_s if read_start_time(exits[-1][0]) is None else min(timeout_s, 0.5)
+            if time.monotonic() - started_s > limit_s:
                 break
             time.sleep(0.02)
         ended = [(process_id, status) for process_id, status in exits if status is not None]
