@@ -51,6 +51,13 @@ class Case:
         return self.fault in ("stop", "hangs", "hangs_always")
 
     @property
+    def exit_codes(self) -> tuple[int, ...]:
+        """Allowed exit codes of a program that ends because of the fault; see the table in docs/failures.md."""
+        if not self.ends_run:
+            return ()
+        return (2,) if self.fault in ("raises", "nan", "string", "full") else (1, 2)
+
+    @property
     def ends_run(self) -> bool:
         """Whether the program may end with an error instead of continuing, because a user must fix the cause."""
         return self.target == DISK or (self.fault in MISBEHAVIOR and self.fault not in ("hangs", "prints"))

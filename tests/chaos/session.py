@@ -244,7 +244,7 @@ class Session:
         else:
             leftovers = self._end_program(killed=is_driver_killed)
             outcome = "resumed" if is_driver_killed else f"ended {code}"
-            if (code not in (1, 2) and not is_driver_killed) or (not is_driver_killed and not case.ends_run):
+            if not is_driver_killed and code not in case.exit_codes:
                 outcome = f"unexpected end {code}"
             if filler is not None:
                 filler.unlink()
