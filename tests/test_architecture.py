@@ -90,7 +90,7 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
         "setting_reference": {"base", "placement", "setting_tree"},
         "setting_template": {"placement", "run", "setting_tree", "setting_reference", "base"},
         "error_messages": {"base", "algorithm", "source", "setting_tree"},
-        "load": {"base", "source", "setting_tree", "error_messages"},
+        "load": {"user_errors", "base", "placement", "source", "setting_tree", "error_messages"},
     },
 }
 """Package -> its sub-packages and modules from bottom to top, each with those that it may import."""

@@ -12,14 +12,24 @@ from typing import TypeVar
 from flowrl.checkpoints.checkpoints import Checkpoints
 from flowrl.checkpoints.inputs import check_base_model
 from flowrl.checkpoints.resume import RunComplete
-from flowrl.cli.recipe_names import add_working_folder, find_recipe, included_recipes
-from flowrl.config import CheckFailed, ConfigError, OnPolicyConfig, Placement, RunConfig, UserError, load, recipe_class
+from flowrl.cli.recipe_names import add_working_folder, find_recipe, included_recipes, training_function
+from flowrl.config import (
+    CheckFailed,
+    ConfigError,
+    OnPolicyConfig,
+    Placement,
+    RunConfig,
+    UserError,
+    load_located,
+    loading,
+    recipe_class,
+)
 from flowrl.config.source import read
 from flowrl.controller.errors import WorkerError
 from flowrl.controller.placement.inventory import local_inventory
 from flowrl.controller.placement.plan import plan
 from flowrl.controller.placement.plan_table import render_plan
-from flowrl.memory.memory_estimate import estimate_memory
+from flowrl.memory.memory_estimate import estimate_memory, explain_unknown_sizes
 from flowrl.memory.memory_table import check_memory, memory_budget, render_memory
 from flowrl.report.chrome_trace import TraceError, read_trace
 from flowrl.report.rollout_text import show_rows
@@ -40,17 +50,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_config(commands)
+    _add_check(commands)
     _add_plan(commands)
     _add_trace(commands)
     _add_show(commands)
     _add_checkpoints(commands)
     _add_export(commands)
     _add_doctor(commands)
+    argv = sys.argv[1:] if argv is None else argv
     arguments, rest = parser.parse_known_args(argv)
     # argparse does not accept key=value arguments after an option, so they are added to the overrides here.
     if rest and "overrides" not in arguments:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    _reject_options(parser, rest)
+    _reject_options(parser, rest, argv)
     if rest:
         arguments.overrides += rest
     return exit_code(lambda: arguments.run(arguments))
@@ -103,25 +115,17 @@ def run_recipe(
     """
     parser = argparse.ArgumentParser(description=(schema.__doc__ or "").strip(), allow_abbrev=False)
     parser.add_argument("config", type=Path, metavar="CONFIG", help="the recipe's YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings that override the file")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="settings that override the file")
     parser.add_argument("--address", metavar="HOST:PORT", help="the Ray cluster to join, as address=HOST:PORT")
+    argv = sys.argv[1:] if argv is None else argv
     arguments, rest = parser.parse_known_intermixed_args(argv)
-    _reject_options(parser, rest)
+    _reject_options(parser, rest, argv)
     address = [] if arguments.address is None else [f"address={arguments.address}"]
 
     def program() -> None:
-        config = load(arguments.config, [*arguments.overrides, *address], schema)
-        check_run(config)
-        function = _import_train(train) if isinstance(train, str) else train
-        try:
-            with_restarts(function, config)
-        except (OSError, WorkerError) as error:
-            if _is_missing_file(error) and not config.output.exists():
-                raise UserError(
-                    f"output folder {config.output} has disappeared during the run: start the run again, and keep the "
-                    f"folder until it ends"
-                ) from error
-            raise
+        with loading(arguments.config, [*arguments.overrides, *address], schema) as config:
+            check_run(config)
+            _train(config, _import_train(train) if isinstance(train, str) else train)
 
     return exit_code(program)
 
@@ -131,20 +135,34 @@ def _is_missing_file(error: OSError | WorkerError) -> bool:
     return isinstance(error, FileNotFoundError) or (isinstance(error, WorkerError) and error.cause.startswith(name))
 
 
+def _train(config: RecipeConfig, train: Callable[[RecipeConfig], object]) -> None:
+    try:
+        with_restarts(train, config)
+    except (OSError, WorkerError) as error:
+        if _is_missing_file(error) and not config.output.exists():
+            raise UserError(
+                f"output folder {config.output} has disappeared during the run: start the run again, and keep the "
+                f"folder until it ends"
+            ) from error
+        raise
+
+
 def _import_train(name: str) -> Callable[[RunConfig], object]:
     # Unlike import_function, leaves an exception of the recipe's own imports as it is, with its traceback.
     module, _, function = name.partition(":")
     return getattr(importlib.import_module(module), function)
 
 
-def _reject_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+def _reject_options(parser: argparse.ArgumentParser, words: Sequence[str], argv: Sequence[str]) -> None:
     """Ends the program if there is an unknown option among `words`. It may be a setting, such as `--steps 3`."""
     index = next((i for i, word in enumerate(words) if word.startswith("-")), None)
     if index is None:
         return
     option, equals, value = words[index].partition("=")
     if not equals:
-        value = next((word for word in words[index + 1 :] if not word.startswith("-")), "VALUE")
+        # argparse may have used the value of an unknown option as another argument, such as CONFIG
+        following = argv[argv.index(words[index]) + 1 :][:1]
+        value = next((word for word in following if not word.startswith("-")), "VALUE")
     key = option.lstrip("-").replace("-", "_")
     parser.error(f"unknown option {option}; settings are written without dashes: {key}={value}")
 
@@ -176,6 +194,24 @@ REFERENCE_COMMAND = "flowrl config --reference > docs/config.md"
 """Command that writes the page of all settings."""
 
 
+def _add_check(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "check", help="check everything that a run needs, except the training itself", allow_abbrev=False
+    )
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="a recipe's YAML file")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="settings that override the file")
+    parser.set_defaults(run=_check)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    schema = _run_config(arguments.config)
+    config, locate = load_located(arguments.config, arguments.overrides, schema)
+
+    from flowrl.run.check import check_config  # noqa: PLC0415 (torch, after the config is validated)
+
+    check_config(config, training_function(schema), locate)
+
+
 def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "plan",
@@ -183,26 +219,28 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         allow_abbrev=False,
     )
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a recipe's YAML file, or one of placement/")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings that override the file")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="settings that override the file")
     parser.add_argument("--devices", type=_counts, metavar="N[,N...]", help="devices per node; default: this machine's")
     parser.set_defaults(run=_plan)
 
 
 def _plan(arguments: argparse.Namespace) -> None:
     if "pools" in read(arguments.config).values:
-        placement = load(arguments.config, arguments.overrides, Placement)
-        planned, details = plan(placement, local_inventory(placement.device, arguments.devices)), ""
-        check_routes(placement, planned)
+        with loading(arguments.config, arguments.overrides, Placement) as placement:
+            planned = plan(placement, local_inventory(placement.device, arguments.devices))
+            check_routes(placement, planned)
+        details = ""
     else:
-        config = load(arguments.config, arguments.overrides, _run_config(arguments.config))
-        check_functions(config)
-        planned = plan_run(config, arguments.devices)
-        available = memory_budget(config, planned, is_local=arguments.devices is None and config.address is None)
-        devices = estimate_memory(config, planned)
-        check_memory(config, planned, devices, available)
+        with loading(arguments.config, arguments.overrides, _run_config(arguments.config)) as config:
+            check_functions(config)
+            planned = plan_run(config, arguments.devices)
+            available = memory_budget(config, planned, is_local=arguments.devices is None and config.address is None)
+            devices = estimate_memory(config, planned)
+            check_memory(config, planned, devices, available)
         graph = f"\n{render_graph(config, planned)}\n" if isinstance(config, OnPolicyConfig) else ""
         updates = "".join(f"{line}\n" for line in describe_updates(config))
-        details = f"{graph}\n{updates}\n{render_memory(devices, available)}\n"
+        unknown = "".join(f"{line}\n" for line in explain_unknown_sizes(config))
+        details = f"{graph}\n{updates}\n{render_memory(devices, available)}\n{unknown}"
     sys.stdout.write(f"{render_plan(planned)}\n{details}")
 
 
@@ -328,7 +366,7 @@ def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         allow_abbrev=False,
     )
     parser.add_argument("--rollout", type=Path, metavar="CONFIG", required=True, help="a recipe's YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings that override the file")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="settings that override the file")
     parser.set_defaults(run=_doctor)
 
 
@@ -338,14 +376,14 @@ def _doctor(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             f"{arguments.rollout}: {schema.__name__} has no rollout: choose a recipe that generates responses"
         )
-    config = load(arguments.rollout, arguments.overrides, schema)
-    check_start(config)
+    with loading(arguments.rollout, arguments.overrides, schema) as config:
+        check_start(config)
 
-    # imported here, because only commands that run a model need torch and Ray
-    from flowrl.run.doctor import examine  # noqa: PLC0415
-    from flowrl.workers import Actor, Rollout  # noqa: PLC0415
+        # imported here, because only commands that run a model need torch and Ray
+        from flowrl.run.doctor import examine  # noqa: PLC0415
+        from flowrl.workers import Actor, Rollout  # noqa: PLC0415
 
-    examine(config, Actor, Rollout)
+        examine(config, Actor, Rollout)
 
 
 def _seconds(text: str) -> float:
@@ -368,6 +406,8 @@ def _counts(text: str) -> tuple[int, ...]:
     counts = tuple(int(part) if part.isdecimal() else -1 for part in text.split(","))
     if min(counts) < 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of device counts, like 8, or 4,4 for two nodes")
+    if not any(counts):
+        raise argparse.ArgumentTypeError(f"{text!r} has no devices: state at least one, like 8, or 4,4 for two nodes")
     return counts
 
 

@@ -47,8 +47,8 @@ def find_recipe(name: str) -> type[RunConfig]:
 
 
 def training_function(schema: type[RunConfig]) -> Callable[..., Any] | None:
-    """Returns the function `train` of a recipe, or None if there is none. It is in `train.py` next to `config.py`, or in
-    the module of the config class.
+    """Returns the function `train` of a recipe, or None if there is none. The function is in `train.py` next to
+    `config.py`, or in the module of the config class.
     """
     module = schema.__module__
     program = f"{module.removesuffix('.config')}.train" if module.endswith(".config") else module

@@ -1,4 +1,4 @@
-"""All settings, as frozen pydantic models, and the YAML reader (`load`).
+"""All settings, as frozen pydantic models, and the YAML reader (`load`, `loading`).
 
 Recipe configs derive from `RunConfig` or `OnPolicyConfig`. Every setting is a typed field with a docstring. Losses,
 estimators, corrections, shapings and schedules are discriminated unions with one class per choice. The names of the
@@ -30,7 +30,7 @@ from flowrl.config.base import (
     import_function,
     parse,
 )
-from flowrl.config.load import load, recipe_class, to_yaml
+from flowrl.config.load import load, load_located, loading, recipe_class, to_yaml
 from flowrl.config.model import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, shards_model
 from flowrl.config.placement import ROLES, SINGLE, Placement, RolePlacement
 from flowrl.config.roles import (
@@ -55,6 +55,6 @@ __all__ = [
     "Member", "ModelConfig", "OnPolicyConfig", "OneOf", "OptimizerConfig", "Options", "Placement", "PolicyLossConfig",
     "PreferenceConfig", "PtxConfig", "ReferenceConfig", "ReportConfig", "RewardConfig", "RolePlacement",
     "RolloutConfig", "RolloutLogConfig", "RunConfig", "ScheduleConfig", "ShapingConfig", "TokenIds", "TransferConfig",
-    "UserError", "VllmConfig", "import_attribute", "import_function", "load", "models_of", "parse", "recipe_class",
-    "shards_model", "to_yaml",
+    "UserError", "VllmConfig", "import_attribute", "import_function", "load", "load_located", "loading", "models_of",
+    "parse", "recipe_class", "shards_model", "to_yaml",
 ]  # fmt: skip

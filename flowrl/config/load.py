@@ -3,8 +3,10 @@
 Every invalid setting raises a ConfigError that names its key, its file and line, and a fix.
 """
 
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,8 +15,10 @@ from pydantic import ValidationError
 
 from flowrl.config.base import Config, ConfigError, ImportNameError, import_attribute
 from flowrl.config.error_messages import describe_errors, unknown_choice
+from flowrl.config.placement import Placement
 from flowrl.config.setting_tree import config_classes, names_of, select_members, walk
 from flowrl.config.source import Key, Source, folder_hint, parse, read
+from flowrl.config.user_errors import UserError
 
 C = TypeVar("C", bound=Config)
 
@@ -25,11 +29,49 @@ def load(path: str | Path, overrides: Sequence[str], cls: type[C]) -> C:
     A group of settings, such as `placement`, may be the path of another YAML file. The path is relative to the working
     directory or to the folder of `path`.
     """
-    source = _include(read(Path(path)), cls, Path(path).parent)
+    return _validate(_read_settings(Path(path), overrides, cls), cls)
+
+
+def load_located(path: str | Path, overrides: Sequence[str], cls: type[C]) -> tuple[C, Callable[[str], str]]:
+    """Returns the config, as `load` does, and a function that adds file and line to a message about a setting."""
+    source = _read_settings(Path(path), overrides, cls)
+
+    def locate(message: str) -> str:
+        key = _leading_key(message, cls)
+        return message if key is None else f"{source.origin(key)}: {message}"
+
+    return _validate(source, cls), locate
+
+
+@contextmanager
+def loading(path: str | Path, overrides: Sequence[str], cls: type[C]) -> Iterator[C]:
+    """Yields the config, as `load` returns it. Adds file and line to a later UserError about a setting."""
+    config, locate = load_located(path, overrides, cls)
+    try:
+        yield config
+    except UserError as error:
+        error.args = (locate(str(error)),)
+        raise
+
+
+def _leading_key(message: str, cls: type[Config]) -> Key | None:
+    """Returns the setting at the start of a message, if it is a dotted key of `cls`."""
+    if (match := re.match(r"[a-z_]\w*(\.\w+)+", message)) is None:
+        return None
+    key = tuple(match[0].split("."))
+    if cls is Placement and key[0] == "placement":  # a placement file has no prefix
+        key = key[1:]
+    return key if key[0] in cls.model_fields else None
+
+
+def _read_settings(path: Path, overrides: Sequence[str], cls: type[Config]) -> Source:
+    source = _include(read(path), cls, path.parent)
     for override in overrides:
-        source = _include(_apply(source, override, cls), cls, Path(path).parent)
-    if "recipe" in cls.model_fields:
-        source = _set_recipe(source, cls)
+        source = _include(_apply(source, override, cls), cls, path.parent)
+    return _set_recipe(source, cls) if "recipe" in cls.model_fields else source
+
+
+def _validate(source: Source, cls: type[C]) -> C:
     try:
         return cls.model_validate(source.values)
     except ValidationError as error:

@@ -216,6 +216,8 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _check_run(self) -> "RunConfig":
+        if self.devices is not None and not any(self.devices):
+            raise ValueError(f"devices is {list(self.devices)}, but a run needs at least one device: increase a count")
         every, evaluate = self.checkpoint.every, self.evaluate_every
         if self.checkpoint.keep_best and evaluate and every % evaluate:
             raise ValueError(

@@ -86,6 +86,8 @@ def read(path: Path) -> Source:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
+        if re.match(r"[\w.]+=", str(path)):
+            raise ConfigError(f"{path} is a setting, but the first argument is the YAML file of a recipe") from error
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"{path}: cannot be read, {reason}{folder_hint(path)}") from error
     values, origins = parse(text, str(path), numbered=True)

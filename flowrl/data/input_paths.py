@@ -37,9 +37,12 @@ def find_model_problem(path: Path) -> str | None:
 
 
 def find_dataset_problem(path: Path) -> str | None:
-    """Returns why no dataset can be read from `path`, or None if the path exists."""
+    """Returns why no dataset can be read from `path`, or None if it is a file with content."""
+    if path.is_dir():
+        return "it is a directory: set the JSON-lines file in it"
     if path.exists():
-        return None
+        is_empty = path.is_file() and path.stat().st_size == 0
+        return "the file is empty: write one conversation per line (docs/batch.md)" if is_empty else None
     if len(path.parts) == 2 and not path.suffix and _HUB_NAME.fullmatch(str(path)):
         return (
             "there is no such file, and datasets on the Hugging Face Hub are not downloaded: convert the dataset to a "

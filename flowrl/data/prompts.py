@@ -63,7 +63,10 @@ def read_conversations(
         _check_last_role(conversation, last)
         for name in needs:
             if conversation.columns.get(name) is None:
-                raise DataError(f"{conversation.location}: {name!r} is missing or null; add it next to 'messages'")
+                raise DataError(
+                    f"{conversation.location}: {name!r} is missing or null, but the reward function requires it; add "
+                    "it next to 'messages'"
+                )
     return conversations
 
 

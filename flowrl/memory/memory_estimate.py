@@ -20,7 +20,7 @@ from flowrl.config import (
 from flowrl.controller.placement.plan import Plan, RolePlan, Slot
 from flowrl.data.dtypes import ITEMSIZE
 from flowrl.memory.activations import Entropy
-from flowrl.memory.model_size import read_model_size
+from flowrl.memory.model_size import find_size_problem, read_model_size
 from flowrl.memory.role_memory import CallMemory, RoleMemory, RoleModel, inference_role, training_role
 from flowrl.memory.rollout_memory import RolloutBatch, rollout_role, vllm_role
 
@@ -80,6 +80,19 @@ def estimate_memory(config: RunConfig, planned: Plan) -> list[DeviceMemory]:
         }
         devices.append(DeviceMemory(node, device, roles, len(local_slots) * PROCESS[planned.kind]))
     return devices
+
+
+def explain_unknown_sizes(config: RunConfig) -> list[str]:
+    """Returns one sentence per model whose memory cannot be estimated, with the reason."""
+    reasons = []
+    for prefix, value in models_of(config).values():
+        if value.model is None:
+            continue
+        if value.model.dtype == "float64":
+            reasons.append(f"{prefix}model.dtype is float64, but memory is estimated for 16 and 32 bits only")
+        elif (reason := find_size_problem(value.model.path)) is not None:
+            reasons.append(f"{prefix}model.path is {value.model.path}, {reason}")
+    return [f"memory unknown: {reason}" for reason in reasons]
 
 
 class _Estimator:

@@ -81,6 +81,22 @@ def read_model_size(folder: Path) -> ModelSize | None:
         return None
 
 
+def find_size_problem(folder: Path) -> str | None:
+    """Returns why `read_model_size` returns None for a folder, or None if it returns a size."""
+    if read_model_size(folder) is not None:
+        return None
+    if not folder.is_dir():
+        return "which is not a local directory: download the model, and set its directory"
+    path = folder / "config.json"
+    try:
+        family = json.loads(path.read_text())["model_type"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return "which has no config.json with a model_type: save the model with save_pretrained"
+    if family in (*_NORMS, "gpt2", "opt"):
+        return f"whose config.json lacks sizes of the family {family}: save the model with save_pretrained"
+    return f"whose family {family} has no estimate (docs/models.md lists the families)"
+
+
 def model_size_from_config(settings: dict[str, Any]) -> ModelSize | None:  # Any: JSON values
     """Returns the size of a model with this configuration; None if docs/models.md does not list the model family."""
     family = settings["model_type"]

@@ -10,7 +10,7 @@ from flowrl.config import DataConfig, OnPolicyConfig
 from flowrl.data.batch.batch import Batch
 from flowrl.data.chat import ChatTokenizer, DataError, read_vocabulary
 from flowrl.data.prompts import RESERVED_COLUMNS, Conversation, PromptStream, read_conversations
-from flowrl.rewards.reward_function import load_reward_function, required_parameters
+from flowrl.rewards.reward_function import RewardError, load_reward_function, required_parameters
 
 MAX_UNKNOWN_FRACTION = 0.01
 """Fraction of unknown tokens of a file above which a warning is logged."""
@@ -51,9 +51,22 @@ def read_prompts(config: OnPolicyConfig) -> tuple[PromptStream, PromptStream | N
     return train, read_stream(test, config.data, tokenizer, seed=seed, needs=needs)
 
 
+_REWARD_COLUMNS = ("prompt", "response", "conversation")
+"""Columns that flowrl writes and that a reward function can receive."""
+
+
 def _required_columns(function: str | None) -> tuple[str, ...]:
-    """Returns the dataset columns that a reward function requires. None stands for a reward model."""
+    """Returns the dataset columns that a reward function requires. None stands for a reward model.
+
+    Raises RewardError if the function requires a column that it cannot receive.
+    """
     parameters = () if function is None else required_parameters(load_reward_function(function))
+    for name in parameters:
+        if name in RESERVED_COLUMNS and name not in _REWARD_COLUMNS:
+            raise RewardError(
+                f"reward function {function} requires {name}, which a reward does not receive: use prompt, response, "
+                "answer, conversation, or columns of the dataset"
+            )
     return tuple(name for name in parameters if name not in RESERVED_COLUMNS)
 
 

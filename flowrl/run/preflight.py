@@ -72,6 +72,12 @@ def check_start(config: RunConfig) -> None:
 
 def check_paths(config: RunConfig) -> None:
     """Raises ConfigError if a model is neither a directory nor available on the Hub, or if there is no data file."""
+    for problem in find_path_problems(config):
+        raise ConfigError(problem)
+
+
+def find_path_problems(config: RunConfig) -> Iterator[str]:
+    """Yields a message per path of a model or data file that cannot be read."""
     paths = {
         f"{prefix}model.path": (entry.model.path, find_model_problem)
         for role, (prefix, entry) in models_of(config).items()
@@ -84,7 +90,7 @@ def check_paths(config: RunConfig) -> None:
             paths |= {key: (path, find_dataset_problem) for key, path in files.items()}
     for key, (path, find_problem) in paths.items():
         if problem := find_problem(path):
-            raise ConfigError(f"{key} is {path}, but {problem}")
+            yield f"{key} is {path}, but {problem}"
 
 
 def check_functions(config: RunConfig) -> None:

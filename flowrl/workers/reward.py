@@ -1,11 +1,5 @@
 """Reward workers, which score rows with a Python function or a reward model."""
 
-import inspect
-import math
-import reprlib
-import traceback
-from typing import Any, SupportsFloat
-
 import torch
 from tensordict import TensorDict
 from torch import nn
@@ -17,7 +11,7 @@ from flowrl.data.batch.tensordicts import make_tensordict, num_rows, objects
 from flowrl.engines.models.loading import load_reward_model
 from flowrl.engines.train.engine import TrainEngine, is_sharded
 from flowrl.engines.train.microbatch import MicroBatch
-from flowrl.rewards.reward_function import RewardError, RewardFunction, load_reward_function
+from flowrl.rewards.reward_function import RewardFunction, accepted_columns, load_reward_function, score_row
 from flowrl.workers.model_worker import ModelWorker, build_rank_mesh, has_collective_forward
 
 _FUNCTION_COLUMNS = ("prompt", "response", "answer?", "data_source?", "conversation?", "*")
@@ -26,63 +20,17 @@ columns.
 """
 
 
-MAX_SCORE = 1e18
-"""Maximum magnitude of a score. The squares of larger scores overflow in float32."""
-
-
 def score_rows(batch: TensorDict, function: RewardFunction, name: str) -> TensorDict:
-    """Calls a reward function once per row, with the row's columns as keyword arguments. Returns the column `scores`.
+    """Calls a reward function once per row, with the columns that it accepts. Returns the column `scores`.
 
-    The columns `conversation` and `data_source` are passed only if the function accepts them. Raises RewardError if the
-    function raises an exception or does not return a finite number.
+    Raises RewardError if the function raises an exception or does not return a finite number.
     """
-    parameters = inspect.signature(function).parameters.values()
-    accepts_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
-    optional = {"conversation", "data_source"} - {parameter.name for parameter in parameters}
-    skipped = {"length"} if accepts_all else {"length", *optional}
     names = batch["rows"].keys()
-    columns = {column: objects(batch, column) for column in names if column not in skipped}
+    accepted = accepted_columns(function, [column for column in names if column != "length"])
+    columns = {column: objects(batch, column) for column in accepted}
     rows = ({column: values[i] for column, values in columns.items()} for i in range(num_rows(batch)))
-    scores = [_score_row(function, name, row) for row in rows]
+    scores = [score_row(function, name, row) for row in rows]
     return make_tensordict({"scores": torch.tensor(scores, dtype=torch.float32)})
-
-
-def _score_row(function: RewardFunction, name: str, row: dict[str, Any]) -> float:
-    prompt, response, answer = (_SHORT.repr(row.get(name)) for name in ("prompt", "response", "answer"))
-    inputs = f"for prompt {prompt}, response {response} and answer {answer}"
-    try:
-        value = function(**row)
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)[1:]
-        location = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-        raise RewardError(
-            f"reward function {name} raised {type(error).__name__}: {error}{location} {inputs}"
-        ) from error
-    score = _finite_number(value)
-    if score is None:
-        raise RewardError(f"reward function {name} returned {value!r} {inputs}; return a finite number")
-    if abs(score) > MAX_SCORE:
-        raise RewardError(
-            f"reward function {name} returned {score:g} {inputs}, and the gradient would overflow: return a number "
-            f"from -{MAX_SCORE:g} to {MAX_SCORE:g}"
-        )
-    return score
-
-
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 400
-"""Shortens long prompts and responses in error messages."""
-
-
-def _finite_number(value: object) -> float | None:
-    """Returns a value with a finite `__float__`, such as a NumPy scalar or a tensor of one element; otherwise None."""
-    if not isinstance(value, SupportsFloat):
-        return None
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # for example an array of two elements
-        return None
-    return number if math.isfinite(number) else None
 
 
 class Reward(Worker):

@@ -1,6 +1,7 @@
 """`flowrl` prints the requested output, or a one-line error with exit code 2."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from flowrl.config import ConfigError, RolloutLogConfig, RunConfig
 from flowrl.report.chrome_trace import chrome_trace
 from flowrl.report.rollout_log import RolloutLog
 from flowrl.run.interrupt import Interrupted
+from recipes.ppo.config import PPOConfig
 from tests.errors import missing_facts
 from tests.report.call_events import STEP
 
@@ -38,7 +40,9 @@ def test_the_seven_billion_recipe_splits_eight_gpus_in_halves(capsys: pytest.Cap
 
 
 def test_the_seven_billion_recipe_is_rejected_with_three_gpus(capsys: pytest.CaptureFixture[str]) -> None:
-    assert error_of(capsys, "plan", DEEPSEEK, "--devices", "3").startswith("error: placement.pools.policy ")
+    assert error_of(capsys, "plan", DEEPSEEK, "--devices", "3").startswith(
+        f"error: {DEEPSEEK}:10: placement.pools.policy "
+    )
 
 
 def test_a_template_of_a_recipe_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,7 +90,7 @@ def test_a_plan_with_a_function_that_cannot_be_imported_is_rejected(
     capsys: pytest.CaptureFixture[str], setting: str
 ) -> None:
     message = error_of(capsys, "plan", DEEPSEEK, "--devices", "8", f"{setting}=nowhere:f")
-    assert message.startswith(f"error: {setting}: ") and not missing_facts(message, "nowhere")
+    assert f": {setting}: " in message and not missing_facts(message, "nowhere")
 
 
 def test_a_plan_without_user_defined_functions_loads_no_torch() -> None:
@@ -94,6 +98,77 @@ def test_a_plan_without_user_defined_functions_loads_no_torch() -> None:
     code += "print([m for m in ('torch', 'ray') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+PLACEMENT = """device: cpu
+pools:
+  main: [1]
+roles:
+  actor: man
+  rollout: main
+  reference: main
+  critic: main
+  reward: main
+"""
+
+
+def test_an_error_in_a_placement_names_its_file_and_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path, recipe = tmp_path / "place.yaml", tmp_path / "recipe.yaml"
+    path.write_text(PLACEMENT)
+    recipe.write_text(f"# first\nplacement: {path}\n" + (ROOT / "recipes/ppo/deepseek7b.yaml").read_text())
+    recipe.write_text(re.sub(r"^placement:\n(  .*\n)+", "", recipe.read_text(), flags=re.MULTILINE))
+    for arguments in ([str(path)], [DEEPSEEK, f"placement={path}"], [str(recipe)]):
+        assert not missing_facts(error_of(capsys, "plan", *arguments), f"{path}:5", "placement.roles.actor", "man")
+    override = "placement.roles.actor=man"
+    assert error_of(capsys, "plan", SPLIT, "roles.actor=man", "device=cpu").startswith("error: roles.actor=man: ")
+    assert error_of(capsys, "plan", DEEPSEEK, override, "--devices", "8").startswith(f"error: {override}: ")
+
+
+def test_an_error_of_a_path_names_its_file_and_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    recipe = str(ROOT / "recipes/quickstart/ppo.yaml")
+    model = [f"{role}.model.path={tmp_path}" for role in ("actor", "critic", "reference")]
+    assert run_recipe(PPOConfig, print, [recipe, f"output={tmp_path}/out", *model]) == 2
+    message = capsys.readouterr().err
+    assert not missing_facts(message, "data.train", "runs/quickstart/seed0/data/train.jsonl")
+    assert re.search(rf"{recipe}:\d+: data.train", message)
+
+
+def test_a_plan_states_why_the_memory_is_unknown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    path = f"critic.model.path={tmp_path}"
+    assert main(["plan", DEEPSEEK, "--devices", "8", path, "reference.model.dtype=float64"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("memory unknown")]
+    facts = [("actor.model.path", "deepseek-ai/deepseek-llm-7b-chat"), ("reference.model.dtype", "float64")]
+    facts.append(("critic.model.path", "mamba"))
+    assert len(lines) == 3
+    for line, expected in zip(sorted(lines), sorted(facts), strict=True):
+        assert not missing_facts(line, *expected)
+
+
+def test_no_devices_are_a_wrong_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for counts in ("0", "0,0"):
+        with pytest.raises(SystemExit) as caught:
+            main(["plan", DEEPSEEK, "--devices", counts])
+        message = capsys.readouterr().err
+        assert caught.value.code == 2 and "--devices" in message and "placement" not in message
+    assert not missing_facts(error_of(capsys, "plan", DEEPSEEK, "devices=[0]"), "devices", "0")
+
+
+@pytest.mark.parametrize("argv", [["plan"], ["doctor", "--rollout"]])
+def test_a_missing_config_is_the_only_missing_argument(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(argv)
+    assert "KEY=VALUE" not in capsys.readouterr().err.splitlines()[-1]
+    with pytest.raises(SystemExit):
+        run_recipe(RunConfig, print, [])
+    assert "KEY=VALUE" not in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_setting_in_place_of_the_config_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not missing_facts(error_of(capsys, "plan", "steps=3"), "YAML", "steps")
+    with pytest.raises(SystemExit):
+        main(["plan", "--steps", "3"])
+    assert "steps=3" in capsys.readouterr().err
 
 
 def test_a_file_without_a_recipe_is_a_one_line_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -280,7 +355,7 @@ def test_a_wrong_config_is_reported_before_torch_is_imported(recipe: str, config
 
 
 def test_a_missing_model_is_reported_before_torch_is_imported(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").touch()
+    (tmp_path / "rows.jsonl").write_text("{}")
     settings = [f"data.train={tmp_path}/rows.jsonl", f"data.test={tmp_path}/rows.jsonl", f"model.path={tmp_path}/none"]
     command = [sys.executable, "-c", PROGRAM, "recipes.sft.train", "recipes/quickstart/sft.yaml", *settings]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

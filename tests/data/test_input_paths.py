@@ -78,10 +78,19 @@ def test_a_path_that_is_no_name_is_rejected_without_the_hub(hub: list[str], tmp_
 
 
 def test_the_name_of_a_hub_dataset_is_explained(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").touch()
+    (tmp_path / "rows.jsonl").write_text("{}")
     assert find_dataset_problem(tmp_path / "rows.jsonl") is None
     hub, missing = find_dataset_problem(Path("openai/gsm8k")), find_dataset_problem(Path("data/train.jsonl"))
     assert hub is not None and "JSON-lines" in hub
     assert missing is not None and "JSON-lines" not in missing
     with rejects("openai/gsm8k", "JSON-lines", error=DataError):
         read_conversations("openai/gsm8k")
+
+
+def test_a_dataset_must_be_a_file_with_content(tmp_path: Path) -> None:
+    assert find_dataset_problem(tmp_path) is not None
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    assert find_dataset_problem(empty) is not None
+    empty.write_text("{}\n")
+    assert find_dataset_problem(empty) is None

@@ -1,10 +1,11 @@
 """Reward functions are imported, and signatures that cannot be called with a row are rejected."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from flowrl.rewards.reward_function import RewardError, load_reward_function
+from flowrl.rewards.reward_function import RewardError, accepted_columns, load_reward_function, score_row
 from tests.errors import rejects
 
 
@@ -52,3 +53,60 @@ def test_a_signature_without_a_column_is_rejected() -> None:
 def test_a_missing_function_is_rejected() -> None:
     with rejects("nowhere", "PYTHONPATH", error=RewardError):
         load_reward_function("nowhere:f")
+
+
+async def asynchronous(prompt: str, response: str, answer: str, **columns: object) -> float:
+    return 1.0
+
+
+def generator(prompt: str, response: str, answer: str, **columns: object) -> Iterator[float]:
+    yield 1.0
+
+
+def as_in_verl(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize("function", [asynchronous, generator])
+def test_a_function_whose_call_returns_no_number_is_rejected(function: Any) -> None:
+    with rejects(function.__name__, error=RewardError):
+        load_reward_function(f"{__name__}:{function.__name__}")
+
+
+def test_the_signature_of_verl_is_explained() -> None:
+    with rejects("as_in_verl", "verl", "solution_str", "response", error=RewardError):
+        load_reward_function(f"{__name__}:as_in_verl")
+
+
+@pytest.mark.parametrize("name", ["builtins:max", "builtins:dict"])
+def test_a_function_without_a_signature_is_rejected(name: str) -> None:
+    with rejects(*name.split(":"), error=RewardError):
+        load_reward_function(name)
+
+
+def only_row(prompt: str, response: str, answer: str) -> float:
+    return 1.0
+
+
+def with_source(response: str, data_source: str, **columns: object) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("function", "accepted"),
+    [
+        (only_row, ["prompt", "response", "answer"]),
+        (of_row, ["prompt", "response", "answer", "level"]),
+        (with_source, ["prompt", "response", "answer", "data_source", "level"]),
+    ],
+)
+def test_a_function_receives_the_columns_that_it_accepts(function: Any, accepted: list[str]) -> None:
+    columns = ("prompt", "response", "answer", "data_source", "conversation", "level")
+    assert accepted_columns(function, columns) == accepted
+
+
+def test_a_row_is_scored() -> None:
+    row = {"prompt": "p", "response": "r", "answer": "r"}
+    assert score_row(of_row, "own:of_row", row) == 1.0
+    with rejects("own", "ZeroDivisionError", error=RewardError):
+        score_row(lambda **columns: 1 / 0, "own:f", row)

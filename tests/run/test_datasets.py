@@ -7,6 +7,7 @@ from shutil import copytree
 import pytest
 
 from flowrl.data.chat import DataError
+from flowrl.rewards.reward_function import RewardError
 from flowrl.run.datasets import Examples, read_prompts
 from recipes.grpo.config import GRPOConfig
 from recipes.quickstart.prepare import prepare
@@ -40,6 +41,10 @@ def needs_nothing(prompt: str, response: str, **columns: object) -> float:
     return 0.0
 
 
+def needs_advantages(prompt: str, response: str, advantages: float, **columns: object) -> float:
+    return 0.0
+
+
 def lines(file: Path, *contents: str, **columns: object) -> Path:
     rows = [{"messages": [{"from": "human", "content": content}]} | columns for content in contents]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -64,6 +69,11 @@ def test_a_row_without_a_column_of_the_reward_function_is_rejected(data: Path, t
         read_prompts(
             config_with_reward(data, unanswered, unanswered, function="needs_nothing", evaluation="needs_answer")
         )
+
+
+def test_a_reward_function_that_requires_a_column_of_the_run_is_rejected(data: Path, tmp_path: Path) -> None:
+    with rejects("needs_advantages", "advantages", error=RewardError):
+        read_prompts(config_with_reward(data, lines(tmp_path / "a", "1+1"), function="needs_advantages"))
 
 
 def test_a_reward_function_without_required_columns_reads_rows_without_answers(data: Path, tmp_path: Path) -> None:

@@ -308,6 +308,13 @@ def _load_full(
             )
     except (OSError, ValueError, SafetensorError) as error:
         raise _load_error(config.path, kind, error) from error
+    except RuntimeError as error:  # shapes of weights; transformers has no class for it
+        if "mismatched" not in str(error):
+            raise
+        raise ModelError(
+            f"{kind} cannot be loaded from {config.path}: shapes of its weights differ from its config.json; use a "
+            "complete directory written by save_pretrained"
+        ) from error
     missing = sorted(set(report["missing_keys"]) - fresh)
     if missing:
         raise _missing_weights_error(config.path, kind, missing)

@@ -1,0 +1,384 @@
+"""Implements `flowrl check`, which checks everything that a run needs, except the training itself."""
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from functools import cached_property
+from io import StringIO
+from itertools import islice
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from flowrl.checkpoints.resume import RunComplete, is_resuming
+from flowrl.checkpoints.run_folder import check_is_new, check_not_locked
+from flowrl.config import (
+    ActorConfig,
+    CheckFailed,
+    CheckpointConfig,
+    CriticConfig,
+    DataConfig,
+    EngineConfig,
+    OnPolicyConfig,
+    Placement,
+    ReferenceConfig,
+    ReportConfig,
+    RewardConfig,
+    RunConfig,
+    UserError,
+    models_of,
+)
+from flowrl.config.schedule import SyncSchedule
+from flowrl.controller.errors import FlowError
+from flowrl.controller.placement.plan import Plan
+from flowrl.data.chat import ChatTokenizer, DataError, Message
+from flowrl.data.prompts import PromptStream
+from flowrl.engines.models.loading import load_critic, load_policy, load_reward_model
+from flowrl.memory.memory_estimate import estimate_memory, explain_unknown_sizes
+from flowrl.memory.memory_table import GB, check_memory, memory_budget
+from flowrl.memory.model_size import read_model_size
+from flowrl.rewards.reward_function import accepted_columns, load_reward_function, score_row
+from flowrl.run.datasets import Examples, read_prompts
+from flowrl.run.preflight import check_functions, check_rollouts, find_path_problems, plan_run
+
+NUM_ROWS = 8
+"""Number of rows that the reward function scores."""
+
+MAX_STEP_PARAMETERS = 20_000_000
+"""Largest number of parameters of all models together for which a step runs."""
+
+_STEP_PROMPTS, _STEP_TOKENS = 2, 32
+"""Number of prompts of the step, and the limit of its response length."""
+
+_SHOWN_CHARACTERS = 60
+"""Largest length of a prompt or answer in the table."""
+
+
+class ChecksFailed(UserError):
+    """Raised after all checks if at least one failed. The message has one line per problem."""
+
+
+class _Skipped(Exception):
+    """Raised by a check that does not apply. The message is the reason."""
+
+
+@dataclass
+class _Checks:
+    """The checks of a config, in the order in which they run. Each returns a description of what it found."""
+
+    config: RunConfig
+    train: Callable[..., Any] | None
+    """Training function of the recipe, which runs the step; None if it is unknown."""
+    problems: list[str] = field(default_factory=list)
+    scores: list[tuple[str, str, str, str]] = field(default_factory=list)
+    """Prompt, answer, score of the answer and score of an empty response, of the rows that the reward scored."""
+
+    REQUIRED: ClassVar[dict[str, tuple[str, ...]]] = {
+        "models": ("files",),
+        "tokenizer": ("files",),
+        "data": ("functions", "files", "tokenizer"),
+        "reward": ("functions", "data"),
+        "memory": ("placement",),
+        "step": ("functions", "files", "models", "tokenizer", "data", "reward", "placement"),
+    }
+    """Check -> checks without which it cannot run."""
+
+    def output(self) -> str:
+        """Checks that the output folder can be used. Changes nothing in it."""
+        folder = self.config.output
+        check_not_locked(folder)
+        try:
+            if is_resuming(self.config):
+                return f"the run continues in {folder}"
+        except RunComplete as complete:
+            return str(complete)
+        check_is_new(folder)
+        return f"{folder} is free"
+
+    def functions(self) -> str:
+        check_functions(self.config)
+        check_rollouts(self.config)
+        names = [value for _, group in self.config if isinstance(group, RewardConfig) for value in _functions(group)]
+        return ", ".join(names) or "no user function"
+
+    def files(self) -> str:
+        problems = list(find_path_problems(self.config))
+        if problems:
+            self.problems += problems
+            raise _Failed
+        return f"{len(models_of(self.config))} roles, and all data files"
+
+    def models(self) -> str:
+        """Reads the config of every model, and compares names and shapes of its weights with its files."""
+        sizes = {}
+        for role, (_, value) in models_of(self.config).items():
+            if value.model is None or not value.model.path.is_dir():
+                continue
+            _load_without_weights(value)
+            size = read_model_size(value.model.path)
+            sizes[role] = "unknown size" if size is None else f"{size.parameters / 1e6:.2g} M"
+        if not sizes:
+            raise _Skipped("the models are on the Hub, and are downloaded when the run starts")
+        return ", ".join(f"{role} {size}" for role, size in sizes.items()) + " parameters"
+
+    def tokenizer(self) -> str:
+        """Loads the tokenizer, and renders a message with its chat template."""
+        path = self._actor_path
+        tokenizer, size = ChatTokenizer(path), read_model_size(path)
+        if size is not None and len(tokenizer) > size.vocabulary:
+            raise DataError(
+                f"the tokenizer in {path} has {len(tokenizer)} tokens, but the model has embeddings for "
+                f"{size.vocabulary}: use the model's own tokenizer"
+            )
+        num_tokens = len(tokenizer.encode_prompt([Message("user", "")]))
+        return f"{len(tokenizer)} tokens; the chat template adds {num_tokens} to a prompt"
+
+    def data(self) -> str:
+        """Reads all rows."""
+        config = self.config
+        if isinstance(config, OnPolicyConfig):
+            train, test = self._prompts
+            return f"{len(train)} training prompts, {len(test) if test else 0} evaluation prompts"
+        counts = [
+            f"{len(Examples(path, self._actor_path, max_tokens=value.max_prompt_tokens))} rows of {path.name}"
+            for value in dict(config).values()
+            if isinstance(value, DataConfig)
+            for path in (value.train, value.test)
+            if path is not None
+        ]
+        if not counts:
+            raise _Skipped("the recipe has no data settings")
+        return ", ".join(counts)
+
+    def reward(self) -> str:
+        """Scores the reference answer and an empty response of the first rows."""
+        config = self.config
+        if not isinstance(config, OnPolicyConfig) or config.reward.function is None:
+            raise _Skipped("the recipe has no reward function")
+        train, test = self._prompts
+        self.scores = list(_score_answers(config.reward.function, train))
+        names = [config.reward.function]
+        if config.reward.evaluation is not None and test is not None:
+            list(_score_answers(config.reward.evaluation, test))
+            names.append(config.reward.evaluation)
+        has_answers = any(score for _, _, score, _ in self.scores)
+        if has_answers and all(float(score or 0) <= float(empty) for _, _, score, empty in self.scores):
+            return "no answer scores higher than an empty response: see the table"
+        return f"{' and '.join(names)} scored {len(self.scores)} rows"
+
+    def placement(self) -> str:
+        if self.config.address is not None and self.config.devices is None:
+            raise _Skipped(f"the devices of the cluster at {self.config.address} are unknown: set devices")
+        planned = self._plan
+        devices = {location for role in planned.roles.values() for slot in role.slots for location in slot.node_devices}
+        return f"{len(planned.roles)} roles; number of {planned.kind} devices: {len(devices)}"
+
+    def memory(self) -> str:
+        config = self.config
+        devices = estimate_memory(config, self._plan)
+        budget = memory_budget(config, self._plan, is_local=config.address is None)
+        check_memory(config, self._plan, devices, budget)
+        if not all(device.is_known for device in devices):
+            raise _Skipped("; ".join(explain_unknown_sizes(config)))
+        available = budget.per_device or budget.per_node
+        limit = "an unknown amount" if available is None else f"{available / GB:.1f} GB"
+        share = "device" if budget.per_device is not None else "node"
+        return f"at most {max(d.peak[0] for d in devices) / GB:.1f} GB per device; each {share} has {limit}"
+
+    def step(self) -> str:
+        """Runs one step of the recipe in this process, in a temporary folder."""
+        sizes = [read_model_size(value.model.path) for _, value in models_of(self.config).values() if value.model]
+        if any(size is None for size in sizes):
+            raise _Skipped("the size of a model is unknown")
+        total = sum(size.parameters for size in sizes if size is not None)
+        if total > MAX_STEP_PARAMETERS:
+            limit = MAX_STEP_PARAMETERS // 1_000_000
+            raise _Skipped(f"the models have {total / 1e6:.0f} M parameters, and a step runs up to {limit} M")
+        if self.train is None:
+            raise _Skipped("the recipe has no function `train` next to its config class")
+        begun_s = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="flowrl-check-") as folder, _silent():
+            self.train(small_config(self.config, Path(folder)))
+        return f"one inline step on {_STEP_PROMPTS} prompts or rows took {time.monotonic() - begun_s:.1f} s"
+
+    @cached_property
+    def _prompts(self) -> tuple[PromptStream, PromptStream | None]:
+        assert isinstance(self.config, OnPolicyConfig)
+        return read_prompts(self.config)
+
+    @cached_property
+    def _plan(self) -> Plan:
+        return plan_run(self.config)
+
+    @property
+    def _actor_path(self) -> Path:
+        models = models_of(self.config)
+        if "actor" not in models or models["actor"][1].model is None:
+            raise _Skipped("the recipe has no actor")
+        return models["actor"][1].model.path
+
+
+class _Failed(Exception):
+    """Raised by a check that has added its problems."""
+
+
+NAMES = (
+    "output", "functions", "files", "models", "tokenizer", "data", "reward", "placement", "memory", "step"
+)  # fmt: skip
+"""Names of all checks, in order."""
+
+
+def check_config(
+    config: RunConfig,
+    train: Callable[..., Any] | None,
+    locate: Callable[[str], str] = str,
+    console: Console | None = None,
+) -> None:
+    """Runs all checks, and prints their results and the scores of a few rows. Writes nothing into the output folder.
+
+    Args:
+        config: the config of the run.
+        train: training function of its recipe, which runs one small step; None skips the step.
+        locate: adds file and line to a message about a setting.
+        console: where to print.
+    Raises:
+        ChecksFailed: a check failed. Its message has one line per problem.
+    """
+    console = console or Console()
+    checks = _Checks(config, train)
+    results: dict[str, tuple[str, str]] = {}
+    for name in NAMES:
+        results[name] = _run_check(checks, name, {other for other in results if results[other][0] in _FAILED})
+    table = Table(title="Checks", title_justify="left", show_header=False)
+    for name, (state, text) in results.items():
+        table.add_row(Text(name), Text(state), Text(text))
+    console.print(table)
+    if checks.scores:
+        _print_scores(checks.scores, console)
+    if problems := list(dict.fromkeys(checks.problems)):
+        located = [locate(problem) for problem in problems]
+        raise ChecksFailed(located[0] if len(located) == 1 else "\n  ".join([f"{len(located)} problems:", *located]))
+
+
+_FAILED = ("failed", "not run")
+"""States of a check without which other checks cannot run."""
+
+
+def _run_check(checks: _Checks, name: str, failed: Set[str]) -> tuple[str, str]:
+    """Runs a check and returns its state and a description."""
+    if missing := [other for other in checks.REQUIRED.get(name, ()) if other in failed]:
+        return "not run", f"needs {', '.join(missing)}"
+    try:
+        return "ok", getattr(checks, name)()
+    except _Skipped as reason:
+        return "skipped", str(reason)
+    except _Failed:
+        return "failed", "see below"
+    except (UserError, FlowError, CheckFailed) as error:
+        checks.problems.append(str(error).strip())
+        return "failed", "see below"
+
+
+def _score_answers(name: str, prompts: PromptStream) -> Iterator[tuple[str, str, str, str]]:
+    """Yields prompt, answer, and the scores of the answer and of an empty response, of the first rows."""
+    function = load_reward_function(name)
+    for row in prompts.evaluation_rows(NUM_ROWS):
+        columns = {key: value for key, value in row.items() if key not in ("prompt_ids", "prompt_id", "group")}
+        scores = []
+        for response in (row["answer"], ""):
+            inputs = columns | {"response": response}
+            accepted = {key: inputs[key] for key in accepted_columns(function, inputs)}
+            scores.append("" if response is None else f"{score_row(function, name, accepted):g}")
+        yield _shorten(row["prompt"]), _shorten(row["answer"]), scores[0], scores[1]
+
+
+def _functions(reward: RewardConfig) -> list[str]:
+    return [name for name in (reward.function, reward.evaluation) if name is not None]
+
+
+def _load_without_weights(role: ActorConfig | CriticConfig | ReferenceConfig | RewardConfig) -> None:
+    assert role.model is not None
+    if isinstance(role, CriticConfig):
+        load_critic(role.model, head=role.head, seed=role.head_seed, on_meta=True)
+    elif isinstance(role, RewardConfig):
+        load_reward_model(role.model, head=role.head, seed=role.head_seed, on_meta=True)
+    else:
+        load_policy(role.model, on_meta=True)
+
+
+def small_config(config: RunConfig, folder: Path) -> RunConfig:
+    """Returns the config of one small step on the CPU of this process. It reads and writes files in `folder`."""
+    changes: dict[str, Any] = {
+        "output": folder / "run",
+        "resume": "never",
+        "backend": "inline",
+        "address": None,
+        "devices": None,
+        "placement": Placement(
+            device="cpu", pools={"main": [1]}, roles=dict.fromkeys(type(config).roles, "main")
+        ),
+        "steps": 1,
+        "evaluate_every": 0,
+        "checkpoint": CheckpointConfig(),
+        "report": ReportConfig(plots=False, tensorboard=False, rollouts=None),
+    }  # fmt: skip
+    for name, value in config:
+        if isinstance(value, EngineConfig):
+            changes[name] = _local_engine(value)
+        elif isinstance(value, ActorConfig | CriticConfig | ReferenceConfig | RewardConfig):
+            changes[name] = value.model_copy(update={"engine": _local_engine(value.engine)})
+        elif isinstance(value, DataConfig):
+            train = folder / f"{name}.jsonl"
+            with value.train.open(encoding="utf-8") as lines:
+                train.write_text("".join(islice(lines, NUM_ROWS)), encoding="utf-8")
+            changes[name] = value.model_copy(update={"train": train, "test": None, "evaluation_rows": None})
+    if isinstance(config, OnPolicyConfig):
+        num_rows = min(_STEP_PROMPTS, config.prompts_per_step) * config.samples_per_prompt
+        changes |= {"batch_size": num_rows, "minibatch_size": num_rows, "ppo_epochs": 1, "schedule": SyncSchedule()}
+        changes["rollout"] = config.rollout.model_copy(
+            update={
+                "engine": "hf",
+                "vllm": None,
+                "quantization": None,
+                "max_response_tokens": min(_STEP_TOKENS, config.rollout.max_response_tokens),
+            }
+        )
+    elif "batch_size" in type(config).model_fields:
+        changes["batch_size"] = _STEP_PROMPTS
+    return config.model_copy(update=changes)
+
+
+def _local_engine(engine: EngineConfig) -> EngineConfig:
+    """Returns the settings that also apply to one process on a CPU."""
+    return EngineConfig(
+        compute_dtype=engine.compute_dtype,
+        gradient_checkpointing=engine.gradient_checkpointing,
+        packing=engine.packing,
+        max_tokens_per_microbatch=engine.max_tokens_per_microbatch,
+    )
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Discards the output of the step."""
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        yield
+
+
+def _print_scores(scores: list[tuple[str, str, str, str]], console: Console) -> None:
+    table = Table()
+    for name in ("prompt", "answer", "score of the answer", "score of an empty response"):
+        table.add_column(name)
+    for row in scores:
+        table.add_row(*map(Text, row))
+    console.print(table)
+
+
+def _shorten(value: object) -> str:
+    text = "" if value is None else str(value).replace("\n", " ")
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."

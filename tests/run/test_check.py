@@ -1,0 +1,178 @@
+"""`flowrl check` finds problems before a run starts, and leaves nothing behind."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from flowrl.cli import main
+from flowrl.config import load
+from flowrl.run.check import NAMES, ChecksFailed, check_config, small_config
+from recipes.grpo.config import GRPOConfig
+from recipes.grpo.train import train
+from recipes.quickstart.prepare import prepare
+from tests.errors import missing_facts, rejects
+
+RECIPE = """
+recipe: recipes.grpo.config:GRPOConfig
+output: {folder}/run
+placement: {{device: cpu, pools: {{main: [2]}}, roles: {{actor: main, rollout: main, reference: main, reward: main}}}}
+steps: 100
+threads: 1
+evaluate_every: 10
+batch_size: 64
+minibatch_size: 16
+samples_per_prompt: 4
+actor:
+  model: {{path: {folder}/data/model}}
+  optimizer: {{lr: 0.001}}
+  engine: {{strategy: fsdp}}
+reference:
+  model: {{path: {folder}/data/model}}
+reward:
+  function: recipes.quickstart.task:score
+  evaluation: recipes.quickstart.task:exact
+rollout:
+  max_response_tokens: 5
+algorithm:
+  estimator: grpo
+data:
+  train: {folder}/data/train.jsonl
+  test: {folder}/data/test.jsonl
+  max_prompt_tokens: 6
+"""
+
+TIED = "tests.run.test_check:always_one"
+
+
+def always_one(prompt: str, response: str, answer: str) -> float:
+    return 1.0
+
+
+def fails_for_an_empty_response(prompt: str, response: str, answer: str) -> float:
+    return float(response[0] == answer[0])
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("check")
+    prepare(folder / "data", seed=0)
+    for name in ("train", "test"):
+        path = folder / f"data/{name}.jsonl"
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:40]))
+    path = folder / "recipe.yaml"
+    path.write_text(RECIPE.format(folder=folder))
+    return path
+
+
+Checked = Callable[..., dict[str, str]]
+
+
+@pytest.fixture
+def check(recipe: Path) -> Iterator[Checked]:
+    """Returns a function that checks the recipe with overrides, and returns check -> its state."""
+    before = sorted(recipe.parent.rglob("*"))
+
+    def run(*overrides: str, output: StringIO | None = None) -> dict[str, str]:
+        output = output or StringIO()
+        try:
+            check_config(load(recipe, overrides, GRPOConfig), train, console=Console(file=output, width=200))
+        finally:
+            rows = [line.split("│")[1:3] for line in output.getvalue().splitlines() if line.startswith("│")]
+            run.states = {cells[0].strip(): cells[1].strip() for cells in rows if cells[0].strip() in NAMES}
+        return run.states
+
+    yield run
+    assert sorted(recipe.parent.rglob("*")) == before
+
+
+def test_a_valid_config_passes_all_checks(check: Checked) -> None:
+    output = StringIO()
+    assert check(output=output) == dict.fromkeys(NAMES, "ok")
+    assert len([line for line in output.getvalue().splitlines() if "│ 1 " in line and "│ 0 " in line]) == 8
+
+
+def test_every_problem_is_one_sentence(check: Checked) -> None:
+    with rejects("actor.model.path", "nowhere/model", "data.test", "none.jsonl", error=ChecksFailed) as caught:
+        check("actor.model.path=nowhere/model", "data.test=none.jsonl")
+    assert len(str(caught.value).splitlines()) == 3
+    states = check.states  # type: ignore[attr-defined]
+    assert states["files"] == "failed" and states["step"] == states["data"] == "not run"
+    assert states["placement"] == "ok"
+
+
+def test_a_reward_that_fails_for_an_empty_response_is_found(check: Checked) -> None:
+    with rejects("fails_for_an_empty_response", "IndexError", error=ChecksFailed):
+        check("reward.function=tests.run.test_check:fails_for_an_empty_response")
+
+
+def test_answers_that_score_like_an_empty_response_are_reported(check: Checked) -> None:
+    output = StringIO()
+    assert check(f"reward.function={TIED}", output=output)["reward"] == "ok"
+    (line,) = (line for line in output.getvalue().splitlines() if line.startswith("│ reward"))
+    assert "higher" in line
+
+
+def test_a_row_that_does_not_fit_is_found(check: Checked, recipe: Path) -> None:
+    with rejects(recipe.parent / "data/train.jsonl", 1, "max_prompt_tokens", error=ChecksFailed):
+        check("data.max_prompt_tokens=5")
+
+
+def changed_model(recipe: Path, folder: Path, **settings: object) -> str:
+    """Returns an override of the actor's model: a copy with other values in its `config.json`."""
+    shutil.copytree(recipe.parent / "data/model", folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    return f"actor.model.path={folder}"
+
+
+def test_weights_and_tokenizer_that_differ_from_the_config_are_found(
+    check: Checked, recipe: Path, tmp_path: Path
+) -> None:
+    with rejects(tmp_path / "m", "config.json", 15, 12, error=ChecksFailed):
+        check(changed_model(recipe, tmp_path / "m", vocab_size=12))
+    assert {name for name, state in check.states.items() if state == "failed"} == {"models", "tokenizer"}  # type: ignore[attr-defined]
+
+
+def test_a_chat_template_that_raises_is_found(check: Checked, recipe: Path, tmp_path: Path) -> None:
+    model = changed_model(recipe, tmp_path / "m")
+    (tmp_path / "m/chat_template.jinja").write_text("{{ raise_exception('no user role') }}")
+    with rejects(tmp_path / "m", "template", "user", error=ChecksFailed):
+        check(model)
+
+
+def test_no_step_runs_for_large_models(check: Checked, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowrl.run.check.MAX_STEP_PARAMETERS", 600_000)  # two models of 330,000
+    assert check()["step"] == "skipped"
+
+
+def test_a_used_output_folder_is_found(check: Checked, recipe: Path) -> None:
+    with rejects(recipe.parent, "output", error=ChecksFailed):
+        check(f"output={recipe.parent}")
+
+
+def test_the_small_step_uses_few_rows_and_one_process(recipe: Path, tmp_path: Path) -> None:
+    config = load(recipe, ["schedule.kind=one_step_off", "rollout.max_response_tokens=4000"], GRPOConfig)
+    small = small_config(config, tmp_path)
+    assert (small.steps, small.backend, small.output.parent) == (1, "inline", tmp_path)
+    assert isinstance(small, GRPOConfig) and small.batch_size == 8 and small.rollout.max_response_tokens < 100
+    assert len(small.data.train.read_text().splitlines()) == 8 and small.data.test is None
+    assert small.actor.engine.strategy == "auto" and small.actor.optimizer == config.actor.optimizer
+
+
+def test_the_command_locates_problems(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(recipe), "reference.model.path=nowhere/model", "rollout.max_response_tokens=70"]) == 2
+    printed = capsys.readouterr()
+    assert "Checks" in printed.out and printed.err.startswith("error: reference.model.path=nowhere/model: ")
+    text = recipe.read_text()
+    broken = recipe.with_name("broken.yaml")
+    broken.write_text(text.replace("data/test.jsonl", "data/none.jsonl"))
+    try:
+        assert main(["check", str(broken)]) == 2
+    finally:
+        broken.unlink()
+    assert not missing_facts(capsys.readouterr().err, f"{broken}:26", "data.test")
