@@ -41,7 +41,7 @@ def run(command: str, folder: Path) -> str:
     program = [sys.executable, "-m", "flowrl.cli", *words[1:]] if words[0] == "flowrl" else [sys.executable, *words[1:]]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        program, cwd=folder, env=environment, capture_output=True, text=True, timeout=280, check=False
+        program, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, f"{command}: {done.stdout[-1000:]}{done.stderr[-2000:]}"
     return done.stdout
@@ -68,6 +68,7 @@ def test_the_files_of_the_page_pass_all_checks(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_commands_of_the_page_train_a_model(task: Path) -> None:
     outputs = {command: run(command, task) for command in [*commands(), "python use_model.py"]}
     assert [command for command in outputs if command.startswith("flowrl show")] and outputs["flowrl check task.yaml"]

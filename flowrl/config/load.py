@@ -16,8 +16,8 @@ from pydantic import ValidationError
 from flowrl.config.base import Config, ConfigError, ImportNameError, import_attribute
 from flowrl.config.error_messages import describe_errors, unknown_choice
 from flowrl.config.placement import Placement
-from flowrl.config.setting_tree import config_classes, names_of, select_members, walk
-from flowrl.config.source import Key, Source, folder_hint, parse, read
+from flowrl.config.setting_tree import config_classes, names_of, select_members, setting_paths, walk
+from flowrl.config.source import Key, Source, dotted, folder_hint, parse, read
 from flowrl.config.user_errors import UserError
 
 C = TypeVar("C", bound=Config)
@@ -55,13 +55,13 @@ def loading(path: str | Path, overrides: Sequence[str], cls: type[C]) -> Iterato
 
 
 def _leading_key(message: str, cls: type[Config]) -> Key | None:
-    """Returns the setting at the start of a message, if it is a dotted key of `cls`."""
+    """Returns the setting at the start of a message, or None. Calls, such as rollout.generate, are not settings."""
     if (match := re.match(r"[a-z_]\w*(\.\w+)+", message)) is None:
         return None
     key = tuple(match[0].split("."))
     if cls is Placement and key[0] == "placement":  # a placement file has no prefix
-        key = key[1:]
-    return key if key[0] in cls.model_fields else None
+        return key[1:]
+    return key if dotted(key[:2]) in setting_paths(cls) else None
 
 
 def _read_settings(path: Path, overrides: Sequence[str], cls: type[Config]) -> Source:

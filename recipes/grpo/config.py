@@ -12,7 +12,8 @@ class GRPOConfig(OnPolicyConfig):
     Accepts every estimator that needs no critic.
     """
 
-    samples_per_prompt: PositiveInt
+    # Required, because most estimators compare several responses.
+    samples_per_prompt: PositiveInt  # pyright: ignore[reportGeneralTypeIssues] (pydantic allows it)
     """Responses per prompt, usually 4 to 16. A step uses batch_size / samples_per_prompt prompts."""
 
     @model_validator(mode="after")

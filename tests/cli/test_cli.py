@@ -11,7 +11,7 @@ import pytest
 
 from flowrl.checkpoints.run_folder import write_json
 from flowrl.cli import exit_code, main, run_recipe
-from flowrl.config import ConfigError, RolloutLogConfig, RunConfig
+from flowrl.config import ConfigError, RolloutLogConfig, RunConfig, loading
 from flowrl.report.chrome_trace import chrome_trace
 from flowrl.report.rollout_log import RolloutLog
 from flowrl.run.interrupt import Interrupted
@@ -122,6 +122,13 @@ def test_an_error_in_a_placement_names_its_file_and_line(capsys: pytest.CaptureF
     override = "placement.roles.actor=man"
     assert error_of(capsys, "plan", SPLIT, "roles.actor=man", "device=cpu").startswith("error: roles.actor=man: ")
     assert error_of(capsys, "plan", DEEPSEEK, override, "--devices", "8").startswith(f"error: {override}: ")
+
+
+def test_a_call_in_an_error_is_not_a_setting() -> None:
+    recipe = str(ROOT / "recipes/ppo/deepseek7b.yaml")
+    with pytest.raises(ConfigError) as caught, loading(recipe, [], PPOConfig):
+        raise ConfigError("rollout.generate on device 0:0 needs 3 GB")
+    assert str(caught.value).startswith("rollout.generate ")
 
 
 def test_an_error_of_a_path_names_its_file_and_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

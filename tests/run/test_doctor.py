@@ -155,8 +155,8 @@ def test_a_gap_is_an_error_with_its_causes(
     ("settings", "prefix"),
     [
         (["rollout.check=loud"], "error: rollout.check=loud: "),
-        (["backend=inline", "rollout.engine=vllm"], "error: rollout.engine "),
-        (["devices=[1]"], "error: placement.pools"),
+        (["backend=inline", "rollout.engine=vllm"], "error: rollout.engine=vllm: rollout.engine "),
+        (["devices=[1]"], "error: {recipe}:10: placement.pools"),
         (["data.train=nowhere.jsonl"], "error: "),
     ],
 )
@@ -165,7 +165,7 @@ def test_wrong_settings_are_a_one_line_error(
 ) -> None:
     assert main(["doctor", "--rollout", str(recipe), *settings]) == 2
     message = capsys.readouterr().err
-    assert message.startswith(prefix) and message.count("\n") == 1
+    assert message.startswith(prefix.format(recipe=recipe)) and message.count("\n") == 1
 
 
 def test_a_recipe_without_a_rollout_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:

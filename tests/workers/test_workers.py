@@ -31,9 +31,10 @@ from flowrl.controller.errors import WorkerError, WorkerUserError
 from flowrl.data.chat import ChatTokenizer
 from flowrl.data.metric import Mean
 from flowrl.data.prompts import PromptStream, read_conversations
+from flowrl.rewards.reward_function import RewardError
 from flowrl.workers import Actor, Critic, Reference, Rollout, reward_worker
 from flowrl.workers.actor import token_means
-from flowrl.workers.reward import RewardError, score_rows
+from flowrl.workers.reward import score_rows
 from recipes.quickstart.prepare import prepare
 from tests.engines.closeness import FLOAT32_RTOL, assert_norm_close
 from tests.errors import rejects
