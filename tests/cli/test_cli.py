@@ -41,7 +41,7 @@ def test_the_seven_billion_recipe_splits_eight_gpus_in_halves(capsys: pytest.Cap
 
 def test_the_seven_billion_recipe_is_rejected_with_three_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     assert error_of(capsys, "plan", DEEPSEEK, "--devices", "3").startswith(
-        f"error: {DEEPSEEK}:10: placement.pools.policy "
+        f"error: {DEEPSEEK}:11: placement.pools.policy "
     )
 
 
