@@ -63,13 +63,13 @@ class RestartPolicy:
     def _retain_cluster(self, error: WorkerError, config: RunConfig, cluster: "Cluster") -> None:
         self.num_restarts += 1
         self._last_failure = _failure_key(error), _newest_step(config)
+        cluster.notify(str(error))  # before the restart, which may wait for calls in flight
         # The first step needs the initial weights, which retained rollout processes may have replaced.
         roles = cluster.restart(can_retain=_has_checkpoint(config))
         retained = f"retaining the processes of {', '.join(roles)}" if roles else "all processes restart"
         start = "resuming from" if _has_checkpoint(config) else "there is no checkpoint, so starting again from"
         self._message = (
-            f"{error}\nrestart {self.num_restarts} of {self._max_restarts}: "
-            f"{start} step {_newest_step(config)}; {retained}"
+            f"restart {self.num_restarts} of {self._max_restarts}: {start} step {_newest_step(config)}; {retained}"
         )
         self._retained = cluster
 
@@ -79,7 +79,7 @@ class RestartPolicy:
         return self._retained is not None
 
     def pop_message(self) -> str:
-        """Returns the message about the last failure and clears it. Returns an empty string without a failure."""
+        """Returns the message about the last restart and clears it. Returns an empty string without a restart."""
         message, self._message = self._message, ""
         return message
 
