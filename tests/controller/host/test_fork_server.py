@@ -86,6 +86,25 @@ def test_the_server_has_one_thread_and_leaves_no_zombies(server: ForkServer, pro
     wait(lambda: not psutil.pid_exists(facts["pid"]))
 
 
+NAMED_PROGRAM = """
+import json, os, sys
+from flowrl.controller.host.fork_server import survive_fork_server
+survive_fork_server("named")
+open(sys.argv[1], "w").write(json.dumps({"pid": os.getpid()}))
+os._exit(5)
+"""
+
+
+def test_the_exit_code_of_the_newest_process_with_a_name_is_known(server: ForkServer, tmp_path: Path) -> None:
+    program = tmp_path / "named.py"
+    program.write_text(NAMED_PROGRAM)
+    for attempt in range(2):
+        facts, _, _ = start(server.py_executable, program, tmp_path / f"facts{attempt}")
+        end = server.find_exit("named", timeout_s=60.0)
+        assert end is not None and (end[0], os.waitstatus_to_exitcode(end[1])) == (facts["pid"], 5)
+    assert server.find_exit("unknown") is None
+
+
 def test_forked_processes_have_different_random_numbers(server: ForkServer, program: Path, tmp_path: Path) -> None:
     drawn = [start(server.py_executable, program, tmp_path / f"facts{i}")[0]["drawn"] for i in range(2)]
     assert len(drawn[0]) == 2 and not set(drawn[0]) & set(drawn[1])
