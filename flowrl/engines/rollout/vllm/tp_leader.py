@@ -22,6 +22,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from flowrl.engines.rollout.base import RolloutError
 
 _THREADS = "OMP_NUM_THREADS"
+_SOCKETS = "VLLM_RPC_BASE_PATH"
 _PREFIX = re.compile(r"^(?:\([^)]*\) )?(?:[A-Z]+ [\d-]+ [\d:]+ \[[^\]]*\] ?)?")
 """Prefix of vLLM's log lines: process and source location."""
 _ERROR = re.compile(r"[\w.]*(?:Error|Exception)(: .+)?$")
@@ -40,7 +41,7 @@ def start_engine(args: EngineArgs) -> LLMEngine:
     if args.tensor_parallel_size == 1:
         return LLMEngine.from_engine_args(args)
     output = tempfile.TemporaryFile()  # noqa: SIM115 (the workers write to it as long as they run)
-    with _redirect_output(output.fileno()), _threads_for(args.tensor_parallel_size):
+    with _redirect_output(output.fileno()), _threads_for(args.tensor_parallel_size), _temporary_sockets():
         try:
             engine = LLMEngine.from_engine_args(args)
         except Exception as error:
@@ -118,6 +119,23 @@ def _threads_for(num_processes: int) -> Iterator[None]:
         del os.environ[_THREADS]
         if before is not None:
             os.environ[_THREADS] = before
+
+
+@contextmanager
+def _temporary_sockets() -> Iterator[None]:
+    """Unlinks the sockets that vLLM creates inside the `with` block. Connections that exist then remain.
+
+    Without this, sockets remain in the temporary folder when Ray kills a process.
+    """
+    with tempfile.TemporaryDirectory(prefix="flowrl-") as folder:
+        before = os.environ.get(_SOCKETS)
+        os.environ[_SOCKETS] = folder
+        try:
+            yield
+        finally:
+            del os.environ[_SOCKETS]
+            if before is not None:
+                os.environ[_SOCKETS] = before
 
 
 @contextmanager

@@ -106,6 +106,14 @@ def test_shared_memory_of_the_workers_is_unlinked(tp_pair: Pair) -> None:
     assert not {int(inode) for *_, inode, _ in found} & {segment.inode() for segment in os.scandir("/dev/shm")}
 
 
+def test_sockets_of_the_workers_are_unlinked(tp_pair: Pair) -> None:
+    tp_pair.generate(PROMPTS)
+    leader = leader_of(tp_pair)
+    sockets = [one.laddr for process in (leader, *workers_of(leader)) for one in process.net_connections("unix")]
+    paths = {Path(path) for path in sockets if path.startswith("/")}
+    assert paths and not [path for path in paths if path.exists()]
+
+
 def test_a_failed_tp_update_breaks_the_engine_until_a_complete_one(tp_pair: Pair) -> None:
     first = dict(list(export_weights(tp_pair.model).items())[:5])
     (message,) = tp_pair.group.run(vllm_checks.send_unknown_weight, first)
