@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants
-from ray._raylet import AuthenticationTokenLoader
+from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue] (a compiled module)
 
 from flowrl.controller.errors import BackendError
 from flowrl.controller.host.private_folder import private_folder, remove_folder

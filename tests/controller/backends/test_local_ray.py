@@ -6,6 +6,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ray._private import worker
@@ -15,10 +16,15 @@ from flowrl.controller.host.private_folder import private_folder
 NOBODY = 65534
 
 
+def session_folder() -> Path:
+    node: Any = worker._global_node  # None without a Ray
+    return Path(node.get_session_dir_path())
+
+
 def test_only_the_owner_reaches_the_files_and_the_token_of_a_local_ray(ray_session: None) -> None:
     folder = private_folder()
     assert folder.stat().st_mode & 0o777 == 0o700
-    session = Path(worker._global_node.get_session_dir_path())
+    session = session_folder()
     assert session.is_relative_to(folder) and (session / "sockets" / "plasma_store").exists()
     token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
     assert token.parent == folder and token.stat().st_mode & 0o777 == 0o600
@@ -28,7 +34,7 @@ def test_only_the_owner_reaches_the_files_and_the_token_of_a_local_ray(ray_sessi
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_can_neither_read_nor_write_in_the_folder(ray_session: None) -> None:
-    session = worker._global_node.get_session_dir_path()
+    session = session_folder()
     for command in (["ls", session], ["touch", f"{session}/file"], ["cat", os.environ["RAY_AUTH_TOKEN_PATH"]]):
         done = subprocess.run(command, user=NOBODY, group=NOBODY, extra_groups=[], capture_output=True, check=False)
         assert done.returncode != 0 and b"Permission denied" in done.stderr

@@ -109,7 +109,8 @@ def test_shared_memory_of_the_workers_is_unlinked(tp_pair: Pair) -> None:
 def test_sockets_of_the_workers_are_unlinked(tp_pair: Pair) -> None:
     tp_pair.generate(PROMPTS)
     leader = leader_of(tp_pair)
-    sockets = [one.laddr for process in (leader, *workers_of(leader)) for one in process.net_connections("unix")]
+    processes = (leader, *workers_of(leader))
+    sockets = [str(one.laddr) for process in processes for one in process.net_connections("unix")]
     paths = {Path(path) for path in sockets if path.startswith("/")}
     assert paths and not [path for path in paths if path.exists()]
 
