@@ -63,7 +63,7 @@ def _model_files(config: RunConfig) -> Iterator[tuple[str, Sequence[Path]]]:
         if not isinstance(role, ActorConfig | CriticConfig) or role.lora is not None:
             yield f"{prefix}model.path", sorted(path.glob("*.safetensors"))
         if name == "actor":  # its tokenizer encodes the prompts and decodes the responses
-            # No file also has a checksum, so that a template that is added later is detected.
+            # An empty list of files also has a checksum, so that a template that is added later is detected.
             yield f"{prefix}model.path (tokenizer)", _files_in(path, _TOKENIZER_FILES)
             yield f"{prefix}model.path (chat template)", _files_in(path, _TEMPLATE_FILES)
 
@@ -97,14 +97,13 @@ def check_same_inputs(old: Mapping[str, Sequence[int]], config: RunConfig, check
         before = FileChecksum(*old[key]) if key in old else now
         if before != now:
             raise RunFolderError(
-                f"the file at {key} has changed since step {checkpoint.manifest.step} of the run in {config.output} "
-                f"({_difference(before, now)}), which would change results; restore the old file, or set output to a "
-                f"new folder"
+                f"{key} has changed since the start of the run in {config.output} ({_difference(before, now)}), which "
+                f"would change results; restore the old files, or set output to a new folder"
             )
 
 
 def check_base_model(checkpoint: Checkpoint, base: Path) -> None:
-    """Raises RunFolderError if `base` contains another model than the base model of the checkpoint's adapter."""
+    """Raises RunFolderError if the model in `base` differs from the base model of the checkpoint's adapter."""
     old = checkpoint.driver().get("inputs", {})
     before = next((FileChecksum(*old[key]) for key in ("actor.model.path", "model.path") if key in old), None)
     if before is None:  # a Hub name, or a checkpoint without checksums

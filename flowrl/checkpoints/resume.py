@@ -113,7 +113,7 @@ def find_checkpoint(config: RunConfig) -> Checkpoint | None:
 
 
 def _check_pending_rollouts(config: RunConfig, newest: Checkpoint) -> None:
-    """Raises CheckpointError if the next step of `one_step_off` has no responses of the previous weights.
+    """Raises CheckpointError if a checkpoint of `one_step_off` lacks the pending rollouts of the next step.
 
     Versions of flowrl that write format 2 save no responses after the last step.
     """

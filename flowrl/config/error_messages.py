@@ -57,7 +57,7 @@ FOREIGN_KEYS = {
     "train_batch_size": "batch_size",
     "use_vllm": "rollout.engine: vllm",
 }
-"""Maps a key of TRL, transformers or verl to the end of the corresponding key, optionally with its value."""
+"""Maps a key of TRL, transformers or verl to the last parts of flowrl's key, optionally with a value."""
 
 
 def describe_errors(errors: Sequence[ErrorDetails], source: Source, cls: type[Config]) -> str:
@@ -147,7 +147,7 @@ _TYPES = {
 
 
 def _first_sentence(description: str) -> str:
-    """Returns the first sentence of a description in the form in which it follows a colon."""
+    """Returns the first sentence without its period, and in lower case unless it starts with an acronym."""
     sentence = re.split(r"(?<=\.)\s", " ".join(description.split()))[0].rstrip(".")
     is_acronym = sentence[1:2].isupper()
     return sentence if is_acronym else sentence[:1].lower() + sentence[1:]

@@ -73,8 +73,8 @@ class OptimizerConfig(Config):
     """Learning rate schedule after the warmup: constant, or decay to 0 at `total_steps`."""
 
     total_steps: PositiveInt | None = None
-    """Optimizer step at which a linear or cosine schedule reaches 0. Null is the number of updates of the run: steps
-    times minibatches times epochs, or steps in SFT. A constant schedule ignores it.
+    """Optimizer step at which a linear or cosine schedule reaches 0. Null uses the number of updates of the run (steps
+    times minibatches times epochs, or steps in SFT), but at least `warmup_steps` + 1. A constant schedule ignores it.
     """
 
     max_grad_norm: PositiveFloat | None = 1.0
@@ -89,7 +89,7 @@ class OptimizerConfig(Config):
         return self
 
     def with_end(self, num_updates: int) -> "OptimizerConfig":
-        """Returns the settings with `total_steps`, unless it is set or the schedule is constant.
+        """Returns the settings with `num_updates` instead of a null `total_steps`. A constant schedule keeps null.
 
         In a run that ends during the warmup, the schedule ends one update after the warmup.
         """

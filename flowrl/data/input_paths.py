@@ -60,7 +60,7 @@ def _connect(name: str) -> str | None:
     except HTTPError as response:
         response.close()
         return None
-    except URLError as error:  # Certificates are configured in different ways, so they are no reason to reject a name.
+    except URLError as error:  # A certificate error does not show that the Hub is unreachable, so the name is accepted.
         return None if isinstance(error.reason, ssl.SSLError) else str(error.reason)
     except (OSError, HTTPException):  # connected, but without a response
         return None

@@ -1,4 +1,4 @@
-"""RecordedCalls bounds the calls that a run keeps for its trace, without changing results that cover the whole run."""
+"""RecordedCalls bounds the calls that a run keeps for its trace, while busy fractions still cover the whole run."""
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping

@@ -54,7 +54,7 @@ class RolloutLog:
     """Writes the generated text of a run, and removes the oldest shards if `max_mb` is exceeded."""
 
     def __init__(self, folder: Path, config: RolloutLogConfig | None, last_step: int = -1) -> None:
-        """Opens the store in `folder` (`RunFolder.rollouts`). With a `config` of None, it stays empty.
+        """Opens `folder` (`RunFolder.rollouts`). With a `config` of None, nothing is written.
 
         Removes the shards of the steps after `last_step`, which a resumed run repeats, and incomplete files.
         """
@@ -84,7 +84,7 @@ class RolloutLog:
 
     def write(self, kind: Kind, step: int, rows: Iterable[Row]) -> None:
         """Writes the shard of a step atomically. Replaces an earlier shard of the same step and kind."""
-        assert self._config is not None, "the store is disabled"
+        assert self._config is not None, "rollouts are not saved"
         location = {"step": step, "kind": kind}  # first in the line, whatever the row contains
         data = b"".join(_to_line(location | row | location) for row in rows)
         self._folder.mkdir(exist_ok=True)
@@ -125,7 +125,7 @@ def saved_steps(folder: Path, kind: Kind) -> list[int]:
 def read_rows(folder: Path, kind: Kind, step: int) -> list[Row]:
     """Returns the saved rows of a step. A column that the shard lacks has the value None.
 
-    Raises RolloutLogError if the step is not saved or its shard is damaged.
+    Raises RolloutLogError if the step is not saved or its shard is corrupt.
     """
     path = _shard_path(folder, kind, step)
     try:
@@ -136,7 +136,7 @@ def read_rows(folder: Path, kind: Kind, step: int) -> list[Row]:
     except (OSError, UnicodeDecodeError) as error:
         raise RolloutLogError(f"{path} cannot be read ({error}): remove it, or choose another step") from error
     if not lines[0]:
-        raise RolloutLogError(f"{path} is empty: the file is damaged, choose another step")
+        raise RolloutLogError(f"{path} is empty: choose another step")
     return [_parse_line(path, number, line) for number, line in enumerate(lines, start=1) if line]
 
 
@@ -160,7 +160,7 @@ def _parse_line(path: Path, number: int, line: str) -> Row:
     except ValueError:
         row = None
     if not isinstance(row, dict):
-        raise RolloutLogError(f"{path}, line {number} is not a JSON object: the file is damaged, choose another step")
+        raise RolloutLogError(f"{path}, line {number} is not a JSON object: choose another step")
     return dict.fromkeys(COLUMNS) | row
 
 

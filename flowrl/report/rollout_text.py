@@ -30,7 +30,7 @@ def show_rows(run_folder: Path, *, step: int | None, kind: Kind, order: Order, c
         order: order of the rows: that of the batch, ascending scores (`worst`) or descending scores (`best`).
         count: largest number of rows.
     Raises:
-        RolloutLogError: the folder, the store, the step or the scores do not exist.
+        RolloutLogError: the folder, its `rollouts/`, the step or the scores do not exist.
     """
     folder = RunFolder(run_folder).rollouts
     if not run_folder.is_dir():

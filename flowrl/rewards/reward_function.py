@@ -47,8 +47,8 @@ def load_reward_function(name: str) -> RewardFunction:
         signature.bind_partial(prompt="", response="", answer="")
     except TypeError as error:
         raise RewardError(
-            f"reward function {name}{signature} cannot be called by name ({error}); write it as (prompt, response, "
-            f"answer, **columns)"
+            f"reward function {name}{signature} cannot be called with the arguments prompt, response and answer "
+            f"({error}); write it as (prompt, response, answer, **columns)"
         ) from None
     return function
 

@@ -186,7 +186,7 @@ class Run:
         """Restores the checkpoint, sends weights to the rollout, and evaluates the initial model."""
         self._saver.check(self._resumed)
         if self.config.checkpoint.every:
-            _ = self._input_checksums  # of the files that this run reads, before anyone edits them
+            _ = self._input_checksums  # computed now, because a user may edit the files during the run
         if rollout is not None and self._policy is not None:
             self._weight_sync.prepare(self._policy, rollout)
         if self._resumed is not None:
@@ -332,7 +332,7 @@ class Run:
         if self._evaluations.has_result_of(step):
             values |= self._evaluations.results[-1].metrics
             self._log.reset_clock()
-        # Before the metrics, without which a checkpoint of this step is not complete.
+        # Written before the metrics, because a checkpoint is complete only after its step's metrics.
         if step in self._rollout_rows:
             self._write_rollouts("training", step, self._rollout_rows.pop(step).get())
         self._metrics.write(step, values)

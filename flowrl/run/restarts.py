@@ -67,7 +67,7 @@ class RestartPolicy:
         # The first step needs the initial weights, which retained rollout processes may have replaced.
         roles = cluster.restart(can_retain=_has_checkpoint(config))
         retained = f"retaining the processes of {', '.join(roles)}" if roles else "all processes restart"
-        start = "resuming from" if _has_checkpoint(config) else "there is no checkpoint, so starting again from"
+        start = "resuming from" if _has_checkpoint(config) else "no checkpoint: restarting from"
         self._message = (
             f"restart {self.num_restarts} of {self._max_restarts}: {start} step {_newest_step(config)}; {retained}"
         )

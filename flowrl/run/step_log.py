@@ -64,7 +64,7 @@ class StepLog:
         """Adds idle times of `roles` to the metrics of later steps.
 
         `policy` is the trained role, and `waited_s` measures how long the rollout waited for weights. `excluded_role`
-        generates continuously, so its calls belong to no step.
+        generates continuously, so its calls are not assigned to steps.
         """
         self._policy, self._roles, self._waited_s = policy, tuple(roles), waited_s
         self._excluded_role = excluded_role

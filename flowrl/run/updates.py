@@ -51,7 +51,8 @@ def _long_warmups(config: RunConfig, num_updates: int) -> Iterator[str]:
 class ZeroRateWatch:
     """Warns once if the learning rate of a role is 0 during a step.
 
-    `describe_updates` announces this at the start, unless the recipe takes more updates than its config counts.
+    `describe_updates` already warns at the start if the config shows the problem. This class finds recipes that take
+    more updates than their `count_updates` returns.
     """
 
     def __init__(self, config: RunConfig, report: Callable[[str], None]) -> None:

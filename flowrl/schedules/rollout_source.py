@@ -160,8 +160,8 @@ class BatchRollouts:
     def __init__(self, context: RolloutContext, *, num_ahead: int = 0) -> None:
         self._context, self._num_ahead = context, num_ahead
         config = context.config
-        # A run with checkpoints may continue with more steps. Its last checkpoint therefore has responses for them, as
-        # the checkpoint of this step has in a longer run.
+        # A run with checkpoints may continue with more steps. The last checkpoint therefore contains the
+        # responses of the next step, as in a longer run.
         self._last_step = config.steps + (num_ahead if config.checkpoint.every else 0)
         """Last step for which responses are generated."""
         self._last_submitted = 0

@@ -47,7 +47,7 @@ def _check_epochs(config: SFTConfig, num_examples: int) -> None:
     if num_steps < config.steps and end is not None and num_steps < end:
         _logger.warning(
             "epochs %d ends the run after %d steps, before optimizer.total_steps %d, so the learning rate does not "
-            "reach 0: set steps to %d",
+            "reach 0: set steps to %d, and total_steps to the same value or null",
             config.epochs,
             num_steps,
             end,

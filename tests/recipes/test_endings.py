@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -175,6 +175,15 @@ def test_a_second_ctrl_c_aborts_a_recipe(start_recipe: StartRecipe, tmp_path: Pa
     assert json.loads((out / "trace.json").read_text())["traceEvents"]
 
 
+def names_of(processes: Iterable[psutil.Process]) -> list[str]:
+    """Returns the names of the processes that have not ended."""
+    names = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            names.append(process.name())
+    return names
+
+
 STARTED = ("flowrl-", "gcs_server", "raylet", "RayHost")
 """Private folder and processes of a start, in their order."""
 
@@ -188,7 +197,7 @@ def test_a_signal_while_a_recipe_starts_leaves_no_folder(
     program = start_recipe()
 
     def has_started() -> bool:
-        names = [path.name for path in ray_folder.iterdir()] + [process.name() for process in program.running()]
+        names = [path.name for path in ray_folder.iterdir()] + names_of(program.running())
         return any(started in name for name in names)
 
     eventually(has_started, START_S)
@@ -220,11 +229,7 @@ def test_a_killed_recipe_leaves_complete_lines_and_no_process(
 def hosts() -> list[str]:
     """Returns the worker processes on this session's Ray, including those without a CPU slot."""
 
-    names = []
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            names.append(process.name())
-    return [name for name in names if "RayHost" in name]
+    return [name for name in names_of(psutil.Process().children(recursive=True)) if "RayHost" in name]
 
 
 def cluster_state() -> tuple[float, list[str], int]:
@@ -242,7 +247,7 @@ def stable_cluster_state() -> tuple[float, list[str], int]:
         time.sleep(1)
         return cluster_state() == snapshots[-1]
 
-    eventually(is_stable, GONE_S)
+    eventually(is_stable, START_S)  # on a busy machine, Ray starts and ends idle workers slowly
     return snapshots[-1]
 
 

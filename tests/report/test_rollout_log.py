@@ -171,7 +171,7 @@ def test_a_store_without_rows_is_rejected(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b'{"step": 1, "prom', b"[1]\n", b"\xff\n"])
-def test_a_damaged_shard_is_rejected(tmp_path: Path, content: bytes) -> None:
+def test_a_corrupt_shard_is_rejected(tmp_path: Path, content: bytes) -> None:
     open_log(tmp_path).write("training", 1, [make_row()])
     path = tmp_path / "rollouts" / "training-000001.jsonl"
     path.write_bytes(content)

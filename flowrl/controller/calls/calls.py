@@ -228,8 +228,8 @@ class Calls:
         self._idle_callbacks.clear()
 
     def abandon_all(self, timeout_s: float) -> set[str]:
-        """Waits for all calls in flight, then drops them and all idle callbacks. Ignores failures of these calls, and
-        forgets invalid user input, so that new calls can be submitted.
+        """Waits up to `timeout_s` seconds for the calls in flight. Then drops these calls, all idle callbacks and the
+        recorded events. Ignores failures of these calls and invalid user input, so that new calls can be submitted.
 
         Returns: the pools whose processes are still busy after `timeout_s` seconds.
         """

@@ -213,8 +213,8 @@ def _describe_exit(error: SystemExit | KeyboardInterrupt) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     action = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else "raised KeyboardInterrupt"
     return (
-        f"{type(error).__name__}: {frame.name} ({frame.filename}, line {frame.lineno}) {action}, which does not end a "
-        f"run: return, or raise another exception"
+        f"{type(error).__name__}: {frame.name} ({frame.filename}, line {frame.lineno}) {action}: a worker method "
+        f"must return, or raise another exception"
     )
 
 
