@@ -13,7 +13,7 @@ RewardFunction = Callable[..., SupportsFloat]
 
 
 MAX_SCORE = 1e18
-"""Maximum magnitude of a score. The squares of larger scores overflow in float32."""
+"""Maximum magnitude of a score. Sums of squares of larger scores may overflow in float32."""
 
 
 class RewardError(UserError):
