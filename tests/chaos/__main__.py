@@ -41,7 +41,7 @@ def main() -> int:
         sys.stdout.write("".join(f"{case.name}\n" for case in cases))
         return 0 if cases else 2
     drawn = draw_cases(cases, options.count or len(cases), options.seed)
-    cache = Path(tempfile.gettempdir(), f"chaos-{os.getuid()}", commit_name())
+    cache = _cache_of(commit_name())
     until_s = time.monotonic() + 60 * options.minutes
     are_correct = True
     for results in run_cases(drawn, cache, options.seed, options.steps, until_s):
@@ -52,6 +52,17 @@ def main() -> int:
             append_rows(text)
         are_correct &= all(result.correct for result in results)
     return 0 if are_correct else 1
+
+
+def _cache_of(commit: str) -> Path:
+    """Returns the private folder of the undisturbed runs of a commit; an empty folder for uncommitted code."""
+    if commit.endswith("+"):
+        return Path(tempfile.mkdtemp(prefix="chaos-"))
+    folder = Path(tempfile.gettempdir(), f"chaos-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o077:
+        raise SystemExit(f"{folder} is not a private folder of this user: remove it, or set TMPDIR")
+    return folder / commit
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ class Case:
 
 
 def all_cases() -> list[Case]:
-    """Returns every combination of fault, target, phase, schedule and engine that makes sense."""
+    """Returns every combination of fault, target, phase, schedule and engine that is possible."""
     cases = []
     for schedule in SCHEDULES:
         for engine in ("hf", "vllm", "fsdp"):

@@ -1,4 +1,4 @@
-"""A training program as a child process: its output with times, its processes, its progress and what it leaves."""
+"""A training program as a child process: its output with times, its processes, its progress and its leftovers."""
 
 import json
 import os
@@ -24,7 +24,7 @@ CACHES = {"torchinductor_root", "torchinductor_" + os.environ.get("USER", "root"
 
 
 class Program:
-    """A training program that writes temporary files to `folder/t`. All its processes have `folder` as a mark."""
+    """A training program that writes temporary files to `folder/t`. `folder` is in the environment of all its processes."""
 
     def __init__(self, folder: Path, config: Path) -> None:
         self.folder = folder

@@ -68,7 +68,7 @@ class Result:
     progress_s: float | None
     """Seconds from the event, or from the start of the program that resumes, to the third step after the event."""
     leftovers: list[str] | None
-    """What the program left when it ended, with the row of its last fault; None if its end was not checked."""
+    """Leftover processes and files, in the row of the last fault of a program. None if its end was not checked."""
     numbers: bool | None
     missing: list[str]
     """Patterns of facts that the report lacks, and statements of a wrong cause."""
@@ -87,11 +87,11 @@ class Result:
 
 
 class SessionError(Exception):
-    """The run of a session cannot start or did not reach a state in which a fault can be injected."""
+    """Raised if the run of a session does not start, or no fault can be injected into it."""
 
 
 class Session:
-    """A run that takes faults. `folder` must have a short path, because Ray creates sockets in it."""
+    """A run into which faults are injected. `folder` must have a short path, because Ray creates sockets in it."""
 
     def __init__(
         self, folder: Path, task: Path, schedule: str, engine: str, steps: int, seed: int, commit: str, on_disk: bool

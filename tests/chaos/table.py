@@ -25,7 +25,7 @@ def render_table(rows: list[Row]) -> str:
         schedule, engine, target, fault, _ = row["case"].split("-")
         groups[fault, target, schedule if engine == "hf" else f"{schedule}, {engine}"].append(row)
     lines = [
-        "| fault | target | schedule | faults | went on | numbers | cause | clean | correct | report (s) "
+        "| fault | target | schedule | faults | continued | numbers | cause | clean | correct | report (s) "
         "| progress (s) | commits |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -36,9 +36,9 @@ def render_table(rows: list[Row]) -> str:
 
 
 def _cells(rows: list[Row]) -> list[str]:
-    went_on = [row for row in rows if row["outcome"] != "stuck" and not row["outcome"].startswith("unexpected")]
+    continued = [row for row in rows if row["outcome"] != "stuck" and not row["outcome"].startswith("unexpected")]
     counts = (
-        len(went_on),
+        len(continued),
         sum(row["numbers"] is True for row in rows),
         sum(not row["missing"] for row in rows),
         f"{sum(row['leftovers'] == [] for row in rows)} of {sum(row['leftovers'] is not None for row in rows)}",

@@ -17,7 +17,7 @@ ENGINES = ("hf", "vllm", "fsdp")
 """`hf` and `vllm` generate; the actor of `fsdp` has two sharded ranks, and its rollout is `hf`."""
 
 TIMINGS = ("seconds", "elapsed_s", "tokens_per_s", "memory_mb", "idle_", "wait_")
-"""Beginnings of the names of metrics that depend on the clock or on the memory of the machine."""
+"""Prefixes of metrics that depend on the clock or on the memory of the machine."""
 
 CHECKPOINT_EVERY, EVALUATE_EVERY = 3, 4
 CALL_TIMEOUT_S = 15.0
