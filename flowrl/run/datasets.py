@@ -102,17 +102,17 @@ def read_stream(
 def _warn_of_unknown_tokens(conversations: Sequence[Conversation], tokenizer: ChatTokenizer) -> None:
     """Logs a warning if more than `MAX_UNKNOWN_FRACTION` of the tokens of the messages are unknown."""
     texts = [(message.content, conversation) for conversation in conversations for message in conversation.messages]
-    characters = sorted({character for text, _ in texts for character in text})
-    # Tokenizing the distinct characters is much faster than tokenizing the file again.
-    if not any(unknown.parts for unknown in tokenizer.find_unknown(characters)):
+    parts_of_texts = {part for text, _ in texts for part in (*text, *text.split())}
+    # Tokenizing the distinct characters and words is much faster than tokenizing the file again.
+    if not any(unknown.parts for unknown in tokenizer.find_unknown(sorted(parts_of_texts))):
         return
-    found = list(zip(tokenizer.find_unknown([text for text, _ in texts]), texts, strict=True))
-    num_unknown = sum(len(unknown.parts) for unknown, _ in found)
-    num_tokens = sum(unknown.num_tokens for unknown, _ in found)
+    unknown_by_text = list(zip(tokenizer.find_unknown([text for text, _ in texts]), texts, strict=True))
+    num_unknown = sum(len(unknown.parts) for unknown, _ in unknown_by_text)
+    num_tokens = sum(unknown.num_tokens for unknown, _ in unknown_by_text)
     if num_unknown <= MAX_UNKNOWN_FRACTION * num_tokens:
         return
-    first = next(conversation for unknown, (_, conversation) in found if unknown.parts)
-    parts = list(dict.fromkeys(part for unknown, _ in found for part in unknown.parts))
+    first = next(conversation for unknown, (_, conversation) in unknown_by_text if unknown.parts)
+    parts = list(dict.fromkeys(part for unknown, _ in unknown_by_text for part in unknown.parts))
     more = f" and {len(parts) - _SHOWN_PARTS} more" if len(parts) > _SHOWN_PARTS else ""
     _logger.warning(
         "%.1f %% of the tokens in %s are unknown to the tokenizer in %s, first in line %d: the model does not receive "

@@ -5,10 +5,13 @@ from pathlib import Path
 from shutil import copytree
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from flowrl.data.chat import DataError
+from flowrl.config import DataConfig
+from flowrl.data.chat import ChatTokenizer, DataError
 from flowrl.rewards.reward_function import RewardError
-from flowrl.run.datasets import Examples, read_prompts
+from flowrl.run.datasets import Examples, read_prompts, read_stream
 from recipes.grpo.config import GRPOConfig
 from recipes.quickstart.prepare import prepare
 from tests.configs import grpo_settings
@@ -96,6 +99,19 @@ def test_more_than_one_percent_of_unknown_tokens_is_reported(
     for message, file in zip(messages, (tmp_path / "a", examples), strict=False):
         assert not missing_facts(message, file, num_known + 1, data / "model")
         assert "'é', 'ü'" in message
+
+
+def test_unknown_words_of_known_characters_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "a": 2, "b": 3, "ab": 4}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="<unk>", eos_token="</s>", chat_template=template
+    ).save_pretrained(tmp_path)
+    data = DataConfig(train=lines(tmp_path / "a", "ab a", "b ba"), max_prompt_tokens=32)
+    read_stream(data.train, data, ChatTokenizer(tmp_path), seed=0)
+    (message,) = [record.getMessage() for record in caplog.records if record.name == "flowrl.run.datasets"]
+    assert not missing_facts(message, 2) and "'ba'" in message
 
 
 def test_a_reward_model_with_the_actors_vocabulary_is_accepted(data: Path, tmp_path: Path) -> None:
