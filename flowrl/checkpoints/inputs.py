@@ -31,7 +31,7 @@ _CHUNK_BYTES = 1024**2
 """Bytes per sampled chunk of a large file. Chunks are evenly spaced over the file."""
 
 _TOKENIZER_FILES = ("*token*.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken")
-_TEMPLATE_FILES = ("chat_template*", "additional_chat_templates/*")
+_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
 
 
 def input_checksums(config: RunConfig) -> dict[str, FileChecksum]:
@@ -39,33 +39,34 @@ def input_checksums(config: RunConfig) -> dict[str, FileChecksum]:
 
     The key of an input is its setting. If a setting names several inputs, the key ends with the kind in parentheses.
     """
-    checksums = {key: _combined_checksum(paths) for key, paths in _input_files(config)}
+    checksums = {key: _combined_checksum(paths, has_names=has_names) for key, paths, has_names in _input_files(config)}
     return {key: checksum for key, checksum in checksums.items() if checksum is not None}
 
 
-def _input_files(config: RunConfig) -> Iterator[tuple[str, Sequence[Path]]]:
+def _input_files(config: RunConfig) -> Iterator[tuple[str, Sequence[Path], bool]]:
+    """Yields the key and the files of each input, and whether the names of the files determine their use."""
     for name, value in config:
         if isinstance(value, DataConfig):
             paths = {"train": value.train, "test": value.test}
-            yield from ((f"{name}.{key}", [path]) for key, path in paths.items() if path is not None)
+            yield from ((f"{name}.{key}", [path], False) for key, path in paths.items() if path is not None)
         elif isinstance(value, RewardConfig):
             functions = {"function": value.function, "evaluation": value.evaluation}
             sources = {key: _source_files(function) for key, function in functions.items() if function is not None}
-            yield from ((f"{name}.{key}", files) for key, files in sources.items() if files)
+            yield from ((f"{name}.{key}", files, False) for key, files in sources.items() if files)
     yield from _model_files(config)
 
 
-def _model_files(config: RunConfig) -> Iterator[tuple[str, Sequence[Path]]]:
+def _model_files(config: RunConfig) -> Iterator[tuple[str, Sequence[Path], bool]]:
     for name, (prefix, role) in models_of(config).items():
         if role.model is None or not role.model.path.is_dir():
             continue
         path = role.model.path
         if not isinstance(role, ActorConfig | CriticConfig) or role.lora is not None:
-            yield f"{prefix}model.path", sorted(path.glob("*.safetensors"))
+            yield f"{prefix}model.path", sorted(path.glob("*.safetensors")), False
         if name == "actor":  # its tokenizer encodes the prompts and decodes the responses
             # An empty list of files also has a checksum, so that a template that is added later is detected.
-            yield f"{prefix}model.path (tokenizer)", _files_in(path, _TOKENIZER_FILES)
-            yield f"{prefix}model.path (chat template)", _files_in(path, _TEMPLATE_FILES)
+            yield f"{prefix}model.path (tokenizer)", _files_in(path, _TOKENIZER_FILES), True
+            yield f"{prefix}model.path (chat template)", _files_in(path, _TEMPLATE_FILES), True
 
 
 def _files_in(folder: Path, patterns: Sequence[str]) -> list[Path]:
@@ -88,7 +89,7 @@ def _source_files(name: str) -> list[Path]:
     return sorted(Path(file) for file in files if file is not None)
 
 
-def check_same_inputs(old: Mapping[str, Sequence[int]], config: RunConfig, checkpoint: Checkpoint) -> None:
+def check_same_inputs(old: Mapping[str, Sequence[int]], config: RunConfig) -> None:
     """Raises RunFolderError if an input differs from its checksum in `old`.
 
     Accepts inputs without a checksum in `old`, because earlier versions of flowrl recorded fewer inputs.
@@ -122,11 +123,12 @@ def _difference(before: FileChecksum, now: FileChecksum) -> str:
     return "other contents of the same size" if same_size else f"{now.size:,} bytes instead of {before.size:,}"
 
 
-def _combined_checksum(paths: Sequence[Path]) -> FileChecksum | None:
-    """Returns one checksum over several files, or None if a file is unreadable."""
+def _combined_checksum(paths: Sequence[Path], *, has_names: bool = False) -> FileChecksum | None:
+    """Returns one checksum over several files, optionally with their names, or None if a file is unreadable."""
     size = crc32 = 0
     try:
         for path in paths:
+            crc32 = zlib.crc32(path.name.encode(), crc32) if has_names else crc32
             size += path.stat().st_size
             crc32 = _update_crc32(path, crc32)
     except OSError:

@@ -64,9 +64,10 @@ def is_resuming(config: RunConfig) -> bool:
             f"the run in {config.output} is already complete (steps is {config.steps}), so there is nothing to do: "
             f"increase steps to continue it"
         )
-    if not steps and folder.summary.exists():
+    if not steps and (folder.summary.exists() or folder.model.exists()):
+        # Starting over would delete a model, which may be all that is left of a failed run.
         raise RunFolderError(
-            f"output folder {config.output} has a finished run without a checkpoint to resume from: set output to a "
+            f"output folder {config.output} has a trained model without a checkpoint to resume from: set output to a "
             f"new folder, or remove it"
         )
     if steps and steps[-1] > config.steps:
@@ -108,7 +109,7 @@ def find_checkpoint(config: RunConfig) -> Checkpoint | None:
             f"the version of flowrl that wrote it, or set output to a new folder"
         )
     _check_pending_rollouts(config, newest)
-    check_same_inputs(newest.driver().get("inputs", {}), config, newest)
+    check_same_inputs(newest.driver().get("inputs", {}), config)
     return newest
 
 

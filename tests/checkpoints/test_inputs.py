@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from flowrl.checkpoints.checkpoints import Checkpoint, Checkpoints, Role, new_manifest
 from flowrl.checkpoints.inputs import check_same_inputs, input_checksums
 from flowrl.checkpoints.run_folder import RunFolderError
-from flowrl.config import RunConfig
 from recipes.grpo.config import GRPOConfig
 from recipes.sft.config import SFTConfig
 from tests.configs import grpo_settings
@@ -59,18 +57,12 @@ def grpo(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GRPOCo
     return GRPOConfig.model_validate(grpo_settings(model=model, reward=reward))
 
 
-def check(before: dict[str, Any], config: RunConfig) -> None:
-    """Checks the inputs against the checksums of step 5."""
-    checkpoint = Checkpoint(Checkpoints(config.output).folder(5), new_manifest(5, None, {"actor": Role(1, "")}, {}, {}))
-    check_same_inputs(before, config, checkpoint)
-
-
 @pytest.mark.parametrize(
     ("changed", "contents", "facts"),
     [
-        ("t.jsonl", "swor", ["data.train", 5]),
+        ("t.jsonl", "swor", ["data.train"]),
         ("t.jsonl", "row", ["data.train", 3, 4]),
-        ("m/b.safetensors", "Contents", ["model.path", 5]),
+        ("m/b.safetensors", "Contents", ["model.path"]),
         ("m/tokenizer.json", "Contents", ["model.path", "tokenizer"]),
         ("m/tokenizer_config.json", "Contents", ["model.path", "tokenizer"]),
         ("m/chat_template.jinja", "a new template", ["model.path", "chat", "template", 0, 14]),
@@ -81,10 +73,10 @@ def test_changed_files_are_rejected(
 ) -> None:
     before = input_checksums(sft)
     assert before.keys() == SFT_INPUTS
-    check(before, sft)
+    check_same_inputs(before, sft)
     (tmp_path / changed).write_text(contents)
     with rejects(*facts, error=RunFolderError):
-        check(before, sft)
+        check_same_inputs(before, sft)
 
 
 @pytest.mark.parametrize(
@@ -101,19 +93,32 @@ def test_changed_reward_functions_and_models_are_rejected(
     grpo: GRPOConfig, tmp_path: Path, changed: str, key: str
 ) -> None:
     before = input_checksums(grpo)
-    check(before, grpo)
+    check_same_inputs(before, grpo)
     (tmp_path / changed).write_text((tmp_path / changed).read_text() + "\n# changed\n")
     with rejects(key, error=RunFolderError):
-        check(before, grpo)
+        check_same_inputs(before, grpo)
 
 
 def test_a_fully_trained_model_is_not_an_input(sft: SFTConfig) -> None:
     assert input_checksums(sft.model_copy(update={"lora": None})).keys() == SFT_INPUTS - {"model.path"}
 
 
+def test_a_template_under_another_name_is_another_template(sft: SFTConfig, model: Path) -> None:
+    before = input_checksums(sft)
+    (model / "chat_template.jinja~").write_text("a backup is not a template")
+    check_same_inputs(before, sft)
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    with rejects("chat", "template", error=RunFolderError):
+        check_same_inputs(before, sft)
+    with_template = input_checksums(sft)
+    (model / "chat_template.jinja").rename(model / "chat_template.json")
+    with rejects("chat", "template", error=RunFolderError):
+        check_same_inputs(with_template, sft)
+
+
 def test_inputs_without_a_checksum_are_accepted(sft: SFTConfig, tmp_path: Path) -> None:
     (tmp_path / "m" / "tokenizer.json").write_text("changed")
-    check({"data.train": input_checksums(sft)["data.train"]}, sft)
+    check_same_inputs({"data.train": input_checksums(sft)["data.train"]}, sft)
 
 
 @pytest.mark.parametrize("offset", [0, 335, 999])

@@ -118,10 +118,11 @@ def test_a_run_with_more_steps_is_rejected(run: Path) -> None:
     assert not missing_facts(error_of(config(run, steps=3)), "steps", 3, 4)
 
 
-def test_a_finished_run_without_a_checkpoint_is_rejected(tmp_path: Path) -> None:
+@pytest.mark.parametrize("result", ["summary.json", "model"])
+def test_a_model_without_a_checkpoint_is_not_overwritten(tmp_path: Path, result: str) -> None:
     (tmp_path / "config.yaml").write_text(to_yaml(config(tmp_path)))
     assert is_resuming(config(tmp_path))
-    (tmp_path / "summary.json").write_text("{}")
+    (tmp_path / result).write_text("{}")
     assert str(tmp_path) in error_of(config(tmp_path))
 
 
