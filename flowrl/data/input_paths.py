@@ -2,6 +2,7 @@
 
 import re
 import ssl
+import threading
 from http.client import HTTPException
 from pathlib import Path
 from urllib.error import HTTPError, URLError
@@ -11,13 +12,14 @@ from huggingface_hub import constants
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 _CONNECT_TIMEOUT_S = 3.0
+"""Seconds to wait for the Hub over all its addresses."""
 
 
 def find_model_problem(path: Path) -> str | None:
     """Returns why no model can be loaded from `path`: a local directory, or a name on the Hugging Face Hub.
 
     Returns None if the directory exists, the model is in the cache, or the Hub is reachable. Waits for the Hub for up
-    to 3 seconds per address.
+    to 3 seconds.
     """
     if path.is_dir():
         return None
@@ -53,6 +55,15 @@ def find_dataset_problem(path: Path) -> str | None:
 
 def _connect(name: str) -> str | None:
     """Returns the error of connecting to the Hub, or None if it is reachable, whatever its response is."""
+    errors: list[str | None] = []
+    # The timeout of a request holds for each address of a host, so a thread limits the time over all addresses.
+    thread = threading.Thread(target=lambda: errors.append(_request(name)), daemon=True)
+    thread.start()
+    thread.join(_CONNECT_TIMEOUT_S)
+    return errors[0] if errors else f"no response within {_CONNECT_TIMEOUT_S:g} s"
+
+
+def _request(name: str) -> str | None:
     request = Request(f"{constants.ENDPOINT}/api/models/{name}", method="HEAD")
     try:
         with urlopen(request, timeout=_CONNECT_TIMEOUT_S):

@@ -46,7 +46,7 @@ def no_hub(hub: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def test_a_reachable_hub_is_asked_once_and_its_response_is_left_to_the_loader(hub: list[str]) -> None:
+def test_a_reachable_hub_gets_one_request_and_its_status_is_ignored(hub: list[str]) -> None:
     assert find_model_problem(Path("owner/model")) is None and find_model_problem(Path("nowhere")) is None
     assert hub == ["/api/models/owner/model", "/api/models/nowhere"]
 
