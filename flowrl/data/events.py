@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+MAX_COUNTS = 5_000
+"""Number of most recent samples of group counts in `trace.json`."""
+
 
 @dataclass(frozen=True, slots=True)
 class CallEvent:

@@ -9,7 +9,7 @@ from typing import Any
 
 from flowrl.checkpoints.run_folder import RunFolder
 from flowrl.config.user_errors import UserError
-from flowrl.data.events import CallEvent, Counted
+from flowrl.data.events import MAX_COUNTS, CallEvent, Counted
 from flowrl.report.trace import CallParts, call_parts
 
 
@@ -78,8 +78,11 @@ class Trace:
         return Trace(kept, resumes, [counted for counted in self.counts if counted.at_ns > until_ns], until_ns)
 
     def counted(self, counts: Iterable[Counted]) -> "Trace":
-        """Returns this trace with `counts` appended: numbers of prompt groups per state, at several times."""
-        return replace(self, counts=[*self.counts, *counts])
+        """Returns this trace with `counts` appended: numbers of prompt groups per state, at several times.
+
+        Keeps only the last `MAX_COUNTS` of them.
+        """
+        return replace(self, counts=[*self.counts, *counts][-MAX_COUNTS:])
 
     def last_process(self) -> list[CallEvent]:
         """Returns the calls after the last resume."""

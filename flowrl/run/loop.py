@@ -435,10 +435,10 @@ class Run:
         try:
             if self._source is not None:
                 self._source.detach()
-            if error is not None:
-                self._write_partial_results()
             if isinstance(error, UserError) and self.config.checkpoint.every == 0:
                 self._save_weights()
+            if error is not None:
+                self._write_partial_results()
         except OSError as lost:  # not raised, because the first error is reported; the disk may be full
             self._progress.notify(f"the results in {self.folder.path} are incomplete: {lost}")
         finally:
@@ -460,7 +460,7 @@ class Run:
             self.cluster.calls.abandon_all(_SAVE_TIMEOUT_S)
             with replacing(self.folder.model) as folder:
                 self._policy.save.submit(folder.absolute()).get(_SAVE_TIMEOUT_S)
-        except (FlowError, TimeoutError) as error:
+        except (FlowError, OSError, TimeoutError) as error:
             self._progress.notify(f"the weights could not be saved: {error}")
         else:
             self._progress.notify(

@@ -14,7 +14,7 @@ from flowrl.controller.dispatch import Future
 from flowrl.controller.errors import ProcessLost
 from flowrl.controller.group import WorkerGroup
 from flowrl.data.batch.batch import Batch
-from flowrl.data.events import CallEvent, Counted
+from flowrl.data.events import MAX_COUNTS, CallEvent, Counted
 from flowrl.data.metric import Logged
 from flowrl.schedules.rollout_source import BatchRollouts, RolloutContext, RolloutSource, staleness_metrics
 from flowrl.schedules.scheduler import (
@@ -40,9 +40,6 @@ POLL_S_PER_REPLICA = 0.01
 
 OVERSUBSCRIPTION = 4
 """Number of slots per extra group. Extra groups (over-subscription) keep a replica busy between polls."""
-
-MAX_COUNTS = 5_000
-"""Number of most recent samples of group counts in `trace.json`."""
 
 MAX_REFUSED_IN_A_ROW = 100
 """Number of consecutive refused prompts that ends the run, because then all prompts are probably invalid."""

@@ -89,6 +89,9 @@ class InstantBackend:
 
     def restart(self, slot: Slot) -> None: ...
 
+    def describe_end(self, slot: Slot) -> str | None:
+        return None
+
     def lost_processes(self, slots: Sequence[Slot]) -> list[Slot]:
         return []
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from flowrl.checkpoints.run_folder import write_json
-from flowrl.data.events import CallEvent
+from flowrl.data.events import MAX_COUNTS, CallEvent, Counted
 from flowrl.report.chrome_trace import Resume, Trace, TraceError, chrome_trace, read_trace
 from tests.report.call_events import STEP, any_events, call, timed
 
@@ -146,3 +146,10 @@ def test_other_files_are_rejected(tmp_path: Path, text: str, missing: str) -> No
 def test_a_folder_without_a_trace_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"trace\.json"):
         read_trace(tmp_path)
+
+
+def test_samples_of_group_counts_are_bounded_over_resumes() -> None:
+    trace = Trace(EVENTS)
+    for start in (0, 1, 2):
+        trace = trace.counted(Counted(start * MAX_COUNTS + i, {"waiting": 1}) for i in range(MAX_COUNTS))
+    assert [trace.counts[0].at_ns, trace.counts[-1].at_ns] == [2 * MAX_COUNTS, 3 * MAX_COUNTS - 1]

@@ -43,11 +43,11 @@ def test_a_schedule_that_does_not_fit_the_run_is_reported_once(optimizer: dict[s
 
 
 def reports(config: SFTConfig, *rates: float) -> list[str]:
-    said: list[str] = []
-    watch = ZeroRateWatch(config, said.append)
+    messages: list[str] = []
+    watch = ZeroRateWatch(config, messages.append)
     for step, rate in enumerate(rates, start=1):
         watch.check_step(step, {"lr": rate, "loss": 0.0})
-    return said
+    return messages
 
 
 def test_a_learning_rate_of_zero_is_reported_once_with_its_step() -> None:

@@ -73,8 +73,8 @@ def find_processes(names: Collection[str]) -> dict[str, tuple[int, Path]]:
                 with contextlib.suppress(OSError):
                     if (name := links.get(os.readlink(path))) is not None:
                         # Processes that a worker has forked inherit its file. The worker is the oldest.
-                        found = processes.setdefault(name, (process_id, path))
-                        if (read_start_time(process_id) or math.inf) < (read_start_time(found[0]) or math.inf):
+                        oldest = processes.setdefault(name, (process_id, path))
+                        if (read_start_time(process_id) or math.inf) < (read_start_time(oldest[0]) or math.inf):
                             processes[name] = process_id, path
     return processes
 
