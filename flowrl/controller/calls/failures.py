@@ -321,7 +321,7 @@ class Failures:
         peers = [record] if is_recoverable else self._get_peer_calls(record)
         dumps = self._backend.stacks([peer.slot for peer in peers])
         stacks = {peer.call_id: parse_host_stack(dumps.get(peer.slot)) for peer in peers}
-        if is_recoverable and self._is_starting(record, stacks[record.call_id], now_s):
+        if is_recoverable and is_starting(record, stacks[record.call_id], now_s):
             return
         waiting = [peer for peer in peers if stacks[peer.call_id].in_collective]
         # A stopped process is the cause, even if it waits in a collective.
@@ -339,33 +339,36 @@ class Failures:
         record.running_since_s = record.starting_since_s = None
         self._backend.restart(record.slot)
 
-    def _is_starting(self, record: CallRecord, stack: Stack, now_s: float) -> bool:
-        """Returns whether a replacement process is still starting, and has not exceeded `start_timeout_s`.
-
-        Resets the clock of the call during the start. A process is starting until it has restored its state and runs
-        the call.
-        """
-        assert record.running_since_s is not None
-        if stack.is_stopped:
-            return False  # it would never finish its start
-        is_younger = stack.age_s < now_s - record.running_since_s
-        if stack.frames and not stack.is_recovering and not is_younger:
-            if record.starting_since_s is None:
-                return False
-            # The process started to run the call after the last check, so the clock of the call starts now.
-            record.starting_since_s, record.running_since_s = None, now_s
-            return True
-        if record.starting_since_s is None:
-            record.starting_since_s = now_s
-        if record.start_timeout_s is not None and now_s - record.starting_since_s > record.start_timeout_s:
-            return False
-        record.running_since_s = now_s
-        return True
-
     def _get_peer_calls(self, record: CallRecord) -> list[CallRecord]:
         slots = self._groups[record.slot.pool].slots
         current = [self.deadlines.get_current(slot.pool, slot.rank) for slot in slots]
         return [record, *(other for other in current if other is not None and other is not record)]
+
+
+def is_starting(record: CallRecord, stack: Stack, now_s: float) -> bool:
+    """Returns whether a replacement process is still starting, and has not exceeded `start_timeout_s`.
+
+    Resets the clock of the call during the start. A process is starting until it has restored its state and runs
+    the call.
+    """
+    assert record.running_since_s is not None
+    if stack.is_stopped:
+        return False  # it would never finish its start
+    is_younger = stack.age_s < now_s - record.running_since_s
+    if stack.is_missing and not is_younger:
+        return False  # the call itself may have replaced the handler of the signal, or may never return
+    if stack.frames and not stack.is_recovering and not is_younger:
+        if record.starting_since_s is None:
+            return False
+        # The process started to run the call after the last check, so the clock of the call starts now.
+        record.starting_since_s, record.running_since_s = None, now_s
+        return True
+    if record.starting_since_s is None:
+        record.starting_since_s = now_s
+    if record.start_timeout_s is not None and now_s - record.starting_since_s > record.start_timeout_s:
+        return False
+    record.running_since_s = now_s
+    return True
 
 
 def _add_deadline(error: ProcessLost, overdue: DeadlineError) -> ProcessLost:

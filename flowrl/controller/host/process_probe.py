@@ -48,6 +48,8 @@ class Stack(NamedTuple):
     """Seconds since the process started."""
     is_stopped: bool = False
     """Whether a signal (SIGSTOP) had stopped the process."""
+    is_missing: bool = False
+    """Whether the process has not written its stack."""
 
     @property
     def in_collective(self) -> bool:
@@ -106,8 +108,10 @@ def _read_stat(process_id: int) -> tuple[str, float]:
 
 
 def collect_stack_dumps(names: Sequence[str]) -> dict[str, StackDump]:
-    """Returns the stacks of processes on this machine. A stopped process has an empty stack. Skips processes that have
-    ended or do not respond.
+    """Returns the stacks of processes on this machine. Skips processes that have ended.
+
+    The text is empty if a process is stopped or does not respond: in a system call that signals cannot interrupt, or
+    because its code has replaced the handler of SIGUSR1.
     """
     before = {}
     for name, (process_id, path) in find_processes(names).items():
@@ -118,11 +122,10 @@ def collect_stack_dumps(names: Sequence[str]) -> dict[str, StackDump]:
                 before[name] = StackDump(age_s, "", state == "T"), path, size
                 os.kill(process_id, signal.SIGUSR1)
     # A stopped process handles no signal. If it were continued, it could finish the call that has failed.
-    dumps = {
+    return {
         name: dump if dump.is_stopped else dump._replace(text=_read_appended(path, size))
         for name, (dump, path, size) in before.items()
     }
-    return {name: dump for name, dump in dumps.items() if dump.text or dump.is_stopped}
 
 
 def _read_appended(path: Path, size_before: int) -> str:
@@ -152,4 +155,4 @@ def parse_host_stack(dump: StackDump | None) -> Stack:
         if depth is not None:
             is_recovering = any(frame.function == _RECOVERY_FUNCTION for frame in frames[depth:])
             return Stack(tuple(frames[:depth]), is_recovering, dump.age_s, dump.is_stopped)
-    return Stack(age_s=dump.age_s, is_stopped=dump.is_stopped)
+    return Stack(age_s=dump.age_s, is_stopped=dump.is_stopped, is_missing=not dump.text)

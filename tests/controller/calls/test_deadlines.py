@@ -1,6 +1,9 @@
 """The clock of a call starts when its process and its inputs are available."""
 
-from flowrl.controller.calls.failures import CallRecord, Deadlines
+import pytest
+
+from flowrl.controller.calls.failures import CallRecord, Deadlines, is_starting
+from flowrl.controller.host.process_probe import Stack
 from flowrl.controller.placement.plan import Slot
 from flowrl.controller.wire import Report
 from flowrl.data.batch.block import LocalRef
@@ -60,3 +63,15 @@ def test_a_call_that_is_done_is_not_late():
     done.report = REPORT
     assert overdue_ids(deadlines, 100.0) == []
     assert deadlines.get_current("main", 0) is None
+
+
+@pytest.mark.parametrize("start_timeout_s", [None, 1000.0])
+def test_a_process_without_a_stack_is_starting_only_if_it_is_younger_than_the_call(start_timeout_s: float | None):
+    """A process in an uninterruptible system call writes no stack, and would otherwise count as starting for ever."""
+    call = record(1, 0, 10.0)
+    call.start_timeout_s, call.running_since_s = start_timeout_s, 100.0
+    assert not is_starting(call, Stack(age_s=60.0, is_missing=True), 111.0)
+    assert call.running_since_s == 100.0
+    assert is_starting(call, Stack(age_s=5.0, is_missing=True), 111.0)
+    assert call.running_since_s == 111.0
+    assert not is_starting(call, Stack(age_s=16.0, is_missing=True), 122.0)

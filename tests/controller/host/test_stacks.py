@@ -34,6 +34,11 @@ def in_python():
     while True:
         pass
 
+def without_handler():
+    import signal
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    in_python()
+
 enable_stack_dumps({name!r})
 {call}()
 """
@@ -71,6 +76,14 @@ def test_a_stopped_process_is_reported_without_a_stack():
         dump = collect_stack_dumps(["one-that-stops"])["one-that-stops"]
         assert dump.is_stopped and parse_host_stack(dump).is_stopped
         assert kill_processes(["one-that-stops"]) == {process_id}
+
+
+def test_a_process_that_writes_no_stack_is_reported_with_its_age(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(process_probe, "_DUMP_TIMEOUT_S", 0.1)
+    with stuck("without_handler", "one-that-is-silent"):
+        dump = collect_stack_dumps(["one-that-is-silent"])["one-that-is-silent"]
+    stack = parse_host_stack(dump)
+    assert stack.is_missing and not stack.is_stopped and 0.2 <= stack.age_s < 60
 
 
 def test_a_process_that_has_ended_has_no_stack():
