@@ -3,13 +3,15 @@
 Only the owner can enter the folder (mode 0700), because Ray makes its own folders accessible to everyone. The folder is
 deleted at exit. A killed process leaves its folder, which the next process of the same user deletes. The marker in the
 folder contains the id and the start time of its process, and is locked (flock) while this process runs. The lock also
-protects the folder from processes in other containers, where process ids mean nothing.
+protects the folder from processes in other containers, where process ids mean nothing. The lock may not reach other
+hosts that share the folder, so the marker also contains the host name and the boot id, which all containers share.
 """
 
 import atexit
 import fcntl
 import json
 import os
+import platform
 import secrets
 import shutil
 import stat
@@ -79,8 +81,17 @@ def _write_marker(folder: Path) -> int:
     marker = os.open(folder / MARKER, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with suppress(OSError):  # a file system without locks
         fcntl.flock(marker, fcntl.LOCK_EX)
-    os.write(marker, json.dumps({"pid": process_id, "start_time_s": read_start_time(process_id)}).encode())
+    process = {"pid": process_id, "start_time_s": read_start_time(process_id)} | read_boot()
+    os.write(marker, json.dumps(process).encode())
     return marker
+
+
+def read_boot() -> dict[str, str]:
+    """Returns the host name, and the id of the current boot (empty without /proc)."""
+    boot_id = ""
+    with suppress(OSError):
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return {"host": platform.node(), "boot_id": boot_id}
 
 
 def remove_abandoned_folders(parent: Path) -> None:
@@ -114,11 +125,17 @@ def _is_own(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
 
 
 def _has_ended(marker: bytes) -> bool:
-    """Returns whether the process of a marker has ended. False if the marker is corrupt."""
+    """Returns whether the process of a marker has ended. False if the marker is corrupt or of another host."""
     try:
         process = json.loads(marker)
         process_id, start_time_s = int(process["pid"]), float(process["start_time_s"])
+        host, boot_id = process["host"], process["boot_id"]
     except (ValueError, TypeError, KeyError):
+        return False
+    here = read_boot()
+    if boot_id != here["boot_id"]:
+        return host == here["host"]  # this host has restarted since
+    if not boot_id and host != here["host"]:
         return False
     return process_id > 0 and read_start_time(process_id) != start_time_s
 

@@ -14,7 +14,13 @@ from pathlib import Path
 import pytest
 
 from flowrl.controller.errors import BackendError
-from flowrl.controller.host.private_folder import MARKER, MAX_PARENT_BYTES, private_folder, remove_abandoned_folders
+from flowrl.controller.host.private_folder import (
+    MARKER,
+    MAX_PARENT_BYTES,
+    private_folder,
+    read_boot,
+    remove_abandoned_folders,
+)
 from flowrl.controller.host.process_probe import read_start_time
 from tests.errors import rejects
 
@@ -47,7 +53,7 @@ def abandon(parent: Path, name: str = "flowrl-abandoned", **changes: object) -> 
     folder = parent / name
     (folder / "r" / "session").mkdir(parents=True)
     (folder / "r" / "session" / "log").write_text("log")
-    marker = {"pid": os.getpid(), "start_time_s": (read_start_time(os.getpid()) or 0) - 1} | changes
+    marker = {"pid": os.getpid(), "start_time_s": (read_start_time(os.getpid()) or 0) - 1} | read_boot() | changes
     (folder / MARKER).write_text(json.dumps(marker))
     return folder
 
@@ -59,7 +65,8 @@ def test_only_the_owner_can_enter_the_folder(parent: Path) -> None:
         assert folder.stat().st_mode & 0o777 == 0o700
         assert (folder / MARKER).stat().st_mode & 0o777 == 0o600
         started_s = read_start_time(process.pid)
-        assert json.loads((folder / MARKER).read_text()) == {"pid": process.pid, "start_time_s": started_s}
+        marker = {"pid": process.pid, "start_time_s": started_s} | read_boot()
+        assert json.loads((folder / MARKER).read_text()) == marker
 
 
 @pytest.mark.parametrize(
@@ -110,6 +117,15 @@ def test_a_folder_is_deleted_only_if_its_process_has_ended(parent: Path) -> None
     running = abandon(parent, "flowrl-running", start_time_s=read_start_time(os.getpid()))
     remove_abandoned_folders(parent)
     assert not reused_id.exists() and not ended.exists() and (running / "r" / "session" / "log").exists()
+
+
+def test_a_folder_of_another_host_is_kept(parent: Path) -> None:
+    """The lock of another host is not visible here on some shared file systems, and process ids mean nothing."""
+    other = abandon(parent, "flowrl-other-host", host="other", boot_id="other")
+    restarted = abandon(parent, "flowrl-restarted", boot_id="earlier", start_time_s=read_start_time(os.getpid()))
+    container = abandon(parent, "flowrl-container", host="a container on this host")
+    remove_abandoned_folders(parent)
+    assert (other / "r" / "session" / "log").exists() and not restarted.exists() and not container.exists()
 
 
 def test_a_locked_folder_is_kept(parent: Path) -> None:
