@@ -11,9 +11,10 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -165,17 +166,29 @@ def _remove(path: Path) -> None:
 
 
 @contextmanager
-def log_to_file(path: Path, logger_name: str) -> Iterator[None]:
-    """Appends the records of a logger to a file during the block. The first record creates the file."""
-    logger, handler = logging.getLogger(logger_name), logging.FileHandler(path, encoding="utf-8", delay=True)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+def log_to_file(logger_name: str) -> Iterator[Callable[[Path], None]]:
+    """Stores the records of a logger during the block. The yielded function sets the file to which they are appended.
+
+    The first record creates the file.
+    """
+    logger, handler = logging.getLogger(logger_name), MemoryHandler(capacity=1)  # stores more records without a target
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
+
+    def set_file(path: Path) -> None:
+        file = logging.FileHandler(path, encoding="utf-8", delay=True)
+        file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        handler.setTarget(file)
+        handler.flush()
+
     try:
-        yield
+        yield set_file
     finally:
         logger.removeHandler(handler)
+        file = handler.target
         handler.close()
+        if file is not None:
+            file.close()
 
 
 # The lock.

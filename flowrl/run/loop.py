@@ -106,6 +106,7 @@ class Run:
             # Runs after the cluster is closed, because workers may write until then.
             resources.callback(remove_temporary_files, config.output)
             resources.callback(Checkpoints(config.output).remove_unfinished)
+            self._set_ray_log = resources.enter_context(log_to_file(RAY_LOGGER))
             self.cluster = resources.enter_context(restarts.cluster(config, self._start_cluster, self._interruption))
             self.cluster.notify = self._progress.notify
             self._interruption.install()  # Ray has installed its own handlers
@@ -135,7 +136,7 @@ class Run:
         config, checkpoint = self.config, self._resumed
         resolved = config.model_dump(mode="json")
         self.folder = (RunFolder.reopen if is_resuming(config) else RunFolder.create)(config.output, resolved)
-        resources.enter_context(log_to_file(self.folder.ray_log, RAY_LOGGER))
+        self._set_ray_log(self.folder.ray_log)
         last_step = -1 if checkpoint is None else checkpoint.manifest.step
         self._metrics = resources.enter_context(
             MetricsLog(self.folder.path, last_step, has_tensorboard=config.report.tensorboard)

@@ -1,10 +1,18 @@
 import json
+import logging
 from pathlib import Path
 
 import pytest
 import yaml
 
-from flowrl.checkpoints.run_folder import RunFolder, RunFolderError, remove_temporary_files, replacing, write_json
+from flowrl.checkpoints.run_folder import (
+    RunFolder,
+    RunFolderError,
+    log_to_file,
+    remove_temporary_files,
+    replacing,
+    write_json,
+)
 
 
 def test_a_new_folder_contains_the_resolved_config(tmp_path: Path) -> None:
@@ -81,3 +89,24 @@ def test_partial_folders_of_an_aborted_save_are_removed_and_nothing_else(tmp_pat
     (tmp_path / ".model.0.tmp").write_text("another program's")
     remove_temporary_files(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [".model.0.tmp"]
+
+
+def test_a_log_file_also_has_the_records_from_before_its_folder_was_created(tmp_path: Path):
+    logger = logging.getLogger("flowrl.test-log")
+    with log_to_file("flowrl.test-log") as set_file:
+        logger.info("early")
+        logger.info("also early")
+        assert not list(tmp_path.iterdir())
+        set_file(tmp_path / "log")
+        logger.info("late")
+        assert len((tmp_path / "log").read_text().splitlines()) == 3
+    logger.info("after the block")
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert [line.split(maxsplit=2)[2] for line in lines] == ["early", "also early", "late"]
+    assert not logger.handlers
+
+
+def test_a_log_without_records_creates_no_file(tmp_path: Path):
+    with log_to_file("flowrl.test-log") as set_file:
+        set_file(tmp_path / "log")
+    assert not list(tmp_path.iterdir())
