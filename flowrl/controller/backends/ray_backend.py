@@ -31,7 +31,7 @@ from flowrl.controller.backends.ray_nodes import RayNodes, interface_of
 from flowrl.controller.errors import FlowError, ProcessLost, WorkerError, describe_unpicklable
 from flowrl.controller.host.fork_server import fork_server, survive_fork_server
 from flowrl.controller.host.host import Host
-from flowrl.controller.host.process_end import count_oom_kills, describe_end
+from flowrl.controller.host.process_end import ProcessEnds, count_oom_kills
 from flowrl.controller.host.process_probe import (
     StackDump,
     collect_stack_dumps,
@@ -46,6 +46,7 @@ from flowrl.data.batch.block import Ref
 from flowrl.data.batch.payload import Payload
 
 _LOOPBACK = "127.0.0.1"
+_PRINT_RAY_MESSAGE = ray_worker.print_to_stdstream
 _STACKS_TIMEOUT_S = 10.0
 
 
@@ -211,7 +212,7 @@ class RayBackend:
         self._liveness = Liveness()
         self._killed: set[int] = set()
         """Ids of the processes that this backend has killed."""
-        self._num_oom_kills = count_oom_kills()
+        self._ends = ProcessEnds(count_oom_kills())
 
     def inventory(self, device: Device, devices: Sequence[int] | None) -> Inventory:
         return self._nodes.inventory(device, devices)
@@ -343,11 +344,12 @@ class RayBackend:
         if name is None or not self._uses_fork_server or (end := fork_server().find_exit(name)) is None:
             return None
         process_id, status = end
-        previous, self._num_oom_kills = self._num_oom_kills, count_oom_kills()
-        has_oom_kill = None if previous is None or self._num_oom_kills is None else self._num_oom_kills > previous
-        return describe_end(status, is_own_kill=process_id in self._killed, has_oom_kill=has_oom_kill)
+        now_s, is_own_kill = time.monotonic(), process_id in self._killed
+        self._ends.record_oom_kills(count_oom_kills(), now_s)
+        return self._ends.describe((name, process_id), status, is_own_kill=is_own_kill, now_s=now_s)
 
     def lost_processes(self, slots: Sequence[Slot]) -> list[Slot]:
+        self._ends.record_oom_kills(count_oom_kills(), time.monotonic())
         names = {self._names[key]: slot for slot in slots if (key := (slot.pool, slot.rank)) in self._hosts}
         local = {name: slot for name, slot in names.items() if self._is_local(slot)}
         return [local[name] for name in self._liveness.find_ended(local)]
@@ -366,6 +368,7 @@ class RayBackend:
             for name in {pool for pool, _ in self._hosts}:
                 self.end_pool(name)
         self._nodes.close()
+        ray_worker.print_to_stdstream = _PRINT_RAY_MESSAGE
 
 
 def _object_ref(ref: Ref) -> ray.ObjectRef:

@@ -4,6 +4,41 @@ import os
 import signal
 from pathlib import Path
 
+_OOM_WINDOW_S = 10.0
+"""Seconds between the end of a process and its description, which may wait for an exit status."""
+
+
+class ProcessEnds:
+    """Describes the ends of processes. The description of a process never changes.
+
+    An increase of the number of out-of-memory kills explains only the SIGKILLs that are described soon afterwards. So
+    `record_oom_kills` must be called regularly, for example once per second.
+    """
+
+    def __init__(self, num_oom_kills: int | None) -> None:
+        self._num_oom_kills = num_oom_kills
+        self._increased_s: float | None = None
+        self._causes: dict[tuple[str, int], str] = {}
+
+    def record_oom_kills(self, count: int | None, now_s: float) -> None:
+        """Records the result of `count_oom_kills` at monotonic time `now_s`."""
+        if count is not None and self._num_oom_kills is not None and count > self._num_oom_kills:
+            self._increased_s = now_s
+        self._num_oom_kills = count
+
+    def describe(self, process: tuple[str, int], status: int, *, is_own_kill: bool, now_s: float) -> str:
+        """Returns how a process (name and id) ended. For arguments see `describe_end`."""
+        if process not in self._causes:
+            has_oom_kill = self._has_oom_kill(now_s)
+            self._causes[process] = describe_end(status, is_own_kill=is_own_kill, has_oom_kill=has_oom_kill)
+        return self._causes[process]
+
+    def _has_oom_kill(self, now_s: float) -> bool | None:
+        if self._increased_s is None:
+            return None if self._num_oom_kills is None else False
+        # An earlier kill may be that of another process, or of a process whose end is noticed late.
+        return True if now_s - self._increased_s <= _OOM_WINDOW_S else None
+
 
 def describe_end(status: int, *, is_own_kill: bool, has_oom_kill: bool | None) -> str:
     """Returns how a process ended, as the cause of an error.
@@ -32,11 +67,21 @@ def count_oom_kills() -> int | None:
     """Returns how many processes of this cgroup the kernel's out-of-memory killer has ended; None if it is unknown."""
     for path in (*_memory_events(), Path("/proc/vmstat")):
         try:
-            counts = dict(line.split() for line in path.read_text().splitlines())
-            return int(counts["oom_kill"])
-        except (OSError, ValueError, KeyError):
+            count = parse_oom_kills(path.read_text())
+        except (OSError, ValueError):
             continue
+        if count is not None:
+            return count
     return None
+
+
+def parse_oom_kills(text: str) -> int | None:
+    """Returns the number of out-of-memory kills in a file of the kernel; None if the file has no such counter.
+
+    The file is `memory.events` (cgroup version 2), `memory.oom_control` (version 1) or `/proc/vmstat`.
+    """
+    fields = [line.split() for line in text.splitlines()]
+    return next((int(values[0]) for name, *values in filter(None, fields) if name == "oom_kill" and values), None)
 
 
 def _memory_events() -> list[Path]:

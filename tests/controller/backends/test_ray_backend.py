@@ -39,8 +39,11 @@ def test_a_new_process_constructs_its_worker_once(ray_session: None, tmp_path: P
 def test_messages_of_ray_are_logged_and_not_printed(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    RayBackend(None, print)
+    original = ray_worker.print_to_stdstream
+    backend = RayBackend(None, print)
     with caplog.at_level(logging.INFO, RAY_LOGGER):
         ray_worker.print_to_stdstream({"lines": ["a worker died"], "pid": "raylet", "is_err": False}, False)
     assert caplog.messages == ["a worker died"] and capsys.readouterr() == ("", "")
     assert "print_to_stdstream" in ray_worker.listen_error_messages.__code__.co_names  # Ray calls the replaced function
+    backend.close()
+    assert ray_worker.print_to_stdstream is original
