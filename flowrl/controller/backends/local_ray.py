@@ -6,16 +6,15 @@ import os
 import secrets
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray._private import ray_constants
-from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue] (a compiled module)
+from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore[reportAttributeAccessIssue] (compiled)
 
-from flowrl.controller.errors import BackendError
 from flowrl.controller.host.private_folder import private_folder, remove_folder
 
 RAY_SETTINGS = {
@@ -38,31 +37,25 @@ LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 _RAY_FOLDER = str(Path(ray.__file__).parent)
 _END_TIMEOUT_S = 5.0
-_TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+_AUTH_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
 class LocalRay:
     """A Ray on the loopback interface, with its files and its token in the private folder of this process.
 
-    Raises:
-        BackendError: `RAY_AUTH_MODE` disables authentication.
+    Authentication is always on. `RAY_AUTH_MODE` applies only to clusters.
     """
 
     def __init__(self, num_cpus: int, **options: Any) -> None:
         """Starts Ray. `options` are further arguments of `ray.init`."""
-        if os.environ.get("RAY_AUTH_MODE") == "disabled":
-            raise BackendError(
-                "RAY_AUTH_MODE is disabled, so anyone on this machine could run code in this run: unset it"
-            )
         folder = private_folder()
         self._session, self._token = folder / "r", folder / "token"
-        self._variables = {name: os.environ.pop(name) for name in _TOKEN_VARIABLES if name in os.environ}
+        self._variables = {name: os.environ[name] for name in _AUTH_VARIABLES if name in os.environ}
         # At exit, before the private folder is deleted, because Ray writes to it.
         atexit.register(self.stop)
         self._token.touch(mode=0o600)
         self._token.write_text(secrets.token_hex(32))
-        os.environ["RAY_AUTH_TOKEN_PATH"] = str(self._token)
-        AuthenticationTokenLoader.instance().reset_cache()
+        _set_authentication({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self._token)})
         with _keep_sigterm_handler(self.stop), _use_loopback():
             ray.init(
                 address="local",  # never join another Ray that runs on this machine
@@ -75,14 +68,12 @@ class LocalRay:
             )
 
     def stop(self) -> None:
-        """Stops Ray, deletes its files, and restores the environment variables of the token."""
+        """Stops Ray, deletes its files, and restores the environment variables of the authentication."""
         ray.shutdown()
         self._kill_processes()
         remove_folder(self._session)
         self._token.unlink(missing_ok=True)
-        os.environ.pop("RAY_AUTH_TOKEN_PATH", None)
-        os.environ.update(self._variables)
-        AuthenticationTokenLoader.instance().reset_cache()
+        _set_authentication(self._variables)
         atexit.unregister(self.stop)
 
     def _kill_processes(self) -> None:
@@ -98,6 +89,15 @@ class LocalRay:
                     remaining.append(process)
                     process.kill()
         psutil.wait_procs(remaining, timeout=_END_TIMEOUT_S)
+
+
+def _set_authentication(variables: Mapping[str, str]) -> None:
+    """Sets the environment variables of Ray's authentication, which Ray has cached in this process."""
+    for name in _AUTH_VARIABLES:
+        os.environ.pop(name, None)
+    os.environ.update(variables)
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
 
 
 @contextmanager

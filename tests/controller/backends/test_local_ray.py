@@ -44,17 +44,23 @@ TWICE = """
 import os
 from pathlib import Path
 import ray
+from ray._raylet import AuthenticationMode, get_authentication_mode
 from flowrl.controller.backends.local_ray import LocalRay
 from flowrl.controller.host.private_folder import private_folder
 
 tokens = []
-for _ in range(2):
+initial_mode = get_authentication_mode()
+for mode in ({"RAY_AUTH_MODE": "Disabled"}, {}):
+    os.environ.update(mode)
     local_ray = LocalRay(1)
+    assert get_authentication_mode() == AuthenticationMode.TOKEN
     tokens.append(Path(os.environ["RAY_AUTH_TOKEN_PATH"]).read_text())
     assert ray.get(ray.remote(num_cpus=0)(lambda: os.getpid()).remote()) != os.getpid()
     local_ray.stop()
     assert [path.name for path in private_folder().iterdir()] == ["process.json"]
     assert os.environ["RAY_AUTH_TOKEN"] == "of the user" and "RAY_AUTH_TOKEN_PATH" not in os.environ
+    assert get_authentication_mode() == initial_mode == AuthenticationMode.DISABLED
+    assert os.environ.pop("RAY_AUTH_MODE", None) == mode.get("RAY_AUTH_MODE")
 assert tokens[0] != tokens[1]
 LocalRay(1)  # never stopped: stops at exit
 """
