@@ -64,7 +64,7 @@ def describe_errors(errors: Sequence[ErrorDetails], source: Source, cls: type[Co
     """Returns a message with one line per invalid setting. Misspelled settings come first."""
     # A misspelled key is often the cause of other errors.
     errors = sorted(errors, key=lambda error: error["type"] != "extra_forbidden")
-    keys = [walk(error["loc"], cls, source.values)[0] for error in errors]
+    keys = [_setting_of(error, walk(error["loc"], cls, source.values)[0]) for error in errors]
     repeated = _alternatives_of_misspelled(errors, source, cls)
     locations: dict[Key, str] = {}
     problems: dict[Key, list[str]] = {}
@@ -76,6 +76,11 @@ def describe_errors(errors: Sequence[ErrorDetails], source: Source, cls: type[Co
         problems.setdefault(key, []).append(_problem(error, key, source, cls))
     lines = [f"{locations[key]}: {_join(dict.fromkeys(texts))}" for key, texts in problems.items()]
     return lines[0] if len(lines) == 1 else "\n  ".join([f"{len(lines)} settings are invalid:", *lines])
+
+
+def _setting_of(error: ErrorDetails, key: Key) -> Key:
+    """Returns the setting that an error is about. For an absent entry of a list, this is the list."""
+    return key[:-1] if error["type"] == "missing" and isinstance(key[-1], int) else key
 
 
 def _join(problems: Iterable[str]) -> str:
@@ -110,8 +115,7 @@ def _problem(error: ErrorDetails, key: Key, source: Source, cls: type[Config]) -
         case "extra_forbidden":
             return _unknown_key(error["loc"], key, source, cls)
         case "missing":
-            group = walk(error["loc"][:-1], cls, source.values)[1]
-            return f"`{name}` is required: {_first_sentence(fields_of(group)[str(key[-1])].description or '')}"
+            return _missing(error, key, source, cls)
         case "union_tag_invalid" | "union_tag_not_found" if isinstance(value, Mapping):
             members = select_members(classes)
             setting = f"{name}.{members[0].KEY}"
@@ -134,6 +138,15 @@ def _problem(error: ErrorDetails, key: Key, source: Source, cls: type[Config]) -
         case known:
             message = _TYPES.get(known, message)
     return f"{name} is {'empty' if value is None else repr(value)}, but {message[0].lower()}{message[1:]}"
+
+
+def _missing(error: ErrorDetails, key: Key, source: Source, cls: type[Config]) -> str:
+    """Returns the error message for a missing setting, or for a list with too few entries."""
+    if isinstance(error["loc"][-1], int):
+        return f"{dotted(key)} is {error['input']!r}, but has too few entries: add entries"
+    info = fields_of(walk(error["loc"][:-1], cls, source.values)[1]).get(str(key[-1]))
+    meaning = _first_sentence(info.description or "") if info else ""
+    return f"`{dotted(key)}` is required" + (f": {meaning}" if meaning else "")
 
 
 _TYPES = {

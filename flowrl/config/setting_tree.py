@@ -1,7 +1,7 @@
 """The tree of settings of a config class: keys, groups of settings, and unions of groups."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -62,7 +62,12 @@ def walk(loc: Key, cls: type[Config], values: object = _UNKNOWN) -> tuple[Key, t
     """
     key: list[str | int] = []
     classes: tuple[type[Config], ...] = (cls,)
+    is_name = False
     for part in loc:
+        if is_name:  # A name in a mapping may equal a setting of its group.
+            key.append(part)
+            values, is_name = values if values is _UNKNOWN else _child(values, part), False
+            continue
         tagged = tuple(member for member in select_members(classes) if part in member.names())
         if tagged and len(classes) > 1:
             classes = tagged
@@ -72,8 +77,14 @@ def walk(loc: Key, cls: type[Config], values: object = _UNKNOWN) -> tuple[Key, t
             continue
         key.append(part)
         values = values if values is _UNKNOWN else _child(values, part)
+        is_name = field is not None and _is_mapping(field.annotation)
         classes = config_classes(field.annotation) if field else classes  # Keys of mappings and indices have none.
     return tuple(key), classes
+
+
+def _is_mapping(annotation: Any) -> bool:  # Any: a type of a field
+    origin = get_origin(annotation)
+    return isinstance(origin, type) and issubclass(origin, Mapping)
 
 
 def _contains(value: object, part: str | int) -> bool:

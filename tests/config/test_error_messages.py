@@ -43,6 +43,19 @@ def test_a_missing_setting_is_named(ppo: Path) -> None:
     assert error_of(rewrite(ppo, "steps: 2\n", "")).startswith("ppo.yaml: `steps` ")
 
 
+@pytest.mark.parametrize(
+    ("override", "facts"),
+    [
+        ("actor.optimizer.betas=[0.9]", ("actor.optimizer.betas", 0.9)),
+        ("actor.optimizer.betas=[]", ("actor.optimizer.betas", "entries")),
+        ("placement={pools: {main: [1]}, roles: {pool: {}}}", ("placement.roles.pool.pool",)),
+    ],
+)
+def test_missing_entries_of_lists_and_mappings_are_one_line(ppo: Path, override: str, facts: tuple) -> None:
+    message = error_of(ppo, override)
+    assert not missing_facts(message, *facts) and len(message.splitlines()) == 1
+
+
 def test_several_errors_are_counted_and_a_misspelling_comes_first(ppo: Path) -> None:
     message = error_of(rewrite(rewrite(ppo, "steps: 2\n", ""), "max_response_tokens", "max_response_tokns"))
     assert not missing_facts(message, "rollout.max_response_tokns", 2)
