@@ -19,6 +19,7 @@ from rich.text import Text
 
 from flowrl.checkpoints.run_folder import replacing
 from flowrl.data.metric import finite
+from flowrl.report.rollout_text import printable
 
 SHOWN = {
     "reward": "reward {:.3f}",
@@ -315,11 +316,10 @@ def completions_table(samples: Sequence[Mapping[str, Any]], *, title: str = "Sam
     if has_score:
         table.add_column("score", justify="right")
     for sample in samples:
-        # Text instead of str, because a response may contain console markup.
-        cells = [Text(str(sample["prompt"]))]
+        cells = [_cell(sample["prompt"])]
         if has_before:
             cells.append(_cell(sample.get("before")))
-        cells.append(Text(str(sample["response"])))
+        cells.append(_cell(sample["response"]))
         if has_answer:
             cells.append(_cell(sample.get("answer")))
         if has_score:
@@ -330,4 +330,5 @@ def completions_table(samples: Sequence[Mapping[str, Any]], *, title: str = "Sam
 
 
 def _cell(value: object) -> Text:
-    return Text("" if value is None else str(value))
+    # Generated text may contain console markup and terminal codes.
+    return Text("" if value is None else printable(str(value)))

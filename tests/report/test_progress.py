@@ -97,6 +97,12 @@ def test_markup_in_completions_is_not_interpreted() -> None:
     assert "0.50" in output
 
 
+def test_terminal_codes_in_completions_are_escaped() -> None:
+    names = ("prompt", "before", "response", "answer")
+    output = printed(completions_table([dict.fromkeys(names, "a\x1b[2J\x9b31m")]))
+    assert not {"\x1b", "\x9b"} & set(output) and output.count("\\x1b[2J") == len(names)
+
+
 def test_columns_without_values_are_omitted() -> None:
     output = printed(completions_table([{"prompt": "hello", "response": "hi"}]))
     assert "hello" in output
