@@ -57,7 +57,7 @@ class _Template:
             yield from _comment(meaning_of(info), indent)
             required = "required" if info.is_required() else ""
             if name in cls.ALTERNATIVES[:1]:
-                required = f"required, or set {' or '.join(cls.ALTERNATIVES[1:])}"
+                required = f"required unless {' or '.join(cls.ALTERNATIVES[1:])} is set"
             yield from self._setting(name, info, indent, prefix, required)
 
     def _setting(self, name: str, info: FieldInfo, indent: str, prefix: str, required: str) -> Iterator[str]:
@@ -72,7 +72,8 @@ class _Template:
                 yield from _comment(f"Allowed: {allowed}.", indent)
                 yield f"{line}{f'  # {required}' if required else ''}"
             else:
-                yield f"{line}  # {f'{required}: ' if required else ''}{allowed}"
+                comment = f"{required} ({allowed})" if " " in required else f"{required}: {allowed}"
+                yield f"{line}  # {comment if required else allowed}"
         elif classes == (Placement,) and default is not None:
             yield f"{indent}{name}:"
             (pool,) = default["pools"]

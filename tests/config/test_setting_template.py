@@ -68,6 +68,11 @@ def test_every_setting_is_in_the_template_or_in_its_comments(recipe: str) -> Non
     assert {name for name in names if not re.search(rf"\b{name}:?", text)} == set()
 
 
+def test_a_setting_with_an_alternative_is_required_unless_the_alternative_is_set() -> None:
+    (line,) = re.findall(r"^  function:.*", render_template(included_recipes()["grpo"]), re.MULTILINE)
+    assert re.fullmatch(r"  function:  # required unless model is set \(module:name\)", line)
+
+
 def test_a_group_of_several_roles_is_explained_once() -> None:
     text = render_template(included_recipes()["ppo"])
     assert text.count("max_tokens_per_microbatch:") == 1
