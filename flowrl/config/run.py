@@ -195,6 +195,11 @@ class RunConfig(Config):
         """Number of optimizer updates of each trained role in the run, or None if it is unknown."""
         return self.count_updates(dict(self))
 
+    @property
+    def can_end_early(self) -> bool:
+        """Whether the data may end the run before `steps`. Then `num_updates` is an upper limit."""
+        return False
+
     @field_validator("*", mode="after")
     @classmethod
     def _derive_total_steps(cls, value: Any, info: ValidationInfo) -> Any:  # Any: the value of any setting
@@ -204,8 +209,17 @@ class RunConfig(Config):
             return value
         try:
             num_updates = cls.count_updates(info.data)
-        except KeyError:
-            return value  # A missing setting has an error of its own.
+        except KeyError as error:
+            needed, names = error.args[0], list(cls.model_fields)
+            if needed not in names:
+                raise
+            if optimizer.total_steps is not None or names.index(needed) < names.index(str(info.field_name)):
+                return value  # A missing setting has an error of its own.
+            raise ValueError(
+                f"optimizer.total_steps cannot be derived, because {cls.__name__} declares {needed}, which "
+                f"count_updates needs, after {info.field_name}: set optimizer.total_steps, or declare {needed} before "
+                f"{info.field_name}"
+            ) from error
         if num_updates is None and optimizer.total_steps is None:
             raise ValueError(
                 f"optimizer.schedule {optimizer.schedule} needs an end, but {cls.__name__} does not define the number "

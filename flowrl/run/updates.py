@@ -19,7 +19,12 @@ def describe_updates(config: RunConfig) -> list[str]:
         rest = f" and 1 of {last}" if last else ""
         epochs = f" x {config.ppo_epochs} epochs" if config.ppo_epochs > 1 else ""
         factors = f" = {config.steps} steps x ({num_full} minibatches of {config.minibatch_size}{rest}){epochs}"
-    return [f"optimizer updates: {total}{factors}", *_exceeded_schedules(config, total), *_long_warmups(config, total)]
+    limit = "at most " if config.can_end_early else ""
+    return [
+        f"optimizer updates: {limit}{total}{factors}",
+        *_exceeded_schedules(config, total),
+        *_long_warmups(config, total),
+    ]
 
 
 def _optimizers(config: RunConfig) -> Iterator[tuple[str, OptimizerConfig]]:
@@ -30,6 +35,8 @@ def _optimizers(config: RunConfig) -> Iterator[tuple[str, OptimizerConfig]]:
 
 
 def _exceeded_schedules(config: RunConfig, num_updates: int) -> Iterator[str]:
+    if config.can_end_early:  # The recipe knows the number of updates only after it has read the data.
+        return
     for prefix, optimizer in _optimizers(config):
         end = optimizer.total_steps
         if optimizer.schedule != "constant" and end is not None and end < num_updates:

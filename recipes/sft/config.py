@@ -39,6 +39,11 @@ class SFTConfig(RunConfig):
         """Returns the number of steps, because a step is one update."""
         return settings["steps"]
 
+    @property
+    def can_end_early(self) -> bool:
+        """Whether `epochs` may end the run before `steps`."""
+        return self.epochs is not None
+
     @model_validator(mode="after")
     def _check_evaluation(self) -> "SFTConfig":
         if self.evaluate_every and self.data.test is None:

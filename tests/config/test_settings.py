@@ -1,5 +1,6 @@
 """Contradictory settings are rejected before the run starts, with a fix."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,26 @@ class OwnRun(RunConfig):
     """A recipe that does not define its number of updates."""
 
     actor: ActorConfig
+
+
+class LateSizes(RunConfig):
+    """A recipe whose number of updates depends on a setting after the trained role."""
+
+    actor: ActorConfig
+    passes: int = 2
+
+    @classmethod
+    def count_updates(cls, settings: Mapping[str, Any]) -> int:
+        return settings["steps"] * settings["passes"]
+
+
+def test_a_size_after_the_trained_role_does_not_leave_the_schedule_without_an_end() -> None:
+    settings = {"output": "out", "steps": 3}
+    with pytest.raises(ValidationError) as caught:
+        LateSizes.model_validate(settings | {"actor": {"model": MODEL, "optimizer": LINEAR}})
+    assert not missing_facts(str(caught.value), "optimizer.total_steps", "LateSizes", "passes", "actor")
+    config = LateSizes.model_validate(settings | {"actor": {"model": MODEL, "optimizer": LINEAR | {"total_steps": 6}}})
+    assert config.actor.optimizer.total_steps == 6
 
 
 def test_a_schedule_without_a_known_end_is_rejected() -> None:

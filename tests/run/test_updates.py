@@ -57,3 +57,11 @@ def test_a_learning_rate_of_zero_is_reported_once_with_its_step() -> None:
 
 def test_a_learning_rate_of_zero_that_the_start_announced_is_not_reported_again() -> None:
     assert reports(sft(total_steps=1), 0.5, 0.0) == []
+
+
+def test_the_number_of_updates_is_a_limit_if_epochs_may_end_the_run() -> None:
+    optimizer = {"lr": 1e-4, "schedule": "linear", "total_steps": 4}
+    config = SFTConfig.model_validate(SFT | {"epochs": 1, "optimizer": optimizer})
+    (line,) = describe_updates(config)
+    assert "at most 10" in line
+    assert len(reports(config, 0.5, 0.0, 0.0)) == 1
