@@ -1,7 +1,8 @@
 """Checks a run before it starts. Imports torch and ray only if a config names a user-defined function."""
 
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from flowrl.checkpoints.resume import is_resuming
@@ -72,12 +73,15 @@ def check_start(config: RunConfig) -> None:
 
 def check_paths(config: RunConfig) -> None:
     """Raises ConfigError if a model is neither a directory nor available on the Hub, or if there is no data file."""
-    for problem in find_path_problems(config):
-        raise ConfigError(problem)
+    problems = list(find_path_problems(config))
+    if len(problems) > 1:
+        raise ConfigError("\n  ".join([f"{len(problems)} settings are invalid:", *problems]))
+    if problems:
+        raise ConfigError(problems[0])
 
 
 def find_path_problems(config: RunConfig) -> Iterator[str]:
-    """Yields a message per path of a model or data file that cannot be read."""
+    """Yields a message per path of a model or data file that cannot be read. It names all settings with the path."""
     paths = {
         f"{prefix}model.path": (entry.model.path, find_model_problem)
         for role, (prefix, entry) in models_of(config).items()
@@ -88,9 +92,12 @@ def find_path_problems(config: RunConfig) -> Iterator[str]:
         if isinstance(value, DataConfig):
             files = {f"{group}.train": value.train} | ({f"{group}.test": value.test} if value.test else {})
             paths |= {key: (path, find_dataset_problem) for key, path in files.items()}
-    for key, (path, find_problem) in paths.items():
+    keys: dict[tuple[Path, Callable[[Path], str | None]], list[str]] = {}
+    for key, checked in paths.items():
+        keys.setdefault(checked, []).append(key)
+    for (path, find_problem), names in keys.items():
         if problem := find_problem(path):
-            yield f"{key} is {path}, but {problem}"
+            yield f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} {path}, but {problem}"
 
 
 def check_functions(config: RunConfig) -> None:

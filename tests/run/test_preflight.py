@@ -18,9 +18,10 @@ from flowrl.config import (
     RunConfig,
 )
 from flowrl.controller.placement.plan import Inventory, plan
-from flowrl.run.preflight import check_quantization, check_rollouts, plan_run
+from flowrl.run.preflight import check_paths, check_quantization, check_rollouts, plan_run
 from recipes.grpo.config import GRPOConfig
 from tests.configs import grpo_settings
+from tests.errors import rejects
 
 
 class ActorRun(RunConfig):
@@ -229,3 +230,14 @@ def test_int4_on_the_wrong_device_is_rejected_before_its_compute_dtype() -> None
 def test_int8_in_vllm_without_torchao_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.quantization .*int8.* torchao"):
         check_rollouts(quantized_run("int8"))
+
+
+def test_all_missing_paths_are_reported_together_and_each_once(tmp_path: Path) -> None:
+    missing, rows = tmp_path / "a/b/model", tmp_path / "none.jsonl"
+    settings = grpo_settings(model=missing, data={"train": rows, "test": rows, "max_prompt_tokens": 8})
+    with rejects(2, missing, rows, "actor.model.path", "reference.model.path", "data.train", "data.test") as caught:
+        check_paths(GRPOConfig.model_validate(settings))
+    assert len(str(caught.value).splitlines()) == 3
+    with rejects("data.train") as caught:
+        check_paths(GRPOConfig.model_validate(grpo_settings(model=tmp_path)))
+    assert len(str(caught.value).splitlines()) == 1
