@@ -6,6 +6,7 @@ import importlib
 import math
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -125,26 +126,9 @@ def run_recipe(
     def program() -> None:
         with loading(arguments.config, [*arguments.overrides, *address], schema) as config:
             check_run(config)
-            _train(config, _import_train(train) if isinstance(train, str) else train)
+            with_restarts(_import_train(train) if isinstance(train, str) else train, config)
 
     return exit_code(program)
-
-
-def _is_missing_file(error: OSError | WorkerError) -> bool:
-    name = FileNotFoundError.__name__
-    return isinstance(error, FileNotFoundError) or (isinstance(error, WorkerError) and error.cause.startswith(name))
-
-
-def _train(config: RecipeConfig, train: Callable[[RecipeConfig], object]) -> None:
-    try:
-        with_restarts(train, config)
-    except (OSError, WorkerError) as error:
-        if _is_missing_file(error) and not config.output.exists():
-            raise UserError(
-                f"output folder {config.output} has disappeared during the run: start the run again, and keep the "
-                f"folder until it ends"
-            ) from error
-        raise
 
 
 def _import_train(name: str) -> Callable[[RunConfig], object]:
@@ -209,7 +193,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
     from flowrl.run.check import check_config  # noqa: PLC0415 (torch, after the config is validated)
 
-    check_config(config, training_function(schema), locate)
+    check_config(config, partial(training_function, schema), locate)
 
 
 def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from flowrl.config import ConfigError, ImportNameError, RunConfig, import_attribute
+from flowrl.config import ConfigError, RunConfig, import_recipe, training_module
 from flowrl.config.base import unknown_name
 
 _PACKAGE = "recipes"
@@ -37,25 +37,23 @@ def find_recipe(name: str) -> type[RunConfig]:
             raise ConfigError(f"{available}, or the config class of your own recipe as module:Class")
         return recipes[name]
     add_working_folder()
-    try:
-        cls = import_attribute(name)
-    except ImportNameError as error:
-        raise ConfigError(f"recipe {name}: {error}") from error
-    if not (isinstance(cls, type) and issubclass(cls, RunConfig)):
-        raise ConfigError(f"recipe {name} is not a config class: name a subclass of RunConfig")
-    return cls
+    return import_recipe(name, RunConfig)
 
 
 def training_function(schema: type[RunConfig]) -> Callable[..., Any] | None:
     """Returns the function `train` of a recipe, or None if there is none. The function is in `train.py` next to
-    `config.py`, or in the module of the config class.
+    `config.py`, or in the module of the config class. Raises ConfigError if the module cannot be imported.
     """
-    module = schema.__module__
-    program = f"{module.removesuffix('.config')}.train" if module.endswith(".config") else module
-    try:
-        return import_attribute(f"{program}:train")
-    except ImportNameError:
+    name = training_module(schema.__module__)
+    if importlib.util.find_spec(name) is None:
         return None
+    try:
+        module = importlib.import_module(name)
+    except Exception as error:
+        raise ConfigError(
+            f"recipe: cannot import {name} ({type(error).__name__}: {error}): correct the module or what it imports"
+        ) from error
+    return vars(module).get("train")
 
 
 def _config_class_in(module: str) -> type[RunConfig] | None:

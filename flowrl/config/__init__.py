@@ -30,7 +30,15 @@ from flowrl.config.base import (
     import_function,
     parse,
 )
-from flowrl.config.load import load, load_located, loading, recipe_class, to_yaml
+from flowrl.config.load import (
+    import_recipe,
+    load,
+    load_located,
+    loading,
+    recipe_class,
+    to_yaml,
+    training_module,
+)
 from flowrl.config.model import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, shards_model
 from flowrl.config.placement import ROLES, SINGLE, Placement, RolePlacement
 from flowrl.config.roles import (
@@ -55,6 +63,6 @@ __all__ = [
     "Member", "ModelConfig", "OnPolicyConfig", "OneOf", "OptimizerConfig", "Options", "Placement", "PolicyLossConfig",
     "PreferenceConfig", "PtxConfig", "ReferenceConfig", "ReportConfig", "RewardConfig", "RolePlacement",
     "RolloutConfig", "RolloutLogConfig", "RunConfig", "ScheduleConfig", "ShapingConfig", "TokenIds", "TransferConfig",
-    "UserError", "VllmConfig", "import_attribute", "import_function", "load", "load_located", "loading", "models_of",
-    "parse", "recipe_class", "shards_model", "to_yaml",
+    "UserError", "VllmConfig", "import_attribute", "import_function", "import_recipe", "load", "load_located",
+    "loading", "models_of", "parse", "recipe_class", "shards_model", "to_yaml", "training_module",
 ]  # fmt: skip

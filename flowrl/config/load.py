@@ -37,8 +37,11 @@ def load_located(path: str | Path, overrides: Sequence[str], cls: type[C]) -> tu
     source = _read_settings(Path(path), overrides, cls)
 
     def locate(message: str) -> str:
-        key = _leading_key(message, cls)
-        return message if key is None else f"{source.origin(key)}: {message}"
+        return "\n  ".join(_located(line) for line in message.split("\n  "))
+
+    def _located(line: str) -> str:
+        key = _leading_key(line, cls)
+        return line if key is None else f"{source.origin(key)}: {line}"
 
     return _validate(source, cls), locate
 
@@ -86,16 +89,31 @@ def recipe_class(path: str | Path) -> type[Config]:
     if not isinstance(name, str) or name.count(":") != 1:
         raise ConfigError(f"{where}: recipe is {name!r}, but must be module:Class, like recipes.ppo.config:PPOConfig")
     try:
+        return import_recipe(name, Config)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def import_recipe(name: str, base: type[C]) -> type[C]:
+    """Returns the config class `name`, as `module:Class`. Raises ConfigError if it is not a subclass of `base`."""
+    try:
         cls = import_attribute(name)
     except ImportNameError as error:
         cause = error.__cause__
         module = name.partition(":")[0]
         if isinstance(cause, ModuleNotFoundError) and not f"{module}.".startswith(f"{cause.name}."):
             raise cause from None  # The recipe exists; a module that it imports does not.
-        raise ConfigError(f"{where}: recipe: {error}") from error
-    if not (isinstance(cls, type) and issubclass(cls, Config)):
-        raise ConfigError(f"{where}: recipe is {name}, but must be a config class")
+        raise ConfigError(f"recipe: {error}") from error
+    if not (isinstance(cls, type) and issubclass(cls, base)):
+        raise ConfigError(f"recipe is {name}, but must be a config class: name a subclass of {base.__name__}")
     return cls
+
+
+def training_module(module: str) -> str:
+    """Returns the module that trains a recipe: `train` next to the module `config` of its config class, or the module
+    of the class itself.
+    """
+    return f"{module.removesuffix('.config')}.train" if module.endswith(".config") else module
 
 
 def to_yaml(config: Config) -> str:
@@ -159,8 +177,7 @@ def _set_recipe(source: Source, cls: type[Config]) -> Source:
     name = f"{_module_name(cls)}:{cls.__qualname__}"
     stated = source.values.get("recipe")
     if stated not in (None, name):
-        module = str(stated).partition(":")[0]
-        program = f"{module.removesuffix('.config')}.train" if module.endswith(".config") else module
+        program = training_module(str(stated).partition(":")[0])
         raise ConfigError(
             f"{source.origin(('recipe',))}: recipe is {stated}, but this program reads {name}: run it with "
             f"`python -m {program}`"

@@ -72,8 +72,8 @@ class _Checks:
     """The checks of a config, in the order in which they run. Each returns a description of what it found."""
 
     config: RunConfig
-    train: Callable[..., Any] | None
-    """Training function of the recipe, which runs the step; None if it is unknown."""
+    import_train: Callable[[], Callable[..., Any] | None]
+    """Imports the training function of the recipe, which runs the step. Returns None if there is none."""
     problems: list[str] = field(default_factory=list)
     scores: list[tuple[str, str, str, str]] = field(default_factory=list)
     """Prompt, answer, score of the answer and score of an empty response, of the rows that the reward scored."""
@@ -84,7 +84,7 @@ class _Checks:
         "data": ("functions", "files", "tokenizer"),
         "reward": ("functions", "data"),
         "memory": ("placement",),
-        "step": ("functions", "files", "models", "tokenizer", "data", "reward", "placement"),
+        "step": ("recipe", "functions", "files", "models", "tokenizer", "data", "reward", "placement"),
     }
     """Check -> checks without which it cannot run."""
 
@@ -99,6 +99,12 @@ class _Checks:
             return str(complete)
         check_is_new(folder)
         return f"{folder} is free"
+
+    def recipe(self) -> str:
+        """Imports the training function."""
+        if self._train is None:
+            raise _Skipped("the recipe has no function `train` next to its config class")
+        return f"{self._train.__module__}:{self._train.__name__}"
 
     def functions(self) -> str:
         check_functions(self.config)
@@ -199,12 +205,16 @@ class _Checks:
         if total > MAX_STEP_PARAMETERS:
             limit = MAX_STEP_PARAMETERS // 1_000_000
             raise _Skipped(f"the models have {total / 1e6:.0f} M parameters, and a step runs up to {limit} M")
-        if self.train is None:
+        if self._train is None:
             raise _Skipped("the recipe has no function `train` next to its config class")
         begun_s = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="flowrl-check-") as folder, _silent():
-            self.train(small_config(self.config, Path(folder)))
+            self._train(small_config(self.config, Path(folder)))
         return f"one inline step on {_STEP_PROMPTS} prompts or rows took {time.monotonic() - begun_s:.1f} s"
+
+    @cached_property
+    def _train(self) -> Callable[..., Any] | None:
+        return self.import_train()
 
     @cached_property
     def _prompts(self) -> tuple[PromptStream, PromptStream | None]:
@@ -228,14 +238,14 @@ class _Failed(Exception):
 
 
 NAMES = (
-    "output", "functions", "files", "models", "tokenizer", "data", "reward", "placement", "memory", "step"
+    "output", "recipe", "functions", "files", "models", "tokenizer", "data", "reward", "placement", "memory", "step"
 )  # fmt: skip
 """Names of all checks, in order."""
 
 
 def check_config(
     config: RunConfig,
-    train: Callable[..., Any] | None,
+    import_train: Callable[[], Callable[..., Any] | None],
     locate: Callable[[str], str] = str,
     console: Console | None = None,
 ) -> None:
@@ -243,14 +253,14 @@ def check_config(
 
     Args:
         config: the config of the run.
-        train: training function of its recipe, which runs one small step; None skips the step.
+        import_train: imports the training function of its recipe, which runs one small step. None skips the step.
         locate: adds file and line to a message about a setting.
         console: where to print.
     Raises:
         ChecksFailed: a check failed. Its message has one line per problem.
     """
     console = console or Console()
-    checks = _Checks(config, train)
+    checks = _Checks(config, import_train)
     results: dict[str, tuple[str, str]] = {}
     for name in NAMES:
         results[name] = _run_check(checks, name, {other for other in results if results[other][0] in _FAILED})
@@ -290,11 +300,16 @@ def _score_answers(name: str, prompts: PromptStream) -> Iterator[tuple[str, str,
     for row in prompts.evaluation_rows(NUM_ROWS):
         columns = {key: value for key, value in row.items() if key not in ("prompt_ids", "prompt_id", "group")}
         scores = []
-        for response in (row["answer"], ""):
+        answer = row["answer"]
+        # A response is always text, whatever the type of the answer column is.
+        for response in (str(answer) if isinstance(answer, str | int | float) else None, ""):
+            if response is None:
+                scores.append("")
+                continue
             inputs = columns | {"response": response}
             accepted = {key: inputs[key] for key in accepted_columns(function, inputs)}
-            scores.append("" if response is None else f"{score_row(function, name, accepted):g}")
-        yield _shorten(row["prompt"]), _shorten(row["answer"]), scores[0], scores[1]
+            scores.append(f"{score_row(function, name, accepted):g}")
+        yield _shorten(row["prompt"]), _shorten(answer), scores[0], scores[1]
 
 
 def _functions(reward: RewardConfig) -> list[str]:

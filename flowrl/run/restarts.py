@@ -3,10 +3,11 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from flowrl.checkpoints.checkpoints import Checkpoints
-from flowrl.config import RunConfig
+from flowrl.config import RunConfig, UserError
 from flowrl.controller.errors import DeadlineError, ProcessLost, WorkerCheckError, WorkerError, WorkerUserError
 from flowrl.run.interrupt import Interruption
 
@@ -34,7 +35,8 @@ class RestartPolicy:
         """Yields the kept cluster, or starts a cluster. Closes the cluster at the end unless the program restarts."""
         cluster, self._retained = self._retained or start(), None
         try:
-            yield cluster
+            with _explaining_lost_folder(config.output):
+                yield cluster
         except WorkerError as error:
             if self._can_restart(error, config, cluster):
                 self._retain_cluster(error, config, cluster)
@@ -120,6 +122,23 @@ def with_restarts(train: Callable[[AnyConfig], object], config: AnyConfig) -> No
     finally:
         _current.reset(token)
         policy.close()
+
+
+@contextmanager
+def _explaining_lost_folder(folder: Path) -> Iterator[None]:
+    """Raises UserError in place of an error about a missing file in `folder` if the folder has been deleted."""
+    has_existed = folder.is_dir()
+    try:
+        yield
+    except (OSError, WorkerError) as error:
+        cause = error.cause if isinstance(error, WorkerError) else f"{type(error).__name__}: {error}"
+        is_missing_file = cause.startswith(FileNotFoundError.__name__) and str(folder) in cause
+        if not is_missing_file or not has_existed or folder.exists():
+            raise
+        raise UserError(
+            f"output folder {folder} has disappeared during the run: start the run again, and keep the folder until "
+            f"it ends"
+        ) from error
 
 
 def _has_checkpoint(config: RunConfig) -> bool:

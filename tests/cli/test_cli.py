@@ -2,9 +2,11 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from flowrl.config import ConfigError, RolloutLogConfig, RunConfig, loading
 from flowrl.report.chrome_trace import chrome_trace
 from flowrl.report.rollout_log import RolloutLog
 from flowrl.run.interrupt import Interrupted
+from flowrl.run.loop import Run
 from recipes.ppo.config import PPOConfig
 from tests.errors import missing_facts
 from tests.report.call_events import STEP
@@ -406,13 +409,42 @@ def test_an_output_folder_that_disappears_is_a_one_line_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def train(config: RunConfig) -> None:
-        (config.output / "metrics.jsonl").read_text()
+        with Run(config):
+            shutil.rmtree(config.output)
+            (config.output / "metrics.jsonl").read_text()
 
-    placement = "{device: cpu, pools: {main: [1]}, roles: {actor: main}}"
-    (tmp_path / "my.yaml").write_text(f"output: {tmp_path / 'out'}\nsteps: 3\nplacement: {placement}\n")
-    assert run_recipe(RunConfig, train, [str(tmp_path / "my.yaml")]) == 2
+    assert run_recipe(RunConfig, train, [inline_run(tmp_path)]) == 2
     errors = capsys.readouterr().err
     assert len(errors.splitlines()) == 1 and not missing_facts(errors, tmp_path / "out")
+
+
+def open_before_the_run(config: RunConfig) -> None:
+    Path("/missing/rewards.json").read_text()
+
+
+def open_during_the_run(config: RunConfig) -> None:
+    with Run(config):
+        shutil.rmtree(config.output)
+        Path("/missing/rewards.json").read_text()
+
+
+def open_in_a_folder_without_a_run(config: RunConfig) -> None:
+    (config.output / "rewards.json").read_text()
+
+
+@pytest.mark.parametrize("train", [open_before_the_run, open_during_the_run, open_in_a_folder_without_a_run])
+def test_another_missing_file_is_reported_with_its_traceback(
+    train: Callable[[RunConfig], None], tmp_path: Path
+) -> None:
+    with pytest.raises(FileNotFoundError, match=r"rewards\.json"):
+        run_recipe(RunConfig, train, [inline_run(tmp_path)])
+
+
+def inline_run(folder: Path) -> str:
+    """Returns the config file of a run without workers."""
+    placement = "{device: cpu, pools: {main: [1]}, roles: {actor: main}}"
+    (folder / "my.yaml").write_text(f"output: {folder}/out\nsteps: 3\nbackend: inline\nplacement: {placement}\n")
+    return str(folder / "my.yaml")
 
 
 @pytest.mark.parametrize("options", [["--steps", "3"], ["--steps=3"], ["seed=1", "--steps", "3", "threads=1"]])

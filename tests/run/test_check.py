@@ -53,6 +53,10 @@ def always_one(prompt: str, response: str, answer: str) -> float:
     return 1.0
 
 
+def exact_text(prompt: str, response: str, answer: object) -> float:
+    return float(response.strip() == str(answer))
+
+
 def fails_for_an_empty_response(prompt: str, response: str, answer: str) -> float:
     return float(response[0] == answer[0])
 
@@ -88,7 +92,7 @@ def check(recipe: Path) -> Iterator[Checked]:
     ) -> dict[str, str]:
         output = output or StringIO()
         try:
-            check_config(load(recipe, overrides, GRPOConfig), function, console=Console(file=output, width=200))
+            check_config(load(recipe, overrides, GRPOConfig), lambda: function, console=Console(file=output, width=200))
         finally:
             rows = [line.split("│")[1:3] for line in output.getvalue().splitlines() if line.startswith("│")]
             states = {cells[0].strip(): cells[1].strip() for cells in rows if cells[0].strip() in NAMES}
@@ -123,6 +127,17 @@ def test_answers_that_score_like_an_empty_response_are_reported(check: Checked) 
     assert check(f"reward.function={TIED}", output=output)["reward"] == "ok"
     (line,) = (line for line in output.getvalue().splitlines() if line.startswith("│ reward"))
     assert "higher" in line
+
+
+def test_an_answer_that_is_a_number_is_scored_as_text(check: Checked, recipe: Path, tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in (recipe.parent / "data/train.jsonl").read_text().splitlines()]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row | {"answer": 19}) + "\n" for row in rows))
+    settings = (f"data.train={tmp_path}/rows.jsonl", "data.test=null", "evaluate_every=0", "reward.evaluation=null")
+    output = StringIO()
+    assert check(*settings, "reward.function=tests.run.test_check:exact_text", output=output)["reward"] == "ok"
+    assert len([line for line in output.getvalue().splitlines() if "│ 1 " in line and "│ 0 " in line]) == 8
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row | {"answer": [19]}) + "\n" for row in rows))
+    assert check(*settings, "reward.function=tests.run.test_check:exact_text")["reward"] == "ok"
 
 
 def test_a_row_that_does_not_fit_is_found(check: Checked, recipe: Path) -> None:
@@ -184,3 +199,29 @@ def test_the_command_locates_problems(recipe: Path, capsys: pytest.CaptureFixtur
     finally:
         broken.unlink()
     assert not missing_facts(capsys.readouterr().err, f"{broken}:26", "data.test")
+
+
+def test_a_recipe_whose_training_module_cannot_be_imported_fails(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    broken = tmp_path / "broken_recipe"
+    broken.mkdir()
+    for name, text in (("__init__", ""), ("config", OWN_CONFIG), ("train", "import a_missing_module\n")):
+        (broken / f"{name}.py").write_text(text)
+    path = tmp_path / "own.yaml"
+    path.write_text(recipe.read_text().replace("recipes.grpo.config:GRPOConfig", "broken_recipe.config:OwnConfig"))
+    small = ["rollout.max_response_tokens=5"]
+    assert main(["check", str(path), *small]) == 2
+    assert not missing_facts(capsys.readouterr().err, "broken_recipe.train", "a_missing_module")
+    (broken / "train.py").unlink()
+    assert main(["check", str(path), *small]) == 0
+
+
+OWN_CONFIG = """
+from recipes.grpo.config import GRPOConfig
+
+
+class OwnConfig(GRPOConfig):
+    pass
+"""
