@@ -24,7 +24,7 @@ CACHES = {"torchinductor_root", "torchinductor_" + os.environ.get("USER", "root"
 
 
 class Program:
-    """A training program that writes temporary files to `folder/t`. `folder` is in the environment of all its processes."""
+    """A training program that writes temporary files to `folder/t`. The environment of its processes names `folder`."""
 
     def __init__(self, folder: Path, config: Path) -> None:
         self.folder = folder

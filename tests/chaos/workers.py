@@ -1,7 +1,8 @@
 """Workers that record their process and their current method, and the reward function that misbehaves on request.
 
 The environment variable `FLOWRL_CHAOS` names the folder with the records: `now/ROLE-RANK` has the process id and the
-current method of a worker. If this folder has the file `reward`, the next call of `score` misbehaves as the file specifies.
+current method of a worker. If this folder has the file `reward`, the next call of `score` misbehaves as the file
+specifies.
 """
 
 import functools
