@@ -28,7 +28,7 @@ def run(cases: list[Case], cache: Path, steps: int) -> list[Result]:
     return [result for results in run_cases(cases, cache, 0, steps) for result in results]
 
 
-def test_every_schedule_role_and_phase_has_a_case() -> None:
+def test_case_names_are_unique_and_cover_all_schedules() -> None:
     cases = all_cases()
     assert len({case.name for case in cases}) == len(cases)
     assert {case.schedule for case in cases} == SCHEDULES.keys()
@@ -51,9 +51,16 @@ def test_prompts_that_are_trained_twice_or_lost_are_found() -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_killed_trainer_and_a_verbose_reward_leave_the_numbers_of_an_undisturbed_run(cache: Path) -> None:
-    cases = [CASES["sync-hf-reward-prints-any"], CASES["sync-hf-actor-kill-update"]]
-    results = run(cases, cache, steps=20)
+@pytest.mark.parametrize(
+    ("faults", "steps"),
+    [
+        (["reward-prints-any", "reward-kill-any"], 18),
+        pytest.param(["rollout-stop-any", "actor-kill-update"], 24, marks=pytest.mark.slow),
+    ],
+)
+def test_metrics_after_faults_equal_those_of_an_undisturbed_run(cache: Path, faults: list[str], steps: int) -> None:
+    cases = [CASES[f"sync-hf-{fault}"] for fault in faults]
+    results = run(cases, cache, steps)
     assert [result.case for result in results] == [case.name for case in cases]
     assert [(result.outcome, result.numbers) for result in results] == [("continued", True)] * 2
 
@@ -61,7 +68,7 @@ def test_a_killed_trainer_and_a_verbose_reward_leave_the_numbers_of_an_undisturb
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_random_faults_leave_the_numbers_of_an_undisturbed_run(cache: Path, schedule: str) -> None:
+def test_metrics_after_random_faults_equal_those_of_an_undisturbed_run(cache: Path, schedule: str) -> None:
     cases = [case for case in all_cases() if case.schedule == schedule]
     results = run(draw_cases(cases, NUM_SLOW_FAULTS, seed=0), cache, steps=60)
     assert [result for result in results if not result.correct] == []
