@@ -56,7 +56,13 @@ class Interruption:
         return self
 
     def install(self) -> None:
-        """Installs the handlers. Call it again if a library has replaced them."""
+        """Installs the handlers. Call it again if a library has replaced them.
+
+        Raises KeyboardInterrupt if a signal was received before, because Python ignores exceptions in some places, for
+        example while a process is forked.
+        """
+        if self.signal is not None and self._action is None:
+            raise KeyboardInterrupt
         for number in self._previous:
             signal.signal(number, self._on_signal)
 

@@ -118,3 +118,20 @@ def test_no_handler_is_installed_on_another_thread() -> None:
     thread.start()
     thread.join()
     assert handlers_on_thread == [before]
+
+
+class SignalsWhenDeleted:
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_whose_exception_python_ignores_ends_the_run_at_the_next_installation() -> None:
+    is_ignored = False
+    with pytest.raises(Interrupted) as caught, Interruption(print) as interruption:
+        _ = SignalsWhenDeleted()
+        del _
+        is_ignored = True
+        interruption.install()
+        pytest.fail("the signal did not raise")
+    assert is_ignored and caught.value.exit_code == 143
