@@ -86,10 +86,8 @@ class Config(BaseModel):
     def _check_alternatives(self) -> Self:
         num_set = sum(value is not None for name, value in self if name in self.ALTERNATIVES)
         if self.ALTERNATIVES and num_set != 1:
-            problem = f"neither {' nor '.join(self.ALTERNATIVES)} is set"
-            if num_set:
-                problem = f"{' and '.join(self.ALTERNATIVES)} are set together"
-            raise ValueError(f"{problem}: set exactly one")
+            state = "are unset" if num_set == 0 else "are set together"
+            raise ValueError(f"{' and '.join(self.ALTERNATIVES)} {state}: set exactly one")
         return self
 
     @classmethod

@@ -189,6 +189,7 @@ def test_checkpoint_folder_that_cannot_be_created_is_named(
     checkpoints: Path, run: Callable[..., int], capsys: pytest.CaptureFixture[str], workspace: Path
 ) -> None:
     shutil.rmtree(checkpoints)
+    shutil.rmtree(workspace / "run" / "model")
     (workspace / "run" / "summary.json").unlink()
     checkpoints.write_text("")
     capsys.readouterr()

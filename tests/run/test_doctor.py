@@ -156,7 +156,7 @@ def test_a_gap_is_an_error_with_its_causes(
     [
         (["rollout.check=loud"], "error: rollout.check=loud: "),
         (["backend=inline", "rollout.engine=vllm"], "error: rollout.engine=vllm: rollout.engine "),
-        (["devices=[1]"], "error: {recipe}:10: placement.pools"),
+        (["devices=[1]"], "error: {recipe}:11: placement.pools.b "),
         (["data.train=nowhere.jsonl"], "error: "),
     ],
 )
