@@ -111,14 +111,8 @@ def _threads_for(num_processes: int) -> Iterator[None]:
     """Divides this process's threads evenly among the worker processes. The leader needs none, because it does not
     compute.
     """
-    before = os.environ.get(_THREADS)
-    os.environ[_THREADS] = str(max(1, torch.get_num_threads() // num_processes))
-    try:
+    with _variable(_THREADS, str(max(1, torch.get_num_threads() // num_processes))):
         yield
-    finally:
-        del os.environ[_THREADS]
-        if before is not None:
-            os.environ[_THREADS] = before
 
 
 @contextmanager
@@ -127,15 +121,21 @@ def _temporary_sockets() -> Iterator[None]:
 
     Without this, sockets remain in the temporary folder when Ray kills a process.
     """
-    with tempfile.TemporaryDirectory(prefix="flowrl-") as folder:
-        before = os.environ.get(_SOCKETS)
-        os.environ[_SOCKETS] = folder
-        try:
-            yield
-        finally:
-            del os.environ[_SOCKETS]
-            if before is not None:
-                os.environ[_SOCKETS] = before
+    with tempfile.TemporaryDirectory(prefix="flowrl-") as folder, _variable(_SOCKETS, folder):
+        yield
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """Sets an environment variable inside the `with` block."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 @contextmanager
