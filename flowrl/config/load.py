@@ -58,7 +58,10 @@ def loading(path: str | Path, overrides: Sequence[str], cls: type[C]) -> Iterato
 
 
 def _leading_key(message: str, cls: type[Config]) -> Key | None:
-    """Returns the setting at the start of a message, or None. Calls, such as rollout.generate, are not settings."""
+    """Returns the key of the setting that a message begins with, or None.
+
+    A message may also begin with a method, such as rollout.generate, which is not a setting.
+    """
     if (match := re.match(r"[a-z_]\w*(\.\w+)+", message)) is None:
         return None
     key = tuple(match[0].split("."))

@@ -139,7 +139,7 @@ def union_settings(classes: Classes) -> list[UnionSetting]:
 
 @dataclass
 class _Section:
-    """A group of settings, and the keys at which the recipes have it."""
+    """A section of the page: config classes, and the keys under which the recipes use them."""
 
     classes: Classes
     keys: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))

@@ -24,7 +24,7 @@ def fields_of(classes: Sequence[type[Config]]) -> dict[str, FieldInfo]:
 
 
 def select_members(classes: Sequence[type[Config]]) -> list[type[Member]]:
-    """Returns the classes that are members of a union."""
+    """Returns the classes that are choices of a discriminated union, which `kind` or a similar key selects."""
     return [cls for cls in classes if issubclass(cls, Member)]
 
 

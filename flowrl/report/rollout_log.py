@@ -123,7 +123,7 @@ def saved_steps(folder: Path, kind: Kind) -> list[int]:
 
 
 def read_rows(folder: Path, kind: Kind, step: int) -> list[Row]:
-    """Returns the saved rows of a step. A column that the shard lacks has the value None.
+    """Returns the saved rows of a step. Columns that were added after the file was written are None.
 
     Raises RolloutLogError if the step is not saved or its shard is corrupt.
     """

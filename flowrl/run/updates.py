@@ -1,4 +1,4 @@
-"""Describes the optimizer updates of a run, and warns about learning rates that are 0 or stay below their peak."""
+"""Reports the number of optimizer updates of a run, and warns if its learning rate is 0 or never reaches its peak."""
 
 from collections.abc import Callable, Iterator, Mapping
 

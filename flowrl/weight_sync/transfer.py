@@ -49,7 +49,7 @@ class SnapshotTransfer(WeightTransfer, Protocol):
 
 
 class _BucketTransfer:
-    """Base class of transports, which send weights in buckets of bounded size."""
+    """Base class of the weight transports. A transport sends the weights in buckets of at most `bucket_mb`."""
 
     def __init__(
         self, actor: WorkerGroup, rollout: WorkerGroup, config: TransferConfig, dtype: str | None = None

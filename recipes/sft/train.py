@@ -41,7 +41,7 @@ def train(config: SFTConfig) -> dict[str, Any]:
 
 
 def _check_epochs(config: SFTConfig, num_examples: int) -> None:
-    """Logs a warning if `epochs` ends the run before the learning rate schedule ends."""
+    """Logs a warning if the run stops after `epochs` passes before its learning rate has decayed to 0."""
     num_steps = config.steps if config.epochs is None else config.epochs * -(-num_examples // config.batch_size)
     end = None if config.optimizer.schedule == "constant" else config.optimizer.total_steps
     if num_steps < config.steps and end is not None and num_steps < end:

@@ -46,7 +46,7 @@ class AdvantageConfig(Member):
 
     @property
     def kl_penalty(self) -> "PenalizedAdvantageConfig | None":
-        """This object if its estimator subtracts a KL penalty from the rewards, otherwise None."""
+        """The settings of the KL penalty in the rewards; None if the estimator has none."""
         return None
 
 

@@ -5,7 +5,10 @@ import signal
 from pathlib import Path
 
 _OOM_WINDOW_S = 10.0
-"""Seconds between the end of a process and its description, which may wait for an exit status."""
+"""Maximum age, in seconds, of an increase of the out-of-memory counter that can explain a SIGKILL.
+
+It is above zero because the driver learns of the end of a process late.
+"""
 
 
 class ProcessEnds:
@@ -85,7 +88,7 @@ def parse_oom_kills(text: str) -> int | None:
 
 
 def _memory_events() -> list[Path]:
-    """Returns the files with the memory events of this process's cgroup, of cgroup version 2 and 1."""
+    """Returns the files that may contain the out-of-memory counter of this process's cgroup (version 1 or 2)."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -93,7 +96,7 @@ def _memory_events() -> list[Path]:
     files = []
     for line in lines:
         _, controllers, group = line.split(":", 2)
-        # A container may see its own cgroup as the root, but its path from outside.
+        # In a container, the path may be that of the host, although the container's cgroup is mounted at the root.
         for name in (group.strip("/"), ""):
             if not controllers:
                 files.append(Path("/sys/fs/cgroup", name, "memory.events"))
