@@ -7,12 +7,14 @@ server starts no threads, which do not survive a fork, and does not import ray, 
 import array
 import atexit
 import contextlib
+import fcntl
 import gc
 import importlib
 import json
 import os
 import runpy
 import secrets
+import select
 import selectors
 import shlex
 import signal
@@ -20,7 +22,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +44,7 @@ _START = (
 
 
 class ForkServer:
-    """Starts a fork server, which exits when this process ends, even if this process is killed.
+    """Starts a fork server, which exits and kills all forked processes when this process ends, even by SIGKILL.
 
     The server imports `modules` before it forks.
     """
@@ -119,6 +121,9 @@ class _ForkRequest:
     output: tuple[int, ...]
 
 
+_children: set[int] = set()
+"""Ids of the forked processes whose wait status the server has not read. The kernel does not reuse these ids."""
+
 _exit_log: Path | None = None
 """File of the names and wait statuses of forked processes, in the server and in forked processes."""
 
@@ -149,8 +154,9 @@ def main(listener: int, modules: Sequence[str], exits: str) -> None:
     """
     global _exit_log
     _exit_log = Path(exits)
-    for name in modules:
-        importlib.import_module(name)
+    with _end_with_driver():
+        for name in modules:
+            importlib.import_module(name)
     # Without this, the garbage collector would write to shared pages and thereby copy them.
     gc.collect()
     gc.freeze()
@@ -163,8 +169,24 @@ def main(listener: int, modules: Sequence[str], exits: str) -> None:
         _run_request(request)
 
 
+@contextlib.contextmanager
+def _end_with_driver() -> Iterator[None]:
+    """Makes the kernel end this process with the driver during the block, in which the server does not read stdin."""
+    flags = fcntl.fcntl(sys.stdin, fcntl.F_GETFL)
+    # The end of the driver closes the pipe, which sends SIGIO. The default handler of SIGIO ends the process.
+    fcntl.fcntl(sys.stdin, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(sys.stdin, fcntl.F_SETFL, flags | os.O_ASYNC)
+    if select.select([sys.stdin], [], [], 0)[0]:
+        sys.exit()  # the driver has already ended
+    yield
+    fcntl.fcntl(sys.stdin, fcntl.F_SETFL, flags)
+
+
 def _serve(listener: socket.socket) -> _ForkRequest | None:
-    """Serves fork requests until the driver exits. Returns the request in each forked process, None in the server."""
+    """Serves fork requests until the driver exits. Returns the request in each forked process, None in the server.
+
+    Kills all forked processes when the driver exits. Some of them may be stopped, or not yet known to Ray.
+    """
     ended, wakeup = socket.socketpair()
     with selectors.DefaultSelector() as selector, ended, wakeup:
         wakeup.setblocking(False)
@@ -174,6 +196,8 @@ def _serve(listener: socket.socket) -> _ForkRequest | None:
         while True:
             ready = [key.fileobj for key, _ in selector.select()]
             if sys.stdin in ready:
+                for process_id in _children:
+                    os.kill(process_id, signal.SIGKILL)
                 return None
             if ended in ready:
                 ended.recv(1 << 12)
@@ -185,10 +209,11 @@ def _serve(listener: socket.socket) -> _ForkRequest | None:
                 if request is None:
                     continue
                 server_pid = os.getpid()
-                if os.fork() == 0:
+                if (child := os.fork()) == 0:
                     signal.set_wakeup_fd(-1)
                     die_with_parent(server_pid)
                     return request
+                _children.add(child)
                 for file in request.output:
                     os.close(file)
                 with contextlib.suppress(OSError):  # the client may have been killed
@@ -199,6 +224,7 @@ def _reap() -> None:
     """Logs the wait statuses of all forked processes that have ended."""
     with contextlib.suppress(ChildProcessError):
         while (end := os.waitpid(-1, os.WNOHANG))[0]:
+            _children.discard(end[0])
             _log_exit(f"ended {end[0]} {end[1]}")
 
 

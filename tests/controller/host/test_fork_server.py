@@ -188,6 +188,61 @@ def test_a_process_that_is_started_by_python_ends_with_its_parent(tmp_path: Path
     wait(lambda: not is_alive(process), timeout_s=60.0)
 
 
+def start_driver(modules: tuple[str, ...], path: str = "") -> tuple[subprocess.Popen[str], str, psutil.Process]:
+    """Returns a driver with a fork server, the server's command for Ray, and the process of the server."""
+    code = f"""
+import psutil, sys
+sys.path.insert(0, {path!r})
+from {ForkServer.__module__} import ForkServer
+server = ForkServer({modules!r})
+print(server.py_executable)
+print(psutil.Process().children()[0].pid, flush=True)
+input()
+"""
+    driver = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    command = driver.stdout.readline().strip()
+    return driver, command, psutil.Process(int(driver.stdout.readline()))
+
+
+@pytest.mark.slow
+def test_a_stopped_host_ends_with_a_driver_that_is_killed(tmp_path: Path) -> None:
+    """It cannot notice that Ray has ended."""
+    program = tmp_path / "survives.py"
+    program.write_text(SURVIVES)
+    driver, command, _ = start_driver(())
+    with driver:
+        started = f"exec {command} {program} {tmp_path} host"
+        subprocess.run(["bash", "-c", started], stdout=subprocess.DEVNULL, timeout=200, check=True)
+        wait((tmp_path / "host").exists)
+        host = psutil.Process(int((tmp_path / "host").read_text()))
+        host.suspend()
+        driver.kill()
+    wait(lambda: not is_alive(host), timeout_s=10.0)
+
+
+@pytest.mark.slow
+def test_a_server_that_still_imports_ends_with_a_driver_that_is_killed(tmp_path: Path) -> None:
+    slow = f"import pathlib, time\npathlib.Path({str(tmp_path / 'started')!r}).touch()\ntime.sleep(60)"
+    (tmp_path / "imported_slowly.py").write_text(slow)
+    driver, _, server = start_driver(("imported_slowly",), str(tmp_path))
+    with driver:
+        wait((tmp_path / "started").exists)
+        driver.kill()
+    wait(lambda: not is_alive(server), timeout_s=10.0)
+
+
+def test_a_client_that_starts_after_the_end_of_ray_starts_nothing(program: Path, tmp_path: Path) -> None:
+    server = ForkServer()
+    server.end()
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    command = ["bash", "-c", f"exec {server.py_executable} {program} {tmp_path / 'facts'}"]
+    environment = os.environ | {"RAY_RAYLET_PID": str(ended.pid)}
+    assert subprocess.run(command, env=environment, timeout=200, check=False).returncode == 1
+    assert not (tmp_path / "facts").exists()
+
+
 def is_alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
