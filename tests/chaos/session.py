@@ -15,6 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from flowrl.checkpoints.run_folder import RunFolder
+from flowrl.report.rollout_log import read_rows, saved_steps
 from tests.chaos.faults import (
     DISK,
     DRIVER,
@@ -321,10 +323,7 @@ class Session:
 
     def _judge_prompts(self) -> None:
         """Every prompt is trained once, or it is counted as dropped."""
-        by_step: dict[int, list[int]] = {}
-        for line in (self.folder / "trained.jsonl").read_text().splitlines():
-            record = json.loads(line)
-            by_step[record["step"]] = record["prompts"]
+        by_step = read_prompt_ids(RunFolder(self.output).rollouts)
         wrong = find_wrong_steps(by_step, self.steps, self.config.prompts_per_step, self._num_dropped())
         for result in self.results:
             result.numbers = not any(result.steps[0] < step <= result.steps[1] for step in wrong)
@@ -343,10 +342,26 @@ class Session:
             subprocess.run(["umount", "-l", str(self.disk)], check=True)
 
 
+def read_prompt_ids(rollouts: Path) -> dict[int, list[int]]:
+    """Returns the prompts of each trained step. A step that was repeated after a restart has the prompts of its last
+    repetition.
+    """
+    return {
+        step: [row["prompt_id"] for row in read_rows(rollouts, "training", step)]
+        for step in saved_steps(rollouts, "training")
+    }
+
+
 def find_wrong_steps(by_step: dict[int, list[int]], steps: int, num_prompts: int, num_dropped: int) -> set[int]:
-    """Returns the steps whose prompts were trained twice, or are missing without being counted as dropped."""
+    """Returns the steps whose prompts were trained twice, are too few or too many, or are missing without being
+    counted as dropped.
+    """
     trained = Counter(prompt for prompts in by_step.values() for prompt in prompts)
-    wrong = {step for step, prompts in by_step.items() if any(trained[prompt] > 1 for prompt in prompts)}
+    wrong = {
+        step
+        for step, prompts in by_step.items()
+        if len(prompts) != num_prompts or any(trained[prompt] > 1 for prompt in prompts)
+    }
     missing = set(range(1, steps + 1)) - by_step.keys()
     expected = set(range(steps * num_prompts))
     lost = sorted(expected - trained.keys())

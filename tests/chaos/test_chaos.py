@@ -7,11 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from flowrl.config import RolloutLogConfig
+from flowrl.report.rollout_log import RolloutLog
+from recipes.ppo import train as recipe
+from recipes.ppo.config import PPOConfig
 from tests.chaos.faults import Case, all_cases, draw_cases
 from tests.chaos.runs import run_cases
-from tests.chaos.session import Result, find_wrong_steps
+from tests.chaos.session import Result, find_wrong_steps, read_prompt_ids
 from tests.chaos.table import BEGIN, END, PAGE, read_results, render_table
-from tests.chaos.variants import SCHEDULES
+from tests.chaos.training import REPLACED
+from tests.chaos.variants import ALL_ROWS, BATCH_SIZE, SCHEDULES, variant_config
 
 CASES = {case.name: case for case in all_cases()}
 NUM_SLOW_FAULTS = 40
@@ -47,7 +52,39 @@ def test_prompts_that_are_trained_twice_or_lost_are_found() -> None:
     assert find_wrong_steps(steps | {3: [4, 1]}, 3, 2, num_dropped=0) == {1, 3}
     assert find_wrong_steps(steps | {3: [4, 6]}, 3, 2, num_dropped=0) == {3}
     assert find_wrong_steps(steps | {3: [4, 6]}, 3, 2, num_dropped=1) == set()
+    assert find_wrong_steps(steps | {3: [4, 6, 5]}, 3, 2, num_dropped=0) == {3}
     assert find_wrong_steps({1: [0, 1], 3: [4, 5]}, 3, 2, num_dropped=2) == {2}
+
+
+def test_a_wrong_prompt_in_the_saved_rows_of_a_run_is_found_and_a_repeated_step_counts_once(tmp_path: Path) -> None:
+    def write(log: RolloutLog, *steps: int) -> None:
+        for step in steps:
+            rows = range(BATCH_SIZE * (step - 1), BATCH_SIZE * step)
+            log.write("training", step, [{"prompt_id": row} for row in rows])
+
+    config = RolloutLogConfig.model_validate(ALL_ROWS)
+    write(RolloutLog(tmp_path, config), 1, 2, 3)
+    write(RolloutLog(tmp_path, config, last_step=1), 2, 3)
+    prompt_ids = read_prompt_ids(tmp_path)
+    assert [len(prompts) for prompts in prompt_ids.values()] == [BATCH_SIZE] * 3
+    assert find_wrong_steps(prompt_ids, 3, BATCH_SIZE, num_dropped=0) == set()
+
+    shard = tmp_path / "training-000003.jsonl"
+    shard.write_text(shard.read_text().replace(f'"prompt_id": {2 * BATCH_SIZE}}}', '"prompt_id": 0}'))
+    assert find_wrong_steps(read_prompt_ids(tmp_path), 3, BATCH_SIZE, num_dropped=0) == {1, 3}
+
+
+def test_every_row_of_every_step_is_saved(tmp_path: Path) -> None:
+    config = variant_config(tmp_path, tmp_path / "run", "async", "hf", steps=2)
+    log = RolloutLog(tmp_path, config.report.rollouts)
+    assert [log.num_training_rows(step) for step in (1, 2, 3, 4)] == [config.batch_size] * 4
+    assert config.samples_per_prompt == 1  # so that a row has its own prompt
+
+
+def test_the_recipe_uses_the_traced_workers_of_all_roles() -> None:
+    assert REPLACED.keys() <= {*recipe.train.__code__.co_names}
+    assert not any(getattr(recipe, name) is worker for name, worker in REPLACED.items())
+    assert len(REPLACED) == len(PPOConfig.roles)
 
 
 @pytest.mark.timeout(600)

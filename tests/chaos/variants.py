@@ -6,6 +6,7 @@ from typing import Any
 
 from flowrl.config import to_yaml
 from recipes.ppo.config import PPOConfig
+from tests.configs import NO_REPORT
 from tests.recipes.conftest import build_ppo_config
 
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -19,7 +20,9 @@ ENGINES = ("hf", "vllm", "fsdp")
 TIMINGS = ("seconds", "elapsed_s", "tokens_per_s", "memory_mb", "idle_", "wait_")
 """Prefixes of metrics that depend on the clock or on the memory of the machine."""
 
-CHECKPOINT_EVERY, EVALUATE_EVERY = 3, 4
+BATCH_SIZE, CHECKPOINT_EVERY, EVALUATE_EVERY = 8, 3, 4
+ALL_ROWS = {"every": 1, "rows": BATCH_SIZE, "max_mb": None}
+"""Settings of `report.rollouts` that keep all rows of all steps, so that every trained prompt is known."""
 CALL_TIMEOUT_S = 15.0
 MANY_RESTARTS = 1_000_000
 """A run takes many faults, so the number of restarts is not what ends it."""
@@ -45,10 +48,11 @@ def variant_config(task: Path, output: Path, schedule: str, engine: str, steps: 
         "actor": actor | ({"engine": {"strategy": "fsdp"}} if engine == "fsdp" else {}),
         "reward": {"function": "tests.chaos.workers:score", "evaluation": "recipes.quickstart.task:exact"},
         "rollout": {"max_response_tokens": 6} | (VLLM if engine == "vllm" else {}),
-        "batch_size": 8,
+        "batch_size": BATCH_SIZE,
         "minibatch_size": 4,
         "steps": steps,
         "evaluate_every": EVALUATE_EVERY,
+        "report": NO_REPORT | {"rollouts": ALL_ROWS},
         "checkpoint": {"every": CHECKPOINT_EVERY},
         "schedule": SCHEDULES[schedule],
         "restarts": MANY_RESTARTS,
