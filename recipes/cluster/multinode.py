@@ -20,6 +20,7 @@ from typing import Self
 
 from flowrl.cli import exit_code
 from flowrl.config import UserError
+from flowrl.controller.host.private_folder import private_folder, remove_folder
 
 _SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15"
 _START_TIMEOUT_S, _END_TIMEOUT_S = 120.0, 30.0
@@ -88,7 +89,8 @@ class Hosts:
         self._names = names
         self._hosts: list[_Host] = []
         self._ended: set[str] = set()
-        self._logs = tempfile.TemporaryDirectory(prefix="flowrl-hosts-")
+        # In a folder with a marker, so that the next run deletes the logs if this process is killed.
+        self._logs = Path(tempfile.mkdtemp(prefix="hosts-", dir=private_folder()))
         self._folder = f"/tmp/flowrl-ray-{secrets.token_hex(4)}"
         # Each cluster has its own token, because the token allows running code on every host.
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
@@ -116,7 +118,7 @@ class Hosts:
         return address
 
     def _connect(self, name: str, arguments: Sequence[str]) -> _Host:
-        log = Path(self._logs.name) / f"{len(self._hosts)}.log"
+        log = self._logs / f"{len(self._hosts)}.log"
         # Ray uses an address from the hostfile, because a host may have several networks.
         address = name.rpartition("@")[2]
         ip_arguments = ["--ip", address] if re.fullmatch(r"[\d.]+", address) else []
@@ -190,7 +192,7 @@ class Hosts:
                     "ray processes"
                 )
                 host.connection.kill()
-        self._logs.cleanup()
+        remove_folder(self._logs)
 
 
 def run(command: Sequence[str], hosts: Hosts) -> int:

@@ -9,6 +9,8 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -109,6 +111,25 @@ def test_an_unreachable_host_is_a_one_line_error_and_ends_the_others(
     assert "off-1" in message and "Connection refused" in message and message.count("\n") == 1
     started = [process for process in psutil.Process().children(recursive=True) if process not in before]
     assert psutil.wait_procs(started, timeout=60)[1] == []
+
+
+def test_the_logs_of_a_killed_program_are_deleted_by_the_next_one(hostfile: Callable[..., Path]) -> None:
+    command = [sys.executable, "-m", "recipes.cluster.multinode", str(hostfile("127.0.0.2")), "true"]
+    with tempfile.TemporaryDirectory(prefix="fm", dir="/tmp") as folder:
+        parent = Path(folder)
+        # A connection that starts nothing and stays open, and one that ends at once.
+        open_, closed = (
+            os.environ | {"TMPDIR": folder, "RAY_TMPDIR": folder, "FLOWRL_SSH": f"sh -c {program}"}
+            for program in ("cat", "false")
+        )
+        with subprocess.Popen(command, env=open_) as launcher:
+            while not (logs := list(parent.rglob("0.log"))):
+                assert launcher.poll() is None
+                time.sleep(0.05)
+            launcher.kill()
+        assert logs[0].exists()
+        assert subprocess.run(command, env=closed, capture_output=True, check=False).returncode == 2
+        assert not list(parent.iterdir())
 
 
 @pytest.mark.parametrize(
