@@ -227,6 +227,13 @@ class Worker:
         """Returns whether a worker with these arguments can offload from a device that other processes share."""
         return False
 
+    @classmethod
+    def user_functions(cls, *args: Any, **kwargs: Any) -> tuple[str, ...]:  # Any: the constructor's
+        """Returns the names of the user's functions that a worker with these arguments calls. An error message names
+        them if the process ends during a call.
+        """
+        return ()
+
     @property
     def rank(self) -> int:
         return self.context.rank

@@ -43,6 +43,10 @@ class Reward(Worker):
         self.name, self.evaluation_name = config.function, config.evaluation or config.function
         self._functions = {name: load_reward_function(name) for name in (self.name, self.evaluation_name)}
 
+    @classmethod
+    def user_functions(cls, config: RewardConfig) -> tuple[str, ...]:
+        return _unique_names(config.function, config.evaluation)
+
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=_FUNCTION_COLUMNS, writes=("scores",))
     def score(self, batch: TensorDict, evaluation: bool = False) -> TensorDict:
         """Returns one score per row, `[B]`. `evaluation` selects the evaluation function."""
@@ -72,6 +76,10 @@ class RewardModel(ModelWorker):
         """
         return _CollectiveRewardModel if has_collective_forward(mesh, config.engine) else cls
 
+    @classmethod
+    def user_functions(cls, config: RewardConfig) -> tuple[str, ...]:
+        return _unique_names(config.evaluation)
+
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("input_ids", *_FUNCTION_COLUMNS), writes=("scores",))
     def score(self, batch: TensorDict, evaluation: bool = False) -> TensorDict:
         """Returns one score per row, `[B]`. `evaluation` selects the evaluation function, if the settings name one."""
@@ -88,6 +96,10 @@ class _CollectiveRewardModel(RewardModel):
 def reward_worker(config: RewardConfig) -> type[Worker]:
     """Returns the reward worker class: `RewardModel` if `config.model` is set, otherwise `Reward`."""
     return Reward if config.model is None else RewardModel
+
+
+def _unique_names(*names: str | None) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for name in names if name is not None))
 
 
 def _scores(model: nn.Module, micro: MicroBatch) -> torch.Tensor:

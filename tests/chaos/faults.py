@@ -98,7 +98,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "hangs": (_FUNCTION, r"reward\.score", r"deadline"),
     "hangs_always": (_FUNCTION, r"reward\.score", r"deadline"),
     "sys_exit": (_FUNCTION, r"sys\.exit|SystemExit"),
-    "os_exit": (r"reward", r"score", r"(exit|code|status)\D{0,20}\b3\b"),
+    "os_exit": (_FUNCTION, r"(exit|code|status)\D{0,20}\b3\b"),
     "interrupt": (_FUNCTION, r"KeyboardInterrupt"),
     "huge": (r"reward", r"1e\+?308|overflow|finite"),
     "full": (r"disk is full|No space left",),

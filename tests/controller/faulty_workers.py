@@ -133,6 +133,10 @@ class StatefulScorer(Scorer):
 
     stateless = False
 
+    @classmethod
+    def user_functions(cls, factor: int) -> tuple[str, ...]:
+        return "rewards.score", f"rewards.times_{factor}"
+
 
 class Chunked(Scorer):
     """Receives its state in chunks and sums them."""
@@ -154,6 +158,10 @@ class SlowRestart(Scorer):
             if isinstance(again, str):
                 raise ArithmeticError(again)
             time.sleep(again)
+
+    @classmethod
+    def user_functions(cls, lines: Path, again: float | str) -> tuple[str, ...]:
+        return (f"rewards.score_{again:g}",) if isinstance(again, float) else ()
 
 
 class Doubling(Worker):

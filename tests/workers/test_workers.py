@@ -327,6 +327,15 @@ def test_a_reward_function_receives_the_columns_of_the_dataset(cluster: Cluster)
     assert reward.score(rows_with(), evaluation=True).get("scores").tolist() == [1.0, 0.0]
 
 
+def test_a_reward_worker_names_its_functions_which_an_error_report_contains() -> None:
+    config = RewardConfig(function=f"{__name__}:weighted", evaluation=f"{__name__}:exact")
+    assert reward_worker(config).user_functions(config) == (config.function, config.evaluation)
+    config = RewardConfig(function=f"{__name__}:exact", evaluation=f"{__name__}:exact")
+    assert reward_worker(config).user_functions(config) == (config.function,)
+    config = RewardConfig(model=ModelConfig(path=Path("scorer")), evaluation=f"{__name__}:exact")
+    assert reward_worker(config).user_functions(config) == (config.evaluation,)
+
+
 def num_messages(prompt: str, response: str, conversation: list[dict[str, str]], **columns: object) -> float:
     assert conversation[-1] == {"role": "user", "content": prompt}
     return float(len(conversation))

@@ -150,6 +150,11 @@ class Recovery:
             return construction.role, construction.rank
         return slot.pool, slot.rank
 
+    def get_user_functions(self, slot: Slot, role: str) -> tuple[str, ...]:
+        """Returns the names of the user's functions that the worker of a role in a process calls."""
+        own = (each for each in self._constructions[slot] if each.role == role)
+        return next((each.cls.user_functions(*each.args, **each.kwargs) for each in own), ())
+
     def mark_unrecoverable(self, pools: Sequence[str]) -> None:
         self._unrecoverable.update(pools)
 
@@ -229,7 +234,7 @@ class Failures:
         if (first := self._errors.get(record.slot.pool)) is not None:
             # The end of the process is a consequence. Calls of other pools that read this result raise the same error.
             return first
-        if isinstance(error, ProcessLost) and (cause := self._backend.describe_end(record.slot)) is not None:
+        if isinstance(error, ProcessLost) and (cause := self._describe_end(record.slot)) is not None:
             error.cause = cause
         if record.is_isolated and isinstance(error, WorkerUserError):
             # The processes continue, so that the program can save the weights of colocated roles.
@@ -283,10 +288,18 @@ class Failures:
                 try:
                     probe.get()
                 except WorkerError as error:
-                    cause = self._backend.describe_end(slot) or error.cause
+                    cause = self._describe_end(slot) or error.cause
                     return self._fail(group, self._make_process_lost(slot, cause))
         if now_s > suspicion.until_s:
             self._fail(group, suspicion.symptom)
+
+    def _describe_end(self, slot: Slot) -> str | None:
+        """Returns how a process ended, and the user's functions that its current call may have run; None if it is
+        unknown how the process ended.
+        """
+        end, current = self._backend.describe_end(slot), self.deadlines.get_current(slot.pool, slot.rank)
+        functions = () if current is None else self._recovery.get_user_functions(slot, current.role)
+        return f"{end}; {current.role} calls {' and '.join(functions)}" if end and current and functions else end
 
     def _make_process_lost(self, slot: Slot, cause: str) -> ProcessLost:
         """Creates the error of a lost process. Names its current call, or its first role between calls."""
@@ -310,7 +323,7 @@ class Failures:
         for slot in self._backend.lost_processes([s for s in slots if self._recovery.is_recoverable(s.pool)]):
             if slot in self._overdue:
                 continue  # the missed deadline was already reported
-            cause = self._backend.describe_end(slot) or "its process has ended"
+            cause = self._describe_end(slot) or "its process has ended"
             lost = self._make_process_lost(slot, cause)
             activity = f"in {lost.method}" if lost.method else "between calls"
             self._notify(f"{lost.role} on rank {lost.rank} (node {slot.node}) failed {activity}: {cause}; replacing it")
