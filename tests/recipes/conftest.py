@@ -9,8 +9,8 @@ import pytest
 
 from recipes.grpo.config import GRPOConfig
 from recipes.ppo.config import PPOConfig
-from recipes.quickstart.prepare import prepare
 from tests.configs import quickstart_settings
+from tests.small_task import prepare_small
 
 TASK = "recipes.quickstart.task"
 
@@ -19,7 +19,7 @@ TASK = "recipes.quickstart.task"
 def task_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Writes the quickstart's data, tokenizer and untrained model; returns their folder."""
     folder = tmp_path_factory.mktemp("task") / "data"
-    prepare(folder, seed=0)
+    prepare_small(folder)
     return folder
 
 

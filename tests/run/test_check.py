@@ -14,8 +14,8 @@ from flowrl.config import load
 from flowrl.run.check import NAMES, ChecksFailed, check_config, small_config
 from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train
-from recipes.quickstart.prepare import prepare
 from tests.errors import missing_facts, rejects
+from tests.small_task import prepare_small
 
 RECIPE = """
 recipe: recipes.grpo.config:GRPOConfig
@@ -64,7 +64,7 @@ def fails_for_an_empty_response(prompt: str, response: str, answer: str) -> floa
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("check")
-    prepare(folder / "data", seed=0)
+    prepare_small(folder / "data")
     for name in ("train", "test"):
         path = folder / f"data/{name}.jsonl"
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:40]))

@@ -20,10 +20,11 @@ from flowrl.controller.errors import WorkerCheckError
 from flowrl.run.doctor import examine
 from flowrl.workers import Actor, Rollout
 from recipes.grpo.config import GRPOConfig
-from recipes.quickstart.prepare import CHARACTERS, SPECIAL, prepare
+from recipes.quickstart.prepare import CHARACTERS, SPECIAL
 from tests.engines.closeness import random_rounding_rtol, reduction_rtol
 from tests.errors import rejects
 from tests.recipes.drifting import Drifting, Hotter
+from tests.small_task import prepare_small
 
 ROOT = Path(__file__).parents[2]
 RECIPE = """
@@ -62,7 +63,7 @@ STORED_GAP = reduction_rtol(torch.float32, length=1, depth=1) * 16
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("doctor")
-    prepare(folder / "data", seed=0)
+    prepare_small(folder / "data")
     path = folder / "recipe.yaml"
     path.write_text(RECIPE.format(folder=folder))
     return path

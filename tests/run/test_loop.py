@@ -23,8 +23,8 @@ from flowrl.report.rollout_log import Kind, read_rows, saved_steps
 from flowrl.run.datasets import Examples
 from flowrl.run.interrupt import Interrupted
 from flowrl.run.loop import Run
-from recipes.quickstart.prepare import prepare
 from tests.configs import quickstart_settings
+from tests.small_task import prepare_small
 
 
 class Echo(Worker):
@@ -79,7 +79,7 @@ class EchoConfig(OnPolicyConfig):
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run") / "data"
-    prepare(folder, seed=0)
+    prepare_small(folder)
     return folder
 
 
@@ -97,7 +97,7 @@ def config(task: Path, tmp_path: Path) -> Callable[..., EchoConfig]:
             algorithm={"estimator": "grpo"},
         )
         settings["data"]["evaluation_rows"] = 3
-        settings["report"] = {}
+        settings["report"] = {"plots": False}
         return EchoConfig.model_validate(settings | changes)
 
     return make
@@ -294,7 +294,7 @@ def test_a_run_that_fails_before_its_first_result_leaves_no_folder(config: Calla
 
 
 def test_a_run_that_fails_later_keeps_its_steps(config: Callable[..., EchoConfig]) -> None:
-    settings = config()
+    settings = config(report={})
     with pytest.raises(WorkerError, match=r"actor\.update .*rank 0\b"):
         train(settings, fails_at=3)
     assert [line["step"] for line in lines(settings)] == [0, 1, 2]
@@ -409,7 +409,7 @@ def train_until_signal(config: EchoConfig, number: signal.Signals, at_step: int)
 
 
 def test_a_signal_ends_the_run_after_its_step_with_all_results(config: Callable[..., EchoConfig]) -> None:
-    settings = config(evaluate_every=2)
+    settings = config(evaluate_every=2, report={})
     with pytest.raises(Interrupted, match=r"SIGTERM .*step 2 of 4\b.* \S*out$"):
         train_until_signal(settings, signal.SIGTERM, at_step=2)
     assert [line["step"] for line in lines(settings)] == [0, 1, 2]

@@ -13,9 +13,9 @@ from flowrl.data.prompts import PromptStream, read_conversations
 from flowrl.report.chrome_trace import read_trace
 from flowrl.run.loop import Run
 from flowrl.run.restarts import with_restarts
-from recipes.quickstart.prepare import prepare
 from tests.run.sleeping_run import SleepingConfig, sleeping_config, train
 from tests.schedules.sleeping_replicas import Durations, SleepingActor, SleepingRollout
+from tests.small_task import prepare_small
 
 ASYNC = {"kind": "async", "max_staleness": 2}
 
@@ -23,7 +23,7 @@ ASYNC = {"kind": "async", "max_staleness": 2}
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sleeping") / "task"
-    prepare(folder, seed=0)
+    prepare_small(folder)
     return folder
 
 
