@@ -6,13 +6,15 @@ import os
 import secrets
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, services
+from ray._private import utils as ray_utils
 from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore[reportAttributeAccessIssue] (compiled)
 
 from flowrl.controller.host.private_folder import private_folder, remove_folder
@@ -56,16 +58,20 @@ class LocalRay:
         self._token.touch(mode=0o600)
         self._token.write_text(secrets.token_hex(32))
         _set_authentication({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self._token)})
-        with _keep_sigterm_handler(self.stop), _use_loopback():
-            ray.init(
-                address="local",  # never join another Ray that runs on this machine
-                num_cpus=num_cpus,
-                include_dashboard=False,
-                logging_level=logging.ERROR,
-                log_to_driver=False,
-                _temp_dir=str(self._session),
-                **options,
-            )
+        try:
+            with _keep_signal_handlers(), _use_loopback():
+                ray.init(
+                    address="local",  # never join another Ray that runs on this machine
+                    num_cpus=num_cpus,
+                    include_dashboard=False,
+                    logging_level=logging.ERROR,
+                    log_to_driver=False,
+                    _temp_dir=str(self._session),
+                    **options,
+                )
+        except BaseException:
+            self.stop()
+            raise
 
     def stop(self) -> None:
         """Stops Ray, deletes its files, and restores the environment variables of the authentication."""
@@ -80,15 +86,21 @@ class LocalRay:
         """Kills Ray's processes. Ray itself does not end them if its start was interrupted."""
         import psutil  # noqa: PLC0415 (Ray has a copy of psutil, which can be imported after ray)
 
-        remaining = []
-        for process in psutil.Process().children(recursive=True):
-            with suppress(psutil.Error):
-                # Programs that the user has started have the token too.
-                is_ray = process.name().startswith("ray::") or any(_RAY_FOLDER in word for word in process.cmdline())
-                if is_ray and process.environ().get("RAY_AUTH_TOKEN_PATH") == str(self._token):
-                    remaining.append(process)
-                    process.kill()
-        psutil.wait_procs(remaining, timeout=_END_TIMEOUT_S)
+        deadline = time.monotonic() + _END_TIMEOUT_S
+        while time.monotonic() < deadline:
+            remaining = []
+            # Not only the descendants of this process, because the parent of a process may have ended.
+            for process in psutil.process_iter():
+                with suppress(psutil.Error):
+                    # Programs that the user has started have the token too.
+                    is_ray = process.name().startswith("ray::") or any(_RAY_FOLDER in w for w in process.cmdline())
+                    if is_ray and process.environ().get("RAY_AUTH_TOKEN_PATH") == str(self._token):
+                        remaining.append(process)
+                        process.kill()
+            if not remaining:
+                return
+            # The next iteration finds processes that these processes have started in the meantime.
+            psutil.wait_procs(remaining, timeout=_END_TIMEOUT_S)
 
 
 def _set_authentication(variables: Mapping[str, str]) -> None:
@@ -120,18 +132,43 @@ def _use_loopback() -> Iterator[None]:
 
 
 @contextmanager
-def _keep_sigterm_handler(stop: Callable[[], None]) -> Iterator[None]:
-    """Restores the program's handler of SIGTERM, which Ray replaces by an exit. Calls `stop` if Ray cannot start."""
-    previous = signal.getsignal(signal.SIGTERM)
-    has_handler = callable(previous) and threading.current_thread() is threading.main_thread()
+def _keep_signal_handlers() -> Iterator[None]:
+    """Keeps the program's handler of SIGTERM, which Ray would replace, and delays signals while Ray forks a process.
+
+    Python ignores the exception of a handler that runs in a fork. An exception between the fork and the start of the
+    program would leave a process that Ray does not know.
+    """
+    has_handler = callable(signal.getsignal(signal.SIGTERM))
+    start_process, set_handler = services.start_ray_process, ray_utils.set_sigterm_handler
+
+    def start_process_undisturbed(*args: Any, **kwargs: Any) -> Any:  # Any: as Ray calls and defines it
+        with _delay_signals():
+            return start_process(*args, **kwargs)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # the handlers run on the main thread
+        return
+    services.start_ray_process = start_process_undisturbed
+    if has_handler:
+        ray_utils.set_sigterm_handler = lambda handler: None
     try:
         yield
-    except BaseException as error:
-        stop()
-        if has_handler and isinstance(error, SystemExit) and error.code == signal.SIGTERM:
-            signal.signal(signal.SIGTERM, previous)
-            signal.raise_signal(signal.SIGTERM)
-        raise
     finally:
-        if has_handler:
-            signal.signal(signal.SIGTERM, previous)
+        services.start_ray_process, ray_utils.set_sigterm_handler = start_process, set_handler
+
+
+@contextmanager
+def _delay_signals() -> Iterator[None]:
+    """Delays the calls of Python's handlers of SIGINT and SIGTERM until the end of the block."""
+    received: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+    for number in handlers:
+        signal.signal(number, lambda number, frame: received.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in received:
+            signal.raise_signal(number)

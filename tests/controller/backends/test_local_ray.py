@@ -79,3 +79,48 @@ def test_a_process_can_start_ray_again_with_a_new_token(parent: Path) -> None:
     done = subprocess.run([sys.executable, "-c", TWICE], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert not list(parent.iterdir())
+
+
+SIGNALED = """
+import os
+import signal
+import sys
+import time
+from flowrl.controller.backends.local_ray import LocalRay
+from flowrl.controller.host.private_folder import private_folder
+import psutil
+
+
+def interrupt(number, frame):
+    raise KeyboardInterrupt
+
+
+def signal_parent():
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(1)  # before the child executes the program of Ray
+
+
+signal.signal(signal.SIGTERM, interrupt)
+if sys.argv[1] == "during the fork":
+    os.register_at_fork(after_in_parent=lambda: signal.raise_signal(signal.SIGTERM))
+else:
+    os.register_at_fork(after_in_child=signal_parent)
+try:
+    LocalRay(1)
+except KeyboardInterrupt:
+    time.sleep(1.5)
+    assert not psutil.Process().children(recursive=True)
+    assert [path.name for path in private_folder().iterdir()] == ["process.json"]
+else:
+    sys.exit("the signal is lost")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["during the fork", "before the program starts"])
+def test_a_signal_while_ray_forks_a_process_ends_the_start(moment: str, parent: Path) -> None:
+    environment = os.environ | {"RAY_TMPDIR": str(parent)}
+    command = [sys.executable, "-c", SIGNALED, moment]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert not list(parent.iterdir())
